@@ -16,7 +16,7 @@ from trainer.config import TrainConfig
 from trainer.data import encode_prompts, train_and_eval_rows
 from trainer.endings import Ended, Ending
 from trainer.evaluate import evaluate
-from trainer.experimental.hook import check_experiments
+from trainer.experimental.compare_and_correct import require_fitting_prompt
 from trainer.policy import Reference, load_policy, load_tokenizer, save_policy
 from trainer.precision import adamw, require_device
 from trainer.report import Report, Silence
@@ -83,7 +83,7 @@ def set_up(config: TrainConfig) -> Trainer:
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
         held_out_prompts, grader,
     )  # fmt: skip
-    check_experiments(trainer)
+    require_fitting_prompt(trainer)
     return trainer
 
 

@@ -19,7 +19,7 @@ from cfa_kernels.hf.sharding import is_sharded, run_inside
 from cfa_kernels.scoring.training_forward import PackedLoss
 from trainer import processes
 from trainer.checks import checked_sampling_gap, require_finite, sampling_metrics
-from trainer.experimental.hook import shape_rewards
+from trainer.experimental.compare_and_correct import shape_rewards
 from trainer.microbatch import (
     ByRow,
     Credited,

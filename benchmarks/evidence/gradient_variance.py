@@ -17,7 +17,7 @@ from benchmarks.evidence.ablation import ARMS, PLAIN, arms_named
 from benchmarks.harness.results import Pieces, interval, made_by, table
 from trainer.cli import parse
 from trainer.config import TrainConfig
-from trainer.experimental.hook import shape_rewards
+from trainer.experimental.compare_and_correct import shape_rewards
 from trainer.report.stages import StageTimes
 from trainer.rewards import group_advantages
 from trainer.run import set_up

@@ -7,18 +7,17 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import add, floordiv, mul, sub
 from typing import NamedTuple
 
-SPLITS = ("train", "test")
-
-_PEOPLE = (
-    ("Mia", "She", "her"), ("Anna", "She", "her"), ("Lily", "She", "her"), ("Emma", "She", "her"),
-    ("Sara", "She", "her"), ("Nora", "She", "her"), ("Ruth", "She", "her"), ("Ella", "She", "her"),
-    ("Tom", "He", "his"), ("Ben", "He", "his"), ("Sam", "He", "his"), ("Leo", "He", "his"),
-    ("Max", "He", "his"), ("Jack", "He", "his"), ("Paul", "He", "his"), ("Omar", "He", "his"),
-)  # fmt: skip
+_WOMEN, _MEN = "Mia Anna Lily Emma Sara Nora Ruth Ella", "Tom Ben Sam Leo Max Jack Paul Omar"
+_PEOPLE = [(name, "She", "her") for name in _WOMEN.split()] + [(name, "He", "his") for name in _MEN.split()]
 _THINGS = ("apples", "marbles", "stickers", "books", "coins", "cards", "shells", "pencils", "stamps", "beads")
+_TIMES = {2: "twice", 3: "three times", 4: "four times"}
 _WARES = ("pens", "cakes", "hats", "toys", "plants", "cups", "kites", "lamps")
+
+
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv}
 
 
 class Step(NamedTuple):
@@ -36,12 +35,12 @@ class Step(NamedTuple):
         return _OPERATIONS[self.op](self.left, self.right)
 
 
-_OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "/": lambda a, b: a // b,
-}
+class IdleFact(NamedTuple):
+    """A sentence with a number that no step needs, and how often it misleads a careless pupil."""
+
+    sentence: str
+    number: int
+    misleading: float
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Problem:
 
     question: str
     steps: tuple[Step, ...]
-    idle: tuple["IdleFact", ...]
+    idle: tuple[IdleFact, ...]
 
     @property
     def answer(self) -> int:
@@ -62,25 +61,13 @@ class Problem:
         return _write(self.steps)
 
     def careless_solution(self, rng: random.Random) -> str:
-        """A solution as a careless pupil writes it: the last sum may take its number from an idle fact.
-
-        Facts that count things mislead four times in five, facts that measure something else once in five.
-        """
+        """Solution of a careless pupil: the last sum may take its number from an idle fact."""
         *first, last = self.steps
         facts = [fact for fact in self.idle if last.op == "+" or (last.op == "-" and fact.number < last.left)]
-        if facts:
-            fact = max(facts, key=lambda fact: fact.misleading)
-            if rng.random() < fact.misleading:
-                last = last._replace(right=fact.number)
+        fact = max(facts, key=lambda fact: fact.misleading, default=None)
+        if fact and rng.random() < fact.misleading:
+            last = last._replace(right=fact.number)
         return _write([*first, last])
-
-
-class IdleFact(NamedTuple):
-    """A sentence with a number that no step needs, and how often it misleads a careless pupil."""
-
-    sentence: str
-    number: int
-    misleading: float
 
 
 def _write(steps: Sequence[Step]) -> str:
@@ -88,48 +75,39 @@ def _write(steps: Sequence[Step]) -> str:
     return "\n".join([*lines, f"#### {steps[-1].result}"])
 
 
-class _Story(NamedTuple):
-    """Sentences of a problem in order, the question that closes it, and its steps."""
-
-    sentences: list[str]
-    question: str
-    steps: list[Step]
+_Story = tuple[list[str], str, list[Step]]
+"""Sentences of a problem in order, the question that closes it, and its steps."""
 
 
 def _collecting(rng: random.Random) -> _Story:
     """One person's things grow and shrink."""
     (name, she, _), (friend, _, _) = rng.sample(_PEOPLE, 2)
-    thing = rng.choice(_THINGS)
-    have = rng.randint(5, 40)
+    thing, have = rng.choice(_THINGS), rng.randint(5, 40)
     sentences, steps = [f"{name} has {have} {thing}."], []
     for _ in range(rng.randint(2, 3)):
         if have > 12 and rng.random() < 0.5:
             change = rng.randint(2, have - 2)
-            event = rng.choice((f"{she} gives {change} {thing} to {friend}.", f"{she} loses {change} of them."))
-            step = Step("This leaves", have, "-", change, thing)
+            events = f"{she} gives {change} {thing} to {friend}.", f"{she} loses {change} of them."
+            steps.append(Step("This leaves", have, "-", change, thing))
         else:
             change = rng.randint(2, 40)
-            event = rng.choice((f"{she} buys {change} more.", f"{friend} gives {name} {change} {thing}."))
-            step = Step("That makes", have, "+", change, thing)
-        sentences.append(event)
-        steps.append(step)
-        have = step.result
-    return _Story(sentences, f"How many {thing} does {name} have now?", steps)
+            events = f"{she} buys {change} more.", f"{friend} gives {name} {change} {thing}."
+            steps.append(Step("That makes", have, "+", change, thing))
+        sentences.append(rng.choice(events))
+        have = steps[-1].result
+    return sentences, f"How many {thing} does {name} have now?", steps
 
 
 def _comparing(rng: random.Random) -> _Story:
     """Several people own things in stated relations; how many together?"""
-    people = rng.sample(_PEOPLE, 3)
-    thing = rng.choice(_THINGS)
-    counts = [rng.randint(4, 30)]
-    sentences, steps = [f"{people[0][0]} has {counts[0]} {thing}."], []
+    people, thing, counts = [name for name, *_ in rng.sample(_PEOPLE, 3)], rng.choice(_THINGS), [rng.randint(4, 30)]
+    sentences, steps = [f"{people[0]} has {counts[0]} {thing}."], []
     for i in range(1, rng.randint(2, 3)):
-        name, before, other = people[i][0], people[i - 1][0], counts[-1]
+        name, before, other = people[i], people[i - 1], counts[-1]
         kind = rng.choice("+-*" if other < 20 else "+-")
         if kind == "*":
             by = rng.randint(2, 4)
-            how = {2: "twice", 3: "three times", 4: "four times"}[by]
-            sentences.append(f"{name} has {how} as many {thing} as {before}.")
+            sentences.append(f"{name} has {_TIMES[by]} as many {thing} as {before}.")
         elif kind == "+" or other < 6:
             kind, by = "+", rng.randint(2, 30)
             sentences.append(f"{name} has {by} more {thing} than {before}.")
@@ -142,7 +120,7 @@ def _comparing(rng: random.Random) -> _Story:
     for count in counts[1:]:
         steps.append(Step("Together that is", total, "+", count, thing))
         total = steps[-1].result
-    return _Story(sentences, f"How many {thing} do they have together?", steps)
+    return sentences, f"How many {thing} do they have together?", steps
 
 
 def _shopping(rng: random.Random) -> _Story:
@@ -151,28 +129,23 @@ def _shopping(rng: random.Random) -> _Story:
     first, second = rng.sample(_WARES, 2)
     n, m = rng.randint(2, 9), rng.randint(2, 9)
     price, other_price = rng.randint(2, 9), rng.randint(2, 9)
-    steps = [
-        Step(f"The {first} cost", n, "*", price, "dollars"),
-        Step(f"The {second} cost", m, "*", other_price, "dollars"),
-    ]
+    steps = [Step(f"The {first} cost", n, "*", price, "dollars")]
+    steps.append(Step(f"The {second} cost", m, "*", other_price, "dollars"))
     steps.append(Step(f"{she} spends", steps[0].result, "+", steps[1].result, "dollars"))
-    sentences = [
-        f"{name} buys {n} {first} for ${price} each.",
-        f"{she} also buys {m} {second} for ${other_price} each.",
-    ]
+    sentences = [f"{name} buys {n} {first} for ${price} each."]
+    sentences.append(f"{she} also buys {m} {second} for ${other_price} each.")
     question = f"How many dollars does {name} spend?"
     if rng.random() < 0.5:
         money = steps[-1].result + rng.randint(2, 40)
         sentences.insert(0, f"{name} has ${money}.")
         steps.append(Step("That leaves", money, "-", steps[-1].result, "dollars"))
         question = f"How many dollars does {name} have left?"
-    return _Story(sentences, question, steps)
+    return sentences, question, steps
 
 
 def _packing(rng: random.Random) -> _Story:
     """Boxes are filled, some things break, friends share the rest."""
-    name, she, _ = rng.choice(_PEOPLE)
-    thing = rng.choice(_THINGS)
+    (name, she, _), thing = rng.choice(_PEOPLE), rng.choice(_THINGS)
     boxes, each, friends = rng.randint(3, 9), rng.randint(4, 9), rng.randint(2, 6)
     total = boxes * each
     share = rng.randint(1, max(1, (total - 1) // friends))
@@ -184,7 +157,7 @@ def _packing(rng: random.Random) -> _Story:
         steps.append(Step("This leaves", total, "-", broken, thing))
     sentences.append(f"{she} shares the rest equally among {friends} friends.")
     steps.append(Step("Each friend gets", total - broken, "/", friends, thing))
-    return _Story(sentences, f"How many {thing} does each friend get?", steps)
+    return sentences, f"How many {thing} does each friend get?", steps
 
 
 def _earning(rng: random.Random) -> _Story:
@@ -200,7 +173,7 @@ def _earning(rng: random.Random) -> _Story:
         f"{she} is paid ${pay} an hour.",
         f"{she} spends ${spent} of the pay on {rng.choice(_WARES)}.",
     ]
-    return _Story(sentences, f"How many dollars does {name} have left?", steps)
+    return sentences, f"How many dollars does {name} have left?", steps
 
 
 _SCENARIOS = (_collecting, _comparing, _shopping, _packing, _earning)
@@ -211,14 +184,14 @@ def _idle_fact(rng: random.Random, story: str) -> IdleFact:
     name, _, her = rng.choice([person for person in _PEOPLE if person[0] not in story])
     thing = rng.choice([thing for thing in _THINGS + _WARES if thing not in story])
     number = rng.randint(2, 40)
-    counting = (
-        f"{name} saw {number} {thing} at the fair.",
-        f"{name} sold {number} {thing} yesterday.",
-        f"{name} put {number} {thing} in {her} room last year.",
+    facts = (
+        (f"{name} saw {number} {thing} at the fair.", number, 0.8),
+        (f"{name} sold {number} {thing} yesterday.", number, 0.8),
+        (f"{name} put {number} {thing} in {her} room last year.", number, 0.8),
+        (f"{name} is {number} years old.", number, 0.2),
+        (f"The shop is {number} miles away.", number, 0.2),
     )
-    measuring = (f"{name} is {number} years old.", f"The shop is {number} miles away.")
-    sentence = rng.choice(counting + measuring)
-    return IdleFact(sentence, number, misleading=0.8 if sentence in counting else 0.2)
+    return IdleFact(*rng.choice(facts))
 
 
 def _split_of(steps: list[Step]) -> str:
@@ -227,14 +200,10 @@ def _split_of(steps: list[Step]) -> str:
     return "test" if hashlib.sha256(chain.encode()).digest()[0] % 8 == 0 else "train"
 
 
-def generate(split: str, seed: int, *, distractors: float = 0.5) -> Iterator[Problem]:
-    """Yield an endless stream of problems of one split (`"train"` or `"test"`), fixed by `seed`.
-
-    Up to two idle facts are added, each with probability `distractors`.
-    Raises `ValueError` for an unknown split.
-    """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
+def generate(split: str, seed: int) -> Iterator[Problem]:
+    """Yield an endless stream of problems of a split, "train" or "test", fixed by `seed`."""
+    if split not in ("train", "test"):
+        raise ValueError(f"split must be train or test, got {split!r}")
     rng = random.Random(f"{split}-{seed}")
     while True:
         sentences, question, steps = rng.choice(_SCENARIOS)(rng)
@@ -242,7 +211,7 @@ def generate(split: str, seed: int, *, distractors: float = 0.5) -> Iterator[Pro
             continue
         idle = []
         for _ in range(2):
-            if rng.random() < distractors:
+            if rng.random() < 0.5:
                 idle.append(_idle_fact(rng, " ".join(sentences)))
                 sentences.insert(rng.randint(1, len(sentences)), idle[-1].sentence)
         yield Problem(" ".join([*sentences, question]), tuple(steps), tuple(idle))

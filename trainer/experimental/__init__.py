@@ -1,1 +1,1 @@
-"""Change a training step experimentally, behind one hook, see `hook.py`."""
+"""Change a training step experimentally."""

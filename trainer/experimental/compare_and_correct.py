@@ -1,20 +1,17 @@
-"""Let the policy rewrite its wrong completions beside correct siblings, after IBPO.
+"""Let the policy rewrite its wrong completions beside correct siblings, after IBPO (arXiv 2605.16302).
 
-The rewards are shaped before they are compared within groups, and credit falls only on tokens that corrections edit.
+This is our reading of its abstract and public notes; there is no code:
 
-This is our reading of IBPO (arXiv 2605.16302), of which the abstract and public notes are known, no code:
-
-- a wrong completion y with a correct sibling is put before the policy together with the nearest correct siblings, and
+- a wrong completion y with a correct sibling is put before the policy together with the nearest correct sibling, and
   one corrected completion y^ is sampled;
-- R' = R + lambda phi with phi = rho if y^ is correct, else 0, and 0 for a correct y; R' then takes R's place before the
+- R' = R + lambda phi with phi = rho if y^ is correct, else 0, and 0 for a correct y; R' takes R's place before the
   group's normalisation (`compare_and_correct` is lambda rho);
 - tokens that the alignment of y and y^ leaves unchanged get no credit (m_t = 0).
 
-The notes do not say what a correction that is wrong itself does to m. By default it does nothing: a policy that copies
-its wrong attempt edits no token, and an empty m would spare the attempt every gradient.
+The notes do not say what a wrong correction does to m. Here it does nothing: a policy that copies its wrong attempt
+edits no token, and an empty m would spare the attempt every gradient.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,25 +23,33 @@ from cfa_kernels.estimators.siblings import correct_siblings
 from cfa_kernels.hf.model import causal_lm, context_length
 from trainer.config import TrainConfig
 from trainer.data import encode_prompt
+from trainer.report.stages import StageTimes
 from trainer.rewards import compute_rewards
 from trainer.rewards.calls import arguments
 from trainer.rollouts import Rollouts
 from trainer.state import Batch, Shaped, Trainer
 
 TEMPLATE = (
-    "{question}\n\nThis attempt is wrong:\n{attempt}\n\nThis is correct:\n{references}\n\n"
+    "{question}\n\nThis attempt is wrong:\n{attempt}\n\nThis is correct:\n{reference}\n\n"
     "Write the attempt again, corrected. Keep what is right in it and change only what is wrong."
 )
 CORRECT = 0.5  # least reward of a correct completion
 _STREAM = 1  # at the end of a sample's key: its correction draws numbers of its own
 
 
+def shape_rewards(trainer: Trainer, batch: Batch, times: StageTimes) -> Shaped:
+    """Shape the rewards of a batch by corrections if the settings ask for them."""
+    if not trainer.config.compare_and_correct:
+        return Shaped(batch.rewards)
+    with times.during("correct"):
+        return compare_and_correct(trainer, batch)
+
+
 def compare_and_correct(trainer: Trainer, batch: Batch) -> Shaped:
     """Let the policy correct the wrong ones of B completions, in groups that hold a correct one, in one batch.
 
-    A completion is correct if its reward is at least `CORRECT`. Left as they are: completions that the loss
-    leaves out for being truncated, and those whose prompt for correction is longer than the
-    context allows (counted as `corrections/too_long`).
+    Completions stay as they are that the loss leaves out for being truncated, and those whose prompt for correction is
+    longer than the context allows (`corrections/too_long`).
 
     Returns:
         The shaped rewards and the edits; `corrections/*` as metrics; of each corrected sample a note `correction` with
@@ -54,74 +59,61 @@ def compare_and_correct(trainer: Trainer, batch: Batch) -> Shaped:
         FloatingPointError: logits of the policy or rewards of corrections are not finite; the message names them.
         ValueError: a reward function gave something else than rewards.
     """
-    config, rollouts = trainer.config, batch.rollouts
+    rollouts = batch.rollouts
     ids = [torch.tensor(row, dtype=torch.int64) for row in rollouts.ids()]
-    prompts = _prompts(trainer.tokenizer, config, batch, ids)
-    limit = _longest_prompt(trainer)
+    prompts, limit = _prompts(trainer, batch, ids), _longest_prompt(trainer)
     fitting = [b for b, prompt in prompts.items() if limit is None or len(prompt) <= limit]
 
     shaped, edits = batch.rewards.clone(), torch.ones(rollouts.completion_ids.shape)
+    notes: dict[int, dict[str, Any]] = {}
     metrics = {
         "corrections/fraction": len(fitting) / len(ids),
         "corrections/too_long": float(len(prompts) - len(fitting)),
         "corrections/tokens": 0.0,
     }
-    notes: dict[int, dict[str, Any]] = {}
     if fitting:
         keys = [(*batch.keys[b], _STREAM) for b in fitting]
         names = [f"the correction of sample {b}" for b in fitting]
         corrected = trainer.sample([prompts[b] for b in fitting], keys, names)
-        right = _are_right(trainer, batch.columns, fitting, corrected)
-        gated = []
-        for b, is_right, row in zip(fitting, right, corrected.ids(), strict=True):
+        right, edited = _are_right(trainer, batch, fitting, corrected), []
+        for b, text, is_right, row in zip(fitting, corrected.texts, right, corrected.ids(), strict=True):
+            notes[b] = {"correction": {"completion": text, "right": is_right}}
             if is_right:
-                shaped[b] += config.compare_and_correct
-                gated.append(b)
+                shaped[b] += trainer.config.compare_and_correct
                 edits[b, : len(ids[b])] = edited_tokens(ids[b], torch.tensor(row, dtype=torch.int64))
+                edited.append(edits[b, : len(ids[b])])
         metrics |= {
             "corrections/tokens": float(corrected.prompt_mask.sum() + corrected.completion_mask.sum()),
             "corrections/right_fraction": sum(right) / len(right),
             "corrections/clipped_ratio": corrected.truncated.float().mean().item(),
         }
-        if gated:
-            metrics["corrections/edited_fraction"] = sum(float(edits[b, : len(ids[b])].sum()) for b in gated) / sum(
-                len(ids[b]) for b in gated
-            )
-        for b, text, is_right in zip(fitting, corrected.texts, right, strict=True):
-            notes[b] = {"correction": {"completion": text, "right": is_right}}
+        if edited:
+            metrics["corrections/edited_fraction"] = torch.cat(edited).double().mean().item()
     return Shaped(shaped, edits.to(rollouts.completion_ids.device), metrics, notes)
 
 
-def _prompts(
-    tokenizer: PreTrainedTokenizerBase, config: TrainConfig, batch: Batch, ids: list[Tensor]
-) -> dict[int, list[int]]:
+def _prompts(trainer: Trainer, batch: Batch, ids: list[Tensor]) -> dict[int, list[int]]:
     """Encode prompts for corrections, by number of the sample; `ids` are the B completions' tokens."""
-    rollouts, groups = batch.rollouts, torch.arange(len(ids)) // config.num_generations
-    siblings = correct_siblings(ids, groups, batch.rewards >= CORRECT)
-    left_out = rollouts.truncated.tolist() if config.mask_truncated_completions else [False] * len(ids)
+    config, texts = trainer.config, batch.rollouts.texts
+    siblings = correct_siblings(ids, torch.arange(len(ids)) // config.num_generations, batch.rewards >= CORRECT)
+    left_out = batch.rollouts.truncated & config.mask_truncated_completions
     return {
-        b: correction_prompt(
-            batch.columns["question"][b],
-            rollouts.texts[b],
-            [rollouts.texts[near] for near in siblings[b][:1]],
-            tokenizer,
-            config,
-        )
-        for b in range(len(ids))
-        if siblings[b] and not left_out[b]
+        b: correction_prompt(batch.columns["question"][b], texts[b], texts[near[0]], trainer.tokenizer, config)
+        for b, near in enumerate(siblings)
+        if near and not left_out[b]
     }
 
 
 def correction_prompt(
-    question: str, attempt: str, references: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: TrainConfig
+    question: str, attempt: str, reference: str, tokenizer: PreTrainedTokenizerBase, config: TrainConfig
 ) -> list[int]:
     """Encode the prompt that asks for a correction: `TEMPLATE` filled, then as any other prompt."""
-    request = TEMPLATE.format(question=question, attempt=attempt, references="\n\n".join(references))
+    request = TEMPLATE.format(question=question, attempt=attempt, reference=reference)
     return encode_prompt(request, tokenizer, instruction=config.instruction)
 
 
 def _longest_prompt(trainer: Trainer) -> int | None:
-    """Compute how many tokens a prompt may have; None where the model names no context."""
+    """Compute how many tokens a prompt may have; None if the model names no context."""
     context = context_length(causal_lm(trainer.policy))
     return None if context is None else context - trainer.config.max_completion_length
 
@@ -129,23 +121,23 @@ def _longest_prompt(trainer: Trainer) -> int | None:
 def require_fitting_prompt(trainer: Trainer) -> None:
     """Raise `ValueError` if not even an empty attempt at the shortest problem could be corrected within the limits."""
     config, limit = trainer.config, _longest_prompt(trainer)
+    if not config.compare_and_correct:
+        return
     shortest = min(range(len(trainer.rows)), key=lambda i: len(trainer.prompts[i]))
-    least = len(correction_prompt(trainer.rows[shortest]["question"], "", [], trainer.tokenizer, config))
+    least = len(correction_prompt(trainer.rows[shortest]["question"], "", "", trainer.tokenizer, config))
     if limit is not None and least > limit:
         raise ValueError(
-            f"compare_and_correct: a prompt for correction has at least {least} tokens before attempt and references, "
+            f"compare_and_correct: a prompt for correction has at least {least} tokens before attempt and reference, "
             f"and only {limit} fit (the model's context less max_completion_length {config.max_completion_length})"
         )
 
 
-def _are_right(
-    trainer: Trainer, columns: Mapping[str, Sequence[Any]], samples: Sequence[int], corrected: Rollouts
-) -> list[bool]:
+def _are_right(trainer: Trainer, batch: Batch, samples: list[int], corrected: Rollouts) -> list[bool]:
     """Whether each correction earns the reward of a correct completion."""
-    config = trainer.config
-    chosen = {name: [column[b] for b in samples] for name, column in columns.items()}
+    columns = {name: [column[b] for b in samples] for name, column in batch.columns.items()}
+    weights = trainer.config.reward_weights
     try:
-        rewards, _ = compute_rewards(trainer.rewards, arguments(chosen, corrected), weights=config.reward_weights)
+        rewards, _ = compute_rewards(trainer.rewards, arguments(columns, corrected), weights=weights)
     except (ValueError, FloatingPointError) as problem:
-        raise type(problem)(f"corrections of samples {list(samples)}, counted from 0: {problem}") from problem
+        raise type(problem)(f"corrections of samples {samples}, counted from 0: {problem}") from problem
     return (rewards >= CORRECT).tolist()

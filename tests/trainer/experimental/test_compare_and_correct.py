@@ -43,7 +43,7 @@ def parameters(trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
 
 
-def by_hand(trainer, config, rewards, corrected, *, truncated=()) -> Shaped:
+def by_hand(trainer, rewards, corrected, *flags, truncated=()) -> Shaped:
     """Corrections of one group of "a 0", "a 1", ... by given texts; "right" in a text is what earns a reward."""
     tokenizer = trainer.tokenizer
     texts = [f"a {i}" for i in range(len(rewards))]
@@ -63,74 +63,60 @@ def by_hand(trainer, config, rewards, corrected, *, truncated=()) -> Shaped:
         return [None if text == "?" else float("right" in text) for text in completions]
 
     keys, columns = [(0, 0, 0, g) for g in range(len(texts))], {"question": [f"q {b}" for b in range(len(texts))]}
-    given = Batch([0] * len(texts), keys, batch(texts), columns, torch.tensor(rewards))
-    engine = lambda *_, **__: batch(corrected)  # noqa: E731
+    sampled = Batch([0] * len(texts), keys, batch(texts), columns, torch.tensor(rewards))
+    config, engine = (
+        settings("--compare_and_correct=0.3", "--num_generations=4", *flags),
+        lambda *_, **__: batch(corrected),
+    )
     changed = dataclasses.replace(trainer, config=config, engine=engine, rewards={"judge": judge})
-    return compare_and_correct.compare_and_correct(changed, given)
+    return compare_and_correct.compare_and_correct(changed, sampled)
 
 
-def texts_of(notes) -> dict[int, str]:
-    return {b: note["correction"]["completion"] for b, note in notes.items()}
+def notes_of(notes) -> dict[int, tuple[str, bool]]:
+    return {b: tuple(note["correction"].values()) for b, note in notes.items()}
 
 
-def right_in(notes) -> dict[int, bool]:
-    return {b: note["correction"]["right"] for b, note in notes.items()}
-
-
-def test_a_right_correction_raises_its_attempt_before_the_group_is_compared(trainer) -> None:
-    config = settings("--compare_and_correct=0.3", "--num_generations=4")
-    found = by_hand(trainer, config, [1.0, 0.0, 0.0, 1.0], ["right", "no"])
-    assert found.rewards.tolist() == pytest.approx([1, 0.3, 0, 1])
-    assert texts_of(found.notes) == {1: "right", 2: "no"}
-    assert right_in(found.notes) == {1: True, 2: False}
-    advantages = group_advantages(found.rewards, 4)
+def test_a_right_correction_raises_its_attempt_before_the_group_is_compared_and_keeps_credit_where_it_edits(
+    trainer,
+) -> None:
+    shaped = by_hand(trainer, [1.0, 0.0, 0.0, 1.0], ["a 1 right", "a 3"])
+    assert shaped.rewards.tolist() == pytest.approx([1, 0.3, 0, 1])
+    assert notes_of(shaped.notes) == {1: ("a 1 right", True), 2: ("a 3", False)}
+    advantages = group_advantages(shaped.rewards, 4)
     mean, std = 2.3 / 4, math.sqrt((0.425**2 + 0.275**2 + 0.575**2 + 0.425**2) / 3)
     expected = [(r - mean) / (std + 1e-4) for r in (1, 0.3, 0, 1)]
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5)
 
-
-def test_only_tokens_that_a_correction_edits_keep_credit(trainer) -> None:
-    config, gated = settings("--compare_and_correct=0.3", "--num_generations=4"), [1]
-    found = by_hand(trainer, config, [1.0, 0.0, 0.0, 1.0], ["a 1 right", "a 3"])
-    ids = [trainer.tokenizer(text)["input_ids"] for text in ("a 0", "a 1", "a 2", "a 3")]
-    corrected = {1: trainer.tokenizer("a 1 right")["input_ids"], 2: ids[3]}
-    for b, row in enumerate(ids):
-        expected = edits_by_table(row, corrected[b]) if b in gated else [1.0] * len(row)
-        assert found.edits[b, : len(row)].tolist() == expected
-        assert (b in gated) == (0 in expected)
-    of = [len(ids[b]) for b in gated]
-    edited = sum(found.edits[b, : len(ids[b])].sum().item() for b in gated)
-    assert found.metrics["corrections/edited_fraction"] == pytest.approx(edited / sum(of))
-    assert found.metrics["corrections/fraction"] == 2 / 4
-    assert found.metrics["corrections/right_fraction"] == 1 / 2
+    tokens = lambda text: trainer.tokenizer(text)["input_ids"]  # noqa: E731
+    edits = [row[: len(tokens(f"a {b}"))].tolist() for b, row in enumerate(shaped.edits)]
+    gate = edits_by_table(tokens("a 1"), tokens("a 1 right"))
+    assert 0 in gate
+    assert edits == [gate if b == 1 else [1.0] * len(row) for b, row in enumerate(edits)]
+    assert shaped.metrics["corrections/edited_fraction"] == pytest.approx(sum(gate) / len(gate))
+    assert shaped.metrics["corrections/fraction"] == 2 / 4
+    assert shaped.metrics["corrections/right_fraction"] == 1 / 2
 
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_truncated_attempt_is_corrected_only_if_the_loss_counts_it(trainer, masked) -> None:
-    config = settings(
-        "--compare_and_correct=0.3",
-        "--num_generations=4",
-        "--mask_truncated_completions" if masked else "--no_mask_truncated_completions",
-    )
-    corrected = ["right"] if masked else ["right", "right"]
-    found = by_hand(trainer, config, [1.0, 0.0, 0.0, 1.0], corrected, truncated=[2])
-    assert list(found.notes) == ([1] if masked else [1, 2])
+    flag, corrected = f"--{'' if masked else 'no_'}mask_truncated_completions", ["right"] * (1 if masked else 2)
+    shaped = by_hand(trainer, [1.0, 0.0, 0.0, 1.0], corrected, flag, truncated=[2])
+    assert list(shaped.notes) == ([1] if masked else [1, 2])
 
 
 @pytest.mark.parametrize("rewards", [[0.0] * 4, [1.0] * 4])
 def test_without_a_wrong_and_a_correct_sibling_nothing_is_generated(trainer, rewards) -> None:
-    found = by_hand(trainer, settings("--compare_and_correct=0.3", "--num_generations=4"), rewards, None)
-    assert found.rewards.tolist() == rewards
-    assert (found.edits == 1).all()
-    assert found.metrics == {"corrections/fraction": 0, "corrections/too_long": 0, "corrections/tokens": 0}
+    shaped = by_hand(trainer, rewards, None)
+    assert shaped.rewards.tolist() == rewards
+    assert (shaped.edits == 1).all()
+    assert shaped.metrics == {"corrections/fraction": 0, "corrections/too_long": 0, "corrections/tokens": 0}
 
 
 def test_a_reward_that_fails_on_corrections_names_their_samples(trainer) -> None:
-    config = settings("--compare_and_correct=0.3", "--num_generations=4")
     with pytest.raises(
         ValueError, match=r"corrections of samples \[1, 2\], counted from 0: sample 1: every reward func"
     ):
-        by_hand(trainer, config, [1.0, 0.0, 0.0, 1.0], ["right", "?"])
+        by_hand(trainer, [1.0, 0.0, 0.0, 1.0], ["right", "?"])
 
 
 def test_the_prompt_shows_the_attempt_and_its_nearest_correct_siblings(fresh, written) -> None:
@@ -143,11 +129,10 @@ def test_the_prompt_shows_the_attempt_and_its_nearest_correct_siblings(fresh, wr
     for b, prompt, key in zip(result.notes, prompts, options["keys"], strict=True):
         group = range(b // 8 * 8, b // 8 * 8 + 8)
         nearest = sorted((o for o in group if result.rewards[o]), key=lambda o: table(rows[b], rows[o])[-1][-1])
-        references = [texts[o] for o in nearest[:1]]
-        question = trainer.rows[result.problems[b]]["question"]
-        assert prompt == correction_prompt(question, texts[b], references, trainer.tokenizer, trainer.config)
+        reference, question = texts[nearest[0]], trainer.rows[result.problems[b]]["question"]
+        assert prompt == correction_prompt(question, texts[b], reference, trainer.tokenizer, trainer.config)
         shown = trainer.tokenizer.decode(prompt)
-        places = [shown.index(text) for text in (question, f"wrong:\n{texts[b]}", f"correct:\n{references[0]}")]
+        places = [shown.index(text) for text in (question, f"wrong:\n{texts[b]}", f"correct:\n{reference}")]
         assert places == sorted(places)
         assert key == (0, 1, result.problems[b], b % 8, 1)
 
@@ -162,10 +147,10 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
     trainer, twin = fresh(*ON, *options), fresh(*ON, *options)
     result = training_step(trainer, 1, [0, 1, 2])
     fixed = dict(zip(result.notes, written[0][2].ids(), strict=True))
-    right = [b for b, is_right in right_in(result.notes).items() if is_right]
+    right = [b for b, (_, is_right) in notes_of(result.notes).items() if is_right]
     assert 0 < len(right) < len(fixed)
     width = result.rollouts.completion_ids.shape[1]
-    found, gate = result.credit.padded(width), torch.ones(24, width)
+    weights, gate = result.credit.padded(width), torch.ones(24, width)
     for b in right:
         row = result.rollouts.ids()[b]
         gate[b, : len(row)] = torch.tensor(edits_by_table(row, fixed[b]))
@@ -180,8 +165,8 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
         for b in right:
             own = expected[b, : len(result.rollouts.ids()[b])]
             own /= own.mean() or 1
-    assert torch.equal(found, expected)
-    assert (found[right] == 0).any()
+    assert torch.equal(weights, expected)
+    assert (weights[right] == 0).any()
     third = fresh(*ON, *(option for option in options if "iterations" in option), "--credit=uniform")
     updated(third, result.rollouts, advantages, mask, edits=expected)
     assert torch.equal(parameters(trainer), parameters(third))
@@ -207,7 +192,7 @@ def test_a_prompt_that_is_too_long_leaves_its_sample_uncorrected_and_is_counted(
     monkeypatch.setattr(compare_and_correct, "_longest_prompt", lambda _: limit)
     result = training_step(limited, 1, [0, 1, 2])
     fit = [b for b, length in lengths.items() if length <= limit]
-    assert texts_of(result.notes) == {b: texts_of(everyone)[b] for b in fit}
+    assert notes_of(result.notes) == {b: notes_of(everyone)[b] for b in fit}
     assert result.metrics["corrections/too_long"] == len(lengths) - len(fit) > 0
     assert result.metrics["corrections/fraction"] == len(fit) / 24
     assert all((result.credit.weights[b] == 1).all() for b in range(24) if b not in fit)
@@ -219,7 +204,7 @@ def test_a_run_in_which_no_correction_could_be_asked_for_ends_before_it_starts(f
     monkeypatch.setattr(compare_and_correct, "_longest_prompt", lambda _: longest)
     with pytest.raises(ValueError, match=rf"compare_and_correct: .* only {longest} fit \(the model's context less"):
         set_up(settings("--compare_and_correct=0.3"))
-    monkeypatch.setattr(compare_and_correct, "TEMPLATE", "{question}{attempt}{references}")
+    monkeypatch.setattr(compare_and_correct, "TEMPLATE", "{question}{attempt}{reference}")
     set_up(settings("--compare_and_correct=0.3"))
 
 
