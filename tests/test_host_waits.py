@@ -119,7 +119,7 @@ def test_a_training_forward_its_loss_and_backward_look_never_and_its_scores_once
     with a_device() as waits:
         put_on_device(model.train())
         forward = packed_forward(model, given, token_budget=120, keep_states=True)
-        assert len(forward.fed) > 1
+        assert len(forward.packs) > 1
         assert_waits(waits)
         options = {"mask": PLACEHOLDER, "token_budget": 30, "outcome": "mean"}
         assert forward.score(spans, answers, **options).work.forwards > 3

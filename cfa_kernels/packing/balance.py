@@ -1,7 +1,4 @@
-"""Deal groups of completions over processes, so that all have about the same to do.
-
-Processes that share a model wait for each other before every forward, so a step takes as long as the one with the most.
-"""
+"""Deal groups of completions over processes, which wait for each other, so that all have about the same to do."""
 
 import heapq
 import math
@@ -11,19 +8,13 @@ from ..span import Span
 
 
 def deal(sizes: Sequence[float], ranks: int) -> list[list[int]]:
-    """Deal items over ranks so that the largest sum of sizes is small: each, largest first, to the rank with the least.
+    """Deal items of `sizes` >= 0 over ranks: each, largest first, to the rank with the smallest sum.
 
-    An item that must stay whole, as completions of one prompt do to share its rows, is one size. The largest sum is at
-    most 4/3 - 1 / (3 ranks) times the smallest possible (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, SIAM
-    Journal on Applied Mathematics 17(2), 1969). Equal sizes give equal answers in every process, so each can deal by
-    itself.
-
-    Args:
-        sizes: of each item, >= 0: tokens, or rows fed.
-        ranks: number of processes, at least 1.
+    The largest sum is at most 4/3 - 1 / (3 ranks) times the smallest possible (R. L. Graham, Bounds on Multiprocessing
+    Timing Anomalies, SIAM Journal on Applied Mathematics 17(2), 1969).
 
     Returns:
-        For each rank the numbers of its items, ascending; none where there are fewer items than ranks.
+        For each rank its items, by number, ascending; perhaps none.
 
     Raises:
         ValueError: a size that is negative or not finite, or fewer than 1 rank.
@@ -43,15 +34,9 @@ def deal(sizes: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def rows_to_score(prompt_length: int, spans: Sequence[Sequence[Span]], answers: Sequence[Span]) -> int:
-    """Count the rows that scoring feeds for completions of one prompt: the size by which to `deal` for it.
+    """Count the rows that scoring feeds for completions of one prompt, each with its spans and answer.
 
-    The prompt once, each completion up to its answer, and from each masked span on once more. What completions have in
-    common at their beginning is counted for each.
-
-    Args:
-        prompt_length: tokens of the prompt.
-        spans: of each completion.
-        answers: of each completion.
+    These are the prompt, each completion up to its answer, and once more from each masked span on.
     """
     rows = prompt_length
     for masked, answer in zip(spans, answers, strict=True):

@@ -1,9 +1,7 @@
 """Pack token sequences into prefix trees, so that what they have in common is laid out and computed once.
 
-Every sequence to score, a completion or one of its masked branches, is inserted into a radix tree. Equal prompts,
-equal completions, equal branches and any longer common prefix are thereby shared, and each sequence adds one segment:
-the part of it that no earlier sequence had. Queries that are scored together, those of one completion, are a bundle.
-Queries and bundles are given by their place in a list, or key in a mapping, that all packs refer to.
+Queries that are scored together, a completion and its masked branches, are a bundle. Bundles and packs name queries by
+their place in a list, or key in a mapping.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,9 +46,8 @@ def lay_out(
 ) -> Iterator[Pack]:
     """Cut bundles into packs of at most `token_budget` fed tokens each, in order, one pack at a time.
 
-    A bundle is what must be scored together: a completion and its masked branches. One that is over the budget by
-    itself gets a pack of its own. Neighbours in `bundles` share what they have in common, so put completions of one
-    prompt side by side. An empty bundle costs nothing. Packs that continue a `trunk` feed only what it has not fed.
+    A bundle over the budget gets a pack of its own. Neighbours share what they have in common, so put completions of
+    one prompt side by side. Packs that continue a `trunk` feed only what it has not fed.
     """
     for chosen, tree, rows_of in _fill(queries, bundles, token_budget, trunk):
         if rows_of is None:
@@ -145,10 +142,7 @@ def _fill(
 
 
 def _groups(count: int, fits: Callable[[int, bool], bool]) -> Iterator[range]:
-    """Cut neighbours into groups for as long as `fits(i, first)`, where `first` begins a group; the first always stays.
-
-    The one rule of what shares a pack, a micro-batch or a forward.
-    """
+    """Cut neighbours into groups as long as `fits(i, first)`; `first` begins a group, and stays in any case."""
     start, is_open = 0, False
     for i in range(count):
         if not (is_open and fits(i, False)):

@@ -71,9 +71,6 @@ def branch(row: ScoredRow, k: int | None, mask: Mask | None) -> Branch:
 class ScoredBatch:
     """Completions with their units and answers, checked on the host, equal prompts side by side.
 
-    Fields after `token_budget` are optional: each holds one value per completion, in the order of the completions, or
-    None where no estimator in use reads it.
-
     Attributes:
         rows: B completions with their prompts, units and answers, as numpy arrays.
         mask: rule by which units are masked; None where none is.
@@ -87,6 +84,8 @@ class ScoredBatch:
         entropies: B tensors (T_b,) of each sampled token's distribution, nats.
         external: B tensors (K_b,) or (T_b,), the caller's own importances.
         special_ids: ids that are not content: those that end a text or pad a batch.
+
+    Columns from `reasoning_ends` on may be None where no estimator in use reads them.
     """
 
     rows: list[ScoredRow]
@@ -119,32 +118,24 @@ class ScoredBatch:
 
         Args:
             model: what `causal_lm` finds; its vocabulary and context limit the ids. None if in another process.
-            rows, units, answers, mask, token_budget: as in `score_counterfactuals` (its `spans` are `units` here);
-                without units or answers there are none.
+            rows, units, answers, mask, token_budget: as in `score_counterfactuals` (its `spans` are `units` here).
             places: place of each row in the caller's `Rows`; default its own.
             apart: whether a unit that overlaps the answer is an error, as it is where units are masked.
 
-        Raises:
-            ValueError: bad input; the message names argument, row and value.
+        Raises `ValueError` naming argument, row and value.
         """
-        for name, column in (("spans", units), ("answers", answers)):
-            if column is not None:
-                check_columns(rows.prompts, **{name: column})
+        units = [()] * len(rows) if units is None else units
+        answers = [None] * len(rows) if answers is None else answers
+        check_columns(rows.prompts, spans=units, answers=answers)
         check_ids(model, rows)
-        scored = [
-            _checked_row(
-                ScoredRow(prompt.numpy(), completion.numpy(), [], None, b if places is None else places[b], index),
-                () if units is None else units[b],
-                None if answers is None else answers[b],
-                apart,
-            )
-            for b, (prompt, completion, index) in enumerate(
-                zip(rows.prompts, rows.completions, rows.index, strict=True)
-            )
-        ]
+        scored = list[ScoredRow]()
+        for b, (prompt, completion, index) in enumerate(zip(rows.prompts, rows.completions, rows.index, strict=True)):
+            spans, answer = _checked_spans(units[b], answers[b], len(completion), index, apart)
+            place = b if places is None else places[b]
+            scored.append(ScoredRow(prompt.numpy(), completion.numpy(), spans, answer, place, index))
         rule = _checked_mask(mask, scored, None if model is None else vocab_size(model))
-        chosen = [scored[b] for b in packing_order([row.prompt for row in scored])]
-        return cls(chosen, rule, token_budget, [len(row.completion) for row in chosen])
+        ordered = [scored[b] for b in packing_order(rows)]
+        return cls(ordered, rule, token_budget, [len(row.completion) for row in ordered])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -191,13 +182,11 @@ class ScoredBatch:
 
     def take(self, rows: Sequence[int]) -> "ScoredBatch":
         """Copy the batch with some of its completions, in the order of `rows`."""
-
-        def taken(column: Any) -> Any:
-            if column is None:
-                return None
-            return column[list(rows)] if isinstance(column, Tensor) else [column[i] for i in rows]
-
-        return replace(self, **{name: taken(getattr(self, name)) for name in _COLUMNS})
+        columns: dict[str, Any] = {name: getattr(self, name) for name in _COLUMNS}
+        for name, column in columns.items():
+            if column is not None:
+                columns[name] = column[list(rows)] if isinstance(column, Tensor) else [column[i] for i in rows]
+        return replace(self, **columns)
 
     def to_callers_order(self, column: Sequence[Any]) -> list[Any]:
         """Put a column of this batch into the order of the caller's rows."""
@@ -229,14 +218,15 @@ def _checked_mask(
     return mask
 
 
-def _checked_row(row: ScoredRow, units: Sequence[Span], answer: Span | None, apart: bool) -> ScoredRow:
-    length, spans = len(row.completion), list[Span]()
-    answer = None if answer is None else span_inside(f"answers row {row.index}", answer, length)
-    for k, unit in enumerate(units):
-        spans.append(span_inside(f"spans row {row.index}, span {k}", unit, length))
-        if apart and answer is not None and spans[-1].start < answer.end and answer.start < spans[-1].end:
-            raise ValueError(f"spans row {row.index}, span {k}: {tuple(unit)} overlaps the answer {tuple(answer)}")
-    return replace(row, spans=spans, answer=answer)
+def _checked_spans(
+    units: Sequence[Span], answer: Span | None, length: int, index: int, apart: bool
+) -> tuple[list[Span], Span | None]:
+    answer = None if answer is None else span_inside(f"answers row {index}", answer, length)
+    spans = [span_inside(f"spans row {index}, span {k}", unit, length) for k, unit in enumerate(units)]
+    for k, span in enumerate(spans):
+        if apart and answer is not None and span.start < answer.end and answer.start < span.end:
+            raise ValueError(f"spans row {index}, span {k}: {tuple(span)} overlaps the answer {tuple(answer)}")
+    return spans, answer
 
 
 def check_ids(model: PreTrainedModel | None, rows: Rows) -> None:
@@ -258,8 +248,8 @@ def check_ids(model: PreTrainedModel | None, rows: Rows) -> None:
             )
 
 
-def packing_order(prompts: Sequence[np.ndarray]) -> list[int]:
-    """Order completions so that equal prompts are side by side, otherwise as they come."""
+def packing_order(rows: Rows) -> list[int]:
+    """Order rows so that equal prompts are side by side, otherwise as they come."""
     first: dict[bytes, int] = {}
-    groups = [first.setdefault(prompt.tobytes(), b) for b, prompt in enumerate(prompts)]
-    return sorted(range(len(prompts)), key=lambda b: groups[b])
+    groups = [first.setdefault(prompt.numpy().tobytes(), b) for b, prompt in enumerate(rows.prompts)]
+    return sorted(range(len(rows)), key=groups.__getitem__)

@@ -1,8 +1,7 @@
 """Score counterfactuals: how much an answer's log-prob drops when a span of the reasoning is masked.
 
-Completions and the branches that masks make of them (`batch.branch`) become packed trees (`packing/prefix_tree.py`);
-one forward per pack (`hf/tree_forward.py`) gives all answer log-probs. `outcomes.py` defines the other outcomes. The
-host lays out a pack while the device runs the one before, and reads values once, at the end.
+Completions and their branches (`batch.branch`) become packed trees (`plan.py`); one forward per pack gives all answer
+log-probs. The host lays out a pack while the device runs the one before, and reads values once, at the end.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,18 +47,15 @@ class ScoringWork:
 class CounterfactualScores:
     """Scores of the answers of B completions, as sampled and without each span, in nats.
 
-    Where the outcome is a log-prob, `base` and `masked` are that of the answer; where it is a distribution (`last`,
-    `mean`), they are minus its KL divergence from the unmasked one, so `base` is 0. Either way, the lower its drop, the
-    more a span matters: its importance is `-drop`.
+    The lower its drop, the more a span matters: its importance is `-drop`. All tensors are on the host.
 
     Attributes:
-        base: (B,) fp32 log P(answer | prompt, reasoning), or its mean over tokens, or 0; nan where there is no answer.
-        masked: B tensors (K_b,) fp32, the same with span k masked; or minus the divergence.
-        drop: B tensors (K_b,) fp32, `masked - base`; of log-probs, positive marks a distractor (CF paper, eq. 3);
-            of divergences it is never positive.
+        base: (B,) fp32 log P(answer | prompt, reasoning) or its mean over tokens, 0 where the outcome is a
+            distribution (`last`, `mean`), nan where there is no answer.
+        masked: B tensors (K_b,) fp32, the same with span k masked; minus the KL divergence from the unmasked
+            distribution where the outcome is one.
+        drop: B tensors (K_b,) fp32, `masked - base`; a positive one marks a distractor (CF paper, eq. 3).
         work: counts of what was computed.
-
-    All tensors are on the host.
     """
 
     base: Tensor
@@ -89,9 +85,8 @@ def score_counterfactuals(
 ) -> CounterfactualScores:
     """Score the answer of each completion as sampled and with each span masked (CF paper, eqs. 3 and 5).
 
-    Exact: the same numbers as one full forward per span, to rounding, from far fewer tokens. Prompts, completions,
-    branches and any longer prefixes that are equal are computed once. With spans of one token each and a divergence
-    as the outcome this is OAR-P (OAR paper).
+    Exact: the same numbers as one full forward per span, to rounding, with every common prefix computed once. With
+    spans of one token each and a divergence as the outcome this is OAR-P (OAR paper).
 
     Args:
         model: a transformers causal model that uses the attention interface, bare or under PEFT (LoRA), torch.compile,
@@ -101,16 +96,12 @@ def score_counterfactuals(
         spans: for each completion, spans to mask one at a time. They may overlap each other, never the answer; a
             span after the answer has drop 0 by causality.
         answers: for each completion its answer, or None; then it has no scores (`base` nan, `drop` nan).
-        mask: what a masked span becomes: the id that replaces each of its tokens, so that positions do not move;
-            "drop", nothing, so that later tokens move up; for each completion and span the int64 ids that replace it,
-            of any number; or a function of `ScoredRow` and the span's number that gives them.
-        token_budget: maximum tokens per forward; default by free memory. Where a completion and its branches are over
-            it, the completion is fed first and its branches, in several forwards, continue its keys and values;
-            layers that carry a state feed again what branches have in common. The result does not depend on
-            the budget (to rounding).
-        outcome: what is compared, of `Outcome`: the answer's log-prob (`logprob`), its mean over tokens
-            (`mean_logprob`), or by KL divergence the distribution of the answer's first token (`last`) or that of
-            the mean logits over its tokens (`mean`).
+        mask: replacement of a masked span: an id for each of its tokens; "drop" for no token, so that later ones move
+            up; for each completion and span int64 ids, of any number; or a function of `ScoredRow` and the span's
+            number that gives them.
+        token_budget: maximum tokens per forward; default by free memory. The result does not depend on it (to
+            rounding): branches over it continue the keys and values of their completion in several forwards.
+        outcome: quantity to compare, of `Outcome`.
 
     Raises:
         ValueError: bad input; the message names argument, row and value.
@@ -146,21 +137,14 @@ def query_logprobs(
     """Compute log-probs of all queries' targets, without gradient, from packed trees, which feed common prefixes once.
 
     Args:
-        model: as in `score_counterfactuals`.
-        bundles: U sequences of queries, each those of one row, which may have none. Neighbours share common prefixes,
-            so put rows of one prompt side by side. A query feeds at least one token; its ids are not checked. Models
-            whose rotary frequencies follow a sequence's length choose them by a row's longest query with what is
-            beyond it.
+        model, token_budget: as in `score_counterfactuals`, with its errors.
+        bundles: U sequences of queries, each those of one row, which may have none; rows of one prompt side by side.
+            Ids are not checked. Models whose rotary frequencies follow a sequence's length choose them by a row's
+            longest query with what is beyond it.
         index: (U,) number by which errors name each row; default its place in `bundles`.
-        token_budget: as in `score_counterfactuals`.
 
     Returns:
         For each bundle a list with, for each query, fp32 log-probs (A,) in nats on the host; and counts of work.
-
-    Raises:
-        ValueError: `index` of another number than `bundles`, a token budget below 1.
-        TypeError, NotImplementedError: models that cannot be scored; the message says why.
-        FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
 
     def body() -> tuple[list[list[Tensor]], ScoringWork]:

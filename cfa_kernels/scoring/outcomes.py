@@ -40,25 +40,18 @@ DIVERGENCES: tuple[Outcome, ...] = ("last", "mean")
 
 
 def rounding(logprobs: Tensor, tokens: int, accuracy: float) -> Tensor:
-    """Estimate the nats by which rounding may move log-probs (<= 0) of an answer of so many tokens.
-
-    `accuracy` is that of one token: roundings of tokens add like independent errors, and those of a likely answer
-    shrink with its distance from certainty.
-    """
+    """Estimate the nats by which rounding may move log-probs (<= 0) of an answer; `accuracy` is that of one token."""
+    # Roundings of tokens add like independent errors; those of a likely answer shrink with its distance from certainty.
     return (accuracy * (-logprobs).clamp(max=tokens**0.5)).clamp(min=FLOAT32_NOISE)
 
 
 class Divergences:
-    """Computation of KL(P || P_t) of branches, where P is the softmax of the mean logits over a query's rows.
+    """Computation of KL(P || P_t) of branches, where P is the softmax of the mean logits over a query's rows."""
 
-    For a linear head the mean of the logits is the head of the mean hidden state h, and with
-    `f(h) = -log softmax(W h + b)[g]`, g any token, `KL = f(h_t) - f(h) - f'(h) (h_t - h)`: KL is the Bregman
-    divergence of the logits' log-sum-exp, and a term linear in h cancels. With a cap, logits are not linear in h;
-    then, and for the mean of half-precision rows, which is not exact, strips of the logits themselves are averaged.
-
-    Args:
-        head: maps hidden states to logits.
-    """
+    # For a linear head the mean of the logits is the head of the mean hidden state h, and with
+    # `f(h) = -log softmax(W h + b)[g]`, g any token, `KL = f(h_t) - f(h) - f'(h) (h_t - h)`: KL is the Bregman
+    # divergence of the logits' log-sum-exp, and a term linear in h cancels. With a cap, logits are not linear in h;
+    # then, and for the mean of half-precision rows, which is not exact, strips of the logits themselves are averaged.
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -77,7 +70,7 @@ class Divergences:
         """Compute the KL of each of Q queries from the first query of its bundle, in this call or an earlier one.
 
         Args:
-            states: (N, H) hidden states of the queries' rows, one query after the other.
+            states: (N, H) of the queries' rows, one query after the other.
             counts: (Q,) rows of each query, at least 1; equal in a bundle.
             tokens: (Q,) any token, equal in a bundle; a likely one is most accurate.
             bundles: (Q,) number of each query's bundle.

@@ -1,7 +1,6 @@
 """Compute log-probs and the policy loss of whole completions, with gradients, by one packed forward without padding.
 
-`packed_forward` runs the model; log-probs, the loss and, from the keys and values that it kept, counterfactual scores
-are then read off that one forward. `packed_logprobs` and `packed_policy_loss` do the two usual things in one call.
+`packed_forward` runs the model; log-probs, the loss and, from its keys and values, counterfactual scores are read off.
 """
 
 from collections.abc import Iterable, Sequence
@@ -70,11 +69,11 @@ def packed_logprobs(
         temperature: divides the logits.
         return_entropy: also return the entropy of the distribution that each token was drawn from.
         token_budget: maximum tokens per forward; default by free memory. Completions of one prompt stay together, even
-            over the budget. The result does not depend on it (to rounding).
+            over the budget.
 
     Returns:
-        B tensors (T_b,) in nats on the head's device: float32, also from a model in half precision or under autocast,
-        and float64 from a model in float64. With `return_entropy` a second list like it. No rows give an empty list.
+        B tensors (T_b,) in nats on the head's device, float32, or float64 from a model in float64. With
+        `return_entropy` a second list like it. No rows give an empty list.
 
     Raises:
         ValueError: bad input; the message names argument, row and value.
@@ -105,12 +104,11 @@ def packed_policy_loss(
 ) -> PackedLoss:
     """Compute `policy_loss` from token ids, by one forward that feeds each prompt once, the head fused into the loss.
 
-    The loss is that of the unshared batch: neither denominators nor the share of equal completions or common prefixes
-    depend on what is shared. Completions, and ends of completions, that the loss does not need (no advantage,
+    The loss is that of the unshared batch. Completions, and ends of completions, that it does not need (no advantage,
     weight or mask there, and neither KL nor entropy wanted) are not fed; their tokens stay in the denominators.
 
     Args:
-        model, rows, token_budget: as in `packed_logprobs`.
+        model, rows, token_budget: as in `packed_logprobs`, with its errors.
         old_logprobs: B tensors (T_b,) under the sampling policy; None means on-policy.
         advantages: (B,), or B tensors (T_b,).
         weights: B tensors (T_b,), finite and >= 0, on the clipped policy term; None for 1.
@@ -120,10 +118,6 @@ def packed_policy_loss(
 
     Returns:
         `PackedLoss`: the loss, its metrics, and the log-probs, which are the old ones of later iterations.
-
-    Raises:
-        ValueError: bad input; the message names argument, row and value.
-        NotImplementedError: a model that cannot be run this way, by name and reason.
     """
     causal = causal_lm(model)
 
@@ -152,42 +146,37 @@ def packed_forward(
 
     Args:
         causal: the model that `causal_lm` finds.
-        rows: as in `packed_logprobs`.
+        rows, token_budget: as in `packed_logprobs`, with its errors.
         needed: for each row, how many of its first tokens will be read; 0 feeds nothing. Default all.
         trained: for each row, whether a backward is to reach it. Prompts without any such row are fed without gradient,
             unless processes share the model. If no row needs a gradient, one dummy token is fed so that a backward
             still runs, and leaves zeros. Default all, and nothing if no row is needed.
-        token_budget: as in `packed_logprobs`.
         keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
 
     Returns:
         `PackedForward`; its rows cannot be read once the weights that they came from have changed. Without any rows it
         runs nothing. Liger's gated MLPs, where the model has them, overwrite what a backward reads: call it once.
-
-    Raises:
-        ValueError: bad input; the message names argument, row and value.
-        NotImplementedError: a model that cannot be run this way, by name and reason.
     """
     check_ids(causal, rows)
     counts = checked_needed(needed, rows.lengths)
     walk = ModelWalk.of(causal)
     budget = rows_per_forward(walk, token_budget)
     head = check_trainable(walk)
-    order = packing_order([prompt.numpy() for prompt in rows.prompts])
+    order = packing_order(rows)
     with_gradient, without = trained_first(causal, rows, counts, order, trained)
-    fed: list[_Fed] = []
+    states = list[_PackStates]()
 
     def feed(packs: Iterable[Pack]) -> None:
         for pack in packs:
             store = KeyValueStore() if keep_states else None
-            fed.append(_Fed(pack, packed_hidden(walk, pack, store=store), store))
+            states.append(_PackStates(pack, packed_hidden(walk, pack, store=store), store))
 
     with tree_training_mode(walk):
         packs = packs_of(rows, counts, walk, with_gradient, budget)
         feed(as_many_as_others(causal, packs, at_least=int(trained is not None)))
         with torch.no_grad():
             feed(packs_of(rows, counts, walk, without, budget))
-    return PackedForward(walk, head, rows, counts, fed, without, ModelState(walk) if keep_states else None)
+    return PackedForward(walk, head, rows, counts, states, without, ModelState(walk) if keep_states else None)
 
 
 def _parts(head: Head) -> dict[str, Tensor]:
@@ -195,7 +184,7 @@ def _parts(head: Head) -> dict[str, Tensor]:
 
 
 @dataclass
-class _Fed:
+class _PackStates:
     """One pack after its forward; its queries are rows of the batch."""
 
     pack: Pack
@@ -212,11 +201,11 @@ class PackedForward:
         head: Head,
         rows: Rows,
         counts: np.ndarray,
-        fed: list[_Fed],
+        packs: list[_PackStates],
         without_gradient: list[int],
         state: ModelState | None,
     ) -> None:
-        self.causal, self.head, self.rows, self.counts, self.fed = walk.model, head, rows, counts, fed
+        self.causal, self.head, self.rows, self.counts, self.packs = walk.model, head, rows, counts, packs
         self._without_gradient = without_gradient
         self.device = head.weight.device
         self._head = TensorMarks(_parts(head))
@@ -224,25 +213,23 @@ class PackedForward:
         # For each completion the packed row that predicts each of its tokens, packs laid end to end.
         self._predicting = [np.zeros(0, np.int64)] * len(rows)
         offset = 0
-        for one in fed:
-            inside = (one.pack.rows[one.pack.query_index] + offset).tolist()
-            start = 0
-            for b in one.pack.queries:
-                self._predicting[b] = np.array(inside[start : start + counts[b]], dtype=np.int64)
-                start += counts[b]
+        for one in packs:
+            parts = np.split(one.pack.rows[one.pack.query_index] + offset, np.cumsum(counts[one.pack.queries]))
+            for b, part in zip(one.pack.queries, parts, strict=False):  # the last part is empty
+                self._predicting[b] = part
             offset += one.pack.num_tokens
 
     @property
     def tokens_fed(self) -> int:
         """Count the packed tokens that went through the model."""
-        return sum(one.pack.num_tokens for one in self.fed)
+        return sum(one.pack.num_tokens for one in self.packs)
 
     def logprobs(
         self, temperature: float = 1.0, *, return_entropy: bool = False
     ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
-        """Compute log-probs of the fed tokens of each row and, if wanted, their entropies, nats; differentiable.
+        """Compute log-probs, as `packed_logprobs` does, of the fed tokens of each row.
 
-        As in `packed_logprobs`. Raises `RuntimeError` if the head's weights have changed since this forward.
+        Raises `RuntimeError` if the head's weights have changed since this forward.
         """
         self._require_same_head()
         counts = self.counts.tolist()
@@ -298,16 +285,15 @@ class PackedForward:
         token_budget: int | None = None,
         outcome: Outcome = "logprob",
     ) -> CounterfactualScores:
-        """Score the same rows as `score_counterfactuals` does, from hidden states, keys and values of this forward.
+        """Score the same rows as `score_counterfactuals` does, with its arguments, from the states of this forward.
 
-        Only branches are fed, without gradient; base answers cost nothing. The model's weights and adapters must be
-        those of this forward. Arguments as there. Layers that carry a state, and rotary frequencies that follow a
+        Only branches are fed, without gradient. Layers that carry a state, and rotary frequencies that follow a
         forward's longest sequence, take forwards of their own.
 
         Raises:
             ValueError: bad input, as there; a row with an answer that was not fed; states that were not kept.
-            RuntimeError: a weight, or what adapters do, has changed since this forward; the message says which. What
-                is written to a weight through `.data` is not noticed.
+            RuntimeError: a weight, or what adapters do, has changed since this forward; the message says which. A
+                write to a weight through `.data` is not noticed.
         """
         batch = ScoredBatch.of(self.causal, self.rows, spans, answers, mask=mask, token_budget=token_budget)
         return self.score_batch(batch, outcome).in_callers_order(batch)
@@ -330,7 +316,7 @@ class PackedForward:
         for row, bundle in zip(plan.rows, plan.bundles, strict=True):
             if bundle and not self.counts[row.place]:
                 raise ValueError(f"answers row {row.index}: its completion was not fed (needed[{row.place}] was 0)")
-        pack_of = {b: one.pack for one in self.fed for b in one.pack.queries}
+        pack_of = {b: one.pack for one in self.packs for b in one.pack.queries}
         values, work = self._run(walk, plan, [pack_of.get(row.place) for row in plan.rows])
         return collect_scores(values, plan, outcome, work).take(np.argsort(order).tolist())
 
@@ -342,24 +328,16 @@ class PackedForward:
         index: Sequence[int] | None = None,
         token_budget: int | None = None,
     ) -> tuple[list[list[Tensor]], ScoringWork]:
-        """Answer queries as `masked.query_logprobs` does, from hidden states, keys and values of this forward.
-
-        Of each query only what this forward has not fed is fed, without gradient. Arguments and errors as there.
-        The model's weights and adapters must be those of this forward. Takes forwards of its own where `score` does.
-
-        Raises:
-            ValueError: also where states were not kept.
-            RuntimeError: as in `score`.
-        """
+        """Answer queries as `masked.query_logprobs` does, from the states of this forward; errors as in `score`."""
         walk = self._same_model()
-        if not self.fed or self._stands_alone(walk):
+        if not self.packs or self._stands_alone(walk):
             return query_logprobs(model, bundles, index=index, token_budget=token_budget)
         plan = plan_queries(walk, bundles, index=index, token_budget=token_budget)
         values, work = self._run(walk, plan, [self._nearest(b[0].tokens) if b else None for b in plan.bundles])
         return collect_logprobs(values, plan), work
 
     def _same_model(self) -> ModelWalk:
-        """Walk over the model, and raise unless what it computes now continues the rows of this forward."""
+        """Walk over the model; raise unless it is that of this forward, whose states were kept."""
         if self._model is None:
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
         walk = ModelWalk(self.causal)
@@ -385,14 +363,14 @@ class PackedForward:
 
     def _nearest(self, tokens: np.ndarray) -> Pack:
         """Find the pack that has fed most of a sequence."""
-        return max((one.pack for one in self.fed), key=lambda pack: pack.tree.common_prefix(tokens))
+        return max((one.pack for one in self.packs), key=lambda pack: pack.tree.common_prefix(tokens))
 
     def _run(self, walk: ModelWalk, plan: ScoringPlan, trunks: Sequence[Pack | None]) -> tuple[Tensor, ScoringWork]:
         """Compute the values of a plan's queries; those of each bundle continue its trunk."""
         trunk_of = [trunks[bundle] for bundle in plan.bundle_of]
         packs = (
             pack
-            for trunk in (one.pack for one in self.fed)
+            for trunk in (one.pack for one in self.packs)
             for pack in lay_out(
                 plan.queries,
                 [[n] for n, other in enumerate(trunk_of) if other is trunk],
@@ -401,7 +379,7 @@ class PackedForward:
             )
         )
         with torch.no_grad():
-            states = {one.pack: (one.hidden.detach(), one.store) for one in self.fed}
+            states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
             return run_plan(walk, self.head, plan, packs, states)
 
     def states(self) -> list[Tensor]:
@@ -411,9 +389,9 @@ class PackedForward:
 
     def _hidden(self, predicting: Tensor) -> Tensor:
         """Gather the hidden states (R, H), with gradient, of packed rows (R,), which may repeat."""
-        if not self.fed:
+        if not self.packs:
             return self.head.weight.new_zeros(0, self.head.weight.shape[1])
-        hidden = self.fed[0].hidden if len(self.fed) == 1 else torch.cat([one.hidden for one in self.fed])
+        hidden = self.packs[0].hidden if len(self.packs) == 1 else torch.cat([one.hidden for one in self.packs])
         # As an embedding: where completions share a row, its gradient is a sum in a fixed order. Indexing adds
         # atomically on a CPU of several threads, `index_select` on a GPU.
         rows = nn.functional.embedding(predicting.to(hidden.device), hidden).to(self.device)

@@ -88,7 +88,7 @@ def test_a_host_that_lacks_what_it_needs_refuses_it():
 def test_its_importances_become_the_weights_of_its_rule():
     access = SimpleNamespace(
         capabilities=frozenset({LOGPROBS, DISTRIBUTIONS}), module=None, dtype=torch.float32, run=lambda body: body(),
-        judge=lambda estimator, batch: estimator(access, batch),
+        apply=lambda estimator, batch: estimator(access, batch),
     )  # fmt: skip
     weights = {}
     for power in (1.0, 2.0):

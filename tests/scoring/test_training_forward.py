@@ -270,7 +270,7 @@ def test_a_loss_that_trains_nothing_has_zero_gradients_of_one_token():
     rows = Rows(tokens(9, 7), rows)
     found = packed_policy_loss(model, rows, None, torch.zeros(2), compute_entropy=True)
     forward = packed_forward(model, rows, trained=[False, False])
-    assert [one.pack.num_tokens for one in forward.fed if one.hidden.requires_grad] == [1]
+    assert [one.pack.num_tokens for one in forward.packs if one.hidden.requires_grad] == [1]
     found.loss.backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
     assert found.metrics["entropy"] > 0
@@ -352,7 +352,7 @@ def test_queries_that_continue_a_forward_are_those_of_forwards_of_their_own(arch
     if architecture == "Qwen3Next":
         assert work.tokens_fed == separate.tokens_fed
     else:
-        assert (len(forward.fed) > 1) == (budget is not None)
+        assert (len(forward.packs) > 1) == (budget is not None)
         assert 0 < work.tokens_fed <= 2 * len(beginnings) + len(rows)  # and of each row the last token at most
 
 
@@ -551,7 +551,7 @@ def test_nothing_to_feed_gives_a_loss_of_zero():
 def test_the_gradient_of_a_shared_row_is_the_same_bits_every_time(threads):
     """However many completions add to it, they do so in a fixed order, whatever the threads."""
     forward = packed_forward(make_model("Llama"), Rows(PROMPTS[:1], COMPLETIONS[:1]))
-    (hidden,) = (one.hidden for one in forward.fed)
+    (hidden,) = (one.hidden for one in forward.packs)
     factors = torch.randn(4000, hidden.shape[1], generator=torch.Generator().manual_seed(0)).to(hidden.device)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
