@@ -46,6 +46,15 @@ def device() -> torch.device:
     return as_on_gpu.DEVICE
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train without the check of the model, which other tests run."""
+    from cfa_kernels.hf.head import read_head
+    from cfa_kernels.scoring import training_forward
+
+    monkeypatch.setattr(training_forward, "check_trainable", lambda walk: read_head(walk.model))
+
+
 @pytest.fixture(scope="session")
 def gsm8k() -> Path:
     """Folder of real GSM8K problems and model solutions; absent on a newcomer's machine."""

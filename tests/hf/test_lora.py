@@ -11,10 +11,9 @@ from cfa_kernels.hf.lora import one_pass_adapters
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.ops.adapted_linear import adapted_linear
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring import training_forward
 from cfa_kernels.span import Span
 from tests.support.as_on_gpu import DEVICE
-from tests.support.models import PLACEHOLDER, assert_equals_naive, make_model, score_columns, tokens, unchecked_head
+from tests.support.models import PLACEHOLDER, assert_equals_naive, gradients, make_model, score_columns, tokens
 
 SMALL = ([tokens(4)[0]] * 2, tokens(7, 6, seed=1), [[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
 
@@ -38,27 +37,25 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
-def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointing, monkeypatch):
-    monkeypatch.setattr(training_forward, "check_trainable", unchecked_head)
+def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointing, monkeypatch, unchecked):
     made = calls(monkeypatch)
 
-    def gradients(model):
-        sum(row.square().sum() for row in packed_logprobs(model, Rows(*SMALL[:2]))).backward()
-        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    def gradients_of(model):
+        return gradients(model, sum(row.square().sum() for row in packed_logprobs(model, Rows(*SMALL[:2]))))
 
     own, model = adapted(), adapted()
     for module in own.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda *_: None)  # so that PEFT calls it
-    expected = gradients(own)
+    expected = gradients_of(own)
     assert not made
     if checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
-    found = gradients(model)
+    ours = gradients_of(model)
     assert len(made) == (4 if checkpointing else 2)
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
 
 
 def test_scores_of_adapted_models_are_their_own(monkeypatch):
@@ -78,9 +75,8 @@ def in_halves(**config):
 
 
 @pytest.fixture
-def log_probs_by_peft(monkeypatch):
+def log_probs_by_peft(monkeypatch, unchecked):
     """Log-probs and the adapters' gradients of a model whose layers PEFT runs, or which run as one op."""
-    monkeypatch.setattr(training_forward, "check_trainable", unchecked_head)
 
     def run(model, own):
         with monkeypatch.context() as patch:

@@ -1,5 +1,7 @@
 """A forward whose model has changed since is not continued: its rows and later ones would come from two models."""
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -11,19 +13,15 @@ from cfa_kernels.hf.model_state import ModelState
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing.prefix_tree import Query
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring import training_forward
 from cfa_kernels.scoring.training_forward import packed_forward
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, make_model, tokens, unchecked_head
+from tests.support.models import PLACEHOLDER, make_model, tokens
 
 PROMPTS, COMPLETIONS = [tokens(4)[0]] * 2, tokens(7, 6, seed=1)
 ASKED = ([[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
 
 
-@pytest.fixture(autouse=True)
-def without_self_checks(monkeypatch):
-    """Skip the self-check, which other tests run on these models."""
-    monkeypatch.setattr(training_forward, "check_trainable", unchecked_head)
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def small_model(**changes):
@@ -44,14 +42,9 @@ def drops(forward):
     return torch.cat(forward.score(*ASKED, mask=PLACEHOLDER).drop)
 
 
-def fused_step(model, forward):
+def optimizer_step(model, forward, **options):
     sum(row.sum() for row in forward.logprobs()).backward()
-    torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True).step()
-
-
-def optimizer_step(model, forward):
-    sum(row.sum() for row in forward.logprobs()).backward()
-    torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1).step()
+    torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1, **options).step()
 
 
 def first_layer(model):
@@ -79,7 +72,7 @@ def other_adapter(model, _):
 
 CHANGES = {
     "an optimizer step": (small_model, optimizer_step, r"embed_tokens.weight has been written to since it ran"),
-    "a fused optimizer step": (small_model, fused_step, r"has been written to since it ran"),
+    "a fused optimizer step": (small_model, partial(optimizer_step, fused=True), "has been written to since it ran"),
     "an adapter's step": (adapted, optimizer_step, r"q_proj.lora_A.default.weight has been written to"),
     "a checkpoint": (small_model, lambda model, _: model.load_state_dict(small_model().state_dict()), "written to"),
     "a weight put in": (small_model, exchanged, r"layers.0.input_layernorm.weight has been exchanged"),
@@ -109,12 +102,14 @@ def test_a_forward_whose_model_has_changed_since_is_not_continued(change):
     do(model, forward)
     causal = causal_lm(model)
     query = Query(torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy(), 8, COMPLETIONS[0][:2].numpy())
-    for ask in (lambda: drops(forward), lambda: forward.query_logprobs(causal, [[query]])):
+    batch = ScoredBatch.of(causal, Rows(PROMPTS, COMPLETIONS), *ASKED, mask=PLACEHOLDER)
+    for ask in (
+        lambda: drops(forward),
+        lambda: forward.query_logprobs(causal, [[query]]),
+        lambda: TrainingForward(forward).score(batch),
+    ):
         with pytest.raises(RuntimeError, match=f"cannot be continued: .*{message}"):
             ask()
-    batch = ScoredBatch.of(causal, Rows(PROMPTS, COMPLETIONS), *ASKED, mask=PLACEHOLDER)
-    with pytest.raises(RuntimeError, match="cannot be continued"):
-        TrainingForward(forward).score(batch)
     if change == "an optimizer step":  # so that before and now are not the same model
         assert (drops(forward_of(model)) - before).abs().max() > 1e-2
 

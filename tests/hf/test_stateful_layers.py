@@ -7,7 +7,7 @@ import transformers
 from cfa_kernels import check_model, packed_logprobs
 from cfa_kernels.hf import stateful_layers
 from cfa_kernels.rows import Rows
-from tests.support.models import HYBRIDS, SHAPE, make_model, tokens
+from tests.support.models import HYBRIDS, SHAPE, gradients, make_model, tokens
 
 PROMPT, OTHER, LONG, MORE, LESS = tokens(5, 1, 7, 5, 3, seed=5)
 END, LAST = tokens(1, 1, seed=6)
@@ -26,26 +26,18 @@ COMPLETIONS = {
 BATCH = tuple([row for kind in COMPLETIONS.values() for row in kind[side]] for side in (0, 1))
 
 
-def factors(completions: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What each log-prob of a batch is multiplied by, all of them different."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.empty(len(row)).uniform_(-1, 1, generator=generator) for row in completions]
+GENERATOR = torch.Generator().manual_seed(0)
+FACTORS = [torch.empty(len(row)).uniform_(-1, 1, generator=GENERATOR) for row in BATCH[1]]  # of each log-prob
 
 
 def row_by_row(model, prompts, completions) -> list[torch.Tensor]:
     """Log-probs of each completion by a full forward of its own, with gradient."""
-    found = []
+    logprobs = []
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.cat([prompt, completion]).to(model.device)
         logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
-        found.append(logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
-    return found
-
-
-def gradients(model, logprobs, completions) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    sum((row * factor.to(row)).sum() for row, factor in zip(logprobs, factors(completions), strict=True)).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        logprobs.append(logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
+    return logprobs
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -55,11 +47,14 @@ def test_pieces_of_one_token_train_as_plain_forwards_do(name, training):
     ours, theirs = packed_logprobs(model, Rows(*BATCH)), row_by_row(model, *BATCH)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=5e-4)
-    found, expected = (gradients(model, logprobs, BATCH[1]) for logprobs in (ours, theirs))
-    assert found.keys() == expected.keys()
+    ours, expected = (
+        gradients(model, sum((row * factor.to(row)).sum() for row, factor in zip(rows, FACTORS, strict=True)))
+        for rows in (ours, theirs)
+    )
+    assert ours.keys() == expected.keys()
     largest = max(gradient.norm() for gradient in expected.values())
     for parameter, gradient in expected.items():
-        off = (found[parameter] - gradient).norm() / max(gradient.norm(), 1e-3 * largest)
+        off = (ours[parameter] - gradient).norm() / max(gradient.norm(), 1e-3 * largest)
         assert off <= 1e-3, f"{parameter}: {off:.2g}"
 
 

@@ -30,9 +30,9 @@ def attended(monkeypatch):
         return forward(self, *args, **kwargs)
 
     def since():
-        found = list(numbers)
+        recent = list(numbers)
         numbers.clear()
-        return found
+        return recent
 
     monkeypatch.setattr(Qwen3Attention, "forward", counted)
     return since
@@ -81,14 +81,6 @@ def test_code_of_a_single_model_is_like_no_other():
     assert model_structure(ModelWalk(model)) != model_structure(ModelWalk(model))
 
 
-def test_a_layer_in_the_middle_that_differs_is_run_and_refused():
-    model = deep()
-    own = model.model.layers[3].mlp.forward
-    model.model.layers[3].mlp.forward = lambda x: own(x + 0.05 * x.roll(1, dims=1))
-    with pytest.raises(NotImplementedError, match="does not compute the same in a packed tree"):
-        verify.check_supported(model)
-
-
 DOZEN = {
     "Llama": {}, "Mistral": {"sliding_window": 9}, "Gemma2": {"head_dim": 16, "sliding_window": 9}, "Olmo2": {},
     "Gemma3Text": {"head_dim": 16, "sliding_window": 9}, "Cohere": {"logit_scale": 0.25}, "Qwen3Moe": MOE,
@@ -102,22 +94,19 @@ def refusal(model, few, monkeypatch):
     """What a check of few layers, or of all, says: the kind of refusal, or the head's numbers."""
     monkeypatch.setattr(verify, "_BY_STRUCTURE", {})
     verify._BY_MODEL.clear()
-    found = repeated_layers(ModelWalk(model)) if few else {}
+    repeated = repeated_layers(ModelWalk(model)) if few else {}
     with monkeypatch.context() as patch:
-        patch.setattr(verify, "_on_few_layers", lambda walk, check: check(found))
+        patch.setattr(verify, "_on_few_layers", lambda walk, check: check(repeated))
         try:
             head = verify.check_supported(model)
         except NotImplementedError as error:
-            return str(error).partition("(")[0], bool(found)
-    return (head.softcap, head.logit_scale), bool(found)
+            return str(error).partition("(")[0]
+    return head.softcap, head.logit_scale
 
 
 @pytest.mark.parametrize("name", DOZEN)
 def test_few_layers_get_the_verdict_of_the_whole(name, monkeypatch):
-    changes = DOZEN[name] | {"num_hidden_layers": 8}
-    model = make_model(name, **{k: v for k, v in changes.items() if k != "layer_types"})
+    model = make_model(name, **DOZEN[name] | {"num_hidden_layers": 8})
     if model._can_set_attn_implementation():
         model.set_attn_implementation("eager")
-    whole, _ = refusal(model, False, monkeypatch)
-    few, _ = refusal(model, True, monkeypatch)
-    assert few == whole
+    assert refusal(model, True, monkeypatch) == refusal(model, False, monkeypatch)

@@ -33,7 +33,6 @@ from tests.support.models import (
     naive_logprobs,
     score_columns,
     tokens,
-    unchecked_head,
 )
 from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 
@@ -117,10 +116,9 @@ def adapted(dropout: float = 0.0):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("order", ["packed plain packed", "plain packed plain"])
 def test_one_backward_runs_the_layers_of_plain_and_packed_forwards_again_each_its_own_way(
-    order, reentrant, padding, monkeypatch
+    order, reentrant, padding, unchecked
 ):
     """The backward goes through what came last first, so each kind is run again before, between and after the other."""
-    monkeypatch.setattr(training_forward, "check_trainable", unchecked_head)
     ids, mask = torch.stack(tokens(9, 9, seed=3)), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :padding] = 0
 
@@ -455,8 +453,7 @@ def test_what_is_asked_of_a_forward_is_refused_by_argument_row_and_value():
         forward.policy_loss(LossBatch.of(ROWS.take([0, 1]), None, torch.ones(2)))
 
 
-def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(monkeypatch):
-    monkeypatch.setattr(training_forward, "check_trainable", unchecked_head)
+def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(unchecked):
     for own_rotary in ({}, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}):
         model = make_model("Phi3", num_hidden_layers=1, **own_rotary)  # whose rows are continued, and whose are not
         forward = packed_forward(model, Rows([], []), keep_states=True)
@@ -471,8 +468,7 @@ def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(monkeyp
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
-def test_log_probs_are_at_least_float32(dtype, expected, monkeypatch):
-    monkeypatch.setattr(training_forward, "check_trainable", unchecked_head)
+def test_log_probs_are_at_least_float32(dtype, expected, unchecked):
     model = make_model("Qwen3", num_hidden_layers=1).cpu().to(dtype)
     found = packed_logprobs(model, Rows(PROMPTS[:1], COMPLETIONS[:1]), return_entropy=True)
     assert {row.dtype for column in found for row in column} == {expected}

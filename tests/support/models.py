@@ -7,9 +7,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from cfa_kernels.hf.head import Head, read_head
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.model_walk import ModelWalk
 from cfa_kernels.hf.stateful_layers import OLDEST
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.batch import ScoredBatch
@@ -111,11 +109,6 @@ def make_model(name: str, **changes):
         if parameter.ndim == 1:  # norms and biases that start at one or zero would hide mistakes
             torch.nn.init.normal_(parameter, 1.0, 0.2)
     return model.to(DEVICE)
-
-
-def unchecked_head(walk: ModelWalk) -> Head:
-    """The head, in the place of `check_trainable`: other tests check these models."""
-    return read_head(walk.model)
 
 
 def tokens(*lengths, seed=0):

@@ -8,8 +8,8 @@ import datetime
 import os
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from cfa_kernels import (
@@ -44,49 +45,37 @@ from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 SECONDS = 300  # only a hang takes as long, however busy the machine is
-PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
+BATCH = PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
+ALL = range(len(PROMPTS))
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.2, 0.7, -1.2, 0.3, 0.4])
-TOKENS = sum(map(len, COMPLETIONS))
 HALVES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-def run(processes: int, work: Callable[..., None], *given: object) -> None:
-    """Run `work(rank, *given)` in each process; raise what one raised, or `TimeoutError` if one does not end."""
-    context = server()
+def run(processes: int, work: Callable[..., None], *arguments: object) -> None:
+    """Run `work(rank, *arguments)` in each process; raise what one raised, or `TimeoutError` if one does not end."""
+    server()
+    deadline = time.monotonic() + SECONDS
     with tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder) / f"rank{rank}" for rank in range(processes)]
-        started = [
-            context.Process(target=_one, args=(rank, processes, folder, said[rank], work, given), daemon=True)
-            for rank in range(processes)
-        ]
-        for process in started:
-            process.start()
-        for process in started:
-            process.join(SECONDS)
-        hung = [rank for rank, process in enumerate(started) if process.is_alive()]
-        for process in started:
-            process.kill()
-        problems = [f"rank {rank}: {one.read_text()}" for rank, one in enumerate(said) if one.exists()]
-    if problems:
-        raise AssertionError("\n".join(problems))
-    if hung:
-        raise TimeoutError(f"ranks {hung} did not end in {SECONDS} seconds")
-    assert [process.exitcode for process in started] == [0] * processes
+        started = start_processes(
+            _one, (processes, folder, work, arguments), processes, join=False, daemon=True, start_method="forkserver"
+        )
+        while not started.join(max(deadline - time.monotonic(), 0)):
+            if time.monotonic() >= deadline:
+                hung = [rank for rank, process in enumerate(started.processes) if process.is_alive()]
+                for process in started.processes:
+                    process.kill()
+                raise TimeoutError(f"ranks {hung} did not end in {SECONDS} seconds")
 
 
-def _one(rank: int, processes: int, folder: str, said: Path, work: Callable[..., None], given: tuple) -> None:
+def _one(rank: int, processes: int, folder: str, work: Callable[..., None], arguments: tuple) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "DS_ACCELERATOR": "cpu"}
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=processes,
         timeout=datetime.timedelta(seconds=SECONDS),
     )  # fmt: skip
-    try:
-        work(rank, *given)
-        dist.barrier()  # a process that ends while the other still talks to it may abort
-    except BaseException:
-        said.write_text(traceback.format_exc())
-        raise
+    work(rank, *arguments)
+    dist.barrier()  # a process that ends while the other still talks to it may abort
     dist.destroy_process_group()
 
 
@@ -113,9 +102,8 @@ def wrapped(model: nn.Module, how: str, halves: bool = False) -> nn.Module:
     for layer in layers:
         fully_shard(layer, mp_policy=policy)
     if how == "FSDP2, as accelerate":
-        tied = inner.lm_head.weight is inner.model.embed_tokens.weight
         ends = [inner.model.norm, inner.lm_head]
-        if tied:
+        if inner.lm_head.weight is inner.model.embed_tokens.weight:
             ends.insert(1, inner.model.embed_tokens)
         else:
             fully_shard(inner.model.embed_tokens, mp_policy=policy)
@@ -125,25 +113,43 @@ def wrapped(model: nn.Module, how: str, halves: bool = False) -> nn.Module:
     return fully_shard(model, mp_policy=policy)
 
 
-def scores(model: nn.Module, rows: list[int], **options: object):
+def alone_and_shared(how: str) -> tuple[nn.Module, nn.Module]:
+    """The same model in this process, and distributed."""
+    return make_model("Qwen3"), wrapped(make_model("Qwen3"), how)
+
+
+def mlp_of(model: nn.Module, part: str = "mlp") -> nn.Module:
+    """A part of the second layer of a distributed model."""
+    layer = causal_lm(model).model.layers[1]
+    return getattr(getattr(layer, "_fsdp_wrapped_module", layer), part)
+
+
+def scores(model: nn.Module, rows: Sequence[int] = ALL):
     """Scores of some rows of the batch."""
-    columns = ([column[b] for b in rows] for column in (PROMPTS, COMPLETIONS, SPANS, ANSWERS))
-    return score_columns(model, *columns, mask=PLACEHOLDER, **{"token_budget": 64, **options})
+    return score_columns(model, *([column[b] for b in rows] for column in BATCH), mask=PLACEHOLDER, token_budget=64)
 
 
-def loss(model: nn.Module, rows: list[int], processes: int, advantages: torch.Tensor = ADVANTAGES):
+def loss(model: nn.Module, rows: Sequence[int] = ALL, processes: int = 1, advantages: torch.Tensor = ADVANTAGES):
     """Loss of some rows, so that the mean over processes is that of the batch."""
     return packed_policy_loss(
-        model, Rows([PROMPTS[b] for b in rows], [COMPLETIONS[b] for b in rows]), None, advantages[rows],
-        num_items_in_batch=TOKENS / processes, token_budget=64,
+        model, Rows([PROMPTS[b] for b in rows], [COMPLETIONS[b] for b in rows]), None, advantages[[*rows]],
+        num_items_in_batch=sum(map(len, COMPLETIONS)) / processes, token_budget=64,
     )  # fmt: skip
 
 
-def same(found, expected, rows: list[int], tolerance: float = 2e-5) -> None:
+def same(result, expected, rows: list[int], tolerance: float = 2e-5) -> None:
     """Hold scores of some rows to those of the whole batch."""
     for i, b in enumerate(rows):
-        torch.testing.assert_close(found.base[i], expected.base[b], atol=tolerance, rtol=0, equal_nan=True)
-        torch.testing.assert_close(found.drop[i], expected.drop[b], atol=2 * tolerance, rtol=0, equal_nan=True)
+        torch.testing.assert_close(result.base[i], expected.base[b], atol=tolerance, rtol=0, equal_nan=True)
+        torch.testing.assert_close(result.drop[i], expected.drop[b], atol=2 * tolerance, rtol=0, equal_nan=True)
+
+
+def same_gradients(ours: dict[str, torch.Tensor], alone: nn.Module, tolerance: float = 1e-4) -> None:
+    """Hold gradients to those of the model that is in one process."""
+    expected = values(alone, gradients=True)
+    assert ours.keys() == expected.keys()
+    worst = max(((ours[name] - own).norm() / own.norm().clamp(min=1e-3)).item() for name, own in expected.items())
+    assert worst < tolerance, worst
 
 
 def values(model: nn.Module, gradients: bool = False) -> dict[str, torch.Tensor]:
@@ -161,35 +167,29 @@ def values(model: nn.Module, gradients: bool = False) -> dict[str, torch.Tensor]
         for parameter in model.parameters():
             gathered.enter_context(deepspeed.zero.GatheredParameters([parameter]))
     with gathered:
-        named = [
-            (n.replace("_fsdp_wrapped_module.", "").removeprefix("module."), p) for n, p in model.named_parameters()
-        ]
-        return {n: whole(p.grad if gradients else p) for n, p in named if not gradients or p.grad is not None}
+        named = {n.replace("_fsdp_wrapped_module.", "").removeprefix("module."): p for n, p in model.named_parameters()}
+        return {n: whole(p.grad if gradients else p) for n, p in named.items() if not gradients or p.grad is not None}
 
 
 def as_one_process(rank: int, how: str, architecture: str, changes: dict) -> None:
     """Scores, gradients, two optimizer steps and errors of two processes are those of one."""
     alone, shared = make_model(architecture, **changes), wrapped(make_model(architecture, **changes), how)
-    expected = scores(alone, list(range(7)))
+    expected = scores(alone)
     for rows in ([[0, 1, 2, 3, 4, 5], [6]], [[], [0, 3]], [[0, 2, 4, 6], [1, 3, 5]]):
         same(scores(shared, rows[rank]), expected, rows[rank])
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (alone, shared)]
-    none = torch.zeros(7)
     for rows, advantages in (
         ([[0, 2, 4, 6], [1, 3, 5]], ADVANTAGES),
-        ([[0, 1, 2, 3, 4, 5, 6], [6]], ADVANTAGES if rank == 0 else none),  # of one without advantage nothing is fed
+        ([[*ALL], [6]], ADVANTAGES * (rank == 0)),  # a row without advantage is not fed
     ):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss(alone, list(range(7)), 1).loss.backward()
+        loss(alone).loss.backward()
         loss(shared, rows[rank], 2, advantages).loss.backward()
-        found, own = values(shared, gradients=True), values(alone, gradients=True)
-        assert found.keys() == own.keys()
-        worst = max(((found[name] - own[name]).norm() / own[name].norm().clamp(min=1e-3)).item() for name in own)
-        assert worst < 1e-4, worst
+        same_gradients(values(shared, gradients=True), alone)
         for optimizer in optimizers:
             optimizer.step()
-    expected = scores(alone, list(range(7)))
+    expected = scores(alone)
     same(scores(shared, [rank, 2 + rank]), expected, [rank, 2 + rank], 1e-4)
     if how != "DDP":
         errors(rank, shared)
@@ -198,47 +198,41 @@ def as_one_process(rank: int, how: str, architecture: str, changes: dict) -> Non
 
 def as_one_of_four(rank: int, how: str) -> None:
     """Scores and gradients of four processes, one of them without work, are those of one."""
-    alone, shared = make_model("Qwen3"), wrapped(make_model("Qwen3"), how)
+    alone, shared = alone_and_shared(how)
     rows = [[0, 1, 2], [], [3], [4, 5, 6]][rank]
-    same(scores(shared, rows), scores(alone, list(range(7))), rows)
-    loss(alone, list(range(7)), 1).loss.backward()
-    advantages = ADVANTAGES if rows else torch.zeros(7)
-    loss(shared, rows or [0], 4, advantages).loss.backward()
-    found, own = values(shared, gradients=True), values(alone, gradients=True)
-    worst = max(((found[name] - own[name]).norm() / own[name].norm().clamp(min=1e-3)).item() for name in own)
-    assert worst < 1e-4, worst
+    same(scores(shared, rows), scores(alone), rows)
+    loss(alone).loss.backward()
+    loss(shared, rows or [0], 4, ADVANTAGES * bool(rows)).loss.backward()
+    same_gradients(values(shared, gradients=True), alone)
 
 
 def errors(rank: int, shared: nn.Module) -> None:
-    """What is wrong in one process is raised in all, and names it."""
+    """An error of one process is raised in all, and names it."""
     spans = [SPANS[0] if rank == 0 else [Span(0, 999)]]
-    told = "rank 1: " if rank == 0 else ""
-    with pytest.raises(ValueError, match=f"^{told}spans row 0, span 0: .0, 999."):
+    origin = "rank 1: " if rank == 0 else ""
+    with pytest.raises(ValueError, match=f"^{origin}spans row 0, span 0: .0, 999."):
         score_columns(shared, PROMPTS[:1], COMPLETIONS[:1], spans, ANSWERS[:1], mask=PLACEHOLDER)
     rows = slice(0, 1 - rank)
-    with pytest.raises(ValueError, match=f"^{told}this process has no row to call backward on"):
+    with pytest.raises(ValueError, match=f"^{origin}this process has no row to call backward on"):
         packed_logprobs(shared, Rows(PROMPTS[rows], COMPLETIONS[rows]))
 
 
 def failing_layer(rank: int, how: str, error: type[Exception], inside: str) -> None:
     """A layer that fails once in one process: all raise, or for want of memory that one feeds smaller packs."""
-    alone, shared = make_model("Qwen3"), wrapped(make_model("Qwen3"), how)
-    expected = scores(alone, list(range(7)))
+    alone, shared = alone_and_shared(how)
+    expected = scores(alone)
     rows = [[0, 1, 2, 4], [5]][rank]
     same(scores(shared, rows), expected, rows)
-    layer, left = causal_lm(shared).model.layers[1], [1]
+    left = [1]
 
     def fails(module, args, kwargs):
         if rank == 0 and left and next(iter([*args, *kwargs.values()])).shape[1] > 20:
             left.pop()
             raise error("CUDA out of memory" if error is torch.OutOfMemoryError else "a broken layer")
 
-    part = getattr(getattr(layer, "_fsdp_wrapped_module", layer), inside)
-    hook = part.register_forward_pre_hook(fails, with_kwargs=True)
+    hook = mlp_of(shared, inside).register_forward_pre_hook(fails, with_kwargs=True)
     if error is torch.OutOfMemoryError:
-        found = scores(shared, rows)
-        assert found.work.forwards > 0
-        same(found, expected, rows)
+        same(scores(shared, rows), expected, rows)
     else:
         with pytest.raises(RuntimeError, match=f"^{'rank 0: ' if rank else ''}a broken layer"):
             scores(shared, rows)
@@ -268,17 +262,15 @@ def failing_idle_pack(rank: int, how: str) -> None:
     rows = [[0, 1], []][rank]
     scores(shared, rows)
 
-    def fails(module, args, kwargs):
-        raise ZeroDivisionError("a broken layer")
+    def fails(module, args):
+        if rank:
+            raise ZeroDivisionError("a broken layer")
 
-    layer = causal_lm(shared).model.layers[1]
-    mlp = getattr(layer, "_fsdp_wrapped_module", layer).mlp
-    hook = mlp.register_forward_pre_hook(fails, with_kwargs=True) if rank else None
+    hook = mlp_of(shared).register_forward_pre_hook(fails)
     kind = ZeroDivisionError if rank else RuntimeError
     with pytest.raises(kind, match=f"^{'' if rank else 'rank 1: ZeroDivisionError: '}a broken layer"):
         scores(shared, rows)
-    if hook:
-        hook.remove()
+    hook.remove()
     scores(shared, rows)
 
 
@@ -287,59 +279,61 @@ def adapters(rank: int, how: str, halves: bool, dtype: torch.dtype) -> None:
     alone, shared = (adapted(make_model("Qwen3").to(dtype)) for _ in range(2))
     shared = wrapped(shared, how, halves)
     before = values(shared)
-    expected = scores(alone.to(torch.bfloat16) if halves else alone, list(range(7)))
+    expected = scores(alone.to(torch.bfloat16) if halves else alone)
     rows = [[0, 1, 2, 3, 4, 5], [6]][rank]
     # Mixed precision keeps norms and products apart from those of a model in bfloat16 by some roundings.
     same(scores(shared, rows), expected, rows, 0.5 if halves else 2e-5)
-    after = values(shared)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    given = loss(shared, rows, 2)
-    assert given.loss.dtype == given.logprobs[0].dtype == torch.float32
-    given.loss.backward()
-    found = values(shared, gradients=True)
-    assert found
-    assert all(gradient.isfinite().all() and gradient.any() for name, gradient in found.items() if "lora_B" in name)
+    assert all(torch.equal(before[name], after) for name, after in values(shared).items())
+    result = loss(shared, rows, 2)
+    assert result.loss.dtype == result.logprobs[0].dtype == torch.float32
+    result.loss.backward()
+    second = {name: gradient for name, gradient in values(shared, gradients=True).items() if "lora_B" in name}
+    assert second
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in second.values())
+
+
+def said(*texts: str) -> torch.Tensor:
+    """Ids of words and phrases of the tiny tokenizer."""
+    return torch.tensor(tiny_tokenizer().convert_tokens_to_ids(texts))
+
+
+QUESTION = "What", "is", "3", "+", "4", "?"
+SOLUTIONS = ("3 + 4 = 7. ", "So we add them up. ", "#### 7"), ("7 - 2 = 5. ", "Then half is left. ", "#### 5")
 
 
 def estimators(rank: int, how: str) -> None:
-    """Estimators that ask the model several times, one process with nothing to judge; and credit as a whole."""
-    alone, shared = make_model("Qwen3"), wrapped(make_model("Qwen3"), how)
+    """Estimators that query the model several times, one process with nothing to judge; and credit as a whole."""
+    alone, shared = alone_and_shared(how)
     rows = [[2, 4], []][rank]  # whose units are disjoint
-    columns = [[column[b] for b in rows] for column in (PROMPTS, COMPLETIONS, SPANS, ANSWERS)]
+    columns = [[column[b] for b in rows] for column in BATCH]
 
     def judged(model: nn.Module, estimator: Masking):
         access = as_access(model)
         return access.run(lambda: estimator(access, batch_of(model, *columns)).values if rows else [])
 
-    for estimator in (
-        Masking(),
-        Masking(effect="total"),
-        Masking(outcome="mean"),
-        Masking(mask="resampled", samples=2),
-        Masking(preselect=0.5),
-    ):
-        for own, ours in zip(judged(alone, estimator), judged(shared, estimator), strict=True):
+    for options in (
+        {}, {"effect": "total"}, {"outcome": "mean"}, {"mask": "resampled", "samples": 2}, {"preselect": 0.5},
+    ):  # fmt: skip
+        results = (judged(model, Masking(**options)) for model in (alone, shared))
+        for own, ours in zip(*results, strict=True):
             torch.testing.assert_close(ours, own, atol=5e-5, rtol=0, equal_nan=True)
-    names = tiny_tokenizer().get_vocab()
-    said = torch.tensor([names[phrase] for phrase in ("3 + 4 = 7. ", "So we add them up. ", "#### 7")])
-    asked = torch.tensor([names[word] for word in ("What", "is", "3", "+", "4", "?")])
-    ids = Rows([asked] * 2, [said] * 2)
+    tokenizer, ids = tiny_tokenizer(), Rows([said(*QUESTION)] * 2, [said(*SOLUTIONS[0])] * 2)
     for config in (CounterfactualConfig(), CounterfactualConfig(estimator="prefix_gain")):
         tiny = wrapped(tiny_model(), how)
-        advantages = torch.tensor([1.0, -1.0]) if rank == 0 else torch.zeros(2)
-        expected = counterfactual_credit(tiny_model(), tiny_tokenizer(), ids, advantages=advantages, config=config)
-        credit = counterfactual_credit(tiny, tiny_tokenizer(), ids, advantages=advantages, config=config)
-        torch.testing.assert_close(credit.padded(), expected.padded(), atol=1e-3, rtol=0)
-        assert (credit.padded() != 1).any() == (rank == 0)
+        options = {"advantages": torch.tensor([1.0, -1.0]) * (rank == 0), "config": config}
+        expected, credit = (counterfactual_credit(m, tokenizer, ids, **options).padded() for m in (tiny_model(), tiny))
+        torch.testing.assert_close(credit, expected, atol=1e-3, rtol=0)
+        assert (credit != 1).any() == (rank == 0)
     with pytest.raises(NotImplementedError, match="gradients through the model itself, whole in this process"):
-        counterfactual_credit(tiny, tiny_tokenizer(), ids, config=CounterfactualConfig(estimator="gradient"))
+        counterfactual_credit(tiny, tokenizer, ids, config=CounterfactualConfig(estimator="gradient"))
 
 
 def deepspeed_on_a_cpu(*, in_order: bool) -> Any:
     """Import DeepSpeed without its operation in shared memory: compiled for minutes, and for speed only.
 
-    Of several gathers it waits for the last, which on a device ends last, and under gloo at any time. With `in_order`
-    each ends at once; else those before the last never end, so whoever gathers several weights at once finds out.
+    It waits for the last of several gathers only, which on a device ends last, and under gloo at any time. With
+    `in_order` each ends at once; else those before the last never end, so whoever gathers several weights at once
+    finds out.
     """
     import deepspeed
 
@@ -382,27 +376,20 @@ def zero(rank: int, stage: int, halves: bool, lora: bool) -> None:
 
     alone, model = (adapted(make_model("Qwen3")) if lora else make_model("Qwen3") for _ in range(2))
     shared = deepspeed_engine(model, halves, stage)
-    expected, tolerance = scores(alone, list(range(7))), 1.0 if halves else 2e-5
+    expected, tolerance = scores(alone), 1.0 if halves else 2e-5
     for rows in ([[0, 1, 2, 3, 4, 5], [6]], [[], [0, 3]]):
         same(scores(shared, rows[rank]), expected, rows[rank], tolerance)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
     for _ in range(2):
-        alone.zero_grad()
-        loss(alone, list(range(7)), 1).loss.backward()
+        optimizer.zero_grad()
+        loss(alone).loss.backward()
         shared.backward(loss(shared, [[0, 2, 4, 6], [1, 3, 5]][rank], 2).loss)
-        own = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
-        found = {
-            name: safe_get_full_grad(parameter)
-            for name, parameter in shared.module.named_parameters()
-            if parameter.requires_grad
-        }
-        worst = max(((found[name] - own[name]).norm() / own[name].norm().clamp(min=1e-3)).item() for name in own)
-        assert worst < (0.2 if halves else 1e-4), worst
+        trained = {name: p for name, p in shared.module.named_parameters() if p.requires_grad}
+        ours = {name: safe_get_full_grad(parameter) for name, parameter in trained.items()}
+        same_gradients(ours, alone, 0.2 if halves else 1e-4)
         shared.step()
-        with torch.no_grad():
-            for name, parameter in alone.named_parameters():
-                if name in own:
-                    parameter -= 0.05 * own[name]
-    expected = scores(alone, list(range(7)))
+        optimizer.step()
+    expected = scores(alone)
     same(scores(shared, [rank]), expected, [rank], max(tolerance, 1e-4))
     if stage == 3:
         errors(rank, shared)
@@ -415,13 +402,12 @@ def zero3_after_ordinary_steps(rank: int, lora: bool) -> None:
     """A model is scored once DeepSpeed has recorded in which order its weights are read, and gathers them ahead."""
     alone, model = (adapted(make_model("Qwen3")) if lora else make_model("Qwen3") for _ in range(2))
     shared = deepspeed_engine(model)
-    ids = COMPLETIONS[0][None]
     for _ in range(2):  # the first call registers the head, of which the record knows nothing
         for _ in range(3):
-            shared.backward(0 * shared(input_ids=ids).logits.sum())
+            shared.backward(0 * shared(input_ids=COMPLETIONS[0][None]).logits.sum())
             shared.step()
         _BY_MODEL.clear()
-        same(scores(shared, [rank]), scores(alone, list(range(7))), [rank])
+        same(scores(shared, [rank]), scores(alone), [rank])
 
 
 def in_one_call(rank: int, how: str) -> None:
@@ -430,29 +416,20 @@ def in_one_call(rank: int, how: str) -> None:
     (block,) = [one for one in page.split("```") if one.startswith("python") and "def loss_with_credit" in one]
     names: dict[str, Callable] = {}
     exec(block.removeprefix("python"), names)
-    vocabulary = tiny_tokenizer().get_vocab()
-    said = [["3 + 4 = 7. ", "So we add them up. ", "#### 7"], ["7 - 2 = 5. ", "Then half is left. ", "#### 5"]]
-    rows = torch.tensor([[vocabulary[phrase] for phrase in line] for line in said])
-    asked = torch.tensor([[vocabulary[word] for word in ("What", "is", "3", "+", "4", "?")]] * 2)
+    rows = Rows([said(*QUESTION)] * 2, [said(*solution) for solution in SOLUTIONS])
     advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
     alone, tiny = tiny_model(), tiny_model()
     shared = wrapped(tiny, how)
-
-    def of(model: nn.Module, causal: nn.Module, which: int):
-        given = Rows(list(asked), list(rows)), advantages[which], 6.0
-        return names["loss_with_credit"](model, causal, tiny_tokenizer(), *given).loss
-
-    of(alone, alone, 0).backward()
-    of(shared, tiny, rank).backward()
-    found = values(shared, gradients=True)
-    for name, parameter in alone.named_parameters():
-        if parameter.grad is not None:  # the mean over processes, of which one has no gradient
-            torch.testing.assert_close(2 * found[name], parameter.grad, atol=1e-6, rtol=1e-4)
+    for model, causal, which in ((alone, alone, 0), (shared, tiny, rank)):
+        names["loss_with_credit"](model, causal, tiny_tokenizer(), rows, advantages[which], 6.0).loss.backward()
+    ours = values(shared, gradients=True)
+    for name, gradient in values(alone, gradients=True).items():  # the mean over processes, one without a gradient
+        torch.testing.assert_close(2 * ours[name], gradient, atol=1e-6, rtol=1e-4)
 
     def by_gradients() -> None:
-        batch, config = Rows(list(asked), list(rows)), CounterfactualConfig("gradient")
-        forward = packed_forward(tiny, batch, keep_states=True)
-        counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), batch, config=config)
+        forward = packed_forward(tiny, rows, keep_states=True)
+        config = CounterfactualConfig("gradient")
+        counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), rows, config=config)
 
     if how != "DDP":
         with pytest.raises(NotImplementedError, match=r"^estimator='gradient': it needs gradients through the model"):
@@ -462,13 +439,12 @@ def in_one_call(rank: int, how: str) -> None:
 def another_model(rank: int, how: str) -> None:
     """Inside the call of one model a process asks another, that it holds whole, as often as it likes."""
     reference, policy = make_model("Llama"), make_model("Qwen3")
-    shared = wrapped(policy, how)
-    expected = packed_logprobs(reference, Rows(PROMPTS[:1], COMPLETIONS[:1]))[0].detach()
+    shared, rows = wrapped(policy, how), Rows(PROMPTS[:1], COMPLETIONS[:1])
+    expected = packed_logprobs(reference, rows)[0].detach()
 
     def body() -> torch.Tensor:
         for _ in range(2 * rank):
-            found = packed_logprobs(reference, Rows(PROMPTS[:1], COMPLETIONS[:1]))
-            torch.testing.assert_close(found[0], expected)
+            torch.testing.assert_close(packed_logprobs(reference, rows)[0], expected)
         return scores(policy, [rank]).base
 
     base = run_inside(shared, body)
