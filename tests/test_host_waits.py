@@ -167,9 +167,9 @@ def test_a_pack_is_laid_out_after_the_one_before_was_launched(budget, monkeypatc
         events.append("launched")
         return launch(*args, **options)
 
-    def laid_out(*args):
+    def laid_out(*args, **options):
         events.append("laid out")
-        return finish(*args)
+        return finish(*args, **options)
 
     for module in (tree_forward, masked):
         monkeypatch.setattr(module, "packed_hidden", launched)
