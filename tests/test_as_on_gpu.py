@@ -9,7 +9,7 @@ from torch import nn
 from cfa_kernels import linear_policy_loss
 from cfa_kernels.ops.linear_logprob import linear_logprob
 from cfa_kernels.ops.policy_rows import row_logprobs
-from cfa_kernels.ops.row_softmax import Softmax
+from cfa_kernels.ops.row_softmax import LogitRows
 from cfa_kernels.ops.tree_attention import tree_attention
 from tests.support.as_on_gpu import on_gpu
 from tests.support.attention_problem import build, qkv
@@ -78,10 +78,10 @@ def test_kernels_take_no_tensors_of_the_host():
 
 def test_a_kernel_takes_no_mask_of_the_host_beside_rows_of_the_gpu(device):
     row, targets = torch.randn(1, 2, 64, device=device), torch.zeros(2, dtype=torch.int64, device=device)
-    options = {"softmax": Softmax(), "with_entropy": False, "backend": "triton"}
-    row_logprobs(row, None, targets, torch.ones(2, dtype=torch.bool, device=device), **options)
+    rows = LogitRows(row, None, targets, backend="triton")
+    row_logprobs(rows, torch.ones(2, dtype=torch.bool, device=device), with_entropy=False)
     with pytest.raises(RuntimeError, match="a kernel would refuse a tensor of the host"):
-        row_logprobs(row, None, targets, torch.ones(2, dtype=torch.bool), **options)
+        row_logprobs(rows, torch.ones(2, dtype=torch.bool), with_entropy=False)
 
 
 def test_the_default_backend_takes_what_its_kernels_take(device):

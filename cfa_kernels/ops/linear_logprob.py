@@ -17,7 +17,7 @@ from .head_matmul import HeadGradients, autocast_operands, empty_strip, write_lo
 from .matmul import multiply
 from .operator_arguments import arguments_of
 from .policy_rows import row_gradients
-from .row_softmax import Softmax, check_logits_dtype, compute_dtype
+from .row_softmax import LogitRows, Softmax, check_logits_dtype, compute_dtype
 from .triton_math import LOG2E, minimum, tanh
 from .tuning import tuned
 
@@ -410,11 +410,9 @@ def linear_logprob_backward_op(
         states = hidden[part]
         strip, by_logits = logits[: len(states)], gradient[: len(states)]
         write_logits(states, lm_head, strip)
-        row_gradients(
-            strip.unsqueeze(0), bias, by_logits.unsqueeze(0), targets[part],
-            by_rows[0, part].contiguous(), by_rows[1, part].contiguous() if with_entropy else None,
-            Softmax(temperature, softcap), backend=backend,
-        )  # fmt: skip
+        rows = LogitRows(strip.unsqueeze(0), bias, targets[part], Softmax(temperature, softcap), backend)
+        by_logprob, by_entropy = by_rows[:, part].contiguous()
+        row_gradients(rows, by_logits.unsqueeze(0), by_logprob, by_entropy if with_entropy else None)
         gradients.add(part, states, by_logits)
     by_hidden, by_head, by_bias = (
         (total if unit is None else total.mul_(unit)).to(dtype)

@@ -5,6 +5,7 @@ hidden and head. At the sequence level a pass without gradients comes first and 
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -15,7 +16,7 @@ from .head_matmul import HeadGradients, Index, empty_strip, write_logits
 from .logits_policy_loss import scaled_rows
 from .operator_arguments import arguments_of
 from .policy_rows import STATS, policy_of_logprobs, policy_rows, row_gradients, row_logprobs, to_unit_scale
-from .row_softmax import RowLogprobs, Softmax, compute_dtype
+from .row_softmax import LogitRows, RowLogprobs, Softmax, compute_dtype
 from .token_loss import PolicyOptions, Tokens, refuse_second_derivative
 
 DEAD_SHARE = 0.1
@@ -35,39 +36,23 @@ def contributing(tokens: Tokens, options: PolicyOptions, *, with_entropy: bool) 
     return counted & moved
 
 
-class _Strips:
-    """Rows of `hidden`, some at a time, and a buffer that holds their logits, then the gradient of those.
+def _strips(
+    hidden: Tensor, head: Tensor, counted: Tensor, rows: Tensor | None, rows_alone: bool, strip: tuple[Tensor, Tensor]
+) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
+    """Yield the indices of n tokens, and of their states, those (n, H), logits and their gradient (1, n, V) in `strip`.
 
     `hidden` is (N, H), or with `rows_alone` (M, H): the states of the M `rows`, in their order.
     """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        head: Tensor,
-        counted: Tensor,
-        rows: Tensor | None,
-        rows_alone: bool,
-        chunk_size: int,
-        fp32_logits: bool,
-    ) -> None:
-        self.hidden, self.head, self.counted, self.rows, self.rows_alone = hidden, head, counted, rows, rows_alone
-        self.count = len(hidden) if rows is None else len(rows)
-        self.size = min(chunk_size, max(self.count, 1))
-        dtype = compute_dtype(hidden.dtype) if fp32_logits else hidden.dtype
-        self._logits, self._gradient = empty_strip(self.size, len(head), dtype, hidden.dtype, hidden.device)
-
-    def __iter__(self) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
-        """Yield the indices of n tokens, and of their states, those (n, H), logits and their gradient (1, n, V)."""
-        for start in range(0, self.count, self.size):
-            part = slice(start, min(start + self.size, self.count))
-            tokens = part if self.rows is None else self.rows[part]
-            states = part if self.rows_alone else tokens
-            # Padding may hold nan; rows that do not count are 0, so that they add 0 to the head's gradient.
-            hidden = torch.where(self.counted[tokens].unsqueeze(1), self.hidden[states], 0)
-            logits, gradient = self._logits[: len(hidden)], self._gradient[: len(hidden)]
-            write_logits(hidden, self.head, logits)
-            yield tokens, states, hidden, logits.unsqueeze(0), gradient.unsqueeze(0)
+    count, size = len(hidden if rows is None else rows), len(strip[0])
+    for start in range(0, count, size):
+        part = slice(start, min(start + size, count))
+        tokens = part if rows is None else rows[part]
+        places = part if rows_alone else tokens
+        # Padding may hold nan; rows that do not count are 0, so that they add 0 to the head's gradient.
+        states = torch.where(counted[tokens].unsqueeze(1), hidden[places], 0)
+        logits, gradient = (memory[: len(states)] for memory in strip)
+        write_logits(states, head, logits)
+        yield tokens, places, states, logits.unsqueeze(0), gradient.unsqueeze(0)
 
 
 def _without_dead_rows(
@@ -119,7 +104,10 @@ def linear_policy_loss_op(
         rows = contributing(grid, options, with_entropy=with_entropy).flatten().nonzero().squeeze(1)
     tokens, targets = grid.map(torch.flatten), targets.flatten()
     counted = tokens.scale > 0
-    strips = _Strips(hidden, head, counted, rows, rows_alone, chunk_size, fp32_logits)
+    size = min(chunk_size, max(len(hidden if rows is None else rows), 1))
+    exact = compute_dtype(hidden.dtype) if fp32_logits else hidden.dtype
+    strip = empty_strip(size, len(head), exact, hidden.dtype, hidden.device)
+    strips = partial(_strips, hidden, head, counted, rows, rows_alone, strip)
     gradients = HeadGradients(hidden, head, wanted)
 
     def add_gradients(index: Index, states: Tensor, gradient: Tensor, by_logprob: Tensor) -> None:
@@ -130,31 +118,28 @@ def linear_policy_loss_op(
     with torch.autocast(hidden.device.type, enabled=False):
         if level == "sequence":
             known = RowLogprobs(*scale.new_zeros(4, targets.numel()))
-            for index, _, _, logits, _ in strips:
-                rows_known = row_logprobs(
-                    logits, bias, targets[index], counted[index], cap, with_entropy=with_entropy, backend=backend
-                )
-                for whole, part in zip(known, rows_known, strict=True):
-                    whole[index] = part
+            for index, _, _, logits, _ in strips():
+                part = LogitRows(logits, bias, targets[index], cap, backend)
+                logprobs = row_logprobs(part, counted[index], with_entropy=with_entropy)
+                for whole, some in zip(known, logprobs, strict=True):
+                    whole[index] = some
             loss, stats, by_logprob, by_entropy = policy_of_logprobs(
                 known.logprobs, known.entropy, tokens, entropy_scale, options, shape
             )
-            for index, place, states, logits, gradient in strips if any(wanted) else ():
+            for index, place, states, logits, gradient in strips() if any(wanted) else ():
                 row_gradients(
-                    logits, bias, gradient, targets[index], by_logprob[index],
-                    None if by_entropy is None else by_entropy[index], cap,
-                    rows=RowLogprobs(*(whole[index] for whole in known)), backend=backend,
+                    LogitRows(logits, bias, targets[index], cap, backend), gradient, by_logprob[index],
+                    None if by_entropy is None else by_entropy[index], RowLogprobs(*(whole[index] for whole in known)),
                 )  # fmt: skip
                 add_gradients(place, states, gradient[0], by_logprob[index])
         else:
             loss, stats = scale.new_zeros(()), scale.new_zeros(len(STATS), targets.numel())
-            for index, place, states, logits, gradient in strips:
-                part, stats[:, index], by_logprob = policy_rows(
-                    logits, bias, targets[index], tokens.map(itemgetter(index)),
-                    entropy_scale, options, cap, gradient if any(wanted) else None,
-                    with_entropy=with_entropy, backend=backend,
+            for index, place, states, logits, gradient in strips():
+                part_loss, stats[:, index], by_logprob = policy_rows(
+                    LogitRows(logits, bias, targets[index], cap, backend), tokens.map(itemgetter(index)),
+                    entropy_scale, options, gradient if any(wanted) else None, with_entropy=with_entropy,
                 )  # fmt: skip
-                loss += part
+                loss += part_loss
                 if any(wanted):
                     add_gradients(place, states, gradient[0], by_logprob)
     return loss * unit, stats, *gradients.finish(), unit

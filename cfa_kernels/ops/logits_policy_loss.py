@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .operator_arguments import arguments_of
 from .policy_rows import STATS, policy_rows, scale_rows, to_unit_scale
-from .row_softmax import Softmax, compute_dtype
+from .row_softmax import LogitRows, Softmax, compute_dtype
 from .token_loss import PolicyOptions, Tokens, refuse_second_derivative
 
 
@@ -48,17 +48,16 @@ def logits_policy_loss_op(
     `gradient`, like the logits (B, T, V), takes their gradient; None makes none, and without `logits` it holds them.
     targets and the token tensors are (N,), contiguous, N = B * T; `numbers` are the rest of `PolicyOptions`.
     """
-    rows = gradient if logits is None else logits
-    assert rows is not None
+    source = gradient if logits is None else logits
+    assert source is not None
+    rows = LogitRows(source, None, targets, Softmax(*softmax), backend)
+    options = PolicyOptions.of(loss_type, level, numbers)
     tokens = Tokens(old_logprobs, advantages, weights, ref_logprobs, scale)
-    unit = torch.ones((), dtype=scale.dtype, device=rows.device)
-    if rows.dtype == torch.float16:
+    unit = torch.ones((), dtype=scale.dtype, device=source.device)
+    if source.dtype == torch.float16:
         tokens, entropy_scale, unit = to_unit_scale(tokens, entropy_scale)
-    with torch.autocast(rows.device.type, enabled=False):
-        loss, stats, _ = policy_rows(
-            rows, None, targets, tokens, entropy_scale, PolicyOptions.of(loss_type, level, numbers), Softmax(*softmax),
-            gradient, with_entropy=with_entropy, backend=backend,
-        )  # fmt: skip
+    with torch.autocast(source.device.type, enabled=False):
+        loss, stats, _ = policy_rows(rows, tokens, entropy_scale, options, gradient, with_entropy=with_entropy)
     return loss * unit, stats, unit
 
 

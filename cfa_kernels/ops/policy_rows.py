@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .dispatch import interpreting
 from .row_softmax import (
+    LogitRows,
     RowLogprobs,
-    Softmax,
     probabilities,
     row_gradients_reference,
     row_logprobs_reference,
@@ -75,9 +75,7 @@ def row_gradients_kernel(
     p_logits += i_n // T * stride_b + i_n % T * stride_t
     p_gradient += i_n // T * stride_gb + i_n % T * stride_gt
     by_logprob = tl.load(p_by_logprob + i_n)
-    by_entropy = 0.0
-    if WITH_ENTROPY:
-        by_entropy = tl.load(p_by_entropy + i_n)
+    by_entropy = tl.load(p_by_entropy + i_n) if WITH_ENTROPY else 0.0
     if (by_logprob == 0) & (by_entropy == 0):
         write_zeros(p_gradient, V, stride_gv, BLOCK, VECTOR)
     else:
@@ -129,15 +127,9 @@ def policy_rows_kernel(
             p_logits, p_bias, target, V, stride_v, inv_temperature, softcap,
             HAS_BIAS, HAS_SOFTCAP, WITH_ENTROPY, BLOCK, VECTOR, LOG2E,
         )  # fmt: skip
-        old = logprob
-        weight = 1.0
-        ref = 0.0
-        if HAS_OLD:
-            old = tl.load(p_old + i_n)
-        if HAS_WEIGHTS:
-            weight = tl.load(p_weights + i_n)
-        if HAS_REF:
-            ref = tl.load(p_ref + i_n)
+        old = tl.load(p_old + i_n) if HAS_OLD else logprob
+        weight = tl.load(p_weights + i_n) if HAS_WEIGHTS else 1.0
+        ref = tl.load(p_ref + i_n) if HAS_REF else 0.0
         loss, slope, ratio, kl, clip = token_terms_triton(
             logprob, old, tl.load(p_advantages + i_n), weight, ref,
             low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max, LOSS_TYPE, HAS_REF, CORRECT_KL,
@@ -209,14 +201,13 @@ def _run(kernel: Any, rows: Tensor, *arguments: Any, programs: int = 2**31 - 1, 
 
 def _run_softmax(
     kernel: Any,
-    logits: Tensor,
-    bias: Tensor | None,
+    rows: LogitRows,
     gradient: Tensor | None,
-    softmax: Softmax,
     *tensors: Tensor | None,
     numbers: tuple[float, ...] = (),
     **constexprs: Any,
 ) -> None:
+    logits, bias, softmax = rows.logits, rows.bias, rows.softmax
     strides, b, t, v = logits.stride(), *logits.shape
     if gradient is not None:
         strides, tensors = strides + gradient.stride(), (gradient, *tensors)
@@ -227,80 +218,58 @@ def _run_softmax(
     )  # fmt: skip
 
 
-def row_logprobs(
-    logits: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    counted: Tensor,
-    softmax: Softmax,
-    *,
-    with_entropy: bool,
-    backend: str,
-) -> RowLogprobs:
+def row_logprobs(rows: LogitRows, counted: Tensor, *, with_entropy: bool) -> RowLogprobs:
     """Compute the log-prob of the target of each row, and the sums that its gradient needs, in the compute dtype.
 
-    logits are (B, T, V) of any strides, bias (V,), targets (N,) int64, N = B * T, and counted (N,) bool: other rows
-    give zeros and are not read. Entropies are 0 without `with_entropy`.
+    Rows that are not `counted` (N,) give zeros and are not read. Entropies are 0 without `with_entropy`.
     """
-    if backend == "torch":
-        softmaxed = probabilities(logits, bias, targets, counted, softmax, with_entropy=with_entropy)
-        return row_logprobs_reference(softmaxed, counted)
-    rows = torch.empty(4, logits.size(0) * logits.size(1), dtype=torch.float32, device=logits.device)
-    _run_softmax(
-        row_logprobs_kernel, logits, bias, None, softmax, targets, counted, rows, WITH_ENTROPY=with_entropy
-    )  # fmt: skip
-    return RowLogprobs(*rows)
+    if rows.backend == "torch":
+        return row_logprobs_reference(probabilities(rows, counted, with_entropy=with_entropy), counted)
+    sums = torch.empty(4, rows.targets.numel(), dtype=torch.float32, device=rows.logits.device)
+    _run_softmax(row_logprobs_kernel, rows, None, rows.targets, counted, sums, WITH_ENTROPY=with_entropy)
+    return RowLogprobs(*sums)
 
 
 def row_gradients(
-    logits: Tensor,
-    bias: Tensor | None,
+    rows: LogitRows,
     gradient: Tensor,
-    targets: Tensor,
     by_logprob: Tensor,
     by_entropy: Tensor | None,
-    softmax: Softmax,
-    *,
-    rows: RowLogprobs | None = None,
-    backend: str,
+    known: RowLogprobs | None = None,
 ) -> None:
     """Write the gradient by logits, given those by log-probs and entropies, (N,).
 
     `gradient` (B, T, V) may be the logits themselves, or of a narrower dtype over their memory if both start at one
-    address in every row. `rows`, the result of `row_logprobs` for these very bits, saves the kernel a reading.
+    address in every row. `known`, the result of `row_logprobs` for these very bits, saves the kernel a reading.
     """
-    if backend == "torch":
-        keep_below, has_target = by_entropy is not None, by_logprob != 0
-        softmaxed = probabilities(logits, bias, targets, has_target, softmax, keep_below=keep_below, out=gradient)
-        gradient.copy_(row_gradients_reference(softmaxed, by_logprob, by_entropy, softmax))
+    if rows.backend == "torch":
+        softmaxed = probabilities(rows, by_logprob != 0, keep_below=by_entropy is not None, out=gradient)
+        gradient.copy_(row_gradients_reference(softmaxed, by_logprob, by_entropy, rows.softmax))
         return
     _run_softmax(
-        row_gradients_kernel, logits, bias, gradient, softmax, targets, None if rows is None else torch.stack(rows),
-        by_logprob, by_entropy, HAS_ROWS=rows is not None, WITH_ENTROPY=by_entropy is not None,
+        row_gradients_kernel, rows, gradient, rows.targets, None if known is None else torch.stack(known),
+        by_logprob, by_entropy, HAS_ROWS=known is not None, WITH_ENTROPY=by_entropy is not None,
     )  # fmt: skip
 
 
 def policy_rows(
-    logits: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
+    rows: LogitRows,
     tokens: Tokens,
     entropy_scale: Tensor | None,
     options: PolicyOptions,
-    softmax: Softmax,
     gradient: Tensor | None,
     *,
     with_entropy: bool,
-    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the loss (), `STATS` (5, N) and the derivative by log-probs (N,); fill `gradient` if there is one.
 
     The loss is a sum over tokens, so strips of rows may be taken one at a time, at the sequence level if no sequence
     is cut. `tokens` has fields (N,) in the compute dtype; `entropy_scale` is the 0-d factor of the entropies in the
-    loss; other arguments are those of `row_logprobs` and `row_gradients`.
+    loss; `gradient` is that of `row_gradients`.
     """
+    logits, backend = rows.logits, rows.backend
     if gradient is not None and options.level == "token" and backend == "triton":
-        n, cispo = targets.numel(), options.loss_type == "cispo"
+        n, cispo = rows.targets.numel(), options.loss_type == "cispo"
         loss = torch.empty(n, dtype=torch.float32, device=logits.device)
         by_logprob = torch.empty_like(loss)
         stats = torch.empty(len(STATS), n, dtype=torch.float32, device=logits.device)
@@ -309,9 +278,8 @@ def policy_rows(
             options.beta, options.sapo_temperature_pos, options.sapo_temperature_neg, LOG_RATIO_MAX,
         )  # fmt: skip
         _run_softmax(
-            policy_rows_kernel, logits, bias, gradient, softmax, targets, *tokens, entropy_scale, loss, stats,
-            by_logprob, numbers=numbers,
-            LOSS_TYPE=options.loss_type, HAS_OLD=tokens.old_logprobs is not None,
+            policy_rows_kernel, rows, gradient, rows.targets, *tokens, entropy_scale, loss, stats, by_logprob,
+            numbers=numbers, LOSS_TYPE=options.loss_type, HAS_OLD=tokens.old_logprobs is not None,
             HAS_WEIGHTS=tokens.weights is not None, HAS_REF=tokens.ref_logprobs is not None,
             CORRECT_KL=bool(options.use_bias_correction_kl), HAS_ENTROPY_SCALE=entropy_scale is not None,
             WITH_ENTROPY=with_entropy,
@@ -320,19 +288,17 @@ def policy_rows(
     counted = tokens.scale > 0
     if backend == "torch":
         keep_below = gradient is not None and entropy_scale is not None
-        softmaxed = probabilities(
-            logits, bias, targets, counted, softmax, with_entropy=with_entropy, keep_below=keep_below, out=gradient
-        )
-        rows = row_logprobs_reference(softmaxed, counted)
+        softmaxed = probabilities(rows, counted, with_entropy=with_entropy, keep_below=keep_below, out=gradient)
+        known = row_logprobs_reference(softmaxed, counted)
     else:
-        rows = row_logprobs(logits, bias, targets, counted, softmax, with_entropy=with_entropy, backend=backend)
+        known = row_logprobs(rows, counted, with_entropy=with_entropy)
     loss, stats, by_logprob, by_entropy = policy_of_logprobs(
-        rows.logprobs, rows.entropy, tokens, entropy_scale, options, logits.shape[:2]
+        known.logprobs, known.entropy, tokens, entropy_scale, options, logits.shape[:2]
     )
     if gradient is not None and backend == "torch":
-        gradient.copy_(row_gradients_reference(softmaxed, by_logprob, by_entropy, softmax))
+        gradient.copy_(row_gradients_reference(softmaxed, by_logprob, by_entropy, rows.softmax))
     elif gradient is not None:
-        row_gradients(logits, bias, gradient, targets, by_logprob, by_entropy, softmax, rows=rows, backend=backend)
+        row_gradients(rows, gradient, by_logprob, by_entropy, known)
     return loss, stats, by_logprob
 
 

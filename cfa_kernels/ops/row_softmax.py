@@ -63,6 +63,16 @@ def check_logits_dtype(name: str, tensor: Tensor, backend: str) -> None:
 # The plain PyTorch form
 
 
+class LogitRows(NamedTuple):
+    """Rows of logits with their targets, and how log-probs are made of them."""
+
+    logits: Tensor  # (B, T, V) of any strides; N = B * T
+    bias: Tensor | None  # (V,), added to each row
+    targets: Tensor  # (N,) int64
+    softmax: Softmax = Softmax()
+    backend: str = "torch"
+
+
 class Probabilities(NamedTuple):
     """Softmax of logits; z are those in the compute dtype after bias and softcap."""
 
@@ -77,11 +87,8 @@ class Probabilities(NamedTuple):
 
 
 def probabilities(
-    logits: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
+    rows: LogitRows,
     has_target: Tensor,
-    softmax: Softmax,
     *,
     with_entropy: bool = False,
     keep_below: bool = False,
@@ -89,11 +96,11 @@ def probabilities(
 ) -> Probabilities:
     """Compute the parts that log-probs and gradients share, in the compute dtype.
 
-    logits are (B, T, V) of any strides, bias (V,), targets (N,) int64, N = B * T, and read where has_target (N,) is
-    True; `keep_below` prepares the entropy's gradient. If `out` (B, T, V), perhaps the logits' own memory, has the
-    compute dtype, `p` goes there unless `below` is kept.
+    Targets are read where has_target (N,) is True; `keep_below` prepares the entropy's gradient. If `out` (B, T, V),
+    perhaps the logits' own memory, has the compute dtype, `p` goes there unless `below` is kept.
     """
     # Allocating memory of the size of the logits takes longer than all the arithmetic, hence `out`.
+    logits, bias, targets, softmax, _ = rows
     z = logits.to(compute_dtype(logits.dtype))
     if out is not None and out.dtype != z.dtype:
         out = None

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -136,8 +136,7 @@ class SegmentTable:
         """Return `(work_list (W, 5), context_rows (C,))` on `device`, copied once a stream and kept."""
         key = (device, stream_of(device), tokens_per_tile, first_row)
         if key not in self._on_device:
-            parts = [self.work_list(tokens_per_tile, first_row), self.context_rows]
-            self._on_device[key] = upload(parts, device)
+            self._on_device[key] = upload([self.work_list(tokens_per_tile, first_row), self.context_rows], device)
         return self._on_device[key]
 
     @cached_property
@@ -246,18 +245,11 @@ class SegmentTable:
         lists = np.stack([readers.row, readers.limit, readers.position])
         return work.astype(np.int32), splits.astype(np.int32), lists
 
-    def key_work_on_device(
-        self,
-        device: torch.device,
-        keys_per_tile: int,
-        queries_per_program: int,
-        reach: Reach = EVERYTHING,
-        most_parts: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Return `key_work` on `device`, copied once a stream and kept, and how many partial sums there are."""
-        key = (device, stream_of(device), keys_per_tile, queries_per_program, reach, most_parts)
+    def key_work_on_device(self, device: torch.device, *options: Any) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Return `key_work(*options)` on `device`, copied once a stream and kept, and the number of partial sums."""
+        key = (device, stream_of(device), "keys", *options)
         if key not in self._on_device:
-            parts = self.key_work(keys_per_tile, queries_per_program, reach, most_parts)
+            parts = self.key_work(*options)
             self._on_device[key] = (*upload(parts, device), int(parts[1][:, 3].sum()))
         return self._on_device[key]
 

@@ -18,6 +18,7 @@ from .operator_arguments import arguments_of
 from .segment_table import SegmentTable
 from .tree_attention_backward import (
     load_columns,
+    round_for_product,
     shared_options,
     stride_unit,
     tile_rows,
@@ -225,9 +226,7 @@ def tree_attention_kernel(
         o_dv_rest = VALUE_BLOCK + tl.arange(0, VALUE_REST)
         b_acc_rest = tl.zeros([BLOCK_M, VALUE_REST], tl.float32)
 
-    factor = scale * LOG2E
-    if HAS_SOFTCAP:
-        factor = softcap * LOG2E
+    factor = softcap * LOG2E if HAS_SOFTCAP else scale * LOG2E
     # Finite, so that a row that has seen no key yet does not subtract infinity from itself.
     b_max = tl.full([BLOCK_M], -1e30, tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -257,9 +256,7 @@ def tree_attention_kernel(
         b_decay = tl.exp2(b_max - b_new)
         b_max = b_new
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-        b_p = b_p.to(p_v.dtype.element_ty)
-        if WIDEN:
-            b_p = b_p.to(tl.float32)
+        b_p = round_for_product(b_p, p_v, WIDEN)
         p_values = p_v + b_row[:, None] * stride_vt * STRIDE_UNIT
         b_v = load_columns(p_values, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
         b_acc = tl.dot(b_p, b_v, b_acc * b_decay[:, None], input_precision=PRECISION)

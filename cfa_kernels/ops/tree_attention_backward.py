@@ -39,9 +39,7 @@ def load_columns(p_rows, o_d, DIM: tl.constexpr, STOP: tl.constexpr, WIDEN: tl.c
         b_x = tl.load(p_rows + o_d[None, :], mask=(o_d < DIM)[None, :], other=0.0)
     else:
         b_x = tl.load(p_rows + o_d[None, :])
-    if WIDEN:
-        b_x = b_x.to(tl.float32)
-    return b_x
+    return b_x.to(tl.float32) if WIDEN else b_x
 
 
 @triton.jit
@@ -55,19 +53,14 @@ def tile_rows(o_m, first, stop, i_head, GROUP: tl.constexpr):
 @triton.jit
 def _load_rows(p_rows, COLUMN: tl.constexpr):
     """Load a vector; with COLUMN as a column, whose loads are spread over lanes like a matrix's."""
-    if COLUMN:
-        return tl.sum(tl.load(p_rows[:, None]), 1)
-    else:
-        return tl.load(p_rows)
+    return tl.sum(tl.load(p_rows[:, None]), 1) if COLUMN else tl.load(p_rows)
 
 
 @triton.jit
-def _round(b_x, p_like, WIDEN: tl.constexpr):
+def round_for_product(b_x, p_like, WIDEN: tl.constexpr):
     """Round `b_x` for a matrix product with elements like those of `p_like`."""
     b_x = b_x.to(p_like.dtype.element_ty)
-    if WIDEN:
-        b_x = b_x.to(tl.float32)
-    return b_x
+    return b_x.to(tl.float32) if WIDEN else b_x
 
 
 @triton.jit
@@ -156,7 +149,7 @@ def query_gradient_kernel(
             visible = visible & (o_key[None, :] >= o_first[:, None])
         b_p, b_slope = _probabilities(b_s, b_lse[:, None], visible, scale, softcap, HAS_SOFTCAP, LOG2E)
         b_by_s = b_p * b_slope * (b_by_p - b_delta[:, None])
-        b_acc = tl.dot(_round(b_by_s, p_k, WIDEN), b_k, b_acc, input_precision=PRECISION)
+        b_acc = tl.dot(round_for_product(b_by_s, p_k, WIDEN), b_k, b_acc, input_precision=PRECISION)
 
     # Worked out once more, as the forward does, for two programs on a multiprocessor.
     o_m = tl.arange(0, BLOCK_M) + (first_again - first)
@@ -253,12 +246,12 @@ def key_gradient_kernel(
         b_lse = _load_rows(p_lse + b_reader * n_heads + o_head, COLUMN_LOADS)
         b_p, b_slope = _probabilities(b_s, b_lse[None, :], visible, scale, softcap, HAS_SOFTCAP, LOG2E)
         if OF_VALUES:
-            b_by_v = tl.dot(_round(b_p, p_by_out, WIDEN), b_by_out, b_by_v, input_precision=PRECISION)
+            b_by_v = tl.dot(round_for_product(b_p, p_by_out, WIDEN), b_by_out, b_by_v, input_precision=PRECISION)
         if OF_KEYS:
             b_delta = _load_rows(p_delta + b_reader * n_heads + o_head, COLUMN_LOADS)
             b_by_p = tl.dot(b_v, tl.trans(b_by_out), input_precision=PRECISION)
             b_by_s = b_p * (b_by_p - b_delta[None, :]) * b_slope
-            b_by_k = tl.dot(_round(b_by_s, p_q, WIDEN), b_q, b_by_k, input_precision=PRECISION)
+            b_by_k = tl.dot(round_for_product(b_by_s, p_q, WIDEN), b_q, b_by_k, input_precision=PRECISION)
 
     n_key_heads = tl.num_programs(1)
     if slot < 0:

@@ -12,11 +12,13 @@ from cfa_kernels.ops.linear_logprob import (
     linear_logprob_op,
     linear_logprob_reference,
     linear_logprob_triton,
+    merge_tiles_kernel,
+    tile_statistics_kernel,
 )
 from cfa_kernels.ops.row_softmax import Softmax
 from tests.support.budget import assert_within_budget
+from tests.support.policy_problem import on_gpu
 
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BACKENDS = ["torch", "triton"]
 SHAPES = [(1, 1, 1), (3, 8, 64), (33, 50, 200), (70, 33, 131)]  # rows, width, vocabulary
@@ -42,12 +44,12 @@ def example(shape, device, dtype=torch.float32, *, bias=False, seed=0, spread=1.
     return (hidden, lm_head, targets.to(device)), transform
 
 
-def plain(hidden, lm_head, targets, dtype, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0):
+def plain(hidden, lm_head, targets, dtype, **options):
     """Log-probs and entropies from the whole logits, everything in `dtype`."""
-    return from_logits(hidden.to(dtype) @ lm_head.to(dtype).T, targets, bias, temperature, softcap, logit_scale)
+    return from_logits(hidden.to(dtype) @ lm_head.to(dtype).T, targets, **options)
 
 
-def from_logits(logits, targets, bias=None, temperature=1.0, softcap=None, logit_scale=1.0):
+def from_logits(logits, targets, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0):
     """Log-probs and entropies in the dtype of the logits."""
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
@@ -59,12 +61,16 @@ def from_logits(logits, targets, bias=None, temperature=1.0, softcap=None, logit
     return logp.gather(1, targets[:, None]).squeeze(1), entropy
 
 
+def assert_within_budget_of_float32(values, inputs, **options):
+    """Log-probs and entropies."""
+    low, exact = (plain(*inputs, dtype, **options) for dtype in (torch.float32, torch.float64))
+    for value, single, double in zip(values, low, exact, strict=True):
+        assert_within_budget(value, single, double)
+
+
 def assert_close_to_rounding(ours, expected):
     """Equal but for the order of sums, which the host's libraries choose by threads, layout and processor."""
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-
-
-# Values
 
 
 @pytest.mark.parametrize(
@@ -83,41 +89,27 @@ def test_logprob_and_entropy_are_within_the_budget_of_float32(
     """Half-precision inputs too: their products, sums and logits are float32."""
     inputs, keywords = example(shape, device, dtype, **transform)
     ours = linear_logprob(*inputs, return_entropy=True, backend=backend, **keywords)
-    reference = plain(*inputs, torch.float64, **keywords)
-    for value, single, double in zip(ours, plain(*inputs, torch.float32, **keywords), reference, strict=True):
-        assert value.dtype == torch.float32
-        assert_within_budget(value, single, double)
+    assert [value.dtype for value in ours] == [torch.float32] * 2
+    assert_within_budget_of_float32(ours, inputs, **keywords)
     assert_close_to_rounding(linear_logprob(*inputs, backend=backend, **keywords), ours[0])
 
 
+@pytest.mark.parametrize("shift", [0.0, -1000.0])
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_kind_of_launch_gives_the_same_logprobs(dtype, tma, flatten, device, poisoned_memory):
-    """Pointers or descriptors, one tile a program or many: rows of 48 elements are aligned for both."""
+def test_each_kind_of_launch_gives_the_same_logprobs(dtype, tma, flatten, shift, device, poisoned_memory):
+    """Pointers or descriptors, one tile a program or many: rows of 48 elements are aligned for both.
+
+    A phantom logit of 0 behind the vocabulary would take all the probability from logits near -1000.
+    """
     if device.type == "cuda" and tma and torch.cuda.get_device_capability(device)[0] < 9:
         pytest.skip("the tensor memory accelerator came with sm_90")
-    (hidden, lm_head, targets), _ = example((37, 48, 203), device, dtype)
+    inputs, _ = example((37, 48, 203), device, dtype)
+    bias = torch.full((203,), shift, device=device)
     options = TILES | {"TMA": tma, "FLATTEN": flatten, "WIDEN": device.type == "cpu"}
-    rows = linear_logprob_triton(hidden, lm_head, targets, None, Softmax(), True, options)
-    for value, single, double in zip(
-        rows[:2], plain(hidden, lm_head, targets, torch.float32), plain(hidden, lm_head, targets, torch.float64),
-        strict=True,
-    ):  # fmt: skip
-        assert_within_budget(value, single, double)
-
-
-@pytest.mark.parametrize("flatten", [False, True])
-def test_columns_beyond_the_vocabulary_do_not_count(flatten, device, poisoned_memory):
-    """A phantom logit of 0 would take all the probability from logits near -1000."""
-    (hidden, lm_head, targets), _ = example((5, 16, 70), device)
-    bias = torch.full((70,), -1000.0, device=device)
-    options = TILES | {"TMA": False, "FLATTEN": flatten, "WIDEN": device.type == "cpu"}
-    rows = linear_logprob_triton(hidden, lm_head, targets, bias, Softmax(), True, options)
-    single = plain(hidden, lm_head, targets, torch.float32, bias=bias)
-    double = plain(hidden, lm_head, targets, torch.float64, bias=bias)
-    for value, low, high in zip(rows[:2], single, double, strict=True):
-        assert_within_budget(value, low, high)
+    rows = linear_logprob_triton(*inputs, bias if shift else None, Softmax(), True, options)
+    assert_within_budget_of_float32(rows, inputs, bias=bias)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -172,12 +164,7 @@ def test_the_pytorch_form_merges_its_blocks_of_the_vocabulary(device):
     """Several blocks, with targets on both sides of a border."""
     inputs, _ = example((4, 3, 3000), device)
     inputs[2][:] = torch.tensor([0, 1023, 1024, 2999])
-    ours = linear_logprob(*inputs, return_entropy=True, backend="torch")
-    for value, single, double in zip(ours, plain(*inputs, torch.float32), plain(*inputs, torch.float64), strict=True):
-        assert_within_budget(value, single, double)
-
-
-# Independence of the batch
+    assert_within_budget_of_float32(linear_logprob(*inputs, return_entropy=True, backend="torch"), inputs)
 
 
 def example_of_exact_logits(shape, device, dtype=torch.float32):
@@ -192,24 +179,17 @@ def example_of_exact_logits(shape, device, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_gives_the_same_bits_in_any_batch(dtype, device):
+def test_a_row_gives_the_same_bits_in_any_batch_and_in_launches_that_are_cut(dtype, device, monkeypatch):
     inputs, keywords = example_of_exact_logits((70, 40, 150), device, dtype)
+    keywords |= {"return_entropy": True, "backend": "triton"}
     hidden, lm_head, targets = inputs
-    whole = torch.stack(linear_logprob(*inputs, return_entropy=True, backend="triton", **keywords))
+    whole = torch.stack(linear_logprob(*inputs, **keywords))
     order = torch.randperm(70, generator=torch.Generator().manual_seed(1)).to(device)
     for rows in (order, order[:31], order[5:6]):
-        part = linear_logprob(hidden[rows], lm_head, targets[rows], return_entropy=True, backend="triton", **keywords)
+        part = linear_logprob(hidden[rows], lm_head, targets[rows], **keywords)
         assert torch.equal(torch.stack(part), whole[:, rows])
-
-
-def test_a_row_gives_the_same_bits_when_launches_are_cut(device, monkeypatch):
-    inputs, keywords = example_of_exact_logits((70, 40, 150), device)
-    whole = linear_logprob(*inputs, backend="triton", **keywords)
     monkeypatch.setattr("cfa_kernels.ops.linear_logprob.STATISTICS_ROWS", 21)
-    assert torch.equal(linear_logprob(*inputs, backend="triton", **keywords), whole)
-
-
-# Layout of the inputs
+    assert torch.equal(torch.stack(linear_logprob(*inputs, **keywords)), whole)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -240,45 +220,37 @@ def test_no_rows_give_no_logprobs_and_zero_gradients(backend, dtype, device):
     assert hidden.grad.shape == hidden.shape
 
 
-def test_autocast_casts_hidden_and_head_as_for_a_linear_layer(device):
-    (hidden, lm_head, targets), _ = example((5, 16, 40), device)
+def test_autocast_casts_hidden_and_head_as_for_a_linear_layer_and_leaves_a_backward_alone(device):
+    inputs, _ = example((5, 16, 40), device)
+    halves = (inputs[0].bfloat16(), inputs[1].bfloat16(), inputs[2])
+    hidden = inputs[0].clone().requires_grad_()
+    plain = linear_logprob(hidden, *inputs[1:])
+    (expected,) = torch.autograd.grad(plain.sum(), hidden, retain_graph=True)
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        ours = linear_logprob(hidden, lm_head, targets)
-    assert_close_to_rounding(ours, linear_logprob(hidden.bfloat16(), lm_head.bfloat16(), targets))
-    assert (ours - linear_logprob(hidden, lm_head, targets)).abs().max() > 1e-3
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        assert linear_logprob(hidden.double(), lm_head.double(), targets, backend="torch").dtype == torch.float64
+        ours = linear_logprob(*inputs)
+        wide = linear_logprob(inputs[0].double(), inputs[1].double(), inputs[2], backend="torch")
+        (gradient,) = torch.autograd.grad(plain.sum(), hidden)
+    assert_close_to_rounding(ours, linear_logprob(*halves))
+    assert (ours - plain).abs().max() > 1e-3
+    assert wide.dtype == torch.float64
+    assert_close_to_rounding(gradient, expected)
 
 
-def test_a_backward_under_autocast_is_in_the_precision_of_its_forward(device):
-    (hidden, lm_head, targets), _ = example((5, 16, 40), device)
-    found = []
-    for enabled in (False, True):
-        leaf = hidden.clone().requires_grad_()
-        loss = linear_logprob(leaf, lm_head, targets).sum()
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
-            loss.backward()
-        found.append(leaf.grad)
-    assert_close_to_rounding(*found)
-
-
-# Gradients
-
-
-def gradients(inputs, keywords, by_logprob, by_entropy, backend):
-    """Gradients by hidden, lm_head and bias of the sum of weighted log-probs and entropies."""
-    leaves = {"hidden": inputs[0], "lm_head": inputs[1]} | ({"bias": keywords["bias"]} if "bias" in keywords else {})
+def gradients(inputs, keywords, by_logprob, by_entropy, backend=None):
+    """Gradients by hidden, lm_head and bias of the sum of weighted log-probs and entropies; of `plain` without one."""
+    leaves = {"hidden": inputs[0], "lm_head": inputs[1]} | {n: x for n, x in keywords.items() if n == "bias"}
     leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
-    keywords = keywords | ({"bias": leaves["bias"]} if "bias" in leaves else {})
-    if backend in BACKENDS:
-        logprob, entropy = linear_logprob(
-            leaves["hidden"], leaves["lm_head"], inputs[2], return_entropy=True, backend=backend, **keywords
-        )
+    arguments = {"targets": inputs[2], **keywords, **leaves}
+    if backend is None:
+        logprob, entropy = plain(dtype=inputs[0].dtype, **arguments)
     else:
-        logprob, entropy = plain(leaves["hidden"], leaves["lm_head"], inputs[2], backend, **keywords)
-    total = (logprob * by_logprob.to(logprob)).sum() + (entropy * by_entropy.to(entropy)).sum()
-    total.backward()
+        logprob, entropy = linear_logprob(return_entropy=True, backend=backend, **arguments)
+    ((logprob * by_logprob.to(logprob)).sum() + (entropy * by_entropy.to(entropy)).sum()).backward()
     return {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def in_float64(inputs):
+    return inputs[0].double(), inputs[1].double(), inputs[2]
 
 
 @pytest.mark.parametrize(
@@ -296,11 +268,9 @@ def test_gradients_are_within_the_budget(backend, dtype, transform, strip_rows, 
     by_logprob, by_entropy = torch.randn(2, shape[0], generator=generator).to(device)
     by_logprob[3] = by_entropy[3] = 0
     ours = gradients(inputs, keywords, by_logprob, by_entropy, backend)
-    low = gradients(inputs, keywords, by_logprob, by_entropy, dtype)
+    low = gradients(inputs, keywords, by_logprob, by_entropy)
     exact = {name: value.double() for name, value in keywords.items() if name == "bias"}
-    double = gradients(
-        (inputs[0].double(), inputs[1].double(), inputs[2]), keywords | exact, by_logprob, by_entropy, torch.float64
-    )
+    double = gradients(in_float64(inputs), keywords | exact, by_logprob, by_entropy)
     for name, value in ours.items():
         assert value.dtype == dtype
         assert_within_budget(value, low[name], double[name])
@@ -326,16 +296,14 @@ def test_strided_upstream_gradients_are_read_as_they_lie(backend, device):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("frozen", ["hidden", "lm_head", "bias"])
-def test_what_is_frozen_gets_no_gradient_and_changes_none(backend, frozen, device):
+def test_a_frozen_input_gets_no_gradient_and_changes_none(backend, frozen, device):
     inputs, keywords = example((8, 16, 90), device, bias=True)
     leaves = {"hidden": inputs[0], "lm_head": inputs[1], "bias": keywords["bias"]}
 
     def run(trained):
-        found = {name: leaf.clone().requires_grad_(name in trained) for name, leaf in leaves.items()}
-        linear_logprob(
-            found["hidden"], found["lm_head"], inputs[2], bias=found["bias"], backend=backend
-        ).sum().backward()
-        return {name: leaf.grad for name, leaf in found.items()}
+        copies = {name: leaf.clone().requires_grad_(name in trained) for name, leaf in leaves.items()}
+        linear_logprob(**copies, targets=inputs[2], backend=backend).sum().backward()
+        return {name: leaf.grad for name, leaf in copies.items()}
 
     every, some = run(set(leaves)), run(set(leaves) - {frozen})
     assert some.pop(frozen) is None
@@ -350,27 +318,19 @@ def test_gradients_of_tiny_weights_survive_float16(backend, device):
     tiny = torch.full((4,), 1e-5, device=device)
     hidden = inputs[0].clone().requires_grad_()
     linear_logprob(hidden, *inputs[1:], backend=backend).backward(tiny)
-    exact = gradients(
-        (inputs[0].double(), inputs[1].double(), inputs[2]), {}, tiny.double(), 0 * tiny.double(), torch.float64
-    )["hidden"]
+    exact = gradients(in_float64(inputs), {}, tiny, 0 * tiny)["hidden"]
     assert exact.abs().max() < 1e-4
     torch.testing.assert_close(hidden.grad.double(), exact, rtol=2e-3, atol=2**-24)
 
 
 def test_gradcheck_passes_in_float64(device):
-    torch.manual_seed(0)
-    hidden = torch.randn(4, 5, dtype=torch.float64, device=device, requires_grad=True)
-    lm_head = torch.randn(7, 5, dtype=torch.float64, device=device, requires_grad=True)
-    bias = torch.randn(7, dtype=torch.float64, device=device, requires_grad=True)
-    targets = torch.tensor([0, 6, 3, 3], device=device)
+    (hidden, lm_head, targets), keywords = example((4, 5, 7), device, torch.float64, bias=True)
+    options = {"temperature": 0.7, "softcap": 2.0, "logit_scale": 1.3, "return_entropy": True, "backend": "torch"}
 
     def function(hidden, lm_head, bias):
-        return linear_logprob(
-            hidden, lm_head, targets, bias=bias, temperature=0.7, softcap=2.0, logit_scale=1.3, return_entropy=True,
-            backend="torch",
-        )  # fmt: skip
+        return linear_logprob(hidden, lm_head, targets, bias=bias, **options)
 
-    assert torch.autograd.gradcheck(function, (hidden, lm_head, bias))
+    assert torch.autograd.gradcheck(function, [x.requires_grad_() for x in (hidden, lm_head, keywords["bias"])])
 
 
 def test_a_second_derivative_is_refused(device):
@@ -379,9 +339,6 @@ def test_a_second_derivative_is_refused(device):
     (gradient,) = torch.autograd.grad(linear_logprob(hidden, *inputs[1:]).sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="linear_logprob_backward"):
         gradient.sum().backward()
-
-
-# As operators of torch
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -408,13 +365,13 @@ def test_it_compiles_into_one_graph_with_its_gradients(device):
         return (logprob + 0.1 * entropy).mean()
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
-    found = []
+    results = []
     for function in (step, compiled):
         leaves = [leaf.clone().requires_grad_() for leaf in (inputs[0], inputs[1], keywords["bias"])]
         loss = function(leaves[0], leaves[1], inputs[2], leaves[2])
         loss.backward()
-        found.append([loss.detach(), *(leaf.grad for leaf in leaves)])
-    for eager, graph in zip(*found, strict=True):
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    for eager, graph in zip(*results, strict=True):
         torch.testing.assert_close(eager, graph)
 
 
@@ -438,15 +395,8 @@ def test_the_pytorch_form_never_holds_the_logits_either(with_entropy):
     assert 0 < largest.elements < 2000 * 9000 / 5
 
 
-# Errors
-
-
-GOOD = {
-    "hidden": torch.zeros(3, 4),
-    "lm_head": torch.zeros(5, 4),
-    "targets": torch.tensor([0, 1, 4]),
-    "bias": torch.zeros(5),
-}
+GOOD = dict(zip(("hidden", "lm_head", "bias"), map(torch.zeros, ((3, 4), (5, 4), (5,))), strict=True))
+GOOD["targets"] = torch.tensor([0, 1, 4])
 
 
 @pytest.mark.parametrize(
@@ -487,11 +437,7 @@ def test_float64_is_for_the_pytorch_form_alone(device):
         linear_logprob(*inputs, backend="triton")
 
 
-# On a GPU alone
-
-
-@pytest.mark.gpu
-@NEEDS_GPU
+@on_gpu
 def test_a_target_outside_the_vocabulary_gives_nan_without_waiting_for_the_device(device):
     inputs, _ = example((4, 64, 1000), device, torch.bfloat16)
     inputs[2][:] = torch.tensor([-1, 1000, 5, 2**40])
@@ -505,8 +451,7 @@ def test_a_target_outside_the_vocabulary_gives_nan_without_waiting_for_the_devic
     assert ours.isnan().tolist() == [True, True, False, True]
 
 
-@pytest.mark.gpu
-@NEEDS_GPU
+@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [512, 500, 2048])
 def test_on_a_gpu_a_row_gives_the_same_bits_for_any_number_of_rows(dtype, width, device):
@@ -523,8 +468,7 @@ def test_on_a_gpu_a_row_gives_the_same_bits_for_any_number_of_rows(dtype, width,
         assert torch.equal(torch.stack(part), whole[:, rows])
 
 
-@pytest.mark.gpu
-@NEEDS_GPU
+@on_gpu
 @pytest.mark.parametrize("many", ["head", "hidden"])
 def test_on_a_gpu_offsets_beyond_two_to_the_31_are_right(many, device):
     rows, vocabulary, width = (40, 262_147, 8448) if many == "head" else (262_147, 40, 8448)
@@ -536,22 +480,17 @@ def test_on_a_gpu_offsets_beyond_two_to_the_31_are_right(many, device):
     targets[-1] = vocabulary - 1
     ours = linear_logprob(hidden, lm_head, targets)
     last = slice(rows - 40, rows)
-    theirs = linear_logprob(hidden[last].double(), lm_head.double(), targets[last], backend="torch")
+    theirs = linear_logprob(*in_float64((hidden[last], lm_head, targets[last])), backend="torch")
     torch.testing.assert_close(ours[last].double(), theirs, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.gpu
-@NEEDS_GPU
+@on_gpu
 def test_on_a_gpu_the_number_of_rows_never_recompiles(device):
-    from cfa_kernels.ops.linear_logprob import merge_tiles_kernel, tile_statistics_kernel
-
     inputs, _ = example((300, 64, 1000), device, torch.bfloat16)
 
     def compiled():
-        return [
-            sum(len(cache[0]) for cache in kernel.device_caches.values())
-            for kernel in (tile_statistics_kernel, merge_tiles_kernel)
-        ]
+        kernels = (tile_statistics_kernel, merge_tiles_kernel)
+        return [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
 
     linear_logprob(inputs[0][:7], inputs[1], inputs[2][:7])
     before = compiled()

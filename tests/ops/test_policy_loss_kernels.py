@@ -10,7 +10,7 @@ from torch import Tensor
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
 from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops import policy_rows
-from cfa_kernels.ops.row_softmax import Softmax
+from cfa_kernels.ops.row_softmax import LogitRows, Softmax
 from tests.support.budget import assert_within_budget
 from tests.support.policy_problem import (
     COUNTED,
@@ -20,20 +20,17 @@ from tests.support.policy_problem import (
     T,
     V,
     assert_same,
+    leaves_of,
     normal,
     of_hidden,
     of_logits,
     on_gpu,
+    others,
     plain,
     problem,
-    start_of,
-    start_of_names,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("poisoned_memory")]
-
-
-# The PyTorch form is the truth
 
 
 @FORM
@@ -44,7 +41,7 @@ def test_forms_agree_with_policy_loss_on_log_probs(form, loss_type, level, featu
     tensors, options = problem(**FEATURES[feature])
     options |= {"loss_type": loss_type, "importance_sampling_level": level, "num_sequences_in_batch": 5}
     ours = form(tensors, compute_entropy=True, **options)
-    expected = plain(tensors, start_of(form), torch.float64, **options)
+    expected = plain(tensors, form, torch.float64, **options)
     assert_same(ours, expected, rtol=1e-11, atol=1e-13)
     assert set(ours[2]) == set(expected[2])
     for name, metric in expected[2].items():
@@ -55,7 +52,7 @@ def test_forms_agree_with_policy_loss_on_log_probs(form, loss_type, level, featu
 def test_reference_gradients_pass_gradcheck(level):
     tensors, options = problem(b=2, t=2, v=5, **FEATURES["all"])
     options |= {"importance_sampling_level": level, "validate": False}
-    rest = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
+    rest = others(tensors)
     logits, *leaves = (tensors[name].clone().requires_grad_() for name in ("logits", "hidden", "head", "bias"))
     tolerance = {"rtol": 1e-6, "atol": 1e-8}
     assert torch.autograd.gradcheck(lambda z: logits_policy_loss(z, *rest, **options)[0], (logits,), **tolerance)
@@ -67,19 +64,16 @@ def test_reference_gradients_pass_gradcheck(level):
 @pytest.mark.parametrize("over_the_logits", [False, True])
 def test_the_reference_works_in_float32_and_rounds_a_half_gradient_once(over_the_logits, device):
     logits, targets = normal(1, 3, V, seed=4).float().to(device), torch.tensor([3, 0, V - 1], device=device)
-    by_logprob, softmax = torch.tensor([0.5, -0.3, 0.7], device=device), Softmax(0.7)
+    by_logprob = torch.tensor([0.5, -0.3, 0.7], device=device)
 
     def gradient(logits, out):
-        policy_rows.row_gradients(logits, None, out, targets, by_logprob, None, softmax, backend="torch")
+        policy_rows.row_gradients(LogitRows(logits, None, targets, Softmax(0.7)), out, by_logprob, None)
         return out
 
     exact = gradient(logits, torch.empty_like(logits))
     assert torch.equal(gradient(strip := logits.clone(), strip), exact)
     half = (strip := logits.clone()).view(torch.bfloat16)[..., :V] if over_the_logits else logits.bfloat16()
     assert torch.equal(gradient(strip if over_the_logits else logits, half), exact.bfloat16())
-
-
-# The kernels against the truth, in every precision
 
 
 @pytest.mark.parametrize(
@@ -108,13 +102,13 @@ def test_kernels_stay_within_the_error_budget(form, dtype, feature, loss_type, l
     if loss_type == "cispo":
         options["epsilon_high"] = 1.4
     ours = form(tensors, backend="triton", compute_entropy=True, **options)
-    exact = plain(tensors, start_of(form), torch.float64, **options)
+    exact = plain(tensors, form, torch.float64, **options)
     torch.testing.assert_close(ours[0], exact[0].float(), rtol=1e-5, atol=2e-6)  # float32 maths whatever the dtype
     # Two ways to do the same maths in this precision; the luck of one is not the measure.
-    low = [plain(tensors, start_of(form), dtype, **options)[1], form(tensors, backend="torch", **options)[1]]
-    for gradient, reference, *others in zip(ours[1], exact[1], *low, strict=True):
+    low = [plain(tensors, form, dtype, **options)[1], form(tensors, backend="torch", **options)[1]]
+    for gradient, reference, *peers in zip(ours[1], exact[1], *low, strict=True):
         assert gradient.dtype == dtype
-        assert_within_budget(gradient, max(others, key=lambda g, r=reference: (g.double() - r).abs().max()), reference)
+        assert_within_budget(gradient, max(peers, key=lambda g, r=reference: (g.double() - r).abs().max()), reference)
     for name, metric in exact[2].items():
         torch.testing.assert_close(ours[2][name], metric.float(), rtol=1e-5, atol=2e-6, msg=name)
 
@@ -134,28 +128,10 @@ def test_kl_and_entropy_keep_rows_without_advantage(form, backend, level, featur
     tensors, options = problem(torch.float32, device, **feature)
     options["importance_sampling_level"] = level
     tensors["advantages"] = torch.zeros(B, device=device)
-    exact = plain(tensors, start_of(form), torch.float64, **options)
+    exact = plain(tensors, form, torch.float64, **options)
     assert exact[1][0].abs().max() > 1e-3
     ours = form(tensors, backend=backend, **options)
     assert_same(ours, (exact[0].float(), [gradient.float() for gradient in exact[1]]), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(("backend", "known"), [("torch", False), ("triton", False), ("triton", True)])
-def test_row_gradients_serve_rows_with_only_one_of_the_two_derivatives(backend, known, device, small_tiles):
-    logits = normal(1, 3, V, seed=4).float().to(device)
-    targets = torch.tensor([3, 0, V - 1], device=device)
-    by_logprob, by_entropy = torch.tensor([[0.5, 0.0, 0.0], [0.0, -0.7, 0.0]], device=device)
-    everything, softmax = torch.ones(3, dtype=torch.bool, device=device), Softmax()
-    rows = None
-    if known:
-        rows = policy_rows.row_logprobs(logits, None, targets, everything, softmax, with_entropy=True, backend=backend)
-    ours = torch.full_like(logits, math.nan)
-    policy_rows.row_gradients(logits, None, ours, targets, by_logprob, by_entropy, softmax, rows=rows, backend=backend)
-    leaf = logits.double().requires_grad_()
-    logp = leaf.log_softmax(-1)
-    chosen, entropy = logp.gather(-1, targets[None, :, None])[0, :, 0], -(logp.exp() * logp).sum(-1)[0]
-    (by_logprob.double() * chosen + by_entropy.double() * entropy).sum().backward()
-    torch.testing.assert_close(ours, leaf.grad.float(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
@@ -165,25 +141,27 @@ def tiles_of_64(monkeypatch):
     monkeypatch.setattr(policy_rows, "launch_options", lambda _, size, **__: tiles | {"VECTOR": 16 // size})
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("vocabulary", [1, 3, 8, 15, 64, 67, 137])
-def test_rows_that_end_within_a_vector_are_read_and_written_to_their_last_logit(vocabulary, dtype, device, tiles_of_64):
-    """And no further: behind it lies nan, which stays."""
-    room = torch.full((3, 160), torch.nan, device=device, dtype=dtype)
-    room[:, :vocabulary] = 3 * torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(0)).to(dtype)
+def test_rows_that_end_within_a_vector_are_read_and_written_to_their_last_logit(
+    vocabulary, dtype, known, device, tiles_of_64
+):
+    """And no further: behind it lies nan, which stays. Rows have both derivatives, one of them or none."""
+    room = torch.full((4, 160), torch.nan, device=device, dtype=dtype)
+    room[:, :vocabulary] = 3 * torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = room[:, :vocabulary].double().requires_grad_()
-    targets = torch.tensor([0, vocabulary // 2, vocabulary - 1], device=device)
-    by_logprob, by_entropy = (torch.tensor(x, device=device) for x in ([1.0, 0.0, -0.5], [0.0, 0.0, 0.3]))
-    softmax, row = Softmax(temperature=0.7), room[None, :, :vocabulary]
-    ours = policy_rows.row_logprobs(
-        row, None, targets, torch.ones(3, dtype=torch.bool, device=device), softmax, with_entropy=True, backend="triton"
-    )
+    targets = torch.tensor([0, vocabulary // 2, vocabulary - 1, 0], device=device)
+    by_logprob, by_entropy = torch.tensor([[1.0, 0.0, -0.5, 0.0], [0.0, -0.7, 0.3, 0.0]], device=device)
+    row = room[None, :, :vocabulary]
+    rows = LogitRows(row, None, targets, Softmax(temperature=0.7), "triton")
+    ours = policy_rows.row_logprobs(rows, torch.ones(4, dtype=torch.bool, device=device), with_entropy=True)
     logp = (exact / 0.7).log_softmax(-1)
     chosen, entropy = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
     torch.testing.assert_close(ours.logprobs.double(), chosen, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(ours.entropy.double(), entropy, rtol=1e-5, atol=2e-6)
     (chosen * by_logprob.double() + entropy * by_entropy.double()).sum().backward()
-    policy_rows.row_gradients(row, None, row, targets, by_logprob, by_entropy, softmax, backend="triton")
+    policy_rows.row_gradients(rows, row, by_logprob, by_entropy, ours if known else None)
     assert_within_budget(room[:, :vocabulary], exact.grad.to(dtype), exact.grad)
     policy_rows.scale_rows(row, torch.tensor(2.0, device=device), row, backend="triton")
     assert_within_budget(room[:, :vocabulary], (2 * exact.grad).to(dtype), 2 * exact.grad)
@@ -199,9 +177,6 @@ def test_few_programs_scale_every_row(factor, device, monkeypatch, tiles_of_64):
     policy_rows.scale_rows(rows, scale, other := torch.empty_like(rows), backend="triton")
     assert torch.equal(scaled, rows * factor)
     assert torch.equal(other, rows * factor)
-
-
-# Inputs that break kernels of this kind
 
 
 EXTREME = [
@@ -289,7 +264,7 @@ def test_all_rows_masked_and_one_valid_row(form, backend, level, device):
     one = nothing["mask"].clone()
     one[1, 1] = True
     single = {**tensors, "mask": one}
-    exact = plain(single, start_of(form), torch.float64, **options)
+    exact = plain(single, form, torch.float64, **options)
     assert_same(form(single, backend=backend, **options), (exact[0].float(), [g.float() for g in exact[1]]))
 
 
@@ -332,18 +307,14 @@ def test_logits_of_any_strides(backend, inplace, device, small_tiles):
     ):
         assert view.stride() != z.stride()
         logits = view.detach().requires_grad_()
-        loss, _ = logits_policy_loss(
-            logits, tensors["targets"].t().contiguous().t(), tensors["old"].t().contiguous().t(),
-            tensors["advantages"].repeat_interleave(2)[::2], tensors["mask"].t().contiguous().t(),
-            backend=backend, inplace=inplace, **options,
-        )  # fmt: skip
+        loss, _ = logits_policy_loss(logits, *others(tensors), backend=backend, inplace=inplace, **options)
         loss.backward()
         assert_same((loss.detach(), [logits.grad.clone()]), expected, rtol=1e-6, atol=1e-7)
     assert torch.isnan(wide[..., V:]).all()
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("form", [of_logits, of_hidden])
+@FORM
 def test_every_other_input_of_any_strides(form, backend, device):
     """One row: flattening a strided row keeps its stride, which a kernel that counts on 1 would not notice."""
     tensors, options = problem(torch.float32, device, b=1, **FEATURES["all"])
@@ -360,12 +331,11 @@ def test_every_other_input_of_any_strides(form, backend, device):
     strided = {name: every_second(value) for name, value in tensors.items()}
     assert strided["targets"].stride() == (2 * T, 2)
     options = {name: every_second(value) for name, value in options.items()}
-    leaves = [strided[name].detach().requires_grad_() for name in start_of_names(form)]
-    rest = (strided["targets"], strided["old"], strided["advantages"], strided["mask"])
+    leaves = [strided[name].detach().requires_grad_() for name in leaves_of(form)]
     if form is of_logits:
-        loss, _ = logits_policy_loss(*leaves, *rest, backend=backend, **options)
+        loss, _ = logits_policy_loss(*leaves, *others(strided), backend=backend, **options)
     else:
-        loss, _ = linear_policy_loss(*leaves[:2], *rest, bias=leaves[2], backend=backend, **options)
+        loss, _ = linear_policy_loss(*leaves[:2], *others(strided), bias=leaves[2], backend=backend, **options)
     loss.backward()
     assert_same((loss.detach(), [leaf.grad for leaf in leaves]), expected, rtol=1e-5, atol=1e-6)
 
@@ -392,9 +362,6 @@ def test_a_nan_logit_that_nobody_checks_gives_a_nan_loss(form, loss_type, backen
         assert torch.isnan(loss)
 
 
-# In place
-
-
 @pytest.mark.parametrize(
     ("backend", "level", "dtype", "upstream"),
     [
@@ -408,7 +375,7 @@ def test_a_nan_logit_that_nobody_checks_gives_a_nan_loss(form, loss_type, backen
 def test_in_place_gives_the_same_gradient_in_the_logits_memory(backend, level, dtype, upstream, device, small_tiles):
     tensors, options = problem(dtype, device, **FEATURES["all"])
     options |= {"importance_sampling_level": level, "backend": backend, "validate": False}
-    rest = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
+    rest = others(tensors)
     logits = tensors["logits"].clone().requires_grad_()
     (upstream * logits_policy_loss(logits, *rest, **options)[0]).backward()
     source = tensors["logits"].clone().requires_grad_()
@@ -425,9 +392,7 @@ def test_in_place_refuses_logits_that_someone_else_has_saved(device):
     tensors, options = problem(torch.float32, device)
     source = tensors["logits"].clone().requires_grad_()
     logits = torch.tanh(source)  # keeps its result for its own backward
-    loss, _ = logits_policy_loss(
-        logits, tensors["targets"], None, tensors["advantages"], tensors["mask"], inplace=True, **options
-    )
+    loss, _ = logits_policy_loss(logits, *others(tensors), inplace=True, **options)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -436,13 +401,8 @@ def test_in_place_leaves_the_logits_alone_without_gradients(device):
     tensors, options = problem(torch.float32, device)
     logits = tensors["logits"].clone().requires_grad_()
     with torch.no_grad():
-        logits_policy_loss(
-            logits, tensors["targets"], None, tensors["advantages"], tensors["mask"], inplace=True, **options
-        )
+        logits_policy_loss(logits, *others(tensors), inplace=True, **options)
     torch.testing.assert_close(logits.detach(), tensors["logits"], rtol=0, atol=0)
-
-
-# Clear errors
 
 
 @pytest.mark.parametrize(
@@ -477,9 +437,6 @@ def test_a_nan_logit_in_a_counted_row_is_refused_naming_the_row():
     tensors["hidden"][2, 0, 0] = math.inf
     with pytest.raises(ValueError, match=r"log-prob from hidden and lm_head must be finite.*row 2, token 0 is nan"):
         of_hidden(tensors, **options)
-
-
-# On a GPU
 
 
 @on_gpu

@@ -13,7 +13,6 @@ from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss, po
 B, T, V, H = 3, 4, 37, 24
 
 LENGTHS = torch.tensor([4, 2, 3])
-
 COUNTED = 9
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -53,24 +52,23 @@ def problem(
     tensors: dict[str, Any] = {"hidden": hidden, "head": head, "bias": normal(v, seed=2)}
     tensors = {name: tensor.to(dtype).to(device) for name, tensor in tensors.items()}
     exact = [tensors[name].double() for name in ("hidden", "head", "bias")]
-    logits = (exact[0] @ exact[1].T + exact[2]).to(dtype)
+    z = exact[0] @ exact[1].T + exact[2]
+    logits = z.to(dtype)
     generator = torch.Generator().manual_seed(3)
     targets = torch.randint(v, (b, t), generator=generator)
     targets[0, 0], targets[-1, 0] = 0, v - 1
-    z = exact[0] @ exact[1].T + exact[2]
     cap, temperature = features.get("softcap"), features.get("temperature", 1.0)
     z = z * features.get("logit_scale", 1.0)
-    z = (z if cap is None else cap * torch.tanh(z / cap)) / temperature
-    logprobs = z.log_softmax(-1).gather(-1, targets.to(device)[..., None])[..., 0]
+    z = z if cap is None else cap * torch.tanh(z / cap)
+    logprobs = (z / temperature).log_softmax(-1).gather(-1, targets.to(device)[..., None])[..., 0]
     shifts = torch.tensor([-0.6, 0.6, 0.05, -0.05], dtype=torch.float64).repeat(b, t)[:, :t]
     shifts[1::2] *= -1  # both signs of the advantage meet ratios below, inside and above the clip
-    shift = shifts.to(device)
     advantages = torch.tensor([1.0, -0.8, 0.5, -1.2, 0.0] * b, dtype=torch.float64)[:b]
     lengths = LENGTHS.repeat(b)[:b].clamp(max=t)
     tensors |= {
         "logits": logits,
         "targets": targets.to(device),
-        "old": logprobs - shift if features.get("old", True) else None,
+        "old": logprobs - shifts.to(device) if features.get("old", True) else None,
         "advantages": (normal(b, t, seed=8) if features.get("token_advantages") else advantages).to(device),
         "mask": (torch.arange(t) < lengths[:, None]).to(device),
     }
@@ -90,13 +88,16 @@ def _unchecked(options: dict[str, Any]) -> dict[str, Any]:
     return ({"validate": False} if options.get("importance_sampling_level") == "sequence" else {}) | options
 
 
+def others(tensors: dict[str, Any]) -> tuple[Any, ...]:
+    """The losses' tensors behind logits, or hidden states and head."""
+    return tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"]
+
+
 def of_logits(tensors: dict[str, Any], **options: Any) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     logits = tensors["logits"].detach().clone()
     if logits.is_floating_point():
         logits.requires_grad_()
-    loss, metrics = logits_policy_loss(
-        logits, tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"], **_unchecked(options)
-    )
+    loss, metrics = logits_policy_loss(logits, *others(tensors), **_unchecked(options))
     loss.backward()
     return loss.detach(), [logits.grad], metrics
 
@@ -108,17 +109,15 @@ def of_hidden(
     names = ("hidden", "head", "bias") if with_bias else ("hidden", "head")
     leaves = {name: tensors[name].detach().clone().requires_grad_() for name in names}
     hidden = leaves["hidden"].flatten(0, 1)[options["rows"]] if alone else leaves["hidden"]
-    loss, metrics = linear_policy_loss(
-        hidden, leaves["head"], tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"],
-        bias=leaves.get("bias"), **_unchecked(options),
-    )  # fmt: skip
+    bias, options = leaves.get("bias"), _unchecked(options)
+    loss, metrics = linear_policy_loss(hidden, leaves["head"], *others(tensors), bias=bias, **options)
     loss.backward()
     return loss.detach(), [leaf.grad for leaf in leaves.values()], metrics
 
 
 def plain(
     tensors: dict[str, Any],
-    start: str,
+    form: Callable[..., Any],
     dtype: torch.dtype,
     *,
     temperature: float = 1.0,
@@ -128,9 +127,8 @@ def plain(
     **options: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """The same maths as a user would write it: logits in `dtype`, log_softmax in float32 or better, autograd."""
-    names = start_of_names(of_logits if start == "logits" else of_hidden)
-    leaves = [tensors[name].detach().to(dtype).requires_grad_() for name in names]
-    logits = leaves[0] if start == "logits" else leaves[0] @ leaves[1].T + leaves[2]
+    leaves = [tensors[name].detach().to(dtype).requires_grad_() for name in leaves_of(form)]
+    logits = leaves[0] if form is of_logits else leaves[0] @ leaves[1].T + leaves[2]
     logits = logit_scale * logits.to(torch.promote_types(dtype, torch.float32))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -154,11 +152,8 @@ def on_gpu(test):
 FORM = pytest.mark.parametrize("form", [of_logits, of_hidden])
 
 
-def start_of(form: Callable[..., Any]) -> str:
-    return "logits" if form is of_logits else "hidden"
-
-
-def start_of_names(form: Callable[..., Any]) -> tuple[str, ...]:
+def leaves_of(form: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the tensors that the loss is differentiated by."""
     return ("logits",) if form is of_logits else ("hidden", "head", "bias")
 
 
