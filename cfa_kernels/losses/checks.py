@@ -1,13 +1,10 @@
-"""Check the input of a policy loss: its options, and tensors as the formulas take them.
-
-Errors name the argument, the row and the value.
-"""
+"""Check the input of a policy loss: its options, and tensors as the formulas take them."""
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hints
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,12 +89,7 @@ def check_batch(
     mask: Tensor,
     options: LossOptions,
 ) -> Batch:
-    """Check all but the log-probs or logits of `function`: `source`, of `shape` (B, T) in its first dimensions.
-
-    Raises:
-        ValueError: a wrong option, shape, device or value.
-        TypeError: an unknown option, or a tensor of a wrong dtype.
-    """
+    """Check all but the log-probs or logits of `function`: `source`, of `shape` (B, T) in its first dimensions."""
     device, dtype, validate = source.device, compute_dtype(source.dtype), options.get("validate")
     if unknown := options.keys() - LossOptions.__annotations__.keys():
         raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
@@ -115,8 +107,8 @@ def check_batch(
     if options.get("beta", 0.0) != 0 and ref_logprobs is None:
         raise ValueError(f"beta={options['beta']} needs ref_logprobs (B, T), got None")
 
-    given = (mask, advantages, old_logprobs, weights, ref_logprobs)
-    inputs = {name: tensor for name, tensor in zip(_INPUTS, given, strict=True) if tensor is not None}
+    tensors = (mask, advantages, old_logprobs, weights, ref_logprobs)
+    inputs = {name: tensor for name, tensor in zip(_INPUTS, tensors, strict=True) if tensor is not None}
     for name, tensor in inputs.items():
         shapes = [shape[:1], shape] if name == "advantages" else [shape]
         check_tensor(name, tensor, shapes, device, _INPUTS[name][0])
@@ -156,18 +148,16 @@ def should_validate(validate: bool | None, tensor: Tensor) -> bool:
 
 def _check_count(name: str, value: Any, validate: bool | None) -> Count | None:
     """Check a total of the step, a number or 0-d; its value is read only where that does not wait for a device."""
-    value = value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{name} must be a single number, got shape {tuple(value.shape)}")
-        value = value.reshape(())
-        if should_validate(validate, value):
-            _COUNTS[name].check(**{name: value.item()})
-    elif value is not None and not isinstance(value, int | float):
+    if not isinstance(value, Tensor | Real | None):
         raise TypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
-    else:
+    if not isinstance(value, Tensor):
         _COUNTS[name].check(**{name: value})
-    return value
+        return value  # type: ignore[return-value]
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be a single number, got shape {tuple(value.shape)}")
+    if should_validate(validate, value):
+        _COUNTS[name].check(**{name: value.item()})
+    return value.reshape(())
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
@@ -246,7 +236,7 @@ def check_linear(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, rows: Ten
         check_tensor("bias", bias, [lm_head.shape[:1]], hidden.device)
 
 
-def check_given_rows(rows: Tensor, batch: Batch, with_entropy: bool, validate: bool) -> None:
+def check_rows(rows: Tensor, batch: Batch, with_entropy: bool, validate: bool) -> None:
     """Check that `rows` of `linear_policy_loss` are indices that, if `validate`, leave no token out."""
     check_tensor("rows", rows, [torch.Size((rows.numel(),))], batch.keep.device, "torch.int64")
     if not validate:

@@ -7,27 +7,22 @@ import torch
 from torch import Tensor
 
 
-def sampling_gaps(sampled: Tensor, found: Tensor, nucleus: float = 1.0) -> Tensor:
-    """Measure how far `found` log-probs (t,) are from those `sampled` with, in nats, at least 0; nan stays nan.
-
-    Over a nucleus of a probability of at least `nucleus`, a token's log-prob is up to -log(nucleus) above the one over
-    the whole vocabulary, and never below it; that much is not counted.
-    """
-    above = sampled - found
+def sampling_gaps(sampled: Tensor, current: Tensor, nucleus: float = 1.0) -> Tensor:
+    """Measure how far `current` log-probs (t,) are from those `sampled` with, in nats, at least 0; nan stays nan."""
+    # Over a nucleus of at least this probability a log-prob is up to -log(nucleus) above the one over the vocabulary.
+    above = sampled - current
     return torch.maximum(-above, above + math.log(nucleus)).clamp(min=0)
 
 
 def open_choice(sampled: Tensor) -> Tensor:
-    """Estimate how probably each token (t,) could have been another, from its log-prob, plus 1e-3.
-
-    Logits that are off by x move a token's log-prob by about x (1 - p): near-certain tokens hide any error.
-    """
+    """Estimate how probably each token (t,) could have been another, from its log-prob, plus 1e-3."""
+    # Logits that are off by x move a token's log-prob by about x (1 - p): near-certain tokens hide any error.
     return 1 - sampled.exp() + 1e-3
 
 
-def truncated_ratios(found: Sequence[Tensor], sampled: Sequence[Tensor], most: float) -> list[Tensor]:
-    """Compute the factors of truncated importance sampling: exp(found - sampled), at most `most`; of rows (t,), nats.
+def truncated_ratios(current: Sequence[Tensor], sampled: Sequence[Tensor], most: float) -> list[Tensor]:
+    """Compute the factors of truncated importance sampling: exp(current - sampled), at most `most`; rows (t,), nats.
 
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
-    return [(ours - theirs).exp().clamp(max=most) for ours, theirs in zip(found, sampled, strict=True)]
+    return [(ours - theirs).exp().clamp(max=most) for ours, theirs in zip(current, sampled, strict=True)]

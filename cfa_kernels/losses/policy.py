@@ -4,7 +4,8 @@ The loss of a token is `ops.token_loss.token_terms`. Formulas, names and default
 """
 
 import math
-from typing import Any, Literal, Unpack, overload
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from .checks import (
     LossOptions,
     check_batch,
     check_choice,
-    check_given_rows,
     check_linear,
+    check_rows,
     check_targets,
     check_tensor,
     check_values,
@@ -70,8 +71,8 @@ def policy_loss(
     | entropy_coef | 0.0 | see `entropies` |
     | validate | None | whether to check values; None checks them on a CPU only, as a GPU would have to be waited for |
 
-    A token of weight 0 stays in every denominator and counts as unclipped. Options and shapes are always checked.
-    At the sequence level only the sum of a row's weights acts (but for cispo), so they must be equal within a row.
+    A token of weight 0 stays in every denominator and counts as unclipped. At the sequence level only the sum of a
+    row's weights acts (but for cispo), so they must be equal within a row.
 
     | loss_type | sum (l = token loss, m = mask, n = m.sum(1)) |
     |---|---|
@@ -88,13 +89,11 @@ def policy_loss(
     Returns:
         The 0-d loss, and metrics as detached 0-d tensors on its device: `ratio_mean` (over counted tokens with a
         weighted advantage), `kl`, `entropy`, `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`,
-        `/high_max`, or `cispo_clip_ratio`. Means are over tokens; those of clip ratios at the sequence level over
-        sequences.
+        `/high_max`, or `cispo_clip_ratio`; means over tokens, of clip ratios at the sequence level over sequences.
 
     Raises:
         ValueError: a wrong option, shape or value (naming row and token).
         TypeError: a wrong dtype, or an unknown option.
-        RuntimeError: from a backward with `create_graph=True`.
     """
     check_tensor("logprobs", logprobs)
     if logprobs.dim() != 2:
@@ -142,17 +141,13 @@ def logits_policy_loss(
 
     Args:
         logits: (B, T, V) float32, bfloat16 or float16 of any strides (float64 too on the PyTorch backend); the
-            arithmetic is float32. Where the mask is 0 they may hold anything.
+            arithmetic is float32.
         targets: (B, T) int64 in the vocabulary.
         old_logprobs, advantages, mask, **options: as in `policy_loss`; `entropy_coef` needs no entropies here.
-        temperature, logit_scale: > 0.
-        softcap: > 0; None for a model without one.
+        temperature, logit_scale, softcap: > 0; a softcap of None for a model without one.
         compute_entropy: adds the `entropy` metric.
         inplace: writes the gradient over the logits, which are lost then; backward runs once.
         backend: `"triton"` or `"torch"`; by default what the device has.
-
-    Returns:
-        As `policy_loss`.
     """
     check_tensor("logits", logits)
     if logits.dim() != 3:
@@ -166,19 +161,7 @@ def logits_policy_loss(
     checked = should_validate(options.get("validate"), logits)
     check_targets(targets, batch.keep, logits.size(2), checked)
     with_entropy = compute_entropy or batch.entropy_scale is not None
-    arguments: dict[str, Any] = {
-        "logits": logits,
-        "gradient": None,
-        "targets": _flat(targets),
-        **batch.tokens.map(_flat)._asdict(),
-        "entropy_scale": batch.entropy_scale,
-        "loss_type": batch.options.loss_type,
-        "level": batch.options.level,
-        "numbers": batch.options.numbers(),
-        "softmax": list(softmax),
-        "with_entropy": with_entropy,
-        "backend": chosen,
-    }
+    arguments = _arguments(batch, targets, _flat, softmax, with_entropy, chosen) | {"logits": logits, "gradient": None}
     if torch.is_grad_enabled() and logits.requires_grad:
         loss, stats = LogitsPolicyLoss.apply(inplace, *LogitsArguments(**arguments))
     else:
@@ -186,19 +169,7 @@ def logits_policy_loss(
     return loss, _metrics_of_rows(batch, stats, with_entropy, checked, "logits")
 
 
-@overload
 def linear_policy_loss(
-    *args: Any, return_logprobs: Literal[True], **options: Any
-) -> tuple[Tensor, Metrics, Tensor]: ...
-
-
-@overload
-def linear_policy_loss(
-    *args: Any, return_logprobs: Literal[False] = False, **options: Any
-) -> tuple[Tensor, Metrics]: ...
-
-
-def linear_policy_loss(  # type: ignore[misc]
     hidden: Tensor,
     lm_head: Tensor,
     targets: Tensor,
@@ -218,25 +189,23 @@ def linear_policy_loss(  # type: ignore[misc]
     fp32_logits: bool = True,
     backend: str | None = None,
     **options: Unpack[LossOptions],
-) -> tuple[Tensor, Metrics] | tuple[Tensor, Metrics, Tensor]:
+) -> tuple[Any, ...]:
     """Compute `logits_policy_loss` of `hidden @ lm_head.T + bias` without ever holding all logits.
 
     Tokens that add nothing (mask 0; also advantage or weight 0, without ref_logprobs and entropy) need no GEMM. They
     are dropped by default on a CPU; a GPU would have to be waited for: pass `rows`, or accept it by `drop_inactive`.
 
-    float32 GEMMs follow torch's TF32 setting and those of `linear_logprob` do not: take old log-probs from the same
+    float32 GEMMs follow torch's TF32 setting, which those of `linear_logprob` do not: take old log-probs from the same
     function, or train float32 weights with `torch.set_float32_matmul_precision("highest")`.
 
     Args:
         hidden: (B, T, H), or (M, H) for only the M tokens of `rows`, in their order; float32, bfloat16 or float16
             (float64 too on the PyTorch backend); under autocast cast to its dtype.
-        lm_head: (V, H), of that dtype, cast likewise.
-        targets, old_logprobs, advantages, mask, **options: as in `logits_policy_loss`.
-        bias: (V,). It, hidden and head may require gradients.
-        temperature, softcap, logit_scale, compute_entropy, backend: as in `logits_policy_loss`.
+        lm_head, bias: (V, H) and (V,), of that dtype, cast likewise.
+        targets, old_logprobs, advantages, mask, temperature, softcap, logit_scale, compute_entropy, backend, **options:
+            as in `logits_policy_loss`.
         rows: (M,) flattened indices from `contributing_rows`.
-        return_logprobs: also return the log-probs (B, T), detached, in float32 (float64 for float64); nan for tokens
-            that were dropped.
+        return_logprobs: also return the log-probs (B, T), detached, in the compute dtype; nan where dropped.
         drop_inactive: finds those tokens here, and drops clipped ones from the gradients' GEMMs too.
         chunk_size: rows of logits that exist at a time; by default 4096, on a CPU 512.
         fp32_logits: False rounds logits to the dtype of `hidden`, at half the memory traffic.
@@ -265,26 +234,18 @@ def linear_policy_loss(  # type: ignore[misc]
     check_targets(targets, batch.keep, len(lm_head), checked)
     with_entropy = compute_entropy or batch.entropy_scale is not None
     if rows is not None:
-        check_given_rows(rows, batch, with_entropy, checked)
+        check_rows(rows, batch, with_entropy, checked)
     loss, stats, *_ = linear_policy_loss_op(
         hidden=hidden.reshape(-1, hidden.size(-1)),
         head=lm_head,
         bias=None if bias is None else bias.contiguous(),
-        targets=targets.contiguous(),
-        **batch.tokens.map(torch.Tensor.contiguous)._asdict(),
-        entropy_scale=batch.entropy_scale,
         rows=rows,
         rows_alone=rows_alone,
-        loss_type=batch.options.loss_type,
-        level=batch.options.level,
-        numbers=batch.options.numbers(),
-        softmax=list(softmax),
-        with_entropy=with_entropy,
         wanted=[torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, lm_head, bias)],
         drop_rows=drop_inactive,
         chunk_size=chunk_size,
         fp32_logits=fp32_logits,
-        backend=chosen,
+        **_arguments(batch, targets, Tensor.contiguous, softmax, with_entropy, chosen),
     )
     metrics = _metrics_of_rows(batch, stats, with_entropy, checked, "hidden and lm_head")
     if not return_logprobs:
@@ -318,6 +279,27 @@ def contributing_rows(
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
     tokens = Tokens(None, advantages.expand_as(mask), weights, None, (mask != 0).float())
     return contributing(tokens, PolicyOptions(level=level), with_entropy=all_counted).flatten().nonzero().squeeze(1)
+
+
+def _arguments(
+    batch: Batch,
+    targets: Tensor,
+    layout: Callable[[Tensor], Tensor],
+    softmax: Softmax,
+    with_entropy: bool,
+    backend: str,
+) -> dict[str, Any]:
+    return {
+        "targets": layout(targets),
+        **batch.tokens.map(layout)._asdict(),
+        "entropy_scale": batch.entropy_scale,
+        "loss_type": batch.options.loss_type,
+        "level": batch.options.level,
+        "numbers": batch.options.numbers(),
+        "softmax": list(softmax),
+        "with_entropy": with_entropy,
+        "backend": backend,
+    }
 
 
 def _metrics_of_rows(batch: Batch, stats: Tensor, with_entropy: bool, checked: bool, source: str) -> dict[str, Tensor]:
