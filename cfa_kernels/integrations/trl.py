@@ -25,7 +25,7 @@ from ..hf.model import causal_lm
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
 from ..hf.verify import check_supported
-from ..losses.checks import LOSS_TYPES, weights_sequences
+from ..losses.checks import LOSS_TYPES, LossOptions, weights_sequences
 from ..scoring.access import GRADIENTS
 from . import require
 from .credit import OFFERS, ONE_RATIO, Case, refuse, sentences, unmet_needs
@@ -299,24 +299,16 @@ class CounterfactualMixin(_Trainer):
 
     def _loss_options(self, inputs: dict[str, Any], mode: str) -> tuple[dict[str, Any], Tensor | float]:
         ratio = inputs.get("importance_sampling_ratio")
-        options = {
+        names = LossOptions.__annotations__.keys() & vars(self.args).keys()  # TRL's names
+        options = {name: getattr(self, name, getattr(self.args, name)) for name in names} | {
             "targets": inputs["completion_ids"],
             "old_logprobs": inputs.get("old_per_token_logps"),
             "advantages": inputs["advantages"],
             "mask": loss_mask(inputs),
             "weights": None if ratio is None else ratio.expand_as(inputs["completion_ids"]),
             "ref_logprobs": inputs.get("ref_per_token_logps"),
-            "temperature": self.temperature,
             "epsilon": self.epsilon_low,
-            "epsilon_high": self.epsilon_high,
-            "delta": self.args.delta,
-            "beta": self.beta,
-            "loss_type": self.loss_type,
-            "importance_sampling_level": self.importance_sampling_level,
-            "max_completion_length": self.max_completion_length,
-            "use_bias_correction_kl": self.args.use_bias_correction_kl,
-            "sapo_temperature_pos": self.args.sapo_temperature_pos,
-            "sapo_temperature_neg": self.args.sapo_temperature_neg,
+            "temperature": self.temperature,
             "compute_entropy": self.log_entropy,
         }
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1

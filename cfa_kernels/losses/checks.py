@@ -10,22 +10,22 @@ from torch import Tensor
 
 from ..ops.linear_policy_loss import contributing
 from ..ops.row_softmax import compute_dtype
-from ..ops.token_loss import NUMBERS, TOKEN_LOSSES, PolicyOptions, Tokens
+from ..ops.token_loss import NUMBERS, PolicyOptions, Tokens
 from ..options import NOT_NEGATIVE, POSITIVE, Finite, NotNegative
 
 Count = Tensor | float
 
-DIVISORS: dict[str, Callable[[Tensor, Count, Count, int], Count]] = {
-    "grpo": lambda mask, items, sequences, length: mask.sum(1, keepdim=True).clamp(min=1) * sequences,
-    "bnpo": lambda mask, items, sequences, length: mask.sum().clamp(min=1),
-    "dr_grpo": lambda mask, items, sequences, length: sequences * length,
-    "dapo": lambda mask, items, sequences, length: items,
-    "luspo": lambda mask, items, sequences, length: sequences,
-    "cispo": lambda mask, items, sequences, length: items,
-    "sapo": lambda mask, items, sequences, length: mask.sum(1, keepdim=True).clamp(min=1) * sequences,
+_SUMS: dict[str, tuple[str, Callable[[Tensor, Count, Count, int], Count]]] = {
+    "grpo": ("dapo", lambda mask, items, sequences, length: mask.sum(1, keepdim=True).clamp(min=1) * sequences),
+    "bnpo": ("dapo", lambda mask, items, sequences, length: mask.sum().clamp(min=1)),
+    "dr_grpo": ("dapo", lambda mask, items, sequences, length: sequences * length),
+    "dapo": ("dapo", lambda mask, items, sequences, length: items),
+    "luspo": ("dapo", lambda mask, items, sequences, length: sequences),
+    "cispo": ("cispo", lambda mask, items, sequences, length: items),
+    "sapo": ("sapo", lambda mask, items, sequences, length: mask.sum(1, keepdim=True).clamp(min=1) * sequences),
 }
-"""What each loss type divides the sum of token losses by: `items` (at least 1) and `sequences` are the step's."""
-LOSS_TYPES, LEVELS = tuple(DIVISORS), ("token", "sequence")
+"""The loss of a token in `token_terms`, and the divisor of the sum; `items` (>= 1) and `sequences` are the step's."""
+LOSS_TYPES, LEVELS = tuple(_SUMS), ("token", "sequence")
 
 
 class LossOptions(TypedDict, total=False):
@@ -123,13 +123,14 @@ def check_batch(
 
     items = keep.sum() if items is None else items
     items = items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
-    divisor = DIVISORS[loss_type](keep.to(dtype), items, keep.size(0) if sequences is None else sequences, length)
+    token_loss, divisor_of = _SUMS[loss_type]
+    divisor = divisor_of(keep.to(dtype), items, keep.size(0) if sequences is None else sequences, length)
     entropy_scale = None
     if entropy_coef != 0:
         entropy_scale = torch.full((), entropy_coef, dtype=dtype, device=device) / items
     tokens = Tokens(old_logprobs, advantages, weights, ref_logprobs, keep.to(dtype) / divisor)
     numbers: dict[str, Any] = {name: options[name] for name in NUMBERS if options.get(name) is not None}  # type: ignore[literal-required]
-    numbers |= {"loss_type": loss_type if loss_type in TOKEN_LOSSES else "dapo", "level": level}
+    numbers |= {"loss_type": token_loss, "level": level}
     kept_tokens = tokens.map(lambda tensor: counted(tensor.detach(), keep, dtype))
     return Batch(keep, kept_tokens, entropy_scale, PolicyOptions(**numbers))
 

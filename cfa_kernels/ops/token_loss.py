@@ -16,14 +16,11 @@ from .triton_math import minimum
 LOG_RATIO_MAX = 40.0
 """Log-ratios (nats) are cut off here from above, so that no ratio overflows float32; the gradient beyond is 0."""
 
-TOKEN_LOSSES = ("dapo", "cispo", "sapo")
-"""Loss types whose losses of a token differ; all others sum those of dapo."""
-
 
 class PolicyOptions(NamedTuple):
     """Hyper-parameters of the loss of a token, under TRL's names."""
 
-    loss_type: str = "dapo"  # one of `TOKEN_LOSSES`
+    loss_type: str = "dapo"  # a loss of `token_terms`
     level: str = "token"  # or "sequence"
     epsilon: float = 0.2
     epsilon_high: float = 0.28
@@ -87,8 +84,7 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
     `sapo`   -w * 4 / tau * sigmoid(tau * (c - 1)) * A, tau by the sign of A
     and then, unweighted, `+ beta * k3` with k3 = exp(ref - logprob) - (ref - logprob) - 1.
 
-    log_ratio is `logprobs - old_logprobs` or its mean over a sequence, nats; all tensors have one shape. Raises
-    `ValueError` for a loss type that is not one of `TOKEN_LOSSES`.
+    log_ratio is `logprobs - old_logprobs` or its mean over a sequence, nats; all tensors have one shape.
     """
     inside = log_ratio <= LOG_RATIO_MAX
     ratio = log_ratio.clamp(max=LOG_RATIO_MAX).exp()
@@ -117,7 +113,7 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
         loss = -4 / tau * gate * weighted
         via_ratio = -4 * gate * (1 - gate) * weighted * ratio  # 0 at the cut-off, where the gate is 1
     else:
-        raise ValueError(f"the loss_type of a token must be one of {TOKEN_LOSSES}, got {options.loss_type!r}")
+        raise ValueError(f"loss_type={options.loss_type!r} has no loss of a token")
 
     kl = zero
     if tokens.ref_logprobs is not None:
