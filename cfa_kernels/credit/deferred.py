@@ -45,7 +45,7 @@ class DeferredCredit:
 
     Attributes:
         parts: the credit that was assigned so far, each with the rows that it is of.
-        seconds: that assigning credit from forwards took.
+        seconds: that assigning credit took.
     """
 
     def __init__(
@@ -98,11 +98,13 @@ class DeferredCredit:
 
     def by_model(self, model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None = None) -> None:
         """Assign credit to all rows with `model`; entropies are computed with it, if read and not given."""
+        began = time.perf_counter()
         if self.config.reads_entropies and entropies is None:
             assert isinstance(model, nn.Module)
             budget = self.config.token_budget
             entropies = token_entropies(model, self.rows, temperature=self.temperature, token_budget=budget)
         self._assign(range(len(self.rows)), model, entropies)
+        self.seconds += time.perf_counter() - began
 
     def _assign(self, rows: Sequence[int], model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None) -> None:
         rows = list(rows)

@@ -17,21 +17,15 @@ from ..scoring.access import DISTRIBUTIONS, GRADIENTS, LOGPROBS, MODEL, ModelAcc
 
 
 def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
-    """Multiply advantages by token weights: for weights >= 0 the same as weighing the clipped loss of each token.
-
-    That holds because `min(r * A, clip(r) * A) * w = min(r * A * w, clip(r) * A * w)`; a KL term is added to the
-    loss elsewhere and stays as it is, and tokens of weight 0 stay in every denominator, which count the mask.
+    """Multiply advantages by token weights: the same as weighing the clipped loss of each token, but for a KL term.
 
     Args:
         advantages: (B,) or (B, T), float.
-        weights: (B, T), finite and >= 0.
+        weights: (B, T), finite and >= 0; others are a `ValueError`.
 
     Returns:
         (B, T) in advantages' dtype; `advantages` itself if every weight is 1, so that a host's own arithmetic is
         bitwise unchanged.
-
-    Raises:
-        ValueError: shapes that do not fit; a weight that is negative or not finite, naming row, token and value.
     """
     if weights.dim() != 2 or advantages.shape not in (weights.shape, weights.shape[:1]):
         raise ValueError(
@@ -49,23 +43,10 @@ def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighed_text(tokenizer: Any, token_ids: Tensor, values: Tensor, plain: float) -> str:
-    """Describe which tokens of a completion were weighed, for a table that people read.
-
-    Args:
-        tokenizer: the one that sampled the ids.
-        token_ids: (T,) int64.
-        values: (T,) float, the weight or advantage of each token.
-        plain: the value of tokens that were not weighed; those are left out.
-
-    Returns:
-        Runs of neighbours of one value, each followed by that value: "3 + 4 = 7. (4.00) | #### 7 (1.50)".
-    """
-    found = []
-    kept, counts = values.unique_consecutive(return_counts=True)
-    for value, run in zip(kept.tolist(), token_ids.split(counts.tolist()), strict=True):
-        if value != plain:
-            found.append(f"{tokenizer.decode(run).strip()} ({value:.2f})")
-    return " | ".join(found)
+    """Show the tokens (T,) whose values are not `plain` in runs of one value: "3 + 4 = 7. (4.00) | #### 7 (1.50)"."""
+    levels, counts = values.unique_consecutive(return_counts=True)
+    runs = zip(levels.tolist(), token_ids.split(counts.tolist()), strict=True)
+    return " | ".join(f"{tokenizer.decode(run).strip()} ({value:.2f})" for value, run in runs if value != plain)
 
 
 OFFERED_BY_A_SERVICE = frozenset({ANSWER, SIBLINGS, REWARDS, LOGPROBS})
@@ -84,31 +65,30 @@ OFFERS = {
 }
 """Names of `NEEDS` that each host offers; refusals and the table in docs/other_trainers.md derive from it."""
 
-
-Case = tuple[object, str]
-"""Condition under which a feature and a host cannot be combined, and the sentence that says so."""
-
-
 ONE_RATIO = "a completion has one ratio there, so that only the sum of its tokens' weights acts"
 
 
-def sentences(cases: Iterable[Case]) -> list[str]:
-    """Keep the sentences of the cases whose condition holds."""
+def obstacles(*cases: tuple[object, str]) -> list[str]:
+    """Keep the sentences of the cases whose condition holds: an option with its value, a reason or a remedy."""
     return [sentence for holds, sentence in cases if holds]
 
 
-def refuse(cases: Iterable[Case], what: str = "counterfactual credit") -> None:
-    """Raise `NotImplementedError` that names all that `what` cannot be combined with, if any case holds."""
-    if names := sentences(cases):
-        raise NotImplementedError(f"{what} cannot be combined with " + "; nor with ".join(names))
+def refuse(reasons: Iterable[str], what: str = "counterfactual credit") -> None:
+    """Raise `NotImplementedError` that names all that `what` cannot be combined with, if there is anything."""
+    if names := "; nor with ".join(reasons):
+        raise NotImplementedError(f"{what} cannot be combined with {names}")
 
 
-def unmet_needs(config: CounterfactualConfig, offers: Collection[str]) -> list[Case]:
-    """Make a case of each thing that `config` needs and `offers`, names of `NEEDS`, lacks.
+def unmet_needs(config: CounterfactualConfig, offers: Collection[str]) -> list[str]:
+    """Name each thing that `config` needs and `offers`, names of `NEEDS`, lacks: the option, the need and a remedy."""
+    return [_sentence(need, config.estimator, offers) for need in sorted(config.needs - set(offers))]
 
-    A sentence begins with the option that needs it and its value, and ends with a remedy.
-    """
-    return [(True, _sentence(need, config.estimator, offers)) for need in sorted(config.needs - set(offers))]
+
+_INSTEAD = {
+    EXTERNAL: "give a function (model, ScoredBatch) -> Importances for estimator",
+    SIBLINGS: "sample more than one completion of each prompt",
+}
+"""Remedies for needs that another estimator would not remove."""
 
 
 def _sentence(need: str, estimator: Estimator, offers: Collection[str]) -> str:
@@ -121,26 +101,18 @@ def _sentence(need: str, estimator: Estimator, offers: Collection[str]) -> str:
     return f"{' and '.join(causes)}: {does} {NEEDS[need]}, which this trainer does not give; {instead}"
 
 
-_INSTEAD = {
-    EXTERNAL: "give a function (model, ScoredBatch) -> Importances for estimator",
-    SIBLINGS: "sample more than one completion of each prompt",
-}
-"""Remedies for needs that another estimator would not remove."""
-
-
 def _options_that_need(missing: str, estimator: Estimator) -> list[str]:
     """Find the fewest options of an estimator without which it would not need `missing`; none where it always does."""
     kind: Any = type(estimator)
     usual = {entry.name: entry.default for entry in fields(kind)}
     changed = [name for name in usual if getattr(estimator, name) != usual[name]]
-    for size in range(1, len(changed) + 1):
-        for names in combinations(changed, size):
-            try:
-                without: Any = replace(estimator, **{name: usual[name] for name in names})  # type: ignore[type-var]
-            except ValueError:  # another option is read only together with this one
-                continue
-            if missing not in without.needs:
-                return [f"{name}={getattr(estimator, name)!r}" for name in names]
+    for names in (names for size in range(len(changed)) for names in combinations(changed, size + 1)):
+        try:
+            without: Any = replace(estimator, **{name: usual[name] for name in names})  # type: ignore[type-var]
+        except ValueError:  # another option is read only together with this one
+            continue
+        if missing not in without.needs:
+            return [f"{name}={getattr(estimator, name)!r}" for name in names]
     return []
 
 
@@ -157,13 +129,11 @@ def credit_rows(
     """Credit a batch whose model is in other processes.
 
     Args:
-        tokenizer, rows: as in `counterfactual_credit`.
+        tokenizer, rows, **options: as in `DeferredCredit`.
         counted: B tensors (T_b,), 1 on tokens that are trained on, 0 on others, such as a tool's.
-        advantages: B tensors (T_b,), float. Where each row has a single advantage, estimators that compare rewards with
-            advantages get (B,).
+        advantages: B tensors (T_b,), float; estimators get (B,) where each row has one value on the counted tokens.
         access: the host's log-prob service or its workers.
         entropies: B tensors (T_b,), nats.
-        **options: `config`, `seed`, `groups` and `rewards` of `counterfactual_credit`.
 
     Returns:
         B tensors (T_b,) in the advantages' dtype, to train on; tokens that do not count keep theirs. And the
@@ -179,7 +149,7 @@ def credit_rows(
     whole = [
         torch.where(mask, row.to(before), before) for row, before, mask in zip(credited, advantages, masks, strict=True)
     ]
-    return whole, credit.metrics(masks)
+    return whole, credit.metrics(masks) | {"credit/seconds": batch.seconds}
 
 
 def _row_advantages(advantages: list[Tensor], masks: Sequence[Tensor]) -> Tensor | list[Tensor]:

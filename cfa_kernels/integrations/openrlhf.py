@@ -9,11 +9,11 @@ credit goes into `experience.advantages`, by which every loss of OpenRLHF multip
 import argparse
 import importlib
 import json
-import logging
 import runpy
 import sys
-import time
 from collections.abc import Sequence
+from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,10 +26,8 @@ from ..packing.packs import groups_within
 from ..rows import Rows, pad_rows
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
-from .credit import ONE_RATIO, credit_rows, refuse, sentences
-from .workers import Share, Workers, judge_share, ray_class, scoring_workers, unmet_needs_of_host
-
-_LOG = logging.getLogger(__name__)
+from .credit import ONE_RATIO, credit_rows, obstacles, refuse
+from .workers import Share, Workers, choose_access, judge_share, ray_class, unmet_needs_of_host
 
 OLDEST = "0.11.2"
 
@@ -48,10 +46,8 @@ class TreeScoring(_Actor):
     _rank: int
 
     def score_trees(self, shares: Sequence[Share]) -> Any:
-        """Score this process's share with the actor's DeepSpeed engine, see `judge_share`; all are called at once.
-
-        `shares` are those of the processes that OpenRLHF gives the same data: one, or one for each of a ring's.
-        """
+        """Score this process's share with the actor's DeepSpeed engine, see `judge_share`; all are called at once."""
+        # `shares` are those of the processes that OpenRLHF gives the same data: one, or one for each of a ring's.
         self.actor.eval()
         try:
             return judge_share(self.actor.model, shares[self._rank % len(shares)])
@@ -75,12 +71,10 @@ def tree_obstacles(args: Any, group: Any) -> list[str]:
     """Name the settings of OpenRLHF with which its actors cannot score trees, so that log-prob requests are sent."""
     actor = getattr(getattr(group, "ray_actor_type", None), "__ray_actor_class__", None)
     pieces = args.ds.tensor_parallel_size
-    return sentences(
-        [
-            (pieces > 1, f"--ds.tensor_parallel_size {pieces}"),
-            (getattr(args.ds, "deepcompile", False), "--ds.deepcompile"),
-            (not hasattr(actor, "score_trees"), "an actor class without with_tree_scoring"),
-        ]
+    return obstacles(
+        (pieces > 1, f"--ds.tensor_parallel_size {pieces}"),
+        (getattr(args.ds, "deepcompile", False), "--ds.deepcompile"),
+        (not hasattr(actor, "score_trees"), "an actor class without with_tree_scoring"),
     )
 
 
@@ -102,39 +96,38 @@ class CounterfactualMixin(_Maker):
     args: Any
     tokenizer: Any
     actor_model_group: Any
-    _workers: Workers | None = None  # those that score trees; None where log-probs are requested
-    _is_set_up = False
 
     def __init__(self, *args: Any, counterfactual: CounterfactualConfig | None = None, **kwargs: Any) -> None:
         require("openrlhf", OLDEST)
-        config = as_config(counterfactual)
+        self.counterfactual = as_config(counterfactual)
         super().__init__(*args, **kwargs)
-        self.counterfactual = config
         self._draws = Draws(self.args.train.seed)
         self.global_step = 0
+        completions = self.args.rollout.n_samples_per_prompt
+        self._unmet_needs = partial(unmet_needs_of_host, self.counterfactual, "OpenRLHF", completions)
         if self.counterfactual.control == "off":
             return
-        self._refuse_estimator(tree_obstacles(self.args, self.actor_model_group))
-        kl, images = self.args.algo.kl, getattr(self.args.data, "max_images_per_prompt", 0)
+        gspo, kl = self.args.actor.policy_loss_type == "gspo", self.args.algo.kl
+        images = getattr(self.args.data, "max_images_per_prompt", 0)
         refuse(
             [
-                (self.args.actor.policy_loss_type == "gspo", f"--actor.policy_loss_type gspo: {ONE_RATIO}; use ppo"),
-                (kl.init_coef > 0 and not kl.use_loss, "a KL term in the reward; use --algo.kl.use_loss"),
-                (images, f"images (--data.max_images_per_prompt {images})"),
+                *self._unmet_needs(tree_obstacles(self.args, self.actor_model_group)),
+                *obstacles(
+                    (gspo, f"--actor.policy_loss_type gspo: {ONE_RATIO}; use ppo"),
+                    (kl.init_coef > 0 and not kl.use_loss, "a KL term in the reward; use --algo.kl.use_loss"),
+                    (images, f"images (--data.max_images_per_prompt {images})"),
+                ),
             ]
         )
 
-    def _refuse_estimator(self, reasons: Sequence[str]) -> None:
-        completions = self.args.rollout.n_samples_per_prompt
-        refuse(unmet_needs_of_host(self.counterfactual, "OpenRLHF", completions, reasons))
-
-    def set_up(self) -> None:
-        """Choose trees or log-prob requests, once the actors hold their models and can check them."""
-        if self.counterfactual.asks_model and not self._is_set_up:
-            reasons = tree_obstacles(self.args, self.actor_model_group)
-            workers = Workers(self._score_trees, self._processes)
-            self._workers = scoring_workers(workers, reasons, self._refuse_estimator, _LOG)
-        self._is_set_up = True
+    @cached_property
+    def access(self) -> ModelAccess:
+        """Trees or log-prob requests; read first when the actors hold their models and can check them."""
+        service = LogprobService(self._logprobs)
+        if not self.counterfactual.asks_model:
+            return service
+        reasons = tree_obstacles(self.args, self.actor_model_group)
+        return choose_access(Workers(self._score_trees, self._processes), service, reasons, self._unmet_needs)
 
     @torch.no_grad()
     def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
@@ -143,9 +136,7 @@ class CounterfactualMixin(_Maker):
         if self.counterfactual.control == "off":
             return experiences
         if any(inputs for experience in experiences for inputs in experience.mm_train_inputs or ()):
-            raise NotImplementedError("counterfactual credit cannot be combined with images (mm_train_inputs)")
-        self.set_up()
-        start = time.perf_counter()
+            refuse(["images (mm_train_inputs)"])
         rows = [row for experience in experiences for row in _rows(experience)]
         index = torch.tensor([number for experience in experiences for number in experience.index])
         credited, figures = credit_rows(
@@ -153,13 +144,12 @@ class CounterfactualMixin(_Maker):
             Rows([row.prompt for row in rows], [row.completion for row in rows], index.tolist()),
             [row.counted for row in rows],
             [row.advantages for row in rows],
-            self._access,
+            self.access,
             config=self.counterfactual,
             seed=self._draws.key(self.global_step),
             groups=index // self.args.rollout.n_samples_per_prompt,  # OpenRLHF counts samples in the order of prompts
             rewards=torch.cat([experience.rewards for experience in experiences]),
         )
-        figures["credit/seconds"] = time.perf_counter() - start
         remaining = iter(zip(rows, credited, strict=True))
         for experience in experiences:
             experience.advantages = experience.advantages.clone()
@@ -169,10 +159,6 @@ class CounterfactualMixin(_Maker):
             samples = len(experience.advantages)
             experience.info |= {name: torch.full((samples,), figure) for name, figure in figures.items()}
         return experiences
-
-    @property
-    def _access(self) -> ModelAccess:
-        return LogprobService(self._logprobs) if self._workers is None else self._workers
 
     @property
     def _processes(self) -> int:
@@ -211,19 +197,17 @@ class CounterfactualMixin(_Maker):
             action_mask=[mask[:, 1:] for mask in masks],
             attention_mask=masks,
         )
-        given: list[Tensor] = [torch.zeros(0)] * len(ids)
-        for batch, logprobs in zip(batches, self._flatten_results(references, copies), strict=True):
-            for i, row in zip(batch, logprobs, strict=True):
-                given[i] = row[len(prompts[i]) - 1 : len(ids[i]) - 1]
-        return given
+        rows = [row for logprobs in self._flatten_results(references, copies) for row in logprobs]
+        by_sequence = dict(zip(chain.from_iterable(batches), rows, strict=True))
+        return [by_sequence[i][len(prompts[i]) - 1 : len(ids[i]) - 1] for i in range(len(ids))]
 
 
 class _Row(NamedTuple):
-    """Sample of an experience; `first` is the action position, of (A,), at which its completion begins."""
+    """Sample of an experience."""
 
     prompt: Tensor
     completion: Tensor  # from the first sampled token on, with a tool's tokens
-    first: int
+    first: int  # action position, of (A,), at which the completion begins
     counted: Tensor  # 1 on sampled tokens
     advantages: Tensor
 
@@ -243,20 +227,18 @@ def _rows(experience: Any) -> list[_Row]:
 
 
 def trainer_with_credit(config: CounterfactualConfig) -> Any:
-    """Build a Ray actor class: OpenRLHF's synchronous trainer with credit in its experience maker."""
+    """Make OpenRLHF's synchronous trainer, a Ray actor class, with credit in its experience maker."""
     import ray
     from openrlhf.trainer.ppo_trainer import PPOTrainer
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-
-    class ExperienceMaker(CounterfactualMixin, RemoteExperienceMaker):
-        """Experience maker of OpenRLHF with credit."""
 
     class CounterfactualPPOTrainer(PPOTrainer.__ray_actor_class__):  # type: ignore[name-defined, misc]
         """Trainer of OpenRLHF that makes an experience maker with credit."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.experience_maker = ExperienceMaker(
+            maker = type("CounterfactualExperienceMaker", (CounterfactualMixin, RemoteExperienceMaker), {})
+            self.experience_maker = maker(
                 self.actor_model_group,
                 self.critic_model_group,
                 self.reward_model_group,
@@ -272,29 +254,24 @@ def trainer_with_credit(config: CounterfactualConfig) -> Any:
             return super().train_step(rollout_samples, global_step)
 
         def fit(self, global_step: int = 0) -> None:
-            self.experience_maker.set_up()  # the actors hold their models by now
+            _ = self.experience_maker.access  # the actors hold their models by now
             super().fit(global_step)
 
     return ray.remote(CounterfactualPPOTrainer)
 
 
 def main() -> None:
-    """Run `openrlhf.cli.train_ppo_ray` with credit: its arguments, and `--counterfactual` with options as JSON.
-
-    Raises:
-        ImportError: OpenRLHF is absent or too old.
-        NotImplementedError: asynchronous training, with credit.
-    """
+    """Run `openrlhf.cli.train_ppo_ray` with credit: its arguments, and `--counterfactual` with options as JSON."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--counterfactual", type=json.loads, default={})
     ours, theirs = parser.parse_known_args()
     config = CounterfactualConfig.from_flat(ours.counterfactual)
-    if config.control != "off" and any(option.startswith("--train.as") for option in theirs):  # abbreviations count
-        raise NotImplementedError("counterfactual credit cannot be combined with --train.async_enable")
+    is_on = config.control != "off"
+    is_async = is_on and any(option.startswith("--train.as") for option in theirs)  # abbreviations count
     # The experience maker knows OpenRLHF's own arguments and refuses more.
-    refuse(unmet_needs_of_host(config, "OpenRLHF", None, ()))
+    refuse([*obstacles((is_async, "--train.async_enable")), *unmet_needs_of_host(config, "OpenRLHF", None, ())])
     require("openrlhf", OLDEST)
-    if config.control != "off":
+    if is_on:
         from openrlhf.trainer import ppo_trainer
 
         ppo_trainer.PPOTrainer = trainer_with_credit(config)

@@ -4,7 +4,6 @@ TRL generates, rewards and computes advantages; credit of the generation batch (
 them. Then TRL's own loss runs, or the packed one (`trl_losses.py`), which may assign credit from its own forward.
 """
 
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from accelerate.utils import DistributedType, gather_object
 from packaging.version import Version
 from torch import Tensor, nn
 
-from .. import CounterfactualConfig, Credit
+from .. import CounterfactualConfig
 from ..credit.assign import FIGURES
 from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
@@ -28,7 +27,7 @@ from ..hf.verify import check_supported
 from ..losses.checks import LOSS_TYPES, LossOptions, weights_sequences
 from ..scoring.access import GRADIENTS
 from . import require
-from .credit import OFFERS, ONE_RATIO, Case, refuse, sentences, unmet_needs
+from .credit import OFFERS, ONE_RATIO, obstacles, refuse, unmet_needs
 from .trl_credit import ROW, asks_model, batch_credit, loss_mask, weighed, why_at_once, why_nothing
 from .trl_losses import check_trains_packed, loss_of_packed_rows, prompts_together
 
@@ -58,7 +57,7 @@ _COMBINE = _CREDIT_FIGURES | {
 
 _AT_SEQUENCES = f"importance_sampling_level='sequence': {ONE_RATIO}; use importance_sampling_level='token'"
 _MASKS_BEFORE = "that mask is made before the loss"
-_WHOLE = "use DDP, FSDP or DeepSpeed"
+_WHOLE = "layers, sequences and the head must be whole; use DDP, FSDP or DeepSpeed"
 _NO_DROPOUT = "TRL's disable_dropout=True ends all dropout but that of attention and LoRA"
 
 # Each process holds the whole model, or what wraps it gathers its weights in a forward.
@@ -81,7 +80,6 @@ class CounterfactualMixin(_Trainer):
             advantage are then not fed, if there is no KL term.
 
     Raises:
-        ValueError: `log_entropy=False` without `packed_loss=True`.
         NotImplementedError: settings or a model that cannot be combined with credit or the packed loss, each named; a
             model that is placed later (DeepSpeed, FSDP) is checked before the first completion is generated.
     """
@@ -107,9 +105,8 @@ class CounterfactualMixin(_Trainer):
     ) -> None:
         if not log_entropy and not packed_loss:
             raise ValueError("log_entropy=False needs packed_loss=True; TRL's loss logs it always")
-        config = as_config(counterfactual)
+        self.counterfactual = as_config(counterfactual)
         super().__init__(*args, **kwargs)
-        self.counterfactual = config
         self.packed_loss, self.log_entropy = packed_loss, log_entropy
         self._draws = Draws(self.args.seed)
         if self.counterfactual.control != "off":
@@ -135,7 +132,7 @@ class CounterfactualMixin(_Trainer):
         if self.packed_loss:
             checks.append((check_trains_packed, "leave out packed_loss=True"))
         if checks:
-            with self._asked_model() as model, self.accelerator.autocast():
+            with self._queried_model() as model, self.accelerator.autocast():
                 for check, remedy in checks:
                     try:
                         run_inside(model, partial(check, causal_lm(model)))
@@ -150,15 +147,15 @@ class CounterfactualMixin(_Trainer):
         output = super()._generate_and_score_completions(inputs)
         credited = self.model.training and self.counterfactual.control != "off"
         if "pixel_values" in output and (credited or self.packed_loss):
-            what = "packed_loss=True" if self.packed_loss else "counterfactual credit"
-            raise NotImplementedError(f"{what} cannot be combined with images (pixel_values)")
+            refuse(["images (pixel_values)"], "packed_loss=True" if self.packed_loss else "counterfactual credit")
         if not credited:
             if self.counterfactual.control != "off":  # the table is filled in evaluation too
                 self._log_weighed([None] * len(output["completion_ids"]))
             return output
         count = len(output["advantages"])
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         batch = batch_credit(
-            self.counterfactual, self._tokenizer_of_ids, output, self._own_rewards(count),
+            self.counterfactual, tokenizer, output, self._own_rewards(count),
             first=self.accelerator.process_index * count, group_size=self.num_generations,  # type: ignore[arg-type]
             seed=self._draws.key(self.state.global_step), temperature=self.temperature,
         )  # fmt: skip
@@ -166,8 +163,7 @@ class CounterfactualMixin(_Trainer):
             self._deferred = batch
             output[ROW] = torch.arange(count, device=output["advantages"].device)
             return output
-        start = time.perf_counter()
-        with self._asked_model() as model, self.accelerator.autocast():
+        with self._queried_model() as model, self.accelerator.autocast():
             batch.by_model(model)
         credited = batch.credited(range(count))
         if not isinstance(credited, Tensor):  # padding keeps the completion's own advantage
@@ -176,7 +172,6 @@ class CounterfactualMixin(_Trainer):
                 row[: len(values)] = values
             credited = own
         output["advantages"] = credited.to(output["advantages"].device)
-        batch.seconds = time.perf_counter() - start
         self._report(batch)
         return output
 
@@ -197,16 +192,13 @@ class CounterfactualMixin(_Trainer):
         credit = batch.finished()
         if credit is None:
             return
-        self._log_credit(credit, batch.counted, batch.seconds)
+        figures = credit.metrics(batch.counted) | {"credit/seconds": batch.seconds}
+        self._log_gathered({name: figures.get(name, float("nan")) for name in _CREDIT_FIGURES}, "train")
         if not self._has_warned and (problem := why_nothing(batch, credit)) is not None:
             self._has_warned = True
             warnings.warn(problem, stacklevel=2)
         if self.log_completions:
             self._log_weighed(weighed(batch, credit))
-
-    @property
-    def _tokenizer_of_ids(self) -> Any:
-        return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     def _log_weighed(self, texts: Sequence[str | None]) -> None:
         if self.log_completions and "extra" in self._logs:
@@ -218,14 +210,14 @@ class CounterfactualMixin(_Trainer):
 
     def _own_rewards(self, rows: int) -> Tensor:
         """Return this process's weighted rewards, (rows,); nan where no function gave any."""
-        given = self._rewards_by_function
-        if len(given) != rows * self.accelerator.num_processes:
+        columns, count = self._rewards_by_function, rows * self.accelerator.num_processes
+        if len(columns) != count:
             raise ValueError(
-                f"rewards: {len(given)} completions were rewarded and {rows * self.accelerator.num_processes} are "
-                f"trained on; credit cannot tell which, so {type(self).__name__} must keep every completion"
+                f"rewards: {len(columns)} completions were rewarded and {count} are trained on; credit cannot tell "
+                f"which, so {type(self).__name__} must keep every completion"
             )
-        rewards = (given * self.reward_weights.to(given.device)).nansum(1)
-        rewards = rewards.masked_fill(given.isnan().all(1), float("nan"))
+        rewards = (columns * self.reward_weights.to(columns.device)).nansum(1)
+        rewards = rewards.masked_fill(columns.isnan().all(1), float("nan"))
         first = self.accelerator.process_index * rows
         return rewards[first : first + rows]
 
@@ -234,33 +226,26 @@ class CounterfactualMixin(_Trainer):
             return super()._prepare_inputs(generation_batch)
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        made = self._buffered_inputs
+        buffered = self._buffered_inputs
         window, most = sorted((self.args.steps_per_generation, self.args.gradient_accumulation_steps))
         # TRL has shuffled the rows of the batch. Gradients of one optimizer step are summed, so within a step the
         # rows may be in any order, unless a micro-batch is its own denominator, or steps and batches overlap.
-        if not self.model.training or made is before or self.loss_type == "bnpo" or most % window:
+        if not self.model.training or buffered is before or self.loss_type == "bnpo" or most % window:
             return inputs
-        self._buffered_inputs = [
-            micro for start in range(0, len(made), window) for micro in prompts_together(made[start : start + window])
-        ]
+        self._buffered_inputs = []
+        for start in range(0, len(buffered), window):
+            self._buffered_inputs += prompts_together(buffered[start : start + window])
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     @contextmanager
-    def _asked_model(self) -> Iterator[nn.Module]:
-        """Yield the model that credit queries; every process enters, even with nothing to score.
-
-        It is the outermost module if its weights are sharded, else the model without its wrapper. For gradients through
-        it DeepSpeed gathers the model, as TRL does for generation.
-        """
+    def _queried_model(self) -> Iterator[nn.Module]:
+        """Yield the model that credit queries: with its wrapper if that shards it; every process enters."""
         if _zero_stage(self) == 3 and GRADIENTS in self.counterfactual.needs:
+            # For gradients through it DeepSpeed gathers the model, as TRL does for generation.
             with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model:
                 yield model
         else:
             yield self.model_wrapped if is_sharded(self.model_wrapped) else self.accelerator.unwrap_model(self.model)
-
-    def _log_credit(self, credit: Credit, counted: Sequence[Tensor] | None, seconds: float) -> None:
-        figures = credit.metrics(counted) | {"credit/seconds": seconds}
-        self._log_gathered({name: figures.get(name, float("nan")) for name in _CREDIT_FIGURES}, "train")
 
     def _log_gathered(self, figures: dict[str, Any], mode: str) -> None:
         """Append figures to TRL's metrics, combined over the processes; all must come with the same names."""
@@ -277,24 +262,18 @@ class CounterfactualMixin(_Trainer):
             return super()._compute_loss(model, inputs)
         mode = "train" if self.model.training else "eval"
         options, normalizer = self._loss_options(inputs, mode)
-        in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
         credit = self._deferred if ROW in inputs else None
         body = partial(
-            loss_of_packed_rows,
-            causal_lm(model),
-            inputs=inputs,
-            options=options,
-            head_in_float32=in_float32,
-            credit=credit,
-        )
+            loss_of_packed_rows, causal_lm(model), inputs=inputs, options=options, credit=credit,
+            head_in_float32=getattr(self.args, "cast_lm_head_to_fp32", False),
+        )  # fmt: skip
         # In evaluation transformers calls the model inside DeepSpeed's engine, whose hooks gather its layers.
         outermost = self.model_wrapped if is_sharded(self.model_wrapped) else model
         with self.accelerator.autocast():  # around TRL's own forward, too
             loss, metrics = run_inside(outermost, body, trains=True)
         if credit is not None:
             self._report(credit)
-        figures = {name: value for name, value in metrics.items() if name != "ratio_mean"}
-        self._log_gathered(figures, mode)
+        self._log_gathered({name: value for name, value in metrics.items() if name != "ratio_mean"}, mode)
         return loss / normalizer
 
     def _loss_options(self, inputs: dict[str, Any], mode: str) -> tuple[dict[str, Any], Tensor | float]:
@@ -329,36 +308,34 @@ def _zero_stage(trainer: Any) -> int:
     return plugin.zero_stage if plugin is not None else 0
 
 
-def _credit_obstacles(trainer: Any) -> list[Case]:
+def _credit_obstacles(trainer: Any) -> list[str]:
     config, args, processes = trainer.counterfactual, trainer.args, trainer.accelerator.num_processes
     rows, group = args.per_device_train_batch_size * args.steps_per_generation, trainer.num_generations
     is_sharded_in_training = trainer.accelerator.distributed_type == DistributedType.FSDP or (
         _zero_stage(trainer) == 3 and not args.ds3_gather_for_generation
     )
+    is_gmpo = any(base.__name__ == "GMPOTrainer" for base in type(trainer).__mro__)
     return [
-        (trainer.loss_type == "vespo", "loss_type='vespo': it weighs whole sequences, credit weighs tokens"),
-        (
-            trainer.loss_type == "luspo" and _TRL < _LOSSES_OF_TODAY,
-            f"loss_type='luspo' in TRL {_TRL}: it counts padding once advantages are per token; TRL 1.10 does not",
-        ),
-        (
-            any(base.__name__ == "GMPOTrainer" for base in type(trainer).__mro__),
-            "GMPOTrainer: its loss takes one advantage per sequence",
-        ),
-        (_computes_ligers_loss(trainer), f"use_liger_kernel=True in TRL {_TRL}: its loss is Liger's; take TRL 1.14"),
-        (weights_sequences(trainer.loss_type, trainer.importance_sampling_level), _AT_SEQUENCES),
-        (
-            config.compares and processes > 1 and rows % group,
-            f"estimator={config.estimator.name!r} on {processes} processes of {rows} completions: groups of {group} "
-            "are split between them; give each process whole groups",
-        ),
         *unmet_needs(config, OFFERS["TRL, FSDP" if is_sharded_in_training else "TRL"]),
-        *((True, f"{how}: credit needs whole layers and sequences; {_WHOLE}") for how in _splits_of_the_model(trainer)),
-        (_has_images(trainer), "images in the dataset"),
+        *obstacles(
+            (trainer.loss_type == "vespo", "loss_type='vespo': it weighs whole sequences, credit weighs tokens"),
+            (
+                trainer.loss_type == "luspo" and _TRL < _LOSSES_OF_TODAY,
+                f"loss_type='luspo' in TRL {_TRL}: it counts padding once advantages are per token; TRL 1.10 does not",
+            ),
+            (is_gmpo, "GMPOTrainer: its loss takes one advantage per sequence"),
+            (weights_sequences(trainer.loss_type, trainer.importance_sampling_level), _AT_SEQUENCES),
+            (
+                config.compares and processes > 1 and rows % group,
+                f"estimator={config.estimator.name!r} on {processes} processes of {rows} completions: groups of "
+                f"{group} are split between them; give each process whole groups",
+            ),
+        ),
+        *_obstacles_of_both(trainer),
     ]
 
 
-def _packing_obstacles(trainer: Any) -> list[Case]:
+def _packing_obstacles(trainer: Any) -> list[str]:
     args, model = trainer.args, causal_lm(trainer.accelerator.unwrap_model(trainer.model))
     mode = getattr(args, "vllm_importance_sampling_mode", "") if args.use_vllm else ""
     weighs_sequences = weights_sequences(trainer.loss_type, trainer.importance_sampling_level)
@@ -368,11 +345,11 @@ def _packing_obstacles(trainer: Any) -> list[Case]:
     # DeepSpeed takes a gradient in several parts, and TRL asks for this kind under its stage 3 with LoRA.
     reduces_once = trainer.accelerator.num_processes > 1 and not _zero_stage(trainer)
     is_reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-    own = [
-        (getattr(getattr(super(CounterfactualMixin, trainer), name), "__func__", None), name, what)
-        for name, what in (("_compute_loss", "a loss"), ("_get_per_token_logps_and_entropies", "log-probs"))
-    ]
-    return [
+    own = {"a loss": "_compute_loss", "log-probs": "_get_per_token_logps_and_entropies"}
+    methods = {
+        name: getattr(getattr(super(CounterfactualMixin, trainer), name), "__func__", None) for name in own.values()
+    }
+    cases = (
         (_TRL < _LOSSES_OF_TODAY, f"TRL {_TRL}: it normalises losses in another way than TRL 1.10 and later"),
         (
             trainer.loss_type not in LOSS_TYPES,
@@ -380,12 +357,11 @@ def _packing_obstacles(trainer: Any) -> list[Case]:
         ),
         *(
             (
-                method is not getattr(GRPOTrainer, name),
+                methods[name] is not getattr(GRPOTrainer, name),
                 f"{type(trainer).__name__}: it has {what} of its own ({name}), which would not run",
             )
-            for method, name, what in own
+            for what, name in own.items()
         ),
-        (_computes_ligers_loss(trainer), f"use_liger_kernel=True in TRL {_TRL}: its loss is Liger's; take TRL 1.14"),
         (mode.startswith("token") and weighs_sequences, f"vllm_importance_sampling_mode={mode!r} with {_AT_SEQUENCES}"),
         (args.top_entropy_quantile < 1.0, f"top_entropy_quantile={args.top_entropy_quantile}: {_MASKS_BEFORE}"),
         (
@@ -400,8 +376,6 @@ def _packing_obstacles(trainer: Any) -> list[Case]:
             getattr(trainer, "aux_loss_enabled", False),
             f"the auxiliary loss of a mixture of experts: set router_aux_loss_coef=0.0{router_coef}",
         ),
-        *((True, f"{how}, which may split the head; {_WHOLE}") for how in _splits_of_the_model(trainer)),
-        (_has_images(trainer), "images in the dataset"),
         (
             args.neftune_noise_alpha,
             f"neftune_noise_alpha={args.neftune_noise_alpha}: completions would share a prompt's noise; leave it out",
@@ -416,22 +390,17 @@ def _packing_obstacles(trainer: Any) -> list[Case]:
             "reentrant gradient checkpointing on several processes: a layer that runs in two packs would tell DDP "
             "twice that its gradient is ready; set use_reentrant to False",
         ),
-    ]
-
-
-def _splits_of_the_model(trainer: Any) -> list[str]:
-    kind, parallelism = trainer.accelerator.distributed_type, getattr(trainer.accelerator, "parallelism_config", None)
-    return sentences(
-        [
-            (kind not in _RUNS, str(kind)),
-            *((getattr(parallelism, f"{name}_enabled", False), f"{name} parallelism") for name in ("tp", "cp", "sp")),
-        ]
     )
+    return [*obstacles(*cases), *_obstacles_of_both(trainer)]
 
 
-def _computes_ligers_loss(trainer: Any) -> bool:
-    return getattr(trainer, "use_liger_kernel", False) and hasattr(trainer, "compute_liger_loss")
-
-
-def _has_images(trainer: Any) -> bool:
-    return bool({"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ()))
+def _obstacles_of_both(trainer: Any) -> list[str]:
+    kind, parallelism = trainer.accelerator.distributed_type, getattr(trainer.accelerator, "parallelism_config", None)
+    splits = {f"{name} parallelism": getattr(parallelism, f"{name}_enabled", False) for name in ("tp", "cp", "sp")}
+    columns = getattr(trainer.train_dataset, "column_names", None) or ()
+    has_ligers_loss = getattr(trainer, "use_liger_kernel", False) and hasattr(trainer, "compute_liger_loss")
+    return obstacles(
+        (has_ligers_loss, f"use_liger_kernel=True in TRL {_TRL}: its loss is Liger's; take TRL 1.14"),
+        *((holds, f"{how}: {_WHOLE}") for how, holds in ({str(kind): kind not in _RUNS} | splits).items()),
+        ({"image", "images"} & set(columns), "images in the dataset"),
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,84 +32,66 @@ def loss_of_packed_rows(
     """Compute the same loss from one packed forward, which feeds each prompt once and no padding.
 
     Args:
-        model: what `causal_lm` finds.
         inputs: TRL's `prompt_ids`, `prompt_mask`, `completion_mask`, padded as TRL pads.
         options: those of `linear_policy_loss`, (B, T) as there; `targets` are TRL's completions.
         head_in_float32: the head's products in float32, outside autocast.
         credit: that of the generation batch, if these rows get theirs from this forward or have had it from an earlier
             one; None if `advantages` are those to train on.
-
-    Returns:
-        The loss, and its metrics with `packed/tokens_fed` (tokens that went through the model) and
-        `packed/tokens_padded` (those of TRL's padded batch).
-
-    Raises:
-        ValueError: masks that are not padding on the left (prompts) or right (completions); names the row.
-        NotImplementedError: as `check_trainable`.
     """
     options = dict(options)
     padded = options.pop("targets")
-    places = inputs[ROW].tolist() if credit is not None else []
-    rows = (
-        credit.rows.take(places)
-        if credit is not None
-        else Rows.from_padded(inputs["prompt_ids"], inputs["prompt_mask"], padded, inputs["completion_mask"])
-    )
+    if credit is None:
+        places = []
+        rows = Rows.from_padded(inputs["prompt_ids"], inputs["prompt_mask"], padded, inputs["completion_mask"])
+    else:
+        places = inputs[ROW].tolist()
+        rows = credit.rows.take(places)
     columns: dict[str, Any] = {
         name: None if (column := options.pop(name)) is None else unpadded(column, rows)
         for name in ("old_logprobs", "advantages", "weights", "mask", "ref_logprobs")
     }
-    is_due = credit is not None and credit.is_due(places)
-    if credit is not None and not is_due:
+    due = credit if credit is not None and credit.is_due(places) else None
+    if credit is not None and due is None:
         columns["advantages"] = credit.credited(places)
     batch = LossBatch.of(rows, **columns, **options)
     needed, trained = batch.needed(), batch.trained.tolist()
-    if credit is not None and is_due:  # what compares completions may give an advantage to one that had none
-        reads = credit.reads(places)
+    if due is not None:  # estimators that compare completions may give an advantage to one that had none
+        reads = due.reads(places)
         needed = [n if whole else count for n, count, whole in zip(rows.lengths, needed, reads, strict=True)]
         trained = [one or whole for one, whole in zip(trained, reads, strict=True)]
-    keep_states = credit is not None and is_due and credit.config.continues
+    keep_states = due is not None and due.config.continues
     forward = packed_forward(model, rows, needed=needed, trained=trained, keep_states=keep_states)
-    if credit is not None and is_due:
-        credit.by_forward(places, forward)
-        batch = LossBatch.of(rows, **columns | {"advantages": credit.credited(places)}, **options)
-    with _head_precision(forward.device, head_in_float32):
+    if due is not None:
+        due.by_forward(places, forward)
+        batch = LossBatch.of(rows, **columns | {"advantages": due.credited(places)}, **options)
+    with torch.autocast(forward.device.type, enabled=False) if head_in_float32 else nullcontext():
         loss, metrics, _ = forward.policy_loss(batch)
     size = inputs["prompt_ids"].numel() + padded.numel()
     fed = {"packed/tokens_fed": torch.tensor(forward.tokens_fed), "packed/tokens_padded": torch.tensor(size)}
     return loss, metrics | fed
 
 
-def _head_precision(device: torch.device, head_in_float32: bool) -> Any:
-    return torch.autocast(device.type, enabled=False) if head_in_float32 else nullcontext()
-
-
 def prompts_together(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort the rows of micro-batches by prompt; number and sizes of the micro-batches stay.
-
-    Rows are ordered by the first occurrence of their prompt. Inputs without one value per row are not sorted.
-    """
+    """Sort the rows of micro-batches by the first occurrence of their prompt; number and sizes of them stay."""
     first: dict[tuple[bytes, bytes], int] = {}
-    sizes = [len(micro["prompt_ids"]) for micro in micro_batches]
     groups = [
         first.setdefault((ids.numpy().tobytes(), mask.numpy().tobytes()), len(first))
         for micro in micro_batches
         for ids, mask in zip(micro["prompt_ids"].cpu(), micro["prompt_mask"].cpu(), strict=True)
     ]
-    order = sorted(range(len(groups)), key=lambda i: groups[i])
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    made = [dict(micro) for micro in micro_batches]
+    order = torch.tensor(groups).argsort(stable=True).split([len(micro["prompt_ids"]) for micro in micro_batches])
+    sorted_batches = [dict(micro) for micro in micro_batches]
     for name, value in micro_batches[0].items():
         parts = [micro[name] for micro in micro_batches]
         if isinstance(value, Tensor) and value.dim():
             whole = torch.cat(parts)
-            for micro, start, size in zip(made, starts, sizes, strict=True):
-                micro[name] = whole[torch.tensor(order[start : start + size], device=whole.device)]
+            for micro, places in zip(sorted_batches, order, strict=True):
+                micro[name] = whole[places.to(whole.device)]
         elif isinstance(value, list):
-            rows = [row for part in parts for row in part]
-            for micro, start, size in zip(made, starts, sizes, strict=True):
-                micro[name] = [rows[i] for i in order[start : start + size]]
-    return made
+            rows = list(chain.from_iterable(parts))
+            for micro, places in zip(sorted_batches, order, strict=True):
+                micro[name] = [rows[i] for i in places]
+    return sorted_batches
 
 
 def check_trains_packed(model: PreTrainedModel) -> None:

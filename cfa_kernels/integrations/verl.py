@@ -6,9 +6,8 @@ On FSDP the workers score packed trees (`TreeScoring`); on other engines they ge
 `packed_update=True` they also update the actor from packed trees (`verl_update`).
 """
 
-import logging
-import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +18,9 @@ from ..credit.deferred import Draws
 from ..rows import Rows
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
-from .credit import credit_rows, refuse, sentences
-from .verl_update import WholeGroups, pack, packs_updates
-from .workers import Share, Workers, judge_share, ray_class, scoring_workers, unmet_needs_of_host
+from .credit import credit_rows, obstacles, refuse
+from .verl_update import WholeGroups, data_parallel_workers, pack, packs_updates
+from .workers import Share, Workers, choose_access, judge_share, ray_class, unmet_needs_of_host
 
 OLDEST = "0.9.1"
 _VERL = require("verl", OLDEST)
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from verl.workers.engine_workers import ActorRolloutRefWorker as _Worker
 else:
     _Worker = object
-
-_LOG = logging.getLogger(__name__)
 
 # Losses in which weights on advantages are not weights on each token's loss: they use advantages, beyond their sign,
 # outside the product with the ratio.
@@ -74,11 +71,9 @@ def tree_obstacles(config: Any) -> list[str]:
     if actor.strategy not in ("fsdp", "fsdp2"):
         return [f"actor.strategy={actor.strategy}"]
     pieces = max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size)
-    return sentences(
-        [
-            (pieces > 1, f"actor.fsdp_config.ulysses_sequence_parallel_size={pieces}"),
-            (model.use_fused_kernels, "model.use_fused_kernels=True"),
-        ]
+    return obstacles(
+        (pieces > 1, f"actor.fsdp_config.ulysses_sequence_parallel_size={pieces}"),
+        (model.use_fused_kernels, "model.use_fused_kernels=True"),
     )
 
 
@@ -97,24 +92,21 @@ class CounterfactualMixin(WholeGroups):
     processor: Any
     global_steps: int
     role_worker_mapping: dict[Any, Any]
-    _workers: Workers | None = None  # those that score trees; None where log-probs are requested
+    _access: ModelAccess  # workers that score trees, or log-prob requests
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.counterfactual = credit_config(config)
-        if self.counterfactual.control != "off":
-            _refuse(config)
-        _refuse_packed_update(config)
+        refuse_settings(config)
         super().__init__(config, *args, **kwargs)
         self._draws = Draws(config.actor_rollout_ref.actor.data_loader_seed or 0)
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()
-        for asked, what in (
-            (self.counterfactual.control != "off", "counterfactual credit"),
-            (packs_updates(self.config), "packed_update=True"),
-        ):
-            if asked and self.processor is not None:
-                raise NotImplementedError(f"{what} cannot be combined with images (a processor) in verl")
+        images = obstacles((self.processor is not None, "images (a processor) in verl"))
+        if self.counterfactual.control != "off":
+            refuse(images)
+        if packs_updates(self.config):
+            refuse(images, "packed_update=True")
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -127,13 +119,14 @@ class CounterfactualMixin(WholeGroups):
     def _setup(self) -> None:
         """Set verl up, then choose how the model is asked: before the first rollout, its workers check the model."""
         super()._setup()
+        group = self.actor_rollout_wg
         if packs_updates(self.config):
-            self.actor_rollout_wg.pack_update()
+            group.pack_update()
+        self._access = service = LogprobService(self._logprobs)
         if self.counterfactual.asks_model:
-            reasons = tree_obstacles(self.config)
-            group = self.actor_rollout_wg
             workers = Workers(lambda shares: group.score_trees(shares), group.world_size)
-            self._workers = scoring_workers(workers, reasons, lambda found: _refuse(self.config, found), _LOG)
+            unmet = partial(_unmet_needs, self.config)
+            self._access = choose_access(workers, service, tree_obstacles(self.config), unmet)
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)
@@ -142,7 +135,6 @@ class CounterfactualMixin(WholeGroups):
         import transfer_queue as queue
         from tensordict import TensorDict
 
-        start = time.perf_counter()
         where = {"keys": batch.keys, "partition_id": batch.partition_id}
         fields = ["prompts", "responses", "response_mask", "advantages", "rm_scores"]
         reads = self.counterfactual.reads_entropies
@@ -167,37 +159,32 @@ class CounterfactualMixin(WholeGroups):
         nested = torch.nested.as_nested_tensor(credited, layout=torch.jagged)
         batch = queue.kv_batch_put(**where, fields=TensorDict({"advantages": nested}, batch_size=len(credited)))
         metrics |= figures
-        metrics["credit/seconds"] = time.perf_counter() - start
         return batch
 
-    @property
-    def _access(self) -> ModelAccess:
-        return LogprobService(self._logprobs) if self._workers is None else self._workers
-
     def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
-        return self._asked("log_probs", prompts, completions, 1.0)
+        return self._request("log_probs", prompts, completions, 1.0)
 
     def _entropies(
         self, prompts: Sequence[Tensor], completions: Sequence[Tensor], advantages: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Ask for the entropies that tokens were drawn with; 0 in rows without an advantage."""
-        found = [torch.zeros(len(row)) for row in completions]
+        """Request the entropies that tokens were drawn with; 0 in rows without an advantage."""
+        entropies = [torch.zeros(len(row)) for row in completions]
         rows = [b for b, row in enumerate(advantages) if row.any()]
         if rows:
             temperature = self.config.actor_rollout_ref.rollout.temperature
-            chosen, answers = ([column[b] for b in rows] for column in (prompts, completions))
-            for b, row in zip(rows, self._asked("entropy", chosen, answers, temperature), strict=True):
-                found[b] = row
-        return found
+            some, answers = ([column[b] for b in rows] for column in (prompts, completions))
+            for b, row in zip(rows, self._request("entropy", some, answers, temperature), strict=True):
+                entropies[b] = row
+        return entropies
 
-    def _asked(
+    def _request(
         self, what: str, prompts: Sequence[Tensor], completions: Sequence[Tensor], temperature: float
     ) -> list[Tensor]:
-        """Ask the workers' `compute_log_prob` for `log_probs` or `entropy` of each token of completions."""
+        """Request `log_probs` or `entropy` of each token of completions from the workers' `compute_log_prob`."""
         from verl.utils.tensordict_utils import get_tensordict
 
-        asked = len(completions)
-        padding = -asked % self._rows_at_a_time()
+        count = len(completions)
+        padding = -count % self._rows_at_a_time()
         prompts = [*prompts, *[prompts[-1]] * padding]
         completions = [*completions, *[completions[-1]] * padding]
         ids = [torch.cat(pair) for pair in zip(prompts, completions, strict=True)]
@@ -213,21 +200,14 @@ class CounterfactualMixin(WholeGroups):
             {name: torch.nested.as_nested_tensor(list(row), layout=torch.jagged) for name, row in rows.items()},
             {"temperature": temperature, "calculate_entropy": what == "entropy", "compute_loss": False},
         )
-        given = list(self.actor_rollout_wg.compute_log_prob(request)[what].unbind())
-        return [
-            row[len(prompt) - 1 : len(prompt) + len(completion) - 1]
-            for prompt, completion, row in zip(prompts[:asked], completions[:asked], given, strict=False)
-        ]
+        values = self.actor_rollout_wg.compute_log_prob(request)[what].unbind()
+        return [row[len(prompts[b]) - 1 : len(ids[b]) - 1] for b, row in enumerate(values[:count])]
 
     def _rows_at_a_time(self) -> int:
         """Return the multiple that requests are padded to: equal shares of whole micro-batches for the workers."""
-        group = self.actor_rollout_wg
-        if "actor" not in group._dispatch_info:
-            group._dispatch_info["actor"] = group._query_dispatch_info("actor")
-        shares = max(group._dispatch_info["actor"]) + 1
         rollout = self.config.actor_rollout_ref.rollout
         micro_batch = 1 if rollout.log_prob_use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu
-        return shares * micro_batch
+        return data_parallel_workers(self.actor_rollout_wg) * micro_batch
 
 
 def _siblings(keys: Sequence[str], prompts: Sequence[Tensor]) -> Tensor:
@@ -246,24 +226,23 @@ def _session_rewards(keys: Sequence[str], scores: Sequence[Tensor]) -> Tensor:
     return torch.tensor([last[session][1] for session, _, _ in sessions])
 
 
-def _refuse(config: Any, reasons: Sequence[str] | None = None) -> None:
-    """Raise for settings that credit cannot be combined with; `reasons` are why log-probs are requested."""
-    loss, rollout = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.actor_rollout_ref.rollout
-    reasons = tree_obstacles(config) if reasons is None else reasons
-    refuse(
-        [
-            *unmet_needs_of_host(credit_config(config), "verl", rollout.n, reasons),
+def _unmet_needs(config: Any, reasons: Sequence[str]) -> list[str]:
+    return unmet_needs_of_host(credit_config(config), "verl", config.actor_rollout_ref.rollout.n, reasons)
+
+
+def refuse_settings(config: Any) -> None:
+    """Raise `NotImplementedError` for settings that credit or `packed_update=True` cannot be combined with."""
+    if credit_config(config).control != "off":
+        loss, rollout = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.actor_rollout_ref.rollout
+        others = obstacles(
             (loss in INEXACT_LOSSES, f"policy_loss.loss_mode={loss}: it uses advantages outside the product"),
             (config.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward; use actor.use_kl_loss"),
             (rollout.enable_rollout_routing_replay, "rollout.enable_rollout_routing_replay"),
             (not config.trainer.use_v1, "trainer.use_v1=False, verl's old trainer"),
-        ]
-    )
-
-
-def _refuse_packed_update(config: Any) -> None:
+        )
+        refuse([*_unmet_needs(config, tree_obstacles(config)), *others])
     if packs_updates(config):
-        refuse([(True, reason) for reason in tree_obstacles(config)], "packed_update=True")
+        refuse(tree_obstacles(config), "packed_update=True")
 
 
 def add_credit(trainers: dict[str, type], mode: str) -> None:
@@ -273,13 +252,8 @@ def add_credit(trainers: dict[str, type], mode: str) -> None:
 
 
 def run(config: Any) -> None:
-    """Run `verl.trainer.main_ppo` with credit, `packed_update=True` or both in the trainer that `config` names.
-
-    Raises:
-        NotImplementedError: settings that these cannot be combined with; names each.
-    """
-    credit = credit_config(config).control != "off"
-    if not credit and not packs_updates(config):
+    """Run `verl.trainer.main_ppo` with credit, `packed_update=True` or both in the trainer that `config` names."""
+    if credit_config(config).control == "off" and not packs_updates(config):
         from verl.trainer.main_ppo import main
 
         main(config)
@@ -299,9 +273,7 @@ def run(config: Any) -> None:
             add_credit(TRAINER_REGISTRY, config.trainer.v1.trainer_mode)
             super().run(config)
 
-    if credit:
-        _refuse(config)
-    _refuse_packed_update(config)
+    refuse_settings(config)
     auto_set_device(config)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     run_ppo(config, task_runner_class=ray.remote(TaskRunner))

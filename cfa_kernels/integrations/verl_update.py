@@ -21,7 +21,7 @@ else:
     _Trainer = _Engine = object
 
 VERLS_OWN = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
-"""What a batch may ask for beyond log-probs and entropies, of all workers alike; such ones run as in verl."""
+"""Requests of a batch beyond log-probs and entropies, of all workers alike; such batches run as in verl."""
 
 
 def packs_updates(config: Any) -> bool:
@@ -50,16 +50,16 @@ class PackedEngine(_Engine):
             get_non_tensor_data(micro_batch, name, default)
             for name, default in (("temperature", 1.0), ("calculate_entropy", False))
         )
-        found, fed = packed_outputs(self.module, micro_batch, temperature, entropies=entropies)
+        output, fed = packed_outputs(self.module, micro_batch, temperature, entropies=entropies)
         loss, metrics = torch.ones(()), {}
         if loss_function is not None:
             group = self.get_data_parallel_group()
-            loss, metrics = loss_function(model_output=found, data=micro_batch, dp_group=group)
+            loss, metrics = loss_function(model_output=output, data=micro_batch, dp_group=group)
             tokens = {"fed": fed, "unshared": micro_batch["input_ids"].values().numel()}
             workers = self.get_data_parallel_size()  # over which verl takes the mean; these are sums over all
             counts = {f"packed/tokens_{name}": float(count * workers) for name, count in tokens.items()}
             metrics = metrics | Metric.from_dict(counts, "sum")
-        return loss, {"model_output": detach_tree(found), "loss": loss.detach().item(), "metrics": metrics}
+        return loss, {"model_output": detach_tree(output), "loss": loss.detach().item(), "metrics": metrics}
 
 
 def packed_outputs(
@@ -67,15 +67,9 @@ def packed_outputs(
 ) -> tuple[dict[str, Tensor], int]:
     """Compute what verl's engine reads off the logits of rows, as `packed_logprobs` does; differentiable.
 
-    Args:
-        module: the engine's model, with what shards it around it.
-        rows: jagged `input_ids`, which begin with `prompts`.
-        temperature: divides the logits.
-        entropies: whether to compute them too.
-
     Returns:
-        `log_probs` and, if wanted, `entropy`, nats, jagged as `input_ids`, each at the place before its token, 0
-        elsewhere; and the count of tokens that went through the model.
+        `log_probs` and, if wanted, `entropy`, nats, jagged as the rows' `input_ids`, each at the place before its
+        token, 0 elsewhere; and the count of tokens that went through the model.
     """
     ids, starts = list(rows["input_ids"].unbind()), rows["prompts"].offsets().diff().tolist()
     prompts = [row[:start] for row, start in zip(ids, starts, strict=True)]
@@ -86,14 +80,14 @@ def packed_outputs(
         forward = packed_forward(causal, Rows(prompts, completions))
         return forward.logprobs(temperature, return_entropy=entropies), forward.tokens_fed
 
-    found, fed = run_inside(module, body, trains=True)
-    named = {"log_probs": found[0], "entropy": found[1]} if isinstance(found, tuple) else {"log_probs": found}
+    values, fed = run_inside(module, body, trains=True)
+    columns = dict(zip(("log_probs", "entropy"), values if isinstance(values, tuple) else (values,), strict=False))
 
-    def jagged(values: Sequence[Tensor]) -> Tensor:
-        placed = [nn.functional.pad(row, (start - 1, 1)) for row, start in zip(values, starts, strict=True)]
+    def jagged(column: Sequence[Tensor]) -> Tensor:
+        placed = [nn.functional.pad(row, (start - 1, 1)) for row, start in zip(column, starts, strict=True)]
         return torch.nested.nested_tensor_from_jagged(torch.cat(placed), rows["input_ids"].offsets())
 
-    return {name: jagged(values) for name, values in named.items()}, fed
+    return {name: jagged(column) for name, column in columns.items()}, fed
 
 
 def pack(engine: Any) -> None:
@@ -117,7 +111,7 @@ class WholeGroups(_Trainer):
         if packs_updates(self.config):
             lengths = [tag["seq_len"] for tag in batch.tags]
             actor, size = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
-            workers = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+            workers = data_parallel_workers(self.actor_rollout_wg)
             cut = actor.shuffle or actor.ppo_mini_batch_size % workers  # by verl, into mini-batches
             groups = None if cut else whole_groups(batch.keys, lengths, size, workers)
             self._largest = math.inf
@@ -144,6 +138,13 @@ class WholeGroups(_Trainer):
             batch.extra_info[_TOGETHER] = self.config.actor_rollout_ref.rollout.n
 
 
+def data_parallel_workers(group: Any) -> int:
+    """Count the shares into which verl splits what it sends to a worker group."""
+    if "actor" not in group._dispatch_info:
+        group._dispatch_info["actor"] = group._query_dispatch_info("actor")
+    return max(group._dispatch_info["actor"]) + 1
+
+
 _TOGETHER = "force_group_size"  # read by verl's `prepare_micro_batches`
 
 
@@ -156,10 +157,8 @@ def whole_groups(keys: Sequence[str], lengths: Sequence[int], size: int, workers
     """Order the rows of a batch so that the workers' equal shares are whole groups, of about the same tokens.
 
     Args:
-        keys: of each row, `uid_session_index`; a group has one uid.
+        keys: of each row, `uid_session_index`; a group has one uid and `size` rows.
         lengths: tokens of each row.
-        size: rows of a group.
-        workers: how many, at least 1.
 
     Returns:
         The rows of each group, workers' shares one after the other; None if groups or shares cannot be whole.

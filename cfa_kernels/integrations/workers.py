@@ -1,8 +1,8 @@
 """Judge completions by a model that a host's workers hold: estimators go to the model, importances come back in order.
 
 The host's main process gives `counterfactual_credit` a `Workers`; each worker calls `judge_share` on what it is sent.
-Groups are dealt whole, so that every prompt is fed once and completions that are compared stay together. Where workers
-cannot (`scoring_workers`), the host's log-prob requests take their place.
+Groups are dealt whole, so that every prompt is fed once and completions that are compared stay together. If workers
+cannot (`choose_access`), the host's log-prob requests take their place.
 """
 
 import logging
@@ -22,11 +22,13 @@ from ..hf.ranks import raised_by
 from ..hf.verify import check_supported
 from ..packing import balance
 from ..rows import Rows
-from ..scoring.access import RemoteAccess, Sharded, as_access
+from ..scoring.access import LogprobService, ModelAccess, RemoteAccess, Sharded, as_access
 from ..scoring.batch import ScoredBatch, ScoredRow, check_ids
 from ..scoring.masked import CounterfactualScores, ScoringWork
 from ..scoring.outcomes import Outcome
-from .credit import OFFERS, Case, unmet_needs
+from .credit import OFFERS, refuse, unmet_needs
+
+_LOG = logging.getLogger(__name__)
 
 
 class Share(NamedTuple):
@@ -37,19 +39,16 @@ class Share(NamedTuple):
 
 
 def judge_share(module: nn.Module, share: Share) -> Any:
-    """Run a share's estimator beside the model. Workers that hold pieces of one model all call this, each with its own.
+    """Run a share's estimator beside the model, `module` with what shards it around it.
 
-    Args:
-        module: the model as the worker has it, with what shards it around it.
-        share: the worker's share of the batch.
+    Workers that hold pieces of one model all call this, each with its own share.
 
     Returns:
-        What the estimator gave, on the host; for a share without completions the dtype that the model computes in.
+        The estimator's result, on the host; for a share without completions the dtype that the model computes in.
 
     Raises:
         NotImplementedError: the model cannot be scored in packed trees; names it and the reason.
-        ValueError: ids outside the vocabulary, or more tokens than the model's context; names rank and row.
-        Also what the estimator raises, with the rank; where workers share a model all of them raise it.
+        Exception: of ids or of the estimator, with the rank; workers that share a model all raise it.
     """
     access, batch = as_access(module), share.batch
 
@@ -89,13 +88,13 @@ class Workers(RemoteAccess):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Return that of the workers' model, which they check when they are first asked."""
+        """Return that of the workers' model, which they check at the first request."""
         if self._dtype is None:
-            self._dtype = self._answers([Share(_nothing, ScoredBatch([]))] * self.count)[0]
+            self._dtype = self._answers([Share(_scores, ScoredBatch([]))] * self.count)[0]
         return self._dtype
 
     def apply(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
-        """Deal the batch's groups over the workers and join what they find, in the batch's order.
+        """Deal the batch's groups over the workers and join the results, in the batch's order.
 
         A function of the caller's runs here, with these workers in the model's place.
         """
@@ -117,54 +116,45 @@ class Workers(RemoteAccess):
         return answers
 
 
-def _nothing(access: Any, batch: ScoredBatch) -> None:
-    """Judge nothing."""
-
-
-def _scores(access: Any, batch: ScoredBatch, outcome: Outcome) -> CounterfactualScores:
-    """Give the scores themselves."""
+def _scores(access: Any, batch: ScoredBatch, outcome: Outcome = "logprob") -> CounterfactualScores:
     return access.score(batch, outcome=outcome)  # type: ignore[no-any-return]
 
 
-def scoring_workers(
-    workers: Workers, reasons: Sequence[str], refuse: Callable[[Sequence[str]], None], log: logging.Logger
-) -> Workers | None:
-    """Choose how a host's model is asked, before the first rollout: by its workers, which check it now, or by requests.
+def choose_access(
+    workers: Workers,
+    service: LogprobService,
+    reasons: Sequence[str],
+    unmet: Callable[[Sequence[str]], list[str]],
+) -> ModelAccess:
+    """Choose `workers`, which check their model now, or a host's log-prob requests, and log which.
 
     Args:
-        workers: the host's.
-        reasons: settings with which they cannot score trees.
-        refuse: raises where credit needs more than log-prob requests, for these or other reasons.
-        log: the host's log, which is told the path, and what keeps trees off it.
-
-    Returns:
-        The workers, or None where log-probs must be requested.
+        workers, service: the host's.
+        reasons: settings with which workers cannot score trees.
+        unmet: from the reasons for requests to the needs that they do not meet, which are refused.
     """
     if not reasons:
         try:
-            log.info("credit: packed trees are scored on %d workers in %s", workers.count, workers.dtype)
+            _LOG.info("credit: packed trees are scored on %d workers in %s", workers.count, workers.dtype)
             return workers
         except NotImplementedError as error:
             reasons = [str(getattr(error, "cause", error))]  # Ray's own text is a traceback
-    refuse(reasons)
-    log.warning("credit: scored by log-prob requests, which share no prefixes, because of %s", "; ".join(reasons))
-    return None
+    refuse(unmet(reasons))
+    _LOG.warning("credit: scored by log-prob requests, which share no prefixes, because of %s", "; ".join(reasons))
+    return service
 
 
 def unmet_needs_of_host(
     config: CounterfactualConfig, host: str, completions: int | None, reasons: Sequence[str]
-) -> list[Case]:
-    """Make a case of each thing that `config` needs and a host does not offer, as `unmet_needs` does.
+) -> list[str]:
+    """Name each thing that `config` needs and a host of `OFFERS` lacks, as `unmet_needs` does.
 
-    Args:
-        config: configuration of credit.
-        host: key of `OFFERS`; there is another for its log-prob requests.
-        completions: completions of a prompt; None if that is not known yet.
-        reasons: why log-probs are requested; none if workers score trees.
+    `completions` of a prompt are None if that is not known yet; `reasons` for log-prob requests are none if workers
+    score trees.
     """
     offers = OFFERS[f"{host}, by log-prob requests" if reasons else host] - ({SIBLINGS} if completions == 1 else set())
     because = f" (log-probs are requested because of {'; '.join(reasons)})" if reasons else ""
-    return [(holds, sentence + because) for holds, sentence in unmet_needs(config, offers)]
+    return [need + because for need in unmet_needs(config, offers)]
 
 
 def ray_class(mixin: type, worker: Any) -> Any:
@@ -176,15 +166,9 @@ def ray_class(mixin: type, worker: Any) -> Any:
 
 
 def deal(batch: ScoredBatch, workers: int) -> list[list[int]]:
-    """Deal the completions of a batch over workers by the rows that they feed, groups whole.
+    """Deal the groups of a batch (equal prompts if it has none) over workers by the rows that they feed.
 
-    Args:
-        batch: completions; its groups, or equal prompts where it has none.
-        workers: how many, at least 1.
-
-    Returns:
-        The places of each worker's completions in the batch, in rising order; none where there are fewer groups than
-        workers.
+    Returns the places of each worker's completions in the batch, in rising order.
     """
     groups = equal_prompts(batch.prompts) if batch.groups is None else batch.groups
     members: dict[int, list[int]] = {}
@@ -196,17 +180,13 @@ def deal(batch: ScoredBatch, workers: int) -> list[list[int]]:
 
 
 def _size_of(rows: Sequence[ScoredRow]) -> int:
-    """Count the rows that masking feeds of a group."""
     answered = [(row.spans, row.answer) for row in rows if row.answer is not None]
     spans, answers = [spans for spans, _ in answered], [answer for _, answer in answered]
     return balance.rows_to_score(len(rows[0].prompt), spans, answers)
 
 
 def _joined(parts: Sequence[Any], places: Sequence[Sequence[int]]) -> Any:
-    """Join what several shares gave, on the host: columns by their places, counts of work by adding, else the first's.
-
-    A column is a tensor or list of as many values as the share has completions. `details` are dropped.
-    """
+    """Join the results of several shares, on the host: columns by their places, counts of work by adding."""
     first = parts[0]
     if isinstance(first, ScoringWork):
         return sum(parts, ScoringWork())
@@ -218,4 +198,4 @@ def _joined(parts: Sequence[Any], places: Sequence[Sequence[int]]) -> Any:
         values = [value.cpu() if isinstance(value, Tensor) else value for part in parts for value in part]
         ordered = [values[i] for i in order]
         return torch.stack(ordered) if isinstance(first, Tensor) else ordered
-    return None if isinstance(first, dict) else first
+    return None if isinstance(first, dict) else first  # `details` of shares are no whole

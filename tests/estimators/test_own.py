@@ -11,7 +11,7 @@ from cfa_kernels.credit.config import flat_options
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.estimators.base import ANSWER, Estimator, Importances
-from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, sentences, unmet_needs
+from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, unmet_needs
 from cfa_kernels.options import NotNegative, check_fields, option_docs
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import DISTRIBUTIONS, LOGPROBS, LogprobService, ModelAccess
@@ -77,12 +77,12 @@ def test_its_options_are_checked(options, message):
 
 def test_a_host_that_lacks_what_it_needs_refuses_it():
     config = CounterfactualConfig(estimator="lateness", power=2.0)
-    (obstacle,) = sentences(unmet_needs(config, OFFERED_BY_A_SERVICE))
+    (obstacle,) = unmet_needs(config, OFFERED_BY_A_SERVICE)
     assert "it needs distributions over the vocabulary" in obstacle
-    assert not sentences(unmet_needs(config, {*OFFERED_BY_A_SERVICE, DISTRIBUTIONS}))
+    assert not unmet_needs(config, {*OFFERED_BY_A_SERVICE, DISTRIBUTIONS})
     with pytest.raises(NotImplementedError, match=r"estimator='lateness', power=2\.0: it needs distributions"):
         credit_of(LogprobService(lambda *_: []), config)
-    assert not sentences(unmet_needs(CounterfactualConfig(estimator="lateness", control="off"), ()))
+    assert not unmet_needs(CounterfactualConfig(estimator="lateness", control="off"), ())
 
 
 def test_its_importances_become_the_weights_of_its_rule():

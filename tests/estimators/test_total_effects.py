@@ -11,7 +11,7 @@ import torch
 from cfa_kernels import CounterfactualConfig, Probe, counterfactual_credit
 from cfa_kernels.estimators.base import ANSWER
 from cfa_kernels.estimators.total_effects import chained_effects, total_effects
-from cfa_kernels.integrations.credit import sentences, unmet_needs
+from cfa_kernels.integrations.credit import unmet_needs
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import LOGPROBS, InProcess, LogprobService
 from cfa_kernels.scoring.masked import ScoringWork
@@ -351,6 +351,6 @@ def test_a_model_that_lies_elsewhere_is_refused_by_name(sampled):
     config = CounterfactualConfig(effect="total")
     with pytest.raises(NotImplementedError, match="effect='total': it needs the model itself in this process"):
         credit_of(LogprobService(lambda *_: []), sampled, config)
-    (obstacle,) = sentences(unmet_needs(config, {ANSWER, LOGPROBS}))
+    (obstacle,) = unmet_needs(config, {ANSWER, LOGPROBS})
     assert obstacle.startswith("effect='total': it needs the model itself in this process")
-    assert not sentences(unmet_needs(CounterfactualConfig(), {ANSWER, LOGPROBS}))
+    assert not unmet_needs(CounterfactualConfig(), {ANSWER, LOGPROBS})

@@ -12,7 +12,6 @@ from cfa_kernels.integrations.credit import (
     OFFERED_BY_A_SERVICE,
     credit_rows,
     fold_weights,
-    sentences,
     unmet_needs,
 )
 from cfa_kernels.scoring.access import LogprobService
@@ -160,7 +159,7 @@ def test_a_function_of_the_callers_asks_the_service_in_the_models_place():
 
 @pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=str)
 def test_what_a_service_does_not_offer_is_named_by_the_option_that_needs_it(options, message):
-    found = sentences(unmet_needs(CounterfactualConfig(**options), OFFERED_BY_A_SERVICE))
+    found = unmet_needs(CounterfactualConfig(**options), OFFERED_BY_A_SERVICE)
     if message is None:
         assert found == []
         return
@@ -171,7 +170,7 @@ def test_what_a_service_does_not_offer_is_named_by_the_option_that_needs_it(opti
 
 def test_an_obstacle_says_what_to_do():
     def said(offers, **options):
-        (sentence,) = sentences(unmet_needs(CounterfactualConfig(**options), offers))
+        (sentence,) = unmet_needs(CounterfactualConfig(**options), offers)
         return sentence.partition("does not give; ")[2]
 
     service = OFFERED_BY_A_SERVICE
@@ -183,8 +182,8 @@ def test_an_obstacle_says_what_to_do():
 
 @pytest.mark.parametrize("options", CREDIT, ids=str)
 def test_what_a_service_offers_is_no_obstacle(options):
-    assert sentences(unmet_needs(CounterfactualConfig(**options), OFFERED_BY_A_SERVICE)) == []
-    assert sentences(unmet_needs(CounterfactualConfig(estimator="entropy"), OFFERED_BY_A_SERVICE | {ENTROPIES})) == []
+    assert unmet_needs(CounterfactualConfig(**options), OFFERED_BY_A_SERVICE) == []
+    assert unmet_needs(CounterfactualConfig(estimator="entropy"), OFFERED_BY_A_SERVICE | {ENTROPIES}) == []
 
 
 def test_null_is_not_set_and_an_unknown_name_is_refused_all_the_same():

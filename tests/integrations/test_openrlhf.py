@@ -300,7 +300,7 @@ def test_the_launcher_starts_openrlhfs_with_credit_in_its_experience_maker(openr
         self.actor_model_group = self.critic_model_group = self.reward_model_group = self.reference_model_group = None
 
     monkeypatch.setattr(stock, "__init__", base)
-    monkeypatch.setattr(stock, "fit", lambda self, step: started.append(self.experience_maker._is_set_up))
+    monkeypatch.setattr(stock, "fit", lambda self, step: started.append("access" in vars(self.experience_maker)))
     trainer().fit()
     assert started[1:] == [True]
     maker = trainer().experience_maker

@@ -16,6 +16,7 @@ import cfa_kernels.integrations.openrlhf as integration
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin
+from cfa_kernels.integrations.workers import Workers
 from cfa_kernels.scoring.access import LogprobService
 from tests.support import openrlhf_processes, sharded
 from tests.support.log_prob_hosts import REWARDS
@@ -91,10 +92,9 @@ CANNOT = [
 def test_where_trees_cannot_be_scored_the_log_says_why_and_requests_are_sent(maker, caplog, kind, changes, reason):
     group = kind(1)
     asked = maker(group, **changes)
-    asked.set_up()
-    asked.set_up()
-    assert isinstance(asked._access, LogprobService)
-    (said,) = [record.getMessage() for record in caplog.records if record.name == integration.__name__]
+    assert isinstance(asked.access, LogprobService)
+    assert asked.access is asked.access
+    (said,) = [record.getMessage() for record in caplog.records if record.name == Workers.__module__]
     assert said == f"credit: scored by log-prob requests, which share no prefixes, because of {reason}"
     message = rf"effect='total': it needs the model.*requested because of {re.escape(reason)}"
     with pytest.raises(NotImplementedError, match=message):
@@ -107,22 +107,20 @@ def test_a_model_that_has_no_tree_gets_requests_or_is_refused_before_the_first_r
     model.lm_head.register_forward_hook(lambda module, args, logits: 2 * logits)
     group = TreeActors(1, model=model)
     asked = maker(group)
-    asked.set_up()
-    assert isinstance(asked._access, LogprobService)
+    assert isinstance(asked.access, LogprobService)
     assert re.search(r"because of model: the logits of Qwen3ForCausalLM are not its head", caplog.messages[-1])
     with pytest.raises(NotImplementedError, match=r"effect='total'.*requested because of model: the logits"):
-        maker(group, CounterfactualConfig(effect="total")).set_up()
+        _ = maker(group, CounterfactualConfig(effect="total")).access
 
 
 def test_trees_are_named_in_the_log_and_what_asks_nothing_does_not_touch_the_actors(maker, caplog):
-    caplog.set_level(logging.INFO, integration.__name__)
+    caplog.set_level(logging.INFO, Workers.__module__)
     group = TreeActors(2)
-    maker(group, actors=2).set_up()
+    assert isinstance(maker(group, actors=2).access, Workers)
     assert re.fullmatch(r"credit: packed trees are scored on 2 workers in torch.float32", caplog.messages[-1])
     silent = TreeActors(2)
     for options in ({"control": "off"}, {"control": "random"}, {"estimator": "prefix_tree"}):
         asked = maker(silent, CounterfactualConfig(**options), actors=2)
-        asked.set_up()
         asked.compute_advantages_and_returns(experiences(SimpleNamespace))
     assert silent.sent == []
 

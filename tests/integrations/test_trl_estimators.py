@@ -6,7 +6,6 @@ import torch
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.deferred import credited_advantages
 from cfa_kernels.estimators.base import Importances
-from cfa_kernels.integrations.credit import sentences
 from tests.support.trl_training import build, changed, logged, record_generations
 
 pytestmark = pytest.mark.slow
@@ -66,7 +65,7 @@ def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_a
     monkeypatch.setattr(type(made.accelerator), "num_processes", 2)
     made.args.per_device_train_batch_size = 4
     made.args.steps_per_generation = 1
-    assert any("groups of 8 are split" in line for line in sentences(integration._credit_obstacles(made)))
+    assert any("groups of 8 are split" in line for line in integration._credit_obstacles(made))
 
 
 def test_signed_credit_replaces_advantages_and_weights_multiply_them():

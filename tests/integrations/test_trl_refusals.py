@@ -28,7 +28,6 @@ from transformers import (  # noqa: E402
 )
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from cfa_kernels.integrations.credit import sentences  # noqa: E402
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer, CounterfactualMixin  # noqa: E402
 from tests.support import trl_training  # noqa: E402
 from tests.support.trl_training import PROMPT, changed, logged, packs  # noqa: E402
@@ -109,7 +108,7 @@ CREDIT: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
               "combined with loss_type='luspo' in TRL 1.9.0"),
     "GMPO": ({}, {}, GMPOTrainer, None, "combined with GMPOTrainer: its loss takes one advantage per sequence"),
     "Liger's loss": ({}, {}, Ligers, None, "combined with use_liger_kernel=True in TRL"),
-    "another kind": ({}, {}, GRPOTrainer, another_kind, "combined with DistributedType.NO: credit needs whole layers"),
+    "another kind": ({}, {}, GRPOTrainer, another_kind, "DistributedType.NO: layers, sequences and the head"),
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
     "a state space": ({}, {"model": mamba}, GRPOTrainer, None, r"model: MambaForCausalLM .*control='off'"),
     "one ratio each": ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, {}, GRPOTrainer, None,
@@ -124,7 +123,7 @@ LOSS: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "entropy mask": ({"top_entropy_quantile": 0.5}, {}, GRPOTrainer, None, "combined with top_entropy_quantile=0.5"),
     "off-policy mask": ({"off_policy_mask_threshold": 0.5}, {}, GRPOTrainer, None, "off_policy_mask_threshold=0.5"),
     "entropy bonus": ({"entropy_coef": 0.01}, {}, GRPOTrainer, None, "combined with an entropy bonus"),
-    "another kind": ({}, {}, GRPOTrainer, another_kind, "combined with DistributedType.NO, which may split the head"),
+    "another kind": ({}, {}, GRPOTrainer, another_kind, "DistributedType.NO: layers, sequences and the head"),
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
     "logits changed": ({}, {"model": louder}, GRPOTrainer, None, r"model: .* LouderLM .* nats.*leave out packed_loss"),
     "noise in the embeddings": ({"neftune_noise_alpha": 5.0}, {}, GRPOTrainer, None, "neftune_noise_alpha=5.0: compl"),
@@ -251,12 +250,12 @@ def test_under_deepspeeds_stage_3_gradients_need_the_model_gathered(build, monke
 
 def test_reentrant_checkpointing_on_several_processes_is_refused_for_packs(build, monkeypatch):
     built = build(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
-    assert sentences(integration._packing_obstacles(built)) == []
+    assert integration._packing_obstacles(built) == []
     monkeypatch.setattr(type(built.accelerator), "num_processes", 2)
-    (reason,) = sentences(integration._packing_obstacles(built))
+    (reason,) = integration._packing_obstacles(built)
     assert reason.startswith("reentrant gradient checkpointing on several processes")
     monkeypatch.setattr(integration, "_zero_stage", lambda trainer: 2)
-    assert sentences(integration._packing_obstacles(built)) == []
+    assert integration._packing_obstacles(built) == []
 
 
 @pytest.mark.parametrize("name", ["tp", "cp", "sp"])
@@ -267,18 +266,18 @@ def test_a_model_or_sequences_that_processes_share_out_are_refused(build, name):
         parallelism_config=SimpleNamespace(**{f"{name}_enabled": True}),
         state=built.accelerator.state,
     )})  # fmt: skip
-    assert sentences(integration._credit_obstacles(trainer)) == [
-        f"{name} parallelism: credit needs whole layers and sequences; use DDP, FSDP or DeepSpeed"
+    assert integration._credit_obstacles(trainer) == [
+        f"{name} parallelism: layers, sequences and the head must be whole; use DDP, FSDP or DeepSpeed"
     ]
 
 
 def test_credit_of_sharded_models_is_not_refused(mine, monkeypatch):
     state = mine.accelerator.state
     monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
-    assert sentences(integration._credit_obstacles(mine)) == []
+    assert integration._credit_obstacles(mine) == []
     monkeypatch.setattr(state, "distributed_type", DistributedType.DEEPSPEED)
     monkeypatch.setattr(integration, "_zero_stage", lambda trainer: 3)
-    assert sentences(integration._credit_obstacles(mine)) == []
+    assert integration._credit_obstacles(mine) == []
 
 
 @pytest.mark.parametrize(
@@ -293,16 +292,16 @@ def test_credit_of_sharded_models_is_not_refused(mine, monkeypatch):
 )
 def test_gradients_through_a_sharded_model_are_refused(mine, monkeypatch, config, message):
     trainer = SimpleNamespace(**vars(mine) | {"counterfactual": config})
-    assert sentences(integration._credit_obstacles(trainer)) == []
+    assert integration._credit_obstacles(trainer) == []
     monkeypatch.setattr(mine.accelerator.state, "distributed_type", DistributedType.FSDP)
-    (reason,) = sentences(integration._credit_obstacles(trainer))
+    (reason,) = integration._credit_obstacles(trainer)
     assert re.match(message, reason)
 
 
 @packs
 def test_under_fsdp_the_packed_loss_is_not_refused(mine, monkeypatch):
     monkeypatch.setattr(mine.accelerator.state, "distributed_type", DistributedType.FSDP)
-    assert sentences(integration._packing_obstacles(mine)) == []
+    assert integration._packing_obstacles(mine) == []
 
 
 @pytest.mark.parametrize("control", [None, "off"])
@@ -342,20 +341,20 @@ def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion
             return False
 
         @contextmanager
-        def _asked_model(self):
-            tried.append("asked")
-            with super()._asked_model() as model:
+        def _queried_model(self):
+            tried.append("queried")
+            with super()._queried_model() as model:
                 yield model
 
         def _generate(self, *args, **kwargs):
-            assert tried[: 1 + len(expected)] == ["asked", *expected]
+            assert tried[: 1 + len(expected)] == ["queried", *expected]
             return super()._generate(*args, **kwargs)
 
     trainer = build(Later, trainer={"packed_loss": packed}, max_steps=2)
     assert tried == []
     trainer.train()
-    assert tried.count("asked") > 0
-    assert [name for name in tried if name != "asked"][: len(expected)] == expected
+    assert tried.count("queried") > 0
+    assert [name for name in tried if name != "queried"][: len(expected)] == expected
     assert tried.count("check_supported") == 1
 
 

@@ -9,7 +9,7 @@ import pandas
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, Draws
+from cfa_kernels import CounterfactualConfig, Credit, Draws
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
@@ -142,14 +142,14 @@ def test_the_page_names_what_is_logged_and_no_more(train, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
     named = {name for name in DOCUMENTED.findall(page) if name.startswith(("credit/", "packed/"))}
     found, computed = set[str](), set[str]()
-    figures = integration.Credit.metrics
+    figures = Credit.metrics
 
     def metrics(credit: Any, *args: Any) -> dict[str, float]:
         made = figures(credit, *args)
         computed.update(made)
         return made
 
-    monkeypatch.setattr(integration.Credit, "metrics", metrics)
+    monkeypatch.setattr(Credit, "metrics", metrics)
     for config in (CounterfactualConfig(), CounterfactualConfig(estimator="prefix_tree")):
         trained = train(trainer={"counterfactual": config, "packed_loss": True})
         found |= {name for entry in trained.state.log_history for name in entry}

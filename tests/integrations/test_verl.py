@@ -41,7 +41,7 @@ import cfa_kernels.integrations.verl as integration  # noqa: E402
 from cfa_kernels import Draws  # noqa: E402
 from cfa_kernels.credit.config import flat_options  # noqa: E402
 from cfa_kernels.integrations.verl import CounterfactualMixin  # noqa: E402
-from cfa_kernels.integrations.workers import Share, judge_share  # noqa: E402
+from cfa_kernels.integrations.workers import Share, Workers, judge_share  # noqa: E402
 from cfa_kernels.scoring.access import LogprobService  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def transfer_queue() -> Any:
     ray.shutdown()
 
 
-class Workers:
+class WorkerGroup:
     """verl's worker group for `processes` data-parallel workers, each with the same model, in this process."""
 
     def __init__(self, processes: int, micro_batch: int, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def one_process() -> Any:
     torch.distributed.destroy_process_group()
 
 
-def build(config: Any, workers: Workers | None, trainer: type = PPOTrainerSync, **credit: Any) -> Any:
+def build(config: Any, workers: WorkerGroup | None, trainer: type = PPOTrainerSync, **credit: Any) -> Any:
     """A verl trainer with what its advantage step needs."""
 
     class Trainer(CounterfactualMixin, trainer):
@@ -118,7 +118,7 @@ def build(config: Any, workers: Workers | None, trainer: type = PPOTrainerSync, 
     built = object.__new__(Trainer)
     built.config, built.tokenizer, built.actor_rollout_wg = config, tiny_tokenizer(), workers
     built.counterfactual = CounterfactualConfig(**credit)
-    built._draws, built.global_steps = Draws(0), 0
+    built._draws, built.global_steps, built._access = Draws(0), 0, LogprobService(built._logprobs)
     return built
 
 
@@ -160,7 +160,7 @@ def test_the_advantages_are_verls_times_the_weights_of_the_completions(
     config = config.copy()
     config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz = dynamic
     config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu = micro_batch
-    workers = Workers(processes, micro_batch, dynamic, monkeypatch)
+    workers = WorkerGroup(processes, micro_batch, dynamic, monkeypatch)
     stock = PPOTrainerSync._compute_advantage(build(config, None), put(transfer_queue), {})
     expected = advantages_of(stock)
     metrics: dict[str, float] = {}
@@ -201,7 +201,7 @@ def one_by_one(config) -> Any:
 def test_every_estimator_by_name_does_in_verl_what_it_does_with_the_model_at_hand(
     one_by_one, transfer_queue, monkeypatch, options
 ):
-    workers, metrics = Workers(1, 1, False, monkeypatch), dict[str, float]()
+    workers, metrics = WorkerGroup(1, 1, False, monkeypatch), dict[str, float]()
     own = advantages_of(PPOTrainerSync._compute_advantage(build(one_by_one, None), put(transfer_queue), {}))
     batch = build(one_by_one, workers, **options)._compute_advantage(put(transfer_queue), metrics)
     temperature = one_by_one.actor_rollout_ref.rollout.temperature
@@ -215,7 +215,7 @@ def test_every_estimator_by_name_does_in_verl_what_it_does_with_the_model_at_han
 
 
 def test_entropies_are_those_of_the_distributions_that_tokens_were_drawn_from(one_by_one, monkeypatch):
-    workers, temperature = Workers(2, 1, False, monkeypatch), one_by_one.actor_rollout_ref.rollout.temperature
+    workers, temperature = WorkerGroup(2, 1, False, monkeypatch), one_by_one.actor_rollout_ref.rollout.temperature
     prompts, answers = ([torch.tensor(row) for row in rows] for rows in (PROMPTS, completions()))
     advantages = [torch.full(row.shape, float(b % 2)) for b, row in enumerate(answers)]
     given = build(one_by_one, workers)._entropies(prompts, answers, advantages)
@@ -234,7 +234,7 @@ def test_entropies_that_verl_has_computed_already_are_not_asked_for_again(one_by
     known = TensorDict({"entropy": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, batch_size=6)
     batch = queue.kv_batch_put(keys=batch.keys, partition_id="train", fields=known)
     try:
-        workers = Workers(1, 1, False, monkeypatch)
+        workers = WorkerGroup(1, 1, False, monkeypatch)
         trainer = build(one_by_one, workers, estimator="entropy", fraction=0.05)
         given = advantages_of(trainer._compute_advantage(batch, {}))
     finally:
@@ -318,7 +318,7 @@ def test_where_trees_cannot_be_scored_the_log_says_why_and_requests_are_sent(con
     config = OmegaConf.merge(config, {"actor_rollout_ref": change})
     trainer = set_up(config, Group(problem))
     assert isinstance(trainer._access, LogprobService)
-    (said,) = [record.getMessage() for record in caplog.records if record.name == integration.__name__]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == Workers.__module__]
     assert said.startswith("credit: scored by log-prob requests")
     assert said.endswith(f"{reason}")
     config = OmegaConf.merge(config, {"counterfactual": {"effect": "total"}})
@@ -332,7 +332,7 @@ def test_an_estimator_that_needs_the_model_at_hand_is_refused_where_log_probs_ar
     for name, value in options.items():
         OmegaConf.update(config, f"counterfactual.{name}", value, force_add=True)
     if message is None:
-        return integration._refuse(config)
+        return integration.refuse_settings(config)
     for start in (integration.run, type("Trainer", (CounterfactualMixin, object), {})):
         with pytest.raises(NotImplementedError, match=f"cannot be combined with .*{re.escape(message)}"):
             start(config)
@@ -361,7 +361,7 @@ def test_rows_without_advantage_are_not_asked_for(config, transfer_queue, monkey
             fields = TensorDict(fields, batch_size=6)
             return queue.kv_batch_put(keys=batch.keys, partition_id="train", fields=fields)
 
-    workers = Workers(1, 1, False, monkeypatch)
+    workers = WorkerGroup(1, 1, False, monkeypatch)
     batch = build(config, workers, OneGroup)._compute_advantage(put(transfer_queue), {})
     (request,) = workers.requests
     assert all(row[:3].tolist() == [3, 4, 5] for row in request["input_ids"].unbind())
@@ -374,7 +374,7 @@ def test_with_weights_of_one_the_advantages_are_verls_to_the_last_bit(config, tr
     config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu = 1
     config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz = False
     stock = advantages_of(PPOTrainerSync._compute_advantage(build(config, None), put(transfer_queue), {}))
-    workers = Workers(1, 1, False, monkeypatch)
+    workers = WorkerGroup(1, 1, False, monkeypatch)
     mine = advantages_of(build(config, workers, **credit)._compute_advantage(put(transfer_queue), {}))
     assert all(torch.equal(a, b) for a, b in zip(stock, mine, strict=True))
     assert len(workers.requests) == ("control" not in credit)

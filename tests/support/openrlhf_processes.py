@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin, TreeScoring, with_tree_scoring
+from cfa_kernels.integrations.workers import Workers
 from tests.support.log_prob_hosts import PROMPTS, completions
 from tests.support.openrlhf_host import Engine, check_credited, experiences, replace_gpu_libraries
 from tests.support.sharded import deepspeed_engine, deepspeed_on_a_cpu
@@ -99,11 +100,10 @@ def under_ray(stage: int) -> None:
             (kind, {"counterfactual": CounterfactualConfig(**options)}),
         )
     )
-    maker.set_up()
-    assert maker._workers is not None
+    assert isinstance(maker.access, Workers)
     own = own.compute_advantages_and_returns(experiences(Experience))
     check_credited(maker.compute_advantages_and_returns(experiences(Experience)), own, options)
-    refuses_a_bad_id(maker._workers)
+    refuses_a_bad_id(maker.access)
     check_credited(maker.compute_advantages_and_returns(experiences(Experience)), own, options)
     ray.shutdown()
 

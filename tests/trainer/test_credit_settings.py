@@ -9,7 +9,7 @@ import yaml
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.estimators.entropy import Entropy
-from cfa_kernels.integrations.credit import OFFERS, sentences, unmet_needs
+from cfa_kernels.integrations.credit import OFFERS, unmet_needs
 from cfa_kernels.options import Share, check_fields
 from docs.options import options
 from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings, updated
@@ -63,8 +63,8 @@ def test_a_field_added_to_a_part_is_a_setting_of_yaml_and_an_option_of_every_tra
     assert ours.estimator == Prepared(care=0.75)
     assert ours.to_flat()["care"] == 0.75
     assert "| `care` | `Prepared`, `estimator=prepared` | `0.25` | How much care is taken. |" in options()
-    assert not sentences(unmet_needs(ours, OFFERS["TRL"]))
-    (refusal,) = sentences(unmet_needs(ours, OFFERS["OpenRLHF"]))
+    assert not unmet_needs(ours, OFFERS["TRL"])
+    (refusal,) = unmet_needs(ours, OFFERS["OpenRLHF"])
     assert refusal.startswith("estimator='prepared': it needs the entropy of each sampled token")
     with pytest.raises(ValueError, match=r"care must be in \[0, 1\], got 2"):
         CounterfactualConfig.from_flat({"estimator": "prepared", "care": 2})
