@@ -55,10 +55,7 @@ def load_rows(
 
 
 def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tuple[list[Row], list[Row]]:
-    """Load training and held-out problems, disjoint by question; equal settings hold equal problems out.
-
-    `seed` draws generated training problems.
-    """
+    """Load training and held-out problems, disjoint by question; `seed` draws generated training problems only."""
     train = load_rows(config.dataset, split="train", count=config.train_problems, columns=config, seed=seed)
     held_out = config.eval_problems
     if config.eval_dataset is None and Path(config.dataset).suffix in _FILES:
@@ -104,11 +101,9 @@ def encode_prompts(
         if not ids:
             raise ValueError(f"{row.where}: the chat template of model {config.model} writes an empty prompt")
         if context is not None and len(ids) + completion > context:
-            raise ValueError(
-                f"{row.where}: the prompt has {len(ids)} tokens, at most {max(context - completion, 0)} fit (context "
-                f"{context} of model {config.model} less max_completion_length {completion}); shorten or remove it, or "
-                "lower max_completion_length"
-            )
+            room = f"context {context} of model {config.model} less max_completion_length {completion}"
+            fitting = f"the prompt has {len(ids)} tokens, at most {max(context - completion, 0)} fit ({room})"
+            raise ValueError(f"{row.where}: {fitting}; shorten or remove it, or lower max_completion_length")
         prompts.append(ids)
     return prompts
 
@@ -146,8 +141,7 @@ def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:
     texts, names = {}, {"question": columns.question_column, "answer": columns.answer_column}
     for role, column in names.items():
         if column not in row:
-            has = f"has no column {column!r}; its columns are {sorted(row)}"
-            raise ValueError(f"{where}: {has}; name the one by {role}_column")
+            raise ValueError(f"{where}: has no column {column!r}, only {sorted(row)}; name the one by {role}_column")
         value = row[column]
         if role == "answer" and isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)

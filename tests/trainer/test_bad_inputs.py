@@ -147,7 +147,7 @@ CATALOGUE: dict[str, tuple] = {
         },
     ),
     "two rewards of one name": (
-        ["--reward_funcs", "own:raises", "own:raises"], BEFORE, "would be reported as 'raises'",
+        ["--reward_funcs", "own:raises", "own:raises"], BEFORE, "would be reported by one name",
     ),
     "a reward of one argument": (
         ["--reward_funcs=own:one_argument"], BEFORE, "reward one_argument: ", "'prompts'", "**",

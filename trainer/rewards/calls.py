@@ -1,6 +1,9 @@
-"""Call reward functions, add their rewards up, and say which function failed, on which row and where in its code."""
+"""Load reward functions by name, call them, add their rewards up, and say which one failed, and where in its code."""
 
+import functools
+import importlib
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -10,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cfa_kernels.text.rules import AnswerFormat
+from trainer.rewards.settings import BUILT_IN
 from trainer.rollouts import Rollouts
 
 Reward = Callable[..., list[float | None]]
@@ -19,9 +24,47 @@ ARGUMENTS = ("prompts", "completions", "completion_ids")
 FAILURES = (Exception, SystemExit)
 """Whatever a user's code raises that is no signal."""
 
+_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an answer: it has no group
+
 
 class RewardError(ValueError):
     """A reward function did not return rewards; the message names it and, if it can be known, the row."""
+
+
+def load_reward(name: str, **options: Any) -> Reward:
+    """Load a reward function; one of the program's gets those of `options` that it takes."""
+    if ":" in name:
+        return _imported("reward_funcs", name)
+    if name not in BUILT_IN:
+        names = ", ".join(BUILT_IN)
+        raise ValueError(f"reward_funcs: {name!r} is neither one of {names} nor of the form 'module:function'")
+    function = _imported("reward_funcs", BUILT_IN[name].function)
+    own = {option: options[option] for option in BUILT_IN[name].options if options.get(option) is not None}
+    return function(**own) if isinstance(function, type) else functools.partial(function, **own)
+
+
+def load_rewards(names: Sequence[str], **options: Any) -> dict[str, Reward]:
+    """Load reward functions by the name they are reported under, the last part of `names`; no two have one name."""
+    functions = {name.rpartition(":")[2]: load_reward(name, **options) for name in names}
+    if len(functions) < len(names):
+        raise ValueError(f"reward_funcs: two of {', '.join(names)} would be reported by one name; rename one")
+    return functions
+
+
+def load_answer_format(name: str | None) -> AnswerFormat | None:
+    """Load a run's form of answers by its setting: `module:function` on the import path, or a pattern as it stands."""
+    return _imported("answer_format", name) if name is not None and _REFERENCE.fullmatch(name) else name
+
+
+def _imported(setting: str, name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except FAILURES as problem:  # a module may raise anything while it is imported
+        raise ValueError(f"{setting}: cannot import {name!r}: {type(problem).__name__}: {problem}") from problem
+    if not callable(function):
+        raise ValueError(f"{setting}: {name!r} is a {type(function).__name__}, not a function")
+    return function
 
 
 def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]) -> None:
@@ -34,10 +77,8 @@ def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]
         try:
             signature.bind(**dict.fromkeys([*ARGUMENTS, *columns]))
         except TypeError as problem:
-            raise ValueError(
-                f"reward {name}: {problem}; it is called with prompts, completions, completion_ids and the columns "
-                f"{sorted(columns)} by name, and takes those that it does not read by **others"
-            ) from problem
+            said = f"it is called with {', '.join(ARGUMENTS)} and the columns {sorted(columns)} by name"
+            raise ValueError(f"reward {name}: {problem}; {said}, so let it take **others") from problem
 
 
 def arguments(columns: Mapping[str, Sequence[Any]], rollouts: Rollouts) -> dict[str, Sequence[Any]]:
@@ -50,20 +91,10 @@ def compute_rewards(
     functions: Mapping[str, Reward], columns: Mapping[str, Sequence[Any]], *, weights: Sequence[float] = (),
     names: Sequence[str] | None = None,
 ) -> tuple[Tensor, dict[str, list[float | None]]]:  # fmt: skip
-    """Call each reward function on B samples and add the results up, by `weights` if there are any; None abstains.
+    """Call reward functions on B samples and add the results up, each times its weight; None abstains.
 
-    Args:
-        functions: by the names that they are reported under.
-        columns: the functions' arguments, B values of each.
-        weights: a factor for each function.
-        names: names of the samples in errors, by default "sample 0", "sample 1", ...
-
-    Returns:
-        The (B,) fp32 sums and each function's own list, without its weight.
-
-    Raises:
-        RewardError: as `rewards_by`, or every function abstains on a sample.
-        FloatingPointError: a reward or a sum is not finite in float32; the message names the sample.
+    `columns` holds B values of each argument, `names` the samples' in errors. Gives the (B,) fp32 sums and each
+    function's own list, without its weight. Raises as `rewards_by`, and if all abstain or a sum is not finite.
     """
     samples = names or [f"sample {i}" for i in range(len(columns["completions"]))]
     by_function = {name: rewards_by(name, function, samples, columns) for name, function in functions.items()}
@@ -81,14 +112,10 @@ def compute_rewards(
 def rewards_by(
     name: str, function: Reward, samples: Sequence[str], columns: Mapping[str, Sequence[Any]]
 ) -> list[float | None]:
-    """Call one reward function on B samples and check its result; changes that it makes to its lists stay its own.
+    """Call one reward function on B samples and check that it returns as many real numbers of any type, or None.
 
-    A reward is any real number: a float, an integer, a bool, a NumPy number, a tensor without dimensions.
-
-    Raises:
-        RewardError: the function raised, and the message has the line of its code; or it returned no list, a wrong
-            number of values or a value that is no real number.
-        FloatingPointError: a reward is not finite in float32.
+    Raises `RewardError` that names function and sample, or the line that raised; `FloatingPointError` for a reward that
+    is not finite in float32.
     """
     try:
         values: Any = function(**{argument: [*column] for argument, column in columns.items()})

@@ -22,12 +22,7 @@ _GROUP_BLANK = re.compile(r"(?<=\d)[ \u00a0\u202f](?=\d{3}(?![\d/]))")  # 10 000
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Read the exact value of a written number; None if `text` is anything else.
-
-    Understands signs (also Unicode), currency signs, thousands separators, decimals, powers of ten (`1.5e3`,
-    `1.5 × 10^3`), `3/4`, `1 1/2` and `\\frac{3}{4}`. A rational holds every decimal exactly, so that 18 and 18.00 are
-    one number and 0.1 is not rounded.
-    """
+    """Read the exact value of a written number, as `-$1,234.50`, `1.5 × 10^3` or `\\frac{3}{4}`; None if it is none."""
     bare = _GROUP_BLANK.sub("", _DRESS.sub("", text.translate(_MINUS)))
     power = _POWER_OF_TEN.search(bare.rstrip())
     scale = Fraction(10) ** int(power["bare"] or power["braced"] or power["exponent"]) if power else 1

@@ -80,19 +80,11 @@ class Engine(Protocol):
         keys: Sequence[Sequence[int]] | None = None, temperature: float = 1.0, top_p: float = 1.0,
         names: Sequence[str] | None = None,
     ) -> Rollouts:  # fmt: skip
-        """Complete B prompts: by sampling with one key of integers per prompt, or greedily without keys.
+        """Complete B prompts by at most so many tokens: by sampling with a key of integers each, or greedily.
 
-        Args:
-            prompts: B lists of token ids.
-            max_completion_length: most tokens of a completion.
-            keys: B keys; equal keys draw equal numbers, whatever else is in the batch.
-            temperature: divides the logits; log-probs are at it.
-            top_p: nucleus, in (0, 1].
-            names: names of the prompts in errors, by default "sample 0", "sample 1", ...
-
-        Raises:
-            FloatingPointError: the model gave a prompt logits that are not finite before its completion ended; the
-                message names prompts and the first such token.
+        Equal keys draw equal numbers, whatever else is in the batch. Log-probs are at the temperature; `top_p` is the
+        nucleus, in (0, 1]; `names` are the prompts' in errors. Raises `FloatingPointError` that names prompts and token
+        if logits are not finite before a completion has ended.
         """
         ...
 

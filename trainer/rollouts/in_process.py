@@ -28,19 +28,20 @@ class TransformersEngine:
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | None = None, *,
         static: bool | None = None,
     ) -> None:  # fmt: skip
-        """Find out what `model` can do.
+        """Find out what `model`, the policy, can do.
 
-        Args:
-            model: the policy.
-            tokenizer: its tokenizer.
-            dtype: a copy of the policy in that type samples, rounded anew from its weights at every call.
-            static: whether keys and values have a cache of fixed size, so that a decoding step on a GPU is one CUDA
-                graph, compiled at first use; by default on a GPU.
+        With `dtype` a copy of it in that type samples, rounded anew from its weights at every call. With `static`, by
+        default on a GPU, keys and values have a cache of fixed size, and a decoding step is one CUDA graph.
         """
         self._policy, self._tokenizer = model, tokenizer
         self._model = model = model if dtype is None else frozen_copy(model, dtype)
         self.notes: list[str] = []
-        self._merges = self._can_merge()
+        try:
+            with merged_adapters(model) as layers:
+                self._merges = layers > 0
+        except CannotMerge as problem:
+            self._merges = False
+            self.notes.append(f"sampling with the adapters beside the weights, for {problem}")
         self._cache: StaticCache | None = None  # stays: a CUDA graph reads and writes where it was recorded
         self._shape = 0, 0  # its rows and tokens
         self._static = next(model.parameters()).device.type == "cuda" if static is None else static
@@ -50,7 +51,10 @@ class TransformersEngine:
 
     def __call__(self, prompts: Sequence[Sequence[int]], **options: Any) -> Rollouts:
         """Complete prompts as `Engine` says."""
-        self._round()
+        if self._model is not self._policy:  # in the memory that a CUDA graph reads weights from
+            with torch.no_grad():
+                for rounded, weight in zip(self._model.parameters(), self._policy.parameters(), strict=True):
+                    rounded.copy_(weight)
         with merged_adapters(self._model) if self._merges else contextlib.nullcontext():
             if not self._static:
                 return generate(self._model, self._tokenizer, prompts, **options)
@@ -59,21 +63,6 @@ class TransformersEngine:
 
     def weights_changed(self) -> None:
         """Do nothing: the policy's own weights sample."""
-
-    @torch.no_grad()
-    def _round(self) -> None:
-        # A copy of the policy gets the weights of now in the memory that a CUDA graph reads them from.
-        if self._model is not self._policy:
-            for rounded, weight in zip(self._model.parameters(), self._policy.parameters(), strict=True):
-                rounded.copy_(weight)
-
-    def _can_merge(self) -> bool:
-        try:
-            with merged_adapters(self._model) as layers:
-                return layers > 0
-        except CannotMerge as problem:
-            self.notes.append(f"sampling with the adapters beside the weights, for {problem}")
-            return False
 
     def _cache_for(self, rows: int, longest: int) -> StaticCache:
         held_rows = _FEWEST_ROWS
@@ -123,11 +112,10 @@ def generate(
     causal, training = causal_lm(model), model.training
     model.eval()
     try:
-        head = decoding_head(causal) if cache is None else contextlib.nullcontext()  # or compiled
-        fed = cache
+        filled: Any = cache
         if cache is None and not static_cache_obstacle(causal):  # layers keep keys and values only
-            fed = _prompt_cache(causal, prompt_ids, prompt_mask)
-        with head:
+            filled = _prompt_cache(causal, prompt_ids, prompt_mask)
+        with decoding_head(causal) if cache is None else contextlib.nullcontext():  # or compiled
             sequences = model.generate(  # type: ignore[operator]
                 input_ids=prompt_ids,
                 attention_mask=prompt_mask,
@@ -136,7 +124,7 @@ def generate(
                 do_sample=False,
                 eos_token_id=ends,
                 pad_token_id=tokenizer.pad_token_id,
-                past_key_values=fed,
+                past_key_values=filled,
             )
     finally:
         model.train(training)

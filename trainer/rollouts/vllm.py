@@ -39,10 +39,7 @@ class VllmEngine:
         """Reach the server at `url`, open the channel for weights, and see that it computes with those it is sent.
 
         `limit` is the largest gap between the server's log-probs and those of `model`, a policy in eval mode, nats.
-
-        Raises:
-            ImportError, NotImplementedError: a package is not installed; the policy is not on a GPU.
-            ConnectionError, ValueError: the server refuses, or its log-probs are not those of its weights.
+        Raises `ImportError`, `NotImplementedError` without a GPU, `ConnectionError` and `ValueError`, which say why.
         """
         self._model, self._tokenizer, self._url = model, tokenizer, url.rstrip("/")
         self._ends, self._stale = end_ids(model, tokenizer), True
@@ -59,10 +56,8 @@ class VllmEngine:
         with self._named("tell its configuration"):
             mode = self._client.get_server_info()["model_config"]["logprobs_mode"]
         if mode != _MODE:
-            raise ValueError(
-                f"rollout_engine: the vLLM server at {self._url} gives {mode}, which are not divided by the "
-                f"temperature; start it with --logprobs-mode {_MODE}"
-            )
+            said = f"the vLLM server at {self._url} gives {mode}, which are not at the temperature"
+            raise ValueError(f"rollout_engine: {said}; start it with --logprobs-mode {_MODE}")
         with self._named("open the channel for weights"):
             self._client.init_communicator(device=next(model.parameters()).device)
         self._verify(limit)

@@ -29,27 +29,19 @@ def fenced_code(completion: str) -> str | None:
 class CodeReward:
     """Give 1 where a completion's last fenced block of Python passes all tests of its row, else 0.
 
-    Tests are the column `tests`, a list of statements for each row, after `test_setup` if there is one; names of Python
-    in them mean the solution's if the row's `own_names` have them. docs/rewards.md says how solutions are isolated, and
-    what that does not stop.
+    Rows are those of `mbpp_row`. docs/rewards.md says how solutions are isolated, and what that does not stop.
     """
 
     def __init__(self, timeout: float = 10.0, isolation: str = "bubblewrap") -> None:
-        """Run a program, which shows that programs can be isolated here; `ValueError` says why they cannot.
-
-        Args:
-            timeout: seconds that a completion's tests may take together once Python runs, rounded up.
-            isolation: "bubblewrap" or "none".
-        """
+        """Raise `ValueError` if programs cannot be isolated here; `timeout`, in seconds, is of a completion's tests."""
         self._seconds, self._isolated = START_SECONDS, isolation != "none"
         try:
             if not self.passes("def right(): return 1", ["assert right() == 1"]):
                 raise OSError("a program did not run to its end")
         except OSError as problem:
-            raise ValueError(
-                f"reward code: programs cannot be isolated here ({problem}). Install bubblewrap, allow user "
-                "namespaces, or set code_isolation to none, which runs what the model writes with all that you may do"
-            ) from problem
+            advice = "Install bubblewrap, allow user namespaces, or set code_isolation to none, which lets programs do"
+            said = f"reward code: programs cannot be isolated here ({problem}). {advice} all that you may do"
+            raise ValueError(said) from problem
         self._seconds = timeout
 
     def __call__(

@@ -19,9 +19,8 @@ _CHILD = Path(__file__).with_name("child.py")
 class MathReward:
     """Give 1 where math-verify finds a completion equal to the answer of its row, else 0.
 
-    The answer is the end of a worked solution (`#### 72`) or the column `answer` as it is, in LaTeX or plain. A
-    completion that takes longer than `timeout` seconds, or kills the child process, earns 0, as does every completion
-    of an answer that math-verify cannot read, which a warning names. docs/rewards.md lists its faults.
+    A completion that takes longer than `timeout` seconds, or kills the child process, earns 0. docs/rewards.md says
+    how answers are read.
     """
 
     def __init__(self, timeout: float = 10.0) -> None:
