@@ -217,12 +217,10 @@ class _PackSaliency:
         )  # fmt: skip
 
         forwards = asked.samples + self.diverges
-        averaged = self.diverges and head.softcap is None
         self.work = ScoringWork(
             forwards=forwards,
             tokens_fed=forwards * pack.num_tokens,
             tokens_unshared=forwards * sum(len(query.tokens) for query in queries),
-            head_rows=forwards * (len(rows) if averaged else len(read)),
         )
 
     def run(self) -> _Found:

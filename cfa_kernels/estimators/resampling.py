@@ -93,7 +93,7 @@ def _write(walk: ModelWalk, head: Head, fills: Sequence[_Fill]) -> ScoringWork:
             pack = pack_of(tree, first_row=first)
             hidden = torch.cat([hidden[:first], packed_hidden(walk, pack, store=store).to(head.weight)])
             work += ScoringWork(1, pack.num_tokens)
-        work += ScoringWork(tokens_unshared=sum(map(len, sequences)), head_rows=len(fills))
+        work += ScoringWork(tokens_unshared=sum(map(len, sequences)))
         for fill, token in zip(fills, _sample(walk, head, hidden[rows], fills), strict=True):
             fill.tokens.append(token)
         fills = [fill for fill in fills if len(fill.tokens) < fill.length]

@@ -217,8 +217,8 @@ class LogprobService(RemoteAccess):
         ]
         base, masked = torch.tensor([row[0] for row in scores]), [row[1:] for row in scores]
         drop = [row - own for row, own in zip(masked, base, strict=True)]
-        fed, head_rows = sum(map(len, prompts + completions)), sum(map(len, completions))
-        return CounterfactualScores(base, masked, drop, ScoringWork(len(completions), fed, fed, head_rows))
+        fed = sum(map(len, prompts + completions))
+        return CounterfactualScores(base, masked, drop, ScoringWork(len(completions), fed, fed))
 
 
 def as_access(model: nn.Module | ModelAccess | None) -> ModelAccess:

@@ -36,7 +36,6 @@ class ScoringWork:
     forwards: int = 0
     tokens_fed: int = 0
     tokens_unshared: int = 0  # tokens if every query (log-probs, base answer, each branch) took a forward of its own
-    head_rows: int = 0
 
     def __add__(self, other: "ScoringWork") -> "ScoringWork":
         """Add two counts."""
@@ -212,7 +211,6 @@ def _collect(plan: ScoringPlan, readings: Sequence[_Reading]) -> tuple[Tensor, S
         forwards=len([one for one in readings if one.pack.num_tokens]),
         tokens_fed=sum(one.pack.num_tokens for one in readings),
         tokens_unshared=sum(len(query.tokens) for query in plan.queries),
-        head_rows=sum(len(one.pack.rows) for one in readings),
     )
     if not readings:
         return torch.zeros(0), work

@@ -42,7 +42,7 @@ class Scored:
     def score(self, batch, *, outcome="logprob"):
         self.batches.append(batch)
         drop = [self.drops[: len(row)] for row in batch.units]
-        return CounterfactualScores(torch.full((len(batch),), self.base), drop, drop, ScoringWork(1, 1, 1, 1))
+        return CounterfactualScores(torch.full((len(batch),), self.base), drop, drop, ScoringWork(1, 1, 1))
 
 
 @pytest.fixture
@@ -416,7 +416,7 @@ def test_gradients_judge_every_token_before_the_marker_by_the_model(scored, monk
 
     def saliency(self, access, batch):
         seen.update(asdict(self), units=batch.units)
-        return Importances([torch.arange(len(row)) * 1.0 for row in batch.units], work=ScoringWork(2, 20, 20, 3))
+        return Importances([torch.arange(len(row)) * 1.0 for row in batch.units], work=ScoringWork(2, 20, 20))
 
     monkeypatch.setattr(Gradient, "__call__", saliency)
     config = CounterfactualConfig(estimator="gradient", outcome="last", sigma=0.5, samples=3, tau=0.0)
