@@ -20,7 +20,6 @@ class Evaluation:
     """Result on N problems, in their order."""
 
     correct: list[bool]
-    texts: list[str]
     mean_length: float  # tokens per completion
     pass_at: Mapping[int, float] = field(default_factory=dict)  # by k, 0 to 1
 
@@ -53,34 +52,33 @@ def evaluate(
             names the problems.
     """
 
-    def completed(
-        problems: Sequence[int], keys: Sequence[tuple[int, ...]] | None = None, **options: float
-    ) -> list[tuple[bool, str, int]]:
-        """Complete the prompts of problems, by number: whether solved, text and tokens of each."""
-        results, share = dict[int, tuple[bool, str, int]](), own_share(range(len(problems)))
+    def judge(
+        problems: Sequence[int], keys: Sequence[tuple[int, ...]] = (), **options: float
+    ) -> list[tuple[bool, int]]:
+        """Complete the prompts of problems, by number: whether solved, and tokens of each."""
+        results, share = dict[int, tuple[bool, int]](), own_share(range(len(problems)))
         by_length = sorted(share, key=lambda at: len(prompts[problems[at]]))
         size = config.generation_batch_size // count()
-        for start in range(0, len(by_length), size):
-            batch = by_length[start : start + size]
+        for batch in (by_length[start : start + size] for start in range(0, len(by_length), size)):
             chosen = [problems[at] for at in batch]
             names = [f"held-out problem {i}" for i in chosen]
             rollouts = engine(
                 [prompts[i] for i in chosen], max_completion_length=config.max_completion_length, names=names,
-                keys=keys and [keys[at] for at in batch], **options,
+                keys=[keys[at] for at in batch] if keys else None, **options,
             )  # fmt: skip
             columns = {name: [rows[i][name] for i in chosen] for name in rows[0]}
             rewards = rewards_by("of evaluation", match, names, arguments(columns, rollouts))
             lengths = rollouts.completion_mask.sum(1).tolist()
-            for at, reward, text, length in zip(batch, rewards, rollouts.texts, lengths, strict=True):
-                results[at] = reward is not None and reward >= 1, text, length
+            solved = [reward is not None and reward >= 1 for reward in rewards]
+            results |= zip(batch, zip(solved, lengths, strict=True), strict=True)
             advance(len(batch))
         return [*itertools.chain.from_iterable(gather([results[at] for at in share]))]
 
-    correct, texts, lengths = map(list, zip(*completed(range(len(rows))), strict=True))
+    correct, lengths = map(list, zip(*judge(range(len(rows))), strict=True))
     passes = dict[int, float]()
     if n := config.eval_samples:
         keys = [(config.seed, 0, i, s, _STREAM) for i in range(len(rows)) for s in range(n)]
-        sampled = completed([key[2] for key in keys], keys=keys, temperature=config.temperature, top_p=config.top_p)
-        solved = [sum(one for one, _, _ in sampled[i * n : (i + 1) * n]) for i in range(len(rows))]
+        sampled = judge([key[2] for key in keys], keys, temperature=config.temperature, top_p=config.top_p)
+        solved = [sum(one for one, _ in sampled[i * n : (i + 1) * n]) for i in range(len(rows))]
         passes = {1: sum(solved) / n / len(rows), n: sum(map(bool, solved)) / len(rows)}
-    return Evaluation(correct, texts, sum(lengths) / len(rows), passes)
+    return Evaluation(correct, sum(lengths) / len(rows), passes)

@@ -234,8 +234,8 @@ def test_problems_come_in_shuffled_passes() -> None:
 
 
 def test_the_gain_comes_with_its_paired_standard_error() -> None:
-    before = Evaluation([True, False, False, False], [""] * 4, 1.0)
-    after = Evaluation([True, True, True, False], [""] * 4, 1.0)
+    before = Evaluation([True, False, False, False], 1.0)
+    after = Evaluation([True, True, True, False], 1.0)
     gain, error = paired_gain(before, after)
     assert gain == 0.5
     assert error == pytest.approx(math.sqrt((2 * 0.25 + 2 * 0.25) / 3 / 4))

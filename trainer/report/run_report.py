@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, stdev
@@ -64,7 +64,7 @@ class Report:
         return {
             "id": self._id,
             "bytes": sizes,
-            "evaluations": [(step, asdict(replace(result, texts=[]))) for step, result in self._evaluations],
+            "evaluations": [(step, asdict(result)) for step, result in self._evaluations],
             "tokens": self._tokens,
             "seconds": time.perf_counter() - self._started,
         }

@@ -39,7 +39,7 @@ def test_a_run_leaves_a_page_of_its_metrics_and_its_completions(tmp_path, monkey
 
 def test_the_page_is_there_after_each_evaluation_and_one_that_cannot_be_written_ends_no_run(tmp_path, capsys) -> None:
     page = tmp_path / "report.html"
-    result = Evaluation([True, True, True, False], [""] * 4, 3.0)
+    result = Evaluation([True, True, True, False], 3.0)
     with Report(tmp_path, settings(), None, {}) as report:
         report.evaluated(0, result)
         (first,) = Page(page.read_text("utf-8")).data["runs"]
