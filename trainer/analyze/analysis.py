@@ -17,11 +17,9 @@ from trainer.analyze.tables import Cell, Table, analyse
 
 DESCRIPTION = """Analyse the credit of logged completions: how much masked spans matter, which contents do, where weight
 and gradient gather. RUN_OR_FILE is a folder that the training program wrote (log more with --log_completions) or a file
-with one JSON object per completion. Writes analysis.json, analysis.md and page.html. With the word compare before them,
-runs are put side by side."""
-COMPARISON = """Compare runs of the training program: final held-out accuracy with its standard error, reward, time per
-step and by stage, tokens. Runs that differ in their seeds only are averaged as well. Writes a page with their curves
-over each other and their completions."""
+with one JSON object per completion. Writes analysis.json, analysis.md and page.html. `compare RUN ...` compares."""
+COMPARISON = """Compare runs of the training program: final held-out accuracy with its standard error, reward, tokens,
+time per step and by stage, with means of runs that differ in their seeds only. Writes a page of the runs."""
 
 _MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_|[]$~#"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
@@ -38,7 +36,6 @@ def main(argv: list[str] | None = None) -> int:
     else:
         parser.add_argument("source", type=Path, metavar="RUN_OR_FILE")
         parser.add_argument("--out", type=Path, help="folder to write to: analysis in the run, or NAME-analysis")
-        parser.add_argument("--noise", type=float, help="largest drop without effect: 0.001 nats, 0 in other units")
     options = vars(parser.parse_args(argv[compares:]))
     try:
         if compares:
@@ -65,21 +62,19 @@ def compare(runs: Sequence[Path], out: Path) -> None:
     console.print(escape(str(out)), soft_wrap=True)
 
 
-def write_analysis(source: Path, out: Path | None = None, *, noise: float | None = None) -> Path:
+def write_analysis(source: Path, out: Path | None = None) -> Path:
     """Analyse a run folder or a file, write all results and return their folder.
 
     Args:
         source: as in `read_samples`.
-        out: the folder, made if missing; by default `analysis` in the run folder, or beside the file its name with
-            `-analysis`.
-        noise: as in `analyse`.
+        out: the folder, made if missing; by default `analysis` in the run folder, or NAME-analysis beside the file.
     """
     samples = list(read_samples(source))
     if not samples:
         raise ValueError(f"{source}: holds no completion; was log_completions 0, or did the run end in its first step?")
     folder = out or (source / "analysis" if source.is_dir() else source.with_name(f"{source.stem}-analysis"))
     folder.mkdir(parents=True, exist_ok=True)
-    tables, title = analyse(samples, noise=noise), f"Credit in {source.resolve().name}"
+    tables, title = analyse(samples), f"Credit in {source.resolve().name}"
     report = {name: vars(table) for name, table in tables.items()}
     (folder / "analysis.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (folder / "analysis.md").write_text(_markdown(tables, title), encoding="utf-8", errors="replace")

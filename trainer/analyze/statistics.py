@@ -8,6 +8,7 @@ import numpy as np
 from scipy import stats
 
 Group = TypeVar("Group")
+Numbers = Sequence[float] | np.ndarray
 
 
 class Interval(NamedTuple):
@@ -18,7 +19,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def ess_ratio(weights: Sequence[float]) -> float:
+def ess_ratio(weights: Numbers) -> float:
     """Compute the effective sample size of T weights over T, `(sum w)^2 / (T sum w^2)`: 1 for equal weights.
 
     No weight may be negative, nor all of them 0. Source: "Outcome-Grounded Advantage Reshaping".
@@ -27,7 +28,7 @@ def ess_ratio(weights: Sequence[float]) -> float:
     return float(w.sum() ** 2 / (len(w) * (w**2).sum()))
 
 
-def top_mass(values: Sequence[float], share: float = 0.1) -> float:
+def top_mass(values: Numbers, share: float = 0.1) -> float:
     """Compute the share of `sum |x|`, not 0, that the largest `|x|` hold: a top `share` of the values, at least one.
 
     Source: "Outcome-Grounded Advantage Reshaping".
@@ -36,7 +37,7 @@ def top_mass(values: Sequence[float], share: float = 0.1) -> float:
     return float(sizes[: max(1, math.floor(share * len(sizes) + 1e-9))].sum() / sizes.sum())  # 0.29 * 100 is below 29
 
 
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+def spearman(a: Numbers, b: Numbers) -> float:
     """Compute Spearman's rank correlation, equal values by their mean rank; neither row may be constant."""
     # Twice the centred ranks are whole numbers, so perfect agreement is exactly 1, which it is not in scipy's own.
     x, y = (2 * stats.rankdata(values) - (len(values) + 1) for values in (a, b))

@@ -1,8 +1,7 @@
-"""Tabulate drops of masked spans by content, place, length and correctness, and where weight gathers.
+"""Tabulate drops of masked spans by content, place and correctness, and where weight gathers.
 
-Drops are negative for spans that matter, and in nats unless the file names another unit. The tables follow section 4.3
-of "Beyond Uniform Credit" (its Tables 4 to 6), with classes cut at quantiles, because the paper's cuts are in units of
-its own, and the metrics of "Outcome-Grounded Advantage Reshaping".
+Drops are negative for spans that matter. The tables follow section 4.3 of "Beyond Uniform Credit" (its Tables 4 to 6),
+with classes cut at quantiles, as the paper's cuts are in units of its own, and "Outcome-Grounded Advantage Reshaping".
 """
 
 import itertools
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas
-from scipy import stats
 
 from cfa_kernels.text.arithmetic import ranked_math_intervals
 from trainer.analyze.samples import Sample
@@ -66,22 +64,15 @@ def classes_of(drops: np.ndarray, noise: float) -> tuple[list[str], list[float]]
     return [CLASSES[i] for i in classes], cuts.tolist()
 
 
-def analyse(samples: Sequence[Sample], *, noise: float | None = None) -> dict[str, Table]:
+def analyse(samples: Sequence[Sample]) -> dict[str, Table]:
     """Make all tables, by name; those about spans only if a span was masked.
 
-    Args:
-        samples: at least one.
-        noise: in the unit of the drops; one no larger than this, up or down, counts as no effect. None is 0.001 for
-            nats, and 0 for other units.
-
-    Raises:
-        ValueError: drops in different units; names them.
+    A drop within 0.001 nats of 0 counts as no effect. Raises `ValueError` for drops in different units; names them.
     """
     units = sorted({sample.drops_unit for sample in samples if sample.spans})
     if len(units) > 1:
         raise ValueError(f"samples: drops must be in one unit, got {', '.join(units)}")
-    if noise is None:
-        noise = 1e-3 if units == ["nats"] else 0.0
+    noise = 1e-3 if units == ["nats"] else 0.0
     names = list(dict.fromkeys(name for sample in samples for name in sample.credit))
     trained = [sample for sample in samples if not sample.truncated and sample.advantage != 0 and sample.tokens]
     spans = _spans(samples, noise)
@@ -133,13 +124,7 @@ def _overview(samples: Sequence[Sample], spans: int, units: list[str], names: li
 
 
 def _distribution(drops: pandas.Series) -> Table:
-    deviation = float(drops.std(ddof=0))
-    rows: list[list[Cell]] = [
-        ["mean", float(drops.mean())],
-        ["standard deviation", deviation],
-        ["skewness", float(stats.skew(drops)) if deviation else None],
-        ["excess kurtosis", float(stats.kurtosis(drops)) if deviation else None],
-    ]
+    rows: list[list[Cell]] = [["mean", float(drops.mean())], ["standard deviation", float(drops.std(ddof=0))]]
     levels = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
     rows += [[f"quantile {level:g}", float(value)] for level, value in drops.quantile(levels).items()]
     return Table("Drops of masked spans", ("", "value"), rows, "Negative: masking the span hurts the answer.")
@@ -210,10 +195,10 @@ def _gradient(trained: Sequence[Sample], names: Sequence[str]) -> Table:
             for level, (count, before, after) in zip(_LEVELS, (sums / sums.sum(0)).tolist(), strict=True):
                 rows.append([name, level, count, before, after, after / before if before else None])
     columns = ("estimator", "importance", "of tokens", "of gradient, unweighted", "of gradient, weighted", "ratio")
-    norms = "the file's gradient norms" if any(one.gradient_norms for one in trained) else "equal norms of all tokens"
+    source = "the file's gradient norms" if any(one.gradient_norms for one in trained) else "equal norms of all tokens"
     note = (
         "Importance of a token's span, min-max over its completion: high above 0.8, medium above 0.5. Gradient is the "
-        f"sum of weight times norm, by {norms}; completions that train and hold masked spans."
+        f"sum of weight times norm, by {source}; completions that train and hold masked spans."
     )
     return Table("Gradient by importance", columns, rows, note)
 

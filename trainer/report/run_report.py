@@ -84,8 +84,8 @@ class Report:
         columns += [TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn()]
         bars = Progress(*columns, console=self.console, speed_estimate_period=math.inf)  # steps may take minutes
         self._progress = self._stack.enter_context(bars)
-        steps = {"total": self._config.max_steps, "completed": last or 0}
-        self._bar = self._progress.add_task("training", note="", visible=False, **steps)
+        steps = self._config.max_steps
+        self._bar = self._progress.add_task("training", total=steps, completed=last or 0, note="", visible=False)
         return self
 
     def _open(self, name: str) -> TextIO:

@@ -20,12 +20,9 @@ function extent(values) {
 }
 // Signs for characters that do not print: controls, directions, joiners, halves of surrogates.
 function printed(text) {
-  return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\u2028\u2029]/gu, character => {
-    const code = character.codePointAt(0);
-    if (character === '\n' || character === '\t') return (code === 9 ? '\u2192' : '\u21b5') + character;
-    if (/\p{Cf}/u.test(character)) return `[U+${code.toString(16).toUpperCase().padStart(4, '0')}]`;
-    return code < 32 ? String.fromCodePoint(0x2400 + code) : '\ufffd';
-  }) || '\u2205';
+  const sign = character => `[U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, '0')}]`;
+  return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\u2028\u2029]/gu,
+    character => ({ '\n': '\u21b5\n', '\t': '\u2192\t' })[character] ?? sign(character)) || '\u2205';
 }
 
 // Weights lie on either side of 1 and have one scale; other numbers are as strong below 0 as above, so rounding stays pale.
