@@ -22,9 +22,9 @@ class VllmServer(BaseAdapter):
 
     url = "http://127.0.0.1:8000"
 
-    def __init__(self, model: nn.Module, ends: list[int], fault: str = "", mode: str = "processed_logprobs") -> None:
+    def __init__(self, model: nn.Module, ends: list[int], fault: str = "") -> None:
         super().__init__()
-        self.model, self.ends, self.fault, self.mode = model.eval(), ends, fault, mode
+        self.model, self.ends, self.fault = model.eval(), ends, fault
         self.channel = queue.Queue[tuple[str, torch.Tensor]]()
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.updates: list[list[str]] = []
@@ -46,7 +46,8 @@ class VllmServer(BaseAdapter):
         return response
 
     def read(self) -> dict[str, Any]:
-        config = {"weight_transfer_config": {"backend": "nccl"}, "model_config": {"logprobs_mode": self.mode}}
+        mode = self.fault if self.fault == "raw_logprobs" else "processed_logprobs"
+        config = {"weight_transfer_config": {"backend": "nccl"}, "model_config": {"logprobs_mode": mode}}
         answers = {"/v1/models": {"data": [{"id": "served"}]}, "/get_world_size": {"world_size": 1}}
         return answers | ({} if self.fault == "no development mode" else {"/server_info": {"vllm_config": config}})
 
@@ -102,11 +103,11 @@ class VllmServer(BaseAdapter):
         return ids[len(prompt) :], logprobs
 
 
-def stand_in(model: nn.Module, ends: list[int], monkeypatch: Any, fault: str = "", **options: Any) -> VllmServer:
+def stand_in(model: nn.Module, ends: list[int], monkeypatch: Any, fault: str = "") -> VllmServer:
     """Serve `model`; TRL's client takes vLLM for installed and sends weights to the server."""
     from trl.generation import vllm_client
 
-    server = VllmServer(model, ends, fault, **options)
+    server = VllmServer(model, ends, fault)
 
     class Transfer:
         @staticmethod

@@ -22,21 +22,14 @@ PARSE, BEFORE, LATER = "settings", "before the model is loaded", "with the model
 EXIT = {PARSE: 2, BEFORE: 1, LATER: 1}
 REWARDS = """
 def raises(completions, **_): raise KeyError("difficulty")
-def raises_elsewhere(completions, **_): return [__import__("json").loads(one) for one in completions]
 def too_few(completions, **_): return [1.0]
-def nothing(completions, **_): return None
-def text(completions, **_): return "good"
-def scalar(completions, **_): return 1.0
-def mapping(completions, **_): return dict.fromkeys(range(len(completions)), 1.0)
 def words(completions, **_): return ["good"] * len(completions)
-def nested(completions, **_): return [[1.0]] * len(completions)
 def not_a_number(completions, **_): return [float("nan")] * len(completions)
 def infinite(completions, **_): return [float("inf")] * len(completions)
 def abstains(completions, **_): return [None] * len(completions)
 def ends(completions, **_): raise SystemExit(3)
 def one_argument(completions): return [1.0] * len(completions)
 def another_column(completions, difficulty, **_): return difficulty
-number = 3
 """
 
 
@@ -53,26 +46,16 @@ ANY = "--reward_funcs=own:abstains"  # judges rows of any kind
 CATALOGUE: dict[str, tuple] = {
     # Values
     "beta nan": (["--beta=nan"], PARSE, "beta must be finite and at least 0, got nan"),
-    "learning rate inf": (["--learning_rate=inf"], PARSE, "learning_rate must be in [1e-38, 1e38], got inf"),
-    "temperature 0": (["--temperature=0"], PARSE, "temperature must be in [1e-38, 1e38], got 0.0"),
-    "top_p nan": (["--top_p=nan"], PARSE, "top_p must be in (0, 1], got nan"),
-    "gradient norm nan": (["--max_grad_norm=nan"], PARSE, "max_grad_norm must be in [1e-38, 1e38], got nan"),
     "seed too large": (["--seed=4294967296"], PARSE, "seed must be an integer, in [0, 4.29497e09], got 4294967296"),
     "no steps": (["--max_steps=0"], PARSE, "max_steps must be an integer, at least 1, got 0"),
     "steps in words": (["--max_steps=ten"], PARSE, "--max_steps: invalid literal for int() with base 10: 'ten'"),
-    "groups of one": (["--num_generations=1"], PARSE, "num_generations must be at least 2"),
     "groups that do not fit": (["--num_generations=3"], PARSE, "a multiple of num_generations, got 4 and 3"),
     "weights in reverse": (["--credit_options", "w_min", "5"], PARSE, "w_min must not exceed w_max, got 5 and 4.0"),
     "an unknown tracker": (["--report_to=pigeon"], PARSE, "report_to must be among", "'pigeon'"),
     "no reward function": (["--reward_funcs"], PARSE, "reward_funcs must name at least one function"),
-    "an unknown kind of credit": (["--credit=counterfactuals"], PARSE, "invalid choice 'counterfactuals'", "--credit"),
     "an unknown kind of device": (["--device=toaster"], PARSE, "device must be", "cpu", "cuda:0", "got 'toaster'"),
-    "a device without number": (["--device=cuda:x"], PARSE, "device must be", "got 'cuda:x'"),
-    "a pattern that is none": (["--answer_format=(x"], PARSE, "answer_format", "'(x'"),
-    "a form of answers that is not there": (["--answer_format=own:absent"], PARSE, "answer_format: cannot import"),
     # Flags
     "a flag misspelt": (["--learning_rat=1"], PARSE, "--learning_rat", "Perhaps you meant", "--learning_rate"),
-    "a flag of nothing": (["--frobnicate"], PARSE, "Unrecognized options: --frobnicate"),
     "a server that no engine asks": (
         ["--vllm_server_base_url=http://gpu:1"], PARSE, "only rollout_engine=vllm reads it",
     ),
@@ -81,7 +64,6 @@ CATALOGUE: dict[str, tuple] = {
     "a folder of settings": (["--config={tmp}"], PARSE, "Is a directory", "{tmp}"),
     "--config of nothing": (["--config"], PARSE, "--config", "expected one argument"),
     "settings in Latin-1": (["--config={tmp}/a.yaml"], PARSE, "a.yaml", "not UTF-8", {"a.yaml": b"model: caf\xe9"}),
-    "settings in binary": (["--config={tmp}/a.yaml"], PARSE, "a.yaml", "not YAML", {"a.yaml": b"\x00\x01\x02"}),
     "settings that do not parse": (
         ["--config={tmp}/a.yaml"], PARSE, "a.yaml", "not YAML", "line 1", {"a.yaml": "max_steps: [1"},
     ),
@@ -89,20 +71,8 @@ CATALOGUE: dict[str, tuple] = {
         ["--config={tmp}/a.yaml"], PARSE, "a.yaml", "not YAML", "python/object",
         {"a.yaml": "max_steps: !!python/object/apply:os.getpid []"},
     ),
-    "settings that are a list": (["--config={tmp}/a.yaml"], PARSE, "a.yaml", "got list", {"a.yaml": "- max_steps"}),
-    "an unknown name in a file": (
-        ["--config={tmp}/a.yaml"], PARSE, "a.yaml: unknown setting 'max_step'; did you mean 'max_steps'?",
-        {"a.yaml": "max_step: 3"},
-    ),
-    "half a step in a file": (["--config={tmp}/a.yaml"], PARSE, "--eval_steps", "'2.5'", {"a.yaml": "eval_steps: 2.5"}),
-    "a mapping for a number": (
-        ["--config={tmp}/a.yaml"], PARSE, "a.yaml: learning_rate must be a value", {"a.yaml": "learning_rate: {a: 1}"},
-    ),
     "a model's defaults that do not parse": (
         [OWN_MODEL], PARSE, "m/defaults.yaml", "not YAML", {"m/defaults.yaml": "lora_r: {"},
-    ),
-    "a model's defaults with tags": (
-        [OWN_MODEL], PARSE, "m/defaults.yaml", "not YAML", {"m/defaults.yaml": "lora_r: !!python/name:os.getpid"},
     ),
     "a model's defaults that reach beyond it": (
         [OWN_MODEL], PARSE, "m/defaults.yaml: a model may set temperature, ", "not code_isolation",
@@ -133,14 +103,6 @@ CATALOGUE: dict[str, tuple] = {
     "a GPU that is not there": (["--device=cuda:99"], BEFORE, "device: cuda:99 cannot be used"),
     "a device without memory": (["--device=meta"], BEFORE, "device: meta cannot be used"),
     # Reward functions as they are named
-    "a reward of no form": (["--reward_funcs=good"], BEFORE, "reward_funcs: 'good' is neither"),
-    "a reward of no module": (["--reward_funcs=nowhere:f"], BEFORE, "reward_funcs: cannot import 'nowhere:f'"),
-    "a reward that is not there": (["--reward_funcs=own:absent"], BEFORE, "reward_funcs: cannot import 'own:absent'"),
-    "a reward that is a number": (["--reward_funcs=own:number"], BEFORE, "'own:number' is a int, not a function"),
-    "a reward that does not parse": (
-        ["--reward_funcs=broken:f"], BEFORE, "reward_funcs: cannot import 'broken:f'", "SyntaxError",
-        {"broken.py": "def f(:"},
-    ),
     "a module that raises": (
         ["--reward_funcs=raising:f"], BEFORE, "cannot import 'raising:f'", "RuntimeError: no key", {
             "raising.py": "raise RuntimeError('no key')",
@@ -163,7 +125,6 @@ CATALOGUE: dict[str, tuple] = {
         [OWN_DATA], BEFORE, "rows.jsonl: cannot be read: UnicodeDecodeError",
         {"rows.jsonl": (jsonl(ROWS[0]) + '{"question": "café?", "answer": "1"}\n').encode("latin-1")},
     ),
-    "data in UTF-16": ([OWN_DATA], BEFORE, "rows.jsonl: cannot be read", {"rows.jsonl": jsonl(*ROWS).encode("utf-16")}),
     "data that are not JSON": (
         [OWN_DATA], BEFORE, "rows.jsonl: cannot be read", "in row 1", {"rows.jsonl": jsonl(ROWS[0], '{"question": ')},
     ),
@@ -206,7 +167,6 @@ CATALOGUE: dict[str, tuple] = {
     "completions that fill the context": (
         ["--max_completion_length=128"], BEFORE, "at most 0 fit", "context 128", "max_completion_length 128",
     ),
-    "completions beyond the context": (["--max_completion_length=2000"], BEFORE, "max_completion_length 2000"),
     **{
         f"a chat template that {what}": (
             [OWN_MODEL], BEFORE, "row ", says, {"m/chat_template.jinja": template},
@@ -262,33 +222,17 @@ CATALOGUE: dict[str, tuple] = {
     "a reward that raises": (
         ["--reward_funcs=own:raises"], LATER, "step 1, reward raises raised KeyError: 'difficulty' (in own.py, line 2)",
     ),
-    "a reward that raises in a library": (
-        ["--reward_funcs=own:raises_elsewhere"], LATER, "raised JSONDecodeError: Expecting", "(in own.py, line 3)",
-    ),
     "too few rewards": (["--reward_funcs=own:too_few"], LATER, "step 1, reward too_few: returned 1 values for 4"),
-    "no rewards": (["--reward_funcs=own:nothing"], LATER, "reward nothing: returned a NoneType, expected a list"),
-    "text for rewards": (["--reward_funcs=own:text"], LATER, "reward text: returned a str, expected a list"),
-    "one number for all": (["--reward_funcs=own:scalar"], LATER, "reward scalar: returned a float, expected a list"),
-    "a mapping of rewards": (["--reward_funcs=own:mapping"], LATER, "reward mapping: returned a dict"),
     "a word for a reward": (
         ["--reward_funcs=own:words"], LATER, "sample 0 (dataset {data}, row ", "reward words is 'good', expected",
     ),
-    "a list for a reward": (["--reward_funcs=own:nested"], LATER, "reward nested is [1.0], expected a real number"),
     "a reward of nan": (["--reward_funcs=own:not_a_number"], LATER, "step 1, sample 0 (", "reward not_a_number is nan"),
     "a reward of inf": (["--reward_funcs=own:infinite"], LATER, "reward infinite is inf", "this step is not saved"),
     "a reward that ends the program": (
         ["--reward_funcs=own:ends"], LATER, "step 1, reward ends raised SystemExit: 3", "(in own.py",
     ),
-    "a module that ends the program": (
-        ["--reward_funcs=ending:f"], BEFORE, "reward_funcs: cannot import 'ending:f': SystemExit: 2",
-        {"ending.py": "raise SystemExit(2)"},
-    ),
     "too few rewards in evaluation": (
         ["--eval_reward=own:too_few", ANY], LATER, "step 0, reward of evaluation: returned 1 values for 2 completions",
-    ),
-    "no rewards in evaluation": (["--eval_reward=own:nothing", ANY], LATER, "of evaluation: returned a NoneType"),
-    "a word for a reward in evaluation": (
-        ["--eval_reward=own:words", ANY], LATER, "step 0, held-out problem 0: reward of evaluation is 'good', expected",
     ),
     "a reward of nan in evaluation": (
         ["--eval_reward=own:not_a_number", ANY], LATER, "held-out problem 0: reward of evaluation is nan",
@@ -302,6 +246,10 @@ def good(tiny_folder) -> Path:
     """A folder with a model, data and reward functions that nothing is wrong with."""
     (tiny_folder / "own.py").write_text(REWARDS)
     return tiny_folder
+
+
+def flags_of(good: Path, out: Path) -> list[str]:
+    return [f"--model={good / 'model'}", f"--dataset={good / 'rows.jsonl'}", f"--output_dir={out}", *TINY_RUN]
 
 
 def spoil(folder: Path, good: Path, files: dict) -> None:
@@ -346,13 +294,7 @@ def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeyp
         return text.replace("{tmp}", str(tmp_path)).replace("{data}", str(good / "rows.jsonl"))
 
     out = tmp_path / "out"
-    given = [
-        f"--model={good / 'model'}",
-        f"--dataset={good / 'rows.jsonl'}",
-        f"--output_dir={out}",
-        *TINY_RUN,
-        *map(filled, argv),
-    ]
+    flags = [*flags_of(good, out), *map(filled, argv)]
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -362,7 +304,7 @@ def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeyp
     if stage != LATER:
         monkeypatch.setattr(run, "load_policy", lambda *_: pytest.fail("the model was loaded before"))
     try:
-        code = main(given)
+        code = main(flags)
     except SystemExit as ended:
         code = ended.code
     finally:
@@ -385,8 +327,7 @@ def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeyp
 
 @pytest.mark.slow
 def test_a_reward_that_raises_ends_the_program_itself_with_one_line_and_without_weights(good, tmp_path) -> None:
-    files = [f"--model={good / 'model'}", f"--dataset={good / 'rows.jsonl'}", f"--output_dir={tmp_path / 'out'}"]
-    command = [sys.executable, "-m", "trainer", *files, *TINY_RUN, "--reward_funcs=own:raises"]
+    command = [sys.executable, "-m", "trainer", *flags_of(good, tmp_path / "out"), "--reward_funcs=own:raises"]
     path = os.pathsep.join([str(REPOSITORY), str(good)])
     ended = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300
@@ -403,8 +344,7 @@ def test_a_step_without_memory_says_what_to_lower(good, tmp_path, capsys, monkey
         raise problem
 
     monkeypatch.setattr(run, "training_step", attempt)
-    files = [f"--model={good / 'model'}", f"--dataset={good / 'rows.jsonl'}", f"--output_dir={tmp_path / 'out'}"]
-    assert main([*files, *TINY_RUN]) == 1
+    assert main(flags_of(good, tmp_path / "out")) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: out of memory (")
     assert line.endswith("; lower token_budget, max_completion_length or num_generations")
@@ -412,6 +352,5 @@ def test_a_step_without_memory_says_what_to_lower(good, tmp_path, capsys, monkey
 
 def test_a_mistake_of_ours_keeps_its_traceback(good, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(run, "training_step", lambda *_: {}["no such key"])
-    files = [f"--model={good / 'model'}", f"--dataset={good / 'rows.jsonl'}", f"--output_dir={tmp_path / 'out'}"]
     with pytest.raises(KeyError):
-        main([*files, *TINY_RUN])
+        main(flags_of(good, tmp_path / "out"))

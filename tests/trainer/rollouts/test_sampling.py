@@ -19,19 +19,14 @@ def test_a_sampled_completion_does_not_depend_on_the_rest_of_the_batch(trainer, 
     assert len(set(alone.texts)) > 1
 
 
-def draws(scores: torch.Tensor, top_p: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens that 20,000 keyed draws pick from one row of scores, and the log-probs the sampler notes for them."""
-    sampler = KeyedSampler(keyed_uniforms([(b,) for b in range(20_000)], 1), temperature=0.7, top_p=top_p)
-    picked = sampler(torch.zeros(20_000, 1, dtype=torch.long), scores.repeat(20_000, 1))
-    assert ((picked == 0).sum(1) == 1).all()
-    assert (picked.isinf().sum(1) == len(scores) - 1).all()
-    return picked.argmax(1), sampler.logprobs[0]
-
-
 def test_the_sampler_draws_each_token_as_often_as_its_probability_says() -> None:
     scores = torch.tensor([-torch.inf, 2.0, 1.0, 0.0, -1.0, -torch.inf])
     expected = torch.softmax(scores / 0.7, 0)
-    tokens, logprobs = draws(scores)
+    sampler = KeyedSampler(keyed_uniforms([(b,) for b in range(20_000)], 1), temperature=0.7, top_p=1.0)
+    picked = sampler(torch.zeros(20_000, 1, dtype=torch.long), scores.repeat(20_000, 1))
+    assert ((picked == 0).sum(1) == 1).all()
+    assert (picked.isinf().sum(1) == len(scores) - 1).all()
+    tokens, logprobs = picked.argmax(1), sampler.logprobs[0]
     shares = torch.bincount(tokens, minlength=6) / 20_000
     assert ((shares - expected).abs() <= 4 * (expected * (1 - expected) / 20_000).sqrt()).all()
     torch.testing.assert_close(logprobs.exp(), expected[tokens])
