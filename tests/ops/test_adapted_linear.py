@@ -50,7 +50,7 @@ def test_parts_hold_sixteen_bits_of_an_adapter():
         assert ((high.double() + low.double() - matrix).abs() <= 2**-16 * matrix.abs()).all()
 
 
-def of_layer(rows=200, width=96, out=64, rank=8):
+def layer(rows=200, width=96, out=64, rank=8):
     """Rows and gradient of bfloat16, a base layer of bfloat16, and an adapter of float32 that counts as much."""
     generator = torch.Generator().manual_seed(2)
     x, by_out = (torch.randn(rows, n, generator=generator).to(HALF) for n in (width, out))
@@ -61,9 +61,8 @@ def of_layer(rows=200, width=96, out=64, rank=8):
 
 
 def gradients(op, x, by_out, weight, down, up, dtype=None):
-    """What `op` gives, and its gradients by rows and adapter."""
-    given = [v if dtype is None else v.to(dtype) for v in (x, down, up)]
-    leaves = [v.detach().clone().requires_grad_() for v in given]
+    """The result of `op`, and its gradients by rows and adapter."""
+    leaves = [v.detach().clone().to(dtype or v.dtype).requires_grad_() for v in (x, down, up)]
     out = op(leaves[0], weight.to(leaves[0].dtype), None, leaves[1], leaves[2], 0.5)
     return [out, *torch.autograd.grad(out, leaves, by_out.to(out.dtype))]
 
@@ -75,13 +74,13 @@ def as_peft(x, weight, bias, down, up, scale):
 
 
 def test_rounding_is_no_worse_than_that_of_pefts_own_path_and_adapters_keep_sixteen_bits():
-    layer = of_layer()
-    truth = gradients(as_peft, *layer, dtype=torch.float64)
-    ours, theirs = (gradients(op, *layer) for op in (adapted_linear, as_peft))
+    tensors = layer()
+    truth = gradients(as_peft, *tensors, dtype=torch.float64)
+    ours, theirs = (gradients(op, *tensors) for op in (adapted_linear, as_peft))
     assert [v.dtype for v in ours] == [v.dtype for v in theirs] == [HALF, HALF, FULL, FULL]
 
-    def errors(found):
-        return [((v - t).norm() / t.norm()).item() for v, t in zip(found, truth, strict=True)]
+    def errors(results):
+        return [((v - t).norm() / t.norm()).item() for v, t in zip(results, truth, strict=True)]
 
     (out, by_x, by_down, by_up), (their_out, their_by_x, *_) = errors(ours), errors(theirs)
     assert out <= 1.01 * their_out < 2**-7
@@ -89,26 +88,14 @@ def test_rounding_is_no_worse_than_that_of_pefts_own_path_and_adapters_keep_sixt
     assert max(by_down, by_up) < 2**-15
 
 
-def test_parts_of_one_half_each_would_lose_an_adapter_that_two_keep():
-    x, by_out, weight, down, up = of_layer()
-    silent = torch.zeros_like(weight)  # so that only the adapter shows
-    truth = 0.5 * (x.double() @ down.double().t()) @ up.double().t()
-    wide = gradients(adapted_linear, x, by_out, silent, down, up)
-    narrow = gradients(adapted_linear, x, by_out, silent, down.to(HALF), up.to(HALF))
-    assert (wide[0] - truth).norm() < 0.8 * (narrow[0] - truth).norm()
-    by_up = 0.5 * by_out.double().t() @ (x.double() @ down.double().t())
-    assert (wide[3] - by_up).norm() < 2**-6 * (narrow[3] - by_up).norm()
-
-
-def test_parts_that_are_kept_give_what_parts_made_anew_give():
-    x, _, weight, down, up = of_layer()
-    kept = AdapterParts.of(down, up, 0.5, HALF)
-    found = adapted_linear(x, weight, None, down, up, 0.5, kept)
-    assert torch.equal(found, adapted_linear(x, weight, None, down, up, 0.5))
+def test_parts_made_before_give_the_result_of_parts_made_anew():
+    x, _, weight, down, up = layer()
+    out = adapted_linear(x, weight, None, down, up, 0.5, AdapterParts.of(down, up, 0.5, HALF))
+    assert torch.equal(out, adapted_linear(x, weight, None, down, up, 0.5))
 
 
 def test_no_rows_give_no_rows_and_gradients_of_nothing():
-    _, _, weight, down, up = of_layer()
+    _, _, weight, down, up = layer()
     out, by_x, by_down, by_up = gradients(
         adapted_linear, torch.zeros(0, 96, dtype=HALF), torch.zeros(0, 64), weight, down, up
     )
@@ -131,9 +118,9 @@ def on_a_gpu(monkeypatch):
             leaves = [v.requires_grad_() for v in (x, torch.empty(rank, width), torch.empty(out, rank))]
             parts = AdapterParts.of(*leaves[1:], 0.5, HALF)
             with Traffic() as forward:
-                found = adapted_linear(x, weight, None, *leaves[1:], 0.5, parts)
+                result = adapted_linear(x, weight, None, *leaves[1:], 0.5, parts)
             with Traffic() as backward:
-                torch.autograd.grad(found, leaves, by_out)
+                torch.autograd.grad(result, leaves, by_out)
         return forward, backward
 
     return traffic
@@ -147,8 +134,8 @@ def of_pefts_layer(width, out):
 
     def run(rows):
         x = torch.empty(rows, width, dtype=HALF).requires_grad_()
-        found = model(x)
-        torch.autograd.grad(found, [x, *(p for p in model.parameters() if p.requires_grad)], torch.empty_like(found))
+        out = model(x)
+        torch.autograd.grad(out, [x, *(p for p in model.parameters() if p.requires_grad)], torch.empty_like(out))
 
     return run
 
@@ -165,14 +152,3 @@ def test_an_adapter_moves_a_fifth_of_the_bytes_of_pefts_own_path_on_a_gpu(on_a_g
     assert backward <= 210e3
     runs = [of_pefts_layer(*shape) for shape in QWEN3]
     assert sum(map(bytes_per_row, runs)) - 2 * base > 4.5 * (forward + backward)
-
-
-@pytest.mark.traced
-def test_kernels_of_a_forward_and_a_backward_on_a_gpu_are_no_more_than_pefts(on_a_gpu):
-    forward, backward = on_a_gpu(1000, 64, 48, rank=4)
-    assert forward.kernels == ["mm", "add", "copy_", "sub", "mm", "addmm_"]
-    assert backward.kernels == ["mm", "add", "copy_", "sub", "mm", "addmm_", "mm", "add_", "mm", "add", "mul_"]
-    run = of_pefts_layer(64, 48)
-    with Traffic() as theirs:
-        run(10)
-    assert len(forward.kernels) + len(backward.kernels) <= len(theirs.kernels)

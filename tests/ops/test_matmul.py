@@ -33,8 +33,7 @@ def test_products_are_within_the_budget_for_any_strides_and_blocks(shape, add, t
     behind = out._base[:, columns:]
     before = out.double() if add else 0
     plain = (out if add else 0) + left.float() @ right.float()
-    found = multiply(left, right, out, add=add)
-    assert found is out
+    assert multiply(left, right, out, add=add) is out
     if dtype == torch.float32:
         assert_within_budget(product(left, right), left @ right, left.double() @ right.double())
     assert behind.isnan().all()

@@ -11,21 +11,14 @@ from hypothesis import strategies as st
 
 from cfa_kernels.ops.attention_options import EVERYTHING, Reach
 from cfa_kernels.ops.segment_table import SegmentTable
-from cfa_kernels.packing.prefix_tree import PrefixTree
+from tests.support.attention_problem import build
 
 sequences = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), min_size=1, max_size=6)
 
 
-def table_of(rows) -> tuple[SegmentTable, list[np.ndarray]]:
-    """The table of a tree of token sequences, and the packed rows along each sequence."""
-    tree = PrefixTree()
-    paths = [tree.insert(np.array(row, dtype=np.int64)) for row in rows]
-    return tree.table(), paths
-
-
 @given(sequences)
 def test_positions_and_pairs_are_those_of_the_paths(rows):
-    table, paths = table_of(rows)
+    table, paths = build(rows)
     positions = table.positions()
     for path in paths:
         np.testing.assert_array_equal(positions[path], np.arange(len(path)))
@@ -37,23 +30,16 @@ def test_positions_and_pairs_are_those_of_the_paths(rows):
 def test_tables_on_the_device_start_at_multiples_of_16_bytes_whatever_their_sizes(first, device):
     """Triton compiles a kernel anew for a pointer that is aligned differently."""
     for branches in (1, 2, 3):
-        table, _ = table_of([[*range(first), *[100 + branch] * (5 * branch)] for branch in range(1, branches + 1)])
+        table, _ = build([[*range(first), *[100 + branch] * (5 * branch)] for branch in range(1, branches + 1)])
         work, rows = table.on_device(torch.device(device), tokens_per_tile=16)
         assert [tensor.data_ptr() % 16 for tensor in (work, rows)] == [0, 0]
         np.testing.assert_array_equal(work.cpu(), table.work_list(16))
         np.testing.assert_array_equal(rows.cpu(), table.context_rows)
 
 
-def test_a_table_is_copied_to_a_device_once_per_tile_size(device):
-    table, _ = table_of([[1, 2, 3], [1, 4]])
-    first = table.on_device(torch.device(device), tokens_per_tile=2)
-    assert table.on_device(torch.device(device), tokens_per_tile=2) is first
-    assert table.on_device(torch.device(device), tokens_per_tile=1)[0].shape == (4, 5)
-
-
 @given(sequences)
 def test_the_work_list_of_the_last_segments_is_what_the_whole_one_holds_of_them(rows):
-    table, _ = table_of(rows)
+    table, _ = build(rows)
     whole = table.work_list(3)
     for row in table.row_start.tolist():
         np.testing.assert_array_equal(table.work_list(3, row), whole[whole[:, 0] >= row])
@@ -79,7 +65,7 @@ def pairs_that_see_each_other(table: SegmentTable, reach: Reach) -> list[tuple[i
 
 @given(sequences, reaches, st.integers(1, 6), st.integers(1, 9))
 def test_the_work_of_keys_meets_every_pair_that_attention_visits_once(rows, reach, keys_per_tile, queries_per_program):
-    table, _ = table_of(rows)
+    table, _ = build(rows)
     work, splits, (reader_row, reader_limit, reader_position) = table.key_work(
         keys_per_tile, queries_per_program, reach
     )
@@ -110,14 +96,14 @@ def test_the_work_of_keys_meets_every_pair_that_attention_visits_once(rows, reac
 
 def test_readers_out_of_reach_are_not_looked_at():
     """Sixteen long completions under a prompt: only rows within the window of a tile's keys are visited."""
-    table, _ = table_of([[*range(64), 100 + i, *range(200)] for i in range(16)])
+    table, _ = build([[*range(64), 100 + i, *range(200)] for i in range(16)])
     work, *_ = table.key_work(16, 10**6, Reach(window=32))
     visited = {row: end for row, _, _, _, _, _, _, end, _ in work.tolist() if row < 64}
     assert visited == {0: 47, 16: 47, 32: 32 + 16 * 15, 48: 16 + 16 * 31}
 
 
 def test_the_index_of_readers_has_one_entry_for_each_row_and_each_of_its_ancestors():
-    table, _ = table_of([[1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 6, 6], [9]])
+    table, _ = build([[1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 6, 6], [9]])
     readers = table.readers()
     assert readers.start.tolist() == [0, 4, 6, 6, 6]
     assert readers.row.tolist() == [3, 4, 5, 6, 5, 6]
@@ -126,7 +112,7 @@ def test_the_index_of_readers_has_one_entry_for_each_row_and_each_of_its_ancesto
 
 
 def test_a_table_is_found_by_copies_of_its_handle_while_it_lives_and_rebuilt_afterwards():
-    table, _ = table_of([[1, 2, 3], [1, 4], [1, 4, 5]])
+    table, _ = build([[1, 2, 3], [1, 4], [1, 4, 5]])
     copies = [tensor.clone() for tensor in (table.handle, table.segments, table.contexts)]
     assert SegmentTable.of(*copies) is table
     segments, contexts = table.segments, table.contexts
@@ -139,26 +125,26 @@ def test_a_table_is_found_by_copies_of_its_handle_while_it_lives_and_rebuilt_aft
 
 def test_a_table_is_not_mistaken_for_another_whose_memory_it_has():
     """An address is handed out again, and a view of a tensor has the address of the whole."""
-    table, _ = table_of([[1, 2, 3], [1, 4]])
-    other, _ = table_of([[1, 2, 3, 4], [1, 5]])
+    table, _ = build([[1, 2, 3], [1, 4]])
+    other, _ = build([[1, 2, 3, 4], [1, 5]])
     described = other.segments.clone()
     contexts, handle = other.contexts.clone(), other.handle.clone()
     del other
     there = torch.from_numpy(table.segments.numpy()).copy_(described)
-    found = SegmentTable.of(handle, there, contexts)
-    assert found is not table
-    assert found.length.tolist() == described[:, 1].tolist()
+    rebuilt = SegmentTable.of(handle, there, contexts)
+    assert rebuilt is not table
+    assert rebuilt.length.tolist() == described[:, 1].tolist()
 
 
 def test_tables_of_the_same_rows_have_handles_of_their_own_and_a_pickled_one_keeps_its_own():
-    table, other = (table_of([[1, 2, 3], [1, 4]])[0] for _ in range(2))
+    table, other = (build([[1, 2, 3], [1, 4]])[0] for _ in range(2))
     assert not torch.equal(table.handle, other.handle)
     again = pickle.loads(pickle.dumps(table))
     assert SegmentTable.of(again.handle, again.segments, again.contexts) is table
 
 
 def test_work_of_keys_is_copied_to_a_device_once(device):
-    table, _ = table_of([[1, 2, 3], [1, 4], [1, 5, 6]])
+    table, _ = build([[1, 2, 3], [1, 4], [1, 5, 6]])
     first = table.key_work_on_device(torch.device(device), 2, 2, Reach(window=2))
     assert table.key_work_on_device(torch.device(device), 2, 2, Reach(window=2)) is first
     assert table.key_work_on_device(torch.device(device), 2, 2) is not first

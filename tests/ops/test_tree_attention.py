@@ -13,6 +13,7 @@ from cfa_kernels.ops.tree_attention import tree_attention
 from cfa_kernels.ops.triton_math import LOG2E
 from tests.support.attention_problem import build, options, qkv, realistic_rows, with_sinks
 from tests.support.budget import assert_within_budget
+from tests.support.policy_problem import on_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -173,8 +174,11 @@ def exact_values(block: int, device):
     return values
 
 
-PACKED = realistic_rows(completions=2, prompt=21, length=43)
-TOGETHER, BACKWARDS, ALONE = [range(6)], [range(5, -1, -1)], [[i] for i in range(6)]
+def assert_the_same_bits_in_any_pack(values, **option):
+    rows = realistic_rows(completions=2, prompt=21, length=43)
+    packings = [[i] for i in range(6)], [range(6)], [range(5, -1, -1)]
+    for alone, *others in zip(*(attend_in_packs(rows, packs, values, **option) for packs in packings), strict=True):
+        assert all(torch.equal(alone, other) for other in others)
 
 
 @pytest.mark.parametrize(
@@ -187,26 +191,16 @@ def test_a_rows_result_is_bitwise_the_same_in_any_pack(option, device):
     they come, and nothing of how a matrix product on a CPU rounds.
     """
     block = module.launch_options(module.architecture(device), torch.float32, 16, 16, 2, RULE)["BLOCK_N"]
-    packs = [
-        attend_in_packs(PACKED, packs, exact_values(block, device), scale=SCALE_OF_ONE, **option)
-        for packs in (ALONE, TOGETHER, BACKWARDS)
-    ]
-    for alone, together, backwards in zip(*packs, strict=True):
-        assert torch.equal(alone, together)
-        assert torch.equal(alone, backwards)
+    assert_the_same_bits_in_any_pack(exact_values(block, device), scale=SCALE_OF_ONE, **option)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@on_gpu
 @pytest.mark.parametrize("option", [{}, {"sliding_window": 23}, {"softcap": 3.0}], ids=["full", "window", "softcap"])
 def test_a_rows_result_is_bitwise_the_same_in_any_pack_for_any_values(option):
     def values(positions):
         return qkv(len(positions), 4, 2, 64, torch.bfloat16, device="cuda")
 
-    packs = [attend_in_packs(PACKED, packs, values, **option) for packs in (ALONE, TOGETHER, BACKWARDS)]
-    for alone, together, backwards in zip(*packs, strict=True):
-        assert torch.equal(alone, together)
-        assert torch.equal(alone, backwards)
+    assert_the_same_bits_in_any_pack(values, **option)
 
 
 def valid(device):
@@ -217,56 +211,43 @@ def valid(device):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a: a.update(q=a["q"][0]), r"takes q \(N, H, D\)"),
-        (lambda a: a.update(q=a["q"][:2], k=a["k"][:2], v=a["v"][:2]), "table has 4 rows, q 2 and k 2"),
-        (lambda a: a.update(first_query_row=3), "table has 4 rows, q 4 after 3 rows without queries and k 4"),
-        (lambda a: a.update(q=a["q"][2:], first_query_row=2), "first row of a segment, but row 2 is inside segment 0"),
-        (lambda a: a.update(q=a["q"][:0], first_query_row=4), "must be one of the 4 rows of the table, got 4"),
-        (lambda a: a.update(first_query_row=-1), "must be one of the 4 rows of the table, got -1"),
-        (lambda a: a.update(q=a["q"][:, :3]), "do not fit those of k"),
-        (lambda a: a.update(k=a["k"].double()), "must share one dtype"),
-        (lambda a: a.update(scale=0.0), "scale must be positive, got 0.0"),
-        (lambda a: a.update(sliding_window=0), "sliding_window must be at least 1, got 0"),
-        (lambda a: a.update(attention_chunk_size=-2), "attention_chunk_size must be at least 1, got -2"),
-        (
-            lambda a: a.update(attention_chunk_size=8, sliding_window=4),
-            "sliding_window 4 and attention_chunk_size 8 exclude each other",
-        ),
-        (lambda a: a.update(softcap=0.0), "softcap must be positive, got 0.0"),
-        (lambda a: a.update(sinks=torch.zeros(2)), r"sinks must be floats, one per head of q \(4, 16\), got .* \(2,\)"),
-        (lambda a: a.update(sinks=torch.zeros(4, dtype=torch.int64)), "sinks must be floats.*got torch.int64"),
-        (lambda a: a.update(sinks=torch.zeros(4, device="meta")), "sinks must be on q's device c.*, got meta"),
-        (lambda a: a.update(v=a["v"][:3]), r"takes q \(N, H, D\).* v \(3, 2, 16\)"),
-        (lambda a: a.update(backend="cuda"), "backend must be one of"),
-        (
-            lambda a: a.update(v=a["v"][..., :12], backend="triton"),
-            "q and v: head dimensions 16 and 12; each",
-        ),
-        (lambda a: a.update({n: a[n].repeat(1, 1, 17) for n in "qk"}, backend="triton"), "q and v: .* 272 and 16"),
-        (lambda a: a.update({n: a[n].double() for n in "qkv"}, backend="triton"), "dtype torch.float64 is not one of"),
-        (
-            lambda a: a.update(q=a["q"].transpose(1, 2).contiguous().transpose(1, 2), backend="triton"),
-            "q: the head dim",
-        ),
+        (lambda a: {"q": a["q"][0]}, r"takes q \(N, H, D\)"),
+        (lambda a: {n: a[n][:2] for n in "qkv"}, "table has 4 rows, q 2 and k 2"),
+        (lambda a: {"first_query_row": 3}, "table has 4 rows, q 4 after 3 rows without queries and k 4"),
+        (lambda a: {"q": a["q"][2:], "first_query_row": 2}, "first row of a segment, but row 2 is inside segment 0"),
+        (lambda a: {"q": a["q"][:0], "first_query_row": 4}, "must be one of the 4 rows of the table, got 4"),
+        (lambda a: {"first_query_row": -1}, "must be one of the 4 rows of the table, got -1"),
+        (lambda a: {"q": a["q"][:, :3]}, "do not fit those of k"),
+        (lambda a: {"k": a["k"].double()}, "must share one dtype"),
+        (lambda a: {"scale": 0.0}, "scale must be positive, got 0.0"),
+        (lambda a: {"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
+        (lambda a: {"attention_chunk_size": -2}, "attention_chunk_size must be at least 1, got -2"),
+        (lambda a: {"attention_chunk_size": 8, "sliding_window": 4}, "4 and attention_chunk_size 8 exclude each other"),
+        (lambda a: {"softcap": 0.0}, "softcap must be positive, got 0.0"),
+        (lambda a: {"sinks": torch.zeros(2)}, r"sinks must be floats, one per head of q \(4, 16\), got .* \(2,\)"),
+        (lambda a: {"sinks": torch.zeros(4, dtype=torch.int64)}, "sinks must be floats.*got torch.int64"),
+        (lambda a: {"sinks": torch.zeros(4, device="meta")}, "sinks must be on q's device c.*, got meta"),
+        (lambda a: {"v": a["v"][:3]}, r"takes q \(N, H, D\).* v \(3, 2, 16\)"),
+        (lambda a: {"backend": "cuda"}, "backend must be one of"),
+        (lambda a: {"v": a["v"][..., :12], "backend": "triton"}, "q and v: head dimensions 16 and 12; each"),
+        (lambda a: {n: a[n].repeat(1, 1, 17) for n in "qk"} | {"backend": "triton"}, "q and v: .* 272 and 16"),
+        (lambda a: {n: a[n].double() for n in "qkv"} | {"backend": "triton"}, "dtype torch.float64 is not one of"),
+        (lambda a: {"q": a["q"].mT.contiguous().mT, "backend": "triton"}, "q: the head dim"),
     ],
 )
 def test_unsupported_input_is_refused_by_name(change, message, device):
     arguments = valid(device)
-    change(arguments)
     with pytest.raises(ValueError, match=message):
-        tree_attention(**arguments)
+        tree_attention(**arguments | change(arguments))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@on_gpu
 def test_offsets_beyond_two_to_the_31_elements_are_right():
     """Queries of more than 2**31 elements; only the last rows are checked."""
     length, heads, dim = 70_000, 32, 1024 // 4
     rows = length * 4
-    table = SegmentTable(
-        np.arange(4, dtype=np.int32) * length, np.full(4, length, np.int32), np.zeros(4, np.int32),
-        np.zeros(4, np.int32), np.zeros(0, np.int32),
-    )  # fmt: skip
+    columns = (np.arange(4) * length, np.full(4, length), np.zeros(4), np.zeros(4), np.zeros(0))
+    table = SegmentTable(*(column.astype(np.int32) for column in columns))
     q = torch.randn(rows, heads, dim, device="cuda", dtype=torch.bfloat16)
     assert q.numel() > 2**31
     k, v = torch.randn(2, rows, 1, dim, device="cuda", dtype=torch.bfloat16).unbind()

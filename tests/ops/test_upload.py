@@ -21,14 +21,10 @@ ARRAYS = [
 
 
 def test_shapes_dtypes_and_values_stay_and_starts_are_aligned(device):
-    for given, there in zip(ARRAYS, upload(ARRAYS, device), strict=True):
-        expected = torch.as_tensor(given)
+    for expected, there in zip(map(torch.as_tensor, ARRAYS), upload(ARRAYS, device), strict=True):
         assert there.device.type == device.type
         torch.testing.assert_close(there.cpu(), expected, rtol=0, atol=0)
         assert there.numel() == 0 or there.data_ptr() % ALIGNMENT == 0
-
-
-def test_nothing_to_send_is_nothing(device):
     assert upload([], device) == ()
 
 
@@ -41,7 +37,7 @@ def test_one_copy_from_pinned_memory_takes_them_all(monkeypatch):
         assert len(copies) == 1
         assert not waits.seen
     assert all(isinstance(tensor, OnDevice) for tensor in there)
-    assert [tensor.inner.tolist() for tensor in there] == [torch.as_tensor(given).tolist() for given in ARRAYS]
+    assert [tensor.inner.tolist() for tensor in there] == [torch.as_tensor(array).tolist() for array in ARRAYS]
 
 
 def test_nothing_is_sent_while_a_graph_is_captured(monkeypatch):
@@ -55,17 +51,16 @@ def test_nothing_is_sent_while_a_graph_is_captured(monkeypatch):
 def test_a_table_is_sent_once_to_each_stream_and_then_found_also_while_a_graph_is_captured(monkeypatch):
     """A copy on one stream need not be done when a kernel on another reads it."""
     table = SegmentTable(*(np.array(column, np.int32) for column in ([0, 3], [3, 2], [0, 0], [0, 3], [0, 1, 2])))
-    stream = SimpleNamespace(cuda_stream=1)
+    stream = SimpleNamespace(cuda_stream=0)
     with a_device():
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-        found = [(table.on_device(DEVICE, 16), table.key_work_on_device(DEVICE, 16, 16))]
-        stream.cuda_stream = 2
-        found.append((table.on_device(DEVICE, 16), table.key_work_on_device(DEVICE, 16, 16)))
+        copies = []
+        for stream.cuda_stream in (1, 2):
+            copies.append((table.on_device(DEVICE, 16), table.key_work_on_device(DEVICE, 16, 16)))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        for stream.cuda_stream, (work, keys) in enumerate(found, start=1):
+        for stream.cuda_stream, (work, keys) in enumerate(copies, start=1):
             assert table.on_device(DEVICE, 16) is work
             assert table.key_work_on_device(DEVICE, 16, 16) is keys
-        assert found[0][0][0] is not found[1][0][0]
-        assert found[0][1][0] is not found[1][1][0]
+        assert all(first[0] is not second[0] for first, second in zip(*copies, strict=True))
         with pytest.raises(RuntimeError, match="a CUDA graph cannot capture"):
             table.on_device(DEVICE, 32)
