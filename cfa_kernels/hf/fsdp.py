@@ -4,35 +4,31 @@ None of their packages is imported unless the model is of theirs. README.md list
 `tests/hf/test_sharding.py` holds them to the installed torch.
 """
 
-import dataclasses
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-
-def _of_class(module: object, package: str, name: str) -> bool:
-    kind = getattr(sys.modules.get(package), name, None)
-    return kind is not None and isinstance(module, kind)
+from .modes import attributes_set
 
 
-def is_fsdp1(module: object) -> bool:
-    """Whether `module` is torch's `FullyShardedDataParallel`."""
-    return _of_class(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
+def _instance_of(package: str, name: str) -> Callable[[object], bool]:
+    def is_instance(thing: object) -> bool:
+        kind = getattr(sys.modules.get(package), name, None)
+        return kind is not None and isinstance(thing, kind)
+
+    return is_instance
 
 
-def is_fsdp2(module: object) -> bool:
-    """Whether torch's `fully_shard` was called on `module`."""
-    return _of_class(module, "torch.distributed.fsdp", "FSDPModule")
-
-
-def is_engine(module: object) -> bool:
-    """Whether `module` is an engine of DeepSpeed, of any stage."""
-    return _of_class(module, "deepspeed", "DeepSpeedEngine")
+is_fsdp1 = _instance_of("torch.distributed.fsdp", "FullyShardedDataParallel")
+is_fsdp2 = _instance_of("torch.distributed.fsdp", "FSDPModule")  # `fully_shard` was called on it
+is_engine = _instance_of("deepspeed", "DeepSpeedEngine")  # of any stage
+_is_dtensor = _instance_of("torch.distributed.tensor", "DTensor")
 
 
 def is_zero3(module: Any) -> bool:
@@ -41,10 +37,10 @@ def is_zero3(module: Any) -> bool:
 
 
 def is_piece(weight: Tensor) -> bool:
-    """Whether this process holds a piece of a weight only, as FSDP's second kind, ZeRO-3 or tensor parallelism do."""
+    """Whether this process holds only a piece of a weight, by FSDP2, ZeRO-3 or tensor parallelism."""
     if is_zero3_weight(weight):
         return weight.ds_status.name == "NOT_AVAILABLE"  # type: ignore[attr-defined, no-any-return]
-    return _of_class(weight, "torch.distributed.tensor", "DTensor")
+    return _is_dtensor(weight)
 
 
 def holds_pieces(module: nn.Module) -> bool:
@@ -132,14 +128,10 @@ def head_whole(root: Any, causal: PreTrainedModel) -> Iterator[None]:
         return
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    before = [group.post_forward_mesh_info for group in groups]
-    try:
+    with attributes_set((group, "post_forward_mesh_info", group.post_forward_mesh_info) for group in groups):
         unit.unshard()
         unit.set_reshard_after_forward(False, recurse=False)
         yield
-    finally:
-        for group, meshes in zip(groups, before, strict=True):
-            group.post_forward_mesh_info = meshes
 
 
 def _unit_of_head(root: nn.Module, causal: PreTrainedModel) -> Any:
@@ -151,19 +143,17 @@ def _unit_of_head(root: nn.Module, causal: PreTrainedModel) -> Any:
     return units[-1] if units else None
 
 
-@contextmanager
-def without_casts(root: nn.Module) -> Iterator[None]:
+def without_casts(root: nn.Module) -> AbstractContextManager[None]:
     """Leave the inputs of units as they are, which mixed precision would cast."""
-    with ExitStack() as stack:
+
+    def changes() -> Iterator[tuple[Any, str, Any]]:
         for module in root.modules():
             if is_fsdp2(module):
-                _set(stack, module._get_fsdp_state(), "_mp_policy", cast_forward_inputs=False, output_dtype=None)  # type: ignore[operator]
+                state: Any = module._get_fsdp_state()  # type: ignore[operator]
+                yield state, "_mp_policy", replace(state._mp_policy, cast_forward_inputs=False, output_dtype=None)
             elif is_fsdp1(module):
-                _set(stack, module, "mixed_precision", cast_forward_inputs=False, cast_root_forward_inputs=False)
-        yield
+                precision: Any = module.mixed_precision
+                casts = {"cast_forward_inputs": False, "cast_root_forward_inputs": False}
+                yield module, "mixed_precision", replace(precision, **casts)
 
-
-def _set(stack: ExitStack, owner: Any, name: str, **fields: object) -> None:
-    before = getattr(owner, name)
-    stack.callback(setattr, owner, name, before)
-    setattr(owner, name, dataclasses.replace(before, **fields))
+    return attributes_set(changes())

@@ -7,7 +7,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ..packing.prefix_tree import Query
-from .lora import kept_by_adapter
 from .model import input_device
 from .model_walk import Model, ModelWalk, own_forward
 from .modes import checkpointed_modules
@@ -115,18 +114,16 @@ def default_token_budget(model: Model, *, training: bool = False) -> int:
     if device.type != "cuda":
         return largest
     config = model.config.get_text_config()
-    bytes_per_token = _layer_per_row(model, whole=False)
-    if training:
-        bytes_per_token = kept_per_row(walk)
-        if checkpointed_modules(walk):
-            bytes_per_token //= config.num_hidden_layers
-            bytes_per_token += config.num_hidden_layers * config.hidden_size * model.dtype.itemsize
+    layers, inputs = config.num_hidden_layers, config.hidden_size * model.dtype.itemsize
+    bytes_per_token = kept_per_row(walk) if training else _layer_per_row(model, whole=False)
+    if training and checkpointed_modules(walk):
+        bytes_per_token = bytes_per_token // layers + layers * inputs
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(min(max(free // 2 // bytes_per_token, 1024), largest))
 
 
 def kept_per_row(model: Model) -> int:
-    """Estimate the bytes that all layers and adapters keep of a row for a backward.
+    """Estimate the bytes that all layers keep of a row for a backward; adapters are in the margin.
 
     A model's own norms and gates keep float32 copies and every intermediate result; Liger's do not.
     """
@@ -134,8 +131,7 @@ def kept_per_row(model: Model) -> int:
     layers: int = walk.model.config.get_text_config().num_hidden_layers
     forwards = (own_forward(module) or type(module).forward for module in walk.modules.values())
     liger = any(forward.__module__.startswith("liger_kernel") for forward in forwards)
-    adapters = sum(map(kept_by_adapter, walk.having("_disable_adapters")))
-    return layers * _layer_per_row(walk.model, whole=not liger) + adapters
+    return layers * _layer_per_row(walk.model, whole=not liger)
 
 
 def _layer_per_row(model: PreTrainedModel, *, whole: bool) -> int:

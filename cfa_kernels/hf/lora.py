@@ -49,22 +49,6 @@ def _is_linear_lora(layer: Any) -> bool:
     return whole and type(layer.base_layer) is nn.Linear
 
 
-def kept_by_adapter(layer: Any) -> int:
-    """Bytes of a row that the trained adapters of a layer keep for a backward.
-
-    One op keeps the product of low rank, in three parts where the adapter is wider, and rows that its neighbours keep
-    as well. PEFT's own layer keeps both in the adapter's dtype, a copy where that is wider than the model's.
-    """
-    if layer.disable_adapters:
-        return 0
-    downs = [down for name, down in getattr(layer, "lora_A", {}).items() if name in layer.active_adapters]
-    weights = [down.weight for down in downs if isinstance(down, nn.Linear) and down.weight.requires_grad]
-    if weights and _is_linear_lora(layer) and _read(layer, layer.base_layer.weight):
-        (down,), size = weights, layer.base_layer.weight.dtype.itemsize
-        return size * len(down) * (3 if down.dtype.itemsize > size else 1)
-    return sum(sum(weight.shape) * weight.dtype.itemsize for weight in weights)
-
-
 class _Ops:
     """Replacement of LoRA layers' `forward`, with the parts of adapters that were split."""
 

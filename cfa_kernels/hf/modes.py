@@ -1,7 +1,7 @@
 """Set the mode, attention, autocast and attributes that a model runs with, within a `with` block."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -16,19 +16,28 @@ _Value = TypeVar("_Value")
 
 @contextmanager
 def exchanged(attributes: Iterable[tuple[object, Mapping[str, Any]]]) -> Iterator[None]:
-    """Give objects other attributes inside; each gets its own back, or that of its class, also after an error."""
-    undo: list[tuple[dict[str, Any], dict[str, Any], Mapping[str, Any]]] = []
-    try:
+    """Give objects other attributes of their own inside; the former, or the class's, come back, also after an error."""
+    with ExitStack() as undo:
         for owner, new in attributes:
-            place = owner.__dict__
-            undo.append((place, {name: place[name] for name in new if name in place}, new))
-            place.update(new)
+            own = owner.__dict__
+            for name, value in new.items():
+                undo.callback(*((own.__setitem__, name, own[name]) if name in own else (own.pop, name, None)))
+                own[name] = value
+        yield
+
+
+@contextmanager
+def attributes_set(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes, (owner, name, value), inside; the values before come back, also after an error."""
+    values = list(values)
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
+    try:
+        for one in values:
+            setattr(*one)
         yield
     finally:
-        for place, before, new in reversed(undo):
-            place.update(before)
-            for name in new.keys() - before.keys():
-                place.pop(name, None)
+        for one in before:
+            setattr(*one)
 
 
 @contextmanager
@@ -55,17 +64,10 @@ def evaluation_mode(model: Model) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def one_mode(model: Model, *, training: bool) -> Iterator[None]:
+def one_mode(model: Model, *, training: bool) -> AbstractContextManager[None]:
     """Set every module to training mode, or to evaluation mode; each mode comes back, also after an error."""
-    changed = [module for module in ModelWalk.of(model).modules.values() if module.training != training]
-    try:
-        for module in changed:
-            module.training = training
-        yield
-    finally:
-        for module in changed:
-            module.training = not training
+    modules = ModelWalk.of(model).modules.values()
+    return attributes_set((module, "training", training) for module in modules if module.training != training)
 
 
 def attention_implementation(model: Model, name: str) -> AbstractContextManager[None]:
@@ -80,17 +82,9 @@ def attention_implementation(model: Model, name: str) -> AbstractContextManager[
     return attention_of(walk.configs, name)
 
 
-@contextmanager
-def attention_of(configs: Sequence[Any], name: str) -> Iterator[None]:
+def attention_of(configs: Iterable[Any], name: str) -> AbstractContextManager[None]:
     """Set attention `name` in configurations; each one's own comes back, also after an error."""
-    before = [config._attn_implementation for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation = name
-        yield
-    finally:
-        for config, own in zip(configs, before, strict=True):
-            config._attn_implementation = own
+    return attributes_set((config, "_attn_implementation", name) for config in configs)
 
 
 def without_accelerates_autocast(model: PreTrainedModel) -> AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,25 +11,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .fsdp import gathered_zero3, holds_pieces, is_fsdp2, is_zero3_weight
-from .modes import exchanged
+from .modes import attributes_set, exchanged
 
 HALVES = (torch.bfloat16, torch.float16)
 _SMALL = 5  # tokens: the window and chunk during a probe
 
 
-@contextmanager
-def small_windows(model: PreTrainedModel) -> Iterator[None]:
+def small_windows(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Set windows and chunks that matter in a short probe; each forward builds its masks from the configuration."""
     configs = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     configs += [config.get_text_config() for config in configs]
-    with ExitStack() as undo:
-        for config in {id(config): config for config in configs}.values():
-            for name in ("sliding_window", "attention_chunk_size"):
-                value = getattr(config, name, None)
-                if isinstance(value, int) and value > _SMALL:
-                    undo.callback(setattr, config, name, value)
-                    setattr(config, name, _SMALL)
-        yield
+    limits = ((config, name) for config in configs for name in ("sliding_window", "attention_chunk_size"))
+    values = [(config, name, getattr(config, name, None)) for config, name in limits]
+    return attributes_set(
+        (config, name, _SMALL) for config, name, value in values if isinstance(value, int) and value > _SMALL
+    )
 
 
 @contextmanager
@@ -49,16 +45,13 @@ def float32_weights(model: PreTrainedModel, moved: bool, skipped: Collection[nn.
         for module in modules:
             # Inside its call, torch's first FSDP has the weights as plain attributes.
             for store in (module._parameters, module._buffers, vars(module)):
-                for name, tensor in list(store.items()):
-                    if not isinstance(tensor, Tensor):
-                        continue
+                for name, tensor in [(name, x) for name, x in store.items() if isinstance(x, Tensor)]:
                     trained = adapted and tensor.requires_grad
-                    if not trained and tensor.dtype not in HALVES:
-                        continue
-                    wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
-                    if trained:
-                        wide = wide + _nudge(wide, f"{names[module]}.{name}")
-                    _exchange(store, name, tensor, wide, undo)
+                    if trained or tensor.dtype in HALVES:
+                        wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+                        if trained:
+                            wide = wide + _nudge(wide, f"{names[module]}.{name}")
+                        _exchange(store, name, tensor, wide, undo)
 
     # Each exchange is undone by a stack that knows of it before it is made: any step may run out of memory.
     with ExitStack() as rest:
@@ -107,10 +100,9 @@ def _exchange(store: dict[str, Any], name: str, tensor: Tensor, wide: Tensor, un
 
 
 def _sites(model: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, list[nn.Module]]]:
-    """Split the modules of a model into those outside every site, and those of each site, at most one site each.
+    """Split the modules of a model into those outside every site, and those of each site.
 
-    Sites are layers, whose weights are exchanged one layer at a time, and units of FSDP whose weights are in pieces
-    outside their own forward.
+    Sites are layers and units of FSDP whose weights are in pieces outside their own forward.
     """
     outside, sites, seen = list[nn.Module](), dict[nn.Module, list[nn.Module]](), set[nn.Module]()
 

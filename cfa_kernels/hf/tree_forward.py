@@ -35,10 +35,9 @@ _UNSUPPORTED_ARGUMENTS = ("position_bias", "cache_position_bias", "head_mask", "
 
 
 class TreeMask:
-    """Stand-in for a layer's attention mask: the pack's segments and the reach of that layer's rows.
+    """Stand-in for a layer's attention mask: the pack's segments and the reach of that layer's rows."""
 
-    Not a dataclass: wrappers that cast a module's inputs rebuild those, and would upload the table in every layer.
-    """
+    # Not a dataclass: wrappers that cast a module's inputs rebuild those, and would upload the table in every layer.
 
     def __init__(self, table: SegmentTable, reach: Reach) -> None:
         self.table, self.reach = table, reach
@@ -115,13 +114,11 @@ def _attention(
         attention_mask = TreeMask(forward.table, EVERYTHING)
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise NotImplementedError(f"{name} attends in both directions; a causal model is needed")
-    if getattr(module, "indexer", None) is not None:
-        raise NotImplementedError(f"{name} picks keys by an indexer of its own, which tree attention does not have")
-    if dropout:
-        raise NotImplementedError(f"{name} asks for attention dropout {dropout}, which tree attention does not have")
-    for argument in _UNSUPPORTED_ARGUMENTS:
-        if kwargs.get(argument) is not None:
-            raise NotImplementedError(f"{name} uses {argument}, which tree attention does not have")
+    unsupported = [argument for argument in _UNSUPPORTED_ARGUMENTS if kwargs.get(argument) is not None]
+    unsupported += ["an indexer of its own to pick keys"] if getattr(module, "indexer", None) is not None else []
+    unsupported += [f"attention dropout {dropout}"] if dropout else []
+    if unsupported:
+        raise NotImplementedError(f"{name} uses {unsupported[0]}, which tree attention does not have")
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # as PyTorch's own attention: norms and rotary embeddings left float32
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
@@ -150,7 +147,7 @@ def _attention(
 def _build_mask(
     *, mask_function: Callable[..., Any], local_size: int | None = None, device: torch.device | None = None, **_: object
 ) -> TreeMask:
-    """Make a layer's mask, called by transformers' mask builder, whose `mask_function` says which keys a query sees."""
+    """Make a layer's mask for transformers' mask builder, whose `mask_function` says which keys a query sees."""
     forward = _FORWARD.get()
     if forward is None:
         raise RuntimeError(f"attn_implementation={ATTENTION!r} runs only inside a packed forward")

@@ -1,9 +1,9 @@
 """Check, once per structure of a model, that a packed tree and the head give the model's own log-probs.
 
-A short branching tree is run both ways in float32, whatever the model's own dtype, so that rounding hides nothing;
-windows and chunks are made small enough to matter in it, and adapters that start as the identity are moved off it.
-This catches faults that no attribute of a model tells: layers that mix tokens without attention, logits changed after
-the head. Among equal layers the first and the last run; only a model that fails so is run whole.
+A short branching tree is run both ways in float32, so that rounding hides nothing; windows and chunks are made small
+enough to matter in it, and adapters that start as the identity are moved off it. This catches layers that mix tokens
+without attention and logits changed after the head. Among equal layers the first and the last run; only a model that
+fails so is run whole.
 """
 
 import logging
@@ -66,17 +66,14 @@ _Result = TypeVar("_Result")
 def check_supported(model: Model) -> Head:
     """Return the output layer, with the model's scale and cap of logits, after checking it and a packed tree.
 
-    Weights are read at every call.
-
     Raises:
         NotImplementedError: the head is not a plain linear layer, the model's logits are not its head's output, scaled
-            and capped as its configuration says, or a packed tree does not give the model's own log-probs; the message
-            names the model and the reason.
+            and capped as its configuration says, or a packed tree does not give the model's own log-probs.
     """
     walk = ModelWalk.of(model)
     refuse_older_cells(walk)
-    head = read_head(walk.model)
-    return _transformed(head, _verdict(walk))
+    head, verdict = read_head(walk.model), _verdict(walk)
+    return replace(head, softcap=verdict.softcap, logit_scale=verdict.scale)
 
 
 def check_trainable(model: Model) -> Head:
@@ -110,10 +107,6 @@ def check_model(model: nn.Module) -> None:
         TypeError: it is not a transformers causal model.
     """
     check_trainable(causal_lm(model))
-
-
-def _transformed(head: Head, verdict: _Verdict) -> Head:
-    return replace(head, softcap=verdict.softcap, logit_scale=verdict.scale)
 
 
 def _verdict(walk: ModelWalk) -> _Verdict:
@@ -227,10 +220,10 @@ def _check_training(model: PreTrainedModel, verdict: _Verdict, repeated: Mapping
 def _tree_problem(
     model: PreTrainedModel, probe: "Probe", verdict: _Verdict, factor: float, theirs: Tensor
 ) -> str | None:
-    """Compare a packed tree with the model's own logits of the probe; describe a difference, None for none."""
+    """Compare a packed tree with the model's own logits; describe a difference, None for none."""
     name = type(model).__name__
-    head = _transformed(read_head(model), verdict)
-    head = replace(head, weight=head.weight * factor)
+    head = read_head(model)
+    head = replace(head, weight=head.weight * factor, softcap=verdict.softcap, logit_scale=verdict.scale)
     try:
         with tree_training_mode(model):
             ours = head.logprobs(*pack_states(model, head, probe.pack))
