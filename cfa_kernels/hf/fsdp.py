@@ -1,7 +1,6 @@
 """Recognise torch's two kinds of FSDP and DeepSpeed's ZeRO-3, and read and set their inner states.
 
-None of their packages is imported unless the model is of theirs. README.md lists the private names that are set;
-`tests/hf/test_sharding.py` holds them to the installed torch.
+README.md lists the private names that are set; none of the packages is imported unless the model is of theirs.
 """
 
 import sys
@@ -107,13 +106,10 @@ def give_back(root: Any) -> None:
 
 
 def prepare_zero3(root: Any, causal: PreTrainedModel) -> None:
-    """Prepare ZeRO-3, before a call of `root`, for a body that runs layers as often as it likes.
-
-    The causal model reads the head's weight beside the head's call. DeepSpeed forgets the order of reads by which it
-    would gather weights ahead: the body has another order, and if a layer fails each process has its own.
-    """
+    """Prepare ZeRO-3, before a call of `root`, for a body that runs layers as often as it likes."""
     if is_zero3(root):
         sys.modules["deepspeed"].zero.register_external_parameter(causal, causal.get_output_embeddings().weight)
+        # By the order of earlier reads it would gather weights ahead, and if a layer fails each process has its own.
         order = getattr(root.optimizer, "parameter_offload", root.optimizer).get_param_coordinator()
         if not order.is_invalid_trace():
             order._invalidate_trace()

@@ -43,15 +43,12 @@ class Head:
 
 
 def read_head(model: PreTrainedModel) -> Head:
-    """Read the head's weight and bias; `verify.check_supported` finds out how the model transforms its logits.
-
-    Raises `NotImplementedError` unless the layer is a plain linear one: an adapter on it may be the identity today
-    and drift in training.
-    """
+    """Read the head's weight and bias; raise `NotImplementedError` unless it is a plain linear layer."""
     layer: Any = model.get_output_embeddings()
     if hasattr(layer, "modules_to_save"):
         layer = layer.original_module if layer.disable_adapters else layer.modules_to_save[layer.active_adapter]
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        # An adapter on it may be the identity today and drift in training.
         raise NotImplementedError(
             f"model: the output layer of {type(model).__name__} is {type(layer).__module__}.{type(layer).__name__}, "
             "not a plain linear layer; leave lm_head out of target_modules, or name it in modules_to_save"
@@ -61,10 +58,7 @@ def read_head(model: PreTrainedModel) -> Head:
 
 @contextmanager
 def decoding_head(model: PreTrainedModel) -> Iterator[None]:
-    """Multiply float32 rows with the head on a CPU as `ops.matmul` does inside, without gradients and autocast.
-
-    A head that is not a plain linear layer, or has a `forward` of its own, is left as it is.
-    """
+    """Multiply float32 rows with a plain linear head on a CPU as `ops.matmul` does, without gradients and autocast."""
     layer = model.get_output_embeddings()
     plain = type(layer) is nn.Linear and "forward" not in vars(layer)
 

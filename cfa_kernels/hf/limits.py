@@ -15,8 +15,7 @@ from .modes import checkpointed_modules
 def rope_lengths(model: Model) -> tuple[list[int], int | None]:
     """Find the lengths beyond which rotary frequencies follow the longest sequence of a forward.
 
-    Returns those of longrope, which takes another set of frequencies, ascending, and that of dynamic scaling, which
-    computes them for each length (None without it).
+    Returns those of longrope, ascending, and that of dynamic scaling (None without it).
     """
     switches, dynamic = set(), []
     for module in ModelWalk.of(model).having("rope_type"):
@@ -32,10 +31,7 @@ def rope_lengths(model: Model) -> tuple[list[int], int | None]:
 
 
 def refuse_length_dependent_rope(model: Model, longest: int) -> None:
-    """Raise `NotImplementedError` if rows of up to `longest` tokens, in one batch, change each other's positions.
-
-    For padded batches, whose rotary frequencies follow their longest row; packed scoring keeps such rows apart.
-    """
+    """Raise `NotImplementedError` if rows of up to `longest` tokens change each other's positions in a batch."""
     walk = ModelWalk.of(model)
     switches, dynamic = rope_lengths(walk)
     for length in [*switches, dynamic]:
@@ -52,8 +48,7 @@ def apart_by_length(
 ) -> tuple[Sequence[list[Query]], list[list[int]]]:
     """Split bundles into parts that must not share a forward; return bundles as fed, and the non-empty ones of a part.
 
-    Each row, of `lengths` tokens in all, keeps the rotary frequencies that it has when fed by itself and whole: rows on
-    both sides of a length of `rope_lengths` are fed apart, and a longer row is fed far enough for its side. `order`
+    Each row, of `lengths` tokens in all, keeps the rotary frequencies that it has when fed by itself and whole. `order`
     holds the caller's number of each row.
     """
     walk = ModelWalk.of(model)
@@ -74,10 +69,8 @@ def apart_by_length(
 
 
 def largest_forward(model: Model) -> int | None:
-    """Find the most rows of a forward in which a row's place does not matter; None if it never matters.
-
-    Llama 4 scales the queries of layers without rotary embeddings by a row's place, in steps of this many.
-    """
+    """Find the most rows of a forward in which a row's place does not matter; None if it never matters."""
+    # Llama 4 scales the queries of layers without rotary embeddings by a row's place, in steps of this many.
     steps = [
         int(module.floor_scale) - 1
         for module in ModelWalk.of(model).having("attn_temperature_tuning")
@@ -104,8 +97,8 @@ def rows_per_forward(model: Model, token_budget: int | None) -> int:
 def default_token_budget(model: Model, *, training: bool = False) -> int:
     """Estimate tokens per packed forward: on a GPU what half of the free memory holds, at least 1,024.
 
-    The estimate counts a layer's peak: the MLP's or attention's intermediate results, and the residual; for `training`
-    the results that layers keep for the backward, or with checkpointing their inputs and one layer's results.
+    For `training` it holds the results that layers keep for the backward, or with checkpointing their inputs and one
+    layer's results.
     """
     walk = ModelWalk.of(model)
     model = walk.model
@@ -123,11 +116,9 @@ def default_token_budget(model: Model, *, training: bool = False) -> int:
 
 
 def kept_per_row(model: Model) -> int:
-    """Estimate the bytes that all layers keep of a row for a backward; adapters are in the margin.
-
-    A model's own norms and gates keep float32 copies and every intermediate result; Liger's do not.
-    """
+    """Estimate the bytes that all layers keep of a row for a backward; adapters are in the margin."""
     walk = ModelWalk.of(model)
+    # A model's own norms and gates keep float32 copies and every intermediate result; Liger's do not.
     layers: int = walk.model.config.get_text_config().num_hidden_layers
     forwards = (own_forward(module) or type(module).forward for module in walk.modules.values())
     liger = any(forward.__module__.startswith("liger_kernel") for forward in forwards)

@@ -1,7 +1,6 @@
 """Run each LoRA layer of a model as one op, which saves the passes that scale and add an adapter's product.
 
-A module keeps its weights and hooks; only its `forward` is replaced. Layers that are not plain LoRA, as PEFT itself
-defines it, run PEFT's own code.
+Layers that are not plain LoRA, as PEFT itself defines it, run PEFT's own code.
 """
 
 import sys
@@ -20,8 +19,6 @@ _FULL = (torch.float32, torch.float64)
 
 
 class _Layer(NamedTuple):
-    """Parts of a LoRA layer, as `adapted_linear` takes them."""
-
     base: nn.Linear
     down: nn.Linear
     up: nn.Linear
@@ -31,8 +28,8 @@ class _Layer(NamedTuple):
 def one_pass_adapters(model: Model | nn.Module) -> AbstractContextManager[None]:
     """Run each LoRA layer of `model` as one op inside; their own come back, also after an error.
 
-    On a GPU bfloat16 rows meet float32 adapters as two bfloat16 parts (16 bits), through tensor cores; the parts of
-    every adapter that ran are kept until the end, 6 bytes a weight, so weights must not change inside.
+    On a GPU bfloat16 rows meet float32 adapters as two bfloat16 parts, which are kept until the end, 6 bytes a weight:
+    weights must not change inside.
     """
     ops = _Ops()
     return exchanged((layer, {"forward": MethodType(ops.run, layer)}) for layer in _lora_layers(ModelWalk.of(model)))
@@ -43,15 +40,12 @@ def _lora_layers(walk: ModelWalk) -> list[nn.Module]:
 
 
 def _is_linear_lora(layer: Any) -> bool:
-    """Whether a layer is PEFT's LoRA on a plain linear layer, and runs PEFT's `forward`."""
     peft = sys.modules.get("peft.tuners.lora.layer")  # not imported: the model has no such layers
     whole = peft is not None and type(layer) is peft.Linear and "forward" not in vars(layer)
     return whole and type(layer.base_layer) is nn.Linear
 
 
 class _Ops:
-    """Replacement of LoRA layers' `forward`, with the parts of adapters that were split."""
-
     def __init__(self) -> None:
         self._parts: dict[tuple[nn.Module, float], AdapterParts] = {}
 
@@ -88,14 +82,11 @@ def _read(layer: Any, x: Tensor) -> _Layer | None:
 
 
 def _dtypes_fit(x: Tensor, base: torch.dtype, down: torch.dtype, up: torch.dtype) -> bool:
-    """Whether rows like `x` and weights of these dtypes run as one op.
-
-    Halves on a CPU do not: the op would round once where PEFT's own code rounds three times.
-    """
+    """Whether rows like `x` and weights of these dtypes run as one op."""
     kind, on_gpu = x.device.type, is_on_gpu(x)
     if torch.is_autocast_enabled(kind) and not (on_gpu and x.dtype == torch.get_autocast_dtype(kind)):
         return False
-    if not on_gpu and (kind != "cpu" or x.dtype not in _FULL):
+    if not on_gpu and (kind != "cpu" or x.dtype not in _FULL):  # halves would round once, by PEFT three times
         return False
     wider = torch.float32 if x.dtype == torch.bfloat16 and on_gpu else x.dtype
     return base == x.dtype and down == up and down in (x.dtype, wider)

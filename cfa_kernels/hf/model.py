@@ -31,8 +31,7 @@ def wrappers(model: nn.Module) -> Iterator[nn.Module]:
 def causal_lm(model: nn.Module) -> PreTrainedModel:
     """Find the transformers model inside DDP, torch.compile and PEFT wrappers, adapter layers still in place.
 
-    Raises `NotImplementedError` for PEFT methods that do not act on each token by itself, `TypeError` for anything
-    that is not a transformers causal model.
+    Raises `NotImplementedError` for adapters that do not act on each token by itself, `TypeError` for other models.
     """
     for inner in wrappers(model):
         _refuse_adapters(inner)
@@ -102,10 +101,7 @@ _NOISE = re.compile("drop|jitter|noise")
 
 
 def computation(model: Model) -> int:
-    """Hash of how a model computes: its modules, their forwards, caps and scales of logits, hooks at its ends.
-
-    A hook or a number on another module, or a function exchanged in the model's file, does not change it.
-    """
+    """Hash of how a model computes: its modules, their forwards, caps and scales of logits, hooks at its ends."""
     walk = ModelWalk.of(model)
     model = walk.model
     hooked = [model, backbone(model), model.get_input_embeddings(), model.get_output_embeddings()]

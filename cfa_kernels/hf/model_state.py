@@ -55,11 +55,7 @@ def _mark(tensor: Tensor) -> tuple[int | None, int | None]:
 
 
 class ModelState:
-    """Record of what decides a model's values: its weights, and which of its adapters act and how strongly.
-
-    Weights are parameters and those buffers that a checkpoint holds. Gradients, modes and `requires_grad` are not
-    included. Does not wait for a device.
-    """
+    """Record of a model's parameters, the buffers of its checkpoint, and which adapters act and how strongly."""
 
     def __init__(self, model: Model | nn.Module) -> None:
         weights, self._adapters = _weights_and_adapters(model)
@@ -76,7 +72,6 @@ class ModelState:
 
 
 def _weights_and_adapters(model: Model | nn.Module) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Collect weights by name, and for each PEFT layer whether it acts, which adapters, and how strongly."""
     tensors, adapters = dict[str, Tensor](), dict[str, dict[str, Any]]()
     for prefix, module in ModelWalk.of(model).modules.items():
         own, dot = module.__dict__, "." if prefix else ""

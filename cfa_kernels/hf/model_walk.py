@@ -1,8 +1,7 @@
 """Walk over the modules of a model once, for everything that a call reads of them.
 
-A public call walks once and hands the walk down, so that a change of the model between two calls is seen by the second,
-and no call pays for it more than once. torch's own `named_modules` resumes a generator per level for each module and
-takes several times as long.
+A public call walks once and hands the walk down, so that the next call sees a change of the model. torch's own
+`named_modules` takes several times as long.
 """
 
 from collections import defaultdict
@@ -17,8 +16,7 @@ from transformers import PreTrainedModel
 class ModelWalk:
     """Modules of a model by name, in the order of `named_modules`, each once.
 
-    Holds as long as no module is added, taken out or exchanged and no `forward` is overwritten. Modes, flags and
-    weights are read off the modules at each request.
+    Holds as long as no module is added, taken out or exchanged and no `forward` is overwritten.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,15 +81,11 @@ Model: TypeAlias = PreTrainedModel | ModelWalk
 
 
 def own_forward(module: nn.Module) -> Any:
-    """Return the `forward` that a module itself was given, without accelerate's autocast wrapper; None if it has none.
-
-    accelerate keeps what it wraps as `_original_forward`, in the module or as the bound method of its class.
-    """
+    """Return the `forward` that a module itself was given, without accelerate's wrapper; None if it has none."""
     own = vars(module)
     forward = own.get("_original_forward", own.get("forward"))
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def _function(called: Any) -> int:
-    """Key of a function, bound or not."""
     return id(getattr(called, "__func__", called))

@@ -71,10 +71,7 @@ def one_mode(model: Model, *, training: bool) -> AbstractContextManager[None]:
 
 
 def attention_implementation(model: Model, name: str) -> AbstractContextManager[None]:
-    """Set attention `name`, a registered one, in every layer; each configuration's own comes back, also after an error.
-
-    Raises `NotImplementedError` if the model does not go through transformers' attention interface.
-    """
+    """Set attention `name` in every layer; raise `NotImplementedError` if the model has no interface for it."""
     walk = ModelWalk.of(model)
     if not walk.model._can_set_attn_implementation():
         kind = type(walk.model).__name__

@@ -32,8 +32,7 @@ def small_windows(model: PreTrainedModel) -> AbstractContextManager[None]:
 def float32_weights(model: PreTrainedModel, moved: bool, skipped: Collection[nn.Module] = ()) -> Iterator[None]:
     """Run with half-precision weights in float32, one layer at a time; shift trainable adapters a little if `moved`.
 
-    A weight is exchanged in its module's dictionary, so the parameter itself is never touched; under ZeRO-3 its memory
-    is exchanged. Layers that are `skipped` keep theirs.
+    Parameters are never touched; under ZeRO-3 their memory is exchanged. Layers that are `skipped` keep theirs.
     """
     names = {module: name for name, module in model.named_modules()}
     adapted = moved and any(type(module).__module__.startswith("peft.") for module in names)
@@ -90,7 +89,6 @@ def layers_skipped(repeated: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
 
 
 def _exchange(store: dict[str, Any], name: str, tensor: Tensor, wide: Tensor, undo: ExitStack) -> None:
-    """Put `wide` in the place of a weight until `undo` closes."""
     if is_zero3_weight(tensor):  # what DeepSpeed has noted about a parameter is on the parameter itself
         undo.callback(setattr, tensor, "data", tensor.data)
         tensor.data = wide

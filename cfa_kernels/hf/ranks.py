@@ -1,8 +1,7 @@
 """Keep the processes that share a model in step while all of them are inside its outermost module.
 
 Weights of a sharded model are gathered layer by layer, so each process must run every layer as often as the others.
-Before each forward they exchange a few numbers; one whose work is done feeds idle packs until all are done, and if one
-fails all raise. `sharding.run_inside` sets this up.
+One whose work is done feeds idle packs until all are done, and if one fails all raise.
 """
 
 import builtins
@@ -17,10 +16,7 @@ from torch import nn
 
 
 class PeerFailed(BaseException):
-    """Another process could not do its part: ends the body of one that could. It never leaves `run_inside`.
-
-    Not an `Exception`, which the check of a model would take for a fault of the model.
-    """
+    """Another process could not do its part: ends the body of one that could, and never leaves `run_inside`."""
 
 
 class _Met(NamedTuple):

@@ -75,7 +75,6 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def _root(model: nn.Module, causal: PreTrainedModel) -> Any:
-    """Find the outermost module that distributes `model` among processes; None if it is in this one only."""
     for module in wrappers(model):
         if isinstance(module, DistributedDataParallel) or is_fsdp1(module) or is_fsdp2(module) or is_engine(module):
             return module
@@ -88,7 +87,6 @@ def _root(model: nn.Module, causal: PreTrainedModel) -> Any:
 
 
 def _through(root: nn.Module, causal: PreTrainedModel, ranks: Ranks | Replicas, body: Callable[[], _Result]) -> _Result:
-    """Call `root` with `body` for the forward of `causal`, which is put back before the body runs."""
     with ExitStack() as stack:
 
         def redirected(*_: object, **__: object) -> _Result:
@@ -175,9 +173,8 @@ def _replaced(results: list[Any], outputs: Sequence[Tensor]) -> list[Any]:
 def _errors_held(causal: PreTrainedModel, *, gathers: bool) -> Iterator[None]:
     """Let a forward end in which a layer fails, and raise its error then: every layer's weights have been gathered.
 
-    The layer that fails, and those above it, return their input. Layers are `layers` of the backbone; an error
-    elsewhere is raised at its place. With `gathers` a layer's weights are gathered before it runs, since ZeRO-3 would
-    gather them for each of its parts, of which one may fail.
+    The layer that fails, and those above it, return their input. With `gathers` a layer's weights are gathered before
+    it runs, since ZeRO-3 would gather them for each of its parts, of which one may fail.
     """
     body, errors = backbone(causal), list[Exception]()
 
@@ -213,7 +210,6 @@ def _errors_held(causal: PreTrainedModel, *, gathers: bool) -> Iterator[None]:
 
 
 def _innermost(layer: nn.Module) -> nn.Module:
-    """Find a layer inside what FSDP and torch's checkpointing wrap around it."""
     parts = layer._modules
     inner = parts.get("_fsdp_wrapped_module") or parts.get("_checkpoint_wrapped_module")
     return layer if inner is None else _innermost(inner)

@@ -1,7 +1,7 @@
 """Run layers with a state instead of attention (Mamba, gated delta nets, short convolutions) on a packed tree.
 
-Such a cell reads tokens in order. A tree is cut where branches leave it; each piece runs through the model's own cell
-from the state at the end of its parent, as generation continues from a cache.
+Each piece of a tree between branches runs through the model's own cell from the state at the end of its parent, as
+generation continues from a cache.
 """
 
 import inspect
@@ -113,12 +113,10 @@ class _State:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """The order in which a tree's pieces run: first those whose state others continue, then the rest in batches.
+    """The order in which a tree's pieces run: first those whose state others continue, then the rest in batches."""
 
-    No cell is given one token and a state: it would run its code for generation, which may write the state in place,
-    have no backward pass on a GPU, or leave out limits that its code for several tokens keeps.
-    """
-
+    # No cell is given one token and a state: it would run its code for generation, which may write the state in place,
+    # have no backward pass on a GPU, or leave out limits that its code for several tokens keeps.
     handed_on: list[_Piece]
     batches: list[list[_Piece]]
 
@@ -174,7 +172,6 @@ def has_cells(model: Model) -> bool:
 
 
 def _cells(model: Model) -> list[tuple[nn.Module, str]]:
-    """List the layers that carry a state, with the argument that passes it."""
     by_class = ModelWalk.of(model).by_class
     return [(cell, name) for kind, cells in by_class.items() if (name := _cache_argument(kind)) for cell in cells]
 

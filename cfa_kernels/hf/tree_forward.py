@@ -75,8 +75,6 @@ class KeyValueStore:
 
 @dataclass
 class _PackedForward:
-    """The packed forward under way."""
-
     table: SegmentTable
     store: KeyValueStore | None
     first_row: int  # rows before it are in the store
@@ -163,8 +161,7 @@ def read_visibility(
 ) -> Reach:
     """Find the rule that `mask_function(batch, head, query position, key position)` follows, by calling it.
 
-    So a window that only the mask has is noticed too. Raises `NotImplementedError` for a rule that is not causal, a
-    causal window or a causal chunk.
+    Raises `NotImplementedError` for a rule that is not causal, a causal window or a causal chunk.
     """
     size = local_size or 8
     near = [edge * size + step for edge in range(4) for step in range(-3, 4)]
@@ -215,18 +212,14 @@ class HeadRows(NamedTuple):
 
 @dataclass(frozen=True)
 class _Staged:
-    """Index arrays of a pack on the model's device, sent there by one copy before its forward is launched.
-
-    The head reads `own` rows of this forward and rows of the one `before` that it continues; `order` puts the latter,
-    followed by the former, in the pack's order.
-    """
+    """Index arrays of a pack on the model's device, sent there by one copy before its forward is launched."""
 
     input_ids: Tensor  # (1, N)
     position_ids: Tensor  # (1, N)
     everywhere: Tensor  # (1, N) ones, expanded from a single number
-    own: Tensor
-    before: Tensor
-    order: Tensor  # (R,); empty if nothing is `before`
+    own: Tensor  # rows of this forward that the head reads
+    before: Tensor  # rows of the forward that this one continues
+    order: Tensor  # (R,) that puts `before` and `own` in the pack's order; empty if nothing is `before`
     last: Tensor  # the rows among `own`, once each and ascending
     targets: Tensor  # (R,)
 
@@ -352,14 +345,13 @@ def pack_states(
 
 @contextmanager
 def last_layer_on_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
-    """Run the last layer's attention output and MLP, which nothing else reads, only on `rows`.
+    """Run the last layer's attention output and MLP, which act on each token by itself, only on the `rows` of the head.
 
-    Both act on each token by itself, so they get the rows that the head will read, and their results are put back
-    among zeros. Queries stay whole: the attention module norms and rotates them with the keys, which every row needs.
     A model that names its layers differently computes all rows, with the same result.
     """
     layers = getattr(backbone(model), "layers", None)
     last = layers[-1] if isinstance(layers, nn.ModuleList) and len(layers) else None
+    # Queries stay whole: the attention module norms and rotates them with the keys, which every row needs.
     modules = [getattr(last, "mlp", None), getattr(getattr(last, "self_attn", None), "o_proj", None)]
     with ExitStack() as stack:
         for hook in [hook for module in modules if module is not None for hook in _hook_rows(module, rows)]:

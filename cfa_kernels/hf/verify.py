@@ -95,7 +95,7 @@ def check_trainable(model: Model) -> Head:
 
 
 def check_model(model: nn.Module) -> None:
-    """Check that a model can be scored and trained on packed trees, in the mode that it is in; once per structure.
+    """Check that a model can be scored and trained on packed trees, in its current mode; once per structure.
 
     Scoring and training check by themselves; call it before a run to get a refusal at once.
 
@@ -103,14 +103,13 @@ def check_model(model: nn.Module) -> None:
         model: a transformers causal model, or a wrapper of one.
 
     Raises:
-        NotImplementedError: it cannot; names the model, the reason and the remedy if there is one.
+        NotImplementedError: names the model, the reason and the remedy if there is one.
         TypeError: it is not a transformers causal model.
     """
     check_trainable(causal_lm(model))
 
 
 def _verdict(walk: ModelWalk) -> _Verdict:
-    """Return the verdict on this model or on one of equal structure, or check the model."""
     model, now = walk.model, computation(walk)
     before, verdict = _BY_MODEL.get(model, (None, None))
     if verdict is None or before != now:
@@ -141,7 +140,6 @@ def _not_trainable(model: PreTrainedModel, what: str, why: str) -> NotImplemente
 
 
 def _training_obstacle(walk: ModelWalk) -> tuple[str, str] | None:
-    """Find an action of the model that packed trees do not allow in training, and the reason with the remedy."""
     for name, what, value in active_noise(walk):
         remedy = _LORA_DROPOUT if "lora_dropout" in name else f"set it to 0{noise_remedy(walk.model)}"
         return f"has {what} {value:g} in {name}", f"{_ONE_DRAW}; {remedy}"
@@ -156,7 +154,6 @@ def _training_obstacle(walk: ModelWalk) -> tuple[str, str] | None:
 
 
 def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) -> _Verdict:
-    """Check the head and a packed tree in evaluation mode."""
     probe, name = Probe.of(model), type(model).__name__
 
     def measure() -> _Verdict:
@@ -197,7 +194,6 @@ def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) ->
 
 
 def _check_training(model: PreTrainedModel, verdict: _Verdict, repeated: Mapping[nn.Module, nn.Module]) -> None:
-    """Check a packed tree in the modes that the modules are in."""
     probe = Probe.of(model)
 
     def measure() -> None:
@@ -337,7 +333,6 @@ def whole_model(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Compute the hidden states (n, L, H) of `ids` below the head."""
     return _met(model, backbone(model))(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
 
@@ -368,8 +363,8 @@ def run_probe(
 ) -> _Result:
     """Run `measure()` with the model prepared for a probe, in float32 if its layers run in it, else in its own dtype.
 
-    The model is in evaluation mode, or for `training` in the modes of its modules; the random state does not change.
-    Trainable adapters are shifted if `moved`. Layers that are `repeated` hand their input on.
+    The model is in evaluation mode, or for `training` in the modes of its modules. Trainable adapters are shifted if
+    `moved`. Layers that are `repeated` hand their input on.
     """
     halves = any(parameter.dtype in HALVES for parameter in model.parameters())
     with ExitStack() as stack:
