@@ -12,13 +12,10 @@ from cfa_kernels.hf.sharding import run_inside
 from cfa_kernels.hf.verify import check_supported, check_trainable
 from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
 from trainer.config import TrainConfig
-from trainer.microbatch import ByRow, MicroBatch, Pass
+from trainer.microbatch import ByRow, Pass, UpdateBatch
 
 # Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;
-# several times what was seen on models of 4 to 24 layers (float32 6e-6, bfloat16 0.07). On the embedded model in
-# bfloat16 with adapters of rank 32 whose B has a standard deviation of 1e-4 to 0.05 it was 0.017 to 0.027 with adapters
-# beside the weights, and 0.019 to 0.050 with adapters merged while sampling, which rounds their sum once more. Sampled
-# from a bfloat16 copy of float32 weights and updated under autocast it was 0.031 to 0.047, merged adapters included.
+# several times what was seen on models of 4 to 24 layers (float32 6e-6, bfloat16 0.07, adapters merged or not).
 _ROUNDING = {torch.float64: 0.02, torch.float32: 0.02, torch.float16: 0.05}
 _ROUNDING_OF_OTHERS = 0.3  # bfloat16 and what is coarser
 
@@ -46,65 +43,53 @@ def require_supported(policy: nn.Module, longest: int) -> None:
     run_inside(policy, check)
 
 
-def require_finite(done: Pass, policy: nn.Module) -> None:
-    """Raise `FloatingPointError` naming the samples whose counted log-probs, or whose gradients, are not finite.
-
-    Of gradients it also names the first parameter.
-    """
-    micro = done.micro
-    bad = [
-        row
-        for row, found, mask in zip(micro.rows.index, done.logprobs, micro.mask, strict=True)
-        if not found[mask.bool()].isfinite().all()
-    ]
-    if bad:
+def require_finite(done: Pass, batch: UpdateBatch, policy: nn.Module) -> None:
+    """Raise `FloatingPointError` naming the samples whose counted log-probs, or whose gradients, are not finite."""
+    index = done.micro.index
+    rows = zip(index, done.logprobs, strict=True)
+    if bad := [b for b, logprobs in rows if not logprobs[batch.mask[b].bool()].isfinite().all()]:
         raise FloatingPointError(f"samples {bad}: log-prob is not finite")
     if not done.norm.isfinite():
         names = [n for n, p in policy.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
         where = f" of {names[0]}" if names else ""
-        raise FloatingPointError(f"samples {micro.rows.index}: gradient{where} is not finite")
+        raise FloatingPointError(f"samples {index}: gradient{where} is not finite")
 
 
-def sampling_metrics(done: Pass, ratios: ByRow) -> dict[str, Tensor]:
+def sampling_metrics(done: Pass, batch: UpdateBatch, ratios: ByRow) -> dict[str, Tensor]:
     """Measure how far generation's log-probs are from those of a pass, and what corrects it, under TRL's names."""
-    counted = torch.cat(done.micro.mask).bool()
-    gap = torch.cat(_gaps(done.micro, done.logprobs))[counted]
-    found = {"sampling/sampling_logp_difference/mean": gap.mean(), "sampling/sampling_logp_difference/max": gap.max()}
+    index = done.micro.index
+    counted = torch.cat([batch.mask[b] for b in index]).bool()
+    gap = torch.cat(_gaps(done, batch))[counted]
+    metrics = {"sampling/sampling_logp_difference/mean": gap.mean(), "sampling/sampling_logp_difference/max": gap.max()}
     if ratios:
-        ratio = torch.cat([ratios[b] for b in done.micro.rows.index])[counted]
+        ratio = torch.cat([ratios[b] for b in index])[counted]
         figures = {"min": ratio.min(), "mean": ratio.mean(), "max": ratio.max()}
-        found |= {f"sampling/importance_sampling_ratio/{name}": figure for name, figure in figures.items()}
-    return found
+        metrics |= {f"sampling/importance_sampling_ratio/{name}": figure for name, figure in figures.items()}
+    return metrics
 
 
-def checked_sampling_gap(passes: Sequence[Pass], policy: nn.Module, config: TrainConfig) -> float:
+def checked_sampling_gap(passes: Sequence[Pass], batch: UpdateBatch, policy: nn.Module, config: TrainConfig) -> float:
     """Measure how far log-probs are from those a batch was sampled with, nats, and hold it to `sampling_gap_limit`.
 
-    To be asked before the first optimizer step on the batch, while the policy is the one that sampled. The gap is the
-    mean of |sampled - found| over counted tokens, each weighed by how probably it could have come out otherwise; what
+    Call it before the first optimizer step on the batch, while `policy` is the one that sampled. The gap is the mean of
+    the absolute difference over counted tokens, each weighed by how probably it could have come out otherwise; what
     normalising over the sampler's nucleus explains is no gap.
-
-    Args:
-        passes: those of the batch, on the host.
-        policy: the model they are of.
-        config: the run's settings.
 
     Raises:
         SamplingGapError: rounding cannot explain the gap; the message names the samples and how large it is.
     """
     limit, sums = sampling_gap_limit(config, policy), dict[int, tuple[float, float]]()
     for done in passes:
-        micro, found = done.micro, _gaps(done.micro, done.logprobs, done.micro.nucleus)
-        for row, gap, sampled, mask in zip(micro.rows.index, found, micro.sampled_logprobs, micro.mask, strict=True):
-            sums[row] = float(gap.sum()), float((open_choice(sampled) * mask).sum())
+        for b, gap in zip(done.micro.index, _gaps(done, batch, batch.nucleus), strict=True):
+            sums[b] = float(gap.sum()), float((open_choice(batch.sampled_logprobs[b]) * batch.mask[b]).sum())
     gaps, choices = zip(*sums.values(), strict=True)
     mean = sum(gaps) / sum(choices)
     if mean <= limit:
         return mean
-    by_row = {row: gap / choice for row, (gap, choice) in sums.items()}
-    worst = max(by_row, key=lambda row: by_row[row] if by_row[row] == by_row[row] else math.inf)
+    by_row = {b: gap / choice for b, (gap, choice) in sums.items()}
+    worst = max(by_row, key=lambda b: math.inf if math.isnan(by_row[b]) else by_row[b])
     raise SamplingGapError(
-        f"samples {sorted(row for row, gap in by_row.items() if not gap <= limit)}: their log-probs in the update are "
+        f"samples {sorted(b for b, gap in by_row.items() if not gap <= limit)}: their log-probs in the update are "
         f"not those they were sampled with, though no weight has changed: {mean:.3g} nats apart over the batch, "
         f"{by_row[worst]:.3g} in sample {worst}, and max_sampling_gap is {limit:.3g}. The model computes "
         "something else over whole rows than token by token, so the update would follow a wrong gradient"
@@ -120,9 +105,9 @@ def sampling_gap_limit(config: TrainConfig, model: nn.Module) -> float:
     return max(_ROUNDING.get(dtype, _ROUNDING_OF_OTHERS) for dtype in dtypes) / min(config.temperature, 1.0)
 
 
-def _gaps(micro: MicroBatch, logprobs: Sequence[Tensor], nucleus: float = 1.0) -> list[Tensor]:
-    """b tensors (t,): how far `logprobs` are from those sampled with, nats; 0 where nothing counts."""
+def _gaps(done: Pass, batch: UpdateBatch, nucleus: float = 1.0) -> list[Tensor]:
+    """Compute b tensors (t,): how far log-probs are from those sampled with, nats; 0 where nothing counts."""
     return [
-        torch.where(mask.bool(), sampling_gaps(sampled, found, nucleus), 0.0)
-        for sampled, found, mask in zip(micro.sampled_logprobs, logprobs, micro.mask, strict=True)
+        torch.where(batch.mask[b].bool(), sampling_gaps(batch.sampled_logprobs[b], logprobs, nucleus), 0.0)
+        for b, logprobs in zip(done.micro.index, done.logprobs, strict=True)
     ]

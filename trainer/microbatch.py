@@ -1,4 +1,4 @@
-"""Cut a batch of rollouts into micro-batches of one packed forward and backward, and weigh their tokens.
+"""Cut a batch of rollouts into micro-batches of one packed forward and backward.
 
 Micro-batches are whole groups, so that a prompt is fed once; rows that cannot change the update are left out.
 """
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels import Credit, DeferredCredit, Draws, LossBatch, PackedForward, Rows, packed_forward, packed_logprobs
+from cfa_kernels import Credit, DeferredCredit, Draws, Rows
 from cfa_kernels.hf.limits import default_token_budget
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.losses.off_policy import truncated_ratios
 from cfa_kernels.packing.packs import groups_within
 from trainer.config import TrainConfig
 from trainer.processes import gather, own_share
@@ -28,137 +27,72 @@ ByRow = dict[int, Tensor]
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Some rows of a batch, on the host: b completions of t tokens each."""
+class UpdateBatch:
+    """Inputs of the loss but for credit, on the host: B completions of T_b tokens each."""
 
-    rows: Rows  # whose index is their place in the batch
-    mask: list[Tensor]  # b tensors (t,): what the loss counts
-    advantages: Tensor  # (b,)
-    sampled_logprobs: list[Tensor]  # b tensors (t,)
-    nucleus: float = 1.0  # least probability of the tokens that they are normalised over
-    moving: float = 0.0  # tokens that move the loss, once credit is assigned
-    share: float = 1.0  # of the loss of the micro-batch that it is a part of, where the denominator is its own
-
-    @property
-    def tokens(self) -> float:
-        """Tokens that the loss counts."""
-        return float(sum(row.sum() for row in self.mask))
-
-    def forward(self, policy: nn.Module, config: TrainConfig, *, keep_states: bool = False) -> PackedForward:
-        """Compute hidden states of every completion, with gradient; prompts are fed once."""
-        return packed_forward(causal_lm(policy), self.rows, token_budget=config.token_budget, keep_states=keep_states)
-
-    def logprobs(self, model: nn.Module, config: TrainConfig) -> list[Tensor]:
-        """Compute b tensors (t,) fp32, nats, without gradient."""
-        with torch.no_grad():
-            found = packed_logprobs(model, self.rows, temperature=config.temperature, token_budget=config.token_budget)
-        assert isinstance(found, list)
-        return found
-
-    def loss_batch(self, credited: "Credited", old: ByRow, reference: ByRow, options: dict[str, Any]) -> LossBatch:
-        """Collect the loss's other inputs; without `old` log-probs the policy is the one that sampled."""
-        return LossBatch.of(
-            self.rows, self.of(old), credited.advantages, weights=credited.weights, mask=self.mask,
-            ref_logprobs=self.of(reference), **options,
-        )  # fmt: skip
-
-    def corrected(self, credited: "Credited", forward: PackedForward, ratios: ByRow, config: TrainConfig) -> "Credited":
-        """Multiply weights by `ratios` to the sampling engine; the first forward fills them, before a step."""
-        if config.importance_sampling_clip_max is None:
-            return credited
-        if self.rows.index[0] not in ratios:
-            with torch.no_grad():
-                found = forward.logprobs(config.temperature)
-            assert isinstance(found, list)
-            own = truncated_ratios(on_host(found), self.sampled_logprobs, config.importance_sampling_clip_max)
-            ratios |= by_row([self], own)
-        return credited._replace(weights=[w * r for w, r in zip(credited.weights, self.of(ratios) or [], strict=True)])
-
-    def of(self, by_row: ByRow) -> list[Tensor] | None:
-        """Pick b tensors (t,) of those of a batch; None where there are none."""
-        return [by_row[b] for b in self.rows.index] if by_row else None
+    rows: Rows
+    mask: list[Tensor]  # B tensors (T_b,): 1 on tokens that the loss counts
+    advantages: Tensor  # (B,)
+    sampled_logprobs: list[Tensor]  # B tensors (T_b,)
+    nucleus: float  # least probability of the tokens that they are normalised over
 
     @classmethod
-    def idle(cls) -> "MicroBatch":
-        """Make a micro-batch without rows, for a process that has fewer than others with which it shares the model."""
-        return cls(Rows([], []), [], torch.zeros(0), [])
-
-    def halved(self, group_size: int) -> list["MicroBatch"]:
-        """Cut the same rows into two micro-batches of whole groups of `group_size` completions; one for one group."""
-        groups = [list(part) for _, part in groupby(range(len(self.rows)), lambda i: self.rows.index[i] // group_size)]
-        halves = groups_within([1] * len(groups), -(-len(groups) // 2))
-        parts = [[i for group in groups[half.start : half.stop] for i in group] for half in halves]
-
-        def of(part: Sequence[int]) -> "MicroBatch":
-            chosen: dict[str, Any] = {
-                name: column[list(part)] if isinstance(column, Tensor) else [column[i] for i in part]
-                for name, column in vars(self).items()
-                if isinstance(column, (Tensor, list))
-            }
-            tokens = float(sum(row.sum() for row in chosen["mask"]))
-            return dataclasses.replace(
-                self, rows=self.rows.take(part), **chosen, share=self.share * tokens / max(self.tokens, 1.0)
-            )
-
-        return [of(part) for part in parts]
-
-
-class Credited(NamedTuple):
-    """Weights of the tokens of a micro-batch."""
-
-    weights: list[Tensor]  # b tensors (t,)
-    advantages: Tensor | list[Tensor]  # (b,); b tensors (t,) where credit is signed
-
-    def moving(self, mask: Sequence[Tensor]) -> float:
-        """Count the tokens that move the loss: the mask has them, and their weighted advantage is not 0."""
-        rows = zip(self.weights, self.advantages, mask, strict=True)
-        return float(
-            sum(((weights != 0) & (advantages != 0) & mask.bool()).sum() for weights, advantages, mask in rows)
+    def of(cls, rollouts: Rollouts, mask: Tensor, advantages: Tensor) -> "UpdateBatch":
+        """Take the padding off rollouts and the mask (B, T), which are on the host."""
+        if rollouts.logprobs is None:
+            raise ValueError("rollouts: must have been sampled; these were decoded greedily")
+        rows = batch_rows(rollouts)
+        masks, logprobs = (
+            [row[:n] for row, n in zip(column, rows.lengths, strict=True)] for column in (mask, rollouts.logprobs)
         )
+        return cls(rows, masks, advantages, logprobs, rollouts.nucleus)
+
+    def tokens(self, index: Sequence[int]) -> float:
+        """Count the tokens of some rows that the loss counts."""
+        return float(sum(self.mask[b].sum() for b in index))
+
+
+class MicroBatch(NamedTuple):
+    """Rows of one forward and backward; none where a process only runs them because others do."""
+
+    index: list[int]  # places in the batch
+    share: float = 1.0  # of the loss of the micro-batch that it is a part of, where the denominator is its own
+
+    def halved(self, batch: UpdateBatch, group_size: int) -> list["MicroBatch"]:
+        """Cut the same rows into two micro-batches of whole groups of `group_size` completions; one for one group."""
+        groups = [list(group) for _, group in groupby(self.index, lambda b: b // group_size)]
+        parts = groups_within([1] * len(groups), -(-len(groups) // 2))
+        halves = [[b for group in groups[part.start : part.stop] for b in group] for part in parts]
+        whole = max(batch.tokens(self.index), 1.0)
+        return [MicroBatch(half, self.share * batch.tokens(half) / whole) for half in halves]
 
 
 class Pass(NamedTuple):
     """Results of forward, loss and backward of one micro-batch."""
 
     micro: MicroBatch
+    moving: float  # tokens that move the loss
     loss: Tensor  # ()
     norm: Tensor  # (), of the gradients summed so far
     metrics: dict[str, Tensor]  # ()
     logprobs: list[Tensor]  # b tensors (t,)
 
 
-def micro_batches(
-    config: TrainConfig, rows: Rows, rollouts: Rollouts, mask: Tensor, advantages: Tensor, policy: nn.Module
-) -> list[MicroBatch]:
-    """Cut a batch on the host into micro-batches of whole groups, as many as fit `token_budget`, at least one.
+def micro_batches(config: TrainConfig, batch: UpdateBatch, policy: nn.Module) -> list[MicroBatch]:
+    """Cut a batch into micro-batches of whole groups, as many as fit `token_budget`, at least one.
 
-    Of several processes each gets its own groups, perhaps none.
-
-    Rows the mask leaves out are dropped, and rows without advantage too, unless the KL term or `bnpo`'s
-    denominator (its own micro-batch) needs them. `mask` is (B, T), `advantages` (B,).
+    Each process gets those of its own groups, perhaps none. Rows that the mask leaves out are dropped, and rows without
+    advantage too, unless the KL term or `bnpo`'s denominator (its own micro-batch) needs them.
     """
-    if rollouts.logprobs is None:
-        raise ValueError("rollouts: must have been sampled; these were decoded greedily")
-    causal = causal_lm(policy)
-    budget = config.token_budget or default_token_budget(causal, training=True)
-    skip = config.beta == 0 and config.loss_type != "bnpo"
-    wanted = mask.any(1) & ((advantages != 0) | (not skip))
+    budget = config.token_budget or default_token_budget(causal_lm(policy), training=True)
+    needs_all = config.beta != 0 or config.loss_type == "bnpo"
     groups, sizes = list[list[int]](), list[int]()
-    for start in own_share(range(0, len(wanted), config.num_generations)):
-        if group := [b for b in range(start, start + config.num_generations) if wanted[b]]:
+    for start in own_share(range(0, len(batch.rows), config.num_generations)):
+        places = range(start, start + config.num_generations)
+        if group := [b for b in places if batch.mask[b].any() and (needs_all or batch.advantages[b] != 0)]:
             groups.append(group)
-            sizes.append(len(rows.prompts[start]) + sum(rows.lengths[b] for b in group))
-    parts = [[b for i in part for b in groups[i]] for part in groups_within(sizes, budget)]
-    return [
-        MicroBatch(
-            rows=rows.take(part),
-            mask=[mask[b, : rows.lengths[b]] for b in part],
-            advantages=advantages[part],
-            sampled_logprobs=[rollouts.logprobs[b, : rows.lengths[b]] for b in part],
-            nucleus=rollouts.nucleus,
-        )
-        for part in parts
-    ]
+            sizes.append(len(batch.rows.prompts[start]) + sum(batch.rows.lengths[b] for b in group))
+    return [MicroBatch([b for i in part for b in groups[i]]) for part in groups_within(sizes, budget)]
 
 
 def batch_rows(rollouts: Rollouts) -> Rows:
@@ -195,20 +129,19 @@ def joined(credit: DeferredCredit) -> Credit:
     return Credit.joined(credit.rows.lengths, [part for parts in gather(credit.parts) for part in parts])
 
 
-def by_row(micros: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:
+def by_row(parts: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:
     """Number tensors, one for each row of the micro-batches in order, by the rows' places in the batch."""
-    return dict(zip([b for micro in micros for b in micro.rows.index], tensors, strict=True))
+    return dict(zip([b for micro in parts for b in micro.index], tensors, strict=True))
 
 
 def fetched(passes: Sequence[Pass]) -> list[Pass]:
-    """Bring passes to the host: the one wait for the device in an optimizer step that is given its weights."""
+    """Bring passes to the host: the one wait for the device in an optimizer step whose weights are known."""
     rows = [(one.loss, one.norm, *one.metrics.values(), *one.logprobs) for one in passes]
     there = iter(on_host([tensor for row in rows for tensor in row]))
-
     return [
-        Pass(
-            one.micro, next(there), next(there), {name: next(there) for name in one.metrics},
-            [next(there) for _ in one.logprobs],
+        one._replace(
+            loss=next(there), norm=next(there), metrics={name: next(there) for name in one.metrics},
+            logprobs=[next(there) for _ in one.logprobs],
         )
         for one in passes
     ]  # fmt: skip

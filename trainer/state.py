@@ -32,7 +32,6 @@ class Trainer:
     held_out: list[Row]
     held_out_prompts: list[list[int]]
     grader: Reward  # solved where it gives 1 or more
-    sampled: "Batch | None" = None  # by the step under way, as far as it is known
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -60,11 +59,6 @@ class Batch:
     columns: Mapping[str, Sequence[Any]]  # B values of each column of the data, `question` among them
     rewards: Tensor  # (B,) fp32, summed over reward functions
     by_function: Mapping[str, list[float | None]] = field(default_factory=dict)  # B values of each reward function
-
-    @classmethod
-    def unrewarded(cls, problems: list[int], rollouts: Rollouts, keys: Sequence[tuple[int, ...]] = ()) -> "Batch":
-        """Make a batch whose rewards are not known, and nan."""
-        return cls(problems, keys, rollouts, {}, torch.full((len(problems),), torch.nan))
 
     @classmethod
     def joined(cls, parts: Sequence["Batch"]) -> "Batch":

@@ -12,21 +12,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from cfa_kernels import Credit, DeferredCredit, Rows, packed_policy_loss
+from cfa_kernels import Credit, DeferredCredit, LossBatch, Rows, packed_forward, packed_logprobs, packed_policy_loss
 from cfa_kernels.hf.fsdp import is_piece
 from cfa_kernels.hf.memory import run_in_memory
+from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.sharding import is_sharded, run_inside
+from cfa_kernels.losses.off_policy import truncated_ratios
 from cfa_kernels.scoring.training_forward import PackedLoss
 from trainer import processes
 from trainer.checks import checked_sampling_gap, require_finite, sampling_metrics
 from trainer.experimental.compare_and_correct import shape_rewards
 from trainer.microbatch import (
     ByRow,
-    Credited,
     MicroBatch,
     Pass,
+    UpdateBatch,
     batch_credit,
-    batch_rows,
     by_row,
     fetched,
     joined,
@@ -41,6 +42,8 @@ from trainer.rewards.calls import arguments
 from trainer.rollouts import Rollouts
 from trainer.state import Batch, Shaped, Trainer
 
+_Launched = tuple[MicroBatch, float, PackedLoss]  # its rows, how many of its tokens move the loss, and the loss
+
 
 def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     """Train one step on some problems, by number: B = problems x num_generations completions, T tokens at most."""
@@ -50,8 +53,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     with times.during("generate"):
         rollouts = draw(trainer, keys)
 
-    trainer.sampled = Batch.unrewarded([key[-2] for key in keys], rollouts, keys)
-    batch = trainer.sampled = of_all_processes(rewarded(trainer, keys, rollouts))
+    batch = of_all_processes(rewarded(trainer, keys, rollouts))
     rollouts = batch.rollouts
     shaped = shape_rewards(trainer, batch, times)  # rewards (B,), edits (B, T)
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)  # (B,)
@@ -85,8 +87,8 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     names = [f"sample {b} ({row.where})" for b, row in enumerate(rows)]
     weights = trainer.config.reward_weights
-    rewards, found = compute_rewards(trainer.rewards, arguments(columns, rollouts), weights=weights, names=names)
-    return Batch(problems, keys, rollouts, columns, rewards, found)
+    rewards, votes = compute_rewards(trainer.rewards, arguments(columns, rollouts), weights=weights, names=names)
+    return Batch(problems, keys, rollouts, columns, rewards, votes)
 
 
 def of_all_processes(batch: Batch) -> Batch:
@@ -101,25 +103,23 @@ def update(
 ) -> tuple[Credit, dict[str, float]]:
     """Take `num_iterations` optimizer steps on one batch of rollouts; `mask` is (B, T), `advantages` (B,).
 
-    Of what `shaped` has, edits (B, T) multiply the weights that credit assigns, and credit that compares completions
-    reads rewards (B,); `times` are told when credit is assigned.
+    `shaped.edits` (B, T) multiply the credit weights, `shaped.rewards` (B,) feed estimators that compare completions;
+    credit time is recorded in `times`.
 
     Raises `FloatingPointError` for a log-prob or gradient that is not finite, and for log-probs that are not those the
     batch was sampled with.
     """
     config, policy, metrics = trainer.config, trainer.policy, Averages()
-    rollouts, mask, advantages = to_host(rollouts), mask.cpu(), advantages.cpu()
+    batch = UpdateBatch.of(to_host(rollouts), mask.cpu(), advantages.cpu())
     policy.train()
-    rows = batch_rows(rollouts)
-    parts, count = of_each_process(micro_batches(config, rows, rollouts, mask, advantages, policy), policy)
-    credit = batch_credit(config, trainer.tokenizer, rows, advantages, shaped, step=step)
-    totals = {"num_items_in_batch": int(mask.sum()), "num_sequences_in_batch": len(mask)}
-    objective = Objective(trainer, credit, times, totals, reference_logprobs(trainer, parts))
+    parts, count = with_idle(micro_batches(config, batch, policy), policy)
+    credit = batch_credit(config, trainer.tokenizer, batch.rows, batch.advantages, shaped, step=step)
+    objective = Objective(trainer, batch, credit, times, reference_logprobs(trainer, batch, parts))
     for iteration in range(config.num_iterations):
-        passes, norm = backward(trainer, parts, objective, count)
+        passes, norm = backward(trainer, batch, parts, objective, count)
         parts = [done.micro for done in passes]  # cut where the device had no memory for them
         passes, norm = of_all_gradients(trainer, passes, norm, objective.ratios)
-        measure(metrics, trainer, passes, objective.ratios, sampled=iteration == 0)
+        measure(metrics, trainer, batch, passes, objective.ratios, is_sampler=iteration == 0)
         if iteration == 0:
             logprobs = [row for done in passes for row in done.logprobs]
             objective.old.update(by_row([done.micro for done in passes], logprobs))
@@ -139,66 +139,87 @@ class Objective:
     """Loss of each micro-batch of a batch, and what its first iteration leaves for later ones."""
 
     trainer: Trainer
+    batch: UpdateBatch
     credit: DeferredCredit
     times: StageTimes
-    totals: dict[str, int]  # tokens and completions of the batch, by which its loss is normalised
     reference: ByRow  # log-probs of the reference model; nothing without a KL term
     old: ByRow = field(default_factory=dict)  # log-probs before the first optimizer step
     ratios: ByRow = field(default_factory=dict)  # of the policy to what sampled, where the loss corrects for it
 
-    def __call__(self, micro: MicroBatch) -> tuple[MicroBatch, PackedLoss]:
+    def __call__(self, micro: MicroBatch) -> _Launched:
         """Do all of a micro-batch before its backward, which may start again in halves.
 
         It is one packed forward: its log-probs, from its keys and values the scores of masked spans, then its loss with
         the weights that follow.
         """
-        config, policy = self.trainer.config, self.trainer.policy
+        policy = self.trainer.policy
+        with self.trainer.config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
+            if not micro.index:
+                return micro, 0.0, idle_loss(policy)
+            return run_inside(policy, lambda: self._launch(micro), trains=True)
 
-        def body() -> tuple[MicroBatch, PackedLoss]:
-            credit, index = self.credit, micro.rows.index
-            is_due = credit.is_due(index)
-            forward = micro.forward(policy, config, keep_states=is_due and credit.config.continues)
-            if is_due:
-                with self.times.during("credit"):
-                    credit.by_forward(index, forward)
-            credited = Credited(credit.weights(index), credit.signed(index))
-            credited = micro.corrected(credited, forward, self.ratios, config)
-            options = {**config.loss_options, **self.totals, "temperature": config.temperature}
-            options |= {"compute_entropy": True, "validate": False}
-            loss = forward.policy_loss(micro.loss_batch(credited, self.old, self.reference, options))
-            return dataclasses.replace(micro, moving=credited.moving(micro.mask)), loss
+    def _launch(self, micro: MicroBatch) -> _Launched:
+        config, batch, credit, index = self.trainer.config, self.batch, self.credit, micro.index
+        rows, mask, is_due = batch.rows.take(index), [batch.mask[b] for b in index], credit.is_due(index)
+        forward = packed_forward(
+            causal_lm(self.trainer.policy),
+            rows,
+            token_budget=config.token_budget,
+            keep_states=is_due and credit.config.continues,
+        )
+        if is_due:
+            with self.times.during("credit"):
+                credit.by_forward(index, forward)
+        weights, advantages = credit.weights(index), credit.signed(index)
+        if (limit := config.importance_sampling_clip_max) is not None:
+            if index[0] not in self.ratios:  # the first forward, before a step
+                with torch.no_grad():
+                    logprobs = on_host(list(forward.logprobs(config.temperature)))
+                sampled = [batch.sampled_logprobs[b] for b in index]
+                self.ratios.update(zip(index, truncated_ratios(logprobs, sampled, limit), strict=True))
+            weights = [row * self.ratios[b] for b, row in zip(index, weights, strict=True)]
+        options = {
+            **config.loss_options, "temperature": config.temperature, "compute_entropy": True, "validate": False,
+            "num_items_in_batch": int(batch.tokens(range(len(batch.rows)))),
+            "num_sequences_in_batch": len(batch.rows),
+        }  # fmt: skip
+        old, reference = ([column[b] for b in index] if column else None for column in (self.old, self.reference))
+        loss = forward.policy_loss(
+            LossBatch.of(rows, old, advantages, weights=weights, mask=mask, ref_logprobs=reference, **options)
+        )
+        columns = zip(weights, advantages, mask, strict=True)
+        moving = sum(((row != 0) & (signed != 0) & counted.bool()).sum() for row, signed, counted in columns)
+        return micro, float(moving), loss
 
-        with config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
-            return run_inside(policy, body, trains=True) if len(micro.rows) else (micro, idle_loss(policy))
 
-
-def of_each_process(parts: list[MicroBatch], policy: nn.Module) -> tuple[list[MicroBatch], int]:
-    """Give this process its micro-batches, idle ones too where all must run each layer equally often; count all."""
+def with_idle(parts: list[MicroBatch], policy: nn.Module) -> tuple[list[MicroBatch], int]:
+    """Add idle micro-batches where all processes must run each layer equally often; count all others."""
     counts = processes.gather(len(parts))
     idle = max(counts) - len(parts) if is_sharded(policy) else 0
-    return parts + [MicroBatch.idle()] * idle, sum(counts)
+    return parts + [MicroBatch([])] * idle, sum(counts)
 
 
-def measure(metrics: Averages, trainer: Trainer, passes: Sequence[Pass], ratios: ByRow, *, sampled: bool) -> None:
-    """Check passes and add what they measured to `metrics`; `sampled` where their policy is the one that sampled."""
+def measure(
+    metrics: Averages, trainer: Trainer, batch: UpdateBatch, passes: Sequence[Pass], ratios: ByRow, *, is_sampler: bool
+) -> None:
+    """Check passes and add what they measured to `metrics`; `is_sampler` if their policy is the one that sampled."""
     for done in passes:
-        require_finite(done, trainer.policy)
-        if sampled:
-            metrics.add(sampling_metrics(done, ratios), done.micro.tokens)
-        counts = {"ratio_mean": done.micro.moving}
+        require_finite(done, batch, trainer.policy)
+        tokens, counts = batch.tokens(done.micro.index), {"ratio_mean": done.moving}
+        if is_sampler:
+            metrics.add(sampling_metrics(done, batch, ratios), tokens)
         if trainer.config.importance_sampling_level == "sequence":
-            counts |= dict.fromkeys(
-                (name for name in done.metrics if "clip_ratio" in name), float(len(done.micro.rows))
-            )
-        metrics.add(done.metrics, done.micro.tokens, counts)
-    if sampled and passes:
-        metrics.add({"sampling/gap": checked_sampling_gap(passes, trainer.policy, trainer.config)})
+            counts |= {name: float(len(done.micro.index)) for name in done.metrics if "clip_ratio" in name}
+        metrics.add(done.metrics, tokens, counts)
+    if is_sampler and passes:
+        metrics.add({"sampling/gap": checked_sampling_gap(passes, batch, trainer.policy, trainer.config)})
 
 
 def backward(
     trainer: Trainer,
+    batch: UpdateBatch,
     parts: Sequence[MicroBatch],
-    objective: Callable[[MicroBatch], tuple[MicroBatch, PackedLoss]],
+    objective: Callable[[MicroBatch], _Launched],
     count: int,
 ) -> tuple[list[Pass], Tensor]:
     """Sum the gradients of micro-batches; return their measurements, on the host, and the norm, on the device.
@@ -207,22 +228,22 @@ def backward(
     begun; `count` is how many there were, of all processes, before any was cut. Passes queue up on the device without
     a wait.
     """
-    config, shared = trainer.config, is_sharded(trainer.policy)
+    config, is_shared = trainer.config, is_sharded(trainer.policy)
 
     def smaller(micro: MicroBatch) -> list[MicroBatch]:
-        halves = micro.halved(config.num_generations)
-        if shared and any(processes.gather(len(halves) > 1)):  # where one has no memory, all come here
-            return halves if len(halves) > 1 else [micro, MicroBatch.idle()]
+        halves = micro.halved(batch, config.num_generations)
+        if is_shared and any(processes.gather(len(halves) > 1)):  # where one has no memory, all come here
+            return halves if len(halves) > 1 else [micro, MicroBatch([])]
         return halves
 
     trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step changes nothing
     passes, norm = list[Pass](), torch.zeros(())
-    for micro, (loss, measured, logprobs) in run_in_memory(parts, objective, smaller):
+    for micro, moving, (loss, measured, logprobs) in run_in_memory(parts, objective, smaller):
         if config.loss_type == "bnpo":  # the one type that normalises by its own micro-batch
             loss = loss * (micro.share / count)
-        (loss * processes.count() if shared else loss).backward()  # what shares the model averages its gradients
+        (loss * processes.count() if is_shared else loss).backward()  # what shares the model averages its gradients
         norm = gradient_norm(trainer.trained.values())
-        passes.append(Pass(micro, loss.detach(), norm, measured, logprobs))
+        passes.append(Pass(micro, moving, loss.detach(), norm, measured, logprobs))
     return fetched(passes), norm
 
 
@@ -240,9 +261,9 @@ def of_all_gradients(trainer: Trainer, passes: list[Pass], norm: Tensor, ratios:
     """
     if processes.count() == 1:
         return passes, norm
-    found = processes.gather(([done for done in passes if len(done.micro.rows)], ratios))
-    together = [done for theirs, _ in found for done in theirs]
-    for _, theirs in found:
+    results = processes.gather(([done for done in passes if done.micro.index], ratios))
+    together = [done for theirs, _ in results for done in theirs]
+    for _, theirs in results:
         ratios |= theirs
     if together and not is_sharded(trainer.policy):
         processes.sum_gradients([*trainer.trained.values()])
@@ -256,13 +277,17 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if is_piece(norm) else norm  # type: ignore[attr-defined]
 
 
-def reference_logprobs(trainer: Trainer, parts: Sequence[MicroBatch]) -> ByRow:
+@torch.no_grad()
+def reference_logprobs(trainer: Trainer, batch: UpdateBatch, parts: Sequence[MicroBatch]) -> ByRow:
     """Compute log-probs under the reference model; nothing where the loss has no KL term."""
     if trainer.reference is None:
         return {}
+    options = {"temperature": trainer.config.temperature, "token_budget": trainer.config.token_budget}
     with trainer.reference.model() as reference, trainer.config.precision.autocast():
-        found = [row for micro in parts for row in micro.logprobs(reference, trainer.config)]
-    return by_row(parts, on_host(found))
+        logprobs = [
+            row for micro in parts for row in packed_logprobs(reference, batch.rows.take(micro.index), **options)
+        ]
+    return by_row(parts, on_host(logprobs))
 
 
 def problem_batches(problems: int, per_step: int, seed: int) -> Iterator[list[int]]:

@@ -16,7 +16,7 @@ from cfa_kernels.scoring.training_forward import PackedForward, packed_forward
 from trainer.analyze.records import Record, completion_record, judged_spans, rounded, token_credit
 from trainer.cli import parse
 from trainer.config import PRESETS, TrainConfig
-from trainer.microbatch import batch_credit, batch_rows, micro_batches, to_host
+from trainer.microbatch import UpdateBatch, batch_credit, micro_batches, to_host
 from trainer.rewards import group_advantages
 from trainer.state import Shaped, Trainer
 from trainer.step import draw, rewarded
@@ -51,29 +51,28 @@ def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequen
         name: parse(TrainConfig, ["--config", str(PRESETS / f"{name}.yaml"), *flags], prog="", description="")
         for name in presets
     }
-    parts = micro_batches(config, batch_rows(rollouts), rollouts, rollouts.completion_mask, advantages, trainer.policy)
+    inputs = UpdateBatch.of(rollouts, rollouts.completion_mask, advantages)
+    parts = micro_batches(config, inputs, trainer.policy)
     if not parts:
         raise ValueError(f"problems: in none of {problems} groups do rewards differ, so nothing has an advantage")
     samples: dict[int, Record] = {}
     for micro in parts:
-        forward = packed_forward(
-            causal_lm(trainer.policy), micro.rows, token_budget=config.token_budget,
-            keep_states=True,
-        )  # fmt: skip
+        rows = inputs.rows.take(micro.index)
+        forward = packed_forward(causal_lm(trainer.policy), rows, token_budget=config.token_budget, keep_states=True)
         norms = gradient_norms(forward, config.temperature)
-        for i, b in enumerate(micro.rows.index):
+        for i, b in enumerate(rows.index):
             samples[b] = completion_record(
-                micro.rows.completions[i].tolist(), trainer.tokenizer, text=rollouts.texts[b],
+                rows.completions[i].tolist(), trainer.tokenizer, text=rollouts.texts[b],
                 problem=b // config.num_generations, reward=rewards[b].item(), advantage=advantages[b].item(),
                 truncated=bool(rollouts.truncated[b]),
             ) | {"gradient_norms": rounded(norms[i].tolist()), "estimators": {}}  # fmt: skip
         for name, setting in settings.items():
-            deferred = batch_credit(setting, trainer.tokenizer, batch_rows(rollouts), advantages, Shaped(rewards))
-            deferred.by_forward(micro.rows.index, forward)
+            deferred = batch_credit(setting, trainer.tokenizer, inputs.rows, advantages, Shaped(rewards))
+            deferred.by_forward(rows.index, forward)
             ((_, credit),) = deferred.parts
             library = setting.counterfactual()
-            for i, b in enumerate(micro.rows.index):
-                ids = micro.rows.completions[i].tolist()
+            for i, b in enumerate(rows.index):
+                ids = rows.completions[i].tolist()
                 samples[b]["estimators"][name] = token_credit(credit, i)
                 if "spans" not in samples[b] and _masks_spans(library):
                     samples[b] |= judged_spans(credit, i, ids, trainer.tokenizer, library)

@@ -1,7 +1,6 @@
-"""Runs of the training program on the tiny model that are disturbed: killed, interrupted, on a disk that fills."""
+"""Runs of the training program on the tiny model that are disturbed: killed, interrupted, out of space."""
 
 import contextlib
-import ctypes
 import io
 import json
 import os
@@ -64,25 +63,18 @@ def main(argv: list[str], *disturbances: Callable[[int], None]) -> tuple[int, st
     return code, " ".join(out.getvalue().split()), err.getvalue()
 
 
-def child(
-    work: Callable[..., Any], *given: Any, killed_after: float | None = None, deadline: float = SECONDS
-) -> tuple[int, Any]:
-    """Do `work` in a process forked from one that has imported everything; gives its exit code and what it returned.
-
-    Killed after so many seconds, it gives `-SIGKILL` unless it ended before.
-    """
+def child(work: Callable[..., Any], *given: Any, deadline: float = SECONDS) -> tuple[int, Any]:
+    """Do `work` in a process forked from one that has imported everything; gives its exit code and what it returned."""
     context = server()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_in_child, args=(theirs, work, given), daemon=True)
     process.start()
     theirs.close()
     ours.recv()
-    process.join(deadline if killed_after is None else killed_after)
+    process.join(deadline)
     if process.is_alive():
         process.kill()
-        process.join()
-        if killed_after is None:
-            raise TimeoutError(f"a run did not end in {deadline} seconds")
+        raise TimeoutError(f"a run did not end in {deadline} seconds")
     said = None
     with contextlib.suppress(EOFError):
         said = ours.recv()
@@ -150,40 +142,3 @@ def bits(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: bits(one) for key, one in value.items()}
     return value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
-
-
-class Disk:
-    """A small disk, mounted where only this process sees it; a context manager."""
-
-    def __init__(self, path: Path, size: str) -> None:
-        self.path, self._size, self._libc = path, size, ctypes.CDLL(None, use_errno=True)
-
-    def __enter__(self) -> "Disk":
-        """Mount it; `PermissionError` where the machine does not allow that."""
-        user, mounts = 0x10000000, 0x00020000
-        owner = os.getuid(), os.getgid()
-        self._must(self._libc.unshare(user | mounts))
-        Path("/proc/self/setgroups").write_text("deny")
-        for name, own in zip(("uid_map", "gid_map"), owner, strict=True):
-            Path(f"/proc/self/{name}").write_text(f"0 {own} 1")
-        self.path.mkdir(exist_ok=True)
-        self._mount(0, f"size={self._size}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave it to the end of the process."""
-
-    def resize(self, size: str) -> None:
-        """Give it another size."""
-        self._mount(32, f"size={size}")
-
-    def read_only(self, yes: bool) -> None:
-        """Refuse all writes, or take them again."""
-        self._mount(32 | yes, "")
-
-    def _mount(self, options: int, data: str) -> None:
-        self._must(self._libc.mount(b"tmpfs", bytes(self.path), b"tmpfs", ctypes.c_ulong(options), data.encode()))
-
-    def _must(self, result: int) -> None:
-        if result:
-            raise PermissionError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

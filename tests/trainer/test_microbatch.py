@@ -6,20 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cfa_kernels import packed_logprobs
 from cfa_kernels.hf.verify import check_supported
 from cfa_kernels.scoring import training_forward as packed_loss
 from tests.support.embedded import advantages_of, sample, settings, updated
 from tests.support.waits import OnDevice, a_device, put_on_device
 from trainer.checks import checked_sampling_gap
-from trainer.microbatch import Pass, batch_rows, micro_batches
+from trainer.microbatch import MicroBatch, Pass, UpdateBatch, micro_batches
 
 
 def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(trainer, rollouts) -> None:
     def fed(config) -> list[list[int]]:
-        parts = micro_batches(
-            config, batch_rows(rollouts), rollouts, rollouts.completion_mask, advantages_of(rollouts), trainer.policy
-        )
-        return [part.rows.index for part in parts]
+        batch = UpdateBatch.of(rollouts, rollouts.completion_mask, advantages_of(rollouts))
+        return [part.index for part in micro_batches(config, batch, trainer.policy)]
 
     assert fed(settings("--token_budget=100000")) == [[*range(8), *range(24, 32)]]
     assert fed(settings("--token_budget=1")) == [[*range(8)], [*range(24, 32)]]  # a group is never cut
@@ -29,11 +28,11 @@ def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(traine
 def test_a_group_without_what_is_masked_out_is_fed_as_it_is_sampled(trainer, rollouts) -> None:
     mask = rollouts.completion_mask.clone()
     mask[2] = 0
-    (part,) = micro_batches(
-        settings("--token_budget=100000"), batch_rows(rollouts), rollouts, mask, torch.ones(32), trainer.policy
-    )
-    assert part.rows.index == [b for b in range(32) if b != 2]
-    for b, prompt, completion in zip(part.rows.index, part.rows.prompts, part.rows.completions, strict=True):
+    batch = UpdateBatch.of(rollouts, mask, torch.ones(32))
+    (part,) = micro_batches(settings("--token_budget=100000"), batch, trainer.policy)
+    assert part.index == [b for b in range(32) if b != 2]
+    rows = batch.rows.take(part.index)
+    for b, prompt, completion in zip(rows.index, rows.prompts, rows.completions, strict=True):
         assert torch.equal(prompt, rollouts.prompt_ids[b][rollouts.prompt_mask[b].bool()])
         assert torch.equal(completion, rollouts.completion_ids[b][rollouts.completion_mask[b].bool()])
 
@@ -51,14 +50,8 @@ def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before
         there = replace(rollouts, **tensors)
         updated(trainer, there, OnDevice(advantages_of(rollouts)))
         seen = [where.split(" at ")[1].split(":")[0] for where in waits.seen]
-    parts = micro_batches(
-        trainer.config,
-        batch_rows(rollouts),
-        rollouts,
-        rollouts.completion_mask,
-        advantages_of(rollouts),
-        trainer.policy,
-    )
+    batch = UpdateBatch.of(rollouts, rollouts.completion_mask, advantages_of(rollouts))
+    parts = micro_batches(trainer.config, batch, trainer.policy)
     before = ["microbatch.py"] * len(tensors) + ["step.py"] * 2  # the rollouts, the mask and the advantages
     assert seen == [*before, *["masked.py"] * (looks * len(parts)), "microbatch.py"], waits.seen
     assert len(parts) == 2
@@ -92,7 +85,7 @@ def test_a_micro_batch_without_memory_is_done_in_halves_to_the_same_update(
             return loss(self, *args, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr("trainer.microbatch.packed_forward", forward)
+            patch.setattr("trainer.step.packed_forward", forward)
             patch.setattr(packed_loss.PackedForward, "policy_loss", policy_loss)
             credit, metrics = updated(trainer, rollouts)
         gradient = torch.cat([p.grad.flatten() for p in trainer.policy.parameters() if p.grad is not None])
@@ -154,12 +147,11 @@ def test_log_probs_that_are_not_those_sampled_with_stop_the_run_before_a_step(fr
 
 def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts) -> None:
     config = settings("--token_budget=100000")
-    (part,) = micro_batches(
-        config, batch_rows(rollouts), rollouts, rollouts.completion_mask, torch.ones(32), trainer.policy
-    )
-    found = [x - 2.0 * (b == 5) for b, x in enumerate(part.logprobs(trainer.policy, settings("--temperature=1")))]
+    batch = UpdateBatch.of(rollouts, rollouts.completion_mask, torch.ones(32))
+    logprobs = [x - 2.0 * (b == 5) for b, x in enumerate(packed_logprobs(trainer.policy, batch.rows))]
+    only = Pass(MicroBatch([*range(32)]), 0.0, torch.ones(()), torch.ones(()), {}, logprobs)
     with pytest.raises(FloatingPointError, match=r"^samples \[5\]: .* in sample 5, and max_sampling_gap is 0.0"):
-        checked_sampling_gap([Pass(part, torch.ones(()), torch.ones(()), {}, found)], trainer.policy, config)
+        checked_sampling_gap([only], batch, trainer.policy, config)
 
 
 def test_the_correction_multiplies_the_policy_term_by_the_truncated_ratio(fresh) -> None:

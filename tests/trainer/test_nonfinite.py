@@ -8,6 +8,7 @@ from tests.support.tiny import TINY_RUN
 from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.run import set_up, train
+from trainer.step import training_step
 
 FAULTS = {
     "reward": r"sample 1 \(dataset .*rows.jsonl, row \d\): reward broken is inf",
@@ -18,68 +19,29 @@ FAULTS = {
 }
 
 
-class Fault:
-    """Breaks one kind of number of a trainer for as long as `now`."""
-
-    def __init__(self, trainer, kind: str, uses: int = 0) -> None:
-        """`uses` is how often the number is right before it breaks."""
-        self.now, self.uses = False, uses
-        policy = trainer.policy
-        if kind == "reward":
-            right = trainer.rewards["reward_every_other"]
-            trainer.rewards = {
-                "broken": lambda **given: [*right(**given)[:1], torch.inf, 0, 1] if self() else right(**given)
-            }
-        elif kind == "gradient":
-            policy.model.norm.weight.register_hook(lambda gradient: gradient * torch.nan if self() else gradient)
-        else:
-            sampling = kind == "logits"  # the one that needs no gradient
-            policy.model.layers[1].mlp.register_forward_hook(
-                lambda *given: given[2] * torch.nan if torch.is_grad_enabled() != sampling and self() else given[2]
-            )
-
-    def __call__(self) -> bool:
-        self.uses -= self.now
-        return self.now and self.uses < 0
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch) -> None:
-    """Drawing takes longer than all else."""
-
-
-@pytest.fixture
-def tiny(tiny_folder, tmp_path):
-    """Sets the tiny model up to train all its weights."""
-
-    def made(*argv: str):
-        files = [f"--model={tiny_folder / 'model'}", f"--dataset={tiny_folder / 'rows.jsonl'}"]
-        flags = ["--no_use_peft", "--learning_rate=1e-2", "--no_mask_truncated_completions", EVERY_OTHER]
-        given = [*TINY_RUN, *files, *flags, f"--output_dir={tmp_path / 'run'}", *argv]
-        return set_up(parse(TrainConfig, given, prog="", description=""))
-
-    return made
-
-
-def sampling(trainer, then) -> None:
-    """Calls `then` with the number of the step, 0 in evaluation, whenever the trainer samples."""
-    engine = trainer.engine
-
-    class Announced:
-        notes, weights_changed = engine.notes, staticmethod(engine.weights_changed)
-
-        def __call__(self, *given, keys=None, **options):
-            then(keys[0][1] if keys else 0)
-            return engine(*given, keys=keys, **options)
-
-    trainer.engine = Announced()
+def damage(trainer, kind: str) -> None:
+    """Break one kind of number from now on."""
+    policy = trainer.policy
+    if kind == "reward":
+        trainer.rewards = {"broken": lambda **_: [0, torch.inf, 0, 1]}
+    elif kind == "gradient":
+        policy.model.norm.weight.register_hook(lambda gradient: gradient * torch.nan)
+    else:
+        trains = kind != "logits"  # sampling needs no gradient
+        policy.model.layers[1].mlp.register_forward_hook(
+            lambda _, __, out: out * torch.nan if torch.is_grad_enabled() == trains else out
+        )
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_run_ends_with_step_and_cause_and_saves_nothing(tiny, tmp_path, kind) -> None:
-    trainer = tiny("--credit=counterfactual" if kind == "scores" else "--credit=uniform")
-    fault = Fault(trainer, kind)
-    sampling(trainer, lambda step: setattr(fault, "now", step > 0))
+def test_a_run_ends_with_step_and_cause_and_saves_nothing(tiny_folder, tmp_path, kind, monkeypatch) -> None:
+    argv = [
+        *TINY_RUN, f"--model={tiny_folder / 'model'}", f"--dataset={tiny_folder / 'rows.jsonl'}", "--no_use_peft",
+        "--no_mask_truncated_completions", EVERY_OTHER, f"--output_dir={tmp_path / 'run'}",
+        "--credit=counterfactual" if kind == "scores" else "--credit=uniform",
+    ]  # fmt: skip
+    trainer = set_up(parse(TrainConfig, argv, prog="", description=""))
+    monkeypatch.setattr("trainer.run.training_step", lambda *step: (damage(trainer, kind), training_step(*step))[1])
     with pytest.raises(FloatingPointError, match=rf"^step 1, {FAULTS[kind]}.*; this step is not saved$"):
         train(trainer)
     assert not (tmp_path / "run" / "checkpoint").exists()

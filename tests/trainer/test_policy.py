@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.embedded import SMALL, settings
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import write_tiny
 from trainer.__main__ import main
 from trainer.policy import load_policy, load_tokenizer, save_policy
 
@@ -14,10 +14,8 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A saved model of a few thousand parameters."""
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    """A saved model of a few thousand parameters, to be changed."""
+    return write_tiny(tmp_path) / "model"
 
 
 def loaded(folder, *argv):

@@ -9,10 +9,10 @@ from cfa_kernels.hf.verify import check_trainable
 from tests.support.adapted import tiny
 from tests.support.budget import assert_within_budget
 from tests.support.embedded import EVERY_OTHER, settings, updated
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model
 from trainer.checks import sampling_gap_limit
 from trainer.config import TrainConfig
-from trainer.precision import Precision, adamw, frozen_copy
+from trainer.precision import Precision, frozen_copy
 from trainer.rollouts import TransformersEngine
 from trainer.run import set_up
 from trainer.step import draw, training_step
@@ -21,21 +21,13 @@ F32, BF16 = torch.float32, torch.bfloat16
 KEYS = [(0, 1, 0, g) for g in range(8)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A saved model of a few thousand parameters."""
-    made = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(made)
-    tiny_tokenizer().save_pretrained(made)
-    return made
-
-
 @pytest.fixture
-def mixed(folder):
+def mixed(tiny_folder):
     """Sets a tiny policy up in mixed precision; one group is a micro-batch, truncated completions count."""
     usual = [
-        f"--model={folder}", "--dtype=mixed", "--no_use_peft", "--token_budget=1", "--max_completion_length=12",
-        "--no_mask_truncated_completions", "--instruction=", "--max_grad_norm=1e9", EVERY_OTHER,
+        f"--model={tiny_folder / 'model'}", "--dtype=mixed", "--no_use_peft", "--token_budget=1",
+        "--max_completion_length=12", "--no_mask_truncated_completions", "--instruction=", "--max_grad_norm=1e9",
+        EVERY_OTHER,
     ]  # fmt: skip
     return lambda *argv: set_up(settings(*usual, *argv))
 
@@ -57,13 +49,6 @@ def test_dtype_chooses_the_type_of_weights_and_of_products(dtype, device, adapte
     found = Precision.of(dtype, device, adapters=adapters)
     assert found == Precision(torch.device(device), weights, products)
     assert found.is_mixed == (weights != products)
-
-
-def test_adamw_is_fused_on_a_gpu_only() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    made = adamw([weight], torch.device("cuda:0"), lr=1e-3, weight_decay=0.1).defaults
-    assert (made["fused"], made["lr"], made["weight_decay"]) == (True, 1e-3, 0.1)
-    assert adamw([weight], torch.device("cpu")).defaults["fused"] is None
 
 
 def test_forwards_of_a_step_run_in_bfloat16_and_backwards_outside_autocast(mixed) -> None:

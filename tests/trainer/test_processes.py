@@ -16,9 +16,7 @@ from tests.support.embedded import SMALL, metrics_of, samples_of, settings
 from tests.support.trainer_processes import FEW
 from trainer.checkpoints.run_folder import open_run
 from trainer.processes import own_share
-from trainer.rollouts import Rollouts
 from trainer.run import set_up
-from trainer.state import Batch
 from trainer.step import problem_batches
 
 LEARNING_RATE = 1e-3
@@ -153,34 +151,6 @@ def test_what_several_processes_cannot_do_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=named):
         set_up(settings("--model=/nowhere", *argv))
-
-
-def test_batches_of_several_processes_are_put_together_in_the_order_of_the_step() -> None:
-    def batch(problems: list[int], length: int) -> Batch:
-        keys = [(0, 1, i, g) for i in problems for g in range(2)]
-        ids = torch.tensor([[10 * key[2] + key[3]] * length for key in keys])
-        rollouts = Rollouts(
-            ids, ids > 0, ids, torch.ones_like(ids), ids[:, 0] > 20, [str(key) for key in keys], ids / 10
-        )
-        rewards = ids[:, 0].float()
-        return Batch([key[2] for key in keys], keys, rollouts, {"question": keys}, rewards, {"f": rewards.tolist()})
-
-    whole, parts = batch([3, 1, 2, 4, 5], 2), [batch([3, 1, 2], 2), batch([4, 5], 1)]
-    joined = Batch.joined(parts)
-    assert (joined.problems, joined.keys, joined.columns) == (whole.problems, whole.keys, whole.columns)
-    assert joined.rollouts.texts == whole.rollouts.texts
-    assert joined.by_function == whole.by_function
-    assert torch.equal(joined.rewards, whole.rewards)
-    assert torch.equal(joined.rollouts.truncated, whole.rollouts.truncated)
-    short = joined.rollouts.completion_mask.sum(1) == 1
-    assert short.tolist() == [False] * 6 + [True] * 4
-    for name in ("completion_ids", "logprobs"):
-        found, expected = getattr(joined.rollouts, name), getattr(whole.rollouts, name)
-        assert torch.equal(found[:, 0], expected[:, 0])
-        assert torch.equal(found[~short, 1], expected[~short, 1])
-        assert not found[short, 1].any()
-    assert torch.equal(joined.rollouts.prompt_ids[:, 1], whole.rollouts.prompt_ids[:, 1])
-    assert not joined.rollouts.prompt_mask[short, 0].any()
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])

@@ -20,16 +20,7 @@ SIZE = {
 }  # fmt: skip
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 MODELS = {
-    "HyperCLOVAX": {"logits_scaling": 4.0, "initializer_range": 0.2},
     "ModernBertDecoder": {"cls_token_id": 1, "sep_token_id": 1, "initializer_range": 0.2},
-    "RecurrentGemma": {"logits_soft_cap": 1.0, "lru_width": 32, "num_hidden_layers": 3},
-    "FalconH1": {
-        "lm_head_multiplier": 0.1,
-        "mamba_d_ssm": 64,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 8,
-        "num_key_value_heads": 4,
-    },
     "GPTJ": {"rotary_dim": 4},
     "Phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 128},
 }
@@ -39,9 +30,9 @@ MODELS = {
 def saved(tmp_path):
     """Saves a model of the named kind, with random weights, and returns its folder."""
 
-    def save(kind: str, **options):
+    def save(kind: str):
         torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(**SIZE | MODELS[kind] | options)
+        config = getattr(transformers, f"{kind}Config")(**SIZE | MODELS[kind])
         getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path / kind)
         tiny_tokenizer().save_pretrained(tmp_path / kind)
         return tmp_path / kind
@@ -49,7 +40,7 @@ def saved(tmp_path):
     return save
 
 
-@pytest.mark.parametrize("credit", ["counterfactual", "inverted", "random", "uniform"])
+@pytest.mark.parametrize("credit", ["counterfactual", "uniform"])
 def test_a_model_whose_logits_are_not_its_heads_output_is_refused_under_every_credit(saved, credit, capsys) -> None:
     folder = saved("ModernBertDecoder")
     run = folder.parent / "run"
