@@ -7,7 +7,7 @@ from ..ops.row_softmax import FLOAT32_NOISE
 from .model import causal_lm
 from .probe_mode import small_windows
 from .tree_forward import pack_states, tree_attention_mode
-from .verify import Probe, check_supported, run_probe, whole_model
+from .verify import Probe, check_supported, own_output, run_probe
 
 ACCURACY: dict[torch.dtype, float] = {
     torch.float64: FLOAT32_NOISE,  # scores are float32
@@ -37,10 +37,10 @@ def noise_floor(model: nn.Module) -> float:
     head, probe = check_supported(causal), Probe.of(causal)
     with small_windows(causal), tree_attention_mode(causal):
         ours = probe.unpacked(head.logprobs(*pack_states(causal, head, probe.pack)))
-    truth = run_probe(causal, lambda: probe.target_logprobs(_logits(causal, probe)), moved=False)
-    rounding = torch.where(ours == truth, 0.0, ours - truth).square().mean().sqrt().item()
+
+    def truth() -> torch.Tensor:
+        return probe.target_logprobs(own_output(causal, probe.ids).logits.float())
+
+    theirs = run_probe(causal, truth, moved=False)
+    rounding = torch.where(ours == theirs, 0.0, ours - theirs).square().mean().sqrt().item()
     return max(FLOAT32_NOISE, _DEVIATIONS * rounding)
-
-
-def _logits(model: nn.Module, probe: Probe) -> torch.Tensor:
-    return whole_model(model)(input_ids=probe.ids, use_cache=False).logits.float()

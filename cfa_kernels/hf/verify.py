@@ -157,7 +157,7 @@ def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) ->
     probe, name = Probe.of(model), type(model).__name__
 
     def measure() -> _Verdict:
-        hidden, head = _hidden(model, probe.ids[:2]), read_head(model)
+        hidden, head = own_output(model, probe.ids[:2], backbone(model)).last_hidden_state, read_head(model)
         if hidden.shape[-1] != head.weight.shape[-1]:
             raise NotImplementedError(
                 f"model: {name} has a layer between its body, {hidden.shape[-1]} wide, and its head, "
@@ -197,7 +197,8 @@ def _check_training(model: PreTrainedModel, verdict: _Verdict, repeated: Mapping
     probe = Probe.of(model)
 
     def measure() -> None:
-        factor = _amplification(_hidden(model, probe.ids[:2]), read_head(model))
+        hidden = own_output(model, probe.ids[:2], backbone(model)).last_hidden_state
+        factor = _amplification(hidden, read_head(model))
         theirs = _own_logits(model, probe.ids, factor)
         if problem := _tree_problem(model, probe, verdict, factor, theirs):
             again = _own_logits(model, probe.ids, factor)
@@ -321,30 +322,19 @@ def _own_logits(model: PreTrainedModel, ids: Tensor, factor: float) -> Tensor:
     """Compute the model's own logits of `ids` (n, L), fp32, with the input of the head multiplied by `factor`."""
     head = model.get_output_embeddings()
     with head.register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:])):
-        logits: Tensor = whole_model(model)(input_ids=ids, use_cache=False).logits.float()
+        logits: Tensor = own_output(model, ids).logits.float()
     if torch.isnan(logits).any():
         raise FloatingPointError(f"model: {type(model).__name__} gives nan logits on an ordinary row of tokens")
     return logits
 
 
-def whole_model(model: PreTrainedModel) -> Callable[..., Any]:
-    """Return the model with its hooks; without them inside its wrapper, whose own they would start anew."""
-    return model if inside(model) is None else _met(model, model.forward)
-
-
-def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    return _met(model, backbone(model))(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
-
-
-def _met(model: PreTrainedModel, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let processes that share the model meet before each call of `forward`: none starts it if one has failed."""
-
-    def together(*args: Any, **kwargs: Any) -> Any:
-        if (ranks := inside(model)) is not None:
-            ranks.before_forward()
-        return forward(*args, **kwargs)
-
-    return together
+def own_output(model: PreTrainedModel, ids: Tensor, body: nn.Module | None = None) -> Any:
+    """Run the model, or its body, on `ids` (n, L); processes that share it meet before, so none runs if one fails."""
+    run: Callable[..., Any] = model if body is None else body
+    if (ranks := inside(model)) is not None:
+        ranks.before_forward()
+        run = model.forward if body is None else body  # without the hooks of its wrapper, which would start it anew
+    return run(input_ids=ids, use_cache=False)
 
 
 def _gap(model: PreTrainedModel, ours: Tensor, theirs: Tensor) -> float:
