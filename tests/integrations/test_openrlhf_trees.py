@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +13,10 @@ import pytest
 
 import cfa_kernels.integrations.openrlhf as integration
 from cfa_kernels import CounterfactualConfig
-from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin
 from cfa_kernels.integrations.workers import Workers
 from cfa_kernels.scoring.access import LogprobService
 from tests.support import openrlhf_processes, sharded
-from tests.support.log_prob_hosts import REWARDS
 from tests.support.openrlhf_host import Host, TreeActors, check_credited, experiences, skip_without
 from tests.support.tiny import tiny_model
 
@@ -125,28 +122,11 @@ def test_trees_are_named_in_the_log_and_what_asks_nothing_does_not_touch_the_act
     assert silent.sent == []
 
 
-def test_a_function_of_the_callers_runs_beside_the_trainer_and_asks_the_actors(maker):
-    seen = []
-
-    def estimate(model: Any, batch: Any) -> Importances:
-        seen.append((len(batch), batch.rewards.tolist()))
-        scores = model.score(replace(batch, mask=0))
-        return Importances([-row.nan_to_num() for row in scores.drop], base=scores.base)
-
-    group = TreeActors(2)
-    maker(group, CounterfactualConfig(estimator=estimate), actors=2).compute_advantages_and_returns(
-        experiences(SimpleNamespace)
-    )
-    assert seen == [(6, REWARDS)]
-    assert sum(group.sent[-1]) == 6
-
-
 def test_openrlhfs_own_experience_maker_credits_by_trees(openrlhf, build):
     stock = build(None).compute_advantages_and_returns(experiences(openrlhf.Experience))
-    options = {"effect": "total"}
-    maker = build(CounterfactualConfig(**options), TreeActors(2), actors=2)
+    maker = build(CounterfactualConfig(effect="total"), TreeActors(2), actors=2)
     made = maker.compute_advantages_and_returns(experiences(openrlhf.Experience))
-    check_credited(made, stock, options)
+    check_credited(made, stock, {"effect": "total"})
 
 
 @pytest.mark.parametrize("stage", [2, 3])
