@@ -2,14 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, init=False)
 class Rows:
     """Prompts and completions of a batch, unpadded, int64 on the host; a row is its place in the batch.
 
@@ -23,18 +21,13 @@ class Rows:
         ValueError: bad input; the message names argument, row and value.
     """
 
-    prompts: list[Tensor]
-    completions: list[Tensor]
-    index: list[int]
-
     def __init__(
         self, prompts: Sequence[Tensor], completions: Sequence[Tensor], index: Sequence[int] | None = None
     ) -> None:
         check_columns(prompts, completions=completions, **({} if index is None else {"index": index}))
-        numbers = list(range(len(prompts))) if index is None else [int(number) for number in index]
-        object.__setattr__(self, "prompts", _on_host("prompts", prompts, numbers, at_least=1))
-        object.__setattr__(self, "completions", _on_host("completions", completions, numbers, at_least=0))
-        object.__setattr__(self, "index", numbers)
+        self.index = list(range(len(prompts))) if index is None else [int(number) for number in index]
+        self.prompts = _on_host("prompts", prompts, self.index, at_least=1)
+        self.completions = _on_host("completions", completions, self.index, at_least=0)
 
     @classmethod
     def from_padded(
@@ -50,21 +43,13 @@ class Rows:
         Masks are 1 on real tokens. Raises `ValueError` for other shapes and for masks with gaps, by name and row.
         """
         return cls(
-            unpad("prompt", prompt_ids, prompt_mask, left=True),
-            unpad("completion", completion_ids, completion_mask, left=False),
+            _unpad("prompt", prompt_ids, prompt_mask, left=True),
+            _unpad("completion", completion_ids, completion_mask, left=False),
             index,
         )
 
     def __len__(self) -> int:
         return len(self.prompts)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Rows) or self.index != other.index:
-            return NotImplemented if not isinstance(other, Rows) else False
-        pairs = zip([*self.prompts, *self.completions], [*other.prompts, *other.completions], strict=True)
-        return self is other or all(torch.equal(one, two) for one, two in pairs)
-
-    __hash__ = None  # type: ignore[assignment]
 
     @property
     def lengths(self) -> list[int]:
@@ -74,9 +59,8 @@ class Rows:
     def take(self, rows: Sequence[int]) -> "Rows":
         """Copy some rows, with their index."""
         part = object.__new__(Rows)  # what was checked is not checked again
-        for name in ("prompts", "completions", "index"):
-            column = getattr(self, name)
-            object.__setattr__(part, name, [column[b] for b in rows])
+        for name, column in vars(self).items():
+            setattr(part, name, [column[b] for b in rows])
         return part
 
 
@@ -123,21 +107,20 @@ def token_ids(where: str, ids: Any, vocab: int | None = None, *, at_least: int =
     return ids
 
 
-def _on_host(name: str, column: Sequence[Tensor], numbers: Sequence[int], *, at_least: int) -> list[Tensor]:
-    for b, ids in zip(numbers, column, strict=True):
+def _on_host(name: str, column: Sequence[Tensor], index: Sequence[int], *, at_least: int) -> list[Tensor]:
+    for b, ids in zip(index, column, strict=True):
         token_ids(f"{name} row {b}", ids, at_least=at_least)
     if not len(column):
         return []
     return list(torch.cat(list(column)).cpu().split([len(ids) for ids in column]))  # one copy for all
 
 
-def unpad(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
-    """Take the padding off each row, as views on the host; one copy for the whole batch."""
+def _unpad(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
     if ids.ndim != 2 or mask.shape != ids.shape:
         raise ValueError(
             f"{name}_ids and {name}_mask must be one (B, length) shape, got {tuple(ids.shape)} and {tuple(mask.shape)}"
         )
-    ids, mask = ids.cpu(), mask.cpu().bool()
+    ids, mask = ids.cpu(), mask.cpu().bool()  # one copy for the whole batch; rows are views
     width, lengths = ids.shape[1], mask.sum(1)
     if left and (empty := lengths == 0).any():
         raise ValueError(f"{name}_mask row {int(empty.nonzero()[0])}: is all zero, the {name} is empty")

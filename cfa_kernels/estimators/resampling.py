@@ -37,7 +37,7 @@ def draw_fills(access: ModelAccess, batch: ScoredBatch, samples: int) -> tuple[l
     Returns the ids, int64, of all units of each completion, draw by draw, and counts of work.
     """
     walk = ModelWalk.of(access.model)
-    refuse_length_dependent_rope(walk, batch.longest)
+    refuse_length_dependent_rope(walk, max((len(row.prompt) + len(row.completion) for row in batch.rows), default=0))
     fills = [[_Fill(row, span, batch.seed, n) for n in range(samples) for span in row.spans] for row in batch.rows]
     head, rows = check_supported(walk), [row for row in fills if row]
     sizes = [max(len(fill.context) for fill in row) + sum(fill.length - 1 for fill in row) for row in rows]

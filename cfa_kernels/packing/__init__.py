@@ -1,4 +1,1 @@
-"""Layouts of token sequences.
-
-Modules here know token ids, but neither models nor GPUs. They lay sequences out as a prefix tree and cut it into packs.
-"""
+"""Layouts of token sequences as prefix trees and packs; modules know neither models nor GPUs."""

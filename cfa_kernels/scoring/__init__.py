@@ -1,4 +1,1 @@
-"""Log-probs of packed tokens.
-
-Modules here know models through `hf`. They ask a model for log-probs or other outcomes, with or without gradients.
-"""
+"""Log-probs of packed tokens and other outcomes, with or without gradients; modules know models through `hf`."""

@@ -67,11 +67,11 @@ class ModelAccess(Protocol):
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Score the answers of a batch as sampled and with each unit masked, in the batch's order."""
-        ...
+        return self.run(lambda: score_batch(self.model, batch, outcome))
 
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Answer queries as `query_logprobs` does; needs the capability `model`."""
-        ...
+        return query_logprobs(self.model, bundles, **options)
 
 
 class InProcess(ModelAccess):
@@ -96,14 +96,6 @@ class InProcess(ModelAccess):
             return torch.float32
         device = input_device(self.model).type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.model.dtype
-
-    def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
-        """Feed the batch as packed trees of its own; processes that share the model feed theirs."""
-        return self.run(lambda: score_batch(self.model, batch, outcome))
-
-    def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
-        """Feed the queries as packed trees of their own."""
-        return query_logprobs(self.model, bundles, **options)
 
 
 class Sharded(InProcess):
@@ -159,21 +151,16 @@ class RemoteAccess(ModelAccess):
         """Raise: the model is in other processes."""
         raise NotImplementedError(f"model: it is in other processes, and {self.offers}")
 
-    def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
-        """Raise: queries need the model in this process."""
-        raise NotImplementedError(f"model: it is in other processes, and {self.offers}")
-
 
 class LogprobService(RemoteAccess):
     """Access through a host's own log-prob service, for models that are spread over other processes.
 
     Each answer, as sampled and with each unit masked, becomes an ordinary sequence, cut after the answer; all go out in
-    one request. Scores are those of `score_counterfactuals` to rounding, at the service's temperature; rotary
-    frequencies that follow a sequence's length (longrope) are those of the sequence as it is cut.
+    one request. Scores are at the service's temperature, with the rotary frequencies of the sequence as it is cut.
 
     Args:
         logprobs_of: the service: from prompts and completions, 1-D int64 each, to a tensor or list of as many log-probs
-            as each completion has tokens; called at most once for a batch that is scored.
+            as each completion has tokens.
         dtype: in which the service computes.
     """
 

@@ -170,11 +170,6 @@ class ScoredBatch:
         """Return B spans of `completions`, None where there is no answer."""
         return [row.answer for row in self.rows]
 
-    @property
-    def longest(self) -> int:
-        """Count the tokens of the longest prompt with its completion; 0 for an empty batch."""
-        return max((len(row.prompt) + len(row.completion) for row in self.rows), default=0)
-
     def with_units(self, units: Sequence[Sequence[Span]], mask: Mask | None = None) -> "ScoredBatch":
         """Copy the batch with other units, taken from its own, and perhaps another mask."""
         rows = [replace(row, spans=list(spans)) for row, spans in zip(self.rows, units, strict=True)]

@@ -210,14 +210,13 @@ class PackedForward:
         self.device = head.weight.device
         self._head = TensorMarks(_parts(head))
         self._model = state
-        # For each completion the packed row that predicts each of its tokens, packs laid end to end.
-        self._predicting = [np.zeros(0, np.int64)] * len(rows)
-        offset = 0
+        predicting, offset = [np.zeros(0, np.int64)] * (len(rows) + 1), 0
         for one in packs:
             parts = np.split(one.pack.rows[one.pack.query_index] + offset, np.cumsum(counts[one.pack.queries]))
             for b, part in zip(one.pack.queries, parts, strict=False):  # the last part is empty
-                self._predicting[b] = part
+                predicting[b] = part
             offset += one.pack.num_tokens
+        self._predicting = np.concatenate(predicting)  # packed row of each fed token, row by row, packs laid end to end
 
     @property
     def tokens_fed(self) -> int:
@@ -234,8 +233,8 @@ class PackedForward:
         self._require_same_head()
         counts = self.counts.tolist()
         targets = [ids.numpy()[:count] for ids, count in zip(self.rows.completions, counts, strict=True)]
-        columns = [np.concatenate([*column, np.zeros(0, np.int64)]) for column in (self._predicting, targets)]
-        predicting, predicted = upload(columns, self.device)
+        targets.append(np.zeros(0, np.int64))
+        predicting, predicted = upload([self._predicting, np.concatenate(targets)], self.device)
         hidden = self._hidden(predicting)
         if not return_entropy:
             return list(self.head.logprobs(hidden, predicted, temperature).split(counts))
@@ -245,10 +244,10 @@ class PackedForward:
         return list(values.split(counts)), list(entropies.split(counts))
 
     def policy_loss(self, batch: LossBatch) -> PackedLoss:
-        """Compute the loss of `packed_policy_loss`; this forward must have fed as much as the loss of `batch` needs.
+        """Compute the loss of `packed_policy_loss` from what this forward has fed.
 
         Raises:
-            ValueError: a batch of other rows, or with a row that its loss needs more of, or differently, than was fed.
+            ValueError: other rows, or a row that the loss needs more of, or with a gradient, than was fed.
             RuntimeError: the head's weights have changed since this forward.
         """
         self._require_same_head()
@@ -262,8 +261,7 @@ class PackedForward:
                 raise ValueError(f"batch row {b}: its loss has a gradient, but it was fed without (trained[{b}])")
         row, token = np.divmod(batch.needed_tokens.numpy(), batch.mask.shape[1])
         starts = np.cumsum(self.counts) - self.counts
-        predicting = np.concatenate([*self._predicting, np.zeros(0, np.int64)])[starts[row] + token]
-        there, (index,) = batch.to(self.device, torch.from_numpy(predicting))
+        there, (index,) = batch.to(self.device, torch.from_numpy(self._predicting[starts[row] + token]))
         del there["trained"]
         loss, metrics, logprobs = linear_policy_loss(
             self._hidden(index),
@@ -349,7 +347,6 @@ class PackedForward:
         return walk
 
     def _require_same_head(self) -> None:
-        """Raise `RuntimeError` unless the head is the one that this forward's hidden states were made for."""
         if (change := self._head.change(_parts(self.head))) is not None:
             raise RuntimeError(
                 f"this forward's log-probs cannot be read: the head's {change} since it ran, so they would mix two "
@@ -367,24 +364,19 @@ class PackedForward:
 
     def _run(self, walk: ModelWalk, plan: ScoringPlan, trunks: Sequence[Pack | None]) -> tuple[Tensor, ScoringWork]:
         """Compute the values of a plan's queries; those of each bundle continue its trunk."""
-        trunk_of = [trunks[bundle] for bundle in plan.bundle_of]
+        states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
+        queries_of = {trunk: [[n] for n, b in enumerate(plan.bundle_of) if trunks[b] is trunk] for trunk in states}
         packs = (
             pack
-            for trunk in (one.pack for one in self.packs)
-            for pack in lay_out(
-                plan.queries,
-                [[n] for n, other in enumerate(trunk_of) if other is trunk],
-                plan.limits.token_budget,
-                trunk=trunk,
-            )
+            for trunk, own in queries_of.items()
+            for pack in lay_out(plan.queries, own, plan.limits.token_budget, trunk=trunk)
         )
         with torch.no_grad():
-            states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
             return run_plan(walk, self.head, plan, packs, states)
 
     def states(self) -> list[Tensor]:
         """List, for each row, the hidden states (T_b, H) that predict its fed tokens; differentiable."""
-        (predicting,) = upload([np.concatenate([*self._predicting, np.zeros(0, np.int64)])], self.device)
+        (predicting,) = upload([self._predicting], self.device)
         return list(self._hidden(predicting).split(self.counts.tolist()))
 
     def _hidden(self, predicting: Tensor) -> Tensor:
