@@ -129,18 +129,11 @@ CATALOGUE: dict[str, tuple] = {
         [OWN_DATA], BEFORE, "rows.jsonl: cannot be read", "in row 1", {"rows.jsonl": jsonl(ROWS[0], '{"question": ')},
     ),
     "a row that is a list": ([OWN_DATA], BEFORE, "row 0: has no column 'question'", {"rows.jsonl": "[1, 2]\n"}),
-    "no data": ([OWN_DATA], BEFORE, "rows.jsonl: has no rows", {"rows.jsonl": ""}),
-    "a question that is null": (
-        [OWN_DATA], BEFORE, "row 0: column 'question' must be text", {"rows.jsonl": jsonl(row(question=None))},
-    ),
     "half a character": (
         [OWN_DATA], BEFORE, "rows.jsonl: cannot be read", "surrogate", "row 0",
         {"rows.jsonl": jsonl(row(question="What \ud83d ?"))},
     ),
     "data nested without end": ([OWN_DATA], BEFORE, "rows.jsonl: cannot be read", {"rows.jsonl": '{"x":' + "[" * 9999}),
-    "an answer without number": (
-        [OWN_DATA], BEFORE, "row 0: no number can be read", {"rows.jsonl": jsonl(row(answer="seven"))},
-    ),
     "another name of the column": (
         [OWN_DATA], BEFORE, "row 0: has no column 'question'", "['prompt']", "question_column",
         {"rows.jsonl": jsonl({"prompt": "3?"})},
@@ -157,8 +150,6 @@ CATALOGUE: dict[str, tuple] = {
     "text for Parquet": (
         ["--dataset={tmp}/a.parquet"], BEFORE, "dataset {tmp}/a.parquet: cannot be read", {"a.parquet": "x"},
     ),
-    "more held out than there is": (["--eval_problems=8"], BEFORE, "eval_problems: cannot set 8 of 8 rows"),
-    "all held out": (["--eval_dataset={data}", "--eval_problems=8"], BEFORE, "every training problem is also held out"),
     # Prompts
     "a prompt that the context does not hold": (
         [OWN_DATA, "--max_completion_length=100"], BEFORE, "rows.jsonl, row 5: the prompt has 42 tokens, at most 28",

@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.support.tiny import jsonl
 from trainer.config import DataConfig, TrainConfig
 from trainer.data import Row, encode_prompts, load_rows, train_and_eval_rows
 from trainer.embedded.problems import generate
@@ -57,12 +58,10 @@ def test_held_out_problems_share_no_arithmetic_with_training_problems_of_any_see
 
 
 def write(path, rows) -> str:
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows), "utf-8")
-    else:
+    if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text(jsonl(*rows) if path.suffix == ".jsonl" else json.dumps(rows), "utf-8")
     return str(path)
 
 
@@ -97,11 +96,6 @@ def test_a_bad_row_is_named_with_its_number_and_reason(tmp_path, suffix, bad, re
         load_rows(name, split="train")
 
 
-def test_a_file_without_rows_is_an_error(tmp_path) -> None:
-    with pytest.raises(ValueError, match="has no rows"):
-        load_rows(write(tmp_path / "data.jsonl", []), split="train")
-
-
 def test_a_file_without_an_evaluation_set_gives_some_rows_up_for_one(tmp_path) -> None:
     rows = [{"question": f"Problem {i % 90}?", "answer": f"#### {i}"} for i in range(100)]  # ten questions twice
     config = DataConfig(dataset=write(tmp_path / "data.jsonl", rows), eval_problems=20)
@@ -112,16 +106,19 @@ def test_a_file_without_an_evaluation_set_gives_some_rows_up_for_one(tmp_path) -
     assert train_and_eval_rows(config, seed=5) == (train, test)
 
 
-def test_a_file_smaller_than_its_evaluation_set_is_an_error(tmp_path) -> None:
-    config = DataConfig(dataset=write(tmp_path / "data.jsonl", [GOOD] * 3), eval_problems=3)
-    with pytest.raises(ValueError, match="eval_problems: cannot set 3 of 3 rows"):
-        train_and_eval_rows(config)
-
-
-def test_training_on_nothing_but_the_evaluation_set_is_an_error(tmp_path) -> None:
-    name = write(tmp_path / "data.jsonl", [GOOD])
-    with pytest.raises(ValueError, match="every training problem is also held out"):
-        train_and_eval_rows(DataConfig(dataset=name, eval_dataset=name))
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        ([], {}, "has no rows"),
+        ([GOOD] * 3, {"eval_problems": 3}, "eval_problems: cannot set 3 of 3 rows"),
+        ([GOOD], {"eval_dataset": "data.jsonl"}, "every training problem is also held out"),
+    ],
+)
+def test_a_file_that_leaves_nothing_to_train_on_is_an_error(tmp_path, monkeypatch, rows, options, said) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "data.jsonl", rows)
+    with pytest.raises(ValueError, match=said):
+        train_and_eval_rows(DataConfig(dataset="data.jsonl", **options))
 
 
 class Hub:

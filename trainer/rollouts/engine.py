@@ -48,8 +48,9 @@ class Rollouts:
         mask = pad_sequence([torch.ones(length, dtype=torch.int64) for length in lengths], True)
         truncated = torch.tensor([row[-1] not in ends for row in rows])
         texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
-        parts = (batch["input_ids"], batch["attention_mask"], ids, mask, truncated)
-        return cls(*(part.to(device) for part in parts), texts, None)
+        parts = batch["input_ids"], batch["attention_mask"], ids, mask, truncated
+        prompt_ids, prompt_mask, ids, mask, truncated = (part.to(device) for part in parts)
+        return cls(prompt_ids, prompt_mask, ids, mask, truncated, texts, None)
 
     @classmethod
     def joined(cls, parts: Sequence["Rollouts"]) -> "Rollouts":

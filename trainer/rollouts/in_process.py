@@ -102,7 +102,7 @@ def generate(
         rows: decoded together, at least B: the last prompt again and again, left out of the result.
     """
     device, count = next(model.parameters()).device, len(prompts)
-    inputs = [list(prompt) for prompt in [*prompts, *prompts[-1:] * (rows - count)]]
+    inputs = [list(prompt) for prompt in [*prompts, *[prompts[-1]] * (rows - count)]]
     batch = tokenizer.pad({"input_ids": inputs}, return_tensors="pt", padding_side="left").to(device)
     prompt_ids, prompt_mask, uniforms = batch["input_ids"], batch["attention_mask"], None
     if keys is not None:

@@ -135,15 +135,13 @@ class VllmEngine:
         self, name: str, prompt: Sequence[int], special: dict[str, Any], **options: Any
     ) -> tuple[list[int], list[float]]:
         with self._named(f"complete {name}"):
-            answer = self._client.generate([list(prompt)], logprobs=0, generation_kwargs=special, **options)
+            answer: Any = self._client.generate([list(prompt)], logprobs=0, generation_kwargs=special, **options)
         (ids,), logprobs = answer["completion_ids"], answer["logprobs"]
         if logprobs is None or [tokens[0] for tokens in answer["logprob_token_ids"][0]] != ids:
             raise ConnectionError(f"{name}: the server at {self._url} gave no log-prob for each token")
-        if len(ids) < (most := options["max_tokens"]) and ids[-1] not in self._ends:
-            raise ConnectionError(
-                f"{name}: the server ended it after {len(ids)} of {most} tokens, by {ids[-1]}; completions of the "
-                f"policy end by one of {self._ends}"
-            )
+        if len(ids) < (most := options["max_tokens"]) and not {*ids[-1:]} & {*self._ends}:
+            said = f"the server ended it after {len(ids)} of {most} tokens, by {ids[-1:]}"
+            raise ConnectionError(f"{name}: {said}; completions of the policy end by one of {self._ends}")
         return ids, [math.nan if values[0] is None else values[0] for values in logprobs[0]]  # JSON knows no nan
 
     @contextlib.contextmanager

@@ -119,7 +119,7 @@ def test_a_server_that_cannot_be_used_is_named_before_a_run_starts(serve, fault,
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
-        ("stops early", ConnectionError, r"^p\d: the server ended it after 1 of 12 tokens, by \d+; completions of"),
+        ("stops early", ConnectionError, r"^p\d: the server ended it after 1 of 12 tokens, by \[\d+\]; completions of"),
         ("not a number", FloatingPointError, r"^p\d.* of 4\): the model's logits are not finite \(in p\d from token"),
     ],
 )

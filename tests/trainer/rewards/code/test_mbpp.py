@@ -1,9 +1,8 @@
 """Rows of MBPP: their question, their tests, and what is said about a bad one."""
 
-import json
-
 import pytest
 
+from tests.support.tiny import jsonl
 from trainer.config import TrainConfig
 from trainer.data import train_and_eval_rows
 from trainer.rewards.code.mbpp import mbpp_row
@@ -22,11 +21,6 @@ SANITIZED = {
     "test_imports": ["import math"],
     "test_list": ROW["test_list"],
 }
-
-
-def written(path, rows) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return str(path)
 
 
 @pytest.mark.parametrize(("row", "setup"), [(ROW, ""), (SANITIZED, "import math\n")])
@@ -48,7 +42,8 @@ def test_names_of_python_that_the_reference_defines_are_the_solutions() -> None:
 
 def test_rows_of_mbpp_are_held_out_like_all_others(tmp_path) -> None:
     rows = [ROW | {"text": f"Task {i}."} for i in range(6)]
-    config = TrainConfig(dataset=written(tmp_path / "a.jsonl", rows), reward_funcs=["code"], eval_problems=2)
+    (tmp_path / "a.jsonl").write_text(jsonl(*rows), "utf-8")
+    config = TrainConfig(dataset=str(tmp_path / "a.jsonl"), reward_funcs=["code"], eval_problems=2)
     train, test = train_and_eval_rows(config)
     assert (len(train), len(test)) == (4, 2)
 

@@ -1,11 +1,11 @@
 """Training on MBPP by the reward for code."""
 
 import dataclasses
-import json
 
 import pytest
 
 from tests.support.embedded import metrics_of, settings
+from tests.support.tiny import jsonl
 from trainer.__main__ import main
 from trainer.evaluate import evaluate
 from trainer.run import set_up, train
@@ -20,7 +20,7 @@ def mbpp(tmp_path) -> list[str]:
         {"text": f"Multiply by {n}.", "test_list": [f"assert f(1) == {n}", "assert f(0) == zero"],
          "test_setup_code": "zero = 0"} for n in range(8)
     ]  # fmt: skip
-    (tmp_path / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mbpp.jsonl").write_text(jsonl(*rows))
     # What isolates is tested with the reward; here it may be missing.
     return [
         f"--dataset={tmp_path / 'mbpp.jsonl'}", "--reward_funcs=code", "--code_isolation=none", "--reward_timeout=120",
@@ -35,14 +35,13 @@ def test_evaluation_counts_the_problems_whose_tests_pass(mbpp) -> None:
     wrong = wanted[1]
 
     def solved(prompts, **options):
-        found = trainer.engine(prompts, **options)
-        asked = [trainer.tokenizer.decode(prompt).partition("Multiply by ")[2][0] for prompt in prompts]
-        texts = [f"```python\ndef f(x): return x * {99 if n == wrong else n}\n```" for n in asked]
-        return dataclasses.replace(found, texts=texts)
+        factors = [trainer.tokenizer.decode(prompt).partition("Multiply by ")[2][0] for prompt in prompts]
+        texts = [f"```python\ndef f(x): return x * {99 if n == wrong else n}\n```" for n in factors]
+        return dataclasses.replace(trainer.engine(prompts, **options), texts=texts)
 
     config = settings(*mbpp, "--max_completion_length=2")
-    found = evaluate(solved, trainer.held_out, trainer.held_out_prompts, config, match=trainer.grader)
-    assert found.correct == [True, False, True]
+    result = evaluate(solved, trainer.held_out, trainer.held_out_prompts, config, match=trainer.grader)
+    assert result.correct == [True, False, True]
 
 
 def test_a_run_on_mbpp_trains_and_evaluates_by_tests(mbpp, tmp_path) -> None:
