@@ -114,7 +114,7 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     ]
     table, groups = pandas.DataFrame([run.figures() for run in runs]), np.array(groups_of(runs))
     for group in range(max(groups) + 1):
-        members = np.flatnonzero(groups == group)
+        members = np.flatnonzero(groups == group).tolist()
         if len(members) > 1:
             mean = table.iloc[members].mean()
             mean["error"] = table["held-out accuracy"].iloc[members].sem()
