@@ -62,9 +62,8 @@ def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequen
         norms = gradient_norms(forward, config.temperature)
         for i, b in enumerate(rows.index):
             samples[b] = completion_record(
-                rows.completions[i].tolist(), trainer.tokenizer, text=rollouts.texts[b],
-                problem=b // config.num_generations, reward=rewards[b].item(), advantage=advantages[b].item(),
-                truncated=bool(rollouts.truncated[b]),
+                rollouts, b, trainer.tokenizer, problem=b // config.num_generations, reward=rewards[b].item(),
+                advantage=advantages[b].item(),
             ) | {"gradient_norms": rounded(norms[i].tolist()), "estimators": {}}  # fmt: skip
         for name, setting in settings.items():
             deferred = batch_credit(setting, trainer.tokenizer, inputs.rows, advantages, Shaped(rewards))

@@ -46,10 +46,10 @@ def hover(browser: Any, selector: str, index: int = 0) -> str:
     """Move the mouse onto an element; gives what the line at the page's foot then says."""
     from selenium.webdriver import ActionChains
 
-    found = browser.find_elements("css selector", selector)[index]
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
+    element = browser.find_elements("css selector", selector)[index]
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
     before = browser.find_element("id", "reading").text
-    ActionChains(browser).move_to_element(found).perform()
+    ActionChains(browser).move_to_element(element).perform()
     return _soon(browser, lambda: (text := browser.find_element("id", "reading").text) != before and text)
 
 

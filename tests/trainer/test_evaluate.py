@@ -46,10 +46,10 @@ def test_samples_are_drawn_by_keys_of_their_own_and_counted_per_problem() -> Non
     engine, counted = Recorder(), []
     config = TrainConfig(eval_samples=3, seed=7, temperature=0.5, top_p=0.9, generation_batch_size=4, num_generations=4)
     result = evaluate(engine, ROWS, PROMPTS, config, match=even, advance=counted.append)
-    keys = [key for _, given, _ in engine.calls for key in given or ()]
+    keys = [key for _, own, _ in engine.calls for key in own or ()]
     assert sorted(keys) == [(7, 0, i, s, 2) for i in range(3) for s in range(3)]
-    assert all(options["temperature"] == 0.5 for _, given, options in engine.calls if given)
-    assert all("temperature" not in options for _, given, options in engine.calls if given is None)
+    assert all(options["temperature"] == 0.5 for _, own, options in engine.calls if own)
+    assert all("temperature" not in options for _, own, options in engine.calls if own is None)
     assert sum(counted) == 3 * (1 + 3)
     assert result.pass_at == {1: pytest.approx(2 / 3), 3: 1.0}  # samples 0 and 2 of 3 are right
 

@@ -20,11 +20,11 @@ from trainer.report.trackers import open_tracker
 )
 def test_a_run_that_goes_on_is_the_same_run_for_the_back_end(monkeypatch, tmp_path, name, step, expected) -> None:
     begun = []
-    library = SimpleNamespace(init=lambda **given: begun.append(given), log=None, finish=None)
+    library = SimpleNamespace(init=lambda **options: begun.append(options), log=None, finish=None)
     monkeypatch.setitem(sys.modules, name, library)
     open_tracker(name, tmp_path, {}, "a1", step)
-    (given,) = begun
-    assert {key: given[key] for key in ("id", "resume") if key in given} == expected
+    (options,) = begun
+    assert {key: options[key] for key in ("id", "resume") if key in options} == expected
 
 
 def test_tensorboard_forgets_the_steps_after_the_checkpoint(monkeypatch, tmp_path) -> None:
@@ -39,10 +39,10 @@ def test_tensorboard_forgets_the_steps_after_the_checkpoint(monkeypatch, tmp_pat
 
 
 def test_a_back_end_that_fails_ends_no_run(monkeypatch, tmp_path, capsys) -> None:
-    told = []
+    steps = []
 
     def log(metrics, step):
-        told.append(step)
+        steps.append(step)
         if step == 1:
             raise ConnectionError("no answer")
 
@@ -52,7 +52,7 @@ def test_a_back_end_that_fails_ends_no_run(monkeypatch, tmp_path, capsys) -> Non
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **_: None, log=log, finish=finish))
     folder = run(tmp_path / "run", "--report_to", "trackio", "--max_completion_length=12", "--eval_problems=2")
     assert [entry["step"] for entry in metrics_of(folder)] == [0, 1, 2, 2]
-    assert told == [0, 1]
+    assert steps == [0, 1]
     said = capsys.readouterr().out
     assert "report_to: trackio failed and gets no more: ConnectionError: no answer" in said
     assert "report_to: trackio failed and gets no more: TimeoutError: still no answer" in said

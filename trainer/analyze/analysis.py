@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Column
 from rich.table import Table as Shown
 
 from trainer.analyze.page import page_of, write_run_page
@@ -52,9 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 def compare(runs: Sequence[Path], out: Path) -> None:
     """Print a table of runs and write a page of them."""
     columns, rows = comparison(write_run_page(out, runs, "Runs compared"))
-    table = Shown(box=None, header_style="dim")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < 2 else "right")
+    heads = [Column(name, justify="left" if i < 2 else "right") for i, name in enumerate(columns)]
+    table = Shown(*heads, box=None, header_style="dim")
     for row in rows:
         table.add_row(*map(escape, row))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)

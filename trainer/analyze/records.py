@@ -6,19 +6,18 @@ from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels import CounterfactualConfig, Credit
 from cfa_kernels.estimators.masking import Masking
+from trainer.rollouts import Rollouts
 
 Record = dict[str, Any]
 
 
 def completion_record(
-    ids: list[int], tokenizer: PreTrainedTokenizerBase, *, text: str, problem: int, reward: float | None,
-    advantage: float, truncated: bool,
-) -> Record:  # fmt: skip
-    """Record a completion of the token ids `ids`, before any credit."""
-    tokens = [tokenizer.decode([i]) for i in ids]
+    rollouts: Rollouts, b: int, tokenizer: PreTrainedTokenizerBase, *, problem: int, reward: float, advantage: float
+) -> Record:
+    """Record completion `b` of a batch, before any credit."""
     return {
-        "problem": problem, "completion": text, "reward": reward, "advantage": advantage, "truncated": truncated,
-        "tokens": tokens,
+        "problem": problem, "completion": rollouts.texts[b], "reward": reward, "advantage": advantage,
+        "truncated": bool(rollouts.truncated[b]), "tokens": [tokenizer.decode([i]) for i in rollouts.ids()[b]],
     }  # fmt: skip
 
 

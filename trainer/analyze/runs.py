@@ -27,12 +27,6 @@ class Run:
     settings: dict[str, Any]
     metrics: pandas.DataFrame
 
-    @property
-    def repeats(self) -> str:
-        """Settings that runs have in common which differ in their seeds only, as text."""
-        named = sorted(repr(item) for item in self.settings.items() if item[0] not in ("seed", "output_dir"))
-        return repr(named) if self.settings else self.name
-
     def figures(self) -> dict[str, float]:
         """Sum the run up; nan without a value. Reward is over the last tenth of the steps, times are means."""
         last, means = self.metrics.ffill().iloc[-1], self.metrics.mean()
@@ -96,7 +90,10 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def groups_of(runs: Sequence[Run]) -> list[int]:
     """Number the groups of runs that differ in their seeds only, by their first run."""
-    return pandas.factorize(np.array([run.repeats for run in runs], dtype=object))[0].tolist()
+    own = ("seed", "output_dir")
+    keys = [repr(sorted(repr(item) for item in run.settings.items() if item[0] not in own)) for run in runs]
+    keys = [key if run.settings else run.name for run, key in zip(runs, keys, strict=True)]
+    return pandas.factorize(np.array(keys, dtype=object))[0].tolist()
 
 
 def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
@@ -120,12 +117,12 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             mean["error"] = table["held-out accuracy"].iloc[members].sem()
             table.loc[len(table)] = mean
             heads.append((f"mean of {len(members)} seeds", f"of {' and '.join(runs[k].name for k in members)}"))
-    shown = {name: [_text(value, _FORMS.get(name, "{:.3g}")) for value in table[name]] for name in table}
+    cells = {name: [_text(value, _FORMS.get(name, "{:.3g}")) for value in table[name]] for name in table}
     errors = [_text(value, " ± {:.1%}", "") for value in table["error"]]
-    shown["held-out accuracy"] = [a + b for a, b in zip(shown["held-out accuracy"], errors, strict=True)]
-    del shown["error"]
-    rows = [[*head, *cells] for head, cells in zip(heads, zip(*shown.values(), strict=True), strict=True)]
-    return ["run", "differs in" if differing else "", *shown], rows
+    cells["held-out accuracy"] = [a + b for a, b in zip(cells["held-out accuracy"], errors, strict=True)]
+    del cells["error"]
+    rows = [[*head, *row] for head, row in zip(heads, zip(*cells.values(), strict=True), strict=True)]
+    return ["run", "differs in" if differing else "", *cells], rows
 
 
 def _text(value: float, form: str, absent: str = "-") -> str:

@@ -120,7 +120,7 @@ def _overview(samples: Sequence[Sample], spans: int, units: list[str], names: li
         ["unit of drops", units[0] if units else None],
         ["estimators", ", ".join(names) or None],
     ]
-    return Table("What was read", ("", "value"), rows)
+    return Table("Overview", ("", "value"), rows)
 
 
 def _distribution(drops: pandas.Series) -> Table:

@@ -199,9 +199,8 @@ class Report:
         ids, credit, config = result.rollouts.ids()[b], result.credit, self._config
         name = {"counterfactual": config.estimator, "inverted": f"{config.estimator}, inverted"}.get(config.credit)
         record = completion_record(
-            ids, self._tokenizer, text=result.rollouts.texts[b], problem=result.problems[b],
-            reward=result.rewards[b].item(), advantage=result.advantages[b].item(),
-            truncated=bool(result.rollouts.truncated[b]),
+            result.rollouts, b, self._tokenizer, problem=result.problems[b], reward=result.rewards[b].item(),
+            advantage=result.advantages[b].item(),
         )  # fmt: skip
         texts = {"question": "question", "reference": "answer"}  # columns of the data
         record |= {name: str(result.columns[column][b]) for name, column in texts.items() if column in result.columns}

@@ -1,4 +1,4 @@
-"""Tables, figures and the page that tell what credit found: against hand examples, bad input and a real run."""
+"""Tables and page of an analysis: against hand examples, bad input and a real run."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def test_tables_of_a_hand_made_example_hold_the_numbers_worked_out_by_hand(tmp_p
     assert distribution["standard deviation"] == [pytest.approx(drops.std())]
     assert distribution["quantile 0.5"] == [-2.0]
 
-    # Of the drops that matter, -6, -4 and -2, the 0.1, 0.4 and 0.9 quantiles are -5.6, -4.4 and -2.4.
+    # The 0.1, 0.4 and 0.9 quantiles of the drops that matter, -6, -4 and -2, are -5.6, -4.4 and -2.4.
     counts = {name: row[1] for name, row in rows(tables, "classes").items()}
     assert counts == {"critical": 1, "important": 0, "moderate": 1, "low": 1, "no effect": 1, "distractor": 1}
 

@@ -64,10 +64,10 @@ def test_on_a_device_each_stage_has_the_time_of_its_kernels_and_the_last_optimiz
                 queue.launch(1, host=0.01)
             queue.wait()
             queue.launch(0.5)
-        found = times.metrics()
-        stages = {name: found[f"time/{name}"] for name in STAGES}
+        metrics = times.metrics()
+        stages = {name: metrics[f"time/{name}"] for name in STAGES}
         assert stages == pytest.approx({"generate": 4, "credit": 4, "update": 4 + tail, "other": 0.25})
-        assert found["step_time"] == pytest.approx(sum(stages.values()))
+        assert metrics["step_time"] == pytest.approx(sum(stages.values()))
 
 
 def test_on_the_host_stages_are_apart_and_add_up_whatever_is_inside_what(monkeypatch):
