@@ -69,9 +69,8 @@ class TrainConfig(RewardSettings, DataConfig):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     model: str = EMBEDDED
-    """Model folder or hub name; "embedded" is the small model that comes with the program. If the folder holds
-    a defaults.yaml, its settings of sampling, prompt and schedule replace the defaults shown here, and are printed
-    (--config and flags still win)."""
+    """Model folder or hub name; "embedded" is the small model that comes with the program. Settings of sampling, prompt
+    and schedule in the folder's defaults.yaml replace the defaults shown here (--config and flags still win)."""
     output_dir: str | None = None
     """Run folder: new, empty, or that of this run, stopped; by default one of its own under runs/, named by date,
     model, credit and seed."""
@@ -140,10 +139,9 @@ class TrainConfig(RewardSettings, DataConfig):
     top_p: PositiveShare = 0.95
     """Nucleus sampling: the smallest set of tokens with this much probability."""
     max_sampling_gap: _Positive | None = None
-    """Largest gap, in nats, between the log-probs a batch was sampled with and those its first update computes; a run
-    with a larger one stops, because one of the two is wrong. It is a mean over tokens, each weighed by the probability
-    of another in its place, less what normalising over the nucleus explains. By default what rounding explains: 0.02
-    in float32, 0.3 in bfloat16 and mixed, over the temperature if that is below 1."""
+    """Largest gap, in nats, between the log-probs a batch was sampled with and those its first update computes, as
+    docs/rollouts.md defines it; a run with a larger one stops. By default what rounding explains: 0.02 in float32, 0.3
+    in bfloat16 and mixed, over the temperature if that is below 1."""
     importance_sampling_clip_max: _Positive | None = None
     """Correct the loss for the engine's log-probs: each token's policy term is multiplied by its probability in the
     update over the one it was sampled with, at most this much (TRL: token_truncate, 3.0). By default it is not."""
@@ -161,8 +159,8 @@ class TrainConfig(RewardSettings, DataConfig):
     """Rank of the adapter, on every linear layer but the head; its scale is 32 / lora_r."""
     dtype: DtypeName = "auto"
     """Arithmetic: float32 throughout; mixed, which keeps weights in float32 and multiplies them in bfloat16 (autocast);
-    or bfloat16 weights, beside which adapters are float32. On a GPU auto is bfloat16 under LoRA and mixed where all
-    weights train; on a CPU it is float32. Under mixed a bfloat16 copy of the weights samples."""
+    or bfloat16 weights, beside which adapters are float32. On a GPU auto is bfloat16 under LoRA and mixed if all
+    weights train; on a CPU it is float32."""
     device: str = "auto"
     """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
     gradient_checkpointing: bool = False

@@ -23,12 +23,13 @@ from typing import Any
 REPLY_CHARACTERS = 1 << 24
 _NO_NEW_PRIVILEGES, _DUMPABLE, _DIE_WITH_PARENT = 38, 4, 1  # of prctl
 _CAPABILITIES_3 = 0x20080522
-_KINDS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 
 
 def plain(value: Any) -> Any:
     """Copy a value of the types that a literal can hold; raises `TypeError` for any other."""
-    for kind in _KINDS:
+    if value is None:
+        return None
+    for kind in (bool, int, float, complex, str, bytes):
         if isinstance(value, kind):
             return kind(value)
     for several in (list, tuple, set, frozenset):
@@ -36,9 +37,7 @@ def plain(value: Any) -> Any:
             return several(map(plain, value))
     if isinstance(value, dict):
         return {plain(key): plain(part) for key, part in value.items()}
-    if value is not None:
-        raise TypeError(f"a {type(value).__name__} passes neither to a solution nor from it")
-    return None
+    raise TypeError(f"a {type(value).__name__} passes neither to a solution nor from it")
 
 
 def serve(requests: int, replies: int) -> None:
@@ -66,10 +65,11 @@ def serve(requests: int, replies: int) -> None:
 
 
 class Names(dict[str, Any]):
-    """Names of the tests: their own, Python's and its modules' but for `own`, then the solution's."""
+    """Names of the tests: their own, Python's and its modules', then the solution's, which `of_solution` gives too."""
 
-    def __init__(self, requests: int, replies: int, own: list[str]) -> None:
-        self._requests, self._replies, self._own = os.fdopen(requests, "w"), os.fdopen(replies), own
+    def __init__(self, requests: int, replies: int) -> None:
+        self._requests, self._replies = os.fdopen(requests, "w"), os.fdopen(replies)
+        self["of_solution"] = self.request
 
     def request(self, *words: Any) -> Any:
         """Send words to `serve` and return its answer, or raise `RuntimeError` if it raised."""
@@ -82,10 +82,9 @@ class Names(dict[str, Any]):
         return iter(value) if kind == "iterator" else value
 
     def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name) and name not in self._own:
+        if hasattr(builtins, name):
             raise KeyError(name)
-        from_python = name in sys.stdlib_module_names and name not in self._own
-        return importlib.import_module(name) if from_python else self.request(name)
+        return importlib.import_module(name) if name in sys.stdlib_module_names else self.request(name)
 
 
 def main() -> None:
@@ -121,7 +120,7 @@ def main() -> None:
     for standard in (1, 2):
         os.dup2(nothing, standard)
     try:
-        names = Names(requests[1], replies[0], order["own"])
+        names = Names(requests[1], replies[0])
         names.request(None, order["solution"])
         for test in (order["setup"], *order["tests"]):
             exec(compile(test, "test", "exec"), names)

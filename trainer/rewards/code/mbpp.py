@@ -15,11 +15,11 @@ _PROMPT = (
 
 
 def mbpp_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Make a question of a row; the reward `code` reads the columns `tests`, `test_setup` and `own_names`.
+    """Make a question of a row; the reward `code` reads the columns `tests` and `test_setup`.
 
     The task is `text`, or `prompt` in the sanitized version, whose `test_imports` come before `test_setup_code`. Names
-    of Python and its modules that the reference `code` defines anew, as task 126 does `sum`, are own names. Other
-    columns stay. Raises `ValueError` that begins with `where` and names the column.
+    of Python and its modules that the reference `code` defines anew, as task 126 does `sum`, are the solution's in
+    tests. Other columns stay. Raises `ValueError` that begins with `where`.
     """
     task = row.get("text", row.get("prompt"))
     tests, imports = row.get("test_list"), row.get("test_imports") or []
@@ -34,5 +34,6 @@ def mbpp_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ValueError(f"{where}: {statement!r} in its tests is not Python: {problem}") from problem
     question = _PROMPT.format(task=task.strip(), tests="\n".join(tests))
     defined = re.findall(r"^(?:def|class)\s+(\w+)", str(row.get("code")), re.MULTILINE)
-    own = [name for name in defined if hasattr(builtins, name) or name in sys.stdlib_module_names]
-    return {**row, "question": question, "tests": tests, "test_setup": "\n".join(setup), "own_names": own}
+    tested = {*re.findall(r"\w+", " ".join(tests))} & {*dir(builtins), *sys.stdlib_module_names}
+    setup += [f"{name} = of_solution({name!r})" for name in defined if name in tested]
+    return {**row, "question": question, "tests": tests, "test_setup": "\n".join(setup)}

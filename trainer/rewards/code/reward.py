@@ -46,22 +46,21 @@ class CodeReward:
 
     def __call__(
         self, *, completions: Sequence[str], tests: Sequence[Sequence[str]], test_setup: Sequence[str] | None = None,
-        own_names: Sequence[Sequence[str]] | None = None, **_: Any,
+        **_: Any,
     ) -> list[float | None]:  # fmt: skip
         """Judge B completions by their rows' tests, as many at a time as there are processors."""
 
-        def verdict(completion: str, *row: Any) -> float:
+        def verdict(completion: str, tests: Sequence[str], setup: str) -> float:
             code = fenced_code(completion)
-            return float(code is not None and self.passes(code, *row))
+            return float(code is not None and self.passes(code, tests, setup))
 
-        setups, own = test_setup or [""] * len(completions), own_names or [()] * len(completions)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            return list(pool.map(verdict, completions, tests, setups, own))
+            return list(pool.map(verdict, completions, tests, test_setup or [""] * len(completions)))
 
-    def passes(self, solution: str, tests: Sequence[str], setup: str = "", own: Sequence[str] = ()) -> bool:
+    def passes(self, solution: str, tests: Sequence[str], setup: str = "") -> bool:
         """Run tests against a solution; `OSError` says why a program could not be started."""
         nonce = secrets.token_hex(16)
-        order = json.dumps({"nonce": nonce, "solution": solution, "setup": setup, "tests": [*tests], "own": [*own]})
+        order = json.dumps({"nonce": nonce, "solution": solution, "setup": setup, "tests": [*tests]})
         command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", _JUDGE.read_text("utf-8")]
         command += [str(math.ceil(self._seconds)), str(MEMORY_BYTES)]
         try:

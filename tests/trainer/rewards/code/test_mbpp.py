@@ -32,12 +32,13 @@ def test_a_question_shows_its_tests(row, setup) -> None:
     )
     assert (made["tests"], made["test_setup"], made["code"]) == (ROW["test_list"], setup, ROW["code"])
     assert "answer" not in made
-    assert made["own_names"] == []
 
 
 def test_names_of_python_that_the_reference_defines_are_the_solutions() -> None:
     code = "import math\r\ndef own(a): return sum(a)\r\ndef sum(a, b):\r\n  def max(x): pass\r\n  return a"
-    assert mbpp_row(ROW | {"code": code}, "row 0")["own_names"] == ["sum"]
+    row = ROW | {"code": code, "test_list": ["assert sum(1, 2) == max(1, 0)"]}
+    assert mbpp_row(row, "row 0")["test_setup"] == "\nsum = of_solution('sum')"
+    assert mbpp_row(row | {"test_list": ["assert own(1)"]}, "row 0")["test_setup"] == ""
 
 
 def test_rows_of_mbpp_are_held_out_like_all_others(tmp_path) -> None:

@@ -72,15 +72,13 @@ def test_right_solutions_pass(name) -> None:
 
 
 def test_a_name_of_python_is_the_solutions_only_where_the_row_says_so() -> None:
-    reward = reward_of("none")
     code, tests = fenced("def sum(a, b): return 6\ndef len(x): return 3"), ["assert sum(10, 15) == 6"]
     lengths = ["def check():\n  assert sum(1, 2) == 6 and len([]) == 3", "check()"]
-    judged = reward(
-        completions=[code] * 4,
-        tests=[tests, tests, lengths, lengths],
-        own_names=[["sum"], [], ["sum"], ["sum", "len"]],
+    total, length = "sum = of_solution('sum')", "\nlen = of_solution('len')"
+    rewards = reward_of("none")(
+        completions=[code] * 4, tests=[tests, tests, lengths, lengths], test_setup=[total, "", total, total + length]
     )
-    assert judged == [1.0, 0.0, 0.0, 1.0]
+    assert rewards == [1.0, 0.0, 0.0, 1.0]
 
 
 EVERYWHERE = "for fd in range(64):\n  try: os.write(fd, {})\n  except OSError: pass\n"
@@ -229,9 +227,7 @@ def test_a_judge_whose_trainer_is_gone_ends_by_itself() -> None:
         assert judge.stdout is not None
         assert judge.stdin is not None
         assert judge.stdout.read(6) == b"ready\n"
-        judge.stdin.write(
-            b'{"solution": "import time; time.sleep(1e6)", "setup": "", "own": [], "tests": ["1"], "nonce": "n"}'
-        )
+        judge.stdin.write(b'{"solution": "import time; time.sleep(1e6)", "setup": "", "tests": ["1"], "nonce": "n"}')
         judge.stdin.close()
         assert judge.wait(DEADLINE) == 1
         assert judge.stdout.read() == b""
