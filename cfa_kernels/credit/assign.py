@@ -1,13 +1,8 @@
-"""Credit rows of sampled tokens: find answers and units, estimate importances, weigh every token.
-
-Trainers call `counterfactual_credit` once per batch, or once per micro-batch (`deferred.py`). It finds answers and
-units of the completions that matter (`units.py`), their importance by an estimator (`estimators/`), and token weights
-by a rule (`weights.py`).
-"""
+"""Credit rows of sampled tokens: find answers and units, estimate importances, weigh every token."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,13 +46,12 @@ class Credit:
         weights: B tensors (T_b,) fp32, 1 on completions without credit.
         answers: B spans, None where no answer was found.
         spans: B lists of the units that were judged.
-        drop: B tensors (K_b,) fp32, minus the importance of each unit; under masking the change of the answer's
-            log-prob, in nats, or minus the total effect where that was configured. 0 where rounding may account for it.
+        drop: B tensors (K_b,) fp32, minus the importance of each unit, in nats under masking; 0 where rounding may
+            account for it.
         base: (B,) fp32, log P(answer), nats; nan where it was not scored.
-        work: counts of what the estimator fed; None where it fed nothing.
-        advantages: B tensors (T_b,), to train on instead of the caller's, where the estimator's values are signed; else
-            None.
-        added: B tensors (T_b,) fp32, the part of those that was added to the caller's; None where nothing was.
+        work: counts of what the estimator fed; None for nothing.
+        advantages: B tensors (T_b,), to train on instead of the caller's; None unless values are signed.
+        added: B tensors (T_b,) fp32, the part of those that was added to the caller's; None likewise.
     """
 
     weights: list[Tensor]
@@ -75,10 +69,7 @@ class Credit:
 
     @staticmethod
     def joined(lengths: Sequence[int], parts: Sequence[tuple[Sequence[int], "Credit"]]) -> "Credit":
-        """Join the credit of parts of a batch whose completions have `lengths` tokens, each with its rows.
-
-        Rows in no part get weight 1 and count as not scored.
-        """
+        """Join the credit of parts of a batch, each with its rows; rows in no part get weight 1 and are not scored."""
         signed = any(credit.advantages is not None for _, credit in parts)
         work = [credit.work for _, credit in parts if credit.work is not None]
         count, nothing = len(lengths), [torch.zeros(length) for length in lengths]
@@ -107,10 +98,9 @@ class Credit:
         """
 
         def tokens(column: Sequence[Tensor]) -> Tensor:
-            flat = torch.cat([torch.zeros(0), *column])
-            return (
-                flat if counted is None else flat[torch.cat([torch.zeros(0), *(row.cpu() for row in counted)]).bool()]
-            )
+            if counted is not None:
+                column = [row[mask.cpu().bool()] for row, mask in zip(column, counted, strict=True)]
+            return torch.cat([torch.zeros(0), *column])
 
         scored = [spans for spans in self.spans if spans]
         figures = {
@@ -179,24 +169,23 @@ def counterfactual_credit(
             forward that was given the same `rows`. Estimators that only compare completions do not use it.
         tokenizer: the one that sampled the ids.
         rows: prompts and completions; an empty completion gets no credit.
-        advantages: (B,) or B tensors (T_b,). Completions where they are all zero contribute nothing to the loss, so
-            they are not judged and get weight 1. Required where the estimator's values are signed.
+        advantages: (B,) or B tensors (T_b,). Completions where they are all zero are not judged and get weight 1.
+            Required by estimators with signed values.
         config: default `CounterfactualConfig()`.
-        seed: integers that key what is drawn, with the row's index: of the run, the step and the like.
+        seed: integers that key draws, with the row's index: of the run, the step and the like.
         groups: (B,) int64, equal for completions that are compared with each other; default by equal prompts.
         rewards: (B,) float, for estimators that compare completions; one of nan is neither compared nor credited.
         entropies: B tensors (T_b,) of the distribution of each sampled token, nats, for `entropy`.
         external: B tensors or lists with a number for each unit or each token of the completion, for `external`.
-        probes: for each completion tokens that ask it for an answer, or None: they are put behind it, their target is
-            scored in place of its own answer, and nothing is trained on them. Gives units to completions without one.
-        targets: for each completion 1-D int64 tokens that are scored in place of its own answer, or None: of a wrong
-            completion, say, those of the right answer. Needs an answer to replace.
+        probes: for each completion a `Probe` to append and score in place of its own answer, or None. Gives units to
+            completions without an answer; nothing is trained on it.
+        targets: for each completion 1-D int64 tokens to score in place of its own answer, which it must have, or None.
 
     Raises:
-        ValueError: columns that are not as described; an estimator that lacks what it reads, or gives values of the
-            wrong number or that are not finite; advantages that are not finite where signed values are added; rows that
-            are not those of the `TrainingForward`; names the row.
-        TypeError: `config` is another thing than a configuration.
+        ValueError: columns that are not as described; an estimator that lacks a column, or gives values of the wrong
+            number or that are not finite; advantages that are not finite where signed values are added; rows that are
+            not those of the `TrainingForward`; names the row.
+        TypeError: `config` is not a configuration.
         NotImplementedError: an estimator needs what this access to the model does not offer.
         Also what the estimator itself raises.
     """
@@ -211,51 +200,143 @@ def counterfactual_credit(
         )  # fmt: skip
         keys = (seed,) if isinstance(seed, int) else tuple(seed)
         reasoning = find_units(config, tokenizer, inputs)
-        return _credit(config, inputs, reasoning, _estimate(config, access, tokenizer, inputs, reasoning, keys), keys)
+        return _Assignment(config, access, tokenizer, inputs, reasoning, keys).credit()
 
     return access.run(assign) if config.asks_model else assign()
 
 
-@dataclass(frozen=True)
-class _Estimate:
-    """Importances of the rows that an estimator was given."""
+class _Estimate(NamedTuple):
+    """Importances of the rows that an estimator was given, by row."""
 
-    values: Mapping[int, Tensor]  # by row, (K,)
-    compared: Mapping[int, Tensor]  # the same, equal throughout a row where they differ by rounding only
-    drops: Mapping[int, Tensor]  # minus the values, 0 where rounding may account for them
     importances: Importances
-    places: list[int]  # row of each value
+    base: Mapping[int, Tensor]  # ()
+    compared: Mapping[int, Tensor]  # (K,), equal throughout a row if they differ by rounding only
+    drops: Mapping[int, Tensor]  # (K,) minus the importances, 0 where rounding may account for them
 
 
-def _estimate(
-    config: CounterfactualConfig,
-    access: ModelAccess,
-    tokenizer: Any,
-    inputs: CreditInputs,
-    reasoning: Mapping[int, Reasoning],
-    seed: tuple[int, ...],
-) -> _Estimate:
-    """Run the estimator on the units of credited rows."""
-    if not config.runs_estimator or not any(reasoning[b].spans for b in inputs.credited):
-        return _Estimate({}, {}, {}, Importances([]), [])
-    capabilities = config.estimator.needs & set(CAPABILITIES)
-    if missing := sorted(capabilities - access.capabilities):
-        raise NotImplementedError(
-            f"{config.asked_for}: it needs {CAPABILITIES[missing[0]]}, and the model is asked through "
-            f"{type(access).__name__}"
+@dataclass(frozen=True)
+class _Assignment:
+    """Inputs of one assignment of credit, with the answers and units of credited rows."""
+
+    config: CounterfactualConfig
+    access: ModelAccess
+    tokenizer: Any
+    inputs: CreditInputs
+    reasoning: Mapping[int, Reasoning]
+    seed: tuple[int, ...]
+
+    def credit(self) -> Credit:
+        """Turn importances into weights or, if they are signed, into what they add to the advantages."""
+        config, inputs, reasoning = self.config, self.inputs, self.reasoning
+        estimate, index, rows = self._estimate(), inputs.rows.index, range(len(inputs.rows))
+        rule = None if estimate.importances.signed else config.weights
+        inverted, is_random = config.control == "inverted", config.control == "random"
+        weights = [torch.ones(length) for length in inputs.rows.lengths]
+        added = None
+        weighed: dict[int, WeightInputs] = {}
+        for b, row in reasoning.items() if config.control != "off" else ():
+            units = row.spans if b in estimate.compared or is_random else []
+            weighed[b] = WeightInputs(
+                estimate.compared.get(b, torch.zeros(0)), units, row.answer, inputs.rows.lengths[b]
+            )
+            if is_random:
+                weighed[b] = with_draws(weighed[b], rule, keyed_generator(*self.seed, index[b], "weights"))
+        if rule is not None:
+            for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted), strict=True):
+                weights[b] = normalized_weights(line, config.normalize) if line.any() else line
+        elif config.control != "off":
+            added = [torch.zeros(length) for length in inputs.rows.lengths]
+            for b, row in weighed.items():
+                values = -row.importances if inverted else row.importances
+                added[b] = spread_over_tokens(values, row.units, row.length).nan_to_num(nan=0.0)
+        none, nan = torch.zeros(0), torch.tensor(float("nan"))
+        return Credit(
+            weights=weights,
+            answers=[reasoning[b].answer if b in reasoning else None for b in rows],
+            spans=[reasoning[b].spans if b in reasoning else [] for b in rows],
+            drop=[estimate.drops.get(b, none) for b in rows],
+            base=torch.stack([estimate.base.get(b, nan) for b in rows]) if len(rows) else none,
+            work=estimate.importances.work,
+            advantages=None if added is None else self._advantages(added),
+            added=added,
         )
-    if config.weights is None and inputs.advantages is not None:  # its values are scaled by them and added to them
-        _check_finite(inputs)
-    rows = inputs.with_tokens if config.compares else [b for b in inputs.credited if reasoning[b].spans]
-    batch = _scored_batch(config, access, tokenizer, inputs, reasoning, rows, seed)
-    places = [row.place for row in batch.rows]
-    result = access.apply(config.estimator, batch) if capabilities else config.estimator(access, batch)
-    importances = _checked(result, [reasoning[b].spans if b in reasoning else [] for b in places], batch.index)
-    compared, drops = _beyond_rounding(importances, batch.answers, ACCURACY[access.dtype])
-    values, alike, changes = (
-        dict(zip(places, column, strict=True)) for column in (importances.values, compared, drops)
-    )
-    return _Estimate(values, alike, changes, importances, places)
+
+    def _estimate(self) -> _Estimate:
+        """Run the estimator on the units of credited rows."""
+        config, access, inputs = self.config, self.access, self.inputs
+        units = {b: row.spans for b, row in self.reasoning.items() if row.spans}
+        if not config.runs_estimator or not units:
+            return _Estimate(Importances([], signed=config.weights is None), {}, {}, {})
+        capabilities = config.estimator.needs & set(CAPABILITIES)
+        if missing := sorted(capabilities - access.capabilities):
+            raise NotImplementedError(
+                f"{config.asked_for}: it needs {CAPABILITIES[missing[0]]}, and the model is asked through "
+                f"{type(access).__name__}"
+            )
+        if config.weights is None and inputs.advantages is not None:  # its values are scaled by them and added to them
+            self._check_finite()
+        batch = self._batch(inputs.with_tokens if config.compares else list(units))
+        places = [row.place for row in batch.rows]
+        result = access.apply(config.estimator, batch) if capabilities else config.estimator(access, batch)
+        importances = _checked(result, [units.get(b, []) for b in places], batch.index)
+        importances = replace(importances, signed=importances.signed or config.weights is None)
+        compared, drops = _beyond_rounding(importances, batch.answers, ACCURACY[access.dtype])
+        base = [] if importances.base is None else importances.base.float().cpu()
+        columns = (dict(zip(places, column)) for column in (base, compared, drops))  # noqa: B905
+        return _Estimate(importances, *columns)
+
+    def _batch(self, rows: Sequence[int]) -> ScoredBatch:
+        """Build the estimator's batch of some rows, in packing order."""
+        config, inputs, none = self.config, self.inputs, Reasoning(None, 0, [])
+        special, masks = special_ids(self.tokenizer), ANSWER in config.estimator.needs
+        scored = {b: scored_as(inputs, b, self.reasoning.get(b, none), special) for b in rows}
+        some = inputs.rows.take(rows)
+        has_model = self.access.module is not None and config.needs & set(CAPABILITIES)
+        batch = ScoredBatch.of(
+            self.access.model if has_model else None,
+            Rows(some.prompts, [scored[b][0] for b in rows], some.index),
+            [scored[b][1].spans for b in rows],
+            [scored[b][1].answer if scored[b][1].spans else None for b in rows],
+            mask=placeholder_of(config, self.tokenizer) if masks else None,
+            token_budget=config.token_budget,
+            places=rows,
+            apart=masks,
+        )
+        places = [row.place for row in batch.rows]
+
+        def column(values: Any) -> Any:
+            if values is None:
+                return None
+            if isinstance(values, Tensor):
+                return values[places]
+            return [values[b].clone() if isinstance(values[b], Tensor) else values[b] for b in places]  # it may write
+
+        return replace(
+            batch,
+            lengths=[len(inputs.rows.completions[b]) for b in places],
+            reasoning_ends=[scored[b][1].end for b in places],
+            seed=self.seed,
+            groups=column(equal_prompts(inputs.rows.prompts) if inputs.groups is None else inputs.groups),
+            special_ids=special,
+            **{name: column(getattr(inputs, name)) for name in ("rewards", "advantages", "entropies", "external")},
+        )
+
+    def _advantages(self, added: Sequence[Tensor]) -> list[Tensor]:
+        own, name = self.inputs.advantages, self.config.estimator.name
+        if own is None:
+            raise ValueError(f"advantages must be given: estimator={name!r} adds to them, got None")
+        self._check_finite()
+        return [row.float() + extra for row, extra in zip(own, added, strict=True)]
+
+    def _check_finite(self) -> None:
+        """Raise `ValueError` naming row, token and value of a credited row's advantage that is not finite."""
+        assert self.inputs.advantages is not None
+        for b in self.inputs.credited:
+            row = self.inputs.advantages[b]
+            if (bad := (~torch.isfinite(row)).flatten().nonzero()).numel():
+                token = f", token {int(bad[0])}" if row.ndim else ""
+                value = row.flatten()[int(bad[0])].item()
+                raise ValueError(f"advantages row {self.inputs.rows.index[b]}{token}: must be finite, got {value}")
 
 
 def _beyond_rounding(
@@ -285,117 +366,8 @@ def _beyond_rounding(
     return compared, drops
 
 
-def _scored_batch(
-    config: CounterfactualConfig,
-    access: ModelAccess,
-    tokenizer: Any,
-    inputs: CreditInputs,
-    reasoning: Mapping[int, Reasoning],
-    rows: Sequence[int],
-    seed: tuple[int, ...],
-) -> ScoredBatch:
-    """Build the estimator's batch of some rows, in packing order."""
-    special, masks = special_ids(tokenizer), ANSWER in config.estimator.needs
-    scored = {b: scored_as(inputs, b, reasoning.get(b, Reasoning(None, 0, [])), special) for b in rows}
-    some = inputs.rows.take(rows)
-    batch = ScoredBatch.of(
-        access.model if access.module is not None and config.needs & set(CAPABILITIES) else None,
-        Rows(some.prompts, [scored[b][0] for b in rows], some.index),
-        [scored[b][1].spans for b in rows],
-        [scored[b][1].answer if scored[b][1].spans else None for b in rows],
-        mask=placeholder_of(config, tokenizer) if masks else None,
-        token_budget=config.token_budget,
-        places=rows,
-        apart=masks,
-    )
-    places = [row.place for row in batch.rows]
-
-    def column(values: Any) -> Any:
-        if values is None:
-            return None
-        if isinstance(values, Tensor):
-            return values[places]
-        return [values[b].clone() if isinstance(values[b], Tensor) else values[b] for b in places]  # it may write
-
-    return replace(
-        batch,
-        lengths=[len(inputs.rows.completions[b]) for b in places],
-        reasoning_ends=[scored[b][1].end for b in places],
-        seed=seed,
-        groups=column(equal_prompts(inputs.rows.prompts) if inputs.groups is None else inputs.groups),
-        special_ids=special,
-        **{name: column(getattr(inputs, name)) for name in ("rewards", "advantages", "entropies", "external")},
-    )
-
-
-def _credit(
-    config: CounterfactualConfig,
-    inputs: CreditInputs,
-    reasoning: Mapping[int, Reasoning],
-    estimate: _Estimate,
-    seed: tuple[int, ...],
-) -> Credit:
-    """Turn importances into weights or, if they are signed, into what they add to the advantages."""
-    rows = range(len(inputs.rows))
-    signed = config.weights is None or estimate.importances.signed
-    rule = None if signed else config.weights
-    weights = [torch.ones(length) for length in inputs.rows.lengths]
-    added = [torch.zeros(length) for length in inputs.rows.lengths] if signed and config.control != "off" else None
-    weighed = {
-        b: WeightInputs(
-            estimate.compared.get(b, torch.zeros(0)),
-            row.spans if b in estimate.values or config.control == "random" else [],
-            row.answer,
-            inputs.rows.lengths[b],
-        )
-        for b, row in (reasoning.items() if config.control != "off" else ())
-    }
-    if config.control == "random":
-        index = inputs.rows.index
-        weighed = {b: with_draws(row, rule, keyed_generator(*seed, index[b], "weights")) for b, row in weighed.items()}
-    inverted = config.control == "inverted"
-    if added is not None:
-        for b, row in weighed.items():
-            values = -row.importances if inverted else row.importances
-            added[b] = spread_over_tokens(values, row.units, row.length).nan_to_num(nan=0.0)
-    elif rule is not None:
-        for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted), strict=True):
-            weights[b] = normalized_weights(line, config.normalize) if line.any() else line
-    base = torch.full((len(rows),), float("nan"))
-    if estimate.importances.base is not None:
-        base[estimate.places] = estimate.importances.base.float().cpu()
-    return Credit(
-        weights=weights,
-        answers=[reasoning[b].answer if b in reasoning else None for b in rows],
-        spans=[reasoning[b].spans if b in reasoning else [] for b in rows],
-        drop=[estimate.drops.get(b, torch.zeros(0)) for b in rows],
-        base=base,
-        work=estimate.importances.work,
-        advantages=None if added is None else _advantages(config, inputs, added),
-        added=added,
-    )
-
-
-def _advantages(config: CounterfactualConfig, inputs: CreditInputs, added: Sequence[Tensor]) -> list[Tensor]:
-    if inputs.advantages is None:
-        raise ValueError(f"advantages must be given: estimator={config.estimator.name!r} adds to them, got None")
-    _check_finite(inputs)
-    return [own.float() + extra for own, extra in zip(inputs.advantages, added, strict=True)]
-
-
-def _check_finite(inputs: CreditInputs) -> None:
-    """Raise `ValueError` naming row, token and value of a credited row's advantage that is not finite."""
-    assert inputs.advantages is not None
-    for b in inputs.credited:
-        row = inputs.advantages[b]
-        if (bad := (~torch.isfinite(row)).flatten().nonzero()).numel():
-            token = f", token {int(bad[0])}" if row.ndim else ""
-            value = row.flatten()[int(bad[0])].item()
-            raise ValueError(f"advantages row {inputs.rows.index[b]}{token}: must be finite, got {value}")
-
-
 def _checked(result: Any, units: Sequence[Sequence[Span]], index: Sequence[int]) -> Importances:
-    """Check what an estimator returned; raises `ValueError` naming row, unit and value."""
+    """Check the result of an estimator; raises `ValueError` naming row, unit and value."""
     importances = result if isinstance(result, Importances) else Importances(result)
     if not isinstance(importances.values, list | tuple):
         raise ValueError(

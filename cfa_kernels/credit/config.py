@@ -1,7 +1,6 @@
-"""Configure how credit is assigned, in parts that cannot contradict each other.
+"""Configure how credit is assigned, in parts: an estimator, a rule for weights, rules for spans and for answers.
 
-The parts are dataclasses: an estimator with its options, a rule for weights, rules for spans and for answers. Each part
-declares its fields once; flags, YAML, hosts and `docs/credit.md` derive from them by their flat names.
+Each part declares its fields once; flags, YAML, hosts and `docs/credit.md` derive from them by their flat names.
 """
 
 import difflib
@@ -11,7 +10,6 @@ from typing import Any, Literal
 
 from ..estimators import ESTIMATORS
 from ..estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
-from ..estimators.masking import Masking
 from ..options import Count, check_fields
 from ..scoring.access import CAPABILITIES
 from ..text.rules import AnswerRules, SpanRules
@@ -22,11 +20,9 @@ from .weights import WEIGHTS, Control, Identity, OwnWeights, WeightRule
 class CounterfactualConfig:
     """Configuration of credit; the defaults are the CF paper's.
 
-    Each part is an object, or a name with the part's options as flat keywords, as YAML and flags give them:
+    Each part is an object, or a name with the part's options as flat keywords:
     `CounterfactualConfig(Gradient(sigma=0.01))` is `CounterfactualConfig(estimator="gradient", sigma=0.01)`.
-
-    Raises `ValueError` for a value that an option does not take, or an option that none of the chosen parts reads;
-    the message names the option, what reads it, and what was expected.
+    Raises `ValueError` for a value that an option does not take, or an option that none of the chosen parts reads.
     """
 
     estimator: Estimator
@@ -66,13 +62,13 @@ class CounterfactualConfig:
         chosen = _named("estimator", estimator, ESTIMATORS, OwnFunction, flat)
         control = "off" if control is False else control  # YAML reads an unquoted off as False
         rule = _weight_rule(weights, chosen, flat)
-        judged = chosen.judges if units is None else units
+        units = chosen.judges if units is None else units  # type: ignore[assignment]
         parts: dict[str, Any] = {
             "estimator": chosen,
             "weights": rule,
             "control": control,
-            "units": judged,
-            "spans": _part(SpanRules, spans, flat if judged == "spans" else {}),
+            "units": units,
+            "spans": _part(SpanRules, spans, flat if units == "spans" else {}),
             "answers": _part(AnswerRules, answers, flat),
             "normalize": normalize,
             "token_budget": token_budget,
@@ -90,28 +86,9 @@ class CounterfactualConfig:
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> "CounterfactualConfig":
-        """Build a configuration from flat names and values, as YAML, flags and Hydra give them; None is not set.
-
-        Raises:
-            ValueError: as the class.
-        """
+        """Build a configuration from flat names and values, as YAML, flags and Hydra give them; None is not set."""
         known = {name for name, _, _ in flat_options()} | {entry.name for entry in fields(cls)}
         return cls(**{name: value for name, value in settings.items() if value is not None or name not in known})
-
-    def to_flat(self) -> dict[str, Any]:
-        """Give every option that is read under its flat name; `from_flat` takes it back."""
-        flat: dict[str, Any] = {"estimator": _wire_name(self.estimator), "units": self.units, "control": self.control}
-        if self.weights is not None:
-            flat["weights"] = _wire_name(self.weights)
-        parts = [self.estimator, self.weights, self.spans if self.units == "spans" else None, self.answers]
-        for part in parts:
-            if part is not None and not isinstance(part, (OwnFunction, OwnWeights)):
-                flat |= {entry.name: getattr(part, entry.name) for entry in fields(part)}  # type: ignore[arg-type]
-        unread = {"samples": "mask", "preselect_by": "preselect"} if isinstance(self.estimator, Masking) else {}
-        for name, decides in unread.items():
-            if flat[decides] in ("placeholder", 1):
-                del flat[name]
-        return flat | {"normalize": self.normalize, "token_budget": self.token_budget}
 
     @property
     def asked_for(self) -> str:
@@ -167,37 +144,31 @@ class CounterfactualConfig:
         return ENTROPIES in self.needs
 
 
-def as_config(given: Any) -> CounterfactualConfig:
-    """Return the configuration that was given; None stands for the CF paper's.
-
-    Raises `TypeError` for anything else, such as a dict of options, with what makes a configuration of it.
-    """
-    if given is None:
+def as_config(value: Any) -> CounterfactualConfig:
+    """Return `value`, or the default configuration for None; raise `TypeError` for anything else."""
+    if value is None:
         return CounterfactualConfig()
-    if not isinstance(given, CounterfactualConfig):
-        remedy = "; make one by CounterfactualConfig.from_flat" if isinstance(given, Mapping) else ""
-        raise TypeError(f"the configuration of credit must be a CounterfactualConfig, got {given!r}{remedy}")
-    return given
+    if not isinstance(value, CounterfactualConfig):
+        remedy = "; make one by CounterfactualConfig.from_flat" if isinstance(value, Mapping) else ""
+        raise TypeError(f"the configuration of credit must be a CounterfactualConfig, got {value!r}{remedy}")
+    return value
 
 
 def flat_options() -> Iterator[tuple[str, type, Any]]:
-    """Yield every option under its flat name, with the part that declares it and the field.
-
-    A name that two parts share (`outcome`, `samples`, `correct_threshold`) is yielded for each.
-    """
+    """Yield the flat name of every option, the part that declares it, and the field; once for each part with it."""
     for part in (*ESTIMATORS.values(), *WEIGHTS.values(), SpanRules, AnswerRules):
         for entry in fields(part):  # type: ignore[arg-type]
             yield entry.name, part, entry
 
 
-def _part(kind: type, given: Any, flat: dict[str, Any]) -> Any:
-    """Return the part as given, or make it from its flat options, which are taken out of `flat`."""
+def _part(kind: type, part: Any, flat: dict[str, Any]) -> Any:
+    """Return `part`, or make it from its flat options, which are taken out of `flat`."""
     own = {entry.name: flat.pop(entry.name) for entry in fields(kind) if entry.name in flat}
-    if given is None:
+    if part is None:
         return kind(**own)
     if own:
         raise ValueError(f"{next(iter(own))}: {kind.__name__} is given as an object; set the option there")
-    return given
+    return part
 
 
 def _named(option: str, value: Any, among: Mapping[str, type], own: type, flat: dict[str, Any]) -> Any:
@@ -215,19 +186,15 @@ def _named(option: str, value: Any, among: Mapping[str, type], own: type, flat: 
     raise ValueError(f"{option} must be a function or one of {', '.join(among)}, got {value!r}{near}")
 
 
-def _weight_rule(given: Any, estimator: Estimator, flat: dict[str, Any]) -> WeightRule | None:
+def _weight_rule(weights: Any, estimator: Estimator, flat: dict[str, Any]) -> WeightRule | None:
     if estimator.weights is not None:
-        return _named("weights", estimator.weights if given is None else given, WEIGHTS, OwnWeights, flat)
-    if given is not None:
+        return _named("weights", estimator.weights if weights is None else weights, WEIGHTS, OwnWeights, flat)
+    if weights is not None:
         raise ValueError(
-            f"weights={given!r} is not read: estimator={estimator.name!r} is signed, its values are added to the "
+            f"weights={weights!r} is not read: estimator={estimator.name!r} is signed, its values are added to the "
             "advantages"
         )
     return None
-
-
-def _wire_name(part: Any) -> Any:
-    return part.function if isinstance(part, (OwnFunction, OwnWeights)) else part.name
 
 
 def _near(name: str, among: Mapping[str, Any]) -> str:

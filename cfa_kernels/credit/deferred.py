@@ -18,10 +18,10 @@ from .weights import normalized_weights
 
 
 class Draws:
-    """Keys of what credit draws, one per batch, which a resumed run makes again.
+    """Keys of draws, one per batch: the seed, the step and the number of earlier batches of that step.
 
-    A key holds the seed, the step and the number of earlier batches of that step, all of which a resumed run knows.
-    With the index of a row it decides what is drawn for the row, in every host and on any number of processes.
+    A resumed run makes the same keys. With the index of a row a key decides the row's draws, in every host and on any
+    number of processes.
     """
 
     def __init__(self, seed: int) -> None:
@@ -44,8 +44,8 @@ class DeferredCredit:
         temperature: that of sampling, for entropies.
 
     Attributes:
-        parts: the credit that was assigned so far, each with the rows that it is of.
-        seconds: that assigning credit took.
+        parts: the credit assigned so far, each with its rows.
+        seconds: time that assigning credit took.
     """
 
     def __init__(
@@ -114,17 +114,14 @@ class DeferredCredit:
             model, self.tokenizer, some, advantages=_some(self.advantages, rows), config=self.config, seed=self._seed,
             entropies=entropies, **columns,
         )  # fmt: skip
-        if self.factors is not None:
-            for i, b in enumerate(rows):
-                credit.weights[i] = self._multiplied(credit.weights[i], self.factors[b])
+        for i, b in enumerate(rows if self.factors is not None else ()):
+            factors = self.factors[b].to(credit.weights[i])  # type: ignore[index]
+            weights = credit.weights[i] * factors
+            # What is left is normalised if something was taken away; if nothing is left, there is no credit.
+            partly = not factors.all() and weights.any()
+            credit.weights[i] = normalized_weights(weights, self.config.normalize) if partly else weights
         self.parts.append((rows, credit))
         self._place |= {b: (credit, i) for i, b in enumerate(rows)}
-
-    def _multiplied(self, weights: Tensor, factors: Tensor) -> Tensor:
-        """Multiply; if that takes something away, normalise what is left. If nothing is left, there is no credit."""
-        weights = weights * factors.to(weights)
-        partly = not factors.all() and weights.any()
-        return normalized_weights(weights, self.config.normalize) if partly else weights
 
     def weights(self, rows: Sequence[int]) -> list[Tensor]:
         """Return the weights (T_b,) of `rows`, which must have credit."""
@@ -154,21 +151,17 @@ def _some(column: Tensor | list[Tensor], rows: Sequence[int]) -> Any:
 
 
 def multiplied(advantages: Tensor | Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | list[Tensor]:
-    """Multiply advantages, (B,) or B tensors (T_b,), by weights (T_b,): the same as weighing each token's clipped loss.
-
-    That holds because `min(r * A, clip(r) * A) * w = min(r * A * w, clip(r) * A * w)` for w >= 0. If every weight is 1,
-    returns `advantages` as they are, so that a host's own arithmetic is bitwise unchanged.
-    """
+    """Multiply advantages, (B,) or B tensors (T_b,), by weights (T_b,); as they are if every weight is 1."""
+    # As weighing each token's clipped loss: min(r * A, clip(r) * A) * w = min(r * A * w, clip(r) * A * w) for w >= 0.
     if isinstance(advantages, Tensor) and all((row == 1).all() for row in weights):
         return advantages
     return [own * row.to(own) for own, row in zip(advantages, weights, strict=True)]
 
 
 def credited_advantages(advantages: Tensor | Sequence[Tensor], credit: Credit) -> Tensor | list[Tensor]:
-    """Apply credit to `advantages`, (B,) or B tensors (T_b,), for a host to train on, in their dtype.
+    """Multiply `advantages`, (B,) or B tensors (T_b,), by the weights, or replace them by signed credit; same dtype.
 
-    Multiplies them by the weights; signed credit replaces them. Returns B tensors (T_b,), or `advantages` as they are
-    if every weight is 1.
+    Returns B tensors (T_b,), or `advantages` as they are if every weight is 1.
     """
     if credit.advantages is None:
         return multiplied(advantages, credit.weights)
@@ -179,10 +172,9 @@ def credited_advantages(advantages: Tensor | Sequence[Tensor], credit: Credit) -
 def token_entropies(
     model: nn.Module, rows: Rows, *, temperature: float = 1.0, token_budget: int | None = None
 ) -> list[Tensor]:
-    """Compute the entropy (nats) that each token was drawn with, B tensors (T_b,) on the host, by one packed forward.
+    """Compute the entropy (nats) that each token was drawn with, B tensors (T_b,) on the host, in evaluation mode.
 
-    The model runs in evaluation mode, as in scoring: without dropout or noise of training. Arguments as in
-    `packed_logprobs`.
+    Arguments as in `packed_logprobs`.
     """
     with evaluation_mode(causal_lm(model)), torch.no_grad():
         _, entropies = packed_logprobs(

@@ -45,9 +45,9 @@ class CreditInputs:
             rewards = as_numbers(rewards, "rewards", f"{len(rows)} completions")
         if groups is not None:
             groups = torch.as_tensor(groups).cpu()
-        given = {"rewards": rewards, "groups": groups} | columns
-        check_columns(rows.prompts, **{name: column for name, column in given.items() if column is not None})
-        return cls(rows, own, entropies=entropies, **given)
+        columns |= {"rewards": rewards, "groups": groups}
+        check_columns(rows.prompts, **{name: column for name, column in columns.items() if column is not None})
+        return cls(rows, own, entropies=entropies, **columns)
 
     @property
     def with_tokens(self) -> list[int]:
@@ -102,24 +102,24 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, inputs: CreditInput
     return {b: row._replace(spans=[Span(t, t + 1) for t in range(counts[b])]) for b, row in reasoning.items()}
 
 
-def scored_as(inputs: CreditInputs, b: int, found: Reasoning, eos_ids: Sequence[int]) -> tuple[Tensor, Reasoning]:
+def scored_as(inputs: CreditInputs, b: int, row: Reasoning, eos_ids: Sequence[int]) -> tuple[Tensor, Reasoning]:
     """Append its probe to a row's completion, or replace its answer by its target."""
     completion, probe = inputs.rows.completions[b], inputs.probe(b)
     target, name = None if inputs.targets is None else inputs.targets[b], inputs.rows.index[b]
-    if not found.spans or (probe is None and target is None):
-        return completion, found
+    if not row.spans or (probe is None and target is None):
+        return completion, row
     if probe is not None and target is not None:
         raise ValueError(f"targets row {name}: has a probe too; give one of them")
     if probe is not None:
-        longer, answer = with_probe(name, completion, found.spans, probe, eos_ids)
-        return longer, found._replace(answer=answer, end=len(longer) - len(probe.tokens))
+        longer, answer = with_probe(name, completion, row.spans, probe, eos_ids)
+        return longer, row._replace(answer=answer, end=len(longer) - len(probe.tokens))
     assert target is not None
-    if found.answer is None:
+    if row.answer is None:
         raise ValueError(f"targets row {name}: the completion has no answer to replace; give a probe instead")
     token_ids(f"targets row {name}", target)
-    start = found.answer.start
+    start = row.answer.start
     other = torch.cat([completion[:start], target.cpu()])
-    return other, found._replace(answer=Span(start, start + len(target)))
+    return other, row._replace(answer=Span(start, start + len(target)))
 
 
 def equal_prompts(prompts: Sequence[Tensor]) -> Tensor:

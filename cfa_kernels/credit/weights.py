@@ -155,9 +155,9 @@ class Bilevel(WeightRule):
     """Rule that suppresses weights below a quantile of importances and boosts those above (OAR paper, eqs. 14-17).
 
     Per token of the units: importance I below 0 counts as 0; I^ = log(1 + I), min-max normalised; with tau* the
-    tau-quantile of I^ (linear interpolation), omega = I^ / tau* below it and 1 + boost (I^ - tau*) / (1 - tau*) from
-    it on; omega is rescaled to mean 1 over those tokens. Others, the answer among them, weigh 1. Importances that are
-    all equal weigh 1. Inverted, 1 - I^ takes the place of I^. The authors' code has a floor of 0.1.
+    tau-quantile of I^, omega = I^ / tau* below it and 1 + boost (I^ - tau*) / (1 - tau*) from it on, rescaled to mean 1
+    over those tokens. Others, the answer among them, and equal importances weigh 1. Inverted, 1 - I^ takes the place of
+    I^. The authors' code has a floor of 0.1.
     """
 
     name = "bilevel"

@@ -31,12 +31,12 @@ class Importances:
     """Importances of the units of a batch.
 
     Attributes:
-        values: B tensors (K_b,) fp32 on the host, one per unit in the batch's order, high where the unit matters.
+        values: B tensors (K_b,) fp32 on the host, one per unit, high where the unit matters.
         signed: the values are added to the advantages of their units' tokens, instead of becoming weights.
-        base: (B,) fp32 log P(answer), nats, nan where there is no answer; None where answers were not scored.
+        base: (B,) fp32 log P(answer), nats, nan without an answer; None if answers were not scored.
         work: counts of what was fed; None for nothing.
-        change_of: quantity of the answer whose changes the values are, from which their rounding follows: "logprob",
-            "mean_logprob", or the "probability" by that mean; None for any other value.
+        change_of: quantity of the answer whose changes the values are, from which their rounding follows; None for any
+            other value.
         details: further results by name, documented by each estimator.
     """
 

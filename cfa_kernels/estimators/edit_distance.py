@@ -8,19 +8,12 @@ from torch import Tensor
 def edited_tokens(completion: Tensor, corrected: Tensor) -> Tensor:
     """Mark by 1 the tokens of `completion` that an alignment with `corrected` finds edited, the others by 0.
 
-    The alignment has the fewest substitutions, deletions and insertions (Levenshtein). A substituted or deleted token
-    counts as edited, and so does the token before which something is inserted; an insertion at the end counts for
-    the last token. Of several best alignments the one that matches tokens earliest is taken: walking back from the
-    ends it prefers to delete, then to substitute, then to insert, and matches last. Tokens before the first difference
-    are thus never edited.
-
-    Args:
-        completion: (T,) int64 on the host.
-        corrected: (S,) int64 on the host.
-
-    Returns:
-        (T,) fp32 on the host.
+    The alignment has the fewest edits (Levenshtein), and of several such the earliest matches, so that tokens before
+    the first difference are never edited. A substituted or deleted token counts as edited, and so does the token before
+    which something is inserted; an insertion at the end counts for the last token. Takes (T,) and (S,) int64 on the
+    host and returns (T,) fp32.
     """
+    # Walk back from the ends: delete if that is best, else substitute, else insert, and match last.
     ours, theirs = completion.numpy(), corrected.numpy()
     edited = np.zeros(len(ours) + 1, dtype=np.float32)
     rises, falls = _columns(token_places(ours), len(ours), theirs)
@@ -55,12 +48,9 @@ def token_places(row: np.ndarray) -> dict[int, int]:
 
 
 def _columns(places: dict[int, int], length: int, other: np.ndarray) -> tuple[list[int], list[int]]:
-    """Yield the columns of the edit-distance table of a row, given by its `token_places`, and `other`, as bit sets.
-
-    Hyyro's form (2003) of Myers' bit-parallel algorithm (1999): neighbouring cells differ by at most 1, so a column is
-    two sets of rows, those whose distance is one more than that of the row above and those with one less, and the next
-    column follows by a dozen operations on integers of `length` bits. Column 0 is that of the empty prefix.
-    """
+    """Compute the columns of the edit-distance table of a row, given by its `token_places`, and `other`: bit sets."""
+    # Hyyro's form (2003) of Myers' bit-parallel algorithm (1999): neighbouring cells differ by at most 1, so a column
+    # is two sets of rows, those whose distance is one more than that of the row above and those with one less.
     everything = (1 << length) - 1
     rises, falls = [everything], [0]
     for token in other.tolist():

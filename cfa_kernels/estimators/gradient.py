@@ -1,8 +1,4 @@
-"""Estimate importance by gradient times input at the embeddings: how a unit moves the outcome, to first order.
-
-It costs one backward instead of a branch for every unit. Completions run packed, prompts once; gradients are computed
-down to the embeddings only, never for weights.
-"""
+"""Estimate importance by gradient times input at the embeddings: one backward instead of a branch for every unit."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -39,9 +35,9 @@ from .base import ANSWER, Estimator, Importances
 class Gradient(Estimator):
     """Gradient of the outcome's change under noise, times the embeddings (OAR paper, section 3: OAR-G).
 
-    Noise N(0, sigma^2) is added to the embeddings e of the units' tokens; prompt, answer and tokens of no unit stay
-    clean. J is the change of the outcome. A token's importance is |<dJ/de_t, e_t>| with the clean e_t, a unit's the sum
-    over its tokens. e is the output of the input embedding, before anything that the model does to it.
+    Noise N(0, sigma^2) is added to the embeddings e of the units' tokens. J is the change of the outcome. A token's
+    importance is |<dJ/de_t, e_t>| with the clean e_t, a unit's the sum over its tokens. e is the output of the input
+    embedding.
 
     | outcome | J |
     |---|---|
@@ -50,13 +46,9 @@ class Gradient(Estimator):
     | `mean_logprob` | mean log-prob of the answer's tokens, clean minus noisy |
     | `logprob` | their sum, clean minus noisy |
 
-    Near zero noise the gradient of a KL is the outcome's Fisher matrix times the noise: importances of `last` and
-    `mean` are proportional to `sigma`, and one draw scatters by some two thirds of its size; average several `samples`.
-    At `sigma` 0 that gradient vanishes, so importances are then those of `mean_logprob`: gradient times input, one
-    deterministic pass.
-
-    Importances are first-order and non-negative: the sensitivity of the outcome to a token, not its direction. Small
-    ones of a half-precision model are rounding.
+    Importances of `last` and `mean` are proportional to a small `sigma`, and one draw scatters by some two thirds of
+    its size; average several `samples`. At `sigma` 0 they are those of `mean_logprob`: gradient times input, one
+    deterministic pass. Importances are first-order and non-negative; small ones of a half-precision model are rounding.
     """
 
     name = "gradient"
@@ -76,33 +68,22 @@ class Gradient(Estimator):
         check_fields(self)
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
-        """Judge the units of a batch.
+        """Judge the units of a batch; nan in completions without an answer.
 
-        Args:
-            access: access to the model, which must be in this process. The model is left exactly as it was: mode,
-                attention implementation, random state, hooks, every parameter's `.grad` and `requires_grad`; it runs in
-                evaluation mode.
-            batch: completions, units and answers. Tokens after those that decide the outcome are not fed. Units may
-                overlap each other, never the answer; units after the rows that decide the outcome have importance 0 by
-                causality. The noise of a row depends only on the batch's `seed` and the row's index. No other random
-                state is read. The default token budget is what free memory holds with the
-                activations that a backward needs. A completion is never cut.
-
-        Returns:
-            Importances, nan in completions without an answer, and counts of work. KL outcomes take one clean forward
-            for all draws; every draw takes a forward and one backward to the embeddings.
+        The model must be in this process and is left exactly as it was: mode, random state, hooks, every parameter's
+        `.grad` and `requires_grad`. Units may overlap each other, never the answer. KL outcomes take one clean forward
+        for all draws; every draw takes a forward and one backward to the embeddings.
 
         Raises:
-            ValueError: bad input; the message names argument, row and value.
             TypeError, NotImplementedError: models that cannot be run this way, or pass no gradient to their embeddings;
                 the message says why.
             FloatingPointError: a gradient is not finite; the message names the row.
         """
-        asked = self
-        if self.sigma == 0:
-            asked = Gradient("mean_logprob" if self.outcome in DIVERGENCES else self.outcome, 0.0)
+        options = self
+        if self.sigma == 0:  # a divergence has no gradient there
+            options = Gradient("mean_logprob" if self.outcome in DIVERGENCES else self.outcome, 0.0)
         walk = ModelWalk.of(access.model)
-        rows = [_Row.of(row, asked.outcome) for row in batch.rows]
+        rows = [_Row.of(row, options.outcome) for row in batch.rows]
         lengths = [len(row.prompt) + len(row.completion) for row in batch.rows]
         bundles, parts = apart_by_length(
             walk, [[row.query] if row.query and len(row.moving) else [] for row in rows], lengths, batch.index
@@ -110,8 +91,8 @@ class Gradient(Estimator):
         queries = {i: query for i, bundle in enumerate(bundles) for query in bundle}
         head = _widened(check_supported(walk))
 
-        def run(pack: Pack) -> _Found:
-            return _PackSaliency(walk, head, pack, [rows[i] for i in pack.queries], asked, batch.seed).run()
+        def run(pack: Pack) -> _Sums:
+            return _PackSaliency(walk, head, pack, [rows[i] for i in pack.queries], options, batch.seed).run()
 
         def smaller(pack: Pack) -> Iterator[Pack]:
             return lay_out(queries, [[i] for i in pack.queries], pack.num_tokens // 2)
@@ -122,12 +103,12 @@ class Gradient(Estimator):
             else:
                 budget = rows_per_forward(walk, batch.token_budget)
             packs = (pack for part in parts for pack in lay_out(queries, [[i] for i in part], budget))
-            found = list(run_in_memory(packs, run, smaller))
-        return _gather(rows, batch.index, found, asked.samples)
+            sums = list(run_in_memory(packs, run, smaller))
+        return _gather(rows, batch.index, sums, options.samples)
 
 
 class _Row(NamedTuple):
-    """One completion, and what of it is asked."""
+    """One completion and its query."""
 
     row: ScoredRow
     query: Query | None  # the tokens to feed and the rows that decide the outcome; None without an answer
@@ -169,25 +150,24 @@ def _frozen(walk: ModelWalk) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Results of one pack, still on the device (not synchronized)."""
+class _Sums(NamedTuple):
+    """Result of one pack."""
 
     members: list[int]
-    sums: Tensor  # (n,) float64 on the device: over draws, of the importances of the members' `moving` tokens
+    values: Tensor  # (n,) float64 on the device: over draws, of the importances of the members' `moving` tokens
     work: ScoringWork
 
 
-def _gather(rows: list[_Row], numbers: Sequence[int], found: list[_Found], samples: int) -> Importances:
+def _gather(rows: list[_Row], index: Sequence[int], sums: list[_Sums], samples: int) -> Importances:
     """Collect the importances of every row by one copy to the host, which waits for the device."""
-    tokens, work = [np.zeros(0)] * len(rows), sum((one.work for one in found), ScoringWork())
-    if found:
-        means = torch.cat([one.sums for one in found]).cpu().numpy() / samples
-        members = [i for one in found for i in one.members]
+    tokens, work = [np.zeros(0)] * len(rows), sum((one.work for one in sums), ScoringWork())
+    if sums:
+        means = torch.cat([one.values for one in sums]).cpu().numpy() / samples
+        members = [i for one in sums for i in one.members]
         ends = np.cumsum([len(rows[i].moving) for i in members])
         for i, part in zip(members, np.split(means, ends[:-1]), strict=True):
             if not np.isfinite(part).all():
-                raise FloatingPointError(f"completions row {numbers[i]}: the model gave a gradient that is not finite")
+                raise FloatingPointError(f"completions row {index[i]}: the model gave a gradient that is not finite")
             tokens[i] = part
     return Importances([row.importances(part) for row, part in zip(rows, tokens, strict=True)], work=work)
 
@@ -195,9 +175,12 @@ def _gather(rows: list[_Row], numbers: Sequence[int], found: list[_Found], sampl
 class _PackSaliency:
     """Forwards and backwards of one pack of completions. Nothing here waits for the device."""
 
-    def __init__(self, walk: ModelWalk, head: Head, pack: Pack, rows: list[_Row], asked: Gradient, seed: tuple) -> None:
+    def __init__(
+        self, walk: ModelWalk, head: Head, pack: Pack, rows: list[_Row], options: Gradient, seed: tuple
+    ) -> None:
         self.walk, self.model, self.head, self.pack, self.rows = walk, walk.model, head, pack, rows
-        self.asked, self.seed, self.diverges = asked, seed, asked.outcome in DIVERGENCES  # a KL needs a clean forward
+        self.options, self.seed = options, seed
+        self.diverges = options.outcome in DIVERGENCES  # a KL needs a clean forward
         queries = [row.query for row in rows if row.query]
         self.sizes = [len(query.targets) for query in queries]  # number of rows that decide each outcome
         read = pack.rows[pack.query_index]  # (R,) those rows, one member after the other
@@ -216,32 +199,32 @@ class _PackSaliency:
              np.repeat(share, self.sizes)], head.weight.device,
         )  # fmt: skip
 
-        forwards = asked.samples + self.diverges
+        forwards = options.samples + self.diverges
         self.work = ScoringWork(
             forwards=forwards,
             tokens_fed=forwards * pack.num_tokens,
             tokens_unshared=forwards * sum(len(query.tokens) for query in queries),
         )
 
-    def run(self) -> _Found:
+    def run(self) -> _Sums:
         """Run all draws."""
         generators = [keyed_generator(*self.seed, row.row.index, "noise", device=self.device) for row in self.rows]
         clean = self._forward(_EmbeddingTap(self.model)) if self.diverges else None
         total = self._draw(clean, generators)
-        for _ in range(self.asked.samples - 1):
+        for _ in range(self.options.samples - 1):
             total += self._draw(clean, generators)
-        return _Found(self.pack.queries, total, self.work)
+        return _Sums(self.pack.queries, total, self.work)
 
     def _draw(self, clean: Tensor | None, generators: list[torch.Generator]) -> Tensor:
         """Compute |<dJ/de, e>| (n,) float64 under one draw of noise."""
         noise = None
-        if self.asked.sigma:
+        if self.options.sigma:
             width = embedding(self.model).shape[1]
             drawn = [
                 torch.randn(count, width, generator=generator, device=self.device)
                 for count, generator in zip(self.counts, generators, strict=True)
             ]
-            noise = self.asked.sigma * torch.cat(drawn)
+            noise = self.options.sigma * torch.cat(drawn)
         tap = _EmbeddingTap(self.model, self.noised, noise)
         with torch.enable_grad():
             rows = self._forward(tap)
@@ -271,7 +254,7 @@ class _PackSaliency:
             if clean is None:
                 leaf = noisy.to(weight, copy=True).requires_grad_()
                 values = self.head.logprobs(leaf, self.targets)
-                mean = self.asked.outcome == "mean_logprob"
+                mean = self.options.outcome == "mean_logprob"
                 weights = self.shares.to(values.dtype) if mean else torch.ones_like(values)
                 return torch.autograd.grad(values, leaf, -weights)[0]
             return _divergence_by_rows(clean, noisy, self.sizes, self.head)
@@ -286,7 +269,7 @@ def _widened(head: Head) -> Head:
 def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head: Head) -> Tensor:
     """Compute the gradient (R, H) by `noisy` of the sum of KL(P_0, P_noisy) over outcomes of `sizes` rows each."""
     most = rows_at_once(len(head.weight))
-    found, start = list[Tensor](), 0
+    gradients, start = list[Tensor](), 0
     for group in groups_within(sizes, most):
         taken = [sizes[i] for i in group]
         rows = slice(start, start + sum(taken))
@@ -297,9 +280,9 @@ def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head
         logits = _outcome_logits(leaf, counts, head)
         # The KL's gradient by the logits is a small difference between results of two forwards.
         by_logits = logits.detach().softmax(-1) - expected
-        found.append(torch.autograd.grad(logits, leaf, by_logits)[0])
+        gradients.append(torch.autograd.grad(logits, leaf, by_logits)[0])
         start = rows.stop
-    return torch.cat(found)
+    return torch.cat(gradients)
 
 
 def _outcome_logits(rows: Tensor, counts: Tensor, head: Head) -> Tensor:

@@ -45,9 +45,9 @@ class PrefixTreeValues(Estimator):
 
 @dataclass(frozen=True)
 class SiblingEdits(Estimator):
-    """Marks where a wrong completion differs from its nearest correct sibling; after IBPO, but nothing is generated.
+    """Marks where a wrong completion differs from its nearest correct sibling; all of it without one.
 
-    Completions that are correct, or have no correct sibling, get 1 throughout.
+    After IBPO (arXiv 2605.16302), which credits the tokens that the policy edits when it corrects a wrong completion.
     """
 
     name = "sibling_edits"
@@ -100,22 +100,16 @@ def _scales(groups: Tensor, rewards: Tensor, advantages: Tensor | list[Tensor] |
 
 
 def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor, rewards: Tensor) -> list[Tensor]:
-    """Compute what each token changes in the mean reward of those that share the prefix.
+    """Compute the change by each token of the mean reward of completions that share the prefix, B tensors (T_b,) fp32.
 
-    The completions of a group form a prefix tree. V(s) is the mean reward of those that begin with s, V of the empty
-    prefix that of the whole group; token t gets V(y_1..y_t) - V(y_1..y_(t-1)). So only branching tokens get anything,
-    and a completion's values add up to its own leaf's mean reward less the group's.
-
-    A completion that is a prefix of another passes through none of the longer one's further nodes: the other's next
-    token is then a branching token, but the end of the shorter one is not, unless an end-of-text token is part of it.
+    With V(s) the mean reward of a group's completions that begin with s, token t gets V(y_1..y_t) - V(y_1..y_(t-1)):
+    only branching tokens get anything. If a completion is a prefix of another, the other's next token is a branching
+    token, but the end of the shorter one is not, unless an end-of-text token is part of it.
 
     Args:
         completions: B 1-D int64 tensors (T_b,) on the host.
         groups: (B,) int64, equal for completions of one prompt, in any order.
         rewards: (B,) finite, on the host.
-
-    Returns:
-        B tensors (T_b,) fp32 on the host.
     """
     ids, scores = [row.numpy() for row in completions], rewards.double().numpy()
     values = [np.zeros(len(row)) for row in ids]
@@ -136,10 +130,7 @@ def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor, rewards: T
 def sibling_edits(completions: Sequence[Tensor], groups: Tensor, correct: Tensor) -> list[Tensor]:
     """Mark by 1 the tokens in which a wrong completion differs from its nearest correct sibling, the others by 0.
 
-    After IBPO (arXiv 2605.16302), which lets the policy correct a wrong completion and credits the tokens that the
-    correction edits; here the nearest correct completion of the group (`correct_siblings`) stands in for it. Correct
-    completions and those without a correct sibling weigh 1 throughout. Arguments and result as in `prefix_tree_values`;
-    `correct` is (B,) bool.
+    Correct completions and those without a correct sibling get 1 throughout; `correct` is (B,) bool.
     """
     siblings = correct_siblings(completions, groups, correct)
     return [
@@ -149,11 +140,7 @@ def sibling_edits(completions: Sequence[Tensor], groups: Tensor, correct: Tensor
 
 
 def correct_siblings(completions: Sequence[Tensor], groups: Tensor, correct: Tensor) -> list[list[int]]:
-    """Find the correct completions of each wrong one's group, by rising edit distance; none for the others.
-
-    The distance is Levenshtein's over tokens; of equal distances the earlier row comes first. Arguments are those of
-    `sibling_edits`.
-    """
+    """Find the correct completions of each wrong one's group, by rising edit distance over tokens; none for others."""
     ids, right = [row.numpy() for row in completions], correct.tolist()
     siblings: list[list[int]] = [[] for _ in ids]
     for rows in _members(groups):

@@ -22,25 +22,15 @@ from .base import Importances
 def total_effects(access: ModelAccess, batch: ScoredBatch) -> Importances:
     """Mask each unit, see how the answer and every later unit move, and sum all paths from the unit to the answer.
 
-    It feeds the same tokens as `score_counterfactuals`. Only the head has more rows: the tokens of the later units in
-    every branch.
-
-    Args:
-        access: access to the model, which must be in this process.
-        batch: completions with disjoint units, in any order; one after the answer has effect 0 by causality.
+    Units are disjoint; else raises `ValueError` naming row and units, and otherwise as `score_counterfactuals`. The
+    model must be in this process. Links are as in Thought Anchors (arXiv 2506.19143), which suppresses attention to a
+    sentence; the rule by which they are chained is this library's own.
 
     Returns:
-        Total effects by the rule of `chained_effects`, with `base`. Details, of each completion:
-            `direct` (K_b,) fp32, minus the drop of `CounterfactualScores`; `links` (K_b, K_b) fp32, at [i, j] how much
-            less probable unit j's tokens are with unit i masked, by the mean of their log-probs, at least 0; 0 where j
-            is not behind i and before the answer. A completion without an answer has nan throughout.
-
-    Raises:
-        ValueError: units that overlap; the message names row and units.
-        NotImplementedError, FloatingPointError: as `score_counterfactuals`.
-
-    Source: direct effects are eq. 3 of the CF paper, links as in Thought Anchors (arXiv 2506.19143), which suppresses
-    attention to a sentence. The rule by which they are chained is this library's own.
+        Total effects by the rule of `chained_effects`, with `base`. Details, of each completion: `direct` (K_b,) fp32,
+        minus the drop of `CounterfactualScores`; `links` (K_b, K_b) fp32, at [i, j] how much less probable unit j's
+        tokens are with unit i masked, by the mean of their log-probs, at least 0, and 0 unless j is between i and the
+        answer. A completion without an answer has nan throughout.
     """
     if not isinstance(batch.mask, int):
         raise ValueError(f"mask={batch.mask!r} cannot be combined with total effects: units after it would move")
@@ -64,17 +54,13 @@ def total_effects(access: ModelAccess, batch: ScoredBatch) -> Importances:
 
 
 def chained_effects(direct: np.ndarray, links: np.ndarray) -> np.ndarray:
-    """Chain links to total effects: `T_i = D_i + sum over j > i of (1 - exp(-L_ij)) max(T_j, 0)`.
+    """Chain links to total effects (K,), nats: `T_i = D_i + sum over j > i of (1 - exp(-L_ij)) max(T_j, 0)`.
 
-    `1 - exp(-L_ij)` is the probability that a token of unit j would not have come out as it did without unit i; if so,
-    everything that rests on j is lost. A unit that hurts the answer passes nothing on.
+    `1 - exp(-L_ij)` is the probability that a token of unit j would not have come out as it did without unit i.
 
     Args:
         direct: (K,) float64 D, nats, of units in order of position; may be negative.
         links: (K, K) float64 L, nats, not negative, infinity allowed; read only above the diagonal.
-
-    Returns:
-        (K,) float64 T, nats.
     """
     total, lost = np.array(direct, dtype=np.float64), -np.expm1(-links)
     for i in range(len(total) - 2, -1, -1):
@@ -96,11 +82,8 @@ def _order(row: ScoredRow) -> list[int]:
 
 
 def _runs(units: Sequence[Span], answer: Span) -> Iterator[list[Span]]:
-    """Yield the runs of tokens to score of the completion as sampled, then of it with each unit masked.
-
-    They are the later units and the answer. Those that touch are one run: gaps would cost rows of the head, and many
-    short queries time of the host. Of the completion as sampled, only tokens that some branch scores are scored.
-    """
+    """Yield the runs of tokens to score, later units and the answer: of the row as sampled, then of each branch."""
+    # Those that touch are one run: gaps would cost rows of the head, and many short queries time of the host.
     runs = list[Span]()
     for start, end in (*units, answer):
         if runs and runs[-1].end == start:

@@ -46,12 +46,10 @@ SAME = [
 
 
 @pytest.mark.parametrize(("parts", "flat"), SAME)
-def test_parts_and_flat_names_make_the_same_configuration_and_lead_to_each_other(parts, flat):
+def test_parts_and_flat_names_make_the_same_configuration(parts, flat):
     positional, named = parts
     config = CounterfactualConfig(*positional, **named)
-    assert config == CounterfactualConfig(**flat) == CounterfactualConfig.from_flat(flat)
-    assert CounterfactualConfig.from_flat(config.to_flat()) == config
-    assert config.to_flat().items() >= flat.items()
+    assert config == CounterfactualConfig(**flat) == CounterfactualConfig.from_flat({"sigma": None} | flat)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +186,7 @@ def test_a_field_that_a_part_declares_is_an_option_at_once(monkeypatch):
     monkeypatch.setitem(ESTIMATORS, "masking", Deeper)
     assert ("depth", Deeper, 3) in [(name, part, entry.default) for name, part, entry in flat_options()]
     config = CounterfactualConfig(depth=4)
-    assert config.estimator.depth == config.to_flat()["depth"] == 4
+    assert config.estimator.depth == 4
     with pytest.raises(ValueError, match="depth must be an integer, at least 1, got 0"):
         CounterfactualConfig(depth=0)
     with pytest.raises(ValueError, match="depth is not read: it is an option of estimator='masking'"):
