@@ -64,6 +64,7 @@ def first_layer_inputs(model):
 
 def noise_of_row(model, b, **options):
     """(tokens fed, H) of each draw, and the noise's tokens, by watching the model run on one row alone."""
+    check_supported(model)  # by forwards of its own
     ids = torch.cat([PROMPTS[b], COMPLETIONS[b]])
     clean = model.get_input_embeddings()(ids).detach()
     with first_layer_inputs(model) as plain, torch.no_grad():
