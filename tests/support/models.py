@@ -152,11 +152,11 @@ def score_columns(model, prompts, completions, spans, answers, **options):
     return score_counterfactuals(model, Rows(prompts, completions), spans, answers, **options)
 
 
-def naive(model, prompt, completion, answer, span=None, shift=0):
+def naive(model, prompt, completion, answer, span=None):
     """Log P(answer) by one plain full forward with `span` replaced."""
     ids = torch.cat([prompt, completion]).clone()
     if span is not None:
-        ids[len(prompt) + span.start + shift : len(prompt) + span.end + shift] = PLACEHOLDER
+        ids[len(prompt) + span.start : len(prompt) + span.end] = PLACEHOLDER
     logprobs = naive_logprobs(model, ids)
     return sum(logprobs[len(prompt) + t - 1].item() for t in range(*answer))
 
