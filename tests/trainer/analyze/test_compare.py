@@ -1,4 +1,4 @@
-"""Runs side by side: their figures and page, and what is said about a folder that is not a run's."""
+"""Runs side by side: their figures and page, and messages about folders that are not runs."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_figures_are_those_of_the_runs_files_and_means_are_over_seeds(folders, t
             assert {name: run["metrics"][name][at] for name in entry} == entry
 
 
-def test_of_a_step_that_was_done_again_the_last_line_counts_and_what_is_not_finite_is_a_gap(tmp_path) -> None:
+def test_the_last_line_of_a_repeated_step_counts_and_a_number_that_is_not_finite_is_a_gap(tmp_path) -> None:
     folder = write_run(tmp_path / "run")
     lines = [{"step": step, "reward": reward} for step, reward in ((1, 1.0), (2, 2.0), (2, 3.0), (3, 0))]
     write_lines(folder / "metrics.jsonl", [*lines, '{"step": 4, "reward": NaN}'])
@@ -78,9 +78,7 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path) -> None:
     assert [run.name for run in read_runs(folders)] == list(map(str, folders))
 
 
-def test_of_more_completions_than_a_page_holds_some_of_each_part_are_on_it_and_it_says_so(
-    tmp_path, monkeypatch
-) -> None:
+def test_a_page_that_cannot_hold_all_completions_holds_some_of_each_part_and_says_so(tmp_path, monkeypatch) -> None:
     folder = write_run(tmp_path / "run", completions=[completion(step, 1.0) for step in range(10)])
     size = (folder / "completions.jsonl").stat().st_size
     for room, steps, notes in ((size, range(10), 0), (size - 1, range(0, 10, 2), 1), (size / 4.5, (0, 5), 1)):
@@ -103,7 +101,7 @@ def test_of_more_completions_than_a_page_holds_some_of_each_part_are_on_it_and_i
         ("completions.jsonl", [{"tokens": 1}], r"completions\.jsonl, line 1: is not a completion"),
     ],
 )
-def test_what_is_not_a_run_is_one_line_and_no_page(tmp_path, capsys, file, lines, message) -> None:
+def test_a_folder_that_is_not_a_run_is_one_line_and_no_page(tmp_path, capsys, file, lines, message) -> None:
     folder = write_run(tmp_path / "run", completions=[completion(1, 1.0)])
     write_lines(folder / file, lines)
     assert compared(folder, "--out", tmp_path / "page.html") == 1
@@ -112,13 +110,17 @@ def test_what_is_not_a_run_is_one_line_and_no_page(tmp_path, capsys, file, lines
     assert not (tmp_path / "page.html").exists()
 
 
-def test_folders_and_pages_that_cannot_be_are_one_line(tmp_path, capsys) -> None:
-    run, page = write_run(tmp_path / "run"), tmp_path / "page.html"
-    for arguments, message in (
-        ((tmp_path / "nowhere", "--out", page), "nowhere: holds no metrics.jsonl"),
-        ((run, run, "--out", page), "run: is given twice"),
-        ((run, "--out", tmp_path / "nowhere" / "page.html"), "No such file or directory: .*page.html"),
-    ):
-        assert compared(*arguments) == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert re.search(f"error: .*{message}", line)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere",), "nowhere: holds no metrics.jsonl"),
+        (("run", "run"), "run: is given twice"),
+        (("run", "--out", "nowhere/page.html"), "No such file or directory: .*page.html"),
+    ],
+)
+def test_folders_and_pages_that_cannot_be_are_one_line(tmp_path, monkeypatch, capsys, arguments, message) -> None:
+    write_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert compared(*arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"error: .*{message}", line)
