@@ -5,6 +5,7 @@ Its defaults made the checkpoint in `trainer/embedded/assets`, which solves 60 %
 machine they made one that solves 57 %. `--dataset` does the same on real problems.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -36,7 +37,7 @@ from cfa_kernels.options import Count
 from trainer.cli import parse
 from trainer.config import DEFAULTS_FILE, GENERATED, DataConfig, TrainConfig
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
-from trainer.embedded.problems import generate
+from trainer.embedded.problems import Problem, generate
 from trainer.endings import ignore_broken_pipe
 from trainer.evaluate import evaluate
 from trainer.policy import save_policy
@@ -210,9 +211,19 @@ def training_rows(config: WarmupConfig) -> tuple[list[Row], list[Row]]:
     count = config.train_problems or config.max_steps * config.batch_size
     rows = []
     for problem in itertools.islice(generate("train", config.seed), count):
-        solution = problem.careless_solution(rng) if config.careless else problem.solution()
+        solution = (careless(problem, rng) if config.careless else problem).solution()
         rows.append(Row({"question": problem.question, "answer": solution}))
     return rows, load_rows(GENERATED, split="test", count=config.eval_problems or HELD_OUT_PROBLEMS)
+
+
+def careless(problem: Problem, rng: random.Random) -> Problem:
+    """Make the problem that a careless pupil solves: the last sum may take its number from an idle fact."""
+    *first, last = problem.steps
+    facts = [fact for fact in problem.idle if last.op == "+" or (last.op == "-" and fact.number < last.left)]
+    fact = max(facts, key=lambda fact: fact.misleading, default=None)
+    if fact and rng.random() < fact.misleading:
+        last = last._replace(right=fact.number)
+    return dataclasses.replace(problem, steps=(*first, last))
 
 
 def warm_up(config: WarmupConfig) -> Path:

@@ -1,20 +1,34 @@
 """Warm-up, and both programs on real problems: GSM8K solutions learnt from scratch, then reinforced."""
 
+import itertools
 import json
 import math
+import random
+import re
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.demo_model.warmup import WarmupConfig, warm_up
+from benchmarks.demo_model.warmup import WarmupConfig, careless, warm_up
 from trainer.cli import parse
 from trainer.config import TrainConfig
+from trainer.embedded.problems import generate
 from trainer.run import set_up, train
 
 pytestmark = pytest.mark.slow
 
 HELD_OUT = 4
+
+
+def test_a_careless_solution_takes_its_last_number_from_an_idle_fact_now_and_then() -> None:
+    rng, slips = random.Random(0), 0
+    for problem in itertools.islice(generate("train", 0), 2000):
+        solution = careless(problem, rng).solution()
+        if solution != problem.solution():
+            slips += 1
+            assert int(re.findall(r"[-+](\d+)=", solution)[-1]) in {fact.number for fact in problem.idle}
+    assert 500 < slips < 900
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ Problems are drawn from a seed. A problem's arithmetic decides whether it is hel
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import add, floordiv, mul, sub
 from typing import NamedTuple
@@ -58,21 +58,8 @@ class Problem:
 
     def solution(self) -> str:
         """Worked solution ending in `#### N`."""
-        return _write(self.steps)
-
-    def careless_solution(self, rng: random.Random) -> str:
-        """Solution of a careless pupil: the last sum may take its number from an idle fact."""
-        *first, last = self.steps
-        facts = [fact for fact in self.idle if last.op == "+" or (last.op == "-" and fact.number < last.left)]
-        fact = max(facts, key=lambda fact: fact.misleading, default=None)
-        if fact and rng.random() < fact.misleading:
-            last = last._replace(right=fact.number)
-        return _write([*first, last])
-
-
-def _write(steps: Sequence[Step]) -> str:
-    lines = [f"{step.lead} {step.left}{step.op}{step.right}={step.result} {step.tail}." for step in steps]
-    return "\n".join([*lines, f"#### {steps[-1].result}"])
+        lines = [f"{step.lead} {step.left}{step.op}{step.right}={step.result} {step.tail}." for step in self.steps]
+        return "\n".join([*lines, f"#### {self.answer}"])
 
 
 _Story = tuple[list[str], str, list[Step]]
