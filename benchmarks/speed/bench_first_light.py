@@ -233,9 +233,6 @@ HEAD_LIGHTS = {
     "loss from hidden states, sequence ratios": Light(
         _head_inputs, functools.partial(_linear_loss, {"importance_sampling_level": "sequence"})
     ),
-    "loss from hidden states, logits not widened": Light(
-        _head_inputs, functools.partial(_linear_loss, {"fp32_logits": False})
-    ),
     "loss from logits": Light(_logits_inputs, functools.partial(_logits_loss, {})),
     "loss from logits, in place": Light(_logits_inputs, functools.partial(_logits_loss, {"inplace": True})),
     "loss from logits, CISPO, entropy": Light(

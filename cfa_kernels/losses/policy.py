@@ -186,7 +186,6 @@ def linear_policy_loss(
     return_logprobs: bool = False,
     drop_inactive: bool | None = None,
     chunk_size: int | None = None,
-    fp32_logits: bool = True,
     backend: str | None = None,
     **options: Unpack[LossOptions],
 ) -> tuple[Any, ...]:
@@ -208,7 +207,6 @@ def linear_policy_loss(
         return_logprobs: also return the log-probs (B, T), detached, in the compute dtype; nan where dropped.
         drop_inactive: finds those tokens here, and drops clipped ones from the gradients' GEMMs too.
         chunk_size: rows of logits that exist at a time; by default 4096, on a CPU 512.
-        fp32_logits: False rounds logits to the dtype of `hidden`, at half the memory traffic.
 
     Returns:
         As `policy_loss`, and the log-probs if `return_logprobs`.
@@ -244,7 +242,6 @@ def linear_policy_loss(
         wanted=[torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, lm_head, bias)],
         drop_rows=drop_inactive,
         chunk_size=chunk_size,
-        fp32_logits=fp32_logits,
         **_arguments(batch, targets, Tensor.contiguous, softmax, with_entropy, chosen),
     )
     metrics = _metrics_of_rows(batch, stats, with_entropy, checked, "hidden and lm_head")

@@ -26,24 +26,17 @@ def autocast_operands(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
     return hidden, head
 
 
-def empty_strip(
-    rows: int, vocabulary: int, dtype: torch.dtype, gradient_dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Allocate memory for logits (rows, vocabulary) and for their gradient, which shares theirs if the device allows.
-
-    The gradient is not wider than the logits.
-    """
+def empty_strip(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Allocate logits (rows, vocabulary) in the compute dtype and their gradient in `dtype`, if possible over them."""
 
     def empty(dtype: torch.dtype) -> Tensor:  # rows at multiples of 64 elements, for GEMMs of any vocabulary
         return torch.empty(rows, -(-vocabulary // 64) * 64, dtype=dtype, device=device)[:, :vocabulary]
 
-    logits = empty(dtype)
-    if gradient_dtype == dtype:
+    logits = empty(compute_dtype(dtype))
+    if dtype == logits.dtype:
         return logits, logits
     # A narrower gradient over the logits needs loads before stores, an order that a barrier on HIP does not give.
-    if torch.version.hip is None:
-        return logits, logits.view(gradient_dtype)[:, :vocabulary]
-    return logits, empty(gradient_dtype)
+    return logits, logits.view(dtype)[:, :vocabulary] if torch.version.hip is None else empty(dtype)
 
 
 def write_logits(hidden: Tensor, head: Tensor, out: Tensor) -> None:

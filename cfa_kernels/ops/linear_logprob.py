@@ -371,7 +371,7 @@ _Arguments = arguments_of(linear_logprob_op)
 
 @linear_logprob_op.register_fake
 def _(*inputs: Any) -> Tensor:
-    hidden = _Arguments(*inputs).hidden
+    hidden, *_ = inputs
     return hidden.new_empty((2, len(hidden)), dtype=compute_dtype(hidden.dtype))
 
 
@@ -400,11 +400,12 @@ def linear_logprob_backward_op(
         # Gradients of a mean over many rows are below what float16 resolves: take a power of two out of them.
         unit = torch.ldexp(by_rows.new_ones(()), torch.frexp(by_rows.abs().amax())[1])
         by_rows = by_rows / unit
-    vocabulary, sums = len(lm_head), compute_dtype(hidden.dtype)
-    gradients = HeadGradients(hidden, lm_head, wanted)
+    vocabulary, gradients = len(lm_head), HeadGradients(hidden, lm_head, wanted)
     size = STRIP_BYTES.get(hidden.device.type, STRIP_BYTES["cpu"])
-    height = max(size // (16 * vocabulary * sums.itemsize), 1) * 16  # every strip's slices are aligned alike
-    logits, gradient = empty_strip(min(height, max(len(hidden), 1)), vocabulary, sums, hidden.dtype, hidden.device)
+    height = (
+        max(size // (16 * vocabulary * compute_dtype(hidden.dtype).itemsize), 1) * 16
+    )  # every strip's slices are aligned alike
+    logits, gradient = empty_strip(min(height, max(len(hidden), 1)), vocabulary, hidden.dtype, hidden.device)
     for start in range(0, len(hidden), height):
         part = slice(start, min(start + height, len(hidden)))
         states = hidden[part]
@@ -421,17 +422,13 @@ def linear_logprob_backward_op(
     return by_hidden, by_head, by_bias
 
 
-_BackwardArguments = arguments_of(linear_logprob_backward_op)
-
-
 @linear_logprob_backward_op.register_fake
 def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    arguments = _BackwardArguments(*inputs)
-    hidden, lm_head, wanted = arguments.hidden, arguments.lm_head, arguments.wanted
+    _, hidden, lm_head, _, bias, *_, wanted, _ = inputs
     return (
         hidden.new_empty(hidden.shape if wanted[0] else (0,)),
         lm_head.new_empty(lm_head.shape if wanted[1] else (0,)),
-        (lm_head if arguments.bias is None else arguments.bias).new_empty(lm_head.shape[:1] if wanted[2] else (0,)),
+        (lm_head if bias is None else bias).new_empty(lm_head.shape[:1] if wanted[2] else (0,)),
     )
 
 

@@ -86,7 +86,6 @@ def linear_policy_loss_op(
     wanted: Sequence[bool],
     drop_rows: bool,
     chunk_size: int,
-    fp32_logits: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the loss (), `STATS` (5, N), gradients by hidden, head (V, H) and bias (V,), and their factor ().
@@ -105,8 +104,7 @@ def linear_policy_loss_op(
     tokens, targets = grid.map(torch.flatten), targets.flatten()
     counted = tokens.scale > 0
     size = min(chunk_size, max(len(hidden if rows is None else rows), 1))
-    exact = compute_dtype(hidden.dtype) if fp32_logits else hidden.dtype
-    strip = empty_strip(size, len(head), exact, hidden.dtype, hidden.device)
+    strip = empty_strip(size, len(head), hidden.dtype, hidden.device)
     strips = partial(_strips, hidden, head, counted, rows, rows_alone, strip)
     gradients = HeadGradients(hidden, head, wanted)
 

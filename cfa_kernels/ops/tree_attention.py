@@ -22,7 +22,7 @@ from .tree_attention_backward import (
     shared_options,
     stride_unit,
     tile_rows,
-    tree_attention_backward_triton,
+    tree_attention_backward_op,
 )
 from .triton_math import tanh
 from .tuning import column_blocks
@@ -110,12 +110,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, sinks: Tensor |
         raise ValueError(f"q, k, v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not (q.device == k.device == v.device):
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
-    if sinks is not None:
-        if sinks.shape != (q.shape[1],) or not sinks.is_floating_point():
-            what = f"{sinks.dtype} of shape {tuple(sinks.shape)}"
-            raise ValueError(f"sinks must be floats, one per head of q {tuple(q.shape[1:])}, got {what}")
-        if sinks.device != q.device:
-            raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
+    if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
+        kind = f"{sinks.dtype} of shape {tuple(sinks.shape)}"
+        raise ValueError(f"sinks must be floats, one per head of q {tuple(q.shape[1:])}, got {kind}")
+    if sinks is not None and sinks.device != q.device:
+        raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
 
 
 _REFERENCE_BLOCK = 512  # query rows at a time, so that masks and scores stay small
@@ -357,43 +356,9 @@ _Arguments = arguments_of(tree_attention_op)
 
 @tree_attention_op.register_fake
 def _(*inputs: Any) -> tuple[Tensor, Tensor]:
-    arguments = _Arguments(*inputs)
-    q, rows_and_heads = arguments.q, arguments.q.shape[:2]
-    lse = q.new_empty(rows_and_heads if arguments.with_lse else (0,), dtype=torch.float32)
-    return q.new_empty(*rows_and_heads, arguments.v.shape[2]), lse
-
-
-@torch.library.custom_op("cfa_kernels::tree_attention_backward", mutates_args=())
-def tree_attention_backward_op(
-    by_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    handle: Tensor,
-    segments: Tensor,
-    contexts: Tensor,
-    scale: float,
-    softcap: float | None,
-    sliding_window: int | None,
-    attention_chunk_size: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients by q, k, v and sinks (or an empty one) from that of the result."""
-    rule = AttentionRule(scale, sliding_window, attention_chunk_size, softcap, sinks)
-    table = SegmentTable.of(handle, segments, contexts)
-    by_q, by_k, by_v, by_sinks = tree_attention_backward_triton(by_out, q, k, v, out, lse, table, rule)
-    return by_q, by_k, by_v, q.new_empty(0) if by_sinks is None else by_sinks
-
-
-_BackwardArguments = arguments_of(tree_attention_backward_op)
-
-
-@tree_attention_backward_op.register_fake
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    _, q, k, v, sinks, *_ = inputs
-    return *(x.new_empty(x.shape) for x in (q, k, v)), q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    q, _, v, *_, with_lse = inputs
+    lse = q.new_empty(q.shape[:2] if with_lse else (0,), dtype=torch.float32)
+    return q.new_empty(*q.shape[:2], v.shape[2]), lse
 
 
 _SAVED = ("q", "k", "v", "sinks", "handle", "segments", "contexts")

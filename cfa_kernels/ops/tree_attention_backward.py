@@ -344,10 +344,26 @@ def sum_options(key: dict[str, Any]) -> dict[str, Any]:
     return {name: key[name] for name in names} | tuned("sum_parts_kernel")
 
 
-def tree_attention_backward_triton(
-    by_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: SegmentTable, rule: AttentionRule
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute the gradients of q, k, v and sinks from that of the forward's result `out`; `lse` is its second one."""
+@torch.library.custom_op("cfa_kernels::tree_attention_backward", mutates_args=())
+def tree_attention_backward_op(
+    by_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    handle: Tensor,
+    segments: Tensor,
+    contexts: Tensor,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+    attention_chunk_size: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients by q, k, v and sinks (or an empty one) from that of the result."""
+    rule = AttentionRule(scale, sliding_window, attention_chunk_size, softcap, sinks)
+    table = SegmentTable.of(handle, segments, contexts)
     if by_out.stride(-1) != 1:
         by_out = by_out.contiguous()
     heads, key_heads = q.shape[1], k.shape[1]
@@ -381,8 +397,13 @@ def tree_attention_backward_triton(
             options = sum_options(by_key[0])
             grid = (len(splits), key_heads, keys_per_tile // options["ROWS"])
             sum_parts_kernel[grid](parts, by_k, by_v, splits, **options)
-    by_sinks = None
-    if rule.sinks is not None:
-        share = torch.exp2(rule.sinks.float() * LOG2E - lse)
-        by_sinks = -(share * delta).sum(0).to(rule.sinks.dtype)
+    by_sinks = q.new_empty(0)
+    if sinks is not None:
+        by_sinks = -(torch.exp2(sinks.float() * LOG2E - lse) * delta).sum(0).to(sinks.dtype)
     return by_q, by_k, by_v, by_sinks
+
+
+@tree_attention_backward_op.register_fake
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    _, q, k, v, sinks, *_ = inputs
+    return *(x.new_empty(x.shape) for x in (q, k, v)), q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)

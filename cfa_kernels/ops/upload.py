@@ -23,9 +23,8 @@ def upload(arrays: Sequence[np.ndarray | Tensor], device: torch.device) -> tuple
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a CUDA graph cannot capture work on packed trees whose index arrays are still on the host: its replay "
-            "would copy from memory that is gone; run it once before the capture, with the same SegmentTable on the "
-            "stream that will be captured, or leave it out of the graph"
+            "a CUDA graph cannot capture work whose index arrays are still on the host: run it once before the "
+            "capture, with the same SegmentTable on the stream that will be captured, or leave it out of the graph"
         )
     host = [torch.from_numpy(array) if isinstance(array, np.ndarray) else array for array in arrays]
     sizes = [part.numel() * part.element_size() for part in host]

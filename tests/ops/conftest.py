@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from cfa_kernels.ops import policy_rows
-from tests.support.policy_problem import tiles_of_32
 
 
 @pytest.fixture
@@ -19,4 +18,6 @@ def poisoned_memory(monkeypatch):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(policy_rows, "launch_options", tiles_of_32)
+    """Rows of a few dozen logits take several tiles and end in a ragged one."""
+    tiles = {"BLOCK": 32, "VECTOR": 4, "num_warps": 1}
+    monkeypatch.setattr(policy_rows, "launch_options", lambda *_, **__: dict(tiles))

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
+from cfa_kernels.ops import policy_rows
 from cfa_kernels.ops.dispatch import TRITON_BEFORE_3_7
-from cfa_kernels.ops.policy_rows import launch_options
 from tests.support.aot import TARGETS, AotCase, compile_cases
 
 pytestmark = pytest.mark.slow
@@ -27,10 +27,8 @@ def case(
     loss_type: str = "dapo", rows: bool = True, vocabulary: int = VOCABULARY,
 ) -> AotCase:  # fmt: skip
     """A kernel with the pointers, strides and tiles of (B, T, V) rows, which start at multiples of 16 logits."""
-    import cfa_kernels.ops.policy_rows as module
-
     hip = target == "gfx942"
-    options = launch_options(vocabulary, logits.itemsize, hip=hip) | dict.fromkeys(FLAGS, everything)
+    options = policy_rows.launch_options(vocabulary, logits.itemsize, hip=hip) | dict.fromkeys(FLAGS, everything)
     options |= {"LOSS_TYPE": loss_type, "LOG2E": 1.4426950408889634, "INPLACE": True, "HAS_ROWS": rows}
     options |= {"OVERLAPS": gradient.itemsize < logits.itemsize and not hip}
     options |= dict.fromkeys(("stride_v", "stride_gv", "stride_ov"), 1)
@@ -46,7 +44,7 @@ def case(
         **dict.fromkeys(("N", "T"), "i32"),
         **dict.fromkeys(NUMBERS, "fp32"),
     }
-    names = getattr(module, kernel).arg_names
+    names = getattr(policy_rows, kernel).arg_names
     options = {name: value for name, value in options.items() if name in (*names, "num_warps")}
     rest = {"p": "*fp32:16", "s": "i64:16"}  # pointers and strides
     arguments = {name: kinds.get(name, rest.get(name[0])) for name in names if name not in options}

@@ -34,10 +34,8 @@ ARGUMENTS = {
 def build(kernel: str, target: str, dtype: torch.dtype, options: dict, label: str) -> AotCase:
     """One launch, with the alignment that real tensors have."""
     kinds = dict.fromkeys(DATA, f"*{KINDS[dtype]}:16") | dict.fromkeys(SUMS, "*fp32:16") | {"p_sinks": "*bf16:16"}
-    kinds |= (
-        dict.fromkeys(TABLES, "*i32:16") | NUMBERS | dict.fromkeys(("n_readers", "n_heads", "first_query_row"), "i32")
-    )
-    arguments = {name: kinds[name] for name in ARGUMENTS[kernel]}
+    kinds |= dict.fromkeys(TABLES, "*i32:16") | dict.fromkeys(("n_readers", "n_heads", "first_query_row"), "i32")
+    arguments = {name: (kinds | NUMBERS)[name] for name in ARGUMENTS[kernel]}
     if kernel != "sum_parts_kernel":
         wide = all(options[name] % 16 == 0 for name in ("KEY_DIM", "VALUE_DIM"))
         options = options | {"STRIDE_UNIT": 1 if wide else 8}

@@ -27,7 +27,6 @@ from tests.support.policy_problem import (
     of_logits,
     on_gpu,
     others,
-    plain,
     problem,
 )
 
@@ -223,28 +222,12 @@ def test_bad_input_of_contributing_rows_is_refused(change, error, words):
         contributing_rows(**({"mask": torch.ones(B, T), "advantages": torch.ones(B)} | change))
 
 
-@pytest.mark.parametrize("fp32_logits", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_odd_vocabulary_in_bfloat16_has_finite_gradients(fp32_logits, level):
+def test_an_odd_vocabulary_in_bfloat16_has_finite_gradients(level):
     """A CPU's matrix unit (AMX) multiplies what lies behind rows of odd length: here memory that nobody wrote."""
     tensors, options = problem(torch.bfloat16, b=40, v=131)
-    options |= {"importance_sampling_level": level, "fp32_logits": fp32_logits}
-    assert all(torch.isfinite(gradient).all() for gradient in of_hidden(tensors, **options)[1])
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_bf16_logits_kept_in_float32_are_closer_than_rounded_ones(backend, device):
-    tensors, options = problem(torch.bfloat16, device, v=60)
-    tensors["head"] = tensors["head"] * 3
-    exact = plain(tensors, of_hidden, torch.float64, **options)
-
-    def error(fp32_logits):
-        ours = of_hidden(tensors, backend=backend, fp32_logits=fp32_logits, **options)
-        return (ours[0].double() - exact[0]).abs(), (ours[1][0].double() - exact[1][0]).norm()
-
-    kept, rounded = error(True), error(False)
-    assert kept[0] < rounded[0] / 3
-    assert kept[1] < rounded[1] / 1.2
+    gradients = of_hidden(tensors, importance_sampling_level=level, **options)[1]
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +408,7 @@ def test_operators_pass_opcheck(backend, dtype, level, device, small_tiles):
     grid = [tensor.view(B, T) if isinstance(tensor, Tensor) and tensor.numel() == B * T else tensor for tensor in token]
     torch.library.opcheck(
         linear_policy_loss_op,
-        (leaves[0].view(-1, H), *leaves[1:], *grid, None, False, *options, [True] * 3, True, 4, True, backend),
+        (leaves[0].view(-1, H), *leaves[1:], *grid, None, False, *options, [True] * 3, True, 4, backend),
         test_utils=checks,
     )
 

@@ -1,7 +1,6 @@
 """Ahead-of-time compilation of Triton kernels for GPUs that are not here.
 
-A test lists the launches its op ships as `AotCase` values and calls `compile_cases` once per module. Reports are kept
-beside Triton's own cache, by source, signature, options and compiler: a kernel that did not change is not built again.
+Reports are cached beside Triton's own cache, by source, signature, options and compiler.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +26,7 @@ from tests.support import wgmma
 
 @dataclass(frozen=True)
 class Target:
-    """GPU family: Triton's name of it, and the limits of one program."""
+    """GPU family, and the limits of one program."""
 
     backend: str
     arch: int | str
@@ -47,31 +46,23 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class AotCase:
-    """One launch that is shipped: a kernel with the argument types and options it runs with, on one of `TARGETS`.
-
-    `kernel` is `"module of cfa_kernels.ops:function"`. `arguments` maps each run-time argument to a type: `"*bf16"`,
-    `"i32"`, `"i64"`, `"fp32"` or `"tensordesc<bf16[128, 64]>"`. `":16"` appended says that the pointer or integer is a
-    multiple of 16, as the launcher sees at run time; a test of a kernel that is to vectorise its loads must say so.
-    `options` are the launch's: the compiler's, and every other argument, `None` for a pointer that is left out.
-    """
+    """One launch that is shipped, on one of `TARGETS`."""
 
     name: str
-    kernel: str
+    kernel: str  # "module of cfa_kernels.ops:function"
     target: str
+    # Types of run-time arguments: "*bf16", "i32", "fp32", "tensordesc<bf16[128, 64]>"; with ":16" multiples of 16.
     arguments: Mapping[str, str]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any]  # the compiler's, and every other argument, None for a pointer that is left out
 
     @property
     def function(self) -> Any:
-        """The kernel: Triton's stand-in for its interpreter where that is on."""
+        """The kernel, perhaps as Triton's interpreter has it."""
         module, _, name = self.kernel.partition(":")
         return getattr(importlib.import_module(f"cfa_kernels.ops.{module}"), name)
 
     def with_ones(self) -> "AotCase":
-        """Return the build for a launch in which every integer is 1, which Triton makes a constant of the kernel.
-
-        The interpreter builds nothing anew, so only a compiler shows what such a constant breaks.
-        """
+        """Return the build for a launch in which every integer is 1, which Triton makes a constant of the kernel."""
         jitted = self.function
         options = jitted.kwargs if hasattr(jitted, "kwargs") else vars(jitted)
         lasting = options["do_not_specialize"] or ()
@@ -88,13 +79,13 @@ class AotReport:
     name: str
     target: str
     registers: int  # 32-bit, a lane (on gfx942: architectural and accumulation VGPRs together)
-    spills: int  # bytes (NVIDIA) or registers (AMD) moved to local memory, stores and loads together
-    stack: int  # bytes of local memory a lane has
-    shared_memory: int  # bytes a program has
+    spills: int  # bytes (NVIDIA) or registers (AMD), stores and loads together
+    stack: int  # bytes of local memory a lane
+    shared_memory: int  # bytes a program
     threads: int
-    serialized: str  # ptxas's complaint that it had to run wgmma instructions one at a time (slow), or ""
+    serialized: str  # ptxas's complaint that wgmma instructions run one at a time, or ""
     assembly: str  # PTX or AMDGCN
-    sass: str  # machine code where there is wgmma
+    sass: str  # machine code, if there is wgmma
 
     @property
     def is_nvidia(self) -> bool:
@@ -102,10 +93,10 @@ class AotReport:
 
     @property
     def blocks(self) -> int:
-        """Programs that an NVIDIA multiprocessor holds at once; 1 KiB of shared memory a program is the driver's."""
+        """Programs that an NVIDIA multiprocessor holds at once."""
         limits = TARGETS[self.target]
         registers = -(-self.registers // 8) * 8
-        shared = (limits.max_shared_memory + 1024) // (self.shared_memory + 1024)
+        shared = (limits.max_shared_memory + 1024) // (self.shared_memory + 1024)  # 1 KiB a program is the driver's
         return min(limits.register_file // (registers * self.threads), shared, 2048 // self.threads)
 
     def __str__(self) -> str:
@@ -115,7 +106,7 @@ class AotReport:
         )
 
     def assert_fits(self, max_shared_memory: int | None = None) -> None:
-        """Assert that nothing spills, wgmma is sound and in parallel, registers and shared memory fit the target."""
+        """Assert that nothing spills, wgmma is sound and parallel, registers and shared memory fit the target."""
         limits = TARGETS[self.target]
         assert self.spills == self.stack == 0, str(self)
         assert not self.serialized, f"{self}\n{self.serialized}"
@@ -125,13 +116,13 @@ class AotReport:
         assert self.shared_memory <= (max_shared_memory or limits.max_shared_memory), str(self)
 
     def assert_sound(self) -> None:
-        """Assert that no register is written while a product still reads it (see `tests/support/wgmma.py`)."""
+        """Assert that no register is written while a product still reads it."""
         overwritten = wgmma.overwritten_inputs(self.sass)
         assert not overwritten, "\n".join([str(self), *overwritten])
 
     def assert_watched(self, inputs: int) -> None:
-        """Assert that so many products take an input from registers, which `assert_sound` sees once waits are gone."""
-        assert wgmma.products_with_register_input(self.sass) >= inputs, self.name
+        """Assert that so many products have a register input, which `assert_sound` sees once waits are gone."""
+        assert sum(line.register_input is not None for line in wgmma.parse(self.sass)[0]) >= inputs, self.name
         assert wgmma.overwritten_inputs(re.sub(r".*WARPGROUP\.DEPBAR.*\n", "", self.sass)), self.name
 
 
@@ -171,8 +162,8 @@ def _compile(case: AotCase) -> AotReport:
     if cached.exists():
         return AotReport(**json.loads(cached.read_text()))
     os.environ |= {"TRITON_DUMP_PTXAS_LOG": "1", "TRITON_ALWAYS_COMPILE": "1"}  # a cached build has no such log
+    target = GPUTarget(limits.backend, limits.arch, limits.warp_size)
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        target = GPUTarget(limits.backend, limits.arch, limits.warp_size)
         built = triton.compile(source, target=target, options=options)
     text = built.asm["amdgcn" if limits.backend == "hip" else "ptx"]
     report = AotReport(
@@ -181,7 +172,7 @@ def _compile(case: AotCase) -> AotReport:
         shared_memory=built.metadata.shared,
         threads=built.metadata.num_warps * limits.warp_size,
         assembly=text,
-        sass=_disassemble(built.asm["cubin"]) if "wgmma.mma_async" in text else "",
+        sass=_disassemble(knobs.nvidia.nvdisasm.path, built.asm["cubin"]) if "wgmma.mma_async" in text else "",
         **(_read_amdgcn(text) if limits.backend == "hip" else _read_ptxas_log(log.getvalue())),
     )
     cached.parent.mkdir(parents=True, exist_ok=True)
@@ -191,14 +182,10 @@ def _compile(case: AotCase) -> AotReport:
     return report
 
 
-def _disassemble(cubin: bytes) -> str:
-    from triton import knobs
-
+def _disassemble(nvdisasm: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        Path(file.name).write_bytes(cubin)
+        return subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _read_ptxas_log(log: str) -> dict[str, Any]:
@@ -210,12 +197,6 @@ def _read_ptxas_log(log: str) -> dict[str, Any]:
 
 
 def _read_amdgcn(text: str) -> dict[str, Any]:
-    def figure(key: str) -> int:
-        return int(re.search(rf"\.{key}:\s+(\d+)", text)[1])
-
-    return {
-        "registers": figure("vgpr_count"),
-        "stack": figure("private_segment_fixed_size"),
-        "spills": figure("vgpr_spill_count") + figure("sgpr_spill_count"),
-        "serialized": "",
-    }
+    keys = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
+    registers, stack, *spills = (int(re.search(rf"\.{key}:\s+(\d+)", text)[1]) for key in keys)
+    return {"registers": registers, "stack": stack, "spills": sum(spills), "serialized": ""}

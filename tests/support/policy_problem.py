@@ -32,11 +32,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tiles_of_32(vocabulary: int, element_size: int, *, hip: bool = False) -> dict[str, int]:
-    """Launch options with which rows of a few dozen logits take several tiles and end in a ragged one."""
-    return {"BLOCK": 32, "VECTOR": 4, "num_warps": 1}
-
-
 def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 

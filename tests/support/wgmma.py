@@ -1,19 +1,15 @@
 """A walk through Hopper machine code that looks for matrix products whose input is overwritten too early.
 
-A warp-group product (HGMMA) may take its left operand from registers, and runs on after it was issued: those registers
-must stay as they are until the wait that retires it (WARPGROUP.DEPBAR). ptxas before 13.3 can break that rule without
-a warning (triton-lang/triton#9433). `tests/support/aot.py` walks every sm_90 build with such products.
+A warp-group product (HGMMA) may read its left operand from registers until the wait that retires it (WARPGROUP.DEPBAR).
+ptxas before 13.3 can overwrite them earlier without a warning (triton-lang/triton#9433).
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-INPUT_REGISTERS = 4
-"""Registers of the left operand, whatever its dtype: 64 rows of 32 bytes over 128 threads."""
-
-# Their first operand is a register that they read.
-_READS_FIRST = ("BAR", "BRX", "CALL", "JMP", "JMX", "NANOSLEEP", "RET", "WARPSYNC")
+INPUT_REGISTERS = 4  # of the left operand, whatever its dtype: 64 rows of 32 bytes over 128 threads
+_READS_FIRST = ("BAR", "BRX", "CALL", "JMP", "JMX", "NANOSLEEP", "RET", "WARPSYNC")  # the first operand
 _SETS_PREDICATE = ("DSETP", "FCHK", "FSETP", "HSETP2", "ISETP")
 _MANY_GROUPS = 8  # no wait leaves so many unfinished
 
@@ -37,7 +33,7 @@ class Instruction:
 
     @property
     def ends_group(self) -> bool:
-        """Whether it is the last product of a group, which is what a wait counts."""
+        """Whether it is the last product of a group; a wait counts groups."""
         return self.is_product and "gsb0" in self.operands
 
     @property
@@ -48,10 +44,9 @@ class Instruction:
 
     @property
     def unfinished_after_wait(self) -> int | None:
-        """How many of the youngest groups a wait for products leaves unfinished; None if this is no such wait."""
-        if not self.opcode.startswith("WARPGROUP.DEPBAR") or self.predicate:
-            return None
-        return int(self.operands[1], 16)
+        """How many of the youngest groups a wait for products leaves unfinished; None for other instructions."""
+        is_wait = self.opcode.startswith("WARPGROUP.DEPBAR") and not self.predicate
+        return int(self.operands[1], 16) if is_wait else None
 
     @property
     def written(self) -> range:
@@ -77,16 +72,16 @@ class Instruction:
 
 
 def parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions of a listing by `nvdisasm -c`, and which of them each label stands before."""
+    """The instructions of a listing by `nvdisasm -c`, and the index of the one behind each label."""
     instructions: list[Instruction] = []
     labels = {}
     for line in sass.splitlines():
         label = re.match(r"\s*(\.L\w+):", line)
         if label:
             labels[label[1]] = len(instructions)
-        found = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@(\S+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", line)
-        if found:
-            predicate, opcode, operands = found.groups(default="")
+        match = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@(\S+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", line)
+        if match:
+            predicate, opcode, operands = match.groups(default="")
             text = f"{predicate and '@'}{predicate} {opcode} {operands}".strip()
             parts = tuple(part.strip() for part in operands.split(",") if part.strip())
             instructions.append(Instruction(text, predicate, opcode, parts))
@@ -94,7 +89,7 @@ def parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def _successors(instructions: list[Instruction], labels: dict[str, int], at: int) -> Iterator[int]:
-    """Where control may go after instruction `at`; more than it really can where a listing does not say."""
+    """The instructions that may follow `at`, more than really can if the listing does not say."""
     here = instructions[at]
     if here.root in ("BRA", "BRX", "CALL", "JMP", "JMX"):
         target = here.operands[-1].strip("`()")
@@ -110,16 +105,11 @@ def _successors(instructions: list[Instruction], labels: dict[str, int], at: int
         yield at + 1
 
 
-def products_with_register_input(sass: str) -> int:
-    """How many products of a listing take their left operand from registers."""
-    return sum(instruction.register_input is not None for instruction in parse(sass)[0])
-
-
 def overwritten_inputs(sass: str) -> list[str]:
     """Every product of a listing whose register input something may write before the product is retired.
 
-    Follows all paths from each product to the waits that retire it: those that leave fewer groups unfinished than
-    have been ended since, its own included. Raises `ValueError` for a jump that leaves the listing or is computed.
+    A wait retires it that leaves fewer groups unfinished than have been ended since, its own included. Raises
+    `ValueError` for a jump that leaves the listing or is computed.
     """
     instructions, labels = parse(sass)
     findings = []
