@@ -16,7 +16,7 @@ import yaml
 
 from trainer.config import DEFAULTS_FILE, EMBEDDED, PRESETS, model_path
 
-OF_MODELS = (
+MODEL_SETTINGS = (
     "temperature", "top_p", "max_completion_length", "instruction", "use_peft", "learning_rate",
     "max_steps", "generation_batch_size", "eval_steps",
 )  # fmt: skip
@@ -37,8 +37,7 @@ class _Yaml(yaml.SafeLoader):
 def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any:
     """Fill the dataclass `kind` from, in rising order: its defaults, the model folder's, `--config`, flags.
 
-    Unknown settings, values of the wrong type or outside their range end the program with exit code 2 and one line
-    that names them.
+    A setting that is wrong ends the program with exit code 2 and one line that names it.
     """
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     before.add_argument("--config")
@@ -74,8 +73,8 @@ def _in_one_line(box: str) -> str:
 
 
 def _model_settings(settings: dict[str, Any], path: Path, model: str) -> dict[str, Any]:
-    if others := sorted(settings.keys() - {*OF_MODELS}):
-        raise ValueError(f"{path}: a model may set {', '.join(OF_MODELS)}, not {others[0]}; take --config for that")
+    if others := sorted(settings.keys() - {*MODEL_SETTINGS}):
+        raise ValueError(f"{path}: a model may set {', '.join(MODEL_SETTINGS)}, not {others[0]}; use --config")
     if model != EMBEDDED:
         values = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         print(f"note: {path} sets {values}", file=sys.stderr)
@@ -103,8 +102,6 @@ def to_yaml(config: Any) -> str:
 def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), _Yaml) or {}
-    except UnicodeDecodeError as problem:
-        raise ValueError(f"{path}: is not UTF-8 text: {problem}; save it as UTF-8") from problem
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
         raise ValueError(f"{path}: is not YAML of plain values: {problem}") from problem
     if not isinstance(settings, dict):

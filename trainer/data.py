@@ -37,10 +37,7 @@ class Row(dict[str, Any]):
 def load_rows(
     name: str, *, split: str, count: int | None = None, columns: DataConfig | None = None, seed: int = GENERATED_SEED
 ) -> list[Row]:
-    """Load the first `count` rows of a file, a hub data set or "generated", checked; `columns` names their columns.
-
-    Raises `ValueError` that names data set, row (counted from 0) and reason.
-    """
+    """Load the first `count` rows of a data set, checked; `ValueError` names data set, row (from 0) and reason."""
     if name == GENERATED:
         problems = itertools.islice(generate(split, seed), count or GENERATED_TRAIN_PROBLEMS)
         rows: list[Any] = [{"question": problem.question, "answer": problem.solution()} for problem in problems]

@@ -51,7 +51,7 @@ CATALOGUE: dict[str, tuple] = {
     "steps in words": (["--max_steps=ten"], PARSE, "--max_steps: invalid literal for int() with base 10: 'ten'"),
     "groups that do not fit": (["--num_generations=3"], PARSE, "a multiple of num_generations, got 4 and 3"),
     "weights in reverse": (["--credit_options", "w_min", "5"], PARSE, "w_min must not exceed w_max, got 5 and 4.0"),
-    "an unknown tracker": (["--report_to=pigeon"], PARSE, "report_to must be among", "'pigeon'"),
+    "an unknown tracker": (["--report_to=pigeon"], PARSE, "invalid choice 'pigeon'", "--report_to"),
     "no reward function": (["--reward_funcs"], PARSE, "reward_funcs must name at least one function"),
     "an unknown kind of device": (["--device=toaster"], PARSE, "device must be", "cpu", "cuda:0", "got 'toaster'"),
     # Flags
@@ -63,7 +63,7 @@ CATALOGUE: dict[str, tuple] = {
     "no such file of settings": (["--config={tmp}/no.yaml"], PARSE, "no.yaml: there is no such file", "ship are cf, "),
     "a folder of settings": (["--config={tmp}"], PARSE, "Is a directory", "{tmp}"),
     "--config of nothing": (["--config"], PARSE, "--config", "expected one argument"),
-    "settings in Latin-1": (["--config={tmp}/a.yaml"], PARSE, "a.yaml", "not UTF-8", {"a.yaml": b"model: caf\xe9"}),
+    "settings in Latin-1": (["--config={tmp}/a.yaml"], PARSE, "a.yaml: is not YAML", "utf-8", {"a.yaml": b"a: \xe9"}),
     "settings that do not parse": (
         ["--config={tmp}/a.yaml"], PARSE, "a.yaml", "not YAML", "line 1", {"a.yaml": "max_steps: [1"},
     ),

@@ -1,6 +1,5 @@
 """Declare the rewards that come with the program, and the settings of rewards and evaluation."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
@@ -66,9 +65,6 @@ class RewardSettings:
             names = ", ".join(self.reward_funcs)
             sizes = f"{len(self.reward_weights)} weights for {len(self.reward_funcs)} reward_funcs ({names})"
             raise ValueError(f"reward_weights: {sizes}; give one for each, or none at all")
-        for name, weight in zip(self.reward_funcs, self.reward_weights, strict=False):
-            if not math.isfinite(weight):
-                raise ValueError(f"reward_weights must be finite, got {weight} for {name}")
         for name in self.reward_funcs:
             if name in BUILT_IN and self.kind not in BUILT_IN[name].kinds:
                 own, other = " or ".join(BUILT_IN[name].kinds), f"eval_reward {self.grader} {self.kind}"

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MERGEABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Types of weights that an adapter can be added to without quantising the sum."""
+_MERGEABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # the sum is not quantised
 
 
 class CannotMerge(ValueError):
@@ -37,10 +36,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 def merged_adapters(model: nn.Module) -> Iterator[int]:
     """Merge the active adapters of `model` while the context lasts; gives the number of layers.
 
-    Takes as much memory as the adapted layers' weights. A backward must wait until the context has ended.
-
-    Raises:
-        CannotMerge: nothing has changed then.
+    A backward must wait until the context has ended. Raises `CannotMerge`, and nothing has changed then.
     """
     layers = adapted_layers(model)
     owners = Counter(_place(p) for module in model.modules() for p in module._parameters.values() if p is not None)
@@ -48,7 +44,7 @@ def merged_adapters(model: nn.Module) -> Iterator[int]:
     try:
         for name, layer in layers.items():
             for key, weight in layer.get_base_layer().named_parameters(recurse=False):
-                if type(weight.data) is not Tensor or weight.dtype not in MERGEABLE:
+                if type(weight.data) is not Tensor or weight.dtype not in _MERGEABLE:
                     kind = f"{type(weight.data).__name__} of {str(weight.dtype).removeprefix('torch.')}"
                     raise CannotMerge(f"{name}: its {key} is a {kind}; merged into it, an adapter would be quantised")
                 if owners[_place(weight)] > 1:
