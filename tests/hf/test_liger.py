@@ -11,12 +11,10 @@ from transformers.integrations.liger import apply_liger_kernel
 from cfa_kernels import check_model, packed_logprobs
 from cfa_kernels.rows import Rows
 from tests.support.liger import liger_kernels
-from tests.support.models import gradients, make_model, tokens
+from tests.support.models import SMALL_ROWS, gradients, make_model
 
 # Checkpoints compare devices, which the stand-in for a GPU gives another name.
 pytestmark = [pytest.mark.slow, pytest.mark.traced]
-
-ROWS = Rows([tokens(4)[0]] * 2, tokens(7, 6, seed=1))
 
 
 def adapted(name, liger, **checkpointing):
@@ -33,7 +31,7 @@ def adapted(name, liger, **checkpointing):
 
 
 def gradients_of_packed_rows(model):
-    return gradients(model, sum(row.square().sum() for row in packed_logprobs(model, ROWS)))
+    return gradients(model, sum(row.square().sum() for row in packed_logprobs(model, Rows(*SMALL_ROWS))))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import nn
 
 from cfa_kernels import packed_logprobs
@@ -11,18 +11,20 @@ from cfa_kernels.hf.lora import one_pass_adapters
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.ops.adapted_linear import adapted_linear
 from cfa_kernels.rows import Rows
-from cfa_kernels.span import Span
 from tests.support.as_on_gpu import DEVICE
-from tests.support.models import PLACEHOLDER, assert_equals_naive, gradients, make_model, score_columns, tokens
-
-SMALL = ([tokens(4)[0]] * 2, tokens(7, 6, seed=1), [[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
+from tests.support.models import (
+    PLACEHOLDER,
+    SMALL_ROWS,
+    SMALL_SPANS,
+    assert_equals_naive,
+    gradients,
+    score_columns,
+    small_adapted,
+)  # fmt: skip
 
 
 def adapted(**config):
-    torch.manual_seed(3)
-    model = make_model("Qwen3", num_hidden_layers=1, hidden_size=32, intermediate_size=48, head_dim=8).cpu()
-    options = {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
-    return get_peft_model(model, LoraConfig(**options | config)).train()
+    return small_adapted(**config).cpu()
 
 
 def layer_of(model):
@@ -41,7 +43,7 @@ def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointin
     made = calls(monkeypatch)
 
     def gradients_of(model):
-        return gradients(model, sum(row.square().sum() for row in packed_logprobs(model, Rows(*SMALL[:2]))))
+        return gradients(model, sum(row.square().sum() for row in packed_logprobs(model, Rows(*SMALL_ROWS))))
 
     own, model = adapted(), adapted()
     for module in own.modules():
@@ -60,9 +62,9 @@ def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointin
 
 def test_scores_of_adapted_models_are_their_own(monkeypatch):
     model, made = adapted(), calls(monkeypatch)
-    scores = score_columns(model, *SMALL, mask=PLACEHOLDER)
+    scores = score_columns(model, *SMALL_ROWS, *SMALL_SPANS, mask=PLACEHOLDER)
     assert made
-    assert_equals_naive(scores, model.eval(), *SMALL)
+    assert_equals_naive(scores, model.eval(), *SMALL_ROWS, *SMALL_SPANS)
 
 
 def in_halves(**config):
@@ -82,7 +84,7 @@ def log_probs_by_peft(monkeypatch, unchecked):
         with monkeypatch.context() as patch:
             if own:
                 patch.setattr(lora, "_lora_layers", lambda walk: [])
-            rows = packed_logprobs(model, Rows(*SMALL[:2]))
+            rows = packed_logprobs(model, Rows(*SMALL_ROWS))
         sum(row.sum() for row in rows).backward()
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         return torch.cat(rows).detach(), torch.cat([parameter.grad.flatten() for parameter in trained])

@@ -14,24 +14,10 @@ from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing.prefix_tree import Query
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_forward
-from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, make_model, tokens
+from tests.support.models import PLACEHOLDER, SMALL_ROWS, SMALL_SPANS, small_adapted, small_model
 
-PROMPTS, COMPLETIONS = [tokens(4)[0]] * 2, tokens(7, 6, seed=1)
-ASKED = ([[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
-
-
+(PROMPTS, COMPLETIONS), ASKED = SMALL_ROWS, SMALL_SPANS
 pytestmark = pytest.mark.usefixtures("unchecked")
-
-
-def small_model(**changes):
-    return make_model("Qwen3", num_hidden_layers=1, hidden_size=32, intermediate_size=48, head_dim=8, **changes)
-
-
-def adapted():
-    torch.manual_seed(3)
-    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    return get_peft_model(small_model(), config).train()
 
 
 def forward_of(model):
@@ -73,18 +59,22 @@ def other_adapter(model, _):
 CHANGES = {
     "an optimizer step": (small_model, optimizer_step, r"embed_tokens.weight has been written to since it ran"),
     "a fused optimizer step": (small_model, partial(optimizer_step, fused=True), "has been written to since it ran"),
-    "an adapter's step": (adapted, optimizer_step, r"q_proj.lora_A.default.weight has been written to"),
+    "an adapter's step": (small_adapted, optimizer_step, r"q_proj.lora_A.default.weight has been written to"),
     "a checkpoint": (small_model, lambda model, _: model.load_state_dict(small_model().state_dict()), "written to"),
     "a weight put in": (small_model, exchanged, r"layers.0.input_layernorm.weight has been exchanged"),
     "a weight moved": (small_model, moved, r"layers.0.mlp.up_proj.weight has been moved"),
     "an adapter off": (
-        adapted,
+        small_adapted,
         lambda model, _: model.base_model.disable_adapter_layers(),
         r"q_proj have changed \(disabled: False then, True now",
     ),
-    "an adapter merged": (adapted, lambda model, _: model.merge_adapter(), r"merged: \[\] then, \['default'\] now"),
-    "an adapter's factor": (adapted, scaled, r"mlp.down_proj have changed \(scaling: "),
-    "another adapter": (adapted, other_adapter, r"active: \['default'\] then, \['other'\] now"),
+    "an adapter merged": (
+        small_adapted,
+        lambda model, _: model.merge_adapter(),
+        r"merged: \[\] then, \['default'\] now",
+    ),
+    "an adapter's factor": (small_adapted, scaled, r"mlp.down_proj have changed \(scaling: "),
+    "another adapter": (small_adapted, other_adapter, r"active: \['default'\] then, \['other'\] now"),
     "an adapter put on": (
         small_model,
         lambda model, _: get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])),
@@ -115,7 +105,7 @@ def test_a_forward_whose_model_has_changed_since_is_not_continued(change):
 
 
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
-@pytest.mark.parametrize("make", [small_model, adapted])
+@pytest.mark.parametrize("make", [small_model, small_adapted])
 @pytest.mark.traced  # checkpoints compare devices, which the stand-in names otherwise
 def test_what_leaves_the_weights_alone_leaves_a_forward_valid(make, checkpointing):
     model = make().train()
@@ -133,7 +123,7 @@ def test_what_leaves_the_weights_alone_leaves_a_forward_valid(make, checkpointin
     for flag in (False, True):
         for parameter in trainable:
             parameter.requires_grad_(flag)
-    if make is adapted:
+    if make is small_adapted:
         with model.disable_adapter():
             forward_of(model)
     with torch.autocast(model.device.type, torch.bfloat16):
@@ -155,7 +145,7 @@ def test_log_probs_and_loss_are_not_read_by_a_head_that_has_changed_since(change
 
 
 def test_under_a_head_that_stays_they_are_those_of_the_forward_however_its_adapters_go_on():
-    model = adapted()
+    model = small_adapted()
     forward = packed_forward(causal_lm(model), Rows(PROMPTS, COMPLETIONS))
     before = forward.logprobs()
     sum(row.sum() for row in before).backward()
@@ -164,7 +154,7 @@ def test_under_a_head_that_stays_they_are_those_of_the_forward_however_its_adapt
 
 
 def test_a_query_that_reads_only_rows_of_the_forward_runs_adapters_on_none_of_its_own():
-    forward = forward_of(adapted())
+    forward = forward_of(small_adapted())
     query = Query(torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy(), 8, COMPLETIONS[0][:2].numpy())
     ((found,),), work = forward.query_logprobs(forward.causal, [[query]])
     assert (len(found), work.tokens_fed) == (2, 1)
@@ -174,7 +164,7 @@ def test_the_state_is_read_once_by_a_forward_that_is_continued_and_once_by_what_
     """Not by a forward that is not, and not again while one call runs, in which weights do not change."""
     reads, read = [], model_state._weights_and_adapters
     monkeypatch.setattr(model_state, "_weights_and_adapters", lambda model: reads.append(model) or read(model))
-    causal = causal_lm(adapted())
+    causal = causal_lm(small_adapted())
     packed_forward(causal, Rows(PROMPTS, COMPLETIONS))
     assert not reads
     forward = forward_of(causal)

@@ -9,18 +9,12 @@ from cfa_kernels.hf.model_walk import ModelWalk
 from cfa_kernels.hf.modes import checkpointed_modules, one_mode
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_forward
-from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, make_model, score_columns, tokens
-
-PROMPTS, COMPLETIONS = [tokens(4)[0]] * 2, tokens(7, 6, seed=1)
-ASKED = ([[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
+from tests.support.models import PLACEHOLDER, SMALL_ROWS, SMALL_SPANS, make_model, score_columns, small_adapted
 
 
 @pytest.fixture(scope="module")
 def adapted():
-    model = make_model("Qwen3", num_hidden_layers=2, hidden_size=32, intermediate_size=48, head_dim=8).cpu()
-    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    return get_peft_model(model, config).train()
+    return small_adapted(layers=2).cpu()
 
 
 @pytest.fixture
@@ -45,13 +39,13 @@ def walks(monkeypatch):
 
 def test_a_packed_forward_its_scores_and_scores_apart_take_one_walk_each(adapted, walks):
     causal = causal_lm(adapted)
-    packed_forward(causal, Rows(PROMPTS, COMPLETIONS), keep_states=True)  # verified
+    packed_forward(causal, Rows(*SMALL_ROWS), keep_states=True)  # verified
     walks.clear()
-    forward = packed_forward(causal, Rows(PROMPTS, COMPLETIONS), keep_states=True)
+    forward = packed_forward(causal, Rows(*SMALL_ROWS), keep_states=True)
     assert walks == ["ours"]
-    forward.score(*ASKED, mask=PLACEHOLDER)
+    forward.score(*SMALL_SPANS, mask=PLACEHOLDER)
     assert walks == ["ours"] * 2
-    score_columns(adapted, PROMPTS, COMPLETIONS, *ASKED, mask=PLACEHOLDER)
+    score_columns(adapted, *SMALL_ROWS, *SMALL_SPANS, mask=PLACEHOLDER)
     assert walks == ["ours"] * 3
 
 

@@ -4,13 +4,12 @@ import itertools
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cfa_kernels import check_model
 from cfa_kernels.hf import verify
 from cfa_kernels.hf.probe_mode import float32_weights
-from tests.support.models import make_model
+from tests.support.models import small_adapted
 
 
 class FailsAt(TorchDispatchMode):
@@ -25,11 +24,6 @@ class FailsAt(TorchDispatchMode):
         if not self.left:
             raise self.error("injected")
         return func(*args, **(kwargs or {}))
-
-
-def small_model(dtype):
-    model = make_model("Qwen3", num_hidden_layers=1, hidden_size=32, intermediate_size=48, head_dim=8).to(dtype)
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
 
 
 def state(model):
@@ -54,7 +48,7 @@ def assert_same(model, before):
     ("dtype", "error"), [(torch.float32, torch.OutOfMemoryError), (torch.bfloat16, KeyboardInterrupt)]
 )
 def test_an_error_at_any_operation_of_a_probe_leaves_weights_and_flags_as_they_were(dtype, error):
-    model = small_model(dtype)
+    model = small_adapted().to(dtype)
     ids, before = torch.arange(4, 8, device=model.device)[None], state(model)
     for number in itertools.count(1):
         mode = FailsAt(number, error)
@@ -72,7 +66,7 @@ def test_an_error_at_any_operation_of_a_probe_leaves_weights_and_flags_as_they_w
 @pytest.mark.parametrize("number", [20, 110, 400])
 def test_an_interrupted_check_leaves_a_model_that_the_next_one_accepts(number, monkeypatch):
     monkeypatch.setattr(verify, "_BY_STRUCTURE", {})
-    model = small_model(torch.bfloat16).train()
+    model = small_adapted().to(torch.bfloat16)
     before = state(model)
     with pytest.raises(KeyboardInterrupt), FailsAt(number, KeyboardInterrupt):
         check_model(model)

@@ -65,7 +65,7 @@ def test_estimators_and_credit_of_two_processes_of_which_one_judges_nothing(how)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_gives_what_one_process_gives(stage, halves, lora):
     skip_unless_deepspeed("ZeRO-3")
-    sharded.run(2, sharded.zero, stage, halves, lora)
+    sharded.run(2, sharded.as_one_process, f"ZeRO-{stage}", "Qwen3", {}, halves, lora)
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -11,7 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from cfa_kernels.hf import verify
 from cfa_kernels.hf.model_walk import ModelWalk
 from cfa_kernels.hf.structure import model_structure, repeated_layers
-from tests.support.models import HYBRIDS, MASKED, MOE, OTHERS, make_model
+from tests.support.models import HYBRIDS, MASKED, MOE, OTHERS, make_model, small_model
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def attended(monkeypatch):
 
 
 def deep(layers=8, **changes):
-    return make_model("Qwen3", num_hidden_layers=layers, hidden_size=32, intermediate_size=48, head_dim=8, **changes)
+    return small_model(num_hidden_layers=layers, **changes)
 
 
 def test_of_repeated_layers_the_first_and_the_last_run(attended):

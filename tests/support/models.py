@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from peft import LoraConfig, get_peft_model
 
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.stateful_layers import OLDEST
@@ -111,6 +112,18 @@ def make_model(name: str, **changes):
     return model.to(DEVICE)
 
 
+def small_model(**changes):
+    """One narrow layer of a Qwen3."""
+    shape = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    return make_model("Qwen3", **shape | changes)
+
+
+def small_adapted(layers=1, **config):
+    """The same with adapters off the identity that they start as, in training mode."""
+    options = {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    return get_peft_model(small_model(num_hidden_layers=layers), LoraConfig(**options | config)).train()
+
+
 def tokens(*lengths, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(4, VOCAB, (n,), generator=generator) for n in lengths]
@@ -150,6 +163,10 @@ def batch_of(
 def score_columns(model, prompts, completions, spans, answers, **options):
     """Scores of columns as `batch` gives them."""
     return score_counterfactuals(model, Rows(prompts, completions), spans, answers, **options)
+
+
+SMALL_ROWS = [tokens(4)[0]] * 2, tokens(7, 6, seed=1)
+SMALL_SPANS = [[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)]  # and answers
 
 
 def naive(model, prompt, completion, answer, span=None):

@@ -33,7 +33,7 @@ from cfa_kernels import (
     packed_policy_loss,
 )
 from cfa_kernels.estimators.masking import Masking
-from cfa_kernels.hf.fsdp import is_zero3
+from cfa_kernels.hf.fsdp import is_engine, is_zero3
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.sharding import run_inside
 from cfa_kernels.hf.verify import _BY_MODEL
@@ -89,8 +89,8 @@ def wrapped(model: nn.Module, how: str, halves: bool = False) -> nn.Module:
     """Distribute a model: the ways that people and hosts do."""
     inner = causal_lm(model)
     layers = inner.model.layers
-    if how == "ZeRO-3":
-        return deepspeed_engine(model)
+    if how.startswith("ZeRO"):
+        return deepspeed_engine(model, halves, int(how[-1]))
     if how == "DDP":
         return DistributedDataParallel(model)
     if how == "FSDP1":
@@ -152,6 +152,15 @@ def same_gradients(ours: dict[str, torch.Tensor], alone: nn.Module, tolerance: f
     assert worst < tolerance, worst
 
 
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole gradients by name."""
+    if not is_engine(model):
+        return values(model, gradients=True)
+    from deepspeed.utils import safe_get_full_grad
+
+    return {name: safe_get_full_grad(p) for name, p in model.module.named_parameters() if p.requires_grad}
+
+
 def values(model: nn.Module, gradients: bool = False) -> dict[str, torch.Tensor]:
     """Whole weights by name, or their gradients."""
 
@@ -171,29 +180,38 @@ def values(model: nn.Module, gradients: bool = False) -> dict[str, torch.Tensor]
         return {n: whole(p.grad if gradients else p) for n, p in named.items() if not gradients or p.grad is not None}
 
 
-def as_one_process(rank: int, how: str, architecture: str, changes: dict) -> None:
+def as_one_process(
+    rank: int, how: str, architecture: str, changes: dict, halves: bool = False, lora: bool = False
+) -> None:
     """Scores, gradients, two optimizer steps and errors of two processes are those of one."""
-    alone, shared = make_model(architecture, **changes), wrapped(make_model(architecture, **changes), how)
-    expected = scores(alone)
+    alone, model = (make_model(architecture, **changes) for _ in range(2))
+    if lora:
+        alone, model = adapted(alone), adapted(model)
+    shared, tolerance, expected = wrapped(model, how, halves), 1.0 if halves else 2e-5, scores(alone)
     for rows in ([[0, 1, 2, 3, 4, 5], [6]], [[], [0, 3]], [[0, 2, 4, 6], [1, 3, 5]]):
-        same(scores(shared, rows[rank]), expected, rows[rank])
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (alone, shared)]
+        same(scores(shared, rows[rank]), expected, rows[rank], tolerance)
+    own, ours = (torch.optim.SGD(model.parameters(), lr=0.05) for model in (alone, shared))
+    engine = shared if how.startswith("ZeRO") else None
     for rows, advantages in (
         ([[0, 2, 4, 6], [1, 3, 5]], ADVANTAGES),
         ([[*ALL], [6]], ADVANTAGES * (rank == 0)),  # a row without advantage is not fed
     ):
-        for optimizer in optimizers:
+        for optimizer in (own, ours):
             optimizer.zero_grad()
         loss(alone).loss.backward()
-        loss(shared, rows[rank], 2, advantages).loss.backward()
-        same_gradients(values(shared, gradients=True), alone)
-        for optimizer in optimizers:
-            optimizer.step()
+        result = loss(shared, rows[rank], 2, advantages).loss
+        (engine or torch.Tensor).backward(result)
+        same_gradients(gradients_of(shared), alone, 0.2 if halves else 1e-4)
+        own.step()
+        (engine or ours).step()
     expected = scores(alone)
-    same(scores(shared, [rank, 2 + rank]), expected, [rank, 2 + rank], 1e-4)
-    if how != "DDP":
+    same(scores(shared, [rank, 2 + rank]), expected, [rank, 2 + rank], max(tolerance, 1e-4))
+    if how not in ("DDP", "ZeRO-1", "ZeRO-2"):
         errors(rank, shared)
-    same(scores(shared, [rank]), expected, [rank], 1e-4)
+    if how == "ZeRO-3":
+        with pytest.raises(NotImplementedError, match="are pieces, and nothing that wraps it gathers them"):
+            scores(shared.module, [rank])
+    same(scores(shared, [rank]), expected, [rank], max(tolerance, 1e-4))
 
 
 def as_one_of_four(rank: int, how: str) -> None:
@@ -203,7 +221,7 @@ def as_one_of_four(rank: int, how: str) -> None:
     same(scores(shared, rows), scores(alone), rows)
     loss(alone).loss.backward()
     loss(shared, rows or [0], 4, ADVANTAGES * bool(rows)).loss.backward()
-    same_gradients(values(shared, gradients=True), alone)
+    same_gradients(gradients_of(shared), alone)
 
 
 def errors(rank: int, shared: nn.Module) -> None:
@@ -368,34 +386,6 @@ def deepspeed_engine(model: nn.Module, halves: bool = False, stage: int = 3) -> 
         },
     )  # fmt: skip
     return engine
-
-
-def zero(rank: int, stage: int, halves: bool, lora: bool) -> None:
-    """DeepSpeed's engine: scores, gradients, two steps and errors are those of one process."""
-    from deepspeed.utils import safe_get_full_grad
-
-    alone, model = (adapted(make_model("Qwen3")) if lora else make_model("Qwen3") for _ in range(2))
-    shared = deepspeed_engine(model, halves, stage)
-    expected, tolerance = scores(alone), 1.0 if halves else 2e-5
-    for rows in ([[0, 1, 2, 3, 4, 5], [6]], [[], [0, 3]]):
-        same(scores(shared, rows[rank]), expected, rows[rank], tolerance)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss(alone).loss.backward()
-        shared.backward(loss(shared, [[0, 2, 4, 6], [1, 3, 5]][rank], 2).loss)
-        trained = {name: p for name, p in shared.module.named_parameters() if p.requires_grad}
-        ours = {name: safe_get_full_grad(parameter) for name, parameter in trained.items()}
-        same_gradients(ours, alone, 0.2 if halves else 1e-4)
-        shared.step()
-        optimizer.step()
-    expected = scores(alone)
-    same(scores(shared, [rank]), expected, [rank], max(tolerance, 1e-4))
-    if stage == 3:
-        errors(rank, shared)
-        with pytest.raises(NotImplementedError, match="are pieces, and nothing that wraps it gathers them"):
-            scores(shared.module, [rank])
-    same(scores(shared, [rank]), expected, [rank], max(tolerance, 1e-4))
 
 
 def zero3_after_ordinary_steps(rank: int, lora: bool) -> None:
