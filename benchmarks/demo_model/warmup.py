@@ -5,7 +5,6 @@ Its defaults made the checkpoint in `trainer/embedded/assets`, which solves 60 %
 machine they made one that solves 57 %. `--dataset` does the same on real problems.
 """
 
-import dataclasses
 import itertools
 import json
 import math
@@ -13,7 +12,7 @@ import platform
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -223,7 +222,7 @@ def careless(problem: Problem, rng: random.Random) -> Problem:
     fact = max(facts, key=lambda fact: fact.misleading, default=None)
     if fact and rng.random() < fact.misleading:
         last = last._replace(right=fact.number)
-    return dataclasses.replace(problem, steps=(*first, last))
+    return replace(problem, steps=(*first, last))
 
 
 def warm_up(config: WarmupConfig) -> Path:
