@@ -25,7 +25,7 @@ ON = ("--compare_and_correct=0.3", "--credit=uniform", EVEN, *SHORT)
 
 @pytest.fixture
 def written(monkeypatch):
-    """Every batch of corrections that is generated, with what it was asked for."""
+    """Every batch of corrections that is generated, with its prompts and options."""
     batches = []
     sample = TransformersEngine.__call__
 
@@ -97,19 +97,24 @@ def test_a_right_correction_raises_its_attempt_before_the_group_is_compared_and_
     assert shaped.metrics["corrections/right_fraction"] == 1 / 2
 
 
-@pytest.mark.parametrize("masked", [True, False])
-def test_a_truncated_attempt_is_corrected_only_if_the_loss_counts_it(trainer, masked) -> None:
-    flag, corrected = f"--{'' if masked else 'no_'}mask_truncated_completions", ["right"] * (1 if masked else 2)
-    shaped = by_hand(trainer, [1.0, 0.0, 0.0, 1.0], corrected, flag, truncated=[2])
-    assert list(shaped.notes) == ([1] if masked else [1, 2])
-
-
-@pytest.mark.parametrize("rewards", [[0.0] * 4, [1.0] * 4])
-def test_without_a_wrong_and_a_correct_sibling_nothing_is_generated(trainer, rewards) -> None:
-    shaped = by_hand(trainer, rewards, None)
-    assert shaped.rewards.tolist() == rewards
-    assert (shaped.edits == 1).all()
-    assert shaped.metrics == {"corrections/fraction": 0, "corrections/too_long": 0, "corrections/tokens": 0}
+@pytest.mark.parametrize(
+    ("rewards", "flag", "corrected"),
+    [
+        ([1.0, 0, 0, 1], "--mask_truncated_completions", [1]),
+        ([1.0, 0, 0, 1], "--no_mask_truncated_completions", [1, 2]),
+        ([0.0] * 4, "--no_mask_truncated_completions", []),
+        ([1.0] * 4, "--no_mask_truncated_completions", []),
+    ],
+)
+def test_wrong_completions_beside_correct_ones_are_corrected_truncated_ones_only_if_the_loss_counts_them(
+    trainer, rewards, flag, corrected
+) -> None:
+    shaped = by_hand(trainer, rewards, ["right"] * len(corrected), flag, truncated=[2])
+    assert list(shaped.notes) == corrected
+    if not corrected:
+        assert shaped.rewards.tolist() == rewards
+        assert (shaped.edits == 1).all()
+        assert shaped.metrics == {"corrections/fraction": 0, "corrections/too_long": 0, "corrections/tokens": 0}
 
 
 def test_a_reward_that_fails_on_corrections_names_their_samples(trainer) -> None:
@@ -119,22 +124,34 @@ def test_a_reward_that_fails_on_corrections_names_their_samples(trainer) -> None
         by_hand(trainer, [1.0, 0.0, 0.0, 1.0], ["right", "?"])
 
 
-def test_the_prompt_shows_the_attempt_and_its_nearest_correct_siblings(fresh, written) -> None:
-    trainer = fresh(*ON)
-    result = training_step(trainer, 1, [0, 1, 2])
+def test_the_prompt_shows_attempt_and_nearest_correct_sibling_and_one_that_is_too_long_is_counted(
+    fresh, written, monkeypatch
+) -> None:
+    trainer, limited = fresh(*ON), fresh(*ON)
+    free = training_step(trainer, 1, [0, 1, 2])
     (prompts, options, _), *rest = written
     assert not rest
-    texts, rows = result.rollouts.texts, result.rollouts.ids()
-    assert len(prompts) == len(result.notes) > 2
-    for b, prompt, key in zip(result.notes, prompts, options["keys"], strict=True):
+    texts, rows = free.rollouts.texts, free.rollouts.ids()
+    assert len(prompts) == len(free.notes) > 2
+    for b, prompt, key in zip(free.notes, prompts, options["keys"], strict=True):
         group = range(b // 8 * 8, b // 8 * 8 + 8)
-        nearest = sorted((o for o in group if result.rewards[o]), key=lambda o: table(rows[b], rows[o])[-1][-1])
-        reference, question = texts[nearest[0]], trainer.rows[result.problems[b]]["question"]
+        nearest = min((o for o in group if free.rewards[o]), key=lambda o: table(rows[b], rows[o])[-1][-1])
+        reference, question = texts[nearest], trainer.rows[free.problems[b]]["question"]
         assert prompt == correction_prompt(question, texts[b], reference, trainer.tokenizer, trainer.config)
-        shown = trainer.tokenizer.decode(prompt)
-        places = [shown.index(text) for text in (question, f"wrong:\n{texts[b]}", f"correct:\n{reference}")]
+        text = trainer.tokenizer.decode(prompt)
+        places = [text.index(part) for part in (question, f"wrong:\n{texts[b]}", f"correct:\n{reference}")]
         assert places == sorted(places)
-        assert key == (0, 1, result.problems[b], b % 8, 1)
+        assert key == (0, 1, free.problems[b], b % 8, 1)
+
+    lengths = {b: len(prompt) for b, prompt in zip(free.notes, prompts, strict=True)}
+    limit = sorted(lengths.values())[len(lengths) // 2]
+    monkeypatch.setattr(compare_and_correct, "_longest_prompt", lambda _: limit)
+    result = training_step(limited, 1, [0, 1, 2])
+    fit = [b for b, length in lengths.items() if length <= limit]
+    assert notes_of(result.notes) == {b: notes_of(free.notes)[b] for b in fit}
+    assert result.metrics["corrections/too_long"] == len(lengths) - len(fit) > 0
+    assert result.metrics["corrections/fraction"] == len(fit) / 24
+    assert all((result.credit.weights[b] == 1).all() for b in range(24) if b not in fit)
 
 
 @pytest.mark.parametrize(
@@ -184,21 +201,7 @@ def test_off_by_default_and_nobody_correct_is_the_same_to_the_bit(fresh, monkeyp
     assert extra == {"time/correct", "corrections/fraction", "corrections/too_long", "corrections/tokens"}
 
 
-def test_a_prompt_that_is_too_long_leaves_its_sample_uncorrected_and_is_counted(fresh, written, monkeypatch) -> None:
-    free, limited = fresh(*ON), fresh(*ON)
-    everyone = training_step(free, 1, [0, 1, 2]).notes
-    lengths = {b: len(prompt) for b, prompt in zip(everyone, written[0][0], strict=True)}
-    limit = sorted(lengths.values())[len(lengths) // 2]
-    monkeypatch.setattr(compare_and_correct, "_longest_prompt", lambda _: limit)
-    result = training_step(limited, 1, [0, 1, 2])
-    fit = [b for b, length in lengths.items() if length <= limit]
-    assert notes_of(result.notes) == {b: notes_of(everyone)[b] for b in fit}
-    assert result.metrics["corrections/too_long"] == len(lengths) - len(fit) > 0
-    assert result.metrics["corrections/fraction"] == len(fit) / 24
-    assert all((result.credit.weights[b] == 1).all() for b in range(24) if b not in fit)
-
-
-def test_a_run_in_which_no_correction_could_be_asked_for_ends_before_it_starts(fresh, monkeypatch) -> None:
+def test_a_run_in_which_no_correction_fits_ends_before_it_starts(fresh, monkeypatch) -> None:
     trainer = fresh()
     longest = max(map(len, trainer.prompts + trainer.held_out_prompts))
     monkeypatch.setattr(compare_and_correct, "_longest_prompt", lambda _: longest)
