@@ -16,17 +16,11 @@ Queries = Sequence[Query] | Mapping[int, Query]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the packs that a model is fed.
+    """Limits of the packs that a model is fed."""
 
-    Attributes:
-        token_budget: maximum tokens of a pack; a longer sequence gets a pack of its own.
-        trunks: whether a pack may continue the rows of an earlier one, its trunk, by their keys and values.
-        most_rows: maximum rows of a pack together with its trunk; None for any number.
-    """
-
-    token_budget: int
-    trunks: bool = True
-    most_rows: int | None = None
+    token_budget: int  # maximum tokens of a pack; a longer sequence gets a pack of its own
+    trunks: bool = True  # whether a pack may continue the rows of an earlier one, by their keys and values
+    most_rows: int | None = None  # maximum rows of a pack together with its trunk
 
 
 def groups_within(sizes: Sequence[int], most: int, total: Callable[[Sequence[int]], int] = sum) -> list[range]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -138,7 +139,7 @@ class PrefixTree:
 
     def insert_within(self, queries: Sequence[Query], most: int) -> list[np.ndarray] | None:
         """Add the sequences of all `queries`; if that makes more than `most` rows, add none and return None."""
-        mark, rows_of = self.checkpoint(), []
+        mark, rows_of = len(self._segments), []
         for query in queries:
             rows_of.append(self.insert(query.tokens, query.alone_from))
             if self.num_tokens > most:
@@ -146,12 +147,8 @@ class PrefixTree:
                 return None
         return rows_of
 
-    def checkpoint(self) -> int:
-        """Return a mark to `rollback` to."""
-        return len(self._segments)
-
     def rollback(self, mark: int) -> None:
-        """Forget every segment added since `mark`."""
+        """Forget every segment after the first `mark`."""
         while len(self._segments) > mark:
             segment = self._segments.pop()
             del self._branches[segment.parent, segment.start, segment.token]
@@ -179,8 +176,7 @@ class PrefixTree:
         )
 
 
-def _int32(values: list[int]) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
+_int32 = partial(np.array, dtype=np.int32)
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:

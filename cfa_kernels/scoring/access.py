@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -10,10 +11,12 @@ from transformers import PreTrainedModel
 from ..hf.model import causal_lm, input_device
 from ..hf.ranks import Ranks, inside
 from ..hf.sharding import is_sharded, run_inside
+from ..packing.packs import Limits
 from ..packing.prefix_tree import Query
-from .batch import ScoredBatch, branch
-from .masked import CounterfactualScores, ScoringWork, query_logprobs, score_batch
+from .batch import ScoredBatch
+from .masked import CounterfactualScores, ScoringWork, collect_scores, query_logprobs, score_batch
 from .outcomes import DIVERGENCES, Outcome
+from .plan import ScoringPlan, queries_of
 from .training_forward import PackedForward
 
 _Result = TypeVar("_Result")
@@ -99,7 +102,7 @@ class InProcess(ModelAccess):
 
 
 class Sharded(InProcess):
-    """Access to a model whose weights are in pieces on several processes (FSDP, ZeRO-3), given as its outermost module.
+    """Access to a model in pieces on several processes (FSDP, ZeRO-3), given as its outermost module.
 
     Every process queries it in the same order, each for completions of its own or for none, inside `run`.
     """
@@ -118,10 +121,7 @@ class Sharded(InProcess):
 
 
 class TrainingForward(InProcess):
-    """Access to the model of a `PackedForward`, whose completions are fed already: answers and queries continue them.
-
-    Estimators that continue nothing (gradients, resampled masks) use the forward's model itself.
-    """
+    """Access to the model of a `PackedForward`: answers and queries continue the completions that it has fed."""
 
     def __init__(self, forward: PackedForward) -> None:
         super().__init__(forward.causal)
@@ -179,33 +179,21 @@ class LogprobService(RemoteAccess):
         """
         if outcome in DIVERGENCES:
             raise NotImplementedError(f"outcome={outcome!r} needs {CAPABILITIES[DISTRIBUTIONS]}")
-        rows = [(row, k) for row in batch.rows if row.answer is not None for k in (None, *range(len(row.spans)))]
-        branches = [branch(row, k, batch.mask) for row, k in rows]
-        prompts = [torch.from_numpy(row.prompt) for row, _ in rows]
-        completions = [
-            torch.from_numpy(tokens[len(prompt) : answer.end])
-            for prompt, (tokens, answer) in zip(prompts, branches, strict=True)
-        ]
+        bundles = [queries_of(row, outcome, batch.mask) for row in batch.rows]
+        queries = [(row.prompt, query) for row, bundle in zip(batch.rows, bundles, strict=True) for query in bundle]
+        prompts = [torch.from_numpy(prompt) for prompt, _ in queries]
+        completions = [torch.from_numpy(np.append(q.tokens[len(prompt) :], q.targets[-1])) for prompt, q in queries]
         logprobs = [torch.as_tensor(row).detach() for row in self._logprobs_of(prompts, completions)] if prompts else []
         if len(logprobs) != len(completions):
             raise ValueError(f"expected log-probs of {len(completions)} sequences, got {len(logprobs)}")
-        values = list[Tensor]()
-        for i, (row, completion, (_, answer)) in enumerate(zip(logprobs, completions, branches, strict=True)):
+        values = [torch.zeros(0)]
+        for i, (row, completion, (_, query)) in enumerate(zip(logprobs, completions, queries, strict=True)):
             if len(row) != len(completion):
                 raise ValueError(f"expected log-probs of the {len(completion)} tokens of sequence {i}, got {len(row)}")
-            length = answer.end - answer.start
-            values.append(row[-length:].float().sum().cpu() / (length if outcome == "mean_logprob" else 1))
-        each = iter(values)
-        scores = [
-            torch.full((1 + len(row.spans),), float("nan"))
-            if row.answer is None
-            else torch.stack([next(each) for _ in range(1 + len(row.spans))])
-            for row in batch.rows
-        ]
-        base, masked = torch.tensor([row[0] for row in scores]), [row[1:] for row in scores]
-        drop = [row - own for row, own in zip(masked, base, strict=True)]
+            values.append(row[-len(query.targets) :].float().cpu())
         fed = sum(map(len, prompts + completions))
-        return CounterfactualScores(base, masked, drop, ScoringWork(len(completions), fed, fed))
+        plan = ScoringPlan(batch.index, bundles, [], batch.rows, Limits(fed))
+        return collect_scores(torch.cat(values), plan, outcome, ScoringWork(len(completions), fed, fed))
 
 
 def as_access(model: nn.Module | ModelAccess | None) -> ModelAccess:

@@ -71,35 +71,21 @@ def branch(row: ScoredRow, k: int | None, mask: Mask | None) -> Branch:
 class ScoredBatch:
     """Completions with their units and answers, checked on the host, equal prompts side by side.
 
-    Attributes:
-        rows: B completions with their prompts, units and answers, as numpy arrays.
-        mask: rule by which units are masked; None where none is.
-        token_budget: maximum packed tokens per forward; None derives it from free memory.
-        lengths: (B,) sampled tokens of each completion; a probe or another answer may follow them.
-        reasoning_ends: (B,) where the answer's marker begins; the length where there is no answer.
-        seed: integers by which draws are keyed, before the row's index.
-        groups: (B,) int64, equal for the completions of one prompt.
-        rewards: (B,) float.
-        advantages: (B,) float or B tensors (T_b,).
-        entropies: B tensors (T_b,) of each sampled token's distribution, nats.
-        external: B tensors (K_b,) or (T_b,), the caller's own importances.
-        special_ids: ids that are not content: those that end a text or pad a batch.
-
     Columns from `reasoning_ends` on may be None where no estimator in use reads them.
     """
 
     rows: list[ScoredRow]
-    mask: Mask | None = None
-    token_budget: int | None = None
-    lengths: list[int] = field(default_factory=list)
-    reasoning_ends: list[int] | None = None
-    seed: tuple[int, ...] = ()
-    groups: Tensor | None = None
-    rewards: Tensor | None = None
-    advantages: Tensor | list[Tensor] | None = None
-    entropies: list[Tensor] | None = None
-    external: list[Tensor | Sequence[float]] | None = None
-    special_ids: tuple[int, ...] = ()
+    mask: Mask | None = None  # rule by which units are masked
+    token_budget: int | None = None  # maximum packed tokens per forward; None derives it from free memory
+    lengths: list[int] = field(default_factory=list)  # (B,) sampled tokens; a probe or another answer may follow them
+    reasoning_ends: list[int] | None = None  # (B,) where the answer's marker begins, or the length without an answer
+    seed: tuple[int, ...] = ()  # by which draws are keyed, before the row's index
+    groups: Tensor | None = None  # (B,) int64, equal for the completions of one prompt
+    rewards: Tensor | None = None  # (B,)
+    advantages: Tensor | list[Tensor] | None = None  # (B,), or B tensors (T_b,)
+    entropies: list[Tensor] | None = None  # B tensors (T_b,) of each sampled token's distribution, nats
+    external: list[Tensor | Sequence[float]] | None = None  # B tensors (K_b,) or (T_b,), the caller's own importances
+    special_ids: tuple[int, ...] = ()  # ids that end a text or pad a batch, and are not content
 
     @classmethod
     def of(
@@ -121,8 +107,6 @@ class ScoredBatch:
             rows, units, answers, mask, token_budget: as in `score_counterfactuals` (its `spans` are `units` here).
             places: place of each row in the caller's `Rows`; default its own.
             apart: whether a unit that overlaps the answer is an error, as it is where units are masked.
-
-        Raises `ValueError` naming argument, row and value.
         """
         units = [()] * len(rows) if units is None else units
         answers = [None] * len(rows) if answers is None else answers

@@ -44,22 +44,15 @@ class ScoringWork:
 
 @dataclass(frozen=True)
 class CounterfactualScores:
-    """Scores of the answers of B completions, as sampled and without each span, in nats.
+    """Scores of the answers of B completions, as sampled and without each span, in nats, fp32 on the host.
 
-    The lower its drop, the more a span matters: its importance is `-drop`. All tensors are on the host.
-
-    Attributes:
-        base: (B,) fp32 log P(answer | prompt, reasoning) or its mean over tokens, 0 where the outcome is a
-            distribution (`last`, `mean`), nan where there is no answer.
-        masked: B tensors (K_b,) fp32, the same with span k masked; minus the KL divergence from the unmasked
-            distribution where the outcome is one.
-        drop: B tensors (K_b,) fp32, `masked - base`; a positive one marks a distractor (CF paper, eq. 3).
-        work: counts of what was computed.
+    The lower its drop, the more a span matters: its importance is `-drop`. Where the outcome is a distribution (`last`,
+    `mean`), `base` is 0 and `masked` minus the KL divergence from the unmasked one.
     """
 
-    base: Tensor
-    masked: list[Tensor]
-    drop: list[Tensor]
+    base: Tensor  # (B,) log P(answer | prompt, reasoning), or its mean over tokens; nan where there is no answer
+    masked: list[Tensor]  # B tensors (K_b,), the same with span k masked
+    drop: list[Tensor]  # B tensors (K_b,), `masked - base`; a positive one marks a distractor (CF paper, eq. 3)
     work: ScoringWork
 
     def in_callers_order(self, batch: ScoredBatch) -> "CounterfactualScores":

@@ -51,15 +51,14 @@ def test_a_segments_context_is_the_path_above_it(rows):
 
 
 @given(sequences, sequences)
-def test_rollback_restores_the_tree(before, after):
+def test_sequences_that_do_not_fit_leave_a_tree_and_its_copies_as_they_were(before, after):
     tree, expected = PrefixTree(), PrefixTree()
     for row in before:
         tree.insert(ids(row))
         expected.insert(ids(row))
-    mark = tree.checkpoint()
-    for row in after:
-        tree.insert(ids(row))
-    tree.rollback(mark)
+    copy, queries = tree.copy(), queries_of([*after, [9]])
+    assert tree.insert_within(queries, tree.num_tokens) is None
+    copy.insert_within(queries, 10**6)
     assert tree.num_tokens == expected.num_tokens
     again = [tree.insert(ids(row)).tolist() for row in after]
     assert again == [expected.insert(ids(row)).tolist() for row in after]
