@@ -23,7 +23,7 @@ WAYS = {
 KEYS = [(backend, op) for backend in ("generic", "cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")]
 
 
-def asked(question: Any) -> Any:
+def answer(question: Any) -> Any:
     """The answer, or that torch refuses to give one where its two ways to set it were mixed."""
     try:
         return question()
@@ -33,7 +33,7 @@ def asked(question: Any) -> Any:
 
 def settings() -> list[Any]:
     known = [torch._C._get_fp32_precision_getter(*key) for key in KEYS if key[0] != "generic" or key[1] == "all"]
-    return [*known, asked(torch.get_float32_matmul_precision), asked(lambda: torch.backends.cuda.matmul.allow_tf32)]
+    return [*known, answer(torch.get_float32_matmul_precision), answer(lambda: torch.backends.cuda.matmul.allow_tf32)]
 
 
 @pytest.fixture(autouse=True)

@@ -135,36 +135,25 @@ def test_autocast_in_the_dtype_of_halves_changes_nothing_on_a_gpu(monkeypatch):
     assert len(made) == 2
 
 
-def merged(model):
-    model.merge_adapter()
-
-
-def disabled(model):
-    model.base_model.disable_adapter_layers()
-
-
 def two_adapters(model):
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "other"])
 
 
-def half(model):
-    model.to(torch.bfloat16)
+CHANGES = {
+    "merged": lambda model: model.merge_adapter(),
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "two adapters": two_adapters,
+    "halves on a CPU": lambda model: model.to(torch.bfloat16),
+    "a hook": lambda model: layer_of(model).base_layer.register_forward_hook(lambda *_: None),
+    "a forward of its own": lambda model: setattr(layer_of(model), "forward", layer_of(model).forward),
+}
 
 
-def watched(model):
-    layer_of(model).base_layer.register_forward_hook(lambda *_: None)
-
-
-def own_forward(model):
-    layer = layer_of(model)
-    layer.forward = type(layer).forward.__get__(layer)
-
-
-@pytest.mark.parametrize("change", [merged, disabled, two_adapters, half, watched, own_forward])
+@pytest.mark.parametrize("change", CHANGES)
 def test_other_than_plain_adapters_run_as_peft_has_them(change, monkeypatch):
     model, made = adapted(), calls(monkeypatch)
-    change(model)
+    CHANGES[change](model)
     layer = layer_of(model)
     x = torch.randn(1, 3, 48, dtype=next(model.parameters()).dtype)
     expected = layer(x)
