@@ -46,8 +46,8 @@ def load_rows(
     rows = _load(name, split, columns.dataset_config if name == columns.dataset else None)[:count]
     if not rows:
         raise ValueError(f"dataset {name}: has no rows")
-    if taken := [column for column in ARGUMENTS if column in rows[0]]:
-        raise ValueError(f"dataset {name}: has a column {taken[0]!r}, which reward functions get anyway; rename it")
+    if reserved := [column for column in ARGUMENTS if column in rows[0]]:
+        raise ValueError(f"dataset {name}: has a column {reserved[0]!r}, which reward functions get anyway; rename it")
     return [_checked(row, f"dataset {name}, row {i}", columns) for i, row in enumerate(rows)]
 
 

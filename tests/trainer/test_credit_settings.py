@@ -35,8 +35,8 @@ def test_every_setting_of_credit_reaches_the_library() -> None:
         "units": "spans", "outcome": "last", "weights": "bilevel", "tau": 0.3, "boost": 1.5, "floor": 0.1,
         "sigma": 0.01, "samples": 2, "normalize": "mean",
     }  # fmt: skip
-    found = settings("--credit=inverted", "--estimator=gradient", *named(**gradient)).counterfactual()
-    assert found == CounterfactualConfig(control="inverted", estimator="gradient", **gradient)
+    credit = settings("--credit=inverted", "--estimator=gradient", *named(**gradient)).counterfactual()
+    assert credit == CounterfactualConfig(control="inverted", estimator="gradient", **gradient)
     fills = {"mask": "resampled", "preselect": 0.5, "preselect_by": "gradient"}
     assert settings(*named(**fills)).counterfactual() == CounterfactualConfig(**fills)
     assert settings().counterfactual() == CounterfactualConfig()
@@ -118,9 +118,9 @@ def test_all_of_a_small_batch_in_one_pass_keeps_the_share_of_entropies(fresh, ro
     trainer = fresh("--config", "entropy_80_20", "--token_budget=100000")
     credit, _ = credit_under(trainer, rollouts)
     judged = [b for b, units in enumerate(credit.spans) if units]
-    kept = torch.cat([credit.weights[b] for b in judged])
-    assert kept.mean() == pytest.approx(0.2, abs=0.01)
-    assert set(kept.tolist()) == {0.0, 1.0}
+    weights = torch.cat([credit.weights[b] for b in judged])
+    assert weights.mean() == pytest.approx(0.2, abs=0.01)
+    assert set(weights.tolist()) == {0.0, 1.0}
 
 
 def test_a_run_by_total_effects_logs_what_its_numbers_are(tmp_path) -> None:

@@ -17,7 +17,7 @@ from trainer.rollouts.engine import Rollouts, end_ids, require_finite
 from trainer.rollouts.merged import CannotMerge, merged_adapters
 from trainer.rollouts.sampling import KeyedSampler, keyed_uniforms
 
-_FEWEST_ROWS = 8  # of a static cache, doubled until the batch fits
+_FEWEST_ROWS = 8  # of a static cache; others are powers of two
 _LENGTHS = 64  # tokens that a static cache holds are a multiple of it, so that shapes repeat
 
 
@@ -65,14 +65,12 @@ class TransformersEngine:
         """Do nothing: the policy's own weights sample."""
 
     def _cache_for(self, rows: int, longest: int) -> StaticCache:
-        held_rows = _FEWEST_ROWS
-        while held_rows < rows:
-            held_rows *= 2
-        held = max(-(-longest // _LENGTHS) * _LENGTHS, self._shape[1])
-        if self._cache is None or self._shape != (held_rows, held):
+        capacity = max(_FEWEST_ROWS, 1 << (rows - 1).bit_length())
+        length = max(-(-longest // _LENGTHS) * _LENGTHS, self._shape[1])
+        if self._cache is None or self._shape != (capacity, length):
             config = causal_lm(self._model).config.get_text_config(decoder=True)
-            self._cache, self._shape = None, (held_rows, held)  # one is freed before the next is made
-            self._cache = StaticCache(config=config, max_cache_len=held)
+            self._cache, self._shape = None, (capacity, length)  # one is freed before the next is made
+            self._cache = StaticCache(config=config, max_cache_len=length)
         elif self._cache.is_initialized:
             self._cache.reset()
         return self._cache

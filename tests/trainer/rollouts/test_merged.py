@@ -85,8 +85,8 @@ def test_a_forward_before_sampling_goes_backward_after_it() -> None:
 
     engine = TransformersEngine(model, tokenizer())
     expected = copy.deepcopy(gradients(lambda: None))
-    for found, plain in zip(gradients(lambda: engine(PROMPTS, **SAMPLED)), expected, strict=True):
-        assert torch.equal(found, plain)
+    for gradient, plain in zip(gradients(lambda: engine(PROMPTS, **SAMPLED)), expected, strict=True):
+        assert torch.equal(gradient, plain)
 
 
 def tied() -> PeftModel:

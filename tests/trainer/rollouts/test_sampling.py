@@ -100,8 +100,8 @@ def test_generation_and_training_see_the_same_log_probs(trainer, rollouts) -> No
         ids[mask.bool()] for ids, mask in zip(rollouts.completion_ids, rollouts.completion_mask, strict=True)
     ]
     with torch.no_grad():
-        found = packed_logprobs(trainer.policy, Rows(prompts, completions), return_entropy=True)
-    logprobs, entropies = map(torch.cat, found)
+        rows = packed_logprobs(trainer.policy, Rows(prompts, completions), return_entropy=True)
+    logprobs, entropies = map(torch.cat, rows)
     sampled = rollouts.logprobs[rollouts.completion_mask.bool()]
     assert (logprobs - sampled).abs().max() < 1e-4
     assert ((entropies >= 0) & (entropies <= math.log(512))).all()

@@ -16,8 +16,8 @@ def test_a_cache_of_fixed_size_gives_the_same_completions_call_after_call(option
     model = tiny(**options)
     engines = [TransformersEngine(model, tokenizer(), static=static) for static in (False, True)]
     for prompts in (PROMPTS, PROMPTS[:2], [PROMPTS[1] * 4, *PROMPTS[:2]]):
-        asked = SAMPLED | {"keys": SAMPLED["keys"][: len(prompts)]}
-        dynamic, static = (engine(prompts, **asked) for engine in engines)
+        sampled = SAMPLED | {"keys": SAMPLED["keys"][: len(prompts)]}
+        dynamic, static = (engine(prompts, **sampled) for engine in engines)
         assert torch.equal(dynamic.completion_ids, static.completion_ids)
         assert torch.equal(dynamic.prompt_ids, static.prompt_ids)
         torch.testing.assert_close(dynamic.logprobs, static.logprobs, rtol=1e-6, atol=1e-6)
@@ -27,20 +27,22 @@ def test_a_cache_of_fixed_size_gives_the_same_completions_call_after_call(option
 
 @pytest.mark.parametrize("options", [{}, WINDOWED], ids=["full attention", "one layer with a window"])
 def test_prompts_that_repeat_are_fed_once_and_their_completions_stay_the_same(options) -> None:
-    model, fed = tiny(**options), []
-    model.model.register_forward_pre_hook(lambda _, __, given: fed.append(given["input_ids"].shape), with_kwargs=True)
+    model, shapes = tiny(**options), []
+    model.model.register_forward_pre_hook(
+        lambda _, __, inputs: shapes.append(inputs["input_ids"].shape), with_kwargs=True
+    )
     engine, long, sampled = TransformersEngine(model, tokenizer()), PROMPTS[1] * 3, SAMPLED.copy()
     sampled["max_completion_length"] = 4
     for prompts in ([long, PROMPTS[0], long, PROMPTS[2]], [PROMPTS[2], PROMPTS[2]]):
         keys = [(3, i) for i in range(len(prompts))]
-        fed.clear()
+        shapes.clear()
         together = engine(prompts, **sampled | {"keys": keys})
-        assert fed[:2] == ([(3, len(long) - 1), (4, 1)] if long in prompts else [(2, 1), (2, 1)])
+        assert shapes[:2] == ([(3, len(long) - 1), (4, 1)] if long in prompts else [(2, 1), (2, 1)])
         for b, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
             single = engine([prompt], **sampled | {"keys": [key]})
             assert together.texts[b] == single.texts[0]
-            found = together.logprobs[b, : single.logprobs.shape[1]]
-            torch.testing.assert_close(found, single.logprobs[0], rtol=1e-6, atol=1e-6)
+            logprobs = together.logprobs[b, : single.logprobs.shape[1]]
+            torch.testing.assert_close(logprobs, single.logprobs[0], rtol=1e-6, atol=1e-6)
 
 
 def test_the_cache_stays_where_it_was_while_shapes_repeat() -> None:

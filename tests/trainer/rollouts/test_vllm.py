@@ -59,15 +59,15 @@ def test_log_probs_are_the_servers_and_a_key_is_a_seed(serve, top_p) -> None:
     policy = adapted(tiny(tie_word_embeddings=False), modules_to_save=["lm_head"])
     server, engine = serve(policy, other(tie_word_embeddings=False))
     made, options = engine(), SAMPLED | {"temperature": 0.7, "top_p": top_p}
-    found, again = made(PROMPTS, **options), made(PROMPTS[1:2], **options | {"keys": SAMPLED["keys"][1:2]})
-    assert again.texts == found.texts[1:2]  # what else is in the batch does not matter to the stand-in
+    sampled, again = made(PROMPTS, **options), made(PROMPTS[1:2], **options | {"keys": SAMPLED["keys"][1:2]})
+    assert again.texts == sampled.texts[1:2]  # what else is in the batch does not matter to the stand-in
     assert len({body["seed"] for path, body in server.requests[-5:]}) == 4
-    assert found.nucleus == top_p
-    rows = found.ids()
+    assert sampled.nucleus == top_p
+    rows = sampled.ids()
     expected = packed_logprobs(
         policy, Rows([torch.tensor(p) for p in PROMPTS], list(map(torch.tensor, rows))), temperature=0.7
     )
-    for row, ours in zip(found.logprobs, expected, strict=True):
+    for row, ours in zip(sampled.logprobs, expected, strict=True):
         above = row[: len(ours)] - ours
         assert above.min() >= -1e-5
         assert above.max() <= 1e-5 if top_p == 1 else 0.01 < above.max() <= -torch.tensor(top_p).log() + 1e-5

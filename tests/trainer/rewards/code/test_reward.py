@@ -1,13 +1,12 @@
 """The reward for code: what passes, and what hostile programs get and cannot do."""
 
-import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import REPOSITORY
@@ -29,23 +28,20 @@ def reward_of(isolation: str, timeout: float = DEADLINE) -> CodeReward:
         pytest.skip(str(problem))
 
 
-@pytest.fixture(scope="module", params=["bubblewrap"])
-def isolated(request) -> CodeReward:
-    return reward_of(request.param)
-
-
-@pytest.fixture(scope="module", params=["bubblewrap", "none"])
-def any_way(request) -> CodeReward:
-    return reward_of(request.param)
+@pytest.fixture(scope="module")
+def isolated() -> CodeReward:
+    return reward_of("bubblewrap")
 
 
 def fenced(code: str) -> str:
     return f"So:\n```python\n{code}\n```\nDone."
 
 
-def test_a_completion_is_judged_by_all_tests_of_its_row(any_way) -> None:
+@pytest.mark.parametrize("isolation", ["bubblewrap", "none"])
+def test_a_completion_is_judged_by_all_tests_of_its_row(isolation) -> None:
     completions = [fenced(RIGHT), fenced("def f(x): return x + 1"), RIGHT, fenced("def f(x) return 2")]
-    assert any_way(completions=completions, tests=[TESTS] * 4, other=[0] * 4) == [1.0, 0.0, 0.0, 0.0]
+    rewards = reward_of(isolation)(completions=completions, tests=[TESTS] * 4, other=[0] * 4)
+    assert rewards == [1.0, 0.0, 0.0, 0.0]
 
 
 RIGHT_ANSWERS = {
@@ -169,7 +165,7 @@ def test_a_program_in_isolation_is_refused_what_it_tries(isolated) -> None:
 
 def test_a_program_sees_neither_environment_nor_files_nor_ports_of_the_trainer(isolated, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("TRAINERS_SECRET", "1")
-    (tmp_path / "kept").write_text("1")
+    (tmp_path / "file").write_text("1")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         solution = f"""
@@ -188,17 +184,7 @@ def parent(): return os.getppid()
             "assert parent() in (1, 2)",
         ]
         assert isolated.passes(solution, tests)
-    assert (tmp_path / "kept").exists()
-
-
-def left_running(mark: int) -> list[str]:
-    """Numbers of processes with `mark` among the words of their command."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if str(mark).encode() in (folder / "cmdline").read_bytes().split(b"\0"):
-                found.append(folder.name)
-    return found
+    assert (tmp_path / "file").exists()
 
 
 def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch) -> None:
@@ -206,10 +192,10 @@ def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch) -> N
     monkeypatch.setattr("trainer.rewards.code.reward.MEMORY_BYTES", mark)
     sleeper = "import os, time\nos.setsid()\ntime.sleep(10**6)"
     assert not reward_of("bubblewrap", 0.5).passes(sleeper, TESTS)
-    began = time.monotonic()
-    while (left := left_running(mark)) and time.monotonic() - began < DEADLINE:
+    until = time.monotonic() + DEADLINE
+    while any(str(mark) in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])):
+        assert time.monotonic() < until
         time.sleep(0.05)
-    assert left == []
 
 
 def test_programs_run_without_isolation_only_if_told_to(monkeypatch) -> None:
