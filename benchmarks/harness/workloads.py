@@ -28,7 +28,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from cfa_kernels import Span, detect_spans, find_answer
+from cfa_kernels import Span, SpanRules, detect_spans, find_answer
 from trainer.rewards import group_advantages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -236,7 +236,7 @@ def _scorable(text: str, max_spans: int) -> _Scored | None:
     after_marker = int(markers[0]) + 1
     if str(tokenizer().decode(ids[after_marker : answer.start])).strip():
         return None
-    spans = detect_spans(ids, tokenizer(), answer=answer, max_spans=max_spans)
+    spans = detect_spans(ids, tokenizer(), answer=answer, spans=SpanRules(max_spans=max_spans))
     return _Scored(ids, spans, Span(after_marker, answer.end)) if spans else None
 
 

@@ -17,7 +17,7 @@ from .patterns import (
     sentence_intervals,
     trimmed,
 )
-from .rules import USUAL_ANSWERS, AnswerFormat, AnswerRules, Fallback, answer_pattern
+from .rules import USUAL_ANSWERS, AnswerRules, answer_pattern
 
 
 class AnswerText(NamedTuple):
@@ -235,28 +235,13 @@ def locate_answer(text: str, rules: AnswerRules = USUAL_ANSWERS) -> AnswerText |
     return answer._replace(marker=_marker_start(speech, answer.marker))
 
 
-def answer_text_span(
-    text: str, *, answer_format: AnswerFormat | None = None, answer_fallback: Fallback | None = None
-) -> Interval | None:
-    r"""Find the final answer in a completion's text, right or wrong; `None` if there is none.
+def answer_text_span(text: str, answers: AnswerRules = USUAL_ANSWERS) -> Interval | None:
+    r"""Find the final answer in a completion's text, right or wrong: half-open characters, or `None`.
 
     The answer follows the last `####` that a number follows; else it is inside the box (`\boxed{}`, `\fbox{}`) that
     opens last; else it follows the last statement: "the answer is 18", "Answer: 18", "A: 18" at the start of a line,
-    `<answer>18</answer>`. Thoughts (`<think>`) hold no answer. docs/spans.md says what belongs to an answer.
-
-    Args:
-        text: decoded completion.
-        answer_format: form of answers that replaces all of the above: a regular expression whose one group, or group
-            `answer`, is the answer (the last match counts; thoughts are blanked out before it reads the text), or a
-            function from the whole text to half-open characters or None.
-        answer_fallback: "last_number" takes the last number of the last sentence with one if nothing else is found.
-
-    Returns:
-        Half-open character interval, never empty.
-
-    Raises:
-        TypeError, ValueError: a pattern that does not compile or lacks its group, a function that returns anything
-            else, an unknown fallback; names the option and the value.
+    `<answer>18</answer>`. Thoughts (`<think>`) hold no answer. docs/spans.md says what belongs to an answer. `answers`
+    may replace these forms; raises `ValueError` naming the value of a function of its that is no interval.
     """
-    answer = locate_answer(text, AnswerRules(answer_format, answer_fallback))
+    answer = locate_answer(text, answers)
     return None if answer is None else (answer.start, answer.end)

@@ -1,7 +1,4 @@
-"""Find the answer and the reasoning spans of a completion, in sampled tokens.
-
-Intervals of the text (`answers.py`, the detectors of `rules.py`) become whole tokens (`offsets.py`).
-"""
+"""Find the answer and the reasoning spans of a completion, in sampled tokens."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -14,17 +11,7 @@ from ..span import Span, span_inside
 from .answers import AnswerText, locate_answer
 from .offsets import TokenOffsets, token_offsets
 from .patterns import LETTER_OR_DIGIT, Interval
-from .rules import (
-    USUAL_ANSWERS,
-    USUAL_SPANS,
-    AnswerFormat,
-    AnswerRules,
-    Detector,
-    DetectorName,
-    Fallback,
-    Selection,
-    SpanRules,
-)
+from .rules import USUAL_ANSWERS, USUAL_SPANS, AnswerRules, SpanRules
 
 TokenIds = Sequence[int] | torch.Tensor
 
@@ -38,17 +25,10 @@ class Reasoning(NamedTuple):
 
 
 def find_answer(
-    token_ids: TokenIds,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    answer_format: AnswerFormat | None = None,
-    answer_fallback: Fallback | None = None,
+    token_ids: TokenIds, tokenizer: PreTrainedTokenizerBase, answers: AnswerRules = USUAL_ANSWERS
 ) -> Span | None:
-    """Find the answer a completion gives, right or wrong: every token that touches `answer_text_span`.
-
-    `token_ids` are (T,) sampled ids; options and errors are those of `token_offsets` and `answer_text_span`.
-    """
-    return _reasoning(token_ids, tokenizer, None, AnswerRules(answer_format, answer_fallback)).answer
+    """Find every token of (T,) sampled ids that touches the `answer_text_span` of their text."""
+    return _reasoning(token_ids, tokenizer, None, answers).answer
 
 
 def detect_spans(
@@ -56,35 +36,17 @@ def detect_spans(
     tokenizer: PreTrainedTokenizerBase,
     *,
     answer: Span | None = None,
-    detector: DetectorName | Detector = "math",
-    max_spans: int = 10,
-    selection: Selection = "first",
-    answer_format: AnswerFormat | None = None,
-    answer_fallback: Fallback | None = None,
+    spans: SpanRules = USUAL_SPANS,
+    answers: AnswerRules = USUAL_ANSWERS,
 ) -> list[Span]:
-    """Find the reasoning spans of a completion that counterfactual scoring masks one at a time.
+    """Find the reasoning spans of (T,) sampled ids, which counterfactual scoring masks one at a time.
 
-    Spans end before the answer's marker (`####`, `\\boxed{`, "the answer is"). A detector's intervals are widened to
-    whole tokens in the detector's order; a token that an earlier interval or the marker holds is cut from a later one,
-    which is dropped if no letter or digit remains or if an earlier one is inside it.
+    Spans end before the marker (`####`, `\\boxed{`, "the answer is") of `answer`, by default that of `find_answer`. A
+    detector's intervals are widened to whole tokens in the detector's order; a token that an earlier interval or the
+    marker holds is cut from a later one, which is dropped if no letter or digit remains or if an earlier one is inside.
 
-    Args:
-        token_ids: (T,) sampled ids.
-        tokenizer: a transformers tokenizer.
-        answer: the answer's tokens; by default those of `find_answer`.
-        detector: "math", "latex", "python", "sentence" (docs/spans.md), or a function from the text before the marker
-            to half-open character intervals, most wanted first.
-        max_spans: the most spans returned.
-        selection: which spans stay when there are more: "first" in the detector's order, "longest" in tokens, "last" in
-            position, or "even", spread over the positions; "last" and "even" take arithmetic before sentences.
-        answer_format, answer_fallback: as in `answer_text_span`; they also say where the marker of `answer` begins.
-
-    Returns:
-        Disjoint non-empty spans in order of position.
-
-    Source: "Beyond Uniform Credit", section 3.
+    Returns disjoint non-empty spans in order of position (CF paper, section 3).
     """
-    spans, answers = SpanRules(detector, max_spans, selection), AnswerRules(answer_format, answer_fallback)
     return _reasoning(token_ids, tokenizer, spans, answers, answer, unanswered=True).spans
 
 

@@ -18,7 +18,7 @@ Selection = Literal["first", "longest", "even", "last"]
 Fallback = Literal["last_number"]
 
 AnswerFormat = str | re.Pattern[str] | Callable[[str], Interval | None]
-"""Type of a run's own form of answers, see `answer_text_span`."""
+"""Type of a run's own form of answers."""
 
 DETECTORS: dict[str, Callable[[str], Sequence[list[Interval]]]] = {
     "math": ranked_math_intervals,
@@ -34,11 +34,13 @@ class SpanRules:
     """Rules for the spans of a completion; raises `ValueError` for an option that is not valid."""
 
     detector: DetectorName | Detector = "math"
-    """Finder of spans, a name or a function, see `detect_spans`."""
+    """Finder of spans, a name, or a function from the text before the answer's marker to half-open character intervals,
+    most wanted first."""
     max_spans: Count = 10
     """Maximum spans per completion (K_max)."""
     selection: Selection = "first"
-    """Which spans stay when there are more, see `detect_spans`."""
+    """Spans that stay when there are more: "first" in the detector's order, "longest" in tokens, "last" in position, or
+    "even", spread over the positions; "last" and "even" take arithmetic before sentences."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -60,7 +62,9 @@ class AnswerRules:
     """Rules for the answer of a completion; raises `ValueError` for an option that is not valid."""
 
     answer_format: AnswerFormat | None = None
-    """The run's own form of answers, a pattern or a function, see `answer_text_span`; None reads the usual forms."""
+    """The run's own form of answers; None reads the usual ones. A regular expression whose one group, or group
+    `answer`, is the answer (the last match counts; thoughts are blanked out before), or a function from the whole text
+    to half-open characters or None."""
     answer_fallback: Fallback | None = None
     """\"last_number\" takes the last number if no answer is marked; None takes nothing."""
 

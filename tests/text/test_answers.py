@@ -12,7 +12,7 @@ from trainer.rewards.numbers import parse_number
 
 
 def answer_of(text: str, **options: object) -> str | None:
-    span = answer_text_span(text, **options)
+    span = answer_text_span(text, AnswerRules(**options))
     return None if span is None else text[slice(*span)]
 
 
@@ -185,7 +185,7 @@ def test_a_patterns_match_begins_the_marker() -> None:
 )
 def test_a_bad_format_is_named(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        answer_text_span("#### 18", **options)
+        answer_of("#### 18", **options)
 
 
 FORMS = [

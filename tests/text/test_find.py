@@ -38,12 +38,14 @@ from tests.support.small_tokenizers import (
 SELECTIONS = get_args(Selection)
 
 
-def span_texts(text: str, tokenizer: PreTrainedTokenizerBase, **options: object) -> list[str]:
+def span_texts(
+    text: str, tokenizer: PreTrainedTokenizerBase, answer: Span | None = None, **options: object
+) -> list[str]:
     ids = encode(tokenizer, text)
     offsets = token_offsets(ids, tokenizer)
     return [
         offsets.text[offsets.starts[s] : offsets.ends[e - 1]].strip()
-        for s, e in detect_spans(ids, tokenizer, **options)
+        for s, e in detect_spans(ids, tokenizer, answer=answer, spans=SpanRules(**options))
     ]
 
 
@@ -87,7 +89,8 @@ def test_spans_are_sorted_disjoint_inside_and_clear_of_the_answer(
     max_spans = data.draw(st.integers(1, 6))
     selection = data.draw(st.sampled_from(SELECTIONS))
     answer = find_answer(ids, tokenizer)
-    spans = detect_spans(ids, tokenizer, detector=detector, max_spans=max_spans, selection=selection)
+    rules = SpanRules(detector, max_spans, selection)
+    spans = detect_spans(ids, tokenizer, spans=rules)
     assert len(spans) <= max_spans
     assert all(span.start < span.end for span in spans)
     bounds = [edge for span in spans for edge in span]
@@ -95,9 +98,8 @@ def test_spans_are_sorted_disjoint_inside_and_clear_of_the_answer(
     assert all(0 <= edge <= len(ids) for edge in bounds)
     if answer:
         assert all(span.end <= answer.start for span in spans)
-    options = {"detector": detector, "max_spans": max_spans, "selection": selection}
-    assert spans == detect_spans(ids, tokenizer, answer=answer, **options)
-    found = find_reasoning({4: ids, 2: []}, tokenizer, spans=SpanRules(**options))
+    assert spans == detect_spans(ids, tokenizer, answer=answer, spans=rules)
+    found = find_reasoning({4: ids, 2: []}, tokenizer, spans=rules)
     assert found[4][::2] == (answer, spans if answer else [])
     assert found[2] == Reasoning(None, 0, [])
 
@@ -235,11 +237,12 @@ def test_a_detector_of_ones_own_sees_the_reasoning_and_ranks_its_spans() -> None
 def test_answer_and_spans_follow_the_runs_own_rules(text: str, rules: dict, answer: str | None, spans: list) -> None:
     tokenizer = get_tokenizer("byte-level, single digits")
     ids = encode(tokenizer, text)
-    found, _, detected = find_reasoning({3: ids}, tokenizer, answers=AnswerRules(**rules))[3]
-    assert found == find_answer(ids, tokenizer, **rules)
+    answers = AnswerRules(**rules)
+    found, _, detected = find_reasoning({3: ids}, tokenizer, answers=answers)[3]
+    assert found == find_answer(ids, tokenizer, answers)
     assert (found and tokenizer.decode(ids[slice(*found)])) == answer
     assert [tokenizer.decode(ids[slice(*span)]).strip() for span in detected] == spans
-    assert answer is None or detected == detect_spans(ids, tokenizer, **rules)
+    assert answer is None or detected == detect_spans(ids, tokenizer, answers=answers)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +277,7 @@ def test_overlaps_after_widening_are_settled_in_the_detectors_order(
     tokenizer = wrap(byte_level(None))
     tokenizer.add_tokens(["ab", "cd", "--", "ef"])
     ids = tokenizer.convert_tokens_to_ids(["ab", "cd", "--", "ef"])
-    assert detect_spans(ids, tokenizer, detector=lambda _: intervals) == expected
+    assert detect_spans(ids, tokenizer, spans=SpanRules(lambda _: intervals)) == expected
 
 
 @pytest.mark.parametrize(
@@ -287,18 +290,9 @@ def test_overlaps_after_widening_are_settled_in_the_detectors_order(
         ([5, 6, 99_999], {}, ValueError, r"token_ids\[2\] is 99999, outside the tokenizer's vocabulary of \d+ ids"),
         ([5, -100], {}, ValueError, r"token_ids\[1\] is -100, outside"),
         ([5, 2**40], {}, ValueError, r"token_ids\[1\] is 1099511627776, outside"),
-        (
-            [5, 6],
-            {"detector": "code"},
-            ValueError,
-            "detector must be one of 'math', .*, 'python' or a function, got 'co",
-        ),
-        ([5, 6], {"detector": 3}, ValueError, "detector must be one of .* or a function, got 3"),
-        ([5, 6], {"selection": "best"}, ValueError, "selection must be one of 'first', .* 'last', got 'best'"),
-        ([5, 6], {"max_spans": 0}, ValueError, "max_spans must be an integer, at least 1, got 0"),
         ([5, 6], {"answer": Span(1, 3)}, ValueError, r"answer: \(1, 3\) is not a non-empty span inside .* of 2 tokens"),
-        ([5, 6], {"detector": lambda text: [(0, 1), (1, 9)]}, ValueError, r"detector's interval 1 is \[1, 9\)"),
-        ([5, 6], {"detector": lambda text: [(1, 1)]}, ValueError, r"detector's interval 0 is \[1, 1\)"),
+        ([5, 6], {"spans": SpanRules(lambda text: [(0, 1), (1, 9)])}, ValueError, r"detector's interval 1 is \[1, 9\)"),
+        ([5, 6], {"spans": SpanRules(lambda text: [(1, 1)])}, ValueError, r"detector's interval 0 is \[1, 1\)"),
     ],
 )
 @pytest.mark.parametrize("name", ["byte-level, merged digits", "characters"])
@@ -344,11 +338,11 @@ def test_selections_leave_out_of_real_solutions_what_the_docs_say(gsm8k: Path) -
     total = near_total = 0
     for line in (gsm8k / "test.jsonl").read_text(encoding="utf-8").splitlines():
         ids = encode(tokenizer, json.loads(line)["answer"])
-        arithmetic = detect_spans(ids, tokenizer, max_spans=99, detector=lambda text: ranked_math_intervals(text)[0])
+        arithmetic = detect_spans(ids, tokenizer, spans=SpanRules(lambda text: ranked_math_intervals(text)[0], 99))
         near = arithmetic[-max(1, len(arithmetic) // 4) :]
         total, near_total = total + len(arithmetic), near_total + len(near)
         for selection in SELECTIONS:
-            chosen = set(detect_spans(ids, tokenizer, max_spans=3, selection=selection))
+            chosen = set(detect_spans(ids, tokenizer, spans=SpanRules(max_spans=3, selection=selection)))
             out[selection] += len(set(arithmetic) - chosen)
             near_out[selection] += len(set(near) - chosen)
     cells = [f"{out[name] / total:.1%}, {near_out[name] / near_total:.1%}".replace("%", " %") for name in SELECTIONS]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfa_kernels.text.answers import answer_text_span
-from cfa_kernels.text.rules import DETECTORS
+from cfa_kernels.text.rules import DETECTORS, AnswerRules
 from tests.support.small_tokenizers import property_test
 from trainer.rewards.numbers import parse_number
 
@@ -16,7 +16,7 @@ Read = Callable[[str], object]
 
 READERS: dict[str, Read] = {
     **DETECTORS,
-    "answer": lambda text: answer_text_span(text, answer_fallback="last_number"),
+    "answer": lambda text: answer_text_span(text, AnswerRules(answer_fallback="last_number")),
     "number": parse_number,
 }
 LENGTH = 20_000

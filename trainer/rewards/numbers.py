@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from cfa_kernels import answer_text_span
+from cfa_kernels import AnswerRules, answer_text_span
 from cfa_kernels.text.rules import AnswerFormat, Fallback
 
 _LONGEST = 1000  # characters of a number: Python reads no integer of more than 4,300 digits
@@ -40,8 +40,8 @@ def parse_number(text: str) -> Fraction | None:
 def final_number(
     text: str, answer_format: AnswerFormat | None = None, answer_fallback: Fallback | None = None
 ) -> Fraction | None:
-    """Read the number a completion gives as its answer, None if it gives none; options are `answer_text_span`'s."""
-    span = answer_text_span(text, answer_format=answer_format, answer_fallback=answer_fallback)
+    """Read the number a completion gives as its answer, None if it gives none; options are those of `AnswerRules`."""
+    span = answer_text_span(text, AnswerRules(answer_format, answer_fallback))
     return None if span is None else parse_number(text[slice(*span)])
 
 

@@ -106,7 +106,7 @@ def test_the_grader_and_credit_read_answers_in_the_runs_own_format(options, expe
     assert grade(completions=ENDS_IN_TOTAL, answer=["#### 18"] * 3) == expected
     own = config.counterfactual().answers
     for text, reward in zip(ENDS_IN_TOTAL, expected, strict=True):
-        span = answer_text_span(text, answer_format=own.answer_format, answer_fallback=own.answer_fallback)
+        span = answer_text_span(text, own)
         assert (span is not None and text[slice(*span)] == "18") == reward
 
 
