@@ -78,7 +78,8 @@ def test_padding_never_leaks_into_loss_or_gradient(loss_type, importance_samplin
     data = make()
     extras = {"weights": torch.full((B, T), 2.0), "ref_logprobs": data["logprobs"] - 0.1, "beta": 0.1}
     extras["entropies"] = torch.ones(B, T, dtype=torch.float64)
-    options = options_for(loss_type, importance_sampling_level=importance_sampling_level, delta=2.0, entropy_coef=0.1)
+    options = options_for(loss_type, importance_sampling_level=importance_sampling_level, delta=2.0)
+    extras["entropy_coef"] = 0.1
     mask = data["mask"].clone()
     mask[2] = False  # a whole row of padding, whose advantage is garbage too
     clean = loss_and_gradient(data["logprobs"], data["old_logprobs"], data["advantages"], mask, **extras, **options)
@@ -97,21 +98,10 @@ def test_padding_never_leaks_into_loss_or_gradient(loss_type, importance_samplin
         torch.testing.assert_close(metrics, clean[2], rtol=0, atol=0)
     assert torch.isfinite(clean[1]).all()
     assert (clean[1][~mask] == 0).all()
-
-
-@LEVEL
-@TYPE
-def test_all_rows_masked_gives_zero_loss_and_zero_gradient(loss_type, importance_sampling_level):
-
-    loss, gradient, metrics = loss_and_gradient(
-        torch.full((B, T), math.nan),
-        None,
-        torch.full((B,), math.nan),
-        torch.zeros(B, T),
-        **options_for(loss_type, importance_sampling_level=importance_sampling_level),
-    )
+    nothing = torch.full((B, T), math.nan)
+    loss, gradient, metrics = loss_and_gradient(nothing, None, nothing[:, 0], torch.zeros(B, T), **options)
     assert loss == 0
-    assert (gradient == 0).all()
+    assert not gradient.any()
     assert all(torch.isfinite(value) for value in metrics.values())
 
 
@@ -216,7 +206,6 @@ def test_no_gradient_is_recorded_under_no_grad_and_upstream_gradients_scale_it()
     torch.testing.assert_close(thrice, 3 * once)
 
 
-@pytest.mark.traced
 @LEVEL
 @pytest.mark.traced
 def test_compiles_to_one_graph(importance_sampling_level):
@@ -283,6 +272,13 @@ def set_to(name, value):
         (set_to("epsilon_high", 1e300), ValueError, r"epsilon_high must be finite and at least 0, got 1e\+300"),
         (set_to("delta", 0.0), ValueError, r"delta must be in \[1e-38, 1e38\], got 0.0"),
         (set_to("sapo_temperature_neg", math.nan), ValueError, r"sapo_temperature_neg must be in \[.*\], got nan"),
+        (
+            set_to("num_items_in_batch", torch.ones(B)),
+            ValueError,
+            "num_items_in_batch must be a single number, got",
+        ),
+        (set_to("num_sequences_in_batch", "5"), TypeError, "num_sequences_in_batch must be a number or a tensor, got"),
+        (set_to("logprobs", torch.zeros(4, 0)), ValueError, r"at least one row and one token, got \(B, T\) = \(4, 0\)"),
     ],
 )
 def test_bad_input_is_refused_naming_argument_row_and_value(spoil, error, words):
@@ -315,19 +311,6 @@ def test_counts_of_the_batch_are_single_numbers(name):
         loss = policy_loss(**make(), loss_type="grpo", **{name: value})[0]
         assert loss.shape == ()
         assert loss == one
-    with pytest.raises(ValueError, match=rf"{name} must be a single number, got shape \(4,\)"):
-        policy_loss(**make(), **{name: torch.ones(B)})
-    with pytest.raises(TypeError, match=f"{name} must be a number or a tensor, got str"):
-        policy_loss(**make(), **{name: "5"})
-
-
-def test_counts_that_nobody_looks_at_give_the_documented_losses():
-    """As tensors on a GPU, or within a compiled graph."""
-    no_tokens = policy_loss(**make(), num_items_in_batch=torch.tensor(0), validate=False)[0]
-    assert no_tokens == policy_loss(**make(), num_items_in_batch=1)[0]
-    assert not torch.isfinite(
-        policy_loss(**make(), loss_type="grpo", num_sequences_in_batch=torch.tensor(0), validate=False)[0]
-    )
 
 
 def test_a_second_derivative_is_refused():
@@ -385,8 +368,3 @@ def test_an_unknown_option_is_refused_by_the_function_it_was_given_to(function):
 def test_the_docstring_of_policy_loss_lists_every_option():
     rows = [line.split("|") for line in policy_loss.__doc__.splitlines() if line.count("|") >= 4]
     assert {name.strip() for row in rows[2:] for name in row[1].split(",")} == set(LossOptions.__annotations__)
-
-
-def test_empty_batch_is_refused():
-    with pytest.raises(ValueError, match=r"at least one row and one token, got \(B, T\) = \(4, 0\)"):
-        policy_loss(torch.zeros(4, 0), None, torch.zeros(4), torch.zeros(4, 0))

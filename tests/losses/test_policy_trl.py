@@ -52,7 +52,8 @@ def trl_trainer(logprobs, entropies, **options):
     return trainer
 
 
-def make_tokens():
+@pytest.fixture
+def tokens():
     """Off-policy float64 tokens whose ratios fall on both sides of every clip, with ragged masks."""
     g = torch.Generator().manual_seed(0)
 
@@ -73,11 +74,6 @@ def make_tokens():
         "entropies": normal(B, T).abs(),
         "mask": mask,
     }
-
-
-@pytest.fixture
-def tokens():
-    return make_tokens()
 
 
 def compare(tokens, *, advantages="advantages", old=True, weights=False, num_items=None, **options):
@@ -158,6 +154,8 @@ TYPE = pytest.mark.parametrize("loss_type", LOSS_TYPES)
         {"entropy_coef": 0.01},
         {"epsilon": 0.05, "epsilon_high": 0.1, "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
         {"beta": 0.1, "delta": 1.5, "use_bias_correction_kl": True, "weights": True, "old": False},
+        {"weights": True, "delta": 1.6},
+        {"weights": True, "delta": 1.6, "beta": 0.1, "advantages": "token_advantages"},
     ],
     ids=str,
 )
@@ -174,21 +172,3 @@ def test_loss_gradient_and_metrics_equal_trl(tokens, loss_type, importance_sampl
     clips = {"sapo": 0, "cispo": 1}.get(loss_type, 5)
     assert len([name for name in shared if "clip" in name]) == clips
     assert ("kl" in shared) == bool(options.get("beta"))
-
-
-@LEVEL
-@TYPE
-@pytest.mark.parametrize("advantages", ["advantages", "token_advantages"])
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_weights_equal_folding_them_into_trls_advantages(
-    tokens, loss_type, importance_sampling_level, advantages, beta
-):
-    compare(
-        tokens,
-        loss_type=loss_type,
-        importance_sampling_level=importance_sampling_level,
-        advantages=advantages,
-        weights=True,
-        beta=beta,
-        delta=1.6,
-    )
