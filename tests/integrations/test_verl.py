@@ -153,6 +153,19 @@ def advantages_of(batch: Any) -> list[Tensor]:
     return list(queue.kv_batch_get(**where, select_fields=["advantages"])["advantages"].unbind())
 
 
+def own_advantages(config: Any, transfer_queue: Any) -> list[Tensor]:
+    """Those of verl's own trainer."""
+    return advantages_of(PPOTrainerSync._compute_advantage(build(config, None), put(transfer_queue), {}))
+
+
+def check_credited(batch: Any, own: list[Tensor], options: dict[str, Any], temperature: float = 1.0) -> None:
+    """Hold advantages to those of one process with the model at hand; a tool's token stays as verl left it."""
+    expected = credited(torch.stack([row[0] for row in own]), options, temperature)
+    expected[1, 1] = 0.0
+    for given, row in zip(advantages_of(batch), expected, strict=True):
+        torch.testing.assert_close(given, row[: len(given)], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("processes", "micro_batch", "dynamic"), [(1, 1, False), (2, 3, False), (2, 1, True)])
 def test_the_advantages_are_verls_times_the_weights_of_the_completions(
     config, transfer_queue, monkeypatch, processes, micro_batch, dynamic
@@ -161,15 +174,12 @@ def test_the_advantages_are_verls_times_the_weights_of_the_completions(
     config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz = dynamic
     config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu = micro_batch
     workers = WorkerGroup(processes, micro_batch, dynamic, monkeypatch)
-    stock = PPOTrainerSync._compute_advantage(build(config, None), put(transfer_queue), {})
-    expected = advantages_of(stock)
+    own = own_advantages(config, transfer_queue)
     metrics: dict[str, float] = {}
     batch = build(config, workers)._compute_advantage(put(transfer_queue), metrics)
 
+    check_credited(batch, own, {})
     weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), batch_rows())
-    assert torch.cat(weights).unique().numel() > 3
-    for given, stock_row, row in zip(advantages_of(batch), expected, weights, strict=True):
-        torch.testing.assert_close(given, stock_row * row, rtol=1e-4, atol=1e-5)
     weights[1][1] = float("nan")  # the tool's token
     assert metrics["credit/weight_mean"] == pytest.approx(torch.cat(weights).nanmean().item(), rel=1e-4)
     assert metrics["credit/scored_fraction"] == 5 / 6  # one has no answer
@@ -202,13 +212,9 @@ def test_every_estimator_by_name_does_in_verl_what_it_does_with_the_model_at_han
     one_by_one, transfer_queue, monkeypatch, options
 ):
     workers, metrics = WorkerGroup(1, 1, False, monkeypatch), dict[str, float]()
-    own = advantages_of(PPOTrainerSync._compute_advantage(build(one_by_one, None), put(transfer_queue), {}))
+    own = own_advantages(one_by_one, transfer_queue)
     batch = build(one_by_one, workers, **options)._compute_advantage(put(transfer_queue), metrics)
-    temperature = one_by_one.actor_rollout_ref.rollout.temperature
-    expected = credited(torch.stack([row[0] for row in own]), options, temperature)
-    expected[1, 1] = 0.0  # a tool's token stays as verl left it
-    for given, row in zip(advantages_of(batch), expected, strict=True):
-        torch.testing.assert_close(given, row[: len(given)], rtol=1e-4, atol=1e-5)
+    check_credited(batch, own, options, one_by_one.actor_rollout_ref.rollout.temperature)
     assert metrics["credit/scored_fraction"] > 0
     if options.get("control") == "random" or options.get("estimator") in ("prefix_tree", "sibling_edits"):
         assert workers.requests == []
@@ -295,12 +301,8 @@ def test_where_the_actor_is_sharded_by_fsdp_its_workers_score_trees(config, tran
     ((role, worker),) = trainer.role_worker_mapping.items()
     assert issubclass(worker.__ray_actor_class__, integration.TreeScoring)
     assert str(role) == "actor_rollout"
-    own = advantages_of(PPOTrainerSync._compute_advantage(build(config, None), put(transfer_queue), {}))
-    batch = trainer._compute_advantage(put(transfer_queue), metrics)
-    expected = credited(torch.stack([row[0] for row in own]), options)
-    expected[1, 1] = 0.0  # a tool's token stays as verl left it
-    for given, row in zip(advantages_of(batch), expected, strict=True):
-        torch.testing.assert_close(given, row[: len(given)], rtol=1e-4, atol=1e-5)
+    own = own_advantages(config, transfer_queue)
+    check_credited(trainer._compute_advantage(put(transfer_queue), metrics), own, options)
     assert trainer.actor_rollout_wg.asked == 2  # of which the first checks the model
 
 
@@ -338,19 +340,7 @@ def test_an_estimator_that_needs_the_model_at_hand_is_refused_where_log_probs_ar
             start(config)
 
 
-def test_an_estimator_that_compares_completions_is_refused_where_a_prompt_has_one(config):
-    changes = {"counterfactual": {"estimator": "prefix_tree"}, "actor_rollout_ref": {"rollout": {"n": 1}}}
-    with pytest.raises(
-        NotImplementedError, match="estimator='prefix_tree': it needs several completions of one prompt"
-    ):
-        integration.run(OmegaConf.merge(config, changes))
-
-
-def test_rows_without_advantage_are_not_asked_for(config, transfer_queue, monkeypatch):
-    config = config.copy()
-    config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu = 1
-    config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz = False
-
+def test_rows_without_advantage_are_not_asked_for(one_by_one, transfer_queue, monkeypatch):
     class OneGroup(PPOTrainerSync):
         def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
             batch = super()._compute_advantage(batch, metrics)
@@ -362,20 +352,17 @@ def test_rows_without_advantage_are_not_asked_for(config, transfer_queue, monkey
             return queue.kv_batch_put(keys=batch.keys, partition_id="train", fields=fields)
 
     workers = WorkerGroup(1, 1, False, monkeypatch)
-    batch = build(config, workers, OneGroup)._compute_advantage(put(transfer_queue), {})
+    batch = build(one_by_one, workers, OneGroup)._compute_advantage(put(transfer_queue), {})
     (request,) = workers.requests
     assert all(row[:3].tolist() == [3, 4, 5] for row in request["input_ids"].unbind())
     assert all(row.eq(0).all() for row in advantages_of(batch)[3:5])
 
 
 @pytest.mark.parametrize("credit", [{"control": "off"}, {"w_min": 1.0, "w_max": 1.0, "w_answer": 1.0}], ids=str)
-def test_with_weights_of_one_the_advantages_are_verls_to_the_last_bit(config, transfer_queue, monkeypatch, credit):
-    config = config.copy()
-    config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu = 1
-    config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz = False
-    stock = advantages_of(PPOTrainerSync._compute_advantage(build(config, None), put(transfer_queue), {}))
+def test_with_weights_of_one_the_advantages_are_verls_to_the_last_bit(one_by_one, transfer_queue, monkeypatch, credit):
+    stock = own_advantages(one_by_one, transfer_queue)
     workers = WorkerGroup(1, 1, False, monkeypatch)
-    mine = advantages_of(build(config, workers, **credit)._compute_advantage(put(transfer_queue), {}))
+    mine = advantages_of(build(one_by_one, workers, **credit)._compute_advantage(put(transfer_queue), {}))
     assert all(torch.equal(a, b) for a, b in zip(stock, mine, strict=True))
     assert len(workers.requests) == ("control" not in credit)
 
@@ -414,13 +401,12 @@ def test_the_configuration_of_the_documentation_has_every_option_that_can_run(co
     assert set(config.counterfactual) == every - {"spans", "answers", "sigma"}  # `sigma` is of gradients
 
 
+ONE_EACH = {"counterfactual": {"estimator": "prefix_tree"}, "actor_rollout_ref": {"rollout": {"n": 1}}}
 REFUSED = pytest.mark.parametrize(
     ("change", "message"),
     [
+        (ONE_EACH, "estimator='prefix_tree': it needs several completions of one prompt"),
         ({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "kl_cov"}}}}, "loss_mode=kl_cov"),
-        ({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "clip_cov"}}}}, "loss_mode=clip_cov"),
-        ({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "geo_mean"}}}}, "loss_mode=geo_mean"),
-        ({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "dro"}}}}, "loss_mode=dro"),
         ({"algorithm": {"use_kl_in_reward": True}}, "use_kl_in_reward"),
         ({"actor_rollout_ref": {"rollout": {"enable_rollout_routing_replay": True}}}, "enable_rollout_routing_replay"),
         ({"trainer": {"use_v1": False}}, "use_v1=False"),
