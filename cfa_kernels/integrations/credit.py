@@ -42,13 +42,6 @@ def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
     return columns * weights.to(columns)
 
 
-def weighed_text(tokenizer: Any, token_ids: Tensor, values: Tensor, plain: float) -> str:
-    """Show the tokens (T,) whose values are not `plain` in runs of one value: "3 + 4 = 7. (4.00) | #### 7 (1.50)"."""
-    levels, counts = values.unique_consecutive(return_counts=True)
-    runs = zip(levels.tolist(), token_ids.split(counts.tolist()), strict=True)
-    return " | ".join(f"{tokenizer.decode(run).strip()} ({value:.2f})" for value, run in runs if value != plain)
-
-
 OFFERED_BY_A_SERVICE = frozenset({ANSWER, SIBLINGS, REWARDS, LOGPROBS})
 """Names of `NEEDS` offered by a host that gives only log-probs of sampled tokens of its model."""
 
@@ -132,12 +125,10 @@ def credit_rows(
         tokenizer, rows, **options: as in `DeferredCredit`.
         counted: B tensors (T_b,), 1 on tokens that are trained on, 0 on others, such as a tool's.
         advantages: B tensors (T_b,), float; estimators get (B,) where each row has one value on the counted tokens.
-        access: the host's log-prob service or its workers.
         entropies: B tensors (T_b,), nats.
 
     Returns:
-        B tensors (T_b,) in the advantages' dtype, to train on; tokens that do not count keep theirs. And the
-        figures to log.
+        B tensors (T_b,) to train on, of which tokens that do not count keep their advantages; and the figures to log.
     """
     advantages, masks = [row.cpu() for row in advantages], [row.cpu().bool() for row in counted]
     own = _row_advantages([row * mask for row, mask in zip(advantages, masks, strict=True)], masks)

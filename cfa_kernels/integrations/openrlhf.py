@@ -68,7 +68,7 @@ def _shares_devices(args: Any) -> bool:
 
 
 def tree_obstacles(args: Any, group: Any) -> list[str]:
-    """Name the settings of OpenRLHF with which its actors cannot score trees, so that log-prob requests are sent."""
+    """Name the settings with which OpenRLHF's actors cannot score trees, so that log-prob requests are sent."""
     actor = getattr(getattr(group, "ray_actor_type", None), "__ray_actor_class__", None)
     pieces = args.ds.tensor_parallel_size
     return obstacles(
@@ -88,9 +88,7 @@ class CounterfactualMixin(_Maker):
         *args, **kwargs: the experience maker's own.
         counterfactual: configuration of credit; default the CF paper's. `control="off"` switches credit off.
 
-    Raises:
-        ImportError: OpenRLHF is absent or too old.
-        NotImplementedError: settings that credit cannot be combined with; names each.
+    Raises `NotImplementedError` for settings that credit cannot be combined with, each named.
     """
 
     args: Any

@@ -7,26 +7,15 @@ import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig, Credit, DeferredCredit, Rows
-from ..estimators.base import ENTROPIES, OwnFunction
-from ..scoring.access import CAPABILITIES
-from .credit import weighed_text
 
 ROW = "credit_row"
 """Name, among the inputs of the loss, of the (b,) places of a micro-batch's rows in their generation batch."""
 
 
-def asks_model(config: CounterfactualConfig) -> bool:
-    """Whether assigning credit feeds anything to the model."""
-    return bool(config.needs & {*CAPABILITIES, ENTROPIES}) or isinstance(config.estimator, OwnFunction)
-
-
 def why_at_once(config: CounterfactualConfig, micro_batches: int, one_update: bool) -> str | None:
-    """Say why credit cannot be assigned from training forwards; None if it can.
+    """Say why credit cannot be assigned from the training forwards of a batch, one per micro-batch; None if it can.
 
-    Args:
-        config: how credit is to be assigned.
-        micro_batches: into how many training forwards a generation batch is split.
-        one_update: whether the policy changes only after all of them.
+    `one_update` says whether the policy changes only after all of them.
     """
     if not (config.continues or config.reads_entropies):
         return f"{config.asked_for} reads nothing that a training forward has fed"
@@ -53,15 +42,9 @@ def batch_credit(
     group_size: int,
     **options: Any,
 ) -> DeferredCredit:
-    """Make the credit of a process's share of a generation batch, the groups of a prompt one after the other.
+    """Make the credit of a process's share of TRL's generation batch, which is `output` and lies group by group.
 
-    Args:
-        config, tokenizer: as in `counterfactual_credit`.
-        output: TRL's batch of B completions.
-        rewards: (B,); nan where no function gave any, which leaves the completion out.
-        first: rows of the processes before this one.
-        group_size: completions of a prompt.
-        **options: `seed` and `temperature` of `DeferredCredit`.
+    `rewards` are (B,), nan for completions to leave out; `first` counts the rows of the processes before this one.
     """
     index = range(first, first + len(rewards))
     padded = {name: output[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
@@ -78,16 +61,6 @@ def unpadded(column: Tensor, rows: Rows) -> Any:
     return column if column.ndim == 1 else [row[:n] for row, n in zip(column, rows.lengths, strict=True)]
 
 
-def weighed(batch: DeferredCredit, credit: Credit) -> list[str]:
-    """Describe the weighed tokens of each completion, with weights or, for signed credit, advantages."""
-    signed = credit.advantages is not None
-    columns = credit.advantages if credit.advantages is not None else credit.weights
-    return [
-        weighed_text(batch.tokenizer, ids, row, float(batch.advantages[b]) if signed else 1.0)
-        for b, (ids, row) in enumerate(zip(batch.rows.completions, columns, strict=True))
-    ]
-
-
 def why_nothing(batch: DeferredCredit, credit: Credit) -> str | None:
     """Explain why no completion with an advantage got credit; None if one did, or none was due."""
     due = [b for b, advantage in enumerate(batch.advantages) if (advantage != 0).any() and batch.rows.lengths[b]]
@@ -97,12 +70,12 @@ def why_nothing(batch: DeferredCredit, credit: Credit) -> str | None:
         reason = "answers were found, but no span before them; see CounterfactualConfig's detector and units"
     else:
         own = batch.config.answers.answer_format
-        looked = (
-            "Answers are read after ####, in \\boxed{} and after words such as 'the answer is'; for others give "
-            "CounterfactualConfig(answer_format=...) or answer_fallback='last_number'"
-            if own is None
-            else f"Only answer_format={own!r} says what is one"
-        )
+        looked = f"Only answer_format={own!r} says what is one"
+        if own is None:
+            looked = (
+                "Answers are read after ####, in \\boxed{} and after words such as 'the answer is'; for others give "
+                "CounterfactualConfig(answer_format=...) or answer_fallback='last_number'"
+            )
         ends = batch.tokenizer.decode(batch.rows.completions[due[0]])[-60:]
         reason = f"no answer was found. {looked}. The first of these completions ends with {ends!r}"
     return f"credit/scored_fraction is 0: of {len(due)} completions with an advantage none was judged: {reason}"

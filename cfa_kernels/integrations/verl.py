@@ -83,9 +83,8 @@ class CounterfactualMixin(WholeGroups):
     Logs the same `credit/*` as in TRL, for the whole batch. `control="off"` switches credit off. A model that cannot be
     scored in packed trees gets log-prob requests; the log says so once, with the reason.
 
-    Raises:
-        NotImplementedError: before the first rollout, settings or a model that cannot be combined with credit or with
-            `packed_update=True`, by name.
+    Raises `NotImplementedError`, before the first rollout, for settings or a model that cannot be combined with credit
+    or with `packed_update=True`, each named.
     """
 
     tokenizer: Any

@@ -39,16 +39,10 @@ class Share(NamedTuple):
 
 
 def judge_share(module: nn.Module, share: Share) -> Any:
-    """Run a share's estimator beside the model, `module` with what shards it around it.
+    """Run a share's estimator beside the model; workers that hold pieces of one call this together, sharded as it is.
 
-    Workers that hold pieces of one model all call this, each with its own share.
-
-    Returns:
-        The estimator's result, on the host; for a share without completions the dtype that the model computes in.
-
-    Raises:
-        NotImplementedError: the model cannot be scored in packed trees; names it and the reason.
-        Exception: of ids or of the estimator, with the rank; workers that share a model all raise it.
+    Returns the estimator's result, on the host; for a share without completions the dtype that the model computes in.
+    Raises `NotImplementedError` for a model that cannot be scored in packed trees; other errors name the rank.
     """
     access, batch = as_access(module), share.batch
 
@@ -71,12 +65,10 @@ def judge_share(module: nn.Module, share: Share) -> Any:
 
 
 class Workers(RemoteAccess):
-    """Access to a model that workers of a host hold, whole or in pieces; estimators that ask it are run there.
+    """Access to a model that `count` workers of a host hold, whole or in pieces; estimators that query it run there.
 
-    Args:
-        ask: sends each worker its share, at once, and returns what `judge_share` gave, in the same order. Every worker
-            is called, also with an empty share, since those that hold pieces of one model run it together.
-        count: number of workers, also an attribute.
+    `ask` sends each worker its share, at once, and returns the results of `judge_share` in the same order. Workers with
+    an empty share are called too, since those that hold pieces of one model run it together.
     """
 
     capabilities = Sharded.capabilities
@@ -94,11 +86,8 @@ class Workers(RemoteAccess):
         return self._dtype
 
     def apply(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
-        """Deal the batch's groups over the workers and join the results, in the batch's order.
-
-        A function of the caller's runs here, with these workers in the model's place.
-        """
-        if isinstance(estimator, OwnFunction):
+        """Deal the batch's groups over the workers and join the results, in the batch's order."""
+        if isinstance(estimator, OwnFunction):  # runs here, with these workers in the model's place
             return estimator(self, batch)
         places = deal(batch, self.count)
         shares = [Share(estimator, batch.take(own)) for own in places]
@@ -126,12 +115,9 @@ def choose_access(
     reasons: Sequence[str],
     unmet: Callable[[Sequence[str]], list[str]],
 ) -> ModelAccess:
-    """Choose `workers`, which check their model now, or a host's log-prob requests, and log which.
+    """Choose `workers`, which check their model now, or, for `reasons`, a host's log-prob requests, and log which.
 
-    Args:
-        workers, service: the host's.
-        reasons: settings with which workers cannot score trees.
-        unmet: from the reasons for requests to the needs that they do not meet, which are refused.
+    `unmet` gives, for the reasons, the needs that requests do not meet, which are refused.
     """
     if not reasons:
         try:
@@ -147,11 +133,7 @@ def choose_access(
 def unmet_needs_of_host(
     config: CounterfactualConfig, host: str, completions: int | None, reasons: Sequence[str]
 ) -> list[str]:
-    """Name each thing that `config` needs and a host of `OFFERS` lacks, as `unmet_needs` does.
-
-    `completions` of a prompt are None if that is not known yet; `reasons` for log-prob requests are none if workers
-    score trees.
-    """
+    """Name each thing that `config` needs and a host of `OFFERS` lacks; `reasons` are those for log-prob requests."""
     offers = OFFERS[f"{host}, by log-prob requests" if reasons else host] - ({SIBLINGS} if completions == 1 else set())
     because = f" (log-probs are requested because of {'; '.join(reasons)})" if reasons else ""
     return [need + because for need in unmet_needs(config, offers)]
@@ -166,10 +148,7 @@ def ray_class(mixin: type, worker: Any) -> Any:
 
 
 def deal(batch: ScoredBatch, workers: int) -> list[list[int]]:
-    """Deal the groups of a batch (equal prompts if it has none) over workers by the rows that they feed.
-
-    Returns the places of each worker's completions in the batch, in rising order.
-    """
+    """Deal the groups of a batch over workers by the rows that they feed: places in the batch, in rising order."""
     groups = equal_prompts(batch.prompts) if batch.groups is None else batch.groups
     members: dict[int, list[int]] = {}
     for place, group in enumerate(groups.tolist()):

@@ -162,7 +162,7 @@ def _check_count(name: str, value: Any, validate: bool | None) -> Count | None:
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
-    """Return `value`; raise `ValueError` unless it is one of `choices`."""
+    """Return `value`, one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
     return value
@@ -175,7 +175,7 @@ def check_tensor(
     device: torch.device | None = None,
     dtype: str | None = "floating point",
 ) -> None:
-    """Raise `TypeError` unless it is a tensor of `dtype`; `ValueError` for another shape or device."""
+    """Check type, dtype, shape and device of a tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if dtype is not None and not (

@@ -48,7 +48,7 @@ def policy_loss(
 
     Args:
         logprobs: (B, T) log pi(token), nats, any float dtype; computed in float64 for float64, else in float32.
-        old_logprobs: (B, T) under the sampling policy; None means on-policy, `logprobs.detach()`.
+        old_logprobs: (B, T) under the sampling policy; None means on-policy.
         advantages: (B,) or (B, T).
         mask: (B, T) of 0 and 1, any dtype; tokens with 0 may hold anything, NaN included.
         entropies: (B, T), nats; `entropy_coef` times their mean over the counted tokens is subtracted.
@@ -90,10 +90,6 @@ def policy_loss(
         The 0-d loss, and metrics as detached 0-d tensors on its device: `ratio_mean` (over counted tokens with a
         weighted advantage), `kl`, `entropy`, `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`,
         `/high_max`, or `cispo_clip_ratio`; means over tokens, of clip ratios at the sequence level over sequences.
-
-    Raises:
-        ValueError: a wrong option, shape or value (naming row and token).
-        TypeError: a wrong dtype, or an unknown option.
     """
     check_tensor("logprobs", logprobs)
     if logprobs.dim() != 2:
@@ -191,25 +187,20 @@ def linear_policy_loss(
 ) -> tuple[Any, ...]:
     """Compute `logits_policy_loss` of `hidden @ lm_head.T + bias` without ever holding all logits.
 
-    Tokens that add nothing (mask 0; also advantage or weight 0, without ref_logprobs and entropy) need no GEMM. They
-    are dropped by default on a CPU; a GPU would have to be waited for: pass `rows`, or accept it by `drop_inactive`.
-
-    float32 GEMMs follow torch's TF32 setting, which those of `linear_logprob` do not: take old log-probs from the same
-    function, or train float32 weights with `torch.set_float32_matmul_precision("highest")`.
+    Tokens that add nothing (mask 0; also advantage or weight 0, without ref_logprobs and entropy) need no GEMM: pass
+    `rows`. float32 GEMMs follow torch's TF32 setting, which those of `linear_logprob` do not: take old log-probs from
+    the same function, or train float32 weights with `torch.set_float32_matmul_precision("highest")`.
 
     Args:
-        hidden: (B, T, H), or (M, H) for only the M tokens of `rows`, in their order; float32, bfloat16 or float16
-            (float64 too on the PyTorch backend); under autocast cast to its dtype.
+        hidden: (B, T, H), or (M, H) for only the M tokens of `rows`, in their order; under autocast cast to its dtype.
         lm_head, bias: (V, H) and (V,), of that dtype, cast likewise.
         targets, old_logprobs, advantages, mask, temperature, softcap, logit_scale, compute_entropy, backend, **options:
             as in `logits_policy_loss`.
         rows: (M,) flattened indices from `contributing_rows`.
         return_logprobs: also return the log-probs (B, T), detached, in the compute dtype; nan where dropped.
-        drop_inactive: finds those tokens here, and drops clipped ones from the gradients' GEMMs too.
+        drop_inactive: finds those tokens here, waiting for a GPU, and drops clipped ones from the gradients' GEMMs too;
+            the default on a CPU.
         chunk_size: rows of logits that exist at a time; by default 4096, on a CPU 512.
-
-    Returns:
-        As `policy_loss`, and the log-probs if `return_logprobs`.
     """
     check_linear(hidden, lm_head, bias, rows)
     rows_alone = hidden.dim() == 2

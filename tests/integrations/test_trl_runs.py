@@ -5,7 +5,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pandas
 import pytest
 import torch
 
@@ -15,8 +14,6 @@ integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is
 
 from trl import GRPOTrainer  # noqa: E402
 
-from cfa_kernels.integrations.credit import weighed_text  # noqa: E402
-from tests.support.tiny import PHRASES, tiny_tokenizer  # noqa: E402
 from tests.support.trl_training import build, logged, packs, parameters, record_generations, rollouts  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -109,29 +106,6 @@ def test_where_there_is_credit_or_none_is_wanted_nothing_is_warned_of(train, con
         warnings.simplefilter("always")
         train(trainer=given)
     assert not [warning for warning in caught if "credit/scored_fraction" in str(warning.message)]
-
-
-def test_the_table_of_completions_shows_which_tokens_were_weighed(tmp_path):
-    trainer = build(str(tmp_path), log_completions=True, max_steps=2)
-    trainer.train()
-    table = pandas.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
-    assert len(table["weighed"]) == len(table["completion"]) == 8
-    scored = [(text, shown) for text, shown in zip(table["completion"], table["weighed"], strict=True) if shown]
-    assert scored
-    for text, shown in scored:
-        for run in shown.split(" | "):
-            phrase = re.fullmatch(r"(.*) \(\d+\.\d\d\)", run)[1]
-            assert phrase in text
-    assert any("#### 7 (1.50)" in shown or "#### 5 (1.50)" in shown for _, shown in scored)
-
-
-def test_weighed_tokens_are_shown_in_runs_of_one_value():
-    tokenizer = tiny_tokenizer()
-    ids = torch.tensor([tokenizer.get_vocab()[text] for text in (*PHRASES[:3], PHRASES[4])])
-    assert weighed_text(tokenizer, ids, torch.tensor([4.0, 4.0, 1.0, 1.5]), 1.0) == (
-        "3 + 4 = 7. 7 - 2 = 5. (4.00) | #### 7 (1.50)"
-    )
-    assert weighed_text(tokenizer, ids, torch.ones(4), 1.0) == ""
 
 
 DOCUMENTED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
