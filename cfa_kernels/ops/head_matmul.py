@@ -12,8 +12,7 @@ from torch import Tensor
 from .matmul import multiply
 from .row_softmax import compute_dtype
 
-Index = Tensor | slice
-"""Some rows of flattened input."""
+Index = Tensor | slice  # some rows of flattened input
 
 
 def autocast_operands(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,7 @@ from .policy_rows import STATS, policy_of_logprobs, policy_rows, row_gradients, 
 from .row_softmax import LogitRows, RowLogprobs, Softmax, compute_dtype
 from .token_loss import PolicyOptions, Tokens, refuse_second_derivative
 
-DEAD_SHARE = 0.1
-"""Rows without gradient are cut out of a strip before its GEMMs if they are at least this share of it."""
+DEAD_SHARE = 0.1  # rows without gradient are cut out of a strip before its GEMMs if they are at least this share of it
 
 
 def contributing(tokens: Tokens, options: PolicyOptions, *, with_entropy: bool) -> Tensor:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 2**20
-"""Elements of a product that exist twice at a time: as oneDNN gave them, and where they belong."""
+_BLOCK_ELEMENTS = 2**20  # elements of a product that exist twice at a time: as oneDNN gave them, and where they belong
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

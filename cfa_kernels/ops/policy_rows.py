@@ -30,11 +30,9 @@ from .token_loss import LOG_RATIO_MAX, PolicyOptions, Tokens, policy_terms, toke
 from .triton_math import LOG2E
 from .tuning import tuned
 
-STATS = ("logprob", "entropy", "ratio", "kl", "clip")
-"""Values of each token that metrics are made of."""
+STATS = ("logprob", "entropy", "ratio", "kl", "clip")  # values of each token that metrics are made of
 
-SCALE_PROGRAMS = 512
-"""Programs of `scale_rows`: enough for any GPU, and soon over if the factor is 1."""
+SCALE_PROGRAMS = 512  # programs of `scale_rows`: enough for any GPU, and soon over if the factor is 1
 
 
 @triton.jit(do_not_specialize=["N", "T"])  # lengths never recompile

@@ -13,17 +13,10 @@ from torch import Tensor
 from ..options import POSITIVE
 from .triton_math import tanh
 
-LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that the kernels take; the PyTorch form also takes float64."""
-
-FLOAT32_NOISE = 3e-5
-"""Typical error (nats) of a log-prob computed in float32; a floor for measured noise."""
-
-LOWEST = -1.0e30
-"""Stand-in for -inf in `p * log p`, so that a forbidden token adds 0 and not nan."""
-
-_IN_CACHE = 2**17
-"""Elements of a block of rows that a CPU's cache holds."""
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the kernels; the PyTorch form also takes float64
+FLOAT32_NOISE = 3e-5  # typical error (nats) of a log-prob computed in float32; a floor for measured noise
+LOWEST = -1.0e30  # stand-in for -inf in `p * log p`, so that a forbidden token adds 0 and not nan
+_IN_CACHE = 2**17  # elements of a block of rows that a CPU's cache holds
 
 
 class Softmax(NamedTuple):

@@ -254,8 +254,7 @@ class SegmentTable:
         return self._on_device[key]
 
 
-_ALIVE: WeakValueDictionary[tuple[int, ...], SegmentTable] = WeakValueDictionary()
-"""Tables by their handles."""
+_ALIVE: WeakValueDictionary[tuple[int, ...], SegmentTable] = WeakValueDictionary()  # tables by their handles
 
 
 def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

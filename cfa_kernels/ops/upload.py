@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16
-"""Bytes: Triton compiles wide loads for pointers that are multiples of it."""
+ALIGNMENT = 16  # bytes: Triton compiles wide loads for pointers that are multiples of it
 
 
 def stream_of(device: torch.device) -> int | None:
