@@ -22,10 +22,7 @@ from .triton_math import LOG2E, minimum, tanh
 from .tuning import tuned
 
 STATISTICS_ROWS = 32768  # rows of one launch: the sums of its tiles take rows * V / BLOCK_N * 8 bytes
-
-REFERENCE_COLUMNS, REFERENCE_ELEMENTS = 1024, 2**20
-"""Columns of the head, and logits, that the PyTorch form holds at a time."""
-
+REFERENCE_COLUMNS, REFERENCE_ELEMENTS = 1024, 2**20  # columns of the head, and logits, of the PyTorch form at a time
 STRIP_BYTES = {"cpu": 2**27, "cuda": 2**30}  # size of a backward strip of logits, by device type
 
 

@@ -31,7 +31,6 @@ from .triton_math import LOG2E
 from .tuning import tuned
 
 STATS = ("logprob", "entropy", "ratio", "kl", "clip")  # values of each token that metrics are made of
-
 SCALE_PROGRAMS = 512  # programs of `scale_rows`: enough for any GPU, and soon over if the factor is 1
 
 
