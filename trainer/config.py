@@ -81,28 +81,26 @@ class TrainConfig(RewardSettings, DataConfig):
     are kept, and a damaged one is replaced by the one before it."""
 
     credit: Literal["counterfactual", "inverted", "random", "uniform"] = "counterfactual"
-    """How credit is spread over tokens: by importance, its inverse, at random, or evenly (DAPO)."""
+    """Spread of credit over tokens: by importance, its inverse, at random, or evenly (DAPO)."""
     estimator: Literal[_ESTIMATORS] = "masking"  # type: ignore[valid-type]
-    """What finds the importance of a unit; docs/credit.md lists the estimators."""
+    """Estimator of the importance of a unit; docs/credit.md lists them."""
     credit_options: tyro.conf.UseAppendAction[dict[str, int | float | str]] = field(default_factory=dict)
-    """An option of the estimator, of the rule for weights or of spans, and its value: --credit_options max_spans 5
-    --credit_options weights top. docs/credit.md lists them; by default what the estimator's source does."""
+    """An option of the estimator, of the rule for weights or of spans, and its value, for example --credit_options
+    max_spans 5. docs/credit.md lists them; by default what the estimator's source does."""
     compare_and_correct: NotNegative = 0.0
     """After IBPO: the policy rewrites wrong completions beside the nearest correct sibling. A correct rewrite raises
     their reward by this much (lambda times rho) before the group is compared, and only tokens that it edits get credit.
     0 leaves completions as they are."""
     answer_format: str | None = None
-    """Form of answers beside those that are known: a regular expression whose first group is the answer, or
+    """Form of answers beside those that docs/spans.md lists: a regular expression whose first group is the answer, or
     "module:function" of a text that gives the answer's start and end."""
     token_budget: Count | None = None
-    """Most packed tokens of a forward, in the update and of masked branches; a group that is larger gets a forward of
-    its own. By default what half of the free memory holds."""
+    """Most packed tokens of a forward, but for a larger group. By default what half of the free memory holds."""
 
     max_steps: Count = 500
     """Optimizer steps (times num_iterations): rollouts, credit and update make one."""
     generation_batch_size: Count = 64
-    """Completions that a step samples, on however many devices, and evaluation at a time; token_budget limits one
-    forward."""
+    """Completions that a step samples, on however many devices; evaluation samples as many at a time."""
     num_generations: int = 8
     """Completions per problem (G), the group that advantages compare."""
     num_iterations: Count = 1

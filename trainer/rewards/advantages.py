@@ -14,11 +14,8 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     """
     groups = rewards.float().view(-1, num_generations)  # (groups, G)
     centred = groups - groups.mean(1, keepdim=True)
-    if scale_rewards == "group":
-        centred = centred / (groups.std(1, keepdim=True) + STD_EPSILON)
-    elif scale_rewards == "batch":
-        centred = centred / (rewards.float().std() + STD_EPSILON)
-    elif scale_rewards != "none":
-        raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', got {scale_rewards!r}")
+    if scale_rewards != "none":
+        deviation = groups.std(1, keepdim=True) if scale_rewards == "group" else rewards.float().std()
+        centred = centred / (deviation + STD_EPSILON)
     mixed = groups.amax(1, keepdim=True) > groups.amin(1, keepdim=True)
     return torch.where(mixed, centred, torch.zeros_like(centred)).flatten()

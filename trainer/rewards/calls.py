@@ -21,14 +21,13 @@ Reward = Callable[..., list[float | None]]
 """TRL's contract: `f(prompts=, completions=, completion_ids=, **columns)`; None abstains."""
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
-FAILURES = (Exception, SystemExit)
-"""Whatever a user's code raises that is no signal."""
+FAILURES = (Exception, SystemExit)  # of a user's code; not signals
 
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an answer: it has no group
 
 
 class RewardError(ValueError):
-    """A reward function did not return rewards; the message names it and, if it can be known, the row."""
+    """A reward function did not return rewards; the message names it."""
 
 
 def load_reward(name: str, **options: Any) -> Reward:
