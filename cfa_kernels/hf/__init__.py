@@ -1,5 +1,5 @@
 """Access to transformers models.
 
-Modules here know transformers and PEFT. They patch a model, find out what it is, and limit what it is fed.
+Modules here know transformers and PEFT. They patch a model, recognise its parts, and limit its inputs.
 README.md lists every patch.
 """

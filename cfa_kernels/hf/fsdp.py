@@ -52,11 +52,11 @@ def is_zero3_weight(tensor: Tensor | None) -> bool:
     return hasattr(tensor, "ds_id")
 
 
-_HELD = -1  # no module of DeepSpeed's has this number
+_OURS = -1  # no module of DeepSpeed's has this number
 
 
 @torch.no_grad()
-def gathered_zero3(modules: Iterable[nn.Module], undo: ExitStack) -> None:
+def gather_zero3(modules: Iterable[nn.Module], undo: ExitStack) -> None:
     """Gather the weights of modules that ZeRO-3 has in pieces, all processes together, until `undo` closes."""
     parameters = (weight for module in modules for weight in module._parameters.values())
     weights: list[Any] = [weight for weight in parameters if is_zero3_weight(weight)]
@@ -78,7 +78,7 @@ def gathered_zero3(modules: Iterable[nn.Module], undo: ExitStack) -> None:
     if away:  # `all_gather` of several waits for the last only, and gloo may end that first
         away[0].all_gather_coalesced(away).wait()
     for weight in weights:
-        weight.ds_active_sub_modules.add(_HELD)
+        weight.ds_active_sub_modules.add(_OURS)
 
 
 def sharding_group(root: Any) -> Any:

@@ -48,7 +48,7 @@ def apart_by_length(
 ) -> tuple[Sequence[list[Query]], list[list[int]]]:
     """Split bundles into parts that must not share a forward; return bundles as fed, and the non-empty ones of a part.
 
-    Each row, of `lengths` tokens in all, keeps the rotary frequencies that it has when fed by itself and whole. `order`
+    Each row, of `lengths` tokens in all, keeps the rotary frequencies that it has by itself and whole. `order`
     holds the caller's number of each row.
     """
     walk = ModelWalk.of(model)

@@ -50,7 +50,7 @@ class _Ops:
         self._parts: dict[tuple[nn.Module, float], AdapterParts] = {}
 
     def run(self, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        parts = None if args or kwargs else _read(layer, x)
+        parts = None if args or kwargs else _plain_parts(layer, x)
         if parts is None:
             return type(layer).forward(layer, x, *args, **kwargs)
         base, down, up, scale = parts
@@ -66,7 +66,7 @@ class _Ops:
         return out.view(*x.shape[:-1], out.shape[-1])  # also of no rows
 
 
-def _read(layer: Any, x: Tensor) -> _Layer | None:
+def _plain_parts(layer: Any, x: Tensor) -> _Layer | None:
     """Return a layer's parts if it runs as one op for rows like `x`."""
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or len(names) != 1 or names[0] in layer.lora_variant:

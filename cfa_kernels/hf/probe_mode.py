@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .fsdp import gathered_zero3, holds_pieces, is_fsdp2, is_zero3_weight
+from .fsdp import gather_zero3, holds_pieces, is_fsdp2, is_zero3_weight
 from .modes import attributes_set, exchanged
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -40,7 +40,7 @@ def float32_weights(model: PreTrainedModel, moved: bool, skipped: Collection[nn.
     sites = {site: modules for site, modules in sites.items() if site not in skipped}
 
     def widen(modules: list[nn.Module], undo: ExitStack) -> None:
-        gathered_zero3(modules, undo)
+        gather_zero3(modules, undo)
         for module in modules:
             # Inside its call, torch's first FSDP has the weights as plain attributes.
             for store in (module._parameters, module._buffers, vars(module)):

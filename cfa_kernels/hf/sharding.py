@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..packing.packs import idle_pack
 from .fsdp import (
-    gathered_zero3,
+    gather_zero3,
     give_back,
     head_whole,
     is_engine,
@@ -182,7 +182,7 @@ def _errors_held(causal: PreTrainedModel, *, gathers: bool) -> Iterator[None]:
         def run(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as gathered:
                 if gathers:
-                    gathered_zero3(layer.modules(), gathered)
+                    gather_zero3(layer.modules(), gathered)
                 try:
                     if not errors:
                         return forward(*args, **kwargs)

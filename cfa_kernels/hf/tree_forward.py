@@ -225,9 +225,9 @@ class _Staged:
 
 
 def _stage(model: PreTrainedModel, pack: Pack) -> _Staged:
-    fed = pack.rows >= pack.first_row
-    own, before = pack.rows[fed] - pack.first_row, pack.rows[~fed]
-    order = np.argsort(np.concatenate([np.flatnonzero(~fed), np.flatnonzero(fed)])) if len(before) else before
+    here = pack.rows >= pack.first_row
+    own, before = pack.rows[here] - pack.first_row, pack.rows[~here]
+    order = np.argsort(np.argsort(here, kind="stable")) if len(before) else before
     one = np.ones(1, np.int64)
     arrays = [pack.input_ids, pack.position_ids, one, own, before, order, np.unique(own), pack.targets]
     ids, positions, ones, *rest = upload(arrays, input_device(model))

@@ -235,8 +235,8 @@ def _tree_problem(
         ) from error
     truth = probe.target_logprobs(theirs)
     # A tree can get wrong how earlier tokens change later ones, which is little in an untrained model.
-    fed, targets = probe.ids[:, probe.first :], probe.targets
-    same = ((fed == fed[:1]) & (targets == targets[:1])).to(truth.device)
+    tokens, targets = probe.ids[:, probe.first :], probe.targets
+    same = ((tokens == tokens[:1]) & (targets == targets[:1])).to(truth.device)
     mixing = torch.where(same, truth - truth[:1], 0.0).abs().max().item()
     gap = _gap(model, probe.unpacked(ours).to(truth), truth)
     if gap <= max(min(_TOLERANCE, _SHARE * mixing), _ROUNDINGS * verdict.rounding, FLOAT32_NOISE):

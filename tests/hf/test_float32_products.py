@@ -118,6 +118,6 @@ def test_the_policy_loss_follows_tf32_and_linear_logprob_does_not(monkeypatch, d
     exact, plain = both()
     torch.testing.assert_close(exact, plain, rtol=0, atol=1e-5)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    rounded, kept = both()
-    torch.testing.assert_close(kept, plain, rtol=0, atol=0)
+    rounded, still_plain = both()
+    torch.testing.assert_close(still_plain, plain, rtol=0, atol=0)
     assert 1e-4 < (rounded - exact).abs().max() < 0.1

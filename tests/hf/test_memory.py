@@ -1,4 +1,4 @@
-"""Where a device has no memory for a forward, smaller ones take its place, to the same result."""
+"""Smaller forwards take the place of one that a device has no memory for, to the same result."""
 
 import functools
 from contextlib import nullcontext
@@ -171,17 +171,17 @@ def test_memory_of_a_training_forward_is_estimated_within_its_measure_and_a_thir
 
     def measured(model):
         weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        kept = {}
+        saved = {}
 
         def note(tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes(), tensor  # which keeps the address from being used again
+                saved[storage.data_ptr()] = storage.nbytes(), tensor  # which keeps the address from being used again
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             forward = packed_forward(model, Rows([prompt], [completion]))
-        return sum(size for size, _ in kept.values()) / forward.tokens_fed
+        return sum(size for size, _ in saved.values()) / forward.tokens_fed
 
     one, two = made(1), made(2)
     estimate, measure = limits.kept_per_row(two) - limits.kept_per_row(one), measured(two) - measured(one)

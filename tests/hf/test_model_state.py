@@ -16,16 +16,17 @@ from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_forward
 from tests.support.models import PLACEHOLDER, SMALL_ROWS, SMALL_SPANS, small_adapted, small_model
 
-(PROMPTS, COMPLETIONS), ASKED = SMALL_ROWS, SMALL_SPANS
+ROWS = Rows(*SMALL_ROWS)
+QUERY = Query(torch.cat([SMALL_ROWS[0][0], SMALL_ROWS[1][0]]).numpy(), 8, SMALL_ROWS[1][0][:2].numpy())
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def forward_of(model):
-    return packed_forward(causal_lm(model), Rows(PROMPTS, COMPLETIONS), keep_states=True)
+    return packed_forward(causal_lm(model), ROWS, keep_states=True)
 
 
 def drops(forward):
-    return torch.cat(forward.score(*ASKED, mask=PLACEHOLDER).drop)
+    return torch.cat(forward.score(*SMALL_SPANS, mask=PLACEHOLDER).drop)
 
 
 def optimizer_step(model, forward, **options):
@@ -56,6 +57,18 @@ def other_adapter(model, _):
     model.set_adapter("other")
 
 
+def switched_off(model, _):
+    model.base_model.disable_adapter_layers()
+
+
+def merged(model, _):
+    model.merge_adapter()
+
+
+def put_on(model, _):
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+
+
 CHANGES = {
     "an optimizer step": (small_model, optimizer_step, r"embed_tokens.weight has been written to since it ran"),
     "a fused optimizer step": (small_model, partial(optimizer_step, fused=True), "has been written to since it ran"),
@@ -63,23 +76,11 @@ CHANGES = {
     "a checkpoint": (small_model, lambda model, _: model.load_state_dict(small_model().state_dict()), "written to"),
     "a weight put in": (small_model, exchanged, r"layers.0.input_layernorm.weight has been exchanged"),
     "a weight moved": (small_model, moved, r"layers.0.mlp.up_proj.weight has been moved"),
-    "an adapter off": (
-        small_adapted,
-        lambda model, _: model.base_model.disable_adapter_layers(),
-        r"q_proj have changed \(disabled: False then, True now",
-    ),
-    "an adapter merged": (
-        small_adapted,
-        lambda model, _: model.merge_adapter(),
-        r"merged: \[\] then, \['default'\] now",
-    ),
+    "an adapter off": (small_adapted, switched_off, r"q_proj have changed \(disabled: False then, True now"),
+    "an adapter merged": (small_adapted, merged, r"merged: \[\] then, \['default'\] now"),
     "an adapter's factor": (small_adapted, scaled, r"mlp.down_proj have changed \(scaling: "),
     "another adapter": (small_adapted, other_adapter, r"active: \['default'\] then, \['other'\] now"),
-    "an adapter put on": (
-        small_model,
-        lambda model, _: get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])),
-        "q_proj.weight has been taken out",
-    ),
+    "an adapter put on": (small_model, put_on, "q_proj.weight has been taken out"),
 }
 
 
@@ -91,11 +92,10 @@ def test_a_forward_whose_model_has_changed_since_is_not_continued(change):
     before = drops(forward)
     do(model, forward)
     causal = causal_lm(model)
-    query = Query(torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy(), 8, COMPLETIONS[0][:2].numpy())
-    batch = ScoredBatch.of(causal, Rows(PROMPTS, COMPLETIONS), *ASKED, mask=PLACEHOLDER)
+    batch = ScoredBatch.of(causal, ROWS, *SMALL_SPANS, mask=PLACEHOLDER)
     for ask in (
         lambda: drops(forward),
-        lambda: forward.query_logprobs(causal, [[query]]),
+        lambda: forward.query_logprobs(causal, [[QUERY]]),
         lambda: TrainingForward(forward).score(batch),
     ):
         with pytest.raises(RuntimeError, match=f"cannot be continued: .*{message}"):
@@ -115,7 +115,7 @@ def test_what_leaves_the_weights_alone_leaves_a_forward_valid(make, checkpointin
     first, forward = forward_of(model), forward_of(model)
     before = drops(forward)
     sum(row.sum() for row in first.logprobs()).backward()  # gradients of micro-batches add up
-    batch = LossBatch.of(Rows(PROMPTS, COMPLETIONS), None, torch.tensor([1.0, -1.0]))
+    batch = LossBatch.of(ROWS, None, torch.tensor([1.0, -1.0]))
     forward.policy_loss(batch).loss.backward()
     model.zero_grad()
     model.eval()
@@ -134,19 +134,16 @@ def test_what_leaves_the_weights_alone_leaves_a_forward_valid(make, checkpointin
 @pytest.mark.parametrize("change", ["an optimizer step", "a checkpoint"])
 def test_log_probs_and_loss_are_not_read_by_a_head_that_has_changed_since(change):
     model = small_model()
-    forward = packed_forward(model, Rows(PROMPTS, COMPLETIONS))
+    forward = packed_forward(model, ROWS)
     CHANGES[change][1](model, forward)
-    for read in (
-        forward.logprobs,
-        lambda: forward.policy_loss(LossBatch.of(Rows(PROMPTS, COMPLETIONS), None, torch.ones(2))),
-    ):
+    for read in (forward.logprobs, lambda: forward.policy_loss(LossBatch.of(ROWS, None, torch.ones(2)))):
         with pytest.raises(RuntimeError, match=r"the head's weight has been written to since it ran.*two models"):
             read()
 
 
 def test_under_a_head_that_stays_they_are_those_of_the_forward_however_its_adapters_go_on():
     model = small_adapted()
-    forward = packed_forward(causal_lm(model), Rows(PROMPTS, COMPLETIONS))
+    forward = packed_forward(causal_lm(model), ROWS)
     before = forward.logprobs()
     sum(row.sum() for row in before).backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0).step()
@@ -155,9 +152,8 @@ def test_under_a_head_that_stays_they_are_those_of_the_forward_however_its_adapt
 
 def test_a_query_that_reads_only_rows_of_the_forward_runs_adapters_on_none_of_its_own():
     forward = forward_of(small_adapted())
-    query = Query(torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy(), 8, COMPLETIONS[0][:2].numpy())
-    ((found,),), work = forward.query_logprobs(forward.causal, [[query]])
-    assert (len(found), work.tokens_fed) == (2, 1)
+    ((logprobs,),), work = forward.query_logprobs(forward.causal, [[QUERY]])
+    assert (len(logprobs), work.tokens_fed) == (2, 1)
 
 
 def test_the_state_is_read_once_by_a_forward_that_is_continued_and_once_by_what_continues_it(monkeypatch):
@@ -165,29 +161,27 @@ def test_the_state_is_read_once_by_a_forward_that_is_continued_and_once_by_what_
     reads, read = [], model_state._weights_and_adapters
     monkeypatch.setattr(model_state, "_weights_and_adapters", lambda model: reads.append(model) or read(model))
     causal = causal_lm(small_adapted())
-    packed_forward(causal, Rows(PROMPTS, COMPLETIONS))
+    packed_forward(causal, ROWS)
     assert not reads
     forward = forward_of(causal)
     assert len(reads) == 1
     drops(forward)
     assert len(reads) == 2
-    forward.query_logprobs(
-        causal, [[Query(torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy(), 8, COMPLETIONS[0][:2].numpy())]]
-    )
+    forward.query_logprobs(causal, [[QUERY]])
     assert len(reads) == 3
-    forward.policy_loss(LossBatch.of(Rows(PROMPTS, COMPLETIONS), None, torch.ones(2)))
+    forward.policy_loss(LossBatch.of(ROWS, None, torch.ones(2)))
     assert len(reads) == 3  # the head is looked at by itself
 
 
 def test_buffers_that_a_checkpoint_holds_count_and_others_do_not():
     layer = torch.nn.Module()
-    layer.register_buffer("kept", torch.zeros(2))
+    layer.register_buffer("saved", torch.zeros(2))
     layer.register_buffer("scratch", torch.zeros(2), persistent=False)
     state = ModelState(layer)
     layer.scratch += 1
     assert state.change(layer) is None
-    layer.kept += 1
-    assert state.change(layer) == "kept has been written to"
+    layer.saved += 1
+    assert state.change(layer) == "saved has been written to"
     layer.more = torch.nn.Parameter(torch.zeros(1))
     assert ModelState(torch.nn.Linear(2, 2)).change(layer) == "weight has been taken out"
 

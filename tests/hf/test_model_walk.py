@@ -106,6 +106,6 @@ def test_checkpointed_modules_are_those_flagged_and_in_training_now():
     walk = ModelWalk(model)
     assert not checkpointed_modules(walk)
     model.gradient_checkpointing_enable()
-    found = checkpointed_modules(walk)
-    assert {id(module) for module in model.model.layers} <= {id(module) for module in found}
+    checkpointed = checkpointed_modules(walk)
+    assert {id(module) for module in model.model.layers} <= {id(module) for module in checkpointed}
     assert not checkpointed_modules(walk.model.eval())

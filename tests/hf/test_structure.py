@@ -91,7 +91,7 @@ DOZEN = {
 
 
 def refusal(model, few, monkeypatch):
-    """What a check of few layers, or of all, says: the kind of refusal, or the head's numbers."""
+    """Result of a check of few layers, or of all: the kind of refusal, or the head's numbers."""
     monkeypatch.setattr(verify, "_BY_STRUCTURE", {})
     verify._BY_MODEL.clear()
     repeated = repeated_layers(ModelWalk(model)) if few else {}

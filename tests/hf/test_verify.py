@@ -267,7 +267,7 @@ def test_an_adapter_put_on_the_head_after_a_self_check_is_refused_too():
 
 
 class OnlyFirstTokens(torch.nn.Module):
-    """What an adapter that starts as the identity may turn into: a look at the row's first token."""
+    """An adapter that starts as the identity and may come to look at the row's first token."""
 
     def __init__(self, inner):
         super().__init__()

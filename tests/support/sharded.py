@@ -1,4 +1,4 @@
-"""What each of several processes does in `tests/hf/test_sharding.py`, and a way to run them with a deadline.
+"""Work of each of several processes in `tests/hf/test_sharding.py`, and a way to run them with a deadline.
 
 They are forked from a server that has imported everything once, and talk by gloo.
 """
@@ -310,7 +310,7 @@ def adapters(rank: int, how: str, halves: bool, dtype: torch.dtype) -> None:
     assert all(gradient.isfinite().all() and gradient.any() for gradient in second.values())
 
 
-def said(*texts: str) -> torch.Tensor:
+def ids_of(*texts: str) -> torch.Tensor:
     """Ids of words and phrases of the tiny tokenizer."""
     return torch.tensor(tiny_tokenizer().convert_tokens_to_ids(texts))
 
@@ -335,7 +335,7 @@ def estimators(rank: int, how: str) -> None:
         results = (judged(model, Masking(**options)) for model in (alone, shared))
         for own, ours in zip(*results, strict=True):
             torch.testing.assert_close(ours, own, atol=5e-5, rtol=0, equal_nan=True)
-    tokenizer, ids = tiny_tokenizer(), Rows([said(*QUESTION)] * 2, [said(*SOLUTIONS[0])] * 2)
+    tokenizer, ids = tiny_tokenizer(), Rows([ids_of(*QUESTION)] * 2, [ids_of(*SOLUTIONS[0])] * 2)
     for config in (CounterfactualConfig(), CounterfactualConfig(estimator="prefix_gain")):
         tiny = wrapped(tiny_model(), how)
         options = {"advantages": torch.tensor([1.0, -1.0]) * (rank == 0), "config": config}
@@ -358,9 +358,9 @@ def deepspeed_on_a_cpu(*, in_order: bool) -> Any:
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     gather = sys.modules["deepspeed.comm.comm"].all_gather_into_tensor
 
-    def gathered(output: torch.Tensor, *given: Any, async_op: bool = False, **options: Any) -> Any:
+    def gathered(output: torch.Tensor, *inputs: Any, async_op: bool = False, **options: Any) -> Any:
         def run() -> Any:
-            return gather(output, *given, **options)
+            return gather(output, *inputs, **options)
 
         if not async_op:
             return run()
@@ -406,7 +406,7 @@ def in_one_call(rank: int, how: str) -> None:
     (block,) = [one for one in page.split("```") if one.startswith("python") and "def loss_with_credit" in one]
     names: dict[str, Callable] = {}
     exec(block.removeprefix("python"), names)
-    rows = Rows([said(*QUESTION)] * 2, [said(*solution) for solution in SOLUTIONS])
+    rows = Rows([ids_of(*QUESTION)] * 2, [ids_of(*solution) for solution in SOLUTIONS])
     advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
     alone, tiny = tiny_model(), tiny_model()
     shared = wrapped(tiny, how)
