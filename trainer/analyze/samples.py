@@ -86,16 +86,16 @@ def json_lines(file: Path, every: int = 1) -> Iterator[tuple[int, Any]]:
 
 def _sample(entry: dict[str, Any]) -> Sample:
     tokens = [str(token) for token in entry["tokens"]]
+    judgements = [(entry.get("credit", "weights"), {"weights": entry["weights"]})] if "weights" in entry else []
     credit: dict[str, TokenCredit] = {}
-    if entry.get("weights") is not None:
-        credit[entry.get("credit", "weights")] = TokenCredit("weights", entry["weights"])
-    for name, judgement in entry.get("estimators", {}).items():
+    for name, judgement in [*judgements, *entry.get("estimators", {}).items()]:
         for kind in (kind for kind in KINDS if kind in judgement):
-            label = f"{name}, {kind}" if name in credit else name
-            credit[label] = TokenCredit(kind, [None if x is None else float(x) for x in judgement[kind]])
+            values = [None if value is None else float(value) for value in judgement[kind]]
+            credit[f"{name}, {kind}" if name in credit else name] = TokenCredit(kind, values)
     norms, reward, answer = entry.get("gradient_norms"), entry.get("reward"), entry.get("answer")
-    for name, row in {**{name: one.values for name, one in credit.items()}, "gradient_norms": norms}.items():
-        if row is not None and len(row) != len(tokens):
+    rows = {"gradient_norms": norms or tokens, **{name: one.values for name, one in credit.items()}}
+    for name, row in rows.items():
+        if len(row) != len(tokens):
             raise ValueError(f"{name} has {len(row)} numbers for {len(tokens)} tokens")
     own = ("advantage", "truncated", "step", "problem", "question", "reference", "drops_unit")
     return Sample(
