@@ -67,8 +67,14 @@ def test_tokens_are_shaded_by_weight_and_their_numbers_show_on_hover_and_with_th
 
 
 def test_several_estimators_stand_side_by_side_beside_the_importance_of_spans(browser, show) -> None:
-    show(completion(1, 1.0, estimators={"entropy": {"importances": [*range(9), None]}}), {"tokens": ["bare"]})
-    assert texts(browser, "figcaption strong") == ["masking", "entropy", "importance of spans", "tokens"]
+    show(
+        completion(1, 1.0, estimators={"entropy": {"importances": [*range(9), None]}}),
+        {"tokens": ["bare"], "question": "Why?"},
+        {"tokens": [], "weights": []},
+    )
+    assert texts(browser, "figcaption strong") == ["masking", "entropy", "importance of spans", "tokens", "weights"]
+    assert texts(browser, "aside") == ["Why?"]
+    assert texts(browser, TOKENS, "style.background")[5] == "rgb(var(--warm) / 0.620)"
     said = "Token 5 “=”: masking 4 · entropy 5 · importance of “1=2” 4.25 (nats)"
     assert hover(browser, TOKENS, 25) == said
     assert texts(browser, ".here") == ["="] * 3

@@ -26,8 +26,8 @@ function printed(text) {
 }
 
 // Weights lie on either side of 1 and have one scale; other numbers are as strong below 0 as above, so rounding stays pale.
-const creditsOf = sample => Object.values(sample.credit);
-const bounds = extent([1, ...data.completions.flatMap(creditsOf).filter(credit => credit.kind === 'weights').map(credit => extent(credit.values))].flat());
+const weights = data.completions.flatMap(sample => Object.values(sample.credit)).filter(credit => credit.kind === 'weights');
+const bounds = extent([1, ...weights.flatMap(credit => credit.values)]);
 function scaleOf(kind, values) {
   const neutral = kind === 'weights' ? 1 : 0, [low, high] = neutral ? bounds : extent([0, ...values]);
   const shade = value => {
@@ -65,7 +65,7 @@ function completion(sample, open) {
     sample.times > 1 && `\u00d7${sample.times}`].filter(Boolean).map(printed).join(' \u00b7 ');
   const made = make('details', { open }, make('summary', {}, facts || 'completion'), make('div', { class: 'sides' }));
   if (sample.question !== null)
-    made.lastChild.append(make('aside', {}, sample.question, make('p', { class: 'soft' }, `Reference: ${sample.reference}`)));
+    made.lastChild.append(make('aside', {}, sample.question, make('p', { class: 'soft' }, sample.reference ? `Reference: ${sample.reference}` : '')));
   made.lastChild.append(make('div', { class: 'row' }, ...columns.map(column => figure(sample, column))));
   made.sample = sample;
   return made;
