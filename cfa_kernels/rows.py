@@ -73,6 +73,12 @@ def pad_rows(rows: Sequence[Tensor], width: int | None = None, value: float = 0)
     return padded if width is None else torch.nn.functional.pad(padded, (0, width - longest), value=value)
 
 
+def equal_prompts(prompts: Sequence[Tensor]) -> list[int]:
+    """Number equal prompts equally, in order of appearance."""
+    numbers: dict[bytes, int] = {}
+    return [numbers.setdefault(prompt.numpy().tobytes(), len(numbers)) for prompt in prompts]
+
+
 def keyed_generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
     """Make the generator of a key, integers and strings: the same key gives the same draws in every process."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()

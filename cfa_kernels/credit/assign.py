@@ -11,7 +11,7 @@ from ..estimators.base import ANSWER, Importances
 from ..estimators.probes import Probe
 from ..hf.accuracy import ACCURACY
 from ..options import as_numbers
-from ..rows import Rows, keyed_generator, pad_rows
+from ..rows import Rows, equal_prompts, keyed_generator, pad_rows
 from ..scoring.access import CAPABILITIES, ModelAccess, TrainingForward, as_access
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
@@ -19,7 +19,7 @@ from ..scoring.outcomes import rounding
 from ..span import Span
 from ..text.find import Reasoning
 from .config import CounterfactualConfig, as_config
-from .units import CreditInputs, equal_prompts, find_units, placeholder_of, scored_as, special_ids
+from .units import CreditInputs, find_units, placeholder_of, scored_as, special_ids
 from .weights import WeightInputs, normalized_weights, spread_over_tokens, with_draws
 
 FIGURES: dict[str, str] = {
@@ -316,7 +316,7 @@ class _Assignment:
             lengths=[len(inputs.rows.completions[b]) for b in places],
             reasoning_ends=[scored[b][1].end for b in places],
             seed=self.seed,
-            groups=column(equal_prompts(inputs.rows.prompts) if inputs.groups is None else inputs.groups),
+            groups=column(torch.tensor(equal_prompts(inputs.rows.prompts)) if inputs.groups is None else inputs.groups),
             special_ids=special,
             **{name: column(getattr(inputs, name)) for name in ("rewards", "advantages", "entropies", "external")},
         )

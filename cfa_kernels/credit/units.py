@@ -122,12 +122,6 @@ def scored_as(inputs: CreditInputs, b: int, row: Reasoning, eos_ids: Sequence[in
     return other, row._replace(answer=Span(start, start + len(target)))
 
 
-def equal_prompts(prompts: Sequence[Tensor]) -> Tensor:
-    """Number equal prompts equally, (B,) int64."""
-    numbers: dict[tuple[int, ...], int] = {}
-    return torch.tensor([numbers.setdefault(tuple(row.tolist()), len(numbers)) for row in prompts])
-
-
 def special_ids(tokenizer: Any) -> tuple[int, ...]:
     """List the ids that are not content: those that end a text or pad a batch."""
     ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))

@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig
-from ..credit.units import equal_prompts
 from ..estimators.base import SIBLINGS, OwnFunction
 from ..hf.ranks import raised_by
 from ..hf.verify import check_supported
 from ..packing import balance
-from ..rows import Rows
+from ..rows import Rows, equal_prompts
 from ..scoring.access import LogprobService, ModelAccess, RemoteAccess, Sharded, as_access
 from ..scoring.batch import ScoredBatch, ScoredRow, check_ids
 from ..scoring.masked import CounterfactualScores, ScoringWork
@@ -149,9 +148,9 @@ def ray_class(mixin: type, worker: Any) -> Any:
 
 def deal(batch: ScoredBatch, workers: int) -> list[list[int]]:
     """Deal the groups of a batch over workers by the rows that they feed: places in the batch, in rising order."""
-    groups = equal_prompts(batch.prompts) if batch.groups is None else batch.groups
+    groups = equal_prompts(batch.prompts) if batch.groups is None else batch.groups.tolist()
     members: dict[int, list[int]] = {}
-    for place, group in enumerate(groups.tolist()):
+    for place, group in enumerate(groups):
         members.setdefault(group, []).append(place)
     own = list(members.values())
     dealt = balance.deal([_size_of([batch.rows[place] for place in group]) for group in own], workers)

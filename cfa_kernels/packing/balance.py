@@ -11,13 +11,8 @@ def deal(sizes: Sequence[float], ranks: int) -> list[list[int]]:
     """Deal items of `sizes` >= 0 over ranks: each, largest first, to the rank with the smallest sum.
 
     The largest sum is at most 4/3 - 1 / (3 ranks) times the smallest possible (R. L. Graham, Bounds on Multiprocessing
-    Timing Anomalies, SIAM Journal on Applied Mathematics 17(2), 1969).
-
-    Returns:
-        For each rank its items, by number, ascending; perhaps none.
-
-    Raises:
-        ValueError: a size that is negative or not finite, or fewer than 1 rank.
+    Timing Anomalies, SIAM Journal on Applied Mathematics 17(2), 1969). Returns the items of each rank, by number,
+    ascending. Raises `ValueError` for a size that is negative or not finite, and for fewer than 1 rank.
     """
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")

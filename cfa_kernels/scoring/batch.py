@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..hf.model import context_length, vocab_size
-from ..rows import Rows, check_columns, token_ids
+from ..rows import Rows, check_columns, equal_prompts, token_ids
 from ..span import Span, span_inside
 
 
@@ -118,8 +118,9 @@ class ScoredBatch:
             place = b if places is None else places[b]
             scored.append(ScoredRow(prompt.numpy(), completion.numpy(), spans, answer, place, index))
         rule = _checked_mask(mask, scored, None if model is None else vocab_size(model))
-        ordered = [scored[b] for b in packing_order(rows)]
-        return cls(ordered, rule, token_budget, [len(row.completion) for row in ordered])
+        groups = equal_prompts(rows.prompts)
+        scored = [scored[b] for b in sorted(range(len(rows)), key=groups.__getitem__)]
+        return cls(scored, rule, token_budget, [len(row.completion) for row in scored])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -225,10 +226,3 @@ def check_ids(model: PreTrainedModel | None, rows: Rows) -> None:
                 f"completions row {b}: prompt of {len(prompt)} and completion of {len(completion)} tokens exceed "
                 f"the model's context of {longest}"
             )
-
-
-def packing_order(rows: Rows) -> list[int]:
-    """Order rows so that equal prompts are side by side, otherwise as they come."""
-    first: dict[bytes, int] = {}
-    groups = [first.setdefault(prompt.numpy().tobytes(), b) for b, prompt in enumerate(rows.prompts)]
-    return sorted(range(len(rows)), key=groups.__getitem__)

@@ -15,16 +15,18 @@ from ..packing.prefix_tree import Pack, Query
 from ..rows import Rows, check_columns
 
 
-def packs_of(rows: Rows, counts: np.ndarray, walk: ModelWalk, order: Sequence[int], budget: int) -> Iterator[Pack]:
-    """Lay out the first `counts` tokens of each row in `order`; the queries of packs are rows."""
+def packs_of(
+    rows: Rows, groups: Sequence[int], counts: np.ndarray, walk: ModelWalk, order: Sequence[int], budget: int
+) -> Iterator[Pack]:
+    """Lay out the first `counts` tokens of each row in `order`, a group together; the queries of packs are rows."""
     lengths = [len(rows.prompts[b]) + len(rows.completions[b]) for b in order]
     bundles, parts = apart_by_length(
         walk, [_sequence(rows, b, int(counts[b])) for b in order], lengths, [rows.index[b] for b in order]
     )
     queries = {b: query for b, bundle in zip(order, bundles, strict=True) for query in bundle}
     for part in parts:
-        groups = groupby([order[i] for i in part], lambda b: rows.prompts[b].numpy().tobytes())
-        yield from lay_out(queries, [list(group) for _, group in groups], budget)
+        together = groupby([order[i] for i in part], groups.__getitem__)
+        yield from lay_out(queries, [list(group) for _, group in together], budget)
 
 
 def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least: int = 0) -> Iterable[Pack]:
@@ -43,25 +45,20 @@ def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least
 
 
 def trained_first(
-    model: PreTrainedModel,
-    rows: Rows,
-    counts: np.ndarray,
-    order: Sequence[int],
-    trained: Sequence[bool] | None,
+    model: PreTrainedModel, groups: Sequence[int], counts: np.ndarray, trained: Sequence[bool] | None
 ) -> tuple[list[int], list[int]]:
-    """Part the rows of `order` into those of prompts with a row that a backward is to reach, and all others.
+    """Part the rows, group by group, into those of groups with a row that a backward is to reach, and all others.
 
     Where processes share `model`, and so run as many forwards as each other, all are of the first kind.
     """
-    if trained is not None:
-        check_columns(rows.prompts, trained=trained)
-    if trained is None or isinstance(inside(model), Ranks):
-        return list(order), []
-    reached = {rows.prompts[b].numpy().tobytes() for b in order if trained[b] and counts[b]}
-    parts: tuple[list[int], list[int]] = [], []
-    for b in order:
-        parts[rows.prompts[b].numpy().tobytes() not in reached].append(b)
-    return parts
+    order = sorted(range(len(groups)), key=groups.__getitem__)
+    if trained is None:
+        return order, []
+    check_columns(groups, trained=trained)
+    reached = {groups[b] for b in order if trained[b] and counts[b]}
+    if isinstance(inside(model), Ranks):
+        reached = set(groups)
+    return [b for b in order if groups[b] in reached], [b for b in order if groups[b] not in reached]
 
 
 def checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.ndarray:

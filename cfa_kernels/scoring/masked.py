@@ -166,9 +166,7 @@ def run_plan(
     """Feed packs that answer the queries of `plan`, in smaller ones where memory ends.
 
     A pack may continue one of `trunks`, given with their hidden states, keys and values, or a pack without queries.
-
-    Returns:
-        The values of every query in order, fp32 on the host, and counts of work.
+    Returns the values of every query in order, fp32 on the host, and counts of work.
     """
     divergences, states = Divergences(head), dict(trunks or {})
 

@@ -28,9 +28,9 @@ from ..ops.upload import upload
 from ..options import POSITIVE
 from ..packing.packs import lay_out
 from ..packing.prefix_tree import Pack, Query
-from ..rows import Rows
+from ..rows import Rows, equal_prompts
 from ..span import Span
-from .batch import Mask, ScoredBatch, check_ids, packing_order
+from .batch import Mask, ScoredBatch, check_ids
 from .layout import as_many_as_others, checked_needed, packs_of, trained_first
 from .masked import (
     CounterfactualScores,
@@ -162,8 +162,8 @@ def packed_forward(
     walk = ModelWalk.of(causal)
     budget = rows_per_forward(walk, token_budget)
     head = check_trainable(walk)
-    order = packing_order(rows)
-    with_gradient, without = trained_first(causal, rows, counts, order, trained)
+    groups = equal_prompts(rows.prompts)
+    with_gradient, without = trained_first(causal, groups, counts, trained)
     states = list[_PackStates]()
 
     def feed(packs: Iterable[Pack]) -> None:
@@ -172,10 +172,10 @@ def packed_forward(
             states.append(_PackStates(pack, packed_hidden(walk, pack, store=store), store))
 
     with tree_training_mode(walk):
-        packs = packs_of(rows, counts, walk, with_gradient, budget)
+        packs = packs_of(rows, groups, counts, walk, with_gradient, budget)
         feed(as_many_as_others(causal, packs, at_least=int(trained is not None)))
         with torch.no_grad():
-            feed(packs_of(rows, counts, walk, without, budget))
+            feed(packs_of(rows, groups, counts, walk, without, budget))
     return PackedForward(walk, head, rows, counts, states, without, ModelState(walk) if keep_states else None)
 
 
@@ -283,15 +283,14 @@ class PackedForward:
         token_budget: int | None = None,
         outcome: Outcome = "logprob",
     ) -> CounterfactualScores:
-        """Score the same rows as `score_counterfactuals` does, with its arguments, from the states of this forward.
+        """Score the same rows as `score_counterfactuals` does, with its arguments and errors, and feed only branches.
 
-        Only branches are fed, without gradient. Layers that carry a state, and rotary frequencies that follow a
-        forward's longest sequence, take forwards of their own.
+        Layers that carry a state, and rotary frequencies that follow a forward's longest sequence, take forwards of
+        their own.
 
         Raises:
-            ValueError: bad input, as there; a row with an answer that was not fed; states that were not kept.
-            RuntimeError: a weight, or what adapters do, has changed since this forward; the message says which. A
-                write to a weight through `.data` is not noticed.
+            ValueError: also for a row with an answer that was not fed, and for states that were not kept.
+            RuntimeError: a weight or adapter has changed since this forward. A write through `.data` is not noticed.
         """
         batch = ScoredBatch.of(self.causal, self.rows, spans, answers, mask=mask, token_budget=token_budget)
         return self.score_batch(batch, outcome).in_callers_order(batch)

@@ -248,7 +248,8 @@ def test_prompts_without_a_trained_row_are_fed_without_gradient(name, monkeypatc
     monkeypatch.setattr(training_forward, "packed_hidden", recorded)
     ours = packed_policy_loss(model, Rows(prompts, rows), None, advantages, **options)
     assert with_gradient == [(True, 9 + 2 * 11 + 7 + 2 * 11), (False, 9 + 2 * 11)]
-    monkeypatch.setattr(training_forward, "trained_first", lambda model, rows, counts, order, trained: (order, []))
+    trained_first = training_forward.trained_first
+    monkeypatch.setattr(training_forward, "trained_first", lambda *arguments: trained_first(*arguments[:-1], None))
     whole = packed_policy_loss(model, Rows(prompts, rows), None, advantages, **options)
     assert with_gradient[2:] == [(True, 9 + 9 + 7 + 6 * 11)]
     for one, other in zip(ours.logprobs, whole.logprobs, strict=True):
