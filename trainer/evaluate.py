@@ -43,13 +43,10 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Complete every prompt greedily, and by sampling `eval_samples` times, and judge completions by `match`.
 
-    A completion solves its problem if `match`, a reward function, gives 1 or more. Samples are drawn by the same
-    numbers at whatever step. Each process takes a share of the prompts, and all get the whole result. `advance(n)`
-    reports progress.
-
-    Raises:
-        FloatingPointError, RewardError: the model's logits or a reward are not finite, or `match` failed; the message
-            names the problems.
+    A completion solves its problem if `match`, a reward function, gives 1 or more. Samples repeat at equal weights,
+    whatever the step. Each process takes a share of the prompts, and all get the whole result; `advance(n)` reports
+    progress. Raises `FloatingPointError` for logits or rewards that are not finite, and `RewardError` if `match` fails;
+    the message names the problems.
     """
 
     def judge(

@@ -30,8 +30,7 @@ def page_of(samples: Iterable[Sample], title: str) -> str:
 def write_run_page(path: Path, folders: Sequence[Path], title: str) -> list[Run]:
     """Write the page of the runs in `folders`, whole or not at all, and return the runs.
 
-    Raises:
-        ValueError, OSError: a folder or a line of its files is not a run's, or `path` cannot be written.
+    Raises `ValueError` that names a folder or line that is not a run's, `OSError` if `path` cannot be written.
     """
     runs = read_runs(folders)
     aside = path.with_name(f".{path.name}.partial")

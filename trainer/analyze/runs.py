@@ -46,8 +46,7 @@ class Run:
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read run folders; each is named by its last part, or by its path if two have the same.
 
-    Raises:
-        ValueError, OSError: a folder, its settings or a line of its metrics is not a run's; the message names it.
+    Raises `ValueError` or `OSError` that names a folder, settings or a line of metrics that is not a run's.
     """
     names = [folder.resolve().name for folder in folders]
     for i, folder in enumerate(folders):
@@ -97,11 +96,9 @@ def groups_of(runs: Sequence[Run]) -> list[int]:
 
 
 def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """Tabulate runs, a row each, and the mean of those that differ in their seeds only.
+    """Tabulate runs, a row each, and the mean of those that differ in their seeds only; returns columns and rows.
 
-    Returns:
-        The columns' names and the rows: name, settings that differ between runs, figures. The standard error after ± is
-        over held-out problems in a run's row, over runs in that of a mean.
+    The standard error after ± is over held-out problems in a run's row, over runs in that of a mean.
     """
     names = dict.fromkeys(name for run in runs for name in run.settings if name != "output_dir")
     differing = [name for name in names if len({repr(run.settings.get(name)) for run in runs}) > 1]

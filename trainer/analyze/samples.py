@@ -53,8 +53,7 @@ class Sample:
 def read_samples(path: Path, *, every: int = 1) -> Iterator[Sample]:
     """Read the completions of a file, or of `completions.jsonl` in a run's folder; with `every=n`, every n-th of them.
 
-    Raises:
-        ValueError: no such file, or a line is not a completion; names file, line and reason.
+    Raises `ValueError` with file, line and reason if there is no file or a line is not a completion.
     """
     file = path / "completions.jsonl" if path.is_dir() else path
     for number, entry in json_lines(file, every):

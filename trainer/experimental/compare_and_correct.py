@@ -1,14 +1,9 @@
 """Let the policy rewrite its wrong completions beside correct siblings, after IBPO (arXiv 2605.16302).
 
-This is our reading of its abstract and public notes; there is no code:
-
-- a wrong completion y with a correct sibling is put before the policy together with the nearest correct sibling, and
-  one corrected completion y^ is sampled;
-- R' = R + lambda phi with phi = rho if y^ is correct, else 0, and 0 for a correct y; R' takes R's place before the
-  group's normalisation (`compare_and_correct` is lambda rho);
-- tokens that the alignment of y and y^ leaves unchanged get no credit (m_t = 0).
-
-The notes do not say what a wrong correction does to m. Here it does nothing: a policy that copies its wrong attempt
+Our reading of its abstract and public notes; there is no code. A wrong completion y is put before the policy with the
+nearest correct sibling, and one correction y^ is sampled. If y^ is correct, y's reward grows by lambda rho
+(`compare_and_correct`) before the group is normalised, and tokens that the alignment of y and y^ leaves unchanged get
+no credit (m_t = 0). A wrong correction does nothing, which the notes leave open: a policy that copies its wrong attempt
 edits no token, and an empty m would spare the attempt every gradient.
 """
 
@@ -48,16 +43,10 @@ def shape_rewards(trainer: Trainer, batch: Batch, times: StageTimes) -> Shaped:
 def compare_and_correct(trainer: Trainer, batch: Batch) -> Shaped:
     """Let the policy correct the wrong ones of B completions, in groups that hold a correct one, in one batch.
 
-    Completions stay as they are that the loss leaves out for being truncated, and those whose prompt for correction is
-    longer than the context allows (`corrections/too_long`).
-
-    Returns:
-        The shaped rewards and the edits; `corrections/*` as metrics; of each corrected sample a note `correction` with
-        the text and whether it is `right`.
-
-    Raises:
-        FloatingPointError: logits of the policy or rewards of corrections are not finite; the message names them.
-        ValueError: a reward function gave something else than rewards.
+    Truncated completions that the loss leaves out are not corrected, nor those whose prompt for correction is longer
+    than the context allows (`corrections/too_long`). Each corrected sample gets a note `correction`: the text and
+    whether it is `right`. Raises `FloatingPointError` for logits or rewards of corrections that are not finite, and
+    `ValueError` for what a reward function returns instead of rewards; the message names the samples.
     """
     rollouts = batch.rollouts
     ids = [torch.tensor(row, dtype=torch.int64) for row in rollouts.ids()]

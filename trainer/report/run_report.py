@@ -28,7 +28,7 @@ from trainer.checkpoints.files import naming, write_whole
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
 from trainer.report.metrics import Step
-from trainer.report.trackers import open_tracker
+from trainer.report.trackers import Log, open_tracker
 
 _ROWS_SHOWN = 10
 _KINDS = {"counterfactual": "Counterfactual ", "uniform": "", "inverted": "Inverted ", "random": "Random-weight "}
@@ -75,7 +75,7 @@ class Report:
         self._metrics_file, self._completions_file = map(self._open, ("metrics.jsonl", "completions.jsonl"))
         lines = (self._folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         last = int(json.loads(lines[-1])["step"]) if lines else None
-        self._trackers = {}
+        self._trackers: dict[str, Log] = {}
         for name in self._config.report_to:
             log, close = open_tracker(name, self._folder, asdict(self._config), self._id, last)
             self._trackers[name] = log
