@@ -11,10 +11,10 @@ import importlib
 import json
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -57,9 +57,8 @@ class TreeScoring(_Actor):
                 self.empty_cache()
 
 
-def with_tree_scoring(actor: Any) -> Any:
-    """Make a Ray actor class like `actor`, OpenRLHF's `PolicyModelActor`, with `TreeScoring`."""
-    return ray_class(TreeScoring, actor)
+with_tree_scoring = partial(ray_class, TreeScoring)
+"""Makes a Ray actor class like its argument, OpenRLHF's `PolicyModelActor`, with `TreeScoring`."""
 
 
 def _shares_devices(args: Any) -> bool:
@@ -135,25 +134,26 @@ class CounterfactualMixin(_Maker):
             return experiences
         if any(inputs for experience in experiences for inputs in experience.mm_train_inputs or ()):
             refuse(["images (mm_train_inputs)"])
-        rows = [row for experience in experiences for row in _rows(experience)]
+        rows = chain.from_iterable(map(_rows, experiences))
+        firsts, prompts, completions, counted, advantages = zip(*rows, strict=True)
         index = torch.tensor([number for experience in experiences for number in experience.index])
         credited, figures = credit_rows(
             self.tokenizer,
-            Rows([row.prompt for row in rows], [row.completion for row in rows], index.tolist()),
-            [row.counted for row in rows],
-            [row.advantages for row in rows],
+            Rows(prompts, completions, index.tolist()),
+            counted,
+            advantages,
             self.access,
             config=self.counterfactual,
             seed=self._draws.key(self.global_step),
             groups=index // self.args.rollout.n_samples_per_prompt,  # OpenRLHF counts samples in the order of prompts
             rewards=torch.cat([experience.rewards for experience in experiences]),
         )
-        remaining = iter(zip(rows, credited, strict=True))
+        remaining = iter(zip(firsts, credited, strict=True))
         for experience in experiences:
             experience.advantages = experience.advantages.clone()
             for into in experience.advantages:
-                row, values = next(remaining)
-                into[row.first : row.first + len(values)] = values
+                first, values = next(remaining)
+                into[first : first + len(values)] = values
             samples = len(experience.advantages)
             experience.info |= {name: torch.full((samples,), figure) for name, figure in figures.items()}
         return experiences
@@ -200,28 +200,17 @@ class CounterfactualMixin(_Maker):
         return [by_sequence[i][len(prompts[i]) - 1 : len(ids[i]) - 1] for i in range(len(ids))]
 
 
-class _Row(NamedTuple):
-    """Sample of an experience."""
-
-    prompt: Tensor
-    completion: Tensor  # from the first sampled token on, with a tool's tokens
-    first: int  # action position, of (A,), at which the completion begins
-    counted: Tensor  # 1 on sampled tokens
-    advantages: Tensor
-
-
-def _rows(experience: Any) -> list[_Row]:
-    """Take the padding off samples; action position t belongs to token t + 1."""
-    rows = []
+def _rows(experience: Any) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
+    """Yield samples without padding: first action position, prompt, completion (from the first sampled token on, with a
+    tool's tokens), 1 on its sampled tokens, advantages."""
+    # Action position t belongs to token t + 1.
     for sequence, attention, actions, advantages in zip(
         experience.sequences, experience.attention_mask, experience.action_mask, experience.advantages, strict=True
     ):
         length = int(attention.sum())
         first = int(actions.argmax()) if actions.any() else length - 1
-        counted = actions[first : length - 1].long()
-        prompt, completion = sequence[: first + 1], sequence[first + 1 : length]
-        rows.append(_Row(prompt, completion, first, counted, advantages[first : length - 1]))
-    return rows
+        part = slice(first, length - 1)
+        yield first, sequence[: first + 1], sequence[first + 1 : length], actions[part].long(), advantages[part]
 
 
 def trainer_with_credit(config: CounterfactualConfig) -> Any:

@@ -60,9 +60,8 @@ class TreeScoring(_Worker):
         pack(self.actor.engine)
 
 
-def with_tree_scoring(worker: Any) -> Any:
-    """Make a Ray actor class like `worker`, one of verl's, with `TreeScoring`."""
-    return ray_class(TreeScoring, worker)
+with_tree_scoring = partial(ray_class, TreeScoring)
+"""Makes a Ray actor class like its argument, one of verl's, with `TreeScoring`."""
 
 
 def tree_obstacles(config: Any) -> list[str]:
