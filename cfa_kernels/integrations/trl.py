@@ -58,7 +58,6 @@ _COMBINE = _CREDIT_FIGURES | {
 _AT_SEQUENCES = f"importance_sampling_level='sequence': {ONE_RATIO}; use importance_sampling_level='token'"
 _MASKS_BEFORE = "that mask is made before the loss"
 _WHOLE = "layers, sequences and the head must be whole; use DDP, FSDP or DeepSpeed"
-_NO_DROPOUT = "TRL's disable_dropout=True ends all dropout but that of attention and LoRA"
 
 # Each process holds the whole model, or what wraps it gathers its weights in a forward.
 _RUNS = {DistributedType.NO, DistributedType.DEEPSPEED, DistributedType.FSDP} | {
@@ -136,7 +135,6 @@ class CounterfactualMixin(_Trainer):
                     try:
                         run_inside(model, partial(check, causal_lm(model)))
                     except NotImplementedError as error:
-                        remedy = f"{_NO_DROPOUT}; or {remedy}" if "dropout" in str(error) else remedy
                         raise NotImplementedError(f"{error}; {remedy}") from error
         self._model_is_checked = True
 
@@ -335,11 +333,6 @@ def _packing_obstacles(trainer: Any) -> list[str]:
     mode = getattr(args, "vllm_importance_sampling_mode", "") if args.use_vllm else ""
     weighs_sequences = weights_sequences(trainer.loss_type, trainer.importance_sampling_level)
     entropy_coef = getattr(trainer, "entropy_coef", 0.0)
-    router_coef = f" (None takes the model's {getattr(trainer, 'router_aux_loss_coef', None)})"
-    router_coef *= getattr(args, "router_aux_loss_coef", None) is None
-    # DeepSpeed takes a gradient in several parts, and TRL asks for this kind under its stage 3 with LoRA.
-    reduces_once = trainer.accelerator.num_processes > 1 and not _zero_stage(trainer)
-    is_reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     own = {"a loss": "_compute_loss", "log-probs": "_get_per_token_logps_and_entropies"}
     methods = {
         name: getattr(getattr(super(CounterfactualMixin, trainer), name), "__func__", None) for name in own.values()
@@ -369,7 +362,7 @@ def _packing_obstacles(trainer: Any) -> list[str]:
         ),
         (
             getattr(trainer, "aux_loss_enabled", False),
-            f"the auxiliary loss of a mixture of experts: set router_aux_loss_coef=0.0{router_coef}",
+            "the auxiliary loss of a mixture of experts: set router_aux_loss_coef=0.0",
         ),
         (
             args.neftune_noise_alpha,
@@ -379,11 +372,6 @@ def _packing_obstacles(trainer: Any) -> list[str]:
             args.gradient_checkpointing and has_cells(model),
             f"gradient_checkpointing=True: {type(model).__name__} hands states from token to token, which "
             "checkpointed layers would not find again; set it to False",
-        ),
-        (
-            args.gradient_checkpointing and is_reentrant and reduces_once,
-            "reentrant gradient checkpointing on several processes: a layer that runs in two packs would tell DDP "
-            "twice that its gradient is ready; set use_reentrant to False",
         ),
     )
     return [*obstacles(*cases), *_obstacles_of_both(trainer)]
