@@ -115,7 +115,7 @@ def experts() -> Qwen3MoeForCausalLM:
 @pytest.mark.skipif(not hasattr(GRPOConfig, "router_aux_loss_coef"), reason="this TRL has no router_aux_loss_coef")
 def test_a_mixture_of_experts_is_told_how_to_switch_its_auxiliary_loss_off(train, tmp_path):
     given = {"counterfactual": UNIFORM, "packed_loss": True}
-    with pytest.raises(NotImplementedError, match="mixture of experts: set router_aux_loss_coef=0.0$"):
+    with pytest.raises(NotImplementedError, match="mixture of experts: set router_aux_loss_coef"):
         build(str(tmp_path), trainer=given | {"model": experts()})
     settings = {"router_aux_loss_coef": 0.0, "optim": "sgd", "learning_rate": 0.3}
     stock = train(GRPOTrainer, trainer={"model": experts()}, **settings)
