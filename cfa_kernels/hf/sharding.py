@@ -128,7 +128,12 @@ def _in_step(
             problem = problem or while_idle
             outputs = () if failed else _with_gradient(results)
             if not failed and torch.is_grad_enabled() and ranks.differ(bool(outputs)):
-                problem, failed = None if outputs else ValueError(_NO_GRADIENT), True
+                failed = True
+                if not outputs:
+                    problem = ValueError(
+                        "this process has no row to call backward on, and others have; processes that share a model "
+                        "all need a row (packed_policy_loss takes one without advantage)"
+                    )
         return () if failed else outputs
 
     prepare_zero3(root, causal)
@@ -147,12 +152,6 @@ def _described(causal: PreTrainedModel) -> str:
     shown = [f"{name}={getattr(sizes, name, None)}" for name in ("vocab_size", "num_hidden_layers", "hidden_size")]
     gradients = f"{'with' if torch.is_grad_enabled() else 'without'} gradients"
     return ", ".join([type(causal).__name__.removeprefix("FSDP"), *shown, gradients])
-
-
-_NO_GRADIENT = (
-    "this process has no row to call backward on, and others have; where processes share a model, every one needs a "
-    "row (packed_policy_loss takes one without advantage)"
-)
 
 
 def _with_gradient(results: list[Any]) -> tuple[Tensor, ...]:

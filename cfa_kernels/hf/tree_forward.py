@@ -3,8 +3,8 @@
 `verify.py` checks once per model that this gives the model's own results.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -260,8 +260,7 @@ def packed_hidden(
     if store is not None:
         store.rewind()
     running = _PackedForward(pack.table, store, pack.first_row)
-    checkpointed = checkpointed_modules(walk)
-    with value_of(_FORWARD, running), tree_states(walk, pack.table), _recomputed_on_trees(walk, checkpointed, running):
+    with value_of(_FORWARD, running), tree_states(walk, pack.table), _recomputed_on_trees(walk, running):
         hidden = backbone(model)(
             input_ids=staged.input_ids,
             # An all-ones mask stops transformers from inferring packed sequences from restarting position ids.
@@ -276,16 +275,12 @@ _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Attributes that hold a module's checkpoint function: of transformers, and of torch's wrapper that FSDP uses."""
 
 
-@contextmanager
-def _recomputed_on_trees(walk: ModelWalk, checkpointed: Sequence[nn.Module], running: _PackedForward) -> Iterator[None]:
+def _recomputed_on_trees(walk: ModelWalk, running: _PackedForward) -> AbstractContextManager[None]:
     """Make checkpointed modules run again, in a backward, exactly as they run inside.
 
     Each checkpointed function restores attention, pack and modules of this forward by itself, because one backward may
     rerun layers of other forwards too, packed or plain.
     """
-    if not checkpointed:
-        yield
-        return
     configs = [config for config in walk.configs if config._attn_implementation == ATTENTION]
     again = replace(running, store=None)
 
@@ -301,14 +296,12 @@ def _recomputed_on_trees(walk: ModelWalk, checkpointed: Sequence[nn.Module], run
 
         return on_trees
 
-    replaced = [
+    return exchanged(
         (module, {name: checkpointing(module, module.__dict__[name])})
-        for module in checkpointed
+        for module in checkpointed_modules(walk)
         for name in _CHECKPOINTS
         if module.__dict__.get(name) is not None
-    ]
-    with exchanged(replaced):
-        yield
+    )
 
 
 def pack_states(
