@@ -1,7 +1,4 @@
-"""Check options and numbers before any model runs.
-
-Options are checked against their own declaration: type, choices and range. Rows of numbers become tensors.
-"""
+"""Check options against their own declaration (type, choices, range), and rows of numbers, before any model runs."""
 
 import ast
 import inspect

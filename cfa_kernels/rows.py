@@ -16,9 +16,6 @@ class Rows:
         completions: B tensors (T_b,); a completion that is masked as a whole may be empty.
         index: B integers, the number of each row in the whole batch of all processes: errors name it, and what is drawn
             for a row depends on it. Default 0 to B - 1.
-
-    Raises:
-        ValueError: bad input; the message names argument, row and value.
     """
 
     def __init__(
@@ -66,17 +63,16 @@ class Rows:
 
 def pad_rows(rows: Sequence[Tensor], width: int | None = None, value: float = 0) -> Tensor:
     """Pad B tensors (T_b,) of one dtype with `value` at the end, to (B, width); by default as wide as the longest."""
-    longest = max((len(row) for row in rows), default=0)
     if not len(rows):
         return torch.zeros(0, width or 0)
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
-    return padded if width is None else torch.nn.functional.pad(padded, (0, width - longest), value=value)
+    return padded if width is None else torch.nn.functional.pad(padded, (0, width - padded.shape[1]), value=value)
 
 
 def equal_prompts(prompts: Sequence[Tensor]) -> list[int]:
     """Number equal prompts equally, in order of appearance."""
-    numbers: dict[bytes, int] = {}
-    return [numbers.setdefault(prompt.numpy().tobytes(), len(numbers)) for prompt in prompts]
+    group_of: dict[bytes, int] = {}
+    return [group_of.setdefault(prompt.numpy().tobytes(), len(group_of)) for prompt in prompts]
 
 
 def keyed_generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
@@ -130,8 +126,8 @@ def _unpad(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
     width, lengths = ids.shape[1], mask.sum(1)
     if left and (empty := lengths == 0).any():
         raise ValueError(f"{name}_mask row {int(empty.nonzero()[0])}: is all zero, the {name} is empty")
-    places = torch.arange(width)
-    expected = places >= width - lengths[:, None] if left else places < lengths[:, None]
+    columns = torch.arange(width)
+    expected = columns >= width - lengths[:, None] if left else columns < lengths[:, None]
     if (gaps := (mask != expected).any(1)).any():
         side = "left" if left else "right"
         raise ValueError(f"{name}_mask row {int(gaps.nonzero()[0])}: must be padded only on the {side}, without gaps")

@@ -29,10 +29,7 @@ def deal(sizes: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def rows_to_score(prompt_length: int, spans: Sequence[Sequence[Span]], answers: Sequence[Span]) -> int:
-    """Count the rows that scoring feeds for completions of one prompt, each with its spans and answer.
-
-    These are the prompt, each completion up to its answer, and once more from each masked span on.
-    """
+    """Count the rows that scoring feeds: a prompt, each completion up to its answer, and again from each span on."""
     rows = prompt_length
     for masked, answer in zip(spans, answers, strict=True):
         starts = [0, *(span.start for span in masked if span.start < answer.start)]

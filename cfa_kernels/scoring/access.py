@@ -155,8 +155,8 @@ class RemoteAccess(ModelAccess):
 class LogprobService(RemoteAccess):
     """Access through a host's own log-prob service, for models that are spread over other processes.
 
-    Each answer, as sampled and with each unit masked, becomes an ordinary sequence, cut after the answer; all go out in
-    one request. Scores are at the service's temperature, with the rotary frequencies of the sequence as it is cut.
+    All sequences, cut after the answer, go out in one request. Scores are at the service's temperature, with the rotary
+    frequencies of the sequence as it is cut.
 
     Args:
         logprobs_of: the service: from prompts and completions, 1-D int64 each, to a tensor or list of as many log-probs

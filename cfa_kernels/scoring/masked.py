@@ -77,22 +77,21 @@ def score_counterfactuals(
 ) -> CounterfactualScores:
     """Score the answer of each completion as sampled and with each span masked (CF paper, eqs. 3 and 5).
 
-    Exact: the same numbers as one full forward per span, to rounding, with every common prefix computed once. With
-    spans of one token each and a divergence as the outcome this is OAR-P (OAR paper).
+    The numbers are those of one full forward per span, to rounding. With spans of one token each and a divergence as
+    the outcome this is OAR-P (OAR paper).
 
     Args:
         model: a transformers causal model that uses the attention interface, bare or under PEFT (LoRA), torch.compile,
-            DDP, FSDP or ZeRO-3. Where processes share its weights all must call, each with rows of its own or none, and
-            what one raises all raise. Left exactly as it was: mode, attention implementation, random state.
+            DDP, FSDP or ZeRO-3; it is left exactly as it was. All processes that share its weights must call, each with
+            rows of its own or none; all raise what one raises.
         rows: prompts and completions. Tokens after the answer are allowed and not fed.
         spans: for each completion, spans to mask one at a time. They may overlap each other, never the answer; a
             span after the answer has drop 0 by causality.
-        answers: for each completion its answer, or None; then it has no scores (`base` nan, `drop` nan).
+        answers: for each completion its answer, or None; then its scores are nan.
         mask: replacement of a masked span: an id for each of its tokens; "drop" for no token, so that later ones move
             up; for each completion and span int64 ids, of any number; or a function of `ScoredRow` and the span's
             number that gives them.
-        token_budget: maximum tokens per forward; default by free memory. The result does not depend on it (to
-            rounding): branches over it continue the keys and values of their completion in several forwards.
+        token_budget: maximum tokens per forward; default by free memory. The result does not depend on it.
         outcome: quantity to compare, of `Outcome`.
 
     Raises:
@@ -131,8 +130,7 @@ def query_logprobs(
     Args:
         model, token_budget: as in `score_counterfactuals`, with its errors.
         bundles: U sequences of queries, each those of one row, which may have none; rows of one prompt side by side.
-            Ids are not checked. Models whose rotary frequencies follow a sequence's length choose them by a row's
-            longest query with what is beyond it.
+            Ids are not checked. Rotary frequencies that follow a length follow that of a row's longest query.
         index: (U,) number by which errors name each row; default its place in `bundles`.
 
     Returns:
@@ -153,7 +151,7 @@ class _Reading(NamedTuple):
 
     pack: Pack
     values: Tensor  # on the device
-    places: np.ndarray  # int64: of the queries' values among `values`, one query after the other
+    order: np.ndarray  # int64: index into `values` that lists them one query after the other
 
 
 def run_plan(
@@ -206,10 +204,10 @@ def _collect(plan: ScoringPlan, readings: Sequence[_Reading]) -> tuple[Tensor, S
     if not readings:
         return torch.zeros(0), work
     ends = np.cumsum([len(one.values) for one in readings])
-    places = np.concatenate([one.places + end - len(one.values) for one, end in zip(readings, ends, strict=True)])
+    index = np.concatenate([one.order + end - len(one.values) for one, end in zip(readings, ends, strict=True)])
     query_of = np.concatenate([np.array(one.pack.queries, dtype=np.int64) for one in readings])
     order = np.argsort(np.repeat(query_of, np.array(plan.sizes)[query_of]), kind="stable")
-    values = torch.cat([one.values for one in readings]).cpu()[torch.from_numpy(places[order])]
+    values = torch.cat([one.values for one in readings]).cpu()[torch.from_numpy(index[order])]
     if (bad := torch.isnan(values)).any():
         number = np.searchsorted(np.cumsum(plan.sizes), int(bad.nonzero()[0]), side="right")
         row = plan.index[plan.bundle_of[int(number)]]
@@ -229,9 +227,9 @@ def collect_scores(values: Tensor, plan: ScoringPlan, outcome: Outcome, work: Sc
     reduction = "mean" if outcome == "mean_logprob" else "sum"
     scores = torch.segment_reduce(values, reduction, lengths=torch.tensor(sizes)) if sizes else values
     scores = torch.cat([scores, scores.new_full((1,), float("nan"))])  # the last is that of a row without an answer
-    base_of, branch_of = [], []  # of each row, and of each span: its place among the scores
-    for numbers, row in zip(plan.queries_of_bundle, plan.rows, strict=True):
-        base_of.append(-1 if row.answer is None else numbers.start)
+    base_of, branch_of = [], []  # of each row, and of each span: its index in the scores
+    for queries, row in zip(plan.queries_of_bundle, plan.rows, strict=True):
+        base_of.append(-1 if row.answer is None else queries.start)
         branches = count(base_of[-1] + 1)
         # A span after the answer masks nothing that the answer depends on: it scores as the base itself.
         branch_of += [next(branches) if row.masks_something(span) else base_of[-1] for span in row.spans]

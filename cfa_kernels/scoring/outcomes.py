@@ -1,8 +1,4 @@
-"""Define outcomes: an answer's log-probs, or the KL divergence of the distribution they come from.
-
-Divergences are read off the hidden states of the rows that predict an answer. Logits are never kept: each takes one
-log-prob and one dot product, or strips of the vocabulary. Nothing here waits for the device.
-"""
+"""Define outcomes: an answer's log-probs, or the KL divergence of the distribution that they come from."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
@@ -33,10 +29,7 @@ A KL is KL(P || P_t), the unmasked distribution first (OAR paper, OAR-P).
 """
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-"""Names of the outcomes."""
-
-DIVERGENCES: tuple[Outcome, ...] = ("last", "mean")
-"""Names of the outcomes that are distributions."""
+DIVERGENCES: tuple[Outcome, ...] = ("last", "mean")  # outcomes that are distributions
 
 
 def rounding(logprobs: Tensor, tokens: int, accuracy: float) -> Tensor:
@@ -46,7 +39,10 @@ def rounding(logprobs: Tensor, tokens: int, accuracy: float) -> Tensor:
 
 
 class Divergences:
-    """Computation of KL(P || P_t) of branches, where P is the softmax of the mean logits over a query's rows."""
+    """Computation of KL(P || P_t) of branches, where P is the softmax of the mean logits over a query's rows.
+
+    Logits are never kept, and nothing waits for the device.
+    """
 
     # For a linear head the mean of the logits is the head of the mean hidden state h, and with
     # `f(h) = -log softmax(W h + b)[g]`, g any token, `KL = f(h_t) - f(h) - f'(h) (h_t - h)`: KL is the Bregman

@@ -50,7 +50,7 @@ class PackedLoss(NamedTuple):
 
     loss: Tensor  # (), differentiable
     metrics: dict[str, Tensor]  # as from `policy_loss`
-    logprobs: list[Tensor]  # B tensors (T_b,) fp32, detached; nan for tokens that the loss did not need
+    logprobs: list[Tensor]  # B tensors (T_b,) fp32, detached, for later iterations; nan where the loss needed none
 
 
 def packed_logprobs(
@@ -68,8 +68,7 @@ def packed_logprobs(
         rows: prompts and completions. Equal prompts, and longer common prefixes, are fed once.
         temperature: divides the logits.
         return_entropy: also return the entropy of the distribution that each token was drawn from.
-        token_budget: maximum tokens per forward; default by free memory. Completions of one prompt stay together, even
-            over the budget.
+        token_budget: maximum tokens per forward; default by free memory. Completions of one prompt stay together.
 
     Returns:
         B tensors (T_b,) in nats on the head's device, float32, or float64 from a model in float64. With
@@ -115,9 +114,6 @@ def packed_policy_loss(
         mask: B tensors (T_b,) of 0 and 1, the tokens that the loss counts; None for all.
         ref_logprobs: B tensors (T_b,), needed when `beta != 0`.
         **options: those of `linear_policy_loss`, `temperature` and `compute_entropy` among them.
-
-    Returns:
-        `PackedLoss`: the loss, its metrics, and the log-probs, which are the old ones of later iterations.
     """
     causal = causal_lm(model)
 
@@ -148,14 +144,13 @@ def packed_forward(
         causal: the model that `causal_lm` finds.
         rows, token_budget: as in `packed_logprobs`, with its errors.
         needed: for each row, how many of its first tokens will be read; 0 feeds nothing. Default all.
-        trained: for each row, whether a backward is to reach it. Prompts without any such row are fed without gradient,
-            unless processes share the model. If no row needs a gradient, one dummy token is fed so that a backward
-            still runs, and leaves zeros. Default all, and nothing if no row is needed.
+        trained: for each row, whether a backward is to reach it; default all. Prompts without any such row are fed
+            without gradient, unless processes share the model. If no row is trained, one dummy token is fed so that a
+            backward still runs, and leaves zeros.
         keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
 
-    Returns:
-        `PackedForward`; its rows cannot be read once the weights that they came from have changed. Without any rows it
-        runs nothing. Liger's gated MLPs, where the model has them, overwrite what a backward reads: call it once.
+    The result cannot be read once the weights that it came from have changed. Liger's gated MLPs, where the model has
+    them, overwrite what a backward reads: call it once.
     """
     check_ids(causal, rows)
     counts = checked_needed(needed, rows.lengths)
