@@ -36,7 +36,7 @@ from cfa_kernels.options import Count
 from trainer.cli import parse
 from trainer.config import DEFAULTS_FILE, GENERATED, DataConfig, TrainConfig
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
-from trainer.embedded.problems import Problem, generate
+from trainer.embedded.problems import WordProblem, generate
 from trainer.endings import ignore_broken_pipe
 from trainer.evaluate import evaluate
 from trainer.policy import save_policy
@@ -215,7 +215,7 @@ def training_rows(config: WarmupConfig) -> tuple[list[Row], list[Row]]:
     return rows, load_rows(GENERATED, split="test", count=config.eval_problems or HELD_OUT_PROBLEMS)
 
 
-def careless(problem: Problem, rng: random.Random) -> Problem:
+def careless(problem: WordProblem, rng: random.Random) -> WordProblem:
     """Make the problem that a careless pupil solves: the last sum may take its number from an idle fact."""
     *first, last = problem.steps
     facts = [fact for fact in problem.idle if last.op == "+" or (last.op == "-" and fact.number < last.left)]

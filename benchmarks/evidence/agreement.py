@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.analyze.statistics import Interval, bootstrap_interval, spearman
+from trainer.analyze.statistics import Estimate, bootstrap_interval, spearman
 
 Rows = Sequence[Sequence[float]]
 Pairs = tuple[float, int, float, int]
@@ -95,7 +95,7 @@ def correlation(scores: Rows | None, truths: Rows, *, draws: int = 1000) -> dict
     return result._asdict() | {"problems": len(ranked)}
 
 
-def chance(measure: Measure, summary: Summary, truths: Rows, *, draws: int = CHANCE_DRAWS) -> Interval | None:
+def chance(measure: Measure, summary: Summary, truths: Rows, *, draws: int = CHANCE_DRAWS) -> Estimate | None:
     """Compute what random numbers get: the mean over many draws of them, and the bounds of 95 % of the draws.
 
     A single draw is as likely to miss 0.5 by an interval's width as any method that finds nothing: of 200 problems'
@@ -109,7 +109,7 @@ def chance(measure: Measure, summary: Summary, truths: Rows, *, draws: int = CHA
     if not np.isfinite(result).all():
         return None
     low, high = np.quantile(result, [0.025, 0.975])
-    return Interval(float(np.mean(result)), float(low), float(high))
+    return Estimate(float(np.mean(result)), float(low), float(high))
 
 
 def _numbers(rng: np.random.Generator, truths: Rows) -> Rows:
@@ -146,7 +146,7 @@ _FIGURES: dict[str, tuple[Measure, Summary]] = {
 }
 
 
-def _judged(measure: Measure, summary: Summary, scores: Rows | None, truths: Rows, draws: int) -> Interval | None:
+def _judged(measure: Measure, summary: Summary, scores: Rows | None, truths: Rows, draws: int) -> Estimate | None:
     """The figure with its interval over problems, or what chance gives; None where a resample is not defined."""
     if scores is None:
         return chance(measure, summary, truths, draws=min(draws, CHANCE_DRAWS))

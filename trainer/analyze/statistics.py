@@ -11,7 +11,7 @@ Group = TypeVar("Group")
 Numbers = Sequence[float] | np.ndarray
 
 
-class Interval(NamedTuple):
+class Estimate(NamedTuple):
     """Statistic and its bootstrap interval `[low, high]`."""
 
     value: float
@@ -46,7 +46,7 @@ def spearman(a: Numbers, b: Numbers) -> float:
 
 def bootstrap_interval(
     statistic: Callable[[list[Group]], float], groups: Sequence[Group], *, draws: int = 1000
-) -> Interval:
+) -> Estimate:
     """Measure a statistic of independent groups with its 95 % percentile bootstrap interval (Efron, 1979).
 
     Whole groups are drawn with replacement: values that depend on each other, such as the tokens of one completion,
@@ -54,11 +54,11 @@ def bootstrap_interval(
     """
     value = float(statistic(list(groups)))
     if len(groups) == 1:  # every resample is the group itself
-        return Interval(value, value, value)
+        return Estimate(value, value, value)
     result = stats.bootstrap(
         (np.arange(len(groups)),), lambda chosen: float(statistic([groups[i] for i in chosen])), n_resamples=draws,
         vectorized=False, method="percentile", rng=np.random.default_rng(0),
     )  # fmt: skip
     if not np.isfinite([value, *result.bootstrap_distribution]).all():
         raise ValueError("statistic must be finite for the groups and for every draw of them")
-    return Interval(value, float(result.confidence_interval.low), float(result.confidence_interval.high))
+    return Estimate(value, float(result.confidence_interval.low), float(result.confidence_interval.high))

@@ -20,7 +20,7 @@ _WARES = ("pens", "cakes", "hats", "toys", "plants", "cups", "kites", "lamps")
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv}
 
 
-class Step(NamedTuple):
+class Calculation(NamedTuple):
     """One line of a solution: `lead left op right = result tail`."""
 
     lead: str
@@ -44,11 +44,11 @@ class IdleFact(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class WordProblem:
     """A question, the steps that solve it, and the facts it mentions for no purpose."""
 
     question: str
-    steps: tuple[Step, ...]
+    steps: tuple[Calculation, ...]
     idle: tuple[IdleFact, ...]
 
     @property
@@ -62,7 +62,7 @@ class Problem:
         return "\n".join([*lines, f"#### {self.answer}"])
 
 
-_Story = tuple[list[str], str, list[Step]]
+_Story = tuple[list[str], str, list[Calculation]]
 """Sentences of a problem in order, the question that closes it, and its steps."""
 
 
@@ -75,11 +75,11 @@ def _collecting(rng: random.Random) -> _Story:
         if have > 12 and rng.random() < 0.5:
             change = rng.randint(2, have - 2)
             events = f"{she} gives {change} {thing} to {friend}.", f"{she} loses {change} of them."
-            steps.append(Step("This leaves", have, "-", change, thing))
+            steps.append(Calculation("This leaves", have, "-", change, thing))
         else:
             change = rng.randint(2, 40)
             events = f"{she} buys {change} more.", f"{friend} gives {name} {change} {thing}."
-            steps.append(Step("That makes", have, "+", change, thing))
+            steps.append(Calculation("That makes", have, "+", change, thing))
         sentences.append(rng.choice(events))
         have = steps[-1].result
     return sentences, f"How many {thing} does {name} have now?", steps
@@ -101,11 +101,11 @@ def _comparing(rng: random.Random) -> _Story:
         else:
             by = rng.randint(2, other - 2)
             sentences.append(f"{name} has {by} fewer {thing} than {before}.")
-        steps.append(Step(f"{name} has", other, kind, by, thing))
+        steps.append(Calculation(f"{name} has", other, kind, by, thing))
         counts.append(steps[-1].result)
     total = counts[0]
     for count in counts[1:]:
-        steps.append(Step("Together that is", total, "+", count, thing))
+        steps.append(Calculation("Together that is", total, "+", count, thing))
         total = steps[-1].result
     return sentences, f"How many {thing} do they have together?", steps
 
@@ -116,16 +116,16 @@ def _shopping(rng: random.Random) -> _Story:
     first, second = rng.sample(_WARES, 2)
     n, m = rng.randint(2, 9), rng.randint(2, 9)
     price, other_price = rng.randint(2, 9), rng.randint(2, 9)
-    steps = [Step(f"The {first} cost", n, "*", price, "dollars")]
-    steps.append(Step(f"The {second} cost", m, "*", other_price, "dollars"))
-    steps.append(Step(f"{she} spends", steps[0].result, "+", steps[1].result, "dollars"))
+    steps = [Calculation(f"The {first} cost", n, "*", price, "dollars")]
+    steps.append(Calculation(f"The {second} cost", m, "*", other_price, "dollars"))
+    steps.append(Calculation(f"{she} spends", steps[0].result, "+", steps[1].result, "dollars"))
     sentences = [f"{name} buys {n} {first} for ${price} each."]
     sentences.append(f"{she} also buys {m} {second} for ${other_price} each.")
     question = f"How many dollars does {name} spend?"
     if rng.random() < 0.5:
         money = steps[-1].result + rng.randint(2, 40)
         sentences.insert(0, f"{name} has ${money}.")
-        steps.append(Step("That leaves", money, "-", steps[-1].result, "dollars"))
+        steps.append(Calculation("That leaves", money, "-", steps[-1].result, "dollars"))
         question = f"How many dollars does {name} have left?"
     return sentences, question, steps
 
@@ -137,13 +137,13 @@ def _packing(rng: random.Random) -> _Story:
     total = boxes * each
     share = rng.randint(1, max(1, (total - 1) // friends))
     broken = total - friends * share
-    steps = [Step("The boxes hold", boxes, "*", each, thing)]
+    steps = [Calculation("The boxes hold", boxes, "*", each, thing)]
     sentences = [f"{name} fills {boxes} boxes with {each} {thing} each."]
     if broken:
         sentences.append(f"{broken} {thing} are broken and thrown away.")
-        steps.append(Step("This leaves", total, "-", broken, thing))
+        steps.append(Calculation("This leaves", total, "-", broken, thing))
     sentences.append(f"{she} shares the rest equally among {friends} friends.")
-    steps.append(Step("Each friend gets", total - broken, "/", friends, thing))
+    steps.append(Calculation("Each friend gets", total - broken, "/", friends, thing))
     return sentences, f"How many {thing} does each friend get?", steps
 
 
@@ -151,10 +151,10 @@ def _earning(rng: random.Random) -> _Story:
     """Hours, days and pay, then an expense."""
     name, she, _ = rng.choice(_PEOPLE)
     hours, days, pay = rng.randint(2, 6), rng.randint(2, 5), rng.randint(2, 9)
-    steps = [Step(f"{name} works", hours, "*", days, "hours")]
-    steps.append(Step(f"{she} earns", steps[0].result, "*", pay, "dollars"))
+    steps = [Calculation(f"{name} works", hours, "*", days, "hours")]
+    steps.append(Calculation(f"{she} earns", steps[0].result, "*", pay, "dollars"))
     spent = rng.randint(2, steps[1].result - 1)
-    steps.append(Step(f"{she} has left", steps[1].result, "-", spent, "dollars"))
+    steps.append(Calculation(f"{she} has left", steps[1].result, "-", spent, "dollars"))
     sentences = [
         f"{name} works {hours} hours a day for {days} days.",
         f"{she} is paid ${pay} an hour.",
@@ -181,13 +181,13 @@ def _idle_fact(rng: random.Random, story: str) -> IdleFact:
     return IdleFact(*rng.choice(facts))
 
 
-def _split_of(steps: list[Step]) -> str:
+def _split_of(steps: list[Calculation]) -> str:
     """Say whether a problem is held out (one in eight), by its arithmetic only: names and idle facts do not matter."""
     chain = ";".join(f"{left}{op}{right}" for _, left, op, right, _ in steps)
     return "test" if hashlib.sha256(chain.encode()).digest()[0] % 8 == 0 else "train"
 
 
-def generate(split: str, seed: int) -> Iterator[Problem]:
+def generate(split: str, seed: int) -> Iterator[WordProblem]:
     """Yield an endless stream of problems of a split, "train" or "test", fixed by `seed`."""
     if split not in ("train", "test"):
         raise ValueError(f"split must be train or test, got {split!r}")
@@ -201,4 +201,4 @@ def generate(split: str, seed: int) -> Iterator[Problem]:
             if rng.random() < 0.5:
                 idle.append(_idle_fact(rng, " ".join(sentences)))
                 sentences.insert(rng.randint(1, len(sentences)), idle[-1].sentence)
-        yield Problem(" ".join([*sentences, question]), tuple(steps), tuple(idle))
+        yield WordProblem(" ".join([*sentences, question]), tuple(steps), tuple(idle))

@@ -31,7 +31,7 @@ from trainer.report.metrics import Step
 from trainer.report.trackers import Log, open_tracker
 
 _ROWS_SHOWN = 10
-_KINDS = {"counterfactual": "Counterfactual ", "uniform": "", "inverted": "Inverted ", "random": "Random-weight "}
+_TITLES = {"counterfactual": "Counterfactual ", "uniform": "", "inverted": "Inverted ", "random": "Random-weight "}
 _STYLES = ((0.99, "grey50"), (1.01, "default"), (2.0, "black on khaki1"), (3.0, "black on orange1"))
 
 
@@ -44,7 +44,7 @@ class Report:
         """Begin a report, or go on with one from its `state` at a checkpoint."""
         self.console = Console(highlight=False)
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
-        self._title = f"{_KINDS[config.credit]}{config.loss_type.upper()}, seed {config.seed}"
+        self._title = f"{_TITLES[config.credit]}{config.loss_type.upper()}, seed {config.seed}"
         self._started = time.perf_counter() - state.get("seconds", 0.0)
         self._evaluations = [(step, Evaluation(**result)) for step, result in state.get("evaluations", [])]
         self._bytes: dict[str, int] = state.get("bytes", {})
