@@ -29,7 +29,8 @@ def plain(value: Any) -> Any:
     """Copy a value of the types that a literal can hold; raises `TypeError` for any other."""
     if value is None:
         return None
-    for kind in (bool, int, float, complex, str, bytes):
+    kinds: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
+    for kind in kinds:
         if isinstance(value, kind):
             return kind(value)
     for several in (list, tuple, set, frozenset):
