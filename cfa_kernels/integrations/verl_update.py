@@ -130,11 +130,7 @@ class WholeGroups(_Trainer):
 
     def _keep_together(self, batch: Any, tokens: int) -> None:
         """Have verl deal the rows of a group as one if `tokens` hold the largest, of which verl counts each copy."""
-        if (
-            packs_updates(self.config)
-            and self.config.actor_rollout_ref.actor.use_dynamic_bsz
-            and self._largest <= tokens
-        ):
+        if self.config.actor_rollout_ref.actor.use_dynamic_bsz and self._largest <= tokens:
             batch.extra_info[_TOGETHER] = self.config.actor_rollout_ref.rollout.n
 
 
@@ -154,14 +150,10 @@ def _freed(batch: Any) -> Any:
 
 
 def whole_groups(keys: Sequence[str], lengths: Sequence[int], size: int, workers: int) -> list[list[int]] | None:
-    """Order the rows of a batch so that the workers' equal shares are whole groups, of about the same tokens.
+    """Order rows of `lengths` so that the workers' equal shares are whole groups, of about the same tokens.
 
-    Args:
-        keys: of each row, `uid_session_index`; a group has one uid and `size` rows.
-        lengths: tokens of each row.
-
-    Returns:
-        The rows of each group, workers' shares one after the other; None if groups or shares cannot be whole.
+    `keys` are `uid_session_index`; a group has one uid and `size` rows. Returns the rows of each group, workers' shares
+    one after the other; None if groups or shares cannot be whole.
     """
     from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 

@@ -31,9 +31,6 @@ from .checks import (
     should_validate,
 )
 
-Metrics = dict[str, Tensor]
-"""Metrics of a loss: detached 0-d tensors by name."""
-
 
 def policy_loss(
     logprobs: Tensor,

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig
-from cfa_kernels.credit.deferred import credited_advantages
 from cfa_kernels.estimators.base import Importances
 from tests.support.trl_training import build, changed, logged, record_generations
 
@@ -66,17 +65,3 @@ def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_a
     made.args.per_device_train_batch_size = 4
     made.args.steps_per_generation = 1
     assert any("groups of 8 are split" in line for line in integration._credit_obstacles(made))
-
-
-def test_signed_credit_replaces_advantages_and_weights_multiply_them():
-    from cfa_kernels.credit.assign import Credit
-
-    def credit(weights, advantages):
-        return Credit(weights, [None], [[]], [torch.zeros(0)], torch.zeros(1), None, advantages=advantages)
-
-    own, ones = torch.tensor([2.0], dtype=torch.float64), [torch.ones(2)]
-    assert credited_advantages(own, credit(ones, None)) is own
-    assert [row.tolist() for row in credited_advantages(own, credit([torch.tensor([1.0, 3.0])], None))] == [[2, 6]]
-    (signed,) = credited_advantages(own, credit(ones, [torch.tensor([2.5, 1.5])]))
-    assert signed.tolist() == [2.5, 1.5]
-    assert signed.dtype == own.dtype

@@ -14,7 +14,6 @@ from datasets import Dataset
 
 from cfa_kernels.integrations import trl_losses
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
-from cfa_kernels.integrations.trl_losses import prompts_together
 from tests.support.trl_training import LORA, PROMPT, build, logged, packs, parameters, rollouts, seven
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]
@@ -209,13 +208,7 @@ def assert_trained_alike(plain: Any, packed: Any) -> None:
     [
         {},
         {"trainer": {"counterfactual": UNIFORM}},
-        {
-            "gradient_checkpointing": False,
-            "loss_type": "cispo",
-            "epsilon_high": 1.2,
-            "num_iterations": 2,
-            "max_steps": 2,
-        },
+        {"gradient_checkpointing": False, "loss_type": "cispo", "num_iterations": 2, "max_steps": 2},
         {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"loss_type": "grpo", "gradient_accumulation_steps": 2, "max_steps": 2},
         {"loss_type": "bnpo", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
@@ -317,23 +310,3 @@ def test_the_rows_of_one_optimizer_step_lie_by_prompt_in_its_micro_batches(train
     assert max(len(micro["prompt_ids"].unique(dim=0)) for micro in seen) > 1
     assert rows(packed=True) == theirs
     assert (max(len(micro["prompt_ids"].unique(dim=0)) for micro in seen) == 1) == together
-
-
-def test_rows_are_reordered_whole_and_what_is_no_row_stays():
-    def micro(rows: list[int]) -> dict[str, Any]:
-        return {
-            "prompt_ids": torch.tensor([[0, row // 10] for row in rows]),
-            "prompt_mask": torch.tensor([[0, 1] for _ in rows]),
-            "advantages": torch.tensor(rows),
-            "names": [str(row) for row in rows],
-            "total": torch.tensor(4),
-            "nothing": None,
-        }
-
-    first, second = prompts_together([micro([21, 11, 22]), micro([12, 31, 13])])
-    assert first["advantages"].tolist() == [21, 22, 11]
-    assert second["advantages"].tolist() == [12, 13, 31]
-    for made in (first, second):
-        assert made["names"] == [str(row) for row in made["advantages"].tolist()]
-        assert made["prompt_ids"][:, 1].tolist() == [row // 10 for row in made["advantages"].tolist()]
-        assert (made["total"], made["nothing"]) == (4, None)

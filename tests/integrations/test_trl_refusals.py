@@ -261,37 +261,19 @@ def test_a_model_or_sequences_that_processes_share_out_are_refused(build, name):
     ]
 
 
-def test_credit_of_sharded_models_is_not_refused(mine, monkeypatch):
-    state = mine.accelerator.state
-    monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
-    assert integration._credit_obstacles(mine) == []
-    monkeypatch.setattr(state, "distributed_type", DistributedType.DEEPSPEED)
-    monkeypatch.setattr(integration, "_zero_stage", lambda trainer: 3)
-    assert integration._credit_obstacles(mine) == []
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            CounterfactualConfig(estimator="gradient"),
-            "estimator='gradient': .*which this trainer.*; take one of mask",
-        ),
-        (CounterfactualConfig(preselect=0.5, preselect_by="gradient"), "preselect_by='gradient': .*; leave it out"),
-    ],
-)
-def test_gradients_through_a_sharded_model_are_refused(mine, monkeypatch, config, message):
-    trainer = SimpleNamespace(**vars(mine) | {"counterfactual": config})
-    assert integration._credit_obstacles(trainer) == []
-    monkeypatch.setattr(mine.accelerator.state, "distributed_type", DistributedType.FSDP)
-    (reason,) = integration._credit_obstacles(trainer)
-    assert re.match(message, reason)
-
-
 @packs
-def test_under_fsdp_the_packed_loss_is_not_refused(mine, monkeypatch):
-    monkeypatch.setattr(mine.accelerator.state, "distributed_type", DistributedType.FSDP)
-    assert integration._packing_obstacles(mine) == []
+@pytest.mark.parametrize(("kind", "stage"), [(DistributedType.FSDP, 0), (DistributedType.DEEPSPEED, 3)])
+def test_sharded_models_are_not_refused_but_for_gradients_through_them(mine, monkeypatch, kind, stage):
+    monkeypatch.setattr(mine.accelerator.state, "distributed_type", kind)
+    monkeypatch.setattr(integration, "_zero_stage", lambda trainer: stage)
+    assert integration._credit_obstacles(mine) == integration._packing_obstacles(mine) == []
+    for options, message in (
+        ({"estimator": "gradient"}, "estimator='gradient': .*which this trainer.*; take one of mask"),
+        ({"preselect": 0.5, "preselect_by": "gradient"}, "preselect_by='gradient': .*; leave it out"),
+    ):
+        trainer = SimpleNamespace(**vars(mine) | {"counterfactual": CounterfactualConfig(**options)})
+        reasons = integration._credit_obstacles(trainer)
+        assert [bool(re.match(message, reason)) for reason in reasons] == [True] * (stage == 0)  # stage 3 gathers
 
 
 @pytest.mark.parametrize("control", [None, "off"])
