@@ -235,10 +235,9 @@ class _Assignment:
         added = None
         weighed: dict[int, WeightInputs] = {}
         for b, row in reasoning.items() if config.control != "off" else ():
-            units = row.spans if b in estimate.compared or is_random else []
-            weighed[b] = WeightInputs(
-                estimate.compared.get(b, torch.zeros(0)), units, row.answer, inputs.rows.lengths[b]
-            )
+            importances = estimate.compared.get(b, torch.zeros(0))
+            spans = row.spans if b in estimate.compared or is_random else []
+            weighed[b] = WeightInputs(importances, spans, row.answer, inputs.rows.lengths[b])
             if is_random:
                 weighed[b] = with_draws(weighed[b], rule, keyed_generator(*self.seed, index[b], "weights"))
         if rule is not None:
@@ -246,9 +245,9 @@ class _Assignment:
                 weights[b] = normalized_weights(line, config.normalize) if line.any() else line
         elif config.control != "off":
             added = [torch.zeros(length) for length in inputs.rows.lengths]
-            for b, row in weighed.items():
-                values = -row.importances if inverted else row.importances
-                added[b] = spread_over_tokens(values, row.units, row.length).nan_to_num(nan=0.0)
+            for b, (importances, units, _, length, _) in weighed.items():
+                values = -importances if inverted else importances
+                added[b] = spread_over_tokens(values, units, length).nan_to_num(nan=0.0)
         none, nan = torch.zeros(0), torch.tensor(float("nan"))
         return Credit(
             weights=weights,
@@ -281,7 +280,7 @@ class _Assignment:
         importances = _checked(result, [units.get(b, []) for b in places], batch.index)
         importances = replace(importances, signed=importances.signed or config.weights is None)
         compared, drops = _beyond_rounding(importances, batch.answers, ACCURACY[access.dtype])
-        base = [] if importances.base is None else importances.base.float().cpu()
+        base = [] if importances.base is None else list(importances.base.float().cpu())
         columns = (dict(zip(places, column)) for column in (base, compared, drops))  # noqa: B905
         return _Estimate(importances, *columns)
 

@@ -30,8 +30,3 @@ def test_the_page_on_credit_lists_every_option_with_its_default_and_meaning() ->
     own = [entry.name for entry in fields(CounterfactualConfig) if entry.name not in ("spans", "answers")]
     found = {name: text for name, part, _, text in rows if not part}
     assert found == {name: texts[name].replace("|", "\\|") for name in own}
-
-
-def test_a_table_that_lacks_an_option_is_noticed() -> None:
-    page = f"{HEADER}| `sigma` | `Gradient`, `estimator=gradient` | `0.001` | A \\| b. |\n\n| `tau` | `Bilevel` | | |\n"
-    assert listed(page) == [("sigma", "Gradient", "`0.001`", "A \\| b.")]

@@ -6,6 +6,7 @@ import torch
 from cfa_kernels import CounterfactualConfig, Span, counterfactual_credit
 from cfa_kernels.estimators.prefix_gain import PrefixGain
 from cfa_kernels.estimators.probes import Probe
+from cfa_kernels.estimators.total_effects import total_effects
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import InProcess, LogprobService
 from tests.support.models import batch_of, make_model, naive_logprobs, score_columns
@@ -167,3 +168,34 @@ def test_the_top_share_by_an_estimate_is_masked_exactly(model, batch, preselect_
         masked = few != 0
         assert 0 < masked.sum() < len(few)
         torch.testing.assert_close(few[masked], all_of_them[masked])
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return make_model("Qwen3", vocab_size=len(TOKENIZER), initializer_range=0.1).cpu().double().eval()
+
+
+@pytest.mark.parametrize("units", ["spans", "tokens"])
+def test_credit_by_total_effects_weighs_by_them_and_keeps_the_answers_own_score(exact, batch, units):
+    direct, total = (
+        credit_of(exact, batch, CounterfactualConfig(units=units, effect=effect)) for effect in ("direct", "total")
+    )
+    rows = batch_of(exact, *batch[:2], total.spans, total.answers, mask=TOKENIZER.pad_token_id)
+    expected = total_effects(InProcess(exact), rows)
+    assert direct.spans == total.spans
+    for b, effects in enumerate(rows.to_callers_order(expected.values)[:2]):
+        torch.testing.assert_close(total.drop[b], -effects)
+        most = total.spans[b][int(effects.argmax())]
+        assert total.weights[b][most.start] == 4
+    assert units == "spans" or not torch.allclose(total.drop[0], direct.drop[0], atol=1e-3)  # of spans, few have links
+    torch.testing.assert_close(total.base, direct.base, equal_nan=True)
+    assert total.work == expected.work
+
+
+def test_total_effects_go_with_probes_and_controls(exact, batch):
+    ids = torch.tensor(encode(TOKENIZER, "#### 4"))
+    probes = [None, None, Probe(ids, Span(len(ids) - 1, len(ids)))]
+    credit = credit_of(exact, batch, CounterfactualConfig(effect="total", control="inverted"), probes=probes)
+    assert len(credit.drop[2]) > 1
+    assert credit.drop[2].isfinite().all()
+    assert credit.weights[0][credit.spans[0][int(credit.drop[0].argmin())].start] == 0.5

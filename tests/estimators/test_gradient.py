@@ -347,22 +347,6 @@ def test_gradients_below_what_float16_resolves_are_not_lost():
     torch.testing.assert_close(halves, exact, rtol=0.1, atol=0.05 * exact.max().item())
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"outcome": "first"}, "outcome must be one of 'logprob', 'mean_logprob', 'last', 'mean', got 'first'"),
-        ({"sigma": -1e-3}, "sigma must be finite and at least 0, got -0.001"),
-        ({"sigma": float("nan")}, "sigma must be finite and at least 0, got nan"),
-        ({"samples": 0}, "samples must be an integer, at least 1, got 0"),
-        ({"samples": 1.5}, "samples must be an integer, at least 1, got 1.5"),
-        ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
-    ],
-)
-def test_bad_options_are_refused_by_name(option, message):
-    with pytest.raises(ValueError, match=message):
-        saliency(double_model("Qwen3"), **option)
-
-
 def test_a_model_that_passes_no_gradient_to_its_embeddings_is_refused_by_name(monkeypatch):
     model = make_model("Qwen3")
     check_supported(model)

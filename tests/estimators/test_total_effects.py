@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, Probe, counterfactual_credit
-from cfa_kernels.estimators.base import ANSWER
 from cfa_kernels.estimators.total_effects import chained_effects, total_effects
-from cfa_kernels.integrations.credit import unmet_needs
-from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.access import LOGPROBS, InProcess, LogprobService
+from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import ScoringWork
 from cfa_kernels.span import Span
 from tests.support.models import LONGROPE, PLACEHOLDER, batch_of, make_model, score_columns, tokens
-from tests.support.small_tokenizers import encode, get_tokenizer
 
 RECURRENT = {
     "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_multiple_of": 16,
@@ -271,77 +266,3 @@ def test_a_model_that_gives_nan_is_refused_by_the_callers_row():
         model.get_input_embeddings().weight[210] = float("nan")
     with pytest.raises(FloatingPointError, match="completions row 2: the model gave a nan"):
         effects(model, (prompts, completions, units, answers))
-
-
-# --- As an option of masking --------------------------------------------------------------------------------------
-
-
-TOKENIZER = get_tokenizer("byte-level, single digits")
-TEXTS = ["3 + 4 = 7. Then 7 - 3 = 4.\n#### 4", "4 + 4 = 8. Then 8 - 3 = 5.\n#### 5", "3 + 4 = 7. Then 7 - 3 = 4."]
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return exact(vocab_size=len(TOKENIZER))
-
-
-@pytest.fixture(scope="module")
-def sampled():
-    prompts = [torch.tensor(encode(TOKENIZER, "What is 3 + 4, less 3?"))] * len(TEXTS)
-    return prompts, [torch.tensor([*encode(TOKENIZER, text), TOKENIZER.eos_token_id]) for text in TEXTS]
-
-
-def credit_of(model, sampled, config, **given):
-    return counterfactual_credit(model, TOKENIZER, Rows(*sampled), config=config, **given)
-
-
-@pytest.mark.parametrize("units", ["spans", "tokens"])
-def test_credit_by_total_effects_weighs_by_them_and_keeps_the_answers_own_score(policy, sampled, units):
-    direct, total = (
-        credit_of(policy, sampled, CounterfactualConfig(units=units, effect=effect)) for effect in ("direct", "total")
-    )
-    expected = effects(policy, (*sampled, total.spans, total.answers), mask=TOKENIZER.pad_token_id)
-    assert direct.spans == total.spans
-    for b in (0, 1):
-        torch.testing.assert_close(total.drop[b], -expected.total[b])
-        most = total.spans[b][int(expected.total[b].argmax())]
-        assert total.weights[b][most.start] == 4
-    assert units == "spans" or not torch.allclose(total.drop[0], direct.drop[0], atol=1e-3)  # of spans, few have links
-    torch.testing.assert_close(total.base, direct.base, equal_nan=True)
-    assert total.work == expected.work
-
-
-def test_total_effects_go_with_probes_and_controls(policy, sampled):
-    ids = torch.tensor(encode(TOKENIZER, "#### 4"))
-    probes = [None, None, Probe(ids, Span(len(ids) - 1, len(ids)))]
-    credit = credit_of(policy, sampled, CounterfactualConfig(effect="total", control="inverted"), probes=probes)
-    assert len(credit.drop[2]) > 1
-    assert credit.drop[2].isfinite().all()
-    assert credit.weights[0][credit.spans[0][int(credit.drop[0].argmin())].start] == 0.5
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"effect": "mediated"}, "effect must be one of 'direct', 'total', got 'mediated'"),
-        ({"estimator": "gradient"}, "effect is not read: it is an option of estimator='masking'"),
-        ({"outcome": "mean"}, "outcome='mean' cannot be combined with effect='total'"),
-        ({"outcome": "mean_logprob"}, "outcome='mean_logprob' cannot be combined with effect='total'"),
-        ({"mask": "resampled"}, "mask='resampled' cannot be combined with effect='total'"),
-        ({"mask": "drop"}, "mask='drop' cannot be combined with effect='total'"),
-        ({"preselect": 0.5}, "preselect=0.5 cannot be combined with effect='total'"),
-    ],
-)
-def test_what_total_effects_cannot_be_combined_with_is_refused_by_name(options, message):
-    with pytest.raises(ValueError, match=message):
-        CounterfactualConfig(**{"effect": "total", **options})
-    CounterfactualConfig(effect="total", outcome="logprob")
-
-
-def test_a_model_that_lies_elsewhere_is_refused_by_name(sampled):
-    config = CounterfactualConfig(effect="total")
-    with pytest.raises(NotImplementedError, match="effect='total': it needs the model itself in this process"):
-        credit_of(LogprobService(lambda *_: []), sampled, config)
-    (obstacle,) = unmet_needs(config, {ANSWER, LOGPROBS})
-    assert obstacle.startswith("effect='total': it needs the model itself in this process")
-    assert not unmet_needs(CounterfactualConfig(), {ANSWER, LOGPROBS})
