@@ -14,7 +14,6 @@ from torch import Tensor
 from .triton_math import minimum
 
 LOG_RATIO_MAX = 40.0  # nats: the cut-off of log-ratios, so that no ratio overflows float32; the gradient beyond is 0
-TOKEN_LOSSES = ("dapo", "cispo", "sapo")  # loss types whose losses of a token differ; all others sum those of dapo
 
 
 class PolicyOptions(NamedTuple):
