@@ -5,10 +5,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cfa_kernels.ops import matmul
 from cfa_kernels.ops.adapted_linear import AdapterParts, _AdaptedLinear, adapted_linear
+from tests.support.operator_calls import OperatorCalls
 
 HALF, FULL = torch.bfloat16, torch.float32
 RANK = 32
@@ -93,61 +93,31 @@ def test_no_rows_give_no_rows_and_gradients_of_nothing():
     assert not by_up.any()
 
 
-class Kernels(TorchDispatchMode):
-    """Lists the names of the operators that launch a kernel."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._overloadpacket.__name__
-        if not func.is_view and name not in NO_KERNELS:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    """The kernels of a forward and a backward of the op's code for a GPU, on tensors that hold nothing."""
-    monkeypatch.setattr(matmul, "_keeps_sums", lambda _: True)
-    monkeypatch.setattr(matmul, "_has_onednn", lambda _: False)
-
-    def kernels(rows, width, out, rank=RANK):
-        with FakeTensorMode():
-            x, by_out = (torch.empty(rows, n, dtype=HALF) for n in (width, out))
-            weight = torch.empty(out, width, dtype=HALF)
-            leaves = [v.requires_grad_() for v in (x, torch.empty(rank, width), torch.empty(out, rank))]
-            parts = AdapterParts.of(*leaves[1:], 0.5, HALF)
-            with Kernels() as forward:
-                result = adapted_linear(x, weight, None, *leaves[1:], 0.5, parts)
-            with Kernels() as backward:
-                torch.autograd.grad(result, leaves, by_out)
-        return forward, backward
-
-    return kernels
-
-
-def of_pefts_layer(width, out):
-    """A function of rows that runs PEFT's own layer forwards and backwards."""
-    model = get_peft_model(
-        nn.Sequential(nn.Linear(width, out, bias=False, dtype=HALF)), LoraConfig(r=RANK, target_modules=["0"])
-    )
-
-    def run(rows):
-        x = torch.empty(rows, width, dtype=HALF).requires_grad_()
-        out = model(x)
-        torch.autograd.grad(out, [x, *(p for p in model.parameters() if p.requires_grad)], torch.empty_like(out))
-
-    return run
+def kernels(operators: OperatorCalls) -> list[str]:
+    """Names of the operators that launch a kernel."""
+    names = [function._overloadpacket.__name__ for function, _ in operators.calls if not function.is_view]
+    return [name for name in names if name not in NO_KERNELS]
 
 
 @pytest.mark.traced
-def test_kernels_of_a_forward_and_a_backward_on_a_gpu_are_no_more_than_pefts(on_a_gpu):
-    forward, backward = on_a_gpu(1000, 64, 48, rank=4)
-    assert forward.names == ["mm", "add", "copy_", "sub", "mm", "addmm_"]
-    assert backward.names == ["mm", "add", "copy_", "sub", "mm", "addmm_", "mm", "add_", "mm", "add", "mul_"]
-    run = of_pefts_layer(64, 48)
-    with Kernels() as theirs:
-        run(10)
-    assert len(forward.names) + len(backward.names) <= len(theirs.names)
+def test_kernels_of_a_forward_and_a_backward_on_a_gpu_are_no_more_than_pefts(monkeypatch):
+    """The op's code for a GPU, on tensors that hold nothing."""
+    monkeypatch.setattr(matmul, "_keeps_sums", lambda _: True)
+    monkeypatch.setattr(matmul, "_has_onednn", lambda _: False)
+    with FakeTensorMode():
+        x, by_out, weight = (torch.empty(shape, dtype=HALF) for shape in ((1000, 64), (1000, 48), (48, 64)))
+        leaves = [v.requires_grad_() for v in (x, torch.empty(4, 64), torch.empty(48, 4))]
+        parts = AdapterParts.of(*leaves[1:], 0.5, HALF)
+        with OperatorCalls() as forward:
+            result = adapted_linear(x, weight, None, *leaves[1:], 0.5, parts)
+        with OperatorCalls() as backward:
+            torch.autograd.grad(result, leaves, by_out)
+    assert kernels(forward) == ["mm", "add", "copy_", "sub", "mm", "addmm_"]
+    assert kernels(backward) == ["mm", "add", "copy_", "sub", "mm", "addmm_", "mm", "add_", "mm", "add", "mul_"]
+    base = nn.Sequential(nn.Linear(64, 48, bias=False, dtype=HALF))
+    model = get_peft_model(base, LoraConfig(r=32, target_modules=["0"]))
+    x = torch.empty(10, 64, dtype=HALF).requires_grad_()
+    with OperatorCalls() as theirs:
+        out = model(x)
+        torch.autograd.grad(out, [x, *(p for p in model.parameters() if p.requires_grad)], torch.empty_like(out))
+    assert len(kernels(forward) + kernels(backward)) <= len(kernels(theirs))

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cfa_kernels.ops.linear_logprob import (
     linear_logprob,
@@ -17,6 +16,7 @@ from cfa_kernels.ops.linear_logprob import (
 )
 from cfa_kernels.ops.row_softmax import Softmax
 from tests.support.budget import assert_within_budget
+from tests.support.operator_calls import OperatorCalls
 from tests.support.policy_problem import on_gpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -363,24 +363,12 @@ def test_it_compiles_into_one_graph_with_its_gradients(device):
         torch.testing.assert_close(eager, graph)
 
 
-class _Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operator returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self.elements = max(self.elements, out.numel())
-        return out
-
-
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_the_pytorch_form_never_holds_the_logits_either(with_entropy):
     (hidden, lm_head, targets), _ = example((2000, 4, 9000), torch.device("cpu"))
-    with _Largest() as largest:
+    with OperatorCalls() as operators:
         linear_logprob_reference(hidden, lm_head, targets, None, Softmax(), with_entropy)
-    assert 0 < largest.elements < 2000 * 9000 / 5
+    assert 0 < max(size for _, size in operators.calls) < 2000 * 9000 / 5
 
 
 GOOD = dict(zip(("hidden", "lm_head", "bias"), map(torch.zeros, ((3, 4), (5, 4), (5,))), strict=True))

@@ -17,6 +17,7 @@ from tests.support.policy_problem import (
     FEATURES,
     FORM,
     B,
+    H,
     T,
     V,
     assert_same,
@@ -406,27 +407,40 @@ def test_in_place_leaves_the_logits_alone_without_gradients(device):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "words"),
+    ("form", "change", "words"),
     [
-        ({"logits": torch.zeros(B, V)}, ValueError, r"logits must be \(B, T, V\), got shape \(3, 37\)"),
-        ({"logits": torch.zeros(B, T, 0)}, ValueError, r"logits must not be empty, got shape \(3, 4, 0\)"),
-        ({"logits": torch.zeros(B, T, V).long()}, TypeError, "logits must be floating point"),
-        ({"targets": torch.full((B, T), V)}, ValueError, r"targets must be in \[0, 37\).*row 0, token 0 is 37"),
-        ({"targets": torch.zeros(B, T)}, TypeError, "targets must be torch.int64, got torch.float32"),
-        ({"targets": torch.zeros(B, T + 1).long()}, ValueError, r"targets must have shape \(3, 4\), got \(3, 5\)"),
-        ({"temperature": 0.0}, ValueError, r"temperature must be in \[1e-38, 1e38\], got 0.0"),
-        ({"softcap": -1.0}, ValueError, r"softcap must be in \[.*\], got -1.0"),
-        ({"backend": "cutlass"}, ValueError, "backend must be one of"),
-        ({"backend": "triton"}, TypeError, "must be one of .* for backend='triton', got torch.float64"),
-        ({"lossy": 1}, TypeError, "unexpected keyword argument 'lossy'"),
+        (of_logits, {"logits": torch.zeros(B, V)}, r"logits must be \(B, T, V\), got shape \(3, 37\)"),
+        (of_logits, {"logits": torch.zeros(B, T, 0)}, r"logits must not be empty, got shape \(3, 4, 0\)"),
+        (of_logits, {"logits": torch.zeros(B, T, V).long()}, "logits must be floating point"),
+        (of_logits, {"targets": torch.full((B, T), V)}, r"targets must be in \[0, 37\).*row 0, token 0 is 37"),
+        (of_logits, {"targets": torch.zeros(B, T)}, "targets must be torch.int64, got torch.float32"),
+        (of_logits, {"targets": torch.zeros(B, T + 1).long()}, r"targets must have shape \(3, 4\), got \(3, 5\)"),
+        (of_logits, {"temperature": 0.0}, r"temperature must be in \[1e-38, 1e38\], got 0.0"),
+        (of_logits, {"softcap": -1.0}, r"softcap must be in \[.*\], got -1.0"),
+        (of_logits, {"backend": "cutlass"}, "backend must be one of"),
+        (of_logits, {"backend": "triton"}, "must be one of .* for backend='triton', got torch.float64"),
+        (of_logits, {"lossy": 1}, "unexpected keyword argument 'lossy'"),
+        (of_hidden, {"hidden": torch.zeros(B, H)}, r"hidden of shape \(3, 24\) needs rows of shape \(3,\), got None"),
+        (of_hidden, {"hidden": torch.zeros(H)}, r"or \(M, H\) for M rows, got shape \(24,\)"),
+        (of_hidden, {"head": torch.zeros(V, H + 1)}, r"lm_head must have shape \(37, 24\), got \(37, 25\)"),
+        (of_hidden, {"head": torch.zeros(V, H).float()}, "must share a dtype, got torch.float64 and torch.f"),
+        (of_hidden, {"bias": torch.zeros(V + 1)}, r"bias must have shape \(37,\), got \(38,\)"),
+        (of_hidden, {"head": torch.zeros(0, H)}, r"lm_head must have shape \(1, 24\), got \(0, 24\)"),
+        (of_hidden, {"hidden": torch.zeros(B, T, 0)}, r"hidden must be .*, got shape \(3, 4, 0\)"),
+        (of_hidden, {"chunk_size": -3}, "chunk_size must be at least 1, got -3"),
+        (of_hidden, {"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        (of_hidden, {"rows": torch.tensor([0, 1])}, "rows must hold each .* row 0, token 2 is there 0 times"),
+        (of_hidden, {"rows": torch.tensor([0, 99])}, r"rows must be in \[0, 12\), got 0 to 99"),
+        (of_hidden, {"rows": torch.tensor([0, 0])}, "rows must hold each .* row 0, token 0 is there 2 times"),
+        (of_hidden, {"rows": torch.tensor([0.0])}, "rows must be torch.int64, got torch.float32"),
     ],
 )
-def test_bad_logits_are_refused(change, error, words, device):
+def test_bad_input_is_refused(form, change, words, device):
     tensors, options = problem(device=device if change.get("backend") == "triton" else "cpu")
     tensors |= {name: value for name, value in change.items() if name in tensors}
     options |= {name: value for name, value in change.items() if name not in tensors}
-    with pytest.raises(error, match=words):
-        of_logits(tensors, **options)
+    with pytest.raises((ValueError, TypeError), match=words):
+        form(tensors, **options)
 
 
 def test_a_nan_logit_in_a_counted_row_is_refused_naming_the_row():
