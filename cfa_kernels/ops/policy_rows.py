@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import interpreting
 from .row_softmax import (
     LogitRows,
     RowLogprobs,
@@ -190,8 +189,6 @@ def launch_options(vocabulary: int, element_size: int, *, hip: bool = False) -> 
 
 def _run(kernel: Any, rows: Tensor, *arguments: Any, programs: int = 2**31 - 1, **constexprs: Any) -> None:
     options = launch_options(rows.size(-1), rows.element_size(), hip=torch.version.hip is not None)
-    if interpreting():
-        options["num_warps"] = 1
     with torch.cuda.device_of(rows):
         kernel[(min(rows.size(0) * rows.size(1), programs),)](*arguments, **constexprs, **options)
 
