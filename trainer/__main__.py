@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
             _say(str(finished), sys.stdout)
         except Ended as ended:
             _say(processes.describe_failure(ended))
-        except (*expected, MemoryError, RuntimeError) as problem:
+        except Exception as problem:
             exhausted = isinstance(problem, MemoryError) or is_out_of_memory(problem)
             if not (exhausted or isinstance(problem, expected) or processes.is_silence(problem)):
                 raise

@@ -5,7 +5,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, TextIO
 
@@ -45,16 +45,13 @@ class Ending:
         again, self.signal = self.signal, self.signal or signal.Signals(number)
         if not again and not self.waits:
             raise Ended("ended before the first step; nothing was written")
+        if again and number != signal.SIGINT:
+            return
+        text = "ended at once" if again else f"{self.signal.name}: ending after this step; Ctrl-C then ends at once"
         cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides it
-        said = (
-            f"{cursor}ended at once"
-            if again
-            else f"{self.signal.name}: ending after this step; Ctrl-C then ends at once"
-        )
-        if not again or number == signal.SIGINT:
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, f"\n{said}\n".encode())  # past Python's buffer, in which the signal may have come
-        if again and number == signal.SIGINT:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, f"\n{cursor}{text}\n".encode())  # past Python's buffer, in which the signal may have come
+        if again:
             os._exit(130)
 
 
@@ -80,17 +77,17 @@ class _Stream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        return self._attempt(self._stream.write, text)
+        return self._attempt("write", text)
 
     def flush(self) -> None:
-        self._attempt(self._stream.flush)
+        self._attempt("flush")
 
-    def _attempt(self, do: Callable[..., Any], *text: str) -> Any:
+    def _attempt(self, method: str, *text: str) -> Any:
         try:
-            return do(*text)
+            return getattr(self._stream, method)(*text)
         except OSError as problem:
             if problem.errno not in (errno.EPIPE, errno.EIO):  # of a pipe and of a terminal
                 raise
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
-            return do(*text)
+            return getattr(self._stream, method)(*text)

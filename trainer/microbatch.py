@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels import Credit, DeferredCredit, Draws, Rows
@@ -52,7 +53,8 @@ class UpdateBatch:
         return float(sum(self.mask[b].sum() for b in index))
 
 
-class MicroBatch(NamedTuple):
+@dataclass(frozen=True)
+class MicroBatch:
     """Rows of one forward and backward; none where a process only runs them because others do."""
 
     index: list[int]  # places in the batch
@@ -134,17 +136,10 @@ def by_row(parts: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:
     return dict(zip([b for micro in parts for b in micro.index], tensors, strict=True))
 
 
-def fetched(passes: Sequence[Pass]) -> list[Pass]:
+def fetched(passes: list[Pass]) -> list[Pass]:
     """Bring passes to the host: the one wait for the device in an optimizer step whose weights are known."""
-    rows = [(one.loss, one.norm, *one.metrics.values(), *one.logprobs) for one in passes]
-    there = iter(on_host([tensor for row in rows for tensor in row]))
-    return [
-        one._replace(
-            loss=next(there), norm=next(there), metrics={name: next(there) for name in one.metrics},
-            logprobs=[next(there) for _ in one.logprobs],
-        )
-        for one in passes
-    ]  # fmt: skip
+    there = iter(on_host([leaf for leaf in tree_leaves(passes) if isinstance(leaf, Tensor)]))
+    return tree_map_only(Tensor, lambda _: next(there), passes)  # type: ignore[no-any-return]
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

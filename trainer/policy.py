@@ -1,4 +1,4 @@
-"""Load the policy with its tokenizer, keep its reference, and save it.
+"""Load the policy with its tokenizer, and save it.
 
 This is the trainer's one contact with PEFT and with files of weights.
 """
@@ -23,7 +23,6 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
 
 from trainer.config import TrainConfig, model_path
-from trainer.precision import frozen_copy
 from trainer.processes import rank
 
 # On the host; one copy of tensors that are sharded, by the process of rank 0. Frozen and tied weights are not there.
@@ -35,26 +34,26 @@ def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTra
 
     Raises `ValueError` naming the model if one cannot be loaded or they do not belong together.
     """
-    folder, name = Path(model_path(config.model)), config.model
+    name, folder = config.model, Path(model_path(config.model))
     if (folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2) and not folder.is_dir():
         raise FileNotFoundError(f"model {name}: there is no such folder")
-    with _loading(config.model, "configuration"):
-        architecture = AutoConfig.from_pretrained(model_path(config.model))
-    with _loading(config.model, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(model_path(config.model), padding_side="left")
+    with _loading(name, "configuration"):
+        architecture = AutoConfig.from_pretrained(model_path(name))
+    with _loading(name, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(model_path(name), padding_side="left")
         known = tokenizer("What is 3 + 4?")["input_ids"]
     if not known:  # transformers makes an empty tokenizer where it finds no file of one
-        raise ValueError(f"model {config.model}: its tokenizer gives no token for text; has it a tokenizer.json?")
+        raise ValueError(f"model {name}: its tokenizer gives no token for text; has it a tokenizer.json?")
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
-            raise ValueError(f"model {config.model}: its tokenizer has neither a pad nor an end-of-text token")
+            raise ValueError(f"model {name}: its tokenizer has neither a pad nor an end-of-text token")
         tokenizer.pad_token = tokenizer.eos_token
     largest = max(*known, tokenizer.pad_token_id, tokenizer.eos_token_id or 0)
     size = getattr(architecture.get_text_config(), "vocab_size", None)
     if size is not None and largest >= size:
         raise ValueError(
-            f"model {config.model}: its tokenizer gives token {largest}, beyond the model's vocabulary (vocab_size "
-            f"{size}); it is another model's"
+            f"model {name}: its tokenizer gives token {largest}, beyond the model's vocabulary (vocab_size {size}); it "
+            "is another model's"
         )
     return tokenizer, architecture
 
@@ -147,24 +146,3 @@ def save_policy(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) ->
         require_finite_weights(state)
         model.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)
-
-
-class Reference:
-    """Model as it was loaded, for the KL term: the policy with its adapter off, or a frozen copy.
-
-    Attributes:
-        copy: that copy; None without one.
-    """
-
-    def __init__(self, policy: nn.Module) -> None:
-        self._policy = policy
-        self.copy = None if hasattr(policy, "disable_adapter") else frozen_copy(policy)
-
-    @contextlib.contextmanager
-    def model(self) -> Iterator[nn.Module]:
-        """Give the reference while the context lasts."""
-        if self.copy is not None:
-            yield self.copy
-        else:
-            with self._policy.disable_adapter():  # type: ignore[operator]
-                yield self._policy

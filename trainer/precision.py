@@ -1,7 +1,6 @@
 """Decide the arithmetic of a run: its device, the type of its weights and that of their products."""
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,11 +51,6 @@ def require_device(device: torch.device) -> None:
         there = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU that PyTorch can use"
         reason = str(problem).partition("\n")[0]
         raise ValueError(f"device: {device} cannot be used: {reason}; this machine has {there}") from problem
-
-
-def adamw(parameters: Iterable[nn.Parameter], device: torch.device, **options: Any) -> torch.optim.AdamW:
-    """Make AdamW: on a GPU as fused kernels, each of which updates many parameters; elsewhere by torch's own choice."""
-    return torch.optim.AdamW(parameters, fused=True if device.type == "cuda" else None, **options)
 
 
 def frozen_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

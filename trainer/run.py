@@ -5,6 +5,7 @@ import itertools
 import os
 from pathlib import Path
 
+import torch
 from transformers import get_scheduler, set_seed
 
 from cfa_kernels.hf.model import context_length
@@ -17,8 +18,8 @@ from trainer.data import encode_prompts, train_and_eval_rows
 from trainer.endings import Ended, Ending
 from trainer.evaluate import evaluate
 from trainer.experimental.compare_and_correct import require_fitting_prompt
-from trainer.policy import Reference, load_policy, load_tokenizer, save_policy
-from trainer.precision import adamw, require_device
+from trainer.policy import load_policy, load_tokenizer, save_policy
+from trainer.precision import frozen_copy, require_device
 from trainer.report import Report, Silence
 from trainer.report.trackers import tracker_library
 from trainer.rewards import load_reward, load_rewards
@@ -59,7 +60,7 @@ def set_up(config: TrainConfig) -> Trainer:
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
     with config.precision.autocast():
         require_supported(policy, longest)
-    reference = Reference(policy) if config.beta else None
+    reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
     moving = processes.count() > 1 and config.parallel == "fsdp2"  # CUDA graphs do not follow weights that move
     rounded = config.precision.products if config.precision.is_mixed else None
     engine = (
@@ -67,16 +68,16 @@ def set_up(config: TrainConfig) -> Trainer:
         if config.rollout_engine == "vllm"
         else TransformersEngine(policy, tokenizer, rounded, static=False if moving else None)
     )
-    for model in [policy, reference.copy] if reference and reference.copy else [policy]:
+    for model in [policy] if reference in (None, policy) else [policy, reference]:
         processes.distribute(model, config)
     if moving:  # as it runs from now on
         with config.precision.autocast():
             require_supported(policy, longest)
-    optimizer = adamw(
+    optimizer = torch.optim.AdamW(
         [p for p in policy.parameters() if p.requires_grad],
-        config.precision.device,
         lr=config.learning_rate,
         weight_decay=0.0,
+        fused=config.precision.device.type == "cuda" or None,  # elsewhere torch's own choice
     )
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 0, config.max_steps)
     trainer = Trainer(

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.config import TrainConfig
 from trainer.data import Row
-from trainer.policy import Reference
 from trainer.rewards import Reward
 from trainer.rollouts import Engine, Rollouts
 
@@ -25,7 +24,7 @@ class Trainer:
     engine: Engine
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    reference: Reference | None
+    reference: nn.Module | None  # for the KL term: a frozen copy, or the policy, whose adapter is then off
     rewards: dict[str, Reward]
     rows: list[Row]
     prompts: list[list[int]]

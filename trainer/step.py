@@ -3,11 +3,13 @@
 `training_step` is a step from top to bottom; `update` changes the policy.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -174,9 +176,9 @@ class Objective:
         if (limit := config.importance_sampling_clip_max) is not None:
             if index[0] not in self.ratios:  # the first forward, before a step
                 with torch.no_grad():
-                    logprobs = on_host(list(forward.logprobs(config.temperature)))
+                    logprobs: Any = forward.logprobs(config.temperature)
                 sampled = [batch.sampled_logprobs[b] for b in index]
-                self.ratios.update(zip(index, truncated_ratios(logprobs, sampled, limit), strict=True))
+                self.ratios.update(zip(index, truncated_ratios(on_host(logprobs), sampled, limit), strict=True))
             weights = [row * self.ratios[b] for b, row in zip(index, weights, strict=True)]
         options = {
             **config.loss_options, "temperature": config.temperature, "compute_entropy": True, "validate": False,
@@ -280,14 +282,16 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 @torch.no_grad()
 def reference_logprobs(trainer: Trainer, batch: UpdateBatch, parts: Sequence[MicroBatch]) -> ByRow:
     """Compute log-probs under the reference model; nothing where the loss has no KL term."""
-    if trainer.reference is None:
+    reference: Any = trainer.reference
+    if reference is None:
         return {}
-    options = {"temperature": trainer.config.temperature, "token_budget": trainer.config.token_budget}
-    with trainer.reference.model() as reference, trainer.config.precision.autocast():
-        logprobs = [
-            row for micro in parts for row in packed_logprobs(reference, batch.rows.take(micro.index), **options)
-        ]
-    return by_row(parts, on_host(logprobs))
+    adapter_off = reference.disable_adapter() if reference is trainer.policy else contextlib.nullcontext()
+    options: dict[str, Any] = {
+        "temperature": trainer.config.temperature, "token_budget": trainer.config.token_budget,
+    }  # fmt: skip
+    with adapter_off, trainer.config.precision.autocast():
+        rows = [packed_logprobs(reference, batch.rows.take(micro.index), **options) for micro in parts]
+    return by_row(parts, on_host([row for part in rows for row in part]))
 
 
 def problem_batches(problems: int, per_step: int, seed: int) -> Iterator[list[int]]:

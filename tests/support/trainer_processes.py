@@ -36,13 +36,6 @@ def infinite_in_second(*, prompts: Sequence[str], **_: Any) -> list[float]:
     return [float("inf") if processes.rank() == 1 else 0.0 for _ in prompts]
 
 
-def dies_in_second(*, prompts: Sequence[str], **_: Any) -> list[float]:
-    """End the second process without a word."""
-    if processes.rank() == 1:
-        os._exit(0)
-    return [0.0 for _ in prompts]
-
-
 def trained(rank: int, folder: Path, cases: Mapping[str, Sequence[str]], *argv: str) -> None:
     """Train by the settings of each case; of all processes the first writes, to a folder of the case's name."""
     for name, case in cases.items():
@@ -50,7 +43,7 @@ def trained(rank: int, folder: Path, cases: Mapping[str, Sequence[str]], *argv: 
 
 
 def failing(rank: int) -> None:
-    """What one process cannot do ends all, in the same words; what dies leaves none waiting."""
+    """What one process cannot do ends all, in the same words."""
     trainer = set_up(settings(*FEW, "--max_completion_length=12"))
     weight = trainer.policy.model.norm.weight
     before = weight.detach().clone()
@@ -68,10 +61,6 @@ def failing(rank: int) -> None:
         training_step(trainer, 1, [4, 13, 9, 12])
     assert describe_failure(raised.value).startswith("rank 1: sample 0 (")
     assert gather(rank) == [0, 1]  # all are in step again
-    trainer.rewards = {"dies": dies_in_second}
-    with pytest.raises(PeerError, match=r"^rank 0: another process has ended or does not answer"):
-        training_step(trainer, 1, [4, 13, 9, 12])
-    os._exit(0)  # nobody is left to part from
 
 
 def left_while_sampling(rank: int, folder: Path, parallel: str) -> None:
@@ -93,25 +82,23 @@ def checkpointed(rank: int, folder: Path, parallel: str) -> None:
     """A run of several processes goes on from its checkpoint with the same bits; leaves what it had then."""
     argv = [*FEW, "--max_completion_length=12", f"--parallel={parallel}", f"--output_dir={folder / 'run'}"]
     trainer = set_up(settings(*argv))
-    weights = [*trainer.policy.parameters()]
-    after = []
+    weights, after = [*trainer.policy.parameters()], []
+
+    def own_pieces() -> list[torch.Tensor]:
+        return [(w.to_local() if hasattr(w, "to_local") else w).detach().clone() for w in weights]
+
     with open_run(trainer.config) as run_folder:
         assert run_folder.begin(trainer) == (0, {})
         training_step(trainer, 1, [4, 13, 9, 12])
         run_folder.save(trainer, 1, lambda: {"bytes": {}, "rank": rank})
         for _ in range(2):
             training_step(trainer, 2, [1, 15, 11, 7])
-            after.append([local(weight).clone() for weight in weights])
+            after.append(own_pieces())
             assert run_folder.begin(trainer) == (1, {"bytes": {}, "rank": 0})
         assert all(map(torch.equal, *after))
-        assert not all(map(torch.equal, after[0], map(local, weights)))
+        assert not all(map(torch.equal, after[0], own_pieces()))
         nan = torch.nan if rank == 0 else 1.0
         with torch.no_grad():
             weights[0].mul_(nan)
         with pytest.raises(FloatingPointError, match=r"^model: parameter model\.\S+ is not finite"):
             run_folder.save(trainer, 2, lambda: {})
-
-
-def local(weight: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a weight."""
-    return weight.to_local() if hasattr(weight, "to_local") else weight.detach()

@@ -210,9 +210,8 @@ def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
 
 def _facts(trainer: Trainer) -> dict[str, str]:
     """Name what a run depends on beside its settings: kind of device, problems, weights that are in no checkpoint."""
-    weights, reference = hashlib.sha256(), trainer.reference
-    copies = reference.copy.parameters() if reference and reference.copy else ()
-    for weight in (*(p for p in trainer.policy.parameters() if not p.requires_grad), *copies):
+    weights, models = hashlib.sha256(), [trainer.policy, *filter(None, [trainer.reference])]
+    for weight in [p for model in models for p in model.parameters() if not p.requires_grad]:
         whole = weight.full_tensor() if is_piece(weight) else weight  # type: ignore[attr-defined]
         weights.update(whole.flatten()[:256].float().cpu().numpy().tobytes())
     problems = {"training": (trainer.prompts, trainer.rows), "held-out": (trainer.held_out_prompts, trainer.held_out)}

@@ -206,7 +206,7 @@ def test_other_weights_of_the_model_are_refused_where_they_are_in_no_checkpoint(
     run.begin(trainer)
     run.save(trainer, 1, lambda: {"bytes": {}})
     assert run.begin(trainer)[0] == 1
-    kept = trainer.reference.copy if trainer.reference else trainer.policy
+    kept = trainer.reference or trainer.policy
     with torch.no_grad():
         next(p for p in kept.parameters() if not p.requires_grad).mul_(1.01)
     with pytest.raises(ValueError, match=r"each of the model's own weights was .* and is .* now; --no_resume"):
