@@ -68,7 +68,7 @@ def sampling_metrics(done: Pass, batch: UpdateBatch, ratios: ByRow) -> dict[str,
     return metrics
 
 
-def checked_sampling_gap(passes: Sequence[Pass], batch: UpdateBatch, policy: nn.Module, config: TrainConfig) -> float:
+def check_sampling_gap(passes: Sequence[Pass], batch: UpdateBatch, policy: nn.Module, config: TrainConfig) -> float:
     """Measure how far log-probs are from those a batch was sampled with, nats, and hold it to `sampling_gap_limit`.
 
     Call it before the first optimizer step on the batch, while `policy` is the one that sampled. The gap is the mean of

@@ -126,7 +126,7 @@ def batch_credit(
     )  # fmt: skip
 
 
-def joined(credit: DeferredCredit) -> Credit:
+def gather_credit(credit: DeferredCredit) -> Credit:
     """Put the credit of all completions of all processes together; those in no micro-batch have weight 1."""
     return Credit.joined(credit.rows.lengths, [part for parts in gather(credit.parts) for part in parts])
 
@@ -136,7 +136,7 @@ def by_row(parts: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:
     return dict(zip([b for micro in parts for b in micro.index], tensors, strict=True))
 
 
-def fetched(passes: list[Pass]) -> list[Pass]:
+def fetch(passes: list[Pass]) -> list[Pass]:
     """Bring passes to the host: the one wait for the device in an optimizer step whose weights are known."""
     there = iter(on_host([leaf for leaf in tree_leaves(passes) if isinstance(leaf, Tensor)]))
     return tree_map_only(Tensor, lambda _: next(there), passes)  # type: ignore[no-any-return]

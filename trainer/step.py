@@ -22,7 +22,7 @@ from cfa_kernels.hf.sharding import is_sharded, run_inside
 from cfa_kernels.losses.off_policy import truncated_ratios
 from cfa_kernels.scoring.training_forward import PackedLoss
 from trainer import processes
-from trainer.checks import checked_sampling_gap, require_finite, sampling_metrics
+from trainer.checks import check_sampling_gap, require_finite, sampling_metrics
 from trainer.experimental.compare_and_correct import shape_rewards
 from trainer.microbatch import (
     ByRow,
@@ -31,8 +31,8 @@ from trainer.microbatch import (
     UpdateBatch,
     batch_credit,
     by_row,
-    fetched,
-    joined,
+    fetch,
+    gather_credit,
     micro_batches,
     on_host,
     to_host,
@@ -55,7 +55,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     with times.during("generate"):
         rollouts = draw(trainer, keys)
 
-    batch = of_all_processes(rewarded(trainer, keys, rollouts))
+    batch = gather_batch(rewarded(trainer, keys, rollouts))
     rollouts = batch.rollouts
     shaped = shape_rewards(trainer, batch, times)  # rewards (B,), edits (B, T)
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)  # (B,)
@@ -93,7 +93,7 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     return Batch(problems, keys, rollouts, columns, rewards, votes)
 
 
-def of_all_processes(batch: Batch) -> Batch:
+def gather_batch(batch: Batch) -> Batch:
     """Put what each process sampled together on each, in the order of the step's problems."""
     if processes.count() == 1:
         return batch
@@ -120,7 +120,7 @@ def update(
     for iteration in range(config.num_iterations):
         passes, norm = backward(trainer, batch, parts, objective, count)
         parts = [done.micro for done in passes]  # cut where the device had no memory for them
-        passes, norm = of_all_gradients(trainer, passes, norm, objective.ratios)
+        passes, norm = gather_passes(trainer, passes, norm, objective.ratios)
         measure(metrics, trainer, batch, passes, objective.ratios, is_sampler=iteration == 0)
         if iteration == 0:
             logprobs = [row for done in passes for row in done.logprobs]
@@ -133,7 +133,7 @@ def update(
     policy.eval()
     metrics.add({"learning_rate": trainer.scheduler.get_last_lr()[0]})
     trainer.scheduler.step()
-    return joined(credit), metrics.values()
+    return gather_credit(credit), metrics.values()
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def measure(
             counts |= {name: float(len(done.micro.index)) for name in done.metrics if "clip_ratio" in name}
         metrics.add(done.metrics, tokens, counts)
     if is_sampler and passes:
-        metrics.add({"sampling/gap": checked_sampling_gap(passes, batch, trainer.policy, trainer.config)})
+        metrics.add({"sampling/gap": check_sampling_gap(passes, batch, trainer.policy, trainer.config)})
 
 
 def backward(
@@ -246,7 +246,7 @@ def backward(
         (loss * processes.count() if is_shared else loss).backward()  # what shares the model averages its gradients
         norm = gradient_norm(trainer.trained.values())
         passes.append(Pass(micro, moving, loss.detach(), norm, measured, logprobs))
-    return fetched(passes), norm
+    return fetch(passes), norm
 
 
 def idle_loss(policy: nn.Module) -> PackedLoss:
@@ -256,7 +256,7 @@ def idle_loss(policy: nn.Module) -> PackedLoss:
     return PackedLoss(loss, {}, [])
 
 
-def of_all_gradients(trainer: Trainer, passes: list[Pass], norm: Tensor, ratios: ByRow) -> tuple[list[Pass], Tensor]:
+def gather_passes(trainer: Trainer, passes: list[Pass], norm: Tensor, ratios: ByRow) -> tuple[list[Pass], Tensor]:
     """Put together what all processes measured, and sum their gradients where each holds a whole model.
 
     Returns the passes of all, of which the last has the norm of the sum, and that norm on the device.

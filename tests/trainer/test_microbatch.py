@@ -11,7 +11,7 @@ from cfa_kernels.hf.verify import check_supported
 from cfa_kernels.scoring import training_forward as packed_loss
 from tests.support.embedded import advantages_of, sample, settings, updated
 from tests.support.waits import OnDevice, a_device, put_on_device
-from trainer.checks import checked_sampling_gap
+from trainer.checks import check_sampling_gap
 from trainer.microbatch import MicroBatch, Pass, UpdateBatch, micro_batches
 
 
@@ -151,7 +151,7 @@ def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts) -> No
     logprobs = [x - 2.0 * (b == 5) for b, x in enumerate(packed_logprobs(trainer.policy, batch.rows))]
     only = Pass(MicroBatch([*range(32)]), 0.0, torch.ones(()), torch.ones(()), {}, logprobs)
     with pytest.raises(FloatingPointError, match=r"^samples \[5\]: .* in sample 5, and max_sampling_gap is 0.0"):
-        checked_sampling_gap([only], batch, trainer.policy, config)
+        check_sampling_gap([only], batch, trainer.policy, config)
 
 
 def test_the_correction_multiplies_the_policy_term_by_the_truncated_ratio(fresh) -> None:
