@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.embedded import sample, settings
+from tests.support.runs import child, flags, main, outcome
 from tests.support.tiny import write_tiny
 from trainer.run import set_up
 
@@ -29,3 +30,17 @@ def rollouts(trainer):
 def tiny_folder(tmp_path_factory):
     """A folder with a tiny model and problems that it can be trained on in a moment."""
     return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def there(tmp_path_factory):
+    """A folder of runs, all of one model."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(there):
+    """The outcome of a run that nothing befell."""
+    code, (ended, _, said) = child(main, flags(there / "model", there / "undisturbed"))
+    assert (code, ended, said) == (0, 0, "")
+    return outcome(there / "undisturbed")

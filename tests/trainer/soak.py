@@ -15,12 +15,6 @@ STEPS, KILLS, HOURS = 2000, 20, 3600.0 * 4
 LONG = [f"--max_steps={STEPS}", "--save_steps=50", "--eval_steps=500", "--num_iterations=1", "--learning_rate=1e-5"]
 
 
-@pytest.fixture(scope="module")
-def there(tmp_path_factory):
-    """A folder of runs, all of one model."""
-    return tmp_path_factory.mktemp("soak")
-
-
 def watched(argv: list[str]) -> tuple[int, list[tuple[int, int, int]]]:
     """Run; gives bytes of memory, open files and threads of the process in each step."""
     seen = []

@@ -18,19 +18,6 @@ from trainer.endings import Ended, Ending
 from trainer.evaluate import evaluate
 
 
-@pytest.fixture(scope="module")
-def there(tmp_path_factory):
-    """A folder of runs, all of one model."""
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(there):
-    """The outcome of a run that nothing befell."""
-    assert child(main, flags(there / "model", there / "undisturbed"))[0] == 0
-    return outcome(there / "undisturbed")
-
-
 def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> tuple[int, str, str]:
     """Run, and send this process a signal in a step; in step 0 in its evaluation, before that while it is set up."""
 

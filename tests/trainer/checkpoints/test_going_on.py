@@ -17,20 +17,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.traced]
 PEFT = ["--use_peft", "--lora_r=2"]
 
 
-@pytest.fixture(scope="module")
-def there(tmp_path_factory):
-    """A folder of runs, all of one model."""
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(there):
-    """The outcome of a run that nothing befell."""
-    code, (ended, _, said) = child(main, flags(there / "model", there / "undisturbed"))
-    assert (code, ended, said) == (0, 0, "")
-    return outcome(there / "undisturbed")
-
-
 def killed_and_gone_on(argv: list[str], moments: list[int], of: str = "") -> str:
     """Kill a run at each of these moments after its last start, then let it end; gives what it says then."""
     for moment in moments:
