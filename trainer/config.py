@@ -74,11 +74,10 @@ class TrainConfig(RewardSettings, DataConfig):
     """Run folder: new, empty, or that of this run, stopped; by default one of its own under runs/, named by date,
     model, credit and seed."""
     resume: bool = True
-    """The same command again goes on from the last good checkpoint: of its output_dir, or by default of the newest
-    unfinished run under runs/ that was begun with the same settings. --no_resume starts anew, in a new folder."""
+    """The same command again goes on from the last good checkpoint of its output_dir, or by default of the newest
+    unfinished run under runs/ with the same settings. --no_resume starts anew, in a new folder."""
     save_steps: Count = 10
-    """Keep a checkpoint to go on from every so many steps, beside those at the beginning and the end; the newest two
-    are kept, and a damaged one is replaced by the one before it."""
+    """Save a checkpoint to go on from every so many steps, at the beginning and at the end; the newest two stay."""
 
     credit: Literal["counterfactual", "inverted", "random", "uniform"] = "counterfactual"
     """Spread of credit over tokens: by importance, its inverse, at random, or evenly (DAPO)."""

@@ -26,8 +26,7 @@ class KeyedSampler(LogitsProcessor):
     them scores pass as they are.
 
     Attributes:
-        finite: (B,) bool of each position: the model gave the row scores that are numbers. Sampling and the choice of
-            the best token go on over a nan in silence.
+        finite: (B,) bool of each position: the scores are numbers; over a nan sampling goes on in silence.
         logprobs: (B,) fp32 of each position, of the drawn token, before the nucleus.
     """
 

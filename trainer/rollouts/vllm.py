@@ -127,8 +127,7 @@ class VllmEngine:
         if not (gap := float(sampling_gaps(sampled, ours).sum() / open_choice(sampled).sum())) <= limit:
             raise ValueError(
                 f"rollout_engine: log-probs of the vLLM server at {self._url} are not those of the weights that it was "
-                f"sent: {gap:.3g} nats apart (at most {limit:.3g} by max_sampling_gap). Its weights do not arrive "
-                "(restart it), it serves another model, or computes in a coarser type (give it the policy's --dtype)"
+                f"sent: {gap:.3g} nats apart (at most {limit:.3g}). Restart it by the policy's model and dtype"
             )
 
     def _complete(

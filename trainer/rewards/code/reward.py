@@ -68,13 +68,11 @@ class CodeReward:
                 isolated(command) if self._isolated else command, input=order.encode(), capture_output=True, env={},
                 timeout=START_SECONDS + self._seconds, start_new_session=True, check=False,
             )  # fmt: skip
-            said, errors = judge.stdout, judge.stderr
-        except subprocess.TimeoutExpired as late:
-            said, errors = late.stdout or b"", b""
-        if not said.startswith(b"ready\n"):
-            message = " ".join(errors.decode(errors="replace").split())
-            raise OSError(message[-300:] or f"no program was under way after {START_SECONDS:g} s")
-        return said == b"ready\n" + nonce.encode()
+        except subprocess.TimeoutExpired as late:  # the judge ends itself in time once it runs
+            raise OSError(f"no program had ended after {late.timeout:g} s") from late
+        if not judge.stdout.startswith(b"ready\n"):
+            raise OSError(" ".join(judge.stderr.decode(errors="replace").split())[-300:])
+        return judge.stdout == b"ready\n" + nonce.encode()
 
 
 def isolated(command: Sequence[str]) -> list[str]:
