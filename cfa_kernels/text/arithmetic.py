@@ -83,15 +83,9 @@ _SIZE_OF = re.compile(
 )
 
 
-def cut_into_lexemes(text: str) -> tuple[list[re.Match[str]], str]:
-    """Cut a text into lexemes, and name the kind of each by the letter in `_LEXEMES`."""
-    lexemes = list(_LEXEME.finditer(text))
-    return lexemes, "".join([_KIND_OF_GROUP[lexeme.lastindex or 0] for lexeme in lexemes])
-
-
 def _arithmetic_intervals(text: str) -> list[Interval]:
-    """Find expressions in order, as `ranked_math_intervals` describes them."""
-    lexemes, kinds = cut_into_lexemes(text)
+    lexemes = list(_LEXEME.finditer(text))
+    kinds = "".join([_KIND_OF_GROUP[lexeme.lastindex or 0] for lexeme in lexemes])
     intervals: list[Interval] = []
     for expression in _EXPRESSION.finditer(kinds):
         if not _CLEARLY_ARITHMETIC.search(expression.group()):
@@ -107,13 +101,11 @@ def _arithmetic_intervals(text: str) -> list[Interval]:
 
 
 _BRACKET_KIND = re.compile("[PIC]")
-_REACH = 40
-"""Distance, in lexemes, within which the other half of a bracket is searched."""
+_REACH = 40  # lexemes among which the other half of a bracket is searched
 
 
 def _bracket(lexeme: re.Match[str]) -> int:
-    """Tell an opening bracket (1) from a closing one (-1) and others (0), among lexemes of the kinds P, I and C."""
-    last = lexeme.group()[-1]
+    last = lexeme.group()[-1]  # of the kind P, I or C
     return 1 if last in "([{" else -1 if last in ")]}" else 0
 
 
@@ -144,11 +136,8 @@ def _other_half(lexemes: list[re.Match[str]], kinds: str, places: range, count: 
 
 
 def _whole_expression(text: str, lexemes: list[re.Match[str]], kinds: str, first: int, after: int) -> Interval | None:
-    """Find the characters of the lexemes `[first, after)`, without half a bracket.
-
-    Outer brackets without their other half are left out. Around others the expression reaches as far as that half,
-    over words if need be; `None` if this is too far in the same line.
-    """
+    """Find the characters of the lexemes `[first, after)`, without half a bracket; `None` if it reaches too far."""
+    # Outer brackets without their other half are left out. Around others the expression reaches as far as that half.
     start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()
     opened, closed = _unpaired(lexemes, kinds, first, after)
     if not opened and not closed:
@@ -158,16 +147,16 @@ def _whole_expression(text: str, lexemes: list[re.Match[str]], kinds: str, first
     while closed and closed[-1] == after - 1:
         after = closed.pop()
     if closed:
-        found = _other_half(lexemes, kinds, range(first - 1, max(-1, first - 1 - _REACH), -1), len(closed))
-        if found is None:
+        half = _other_half(lexemes, kinds, range(first - 1, max(-1, first - 1 - _REACH), -1), len(closed))
+        if half is None:
             return None
-        first = first if found < 0 else found
+        first = first if half < 0 else half
     if opened:
-        found = _other_half(lexemes, kinds, range(after, min(len(lexemes), after + _REACH)), len(opened))
-        if found is None:
+        half = _other_half(lexemes, kinds, range(after, min(len(lexemes), after + _REACH)), len(opened))
+        if half is None:
             return None
-        if found >= 0:
-            after = found + 1
+        if half >= 0:
+            after = half + 1
             more = _MEMBERS_AFTER_BRACKET.match(kinds, after)
             after = more.end() if more and not any(_unpaired(lexemes, kinds, after, more.end())) else after
     start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()

@@ -15,8 +15,8 @@ _DISPLAYS = frozenset(
     for name in ("align", "alignat", "equation", "gather", "multline", "eqnarray", "flalign", "displaymath")
     for star in ("", "*")
 )
+# Environments whose rows are formulas; those of a matrix or of `cases` are not.
 _BY_ROWS = _DISPLAYS | {"aligned", "alignedat", "gathered", "split"}
-"""Environments whose rows are formulas; those of a matrix or of `cases` are not."""
 
 _TEXT_COMMAND = re.compile(rf"\\(?:text|mathrm|mbox|textbf|textit|operatorname)\s?{GROUP}")
 _EQUATION = re.compile(r"[=＝≈≅≡]|\\(?:approx|equiv|cong|doteq)(?![a-zA-Z])")
@@ -66,7 +66,6 @@ class _Formula(NamedTuple):
 
 
 def _formulas(text: str) -> Iterator[_Formula]:
-    """Find formulas in order of position."""
     marks = list(_MARK.finditer(text))
     i = 0
     while i < len(marks):

@@ -1,7 +1,4 @@
-"""Decode sampled token ids, and find the characters that each token spells.
-
-Positions come from the sampled ids themselves; nothing is ever tokenised again.
-"""
+"""Decode sampled token ids, and find the characters that each token spells; nothing is tokenised again."""
 
 import itertools
 import json
@@ -50,19 +47,18 @@ _STRIP_ONE_BLANK = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 class _Vocabulary:
-    """Facts about a tokenizer's ids: those without text, and bytes of all where they are fixed.
+    """Facts about a tokenizer's ids: those without text, and bytes of all if they are fixed.
 
-    `style` says how ids become text. "byte_level": each id is a fixed byte string, the text is their UTF-8
-    reading (GPT-2, Qwen, Llama 3). "byte_fallback": the same, but each byte of a run that is not UTF-8 is a
-    replacement character (Llama 2, Mistral, Gemma). "opaque": only the tokenizer's own `decode` can tell.
+    `style` "byte_level": each id is a fixed byte string, the text is their UTF-8 reading (GPT-2, Qwen, Llama 3).
+    "byte_fallback": the same, but each byte of a run that is not UTF-8 is a replacement character (Llama 2, Mistral,
+    Gemma). "opaque": only the tokenizer's own `decode` can tell.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-        tokens = {i: token for token, i in tokenizer.get_vocab().items()} | {
-            i: str(token) for i, token in added.items()
-        }
+        tokens = {i: token for token, i in tokenizer.get_vocab().items()}
+        tokens |= {i: str(token) for i, token in added.items()}
         self.fallback_bytes = {i for i, token in tokens.items() if _FALLBACK_BYTE.fullmatch(token)}
         self.style, self.strips_blank = _style(tokenizer)
         self.pieces = {i: b"" if i in self.special else self._bytes(token) for i, token in tokens.items()}

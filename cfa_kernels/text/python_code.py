@@ -15,8 +15,7 @@ _LINE = re.compile(r"[^\r\n]*[^\W_][^\r\n]*")
 _FIRST_INDENT = re.compile(r"^[ \t\f]*(?=[^\s#])", re.MULTILINE)
 _BETWEEN = re.compile(r"(?:[\s;\\]|#[^\n]*)*")
 _BODY_PARTS = (ast.stmt, ast.excepthandler, ast.match_case)
-_WRAPPER = "if 1:\n"
-"""Put before a program that is indented as a whole, such as a function's body, so that it parses."""
+_WRAPPER = "if 1:\n"  # before a program that is indented as a whole, such as a function's body, so that it parses
 
 Units = tuple[list[Interval], list[Interval]]
 """Statements, and docstrings."""
