@@ -129,12 +129,6 @@ def test_openrlhfs_own_experience_maker_credits_by_trees(openrlhf, build):
     check_credited(made, stock, {"effect": "total"})
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_actors_that_share_a_deepspeed_engine_score_trees_as_one_process_does(stage):
-    skip_without("deepspeed")
-    sharded.run(2, openrlhf_processes.on_an_engine, stage)
-
-
 @pytest.mark.parametrize(
     ("stage", "dtype", "changes"),
     [

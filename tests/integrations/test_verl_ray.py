@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from cfa_kernels import Span
-from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.batch import ScoredBatch
 from tests.support.tiny import tiny_model, tiny_tokenizer
-from tests.support.workers import credit
+from tests.support.workers import credit, refuses_a_bad_id
 
 REASON = "verl (with ray, TransferQueue and tensordict) is not installed"
 pytest.importorskip("verl.trainer.ppo.v1.trainer_base", reason=REASON, exc_type=ImportError)
@@ -77,22 +74,14 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ids=["uneven groups", "a worker with nothing", "estimators that need the model"],
 )
 def test_two_workers_of_verl_under_ray_score_trees_as_one_process_does(group, options, groups):
-    found = credit(Workers(group.score_trees, group.world_size), options, groups)
+    workers = Workers(group.score_trees, group.world_size)
+    found = credit(workers, options, groups)
     expected = credit(tiny_model().eval(), options, groups)
     assert any(map(len, expected.drop))
     for ours, own in zip(found.drop, expected.drop, strict=True):
         torch.testing.assert_close(ours, own, atol=2e-5, rtol=0)
     torch.testing.assert_close(found.base, expected.base, atol=2e-5, rtol=0, equal_nan=True)
-
-
-def test_a_bad_row_of_one_worker_is_an_error_of_the_group_and_the_next_batch_is_scored(group):
-    workers = Workers(group.score_trees, group.world_size)
-    ids = [torch.tensor(row) for row in ([14, 15, 18], [14, 999, 18])]
-    prompts, spans, answers = [torch.tensor([3]), torch.tensor([4])], [[Span(0, 1)]] * 2, [Span(2, 3)] * 2
-    with pytest.raises(ValueError, match="completions row 1: id 999 at position 1 is outside the vocabulary"):
-        workers.score(ScoredBatch.of(None, Rows(prompts, ids), spans, answers, mask=0))
-    good = ScoredBatch.of(None, Rows(prompts, [ids[0], ids[0]]), spans, answers, mask=0)
-    assert all(map(len, workers.score(good).drop))
+    refuses_a_bad_id(workers)
 
 
 def test_an_update_from_packed_trees_says_what_verls_own_update_says(group):

@@ -16,23 +16,13 @@ from packaging.version import Version
 from torch.distributed.device_mesh import init_device_mesh
 
 from cfa_kernels import CounterfactualConfig
-from cfa_kernels.integrations.openrlhf import CounterfactualMixin, TreeScoring, with_tree_scoring
+from cfa_kernels.integrations.openrlhf import CounterfactualMixin, with_tree_scoring
 from cfa_kernels.integrations.workers import Workers
 from tests.support.log_prob_hosts import PROMPTS, completions
-from tests.support.openrlhf_host import Engine, check_credited, experiences, replace_gpu_libraries
-from tests.support.sharded import deepspeed_engine, deepspeed_on_a_cpu
+from tests.support.openrlhf_host import check_credited, experiences, replace_gpu_libraries
+from tests.support.sharded import deepspeed_on_a_cpu
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.workers import as_one_process, refuses_a_bad_id
-
-
-def on_an_engine(rank: int, stage: int) -> None:
-    """DeepSpeed's engine in a worker without Ray and OpenRLHF."""
-    worker: Any = object.__new__(TreeScoring)
-    worker.actor, worker._rank = Engine(deepspeed_engine(tiny_model(), stage=stage)), rank
-    train = SimpleNamespace(colocate_all=False, colocate_actor_ref=False)
-    worker.strategy = SimpleNamespace(args=SimpleNamespace(train=train))
-    as_one_process(rank, lambda share: worker.score_trees([share]))
-    assert worker.actor.training
 
 
 def on_openrlhfs_actor(rank: int, stage: int, dtype: str, changes: dict[str, int]) -> None:
