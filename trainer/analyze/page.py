@@ -45,13 +45,13 @@ def write_run_page(path: Path, folders: Sequence[Path], title: str) -> list[Run]
 
 def run_page(runs: Sequence[Run], title: str) -> Iterator[str]:
     """Make the page of runs, piece by piece: a process that goes on keeps some of the memory that it once needed."""
-    files = [run.folder / "completions.jsonl" for run in runs]
-    every = [math.ceil(file.stat().st_size * len(runs) / _MOST_BYTES) if file.is_file() else 0 for file in files]
+    files = {run.name: run.folder / "completions.jsonl" for run in runs}
+    sizes = {name: file.stat().st_size for name, file in files.items() if file.is_file()}
+    every = {name: math.ceil(size * len(runs) / _MOST_BYTES) for name, size in sizes.items() if size}
     samples = (
-        (run.name if len(runs) > 1 else None, sample)
-        for run, file, n in zip(runs, files, every, strict=True)
-        if n
-        for sample in read_samples(file, every=n)
+        (name if len(runs) > 1 else None, sample)
+        for name, n in every.items()
+        for sample in read_samples(files[name], every=n)
     )
     drawn = [
         {
@@ -63,11 +63,7 @@ def run_page(runs: Sequence[Run], title: str) -> Iterator[str]:
         }
         for run, group in zip(runs, groups_of(runs), strict=True)
     ]  # fmt: skip
-    notes = [
-        f"One in {n} of the completions in {file} is on this page. "
-        for file, n in zip(files, every, strict=True)
-        if n > 1
-    ]
+    notes = [f"One in {n} of the completions in {files[name]} is on this page. " for name, n in every.items() if n > 1]
     return _page(samples, title, {"runs": drawn, "table": comparison(runs), "notes": "".join(notes)})
 
 

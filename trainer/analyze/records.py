@@ -23,9 +23,8 @@ def completion_record(
 
 def token_credit(credit: Credit, i: int) -> dict[str, list[float]]:
     """Return the `advantages` of the tokens of completion `i` of a batch if credit is signed, else their `weights`."""
-    if credit.advantages is not None:
-        return {"advantages": rounded(credit.advantages[i].tolist())}
-    return {"weights": rounded(credit.weights[i].tolist())}
+    kind = "weights" if credit.advantages is None else "advantages"
+    return {kind: rounded(getattr(credit, kind)[i].tolist())}
 
 
 def judged_spans(

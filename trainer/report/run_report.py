@@ -244,9 +244,7 @@ class Report:
     def _show_weights(self, result: Step) -> None:
         """Print one sampled completion: its spans with their drops, and its token weights as colour."""
         sample = self._sample(result, max(range(len(result.problems)), key=lambda b: len(result.credit.spans[b])))
-        text = Text()
-        for token, weight in zip(sample["tokens"], sample["weights"], strict=True):
-            text.append(token, style=_weight_style(weight))
+        text = Text.assemble(*zip(sample["tokens"], map(_weight_style, sample["weights"]), strict=True))
         unit = sample["drops_unit"]
         header = "answer log-prob drop (nats)" if unit == "nats" else f"minus {unit}"
         table = Table("masked span", header, "weight", box=None, header_style="dim")
@@ -259,13 +257,10 @@ class Report:
         self.console.print(Padding(table, (0, 1)))
 
 
-class Silence:
+class Silence(contextlib.AbstractContextManager[Any]):
     """Report of a process that is not the first: nothing is shown or written."""
 
     evaluated_steps = ()
-
-    def __enter__(self) -> Any:
-        return self
 
     def __exit__(self, *_: object) -> None:
         pass
