@@ -22,24 +22,6 @@ def distinct_prefixes(rows) -> int:
 
 
 @given(sequences)
-def test_every_sequence_reads_its_own_tokens_at_its_own_positions(rows):
-    tree = PrefixTree()
-    paths = [tree.insert(ids(row)) for row in rows]
-    tokens, positions = tree.input_ids(), tree.table().positions()
-    for row, path in zip(rows, paths, strict=True):
-        assert tokens[path].tolist() == row
-        assert positions[path].tolist() == list(range(len(row)))
-
-
-@given(sequences)
-def test_a_tree_feeds_each_distinct_prefix_exactly_once(rows):
-    tree = PrefixTree()
-    for row in rows:
-        tree.insert(ids(row))
-    assert tree.num_tokens == len(tree.input_ids()) == distinct_prefixes(rows)
-
-
-@given(sequences)
 def test_a_segments_context_is_the_path_above_it(rows):
     tree = PrefixTree()
     paths = {tuple(path) for path in (tree.insert(ids(row)).tolist() for row in rows)}
@@ -65,7 +47,7 @@ def test_sequences_that_do_not_fit_leave_a_tree_and_its_copies_as_they_were(befo
 
 
 @given(sequences, st.integers(0, 4))
-def test_a_sequence_shares_nothing_from_where_it_stands_alone(rows, alone_from):
+def test_sequences_keep_tokens_and_positions_and_share_each_prefix_once_but_where_they_stand_alone(rows, alone_from):
     tree = PrefixTree()
     alone = [tree.insert(ids(row), alone_from).tolist() for row in rows]
     shared = [tree.insert(ids(row)).tolist() for row in rows]

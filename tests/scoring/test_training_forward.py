@@ -258,9 +258,12 @@ def test_prompts_without_a_trained_row_are_fed_without_gradient(name, monkeypatc
     assert_same_gradients(gradients(model, ours.loss), gradients(model, whole.loss))
 
 
-def test_a_loss_that_trains_nothing_has_zero_gradients_of_one_token():
+def test_a_loss_that_trains_nothing_is_zero_and_has_zero_gradients_of_one_token():
     model, rows = make_model("Qwen3", num_hidden_layers=1), tokens(12, 12, seed=5)
     rows = Rows(tokens(9, 7), rows)
+    plain = packed_policy_loss(model, rows, None, torch.zeros(2))
+    assert plain.loss == 0
+    assert all(row.isnan().all() for row in plain.logprobs)
     found = packed_policy_loss(model, rows, None, torch.zeros(2), compute_entropy=True)
     forward = packed_forward(model, rows, trained=[False, False])
     assert [one.pack.num_tokens for one in forward.packs if one.hidden.requires_grad] == [1]
@@ -475,13 +478,6 @@ def test_what_training_cannot_share_is_refused_by_name(make, message):
     with pytest.raises(NotImplementedError, match=message):
         packed_logprobs(model, ROWS)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_nothing_to_feed_gives_a_loss_of_zero():
-    model = make_model("Qwen3")
-    out = packed_policy_loss(model, ROWS, None, torch.zeros(7))
-    assert out.loss == 0
-    assert all(row.isnan().all() for row in out.logprobs)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
