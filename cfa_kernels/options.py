@@ -1,10 +1,6 @@
 """Check options against their own declaration (type, choices, range), and rows of numbers, before any model runs."""
 
-import ast
-import inspect
-import itertools
 import math
-import textwrap
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -96,16 +92,6 @@ def as_numbers(values: Any, name: str, count: str) -> Tensor:
                 f"{name}[{i}]: expected a number that a float holds, got a {type(number).__name__}"
             ) from error
     return torch.tensor(numbers, dtype=torch.float32)
-
-
-def option_docs(part: type) -> dict[str, str]:
-    """Read the string under each field of a dataclass, on one line, from which flags and pages are made."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body  # type: ignore[attr-defined]
-    texts = {}
-    for entry, following in itertools.pairwise(body):
-        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(following, ast.Expr):
-            texts[entry.target.id] = " ".join(ast.literal_eval(following.value).split())
-    return texts
 
 
 def _mismatch(value: Any, hint: Any) -> str | None:

@@ -1,6 +1,10 @@
 """Write the tables of options and of hosts into the pages, from their declarations: `python -m docs.options`."""
 
+import ast
+import inspect
+import itertools
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,6 @@ from cfa_kernels.credit.config import AnswerRules, SpanRules, flat_options
 from cfa_kernels.credit.weights import WEIGHTS
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERS
-from cfa_kernels.options import option_docs
 
 FOLDER = Path(__file__).parent
 OWN = ("estimator", "weights", "control", "units", "normalize", "token_budget")
@@ -30,6 +33,16 @@ ROWS: dict[str, dict[str, Any]] = {
     '`control="random"` of weights': {"control": "random"},
 }
 """Configurations that differ in what they need of a host."""
+
+
+def option_docs(part: type) -> dict[str, str]:
+    """Read the string under each field of a dataclass, on one line."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body  # type: ignore[attr-defined]
+    texts = {}
+    for entry, following in itertools.pairwise(body):
+        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(following, ast.Expr):
+            texts[entry.target.id] = " ".join(ast.literal_eval(following.value).split())
+    return texts
 
 
 def options() -> str:

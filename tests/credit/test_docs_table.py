@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.config import flat_options
-from cfa_kernels.options import option_docs
+from docs.options import option_docs
 
 PAGE = Path(__file__).parents[2] / "docs" / "credit.md"
 HEADER = "| option | part | default | meaning |\n|---|---|---|---|\n"

@@ -8,7 +8,7 @@ import yaml
 
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.masking import Masking
-from cfa_kernels.options import option_docs
+from docs.options import option_docs
 from trainer.cli import parse, to_yaml
 from trainer.config import DataConfig, TrainConfig
 from trainer.rewards.settings import RewardSettings
