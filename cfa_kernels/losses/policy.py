@@ -227,7 +227,7 @@ def linear_policy_loss(
         bias=None if bias is None else bias.contiguous(),
         rows=rows,
         rows_alone=rows_alone,
-        wanted=[torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, lm_head, bias)],
+        needs_gradient=[torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, lm_head, bias)],
         drop_rows=drop_inactive,
         chunk_size=chunk_size,
         **_arguments(batch, targets, Tensor.contiguous, softmax, with_entropy, chosen),

@@ -1,5 +1,1 @@
-"""Kernels and their plain PyTorch references.
-
-Modules here know torch and triton only. Each family of kernels has one file with its kernel, launcher, operator and
-reference.
-"""
+"""Kernels and their plain PyTorch references, a file for each family; modules here know torch and triton only."""

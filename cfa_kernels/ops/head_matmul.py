@@ -46,29 +46,29 @@ def write_logits(hidden: Tensor, head: Tensor, out: Tensor) -> None:
 class HeadGradients:
     """Gradients by hidden, head and bias, summed strip by strip, the latter two in the compute dtype.
 
-    Gradients that are not `wanted` are empty.
+    Gradients that are not needed are empty.
     """
 
-    def __init__(self, hidden: Tensor, head: Tensor, wanted: Sequence[bool]) -> None:
-        self.head, self.wanted = head, wanted
+    def __init__(self, hidden: Tensor, head: Tensor, needs_gradient: Sequence[bool]) -> None:
+        self.head, self.needs_gradient = head, needs_gradient
         sums = compute_dtype(head.dtype)
-        self.by_hidden = hidden.new_zeros(hidden.shape if wanted[0] else (0,))
-        self.by_head = head.new_empty(head.shape if wanted[1] else (0,), dtype=sums)
-        self.by_bias = head.new_zeros(head.shape[:1] if wanted[2] else (0,), dtype=sums)
+        self.by_hidden = hidden.new_zeros(hidden.shape if needs_gradient[0] else (0,))
+        self.by_head = head.new_empty(head.shape if needs_gradient[1] else (0,), dtype=sums)
+        self.by_bias = head.new_zeros(head.shape[:1] if needs_gradient[2] else (0,), dtype=sums)
         self._empty = True
 
     def add(self, index: Index, hidden: Tensor, by_logits: Tensor) -> None:
         """Add rows `index`, given their hidden states (n, H) and gradient by logits (n, V)."""
         if not len(hidden):
             return
-        if self.wanted[0]:
+        if self.needs_gradient[0]:
             if isinstance(index, slice):
                 _hidden_gradient(by_logits, self.head, self.by_hidden[index])
             else:
                 self.by_hidden.index_copy_(0, index, _hidden_gradient(by_logits, self.head, torch.empty_like(hidden)))
-        if self.wanted[1]:
+        if self.needs_gradient[1]:
             multiply(by_logits.t(), hidden, self.by_head, add=not self._empty)
-        if self.wanted[2]:
+        if self.needs_gradient[2]:
             self.by_bias += by_logits.sum(0, dtype=self.by_bias.dtype)
         self._empty = False
 

@@ -380,10 +380,10 @@ def linear_logprob_backward_op(
     temperature: float,
     softcap: float,
     with_entropy: bool,
-    wanted: list[bool],
+    needs_gradient: list[bool],
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients by hidden, lm_head and bias, empty if not `wanted`, from those by rows (2, N)."""
+    """Compute the gradients by hidden, lm_head and bias, empty if not needed, from those by rows (2, N)."""
     # Strips of logits are multiplied by another routine than the forward's, so their probabilities are normalised by
     # their own sums: against the forward's, the logits' rounding would be the probabilities' relative error.
     targets, bias = targets.contiguous(), None if bias is None else bias.contiguous()
@@ -395,7 +395,7 @@ def linear_logprob_backward_op(
         # Gradients of a mean over many rows are below what float16 resolves: take a power of two out of them.
         unit = torch.ldexp(by_rows.new_ones(()), torch.frexp(by_rows.abs().amax())[1])
         by_rows = by_rows / unit
-    vocabulary, gradients = len(lm_head), HeadGradients(hidden, lm_head, wanted)
+    vocabulary, gradients = len(lm_head), HeadGradients(hidden, lm_head, needs_gradient)
     size = STRIP_BYTES.get(hidden.device.type, STRIP_BYTES["cpu"])
     height = (
         max(size // (16 * vocabulary * compute_dtype(hidden.dtype).itemsize), 1) * 16
@@ -419,11 +419,11 @@ def linear_logprob_backward_op(
 
 @linear_logprob_backward_op.register_fake
 def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, hidden, lm_head, _, bias, *_, wanted, _ = inputs
+    _, hidden, lm_head, _, bias, *_, needs_gradient, _ = inputs
     return (
-        hidden.new_empty(hidden.shape if wanted[0] else (0,)),
-        lm_head.new_empty(lm_head.shape if wanted[1] else (0,)),
-        (lm_head if bias is None else bias).new_empty(lm_head.shape[:1] if wanted[2] else (0,)),
+        hidden.new_empty(hidden.shape if needs_gradient[0] else (0,)),
+        lm_head.new_empty(lm_head.shape if needs_gradient[1] else (0,)),
+        (lm_head if bias is None else bias).new_empty(lm_head.shape[:1] if needs_gradient[2] else (0,)),
     )
 
 
@@ -435,12 +435,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, by_rows: Tensor) -> tuple[Tensor | None, ...]:
     names, needed = ("hidden", "lm_head", "bias"), _Arguments(*ctx.needs_input_grad)
-    wanted = [getattr(needed, name) for name in names]
+    needs_gradient = [getattr(needed, name) for name in names]
     hidden, lm_head, targets, bias = ctx.saved_tensors
     gradients = linear_logprob_backward_op(
-        by_rows=by_rows, hidden=hidden, lm_head=lm_head, targets=targets, bias=bias, **ctx.options, wanted=wanted
+        by_rows=by_rows,
+        hidden=hidden,
+        lm_head=lm_head,
+        targets=targets,
+        bias=bias,
+        **ctx.options,
+        needs_gradient=needs_gradient,
     )
-    return tuple(_Arguments(**{name: g for name, g, one in zip(names, gradients, wanted, strict=True) if one}))
+    return tuple(_Arguments(**{name: g for name, g, one in zip(names, gradients, needs_gradient, strict=True) if one}))
 
 
 linear_logprob_op.register_autograd(_backward, setup_context=_setup_context)

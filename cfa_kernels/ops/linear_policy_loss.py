@@ -82,7 +82,7 @@ def linear_policy_loss_op(
     numbers: Sequence[float],
     softmax: Sequence[float],
     with_entropy: bool,
-    wanted: Sequence[bool],
+    needs_gradient: Sequence[bool],
     drop_rows: bool,
     chunk_size: int,
     backend: str,
@@ -90,7 +90,7 @@ def linear_policy_loss_op(
     """Compute the loss (), `STATS` (5, N), gradients by hidden, head (V, H) and bias (V,), and their factor ().
 
     hidden is (N, H), or with `rows_alone` (M, H), the states of `rows`; targets and token tensors are (B, T),
-    contiguous, N = B * T. Gradients that are not `wanted` are empty. `rows` are the flattened tokens to look at; None
+    contiguous, N = B * T. Gradients that are not needed are empty. `rows` are the flattened tokens to look at; None
     with `drop_rows` waits for the device and takes those that `contributing` finds.
     """
     options, cap = PolicyOptions.of(loss_type, level, numbers), Softmax(*softmax)
@@ -105,7 +105,7 @@ def linear_policy_loss_op(
     size = min(chunk_size, max(len(hidden if rows is None else rows), 1))
     strip = empty_strip(size, len(head), hidden.dtype, hidden.device)
     strips = partial(_strips, hidden, head, counted, rows, rows_alone, strip)
-    gradients = HeadGradients(hidden, head, wanted)
+    gradients = HeadGradients(hidden, head, needs_gradient)
 
     def add_gradients(index: Index, states: Tensor, gradient: Tensor, by_logprob: Tensor) -> None:
         if drop_rows and entropy_scale is None and rows is not None:
@@ -114,30 +114,29 @@ def linear_policy_loss_op(
 
     with torch.autocast(hidden.device.type, enabled=False):
         if level == "sequence":
-            known = RowLogprobs(*scale.new_zeros(4, targets.numel()))
+            row_values = RowLogprobs(*scale.new_zeros(4, targets.numel()))
             for index, _, _, logits, _ in strips():
                 part = LogitRows(logits, bias, targets[index], cap, backend)
                 logprobs = row_logprobs(part, counted[index], with_entropy=with_entropy)
-                for whole, some in zip(known, logprobs, strict=True):
+                for whole, some in zip(row_values, logprobs, strict=True):
                     whole[index] = some
             loss, stats, by_logprob, by_entropy = policy_of_logprobs(
-                known.logprobs, known.entropy, tokens, entropy_scale, options, shape
+                row_values.logprobs, row_values.entropy, tokens, entropy_scale, options, shape
             )
-            for index, place, states, logits, gradient in strips() if any(wanted) else ():
-                row_gradients(
-                    LogitRows(logits, bias, targets[index], cap, backend), gradient, by_logprob[index],
-                    None if by_entropy is None else by_entropy[index], RowLogprobs(*(whole[index] for whole in known)),
-                )  # fmt: skip
+            for index, place, states, logits, gradient in strips() if any(needs_gradient) else ():
+                part, some = LogitRows(logits, bias, targets[index], cap, backend), [x[index] for x in row_values]
+                entropies = None if by_entropy is None else by_entropy[index]
+                row_gradients(part, gradient, by_logprob[index], entropies, RowLogprobs(*some))
                 add_gradients(place, states, gradient[0], by_logprob[index])
         else:
             loss, stats = scale.new_zeros(()), scale.new_zeros(len(STATS), targets.numel())
             for index, place, states, logits, gradient in strips():
                 part_loss, stats[:, index], by_logprob = policy_rows(
                     LogitRows(logits, bias, targets[index], cap, backend), tokens.map(itemgetter(index)),
-                    entropy_scale, options, gradient if any(wanted) else None, with_entropy=with_entropy,
+                    entropy_scale, options, gradient if any(needs_gradient) else None, with_entropy=with_entropy,
                 )  # fmt: skip
                 loss += part_loss
-                if any(wanted):
+                if any(needs_gradient):
                     add_gradients(place, states, gradient[0], by_logprob)
     return loss * unit, stats, *gradients.finish(), unit
 
@@ -147,15 +146,14 @@ _Arguments = arguments_of(linear_policy_loss_op)
 
 @linear_policy_loss_op.register_fake
 def _(*inputs: Any) -> tuple[Tensor, ...]:
-    arguments = _Arguments(*inputs)
-    hidden, head, wanted = arguments.hidden, arguments.head, arguments.wanted
-    exact = compute_dtype(hidden.dtype)
+    hidden, head, _, targets, *_ = inputs
+    needs_gradient, exact = _Arguments(*inputs).needs_gradient, compute_dtype(hidden.dtype)
     return (
         hidden.new_empty((), dtype=exact),
-        hidden.new_empty((len(STATS), arguments.targets.numel()), dtype=exact),
-        hidden.new_empty(hidden.shape if wanted[0] else (0,)),
-        head.new_empty(head.shape if wanted[1] else (0,), dtype=exact),
-        head.new_empty(head.shape[:1] if wanted[2] else (0,), dtype=exact),
+        hidden.new_empty((len(STATS), targets.numel()), dtype=exact),
+        hidden.new_empty(hidden.shape if needs_gradient[0] else (0,)),
+        head.new_empty(head.shape if needs_gradient[1] else (0,), dtype=exact),
+        head.new_empty(head.shape[:1] if needs_gradient[2] else (0,), dtype=exact),
         hidden.new_empty((), dtype=exact),
     )
 
@@ -168,7 +166,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     arguments = _Arguments(*inputs)
     hidden, head, bias = arguments.hidden, arguments.head, arguments.bias
     ctx.dtypes = (hidden.dtype, head.dtype, (head if bias is None else bias).dtype)
-    ctx.wanted, ctx.backend = arguments.wanted, arguments.backend
+    ctx.needs_gradient, ctx.backend = arguments.needs_gradient, arguments.backend
 
 
 def _backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -180,9 +178,9 @@ def _backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Tensor | None,
     scaled = [
         # (1, rows, columns): the form that rows of logits have
         scaled_rows(gradient.view(1, -1, gradient.size(-1)), factor, dtype, ctx.backend).view(gradient.shape)
-        if wanted
+        if needs_gradient
         else None
-        for gradient, dtype, wanted in zip(gradients, ctx.dtypes, ctx.wanted, strict=True)
+        for gradient, dtype, needs_gradient in zip(gradients, ctx.dtypes, ctx.needs_gradient, strict=True)
     ]
     return tuple(_Arguments(**dict(zip(("hidden", "head", "bias"), scaled, strict=True))))
 

@@ -1,7 +1,6 @@
 """Compute the policy loss of rows of logits and its gradient by the logits, in one pass over each row.
 
-Rows are (B, T, V) logits of a model, or strips of them that `linear_policy_loss` makes. `row_softmax` and `token_loss`
-define the kernels.
+Rows are (B, T, V) logits of a model, or strips of them that `linear_policy_loss` makes.
 """
 
 from collections.abc import Sequence
@@ -229,20 +228,20 @@ def row_gradients(
     gradient: Tensor,
     by_logprob: Tensor,
     by_entropy: Tensor | None,
-    known: RowLogprobs | None = None,
+    row_values: RowLogprobs | None = None,
 ) -> None:
     """Write the gradient by logits, given those by log-probs and entropies, (N,).
 
     `gradient` (B, T, V) may be the logits themselves, or of a narrower dtype over their memory if both start at one
-    address in every row. `known`, the result of `row_logprobs` for these very bits, saves the kernel a reading.
+    address in every row. `row_values`, the result of `row_logprobs` for these very bits, saves the kernel a reading.
     """
     if rows.backend == "torch":
         softmaxed = probabilities(rows, by_logprob != 0, keep_below=by_entropy is not None, out=gradient)
         gradient.copy_(row_gradients_reference(softmaxed, by_logprob, by_entropy, rows.softmax))
         return
     _run_softmax(
-        row_gradients_kernel, rows, gradient, rows.targets, None if known is None else torch.stack(known),
-        by_logprob, by_entropy, HAS_ROWS=known is not None, WITH_ENTROPY=by_entropy is not None,
+        row_gradients_kernel, rows, gradient, rows.targets, None if row_values is None else torch.stack(row_values),
+        by_logprob, by_entropy, HAS_ROWS=row_values is not None, WITH_ENTROPY=by_entropy is not None,
     )  # fmt: skip
 
 
@@ -283,16 +282,16 @@ def policy_rows(
     if backend == "torch":
         keep_below = gradient is not None and entropy_scale is not None
         softmaxed = probabilities(rows, counted, with_entropy=with_entropy, keep_below=keep_below, out=gradient)
-        known = row_logprobs_reference(softmaxed, counted)
+        row_values = row_logprobs_reference(softmaxed, counted)
     else:
-        known = row_logprobs(rows, counted, with_entropy=with_entropy)
+        row_values = row_logprobs(rows, counted, with_entropy=with_entropy)
     loss, stats, by_logprob, by_entropy = policy_of_logprobs(
-        known.logprobs, known.entropy, tokens, entropy_scale, options, logits.shape[:2]
+        row_values.logprobs, row_values.entropy, tokens, entropy_scale, options, logits.shape[:2]
     )
     if gradient is not None and backend == "torch":
         gradient.copy_(row_gradients_reference(softmaxed, by_logprob, by_entropy, rows.softmax))
     elif gradient is not None:
-        row_gradients(rows, gradient, by_logprob, by_entropy, known)
+        row_gradients(rows, gradient, by_logprob, by_entropy, row_values)
     return loss, stats, by_logprob
 
 

@@ -193,7 +193,7 @@ def load_logits(
 def row_tile(i, V, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
     """Return columns (BLOCK // VECTOR, VECTOR) of tile i of a row, and which of its rows are within V."""
     # A lane holds whole rows of it, VECTOR logits each, of which all or none are read: one access of 16 bytes, of
-    # whatever V is a multiple. What that leaves over is `row_rest`.
+    # whatever V is a multiple. The logits left over are `row_rest`.
     o_v = i * BLOCK + tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR
     return o_v + tl.arange(0, VECTOR)[None, :], o_v + VECTOR <= V
 

@@ -68,9 +68,9 @@ class SegmentTable:
     def of(cls, handle: Tensor, segments: Tensor, contexts: Tensor) -> "SegmentTable":
         """Find the table with this `handle`, or make one of `segments` and `contexts` if it no longer lives."""
         # Operators take these tensors, or copies of them, in the table's place.
-        known = _ALIVE.get(tuple(handle.tolist()))
-        if known is not None:
-            return known
+        table = _ALIVE.get(tuple(handle.tolist()))
+        if table is not None:
+            return table
         row_start, length, context_start, context_length = np.ascontiguousarray(segments.numpy().T)
         return cls(row_start, length, context_start, context_length, contexts.numpy(), handle)
 

@@ -144,5 +144,5 @@ def test_the_targets_logit_is_read_before_any_gradient_can_lie_over_it(reports):
     for report in reports:
         if report.name.startswith("policy_rows_kernel bf16") and not report.name.endswith("odd"):
             text = accesses(report)
-            (single,) = (found.start() for found in re.finditer(r"ld\.global\.b16", text))
+            (single,) = (match.start() for match in re.finditer(r"ld\.global\.b16", text))
             assert single < text.index("bar.sync") < text.index("st.global.v4"), report

@@ -142,11 +142,11 @@ def tiles_of_64(monkeypatch):
     monkeypatch.setattr(policy_rows, "launch_options", lambda _, size, **__: tiles | {"VECTOR": 16 // size})
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("with_row_values", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("vocabulary", [1, 3, 8, 15, 64, 67, 137])
 def test_rows_that_end_within_a_vector_are_read_and_written_to_their_last_logit(
-    vocabulary, dtype, known, device, tiles_of_64
+    vocabulary, dtype, with_row_values, device, tiles_of_64
 ):
     """And no further: behind it lies nan, which stays. Rows have both derivatives, one of them or none."""
     room = torch.full((4, 160), torch.nan, device=device, dtype=dtype)
@@ -162,7 +162,7 @@ def test_rows_that_end_within_a_vector_are_read_and_written_to_their_last_logit(
     torch.testing.assert_close(ours.logprobs.double(), chosen, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(ours.entropy.double(), entropy, rtol=1e-5, atol=2e-6)
     (chosen * by_logprob.double() + entropy * by_entropy.double()).sum().backward()
-    policy_rows.row_gradients(rows, row, by_logprob, by_entropy, ours if known else None)
+    policy_rows.row_gradients(rows, row, by_logprob, by_entropy, ours if with_row_values else None)
     assert_within_budget(room[:, :vocabulary], exact.grad.to(dtype), exact.grad)
     policy_rows.scale_rows(row, torch.tensor(2.0, device=device), row, backend="triton")
     assert_within_budget(room[:, :vocabulary], (2 * exact.grad).to(dtype), 2 * exact.grad)

@@ -1,4 +1,4 @@
-"""What logits_policy_loss and linear_policy_loss do in a training step: chunks, frozen parts, autograd, compilation."""
+"""logits_policy_loss and linear_policy_loss in a training step: chunks, frozen parts, autograd, compilation."""
 
 import math
 from typing import Any
@@ -151,9 +151,9 @@ CLIPPED = [
 
 @pytest.mark.parametrize("source", ["no rows", "rows", "rows alone"])
 @pytest.mark.parametrize("head_trains", [False, True], ids=["frozen head", "trained head"])
-@pytest.mark.parametrize(("level", "clipped", "kept"), CLIPPED)
+@pytest.mark.parametrize(("level", "clipped", "remaining"), CLIPPED)
 def test_clipped_rows_are_cut_out_of_a_chunk_if_they_are_a_tenth_of_it(
-    level, clipped, kept, head_trains, source, rows_through_the_head, device
+    level, clipped, remaining, head_trains, source, rows_through_the_head, device
 ):
     tensors, options = problem(torch.float32, device, b=4, t=12)
     tensors["mask"] = torch.ones(4, 12, dtype=torch.bool, device=device)
@@ -176,7 +176,7 @@ def test_clipped_rows_are_cut_out_of_a_chunk_if_they_are_a_tenth_of_it(
 
     ours = run(drop=True)
     forward, gradients = 48 * (2 if level == "sequence" else 1), 2 if head_trains else 1
-    assert rows_through_the_head() == forward + gradients * kept
+    assert rows_through_the_head() == forward + gradients * remaining
     assert_same(ours, run(drop=False), rtol=1e-5, atol=1e-7)
     assert rows_through_the_head() == forward + gradients * 48
     assert (ours[1][0].view(48, -1)[clipped] == 0).all()
