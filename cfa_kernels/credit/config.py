@@ -87,8 +87,8 @@ class CounterfactualConfig:
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> "CounterfactualConfig":
         """Build a configuration from flat names and values, as YAML, flags and Hydra give them; None is not set."""
-        known = {name for name, _, _ in flat_options()} | {entry.name for entry in fields(cls)}
-        return cls(**{name: value for name, value in settings.items() if value is not None or name not in known})
+        names = {name for name, _, _ in flat_options()} | {entry.name for entry in fields(cls)}
+        return cls(**{name: value for name, value in settings.items() if value is not None or name not in names})
 
     @property
     def asked_for(self) -> str:
@@ -110,8 +110,8 @@ class CounterfactualConfig:
     @property
     def reads_units(self) -> bool:
         """Whether units are looked for: not where all weights are 1 or every token draws its own."""
-        drawn = self.control == "random" and self.weights is not None and self.weights.token_draws is None
-        return self.runs_estimator or drawn
+        units_draw = self.control == "random" and self.weights is not None and self.weights.token_draws is None
+        return self.runs_estimator or units_draw
 
     @property
     def continues(self) -> bool:
@@ -206,8 +206,8 @@ def _unread(name: str, parts: Mapping[str, Any]) -> str:
     """Explain why an option that none of the chosen parts reads is refused."""
     owners = [part for option, part, _ in flat_options() if option == name]
     if not owners:
-        known = {option: None for option, _, _ in flat_options()} | dict.fromkeys(parts)
-        return f"unknown option {name!r}{_near(name, known)}"
+        names = {option: None for option, _, _ in flat_options()} | dict.fromkeys(parts)
+        return f"unknown option {name!r}{_near(name, names)}"
     if SpanRules in owners:
         return f"{name} is not read: with units={parts['units']!r} no spans are looked for"
     readers = " or ".join(

@@ -52,8 +52,8 @@ class CreditInputs:
     @property
     def with_tokens(self) -> list[int]:
         """List the rows that are compared: those with a completion, and with a reward where there are rewards."""
-        known = [True] * len(self.rows) if self.rewards is None else (~self.rewards.isnan()).tolist()
-        return [b for b, length in enumerate(self.rows.lengths) if length and known[b]]
+        has_reward = [True] * len(self.rows) if self.rewards is None else (~self.rewards.isnan()).tolist()
+        return [b for b, length in enumerate(self.rows.lengths) if length and has_reward[b]]
 
     @property
     def credited(self) -> list[int]:
@@ -92,12 +92,12 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, inputs: CreditInput
         ids, tokenizer, spans=None if tokens or not config.reads_units else config.spans, answers=config.answers,
         unanswered=not needs_answer or bool(probed),
     )  # fmt: skip
-    judged = {b for b, row in reasoning.items() if row.answer or b in probed or not needs_answer}
+    with_units = {b for b, row in reasoning.items() if row.answer or b in probed or not needs_answer}
     if not (tokens and config.reads_units):
-        return {b: row if b in judged else row._replace(spans=[]) for b, row in reasoning.items()}
+        return {b: row if b in with_units else row._replace(spans=[]) for b, row in reasoning.items()}
     special = special_ids(tokenizer)
     counts = dict.fromkeys(reasoning, 0)  # tokens of each row
-    for b in judged:
+    for b in with_units:
         counts[b] = len(ids[b]) if not needs_answer else min(reasoning[b].end, length_without_eos(ids[b], special))
     return {b: row._replace(spans=[Span(t, t + 1) for t in range(counts[b])]) for b, row in reasoning.items()}
 

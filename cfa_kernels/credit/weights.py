@@ -88,7 +88,7 @@ class WeightInputs(NamedTuple):
     units: Sequence[Span]
     answer: Span | None
     length: int
-    drawn: bool = False  # the importances are a weight for each token, (length,)
+    are_weights: bool = False  # the importances are a weight for each token, (length,)
 
 
 class WeightRule:
@@ -139,9 +139,9 @@ class Range(WeightRule):
 
     def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
         """Weigh the tokens of one completion."""
-        weights = row.importances if row.drawn else torch.ones(row.length)
+        weights = row.importances if row.are_weights else torch.ones(row.length)
         low, high = _bounds(row.importances)
-        if not row.drawn and high - low > _EQUAL:
+        if not row.are_weights and high - low > _EQUAL:
             share = spread_over_tokens((row.importances - low) / (high - low), row.units, row.length)
             covered = ~share.isnan()
             weights[covered] = self.w_min + (1 - share if inverted else share)[covered] * (self.w_max - self.w_min)
@@ -259,7 +259,7 @@ def with_draws(row: WeightInputs, rule: WeightRule | None, generator: torch.Gene
         return row._replace(importances=row.importances[torch.randperm(len(row.importances), generator=generator)])
     count = len(row.units) if rule.token_draws is None else row.length
     values = torch.empty(count, dtype=torch.float32).uniform_(*rule.token_draws or (0.0, 1.0), generator=generator)
-    return row._replace(importances=values, drawn=rule.token_draws is not None)
+    return row._replace(importances=values, are_weights=rule.token_draws is not None)
 
 
 WEIGHTS: dict[str, type[WeightRule]] = {rule.name: rule for rule in (Range, Bilevel, TopShare, Identity)}

@@ -220,11 +220,11 @@ class _PackSaliency:
         noise = None
         if self.options.sigma:
             width = embedding(self.model).shape[1]
-            drawn = [
+            draws = [
                 torch.randn(count, width, generator=generator, device=self.device)
                 for count, generator in zip(self.counts, generators, strict=True)
             ]
-            noise = self.options.sigma * torch.cat(drawn)
+            noise = self.options.sigma * torch.cat(draws)
         tap = _EmbeddingTap(self.model, self.noised, noise)
         with torch.enable_grad():
             rows = self._forward(tap)
@@ -271,9 +271,9 @@ def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head
     most = rows_at_once(len(head.weight))
     gradients, start = list[Tensor](), 0
     for group in groups_within(sizes, most):
-        taken = [sizes[i] for i in group]
-        rows = slice(start, start + sum(taken))
-        (counts,) = upload([np.array(taken)], head.weight.device)
+        group_sizes = [sizes[i] for i in group]
+        rows = slice(start, start + sum(group_sizes))
+        (counts,) = upload([np.array(group_sizes)], head.weight.device)
         with torch.no_grad():
             expected = _outcome_logits(clean[rows].to(head.weight), counts, head).softmax(-1)
         leaf = noisy[rows].to(head.weight, copy=True).requires_grad_()

@@ -114,12 +114,12 @@ def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor, rewards: T
     ids, scores = [row.numpy() for row in completions], rewards.double().numpy()
     values = [np.zeros(len(row)) for row in ids]
     for rows in _members(groups):
-        shared = _shared_prefixes([ids[b] for b in rows])  # (G, G)
+        common = _shared_prefixes([ids[b] for b in rows])  # (G, G)
         reward = scores[rows]
         for i, b in enumerate(rows):
             # Entry t counts, and sums the rewards of, the completions that share at least t tokens with this one.
             count, total = (
-                np.bincount(shared[i], weights, minlength=len(ids[b]) + 1)[::-1].cumsum()[::-1]
+                np.bincount(common[i], weights, minlength=len(ids[b]) + 1)[::-1].cumsum()[::-1]
                 for weights in (None, reward)
             )
             step = np.diff(total / count)
@@ -160,10 +160,10 @@ def _members(groups: Tensor) -> list[list[int]]:
 
 def _shared_prefixes(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Count the first tokens that each two of G rows have in common, (G, G)."""
-    shared = np.diag([len(row) for row in rows])
+    common = np.diag([len(row) for row in rows])
     for i, one in enumerate(rows):
         for j, other in enumerate(rows[:i]):
             length = min(len(one), len(other))
             differs = one[:length] != other[:length]
-            shared[i, j] = shared[j, i] = int(differs.argmax()) if differs.any() else length
-    return shared
+            common[i, j] = common[j, i] = int(differs.argmax()) if differs.any() else length
+    return common

@@ -127,19 +127,19 @@ def _spread(places: int, count: int) -> list[int]:
 
 def _disjoint_spans(offsets: TokenOffsets, ranks: Sequence[list[Interval]], token_limit: int) -> list[list[Span]]:
     """Widen intervals to whole tokens in order of rank, each token to the first interval that wants it."""
-    taken = bytearray(token_limit)
+    occupied = bytearray(token_limit)
     spans: list[list[Span]] = [[] for _ in ranks]
     rank_of = [rank for rank, intervals in enumerate(ranks) for _ in intervals]
     for rank, wide in zip(rank_of, offsets.tokens([*itertools.chain.from_iterable(ranks)]), strict=True):
         start, end = wide[0], min(wide[1], token_limit)
-        while start < end and taken[start]:
+        while start < end and occupied[start]:
             start += 1
-        while start < end and taken[end - 1]:
+        while start < end and occupied[end - 1]:
             end -= 1
-        if start >= end or taken.find(1, start, end) >= 0:
+        if start >= end or occupied.find(1, start, end) >= 0:
             continue
         rest = offsets.text[offsets.starts[start] : offsets.ends[end - 1]]
         if (start, end) == wide or LETTER_OR_DIGIT.search(rest):
-            taken[start:end] = b"\1" * (end - start)
+            occupied[start:end] = b"\1" * (end - start)
             spans[rank].append(Span(start, end))
     return spans

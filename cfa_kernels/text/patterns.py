@@ -45,9 +45,9 @@ def sentence_intervals(text: str) -> list[Interval]:
     return intervals
 
 
-def clear_of(intervals: Iterable[Interval], taken: list[Interval], length: int) -> Iterator[Interval]:
-    """Yield the intervals that overlap none of `taken`; both disjoint and in order, in a text of that length."""
-    following = iter([*taken, (length, length)])
+def clear_of(intervals: Iterable[Interval], occupied: list[Interval], length: int) -> Iterator[Interval]:
+    """Yield the intervals that overlap none of `occupied`; both disjoint and in order, in a text of that length."""
+    following = iter([*occupied, (length, length)])
     start, end = next(following)
     for interval in intervals:
         while end <= interval[0] and end < length:
