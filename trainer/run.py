@@ -117,12 +117,12 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
             return train(trainer, folder, ending)
     config, ending = trainer.config, ending or Ending()
     ending.waits = True
-    start, kept = folder.begin(trainer)
+    start, report_state = folder.begin(trainer)
     per_step = config.generation_batch_size // config.num_generations
     batches = itertools.islice(problem_batches(len(trainer.rows), per_step, config.seed), start, None)
-    with Report(folder.path, config, trainer.tokenizer, kept) if processes.rank() == 0 else Silence() as report:
+    with Report(folder.path, config, trainer.tokenizer, report_state) if processes.rank() == 0 else Silence() as report:
         notes = [*folder.notes, *trainer.engine.notes]
-        if kept:
+        if report_state:
             notes.insert(0, f"going on from the checkpoint of step {start}; --no_resume starts anew, in a new folder")
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
         evaluated, step = processes.gather(report.evaluated_steps)[0], start
@@ -134,7 +134,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                     evaluate_at(trainer, report, step, ending)
                 # Read once: a signal may come between saving and the question whether to end.
                 request = next(filter(None, processes.gather(ending.signal)), None)
-                if (step > start or not kept) and (request or is_due(step, config.save_steps, config)):
+                if (step > start or not report_state) and (request or is_due(step, config.save_steps, config)):
                     folder.save(trainer, step, report.state)
                 if request:
                     report.ended(f"ended by {request.name} after step {step}; {folder.how_to_go_on()}")

@@ -63,11 +63,11 @@ def main(argv: list[str], *disturbances: Callable[[int], None]) -> tuple[int, st
     return code, " ".join(out.getvalue().split()), err.getvalue()
 
 
-def child(work: Callable[..., Any], *given: Any, deadline: float = SECONDS) -> tuple[int, Any]:
+def child(work: Callable[..., Any], *args: Any, deadline: float = SECONDS) -> tuple[int, Any]:
     """Do `work` in a process forked from one that has imported everything; gives its exit code and what it returned."""
     context = server()
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_in_child, args=(theirs, work, given), daemon=True)
+    process = context.Process(target=_in_child, args=(theirs, work, args), daemon=True)
     process.start()
     theirs.close()
     ours.recv()
@@ -82,10 +82,10 @@ def child(work: Callable[..., Any], *given: Any, deadline: float = SECONDS) -> t
     return process.exitcode, said
 
 
-def _in_child(said: Any, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _in_child(said: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     said.send("started")
-    said.send(work(*given))
+    said.send(work(*args))
 
 
 def kill_at(moment: int, argv: list[str], of: str = "") -> None:
@@ -107,9 +107,9 @@ def kill_at(moment: int, argv: list[str], of: str = "") -> None:
         sync(file)
         counted("disk")
 
-    def counted_step(optimizer: Any, *given: Any, **named: Any) -> Any:
+    def counted_step(optimizer: Any, *args: Any, **options: Any) -> Any:
         counted("update")
-        return step(optimizer, *given, **named)
+        return step(optimizer, *args, **options)
 
     os.fsync, torch.optim.AdamW.step = counted_sync, counted_step  # type: ignore[method-assign]
     main(argv, lambda _: counted("reward"))

@@ -29,11 +29,11 @@ def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> t
         from trainer import __main__ as program
 
         set_up = program.set_up
-        program.set_up = lambda given: (send(), set_up(given))[1]
+        program.set_up = lambda config: (send(), set_up(config))[1]
     if step == 0:
         from trainer import run
 
-        run.evaluate = lambda *given, **named: (send(), evaluate(*given, **named))[1]
+        run.evaluate = lambda *args, **options: (send(), evaluate(*args, **options))[1]
     return main(argv, lambda call: send() if call == step else None)
 
 
@@ -86,9 +86,9 @@ def test_a_terminal_that_is_gone_does_not_keep_its_signal_from_ending_the_run() 
             ending.waits = True
             signal.raise_signal(signal.SIGHUP)
     finally:
-        for one, kept in enumerate(before, start=1):
-            os.dup2(kept, one)
-            os.close(kept)
+        for one, copy in enumerate(before, start=1):
+            os.dup2(copy, one)
+            os.close(copy)
         os.close(gone)
     assert ending.signal == signal.SIGHUP
 

@@ -92,13 +92,13 @@ def test_a_micro_batch_without_memory_is_done_in_halves_to_the_same_update(
         return gradient, metrics, credit.padded(), sizes
 
     expected, metrics, weights, whole = updated_by(1000)
-    gradient, found, same_weights, sizes = updated_by(8)
+    gradient, actual, same_weights, sizes = updated_by(8)
     halves = {"dapo": [16, 8, 8], "bnpo": [32, 16, 8, 8, 16, 8, 8]}  # bnpo's rows without advantage count, too
     assert (whole, sizes) == (halves[loss_type][:1], halves[loss_type])
     assert (gradient - expected).norm() <= 1e-4 * expected.norm()
     assert (weights != 1).any()
     torch.testing.assert_close(same_weights, weights, rtol=0, atol=1e-4)
-    assert found["loss"] == pytest.approx(metrics["loss"], rel=1e-3, abs=1e-6)
+    assert actual["loss"] == pytest.approx(metrics["loss"], rel=1e-3, abs=1e-6)
     with pytest.raises(torch.OutOfMemoryError, match="pretend"):
         updated_by(7)  # a group is never cut
 
@@ -106,16 +106,16 @@ def test_a_micro_batch_without_memory_is_done_in_halves_to_the_same_update(
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_figures_of_several_micro_batches_are_those_of_one(fresh, rollouts, level) -> None:
     """Two groups are mixed, and two have no advantage, so that the figures are means over other tokens in each."""
-    found = []
+    actual = []
     for budget in (1, 100_000):
         trainer = fresh(
             f"--token_budget={budget}", "--beta=0.1", "--num_iterations=2", "--credit=uniform",
             f"--importance_sampling_level={level}", "--learning_rate=1e-3",
             *["--importance_sampling_clip_max=3"] * (level == "token"),
         )  # fmt: skip
-        found.append(updated(trainer, rollouts)[1])
-    assert found[0] == pytest.approx(found[1], rel=2e-3, abs=1e-5)
-    assert found[1]["ratio_mean"] == pytest.approx(1, abs=0.2)
+        actual.append(updated(trainer, rollouts)[1])
+    assert actual[0] == pytest.approx(actual[1], rel=2e-3, abs=1e-5)
+    assert actual[1]["ratio_mean"] == pytest.approx(1, abs=0.2)
 
 
 def update_on_a_group(trainer) -> dict[str, float]:
@@ -171,8 +171,8 @@ def test_the_correction_multiplies_the_policy_term_by_the_truncated_ratio(fresh)
 
     weights = 0.5 + torch.rand(mask.shape, generator=torch.Generator().manual_seed(0))
     expected, _ = change(plain, rollouts, weights * shift.exp().clamp(max=1.5))
-    found, metrics = change(correcting, shifted, weights)
+    actual, metrics = change(correcting, shifted, weights)
     assert expected.any()
-    assert (found - expected).norm() <= 1e-3 * expected.norm()
+    assert (actual - expected).norm() <= 1e-3 * expected.norm()
     assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(1.5)
     assert metrics["sampling/importance_sampling_ratio/min"] == pytest.approx(math.exp(-0.2), rel=1e-3)

@@ -46,9 +46,9 @@ def mixed(tiny_folder):
     ],
 )
 def test_dtype_chooses_the_type_of_weights_and_of_products(dtype, device, adapters, weights, products) -> None:
-    found = Precision.of(dtype, device, adapters=adapters)
-    assert found == Precision(torch.device(device), weights, products)
-    assert found.is_mixed == (weights != products)
+    actual = Precision.of(dtype, device, adapters=adapters)
+    assert actual == Precision(torch.device(device), weights, products)
+    assert actual.is_mixed == (weights != products)
 
 
 def test_forwards_of_a_step_run_in_bfloat16_and_backwards_outside_autocast(mixed) -> None:
@@ -96,11 +96,11 @@ def test_the_gradient_in_mixed_precision_is_float32_and_off_by_the_rounding_of_b
 
     budget, oracle = padded(trainer.policy, rounded=True), padded(trainer.policy, rounded=False)
     metrics = updated(trainer, rollouts, advantages)[1]
-    found = torch.cat([p.grad.flatten() for p in trainer.policy.parameters()])
-    assert found.dtype == F32
-    error, allowed = ((x.double() - oracle[1].double()).norm() for x in (found, budget[1]))
+    actual = torch.cat([p.grad.flatten() for p in trainer.policy.parameters()])
+    assert actual.dtype == F32
+    error, allowed = ((x.double() - oracle[1].double()).norm() for x in (actual, budget[1]))
     assert 0 < error <= 2 * allowed < 0.1 * oracle[1].norm()
-    assert_within_budget(found, budget[1], oracle[1].double())
+    assert_within_budget(actual, budget[1], oracle[1].double())
     assert metrics["loss"] == pytest.approx(float(oracle[0]), abs=2 * float((budget[0] - oracle[0]).abs()) + 1e-3)
 
 
@@ -114,11 +114,11 @@ def test_a_bfloat16_copy_samples_and_follows_the_weights(mixed, peft) -> None:
     with torch.no_grad():
         for parameter in trainer.policy.parameters():
             parameter.mul_(1.5)
-    found = draw(trainer, KEYS)
+    actual = draw(trainer, KEYS)
     expected = TransformersEngine(frozen_copy(trainer.policy, BF16), trainer.tokenizer)
-    asked = {"max_completion_length": 12, "keys": KEYS, "temperature": 0.6, "top_p": 0.95}
-    assert torch.equal(found.completion_ids, expected([trainer.prompts[0]] * 8, **asked).completion_ids)
-    assert not torch.equal(found.completion_ids, before.completion_ids)
+    options = {"max_completion_length": 12, "keys": KEYS, "temperature": 0.6, "top_p": 0.95}
+    assert torch.equal(actual.completion_ids, expected([trainer.prompts[0]] * 8, **options).completion_ids)
+    assert not torch.equal(actual.completion_ids, before.completion_ids)
     assert places == [p.data_ptr() for p in trainer.engine._model.parameters()]
 
 

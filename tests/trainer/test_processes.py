@@ -40,9 +40,9 @@ def alone(tmp_path_factory) -> Path:
 def test_two_processes_train_as_one(alone, tmp_path, parallel) -> None:
     sharded.run(2, trainer_processes.trained, tmp_path, CASES, f"--parallel={parallel}")
     for name in CASES:
-        expected, found = metrics_of(alone / name), metrics_of(tmp_path / name)
-        assert len(found) == len(expected) == 4
-        for theirs, ours in zip(expected, found, strict=True):
+        expected, actual = metrics_of(alone / name), metrics_of(tmp_path / name)
+        assert len(actual) == len(expected) == 4
+        for theirs, ours in zip(expected, actual, strict=True):
             assert ours.keys() == theirs.keys()
             for key in ours:
                 # Work depends on how completions are packed; gaps of log-probs are rounding and nothing else.
@@ -53,14 +53,14 @@ def test_two_processes_train_as_one(alone, tmp_path, parallel) -> None:
         same_weights(tmp_path / name, alone / name)
 
 
-def same_samples(found: list[dict], expected: list[dict]) -> None:
+def same_samples(actual: list[dict], expected: list[dict]) -> None:
     """Hold what was sampled to the token, and what tokens weigh; see that the case is what it says it is."""
-    assert [sample["tokens"] for sample in found] == [sample["tokens"] for sample in expected]
-    for ours, theirs in zip(found, expected, strict=True):
+    assert [sample["tokens"] for sample in actual] == [sample["tokens"] for sample in expected]
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours["weights"] == pytest.approx(theirs["weights"], abs=2e-3)
     batches = problem_batches(16, 4, seed=10)
     for step, groups in ((1, [2, 0]), (2, [2, 1])):  # with an advantage, in each process
-        unequal = {sample["problem"] for sample in found if sample["step"] == step and sample["advantage"]}
+        unequal = {sample["problem"] for sample in actual if sample["step"] == step and sample["advantage"]}
         batch = next(batches)
         assert [len(unequal & {*batch[:2]}), len(unequal & {*batch[2:]})] == groups
 
@@ -71,9 +71,9 @@ def same_weights(folder: Path, other: Path) -> None:
     Rounding may turn the sign of a gradient that is nearly 0, and with it a whole step of that weight.
     """
     (path,) = (path for path in folder.rglob("*.safetensors") if "checkpoints" not in path.parts)
-    found, expected = load_file(path), load_file(other / path.relative_to(folder))
-    assert found.keys() == expected.keys()
-    apart = torch.cat([(found[name] - expected[name]).flatten() for name in expected])
+    actual, expected = load_file(path), load_file(other / path.relative_to(folder))
+    assert actual.keys() == expected.keys()
+    apart = torch.cat([(actual[name] - expected[name]).flatten() for name in expected])
     assert apart.square().mean().sqrt() < LEARNING_RATE / 20
 
 

@@ -155,7 +155,7 @@ def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
     """Choose a run's folder, and lock it until `stack` ends."""
     if config.output_dir is None:
         for file in sorted(RUNS.glob(f"*/{_SETTINGS}"), reverse=True) if config.resume else []:
-            path, settings = file.parent, _settings(file.parent)
+            path, settings = file.parent, _mapping(file)
             is_nameless = settings.get("output_dir", "") is None
             if is_nameless and not (_differences(settings, config) or _is_done(path, config)):
                 with contextlib.suppress(DiskError):  # another process has it
@@ -168,7 +168,7 @@ def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
     if not config.resume and _is_begun(path):
         return _locked(_free(path), stack)
     path = _locked(path, stack)
-    if _is_begun(path) and (changed := _differences(_settings(path), config)):
+    if _is_begun(path) and (changed := _differences(_mapping(path / _SETTINGS), config)):
         raise Refused(f"{path} was begun with other settings: {', '.join(changed)}. Give the same ones, or {_NEW}")
     if _is_done(path, config):
         raise Finished(f"{path} is finished: it has its {config.max_steps} steps; {_NEW}")
@@ -224,13 +224,13 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     }
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    """Read the settings that a run in `path` was begun with; none where there is no run."""
+def _mapping(file: Path) -> dict[str, Any]:
+    """Read a mapping from a file of YAML or JSON; it is empty where there is none."""
     try:
-        saved = yaml.safe_load((path / _SETTINGS).read_text("utf-8"))
+        content = yaml.safe_load(file.read_text("utf-8"))
     except (OSError, yaml.YAMLError, ValueError, RecursionError):  # a ValueError: of a date like 2026-13-45
         return {}
-    return saved if isinstance(saved, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _is_begun(path: Path) -> bool:
@@ -239,10 +239,7 @@ def _is_begun(path: Path) -> bool:
 
 
 def _is_done(path: Path, config: TrainConfig) -> bool:
-    try:
-        return json.loads((path / _SUMMARY).read_bytes())["steps"] >= config.max_steps
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
+    return bool(_mapping(path / _SUMMARY).get("steps", 0) >= config.max_steps)
 
 
 def _steps(path: Path) -> set[int]:

@@ -67,17 +67,17 @@ def test_a_steady_schedule_lets_a_finished_run_go_on_for_longer(there) -> None:
 
 def without_a_gradient(argv: list[str]) -> list[tuple[int, bool, list[float]]]:
     """Train one step in which a weight has no gradient, and set up again from its checkpoint."""
-    found = []
+    states = []
     for _ in range(2):
         trainer = set_up(config(*argv))
         norm, optimizer = trainer.policy.model.norm.weight, trainer.optimizer
-        if found:
+        if states:
             RunFolder(Path(trainer.config.output_dir)).begin(trainer)
         else:
             optimizer.register_step_pre_hook(lambda *_, norm=norm: setattr(norm, "grad", None))
             train(trainer)
-        found.append((len(optimizer.state), norm in optimizer.state, optimizer.param_groups[0]["betas"]))
-    return found
+        states.append((len(optimizer.state), norm in optimizer.state, optimizer.param_groups[0]["betas"]))
+    return states
 
 
 def test_weights_that_never_had_a_gradient_go_on_without_a_state_of_the_optimizer(there) -> None:
@@ -112,19 +112,19 @@ def spoil(path, fault: str, draw: random.Random) -> None:
 def test_a_damaged_file_is_named_and_the_checkpoint_before_it_used(stopped, fault) -> None:
     trainer, folder = stopped
     before, last = (int(name.removeprefix("step-")) for name in checkpoints(folder))
-    kept = folder / "checkpoints" / f"step-{last}"
-    names = sorted(path.name for path in kept.iterdir())
+    checkpoint = folder / "checkpoints" / f"step-{last}"
+    names = sorted(path.name for path in checkpoint.iterdir())
     assert names == ["run.json", "state.pt"]
     for seed, name in enumerate(names * 6):
-        content = (kept / name).read_bytes()
-        spoil(kept / name, fault, random.Random(seed))
+        content = (checkpoint / name).read_bytes()
+        spoil(checkpoint / name, fault, random.Random(seed))
         run = RunFolder(folder)
         step, _ = run.begin(trainer)
-        (kept / name).write_bytes(content)
+        (checkpoint / name).write_bytes(content)
         assert step == before
         (note,) = run.notes
         assert f"the checkpoint of step {last} is damaged and was left out: " in note
-        assert str(kept / name) in note
+        assert str(checkpoint / name) in note
     run = RunFolder(folder)
     assert (run.begin(trainer)[0], run.notes) == (last, [])
 
@@ -192,9 +192,9 @@ def test_other_weights_of_the_model_are_refused_where_they_are_in_no_checkpoint(
     run.begin(trainer)
     run.save(trainer, 1, lambda: {"bytes": {}})
     assert run.begin(trainer)[0] == 1
-    kept = trainer.reference or trainer.policy
+    model = trainer.reference or trainer.policy
     with torch.no_grad():
-        next(p for p in kept.parameters() if not p.requires_grad).mul_(1.01)
+        next(p for p in model.parameters() if not p.requires_grad).mul_(1.01)
     with pytest.raises(ValueError, match=r"each of the model's own weights was .* and is .* now; --no_resume"):
         run.begin(trainer)
 
