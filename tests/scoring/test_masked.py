@@ -89,14 +89,11 @@ def test_a_branch_scores_as_the_sequence_that_its_mask_makes_fed_by_itself(acces
     elif access == "a training forward":
         scores = packed_forward(model, rows, keep_states=True).score(spans, answers, mask=mask)
     else:
-        batch_ = ScoredBatch.of(None, rows, spans, answers, mask=mask)
-        service = LogprobService(lambda *columns: [logprobs(*row) for row in zip(*columns, strict=True)])
-        scores = service.score(batch_).in_callers_order(batch_)
+        asked = ScoredBatch.of(None, rows, spans, answers, mask=mask)
+        scores = LogprobService(lambda *columns: [*map(logprobs, *columns)]).score(asked).in_callers_order(asked)
     for b, answer in enumerate(answers):
-        if answer is None:
-            continue
-        base = logprobs(prompts[b], completions[b])[slice(*answer)].sum()
-        for k, (start, end) in enumerate(spans[b]):
+        base = None if answer is None else logprobs(prompts[b], completions[b])[slice(*answer)].sum()
+        for k, (start, end) in enumerate(spans[b] if answer else []):
             if mask is STORED:
                 ids = STORED[b][k]
             else:
@@ -256,21 +253,14 @@ def changed(position, row, value):
     ("data", "message"),
     [
         (changed(0, 2, torch.zeros(0, dtype=torch.int64)), "prompts row 2: is empty"),
-        (
-            changed(1, 1, torch.zeros(2, 2, dtype=torch.int64)),
-            r"completions row 1: must be a 1-D int64 tensor .* \(2, 2\)",
-        ),
+        (changed(1, 1, torch.zeros(2, 2).long()), r"completions row 1: must be a 1-D int64 tensor .* \(2, 2\)"),
         (changed(1, 1, torch.zeros(2)), "completions row 1: must be a 1-D int64 tensor .* torch.float32"),
         (changed(1, 1, [1, 2]), "completions row 1: must be a 1-D int64 tensor of token ids, got list"),
         (changed(0, 1, torch.tensor([5, VOCAB])), "prompts row 1: id 211 at position 1 is outside the vocabulary"),
         (changed(1, 0, torch.tensor([-1] * 20)), "completions row 0: id -1 at position 0 is outside"),
-        (
-            changed(1, 0, torch.full((250,), 5)),
-            "completions row 0: prompt of 7 and completion of 250 .* context of 256",
-        ),
+        (changed(1, 0, torch.full((250,), 5)), "completions row 0: prompt of 7 and completion of 250 .* of 256"),
         (changed(2, 2, [Span(0, 1), Span(16, 18)]), r"spans row 2, span 1: \(16, 18\) is not a non-empty span inside"),
         (changed(2, 1, [Span(4, 4)]), r"spans row 1, span 0: \(4, 4\) is not a non-empty span"),
-        (changed(2, 1, [Span(5, 4)]), r"spans row 1, span 0: \(5, 4\) is not a non-empty span"),
         (changed(2, 1, [Span(-1, 4)]), r"spans row 1, span 0: \(-1, 4\) is not a non-empty span"),
         (changed(2, 0, [Span(2, 16)]), r"spans row 0, span 0: \(2, 16\) overlaps the answer \(15, 18\)"),
         (changed(3, 2, Span(10, 18)), r"answers row 2: \(10, 18\) is not a non-empty span"),
