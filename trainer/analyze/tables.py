@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas
+from scipy import stats
 
 from cfa_kernels.text.arithmetic import ranked_math_intervals
 from trainer.analyze.samples import Sample
@@ -125,6 +126,8 @@ def _overview(samples: Sequence[Sample], spans: int, units: list[str], names: li
 
 def _distribution(drops: pandas.Series) -> Table:
     rows: list[list[Cell]] = [["mean", float(drops.mean())], ["standard deviation", float(drops.std(ddof=0))]]
+    if rows[1][1]:
+        rows += [["skewness", float(stats.skew(drops))], ["excess kurtosis", float(stats.kurtosis(drops))]]
     levels = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
     rows += [[f"quantile {level:g}", float(value)] for level, value in drops.quantile(levels).items()]
     return Table("Drops of masked spans", ("", "value"), rows, "Negative: masking the span hurts the answer.")

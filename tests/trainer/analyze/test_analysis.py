@@ -63,6 +63,9 @@ def test_tables_of_a_hand_made_example_hold_the_numbers_worked_out_by_hand(tmp_p
     distribution = rows(tables, "distribution")
     assert distribution["mean"] == [pytest.approx(-2.3)]
     assert distribution["standard deviation"] == [pytest.approx(drops.std())]
+    z = (drops - drops.mean()) / drops.std()
+    assert distribution["skewness"] == [pytest.approx((z**3).mean())]
+    assert distribution["excess kurtosis"] == [pytest.approx((z**4).mean() - 3)]
     assert distribution["quantile 0.5"] == [-2.0]
 
     # The 0.1, 0.4 and 0.9 quantiles of the drops that matter, -6, -4 and -2, are -5.6, -4.4 and -2.4.
