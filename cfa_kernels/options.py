@@ -110,6 +110,6 @@ def _mismatch(value: Any, hint: Any) -> str | None:
         words = str(interval)
         return None if matches else words if number is float else f"an integer, {words.removeprefix('finite and ')}"
     kind = origin or hint
-    if kind is Callable or getattr(kind, "_is_protocol", False):
+    if kind is Callable:
         return None if callable(value) else "a function"
     return None if isinstance(value, kind) else "None" if kind is type(None) else f"a {kind.__name__}"
