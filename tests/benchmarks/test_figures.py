@@ -1,26 +1,156 @@
-"""Every figure that README and docs quote stands in a result file that its section links to."""
+"""Every figure that README and docs quote is in a result file that its section links to.
 
+A page's own settings and formulas are in backticks and are not figures; figures of others are in a sentence that names
+a table, a paper or its authors. All others must be in a linked file of `benchmarks/results/`:
+
+- `0.89 (0.85 to 0.92)` and `-1.2 ± 0.6` as a whole, a number of a Markdown file as it is written there;
+- a number of a JSON file rounded to the digits quoted, as a percentage where a `%` follows, or the ratio of two
+  contenders' numbers of one group, for tables that give ratios;
+- all figures of a table's row in the rows of one label, where a linked Markdown file has such a label.
+"""
+
+import functools
+import itertools
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.quoted_figures import Results, blocks
+from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
-# What models.md and planning.md quote their commands write; what spans.md counts on GSM8K has no file.
+# The commands that models.md and planning.md quote write their figures; the counts of spans.md on GSM8K have no file.
 ELSEWHERE = {"models.md", "planning.md", "spans.md"}
 EVERY = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 PAGES = [page for page in EVERY if page.name not in ELSEWHERE]
 
+LINK = re.compile(r"\]\(([^)#]*)\)")
+NUMBER = r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?"
+COMPOUND = re.compile(rf"{NUMBER} ± {NUMBER}|{NUMBER} \({NUMBER} to {NUMBER}\)")
+# Decimals, thousands with a comma and percentages; bare whole numbers are counts, steps and years.
+BARE = re.compile(r"(?<![\w.,-])[-+]?(?:\d+(?:,\d{3})*\.\d+|\d{1,3}(?:,\d{3})+|\d+(?= ?%))(?![\w.]*\w)")
+PACKAGE = r"(?:Python|torch|transformers|triton|trl|TRL|verl|vllm|vLLM|OpenRLHF|release|numpy|peft)"
+NOT_FIGURES = re.compile(
+    r"`[^`]*`|<[^>]*>|arXiv \d+\.\d+|\b\d{4}\.\d{5}\b|[Ss]ections? \d+(?:\.\d+)*|\b\d+(?:\.\d+){2,}\b|\d+e-\d+"
+    rf"|{PACKAGE}[^.;:|]{{0,20}}?\d+\.\d+(?:(?:,| to| and| or| as well as)+ \d+\.\d+)*"
+    r"|since \d+\.\d+|\d+\.\d+ and later|\b\d+ % (?:bootstrap|by the jackknife|of draws|intervals)"
+)  # fmt: skip
+OF_OTHERS = re.compile(r"table \d|Table \d|et al\.|\barXiv\b")
+
+
+class Quote(NamedTuple):
+    """A figure on a page: its text, whether a percent sign follows, the line of its table's row, its line."""
+
+    text: str
+    percent: bool
+    row: int | None
+    line: int
+
+
+def blocks(page: Path) -> Iterator[tuple[list[Quote], list[Path]]]:
+    """The figures of each paragraph or table, and the result files that its section has linked to so far."""
+    text = re.sub(r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), page.read_text("utf-8"), flags=re.S | re.M)
+    files: list[Path] = []
+    line = 1
+    for part in re.split(r"(\n\s*\n)", text):
+        if part.startswith("#"):
+            files = []
+        linked = [(page.parent / target).resolve() for target in LINK.findall(part)]
+        files = files + [x for x in linked if "benchmarks/results/" in x.as_posix() and x.suffix in (".md", ".json")]
+        if quotes := list(quotes_of(part, line)):
+            yield quotes, files
+        line += part.count("\n")
+
+
+def quotes_of(block: str, line: int) -> Iterator[Quote]:
+    table = block.lstrip().startswith("|")
+    block = re.sub(r"`[^`]*`", lambda code: "\n" * code[0].count("\n"), block)  # may hold what ends a sentence
+    for piece in block.split("\n") if table else re.split(r"(?<=[.:;])\s", block):
+        if table or not OF_OTHERS.search(piece):
+            plain = NOT_FIGURES.sub(" ", re.sub(LINK, "]", piece).replace("\n", " "))
+            for match in COMPOUND.finditer(plain):
+                yield Quote(match[0], False, line if table else None, line)
+            rest = COMPOUND.sub(" ", plain)
+            for match in BARE.finditer(rest):
+                percent = rest[match.end() :].lstrip().startswith("%")
+                yield Quote(match[0], percent, line if table else None, line)
+        line += 1 if table else piece.count("\n")
+
+
+def missing(page: Path) -> list[str]:
+    """`line N: FIGURE` of each figure in no linked file; rows of a table also where no label has all their figures."""
+    result = []
+    for quotes, files in blocks(page):
+        absent = [quote for quote in quotes if not any(holds(path, quote) for path in files)]
+        result += [f"line {quote.line}: {quote.text}" for quote in absent]
+        notes = [path for path in files if path.suffix == ".md"]
+        if not notes or absent:
+            continue
+        for line, row in itertools.groupby((q for q in quotes if q.row is not None), lambda q: q.row):
+            figures = [quote.text for quote in row]
+            if not any(all(written(x, rows) for x in figures) for path in notes for rows in labels(path).values()):
+                result.append(f"line {line}: no one row of {', '.join(p.name for p in notes)} has {figures}")
+    return result
+
+
+def holds(path: Path, quote: Quote) -> bool:
+    if path.suffix == ".md":
+        return written(quote.text, path.read_text("utf-8"))
+    if not re.fullmatch(NUMBER, quote.text):
+        return False
+    digits = len(quote.text.partition(".")[2])
+    wanted = quote.text.replace(",", "").lstrip("+")
+    scales = (1, 100) if quote.percent else (1,)
+    return any(f"{scale * x:.{digits}f}" == wanted for x in numbers(path) for scale in scales)
+
+
+def written(figure: str, text: str) -> bool:
+    """Whether the figure, with or without its sign, is in the text as a whole number."""
+    bare = re.escape(figure.lstrip("+-")).replace(",", ",?")
+    sign = re.escape(figure[0]) if figure[0] in "+-" else r"[-+]?"
+    return re.search(rf"(?<![\d.,]){sign}{bare}(?![\d]|\.\d)", text) is not None
+
+
+def labels(path: Path) -> dict[str, str]:
+    """The rows of a Markdown file's tables, by their first cell."""
+    rows: dict[str, str] = {}
+    for line in path.read_text("utf-8").splitlines():
+        if line.startswith("| ") and not line.startswith("| ---"):
+            label = line.split(" | ")[0]
+            rows[label] = f"{rows.get(label, '')}\n{line}"
+    return rows
+
+
+@functools.cache
+def numbers(path: Path) -> set[float]:
+    """The numbers of a JSON file, and the ratios of every two contenders of a group."""
+    document = json.loads(path.read_text("utf-8"))
+    result = set(leaves(document))
+    for part in document.get("parts", {}).values():
+        for _, group in itertools.groupby(part.get("figures", []), lambda figure: figure["group"]):
+            for one, other in itertools.permutations(group, 2):
+                for key in ("seconds", "cpu_seconds", "flops"):
+                    a, b = (x["median"] if isinstance(x, dict) else x for x in (one.get(key), other.get(key)))
+                    if a and b:
+                        result.add(a / b)
+    return result
+
+
+def leaves(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from leaves(inner)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_figure_a_page_quotes_is_in_a_result_file_that_its_section_links_to(page):
-    results = Results()
-    missing = [one for block in blocks(page) for one in results.missing(block)]
-    assert not missing, f"{page.name}: in no linked result file: " + "; ".join(missing)
+    assert not (absent := missing(page)), f"{page.name}: in no linked result file: " + "; ".join(absent)
 
 
 PAGE = """# Title
@@ -29,7 +159,8 @@ Weights from `0.5` to `4`, Python 3.11, release 1.2.3. They found +1.4 points (P
 
 ## Found
 
-CF at 0.89 (0.85 to 0.92), which is 40 % more ([table](benchmarks/results/a.md)).
+CF at 0.89 (0.85 to 0.92), which is 40 % more ([table](benchmarks/results/a.md)), 12.3 % faster, 4.0 times, 10,293
+tokens ([file](benchmarks/results/a.json)).
 
 | | direct |
 |---|---|
@@ -43,39 +174,31 @@ TABLE = """| method | direct | more |
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "gone"),
+    ("before", "after", "absent"),
     [
         ("", "", []),
         ("40 %", "41 %", ["line 7: 41"]),
         ("CF at 0.89 (0.85", "CF at 0.89 (0.84", ["line 7: 0.89 (0.84 to 0.92)"]),
-        ("| CF | 0.89 (0.85 to 0.92) |", "| CF | 0.87 |", ["line 11: 0.87"]),
-        ("([table](benchmarks/results/a.md))", "", ["line 7: 0.89 (0.85 to 0.92)", "line 7: 40"]),
+        ("| CF | 0.89 (0.85 to 0.92) |", "| CF | 0.87 |", ["line 12: 0.87"]),
         ("`0.5`", "0.5", ["line 3: 0.5"]),
         ("`0.5`", "`7. (4.00)`", []),
         (" (Pan et al.)", "", ["line 3: +1.4"]),
+        ("12.3 %", "12.3", ["line 7: 12.3"]),
+        ("12.3 %", "12.4 %", ["line 7: 12.4"]),
+        ("4.0 times", "0.25 times", []),
+        ("4.0 times", "0.26 times", ["line 7: 0.26"]),
+        ("[file]", "file ", ["line 7: 12.3", "line 7: 4.0", "line 7: 10,293"]),
         # Each is in the file, but not in the rows of one method.
-        ("| CF | 0.89 (0.85 to 0.92) |", "| CF | 0.89 (0.85 to 0.92), 1.06 |", ["line 11: no one row of a.md has"]),
+        ("| CF | 0.89 (0.85 to 0.92) |", "| CF | 0.89 (0.85 to 0.92), 1.06 |", ["line 12: no one row of a.md has"]),
     ],
 )
-def test_a_figure_that_no_linked_file_holds_is_named_with_its_line(tmp_path, before, after, gone):
-    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
-    (tmp_path / "benchmarks" / "results" / "a.md").write_text(TABLE)
-    (tmp_path / "page.md").write_text(PAGE.replace(before, after))
-    results = Results()
-    found = [one for block in blocks(tmp_path / "page.md") for one in results.missing(block)]
-    if "0.89" in str(gone) and len(gone) == 2:
-        gone = [*gone, "line 11: 0.89 (0.85 to 0.92)"]  # the section has lost its only link
-    assert len(found) == len(gone)
-    assert all(one.startswith(start) for one, start in zip(found, gone, strict=True))
-
-
-def test_a_figure_of_a_json_file_is_a_rounded_number_a_percentage_or_a_ratio_of_two_contenders(tmp_path):
+def test_a_figure_that_no_linked_file_holds_is_named_with_its_line(tmp_path, before, after, absent):
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
+    (folder / "a.md").write_text(TABLE)
     figures = [{"group": "g", "name": n, "seconds": {"median": s}} for n, s in (("ours", 2.0), ("theirs", 8.0))]
     (folder / "a.json").write_text(json.dumps({"parts": {"p": {"figures": figures}}, "share": 0.1234, "fed": 10_293}))
-    found, wrong = ["12.3 %", "0.123", "0.25", "4.0", "10,293"], ["12.3", "0.26", "0.124"]
-    for text, there in [(text, True) for text in found] + [(text, False) for text in wrong]:
-        (tmp_path / "page.md").write_text(f"Found: {text} ([file](benchmarks/results/a.json)).\n")
-        (block,) = blocks(tmp_path / "page.md")
-        assert (not Results().missing(block)) == there, text
+    (tmp_path / "page.md").write_text(PAGE.replace(before, after))
+    result = missing(tmp_path / "page.md")
+    assert len(result) == len(absent)
+    assert all(one.startswith(start) for one, start in zip(result, absent, strict=True))

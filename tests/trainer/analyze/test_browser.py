@@ -1,23 +1,67 @@
 """Pages as Chromium shows them: tokens, hover, keys, order, curves, texts that want to be obeyed."""
 
 import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.browser import chromium, hover, open_page, press, unfold
 from tests.support.pages import HOSTILE, completion, hostile, write_lines, write_run
 from trainer.analyze.page import page_of, write_run_page
 from trainer.analyze.samples import read_samples
 
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+wait = pytest.importorskip("selenium.webdriver.support.wait")
 pytestmark = pytest.mark.slow
 
 TOKENS = ".tokens > span"
 
 
 @pytest.fixture(scope="module")
-def browser():
-    with chromium() as started:
-        yield started
+def browser() -> Iterator[Any]:
+    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if program is None or driver is None:
+        pytest.skip("chromium or chromedriver is not on PATH")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for flag in ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1280,1600"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield started
+    started.quit()
+
+
+def open_page(browser: Any, path: Path) -> None:
+    browser.get_log("browser")  # drops earlier messages
+    browser.get(path.resolve().as_uri())
+
+
+def hover(browser: Any, selector: str, index: int = 0) -> str:
+    """Move the mouse onto an element; returns the line that then shows at the page's foot."""
+    element = browser.find_elements("css selector", selector)[index]
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    before = browser.find_element("id", "reading").text
+    webdriver.ActionChains(browser).move_to_element(element).perform()
+    return soon(browser, lambda: (text := browser.find_element("id", "reading").text) != before and text)
+
+
+def unfold(browser: Any, selector: str, inside: str) -> None:
+    browser.find_element("css selector", selector).click()
+    soon(browser, lambda: browser.find_elements("css selector", inside))
+
+
+def soon(browser: Any, look: Callable[[], Any]) -> Any:
+    # A browser tells a page of some events only when it has time.
+    return wait.WebDriverWait(browser, 60).until(lambda _: look())
+
+
+def press(browser: Any, selector: str, *keys: str, index: int = 0) -> str:
+    """Press keys in an element; returns the line that then shows at the page's foot."""
+    browser.find_elements("css selector", selector)[index].send_keys(*keys)
+    return browser.find_element("id", "reading").text
 
 
 @pytest.fixture
@@ -39,8 +83,6 @@ def texts(browser, selector: str, read: str = "textContent") -> list[str]:
 
 
 def test_tokens_are_shaded_by_weight_and_their_numbers_show_on_hover_and_with_the_keys(browser, show) -> None:
-    from selenium.webdriver import Keys
-
     show(completion(1, 1.0, question="2+3?", reference="5"), completion(2, 0.0))
     assert texts(browser, "#list summary") == [
         "step 2 · problem 7 · reward 0 · wrong · advantage -0.5",
@@ -58,10 +100,10 @@ def test_tokens_are_shaded_by_weight_and_their_numbers_show_on_hover_and_with_th
     assert texts(browser, ".here") == ["="]
 
     block = ".tokens"
-    assert press(browser, block, Keys.HOME).startswith("Token 0 ")
-    assert "importance of “St” -0.5 (nats)" in press(browser, block, Keys.ARROW_RIGHT)
-    assert "importance" not in press(browser, block, Keys.END)
-    assert press(browser, block, Keys.ESCAPE) == ""
+    assert press(browser, block, webdriver.Keys.HOME).startswith("Token 0 ")
+    assert "importance of “St” -0.5 (nats)" in press(browser, block, webdriver.Keys.ARROW_RIGHT)
+    assert "importance" not in press(browser, block, webdriver.Keys.END)
+    assert press(browser, block, webdriver.Keys.ESCAPE) == ""
     assert not texts(browser, ".here")
     assert not browser.get_log("browser")
 
@@ -82,8 +124,6 @@ def test_several_estimators_stand_side_by_side_beside_the_importance_of_spans(br
 
 
 def test_completions_come_ten_at_a_time_in_an_order_and_by_step_or_verdict(browser, show) -> None:
-    from selenium.webdriver import Keys
-
     important = {"spans": [{"start": 0, "end": 1, "drop": -9.0}]}
     show(*(completion(step, step / 8, **(important if step == 5 else {})) for step in range(24)), {"tokens": ["bare"]})
 
@@ -93,12 +133,12 @@ def test_completions_come_ten_at_a_time_in_an_order_and_by_step_or_verdict(brows
     place = lambda: browser.find_element("id", "place").text  # noqa: E731
     assert (listed(), place()) == ([*range(23, 13, -1)], "10 of 25")
     for _ in range(2):
-        press(browser, "#next", Keys.ENTER)
+        press(browser, "#next", webdriver.Keys.ENTER)
     assert (listed(), place()) == ([*range(23, -1, -1)], "25 of 25")
     assert not browser.find_element("id", "next").is_displayed()
-    press(browser, "[name=wrong]", Keys.SPACE)
+    press(browser, "[name=wrong]", webdriver.Keys.SPACE)
     assert listed() == [3, 2, 1, 0]
-    press(browser, "[name=wrong]", Keys.SPACE)
+    press(browser, "[name=wrong]", webdriver.Keys.SPACE)
     press(browser, "[name=order]", "most")
     assert listed()[:3] == [5, 0, 1]
     press(browser, "[name=step]", "7")
@@ -107,8 +147,6 @@ def test_completions_come_ten_at_a_time_in_an_order_and_by_step_or_verdict(brows
 
 
 def test_runs_are_drawn_over_each_other_and_the_numbers_read_off_are_those_of_their_metrics(browser, tmp_path) -> None:
-    from selenium.webdriver import Keys
-
     folders = [write_run(tmp_path / f"seed{seed}", seed, completions=[completion(1, seed)]) for seed in (0, 1)]
     write_run_page(tmp_path / "page.html", folders, "Two seeds")
     open_page(browser, tmp_path / "page.html")
@@ -118,11 +156,14 @@ def test_runs_are_drawn_over_each_other_and_the_numbers_read_off_are_those_of_th
     assert texts(browser, "#figures tr:first-child td") == ["seed0", "seed1", "mean of 2 seeds"]
     curve = "#curves svg"
     titles = {1: ("Reward (mean of sampled completions)", "reward"), 2: ("Time (seconds per step)", "step_time")}
-    for step, key in ((4, Keys.END), (3, Keys.ARROW_LEFT), (1, Keys.HOME)):
+    for step, key in ((4, webdriver.Keys.END), (3, webdriver.Keys.ARROW_LEFT), (1, webdriver.Keys.HOME)):
         for index, (title, metric) in titles.items():
             wanted = " · ".join(f"seed{k} {entries[k][step][metric]:.3g}" for k in (0, 1))
             assert press(browser, curve, key, index=index) == f"{title}, step {step}: {wanted}"
-    assert press(browser, curve, Keys.END) == "Held-out accuracy (%, greedy), step 4: seed0 50 ± 5 · seed1 60 ± 5"
+    assert (
+        press(browser, curve, webdriver.Keys.END)
+        == "Held-out accuracy (%, greedy), step 4: seed0 50 ± 5 · seed1 60 ± 5"
+    )
     assert hover(browser, curve, 1).startswith("Reward (mean of sampled completions), step ")
     own = [f"figure:nth-child(2) path[style]{faint}" for faint in (".faint", ":not(.faint)")]
     assert [len(texts(browser, selector)) for selector in own] == [2, 1]  # a run each, and the mean of one group
