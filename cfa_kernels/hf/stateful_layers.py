@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -99,6 +99,10 @@ class _State:
     def is_recording_past(self, layer_idx: int) -> bool:
         return self.record_past
 
+    def copy(self) -> "_State":
+        """Copy a state to continue from; no cell writes into the tensors of a state."""
+        return _State(dict(self.conv_states), dict(self.recurrent_states))
+
     @staticmethod
     def stack(states: "list[_State]") -> "_State":
         def joined(columns: list[dict[int, Tensor]]) -> dict[int, Tensor]:
@@ -107,16 +111,17 @@ class _State:
         return _State(joined([s.conv_states for s in states]), joined([s.recurrent_states for s in states]))
 
 
-class _Schedule(NamedTuple):
-    """Pieces of a tree in the order in which they run, those of a batch at once."""
+@dataclass(frozen=True)
+class _Schedule:
+    """The order in which a tree's pieces run: first those whose state others continue, then the rest in batches."""
 
     # No cell is given one token and a state: it would run its code for generation, which may write the state in place,
     # have no backward pass on a GPU, or leave out limits that its code for several tokens keeps.
+    handed_on: list[_Piece]
     batches: list[list[_Piece]]
-    continued: set[int]  # last rows of pieces whose state others continue; each such piece runs by itself
 
-    @classmethod
-    def of(cls, table: SegmentTable) -> "_Schedule":
+    @staticmethod
+    def of(table: SegmentTable) -> "_Schedule":
         last_context = table.context_start + table.context_length - 1
         after = np.where(
             table.context_length > 0, table.context_rows[last_context] if len(table.context_rows) else 0, -1
@@ -133,8 +138,9 @@ class _Schedule(NamedTuple):
                     piece = _Piece(a, b, earlier.after, lead=earlier.start)
                 pieces[b - 1] = piece
         continued = {piece.after for piece in pieces.values()}
-        alone = [[piece] for last, piece in pieces.items() if last in continued]
-        return cls(alone + _batches([piece for last, piece in pieces.items() if last not in continued]), continued)
+        handed_on = [piece for last, piece in pieces.items() if last in continued]
+        ends = [piece for last, piece in pieces.items() if last not in continued]
+        return _Schedule(handed_on, _batches(ends))
 
 
 def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
@@ -212,17 +218,18 @@ def _on_tree(forward: Callable[..., Any], cache_argument: str, schedule: _Schedu
             return out[0] if isinstance(out, tuple) else out
 
         states, outputs = dict[int, _State](), list[tuple[int, Tensor]]()
+        for piece in schedule.handed_on:
+            state = states[piece.after].copy() if piece.after >= 0 else _State()
+            outputs.append((piece.start, piece.own(cell(piece.rows(hidden_states), state))))
+            states[piece.end - 1] = state
         for batch in schedule.batches:
-            root, last = batch[0].after < 0, batch[0].end - 1
+            root = batch[0].after < 0
             longest = max(1 if root else 2, *(piece.num_run for piece in batch))  # two: see `_Schedule`
             rows = hidden_states.new_zeros(len(batch), longest, hidden_states.shape[-1])
             for i, piece in enumerate(batch):
                 rows[i, : piece.num_run] = piece.rows(hidden_states)[0]
-            state = _State() if root else _State.stack([states[piece.after] for piece in batch])
-            out = cell(rows, state)
+            out = cell(rows, _State() if root else _State.stack([states[piece.after] for piece in batch]))
             outputs += [(piece.start, piece.own(out[i : i + 1])) for i, piece in enumerate(batch)]
-            if last in schedule.continued:
-                states[last] = state
         return torch.cat([out for _, out in sorted(outputs, key=lambda pair: pair[0])], dim=1)
 
     return run
