@@ -62,7 +62,6 @@ with_tree_scoring = partial(ray_class, TreeScoring)
 
 
 def _shares_devices(args: Any) -> bool:
-    """Whether OpenRLHF empties the actor's cache after each call, since others use its GPUs too."""
     return bool(args.train.colocate_all or args.train.colocate_actor_ref)
 
 
@@ -164,7 +163,7 @@ class CounterfactualMixin(_Maker):
 
     @property
     def _copies(self) -> int:
-        """Count the processes that OpenRLHF gives the same data, for ring attention or tensor parallelism."""
+        # Processes that OpenRLHF gives the same data.
         return int(self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
 
     def _score_trees(self, shares: Sequence[Share]) -> list[Any]:

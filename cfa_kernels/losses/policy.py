@@ -154,7 +154,9 @@ def logits_policy_loss(
     checked = should_validate(options.get("validate"), logits)
     check_targets(targets, batch.keep, logits.size(2), checked)
     with_entropy = compute_entropy or batch.entropy_scale is not None
-    arguments = _arguments(batch, targets, _flat, softmax, with_entropy, chosen) | {"logits": logits, "gradient": None}
+    # Flattening by itself would keep the strides of a single row.
+    arguments = _arguments(batch, targets, lambda t: t.contiguous().flatten(), softmax, with_entropy, chosen)
+    arguments |= {"logits": logits, "gradient": None}
     if torch.is_grad_enabled() and logits.requires_grad:
         loss, stats = LogitsPolicyLoss.apply(inplace, *LogitsArguments(**arguments))
     else:
@@ -292,11 +294,6 @@ def _metrics_of_rows(batch: Batch, stats: Tensor, with_entropy: bool, checked: b
     if checked:
         check_values(f"the target's log-prob from {source}", logprobs, batch.keep, "finite")
     return _metrics(batch, ratio, kl, clip, entropy if with_entropy else None)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Flatten to (N,), contiguous; flattening by itself would keep the strides of a single row."""
-    return tensor.contiguous().flatten()
 
 
 class _WithGradient(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops.upload import upload
 from ..rows import Rows, pad_rows
-from .checks import check_weights
+from .checks import check_tensor, check_weights
 from .policy import contributing_rows
 
 
@@ -53,10 +53,7 @@ class LossBatch:
                 raise ValueError(f"mask row {b}: must be 0 or 1, got {own[b, t].item()} at token {t}")
             counted = counted & (own != 0)
         if isinstance(advantages, Tensor):
-            if advantages.shape != (len(lengths),):
-                raise ValueError(
-                    f"advantages must be ({len(lengths)},) or a list of rows, got shape {tuple(advantages.shape)}"
-                )
+            check_tensor("advantages", advantages, [torch.Size((len(lengths),))])
             signed = advantages.detach().cpu()
         else:
             signed = _padded("advantages", advantages, lengths)
