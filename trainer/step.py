@@ -285,12 +285,10 @@ def reference_logprobs(trainer: Trainer, batch: UpdateBatch, parts: Sequence[Mic
     reference: Any = trainer.reference
     if reference is None:
         return {}
-    adapter_off = reference.disable_adapter() if reference is trainer.policy else contextlib.nullcontext()
-    options: dict[str, Any] = {
-        "temperature": trainer.config.temperature, "token_budget": trainer.config.token_budget,
-    }  # fmt: skip
+    adapter_off = reference.disable_adapter() if trainer.config.use_peft else contextlib.nullcontext()
+    options: dict[str, Any] = {name: getattr(trainer.config, name) for name in ("temperature", "token_budget")}
     with adapter_off, trainer.config.precision.autocast():
-        rows = [packed_logprobs(reference, batch.rows.take(micro.index), **options) for micro in parts]
+        rows: list[Any] = [packed_logprobs(reference, batch.rows.take(micro.index), **options) for micro in parts]
     return by_row(parts, on_host([row for part in rows for row in part]))
 
 
