@@ -79,7 +79,9 @@ def test_every_public_name_is_declared_once_for_each_reader_and_is_there():
         for node in ast.parse((PACKAGE / "__init__.py").read_text()).body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     ]
-    assert all(alias.asname == alias.name for node in checked for alias in node.names)
+    declared = {alias.asname: (node.module, alias.name) for node in checked for alias in node.names}
+    assert {name: module for name, (module, _) in declared.items()} == cfa_kernels._MODULES
+    assert all(name == own for name, (_, own) in declared.items())
     for name in cfa_kernels.__all__:
         assert getattr(cfa_kernels, name).__name__ == name
     assert set(cfa_kernels.__all__) <= set(dir(cfa_kernels))

@@ -124,9 +124,10 @@ def linear_policy_loss_op(
                 row_values.logprobs, row_values.entropy, tokens, entropy_scale, options, shape
             )
             for index, place, states, logits, gradient in strips() if any(needs_gradient) else ():
-                part, some = LogitRows(logits, bias, targets[index], cap, backend), [x[index] for x in row_values]
+                part = LogitRows(logits, bias, targets[index], cap, backend)
                 entropies = None if by_entropy is None else by_entropy[index]
-                row_gradients(part, gradient, by_logprob[index], entropies, RowLogprobs(*some))
+                values = RowLogprobs(*(x[index] for x in row_values))
+                row_gradients(part, gradient, by_logprob[index], entropies, values)
                 add_gradients(place, states, gradient[0], by_logprob[index])
         else:
             loss, stats = scale.new_zeros(()), scale.new_zeros(len(STATS), targets.numel())
