@@ -5,6 +5,6 @@ To be read in this order: `step.py` is a step, `microbatch.py` what it feeds to 
 and what is checked: of settings in `config.py`, of rows in `data.py`, of a model in `policy.py`, of numbers in
 `checks.py`.
 
-A run by default reads nothing of `rewards/code/`, `rewards/math/`, `rollouts/vllm.py` and
+A run by default reads nothing of `rewards/code.py`, `rewards/math.py`, `rollouts/vllm.py` and
 `experimental/`. `embedded/` holds the problems and the model of the demo, `analyze/` looks at what runs have written.
 """

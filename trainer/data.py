@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config import GENERATED, DataConfig, TrainConfig
 from trainer.embedded.problems import generate
 from trainer.rewards.calls import ARGUMENTS
-from trainer.rewards.code.mbpp import mbpp_row
+from trainer.rewards.code import mbpp_row
 from trainer.rewards.numbers import gold_number
 
 GENERATED_TRAIN_PROBLEMS = 8192

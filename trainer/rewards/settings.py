@@ -16,8 +16,8 @@ class BuiltIn(NamedTuple):
 
 BUILT_IN = {
     "exact_match": BuiltIn("trainer.rewards.numbers:exact_match", ("numbers",), ("answer_format", "answer_fallback")),
-    "math_verify": BuiltIn("trainer.rewards.math.reward:MathReward", ("text", "numbers"), ("timeout",)),
-    "code": BuiltIn("trainer.rewards.code.reward:CodeReward", ("mbpp",), ("timeout", "isolation")),
+    "math_verify": BuiltIn("trainer.rewards.math:MathReward", ("text", "numbers"), ("timeout",)),
+    "code": BuiltIn("trainer.rewards.code:CodeReward", ("mbpp",), ("timeout", "isolation")),
 }
 INSTRUCTIONS = {
     "numbers": "Solve the problem step by step. End with a line of the form: #### <number>",

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.conftest import REPOSITORY
-from trainer.rewards.code.reward import CodeReward, fenced_code
+from trainer.rewards.code import CodeReward, fenced_code
 
 pytestmark = [
     pytest.mark.slow,
@@ -189,7 +189,7 @@ def parent(): return os.getppid()
 
 def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch) -> None:
     mark = (1 << 30) + os.getpid()
-    monkeypatch.setattr("trainer.rewards.code.reward.MEMORY_BYTES", mark)
+    monkeypatch.setattr("trainer.rewards.code.MEMORY_BYTES", mark)
     sleeper = "import os, time\nos.setsid()\ntime.sleep(10**6)"
     assert not reward_of("bubblewrap", 0.5).passes(sleeper, TESTS)
     until = time.monotonic() + DEADLINE
@@ -207,13 +207,13 @@ def test_programs_run_without_isolation_only_if_told_to(monkeypatch) -> None:
 
 
 def test_a_judge_whose_trainer_is_gone_ends_by_itself() -> None:
-    source = (REPOSITORY / "trainer/rewards/code/judge.py").read_text()
+    source = (REPOSITORY / "trainer/rewards/code.py").read_text()
     command = [sys.executable, "-I", "-S", "-c", source, "1", str(1 << 30)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as judge:
         assert judge.stdout is not None
         assert judge.stdin is not None
         assert judge.stdout.read(6) == b"ready\n"
-        judge.stdin.write(b'{"solution": "import time; time.sleep(1e6)", "setup": "", "tests": ["1"], "nonce": "n"}')
+        judge.stdin.write(b'{"solution": "import time; time.sleep(1e6)", "tests": ["1"], "nonce": "n"}')
         judge.stdin.close()
         assert judge.wait(DEADLINE) == 1
         assert judge.stdout.read() == b""

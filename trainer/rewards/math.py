@@ -1,19 +1,23 @@
-"""Reward answers that are mathematically equal to the data's, by math-verify in a child process."""
+"""Reward answers that are mathematically equal to the data's, by math-verify.
+
+This file is also the program of the process in which math-verify runs (`main`), since it sets alarms and may hang.
+"""
 
 import contextlib
+import ctypes
+import faulthandler
 import importlib.util
 import json
+import os
+import resource
+import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from cfa_kernels import answer_text_span
-
-START_SECONDS = 120  # SymPy takes seconds to load, on a busy machine many
-_CHILD = Path(__file__).with_name("child.py")
+MEMORY_BYTES = 4 << 30
 
 
 class MathReward:
@@ -26,9 +30,8 @@ class MathReward:
     def __init__(self, timeout: float = 10.0) -> None:
         """Raise `ImportError` unless math-verify is installed."""
         if importlib.util.find_spec("math_verify") is None:
-            raise ImportError(
-                "reward math_verify: math-verify is not installed; in the checkout: pip install '.[math]'"
-            )
+            said = "math-verify is not installed; in the checkout: pip install '.[math]'"
+            raise ImportError(f"reward math_verify: {said}")
         self._timeout = timeout
         self._child: subprocess.Popen[bytes] | None = None
         self._unreadable: set[str] = set()
@@ -38,6 +41,8 @@ class MathReward:
         return [self._compare(gold, text) for gold, text in zip(answer, completions, strict=True)]
 
     def _compare(self, answer: str, completion: str) -> float:
+        from cfa_kernels import answer_text_span  # not in the child
+
         span = answer_text_span(answer)
         gold, child = answer.strip() if span is None else answer[slice(*span)], self._running()
         assert child.stdin is not None
@@ -57,11 +62,37 @@ class MathReward:
         """Return the child, started if there is none or if it has ended meanwhile."""
         if self._child is None or self._child.poll() is not None:
             self._child = subprocess.Popen(
-                [sys.executable, "-P", str(_CHILD), str(START_SECONDS), str(self._timeout)], bufsize=0,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                [sys.executable, "-P", __file__, str(self._timeout)], bufsize=0, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True,  # the terminal's Ctrl-C lets the trainer finish its step
             )  # fmt: skip
             if not self._child.stdout.readline():  # type: ignore[union-attr]
                 said = self._child.communicate()[1].decode(errors="replace").strip().rpartition("\n")[2]
                 raise OSError(f"reward math_verify: its process did not start: {said}")
         return self._child
+
+
+def main() -> None:
+    """Read pairs of an answer and a completion, a line of JSON each; write whether equal, null for no answer."""
+    most = float(sys.argv[1])
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    from math_verify import parse, verify
+
+    seconds, replies, nothing = max(1, int(most / 2)), os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.write(replies, b"loaded\n")
+    for other in (1, 2):  # nobody reads what libraries say
+        os.dup2(nothing, other)
+    for line in sys.stdin:
+        answer, completion = json.loads(line)
+        verdict = None
+        faulthandler.dump_traceback_later(most, exit=True)  # a thread that does not need the interpreter
+        if gold := parse(f"\\boxed{{{answer}}}", parsing_timeout=seconds):
+            verdict = bool(verify(gold, parse(completion, parsing_timeout=seconds), timeout_seconds=seconds))
+        faulthandler.cancel_dump_traceback_later()
+        os.write(replies, json.dumps(verdict).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

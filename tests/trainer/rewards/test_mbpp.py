@@ -5,7 +5,7 @@ import pytest
 from tests.support.tiny import jsonl
 from trainer.config import TrainConfig
 from trainer.data import train_and_eval_rows
-from trainer.rewards.code.mbpp import mbpp_row
+from trainer.rewards.code import mbpp_row
 
 ROW = {
     "task_id": 1,

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from trainer.__main__ import main
-from trainer.rewards.math.reward import MathReward
+from trainer.rewards.math import MathReward
 
 DEADLINE = 120.0  # only a hang reaches it
 # Stands in for math-verify: a completion says what happens.
