@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job, Rollouts
+from cfa_kernels import Credit
+from cfa_kernels.credit.deferred import DeferredCredit
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.verify import check_trainable
 from cfa_kernels.integrations.credit import fold_weights
@@ -207,10 +209,10 @@ def _credited(replaying: type, log_entropy: bool) -> type:
         raise Absent(str(error)) from error
 
     class Crediting(CounterfactualMixin, replaying):
-        """Its `stopwatch` clocks the credit; `weights` are those of the tokens, (B, T)."""
+        """Its `stopwatch` clocks the credit; `weights` are those of the tokens, a tensor (T_b,) for each completion."""
 
         stopwatch: Stopwatch
-        weights: Tensor
+        weights: Weights
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**options, packed_loss=True, log_entropy=log_entropy)
@@ -229,9 +231,9 @@ def _credited(replaying: type, log_entropy: bool) -> type:
 
             return clocked
 
-        def _log_credit(self, credit: Any, *given: Any) -> None:
-            self.weights = credit.weights
-            super()._log_credit(credit, *given)
+        def _report(self, batch: DeferredCredit) -> None:
+            super()._report(batch)
+            self.weights = Credit.joined(batch.rows.lengths, batch.parts).weights
 
     return Crediting
 

@@ -53,8 +53,7 @@ def trl_credited(replay: Replay, stopwatch: Stopwatch, *, log_entropy: bool = Tr
     trainer.stopwatch = stopwatch
     with stopwatch.update():
         loss = trl_update(replay, trainer, None)
-    completions = replay.rollouts.job.completions
-    return loss, [row[: len(completion)] for row, completion in zip(trainer.weights, completions, strict=True)]
+    return loss, trainer.weights
 
 
 def _prepare_credited(replay: Replay, *, log_entropy: bool = True) -> None:
