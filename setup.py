@@ -64,6 +64,6 @@ setup(
         # aligntune, a contender of the benchmarks, pins an older trl: pip install --no-deps aligntune
         "bench": [*TRL, *TRAINER, *TESTING, "lm-eval>=0.4.9"],
         "test": [*TRL, *TRAINER, *TESTING],
-        "lint": ["ruff>=0.9", "mypy>=1.13", "types-PyYAML", "import-linter>=2.5"],
+        "lint": ["ruff>=0.9", "mypy>=1.13", "types-PyYAML", "import-linter>=2.16"],
     },
 )

@@ -123,7 +123,16 @@ def sampled() -> dict[str, Any]:
     }
 
 
-def rollouts() -> dict[str, torch.Tensor]:
+@pytest.fixture(scope="module")
+def others() -> dict[str, Any]:
+    """The functions of docs/other_trainers.md."""
+    namespace: dict[str, Any] = {"__name__": "example"}
+    assert run(REPOSITORY / "docs" / "other_trainers.md", namespace) == 7
+    return namespace
+
+
+@pytest.fixture(scope="module")
+def rollouts() -> SimpleNamespace:
     """Three rollouts as (B, L) right-padded sequences with an advantage each; the last row has none."""
     vocabulary = tiny_tokenizer().get_vocab()
     a, b, c, d, seven, five = (vocabulary[phrase] for phrase in PHRASES)
@@ -133,88 +142,64 @@ def rollouts() -> dict[str, torch.Tensor]:
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         n = len(prompt) + len(completion)
         ids[i, :n], attention[i, :n], mask[i, len(prompt) : n] = torch.tensor(prompt + completion), 1, 1
-    advantages = torch.tensor([1.2, -0.8, 0.0])[:, None] * mask
-    rows, weights = Rows(list(map(torch.tensor, prompts)), list(map(torch.tensor, completions))), torch.ones(3, 10)
-    found = counterfactual_weights(tiny_model(), tiny_tokenizer(), rows, advantages=advantages[:, 4])
-    for i, prompt in enumerate(prompts):
-        n = len(completions[i])
-        weights[i, len(prompt) : len(prompt) + n] = found[i]
+    each, weights = torch.tensor([1.2, -0.8, 0.0]), torch.ones(3, 10)
+    rows = Rows(list(map(torch.tensor, prompts)), list(map(torch.tensor, completions)))
+    for i, row in enumerate(counterfactual_weights(tiny_model(), tiny_tokenizer(), rows, advantages=each)):
+        weights[i, len(prompts[i]) : len(prompts[i]) + len(row)] = row
     assert weights.unique().numel() > 3
-    return {"ids": ids, "attention": attention, "mask": mask, "advantages": advantages, "weights": weights}
+    return SimpleNamespace(ids=ids, attention=attention, mask=mask, advantages=each[:, None] * mask, weights=weights)
 
 
-@pytest.fixture(scope="module")
-def others() -> dict[str, Any]:
-    namespace: dict[str, Any] = {"__name__": "example"}
-    assert run(REPOSITORY / "docs" / "other_trainers.md", namespace) == 7
-    return namespace
+def in_prime_rl(r: SimpleNamespace, lines: dict[str, Any]) -> list[torch.Tensor]:
+    on = r.attention.bool()
+    positions = torch.arange(10).expand(3, 10)
+    packed = {"input_ids": r.ids, "loss_mask": r.mask, "advantages": r.advantages, "position_ids": positions}
+    batch = {name: value[on][None] for name, value in packed.items()}
+    lines["add_credit_prime_rl"](batch, tiny_model(), tiny_tokenizer())
+    return [batch["advantages"], (r.advantages * r.weights)[on][None]]
 
 
-def close(given: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+def in_nemo_rl(r: SimpleNamespace, lines: dict[str, Any]) -> list[torch.Tensor]:
+    data = {"input_ids": r.ids, "input_lengths": r.attention.sum(1), "token_mask": r.mask, "sample_mask": torch.ones(3)}
+    data["advantages"] = torch.tensor([1.2, -0.8, 0.0])[:, None].expand(3, 10)
+    lines["add_credit_nemo_rl"](data, tiny_model(), tiny_tokenizer())
+    return [data["advantages"] * r.mask, r.advantages * r.weights]
 
 
-def test_the_lines_for_prime_rl_weigh_its_packed_advantages(others):
-    r = rollouts()
-    on = r["attention"].bool()
-    batch = {
-        "input_ids": r["ids"][on][None],
-        "loss_mask": r["mask"][on][None],
-        "advantages": r["advantages"][on][None],
-        "position_ids": torch.arange(10).expand(3, 10)[on][None],
-    }
-    others["add_credit_prime_rl"](batch, tiny_model(), tiny_tokenizer())
-    close(batch["advantages"], (r["advantages"] * r["weights"])[on][None])
-
-
-def test_the_lines_for_nemo_rl_weigh_its_advantages(others):
-    r = rollouts()
-    data = {
-        "input_ids": r["ids"],
-        "input_lengths": r["attention"].sum(1),
-        "token_mask": r["mask"],
-        "sample_mask": torch.ones(3),
-        "advantages": torch.tensor([1.2, -0.8, 0.0])[:, None].expand(3, 10),
-    }
-    others["add_credit_nemo_rl"](data, tiny_model(), tiny_tokenizer())
-    close(data["advantages"] * r["mask"], r["advantages"] * r["weights"])
-
-
-def test_the_lines_for_open_instruct_weigh_its_importance_weights(others):
-    r = rollouts()
+def in_open_instruct(r: SimpleNamespace, lines: dict[str, Any]) -> list[torch.Tensor]:
     rho = torch.rand(3, 9, generator=torch.Generator().manual_seed(0))
-    given = others["rho_weights_open_instruct"](
-        rho, r["ids"], r["attention"], r["mask"][:, 1:], r["advantages"][:, 1:], tiny_model(), tiny_tokenizer()
-    )
-    close(given, rho * r["weights"][:, 1:])
+    shifted = (r.mask[:, 1:], r.advantages[:, 1:])
+    credited = lines["rho_weights_open_instruct"](rho, r.ids, r.attention, *shifted, tiny_model(), tiny_tokenizer())
+    return [credited, rho * r.weights[:, 1:]]
 
 
-def test_the_lines_for_areal_weigh_its_rolled_advantages(others):
-    r = rollouts()
-    data = {
-        "input_ids": r["ids"],
-        "attention_mask": r["attention"],
-        "loss_mask": r["mask"].float().roll(-1, dims=-1),
-        "advantages": r["advantages"].roll(-1, dims=-1),
-    }
-    others["add_credit_areal"](data, tiny_model(), tiny_tokenizer())
-    close(data["advantages"], (r["advantages"] * r["weights"]).roll(-1, dims=-1))
+def in_areal(r: SimpleNamespace, lines: dict[str, Any]) -> list[torch.Tensor]:
+    rolled = {"loss_mask": r.mask.float().roll(-1, dims=-1), "advantages": r.advantages.roll(-1, dims=-1)}
+    data = {"input_ids": r.ids, "attention_mask": r.attention, **rolled}
+    lines["add_credit_areal"](data, tiny_model(), tiny_tokenizer())
+    return [data["advantages"], (r.advantages * r.weights).roll(-1, dims=-1)]
 
 
-def test_the_lines_for_ms_swift_weigh_the_advantages_of_the_last_columns(others):
-    r = rollouts()
-    grpo = SimpleNamespace(completion_mask=r["mask"][:, -7:], advantages=r["advantages"][:, -7:])
-    batch = {"grpo_batch": grpo, "input_ids": r["ids"], "attention_mask": r["attention"]}
-    others["add_credit_ms_swift"](batch, tiny_model(), tiny_tokenizer())
-    close(grpo.advantages, (r["advantages"] * r["weights"])[:, -7:])
+def in_ms_swift(r: SimpleNamespace, lines: dict[str, Any]) -> list[torch.Tensor]:
+    grpo = SimpleNamespace(completion_mask=r.mask[:, -7:], advantages=r.advantages[:, -7:])
+    batch = {"grpo_batch": grpo, "input_ids": r.ids, "attention_mask": r.attention}
+    lines["add_credit_ms_swift"](batch, tiny_model(), tiny_tokenizer())
+    return [grpo.advantages, (r.advantages * r.weights)[:, -7:]]
 
 
-def test_the_packed_logprobs_of_sequences_are_those_of_a_padded_forward(others):
-    r, model = rollouts(), tiny_model()
-    logprobs = model(r["ids"], attention_mask=r["attention"]).logits.log_softmax(-1)[:, :-1]
-    expected = torch.nn.functional.pad(logprobs.gather(-1, r["ids"][:, 1:, None])[..., 0], (1, 0)) * r["mask"]
-    given = others["sequence_logprobs"](model, r["ids"], r["attention"], r["mask"])
-    close(given, expected)
-    expected_gradients, gradients = (torch.autograd.grad(x.sum(), list(model.parameters())) for x in (expected, given))
-    for ours, theirs in zip(gradients, expected_gradients, strict=True):
-        close(ours, theirs)
+def logprobs_and_gradients(r: SimpleNamespace, lines: dict[str, Any]) -> list[torch.Tensor]:
+    model = tiny_model()
+    logprobs = model(r.ids, attention_mask=r.attention).logits.log_softmax(-1)[:, :-1]
+    padded = torch.nn.functional.pad(logprobs.gather(-1, r.ids[:, 1:, None])[..., 0], (1, 0)) * r.mask
+    both = (lines["sequence_logprobs"](model, r.ids, r.attention, r.mask), padded)
+    gradients = (torch.autograd.grad(x.sum(), list(model.parameters())) for x in both)
+    return [*both, *(torch.cat([x.flatten() for x in each]) for each in gradients)]
+
+
+@pytest.mark.parametrize(
+    "trainer", [in_prime_rl, in_nemo_rl, in_open_instruct, in_areal, in_ms_swift, logprobs_and_gradients]
+)
+def test_the_lines_for_another_trainer_weigh_what_it_multiplies_and_pack_what_it_pads(trainer, rollouts, others):
+    pairs = trainer(rollouts, others)
+    for ours, expected in zip(pairs[::2], pairs[1::2], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)

@@ -1,7 +1,6 @@
 """What the package promises as a whole: public names, what an import brings, sizes, what is shipped."""
 
 import ast
-import graphlib
 import os
 import re
 import shutil
@@ -104,40 +103,6 @@ def sources() -> list[Path]:
 
 def test_no_file_has_more_than_500_lines():
     assert not {path.name for path in sources() if len(path.read_text().splitlines()) > 500}
-
-
-def test_at_most_three_modules_are_beside_the_packages():
-    beside = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
-    assert len(beside) <= 3, beside
-
-
-def imports(path: Path) -> set[str]:
-    """The modules of the package that a module imports when it runs, wherever in it."""
-    here = path.relative_to(REPOSITORY).with_suffix("").parts
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = [*here[: len(here) - node.level], *(node.module or "").split(".")]
-            for alias in node.names:
-                inner = REPOSITORY.joinpath(*filter(None, base), alias.name)
-                parts = [*filter(None, base)]
-                is_module = inner.with_suffix(".py").exists() or inner.is_dir()
-                found.add(".".join([*parts, alias.name] if is_module else parts))
-    return found
-
-
-def test_no_module_imports_itself_by_way_of_others():
-    graph = {}
-    for path in sources():
-        parts = path.relative_to(REPOSITORY).with_suffix("").parts
-        graph[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = imports(path)
-    assert graph["cfa_kernels.hf.verify"] >= {"cfa_kernels.hf.tree_forward", "cfa_kernels.ops.matmul"}
-    assert set().union(*graph.values()) <= graph.keys()
-    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_no_test_imports_another():

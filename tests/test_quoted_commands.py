@@ -60,15 +60,3 @@ def test_a_quoted_command_parses(command, monkeypatch):
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", raising(argparse.ArgumentParser.parse_args))
     with pytest.raises(ParsedError):
         module.main(arguments)
-
-
-def test_a_command_that_does_not_parse_is_noticed(monkeypatch):
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", raising(argparse.ArgumentParser.parse_args))
-    with pytest.raises(SystemExit):
-        importlib.import_module(MAINS["benchmarks"]).main(["--deviec", "cpu"])
-
-
-def test_commands_are_found_in_blocks_in_prose_and_in_the_makefile():
-    commands = quoted()
-    assert {"benchmarks --device cpu", "trainer", "benchmarks models --only TYPE"} <= set(commands)
-    assert any(command.startswith("benchmarks --into R --only step") for command in commands)

@@ -1,14 +1,11 @@
 """One command line: each command has its help, options without a command are those of `speed`, others are refused."""
 
 import importlib
-import json
-import subprocess
 import sys
 
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks.harness import plots
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)
@@ -36,34 +33,6 @@ def test_a_command_gets_the_options_behind_its_name(given, module, arguments, mo
     monkeypatch.setattr(importlib.import_module(f"benchmarks.{module}"), "main", lambda argv: taken.append(argv) or 3)
     assert command.main(given) == 3
     assert taken == [arguments]
-
-
-def test_the_help_lists_the_commands_and_an_unknown_one_is_refused(capsys):
-    for given, status in ((["--help"], 0), (["spede"], 2)):
-        with pytest.raises(SystemExit) as ended:
-            command.main(given)
-        assert ended.value.code == status
-        told = capsys.readouterr()
-        assert all(name in told.out + told.err for name in command.COMMANDS)
-
-
-def test_a_command_imports_only_what_it_needs(tmp_path):
-    """Pictures are drawn where the training program's packages are not installed."""
-    file = tmp_path / "r.json"
-    file.write_text(json.dumps({"parts": {}}))
-    code = (
-        "import sys; from benchmarks.__main__ import main; status = main(['plots', sys.argv[1]]); "
-        "print(status, [name for name in ('torch', 'trl', 'trainer.config') if name in sys.modules])"
-    )
-    ended = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines()[-1] == "1 []"
-    assert "nothing to draw" in ended.stdout
-
-
-def test_pictures_are_drawn_of_each_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plots, "plot_results", lambda file: [file.with_suffix(".png")])
-    assert plots.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
-    assert [line.rsplit("/", 1)[1] for line in capsys.readouterr().out.splitlines()] == ["a.png", "b.png"]
 
 
 def test_a_command_without_its_packages_is_one_line_that_names_the_extra(tmp_path, monkeypatch):

@@ -55,11 +55,6 @@ def test_an_arm_beside_itself_or_without_a_signal_has_no_scatter_to_speak_of():
     assert relative(products(nothing), products(draws[:4])) == {"value": None, "low": None, "high": None}
 
 
-def test_draws_without_scatter_have_no_noise():
-    found = scatter(products(np.tile([3.0, 4.0], (3, 1))))
-    assert (found["signal"], found["ratio"], found["error"]) == pytest.approx((25, 0, 0))
-
-
 def test_every_arm_sees_the_same_draws_and_is_not_computed_twice(tmp_path, monkeypatch):
     size, said = Settings(draws=3, problems=2), list[str]()
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--device"))]
@@ -87,10 +82,3 @@ def test_corrections_enter_the_gradient_of_an_arm_that_asks_for_them():
         for config in (trainer.config, dataclasses.replace(trainer.config, compare_and_correct=0.0))
     )
     assert np.linalg.norm(corrected - plain) > 0.01 * np.linalg.norm(plain)
-
-
-def test_bad_settings_are_named(tmp_path):
-    with pytest.raises(ValueError, match="draws must be at least 3, got 2"):
-        Settings(draws=2)
-    with pytest.raises(ValueError, match=r"arms must be among .* got magic"):
-        run(Pieces(tmp_path, {}, HEAD), Settings(), arms=["magic"])

@@ -54,8 +54,3 @@ def test_the_analysis_reads_what_it_writes(judged, tmp_path):
     file = write_lines(tmp_path / "judged.jsonl", judged)
     assert all(set(sample.credit) == {*NAMES} for sample in read_samples(file))
     assert "prefix_tree" in (write_analysis(file) / "page.html").read_text("utf-8")
-
-
-def test_too_many_problems_are_an_error(trainer):
-    with pytest.raises(ValueError, match="problems must be at most the 16 there are, got 99"):
-        judge(trainer, 99, NAMES)

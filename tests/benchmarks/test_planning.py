@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks import explain, scale
-from benchmarks.explain import GPUS, Batch, configuration, parts, put_in_page, sizes
+from benchmarks.explain import Batch, configuration, parts, sizes
 from benchmarks.harness.workloads import Job, Rollouts, random_model, shaped_job
 from benchmarks.scale import ACROSS, DEALS, INSIDE, Group, Ranks, groups_of, in_step, packs, shares, traffic
 from cfa_kernels import Span
@@ -61,7 +61,7 @@ def test_adapters_add_parts_and_spare_a_product_of_the_backward():
 
 
 def test_a_part_takes_the_longest_of_its_products_its_bytes_and_its_launches():
-    gpu, part = GPUS["H200"], explain.Part
+    gpu, part = explain.GPUS["H200"], explain.Part
     assert part("a", gpu.products, 0, "").seconds(gpu) == 1
     assert part("a", gpu.products, 0, "", share=0.5).seconds(gpu) == 2
     assert part("a", 1, 3 * gpu.bandwidth, "", idle=1).seconds(gpu) == 4
@@ -75,11 +75,6 @@ def test_completions_fill_packs_as_the_library_cuts_them():
     cut = packs([group], 500)
     together = explain.SPAN * (6 - len(cut))  # placeholders behind the prompt, which siblings in a pack share
     assert (len(cut), sum(cut) - together) == (work.forwards, work.tokens_fed)
-
-
-def test_a_completion_that_no_forward_holds_is_refused():
-    with pytest.raises(ValueError, match="--rows: a forward must hold 30 rows, got 20"):
-        packs([Group(10, (5, 20), 40, live=True)], 20)
 
 
 def test_a_forward_takes_as_long_as_on_the_rank_with_the_most_rows_in_it():
@@ -125,29 +120,6 @@ def test_groups_and_bytes_of_rollouts_follow_from_their_lengths():
     assert requests == (k + 1) * (3 * p + 5 * t) * 8 + answers
     assert tree == (p / 2 + t + 2 * (k + 1)) * 8 + (k + 1) * 4
     assert weights == 4 * t
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "no-such-model"], "--model: must be one of"),
-        (["--spans", "40"], "--spans: 40 of 12 tokens do not fit in 216"),
-        (["--mixed", "2"], "--mixed: must be"),
-    ],
-)
-def test_a_step_that_cannot_be_is_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        explain.main(arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_a_table_takes_the_place_of_the_one_by_the_same_command(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- a --gpu X -->\nold\n<!-- end -->\nafter <!-- end -->\n")
-    put_in_page(page, "a --gpu X", "new \\1\n")
-    assert page.read_text() == "before\n<!-- a --gpu X -->\nnew \\1\n<!-- end -->\nafter <!-- end -->\n"
-    with pytest.raises(ValueError, match="has no place for it: <!-- a -->"):
-        put_in_page(page, "a", "new")
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.harness import workloads
 from benchmarks.harness.counting import attention_flops, counted, tree_pairs
-from benchmarks.harness.environment import find_commit
 from benchmarks.harness.race import Absent, Budget, Contender, WrongAnswer, race
 from benchmarks.harness.workloads import Job, Span, gsm8k_job, random_model, shaped_job
 from benchmarks.speed import command
@@ -241,27 +240,3 @@ def test_a_killed_session_leaves_the_races_it_had_finished_beside_other_parts(tm
     assert parts.keys() == {"loss", "step"}
     assert [(f["group"], f["seconds"]["median"]) for f in parts["step"]["figures"]] == [("finished", 2.0)]
     assert [name.rpartition("::")[2] for name in parts["step"]["failed"]] == ["test_a_failure"]
-
-
-def test_peers_are_for_parts_that_have_some(capsys):
-    with pytest.raises(SystemExit):
-        command.parse_options(["--device", "cpu", "--only", "loss", "--peers", "ours"])
-    assert "--peers is for scoring, step, profile" in capsys.readouterr().err
-
-
-def test_without_git_the_commit_is_the_one_that_the_caller_names(tmp_path):
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run(["git", *identity, "commit", "-q", "--allow-empty", "-m", "outer"], cwd=tmp_path, check=True)
-    (tmp_path / "copy").mkdir()
-    assert find_commit("given", tmp_path / "copy") == ("given", None)
-    assert find_commit(None, tmp_path / "copy") == ("unknown", None)
-    commit, dirty = find_commit("given", tmp_path)
-    assert (len(commit), dirty) == (12, False)
-
-
-def test_a_folder_of_gsm8k_that_lacks_a_file_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("GSM8K", str(tmp_path))
-    (tmp_path / "train.jsonl").touch()
-    with pytest.raises(ValueError, match=r"has no model_solutions\.jsonl; docs/benchmarks\.md says how to get it"):
-        workloads.gsm8k_folder()
