@@ -5,7 +5,7 @@ The controls `inverted` and `random` act in between, so every estimator has them
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -16,14 +16,27 @@ from ..options import NotNegative, Share, as_numbers, check_fields
 from ..span import Span, span_inside
 
 Control = Literal["inverted", "random", "off"]
+NORMALIZATIONS = (None, "mean")
 _EQUAL = 1e-6  # difference up to which importances under "range" count as equal
 
 Reshape = Callable[[Tensor, Sequence[Span], Span | None, int], Tensor]
 """Function from importances (K,), their K units, the answer and the completion's length to weights (length,) fp32."""
 
 
-def span_weights(drop: Tensor, spans: Sequence[Span], answer: Span | None, length: int) -> Tensor:
-    """Weigh the tokens of one completion by the drops of its spans (CF paper, eqs. 6 and 7), as `Range()`.
+def span_weights(
+    drop: Tensor,
+    spans: Sequence[Span],
+    answer: Span | None,
+    length: int,
+    *,
+    control: Control | None = None,
+    w_min: float = 0.5,
+    w_max: float = 4.0,
+    w_answer: float = 1.5,
+    normalize: str | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Weigh the tokens of one completion by the drops of its spans (CF paper, eqs. 4, 6 and 7), as `Range`.
 
     Importance `-drop` is min-max normalised over the spans. One span, or drops that differ by the rounding of float32
     only, weigh 1, as do tokens outside every span. A token in several spans takes the largest importance among them.
@@ -33,13 +46,22 @@ def span_weights(drop: Tensor, spans: Sequence[Span], answer: Span | None, lengt
         spans: K half-open token spans.
         answer: the answer's tokens, or None.
         length: completion tokens.
+        control: as in `CounterfactualConfig`; "off" makes all weights 1, the answer's too.
+        w_min, w_max, w_answer: as in `Range`.
+        normalize: "mean" rescales the result to mean 1.
+        generator: source of the control "random", on the CPU; default torch's global one.
 
     Returns:
         (length,) fp32 on drop's device.
 
     Raises:
-        ValueError: shapes, spans outside the completion or non-finite drops; names argument and value.
+        ValueError: options, shapes, spans outside the completion or non-finite drops; names argument and value.
     """
+    if control not in (None, *get_args(Control)):
+        raise ValueError(f"control must be None or one of {get_args(Control)}, got {control!r}")
+    if normalize not in NORMALIZATIONS:
+        raise ValueError(f"normalize must be one of {NORMALIZATIONS}, got {normalize!r}")
+    rule = Range(w_min, w_max, w_answer)
     if drop.ndim != 1 or len(drop) != len(spans):
         raise ValueError(f"drop must hold one value per span: got shape {tuple(drop.shape)} for {len(spans)} spans")
     for k, span in enumerate(spans):
@@ -47,12 +69,15 @@ def span_weights(drop: Tensor, spans: Sequence[Span], answer: Span | None, lengt
     if answer is not None:
         span_inside("answer", answer, length)
     values = drop.detach().float().cpu()
-    if (bad := (~torch.isfinite(values)).nonzero()).numel():
+    if control in (None, "inverted") and (bad := (~torch.isfinite(values)).nonzero()).numel():
         k = int(bad[0])
         raise ValueError(f"drop, span {k}: must be finite, got {values[k].item()}")
     if len(values) and values.max() - values.min() <= FLOAT32_NOISE:
         values = torch.zeros(len(values))
-    return Range().weigh(WeightInputs(-values, spans, answer, length), inverted=False).to(drop.device)
+    row = WeightInputs(-values, spans, answer, length)
+    row = with_draws(row, rule, generator) if control == "random" else row
+    weights = torch.ones(length) if control == "off" else rule.weigh(row, inverted=control == "inverted")
+    return normalized_weights(weights, normalize).to(drop.device)
 
 
 def spread_over_tokens(values: Tensor, units: Sequence[Span], length: int) -> Tensor:

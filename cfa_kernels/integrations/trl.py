@@ -5,14 +5,14 @@ them. Then TRL's own loss runs, or the packed one (`trl_losses.py`), which may a
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from packaging.version import Version
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ from ..losses.checks import LOSS_TYPES, LossOptions, weights_sequences
 from ..scoring.access import GRADIENTS
 from . import require
 from .credit import OFFERS, ONE_RATIO, obstacles, refuse, unmet_needs
-from .trl_credit import ROW, batch_credit, loss_mask, why_at_once, why_nothing
+from .trl_credit import ROW, batch_credit, loss_mask, weighed, why_at_once, why_nothing
 from .trl_losses import check_trains_packed, loss_of_packed_rows, prompts_together
 
 OLDEST = "1.0.0"
@@ -146,6 +146,8 @@ class CounterfactualMixin(_Trainer):
         if "pixel_values" in output and (credited or self.packed_loss):
             refuse(["images (pixel_values)"], "packed_loss=True" if self.packed_loss else "counterfactual credit")
         if not credited:
+            if self.counterfactual.control != "off":  # the table is filled in evaluation too
+                self._log_weighed([None] * len(output["completion_ids"]))
             return output
         count = len(output["advantages"])
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
@@ -196,6 +198,12 @@ class CounterfactualMixin(_Trainer):
         if not self._has_warned and (problem := why_nothing(batch, credit)) is not None:
             self._has_warned = True
             warnings.warn(problem, stacklevel=2)
+        if self.log_completions:
+            self._log_weighed(weighed(batch, credit))
+
+    def _log_weighed(self, texts: Sequence[str | None]) -> None:
+        if self.log_completions and "extra" in self._logs:
+            self._logs["extra"]["weighed"].extend(gather_object(list(texts)))  # type: ignore[index]
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         self._rewards_by_function = super()._calculate_rewards(*args, **kwargs)

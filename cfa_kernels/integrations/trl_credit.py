@@ -61,6 +61,21 @@ def unpadded(column: Tensor, rows: Rows) -> Any:
     return column if column.ndim == 1 else [row[:n] for row, n in zip(column, rows.lengths, strict=True)]
 
 
+def weighed(batch: DeferredCredit, credit: Credit) -> list[str]:
+    """Describe the weighed tokens of each completion in runs of one value: "3 + 4 = 7. (4.00) | #### 7 (1.50)".
+
+    Values are weights or, for signed credit, advantages.
+    """
+    signed = credit.advantages is not None
+    texts = []
+    for b, (ids, values) in enumerate(zip(batch.rows.completions, credit.advantages or credit.weights, strict=True)):
+        plain = float(batch.advantages[b]) if signed else 1.0
+        levels, counts = values.unique_consecutive(return_counts=True)
+        runs = [one for one in zip(levels.tolist(), ids.split(counts.tolist()), strict=True) if one[0] != plain]
+        texts.append(" | ".join(f"{batch.tokenizer.decode(run).strip()} ({value:.2f})" for value, run in runs))
+    return texts
+
+
 def why_nothing(batch: DeferredCredit, credit: Credit) -> str | None:
     """Explain why no completion with an advantage got credit; None if one did, or none was due."""
     due = [b for b, advantage in enumerate(batch.advantages) if (advantage != 0).any() and batch.rows.lengths[b]]

@@ -8,25 +8,19 @@ from hypothesis import strategies as st
 
 from cfa_kernels import policy_loss
 from cfa_kernels.credit.weights import (
+    NORMALIZATIONS,
     Bilevel,
     Identity,
-    Range,
     TopShare,
     WeightInputs,
-    normalized_weights,
     span_weights,
-    with_draws,
 )
 from cfa_kernels.span import Span
 
 SPANS = [Span(1, 3), Span(4, 6), Span(6, 7)]
 ANSWER = Span(8, 10)
 DROP = torch.tensor([-3.0, -1.0, 1.0])
-
-
-def by_range(drop, spans, answer, length, *, inverted=False, normalize=None, **options):
-    row = WeightInputs(-drop.float(), spans, answer, length)
-    return normalized_weights(Range(**options).weigh(row, inverted=inverted), normalize)
+NOTHING_LEFT = {"w_min": 0.0, "w_max": 0.0, "spans": [Span(0, 4), Span(4, 7), Span(7, 11)], "answer": None}
 
 
 def test_importances_map_to_the_weight_range_and_the_rest_weighs_one():
@@ -37,14 +31,18 @@ def test_importances_map_to_the_weight_range_and_the_rest_weighs_one():
 
 
 def test_inverted_gives_the_most_important_span_the_lowest_weight():
-    weights = by_range(DROP, SPANS, ANSWER, 11, inverted=True)
+    weights = span_weights(DROP, SPANS, ANSWER, 11, control="inverted")
     torch.testing.assert_close(weights, torch.tensor([1, 0.5, 0.5, 1, 2.25, 2.25, 4.0, 1, 1.5, 1.5, 1]))
 
 
+def test_uniform_weighs_everything_one_even_the_answer():
+    assert span_weights(DROP, SPANS, ANSWER, 11, control="off").eq(1).all()
+
+
 def test_random_draws_every_reasoning_token_from_the_range_by_the_generator():
-    row = WeightInputs(-DROP, SPANS, ANSWER, 400)
     first, again = (
-        Range().weigh(with_draws(row, Range(), torch.Generator().manual_seed(7)), inverted=False) for _ in "ab"
+        span_weights(DROP, SPANS, ANSWER, 400, control="random", generator=torch.Generator().manual_seed(7))
+        for _ in "ab"
     )
     assert torch.equal(first, again)
     assert first[8:10].tolist() == [1.5, 1.5]
@@ -54,13 +52,13 @@ def test_random_draws_every_reasoning_token_from_the_range_by_the_generator():
     assert 3.8 < reasoning.max() <= 4.0
 
 
-@pytest.mark.parametrize("drop", [[-2.0], [-2.0, -2.0, -2.0], [-2.0, -2.0 + 2e-5, -2.0]])
-def test_one_span_or_equal_importances_weigh_one(drop):
+@pytest.mark.parametrize("control", [None, "inverted"])
+@pytest.mark.parametrize("drop", [[-2.0], [-2.0, -2.0, -2.0], [-2.0, -2.0 + 1e-7, -2.0]])
+def test_one_span_or_equal_importances_weigh_one(control, drop):
+    weights = span_weights(torch.tensor(drop), SPANS[: len(drop)], ANSWER, 11, control=control)
     expected = torch.ones(11)
     expected[8:10] = 1.5
-    assert torch.equal(span_weights(torch.tensor(drop), SPANS[: len(drop)], ANSWER, 11), expected)
-    if len(set(drop)) == 1:
-        assert torch.equal(by_range(torch.tensor(drop), SPANS[: len(drop)], ANSWER, 11, inverted=True), expected)
+    assert torch.equal(weights, expected)
 
 
 def test_without_spans_or_answer_everything_weighs_one():
@@ -73,22 +71,29 @@ def test_a_token_in_several_spans_takes_the_largest_importance():
     spans = [Span(0, 4), Span(2, 6), Span(7, 8)]
     drop = torch.tensor([-2.0, -1.0, 0.0])
     assert span_weights(drop, spans, None, 9).tolist() == [4.0] * 4 + [2.25] * 2 + [1.0, 0.5, 1.0]
-    inverted = by_range(drop, spans, None, 9, inverted=True)
+    inverted = span_weights(drop, spans, None, 9, control="inverted")
     assert inverted.tolist() == [0.5] * 4 + [2.25] * 2 + [1.0, 4.0, 1.0]
 
 
 drops = st.lists(st.floats(-50, 50, width=32), min_size=3, max_size=3)
 
 
-@given(drops, st.booleans(), st.sampled_from([None, "mean"]), st.floats(0, 2), st.floats(2, 9))
-def test_weights_are_finite_never_negative_and_have_mean_one_when_normalised(drop, inverted, normalize, w_min, w_max):
-    options = {"inverted": inverted, "normalize": normalize, "w_min": w_min, "w_max": w_max}
-    weights = by_range(torch.tensor(drop), SPANS, ANSWER, 11, **options)
+@given(
+    drops,
+    st.sampled_from([None, "inverted", "random", "off"]),
+    st.sampled_from(NORMALIZATIONS),
+    st.floats(0, 2),
+    st.floats(2, 9),
+)
+def test_weights_are_finite_never_negative_and_have_mean_one_when_normalised(drop, control, normalize, w_min, w_max):
+    weights = span_weights(
+        torch.tensor(drop), SPANS, ANSWER, 11, control=control, normalize=normalize, w_min=w_min, w_max=w_max
+    )
     assert torch.isfinite(weights).all()
     assert (weights >= 0).all()
     if normalize == "mean":
         assert abs(weights.mean().item() - 1) < 1e-5
-    else:
+    elif control != "off":
         assert weights.max() <= max(w_max, 1.5) * (1 + 1e-6)
 
 
@@ -104,6 +109,12 @@ def test_only_the_order_and_spacing_of_drops_matter(drop, factor, shift):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"control": "causal"}, "control must be None or one of .* got 'causal'"),
+        ({"normalize": "sum"}, "normalize must be one of .* got 'sum'"),
+        ({"w_min": -1.0}, "w_min must be finite and at least 0, got -1.0"),
+        ({"w_max": float("inf")}, "w_max must be finite and at least 0, got inf"),
+        ({"w_answer": float("nan")}, "w_answer must be finite and at least 0, got nan"),
+        ({"w_min": 5.0}, "w_min must not exceed w_max, got 5.0 and 4.0"),
         ({"drop": DROP[:2]}, r"drop must hold one value per span: got shape \(2,\) for 3 spans"),
         ({"drop": torch.tensor([0.0, float("nan"), 1.0])}, "drop, span 1: must be finite, got nan"),
         (
@@ -111,28 +122,13 @@ def test_only_the_order_and_spacing_of_drops_matter(drop, factor, shift):
             r"spans, span 1: \(3, 3\) is not a non-empty span inside a completion of 11",
         ),
         ({"answer": Span(9, 12)}, r"answer: \(9, 12\) is not a non-empty span inside"),
+        ({**NOTHING_LEFT, "normalize": "mean"}, "needs a weight above 0"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name_and_value(change, message):
     arguments = {"drop": DROP, "spans": SPANS, "answer": ANSWER, "length": 11, **change}
     with pytest.raises(ValueError, match=message):
         span_weights(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"w_min": -1.0}, "w_min must be finite and at least 0, got -1.0"),
-        ({"w_max": float("inf")}, "w_max must be finite and at least 0, got inf"),
-        ({"w_answer": float("nan")}, "w_answer must be finite and at least 0, got nan"),
-        ({"w_min": 5.0}, "w_min must not exceed w_max, got 5.0 and 4.0"),
-    ],
-)
-def test_bad_ranges_are_refused_by_name_and_value(options, message):
-    with pytest.raises(ValueError, match=message):
-        Range(**options)
-    with pytest.raises(ValueError, match="needs a weight above 0"):
-        normalized_weights(torch.zeros(3), "mean")
 
 
 def tokens(count: int, start: int = 0) -> list[Span]:

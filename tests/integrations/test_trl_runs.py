@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 
@@ -106,6 +107,20 @@ def test_where_there_is_credit_or_none_is_wanted_nothing_is_warned_of(train, con
         warnings.simplefilter("always")
         train(trainer=given)
     assert not [warning for warning in caught if "credit/scored_fraction" in str(warning.message)]
+
+
+def test_the_table_of_completions_shows_which_tokens_were_weighed(tmp_path):
+    trainer = build(str(tmp_path), log_completions=True, max_steps=2)
+    trainer.train()
+    table = pandas.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
+    assert len(table["weighed"]) == len(table["completion"]) == 8
+    scored = [(text, shown) for text, shown in zip(table["completion"], table["weighed"], strict=True) if shown]
+    assert scored
+    for text, shown in scored:
+        for run in shown.split(" | "):
+            phrase = re.fullmatch(r"(.*) \(\d+\.\d\d\)", run)[1]
+            assert phrase in text
+    assert any("#### 7 (1.50)" in shown or "#### 5 (1.50)" in shown for _, shown in scored)
 
 
 DOCUMENTED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
