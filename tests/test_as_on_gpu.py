@@ -18,33 +18,25 @@ from tests.support.models import make_model
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU says so itself")
 
 
-def there(x):
-    """Where the GPU would say that a tensor is."""
-    assert (x.device == torch.device("cpu")) != on_gpu(x)
-    return on_gpu(x)
-
-
-def test_what_is_made_from_tensors_of_the_gpu_is_there(device):
-    x = torch.randn(3, 4, device=device)
+def test_tensors_are_where_a_gpu_would_have_them(device):
+    x, host = torch.randn(3, 4, device=device), torch.ones(3)
     model = nn.Linear(4, 2).to(device)
-    found = [
-        x + 1, x.view(12)[2:], torch.cat([x, x]), x.new_zeros(2), torch.zeros_like(x), *x.split(2), nn.Parameter(x),
+    there = [
+        x, x + 1, x.view(12)[2:], torch.cat([x, x]), x.new_zeros(2), torch.zeros_like(x), *x.split(2), nn.Parameter(x),
         x.max(1).values, torch.zeros(2, device=x.device), torch.tensor([1], device=device), torch.ones(2).to(x),
         torch.ones(2).to(device, torch.float64), model(x), *model.double().parameters(),
         *copy.deepcopy(model).parameters(),
     ]  # fmt: skip
-    assert all(map(there, found))
     model(x.double()).sum().backward()
-    assert there(model.weight.grad)
-
-
-def test_what_is_fetched_or_made_on_the_host_is_there(device):
-    x = torch.randn(3, 4, device=device)
-    model = nn.Linear(4, 2).to(device).cpu()
-    host = torch.ones(3)
-    found = [x.cpu(), x.to("cpu"), x.to(host), host.copy_(x[:, 0]), torch.zeros(2), torch.zeros_like(x, device="cpu")]
-    assert not any(map(there, (*found, host, *model.parameters())))
-    assert there(x)
+    here = [
+        host, x.cpu(), x.to("cpu"), x.to(host), host.copy_(x[:, 0]), torch.zeros_like(x, device="cpu"),
+        *nn.Linear(4, 2).to(device).cpu().parameters(),
+    ]  # fmt: skip
+    for tensors, side in (([*there, model.weight.grad], True), (here, False)):
+        for tensor in tensors:
+            assert on_gpu(tensor) == (tensor.device != torch.device("cpu")) == side
+    with pytest.raises(TypeError, match=r"call \.cpu"):
+        x.numpy()
 
 
 @pytest.mark.parametrize(
@@ -65,18 +57,10 @@ def test_tensors_of_both_sides_in_one_call_are_refused(mix, device):
         mix(torch.randn(4, 4, device=device), torch.randn(4, 4))
 
 
-def test_a_tensor_of_the_gpu_is_no_array(device):
-    with pytest.raises(TypeError, match=r"call \.cpu"):
-        torch.ones(2, device=device).numpy()
-
-
-def test_kernels_take_no_tensors_of_the_host():
+def test_kernels_take_no_tensors_of_the_host(device):
     table, _ = build([[1, 2]])
     with pytest.raises(RuntimeError, match="would be refused on a GPU"):
         tree_attention(*qkv(2, 2, 1, 16, torch.float32), table, backend="triton")
-
-
-def test_a_kernel_takes_no_mask_of_the_host_beside_rows_of_the_gpu(device):
     row, targets = torch.randn(1, 2, 64, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     rows = LogitRows(row, None, targets, backend="triton")
     row_logprobs(rows, torch.ones(2, dtype=torch.bool, device=device), with_entropy=False)

@@ -1,7 +1,6 @@
-"""A GPU that is not there: tensors that say they lie on it, and a count of what would make the host wait for it.
+"""Tensors of a make-believe GPU, and a count of what would make the host wait for it.
 
-Values are computed on the CPU, by the operators' PyTorch forms, so whatever is run goes on after a wait and its result
-can be looked at. Tensors on both sides are told apart as a GPU would: mixing them is an error.
+The CPU computes their values, by the operators' PyTorch forms. Mixing them with tensors of the host is an error.
 """
 
 import contextlib
@@ -30,9 +29,11 @@ _WAIT_ALWAYS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
     "aten::unique_consecutive", "aten::equal", "aten::is_nonzero", "aten::bincount",
 }  # fmt: skip
+# Those that look at numbers unless this option says how many rows to make, or that lengths need no check.
+_WAIT_UNLESS = {"aten::repeat_interleave": "output_size", "aten::segment_reduce": "unsafe"}
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-_CPU_FORMS = {"row_softmax.py"}  # on a GPU a kernel runs in its place
-_REPOSITORY = Path(__file__).resolve().parents[2]
+_CPU_FORM = "row_softmax.py"  # on a GPU a kernel runs in its place
+_OWN = tuple(f"{Path(__file__).resolve().parents[2]}/{part}/" for part in ("cfa_kernels", "trainer", "tests"))
 
 
 class OnDevice(torch.Tensor):
@@ -58,7 +59,6 @@ class OnDevice(torch.Tensor):
     is_cpu = property(lambda self: False)  # type: ignore[assignment]
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `Tensor.to`; the way to the CPU is a wait."""
         if args and isinstance(args[0], Tensor):
             args, kwargs = (), {"device": args[0].device, "dtype": args[0].dtype}
         kwargs.pop("copy", None)
@@ -67,15 +67,12 @@ class OnDevice(torch.Tensor):
         return same if device is None or device.type == "cuda" else _fetched("to(cpu)", same)
 
     def cpu(self) -> Tensor:
-        """A wait."""
         return _fetched("cpu", self)
 
     def numpy(self, **_: Any) -> Any:
-        """An error, as on a GPU."""
         raise TypeError("can't convert a device tensor to numpy")
 
     def tolist(self) -> Any:
-        """A wait."""
         return _fetched("tolist", self).tolist()
 
 
@@ -97,14 +94,13 @@ class Waits(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         """Count a wait, by the nearest lines of this repository that caused it."""
-        files = [(Path(frame.filename), frame.lineno) for frame in inspect.stack()[1:]]
-        own = [(path, line) for path, line in files if path.is_relative_to(_REPOSITORY) and path.name != "waits.py"]
-        own = [(path, line) for path, line in own if "site-packages" not in path.parts]
-        if own[0][0].name not in _CPU_FORMS:
-            self.seen.append(f"{what} at {' < '.join(f'{path.name}:{line}' for path, line in own[:3])}")
+        files = [frame for frame in inspect.stack()[1:] if frame.filename.startswith(_OWN)]
+        own = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in files if frame.filename != __file__]
+        if not own[0].startswith(_CPU_FORM):
+            self.seen.append(f"{what} at {' < '.join(own[:3])}")
 
     def upload(self, host: Tensor, non_blocking: bool) -> OnDevice:
-        """A copy from the host, which waits unless it comes from pinned memory and may be left to itself."""
+        """Copy from the host, which waits unless the copy is from pinned memory and does not block."""
         if not (non_blocking and host.untyped_storage().data_ptr() in self._pinned):
             self.note("upload from pageable memory" if non_blocking else "blocking upload")
         return OnDevice(host.clone())
@@ -129,7 +125,7 @@ class Waits(TorchDispatchMode):
             return found if kwargs.get("dtype") is None else OnDevice(found.inner.to(kwargs["dtype"]))
         if name == "aten::copy_" and len(ours) == 1:
             self.note("upload by copy_" if isinstance(args[0], OnDevice) else "download by copy_")
-        elif name in _WAIT_ALWAYS or _waits_by_its_options(func, args, kwargs):
+        elif name in _WAIT_ALWAYS or (name in _WAIT_UNLESS and not kwargs.get(_WAIT_UNLESS[name])):
             self.note(name)
         elif name in _INDEXING:
             for index in [x for x in args[1] if x is not None]:
@@ -151,15 +147,8 @@ class Waits(TorchDispatchMode):
         return tree_map_only(Tensor, OnDevice, out)
 
 
-def _waits_by_its_options(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether this call looks at numbers: how many rows to make, lengths that it is to check."""
-    if func._schema.name == "aten::repeat_interleave":
-        return kwargs.get("output_size") is None
-    return func._schema.name == "aten::segment_reduce" and not kwargs.get("unsafe")
-
-
 def _run_op(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """One of our operators: what its launcher does on the host, then its PyTorch form."""
+    """Run what an operator's launcher does on the host, then its PyTorch form."""
     if name == "tree_attention":
         q, k, v, sinks, *of_table, scale, softcap, window, chunk, first, with_lse = args
         table = SegmentTable.of(*of_table)
@@ -180,19 +169,17 @@ def _run_op(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
 def put_on_device(model: nn.Module) -> nn.Module:
     """Move the weights and buffers of `model`, in place."""
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                there = OnDevice(parameter.detach())
-                module._parameters[name] = nn.Parameter(there, requires_grad=parameter.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = OnDevice(buffer)
+        for name, parameter in module.named_parameters(recurse=False):
+            there = OnDevice(parameter.detach())
+            module._parameters[name] = nn.Parameter(there, requires_grad=parameter.requires_grad)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = OnDevice(buffer)
     return model
 
 
 @contextlib.contextmanager
 def a_device() -> Iterator[Waits]:
-    """The device, for a while; what makes the host wait is in `seen`. Skips the test where there is a real one."""
+    """Make the device exist for a while; skips the test on a machine with a real one."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is here, which PyTorch itself can watch")
     with pytest.MonkeyPatch.context() as patch:
@@ -200,7 +187,7 @@ def a_device() -> Iterator[Waits]:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(Tensor, "pin_memory", _pin_memory)
+        patch.setattr(Tensor, "pin_memory", lambda x: torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x))
         patch.setattr(torch, "tensor", _tensor(torch.tensor))
         # Gradients are grouped by what C++ takes their device for.
         patch.setattr(clip_grad, "_group_tensors_by_device_and_dtype", lambda lists: {(DEVICE, None): (lists, None)})
@@ -213,14 +200,8 @@ def a_device() -> Iterator[Waits]:
 def _tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`torch.tensor`, whose copy to a device no mode sees."""
 
-    def tensor(data: Any, *, device: torch.device | str | None = None, **options: Any) -> Tensor:
+    def tensor(data: Any, *, device: torch.device | str = "cpu", **options: Any) -> Tensor:
         made = make(data, **options)
-        on_device = device is not None and torch.device(device).type == "cuda"
-        return Waits.current.upload(made, non_blocking=False) if on_device else made
+        return Waits.current.upload(made, non_blocking=False) if torch.device(device).type == "cuda" else made
 
     return tensor
-
-
-def _pin_memory(tensor: Tensor) -> Tensor:
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor)
