@@ -1,10 +1,8 @@
-"""A suite without a GPU that notices what a GPU would refuse.
+"""Refuse on a machine without a GPU what one would refuse.
 
-`DEVICE` is the GPU where there is one. Elsewhere it is host memory by another name, which `AsOnGpu` tells apart from
-the host's: it follows what is made on `DEVICE` or moved there through every function of torch, and what a GPU machine
-refuses is an error here too. Tensors on both sides in one call; `backend="triton"` for tensors of the host; what the
-default backend takes to a kernel that does not take it, such as heads of 12 or float64. Kernels are run as ever: by
-Triton's interpreter where a test asks for them, else as the PyTorch forms.
+`DEVICE` is the GPU, or host memory by another name: `AsOnGpu` follows what is made on `DEVICE` or moved there through
+every function of torch. It refuses tensors of both sides in one call, `backend="triton"` for tensors of the host, and
+by default heads and dtypes that the kernels do not take. The default backend still runs the PyTorch forms.
 """
 
 import sys
@@ -55,58 +53,39 @@ class AsOnGpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if not AsOnGpu.active:
             return func(*args, **kwargs)
-        special = _SPECIAL.get(func)
-        if special is not None:
-            return special(func, args, kwargs)
-        found = func(*args, **kwargs)
+        if func in _SPECIAL:
+            return _SPECIAL[func](func, args, kwargs)
+        out = func(*args, **kwargs)
         device = kwargs.get("device")
         if device is not None:
-            return _mark(found, torch.device(device) == DEVICE)
-        there = host = False
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(value, Tensor):
-                if value._as_on_gpu:
-                    there = True
-                elif value.dim():
-                    host = True
-            elif isinstance(value, (list, tuple)):
-                for tensor in _tensors(value):
-                    there, host = there or tensor._as_on_gpu, host or not tensor._as_on_gpu
-        if there and host:
+            return _mark(out, torch.device(device) == DEVICE)
+        sides = {tensor._as_on_gpu for tensor in _tensors((*args, *kwargs.values()) if kwargs else args)}
+        if True not in sides:
+            return out
+        if False in sides:
             _refuse_mixtures(func, args, kwargs)
-        return _mark(found, True) if there else found
+        return _mark(out, True)
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
-def _mark(found: Any, there: bool) -> Any:
-    if isinstance(found, Tensor):
-        found._as_on_gpu = there  # type: ignore[attr-defined]
-    elif isinstance(found, (list, tuple)):
-        for part in found:
-            _mark(part, there)
-    return found
-
-
-def _device(func: Any, args: Any, _: Any) -> torch.device:
-    return DEVICE if on_gpu(args[0]) else func(*args)
+def _mark(out: Any, there: bool) -> Any:
+    for tensor in _tensors((out,)):
+        tensor._as_on_gpu = there  # type: ignore[attr-defined]
+    return out
 
 
 def _set_data(func: Any, args: Any, _: Any) -> None:
     func(*args)
     _mark(args[0], on_gpu(args[1]))
-
-
-def _by_first(func: Any, args: Any, kwargs: Any) -> Any:
-    return _mark(func(*args, **kwargs), on_gpu(args[0]))
 
 
 def _to_numpy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -126,37 +105,37 @@ def _to(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _grad(func: Any, args: Any, kwargs: Any) -> Any:
+    gradients = func(*args, **kwargs)
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-    found = func(*args, **kwargs)
-    for gradient, x in zip(found, _tensors((inputs,)), strict=True):
+    for gradient, x in zip(gradients, _tensors((inputs,)), strict=True):
         _mark(gradient, on_gpu(x))
-    return found
+    return gradients
 
 
-def _moved(source: Tensor, found: Tensor, there: bool) -> Tensor:
-    return found if there == on_gpu(found) else _mark(found.clone() if found is source else found, there)
+def _moved(source: Tensor, out: Tensor, there: bool) -> Tensor:
+    return out if there == on_gpu(out) else _mark(out.clone() if out is source else out, there)
 
 
 _SPECIAL = {
-    Tensor.device.__get__: _device,
+    Tensor.device.__get__: lambda func, args, _: DEVICE if on_gpu(args[0]) else func(*args),
     Tensor.data.__set__: _set_data,
     torch.autograd.grad: _grad,
     Tensor.to: _to,
     Tensor.cpu: lambda func, args, kwargs: _moved(args[0], func(*args, **kwargs), False),
     Tensor.cuda: lambda func, args, kwargs: _moved(args[0], args[0], True),
     **dict.fromkeys((Tensor.numpy, Tensor.__array__), _to_numpy),
-    **dict.fromkeys(_BY_FIRST, _by_first),
+    **dict.fromkeys(_BY_FIRST, lambda func, args, kwargs: _mark(func(*args, **kwargs), on_gpu(args[0]))),
 }
 
 
 def _refuse_mixtures(func: Any, args: Any, kwargs: Any) -> None:
-    given = _tensors((*args, *kwargs.values()))
+    tensors = _tensors((*args, *kwargs.values()))
     schema = getattr(func, "_schema", None)
     if schema is not None and schema.name.startswith("cfa_kernels::"):
         named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        given = _tensors(value for name, value in named.items() if name not in _HOST_ARGUMENTS)
-    if len({on_gpu(tensor) for tensor in given if tensor.ndim}) > 1:
-        sides = ", ".join(f"{'GPU' if on_gpu(x) else 'host'} {tuple(x.shape)}" for x in given)
+        tensors = _tensors(value for name, value in named.items() if name not in _HOST_ARGUMENTS)
+    if len({on_gpu(tensor) for tensor in tensors if tensor.ndim}) > 1:
+        sides = ", ".join(f"{'GPU' if on_gpu(x) else 'host'} {tuple(x.shape)}" for x in tensors)
         raise RuntimeError(f"{func}: on a GPU its tensors would be on different devices: {sides}")
 
 
