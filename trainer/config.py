@@ -91,8 +91,8 @@ class TrainConfig(RewardSettings, DataConfig):
     their reward by this much (lambda times rho) before the group is compared, and only tokens that it edits get credit.
     0 leaves completions as they are."""
     answer_format: str | None = None
-    """Form of answers beside those that docs/spans.md lists: a regular expression whose first group is the answer, or
-    "module:function" of a text that gives the answer's start and end."""
+    """Form of answers in place of those that docs/spans.md lists: a regular expression whose one group, or group
+    `answer`, is the answer, or "module:function" of a text that gives the answer's start and end."""
     token_budget: Count | None = None
     """Most packed tokens of a forward, but for a larger group. By default what half of the free memory holds."""
 

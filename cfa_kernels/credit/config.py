@@ -35,7 +35,7 @@ class CounterfactualConfig:
     """Control of a comparison: "inverted", high importance gets low weight; "random", draws replace what the
     estimator finds; "off", all weights are 1. None for no control."""
     units: Literal["spans", "tokens"]
-    """What is judged: spans, or single tokens; those before the answer's marker where an answer is needed, else all.
+    """Units to judge: spans, or single tokens; those before the answer's marker where an answer is needed, else all.
     By default as in the estimator's source."""
     spans: SpanRules
     """Rules for spans."""

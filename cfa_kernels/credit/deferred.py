@@ -117,7 +117,7 @@ class DeferredCredit:
         for i, b in enumerate(rows if self.factors is not None else ()):
             factors = self.factors[b].to(credit.weights[i])  # type: ignore[index]
             weights = credit.weights[i] * factors
-            # What is left is normalised if something was taken away; if nothing is left, there is no credit.
+            # Weights that remain are normalised if some were taken away; if none remain, there is no credit.
             partly = not factors.all() and weights.any()
             credit.weights[i] = normalized_weights(weights, self.config.normalize) if partly else weights
         self.parts.append((rows, credit))

@@ -81,7 +81,7 @@ ESTIMATORS: dict[str, type[Estimator]] = {}
 class OwnFunction(Estimator):
     """Estimator of the caller: a function (model, `ScoredBatch`) -> `Importances`.
 
-    It gets every completion of the batch, whatever its advantage. Where the model is in other processes, it gets the
+    It gets every completion of the batch, whatever its advantage. If the model is in other processes, it gets the
     access in the model's place: `access.score(replace(batch, mask=0))`.
     """
 

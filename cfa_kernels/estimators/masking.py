@@ -31,8 +31,8 @@ class Masking(Estimator):
     token ("last") or of its mean logits ("mean")."""
     effect: Literal["direct", "total"] = "direct"
     """"direct", what the answer loses while all later text stays as it was written, or "total", also what it loses
-    through later units that would not have come out as they did, see `total_effects`. Total effects are exact, of the
-    answer's log-prob, with placeholders."""
+    through later units that would not have come out as they did, see `total_effects`; this needs outcome "logprob",
+    mask "placeholder" and no preselection."""
     mask: Literal["placeholder", "drop", "resampled"] = "placeholder"
     """Replacement of a masked unit: "placeholder" for each token, "drop", nothing, so that later tokens move up, or
     "resampled", what the model itself might have written there, see `draw_fills`."""

@@ -32,7 +32,7 @@ def packs_of(
 def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least: int = 0) -> Iterable[Pack]:
     """Add idle packs where there are fewer than `at_least`, and where processes that share `model` feed more.
 
-    Such processes run as many forwards, and backwards, as each other.
+    Processes that share a model must all run the same number of forwards and backwards.
     """
     ranks = inside(model)
     if ranks is None and not at_least:
@@ -47,9 +47,9 @@ def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least
 def trained_first(
     model: PreTrainedModel, groups: Sequence[int], counts: np.ndarray, trained: Sequence[bool] | None
 ) -> tuple[list[int], list[int]]:
-    """Part the rows, group by group, into those of groups with a row that a backward is to reach, and all others.
+    """Split rows into those whose group needs a gradient and all others.
 
-    Where processes share `model`, and so run as many forwards as each other, all are of the first kind.
+    If processes share `model`, and so must run equally many forwards, all rows are of the first kind.
     """
     order = sorted(range(len(groups)), key=groups.__getitem__)
     if trained is None:

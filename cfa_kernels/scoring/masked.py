@@ -46,7 +46,7 @@ class ScoringWork:
 class CounterfactualScores:
     """Scores of the answers of B completions, as sampled and without each span, in nats, fp32 on the host.
 
-    The lower its drop, the more a span matters: its importance is `-drop`. Where the outcome is a distribution (`last`,
+    The lower its drop, the more a span matters: its importance is `-drop`. If the outcome is a distribution (`last`,
     `mean`), `base` is 0 and `masked` minus the KL divergence from the unmasked one.
     """
 

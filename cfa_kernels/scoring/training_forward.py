@@ -64,7 +64,7 @@ def packed_logprobs(
     """Compute log-probs of every completion token by one forward that feeds each prompt once; differentiable.
 
     Args:
-        model: as in `score_counterfactuals`, in any mode without dropout. Where processes share it each needs a row.
+        model: as in `score_counterfactuals`, in any mode without dropout. If processes share it, each needs a row.
         rows: prompts and completions. Equal prompts, and longer common prefixes, are fed once.
         temperature: divides the logits.
         return_entropy: also return the entropy of the distribution that each token was drawn from.
