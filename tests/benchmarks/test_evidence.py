@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.utils import logging
 
 from benchmarks.demo_model.warmup import WarmupConfig, small_model, train_tokenizer
 from benchmarks.evidence import planted
@@ -319,17 +318,11 @@ def test_pieces_are_done_once_and_refused_under_another_commit_or_other_settings
             Pieces(tmp_path, settings, {"environment": {"commit": commit}})
 
 
-def saved(subject, tmp_path):
-    logging.disable_progress_bar()
+def test_planted_writes_its_tables_and_a_second_run_asks_nothing_again(subject, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "model"
     subject.model.save_pretrained(folder)
     subject.tokenizer.save_pretrained(folder)
     (folder / "warmup.json").write_text(json.dumps({"held_out_accuracy": 0.25}))
-    return folder
-
-
-def test_planted_writes_its_tables_and_a_second_run_asks_nothing_again(subject, tmp_path, monkeypatch, capsys):
-    folder = saved(subject, tmp_path)
     command = ["planted", "--folder", str(tmp_path), "--results", str(tmp_path), "--model", str(folder)]
     command += ["--problems", "8", "--valued", "4", "--samples", "1", "--room", "4", "--draws", "5"]
     command += ["--commit", "none", "--methods", "position", "CF"]

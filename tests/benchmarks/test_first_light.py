@@ -1,14 +1,11 @@
 """First light runs every kernel there is, refuses wrong ones, and reads what Triton's driver says of a build."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from triton.runtime.jit import JITFunction
 
 from benchmarks.harness.race import WrongAnswer
 from benchmarks.speed import bench_first_light as benchmark
-from benchmarks.speed.builds import kernels, loaded_builds, op_modules
+from benchmarks.speed.builds import kernels, op_modules
 from tests.support.as_on_gpu import AsOnGpu
 
 pytestmark = pytest.mark.slow
@@ -52,24 +49,3 @@ def test_a_wrong_kernel_is_refused(monkeypatch):
     monkeypatch.setattr(benchmark, "tree_attention", wrong)
     with pytest.raises(WrongAnswer, match="out is off by"):
         benchmark.shine(light, benchmark.SIZES["cpu"], CPU)
-
-
-def test_builds_are_found_where_triton_keeps_them(monkeypatch):
-    def fake_kernel():
-        pass
-
-    metadata = SimpleNamespace(shared=1024, num_warps=8)
-    build = SimpleNamespace(hash="a" * 64, n_regs=128, n_spills=2, metadata=metadata)
-    never_run = SimpleNamespace(hash="b" * 64, n_regs=None, n_spills=None, metadata=metadata)
-    kernel = JITFunction(fake_kernel)
-    kernel.device_caches[0] = ({"key": build, "other": never_run}, {}, None, None, None)
-    module = SimpleNamespace(__name__=__name__, fake_kernel=kernel)
-    assert loaded_builds([module]) == {
-        f"fake_kernel {'a' * 12}": {
-            "name": "fake_kernel",
-            "registers": 128,
-            "spilled_words": 2,
-            "shared_bytes": 1024,
-            "warps": 8,
-        }
-    }

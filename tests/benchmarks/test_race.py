@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import race as module
 from benchmarks.harness.race import Budget, Contender, race
+from tests.support.operator_calls import OperatorCalls
 
 pytestmark = pytest.mark.slow
 
@@ -95,21 +95,6 @@ def test_the_cache_is_cleared_by_reading(monkeypatch):
     """Written lines would be written back while the job that is clocked runs."""
     monkeypatch.setattr(module, "CACHE_BYTES", 1 << 12)
     module._clear_cache(torch.device("cpu"))  # makes what is read
-    with Operators() as seen:
+    with OperatorCalls() as operators:
         module._clear_cache(torch.device("cpu"))
-    assert seen.called == [torch.ops.aten.max.default]
-    (read,) = seen.read
-    assert read.numel() * read.element_size() == 1 << 12
-
-
-class Operators(TorchDispatchMode):
-    """Notes the operators that are called and their tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.called, self.read = [], []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.called.append(func)
-        self.read += [x for x in args if isinstance(x, torch.Tensor)]
-        return func(*args, **(kwargs or {}))
+    assert [operator for operator, _ in operators.calls] == [torch.ops.aten.max.default]
