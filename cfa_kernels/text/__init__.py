@@ -1,4 +1,1 @@
-"""Readers of completions.
-
-Modules here know token ids, tokenizers and text, but no models. They find answers, spans and offsets.
-"""
+"""Readers of completions: answers, spans and offsets from token ids and text, without models."""

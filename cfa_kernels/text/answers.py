@@ -1,7 +1,7 @@
 """Find the final answer in a completion's text, as characters. docs/spans.md lists its forms."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .patterns import (
@@ -27,9 +27,6 @@ class AnswerText(NamedTuple):
     start: int
     end: int
 
-
-# --- Values -----------------------------------------------------------------------------------------------------
-# As in `patterns.py`, every repetition is bounded or cannot overlap itself: matching is linear in the text.
 
 _LEAD = (
     rf"(?:{ANNOTATION}|{BLANK}|{CURRENCY}|[*_`~≈=:(\[{{<\"'“‘]|\\[(\[,;!]|\\approx"
@@ -72,15 +69,6 @@ def _value_after(pattern: re.Pattern[str], text: str, position: int, limit: int)
     return value
 
 
-def _values_in(text: str, start: int, end: int) -> Iterator[Interval]:
-    """List the values in `[start, end)`, a chain as its last member."""
-    position = start
-    while match := _VALUE_IN_TEXT.search(text, position, end):
-        value = _value_after(_VALUE_IN_TEXT, text, match.start(), end) or match.span("value")
-        position = value[1]
-        yield value
-
-
 def _content(text: str, start: int, end: int) -> Interval | None:
     r"""Read a box, a tag or a formula: one number without its units, else all that is not blanks or `\text`."""
     start, end = trimmed(text, start, end)
@@ -92,8 +80,6 @@ def _content(text: str, start: int, end: int) -> Interval | None:
         start, end = trimmed(text, *only_text.span(1))
     return (start, end) if start < end else None
 
-
-# --- Forms: hashes, boxes, statements, the last number, the caller's own ------------------------------------------
 
 _THOUGHT = re.compile(r"<think>.*?(?=</think>|\Z)", re.DOTALL)
 _HASHES = re.compile(rf"#{{4,}}{BLANK}*\n?")
@@ -180,10 +166,13 @@ def _value_below(text: str, position: int) -> Interval | None:
 
 
 def _last_number(text: str) -> AnswerText | None:
-    for start, end in reversed(sentence_intervals(text)):
-        values = list(_values_in(text, start, end))
-        if values:
-            return AnswerText(values[-1][0], *values[-1])
+    for position, end in reversed(sentence_intervals(text)):
+        value = None
+        while match := _VALUE_IN_TEXT.search(text, position, end):
+            value = _value_after(_VALUE_IN_TEXT, text, match.start(), end) or match.span("value")
+            position = value[1]
+        if value:
+            return AnswerText(value[0], *value)
     return None
 
 
@@ -240,8 +229,8 @@ def answer_text_span(text: str, answers: AnswerRules = USUAL_ANSWERS) -> Interva
 
     The answer follows the last `####` that a number follows; else it is inside the box (`\boxed{}`, `\fbox{}`) that
     opens last; else it follows the last statement: "the answer is 18", "Answer: 18", "A: 18" at the start of a line,
-    `<answer>18</answer>`. Thoughts (`<think>`) hold no answer. docs/spans.md says what belongs to an answer. `answers`
-    may replace these forms; raises `ValueError` naming the value of a function of its that is no interval.
+    `<answer>18</answer>`. Thoughts (`<think>`) hold no answer. `answers` may replace these forms; raises `ValueError`
+    if a function of its returns no interval.
     """
     answer = locate_answer(text, answers)
     return None if answer is None else (answer.start, answer.end)

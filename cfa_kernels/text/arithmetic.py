@@ -1,8 +1,7 @@
 """Find arithmetic in a text.
 
 The text becomes lexemes of one letter each (`_LEXEMES`), so that an expression is a short regular expression over a
-string of kinds. As everywhere in this package, every repetition is bounded or cannot overlap itself: matching is linear
-in whatever a model emits.
+string of kinds.
 """
 
 import re
@@ -23,7 +22,6 @@ from .patterns import (
 _BEFORE_NUMBER = r"(?=\s{1,4}[\d$(\\.])"
 _WORD_OPERATOR = rf"(?:plus|minus|times|mod|divided|multiplied|equals|is equal|of(?: the)?{_BEFORE_NUMBER})"
 _WORD = r"(?:[^\W\d_]{2,}(?:['’/-][^\W\d_]+){0,4}(?:-\d{1,4}(?![\d.,]))?|[aAI](?= [^\W\d_]{2}))"
-
 
 # Grouped by first character, tried in order: most of a text is words and numbers, and this decides the speed.
 _LEXEMES = {
@@ -75,7 +73,6 @@ _MEMBERS_AFTER_BRACKET = re.compile(rf"[CUS]{{0,8}}(?:(?:WT?|T)(?=L?[OMmdoE]))?{
 _DIGIT = re.compile(r"\d")
 _CLEARLY_ARITHMETIC = re.compile("[EAOM]|(?:[md].*){2}")
 _NAME_BEFORE = re.compile(r"\\?[^\W\d_]\w{0,20}\Z")
-
 _FROM_TO = re.compile(r"[PUS]{0,8}(N)[CUS]{0,8}(?:WT?|T)?M[PUS]{0,8}(N)[CUS]{0,8}")
 _SIZE_OF = re.compile(
     r"[s-]?\s?(?i:lumber|boards?|planks?|studs?|beams?|photos?|prints?|pictures?|frames?|canvas|grids?|matrix|matrices"
@@ -83,24 +80,6 @@ _SIZE_OF = re.compile(
 )
 
 
-def _arithmetic_intervals(text: str) -> list[Interval]:
-    lexemes = list(_LEXEME.finditer(text))
-    kinds = "".join([_KIND_OF_GROUP[lexeme.lastindex or 0] for lexeme in lexemes])
-    intervals: list[Interval] = []
-    for expression in _EXPRESSION.finditer(kinds):
-        if not _CLEARLY_ARITHMETIC.search(expression.group()):
-            continue
-        whole = _whole_expression(text, lexemes, kinds, *expression.span())
-        if whole is None or not _DIGIT.search(text, *whole) or _is_range_or_size(text, lexemes, expression):
-            continue
-        if intervals and whole[0] < intervals[-1][1]:
-            last = intervals.pop()
-            whole = min(last[0], whole[0]), max(last[1], whole[1])
-        intervals.append(whole)
-    return intervals
-
-
-_BRACKET_KIND = re.compile("[PIC]")
 _REACH = 40  # lexemes among which the other half of a bracket is searched
 
 
@@ -113,14 +92,12 @@ def _unpaired(lexemes: list[re.Match[str]], kinds: str, first: int, after: int) 
     """Find the lexemes of `[first, after)` that are brackets, opening and closing ones, without their other half."""
     opened: list[int] = []
     closed: list[int] = []
-    for i in (place.start() for place in _BRACKET_KIND.finditer(kinds, first, after)):
-        match _bracket(lexemes[i]):
-            case 1:
-                opened.append(i)
-            case -1 if opened:
-                opened.pop()
-            case -1:
-                closed.append(i)
+    for i in range(first, after):
+        sign = _bracket(lexemes[i]) if kinds[i] in "PIC" else 0
+        if sign < 0 and opened:
+            opened.pop()
+        elif sign:
+            (opened if sign > 0 else closed).append(i)
     return opened, closed
 
 
@@ -136,12 +113,9 @@ def _other_half(lexemes: list[re.Match[str]], kinds: str, places: range, count: 
 
 
 def _whole_expression(text: str, lexemes: list[re.Match[str]], kinds: str, first: int, after: int) -> Interval | None:
-    """Find the characters of the lexemes `[first, after)`, without half a bracket; `None` if it reaches too far."""
+    """Find the characters of the lexemes `[first, after)`; `None` if a bracket's other half is too far away."""
     # Outer brackets without their other half are left out. Around others the expression reaches as far as that half.
-    start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()
     opened, closed = _unpaired(lexemes, kinds, first, after)
-    if not opened and not closed:
-        return start, end
     while opened and opened[0] == first:
         first = opened.pop(0) + 1
     while closed and closed[-1] == after - 1:
@@ -184,5 +158,17 @@ def ranked_math_intervals(text: str) -> tuple[list[Interval], list[Interval]]:
     it begins or ends in. A fraction by itself (`1/2`), a range (`3-4`, `pages 10 - 20`), a date, a telephone number,
     the size of a board (`2 x 4`) and anything without a digit are not expressions, unless an equals sign follows.
     """
-    arithmetic = _arithmetic_intervals(text)
+    lexemes = list(_LEXEME.finditer(text))
+    kinds = "".join([_KIND_OF_GROUP[lexeme.lastindex or 0] for lexeme in lexemes])
+    arithmetic: list[Interval] = []
+    for expression in _EXPRESSION.finditer(kinds):
+        if not _CLEARLY_ARITHMETIC.search(expression.group()):
+            continue
+        whole = _whole_expression(text, lexemes, kinds, *expression.span())
+        if whole is None or not _DIGIT.search(text, *whole) or _is_range_or_size(text, lexemes, expression):
+            continue
+        if arithmetic and whole[0] < arithmetic[-1][1]:
+            last = arithmetic.pop()
+            whole = min(last[0], whole[0]), max(last[1], whole[1])
+        arithmetic.append(whole)
     return arithmetic, list(clear_of(sentence_intervals(text), arithmetic, len(text)))

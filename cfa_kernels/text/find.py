@@ -1,7 +1,7 @@
 """Find the answer and the reasoning spans of a completion, in sampled tokens."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -111,18 +111,15 @@ def _selected(ranks: list[list[Span]], rules: SpanRules) -> list[Span]:
         return spans[: rules.max_spans]
     spans = []
     for rank in map(sorted, ranks):
-        count = min(rules.max_spans - len(spans), len(rank))
-        spans += (
-            rank[len(rank) - count :] if rules.selection == "last" else [rank[i] for i in _spread(len(rank), count)]
-        )
+        last, count = len(rank) - 1, min(rules.max_spans - len(spans), len(rank))
+        if rules.selection == "last":
+            places: Iterable[int] = range(len(rank) - count, len(rank))
+        elif count < 2:
+            places = [len(rank) // 2] * count
+        else:
+            places = [round(i * last / (count - 1)) for i in range(count)]
+        spans += [rank[i] for i in places]
     return spans
-
-
-def _spread(places: int, count: int) -> list[int]:
-    """Choose `count` of so many places at even distances, with the first and the last; if `count` is 1, the middle."""
-    if count < 2:
-        return [places // 2] * count
-    return [round(i * (places - 1) / (count - 1)) for i in range(count)]
 
 
 def _disjoint_spans(offsets: TokenOffsets, ranks: Sequence[list[Interval]], token_limit: int) -> list[list[Span]]:

@@ -161,8 +161,7 @@ def _prefix_texts(
 
     With `windowed` only the tokens since the last two settled points are decoded, which is linear in the length.
     """
-    settled, context, read = 0, 0, 0
-    lead = ""
+    settled, context, read, lead = 0, 0, 0, ""
     for n in range(1, len(ids) + 1):
         tail = decode(ids[context:n])[len(lead) :]
         yield settled, tail
@@ -208,22 +207,15 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
     return entry[1]
 
 
-def _as_ids(token_ids: Sequence[int] | torch.Tensor) -> list[int]:
-    try:
-        return list(map(operator.index, token_ids.tolist() if isinstance(token_ids, torch.Tensor) else token_ids))
-    except TypeError as error:
-        raise TypeError(f"token_ids must be 1-D and integers: {error}") from error
-
-
 def token_offsets(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> TokenOffsets:
     """Decode a completion and find the characters that each sampled token spells.
 
     The text is the tokenizer's decoding of the (T,) ids without special tokens and without clean-up of blanks. A token
     holds the characters that its arrival completes or begins; U+FFFD, for bytes that are not UTF-8, belongs to the
-    token that begins it.
-
-    Raises:
-        TypeError: ids that are not integers, or not 1-D.
-        ValueError: ids outside the tokenizer's vocabulary.
+    token that begins it. Raises `TypeError` for ids that are not 1-D integers, `ValueError` for unknown ones.
     """
-    return _vocabulary(tokenizer).offsets(_as_ids(token_ids), tokenizer)
+    try:
+        ids = list(map(operator.index, token_ids.tolist() if isinstance(token_ids, torch.Tensor) else token_ids))
+    except TypeError as error:
+        raise TypeError(f"token_ids must be 1-D and integers: {error}") from error
+    return _vocabulary(tokenizer).offsets(ids, tokenizer)

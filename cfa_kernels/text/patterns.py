@@ -37,12 +37,8 @@ def sentence_intervals(text: str) -> list[Interval]:
         for end in SENTENCE_END.finditer(text)
         if end.group() != "." or not _NO_SENTENCE_END.search(text, max(0, end.start() - 8), end.start())
     ]
-    intervals = []
-    for start, end in zip([0, *ends], [*ends, len(text)], strict=True):
-        sentence = text[start:end]
-        if LETTER_OR_DIGIT.search(sentence):
-            intervals.append((start + len(sentence) - len(sentence.lstrip()), start + len(sentence.rstrip())))
-    return intervals
+    sentences = zip([0, *ends], [*ends, len(text)], strict=True)
+    return [trimmed(text, *sentence) for sentence in sentences if LETTER_OR_DIGIT.search(text, *sentence)]
 
 
 def clear_of(intervals: Iterable[Interval], occupied: list[Interval], length: int) -> Iterator[Interval]:

@@ -17,8 +17,7 @@ _BETWEEN = re.compile(r"(?:[\s;\\]|#[^\n]*)*")
 _BODY_PARTS = (ast.stmt, ast.excepthandler, ast.match_case)
 _WRAPPER = "if 1:\n"  # before a program that is indented as a whole, such as a function's body, so that it parses
 
-Units = tuple[list[Interval], list[Interval]]
-"""Statements, and docstrings."""
+Units = tuple[list[Interval], list[Interval]]  # statements, and docstrings
 
 
 def ranked_python_intervals(text: str) -> Units:
