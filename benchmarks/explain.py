@@ -343,7 +343,7 @@ def put_in_page(file: Path, command: str, text: str) -> None:
 
 def run(parser: argparse.ArgumentParser, argv: list[str], page: Callable[[argparse.Namespace], str]) -> int:
     """Print what `page` makes of the options; with `--write PAGE` also put it there. Returns the exit status."""
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="also into a page, in place of its earlier table")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="page to write too, in place of its earlier table")
     options = parser.parse_args(argv)
     try:
         text = page(options)
@@ -362,15 +362,17 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--model", default="Qwen3-1.7B", help=f"{', '.join(MODELS)}, or a config.json or its folder")
-    made.add_argument("--gpu", default="H200", choices=list(GPUS), help="whose rates (default: %(default)s)")
+    made.add_argument(
+        "--gpu", default="H200", choices=list(GPUS), help="GPU whose rates are used (default: %(default)s)"
+    )
     for name, default, text in (
         ("problems", 8, "prompts of a step"),
-        ("group", 8, "completions of each"),
-        ("prompt", 110, "tokens"),
-        ("completion", 220, "tokens"),
-        ("longest", 0, "tokens that are decoded for the longest; 0: as many as --completion"),
-        ("spans", 6, "of each completion"),
-        ("rank", 32, "of LoRA"),
+        ("group", 8, "completions of each problem"),
+        ("prompt", 110, "tokens of a prompt"),
+        ("completion", 220, "tokens of a completion"),
+        ("longest", 0, "tokens of the longest completion; 0: as many as --completion"),
+        ("spans", 6, "spans of each completion"),
+        ("rank", 32, "rank of LoRA"),
     ):
         made.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
     made.add_argument("--mixed", type=float, default=1.0, help="share of groups with an advantage (default: 1)")

@@ -220,11 +220,17 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--model", default="Qwen3-1.7B", help=f"{', '.join(MODELS)}, or a config.json or its folder")
-    made.add_argument("--gpu", default="H200", choices=list(GPUS), help="whose rates (default: %(default)s)")
+    made.add_argument(
+        "--gpu", default="H200", choices=list(GPUS), help="GPU whose rates are used (default: %(default)s)"
+    )
     made.add_argument("--ranks", type=int, nargs="+", default=RANKS, metavar="N", help="default: 1, 2, 4, ... 1024")
-    made.add_argument("--completions", type=int, default=64, help="that each rank samples (default: %(default)s)")
-    made.add_argument("--problems", type=int, help="drawn from; default: all with four completions and an answer")
-    made.add_argument("--rows", type=int, default=65_536, help="most of a forward that scores (default: %(default)s)")
+    made.add_argument("--completions", type=int, default=64, help="completions of each rank (default: %(default)s)")
+    made.add_argument(
+        "--problems", type=int, help="problems to draw from; default: all with four completions and an answer"
+    )
+    made.add_argument(
+        "--rows", type=int, default=65_536, help="most rows of a forward that scores (default: %(default)s)"
+    )
     return made
 
 

@@ -94,10 +94,11 @@ class TrainConfig(RewardSettings, DataConfig):
     """Form of answers in place of those that docs/spans.md lists: a regular expression whose one group, or group
     `answer`, is the answer, or "module:function" of a text that gives the answer's start and end."""
     token_budget: Count | None = None
-    """Most packed tokens of a forward, but for a larger group. By default what half of the free memory holds."""
+    """Maximum packed tokens per forward; a larger group is fed whole. By default as many as half of a GPU's free memory
+    holds, and a fixed number on a CPU."""
 
     max_steps: Count = 500
-    """Optimizer steps (times num_iterations): rollouts, credit and update make one."""
+    """Steps of the run: rollouts, credit, and num_iterations optimizer steps in each."""
     generation_batch_size: Count = 64
     """Completions that a step samples, on however many devices; evaluation samples as many at a time."""
     num_generations: int = 8

@@ -2,7 +2,7 @@
 
 Read it from top to bottom, copy it, change it. One process, no checkpoints, no report: `python -m trainer` has those.
 
-    python -m trainer.one_page                                            # the small model that comes along, on a CPU
+    python -m trainer.one_page                                            # the small model of the program, on a CPU
     python -m trainer.one_page --model Qwen/Qwen3-1.7B --problems gsm8k.jsonl --steps 100 --learning-rate 1e-6
 """
 
@@ -37,7 +37,7 @@ class Settings:
     """Settings of a run."""
 
     model: str = str(Path(__file__).parent / "embedded" / "assets")
-    """Folder or hub name of a causal model; by default the small one that comes along."""
+    """Folder or hub name of a causal model; by default the small one that comes with the program."""
     problems: str | None = None
     """JSON lines with `question` and `answer` ("... #### 72"); by default generated word problems."""
     steps: int = 12

@@ -264,9 +264,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks models", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="types or rows to judge and print; writes no table")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=120.0, help="most that one row may take")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of a row")
     parser.add_argument("--date", default=datetime.datetime.now(datetime.UTC).date().isoformat())
-    parser.add_argument("--folder", type=Path, default=REPOSITORY / "build" / "models", help="of the rows so far")
+    parser.add_argument(
+        "--folder", type=Path, default=REPOSITORY / "build" / "models", help="folder of the rows so far"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS / "models.json")
     parser.add_argument("--markdown", type=Path, default=REPOSITORY / "docs" / "models.md")
     options = parser.parse_args(argv)

@@ -63,7 +63,9 @@ def main(argv: list[str] | None = None) -> int:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks speed", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cuda is HIP, too (default)")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="device; cuda, the default, is HIP too"
+    )
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; repeatable; default: all")
     parser.add_argument("--select", help="pytest's -k for the part, to measure a piece of it")
     parser.add_argument(
@@ -74,7 +76,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
     parser.add_argument("--seconds", type=float, default=60.0, help="time for the rounds of one workload")
     parser.add_argument("--rounds", type=int, help="fewest rounds; default: 5 on a GPU, 3 on a CPU")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
     parser.add_argument(
         "--into", type=Path, help="result file, whose other parts stay; default: <date>-<device>-<commit>.json"
     )

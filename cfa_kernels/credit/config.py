@@ -44,7 +44,8 @@ class CounterfactualConfig:
     normalize: Literal["mean"] | None
     """\"mean\" rescales each completion's weights to mean 1, unless all are 0; None, as in the CF paper, does not."""
     token_budget: Count | None
-    """Maximum packed tokens per forward; None derives it from free memory."""
+    """Maximum packed tokens per forward; None takes as many as half of a GPU's free memory holds, on a CPU a fixed
+    number."""
 
     def __init__(
         self,

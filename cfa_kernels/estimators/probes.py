@@ -11,7 +11,7 @@ from ..span import Span
 
 
 class Probe(NamedTuple):
-    """Probe: tokens to append, and the span of them that is scored."""
+    """Tokens to append, and the span of them that is scored."""
 
     tokens: Tensor  # (L,) int64
     target: Span  # in `tokens`

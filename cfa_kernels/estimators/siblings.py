@@ -25,8 +25,8 @@ _EQUAL = 1e-12
 class PrefixTreeValues(Estimator):
     """Change by each token of the mean reward of completions that share the prefix (TEMPO / P2T, 2509.18314); signed.
 
-    On the scale of the advantages where those are (B,): if they were divided by a group's standard deviation, so are
-    the rewards here. Else on the scale of the rewards.
+    Values are on the scale of advantages (B,): if those were divided by a group's standard deviation, so are the
+    rewards here. Other advantages leave them on the scale of the rewards.
     """
 
     name = "prefix_tree"
@@ -45,7 +45,7 @@ class PrefixTreeValues(Estimator):
 
 @dataclass(frozen=True)
 class SiblingEdits(Estimator):
-    """Marks where a wrong completion differs from its nearest correct sibling; all of it without one.
+    """Mark of the tokens in which a wrong completion differs from its nearest correct sibling; of all without one.
 
     After IBPO (arXiv 2605.16302), which credits the tokens that the policy edits when it corrects a wrong completion.
     """

@@ -21,7 +21,7 @@ _DEVIATIONS = 3  # root mean squares of rounding errors that cover nearly all of
 
 
 def noise_floor(model: nn.Module) -> float:
-    """Measure by how many nats per token rounding may move log-probs from a packed tree, as `ACCURACY` tells by dtype.
+    """Measure by how many nats per token rounding may move log-probs of one model from a packed tree.
 
     Three times the root mean square difference, over the tokens of a probe, between a packed tree in the arithmetic
     that the model runs in now (its dtype, the caller's autocast and TF32) and the model by itself in float32, or in its

@@ -83,7 +83,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _code(function: Any, module: nn.Module) -> object:
-    """Return a function that other modules may have too; equal to nothing where it is of this module only."""
+    """Return the function if other modules may have it too, else an object that equals nothing."""
     inner = getattr(function, "__func__", function)
     bound_elsewhere = isinstance(function, MethodType) and function.__self__ is not module
     private = bound_elsewhere or not isinstance(inner, _FUNCTIONS) or getattr(inner, "__closure__", None)

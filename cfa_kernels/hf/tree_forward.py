@@ -63,7 +63,7 @@ class KeyValueStore:
         self._num_read.clear()
 
     def before(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the same call of `layer` before, followed by `key` and `value`."""
+        """Return the stored keys and values of this call of `layer`, followed by `key` and `value`."""
         call = self._num_read.get(layer, 0)
         self._num_read[layer] = call + 1
         first_key, first_value = self._calls[layer][call]

@@ -42,7 +42,7 @@ def batch_credit(
     group_size: int,
     **options: Any,
 ) -> DeferredCredit:
-    """Make the credit of a process's share of TRL's generation batch, which is `output` and lies group by group.
+    """Make the credit of a process's share of TRL's generation batch, `output`, with groups side by side.
 
     `rewards` are (B,), nan for completions to leave out; `first` counts the rows of the processes before this one.
     """

@@ -1,7 +1,7 @@
 """Write one page of HTML: completions shaded by the credit of their tokens, and runs with their curves.
 
-The page is one file that loads nothing: style and scripts of `assets/` are copied into it. All that it shows stands in
-it as JSON without `<`; the scripts make text of it and never HTML.
+The page is one file that loads nothing: style and scripts of `assets/` are copied into it. Its data
+is JSON without `<`, from which the scripts make text, never HTML.
 """
 
 import json
@@ -17,7 +17,7 @@ from trainer.analyze.runs import Run, comparison, groups_of, read_runs
 from trainer.analyze.samples import Sample, read_samples
 
 _MOST_BYTES = 16_000_000
-"""Size of the completions that a page holds; of more, every second or third and so on is on it."""
+"""Bytes of completions that a page holds; of more it holds every second, every third and so on."""
 
 _ASSETS = Path(__file__).with_name("assets")
 
@@ -44,7 +44,7 @@ def write_run_page(path: Path, folders: Sequence[Path], title: str) -> list[Run]
 
 
 def run_page(runs: Sequence[Run], title: str) -> Iterator[str]:
-    """Make the page of runs, piece by piece: a process that goes on keeps some of the memory that it once needed."""
+    """Make the page of runs, piece by piece, so that a long run never holds all of it."""
     files = {run.name: run.folder / "completions.jsonl" for run in runs}
     sizes = {name: file.stat().st_size for name, file in files.items() if file.is_file()}
     every = {name: math.ceil(size * len(runs) / _MOST_BYTES) for name, size in sizes.items() if size}

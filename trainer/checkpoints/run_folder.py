@@ -138,7 +138,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def open_run(config: TrainConfig) -> Iterator[RunFolder]:
-    """Within it a run has a folder to itself: one to go on in, or a new one, which goes if nothing is written to it.
+    """Give a run a folder to itself: its own from before, or a new one, which is removed if nothing is written to it.
 
     The first process chooses and locks it, by a lock that ends with the process, however that ends.
 

@@ -45,7 +45,7 @@ class IdleFact(NamedTuple):
 
 @dataclass(frozen=True)
 class WordProblem:
-    """A question, the steps that solve it, and the facts it mentions for no purpose."""
+    """A question, the steps that solve it, and facts that no step needs."""
 
     question: str
     steps: tuple[Calculation, ...]

@@ -36,13 +36,13 @@ class RewardSettings:
     that passes its row's tests), or "module:function" with TRL's signature
     f(prompts=, completions=, completion_ids=, **columns) -> list of float or None."""
     reward_weights: list[float] = field(default_factory=list)
-    """A factor for each of reward_funcs in the sum; by default 1. Metrics of each function are without it."""
+    """Factors of reward_funcs in the sum, one for each; by default 1. Metrics of each function leave them out."""
     reward_timeout: Annotated[float, POSITIVE] = 10.0
-    """Seconds after which math_verify or code gives a completion up, with reward 0."""
+    """Seconds after which math_verify and code give up on a completion, with reward 0."""
     code_isolation: Literal["bubblewrap", "none"] = "bubblewrap"
     """Isolation of tested programs from this machine: bubblewrap, or none, which lets them do all that you may do."""
     eval_reward: str | None = None
-    """Reward function by which a held-out problem counts as solved, where it gives 1 or more; by default the first of
+    """Reward function that evaluation counts by: a problem is solved if it gives 1 or more. By default the first of
     reward_funcs that comes with the program, else exact_match. Rows must be of the kind that it judges."""
     eval_samples: Annotated[int, NOT_NEGATIVE] = 0
     """Completions sampled for each held-out problem, beside the greedy one, for pass@1 and pass@eval_samples."""

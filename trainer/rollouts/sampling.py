@@ -51,8 +51,8 @@ def _draw(scores: Tensor, logprobs: Tensor, uniforms: Tensor, top_p: float) -> T
     """Draw one token of each row from its nucleus: the likeliest tokens that make up `top_p`.
 
     A token is in it if those likelier than it weigh less than `top_p`; of equally likely ones the last of the
-    vocabulary come first. Scores and their log-softmax are (B, V) fp32, uniforms (B, 1). Gives (B, 1) int64; some token
-    or other for a row whose scores are not numbers.
+    vocabulary come first. Scores and their log-softmax are (B, V) fp32, uniforms (B, 1). Gives (B, 1) int64; any token
+    for a row whose scores are not numbers.
     """
     if top_p >= 1:
         weights = scores.double()
