@@ -156,7 +156,7 @@ def sizes(config: PretrainedConfig) -> Sizes:
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepShape:
     """Equally long completions with spans at even distances; `mixed` of the problems have an advantage."""
 
     problems: int
@@ -228,13 +228,13 @@ class Part:
         return took + self.idle
 
 
-def parts(model: Sizes, batch: Batch, rank: int) -> list[Part]:
+def parts(model: Sizes, batch: StepShape, rank: int) -> list[Part]:
     """List the parts of a step in their order; `rank` is that of adapters on all linear layers, 0 trains all."""
     adapters = rank * (model.inputs + model.outputs)
     return [*_rollouts(model, batch), *_update(model, batch, adapters), *_credit(model, batch, adapters)]
 
 
-def _rollouts(model: Sizes, batch: Batch) -> Iterator[Part]:
+def _rollouts(model: Sizes, batch: StepShape) -> Iterator[Part]:
     tokens, completions, cache = batch.longest, batch.problems * batch.group, batch.prompt + batch.longest
     head, prompts = model.hidden * model.vocabulary, completions * batch.prompt
     small = completions * model.elementwise_bytes
@@ -253,7 +253,7 @@ def _rollouts(model: Sizes, batch: Batch) -> Iterator[Part]:
     yield Part("rollouts: the host between tokens", 0, 0, "the device waits", idle=tokens * BETWEEN_TOKENS)
 
 
-def _update(model: Sizes, batch: Batch, adapters: int) -> Iterator[Part]:
+def _update(model: Sizes, batch: StepShape, adapters: int) -> Iterator[Part]:
     heads = 2.0 * batch.pairs * model.queries * model.layers  # of one product of attention
     yield from _rows("forward", model, adapters, batch.rows, HALF * (model.inputs + 2 * model.outputs))
     yield Part("forward: attention", 2 * heads, 0, "pairs of the tree", share=ATTENTION_SHARE)
@@ -267,7 +267,7 @@ def _update(model: Sizes, batch: Batch, adapters: int) -> Iterator[Part]:
     yield Part("update: optimizer, norm", 0, OPTIMIZER_BYTES * (adapters or model.weights), "bandwidth")
 
 
-def _credit(model: Sizes, batch: Batch, adapters: int) -> Iterator[Part]:
+def _credit(model: Sizes, batch: StepShape, adapters: int) -> Iterator[Part]:
     yield from _rows("credit", model, adapters, batch.branch_rows, HALF * (model.inputs + 2 * model.outputs))
     pairs = 4.0 * batch.branch_pairs * model.queries * model.layers
     yield Part("credit: attention", pairs, 0, "pairs of the branches", share=ATTENTION_SHARE)
@@ -296,7 +296,9 @@ def page(options: argparse.Namespace) -> str:
     if not 0 <= options.mixed <= 1:
         raise ValueError(f"--mixed: must be the share of groups with an advantage, in [0, 1], got {options.mixed}")
     longest, mixed = max(options.longest, options.completion), round(options.mixed * options.problems)
-    batch = Batch(options.problems, options.group, options.prompt, options.completion, longest, options.spans, mixed)
+    batch = StepShape(
+        options.problems, options.group, options.prompt, options.completion, longest, options.spans, mixed
+    )
     rank = 0 if options.full else options.rank
     every = parts(model, batch, rank)
     rows = [[one.name, _amount(one.flops, "FLOP"), _amount(one.moved, "B"), one.bound, _ms(one.seconds(gpu))]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.explain import FLOAT, GPUS, HALF, configuration, run, sizes
 from benchmarks.harness.results import table
-from benchmarks.harness.workloads import MODELS, SEED, Rollouts, gsm8k_rollouts
+from benchmarks.harness.workloads import MODELS, SEED, JobRollouts, gsm8k_rollouts
 from cfa_kernels.packing.balance import deal, rows_to_score
 
 RANKS = tuple(2**power for power in range(11))
@@ -31,7 +31,7 @@ INT64 = 8
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ShardedRanks:
     """Ranks that hold a model in pieces, all of whose weights train.
 
     Attributes:
@@ -61,7 +61,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupRows:
     """Completions of one prompt.
 
     Attributes:
@@ -82,7 +82,7 @@ class Group:
         return self.prompt + sum(self.scored)
 
 
-def groups_of(rollouts: Rollouts) -> list[Group]:
+def groups_of(rollouts: JobRollouts) -> list[GroupRows]:
     """Make the groups of rollouts."""
     job, size = rollouts.job, rollouts.group
     groups = []
@@ -90,11 +90,11 @@ def groups_of(rollouts: Rollouts) -> list[Group]:
         rows, prompt = range(first, first + size), len(job.prompts[first])
         scored = tuple(rows_to_score(0, [job.spans[b]], [job.answers[b]]) for b in rows)
         live = bool(rollouts.advantages[first : first + size].any())
-        groups.append(Group(prompt, scored, prompt + sum(len(job.completions[b]) for b in rows), live))
+        groups.append(GroupRows(prompt, scored, prompt + sum(len(job.completions[b]) for b in rows), live))
     return groups
 
 
-def packs(groups: Sequence[Group], most: int) -> list[int]:
+def packs(groups: Sequence[GroupRows], most: int) -> list[int]:
     """Count the rows of each pack: completions one after the other, their prompt once in a pack.
 
     Raises:
@@ -112,7 +112,7 @@ def packs(groups: Sequence[Group], most: int) -> list[int]:
     return full + [rows] * bool(rows)
 
 
-DEALS: dict[str, Callable[[Group], float] | None] = {
+DEALS: dict[str, Callable[[GroupRows], float] | None] = {
     "as sampled": None,
     "by tokens": lambda group: group.tokens,
     "by rows": lambda group: group.rows,
@@ -121,8 +121,8 @@ DEALS: dict[str, Callable[[Group], float] | None] = {
 
 
 def shares(
-    groups: Sequence[Group], ranks: int, per_rank: int, *, live: bool
-) -> Iterator[tuple[str, list[list[Group]]]]:
+    groups: Sequence[GroupRows], ranks: int, per_rank: int, *, live: bool
+) -> Iterator[tuple[str, list[list[GroupRows]]]]:
     """Yield what each rank gets of `per_rank` groups sampled per rank, for each of `DEALS`.
 
     `live` leaves out groups without an advantage. Groups are drawn in passes over all of them.
@@ -138,7 +138,7 @@ def shares(
 
 
 @dataclass(frozen=True)
-class Pass:
+class RankPass:
     """Pass of all ranks over their packs: forwards of each, and the share of their time in which they wait."""
 
     forwards: int
@@ -148,15 +148,15 @@ class Pass:
         return f"{self.idle:.1%}" + (f" ({self.forwards})" if self.forwards > 1 else "")
 
 
-def in_step(packs: Sequence[Sequence[int]], seconds: Callable[[float], float]) -> Pass:
+def in_step(packs: Sequence[Sequence[int]], seconds: Callable[[float], float]) -> RankPass:
     """Let ranks run packs of so many rows each, every forward started together; an idle pack is one token."""
     forwards = list(itertools.zip_longest(*packs, fillvalue=1))
     own = sum(seconds(rows) for rank in packs for rows in rank) / len(packs)
     whole = sum(max(map(seconds, forward)) for forward in forwards)
-    return Pass(len(forwards), max(1 - own / whole, 0.0) if whole else 0.0)
+    return RankPass(len(forwards), max(1 - own / whole, 0.0) if whole else 0.0)
 
 
-def traffic(rollouts: Rollouts) -> dict[str, float]:
+def traffic(rollouts: JobRollouts) -> dict[str, float]:
     """Bytes per completion between a controller and its workers: ids and edges int64, log-probs float32.
 
     Log-prob requests are those of verl: `input_ids`, `position_ids` of prompt and completion, `prompts`, and
@@ -185,7 +185,7 @@ def page(options: argparse.Namespace) -> str:
     if left or not per_rank:
         raise ValueError(f"--completions: {options.completions} are not whole groups of {rollouts.group}")
     groups, model, gpu = groups_of(rollouts), sizes(configuration(options.model)), GPUS[options.gpu]
-    one, job = Ranks(1, model.products, model.weights, gpu.products), rollouts.job.describe()
+    one, job = ShardedRanks(1, model.products, model.weights, gpu.products), rollouts.job.describe()
     parts = [
         f"{options.model}, {model.weights / 1e9:.2f} G weights, all of them train; {gpu.name}. {len(groups)} problems "
         f"({job['source']}), {rollouts.group} completions each, of {job['completion_tokens_mean']:.0f} tokens and "
@@ -202,7 +202,7 @@ def page(options: argparse.Namespace) -> str:
     return "\n".join(parts)
 
 
-def _row(ranks: Ranks, groups: Sequence[Group], per_rank: int, most: int, *, live: bool) -> list[str]:
+def _row(ranks: ShardedRanks, groups: Sequence[GroupRows], per_rank: int, most: int, *, live: bool) -> list[str]:
     dealt = [share for _, share in shares(groups, ranks.count, per_rank, live=live)]
     scoring = [in_step([packs(share, most) for share in one], ranks.forward) for one in dealt]
     update = [in_step([[sum(group.tokens for group in share)] for share in one], ranks.update) for one in dealt]

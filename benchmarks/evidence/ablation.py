@@ -58,7 +58,7 @@ def arms_named(names: Sequence[str] | None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class AblationSettings:
     """Size of the ablation."""
 
     seeds: int = 5
@@ -80,8 +80,8 @@ class Settings:
 
 
 def run(
-    pieces: Pieces, folder: Path, settings: Settings, *, arms: Sequence[str] | None = None, extra: Sequence[str] = (),
-    say: Callable[[str], None] = print,
+    pieces: Pieces, folder: Path, settings: AblationSettings, *, arms: Sequence[str] | None = None,
+    extra: Sequence[str] = (), say: Callable[[str], None] = print,
 ) -> dict[str, Any]:  # fmt: skip
     """Run every arm and seed, then compare.
 

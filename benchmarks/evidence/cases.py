@@ -16,7 +16,7 @@ MARKER = "#### "
 
 
 @dataclass(frozen=True)
-class Case:
+class PlantedCase:
     """One completion and its parts, in tokens.
 
     Attributes:
@@ -44,7 +44,7 @@ class Case:
         return self.completion[self.reasoning_end : self.answer.end]
 
 
-def planted_case(problem: PlantedProblem, tokenizer: PreTrainedTokenizerBase) -> Case:
+def planted_case(problem: PlantedProblem, tokenizer: PreTrainedTokenizerBase) -> PlantedCase:
     """A planted problem's solution in tokens.
 
     Raises:
@@ -61,4 +61,4 @@ def planted_case(problem: PlantedProblem, tokenizer: PreTrainedTokenizerBase) ->
         raise ValueError(f"{problem.question!r}: no answer after {MARKER!r} in {offsets.text!r}")
     (end, _), *_ = offsets.tokens([(marker, len(offsets.text))])
     completion = torch.tensor([*ids, tokenizer.eos_token_id])
-    return Case(torch.tensor(encode_prompt(problem.question, tokenizer)), completion, units, answer, end)
+    return PlantedCase(torch.tensor(encode_prompt(problem.question, tokenizer)), completion, units, answer, end)

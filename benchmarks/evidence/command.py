@@ -41,15 +41,19 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks evidence", description=__doc__)
     commands = parser.add_subparsers(metavar="NAME", required=True)
-    planted_command = _command(commands, "planted", _planted, planted.Settings, "which methods find planted truths")
+    planted_command = _command(
+        commands, "planted", _planted, planted.PlantedSettings, "which methods find planted truths"
+    )
     planted_command.add_argument("--model", type=Path, help="a model folder, in place of one trained here")
     planted_command.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     _add_names(planted_command, "methods", list(planted.METHODS))
     text = "the training program under every kind of credit, seed by seed"
-    _add_names(_command(commands, "ablation", _ablation, ablation.Settings, text), "arms", list(ablation.ARMS))
+    _add_names(_command(commands, "ablation", _ablation, ablation.AblationSettings, text), "arms", list(ablation.ARMS))
     text = "how much the gradient depends on the draw of the groups"
-    _add_names(_command(commands, "variance", _variance, gradient_variance.Settings, text), "arms", list(ablation.ARMS))
-    _command(commands, "demo", _demo, demo.Settings, "the demo's run analysed, and its policy judged by estimators")
+    _add_names(
+        _command(commands, "variance", _variance, gradient_variance.VarianceSettings, text), "arms", list(ablation.ARMS)
+    )
+    _command(commands, "demo", _demo, demo.DemoSettings, "the demo's run analysed, and its policy judged by estimators")
     return parser
 
 
@@ -86,7 +90,7 @@ def _pieces(options: argparse.Namespace, settings: Any, head: Head) -> Pieces:
 
 
 def _planted(options: argparse.Namespace, head: Head) -> list[Path]:
-    settings = _filled(options, planted.Settings)
+    settings = _filled(options, planted.PlantedSettings)
     folder = options.model or train(options.folder)
     models = {name: [load(folder, name, seed=i) for i in range(COPIES[name])] for name in options.models}
     document = head | planted.run(models, _pieces(options, settings, head), settings, methods=options.methods)
@@ -94,16 +98,16 @@ def _planted(options: argparse.Namespace, head: Head) -> list[Path]:
 
 
 def _ablation(options: argparse.Namespace, head: Head) -> list[Path]:
-    settings = _filled(options, ablation.Settings)
+    settings = _filled(options, ablation.AblationSettings)
     document = head | ablation.run(_pieces(options, settings, head), options.folder, settings, arms=options.arms)
     return write(document, ablation.markdown(document), options.results, "evidence-ablation")
 
 
 def _variance(options: argparse.Namespace, head: Head) -> list[Path]:
-    settings = _filled(options, gradient_variance.Settings)
+    settings = _filled(options, gradient_variance.VarianceSettings)
     document = head | gradient_variance.run(_pieces(options, settings, head), settings, arms=options.arms)
     return write(document, gradient_variance.markdown(document), options.results, "evidence-variance")
 
 
 def _demo(options: argparse.Namespace, head: Head) -> list[Path]:
-    return demo.run(options.folder, _filled(options, demo.Settings), head, options.results)
+    return demo.run(options.folder, _filled(options, demo.DemoSettings), head, options.results)

@@ -18,7 +18,7 @@ from trainer.run import set_up, train
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """Size of the run."""
 
     steps: int = 40
@@ -32,7 +32,7 @@ class Settings:
     seed: int = 0
 
 
-def run(folder: Path, settings: Settings, head: dict[str, Any], results: Path) -> list[Path]:
+def run(folder: Path, settings: DemoSettings, head: dict[str, Any], results: Path) -> list[Path]:
     """Run, judge and analyse.
 
     Args:

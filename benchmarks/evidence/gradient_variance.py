@@ -27,7 +27,7 @@ from trainer.step import rewarded, update
 
 
 @dataclass(frozen=True)
-class Settings:
+class VarianceSettings:
     """Number of draws and groups."""
 
     draws: int = 24
@@ -45,7 +45,7 @@ class Settings:
 
 
 def run(
-    pieces: Pieces, settings: Settings, *, arms: Sequence[str] | None = None, extra: Sequence[str] = (),
+    pieces: Pieces, settings: VarianceSettings, *, arms: Sequence[str] | None = None, extra: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:  # fmt: skip
     """Gradients of every arm under the same draws, and how much they scatter.
@@ -150,7 +150,7 @@ def _cosine(vectors: np.ndarray, other: np.ndarray) -> float:
     return float(mean @ other / (np.linalg.norm(mean) * np.linalg.norm(other)))
 
 
-def _gradients(arm: str, settings: Settings, extra: Sequence[str]) -> np.ndarray:
+def _gradients(arm: str, settings: VarianceSettings, extra: Sequence[str]) -> np.ndarray:
     """(R, D) fp32: the gradient of each draw's update, before clipping."""
     flags = [
         *ARMS[arm], "--device=cpu", "--learning_rate=1e-30", "--max_grad_norm=1e30", "--eval_problems=1",

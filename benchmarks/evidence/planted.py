@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.evidence.agreement import Rows, agreement, auroc_alone, correlation
-from benchmarks.evidence.cases import Case, planted_case
+from benchmarks.evidence.cases import PlantedCase, planted_case
 from benchmarks.evidence.models import RANDOM, TRAINED, Subject
 from benchmarks.evidence.problems import KINDS, PlantedProblem, generate
 from benchmarks.harness.results import Pieces
@@ -87,7 +87,7 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlantedSettings:
     """Size of the measurement."""
 
     problems: int = 200
@@ -113,7 +113,7 @@ class Settings:
 
 
 def run(
-    models: Mapping[str, Sequence[Subject]], pieces: Pieces, settings: Settings, *,
+    models: Mapping[str, Sequence[Subject]], pieces: Pieces, settings: PlantedSettings, *,
     methods: Sequence[str] | None = None, say: Callable[[str], None] = print,
 ) -> dict[str, Any]:  # fmt: skip
     """Judge planted problems by every method and sum up.
@@ -161,8 +161,8 @@ def run(
 
 
 def ask(
-    method: Method, subjects: Sequence[Subject], cases: Sequence[Case], problems: Sequence[PlantedProblem],
-    settings: Settings,
+    method: Method, subjects: Sequence[Subject], cases: Sequence[PlantedCase], problems: Sequence[PlantedProblem],
+    settings: PlantedSettings,
 ) -> dict[str, Any]:  # fmt: skip
     """Judge cases by a method, and count tokens fed and seconds of the processor. Models take turns batch by batch."""
     values, tokens, started = list[list[float]](), 0, time.process_time()
@@ -180,7 +180,7 @@ def ask(
 
 
 def judge(
-    method: Method, subject: Subject, cases: Sequence[Case], gold: Sequence[int], *, seed: int, room: int
+    method: Method, subject: Subject, cases: Sequence[PlantedCase], gold: Sequence[int], *, seed: int, room: int
 ) -> tuple[list[Tensor], int]:
     """Importances (K_b,) of the lines of each case, high where they matter, and the tokens that were fed for them.
 
@@ -226,16 +226,16 @@ class _Column:
     prompt: Tensor
     completion: Tensor
     group: int
-    case: Case | None = None
+    case: PlantedCase | None = None
 
 
-def _units(case: Case | None, by_token: bool) -> list[Span]:
+def _units(case: PlantedCase | None, by_token: bool) -> list[Span]:
     if case is None:
         return []
     return [Span(t, t + 1) for t in range(case.reasoning_end)] if by_token else case.units
 
 
-def _siblings(subject: Subject, cases: Sequence[Case], *, seed: int, room: int) -> list[_Column]:
+def _siblings(subject: Subject, cases: Sequence[PlantedCase], *, seed: int, room: int) -> list[_Column]:
     """Seven completions of each prompt, sampled at temperature 1."""
     owners = [(b, g) for b in range(len(cases)) for g in range(GROUP - 1)]
     prompts = [cases[b].prompt.tolist() for b, _ in owners]
@@ -252,7 +252,7 @@ def _entropies(subject: Subject, one: _Column) -> Tensor:
     return torch.distributions.Categorical(logits=rows).entropy()
 
 
-def _answer_probability(subjects: Sequence[Subject], cases: Sequence[Case]) -> float:
+def _answer_probability(subjects: Sequence[Subject], cases: Sequence[PlantedCase]) -> float:
     """Mean probability of the answers as they stand, given all that stands before them."""
     result: list[float] = []
     for start, subject in zip(range(0, len(cases), BATCH), itertools.cycle(subjects), strict=False):
@@ -265,7 +265,7 @@ def _answer_probability(subjects: Sequence[Subject], cases: Sequence[Case]) -> f
     return float(np.mean(result))
 
 
-def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: Settings) -> dict[str, Any]:
+def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: PlantedSettings) -> dict[str, Any]:
     """Agreement with the planted truths, over all problems and kind by kind."""
 
     def rows(truth: str, kinds: Sequence[str]) -> tuple[Rows | None, list[list[bool]]]:
@@ -288,8 +288,8 @@ def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: S
 
 
 def _step_values(
-    subject: Subject, pieces: Pieces, cases: Sequence[Case], problems: Sequence[PlantedProblem],
-    values: Mapping[str, Rows | None], settings: Settings,
+    subject: Subject, pieces: Pieces, cases: Sequence[PlantedCase], problems: Sequence[PlantedProblem],
+    values: Mapping[str, Rows | None], settings: PlantedSettings,
 ) -> dict[str, Any]:  # fmt: skip
     """Sampled step advantages: as a truth for every method, and judged as a method themselves."""
     shares = pieces.get("step values", lambda: step_values(subject, cases, problems, settings))
@@ -311,7 +311,7 @@ def _step_values(
 
 
 def step_values(
-    subject: Subject, cases: Sequence[Case], problems: Sequence[PlantedProblem], settings: Settings
+    subject: Subject, cases: Sequence[PlantedCase], problems: Sequence[PlantedProblem], settings: PlantedSettings
 ) -> list[dict[str, list[float]]]:
     """For each case, at each of its K + 1 boundaries, the shares of sampled continuations that reach an answer.
 

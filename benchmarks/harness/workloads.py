@@ -327,7 +327,7 @@ def shaped_job(*, group: int, prompt: int, completion: int, spans: int, span_tok
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class JobRollouts:
     """Completions of a job in groups of one prompt each, side by side, with what they earned."""
 
     job: Job
@@ -345,7 +345,7 @@ class Rollouts:
         """Completions with an advantage."""
         return self.advantages.nonzero().flatten().tolist()
 
-    def to(self, device: torch.device) -> "Rollouts":
+    def to(self, device: torch.device) -> "JobRollouts":
         """The same with the job's ids on `device`."""
         return replace(self, job=self.job.to(device))
 
@@ -361,7 +361,7 @@ class Rollouts:
         }
 
 
-def gsm8k_rollouts(problems: int | None, *, mixed: bool, seed: int = STEP_SEED) -> Rollouts:
+def gsm8k_rollouts(problems: int | None, *, mixed: bool, seed: int = STEP_SEED) -> JobRollouts:
     """`problems` problems drawn at random with four completions each and their own rewards, 1 for a right answer.
 
     None draws all that can be. With `mixed` only problems whose completions differ in reward; else as they come.
@@ -376,7 +376,7 @@ def gsm8k_rollouts(problems: int | None, *, mixed: bool, seed: int = STEP_SEED) 
     return _rollouts(job, 4, [float(right) for question, _ in drawn for right in correct[question][:4]])
 
 
-def shaped_rollouts(problems: int, *, group: int, **shape: int) -> Rollouts:
+def shaped_rollouts(problems: int, *, group: int, **shape: int) -> JobRollouts:
     """Random words in the shape that `shaped_job` takes; every other completion of a group is right."""
     jobs = [shaped_job(group=group, **shape, seed=SEED + i) for i in range(problems)]
     columns = {
@@ -398,9 +398,9 @@ def _word_ids() -> Tensor:
     return torch.tensor([i for i, text in enumerate(texts) if text.isascii() and text.isalpha()])
 
 
-def _rollouts(job: Job, group: int, rewards: list[float]) -> Rollouts:
+def _rollouts(job: Job, group: int, rewards: list[float]) -> JobRollouts:
     earned = torch.tensor(rewards)
-    return Rollouts(job, group, earned, group_advantages(earned, group))
+    return JobRollouts(job, group, earned, group_advantages(earned, group))
 
 
 # Models

@@ -55,7 +55,7 @@ SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelRow:
     """One row of the table."""
 
     model_type: str
@@ -71,11 +71,11 @@ class Row:
         return f"{self.model_type}, {self.variant}" if self.variant else self.model_type
 
     @staticmethod
-    def from_json(entry: dict[str, Any]) -> "Row":
-        return Row(**{**entry, "scores": Verdict(**entry["scores"]), "trains": Verdict(**entry["trains"])})
+    def from_json(entry: dict[str, Any]) -> "ModelRow":
+        return ModelRow(**{**entry, "scores": Verdict(**entry["scores"]), "trains": Verdict(**entry["trains"])})
 
 
-def judge(of: Case, seeds: Sequence[int] = SEEDS, *, complete: bool = True) -> Row:
+def judge(of: Case, seeds: Sequence[int] = SEEDS, *, complete: bool = True) -> ModelRow:
     """Build the case and compare. `complete` also asks that the small model has all that the default has."""
     try:
         model = build(of)
@@ -99,10 +99,10 @@ def judge(of: Case, seeds: Sequence[int] = SEEDS, *, complete: bool = True) -> R
 
 def _row(
     of: Case, model: PreTrainedModel | None, scores: Verdict, trains: Verdict | None = None, *rest: float | None
-) -> Row:
+) -> ModelRow:
     name = type(model).__name__ if model is not None else of.model_class
     layers = layer_kinds(model.config) if model is not None else []
-    return Row(of.model_type, of.variant, name, layers, scores, trains or scores, *rest)
+    return ModelRow(of.model_type, of.variant, name, layers, scores, trains or scores, *rest)
 
 
 def _brief(error: BaseException) -> str:
@@ -128,7 +128,7 @@ def judged(
     seconds: float,
     worker: Callable[[str], dict[str, Any]] = judge_quietly,
     start_method: str = "forkserver",
-) -> Iterator[Row]:
+) -> Iterator[ModelRow]:
     """Yield the row of each case: the one in `pieces`, or what `worker` finds in a process of its own."""
     context: Any = multiprocessing.get_context(start_method)
     context.set_forkserver_preload(["benchmarks.models.small_models", "trainer.policy"])  # what takes seconds to import
@@ -143,7 +143,7 @@ def judged(
                 return asdict(_row(of, None, Verdict(NOT_JUDGED, why)))
 
         for of in todo:
-            entry = Row.from_json(pieces.get(of.name, functools.partial(row, of)) if pieces else row(of))
+            entry = ModelRow.from_json(pieces.get(of.name, functools.partial(row, of)) if pieces else row(of))
             print(f"{entry.name}: {entry.scores.status} / {entry.trains.status}  {entry.scores.why}"[:200], flush=True)
             yield entry
 
@@ -158,7 +158,7 @@ def versions() -> dict[str, str]:
 # Writing
 
 
-def document(rows: Sequence[Row], date: str) -> dict[str, Any]:
+def document(rows: Sequence[ModelRow], date: str) -> dict[str, Any]:
     """The machine-readable result."""
     return {
         "schema": 2,
@@ -172,7 +172,7 @@ def document(rows: Sequence[Row], date: str) -> dict[str, Any]:
     }
 
 
-def _counts(rows: Iterable[Row], column: str) -> dict[str, int]:
+def _counts(rows: Iterable[ModelRow], column: str) -> dict[str, int]:
     result = Counter(getattr(row, column).status for row in rows)
     return {status: result[status] for status in MEANINGS}
 
@@ -226,10 +226,10 @@ def markdown(result: dict[str, Any]) -> str:
         window=WINDOW, longest=longest, date=result["date"], **result["versions"], types=result["types"],
         rows=len(result["rows"]), counts=counts, compared=result["compared"],
     )  # fmt: skip
-    return introduction + "".join(_line(Row.from_json(entry)) for entry in result["rows"])
+    return introduction + "".join(_line(ModelRow.from_json(entry)) for entry in result["rows"])
 
 
-def _line(row: Row) -> str:
+def _line(row: ModelRow) -> str:
     errors = [verdict.error for verdict in (row.scores, row.trains) if verdict.status == EXACT and verdict.error]
     cells = [
         row.name, row.model_class, ", ".join(row.layers), row.scores.status, row.trains.status,
@@ -245,7 +245,7 @@ def _power_of_ten(error: float) -> str:
     return f"1e{math.ceil(math.log10(error))}"
 
 
-def _why(row: Row) -> str:
+def _why(row: ModelRow) -> str:
     """Reasons of both columns in one cell; the same reason once."""
     scores, trains = (_short(verdict.why) for verdict in (row.scores, row.trains))
     if not trains or trains == scores:

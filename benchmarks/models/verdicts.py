@@ -77,7 +77,7 @@ def gradient_tolerance(rounding: float) -> float:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ScoringInput:
     """The input of one call of `score_counterfactuals`."""
 
     prompts: list[Tensor]
@@ -91,7 +91,7 @@ class Batch:
         return iter(zip(self.prompts, self.completions, self.spans, self.answers, strict=True))
 
 
-def ragged_batch(seed: int) -> Batch:
+def ragged_batch(seed: int) -> ScoringInput:
     """Rows that share prompts and prefixes of completions, longer than any window: what a packed tree must get right.
 
     Spans at the start, up to the answer, over one another, twice and after the answer; answers at the end, in the
@@ -129,7 +129,7 @@ def ragged_batch(seed: int) -> Batch:
         (one, torch.cat([fork[:1], ids(3)]), Span(2, 4), [(1, 2)]),
         (one, fork, None, []),
     ]
-    return Batch(
+    return ScoringInput(
         prompts=[row[0] for row in rows],
         completions=[row[1] for row in rows],
         spans=[[Span(*edges) for edges in row[3]] for row in rows],
@@ -168,7 +168,7 @@ class Plain:
         return rows.gather(1, ids[1:, None])[:, 0]
 
 
-def judge_scores(model: PreTrainedModel, plain: Plain, batches: Iterable[Batch]) -> tuple[Verdict, float | None]:
+def judge_scores(model: PreTrainedModel, plain: Plain, batches: Iterable[ScoringInput]) -> tuple[Verdict, float | None]:
     """Compare `score_counterfactuals` with one forward per span; also the median size of a drop."""
     worst, drops = 0.0, []
     for batch in batches:
@@ -198,7 +198,9 @@ def judge_scores(model: PreTrainedModel, plain: Plain, batches: Iterable[Batch])
     return Verdict.of(worst), _rounded(float(torch.tensor(drops).median()))
 
 
-def _masked_score(plain: Plain, prompt: Tensor, completion: Tensor, span: Span, answer: Span, batch: Batch) -> Tensor:
+def _masked_score(
+    plain: Plain, prompt: Tensor, completion: Tensor, span: Span, answer: Span, batch: ScoringInput
+) -> Tensor:
     """Log-prob of the answer by a full forward with `span` replaced."""
     branch = torch.cat([prompt, completion])
     branch[len(prompt) + span.start : len(prompt) + span.end] = batch.placeholder_id
@@ -219,7 +221,7 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
     return float(gap.nan_to_num(float("inf")).max()) if gap.numel() else 0.0
 
 
-def judge_training(model: PreTrainedModel, plain: Plain, batches: Sequence[Batch]) -> Verdict:
+def judge_training(model: PreTrainedModel, plain: Plain, batches: Sequence[ScoringInput]) -> Verdict:
     """Compare what the trainer differentiates with the model's own forward of each row: log-probs and gradients."""
     worst = worst_gradient = 0.0
     try:
@@ -254,7 +256,7 @@ def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def plain_gradients(model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
+def plain_gradients(model: PreTrainedModel, batch: ScoringInput) -> dict[str, Tensor]:
     """The definition of what `_weighted` gives the parameters: a full forward and backward for each row."""
     model.zero_grad()
     for index, (prompt, completion, *_) in enumerate(batch):
@@ -278,7 +280,7 @@ def gradient_gap(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(math.inf if math.isnan(gap) else gap for gap in gaps)
 
 
-def rounding_of_gradients(model: PreTrainedModel, batch: Batch) -> float:
+def rounding_of_gradients(model: PreTrainedModel, batch: ScoringInput) -> float:
     """Measure how far the model's own gradients move when each weight moves to a neighbouring number, at random."""
     before = plain_gradients(model, batch)
     generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from benchmarks.harness.workloads import (
     HEADS,
     SEED,
     Job,
-    Rollouts,
+    JobRollouts,
     gsm8k_job,
     gsm8k_rollouts,
     long_job,
@@ -78,7 +78,9 @@ def attention(model: str, dtype: torch.dtype, job: Callable[[], Job], device: to
         return Kernel(attention_contenders(made), made.describe(), made.flops, made.flash_flops)
 
 
-def backward(model: str, dtype: torch.dtype, rollouts: Callable[[], Rollouts], device: torch.device, _: Any) -> Kernel:
+def backward(
+    model: str, dtype: torch.dtype, rollouts: Callable[[], JobRollouts], device: torch.device, _: Any
+) -> Kernel:
     """Its gradients along prompts and completions of a training step, without branches that are only scored."""
     job = rollouts().job
     made = make_attention_job(model, dtype, replace(job, spans=[[] for _ in job.spans]), device)

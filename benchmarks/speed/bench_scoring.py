@@ -21,7 +21,7 @@ from benchmarks.speed.reference import Reference
 
 
 @dataclass(frozen=True)
-class Workload:
+class ScoringWorkload:
     """A model, a job, and by what factor ours is to beat a peer there; `axis` and `value` of a point of a sweep."""
 
     model: str
@@ -40,10 +40,10 @@ SWEPT = ("per span with logits_to_keep", "padded batches of 8 with logits_to_kee
 
 def sweep(
     model: str, dtype: torch.dtype, shape: dict[str, int], points: dict[str, tuple[int, ...]]
-) -> dict[str, Workload]:
+) -> dict[str, ScoringWorkload]:
     """Points of each axis, which replace one number of the shape."""
     return {
-        f"sweep {axis}={value}": Workload(
+        f"sweep {axis}={value}": ScoringWorkload(
             model, functools.partial(shaped_job, **{**shape, axis: value}, span_tokens=8), dtype, {}, (), axis, value
         )
         for axis, values in points.items()
@@ -51,22 +51,22 @@ def sweep(
     }
 
 
-WORKLOADS: dict[str, dict[str, Workload]] = {
+WORKLOADS: dict[str, dict[str, ScoringWorkload]] = {
     "smoke": {
-        "qwen3-tiny gsm8k": Workload("qwen3-tiny", functools.partial(gsm8k_job, 1), torch.float32, {}, (4,)),
+        "qwen3-tiny gsm8k": ScoringWorkload("qwen3-tiny", functools.partial(gsm8k_job, 1), torch.float32, {}, (4,)),
         **sweep(
             "qwen3-tiny", torch.float32, {"group": 2, "prompt": 20, "completion": 40, "spans": 2}, {"group": (1, 2)}
         ),
     },
     "cpu": {
-        "qwen3-40m gsm8k": Workload(
+        "qwen3-40m gsm8k": ScoringWorkload(
             "qwen3-40m",
             functools.partial(gsm8k_job, 4),
             torch.float32,
             {REFERENCE: 4.0, "aligntune batched": 4.0, "best padded batch": 3.5},
             (2, 4, 8, 16),
         ),
-        "qwen3-40m long": Workload(
+        "qwen3-40m long": ScoringWorkload(
             "qwen3-40m", functools.partial(long_job, 1, length=400, spans=4), torch.float32, {}, (2, 4)
         ),
         **sweep(
@@ -78,10 +78,14 @@ WORKLOADS: dict[str, dict[str, Workload]] = {
     },
     "cuda": {
         **{
-            f"{model} gsm8k": Workload(model, functools.partial(gsm8k_job, 8), torch.bfloat16, _GPU_FLOORS, _GPU_SIZES)
+            f"{model} gsm8k": ScoringWorkload(
+                model, functools.partial(gsm8k_job, 8), torch.bfloat16, _GPU_FLOORS, _GPU_SIZES
+            )
             for model in ("Qwen3-1.7B", "Qwen2.5-3B", "Llama-3.2-3B")
         },
-        "Qwen3-1.7B long": Workload("Qwen3-1.7B", functools.partial(long_job, 4), torch.bfloat16, {}, _GPU_SIZES),
+        "Qwen3-1.7B long": ScoringWorkload(
+            "Qwen3-1.7B", functools.partial(long_job, 4), torch.bfloat16, {}, _GPU_SIZES
+        ),
         **sweep(
             "Qwen3-1.7B",
             torch.bfloat16,

@@ -32,7 +32,7 @@ from benchmarks.harness.race import (
     replay_clock,
     times_ours,
 )
-from benchmarks.harness.workloads import SEED, STEP_SEED, Rollouts, gsm8k_rollouts, policy, shaped_rollouts
+from benchmarks.harness.workloads import SEED, STEP_SEED, JobRollouts, gsm8k_rollouts, policy, shaped_rollouts
 from benchmarks.speed.command import chosen_peers, workload_set
 from benchmarks.speed.replay import Replay, StepPeer, Stopwatch
 from benchmarks.speed.step_peers import AUTHORS, EXACT, STEP_PEERS, TRL
@@ -42,12 +42,12 @@ from cfa_kernels.hf.verify import check_trainable
 
 
 @dataclass(frozen=True)
-class Workload:
+class StepWorkload:
     """A model, how it is trained, the rollouts, and what the step is to reach there."""
 
     model: str
     lora: bool
-    rollouts: Callable[[], Rollouts]
+    rollouts: Callable[[], JobRollouts]
     dtype: torch.dtype
     floors: dict[str, float] = field(default_factory=dict)
     """What contenders are to take at least, in units of our counterfactual step."""
@@ -68,10 +68,10 @@ def _gsm8k(
     problems: int,
     dtype: torch.dtype,
     promises: dict[tuple[str, str], dict[str, float]],
-) -> dict[str, Workload]:
+) -> dict[str, StepWorkload]:
     """Adapters and full training, all groups mixed and groups as they come."""
     return {
-        f"{model} {trains}, {groups}": Workload(
+        f"{model} {trains}, {groups}": StepWorkload(
             model,
             trains == "LoRA",
             functools.partial(gsm8k_rollouts, problems, mixed=groups == "all mixed"),
@@ -82,9 +82,9 @@ def _gsm8k(
     }
 
 
-WORKLOADS: dict[str, dict[str, Workload]] = {
+WORKLOADS: dict[str, dict[str, StepWorkload]] = {
     "smoke": {
-        "qwen3-tiny LoRA": Workload(
+        "qwen3-tiny LoRA": StepWorkload(
             "qwen3-tiny", True, functools.partial(gsm8k_rollouts, 2, mixed=False), torch.float32
         )
     },
@@ -96,7 +96,7 @@ WORKLOADS: dict[str, dict[str, Workload]] = {
             for name, workload in _gsm8k(model, 8, torch.bfloat16, _GPU).items()
         },
         **{
-            f"Qwen3-1.7B LoRA, {problems} x 8, P {prompt}, T {completion}": Workload(
+            f"Qwen3-1.7B LoRA, {problems} x 8, P {prompt}, T {completion}": StepWorkload(
                 "Qwen3-1.7B",
                 True,
                 functools.partial(shaped_rollouts, problems, group=8, prompt=prompt, completion=completion, spans=6),

@@ -1,6 +1,6 @@
 """Inputs and references of the loss benchmark: one training step's loss from hidden states, or from logits.
 
-The loss is the weighted, clipped, token-level (dapo) one. A `Reference` is float64's result with an error budget.
+The loss is the weighted, clipped, token-level (dapo) one. A `LossReference` is float64's result with an error budget.
 """
 
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ LOGITS: dict[str, dict[str, Shape]] = {
 
 
 @dataclass(frozen=True)
-class Job:
+class LossJob:
     """Input of one step. hidden (B, T, H), head (V, H) or logits (B, T + 1, V); the rest (B, T), advantages (B,).
 
     Ratios keep clear of the clips' edges, so that rounding decides nothing.
@@ -108,7 +108,7 @@ class Job:
         return self.hidden.detach().requires_grad_(), self.head.detach().requires_grad_(self.shape.head_trains)
 
 
-def make_job(shape: Shape, device: torch.device) -> Job:
+def make_job(shape: Shape, device: torch.device) -> LossJob:
     generator = torch.Generator(device).manual_seed(SEED)
     options = {"generator": generator, "device": device}
     b, t = SEQUENCES, shape.tokens // SEQUENCES
@@ -116,7 +116,7 @@ def make_job(shape: Shape, device: torch.device) -> Job:
     head = (2 * torch.randn(shape.vocabulary, shape.hidden, **options) / shape.hidden**0.5).to(shape.dtype)
     targets = torch.randint(shape.vocabulary, (b, t), **options)
     shift = torch.tensor([-0.6, -0.05, 0.05, 0.6], device=device)[torch.randint(4, (b, t), **options)]
-    job = Job(
+    job = LossJob(
         shape, hidden, head, targets, None, torch.randn(b, **options), torch.ones(b, t, device=device),
         4 * torch.rand(b, t, **options),
     )  # fmt: skip
@@ -124,7 +124,7 @@ def make_job(shape: Shape, device: torch.device) -> Job:
     return replace(job, old=(logprobs.view(b, t) - shift).float())
 
 
-def _logits64(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
+def _logits64(job: LossJob) -> Iterator[tuple[Tensor, Tensor]]:
     head = job.head.double()
     for hidden, ids in zip(job.flat.split(1024), job.targets.flatten().split(1024), strict=True):
         yield hidden.double() @ head.T, ids
@@ -133,7 +133,7 @@ def _logits64(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
 # The reference
 
 
-def chunked(job: Job, dtype: torch.dtype, chunk: int) -> Result:
+def chunked(job: LossJob, dtype: torch.dtype, chunk: int) -> Result:
     """Loss and gradients chunk by chunk, with three GEMMs (two with a frozen head), in plain PyTorch.
 
     In float64 it is the truth; in the job's dtype, with float32 sums over chunks, the same maths in low precision,
@@ -168,16 +168,16 @@ def chunked(job: Job, dtype: torch.dtype, chunk: int) -> Result:
 
 
 @dataclass(frozen=True)
-class Reference:
+class LossReference:
     """An error budget for the loss and one for each gradient."""
 
     budgets: tuple[ErrorBudget, ...]
 
     @staticmethod
-    def of(truth: Result, low: Result, dtype: torch.dtype) -> "Reference":
+    def of(truth: Result, low: Result, dtype: torch.dtype) -> "LossReference":
         eps = torch.finfo(dtype).eps
         pairs = zip(low, truth, strict=True)
-        return Reference(tuple(ErrorBudget(exact, max_error(mine, exact), eps) for mine, exact in pairs))
+        return LossReference(tuple(ErrorBudget(exact, max_error(mine, exact), eps) for mine, exact in pairs))
 
     def check(self, result: Result) -> dict[str, float]:
         """Hold a result to its budgets; returns the largest share of one."""
@@ -190,8 +190,8 @@ class Reference:
         return {"error_over_budget": max(shares)}
 
 
-def linear_reference(job: Job) -> Reference:
-    return Reference.of(chunked(job, torch.float64, 1024), chunked(job, job.shape.dtype, 1024), job.shape.dtype)
+def linear_reference(job: LossJob) -> LossReference:
+    return LossReference.of(chunked(job, torch.float64, 1024), chunked(job, job.shape.dtype, 1024), job.shape.dtype)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from benchmarks.speed.loss_jobs import (
     EPSILON,
     EPSILON_HIGH,
     SEQUENCES,
-    Job,
     LogitsJob,
-    Reference,
+    LossJob,
+    LossReference,
     Result,
     chunked,
     linear_reference,
@@ -33,7 +33,7 @@ BOUND, OURS, HALF = "bare GEMMs (the bound)", "ours", "ours, half the groups at 
 # From hidden states
 
 
-def ours(job: Job, rows: Tensor | None = None) -> Result:
+def ours(job: LossJob, rows: Tensor | None = None) -> Result:
     hidden, head = job.leaves()
     loss, _ = linear_policy_loss(
         hidden, head, job.targets, job.old, job.advantages, job.mask, weights=job.weights, rows=rows,
@@ -53,21 +53,21 @@ def _plain_loss(hidden: Tensor, head: Tensor, targets: Tensor, *rest: Tensor) ->
 _compiled_loss = functools.cache(lambda: torch.compile(_plain_loss))
 
 
-def eager(job: Job, loss: Callable[..., Tensor] = _plain_loss) -> Result:
+def eager(job: LossJob, loss: Callable[..., Tensor] = _plain_loss) -> Result:
     hidden, head = job.leaves()
     rest = (job.old, job.advantages, job.mask, job.weights)
     return job.gradients(loss(hidden, head, job.targets, *rest), hidden, head)
 
 
-def compiled(job: Job) -> Result:
+def compiled(job: LossJob) -> Result:
     return eager(job, _compiled_loss())
 
 
-def chunked_three_gemms(job: Job) -> Result:
+def chunked_three_gemms(job: LossJob) -> Result:
     return chunked(job, job.shape.dtype, CHUNK[job.hidden.device.type])
 
 
-def liger_chunked(job: Job) -> Result:
+def liger_chunked(job: LossJob) -> Result:
     if importlib.util.find_spec("liger_kernel") is None:
         raise Absent("liger-kernel is not installed")
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
@@ -82,7 +82,7 @@ def liger_chunked(job: Job) -> Result:
     return job.gradients(loss, hidden, head)
 
 
-def trl_chunked(job: Job) -> Result:
+def trl_chunked(job: LossJob) -> Result:
     try:
         from trl.kernels import ChunkedLogProbFunction
     except ImportError as error:
@@ -94,7 +94,7 @@ def trl_chunked(job: Job) -> Result:
     return job.gradients(job.loss(logprobs), hidden, head)
 
 
-def bare_gemms(job: Job) -> Result:
+def bare_gemms(job: LossJob) -> Result:
     """Compute only the products, chunked as ours are: what no exact method can beat."""
     hidden, head = job.flat, job.head
     chunk = CHUNK[hidden.device.type]
@@ -109,7 +109,7 @@ def bare_gemms(job: Job) -> Result:
     return (by_hidden,)
 
 
-PEERS: dict[str, Callable[[Job], Result]] = {
+PEERS: dict[str, Callable[[LossJob], Result]] = {
     OURS: ours,
     "eager": eager,
     "torch.compile": compiled,
@@ -119,7 +119,7 @@ PEERS: dict[str, Callable[[Job], Result]] = {
 }
 
 
-def linear_contenders(job: Job) -> list[Contender]:
+def linear_contenders(job: LossJob) -> list[Contender]:
     reference = linear_reference(job)
     contenders = [Contender(name, functools.partial(run, job), reference.check) for name, run in PEERS.items()]
     half = replace(job, advantages=job.advantages * (torch.arange(SEQUENCES, device=job.mask.device) % 2))
@@ -172,7 +172,7 @@ LOGITS_PEERS: dict[str, Callable[[LogitsJob, Tensor], Result]] = {
 
 def logits_contenders(job: LogitsJob) -> list[Contender]:
     truth, low = logits_truth(job, torch.float64), logits_truth(job, job.logits.dtype)
-    reference = Reference.of(truth, low, job.logits.dtype)
+    reference = LossReference.of(truth, low, job.logits.dtype)
     return [
         Contender(name, functools.partial(run, job, job.own_logits()), reference.check)
         for name, run in LOGITS_PEERS.items()

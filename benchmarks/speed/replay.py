@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.harness.race import Absent
-from benchmarks.harness.workloads import Job, Rollouts
+from benchmarks.harness.workloads import Job, JobRollouts
 from cfa_kernels import Credit
 from cfa_kernels.credit.deferred import DeferredCredit
 from cfa_kernels.hf.model import causal_lm
@@ -38,7 +38,7 @@ class Replay:
     """
 
     policy: nn.Module
-    rollouts: Rollouts
+    rollouts: JobRollouts
     _trl: dict[tuple[tuple[str, Any], ...], Any] = field(default_factory=dict)
 
     @property
@@ -139,7 +139,7 @@ class StepPeer:
 
 def _trl_trainer(
     policy: nn.Module,
-    rollouts: Rollouts,
+    rollouts: JobRollouts,
     micro_batch: int,
     *,
     credited: bool = False,
@@ -247,7 +247,7 @@ def padded_ids(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Ten
     return ids, mask
 
 
-def padded_layout(rollouts: Rollouts) -> dict[str, Tensor]:
+def padded_layout(rollouts: JobRollouts) -> dict[str, Tensor]:
     """The batch as TRL lays it out: prompts padded on the left, completions on the right."""
     device = rollouts.job.prompts[0].device
     prompt_ids, prompt_mask = padded_ids(rollouts.job.prompts, side="left")

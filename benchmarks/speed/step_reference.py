@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.race import Absent, WrongAnswer
-from benchmarks.harness.workloads import Job, Rollouts
+from benchmarks.harness.workloads import Job, JobRollouts
 from benchmarks.speed.peers import Observed, aligntune_importance, per_span_logits_to_keep
 from benchmarks.speed.replay import Weights
 from benchmarks.speed.step_peers import authors_weights
@@ -30,7 +30,7 @@ class StepResult:
     gradients: Gradients
 
 
-def padded_autograd(model: nn.Module, rollouts: Rollouts, weights: Weights | None) -> tuple[float, Gradients]:
+def padded_autograd(model: nn.Module, rollouts: JobRollouts, weights: Weights | None) -> tuple[float, Gradients]:
     """Loss and gradients by their definition: one padded forward per group, every logit, autograd.
 
     Sequences are padded behind their ends, which causality hides from them.
@@ -66,7 +66,7 @@ def taken_gradients(model: nn.Module) -> Gradients:
     return result
 
 
-def weights_of_kind(kind: str, model: nn.Module, rollouts: Rollouts) -> Weights | None:
+def weights_of_kind(kind: str, model: nn.Module, rollouts: JobRollouts) -> Weights | None:
     """The weights a kind of contender should use, from one full forward per span in the model's precision."""
     if kind == "plain":
         return None
@@ -101,7 +101,7 @@ def as_found(job: Job) -> Job:
     return replace(job, spans=spans, answers=answers)
 
 
-def _authors_importance(scores: Observed, rollouts: Rollouts) -> Observed:
+def _authors_importance(scores: Observed, rollouts: JobRollouts) -> Observed:
     return [aligntune_importance(row.double().cpu(), rollouts.job, b) for b, row in enumerate(scores)]
 
 
@@ -118,7 +118,7 @@ class Truth:
     active: list[int]  # the rows whose weights matter
 
     @staticmethod
-    def of(kind: str, model: nn.Module, exact: nn.Module, rollouts: Rollouts) -> "Truth":
+    def of(kind: str, model: nn.Module, exact: nn.Module, rollouts: JobRollouts) -> "Truth":
         """By the definition, in `model`'s precision and with `exact`, the same model in a higher one."""
         weights, low_weights = (weights_of_kind(kind, m, rollouts) for m in (exact, model))
         loss, gradients = padded_autograd(exact, rollouts, weights)

@@ -7,7 +7,7 @@ from ..ops.row_softmax import FLOAT32_NOISE
 from .model import causal_lm
 from .probe_mode import small_windows
 from .tree_forward import pack_states, tree_attention_mode
-from .verify import Probe, check_supported, own_output, run_probe
+from .verify import ProbeTree, check_supported, own_output, run_probe
 
 ACCURACY: dict[torch.dtype, float] = {
     torch.float64: FLOAT32_NOISE,  # scores are float32
@@ -34,7 +34,7 @@ def noise_floor(model: nn.Module) -> float:
         NotImplementedError: as `check_supported`.
     """
     causal = causal_lm(model)
-    head, probe = check_supported(causal), Probe.of(causal)
+    head, probe = check_supported(causal), ProbeTree.of(causal)
     with small_windows(causal), tree_attention_mode(causal):
         ours = probe.unpacked(head.logprobs(*pack_states(causal, head, probe.pack)))
 

@@ -154,7 +154,7 @@ def _training_obstacle(walk: ModelWalk) -> tuple[str, str] | None:
 
 
 def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) -> _Verdict:
-    probe, name = Probe.of(model), type(model).__name__
+    probe, name = ProbeTree.of(model), type(model).__name__
 
     def measure() -> _Verdict:
         hidden, head = own_output(model, probe.ids[:2], backbone(model)).last_hidden_state, read_head(model)
@@ -194,7 +194,7 @@ def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) ->
 
 
 def _check_training(model: PreTrainedModel, verdict: _Verdict, repeated: Mapping[nn.Module, nn.Module]) -> None:
-    probe = Probe.of(model)
+    probe = ProbeTree.of(model)
 
     def measure() -> None:
         hidden = own_output(model, probe.ids[:2], backbone(model)).last_hidden_state
@@ -215,7 +215,7 @@ def _check_training(model: PreTrainedModel, verdict: _Verdict, repeated: Mapping
 
 
 def _tree_problem(
-    model: PreTrainedModel, probe: "Probe", verdict: _Verdict, factor: float, theirs: Tensor
+    model: PreTrainedModel, probe: "ProbeTree", verdict: _Verdict, factor: float, theirs: Tensor
 ) -> str | None:
     """Compare a packed tree with the model's own logits; describe a difference, None for none."""
     name = type(model).__name__
@@ -272,7 +272,7 @@ def _other_mixers(model: PreTrainedModel) -> str:
     return states if others else ""
 
 
-class Probe(NamedTuple):
+class ProbeTree(NamedTuple):
     """A row and branches that leave it and return, as a batch on the model's device and as one pack."""
 
     ids: Tensor  # (n, L)
@@ -281,7 +281,7 @@ class Probe(NamedTuple):
     pack: Pack
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "Probe":
+    def of(cls, model: PreTrainedModel) -> "ProbeTree":
         """Make a probe with a branch of a branch, two branches one token apart, and one at a last token."""
         special = {
             value

@@ -88,7 +88,7 @@ class Workers(RemoteAccess):
         """Deal the batch's groups over the workers and join the results, in the batch's order."""
         if isinstance(estimator, OwnFunction):  # runs here, with these workers in the model's place
             return estimator(self, batch)
-        places = deal(batch, self.count)
+        places = deal_groups(batch, self.count)
         shares = [Share(estimator, batch.take(own)) for own in places]
         results = [(one, own) for one, own in zip(self._answers(shares), places, strict=True) if own]
         return _joined([result for result, _ in results], [own for _, own in results])
@@ -146,7 +146,7 @@ def ray_class(mixin: type, worker: Any) -> Any:
     return ray.remote(type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {}))
 
 
-def deal(batch: ScoredBatch, workers: int) -> list[list[int]]:
+def deal_groups(batch: ScoredBatch, workers: int) -> list[list[int]]:
     """Deal the groups of a batch over workers by the rows that they feed: places in the batch, in rising order."""
     groups = equal_prompts(batch.prompts) if batch.groups is None else batch.groups.tolist()
     members: dict[int, list[int]] = {}

@@ -71,7 +71,7 @@ _BOUNDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Batch(NamedTuple):
+class CheckedBatch(NamedTuple):
     """Checked input of a loss; the loss is `sum(token loss * scale) - entropy_scale * sum(entropy)`."""
 
     keep: Tensor  # (B, T) bool, the mask
@@ -88,7 +88,7 @@ def check_batch(
     advantages: Tensor,
     mask: Tensor,
     options: LossOptions,
-) -> Batch:
+) -> CheckedBatch:
     """Check all but the log-probs or logits of `function`: `source`, of `shape` (B, T) in its first dimensions."""
     device, dtype, validate = source.device, compute_dtype(source.dtype), options.get("validate")
     if unknown := options.keys() - LossOptions.__annotations__.keys():
@@ -132,7 +132,7 @@ def check_batch(
     numbers: dict[str, Any] = {name: options[name] for name in NUMBERS if options.get(name) is not None}  # type: ignore[literal-required]
     numbers |= {"loss_type": token_loss, "level": level}
     kept_tokens = tokens.map(lambda tensor: counted(tensor.detach(), keep, dtype))
-    return Batch(keep, kept_tokens, entropy_scale, PolicyOptions(**numbers))
+    return CheckedBatch(keep, kept_tokens, entropy_scale, PolicyOptions(**numbers))
 
 
 def counted(tensor: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:
@@ -237,7 +237,7 @@ def check_linear(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, rows: Ten
         check_tensor("bias", bias, [lm_head.shape[:1]], hidden.device)
 
 
-def check_rows(rows: Tensor, batch: Batch, with_entropy: bool, validate: bool) -> None:
+def check_rows(rows: Tensor, batch: CheckedBatch, with_entropy: bool, validate: bool) -> None:
     """Check that `rows` of `linear_policy_loss` are indices that, if `validate`, leave no token out."""
     check_tensor("rows", rows, [torch.Size((rows.numel(),))], batch.keep.device, "torch.int64")
     if not validate:

@@ -18,7 +18,7 @@ from ..ops.row_softmax import Softmax, check_logits_dtype
 from ..ops.token_loss import PolicyOptions, Tokens, policy_terms, refuse_second_derivative
 from .checks import (
     LEVELS,
-    Batch,
+    CheckedBatch,
     LossOptions,
     check_batch,
     check_choice,
@@ -269,7 +269,7 @@ def contributing_rows(
 
 
 def _arguments(
-    batch: Batch,
+    batch: CheckedBatch,
     targets: Tensor,
     layout: Callable[[Tensor], Tensor],
     softmax: Softmax,
@@ -289,7 +289,9 @@ def _arguments(
     }
 
 
-def _metrics_of_rows(batch: Batch, stats: Tensor, with_entropy: bool, checked: bool, source: str) -> dict[str, Tensor]:
+def _metrics_of_rows(
+    batch: CheckedBatch, stats: Tensor, with_entropy: bool, checked: bool, source: str
+) -> dict[str, Tensor]:
     logprobs, entropy, ratio, kl, clip = stats.detach().view(-1, *batch.keep.shape)
     if checked:
         check_values(f"the target's log-prob from {source}", logprobs, batch.keep, "finite")
@@ -313,7 +315,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _metrics(batch: Batch, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
+def _metrics(batch: CheckedBatch, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
     keep, tokens = batch.keep, batch.tokens
     per_sequence = keep.sum(1)
     count = per_sequence.sum().clamp(min=1)

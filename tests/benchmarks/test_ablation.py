@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.evidence import ablation
-from benchmarks.evidence.ablation import ARMS, PLAIN, Settings, compare, markdown, paired, run
+from benchmarks.evidence.ablation import ARMS, PLAIN, AblationSettings, compare, markdown, paired, run
 from benchmarks.harness.results import Pieces
 from tests.support.embedded import SMALL
 
@@ -52,7 +52,7 @@ def test_differences_that_do_not_scatter_have_no_error():
 
 
 def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
-    size = Settings(seeds=1, steps=2, eval_steps=1, eval_problems=8)
+    size = AblationSettings(seeds=1, steps=2, eval_steps=1, eval_problems=8)
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--max_steps", "--device"))]
     pieces, said = Pieces(tmp_path / "pieces", {}, ENVIRONMENT), list[str]()
     first = run(pieces, tmp_path, size, arms=["entropy"], extra=small, say=said.append)

@@ -25,7 +25,7 @@ from benchmarks.evidence.agreement import (
 from benchmarks.evidence.cases import planted_case
 from benchmarks.evidence.command import main
 from benchmarks.evidence.models import Subject, fingerprint
-from benchmarks.evidence.planted import METHODS, Settings, judge
+from benchmarks.evidence.planted import METHODS, PlantedSettings, judge
 from benchmarks.evidence.problems import KINDS, STEP_WORDS, generate, training_rows
 from benchmarks.harness.results import Pieces
 from trainer.analyze.statistics import bootstrap_interval
@@ -247,7 +247,7 @@ def test_step_values_are_shares_of_continuations_by_prefix(subject, monkeypatch)
         return SimpleNamespace(texts=[f"#### {problem.answer if yes else problem.gold}" for yes in own])
 
     monkeypatch.setattr(planted, "sample", continued)
-    (shares,) = planted.step_values(subject, [case], [problem], Settings(samples=4, room=8))
+    (shares,) = planted.step_values(subject, [case], [problem], PlantedSettings(samples=4, room=8))
     later = len(case.units)
     assert shares["own"] == [0.25, *[1.0] * later]
     assert shares["right"] == [0.75, *[0.0] * later]

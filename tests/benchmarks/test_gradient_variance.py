@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from benchmarks.evidence.ablation import PLAIN
-from benchmarks.evidence.gradient_variance import Settings, _gradient, markdown, products, relative, run, scatter
+from benchmarks.evidence.gradient_variance import (
+    VarianceSettings,
+    _gradient,
+    markdown,
+    products,
+    relative,
+    run,
+    scatter,
+)
 from benchmarks.harness.results import Pieces
 from tests.support.embedded import EVEN, SMALL, settings
 from trainer.run import set_up
@@ -56,7 +64,7 @@ def test_an_arm_beside_itself_or_without_a_signal_has_no_scatter_to_speak_of():
 
 
 def test_every_arm_sees_the_same_draws_and_is_not_computed_twice(tmp_path, monkeypatch):
-    size, said = Settings(draws=3, problems=2), list[str]()
+    size, said = VarianceSettings(draws=3, problems=2), list[str]()
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--device"))]
     document = run(Pieces(tmp_path, {}, HEAD), size, arms=[PLAIN, "prefix_gain"], extra=small, say=said.append)
     assert len(said) == 2

@@ -15,7 +15,7 @@ from benchmarks.harness.results import Pieces
 from benchmarks.models import table as model_table
 from benchmarks.models import verdicts as model_verdicts
 from benchmarks.models.small_models import CONTEXT, WINDOW, Case, build, case, layer_kinds, model_types, what_is_missing
-from benchmarks.models.table import Row, judge, judged, main, markdown
+from benchmarks.models.table import ModelRow, judge, judged, main, markdown
 from benchmarks.models.verdicts import (
     EXACT,
     NOT_BUILDABLE,
@@ -35,7 +35,7 @@ from tests.conftest import REPOSITORY
 pytestmark = pytest.mark.slow
 
 TABLE = json.loads((REPOSITORY / "benchmarks" / "results" / "models.json").read_text())
-ROWS = {row.name: row for row in map(Row.from_json, TABLE["rows"])}
+ROWS = {row.name: row for row in map(ModelRow.from_json, TABLE["rows"])}
 SAME_VERSION = TABLE["versions"]["transformers"] == model_table.versions()["transformers"]
 # Plain, sliding, a mixture of experts, latent attention, sinks, two with linear attention, no attention interface.
 SAMPLE = ["llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "recurrent_gemma", "bloom"]
@@ -46,10 +46,10 @@ def llama():
     return build(Case("llama"))
 
 
-def row(name="llama", scores=EXACT, trains=EXACT, why="", error=2e-6) -> Row:
+def row(name="llama", scores=EXACT, trains=EXACT, why="", error=2e-6) -> ModelRow:
     model_type, _, variant = name.partition(", ")
     verdicts = [Verdict(status, why, error if status == EXACT else None) for status in (scores, trains)]
-    return Row(model_type, variant, "SomeForCausalLM", ["full_attention"], *verdicts, 1.5)
+    return ModelRow(model_type, variant, "SomeForCausalLM", ["full_attention"], *verdicts, 1.5)
 
 
 # The table

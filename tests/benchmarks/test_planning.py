@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from benchmarks import explain, scale
-from benchmarks.explain import Batch, configuration, parts, sizes
-from benchmarks.harness.workloads import Job, Rollouts, random_model, shaped_job
-from benchmarks.scale import ACROSS, DEALS, INSIDE, Group, Ranks, groups_of, in_step, packs, shares, traffic
+from benchmarks.explain import StepShape, configuration, parts, sizes
+from benchmarks.harness.workloads import Job, JobRollouts, random_model, shaped_job
+from benchmarks.scale import ACROSS, DEALS, INSIDE, GroupRows, ShardedRanks, groups_of, in_step, packs, shares, traffic
 from cfa_kernels import Span
 from tests.conftest import REPOSITORY
 from tests.support.models import score_columns
@@ -29,7 +29,7 @@ def scored(job, token_budget=100_000):
 
 
 def test_rows_of_a_step_are_what_the_library_feeds():
-    batch = Batch(1, 3, prompt=20, completion=60, longest=60, spans=3, mixed=1)
+    batch = StepShape(1, 3, prompt=20, completion=60, longest=60, spans=3, mixed=1)
     job = shaped_job(group=3, prompt=20, completion=60, spans=3)
     assert job.spans[0] == [(start, start + explain.SPAN) for start in batch.starts]
     assert batch.rows + batch.branch_rows == scored(job).tokens_fed
@@ -51,11 +51,11 @@ def test_operations_of_a_row_are_those_of_the_models_linear_layers():
 
 
 def test_adapters_add_parts_and_spare_a_product_of_the_backward():
-    model, batch = sizes(configuration("qwen3-tiny")), Batch(2, 2, 20, 60, 60, 3, mixed=2)
+    model, batch = sizes(configuration("qwen3-tiny")), StepShape(2, 2, 20, 60, 60, 3, mixed=2)
     adapted, full = ({one.name: one for one in parts(model, batch, rank)} for rank in (4, 0))
     assert adapted.keys() - full.keys() == {f"{name}: adapters" for name in ("forward", "backward", "credit")}
     assert full["backward: base products"].flops == 2 * adapted["backward: base products"].flops
-    half = {one.name: one for one in parts(model, Batch(2, 2, 20, 60, 60, 3, mixed=1), 4)}
+    half = {one.name: one for one in parts(model, StepShape(2, 2, 20, 60, 60, 3, mixed=1), 4)}
     assert half["credit: base products"].flops == adapted["credit: base products"].flops / 2
     assert half["rollouts: prompts"] == adapted["rollouts: prompts"]
 
@@ -70,7 +70,7 @@ def test_a_part_takes_the_longest_of_its_products_its_bytes_and_its_launches():
 
 def test_completions_fill_packs_as_the_library_cuts_them():
     job = shaped_job(group=6, prompt=20, completion=60, spans=3)
-    group = Group(20, (59 + 59 + 41 + 22,) * 6, 0, live=True)  # up to the answer, and from each span on
+    group = GroupRows(20, (59 + 59 + 41 + 22,) * 6, 0, live=True)  # up to the answer, and from each span on
     work = scored(job, token_budget=500)
     cut = packs([group], 500)
     together = explain.SPAN * (6 - len(cut))  # placeholders behind the prompt, which siblings in a pack share
@@ -85,8 +85,8 @@ def test_a_forward_takes_as_long_as_on_the_rank_with_the_most_rows_in_it():
 
 
 def test_a_forward_takes_its_products_or_its_gathering_whichever_is_longer():
-    node, many = (Ranks(count, 10, 20, 1e6) for count in (8, 64))
-    assert Ranks(1, 10, 20, 1e6).moving(1e9) == 0
+    node, many = (ShardedRanks(count, 10, 20, 1e6) for count in (8, 64))
+    assert ShardedRanks(1, 10, 20, 1e6).moving(1e9) == 0
     assert node.moving(1e9) == pytest.approx(7 / 8 * 1e9 / INSIDE)
     assert many.moving(1e9) == pytest.approx(63 / 64 * 1e9 / ACROSS)
     assert many.forward(0) == many.moving(40)
@@ -97,7 +97,7 @@ def test_a_forward_takes_its_products_or_its_gathering_whichever_is_longer():
 @pytest.mark.parametrize("live", [False, True])
 def test_every_way_of_dealing_gives_each_sampled_group_to_one_rank(live):
     drawn = np.random.default_rng(1).gamma(3.7, 450, 653).astype(int) + 10
-    groups = [Group(0, (rows,), rows, i % 2 == 0) for i, rows in enumerate(drawn.tolist())]
+    groups = [GroupRows(0, (rows,), rows, i % 2 == 0) for i, rows in enumerate(drawn.tolist())]
     dealt = dict(shares(groups, 64, 16, live=live))
     assert dealt.keys() == DEALS.keys()
     everything = [sorted(group.rows for share in ranks for group in share) for ranks in dealt.values()]
@@ -111,9 +111,9 @@ def test_groups_and_bytes_of_rollouts_follow_from_their_lengths():
     prompts = [torch.arange(4)] * 2 + [torch.arange(6)] * 2
     job = Job("made", "made here", prompts, [torch.arange(10)] * 4, [[Span(1, 3), Span(3, 5)]] * 4, [Span(8, 10)] * 4,
               0, None)  # fmt: skip
-    rollouts = Rollouts(job, 2, torch.tensor([1.0, 0, 1, 1]), torch.tensor([1.0, -1, 0, 0]))
+    rollouts = JobRollouts(job, 2, torch.tensor([1.0, 0, 1, 1]), torch.tensor([1.0, -1, 0, 0]))
     branches = 9 + (9 - 1) + (9 - 3)
-    assert groups_of(rollouts) == [Group(4, (branches,) * 2, 24, True), Group(6, (branches,) * 2, 26, False)]
+    assert groups_of(rollouts) == [GroupRows(4, (branches,) * 2, 24, True), GroupRows(6, (branches,) * 2, 26, False)]
     p, t, k = 5, 10, 2  # means
     requests, answers, tree, weights = traffic(rollouts).values()
     assert answers == (k + 1) * (p + t) * 4

@@ -9,7 +9,7 @@ import torch
 
 from cfa_kernels import Span
 from cfa_kernels.estimators.base import Importances, OwnFunction
-from cfa_kernels.integrations.workers import Share, Workers, deal, judge_share
+from cfa_kernels.integrations.workers import Share, Workers, deal_groups, judge_share
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import LogprobService
 from cfa_kernels.scoring.batch import ScoredBatch
@@ -39,10 +39,10 @@ def batch(lengths, prompts, groups=None, *, spans=2) -> ScoredBatch:
 def test_groups_are_dealt_whole_the_heaviest_first():
     given = batch([9, 3, 9, 3, 30, 5], [[3], [4], [3], [4], [5], [6]], spans=1)
     assert [given.index[place] for place in range(6)] == [0, 2, 1, 3, 4, 5]
-    dealt = deal(given, 2)
+    dealt = deal_groups(given, 2)
     assert [[given.index[place] for place in own] for own in dealt] == [[4], [0, 2, 1, 3, 5]]
-    assert deal(given, 7)[5:] == [[], []] or sorted(map(len, deal(given, 7))) == [0, 0, 0, 1, 1, 2, 2]
-    together = deal(replace(given, groups=torch.zeros(6, dtype=torch.int64)), 3)
+    assert deal_groups(given, 7)[5:] == [[], []] or sorted(map(len, deal_groups(given, 7))) == [0, 0, 0, 1, 1, 2, 2]
+    together = deal_groups(replace(given, groups=torch.zeros(6, dtype=torch.int64)), 3)
     assert sorted(map(len, together)) == [0, 0, 6]
 
 

@@ -93,7 +93,7 @@ class Engine(Protocol):
         """Learn that the policy has changed since the last call; PyTorch does not count what fused optimizers write."""
 
 
-def require_finite(finite: Tensor, mask: Tensor, names: Sequence[str] | None) -> None:
+def require_finite_logits(finite: Tensor, mask: Tensor, names: Sequence[str] | None) -> None:
     """Raise `FloatingPointError` naming the rows of `finite` (B, T) with a False at a token that `mask` counts."""
     broken = ~finite & mask.bool()
     if broken.any():

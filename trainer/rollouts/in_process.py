@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from cfa_kernels.hf.head import decoding_head
 from cfa_kernels.hf.model import causal_lm
 from trainer.precision import frozen_copy
-from trainer.rollouts.engine import Rollouts, end_ids, require_finite
+from trainer.rollouts.engine import Rollouts, end_ids, require_finite_logits
 from trainer.rollouts.merged import CannotMerge, merged_adapters
 from trainer.rollouts.sampling import KeyedSampler, keyed_uniforms
 
@@ -128,7 +128,7 @@ def generate(
         model.train(training)
     completions = sequences[:count, prompt_ids.shape[1] :].tolist()
     rollouts = Rollouts.padded(prompts, completions, ends, tokenizer, device)
-    require_finite(torch.stack(sampler.finite, 1)[:count], rollouts.completion_mask, names)
+    require_finite_logits(torch.stack(sampler.finite, 1)[:count], rollouts.completion_mask, names)
     if keys is None:
         return rollouts
     return dataclasses.replace(rollouts, logprobs=torch.stack(sampler.logprobs, 1)[:count] * rollouts.completion_mask)

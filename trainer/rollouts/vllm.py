@@ -23,7 +23,7 @@ from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_logprobs
-from trainer.rollouts.engine import Rollouts, end_ids, require_finite
+from trainer.rollouts.engine import Rollouts, end_ids, require_finite_logits
 from trainer.rollouts.merged import CannotMerge, merged_adapters
 
 _AT_ONCE = 64  # requests; as many as the client keeps connections
@@ -86,7 +86,7 @@ class VllmEngine:
         device = next(self._model.parameters()).device
         rollouts = Rollouts.padded(prompts, completions, self._ends, self._tokenizer, device)
         sampled = pad_sequence([torch.tensor(row, dtype=torch.float32) for row in logprobs], True).to(device)
-        require_finite(sampled.isfinite(), rollouts.completion_mask, names)
+        require_finite_logits(sampled.isfinite(), rollouts.completion_mask, names)
         return rollouts if keys is None else dataclasses.replace(rollouts, logprobs=sampled, nucleus=top_p)
 
     def weights_changed(self) -> None:
