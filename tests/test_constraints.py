@@ -1,4 +1,4 @@
-"""What setup.py asks for, and the pins of `make test` and of `make test-oldest`."""
+"""The requirements of setup.py, and the pins of `make test` and of `make test-oldest`."""
 
 import re
 import runpy
@@ -21,17 +21,16 @@ def test_the_oldest_version_that_is_tested_is_the_oldest_that_is_allowed(package
 
 
 def _setup() -> dict[str, Any]:
-    """What setup.py tells setuptools."""
-    asked: dict[str, Any] = {}
-    with mock.patch("setuptools.setup", lambda **options: asked.update(options)):
+    """The arguments that setup.py gives to setuptools."""
+    with mock.patch("setuptools.setup") as setup:
         runpy.run_path(str(REPOSITORY / "setup.py"))
-    return asked
+    return setup.call_args.kwargs
 
 
 def _requirements(*extras: str) -> dict[str, Requirement]:
-    """What `pip install .[extras]` asks for by itself, by setup.py."""
-    asked = _setup()
-    lines = [*asked["install_requires"], *(line for extra in extras for line in asked["extras_require"][extra])]
+    """The requirements of `pip install .[extras]`, by name."""
+    options = _setup()
+    lines = [*options["install_requires"], *(line for extra in extras for line in options["extras_require"][extra])]
     return {canonicalize_name(Requirement(line).name): Requirement(line) for line in lines}
 
 

@@ -107,18 +107,18 @@ def test_gradients_at_the_embeddings_look_once_however_many_packs_and_draws_ther
     with a_device() as waits:
         put_on_device(model)
         rows = batch_of(model, *batch(), token_budget=60)
-        found = gradient.Gradient(outcome, samples=2)(InProcess(model), rows)
-        assert found.work.forwards >= 6
+        result = gradient.Gradient(outcome, samples=2)(InProcess(model), rows)
+        assert result.work.forwards >= 6
         assert_waits(waits, "cpu")
 
 
 def test_a_training_forward_its_loss_and_backward_look_never_and_its_scores_once(model):
     prompts, completions, spans, answers = batch()
-    given = Rows(prompts, completions)
-    loss_batch = LossBatch.of(given, None, torch.ones(len(completions)), compute_entropy=True)
+    rows = Rows(prompts, completions)
+    loss_batch = LossBatch.of(rows, None, torch.ones(len(completions)), compute_entropy=True)
     with a_device() as waits:
         put_on_device(model.train())
-        forward = packed_forward(model, given, token_budget=120, keep_states=True)
+        forward = packed_forward(model, rows, token_budget=120, keep_states=True)
         assert len(forward.packs) > 1
         assert_waits(waits)
         options = {"mask": PLACEHOLDER, "token_budget": 30, "outcome": "mean"}

@@ -94,8 +94,8 @@ def _fixed(model: torch.nn.Module) -> Any:
 
 
 def _gradients(model: torch.nn.Module, loss: Tensor) -> Tensor:
-    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    return torch.cat([x.flatten() for x in found if x is not None])
+    result = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return torch.cat([x.flatten() for x in result if x is not None])
 
 
 def _cases() -> Iterator[tuple[str, Iterable[Tensor]]]:

@@ -116,13 +116,13 @@ def test_the_estimator_that_contributing_shows_is_one(monkeypatch):
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     module = {"__package__": "cfa_kernels.estimators", "__name__": "cfa_kernels.estimators.lateness"}
     exec(block, module)
-    shown = module["Lateness"]
-    monkeypatch.setitem(ESTIMATORS, shown.name, shown)
-    assert cfa_kernels.CounterfactualConfig("lateness", power=2.0).estimator == shown(2.0)
+    lateness = module["Lateness"]
+    monkeypatch.setitem(ESTIMATORS, lateness.name, lateness)
+    assert cfa_kernels.CounterfactualConfig("lateness", power=2.0).estimator == lateness(2.0)
     with pytest.raises(ValueError, match="power must be finite and at least 0, got -1"):
-        shown(-1)
+        lateness(-1)
     batch = SimpleNamespace(units=[[cfa_kernels.Span(2, 3), cfa_kernels.Span(3, 4)]])
-    assert shown(2.0)(None, batch).values[0].tolist() == [4.0, 9.0]
+    assert lateness(2.0)(None, batch).values[0].tolist() == [4.0, 9.0]
 
 
 # What is shipped

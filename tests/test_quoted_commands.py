@@ -22,15 +22,15 @@ SETTINGS = ("trainer", "benchmarks.demo_model")  # take the fields of a dataclas
 
 def quoted() -> list[str]:
     """The commands, each once; a placeholder in capitals is left as it is, unless the program has to know the word."""
-    found = []
+    result = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         blocks = re.findall(r"^```[^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
         prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-        found += [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-        found += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
-    found += (REPOSITORY / "Makefile").read_text().splitlines()
-    commands = [f"{match[1]}{match[2]}" for line in found if (match := STARTS.search(line))]
+        result += [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        result += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+    result += (REPOSITORY / "Makefile").read_text().splitlines()
+    commands = [f"{match[1]}{match[2]}" for line in result if (match := STARTS.search(line))]
     return sorted({re.sub(r"evidence(?: NAME)?$", "evidence planted", command) for command in commands})
 
 
@@ -42,10 +42,10 @@ def raising(parse):
     """The function `parse`, which ends the program once it has parsed."""
 
     def parsed(*args, **kwargs):
-        found = parse(*args, **kwargs)
+        result = parse(*args, **kwargs)
         if not getattr(args[0], "prog", "").endswith("-m benchmarks"):  # which passes on to its commands
-            raise ParsedError(found)
-        return found
+            raise ParsedError(result)
+        return result
 
     return parsed
 

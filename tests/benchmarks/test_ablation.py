@@ -31,8 +31,8 @@ CURVES = {
 
 
 def test_arms_are_compared_seed_by_seed():
-    found = compare(CURVES)
-    ours, plain = found["counterfactual"], found[PLAIN]
+    result = compare(CURVES)
+    ours, plain = result["counterfactual"], result[PLAIN]
     assert plain["final"]["mean"] == pytest.approx(0.65)
     assert plain["area"]["mean"] == pytest.approx((0.6 + 0.525) / 2)
     assert ours["area"]["mean"] == pytest.approx((0.725 + 0.675) / 2)
@@ -54,13 +54,13 @@ def test_differences_that_do_not_scatter_have_no_error():
 def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
     size = AblationSettings(seeds=1, steps=2, eval_steps=1, eval_problems=8)
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--max_steps", "--device"))]
-    pieces, said = Pieces(tmp_path / "pieces", {}, ENVIRONMENT), list[str]()
-    first = run(pieces, tmp_path, size, arms=["entropy"], extra=small, say=said.append)
-    assert said[0].startswith("entropy-seed0: ")
+    pieces, messages = Pieces(tmp_path / "pieces", {}, ENVIRONMENT), list[str]()
+    first = run(pieces, tmp_path, size, arms=["entropy"], extra=small, say=messages.append)
+    assert messages[0].startswith("entropy-seed0: ")
     assert first["curves"]["entropy"][0]["step"] == [0, 1, 2]
     assert np.all(np.diff(first["curves"]["entropy"][0]["seconds"]) > 0)
     monkeypatch.setattr(ablation, "_train", None)
-    again = run(pieces, tmp_path, size, arms=["entropy"], extra=small, say=said.append)
+    again = run(pieces, tmp_path, size, arms=["entropy"], extra=small, say=messages.append)
     assert again == first == json.loads(json.dumps(first))
 
 

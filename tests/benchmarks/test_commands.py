@@ -17,7 +17,7 @@ def test_every_command_has_a_help_that_says_how_it_is_called(name, capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "module", "arguments"),
+    ("argv", "module", "arguments"),
     [
         ([], "speed.command", []),
         (["--device", "cpu", "--only", "loss"], "speed.command", ["--device", "cpu", "--only", "loss"]),
@@ -28,10 +28,10 @@ def test_every_command_has_a_help_that_says_how_it_is_called(name, capsys):
         (["plots", "a.json"], "harness.plots", ["a.json"]),
     ],
 )
-def test_a_command_gets_the_options_behind_its_name(given, module, arguments, monkeypatch):
+def test_a_command_gets_the_options_behind_its_name(argv, module, arguments, monkeypatch):
     taken = []
-    monkeypatch.setattr(importlib.import_module(f"benchmarks.{module}"), "main", lambda argv: taken.append(argv) or 3)
-    assert command.main(given) == 3
+    monkeypatch.setattr(importlib.import_module(f"benchmarks.{module}"), "main", lambda rest: taken.append(rest) or 3)
+    assert command.main(argv) == 3
     assert taken == [arguments]
 
 

@@ -33,7 +33,7 @@ from trainer.rewards.numbers import final_number
 
 pytestmark = pytest.mark.slow
 
-FACT = re.compile(r"(\w+) (?:(?P<given>\d+)"
+FACT = re.compile(r"(\w+) (?:(?P<number>\d+)"
                   r"|gets (?P<n>\d+) (?P<how>above|below|times) (?P<of>\w+)"
                   r"|gets all of (?P<first>\w+) with (?P<second>\w+))\.")  # fmt: skip
 COMPUTATION = re.compile(
@@ -48,8 +48,8 @@ def facts_of(question):
     """For each owner what the text says: a number, or a sign, owners that are read and a number."""
     facts = {}
     for match in FACT.finditer(question):
-        if match["given"]:
-            facts[match[1]] = int(match["given"])
+        if match["number"]:
+            facts[match[1]] = int(match["number"])
         elif match["how"]:
             facts[match[1]] = (SIGNS[match["how"]], [match["of"]], int(match["n"]))
         else:
@@ -85,16 +85,16 @@ def test_planted_roles_follow_from_the_text_alone(kind):
                 assert owner == again
                 if not unit.origin:
                     assert f"{owner} gets {relation}." in problem.question
-                told, read, number = facts[owner]
+                operation, read, number = facts[owner]
                 assert READ.findall(reads) == [(other, str(stated.get(other, facts[other]))) for other in read]
-                assert sign == told
+                assert sign == operation
                 operands = [stated.get(other, facts[other]) for other in read] + [number] * (number is not None)
                 assert operands[0] == int(left)
                 if operands[1] != int(right):
                     replaced.append(k)
                 sources = {j for other in read for j in rests_on.get(other, ())}
-            elif said := STATEMENT.search(line):
-                owner, result, sources = said[1], said[2], {j for j in rests_on.get(said[1], ())}
+            elif statement := STATEMENT.search(line):
+                owner, result, sources = statement[1], statement[2], {j for j in rests_on.get(statement[1], ())}
                 assert int(result) == stated.get(owner, facts[owner])
             else:
                 assert unit.role == "header"
@@ -142,8 +142,8 @@ def test_a_line_that_computes_nothing_has_as_many_words_and_signs_as_one_that_do
             assert count == (28 if adds_two else STEP_WORDS), problem.solution[unit.start : unit.end]
         lengths.append([float(count) for count in words])
         totals.append([unit.total for unit in problem.units])
-    found = agreement(lengths, totals, draws=200)["auroc"]
-    assert found["low"] < 0.5 < found["high"]
+    result = agreement(lengths, totals, draws=200)["auroc"]
+    assert result["low"] < 0.5 < result["high"]
 
 
 def test_solutions_to_learn_from_are_right_and_some_break_off():
@@ -182,7 +182,7 @@ def test_units_of_a_case_decode_to_the_lines(subject):
         assert case.completion[-1] == subject.tokenizer.eos_token_id
 
 
-def judged(subject, name, count=3):
+def importances_of(subject, name, count=3):
     """Cases, and a method's importances of their lines."""
     problems = list(itertools.islice(generate("test", 0), count))
     cases = [planted_case(problem, subject.tokenizer) for problem in problems]
@@ -207,7 +207,7 @@ def answer_logprob(subject, case, masked=()):
 
 def test_masked_lines_and_tokens_are_differences_of_plain_forwards(subject):
     for name in ("CF", "OAR-P, log-prob"):
-        cases, values = judged(subject, name, 1)
+        cases, values = importances_of(subject, name, 1)
         for case, row in zip(cases, values, strict=True):
             base = answer_logprob(subject, case)
             for unit, value in zip(case.units, row.tolist(), strict=True):
@@ -217,7 +217,7 @@ def test_masked_lines_and_tokens_are_differences_of_plain_forwards(subject):
 
 
 def test_entropy_is_that_of_the_distribution_each_token_was_drawn_from(subject):
-    (case,), (values,) = judged(subject, "entropy", 1)
+    (case,), (values,) = importances_of(subject, "entropy", 1)
     logp = plain_logprobs(subject, case, case.completion)
     entropy = -(logp.exp() * logp).sum(-1)
     expected = [entropy[unit.start : unit.end].mean().item() for unit in case.units]
@@ -226,7 +226,7 @@ def test_entropy_is_that_of_the_distribution_each_token_was_drawn_from(subject):
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.costly])
 def test_every_method_gives_a_finite_number_per_unit_and_repeats_itself(subject, name):
-    (cases, once), (_, again) = judged(subject, name, 2), judged(subject, name, 2)
+    (cases, once), (_, again) = importances_of(subject, name, 2), importances_of(subject, name, 2)
     assert [len(row) for row in once] == [len(case.units) for case in cases]
     for row, other in zip(once, again, strict=True):
         assert torch.isfinite(row).all()
@@ -242,8 +242,8 @@ def test_step_values_are_shares_of_continuations_by_prefix(subject, monkeypatch)
     first = case.units[0].end
 
     def continued(model, tokenizer, prompts, *, max_completion_length, keys):
-        shown = [len(prompt) - len(case.prompt) for prompt in prompts]
-        own = [length >= first or key[-1] == 0 for length, key in zip(shown, keys, strict=True)]
+        lengths = [len(prompt) - len(case.prompt) for prompt in prompts]
+        own = [length >= first or key[-1] == 0 for length, key in zip(lengths, keys, strict=True)]
         return SimpleNamespace(texts=[f"#### {problem.answer if yes else problem.gold}" for yes in own])
 
     monkeypatch.setattr(planted, "sample", continued)
@@ -262,9 +262,9 @@ def test_a_rule_by_position_alone_has_a_position_free_auroc_of_one_half():
     rows = [[float(k) for k in range(7)] for _ in truths]
     assert auroc_alone(rows, truths) == 0.5
     assert auroc_alone([[-x for x in row] for row in rows], truths) == 0.5
-    found = agreement(rows, truths, draws=50)
-    assert found["plain_auroc"]["value"] > 0.6
-    assert (found["auroc"]["low"], found["auroc"]["high"]) == (0.5, 0.5)
+    result = agreement(rows, truths, draws=50)
+    assert result["plain_auroc"]["value"] > 0.6
+    assert (result["auroc"]["low"], result["auroc"]["high"]) == (0.5, 0.5)
     perfect = agreement([[float(t) for t in row] for row in truths], truths, draws=50)
     assert [perfect[name]["value"] for name in ("auroc", "plain_auroc", "spearman", "recall")] == [1.0] * 4
 
@@ -278,9 +278,9 @@ def test_equal_scores_win_half_a_pair_and_the_earlier_one_is_recalled():
 
 
 def test_a_method_without_ranks_has_correlation_zero_and_constant_truths_are_left_out():
-    found = correlation([[1.0, 1.0], [1.0, 2.0], [0.0, 5.0]], [[0.0, 1.0], [0.3, 0.3], [0.0, 1.0]], draws=20)
-    assert found["value"] == 0.5
-    assert found["problems"] == 2
+    result = correlation([[1.0, 1.0], [1.0, 2.0], [0.0, 5.0]], [[0.0, 1.0], [0.3, 0.3], [0.0, 1.0]], draws=20)
+    assert result["value"] == 0.5
+    assert result["problems"] == 2
     assert correlation([[1.0, 2.0]], [[0.5, 0.5]])["value"] is None
     with pytest.raises(ValueError, match="no problem has both classes"):
         agreement([[1.0]], [[True]])
@@ -291,13 +291,13 @@ def test_random_scores_of_planted_truths_have_expectation_one_half_and_honest_in
     """Of 100 draws 95 % of the bootstrap intervals hold 0.5; one draw only may well miss it, as 0.45 did."""
     problems = list(itertools.islice(generate("test", 0), 120))
     truths = [[bool(getattr(unit, truth)) for unit in problem.units] for problem in problems]
-    rng, found = random.Random(0), []
+    rng, result = random.Random(0), []
     for _ in range(100):
         pairs = [ordered_pairs([rng.random() for _ in row], row) for row in truths]
-        found.append(bootstrap_interval(position_free_auroc, pairs, draws=120))
-    spread = statistics.stdev(one.value for one in found)
-    assert abs(statistics.fmean(one.value for one in found) - 0.5) < 3 * spread / len(found) ** 0.5
-    assert 0.9 <= statistics.fmean(one.low <= 0.5 <= one.high for one in found) <= 0.99
+        result.append(bootstrap_interval(position_free_auroc, pairs, draws=120))
+    spread = statistics.stdev(one.value for one in result)
+    assert abs(statistics.fmean(one.value for one in result) - 0.5) < 3 * spread / len(result) ** 0.5
+    assert 0.9 <= statistics.fmean(one.low <= 0.5 <= one.high for one in result) <= 0.99
     # What is reported in their place: the mean of many draws, and where 95 % of them fall.
     reported = chance(ordered_pairs, position_free_auroc, truths)
     assert abs(reported.value - 0.5) < 0.01

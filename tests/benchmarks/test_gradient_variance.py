@@ -28,15 +28,15 @@ def test_few_draws_do_not_bias_signal_and_variance():
     """Means over many experiments of four draws each are those of the distribution."""
     random = np.random.default_rng(0)
     mean = np.array([1.0, 2.0, 0.0])
-    found = [scatter(products(mean + random.normal(size=(4, 3)))) for _ in range(4000)]
-    assert np.mean([f["signal"] for f in found]) == pytest.approx(5, abs=0.15)
-    assert np.mean([f["variance"] for f in found]) == pytest.approx(3, abs=0.1)
+    result = [scatter(products(mean + random.normal(size=(4, 3)))) for _ in range(4000)]
+    assert np.mean([f["signal"] for f in result]) == pytest.approx(5, abs=0.15)
+    assert np.mean([f["variance"] for f in result]) == pytest.approx(3, abs=0.1)
 
 
 def test_the_error_of_the_ratio_is_that_of_repeated_experiments():
     random = np.random.default_rng(1)
-    found = [scatter(products(np.array([3.0, 0.0]) + random.normal(size=(20, 2)))) for _ in range(400)]
-    assert np.mean([f["error"] for f in found]) == pytest.approx(np.std([f["ratio"] for f in found]), rel=0.2)
+    result = [scatter(products(np.array([3.0, 0.0]) + random.normal(size=(20, 2)))) for _ in range(400)]
+    assert np.mean([f["error"] for f in result]) == pytest.approx(np.std([f["ratio"] for f in result]), rel=0.2)
 
 
 def test_the_interval_beside_plain_is_that_of_repeated_experiments_and_narrower_than_the_two_errors():
@@ -46,9 +46,9 @@ def test_the_interval_beside_plain_is_that_of_repeated_experiments_and_narrower_
         shared, own = random.normal(size=(24, 6)), random.normal(size=(24, 6))
         plain = np.eye(6)[0] * 3 + shared
         ours = np.eye(6)[0] * 3 + 0.8 * shared + 0.316 * own  # variance 0.74 of the other's
-        found = relative(products(ours), products(plain))
-        held += found["low"] <= 0.64 + 0.316**2 <= found["high"]
-        widths.append(found["high"] - found["low"])
+        result = relative(products(ours), products(plain))
+        held += result["low"] <= 0.64 + 0.316**2 <= result["high"]
+        widths.append(result["high"] - result["low"])
         errors = [scatter(products(v)) for v in (ours, plain)]
         unpaired.append(2 * 1.96 * 0.74 * np.hypot(*(f["error"] / f["ratio"] for f in errors)))
     assert 0.90 <= held / 300 <= 0.99
@@ -64,14 +64,14 @@ def test_an_arm_beside_itself_or_without_a_signal_has_no_scatter_to_speak_of():
 
 
 def test_every_arm_sees_the_same_draws_and_is_not_computed_twice(tmp_path, monkeypatch):
-    size, said = VarianceSettings(draws=3, problems=2), list[str]()
+    size, messages = VarianceSettings(draws=3, problems=2), list[str]()
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--device"))]
-    document = run(Pieces(tmp_path, {}, HEAD), size, arms=[PLAIN, "prefix_gain"], extra=small, say=said.append)
-    assert len(said) == 2
+    document = run(Pieces(tmp_path, {}, HEAD), size, arms=[PLAIN, "prefix_gain"], extra=small, say=messages.append)
+    assert len(messages) == 2
     assert document["arms"][PLAIN]["cosine"] == pytest.approx(1)
     assert 0 < document["arms"]["prefix_gain"]["cosine"] < 1
     monkeypatch.setattr("benchmarks.evidence.gradient_variance._gradients", None)
-    again = run(Pieces(tmp_path, {}, HEAD), size, arms=[PLAIN, "prefix_gain"], extra=small, say=said.append)
+    again = run(Pieces(tmp_path, {}, HEAD), size, arms=[PLAIN, "prefix_gain"], extra=small, say=messages.append)
     assert again == document
     text = markdown(document | HEAD)
     assert f"| {PLAIN} |" in text

@@ -22,20 +22,20 @@ def trainer():
 
 
 @pytest.fixture(scope="module")
-def judged(trainer):
+def samples(trainer):
     return judge(trainer, 3, NAMES)
 
 
-def test_every_estimator_judges_every_completion_with_an_advantage(judged, trainer):
-    assert judged
-    for sample in judged:
+def test_every_estimator_judges_every_completion_with_an_advantage(samples, trainer):
+    assert samples
+    for sample in samples:
         assert sample["advantage"] != 0
         assert set(sample["estimators"]) == set(NAMES)
         for credit in sample["estimators"].values():
             (values,) = credit.values()
             assert len(values) == len(sample["tokens"]) == len(sample["gradient_norms"])
-    assert {next(iter(judged[0]["estimators"][name])) for name in ("prefix_tree",)} == {"advantages"}
-    assert any(sample["spans"] for sample in judged)
+    assert {next(iter(samples[0]["estimators"][name])) for name in ("prefix_tree",)} == {"advantages"}
+    assert any(sample["spans"] for sample in samples)
 
 
 def test_norms_are_those_of_autograd_through_full_logits(trainer):
@@ -50,7 +50,7 @@ def test_norms_are_those_of_autograd_through_full_logits(trainer):
     torch.testing.assert_close(norms.double(), leaf.grad.norm(dim=1), rtol=1e-4, atol=1e-5)
 
 
-def test_the_analysis_reads_what_it_writes(judged, tmp_path):
-    file = write_lines(tmp_path / "judged.jsonl", judged)
+def test_the_analysis_reads_what_it_writes(samples, tmp_path):
+    file = write_lines(tmp_path / "judged.jsonl", samples)
     assert all(set(sample.credit) == {*NAMES} for sample in read_samples(file))
     assert "prefix_tree" in (write_analysis(file) / "page.html").read_text("utf-8")

@@ -33,8 +33,8 @@ def test_gathered_keys_are_those_that_each_segment_sees(job):
     for s in range(len(table.length)):
         start, context = table.context_start[s], table.context_length[s]
         own = np.arange(table.row_start[s], table.row_start[s] + table.length[s])
-        seen = [*table.context_rows[start : start + context].tolist(), *own.tolist()]
-        assert job.gathered[keys[s] : keys[s + 1]].tolist() == seen
+        visible = [*table.context_rows[start : start + context].tolist(), *own.tolist()]
+        assert job.gathered[keys[s] : keys[s + 1]].tolist() == visible
         assert queries[s + 1] - queries[s] == table.length[s]
     assert (queries[-1], keys[-1]) == (table.num_rows, len(job.gathered))
 

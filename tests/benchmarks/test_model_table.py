@@ -57,12 +57,12 @@ def row(name="llama", scores=EXACT, trains=EXACT, why="", error=2e-6) -> ModelRo
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_of_the_models_is_as_the_table_says(name):
-    found = judge(case(name), seeds=(1,), complete=False)
+    result = judge(case(name), seeds=(1,), complete=False)
     if not SAME_VERSION:  # other versions may refuse more or less, but never silently
-        assert {found.scores.status, found.trains.status} <= {EXACT, REFUSED}
+        assert {result.scores.status, result.trains.status} <= {EXACT, REFUSED}
         return
-    assert (found.scores.status, found.trains.status) == (ROWS[name].scores.status, ROWS[name].trains.status)
-    assert found.layers == ROWS[name].layers
+    assert (result.scores.status, result.trains.status) == (ROWS[name].scores.status, ROWS[name].trains.status)
+    assert result.layers == ROWS[name].layers
 
 
 @pytest.mark.skipif(not SAME_VERSION, reason="the table is about another version of transformers")
@@ -102,10 +102,10 @@ def test_a_small_hybrid_has_every_kind_of_layer(name, kinds):
 
 
 def test_a_hybrid_cut_before_its_first_attention_layer_is_not_taken_for_the_type():
-    found = judge(Case("jamba", changes={"num_hidden_layers": 2}))
-    assert found.scores.status == found.trains.status == NOT_BUILDABLE
-    assert "JambaAttention" in found.scores.why
-    assert "full_attention" in found.scores.why
+    result = judge(Case("jamba", changes={"num_hidden_layers": 2}))
+    assert result.scores.status == result.trains.status == NOT_BUILDABLE
+    assert "JambaAttention" in result.scores.why
+    assert "full_attention" in result.scores.why
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,9 @@ def test_operations_of_a_row_are_those_of_the_models_linear_layers():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(count)
     model(torch.ones(1, 7, dtype=torch.long))
-    found = sizes(configuration("qwen3-tiny"))
-    assert counted == [2 * 7 * found.products, 2 * 7 * found.hidden * found.vocabulary]
-    assert found.weights == model.num_parameters()
+    result = sizes(configuration("qwen3-tiny"))
+    assert counted == [2 * 7 * result.products, 2 * 7 * result.hidden * result.vocabulary]
+    assert result.weights == model.num_parameters()
 
 
 def test_adapters_add_parts_and_spare_a_product_of_the_backward():
@@ -125,5 +125,5 @@ def test_groups_and_bytes_of_rollouts_follow_from_their_lengths():
 @pytest.mark.slow
 def test_the_pages_tables_are_what_the_commands_print(gsm8k):
     assert [name for name, _, _ in TABLES] == ["explain", "scale"]
-    for module, (_, given, shown) in zip((explain, scale), TABLES, strict=True):
-        assert module.page(module.parser().parse_args(given.split())) == shown
+    for module, (_, arguments, printed) in zip((explain, scale), TABLES, strict=True):
+        assert module.page(module.parser().parse_args(arguments.split())) == printed

@@ -33,13 +33,13 @@ def test_kernels_have_a_class(name, kind):
 
 def test_a_summary_adds_up():
     events = [Event("gemm", 0.0, 3e5), Event("gemm", 4e5, 5e5), Event("policy_rows_kernel", 5e5, 6e5)]
-    found = summarize(events, seconds=1.0)
-    assert (found["busy_seconds"], found["idle_share"], found["launches"]) == (0.5, 0.5, 3)
-    assert [(line["name"], round(line["share"], 3), line["launches"]) for line in found["classes"]] == [
+    result = summarize(events, seconds=1.0)
+    assert (result["busy_seconds"], result["idle_share"], result["launches"]) == (0.5, 0.5, 3)
+    assert [(line["name"], round(line["share"], 3), line["launches"]) for line in result["classes"]] == [
         ("matrix products", 0.8, 2),
         ("head and loss", 0.2, 1),
     ]
-    assert found["kernels"][0] == {"name": "gemm", "seconds": 0.4, "launches": 2, "share": pytest.approx(0.8)}
+    assert result["kernels"][0] == {"name": "gemm", "seconds": 0.4, "launches": 2, "share": pytest.approx(0.8)}
 
 
 def test_on_a_cpu_operators_are_what_the_device_does():

@@ -60,7 +60,7 @@ def test_a_span_shifted_by_one_token_is_refused_in_every_peers_terms(name, model
         reference.check(peer, job, observed, torch.float32)
 
 
-@pytest.mark.parametrize("spoil", [lambda seen: seen * torch.nan, lambda seen: seen[1:]], ids=["nan", "one missing"])
+@pytest.mark.parametrize("spoil", [lambda x: x * torch.nan, lambda x: x[1:]], ids=["nan", "one missing"])
 def test_unusable_results_are_refused(spoil, job, reference):
     observed = [spoil(scores) for scores in reference.truth]
     with pytest.raises(WrongAnswer):
@@ -165,18 +165,12 @@ def test_without_a_gpu_the_command_says_so_and_fails(monkeypatch, capsys, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture(scope="module")
-def result_file(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("results")
-    arguments = ["--device", "cpu", "--smoke", "--rounds", "1", "--seconds", "0", "--results", str(folder)]
+def test_the_result_file_holds_what_a_reader_needs_to_trust_a_figure(tmp_path):
+    arguments = ["--device", "cpu", "--smoke", "--rounds", "1", "--seconds", "0", "--results", str(tmp_path)]
     arguments += ["--only", "scoring", "--select", "sweep", "--peers", "ours"]
     assert command.main(arguments) == 0
-    (path,) = folder.glob("*.json")
-    return path
-
-
-def test_the_result_file_holds_what_a_reader_needs_to_trust_a_figure(result_file):
-    document = json.loads(result_file.read_text())
+    (file,) = tmp_path.glob("*.json")
+    document = json.loads(file.read_text())
     environment = document["environment"]
     assert {"date", "device", "driver", "versions", "commit", "dirty", "seeds", "data"} <= environment.keys()
     assert {"python", "torch", "triton", "transformers"} <= environment["versions"].keys()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from tests.support.tiny import jsonl
 from trainer.analyze.samples import Sample, read_samples
 
 HOSTILE = [
@@ -22,22 +23,21 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict]] = []
-        self._held = ""
+        self._text = ""
         self.feed(text)
-        self.data = json.loads(self._held)
+        self.data = json.loads(self._text)
 
     def handle_starttag(self, tag, attrs) -> None:
         self.elements.append((tag, dict(attrs)))
 
     def handle_data(self, data) -> None:
         if self.elements and self.elements[-1][1].get("id") == "data":
-            self._held += data
+            self._text += data
 
 
 def write_lines(file: Path, entries: Sequence[object]) -> Path:
     """Write JSON, a value a line; strings as they are."""
-    lines = [entry if isinstance(entry, str) else json.dumps(entry) for entry in entries]
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    file.write_text(jsonl(*entries), encoding="utf-8")
     return file
 
 

@@ -75,17 +75,17 @@ def child(work: Callable[..., Any], *args: Any, deadline: float = SECONDS) -> tu
     if process.is_alive():
         process.kill()
         raise TimeoutError(f"a run did not end in {deadline} seconds")
-    said = None
+    answer = None
     with contextlib.suppress(EOFError):
-        said = ours.recv()
+        answer = ours.recv()
     assert process.exitcode is not None
-    return process.exitcode, said
+    return process.exitcode, answer
 
 
-def _in_child(said: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _in_child(connection: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    said.send("started")
-    said.send(work(*args))
+    connection.send("started")
+    connection.send(work(*args))
 
 
 def kill_at(moment: int, argv: list[str], of: str = "") -> None:

@@ -45,7 +45,7 @@ TINY_RUN = [
 """Settings of the training program for the model and the problems of `write_tiny`."""
 
 
-def jsonl(*rows: dict | str) -> str:
+def jsonl(*rows: object) -> str:
     """Lines of JSON; text as it is."""
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
 

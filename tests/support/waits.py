@@ -121,8 +121,8 @@ class Waits(TorchDispatchMode):
             with self:
                 return _run_op(name.removeprefix("cfa_kernels::"), args, kwargs)
         if name == "aten::_to_copy" and not ours:
-            found = self.upload(args[0], kwargs.get("non_blocking", False))
-            return found if kwargs.get("dtype") is None else OnDevice(found.inner.to(kwargs["dtype"]))
+            result = self.upload(args[0], kwargs.get("non_blocking", False))
+            return result if kwargs.get("dtype") is None else OnDevice(result.inner.to(kwargs["dtype"]))
         if name == "aten::copy_" and len(ours) == 1:
             self.note("upload by copy_" if isinstance(args[0], OnDevice) else "download by copy_")
         elif name in _WAIT_ALWAYS or (name in _WAIT_UNLESS and not kwargs.get(_WAIT_UNLESS[name])):
