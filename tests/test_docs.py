@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cfa_kernels import Rows, counterfactual_weights
+from cfa_kernels import CounterfactualConfig, Rows, counterfactual_weights
 from docs import options
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
@@ -110,6 +111,8 @@ def test_links_between_pages_lead_somewhere():
 def test_tables_of_options_and_hosts_are_those_of_the_code():
     for page, written, made in options.pages():
         assert written == made, f"{page.name}: run python -m docs.options"
+    own = {entry.name for entry in fields(CounterfactualConfig)} - {"spans", "answers"}
+    assert own == set(options.OWN)
 
 
 def sampled() -> dict[str, Any]:

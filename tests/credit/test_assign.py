@@ -148,18 +148,6 @@ def test_credit_metrics_describe_the_scored_rows(scored):
     assert metrics.keys() <= FIGURES.keys()
 
 
-@pytest.mark.parametrize(
-    ("advantages", "message"),
-    [
-        (torch.zeros(3), "advantages has 3 rows, prompts has 4; they must agree"),
-        ([torch.ones(3)] * 4, r"advantages row 0: must be a tensor \(5,\) like its completion, got \(3,\)"),
-    ],
-)
-def test_bad_columns_are_refused_by_name_and_row(scored, advantages, message):
-    with pytest.raises(ValueError, match=message):
-        counterfactual_weights(scored, Tokenizer(), ROWS, advantages=advantages)
-
-
 def test_a_tokenizer_without_pad_or_end_of_text_needs_a_placeholder(scored):
     class Bare:
         pad_token_id = eos_token_id = None
@@ -257,12 +245,6 @@ def test_signed_values_are_added_to_the_advantages_of_their_units(scored, contro
         assert found == [[2 * sign, -1 * sign]] * 3
 
 
-def test_signed_values_need_advantages_to_be_added_to(scored):
-    estimate = importances_of(lambda batch: [[2.0, -1.0][: len(units)] for units in batch.units], signed=True)
-    with pytest.raises(ValueError, match=r"advantages must be given: estimator=.* adds to them, got None"):
-        counterfactual_credit(scored, Tokenizer(), ROWS, config=CounterfactualConfig(estimator=estimate))
-
-
 def test_signed_values_are_not_lost_where_weights_alone_are_asked_for(scored):
     estimate = importances_of(lambda batch: [[2.0, -1.0][: len(units)] for units in batch.units], signed=True)
     with pytest.raises(ValueError, match="config: its estimator is signed"):
@@ -304,11 +286,27 @@ def test_every_reshaping_runs_under_every_control_and_may_keep_the_mean(scored, 
         assert (first > second) == (control is None)
 
 
+ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
+
+
 @pytest.mark.parametrize(
     ("config", "given", "message"),
     [
         ({"estimator": "entropy"}, {}, "entropies must be given to an estimator that reads them, got None"),
         ({"estimator": "external"}, {}, "external must be given"),
+        ({"estimator": "sibling_edits"}, ONE_GROUP, "rewards must be given to an estimator that reads them, got None"),
+        (
+            {"estimator": "prefix_tree"},
+            {"rewards": [1.0] * 4, "groups": torch.arange(4), "advantages": torch.ones(4)},
+            "groups: no two completions are of one group",
+        ),
+        (
+            {"estimator": "prefix_tree"},
+            {"rewards": [1.0] * 4, **ONE_GROUP},
+            "advantages must be given: .* adds to them",
+        ),
+        ({}, {"advantages": torch.zeros(3)}, "advantages has 3 rows, prompts has 4; they must agree"),
+        ({}, {"advantages": [torch.ones(3)] * 4}, r"advantages row 0: must be a tensor \(5,\) like .*, got \(3,\)"),
         (
             {"estimator": "external"},
             {"external": [torch.ones(3)] * 4},
@@ -316,7 +314,6 @@ def test_every_reshaping_runs_under_every_control_and_may_keep_the_mean(scored, 
         ),
         ({"estimator": "external"}, {"external": [torch.ones(2)] * 3}, "external has 3 rows, prompts has 4"),
         ({"estimator": "entropy"}, {"entropies": [torch.ones(4)] * 4}, r"entropies row 0: must be a tensor \(5,\)"),
-        ({}, {"rewards": torch.ones(3)}, "rewards has 3 rows, prompts has 4"),
         ({"estimator": importances_of(lambda batch: [])}, {}, "estimator: gave values for 0 rows, asked for 4"),
         ({"estimator": lambda *_: None}, {}, "estimator: must return Importances, .* 4 completions, got NoneType"),
         ({"estimator": lambda *_: [[1.0, "x"]] * 4}, {}, r"estimator, row 0\[1\]: expected a number .* got a str"),
@@ -364,18 +361,6 @@ def test_a_wrong_completion_is_weighed_where_it_differs_from_a_correct_sibling(s
     credit = counterfactual_credit(scored, Tokenizer(), SIBLINGS, rewards=torch.tensor([1.0, 0, 1, 1]), config=config)
     assert credit.weights[1].tolist() == [0, 0, 0, 4 if normalize else 1]
     assert all(credit.weights[b].eq(1).all() for b in (0, 2, 3))
-
-
-@pytest.mark.parametrize("name", ["prefix_tree", "sibling_edits"])
-def test_estimators_of_groups_need_siblings_and_rewards(scored, name):
-    config, advantages = CounterfactualConfig(estimator=name), torch.ones(4)
-    with pytest.raises(ValueError, match="rewards must be given to an estimator that reads them, got None"):
-        counterfactual_credit(scored, Tokenizer(), SIBLINGS, advantages=advantages, config=config)
-    with pytest.raises(ValueError, match="groups: no two completions are of one group"):
-        counterfactual_credit(
-            scored, Tokenizer(), SIBLINGS, advantages=advantages, config=config, rewards=torch.ones(4),
-            groups=torch.arange(4),
-        )  # fmt: skip
 
 
 def test_gradients_judge_every_token_before_the_marker_by_the_model(scored, monkeypatch):

@@ -120,21 +120,17 @@ def test_effects_equal_full_forwards_summed_up_by_hand(name, changes):
     model, rows = exact(name, **changes), batch()
     found = effects(model, rows)
     assert_equal(found, model, rows)
+    assert found.work == score_columns(model, *rows, mask=PLACEHOLDER).work
+    assert (torch.cat(found.total) - torch.cat(found.direct)).nan_to_num().max() > 0.01
     assert all(values.dtype == torch.float32 for values in (found.base, *found.total, *found.direct, *found.links))
 
 
-def test_the_judged_batch_has_losses_to_clamp_and_totals_that_are_not_the_direct_effects(qwen3):
-    """Else the comparison above would not see a missing clamp or chain."""
-    prompt, completion, units, answer = (column[0] for column in batch())
+def test_the_judged_batch_has_losses_to_clamp(qwen3):
+    """Else the comparison above would not see a missing clamp."""
+    prompt, completion, units, _ = (column[0] for column in batch())
     sampled, masked = (plain_logprobs(qwen3, prompt, completion, unit) for unit in (None, units[0]))
     losses = [sum(sampled[start:end]) - sum(masked[start:end]) for start, end in units[1:-1]]
     assert min(losses) < -0.01 < 0.01 < max(losses)
-    mediated = [0.0]
-    for prompt, completion, units, answer in zip(*batch(), strict=True):
-        if answer is not None:
-            _, total, direct, _ = plain_effects(qwen3, prompt, completion, units, answer)
-            mediated += [total[unit] - direct[unit] for unit in direct]
-    assert max(mediated) > 0.01
 
 
 def test_a_row_keeps_the_rotary_frequencies_of_its_whole_length():
@@ -153,24 +149,6 @@ def test_effects_do_not_depend_on_the_budget(qwen3, budget):
     for name in ("total", "direct", "links"):
         for ours, theirs in zip(getattr(cut, name), getattr(whole, name), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5, equal_nan=True)
-
-
-def test_nothing_is_fed_that_masking_does_not_feed_and_direct_effects_are_its_drops(qwen3):
-    rows = batch()
-    found, masking = effects(qwen3, rows), score_columns(qwen3, *rows, mask=PLACEHOLDER)
-    assert found.work == masking.work
-    for direct, drop in zip(found.direct, masking.drop, strict=True):
-        torch.testing.assert_close(direct, -drop.float(), rtol=0, atol=1e-5, equal_nan=True)
-    torch.testing.assert_close(found.base, masking.base.float(), rtol=0, atol=1e-5, equal_nan=True)
-
-
-def test_units_out_of_order_keep_the_callers_numbers(qwen3):
-    rows = batch()
-    turned = (*rows[:2], [row[::-1] for row in rows[2]], rows[3])
-    forth, back = effects(qwen3, rows), effects(qwen3, turned)
-    for b in range(len(rows[0])):
-        torch.testing.assert_close(forth.total[b], back.total[b].flip(0), equal_nan=True)
-        torch.testing.assert_close(forth.links[b], back.links[b].flip(0, 1), equal_nan=True)
 
 
 def test_rows_without_units_or_answers_have_a_base_or_nothing(qwen3):

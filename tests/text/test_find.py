@@ -148,8 +148,6 @@ def test_errors_about_one_completion_of_many_name_its_row() -> None:
     ids = encode(tokenizer, CORPUS[0])
     with pytest.raises(ValueError, match=r"row 7: token_ids\[1\] is 99999999, outside"):
         find_reasoning({3: ids, 7: [ids[0], 99_999_999]}, tokenizer)
-    with pytest.raises(TypeError, match="row 7: token_ids must be 1-D and integers"):
-        find_reasoning({3: ids, 7: [1.5]}, tokenizer)
     with pytest.raises(ValueError, match=r"row 3: answer_format must return None or .*, got \(1, 999\)"):
         find_reasoning({3: ids}, tokenizer, answers=AnswerRules(lambda text: (1, 999)))
     with pytest.raises(ValueError, match=r"row 3: detector's interval 0 is \[5, 5\)"):
@@ -286,13 +284,9 @@ def test_overlaps_after_widening_are_settled_in_the_detectors_order(
         ([5, 1.5], {}, TypeError, "token_ids must be 1-D and integers: 'float' object"),
         ([[5]], {}, TypeError, "token_ids must be 1-D and integers: 'list' object"),
         (torch.tensor([[5, 6]]), {}, TypeError, "token_ids must be 1-D and integers: 'list' object"),
-        (torch.tensor([1.0]), {}, TypeError, "token_ids must be 1-D and integers: 'float' object"),
         ([5, 6, 99_999], {}, ValueError, r"token_ids\[2\] is 99999, outside the tokenizer's vocabulary of \d+ ids"),
-        ([5, -100], {}, ValueError, r"token_ids\[1\] is -100, outside"),
-        ([5, 2**40], {}, ValueError, r"token_ids\[1\] is 1099511627776, outside"),
         ([5, 6], {"answer": Span(1, 3)}, ValueError, r"answer: \(1, 3\) is not a non-empty span inside .* of 2 tokens"),
         ([5, 6], {"spans": SpanRules(lambda text: [(0, 1), (1, 9)])}, ValueError, r"detector's interval 1 is \[1, 9\)"),
-        ([5, 6], {"spans": SpanRules(lambda text: [(1, 1)])}, ValueError, r"detector's interval 0 is \[1, 1\)"),
     ],
 )
 @pytest.mark.parametrize("name", ["byte-level, merged digits", "characters"])
