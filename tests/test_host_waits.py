@@ -160,20 +160,15 @@ def test_losses_on_a_device_never_look(level):
 
 @pytest.mark.parametrize("budget", [60, 120])  # with packs that continue others, and without
 def test_a_pack_is_laid_out_after_the_one_before_was_launched(budget, monkeypatch):
-    events = []
-    model, launch, finish = checked("Qwen3"), tree_forward.packed_hidden, packs.pack_of
+    model, events = checked("Qwen3"), []
 
-    def launched(*args, **options):
-        events.append("launched")
-        return launch(*args, **options)
+    def noted(event, function):
+        return lambda *args, **options: events.append(event) or function(*args, **options)
 
-    def laid_out(*args, **options):
-        events.append("laid out")
-        return finish(*args, **options)
-
+    launch = noted("launched", tree_forward.packed_hidden)
     for module in (tree_forward, masked):
-        monkeypatch.setattr(module, "packed_hidden", launched)
-    monkeypatch.setattr(packs, "pack_of", laid_out)
+        monkeypatch.setattr(module, "packed_hidden", launch)
+    monkeypatch.setattr(packs, "pack_of", noted("laid out", packs.pack_of))
     score_columns(model, *batch(), mask=PLACEHOLDER, token_budget=budget)
     assert len(events) > 4
     assert events == ["laid out", "launched"] * (len(events) // 2)

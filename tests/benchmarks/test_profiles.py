@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.speed.bench_profile import Event, busy_microseconds, device_events, kernel_class, summarize
+from benchmarks.speed.bench_profile import Event, busy_microseconds, device_events, summarize
 
 pytestmark = pytest.mark.slow
 
@@ -12,23 +12,6 @@ def test_overlapping_kernels_keep_the_device_busy_once():
     events = [Event("b", 5.0, 9.0), Event("a", 0.0, 4.0), Event("inside a", 1.0, 2.0), Event("c", 8.0, 10.0)]
     assert busy_microseconds(events) == 9.0
     assert busy_microseconds([]) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_TNT", "matrix products"),
-        ("tree_attention_kernel", "attention"),
-        ("policy_rows_kernel", "head and loss"),
-        ("_rms_norm_forward_kernel", "norms, rotary, gates"),
-        ("Memcpy HtoD (Pinned -> Device)", "copies"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "element-wise"),
-        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<...>>", "reductions"),
-        ("something else", "other"),
-    ],
-)
-def test_kernels_have_a_class(name, kind):
-    assert kernel_class(name) == kind
 
 
 def test_a_summary_adds_up():

@@ -69,9 +69,6 @@ class OnDevice(torch.Tensor):
     def cpu(self) -> Tensor:
         return _fetched("cpu", self)
 
-    def numpy(self, **_: Any) -> Any:
-        raise TypeError("can't convert a device tensor to numpy")
-
     def tolist(self) -> Any:
         return _fetched("tolist", self).tolist()
 
