@@ -46,6 +46,14 @@ def device() -> torch.device:
     return as_on_gpu.DEVICE
 
 
+@pytest.fixture(scope="module")
+def qwen3() -> torch.nn.Module:
+    """A small model with attention only."""
+    from tests.support.models import make_model
+
+    return make_model("Qwen3")
+
+
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Train without the check of the model, which other tests run."""

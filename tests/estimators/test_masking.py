@@ -7,12 +7,7 @@ from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.estimators.masking import Masking, top_units
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, naive, score_columns
-
-
-@pytest.fixture(scope="module")
-def qwen3():
-    return make_model("Qwen3")
+from tests.support.models import PLACEHOLDER, batch, batch_of, naive, score_columns
 
 
 def preselected(model, *data, reasoning_ends=None, entropies=None, external=None, **options):

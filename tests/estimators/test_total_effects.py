@@ -12,11 +12,7 @@ from cfa_kernels.estimators.total_effects import chained_effects, total_effects
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import ScoringWork
 from cfa_kernels.span import Span
-from tests.support.models import LONGROPE, PLACEHOLDER, batch_of, make_model, score_columns, tokens
-
-RECURRENT = {
-    "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_multiple_of": 16,
-}  # fmt: skip
+from tests.support.models import HYBRIDS, LONGROPE, PLACEHOLDER, batch_of, make_model, score_columns, tokens
 
 
 def exact(name="Qwen3", **changes):
@@ -115,7 +111,7 @@ def assert_equal(found, model, rows, tolerance=2e-5):
                 assert found.links[b][k, other].item() == pytest.approx(expected, abs=tolerance)
 
 
-@pytest.mark.parametrize(("name", "changes"), [("Qwen3", {}), ("Gemma2", {}), ("Lfm2", RECURRENT)])
+@pytest.mark.parametrize(("name", "changes"), [("Qwen3", {}), ("Gemma2", {}), ("Lfm2", HYBRIDS["Lfm2"])])
 def test_effects_equal_full_forwards_summed_up_by_hand(name, changes):
     model, rows = exact(name, **changes), batch()
     found = effects(model, rows)
@@ -240,7 +236,6 @@ def test_a_model_that_gives_nan_is_refused_by_the_callers_row():
     completions[2][6] = 210  # the third row is the second of its prompt
     units[2], answers[2] = [Span(1, 2)], Span(9, 11)
     model = exact()
-    with torch.no_grad():
-        model.get_input_embeddings().weight[210] = float("nan")
+    model.get_input_embeddings().weight.data[210] = float("nan")
     with pytest.raises(FloatingPointError, match="completions row 2: the model gave a nan"):
         effects(model, (prompts, completions, units, answers))
