@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 
 class Ended(BaseException):
-    """A signal ended the program where nothing had to be kept."""
+    """A signal ended the program before it had anything to keep."""
 
 
 class Ending:
@@ -57,7 +57,7 @@ class Ending:
 
 @contextlib.contextmanager
 def ignore_broken_pipe() -> Iterator[None]:
-    """Go on in silence, inside, where a pipe is closed (`| head`) or the terminal is gone."""
+    """Continue in silence, inside, if a pipe is closed (`| head`) or the terminal is gone."""
     before: Any = sys.stdout, sys.stderr
     streams = [stream and _Stream(stream) for stream in before]  # there are none where a shell closed them
     sys.stdout, sys.stderr = streams

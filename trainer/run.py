@@ -107,7 +107,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
 
     Raises:
         Finished, Refused: as `open_run`, or there is no checkpoint to go on from.
-        DiskError: what was to be kept cannot be written; checkpoints before it are untouched.
+        DiskError: a file of the run cannot be written; checkpoints before it are untouched.
         FloatingPointError: log-probs, gradients, rewards or weights cannot be trusted; the message names step and
             samples. No model is saved then.
         RewardError: a reward function failed; the message names step, function and row.

@@ -50,7 +50,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Batch:
-    """B sampled completions and what they earned, the groups of a problem side by side."""
+    """B sampled completions and their rewards, the groups of a problem side by side."""
 
     problems: list[int]  # B numbers of problems in the training set
     keys: Sequence[tuple[int, ...]]  # B keys of integers that the completions were drawn with

@@ -83,7 +83,7 @@ def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
 
 
 def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollouts) -> Batch:
-    """Put completions together with what they earn."""
+    """Put completions together with their rewards."""
     problems = [key[-2] for key in keys]
     rows = [trainer.rows[i] for i in problems]
     columns = {name: [row[name] for row in rows] for name in rows[0]}

@@ -226,7 +226,7 @@ class _Assignment:
     seed: tuple[int, ...]
 
     def credit(self) -> Credit:
-        """Turn importances into weights or, if they are signed, into what they add to the advantages."""
+        """Turn importances into weights or, if they are signed, into additions to the advantages."""
         config, inputs, reasoning = self.config, self.inputs, self.reasoning
         estimate, index, rows = self._estimate(), inputs.rows.index, range(len(inputs.rows))
         rule = None if estimate.importances.signed else config.weights

@@ -139,7 +139,7 @@ class DeferredCredit:
         return multiplied(self.signed(rows), self.weights(rows))
 
     def finished(self) -> Credit | None:
-        """Put the credit of all rows together once all is assigned, in their order; None before, and again."""
+        """Join the credit of all rows, in their order, at the first call after all is assigned; else None."""
         if self._is_reported or self.is_due(range(len(self.rows))):
             return None
         self._is_reported = True

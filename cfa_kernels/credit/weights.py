@@ -107,7 +107,7 @@ def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class WeightInputs(NamedTuple):
-    """One completion with the importances of its units, or with what it drew in their place."""
+    """One completion with the importances of its units, or with draws in their place."""
 
     importances: Tensor  # (K,) fp32, high where the unit matters
     units: Sequence[Span]

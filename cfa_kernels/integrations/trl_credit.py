@@ -1,4 +1,4 @@
-"""Credit of TRL's generation batches: when it is assigned, and what is said of it. Nothing here imports TRL."""
+"""Credit of TRL's generation batches: when to assign it, and a warning if none came. Nothing here imports TRL."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Deal groups of completions over processes, which wait for each other, so that all have about the same to do."""
+"""Deal groups of completions over processes that wait for each other, so that all have about equal work."""
 
 import heapq
 import math

@@ -1,4 +1,4 @@
-"""Pack token sequences into prefix trees, so that what they have in common is laid out and computed once.
+"""Pack token sequences into prefix trees, so that common prefixes are laid out and computed once.
 
 Queries that are scored together, a completion and its masked branches, are a bundle. Bundles and packs name queries by
 their place in a list, or key in a mapping.
@@ -40,7 +40,7 @@ def lay_out(
 ) -> Iterator[Pack]:
     """Cut bundles into packs of at most `token_budget` fed tokens each, in order, one pack at a time.
 
-    A bundle over the budget gets a pack of its own. Neighbours share what they have in common, so put completions of
+    A bundle over the budget gets a pack of its own. Neighbours share common prefixes, so put completions of
     one prompt side by side. Packs that continue a `trunk` feed only what it has not fed.
     """
     for chosen, tree, rows_of in _fill(queries, bundles, token_budget, trunk):
@@ -53,7 +53,7 @@ def lay_out_split(queries: Queries, bundles: Sequence[Sequence[int]], limits: Li
     """Lay out bundles as `lay_out` does, and split one that is over the budget by itself.
 
     Its longest sequence is fed first, by a pack without queries, and its queries are answered by packs with that one as
-    their trunk, so nothing is fed twice. Without trunks, each pack feeds again what its queries have in common.
+    their trunk, so nothing is fed twice. Without trunks, each pack feeds the common prefix of its queries again.
     """
     for chosen, tree, rows_of in _fill(queries, bundles, limits.token_budget):
         single = [[n] for n in chosen]

@@ -91,7 +91,7 @@ class PrefixTree:
         self.num_tokens = 0
 
     def copy(self) -> "PrefixTree":
-        """Copy the tree; what is added to either is not in the other."""
+        """Copy the tree; later additions to one are not in the other."""
         tree = PrefixTree()
         tree._segments, tree._branches, tree.num_tokens = [*self._segments], {**self._branches}, self.num_tokens
         return tree

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("weights", "advantages", "importances")
-"""Numbers of an estimator: what multiplies tokens' loss, what is added to it, how much tokens matter."""
+"""Kinds of an estimator's numbers: factors of the tokens' losses, advantages to train on, importances."""
 _CORRECT = 0.5  # least reward of a correct completion
 
 

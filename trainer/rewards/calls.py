@@ -81,7 +81,7 @@ def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]
 
 
 def arguments(columns: Mapping[str, Sequence[Any]], rollouts: Rollouts) -> dict[str, Sequence[Any]]:
-    """Collect the arguments of reward functions: columns of the data, and what was sampled for their rows."""
+    """Collect the arguments of reward functions: columns of the data, and the samples for their rows."""
     sampled = columns["question"], rollouts.texts, rollouts.ids()
     return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns}
 

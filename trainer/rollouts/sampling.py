@@ -1,6 +1,6 @@
 """Draw tokens from logits, every draw keyed, the nucleus found among the likeliest tokens.
 
-A keyed draw does not depend on what else is in the batch nor on what was drawn before: a run repeats exactly from its
+A keyed draw depends neither on the other rows of the batch nor on earlier draws: a run repeats exactly from its
 seed. A token is drawn by inverse CDF, in the order of the vocabulary.
 """
 
