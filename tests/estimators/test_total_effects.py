@@ -220,7 +220,6 @@ def test_a_step_that_matters_only_through_the_next_has_no_direct_effect_and_a_to
             {"units": [Span(3, 6), Span(0, 4)]},
             r"units row 1: must be disjoint .* but unit 1 \(0, 4\) overlaps unit 0 \(3, 6\)",
         ),
-        ({"units": [Span(0, 4), Span(0, 4)]}, "units row 1: must be disjoint"),
         ({"budget": 0}, "token_budget must be at least 1, got 0"),
     ],
 )

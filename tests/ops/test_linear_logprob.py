@@ -394,15 +394,17 @@ GOOD["targets"] = torch.tensor([0, 1, 4])
         ({"softcap": -1.0}, ValueError, r"softcap must be in \[.*\], got -1.0"),
         ({"logit_scale": math.nan}, ValueError, r"logit_scale must be in \[.*\], got nan"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
-        (
-            {"hidden": torch.zeros(3, 4).double(), "lm_head": torch.zeros(5, 4).double(), "backend": "triton"},
-            TypeError, r"hidden must be one of .* for backend='triton', got torch\.float64",
-        ),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name(wrong, error, message):
     with pytest.raises(error, match=message):
         linear_logprob(**(GOOD | wrong))
+
+
+def test_float64_is_refused_by_the_kernels(device):
+    inputs, _ = example((3, 4, 9), device, torch.float64)
+    with pytest.raises(TypeError, match=r"hidden must be one of .* for backend='triton', got torch\.float64"):
+        linear_logprob(*inputs, backend="triton")
 
 
 @on_gpu

@@ -41,7 +41,7 @@ def listing(*lines: str) -> str:
         (LAST, "CALL.REL.NOINC `(.L_x_1)", WAIT_ALL, "EXIT", ".L_x_1:", WRITE, "RET.REL.NODEC R2 `(kernel)"),
     ],
 )
-def test_an_input_written_before_its_product_is_done_is_found(lines):
+def test_an_input_written_before_its_product_is_done_is_a_finding(lines):
     (finding,) = overwritten_inputs(listing(*lines))
     assert finding.startswith(PRODUCT)
 

@@ -250,7 +250,6 @@ def changed(position, row, value):
         (changed(1, 0, torch.full((250,), 5)), "completions row 0: prompt of 7 and completion of 250 .* of 256"),
         (changed(2, 2, [Span(0, 1), Span(16, 18)]), r"spans row 2, span 1: \(16, 18\) is not a non-empty span inside"),
         (changed(2, 1, [Span(4, 4)]), r"spans row 1, span 0: \(4, 4\) is not a non-empty span"),
-        (changed(2, 1, [Span(-1, 4)]), r"spans row 1, span 0: \(-1, 4\) is not a non-empty span"),
         (changed(2, 0, [Span(2, 16)]), r"spans row 0, span 0: \(2, 16\) overlaps the answer \(15, 18\)"),
         (changed(3, 2, Span(10, 18)), r"answers row 2: \(10, 18\) is not a non-empty span"),
         ([*batch()[:3], [None]], "answers has 1 rows, prompts has 7"),
@@ -266,8 +265,6 @@ def test_bad_rows_are_refused_by_argument_row_and_value(qwen3, data, message):
     [
         ({"mask": VOCAB}, r"mask must be an id in \[0, 211\), .* got 211"),
         ({"mask": None}, "mask: must be given .* got None"),
-        ({"mask": 1.0}, "mask must be an id .* got 1.0"),
-        ({"mask": "dropped"}, "mask must be an id .* got 'dropped'"),
         ({"mask": [[]]}, "mask has 1 rows, prompts has 7"),
         ({"mask": [[]] * 7}, "mask row 0: has ids for 0 units, the row has 4"),
         ({"mask": [[torch.tensor([VOCAB])] * len(row) for row in batch()[2]]}, "mask row 0, span 0: id 211"),

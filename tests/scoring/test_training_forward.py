@@ -402,12 +402,9 @@ def test_bad_input_is_refused_by_argument_row_and_value(change, message):
     [
         ({"needed": [21, *[5] * 6]}, "needed row 0: must be a number of tokens from 0 to 20, got 21"),
         ({"needed": [5, -1, *[5] * 5]}, "needed row 1: must be a number of tokens from 0 to 33, got -1"),
-        ({"needed": [5, 2.5, *[5] * 5]}, "needed row 1: must be a number of tokens from 0 to 33, got 2.5"),
         ({"needed": [5]}, "needed has 1 rows, prompts has 7; they must agree"),
         ({"trained": [True]}, "trained has 1 rows, prompts has 7; they must agree"),
-        ({"token_budget": -5}, "token_budget must be at least 1, got -5"),
         ({"token_budget": 1.5}, "token_budget must be a whole number of tokens, got 1.5"),
-        ({"token_budget": True}, "token_budget must be a whole number of tokens, got True"),
     ],
 )
 def test_a_forward_refuses_what_it_cannot_feed_by_argument_row_and_value(options, message):
@@ -418,8 +415,6 @@ def test_a_forward_refuses_what_it_cannot_feed_by_argument_row_and_value(options
 def test_what_is_asked_of_a_forward_is_refused_by_argument_row_and_value():
     model = make_model("Qwen3", num_hidden_layers=1)
     forward = packed_forward(model, ROWS, needed=[12] * 7, keep_states=True)
-    with pytest.raises(ValueError, match=r"mask must be an id in \[0, 211\), .* got 211"):
-        forward.score(SPANS, ANSWERS, mask=211)
     with pytest.raises(ValueError, match="token_budget must be at least 1, got 0"):
         forward.score(SPANS, ANSWERS, mask=PLACEHOLDER, token_budget=0)
     whole = LossBatch.of(ROWS, None, torch.ones(7))
