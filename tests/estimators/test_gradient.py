@@ -22,6 +22,7 @@ from tests.support.models import (
     batch,
     batch_of,
     make_model,
+    snapshot,
     tokens,
 )
 
@@ -243,24 +244,6 @@ def test_rows_on_which_nothing_can_depend_are_not_fed():
     assert (work.forwards, work.tokens_fed) == (0, 0)
 
 
-def fingerprint(model):
-    return {
-        "modes": [module.training for module in model.modules()],
-        "flags": [parameter.requires_grad for parameter in model.parameters()],
-        "gradients": [None if p.grad is None else (id(p.grad), p.grad.tolist()) for p in model.parameters()],
-        "versions": [parameter._version for parameter in model.parameters()],
-        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
-        "attention": model.config._attn_implementation,
-        "random": torch.get_rng_state(),
-    }
-
-
-def assert_same(one, other):
-    for key, value in one.items():
-        equal = torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
-        assert equal, key
-
-
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("grad", ["enabled", "no_grad", "inference_mode"])
 def test_the_model_is_left_as_it_was_also_when_it_fails(grad, fails, monkeypatch):
@@ -271,13 +254,14 @@ def test_the_model_is_left_as_it_was_also_when_it_fails(grad, fails, monkeypatch
     for i, parameter in enumerate(model.parameters()):
         if i % 2 and parameter.requires_grad:
             parameter.grad = torch.randn_like(parameter)
-    before = fingerprint(model)
+    before, versions = snapshot(model), [parameter._version for parameter in model.parameters()]
     if fails:
         monkeypatch.setattr(gradient, "_divergence_by_rows", lambda *_: 1 / 0)
     context = {"enabled": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[grad]
     with context(), pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         assert saliency(model)[0].max() > 0
-    assert_same(before, fingerprint(model))
+    assert snapshot(model) == before
+    assert [parameter._version for parameter in model.parameters()] == versions
 
 
 def test_a_policy_gradient_under_way_goes_on_as_if_nothing_had_been_asked():

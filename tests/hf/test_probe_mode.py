@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cfa_kernels import check_model
 from cfa_kernels.hf import verify
 from cfa_kernels.hf.probe_mode import float32_weights
-from tests.support.models import small_adapted
+from tests.support.models import small_adapted, snapshot
 
 
 class FailsAt(TorchDispatchMode):
@@ -26,50 +26,32 @@ class FailsAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def state(model):
-    """Tensors, their values and flags, and hooks: whatever a check may leave otherwise."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return (
-        [(name, id(x), x.dtype, x.requires_grad, x.detach().clone()) for name, x in tensors],
-        [(len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m), m.training) for m in model.modules()],
-        model.config._attn_implementation,
-    )
-
-
-def assert_same(model, before):
-    now = state(model)
-    assert now[1:] == before[1:]
-    for (*is_now, value), (*was, old) in zip(now[0], before[0], strict=True):
-        assert is_now == was
-        assert torch.equal(value, old)
-
-
 @pytest.mark.parametrize(
     ("dtype", "error"), [(torch.float32, torch.OutOfMemoryError), (torch.bfloat16, KeyboardInterrupt)]
 )
 def test_an_error_at_any_operation_of_a_probe_leaves_weights_and_flags_as_they_were(dtype, error):
     model = small_adapted().to(dtype)
-    ids, before = torch.arange(4, 8, device=model.device)[None], state(model)
+    ids, before = torch.arange(4, 8, device=model.device)[None], snapshot(model)
     for number in itertools.count(1):
         mode = FailsAt(number, error)
         try:
             with torch.no_grad(), mode, float32_weights(model.get_base_model(), moved=True):
                 model(input_ids=ids)
         except error:
-            assert_same(model, before)
+            assert snapshot(model) == before
         else:
             break
     assert number > 100
-    assert_same(model, before)
+    assert snapshot(model) == before
 
 
 @pytest.mark.parametrize("number", [20, 110, 400])
 def test_an_interrupted_check_leaves_a_model_that_the_next_one_accepts(number, monkeypatch):
     monkeypatch.setattr(verify, "_BY_STRUCTURE", {})
     model = small_adapted().to(torch.bfloat16)
-    before = state(model)
+    before = snapshot(model)
     with pytest.raises(KeyboardInterrupt), FailsAt(number, KeyboardInterrupt):
         check_model(model)
-    assert_same(model, before)
+    assert snapshot(model) == before
     check_model(model)
-    assert_same(model, before)
+    assert snapshot(model) == before

@@ -26,6 +26,7 @@ from tests.support.models import (
     naive,
     naive_logprobs,
     score_columns,
+    snapshot,
     tokens,
 )
 
@@ -197,20 +198,6 @@ class Fails(Exception):
     pass
 
 
-def state_of(model):
-    module = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return (
-        [m.training for m in model.modules()],
-        module.config._attn_implementation,
-        torch.is_grad_enabled(),
-        torch.get_rng_state().tolist(),
-        [(name, id(p), p.dtype, p.requires_grad) for name, p in model.named_parameters()],
-        [(name, id(b)) for name, b in model.named_buffers()],
-        [p.grad for p in model.parameters()],
-        sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()),
-    )
-
-
 @pytest.mark.parametrize("fails", ["never", "in the self-check", "in scoring"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -222,14 +209,14 @@ def test_the_model_is_as_before_afterwards_also_after_an_exception(implementatio
     model.base_model.model.model.layers[1].eval()  # a mixed state, which train() and eval() alone would lose
     if fails == "in scoring":
         score_columns(model, *batch(), mask=PLACEHOLDER)
-    before = state_of(model)
+    before = snapshot(model)
     if fails == "never":
         score_columns(model, *batch(), mask=PLACEHOLDER)
     else:
         monkeypatch.setattr(head.Head, "logprobs", lambda *_: (_ for _ in ()).throw(Fails()))
         with pytest.raises((Fails, NotImplementedError)):
             score_columns(model, *batch(), mask=PLACEHOLDER)
-    assert state_of(model) == before
+    assert snapshot(model) == before
 
 
 def changed(position, row, value):

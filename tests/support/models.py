@@ -208,3 +208,23 @@ def assert_equals_naive(scores, model, prompts, completions, spans, answers, tol
             masked = naive(model, prompts[b], completions[b], answer, span)
             assert abs(scores.masked[b][k].item() - masked) <= tolerance
             assert abs(scores.drop[b][k].item() - (masked - base)) <= 2 * tolerance
+
+
+def snapshot(model):
+    """Modes, tensors with values and gradients, hooks, attention and random state: what a call must not change."""
+
+    def numbers(x):
+        return None if x is None else (id(x), hash(x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()))
+
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    modules = list(model.modules())
+    return {
+        "modes": [module.training for module in modules],
+        "tensors": [(name, x.dtype, x.requires_grad, numbers(x)) for name, x in tensors],
+        "gradients": [numbers(parameter.grad) for parameter in model.parameters()],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in modules],
+        "forwards": ["forward" in vars(module) for module in modules],
+        "attention": model.config._attn_implementation,
+        "with gradients": torch.is_grad_enabled(),
+        "random": hash(torch.get_rng_state().numpy().tobytes()),
+    }
