@@ -7,7 +7,7 @@ import transformers
 from cfa_kernels import check_model, packed_logprobs
 from cfa_kernels.hf import stateful_layers
 from cfa_kernels.rows import Rows
-from tests.support.models import HYBRIDS, SHAPE, gradients, make_model, tokens
+from tests.support.models import HYBRIDS, SHAPE, assert_same_gradients, gradients, make_model, plain_logprobs, tokens
 
 PROMPT, OTHER, LONG, MORE, LESS = tokens(5, 1, 7, 5, 3, seed=5)
 END, LAST = tokens(1, 1, seed=6)
@@ -30,32 +30,18 @@ GENERATOR = torch.Generator().manual_seed(0)
 FACTORS = [torch.empty(len(row)).uniform_(-1, 1, generator=GENERATOR) for row in BATCH[1]]  # of each log-prob
 
 
-def row_by_row(model, prompts, completions) -> list[torch.Tensor]:
-    """Log-probs of each completion by a full forward of its own, with gradient."""
-    logprobs = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        ids = torch.cat([prompt, completion]).to(model.device)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
-        logprobs.append(logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
-    return logprobs
-
-
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_pieces_of_one_token_train_as_plain_forwards_do(name, training):
     model = make_model(name, **HYBRIDS[name]).train(training)
-    ours, theirs = packed_logprobs(model, Rows(*BATCH)), row_by_row(model, *BATCH)
+    ours, theirs = packed_logprobs(model, Rows(*BATCH)), plain_logprobs(model, *BATCH)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=5e-4)
     ours, expected = (
         gradients(model, sum((row * factor.to(row)).sum() for row, factor in zip(rows, FACTORS, strict=True)))
         for rows in (ours, theirs)
     )
-    assert ours.keys() == expected.keys()
-    largest = max(gradient.norm() for gradient in expected.values())
-    for parameter, gradient in expected.items():
-        off = (ours[parameter] - gradient).norm() / max(gradient.norm(), 1e-3 * largest)
-        assert off <= 1e-3, f"{parameter}: {off:.2g}"
+    assert_same_gradients(ours, expected, 1e-3)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -22,9 +22,11 @@ from tests.support.models import (
     OTHERS,
     PLACEHOLDER,
     assert_equals_naive,
+    assert_same_gradients,
     batch,
     gradients,
     make_model,
+    plain_logprobs,
     score_columns,
     tokens,
 )
@@ -43,32 +45,13 @@ def padded(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def plain_logprobs(model, temperature=1.0) -> list[torch.Tensor]:
-    """Log-probs of each completion by a full forward of its own, with gradient."""
-    found = []
-    for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
-        ids = torch.cat([prompt, completion]).to(model.device)
-        logits = model(input_ids=ids[None]).logits[0].float() / temperature
-        found.append(logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
-    return found
-
-
 def weighted(logprobs: list[torch.Tensor]) -> torch.Tensor:
     """A scalar that every log-prob enters with a factor of its own."""
     return sum((row * factor.to(row.device)).sum() for row, factor in zip(logprobs, drawn(0), strict=True))
 
 
-def assert_same_gradients(ours, theirs, tolerance=1e-5):
-    assert ours.keys() == theirs.keys()
-    largest = max(g.norm() for g in theirs.values())
-    assert largest > 0
-    for name, theirs_of in theirs.items():
-        # The key's bias moves no softmax: what it gets is rounding alone.
-        assert (ours[name] - theirs_of).norm() <= tolerance * max(theirs_of.norm(), 1e-3 * largest), name
-
-
 def assert_packs_like_plain_forwards(model, *, tolerance=1e-5, **options):
-    theirs = plain_logprobs(model, 0.7)
+    theirs = plain_logprobs(model, PROMPTS, COMPLETIONS, 0.7)
     ours = packed_logprobs(model, ROWS, temperature=0.7, **options)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=max(tolerance, 2e-5))
@@ -144,16 +127,16 @@ def test_one_backward_runs_the_layers_of_plain_and_packed_forwards_again_each_it
 def test_so_they_are_under_a_lora_adapter_and_in_a_compiled_wrapper():
     model = adapted()
     assert_packs_like_plain_forwards(model)
-    theirs = gradients(model, weighted(plain_logprobs(model)))
+    theirs = gradients(model, weighted(plain_logprobs(model, PROMPTS, COMPLETIONS)))
     ours = packed_logprobs(torch.compile(model), ROWS)
     assert_same_gradients(gradients(model, weighted(ours)), theirs)
 
 
 def test_autocast_applies_as_it_does_to_full_forwards():
     model = make_model("Qwen3", initializer_range=0.05)
-    exact = plain_logprobs(model)
+    exact = plain_logprobs(model, PROMPTS, COMPLETIONS)
     with torch.autocast("cpu", torch.bfloat16):
-        theirs = plain_logprobs(model)
+        theirs = plain_logprobs(model, PROMPTS, COMPLETIONS)
         ours = packed_logprobs(model, ROWS)
     worst = max((a - b).abs().max() for a, b in zip(theirs, exact, strict=True))
     assert 0 < max((a - b).abs().max() for a, b in zip(ours, exact, strict=True)) <= 2 * worst
@@ -177,7 +160,7 @@ def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, lev
     if level == "sequence":
         weights = [row[:1].expand(len(row)) for row in weights]
     with torch.no_grad():
-        current = plain_logprobs(model, 0.8)
+        current = plain_logprobs(model, PROMPTS, COMPLETIONS, 0.8)
     old = [row.cpu() + 0.3 * noise for row, noise in zip(current, drawn(3), strict=True)]
     options = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 50}
     ours = packed_policy_loss(
@@ -186,7 +169,7 @@ def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, lev
     )  # fmt: skip
     found = gradients(model, ours.loss)
     theirs, metrics = policy_loss(
-        padded(plain_logprobs(model, 0.8)),
+        padded(plain_logprobs(model, PROMPTS, COMPLETIONS, 0.8)),
         *(x.to(model.device) for x in (padded(old), advantages, padded(mask))),
         weights=padded(weights).to(model.device),
         **options,
@@ -209,7 +192,7 @@ def test_kl_and_entropy_are_those_of_the_padded_batch():
     ours = packed_policy_loss(model, ROWS, None, advantages, ref_logprobs=reference, compute_entropy=True, **options)
     mask = padded([torch.ones(len(c)) for c in COMPLETIONS])
     theirs, metrics = policy_loss(
-        padded(plain_logprobs(model)), None, *(x.to(model.device) for x in (advantages, mask)),
+        padded(plain_logprobs(model, PROMPTS, COMPLETIONS)), None, *(x.to(model.device) for x in (advantages, mask)),
         ref_logprobs=padded(reference).to(model.device), **options,
     )  # fmt: skip
     assert_same_gradients(gradients(model, ours.loss), gradients(model, theirs))

@@ -210,6 +210,25 @@ def assert_equals_naive(scores, model, prompts, completions, spans, answers, tol
             assert abs(scores.drop[b][k].item() - (masked - base)) <= 2 * tolerance
 
 
+def plain_logprobs(model, prompts, completions, temperature=1.0):
+    """Log-probs of each completion by a full forward of its own, with gradient."""
+    logprobs = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.cat([prompt, completion]).to(model.device)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
+        logprobs.append(logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
+    return logprobs
+
+
+def assert_same_gradients(ours, theirs, tolerance=1e-5):
+    """By norm; what is below a thousandth of the largest, as of a key's bias, which moves no softmax, is rounding."""
+    assert ours.keys() == theirs.keys()
+    largest = max(gradient.norm() for gradient in theirs.values())
+    assert largest > 0
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() <= tolerance * max(gradient.norm(), 1e-3 * largest), name
+
+
 def snapshot(model):
     """Modes, tensors with values and gradients, hooks, attention and random state: what a call must not change."""
 
