@@ -47,7 +47,7 @@ ANSWER, SPAN = 3, 12
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a GPU does per second, as large products and copies reach it."""
+    """Rates of a GPU, per second, as large products and copies reach them."""
 
     name: str
     products: float  # multiply-adds, twice, in bfloat16

@@ -233,7 +233,7 @@ def _train(place: Path, flags: list[str], core: int, steps: int) -> dict[str, An
 def _curve(place: Path, steps: int) -> dict[str, Any]:
     """Steps, accuracies and CPU seconds of training steps at the evaluations of a finished run.
 
-    Where completions are corrected also the mean shares, over the steps, of completions that got a correction and of
+    If completions are corrected, also the mean shares, over the steps, of completions that got a correction and of
     corrections that were right.
     """
     result: dict[str, list[float]] = {"step": [], "accuracy": [], "seconds": []}

@@ -1,6 +1,6 @@
 """`python -m benchmarks evidence NAME`: gather evidence on what credit finds, with tables beside the results.
 
-What is done is kept in the folder, piece by piece, and an interrupted run goes on where it stopped.
+Results are kept in the folder, piece by piece, and an interrupted run resumes from them.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from benchmarks.evidence import ablation, demo, gradient_variance, planted, plan
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, load, train
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
-# What random weights happen to prefer is the same for all problems; several such models even it out.
+# A preference of random weights is the same for all problems; several such models even it out.
 COPIES = {TRAINED: 1, RANDOM: 10}
 
 Head = Document

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 SPLITS = ("train", "test")
 KINDS = ("idle", "repeat", "wrong", "implicit")
-"""What a problem to be judged has: idle lines alone; also a result stated twice; a wrong step on the way that the rest
+"""Kinds of problems to judge: with only idle lines; also a result stated twice; a wrong step on the way that the rest
 follows; a last computation that is not written, so that the answer's line makes it."""
 
 STEP, IDLE_STEP, IDLE_FACT, HEADER, REPEAT = "step", "idle step", "idle fact", "header", "repeat"

@@ -61,7 +61,7 @@ class Lap:
     refused: str | None = None
     absent: str | None = None
     check_seconds: float = 0.0
-    """Of the first run, one-time work and counting included."""
+    """Seconds of the first run, one-time work and counting included."""
 
     @property
     def median(self) -> float:

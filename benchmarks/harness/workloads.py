@@ -32,10 +32,10 @@ from cfa_kernels import Span, SpanRules, detect_spans, find_answer
 from trainer.rewards import group_advantages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# Of the first dozen seeds, the one whose completions share tokens most nearly as the whole file does: one full forward
+# The one of the first dozen seeds whose completions share tokens most nearly as the whole file does: one full forward
 # per span feeds 2.40 times the tokens of the tree, over the whole file 2.38.
 SEED = 6
-# Of the first dozen or so whose draw of four problems is half mixed, the one whose padding, shared tokens and branch
+# The one of the first dozen or so with a half-mixed draw of four problems whose padding, shared tokens and branch
 # tokens are nearest to the medians over 300 draws, with groups as they come and with all groups mixed.
 STEP_SEED = 12
 VOCABULARY = 16_384
@@ -271,7 +271,7 @@ def _job_of_problems(name: str, drawn: Sequence[tuple[str, list[_Scored]]]) -> J
 def long_job(problems: int, *, length: int = 2000, spans: int = 10, seed: int = SEED) -> Job:
     """Long completions: solutions one after the other up to `length` tokens, then the last one's answer.
 
-    Two completions per problem. Of all spans found, `spans` at even distances are scored, as saliency over a long
+    Two completions per problem. Only `spans` spans at even distances are scored, as saliency over a long
     solution would be spread.
     """
     rng = random.Random(seed)

@@ -32,7 +32,7 @@ TEXT_MARKS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 TEXT_IDS = range(8, 200)  # what sequences are made of; ids above are left to images, sounds and the like
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
-# What the class needs before it can be asked for its defaults.
+# Options that a class needs before it gives its defaults.
 NEEDED_BY_DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
 }

@@ -177,7 +177,7 @@ def _counts(rows: Iterable[ModelRow], column: str) -> dict[str, int]:
     return {status: result[status] for status in MEANINGS}
 
 
-# What the columns compare, kept in the result: a page tells of the run that it was written from.
+# Description of the columns, kept in the result: a page tells of the run that it was written from.
 COMPARED = f"""\
 "Scores" compares `score_counterfactuals` with one full forward of the model per span, over ragged batches of shared
 prompts and prefixes, pieces of one token, equal completions and some that begin alike; "trains" compares what the

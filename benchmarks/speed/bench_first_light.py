@@ -57,7 +57,7 @@ class Size:
     groups: tuple[int, ...]
     """Query heads for each key head."""
     rows: int
-    """Of heads and losses; attention's trees have 64, and more."""
+    """Rows of heads and losses; attention's trees have 64, and more."""
     hidden: int
     vocabulary: int
     sums_parts: bool
@@ -247,7 +247,7 @@ def lights(kind: str) -> dict[str, Light]:
 
 
 MULTIPLE = {torch.float32: 8.0, torch.bfloat16: 2.0}
-"""Of PyTorch's own error: in float32 that is a matter of luck, where wrong is still off by thousands of times it."""
+"""Multiple of PyTorch's own error: in float32 that is luck, and a wrong kernel is off by thousands of it."""
 
 TRUNCATION = 1e-3
 """Nats, and losses: tensor cores cut sums off towards zero, by up to 6e-4 at a width of 2,048."""

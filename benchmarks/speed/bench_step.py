@@ -50,7 +50,7 @@ class StepWorkload:
     rollouts: Callable[[], JobRollouts]
     dtype: torch.dtype
     floors: dict[str, float] = field(default_factory=dict)
-    """What contenders are to take at least, in units of our counterfactual step."""
+    """Least times of contenders, in units of our counterfactual step."""
 
 
 # Promises by what trains and whether all groups are mixed.

@@ -91,7 +91,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="session")
 def ceilings(request: pytest.FixtureRequest, device: torch.device) -> dict[str, Any]:
-    """What the device does at most, measured in this session, right before the first race is reported."""
+    """Measure the device's ceilings, in this session, right before the first race is reported."""
     measured = measure_ceilings(device, smoke=workload_set(request.config) == "smoke")
     if _DOCUMENT in request.config.stash:
         request.config.stash[_DOCUMENT]["ceilings"] = measured

@@ -73,7 +73,7 @@ class Replay:
 class Stopwatch:
     """Seconds by the wall and of the processor, of credit and of update, of one step.
 
-    What runs within a part within another counts to the inner one only.
+    A part within another counts to the inner one only.
     """
 
     def __init__(self, device: torch.device) -> None:
