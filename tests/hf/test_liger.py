@@ -20,7 +20,7 @@ from cfa_kernels import check_model, packed_logprobs
 from cfa_kernels.ops.dispatch import interpreting
 from cfa_kernels.ops.triton_math import tanh
 from cfa_kernels.rows import Rows
-from tests.support.models import SMALL_ROWS, gradients, make_model
+from tests.support.models import SMALL_ROWS, assert_same_gradients, gradients, make_model
 
 # Checkpoints compare devices, which the stand-in for a GPU gives another name.
 pytestmark = [pytest.mark.slow, pytest.mark.traced]
@@ -101,6 +101,4 @@ def test_a_model_with_ligers_modules_is_checked_and_its_gradients_are_those_with
         ours = gradients_of_packed_rows(model)
     assert f"_{gate}_backward_kernel" in ran
     assert ran.count(f"_{gate}_forward_kernel") == (2 if checkpointing else 1)
-    assert ours.keys() == expected.keys()
-    for key, gradient in expected.items():
-        torch.testing.assert_close(ours[key], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+    assert_same_gradients(ours, expected, 1e-5)

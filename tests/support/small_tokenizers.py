@@ -4,6 +4,8 @@ import functools
 import itertools
 import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -154,3 +156,8 @@ def completions(name: str) -> st.SearchStrategy[list[int]]:
         lambda text: encode(tokenizer, text)
     )
     return st.tuples(parts, ends, noise | st.just([])).map(lambda p: [*itertools.chain(*p[0]), *p[1], *p[2]])
+
+
+def gsm8k_rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The records of one of GSM8K's files."""
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]

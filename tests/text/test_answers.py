@@ -1,6 +1,5 @@
 """Where a text gives its answer, in the many forms that models write."""
 
-import json
 import re
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from cfa_kernels.text.answers import answer_text_span, locate_answer
 from cfa_kernels.text.rules import AnswerRules
+from tests.support.small_tokenizers import gsm8k_rows
 from trainer.rewards.numbers import parse_number
 
 
@@ -186,8 +186,7 @@ FORMS = [
 
 def test_real_solutions_give_their_recorded_answer_in_every_form(gsm8k: Path) -> None:
     recorded = by_last_number = 0
-    for line in (gsm8k / "model_solutions.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in gsm8k_rows(gsm8k, "model_solutions"):
         for key in row:
             if not key.startswith(("6b_", "175b_")):
                 continue
@@ -208,6 +207,5 @@ def test_real_solutions_give_their_recorded_answer_in_every_form(gsm8k: Path) ->
 
 def test_published_solutions_give_their_recorded_answer(gsm8k: Path) -> None:
     for name, column, marker in (("model_solutions", "ground_truth", "A: "), ("test", "answer", "#### ")):
-        for line in (gsm8k / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
-            text = json.loads(line)[column]
+        for text in [row[column] for row in gsm8k_rows(gsm8k, name)]:
             assert answer_of(text) == text.split(marker)[-1]

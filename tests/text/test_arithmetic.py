@@ -1,6 +1,5 @@
 """Arithmetic, formulas and sentences in a text."""
 
-import json
 import re
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from cfa_kernels.text.arithmetic import ranked_math_intervals
 from cfa_kernels.text.latex import ranked_latex_intervals
 from cfa_kernels.text.patterns import sentence_intervals
-from tests.support.small_tokenizers import property_test
+from tests.support.small_tokenizers import gsm8k_rows, property_test
 
 FAR = " ".join(["1,"] * 60)  # too many lexemes between a bracket and its other half
 
@@ -68,8 +67,7 @@ def test_arithmetic_is_found_whole_and_no_ranges_sizes_and_names(text: str, expr
 
 def test_real_solutions_keep_every_calculator_annotation_inside_arithmetic(gsm8k: Path) -> None:
     annotations = 0
-    for line in (gsm8k / "test.jsonl").read_text(encoding="utf-8").splitlines():
-        text = json.loads(line)["answer"]
+    for text in [row["answer"] for row in gsm8k_rows(gsm8k, "test")]:
         intervals = ranked_math_intervals(text)[0]
         for annotation in re.finditer(r"<<[^<>]*>>", text):
             annotations += 1
@@ -151,8 +149,7 @@ def test_prices_are_no_formulas(text: str) -> None:
 
 
 def test_prices_in_real_problems_and_solutions_are_no_formulas(gsm8k: Path) -> None:
-    rows = [json.loads(line) for line in (gsm8k / "test.jsonl").read_text(encoding="utf-8").splitlines()]
-    texts = [row["answer"] for row in rows]
+    texts = [row["answer"] for row in gsm8k_rows(gsm8k, "test")]
     assert sum(text.count("$") for text in texts) > 2000
     assert [text for text in texts if any(ranked_latex_intervals(text)[:2])] == []
 

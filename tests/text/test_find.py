@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import re
 from pathlib import Path
 from typing import get_args
@@ -31,6 +30,7 @@ from tests.support.small_tokenizers import (
     completions,
     encode,
     get_tokenizer,
+    gsm8k_rows,
     property_test,
     wrap,
 )
@@ -301,8 +301,7 @@ def test_bad_input_is_named(name: str, ids: object, options: dict, error: type[E
 def real_completions(folder: Path) -> list[str]:
     """Four models' solutions to 660 problems, right and wrong, with the answer line in GSM8K's own format."""
     texts = []
-    for line in (folder / "model_solutions.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in gsm8k_rows(folder, "model_solutions"):
         texts += [row[key]["solution"] for key in row if key.startswith(("6b_", "175b_"))]
     return [re.sub(r"\nA: ?([^\n]*)\Z", r"\n#### \1", text.rstrip()) for text in texts]
 
@@ -330,8 +329,8 @@ def test_selections_leave_out_of_real_solutions_what_the_docs_say(gsm8k: Path) -
     out = dict.fromkeys(SELECTIONS, 0)
     near_out = dict.fromkeys(SELECTIONS, 0)
     total = near_total = 0
-    for line in (gsm8k / "test.jsonl").read_text(encoding="utf-8").splitlines():
-        ids = encode(tokenizer, json.loads(line)["answer"])
+    for row in gsm8k_rows(gsm8k, "test"):
+        ids = encode(tokenizer, row["answer"])
         arithmetic = detect_spans(ids, tokenizer, spans=SpanRules(lambda text: ranked_math_intervals(text)[0], 99))
         near = arithmetic[-max(1, len(arithmetic) // 4) :]
         total, near_total = total + len(arithmetic), near_total + len(near)
