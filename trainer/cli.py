@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import difflib
 import io
 import re
 import sys
@@ -21,17 +20,6 @@ MODEL_SETTINGS = (
     "max_steps", "generation_batch_size", "eval_steps",
 )  # fmt: skip
 """Settings that a model folder may bring, which runs no code: how it samples, is prompted and trains best."""
-
-
-class _Yaml(yaml.SafeLoader):
-    """Reader of plain values that refuses a name that comes twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Read a mapping."""
-        names = [name.value for name, _ in node.value]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{twice[0]!r} is set twice")
-        return super().construct_mapping(node, deep)
 
 
 def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any:
@@ -87,11 +75,10 @@ def preset_names() -> list[str]:
 
 
 def _config_file(name: str) -> Path:
-    if Path(name).exists():
-        return Path(name)
-    if name in preset_names():
-        return PRESETS / f"{name}.yaml"
-    raise ValueError(f"--config {name}: there is no such file, and the names that ship are {', '.join(preset_names())}")
+    file = Path(name) if Path(name).exists() else PRESETS / f"{name}.yaml"
+    if not file.exists():
+        raise ValueError(f"--config {name}: there is no such file; the names that ship are {', '.join(preset_names())}")
+    return file
 
 
 def to_yaml(config: Any) -> str:
@@ -101,7 +88,7 @@ def to_yaml(config: Any) -> str:
 
 def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
     try:
-        settings = yaml.load(path.read_text(encoding="utf-8"), _Yaml) or {}
+        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
         raise ValueError(f"{path}: is not YAML of plain values: {problem}") from problem
     if not isinstance(settings, dict):
@@ -109,8 +96,7 @@ def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
     entries = {entry.name: entry for entry in fields(kind)}
     for name, value in settings.items():
         if name not in entries:
-            close = difflib.get_close_matches(str(name), entries, n=1)
-            raise ValueError(f"{path}: unknown setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+            raise ValueError(f"{path}: unknown setting {name!r}")
         if isinstance(value, dict) and entries[name].default_factory is not dict:
             raise ValueError(f"{path}: {name} must be a value or a list of values, got dict")
     return settings

@@ -17,8 +17,7 @@ from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, weights_sequences
 from cfa_kernels.ops.token_loss import NUMBERS
 from cfa_kernels.options import NOT_NEGATIVE, POSITIVE, Count, Interval, NotNegative, PositiveShare, check_fields
 from trainer.precision import DtypeName, Precision
-from trainer.rewards import load_answer_format
-from trainer.rewards.settings import INSTRUCTIONS, RewardSettings
+from trainer.rewards.calls import BUILT_IN, INSTRUCTIONS, load_answer_format
 
 EMBEDDED = "embedded"
 GENERATED = "generated"
@@ -59,13 +58,29 @@ class DataConfig:
 
     @property
     def kind(self) -> str:
-        """Kind of the rows, as `RewardSettings.kind`."""
+        """Kind of the rows: numbers, with an answer in which a number can be read; text, with any; or mbpp."""
         return "numbers"
 
 
 @dataclass
-class TrainConfig(RewardSettings, DataConfig):
+class TrainConfig(DataConfig):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
+
+    reward_funcs: list[str] = field(default_factory=lambda: ["exact_match"])
+    """Reward functions, added up: "exact_match" (the number), "math_verify" (equal by math-verify), "code" (a program
+    that passes its row's tests), or "module:function" with TRL's signature
+    f(prompts=, completions=, completion_ids=, **columns) -> list of float or None."""
+    reward_weights: list[float] = field(default_factory=list)
+    """Factors of reward_funcs in the sum, one for each; by default 1. Metrics of each function leave them out."""
+    reward_timeout: _Positive = 10.0
+    """Seconds after which math_verify and code give up on a completion, with reward 0."""
+    code_isolation: Literal["bubblewrap", "none"] = "bubblewrap"
+    """Isolation of tested programs from this machine: bubblewrap, or none, which lets them do all that you may do."""
+    eval_reward: str | None = None
+    """Reward function that evaluation counts by: a problem is solved if it gives 1 or more. By default the first of
+    reward_funcs that comes with the program, else exact_match. Rows must be of the kind that it judges."""
+    eval_samples: _Amount = 0
+    """Completions sampled for each held-out problem, beside the greedy one, for pass@1 and pass@eval_samples."""
 
     model: str = EMBEDDED
     """Model folder or hub name; "embedded" is the small model that comes with the program. Settings of sampling, prompt
@@ -197,16 +212,33 @@ class TrainConfig(RewardSettings, DataConfig):
                     f"importance_sampling_level must be token with {' and '.join(names)}, got sequence: a completion "
                     "has one ratio there, so that only the sum of its tokens' weights acts"
                 )
-        if not self.vllm_server_base_url.startswith(("http://", "https://")):
-            url = f"{TrainConfig.vllm_server_base_url}, got {self.vllm_server_base_url!r}"
-            raise ValueError(f"vllm_server_base_url must begin with http:// or https://, like {url}")
-        if self.rollout_engine != "vllm" and self.vllm_server_base_url != TrainConfig.vllm_server_base_url:
+        if not (url := self.vllm_server_base_url).startswith(("http://", "https://")):
+            raise ValueError(f"vllm_server_base_url must begin with http:// or https://, got {url!r}")
+        if self.rollout_engine != "vllm" and url != TrainConfig.vllm_server_base_url:
             raise ValueError("vllm_server_base_url: only rollout_engine=vllm reads it; name both or neither")
-        self.check_rewards()
+        if not self.reward_funcs:
+            raise ValueError("reward_funcs must name at least one function, got none")
+        if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
+            sizes = f"{len(self.reward_weights)} weights for {len(self.reward_funcs)} reward_funcs"
+            raise ValueError(f"reward_weights: {sizes}; give one for each, or none at all")
+        for name in self.reward_funcs:
+            if name in BUILT_IN and self.kind not in BUILT_IN[name].kinds:
+                own, other = " or ".join(BUILT_IN[name].kinds), f"eval_reward {self.grader} {self.kind}"
+                raise ValueError(f"reward_funcs: {name} judges rows of {own}, and {other}")
         if self.dataset == GENERATED and self.kind == "mbpp":
             raise ValueError("dataset: 'generated' has no tests; name a file or hub data set with MBPP's columns")
         if self.instruction is None:
             self.instruction = INSTRUCTIONS[self.kind]
+
+    @property
+    def grader(self) -> str:
+        """Name of the reward function that evaluation counts by."""
+        return self.eval_reward or next((name for name in self.reward_funcs if name in BUILT_IN), "exact_match")
+
+    @property
+    def kind(self) -> str:
+        """Kind of the rows: the one that the grader judges."""
+        return BUILT_IN[self.grader].kinds[0] if self.grader in BUILT_IN else "text"
 
     @property
     def precision(self) -> Precision:
@@ -219,7 +251,7 @@ class TrainConfig(RewardSettings, DataConfig):
         return CounterfactualConfig.from_flat({**self.credit_options, **options, **self.answer_options()})
 
     def answer_options(self) -> dict[str, Any]:
-        """Return the run's own form of answers, as `answer_text_span` takes it."""
+        """Return the run's own form of answers, by the names of `AnswerRules`."""
         fallback = self.credit_options.get("answer_fallback")
         return {"answer_format": load_answer_format(self.answer_format), "answer_fallback": fallback}
 

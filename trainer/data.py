@@ -1,8 +1,4 @@
-"""Load problems to train and evaluate on from a file, the hub or the generator, and check them row by row.
-
-A row has at least `question` and `answer`, both text, or for MBPP `question` and `tests`; other columns go to reward
-functions.
-"""
+"""Load problems to train and evaluate on from a file, the hub or the generator, and check them row by row."""
 
 import itertools
 import random
@@ -27,7 +23,7 @@ _FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
 class Row(dict[str, Any]):
-    """Columns of one problem; `where` names the data set and the row in it, counted from 0."""
+    """Columns of a problem: `question`, and `answer` or `tests`; others go to rewards. `where` names it in errors."""
 
     def __init__(self, columns: Mapping[str, Any], where: str = "a row") -> None:
         super().__init__(columns)
@@ -39,9 +35,8 @@ def load_rows(
 ) -> list[Row]:
     """Load the first `count` rows of a data set, checked; `ValueError` names data set, row (from 0) and reason."""
     if name == GENERATED:
-        problems = itertools.islice(generate(split, seed), count or GENERATED_TRAIN_PROBLEMS)
-        rows: list[Any] = [{"question": problem.question, "answer": problem.solution()} for problem in problems]
-        return [Row(row, f"dataset {name}, row {i}") for i, row in enumerate(rows)]
+        problems = enumerate(itertools.islice(generate(split, seed), count or GENERATED_TRAIN_PROBLEMS))
+        return [Row({"question": p.question, "answer": p.solution()}, f"dataset {name}, row {i}") for i, p in problems]
     columns = columns or DataConfig()
     rows = _load(name, split, columns.dataset_config if name == columns.dataset else None)[:count]
     if not rows:
@@ -91,29 +86,24 @@ def encode_prompts(
     completion, prompts = config.max_completion_length, []
     for row in rows:
         try:
-            ids = encode_prompt(row["question"], tokenizer, instruction=config.instruction)
+            prompts.append(encode_prompt(row["question"], tokenizer, instruction=config.instruction))
         except Exception as problem:  # a chat template raises what it likes
             said = f"{type(problem).__name__}: {problem}"
             raise ValueError(f"{row.where}: the chat template of model {config.model} fails: {said}") from problem
-        if not ids:
-            raise ValueError(f"{row.where}: the chat template of model {config.model} writes an empty prompt")
-        if context is not None and len(ids) + completion > context:
+        if context is not None and len(prompts[-1]) + completion > context:
             room = f"context {context} of model {config.model} less max_completion_length {completion}"
-            fitting = f"the prompt has {len(ids)} tokens, at most {max(context - completion, 0)} fit ({room})"
+            fitting = f"the prompt has {len(prompts[-1])} tokens, at most {max(context - completion, 0)} fit ({room})"
             raise ValueError(f"{row.where}: {fitting}; shorten or remove it, or lower max_completion_length")
-        prompts.append(ids)
     return prompts
 
 
 def _load(name: str, split: str, config: str | None) -> list[Any]:
     import datasets  # slow to import
 
-    path = Path(name)
-    kind = _FILES.get(path.suffix)
-    if path.exists() and not (kind and path.is_file()):
-        raise ValueError(f"dataset {name}: expected a .json, .jsonl or .parquet file, a hub name or {GENERATED!r}")
-    if kind and not path.exists():
-        raise FileNotFoundError(f"dataset {name}: No such file")
+    kind = _FILES.get(Path(name).suffix)
+    if Path(name).exists() != bool(kind) or Path(name).is_dir():
+        files = "a .json, .jsonl or .parquet file that exists"
+        raise ValueError(f"dataset {name}: expected {files}, a hub name or {GENERATED!r}")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
@@ -128,23 +118,20 @@ def _load(name: str, split: str, config: str | None) -> list[Any]:
         cause: BaseException = problem
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        said = str(cause).partition("\n")[0]
-        raise ValueError(f"dataset {name}: cannot be read: {type(cause).__name__}: {said}") from problem
+        raise ValueError(f"dataset {name}: cannot be read: {type(cause).__name__}: {cause}") from problem
 
 
 def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:
     if columns.kind == "mbpp":
         return Row(mbpp_row(row, where), where)
-    texts, names = {}, {"question": columns.question_column, "answer": columns.answer_column}
-    for role, column in names.items():
+    row, texts = row.copy(), {}
+    for role, column in (("question", columns.question_column), ("answer", columns.answer_column)):
         if column not in row:
             raise ValueError(f"{where}: has no column {column!r}, only {sorted(row)}; name the one by {role}_column")
-        value = row[column]
-        if role == "answer" and isinstance(value, int | float) and not isinstance(value, bool):
-            value = str(value)
-        if not isinstance(value, str) or not value.strip():
+        value = row.pop(column)
+        texts[role] = str(value) if role == "answer" and isinstance(value, int | float) else value
+        if not isinstance(texts[role], str) or not texts[role].strip():
             raise ValueError(f"{where}: column {column!r} must be text that is not empty, got {value!r}")
-        texts[role] = value
     if columns.kind == "numbers" and gold_number(texts["answer"]) is None:
-        raise ValueError(f"{where}: no number can be read from column {names['answer']!r}: {texts['answer'][-60:]!r}")
-    return Row({name: value for name, value in row.items() if name not in names.values()} | texts, where)
+        raise ValueError(f"{where}: no number can be read from {columns.answer_column!r}: {texts['answer'][-60:]!r}")
+    return Row(row | texts, where)

@@ -20,8 +20,7 @@ from trainer.evaluate import evaluate
 from trainer.experimental.compare_and_correct import require_fitting_prompt
 from trainer.policy import load_policy, load_tokenizer, save_policy
 from trainer.precision import frozen_copy, require_device
-from trainer.report import Report, Silence
-from trainer.report.trackers import tracker_library
+from trainer.report import Report, Silence, tracker_library
 from trainer.rewards import load_reward, load_rewards
 from trainer.rewards.calls import RewardError, require_callable
 from trainer.rollouts import TransformersEngine, VllmEngine, await_server

@@ -24,6 +24,7 @@ from cfa_kernels.scoring.training_forward import PackedLoss
 from trainer import processes
 from trainer.checks import check_sampling_gap, require_finite, sampling_metrics
 from trainer.experimental.compare_and_correct import shape_rewards
+from trainer.metrics import Averages, StageTimes, Step, length_metrics, reward_metrics
 from trainer.microbatch import (
     ByRow,
     MicroBatch,
@@ -37,8 +38,6 @@ from trainer.microbatch import (
     on_host,
     to_host,
 )
-from trainer.report.metrics import Averages, Step, length_metrics, reward_metrics
-from trainer.report.stages import StageTimes
 from trainer.rewards import compute_rewards, group_advantages
 from trainer.rewards.calls import arguments
 from trainer.rollouts import Rollouts

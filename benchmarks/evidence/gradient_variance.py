@@ -18,7 +18,7 @@ from benchmarks.harness.results import Pieces, interval, made_by, table
 from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.experimental.compare_and_correct import shape_rewards
-from trainer.report.stages import StageTimes
+from trainer.metrics import StageTimes
 from trainer.rewards import group_advantages
 from trainer.run import set_up
 from trainer.state import Trainer

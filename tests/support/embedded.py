@@ -8,7 +8,7 @@ import torch
 from cfa_kernels import Credit
 from trainer.cli import parse
 from trainer.config import TrainConfig
-from trainer.report.stages import StageTimes
+from trainer.metrics import StageTimes
 from trainer.rewards import group_advantages
 from trainer.rollouts import Rollouts, generate
 from trainer.run import set_up, train

@@ -25,7 +25,6 @@ def raises(completions, **_): raise KeyError("difficulty")
 def too_few(completions, **_): return [1.0]
 def words(completions, **_): return ["good"] * len(completions)
 def not_a_number(completions, **_): return [float("nan")] * len(completions)
-def infinite(completions, **_): return [float("inf")] * len(completions)
 def abstains(completions, **_): return [None] * len(completions)
 def ends(completions, **_): raise SystemExit(3)
 def one_argument(completions): return [1.0] * len(completions)
@@ -118,7 +117,7 @@ CATALOGUE: dict[str, tuple] = {
         ["--reward_funcs=own:another_column"], BEFORE, "reward another_column: ", "'difficulty'", "'question'",
     ),
     # Data
-    "no such data": (["--dataset={tmp}/no.jsonl"], BEFORE, "dataset {tmp}/no.jsonl: ", "No such file"),
+    "no such data": (["--dataset={tmp}/no.jsonl"], BEFORE, "dataset {tmp}/no.jsonl: expected a .json", "that exists"),
     "a folder of data": (["--dataset={tmp}"], BEFORE, "dataset {tmp}: expected a .json"),
     "a table of data": (["--dataset={tmp}/a.csv"], BEFORE, "a.csv: expected a .json", {"a.csv": "a"}),
     "data in Latin-1": (
@@ -145,7 +144,6 @@ CATALOGUE: dict[str, tuple] = {
         )
         for name in ("prompts", "completions", "completion_ids")
     },
-    "a pipe for data": ([OWN_DATA], BEFORE, "rows.jsonl: expected a .json", {"rows.jsonl": "pipe"}),
     "a folder named as data": (["--dataset={tmp}/a.jsonl"], BEFORE, "a.jsonl: expected a .json", {"a.jsonl/b": ""}),
     "text for Parquet": (
         ["--dataset={tmp}/a.parquet"], BEFORE, "dataset {tmp}/a.parquet: cannot be read", {"a.parquet": "x"},
@@ -166,8 +164,6 @@ CATALOGUE: dict[str, tuple] = {
             ("raises", "{{ raise_exception('System role not supported') }}", "fails: TemplateError: System role not"),
             ("does not parse", "{% for message in messages %}", "fails: TemplateSyntaxError: "),
             ("divides by zero", "{{ 1 / 0 }}", "fails: ZeroDivisionError: division by zero"),
-            ("asks for a name that is not there", "{{ none.a.b }}", "fails: UndefinedError: "),
-            ("writes nothing", "{% if false %}x{% endif %}", "writes an empty prompt"),
         )
     },
     # The model's folder
@@ -198,9 +194,7 @@ CATALOGUE: dict[str, tuple] = {
         what: ([OWN_MODEL], LATER, "model {tmp}/m: its weights cannot be loaded", files)
         for what, files in {
             "no weights": {WEIGHTS: None},
-            "no weights in their file": {WEIGHTS: b""},
             "weights cut short": {"cut": 0.5},
-            "text for weights": {WEIGHTS: b"x" * 4000},
             "a shard that is missing": {
                 WEIGHTS: None,
                 "m/model.safetensors.index.json": '{"metadata": {}, "weight_map": {"a": "b.safetensors"}}',
@@ -213,12 +207,10 @@ CATALOGUE: dict[str, tuple] = {
     "a reward that raises": (
         ["--reward_funcs=own:raises"], LATER, "step 1, reward raises raised KeyError: 'difficulty' (in own.py, line 2)",
     ),
-    "too few rewards": (["--reward_funcs=own:too_few"], LATER, "step 1, reward too_few: returned 1 values for 4"),
     "a word for a reward": (
         ["--reward_funcs=own:words"], LATER, "sample 0 (dataset {data}, row ", "reward words is 'good', expected",
     ),
-    "a reward of nan": (["--reward_funcs=own:not_a_number"], LATER, "step 1, sample 0 (", "reward not_a_number is nan"),
-    "a reward of inf": (["--reward_funcs=own:infinite"], LATER, "reward infinite is inf", "this step is not saved"),
+    "a reward of nan": (["--reward_funcs=own:not_a_number"], LATER, "reward not_a_number is nan", "step is not saved"),
     "a reward that ends the program": (
         ["--reward_funcs=own:ends"], LATER, "step 1, reward ends raised SystemExit: 3", "(in own.py",
     ),
@@ -269,9 +261,6 @@ def spoil(folder: Path, good: Path, files: dict) -> None:
             path.unlink()
         else:
             path.parent.mkdir(exist_ok=True)
-            if content == "pipe":
-                os.mkfifo(path)
-                continue
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.embedded import metrics_of, run
-from trainer.report.trackers import open_tracker
+from trainer.report import open_tracker
 
 
 @pytest.mark.parametrize(

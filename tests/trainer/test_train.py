@@ -15,7 +15,7 @@ from tests.support.runs import timeless
 from trainer.config import EMBEDDED, model_path
 from trainer.evaluate import Evaluation
 from trainer.microbatch import batch_rows
-from trainer.report.run_report import paired_gain
+from trainer.report import paired_gain
 from trainer.rewards import group_advantages
 from trainer.run import train
 from trainer.step import problem_batches, training_step

@@ -18,7 +18,7 @@ from cfa_kernels.estimators.siblings import correct_siblings
 from cfa_kernels.hf.model import causal_lm, context_length
 from trainer.config import TrainConfig
 from trainer.data import encode_prompt
-from trainer.report.stages import StageTimes
+from trainer.metrics import StageTimes
 from trainer.rewards import compute_rewards
 from trainer.rewards.calls import arguments
 from trainer.rollouts import Rollouts

@@ -1,4 +1,4 @@
-"""Load reward functions by name, call them, add their rewards up, and say which one failed, and where in its code."""
+"""Load reward functions by name, call them, add their rewards up, and turn sums into advantages."""
 
 import functools
 import importlib
@@ -8,13 +8,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cfa_kernels.text.rules import AnswerFormat
-from trainer.rewards.settings import BUILT_IN
 from trainer.rollouts import Rollouts
 
 Reward = Callable[..., list[float | None]]
@@ -24,6 +23,27 @@ ARGUMENTS = ("prompts", "completions", "completion_ids")
 FAILURES = (Exception, SystemExit)  # of a user's code; not signals
 
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an answer: it has no group
+
+
+class BuiltIn(NamedTuple):
+    """Reward function of the program: where it is, the kinds of rows that it judges, its own first, and its options."""
+
+    function: str
+    kinds: tuple[str, ...]
+    options: tuple[str, ...]
+
+
+BUILT_IN = {
+    "exact_match": BuiltIn("trainer.rewards.numbers:exact_match", ("numbers",), ("answer_format", "answer_fallback")),
+    "math_verify": BuiltIn("trainer.rewards.math:MathReward", ("text", "numbers"), ("timeout",)),
+    "code": BuiltIn("trainer.rewards.code:CodeReward", ("mbpp",), ("timeout", "isolation")),
+}
+INSTRUCTIONS = {
+    "numbers": "Solve the problem step by step. End with a line of the form: #### <number>",
+    "text": "Solve the problem step by step. Put your final answer within \\boxed{}.",
+    "mbpp": "Answer with the program in one block of Python, between a line ```python and a line ```.",
+}
+"""Text after the question, by the kind of rows."""
 
 
 class RewardError(ValueError):
@@ -127,6 +147,21 @@ def rewards_by(
     if len(values) != len(samples):
         raise RewardError(f"reward {name}: returned {len(values)} values for {len(samples)} completions")
     return [v if v is None else _real(v, f"{samples[i]}: reward {name}") for i, v in enumerate(values)]
+
+
+def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
+    """Compute (reward - group mean) / (std + 1e-4) of (B,) rewards, groups side by side; (B,) fp32.
+
+    `scale_rewards` names the standard deviation: the group's, the batch's, or none (no division). A group whose
+    rewards are all equal has advantage exactly 0, so that nothing spends work on it.
+    """
+    groups = rewards.float().view(-1, num_generations)  # (groups, G)
+    centred = groups - groups.mean(1, keepdim=True)
+    if scale_rewards != "none":
+        deviation = groups.std(1, keepdim=True) if scale_rewards == "group" else rewards.float().std()
+        centred = centred / (deviation + 1e-4)  # TRL's, so that advantages agree with its own
+    mixed = groups.amax(1, keepdim=True) > groups.amin(1, keepdim=True)
+    return torch.where(mixed, centred, torch.zeros_like(centred)).flatten()
 
 
 def _real(value: Any, name: str) -> float:

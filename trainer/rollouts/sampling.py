@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-CANDIDATES = 256  # likeliest tokens that are looked at first; a nucleus is rarely larger
+_CANDIDATES = 256  # likeliest tokens that are looked at first; a nucleus is rarely larger
 
 
 def keyed_uniforms(keys: Sequence[Sequence[int]], length: int) -> Tensor:
@@ -40,54 +40,33 @@ class KeyedSampler(LogitsProcessor):
         self.finite.append(scores.amax(-1).isfinite())
         if self._uniforms is None:
             return scores
-        scaled = scores.float() if self._temperature == 1 else scores.float() / self._temperature
-        logprobs, position = torch.log_softmax(scaled, -1), len(self.logprobs)
-        token = _draw(scaled, logprobs, self._uniforms[:, position : position + 1], self._top_p)
-        self.logprobs.append(logprobs.gather(1, token).squeeze(1))
+        scaled, position = scores.float() / self._temperature, len(self.logprobs)
+        token = _draw(scaled, self._uniforms[:, position : position + 1], self._top_p)
+        self.logprobs.append(torch.log_softmax(scaled, -1).gather(1, token).squeeze(1))
         return torch.full_like(scores, -torch.inf, dtype=torch.float32).scatter_(1, token, 0.0)
 
 
-def _draw(scores: Tensor, logprobs: Tensor, uniforms: Tensor, top_p: float) -> Tensor:
-    """Draw one token of each row from its nucleus: the likeliest tokens that make up `top_p`.
-
-    A token is in it if those likelier than it weigh less than `top_p`; of equally likely ones the last of the
-    vocabulary come first. Scores and their log-softmax are (B, V) fp32, uniforms (B, 1). Gives (B, 1) int64; any token
-    for a row whose scores are not numbers.
-    """
-    if top_p >= 1:
-        weights = scores.double()
-        return _first_beyond((weights - weights.amax(-1, keepdim=True)).exp_().cumsum(-1), uniforms)
-    # Log of the sum of all weights: a row's best token shows it.
-    best, place = scores.max(-1, keepdim=True)
-    normalizer = best.double() - logprobs.gather(1, place).double()
-    token, whole = _draw_likeliest(scores, normalizer, uniforms, top_p, min(CANDIDATES, scores.shape[1]))
-    if not whole.all():  # the one wait for the device
-        rows = (~whole).nonzero().flatten()
-        token[rows] = _draw_likeliest(scores[rows], normalizer[rows], uniforms[rows], top_p, scores.shape[1])[0]
-    return token
-
-
-def _draw_likeliest(
-    scores: Tensor, normalizer: Tensor, uniforms: Tensor, top_p: float, count: int
-) -> tuple[Tensor, Tensor]:
-    """Draw from the part of the nucleus that is among the `count` likeliest tokens, and say where that is all of it."""
-    values, tokens = scores.topk(count)
-    tokens, order = tokens.sort(-1, descending=True)
-    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    tokens = tokens.gather(1, order)  # of equally likely ones the last of the vocabulary first
-    mass = (values.double() - normalizer).exp()
-    everything = mass.sum(-1, keepdim=True) if count == scores.shape[1] else 1.0  # exact where all is seen
-    inside = mass.cumsum(-1) - mass < top_p * everything
-    last = values.gather(1, (inside.sum(-1, keepdim=True) - 1).clamp(min=0))
-    whole = (last > values[:, -1:]).squeeze(1) | (count == scores.shape[1])
-    tokens, order = tokens.sort(-1)
-    weights = (values.double() - values[:, :1].double()).exp() * inside
-    return tokens.gather(1, _first_beyond(weights.gather(1, order).cumsum(-1), uniforms)), whole
-
-
-def _first_beyond(cumulative: Tensor, uniforms: Tensor) -> Tensor:
-    """Find where cumulative weights (B, n) first pass a share (B, 1) of the last: never one of weight 0."""
+def _draw(scores: Tensor, uniforms: Tensor, top_p: float) -> Tensor:
+    """Draw one token of each row of scores (B, V) by uniforms (B, 1); (B, 1) int64, any token for a row with a nan."""
+    weights = (scores.double() - scores.amax(-1, keepdim=True)).exp_()
+    cumulative = (weights if top_p >= 1 else _nucleus(weights, top_p)).cumsum(-1)
     total = cumulative[:, -1:].contiguous()
     place = torch.searchsorted(cumulative, uniforms * total, right=True)
-    place = torch.minimum(place, torch.searchsorted(cumulative, total))
-    return place.clamp(max=cumulative.shape[1] - 1)  # beyond it are only sums that are nan
+    place = torch.minimum(place, torch.searchsorted(cumulative, total))  # never a token of weight 0
+    return place.clamp(max=scores.shape[1] - 1)  # beyond it are only sums that are nan
+
+
+def _nucleus(weights: Tensor, top_p: float) -> Tensor:
+    """Give weights (B, V) with 0 for each token than which likelier ones make up `top_p`.
+
+    Of equally likely tokens the last of the vocabulary come first.
+    """
+    share = top_p * weights.sum(-1, keepdim=True)
+    values, tokens = weights.topk(min(_CANDIDATES, weights.shape[1]))
+    whole = (values * (values > values[:, -1:])).sum(-1, keepdim=True) >= share  # and cut in no tie
+    if not whole.all():  # the one wait for the device
+        values, tokens = weights.sort(-1)
+    tokens, order = tokens.sort(-1, descending=True)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    inside = values.cumsum(-1) - values < share
+    return torch.zeros_like(weights).scatter_(1, tokens.gather(1, order), values * inside)

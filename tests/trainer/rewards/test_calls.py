@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.report.metrics import reward_metrics
+from trainer.metrics import reward_metrics
 from trainer.rewards import compute_rewards, load_reward, load_rewards
 from trainer.rewards.calls import RewardError, require_callable, rewards_by
 

@@ -1,6 +1,10 @@
-"""Show a run's progress on the console; write `metrics.jsonl`, `completions.jsonl`, `report.html`, `summary.json`."""
+"""Show a run's progress on the console; write `metrics.jsonl`, `completions.jsonl`, `report.html`, `summary.json`.
+
+The first process reports for all. Further logging back-ends are imported only on request.
+"""
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -15,10 +19,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -27,12 +28,12 @@ from trainer.analyze.records import Record, completion_record, judged_spans, rou
 from trainer.checkpoints.files import naming, write_whole
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
-from trainer.report.metrics import Step
-from trainer.report.trackers import Log, open_tracker
+from trainer.metrics import Step
 
 _ROWS_SHOWN = 10
 _TITLES = {"counterfactual": "Counterfactual ", "uniform": "", "inverted": "Inverted ", "random": "Random-weight "}
-_STYLES = ((0.99, "grey50"), (1.01, "default"), (2.0, "black on khaki1"), (3.0, "black on orange1"))
+
+Log = Callable[[dict[str, float], int], object]
 
 
 class Report:
@@ -46,12 +47,11 @@ class Report:
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
         self._title = f"{_TITLES[config.credit]}{config.loss_type.upper()}, seed {config.seed}"
         self._started = time.perf_counter() - state.get("seconds", 0.0)
-        self._evaluations = [(step, Evaluation(**result)) for step, result in state.get("evaluations", [])]
+        self._evaluations = {step: Evaluation(**result) for step, result in state.get("evaluations", [])}
+        self.evaluated_steps = [*self._evaluations]  # before this process
         self._bytes: dict[str, int] = state.get("bytes", {})
         self._id: str = state.get("id", uuid.uuid4().hex)
         self._tokens: int = state.get("tokens", 0)
-        self._last: Step | None = None
-        self._is_closed = False  # the page of the whole run is written
 
     def state(self) -> dict[str, Any]:
         """Sync the files to the disk, and return as JSON what a report needs to go on from here."""
@@ -64,7 +64,7 @@ class Report:
         return {
             "id": self._id,
             "bytes": sizes,
-            "evaluations": [(step, asdict(result)) for step, result in self._evaluations],
+            "evaluations": [(step, asdict(result)) for step, result in self._evaluations.items()],
             "tokens": self._tokens,
             "seconds": time.perf_counter() - self._started,
         }
@@ -95,10 +95,10 @@ class Report:
         return file
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        """Close everything and write the page of the run so far."""
+        """Close everything; after an error, write the page of the run so far."""
         with contextlib.suppress(*[OSError, ValueError] if failed else []):  # a full disk is known by then
             self._stack.close()
-            if not self._is_closed:
+            if failed:
                 self._write_page()
 
     def _write_page(self) -> None:
@@ -112,18 +112,17 @@ class Report:
     def _print(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
 
-    def _warn(self, warning: str) -> None:
-        self._print(f"[bold yellow]warning[/bold yellow]: {escape(warning)}")
+    def _warn(self, problem: str) -> None:
+        self._print(f"[bold yellow]warning[/bold yellow]: {escape(problem)}")
 
     def opening(self, policy: nn.Module, train_problems: int, held_out: int, notes: Sequence[str] = ()) -> None:
         """Print the settings of the run; `notes` are settings that do not hold here, and why."""
         config, weights = self._config, list(policy.parameters())
         total, trained = (sum(p.numel() for p in weights if p.requires_grad or every) for every in (True, False))
-        kind = f"LoRA r={config.lora_r}, {trained:,} of {total:,}" if config.use_peft else f"all {total:,}"
         self._print(
             f"[bold]{self._title}[/bold]\n"
-            f"  model    {escape(config.model)} ({kind} parameters train, {str(weights[0].dtype)[6:]}, "
-            f"{weights[0].device})\n"
+            f"  model    {escape(config.model)} ({trained:,} of {total:,} parameters train, "
+            f"{str(weights[0].dtype)[6:]}, {weights[0].device})\n"
             f"  data     {escape(config.dataset)}: {train_problems:,} problems to train on, {held_out:,} held out\n"
             f"  step     {config.generation_batch_size // config.num_generations} problems x "
             f"{config.num_generations} completions, temperature {config.temperature}, top-p {config.top_p}, "
@@ -140,14 +139,9 @@ class Report:
         yield lambda n: self._progress.advance(task, n)
         self._progress.remove_task(task)
 
-    @property
-    def evaluated_steps(self) -> list[int]:
-        """List the steps after which held-out accuracy was measured."""
-        return [step for step, _ in self._evaluations]
-
     def evaluated(self, step: int, result: Evaluation) -> None:
         """Record held-out accuracy after `step` steps."""
-        self._evaluations.append((step, result))
+        self._evaluations[step] = result
         self._record(step, result.metrics)
         sampled = "".join(f", pass@{k} {share:.1%}" for k, share in result.pass_at.items())
         self._print(
@@ -158,7 +152,7 @@ class Report:
 
     def stepped(self, step: int, result: Step) -> None:
         """Record a training step: files, bar, and every tenth part of the run a line."""
-        self._last, metrics = result, result.metrics
+        metrics = result.metrics
         self._tokens += int(result.rollouts.prompt_mask.sum() + result.rollouts.completion_mask.sum())
         self._record(step, metrics | {"num_tokens": self._tokens})
         # Samples with spans come first: what was masked, what it did, what each token weighs.
@@ -212,12 +206,13 @@ class Report:
 
     def ended(self, why: str) -> None:
         """Say why the run ends before its last step, and how to go on."""
+        self._write_page()
         self._progress.update(self._bar, visible=False)
         self._print(escape(why))
 
     def closing(self) -> None:
         """Print by how much held-out accuracy moved, and where all files are."""
-        (_, before), (_, after) = self._evaluations[0], self._evaluations[-1]
+        before, *_, after = self._evaluations.values()
         seconds = time.perf_counter() - self._started
         gain, error = paired_gain(before, after)
         summary = {
@@ -230,31 +225,13 @@ class Report:
             "seconds": round(seconds, 1),
         }
         self._write_page()  # a run with a summary is finished: nothing goes on to write what a kill cuts off after it
-        self._is_closed = True
         write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         self._progress.update(self._bar, visible=False)
-        if self._last and any(self._last.credit.spans):
-            self._show_weights(self._last)
         self._print(
             f"\n[bold]Held-out accuracy {before.accuracy:.1%} -> {after.accuracy:.1%}, "
             f"{100 * gain:+.1f} points[/bold] (standard error {100 * error:.1f}; {len(after.correct)} problems, "
             f"greedy decoding; {seconds:.0f} s)\nCurves, metrics, samples and weights: {escape(str(self._folder))}"
         )
-
-    def _show_weights(self, result: Step) -> None:
-        """Print one sampled completion: its spans with their drops, and its token weights as colour."""
-        sample = self._sample(result, max(range(len(result.problems)), key=lambda b: len(result.credit.spans[b])))
-        text = Text.assemble(*zip(sample["tokens"], map(_weight_style, sample["weights"]), strict=True))
-        unit = sample["drops_unit"]
-        header = "answer log-prob drop (nats)" if unit == "nats" else f"minus {unit}"
-        table = Table("masked span", header, "weight", box=None, header_style="dim")
-        strongest = sorted(sample["spans"], key=lambda span: span["drop"])[:_ROWS_SHOWN]
-        for span in sorted(strongest, key=lambda span: span["start"]):
-            drop = f"{span['drop']:.3f}" if unit == "nats" else f"{span['drop']:.3g}"
-            table.add_row(escape(span["text"]), drop, Text(f"{span['weight']:.2f}", _weight_style(span["weight"])))
-        self.console.print(f"\nA completion of the last step, reward {sample['reward']:g}, coloured by token weight:\n")
-        self.console.print(Padding(text, (0, 2)))
-        self.console.print(Padding(table, (0, 1)))
 
 
 class Silence(contextlib.AbstractContextManager[Any]):
@@ -269,11 +246,35 @@ class Silence(contextlib.AbstractContextManager[Any]):
         return lambda *_, **__: contextlib.nullcontext(lambda _: None)
 
 
-def _weight_style(weight: float) -> str:
-    return next((style for bound, style in _STYLES if weight < bound), "white on red3")
-
-
 def paired_gain(before: Evaluation, after: Evaluation) -> tuple[float, float]:
     """Compute mean and standard error of the change in correctness, problem by problem."""
     changes = [float(b) - float(a) for a, b in zip(before.correct, after.correct, strict=True)]
     return fmean(changes), stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else 0.0
+
+
+def tracker_library(name: str) -> Any:
+    """Import the library of back-end `name`; raises `ImportError` that says what to install."""
+    try:
+        return importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
+    except ImportError as problem:
+        raise ImportError(f"report_to: {name} is not installed (pip install {name})") from problem
+
+
+def open_tracker(
+    name: str, folder: Path, settings: dict[str, Any], run: str, step: int | None
+) -> tuple[Log, Callable[[], object]]:
+    """Start back-end `name` for a run; returns `log(metrics, step)` and `close()`.
+
+    `run` is the run's own id, `step` the last one that it recorded, from which it goes on; None for a new run.
+    Raises `ImportError` that says what to install, `ConnectionError` if the back-end does not start.
+    """
+    library = tracker_library(name)
+    if name == "tensorboard":
+        writer = library.SummaryWriter(folder, purge_step=None if step is None else step + 1)
+        return lambda metrics, at: [writer.add_scalar(key, value, at) for key, value in metrics.items()], writer.close
+    resume = {"resume": "never" if step is None else "allow"} | ({"id": run} if name == "wandb" else {})
+    try:
+        library.init(project="cfa_kernels", name=folder.name, config=settings, **resume)
+    except Exception as problem:  # each has errors of its own
+        raise ConnectionError(f"report_to: {name} cannot start: {type(problem).__name__}: {problem}") from problem
+    return lambda metrics, at: library.log(metrics, step=at), library.finish

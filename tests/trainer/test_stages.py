@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.embedded import settings
+from trainer.metrics import STAGES, StageTimes
 from trainer.report import Report
-from trainer.report.stages import STAGES, StageTimes
 
 pytestmark = pytest.mark.slow
 
