@@ -7,7 +7,7 @@ from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.estimators.masking import Masking, top_units
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch, batch_of, naive, score_columns
+from tests.support.models import PLACEHOLDER, batch, batch_of, score_columns
 
 
 def preselected(model, *data, reasoning_ends=None, entropies=None, external=None, **options):
@@ -33,20 +33,13 @@ def test_the_top_units_are_the_largest_the_earlier_of_equals(values, share, top)
 
 
 def test_preselected_units_are_masked_exactly_and_the_others_claim_nothing(qwen3):
-    prompts, completions, spans, answers = batch()
-    values, work = preselected(qwen3, prompts, completions, spans, answers, preselect=0.5)
+    values, work = preselected(qwen3, *batch(), preselect=0.5)
+    whole = score_columns(qwen3, *batch(), mask=PLACEHOLDER)
     masked = [[0, 1], [1], [0], [0], [1], [], [1]]
-    for b, answer in enumerate(answers):
-        for k, span in enumerate(spans[b]):
-            if answer is None and k in masked[b]:
-                assert torch.isnan(values[b][k])
-            elif k not in masked[b]:
-                assert values[b][k] == 0
-            elif span.start < answer.start:
-                base = naive(qwen3, prompts[b], completions[b], answer)
-                drop = naive(qwen3, prompts[b], completions[b], answer, span) - base
-                assert abs(values[b][k].item() + drop) < 4e-5
-    whole = score_columns(qwen3, prompts, completions, spans, answers, mask=PLACEHOLDER)
+    for ours, drop, units in zip(values, whole.drop, masked, strict=True):
+        expected = torch.zeros(len(drop))
+        expected[units] = -drop[units]
+        torch.testing.assert_close(ours, expected, rtol=0, atol=4e-5, equal_nan=True)
     assert work.tokens_fed < whole.work.tokens_fed
     assert work.forwards == 1
 
