@@ -59,7 +59,7 @@ def _draw(scores: Tensor, uniforms: Tensor, top_p: float) -> Tensor:
 def _nucleus(weights: Tensor, top_p: float) -> Tensor:
     """Give weights (B, V) with 0 for each token than which likelier ones make up `top_p`.
 
-    Of equally likely tokens the last of the vocabulary come first.
+    Among equally likely tokens the last of the vocabulary come first.
     """
     share = top_p * weights.sum(-1, keepdim=True)
     values, tokens = weights.topk(min(_CANDIDATES, weights.shape[1]))
