@@ -136,7 +136,8 @@ def isolated(command: Sequence[str]) -> list[str]:
 
 def plain(value: Any) -> Any:
     """Copy a value of the types that a literal can hold; raises `TypeError` for any other."""
-    for kind in (bool, int, float, complex, str, bytes):
+    kinds: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
+    for kind in kinds:
         if isinstance(value, kind):
             return kind(value)
     for several in (list, tuple, set, frozenset):
@@ -155,7 +156,8 @@ def serve(tests: TextIO) -> None:
 
     def answer(name: str | None, *arguments: Any) -> tuple[str, Any]:
         if name is None:
-            return "value", exec(compile(arguments[0], "solution", "exec"), names)
+            exec(compile(arguments[0], "solution", "exec"), names)
+            return "value", None
         value = names[name]
         if arguments:
             value = value(*arguments[0], **arguments[1])
