@@ -157,9 +157,13 @@ def engine_of(param_dtype: str) -> Any:
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)  # transformers saves in the first process only
+        folder = folders[0]
         tiny_model().save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
+        dist.barrier()
         model = HFModelConfig(
             path=folder, use_remove_padding=False, enable_gradient_checkpointing=False,
             override_config={"attn_implementation": "sdpa"},
