@@ -19,7 +19,10 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +35,7 @@ from trainer.metrics import Step
 
 _ROWS_SHOWN = 10
 _TITLES = {"counterfactual": "Counterfactual ", "uniform": "", "inverted": "Inverted ", "random": "Random-weight "}
+_STYLES = ((0.99, "grey50"), (1.01, "default"), (2.0, "black on khaki1"), (3.0, "black on orange1"))
 
 Log = Callable[[dict[str, float], int], object]
 
@@ -52,6 +56,7 @@ class Report:
         self._bytes: dict[str, int] = state.get("bytes", {})
         self._id: str = state.get("id", uuid.uuid4().hex)
         self._tokens: int = state.get("tokens", 0)
+        self._last: Step | None = None
 
     def state(self) -> dict[str, Any]:
         """Sync the files to the disk, and return as JSON what a report needs to go on from here."""
@@ -152,7 +157,7 @@ class Report:
 
     def stepped(self, step: int, result: Step) -> None:
         """Record a training step: files, bar, and every tenth part of the run a line."""
-        metrics = result.metrics
+        self._last, metrics = result, result.metrics
         self._tokens += int(result.rollouts.prompt_mask.sum() + result.rollouts.completion_mask.sum())
         self._record(step, metrics | {"num_tokens": self._tokens})
         # Samples with spans come first: what was masked, what it did, what each token weighs.
@@ -227,11 +232,28 @@ class Report:
         self._write_page()  # a run with a summary is finished: nothing goes on to write what a kill cuts off after it
         write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         self._progress.update(self._bar, visible=False)
+        if self._last and any(self._last.credit.spans):
+            self._show_weights(self._last)
         self._print(
             f"\n[bold]Held-out accuracy {before.accuracy:.1%} -> {after.accuracy:.1%}, "
             f"{100 * gain:+.1f} points[/bold] (standard error {100 * error:.1f}; {len(after.correct)} problems, "
             f"greedy decoding; {seconds:.0f} s)\nCurves, metrics, samples and weights: {escape(str(self._folder))}"
         )
+
+    def _show_weights(self, result: Step) -> None:
+        """Print one sampled completion: its spans with their drops, and its token weights as colour."""
+        sample = self._sample(result, max(range(len(result.problems)), key=lambda b: len(result.credit.spans[b])))
+        text = Text.assemble(*zip(sample["tokens"], map(_weight_style, sample["weights"]), strict=True))
+        unit = sample["drops_unit"]
+        header = "answer log-prob drop (nats)" if unit == "nats" else f"minus {unit}"
+        table = Table("masked span", header, "weight", box=None, header_style="dim")
+        strongest = sorted(sample["spans"], key=lambda span: span["drop"])[:_ROWS_SHOWN]
+        for span in sorted(strongest, key=lambda span: span["start"]):
+            drop = f"{span['drop']:.3f}" if unit == "nats" else f"{span['drop']:.3g}"
+            table.add_row(escape(span["text"]), drop, Text(f"{span['weight']:.2f}", _weight_style(span["weight"])))
+        self.console.print(f"\nA completion of the last step, reward {sample['reward']:g}, coloured by token weight:\n")
+        self.console.print(Padding(text, (0, 2)))
+        self.console.print(Padding(table, (0, 1)))
 
 
 class Silence(contextlib.AbstractContextManager[Any]):
@@ -244,6 +266,10 @@ class Silence(contextlib.AbstractContextManager[Any]):
 
     def __getattr__(self, _: str) -> Any:
         return lambda *_, **__: contextlib.nullcontext(lambda _: None)
+
+
+def _weight_style(weight: float) -> str:
+    return next((style for bound, style in _STYLES if weight < bound), "white on red3")
 
 
 def paired_gain(before: Evaluation, after: Evaluation) -> tuple[float, float]:

@@ -205,14 +205,14 @@ CATALOGUE: dict[str, tuple] = {
     "weights that are nan": ([OWN_MODEL], LATER, "model: parameter model.norm.weight is not finite", {"nan": True}),
     # What reward functions give
     "a reward that raises": (
-        ["--reward_funcs=own:raises"], LATER, "step 1, reward raises raised KeyError: 'difficulty' (in own.py, line 2)",
+        ["--reward_funcs=own:raises"], LATER, "row ", "reward raises raised KeyError: 'difficulty' (in own.py, line 2)",
     ),
     "a word for a reward": (
         ["--reward_funcs=own:words"], LATER, "sample 0 (dataset {data}, row ", "reward words is 'good', expected",
     ),
     "a reward of nan": (["--reward_funcs=own:not_a_number"], LATER, "reward not_a_number is nan", "step is not saved"),
     "a reward that ends the program": (
-        ["--reward_funcs=own:ends"], LATER, "step 1, reward ends raised SystemExit: 3", "(in own.py",
+        ["--reward_funcs=own:ends"], LATER, "reward ends raised SystemExit: 3", "(in own.py",
     ),
     "too few rewards in evaluation": (
         ["--eval_reward=own:too_few", ANY], LATER, "step 0, reward of evaluation: returned 1 values for 2 completions",

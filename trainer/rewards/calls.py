@@ -133,20 +133,30 @@ def rewards_by(
 ) -> list[float | None]:
     """Call one reward function on B samples and check that it returns as many real numbers of any type, or None.
 
-    Raises `RewardError` that names function and sample, or the line that raised; `FloatingPointError` for a reward that
-    is not finite in float32.
+    Raises `RewardError` that names function, line and sample, the first for which the function also raises alone;
+    `FloatingPointError` for a reward that is not finite in float32.
     """
     try:
         values: Any = function(**{argument: [*column] for argument, column in columns.items()})
     except FAILURES as problem:
-        said = f"{type(problem).__name__}: {problem}{_place(problem)}"
-        raise RewardError(f"reward {name} raised {said}") from problem
+        where = "" if isinstance(problem, OSError) else _first_raising(function, samples, columns)
+        cause = f"{type(problem).__name__}: {problem}{_place(problem)}"
+        raise RewardError(f"{where}reward {name} raised {cause}") from problem
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     if not is_list and getattr(values, "ndim", None) != 1:
         raise RewardError(f"reward {name}: returned a {type(values).__name__}, expected a list of numbers")
     if len(values) != len(samples):
         raise RewardError(f"reward {name}: returned {len(values)} values for {len(samples)} completions")
     return [v if v is None else _real(v, f"{samples[i]}: reward {name}") for i, v in enumerate(values)]
+
+
+def _first_raising(function: Reward, samples: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> str:
+    for b, sample in enumerate(samples):
+        try:
+            function(**{argument: [column[b]] for argument, column in columns.items()})
+        except FAILURES:
+            return f"{sample}: "
+    return ""
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
