@@ -39,9 +39,8 @@ def test_reward_functions_get_trl_arguments_and_are_added_up_by_weight_without_a
 
 def test_a_function_that_raises_is_named_with_its_own_line_and_the_first_sample_that_it_fails_on() -> None:
     line = inverse.__code__.co_firstlineno + 1
-    message = (
-        rf"^{re.escape(SAMPLES[2])}: reward mine raised ZeroDivisionError: division by zero \(in test_calls.py, line {line}\)$"
-    )
+    problem = rf"ZeroDivisionError: division by zero \(in test_calls.py, line {line}\)"
+    message = rf"^{re.escape(SAMPLES[2])}: reward mine raised {problem}$"
     with pytest.raises(RewardError, match=message):
         rewards_by("mine", inverse, SAMPLES, COLUMNS)
 
