@@ -34,6 +34,8 @@ class CounterfactualConfig:
     control: Control | None
     """Control of a comparison: "inverted", high importance gets low weight; "random", draws replace what the
     estimator finds; "off", all weights are 1. None for no control."""
+    completions: Literal["all", "positive"]
+    """Completions to judge: "all" with an advantage, or those of "positive" advantage; others keep weight 1."""
     units: Literal["spans", "tokens"]
     """Units to judge: spans, or single tokens; those before the answer's marker where an answer is needed, else all.
     By default as in the estimator's source."""
@@ -53,6 +55,7 @@ class CounterfactualConfig:
         weights: str | WeightRule | Callable[..., Any] | None = None,
         control: Control | None = None,
         *,
+        completions: Literal["all", "positive"] = "all",
         units: Literal["spans", "tokens"] | None = None,
         spans: SpanRules | None = None,
         answers: AnswerRules | None = None,
@@ -68,6 +71,7 @@ class CounterfactualConfig:
             "estimator": chosen,
             "weights": rule,
             "control": control,
+            "completions": completions,
             "units": units,
             "spans": _part(SpanRules, spans, flat if units == "spans" else {}),
             "answers": _part(AnswerRules, answers, flat),

@@ -28,10 +28,15 @@ class CreditInputs:
     external: Sequence[Any] | None = None
     probes: Sequence[Probe | None] | None = None
     targets: Sequence[Tensor | None] | None = None
+    credited_rows: str = "all"  # `CounterfactualConfig.completions`
 
     @classmethod
-    def of(cls, rows: Rows, advantages: Tensor | Sequence[Tensor] | None, **columns: Any) -> "CreditInputs":
+    def of(
+        cls, rows: Rows, advantages: Tensor | Sequence[Tensor] | None, *, credited_rows: str = "all", **columns: Any
+    ) -> "CreditInputs":
         """Check that every column has a value for each row."""
+        if credited_rows == "positive" and advantages is None:
+            raise ValueError("advantages must be given with completions='positive', which judges by them, got None")
         rewards, groups = columns.pop("rewards"), columns.pop("groups")
         own: Tensor | list[Tensor] | None = None
         if isinstance(advantages, Tensor) and advantages.ndim == 1:
@@ -47,7 +52,7 @@ class CreditInputs:
             groups = torch.as_tensor(groups).cpu()
         columns |= {"rewards": rewards, "groups": groups}
         check_columns(rows.prompts, **{name: column for name, column in columns.items() if column is not None})
-        return cls(rows, own, entropies=entropies, **columns)
+        return cls(rows, own, entropies=entropies, credited_rows=credited_rows, **columns)
 
     @property
     def with_tokens(self) -> list[int]:
@@ -57,9 +62,13 @@ class CreditInputs:
 
     @property
     def credited(self) -> list[int]:
-        """List the rows that get credit: those of `with_tokens` with an advantage that is not 0."""
+        """List the rows that get credit: those of `with_tokens` with an advantage that is not 0, or positive in sum."""
         advantages = self.advantages
-        return [b for b in self.with_tokens if advantages is None or bool((advantages[b] != 0).any())]
+        if advantages is None:
+            return self.with_tokens
+        if self.credited_rows == "positive":
+            return [b for b in self.with_tokens if advantages[b].sum() > 0]
+        return [b for b in self.with_tokens if (advantages[b] != 0).any()]
 
     def probe(self, b: int) -> Probe | None:
         """Return the probe of a row, if any."""

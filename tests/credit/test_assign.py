@@ -96,6 +96,22 @@ def test_rows_without_advantage_are_not_scored_and_weigh_one(scored, two_dimensi
     assert [batch.index for batch in scored.batches] == [[1]]
 
 
+@pytest.mark.parametrize("two_dimensional", [False, True])
+def test_only_completions_of_positive_advantage_are_judged_where_the_configuration_says_so(scored, two_dimensional):
+    advantages = torch.tensor([-1.0, 2.0, 0.5, -0.5])
+    if two_dimensional:
+        advantages = [row.expand(n) for row, n in zip(advantages, ROWS.lengths, strict=True)]
+    config = CounterfactualConfig(completions="positive")
+    credit = counterfactual_credit(scored, Tokenizer(), ROWS, advantages=advantages, config=config)
+    assert all(credit.weights[b].eq(1).all() and not credit.spans[b] for b in (0, 3))
+    assert credit.weights[1].tolist() == [4.0, 0.5, 1, 1.5]
+    assert [batch.index for batch in scored.batches] == [[1]]
+    with pytest.raises(ValueError, match="advantages must be given with completions='positive'"):
+        counterfactual_credit(scored, Tokenizer(), ROWS, config=config)
+    with pytest.raises(ValueError, match=r"completions must be one of .*got 'right'"):
+        CounterfactualConfig(completions="right")
+
+
 @pytest.mark.parametrize("control", ["off", "random"])
 def test_controls_that_ignore_the_drops_score_nothing(scored, control):
     credit = counterfactual_credit(scored, Tokenizer(), ROWS, config=CounterfactualConfig(control=control))
