@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence import ablation, demo, gradient_variance, planted, planted_tables
+from benchmarks.evidence import ablation, alignment, demo, planted, planted_tables
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, load, train
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
@@ -49,10 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_names(planted_command, "methods", list(planted.METHODS))
     text = "the training program under every kind of credit, seed by seed"
     _add_names(_command(commands, "ablation", _ablation, ablation.AblationSettings, text), "arms", list(ablation.ARMS))
-    text = "how much the gradient depends on the draw of the groups"
-    _add_names(
-        _command(commands, "variance", _variance, gradient_variance.VarianceSettings, text), "arms", list(ablation.ARMS)
-    )
+    text = "how well a small batch's step points at the true gradient, by kind of credit"
+    settings = alignment.AlignmentSettings
+    alignment_command = _command(commands, "alignment", _alignment, settings, text)
+    alignment_command.add_argument("--name", default="evidence-alignment", help="of the result files")
+    _add_names(alignment_command, "arms", list(alignment.ARMS))
     _command(commands, "demo", _demo, demo.DemoSettings, "the demo's run analysed, and its policy judged by estimators")
     return parser
 
@@ -103,10 +104,11 @@ def _ablation(options: argparse.Namespace, head: Head) -> list[Path]:
     return write(document, ablation.markdown(document), options.results, "evidence-ablation")
 
 
-def _variance(options: argparse.Namespace, head: Head) -> list[Path]:
-    settings = _filled(options, gradient_variance.VarianceSettings)
-    document = head | gradient_variance.run(_pieces(options, settings, head), settings, arms=options.arms)
-    return write(document, gradient_variance.markdown(document), options.results, "evidence-variance")
+def _alignment(options: argparse.Namespace, head: Head) -> list[Path]:
+    settings = _filled(options, alignment.AlignmentSettings)
+    pieces = Pieces(options.folder / "pieces", {**asdict(settings), "arms": options.arms}, head)
+    document = head | alignment.run(pieces, options.folder, settings, arms=options.arms)
+    return write(document, alignment.markdown(document), options.results, options.name)
 
 
 def _demo(options: argparse.Namespace, head: Head) -> list[Path]:

@@ -1,0 +1,440 @@
+"""`python -m benchmarks evidence alignment`: measure how well a small batch's step points at the true gradient.
+
+A step is as good as its direction. The true gradient of the expected reward comes from many completions (REINFORCE with
+the mean of the group as its baseline, summed over tokens, nothing reshaped), twice, from independent draws. Then every
+arm's gradient on the same small batches is compared with it: the cosine counts bias and noise together. Arms are paired
+batch by batch. Cosines of larger batches come from sums of small ones, which is exact: denominators scale a step only.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.evidence.planted import length, position
+from benchmarks.harness.results import Pieces, made_by, table
+from cfa_kernels import (
+    CounterfactualConfig,
+    Credit,
+    External,
+    Masking,
+    PrefixGain,
+    Rows,
+    TrainingForward,
+    counterfactual_credit,
+    credited_advantages,
+    packed_forward,
+)
+from cfa_kernels.estimators.base import OwnFunction
+from cfa_kernels.rows import keyed_generator
+from trainer import one_page
+from trainer.rewards import group_advantages
+
+PLAIN = "plain"
+SIZES = (1, 4, 16, 64)
+"""Groups of a batch."""
+ADAM = 4
+"""Groups of the batches that Adam's geometry is measured at."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A kind of credit.
+
+    Attributes:
+        credit: its configuration; None for weights of 1.
+        on: the completions it weighs, by the sign of their advantage; others keep weights of 1.
+        right: factor of the completions of positive advantage.
+        ceiling: each line's advantage is measured by continuations, see `AlignmentSettings.continuations`.
+    """
+
+    credit: CounterfactualConfig | None = None
+    on: Literal["all", "positive", "negative"] = "all"
+    right: float = 1.0
+    ceiling: bool = False
+
+
+def _mean(estimator: Any, **options: Any) -> CounterfactualConfig:
+    return CounterfactualConfig(estimator, normalize="mean", **options)
+
+
+CF, TOTAL, GAIN = _mean(Masking()), _mean(Masking(effect="total")), _mean(PrefixGain())
+PERMUTED, POSITION, LENGTH = _mean(External()), _mean(OwnFunction(position)), _mean(OwnFunction(length))
+ARMS = {
+    PLAIN: Arm(),
+    "CF": Arm(CF),
+    "CF, as the paper": Arm(CounterfactualConfig()),
+    "CF, spans dropped": Arm(_mean(Masking(mask="drop"))),
+    "CF, total effects": Arm(TOTAL),
+    "prefix gain": Arm(GAIN),
+    "CF, inverted": Arm(_mean(Masking(), control="inverted")),
+    "CF, permuted": Arm(PERMUTED),
+    "position": Arm(POSITION),
+    "length": Arm(LENGTH),
+    "CF where right": Arm(CF, "positive"),
+    "CF as the paper, where right": Arm(CounterfactualConfig(), "positive"),
+    "total effects where right": Arm(TOTAL, "positive"),
+    "prefix gain where right": Arm(GAIN, "positive"),
+    "permuted where right": Arm(PERMUTED, "positive"),
+    "position where right": Arm(POSITION, "positive"),
+    "CF where wrong": Arm(CF, "negative"),
+    "right times 2": Arm(right=2.0),
+    "right times 4": Arm(right=4.0),
+    "CF where right, times 2": Arm(CF, "positive", right=2.0),
+    "ceiling": Arm(ceiling=True),
+}
+"""Arms by name; all but the ceiling are measured unless others are named."""
+
+
+@dataclass(frozen=True)
+class AlignmentSettings:
+    """Size of the measurement."""
+
+    model: str = ""
+    """Folder or hub name of the policy, such as a checkpoint of a run; by default the small model that comes along."""
+    problems: str = ""
+    """JSON lines with `question` and `answer`; by default generated word problems."""
+    parameters: str = "."
+    """Expression for the names of the parameters whose gradients are compared."""
+    true_groups: int = 4096
+    """Groups of each half of the true gradient."""
+    blocks: int = 10
+    """Blocks of 64 groups that arms are measured on."""
+    group: int = 8
+    """Completions of a problem."""
+    max_tokens: int = 80
+    """Longest completion."""
+    continuations: int = 8
+    """Continuations of each line's end, for the ceiling."""
+    seed: int = 0
+    """Seed of problems and draws."""
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range, naming the setting."""
+        for name, least in {"true_groups": 1, "blocks": 3, "group": 2, "max_tokens": 1, "continuations": 1}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+
+class Policy:
+    """A model, the problems it is asked, and gradients of what it answers."""
+
+    def __init__(self, settings: AlignmentSettings) -> None:
+        model = settings.model or one_page.Settings.model
+        self.settings = one_page.Settings(
+            model=model, problems=settings.problems or None, group=settings.group,
+            max_tokens=settings.max_tokens, held_out=1,
+        )  # fmt: skip
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        names = [name for name, _ in self.model.named_parameters() if re.search(settings.parameters, name)]
+        if not names:
+            raise ValueError(f"parameters: no parameter of the model matches {settings.parameters!r}")
+        self.parameters = [self.model.get_parameter(name) for name in names]
+        self._train, _ = one_page.load(self.settings, self.tokenizer)
+
+    def groups(self, *key: int, count: int) -> Iterator["Group"]:
+        """Sample groups; equal keys give equal problems and completions."""
+        generator = keyed_generator(*key)
+        torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        chosen = torch.randint(len(self._train), (count,), generator=generator).tolist()
+        for start in range(0, count, 8):
+            asked = [self._train[i] for i in chosen[start : start + 8] for _ in range(self.settings.group)]
+            rows, rewards = self.answered(asked)
+            for first in range(0, len(asked), self.settings.group):
+                part = slice(first, first + self.settings.group)
+                yield Group(Rows(rows.prompts[part], rows.completions[part]), torch.tensor(rewards[part]), asked[first])
+
+    def answered(self, problems: Sequence[one_page.Problem]) -> tuple[Rows, list[float]]:
+        """Sample a completion of each prompt, and reward it."""
+        rows = one_page.sample(self.model, self.tokenizer, list(problems), self.settings)
+        pairs = zip(rows.completions, problems, strict=True)
+        return rows, [one_page.reward(row, problem, self.tokenizer) for row, problem in pairs]
+
+    def gradient(self, forward: Any, advantages: Tensor | Sequence[Tensor]) -> Tensor:
+        """Compute the gradient of the sum over tokens of log-prob times advantage, (D,) on the CPU."""
+        terms = [(row * a.to(row)).sum() for row, a in zip(forward.logprobs(), advantages, strict=True)]
+        found = torch.autograd.grad(
+            torch.stack(terms).sum(), self.parameters, retain_graph=True, materialize_grads=True
+        )
+        return torch.cat([part.flatten().cpu() for part in found])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Completions of a problem."""
+
+    rows: Rows
+    rewards: Tensor  # (G,)
+    problem: one_page.Problem
+
+
+def true_gradient(policy: Policy, half: int, settings: AlignmentSettings) -> Tensor:
+    """Sum REINFORCE's gradient over groups, (D,) float64."""
+    total: Tensor | int = 0
+    for group in policy.groups(settings.seed, 1, half, count=settings.true_groups):
+        advantages = group.rewards - group.rewards.mean()
+        if advantages.any():
+            total = total + policy.gradient(packed_forward(policy.model, group.rows), advantages).double()
+    if isinstance(total, int):
+        raise ValueError("true_groups: no group has both a right and a wrong completion, so there is nothing to learn")
+    return total
+
+
+def token_advantages(
+    policy: Policy,
+    group: Group,
+    forward: Any,
+    arm: Arm,
+    credits: dict[int, Credit],
+    settings: AlignmentSettings,
+) -> Sequence[Tensor]:
+    """The advantages (T_b,) of an arm; `credits` keeps what arms share."""
+    plain = group_advantages(group.rewards, settings.group)
+    if arm.ceiling:
+        return line_advantages(policy, group, settings.continuations)
+    rows: list[Tensor] = [a.expand(n) for a, n in zip(plain, group.rows.lengths, strict=True)]
+    if arm.credit is not None:
+        weighed = credited_advantages(plain, credit_of(policy, group, forward, arm.credit, plain, credits))
+        judged = {"all": plain != 0, "positive": plain > 0, "negative": plain < 0}[arm.on]
+        rows = [new if yes else old for new, old, yes in zip(weighed, rows, judged.tolist(), strict=True)]
+    return [row * arm.right if a > 0 else row for row, a in zip(rows, plain.tolist(), strict=True)]
+
+
+def credit_of(
+    policy: Policy, group: Group, forward: Any, config: CounterfactualConfig, plain: Tensor, credits: dict[int, Credit]
+) -> Credit:
+    """Compute the credit of a group, once for each configuration."""
+    if id(config) not in credits:
+        external = None
+        if config is PERMUTED:  # the importances of CF, each at another span of its completion
+            external = [torch.zeros(n) for n in group.rows.lengths]
+            credit = credit_of(policy, group, forward, CF, plain, credits)
+            for b, (spans, drop) in enumerate(zip(credit.spans, credit.drop, strict=True)):
+                order = torch.randperm(len(spans), generator=keyed_generator(b, *group.rows.lengths))
+                for span, place in zip(spans, order.tolist(), strict=True):
+                    external[b][span.start : span.end] = -drop[place]
+        access = TrainingForward(forward) if config.estimator.continues else policy.model
+        credits[id(config)] = counterfactual_credit(
+            access, policy.tokenizer, group.rows, advantages=plain, rewards=group.rewards, config=config,
+            groups=[0] * len(plain), external=external,
+        )  # fmt: skip
+    return credits[id(config)]
+
+
+def line_advantages(policy: Policy, group: Group, continuations: int) -> list[Tensor]:
+    """By how much each line of a completion moves the share of continuations that are right, (T_b,)."""
+    asked, places = [], []
+    rows = group.rows.completions
+    ends = [[t + 1 for t, i in enumerate(row.tolist()) if "\n" in policy.tokenizer.decode([i])] for row in rows]
+    for b, row in enumerate(rows):
+        for end in ends[b]:
+            prompt = [*group.problem.prompt, *row[:end].tolist()]
+            asked += [one_page.Problem(prompt, group.problem.answer)] * continuations
+            places.append((b, end))
+    values = torch.tensor(_rewards_of(policy, asked, group)).view(len(places), -1).mean(1) if asked else torch.zeros(0)
+    value = dict(zip(places, values.tolist(), strict=True))
+    advantages = []
+    for b, row in enumerate(rows):
+        before, start, tokens = group.rewards.mean().item(), 0, torch.zeros(len(row))
+        for end in [*ends[b], len(row)]:
+            after = value.get((b, end), group.rewards[b].item())
+            tokens[start:end] = after - before
+            before, start = after, end
+        advantages.append(tokens)
+    return advantages
+
+
+def _rewards_of(policy: Policy, asked: list[one_page.Problem], group: Group) -> list[float]:
+    rows, _ = policy.answered(asked)
+    whole = [
+        torch.cat([torch.tensor(problem.prompt[len(group.problem.prompt) :]), row])
+        for problem, row in zip(asked, rows.completions, strict=True)
+    ]
+    return [one_page.reward(row, group.problem, policy.tokenizer) for row in whole]
+
+
+def run(
+    pieces: Pieces, folder: Path, settings: AlignmentSettings, *, arms: Sequence[str] | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the arms, block by block, and sum up.
+
+    Args:
+        pieces: the products of each block.
+        folder: of the vectors that blocks are compared with: the two true gradients, the mean squares for Adam.
+        settings: how much.
+        arms: names in `ARMS`; default all but the ceiling.
+        say: prints progress, a line at a time.
+
+    Raises:
+        ValueError: an unknown arm, or settings that leave nothing to measure.
+    """
+    names = list(dict.fromkeys([PLAIN, *(arms or [name for name, arm in ARMS.items() if not arm.ceiling])]))
+    if unknown := [name for name in names if name not in ARMS]:
+        raise ValueError(f"arms must be among {', '.join(ARMS)}, got {', '.join(unknown)}")
+    policy, chosen = Policy(settings), {name: ARMS[name] for name in names}
+    halves = []
+    for half in (0, 1):
+        halves.append(_kept(folder / f"true-{half}.pt", lambda: true_gradient(policy, half, settings)))  # noqa: B023
+        say(f"true gradient {half + 1} of 2: norm {halves[-1].norm():.3g}")
+    truth = [half.float() for half in halves]
+    squares = _kept(folder / "squares.pt", lambda: mean_squares(policy, chosen, settings))
+    blocks = []
+    for block in range(settings.blocks):
+        blocks.append(pieces.get(f"block {block}", lambda: _block(policy, chosen, block, truth, squares, settings)))  # noqa: B023
+        say(f"block {block + 1} of {settings.blocks}")
+    strength = float(halves[0] @ halves[1])
+    if strength <= 0:
+        raise ValueError("true_groups: the two halves of the true gradient do not agree; raise it")
+    agreement = strength / float(halves[0].norm() * halves[1].norm())
+    figures = summary(blocks, strength)
+    return {"settings": asdict(settings), "agreement": agreement, "arms": figures}
+
+
+def _kept(path: Path, make: Callable[[], Any]) -> Any:
+    """Read what is in a file, or make it and write it."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".draft")
+        torch.save(make(), draft)
+        draft.replace(path)
+    return torch.load(path, weights_only=True)
+
+
+def _gradients(
+    policy: Policy, arms: Mapping[str, Arm], settings: AlignmentSettings, *key: int, count: int
+) -> Iterator[dict[str, Tensor] | None]:
+    """Each group's gradient (D,) by arm; None where its completions are equally right."""
+    for group in policy.groups(settings.seed, *key, count=count):
+        if not (group.rewards - group.rewards.mean()).any():
+            yield None
+            continue
+        forward, credits = packed_forward(policy.model, group.rows, keep_states=True), dict[int, Credit]()
+        yield {
+            name: policy.gradient(forward, token_advantages(policy, group, forward, arm, credits, settings))
+            for name, arm in arms.items()
+        }
+
+
+def mean_squares(policy: Policy, arms: Mapping[str, Arm], settings: AlignmentSettings) -> dict[str, Tensor]:
+    """Average the squares of each arm's gradient over 20 batches, (D,): the second moments that Adam would have."""
+    sums: dict[str, Tensor] = {}
+    batch: dict[str, Tensor] = {}
+    for i, gradients in enumerate(_gradients(policy, arms, settings, 2, count=20 * ADAM), 1):
+        for name, gradient in (gradients or {}).items():
+            batch[name] = batch.get(name, 0) + gradient
+        if i % ADAM == 0:
+            for name, gradient in batch.items():
+                sums[name] = sums.get(name, 0) + gradient**2 / 20
+            batch = {}
+    return sums
+
+
+def _block(
+    policy: Policy, arms: Mapping[str, Arm], block: int, truth: Sequence[Tensor], squares: Mapping[str, Tensor],
+    settings: AlignmentSettings,
+) -> dict[str, Any]:  # fmt: skip
+    """For each geometry, size and arm: products of each batch's gradient with both truths and with itself."""
+    sums: dict[tuple[int, str], Tensor] = {}
+    products: dict[str, dict[str, list[list[float]]]] = {}
+
+    def add(key: str, name: str, step: Tensor, gradient: Tensor) -> None:
+        line = [float(step @ truth[0]), float(step @ truth[1]), float(step @ step), float(gradient @ gradient)]
+        products.setdefault(key, {}).setdefault(name, []).append(line)
+
+    for i, gradients in enumerate(_gradients(policy, arms, settings, 3, block, count=SIZES[-1]), 1):
+        for size in SIZES:
+            for name in arms:
+                if gradients is not None:
+                    sums[size, name] = sums.get((size, name), 0) + gradients[name]
+                if i % size == 0 and (whole := sums.pop((size, name), None)) is not None:
+                    add(str(size), name, whole, whole)
+                    if size == ADAM:
+                        scale = squares[name].sqrt()
+                        add("adam", name, whole / (scale + 1e-4 * scale.mean()), whole)
+    return products
+
+
+def summary(blocks: Sequence[Mapping[str, Mapping[str, Sequence[Sequence[float]]]]], strength: float) -> dict[str, Any]:
+    """Sum up what `_block` gives: for each arm and each size, or "adam", cosine, ratio to plain's and difference.
+
+    Errors are standard errors over batches, which are paired with plain's. `ratio` is that of the mean cosines; its
+    error is a jackknife over batches. `signal` is the squared norm of the arm's mean gradient of a group, from how the
+    mean square falls with the size, and `noise` the variance of a group's; `aim` is the cosine of that mean.
+    """
+    cosines = {
+        key: {name: _cosines([line for block in blocks for line in block[key][name]], strength) for name in arms}
+        for key, arms in blocks[0].items()
+    }
+    figures: dict[str, Any] = {}
+    for name in cosines[str(SIZES[0])]:
+        figures[name] = {}
+        for key, arms in cosines.items():
+            own, plain = arms[name], arms[PLAIN]
+            left = [_ratio(np.delete(own, i), np.delete(plain, i)) for i in range(len(own))]
+            figures[name][key] = {
+                "batches": len(own), "cosine": float(own.mean()), "error": _error(own),
+                "difference": float((own - plain).mean()), "difference_error": _error(own - plain),
+                "ratio": _ratio(own, plain), "ratio_error": math.sqrt((len(own) - 1) * float(np.var(left))),
+            }  # fmt: skip
+        small, large = (_moments(blocks, str(size), name) for size in (SIZES[0], SIZES[-1]))
+        noise = (small[1] - large[1]) / (1 / SIZES[0] - 1 / SIZES[-1])
+        signal = large[1] - noise / SIZES[-1]
+        figures[name]["noise to signal"] = noise / signal if signal > 0 else None
+        figures[name]["aim"] = large[0] / math.sqrt(strength * signal) if signal > 0 else None
+    return figures
+
+
+def _cosines(lines: Sequence[Sequence[float]], strength: float) -> np.ndarray:
+    first, second, square, _ = np.array(lines).T
+    return (first + second) / 2 / np.sqrt(strength * square)
+
+
+def _moments(blocks: Sequence[Mapping[str, Any]], key: str, name: str) -> tuple[float, float]:
+    """Mean product with the truth, and mean square, of a batch's gradient per group; groups without any count as 0."""
+    size, groups = int(key), SIZES[-1] * len(blocks)
+    lines = np.array([line for block in blocks for line in block[key][name]])
+    return float(lines[:, :2].mean(1).sum() / groups), float(lines[:, 2].sum() / size / groups)
+
+
+def _ratio(own: np.ndarray, plain: np.ndarray) -> float:
+    return float(own.mean() / plain.mean())
+
+
+def _error(values: np.ndarray) -> float:
+    return float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The tables of the command."""
+    settings, arms = document["settings"], document["arms"]
+    head = ["arm", *(f"{size * settings['group']} completions" for size in SIZES), "to plain", "difference",
+            "Adam: to plain", "aim", "noise to signal"]  # fmt: skip
+    rows = []
+    for name, figures in arms.items():
+        at, adam = figures[str(ADAM)], figures["adam"]
+        ends = [("–" if figures[key] is None else f"{figures[key]:.2f}") for key in ("aim", "noise to signal")]
+        rows.append([
+            name, *(f"{figures[str(size)]['cosine']:.3f}" for size in SIZES),
+            f"{at['ratio']:.2f} ± {at['ratio_error']:.2f}", f"{at['difference']:+.3f} ± {at['difference_error']:.3f}",
+            f"{adam['ratio']:.2f} ± {adam['ratio_error']:.2f}", *ends,
+        ])  # fmt: skip
+    groups, size = settings["true_groups"], settings["group"]
+    note = (
+        f"{made_by(document)}. Cosine of a batch's gradient with the true one, from 2 x {groups} groups of {size} "
+        f"(cosine of its halves {document['agreement']:.2f}), over {settings['blocks']} blocks of {SIZES[-1]} groups. "
+        f"Ratios and differences are those at {ADAM * size} completions, paired with plain DAPO's; their squares are "
+        "roughly ratios of completions. *Adam*: each arm's gradient divided by the root of its own mean square over 20 "
+        "earlier batches. *Aim* is the cosine of the arm's mean gradient (1 is no bias), *noise to signal* the "
+        "variance of a group's gradient over the squared norm of that mean.\n"
+    )
+    return "\n".join(["# Alignment with the true gradient\n", note, table(head, rows)])
