@@ -21,7 +21,6 @@ def test_the_oldest_version_that_is_tested_is_the_oldest_that_is_allowed(package
 
 
 def _setup() -> dict[str, Any]:
-    """The arguments that setup.py gives to setuptools."""
     with mock.patch("setuptools.setup") as setup:
         runpy.run_path(str(REPOSITORY / "setup.py"))
     return setup.call_args.kwargs

@@ -93,10 +93,9 @@ def test_scoring_looks_once_however_many_packs_there_are(outcome, softcap, budge
         scores = score_columns(put_on_device(model), *batch(), **options)
         assert scores.work.forwards >= 4
         assert_waits(waits, "cpu")
-    torch.testing.assert_close(scores.base, expected.base, rtol=0, atol=2e-5, equal_nan=True)
-    for column in ("drop", "masked"):
-        for ours, theirs in zip(getattr(scores, column), getattr(expected, column), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5, equal_nan=True)
+    for column in ("base", "drop", "masked"):
+        ours, theirs = (getattr(one, column) for one in (scores, expected))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("outcome", ["last", "mean", "mean_logprob", "logprob"])

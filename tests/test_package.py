@@ -23,7 +23,6 @@ PACKAGE = REPOSITORY / "cfa_kernels"
 
 
 def run(code: str, **environment: str) -> str:
-    """Run `code` in an interpreter of its own and give what it prints."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -97,7 +96,6 @@ def test_checks_of_a_model_take_what_wraps_it():
 
 
 def sources() -> list[Path]:
-    """Every module of the package."""
     return sorted(PACKAGE.rglob("*.py"))
 
 

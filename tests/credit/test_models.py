@@ -69,8 +69,7 @@ def test_a_host_that_gives_log_probs_alone_finds_the_same_prefix_gains_and_mean_
     ):
         there = counterfactual_credit(service, TOKENIZER, batch[2], config=config)
         here = credit_of(model, batch, config)
-        for theirs, ours in zip(there.drop, here.drop, strict=True):
-            torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-5)
+        torch.testing.assert_close(there.drop, here.drop, rtol=0, atol=2e-5)
     with pytest.raises(NotImplementedError, match="outcome='mean'"):
         counterfactual_credit(service, TOKENIZER, batch[2], config=CounterfactualConfig(outcome="mean"))
 
@@ -146,8 +145,7 @@ def test_outcomes_and_token_units_reach_the_scoring(model, batch, outcome, units
         model, prompts, completions, credit.spans, [a if s else None for a, s in zip(credit.answers, credit.spans)],  # noqa: B905
         mask=TOKENIZER.pad_token_id, outcome=outcome,
     )  # fmt: skip
-    for ours, theirs in zip(credit.drop[:2], expected.drop[:2], strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(credit.drop[:2], expected.drop[:2])
     assert all(len(unit) == 2 and unit.end == unit.start + 1 for unit in credit.spans[0]) == (units == "tokens")
 
 

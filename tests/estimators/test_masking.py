@@ -72,8 +72,7 @@ def test_preselecting_almost_all_units_is_exact(qwen3, outcome):
     every = rows.to_callers_order(Masking(outcome=outcome)(InProcess(qwen3), rows).values)
     whole = score_columns(qwen3, *batch(), mask=PLACEHOLDER, outcome=outcome)
     torch.testing.assert_close(values[0], -whole.drop[2], rtol=0, atol=1e-5)
-    for ours, drop in zip(every, whole.drop, strict=True):
-        torch.testing.assert_close(ours, -drop, rtol=0, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(every, [-drop for drop in whole.drop], rtol=0, atol=1e-5, equal_nan=True)
 
 
 def test_estimates_that_are_not_finite_are_refused_by_row_and_unit(qwen3):

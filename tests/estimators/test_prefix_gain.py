@@ -50,8 +50,8 @@ def test_gains_are_differences_of_plain_forwards_from_one_unit_to_the_next(name,
     model = make_model(name)
     data = problem()
     gains, work = gains_of(model, *data, token_budget=budget)
-    for gain, *row in zip(gains, *data, strict=True):
-        torch.testing.assert_close(gain, probabilities(model, *row).diff(), rtol=1e-4, atol=1e-7)
+    expected = [probabilities(model, *row).diff() for row in zip(*data, strict=True)]
+    torch.testing.assert_close(gains, expected, rtol=1e-4, atol=1e-7)
     assert [len(gain) for gain in gains] == [2, 2, 1, 0]
     assert budget or work.forwards == 1
 

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, Rows, counterfactual_credit, counterfactual_weights, policy_loss
+from cfa_kernels import (
+    CounterfactualConfig,
+    Importances,
+    Rows,
+    counterfactual_credit,
+    counterfactual_weights,
+    policy_loss,
+)
 from cfa_kernels.credit import deferred
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -23,12 +30,14 @@ from tests.support.trl_training import (  # noqa: E402
     LORA,
     PROMPT,
     RELEASE,
+    build,
     changed,
+    forwards,
     logged,
     parameters,
     record_generations,
     rollouts,
-    seven,
+    uneven,
     with_vllm,
 )
 
@@ -85,15 +94,10 @@ def test_rows_without_advantage_cost_no_scoring(train, monkeypatch):
     credit = deferred.counterfactual_credit
 
     def counted(model: Any, *args: Any, **kwargs: Any) -> Any:
-        norm = model.model.layers[0].input_layernorm  # a hook on the embedding has the model checked again
-        hook = norm.register_forward_hook(lambda module, args, output: fed.append(args[0].shape[:2].numel()))
-        assigned = credit(model, *args, **kwargs)
-        hook.remove()
+        with forwards(model) as sizes:
+            assigned = credit(model, *args, **kwargs)
+        fed.extend(sizes)
         return assigned
-
-    def uneven(completions: list[Any], **kwargs: object) -> list[float]:
-        """Advantage for the first of three groups alone."""
-        return [reward * (i < 8) for i, reward in enumerate(seven(completions))]
 
     monkeypatch.setattr(deferred, "counterfactual_credit", counted)
     everywhere = train(per_device_train_batch_size=24)
@@ -254,3 +258,61 @@ def test_vllms_importance_ratios_multiply_with_the_weights(train, mode, loss):
         epsilon_high=0.2,
     )  # fmt: skip
     assert logged(trained, "loss")[0] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+
+
+# Estimators
+
+NAMED = ["masking", "gradient", "entropy", "prefix_tree", "sibling_edits"]
+
+
+@pytest.mark.parametrize("options", [*({"estimator": name} for name in NAMED), {"effect": "total"}], ids=str)
+def test_an_estimator_by_name_trains(train, theirs, options):
+    mine = train(trainer={"counterfactual": CounterfactualConfig(**options)})
+    assert changed(mine, theirs)
+    assert torch.isfinite(torch.tensor(logged(mine, "loss"))).all()
+    assert logged(mine, "credit/scored_fraction")[0] > 0
+
+
+def test_an_estimator_sees_the_rewards_and_groups_of_this_step(train):
+    seen = []
+
+    def estimate(model, batch):
+        seen.append(batch)
+        return Importances([torch.ones(len(units)) for units in batch.units], signed=True)
+
+    cls, record = record_generations()
+    train(cls, trainer={"counterfactual": CounterfactualConfig(estimator=estimate, units="tokens")})
+    (batch,), ((before, output, _),) = seen, record
+    assert len(batch.groups.unique()) == 1
+    rewards = batch.rewards
+    assert set(rewards.tolist()) == {0.0, 1.0}
+    torch.testing.assert_close(batch.advantages, (rewards - rewards.mean()) / (rewards.std() + 1e-4))
+    mask = output["completion_mask"].bool()
+    added = output["advantages"] - before[:, None]
+    assert added[mask].eq(1).all() or added[mask].sub(1).abs().max() < 1e-6
+    assert added[~mask].eq(0).all()
+
+
+def test_rows_that_no_function_rewards_are_no_siblings(train):
+    def some(completions, **_):
+        return [None if i < 2 else float(i % 2) for i in range(len(completions))]
+
+    seen = []
+
+    def estimate(model, batch):
+        seen.append(batch)
+        return Importances([torch.zeros(len(units)) for units in batch.units])
+
+    config = CounterfactualConfig(estimator=estimate, units="tokens", weights="identity")
+    train(trainer={"counterfactual": config, "reward_funcs": some})
+    assert seen[0].rewards.tolist() == [0.0, 1.0] * 3
+
+
+def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(NotImplementedError, match=r"estimator='external': .*; give a function"):
+        build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="external")})
+    made = build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="prefix_tree")})
+    monkeypatch.setattr(type(made.accelerator), "num_processes", 2)
+    made.args.per_device_train_batch_size = 4
+    made.args.steps_per_generation = 1
+    assert any("groups of 8 are split" in line for line in integration._credit_obstacles(made))

@@ -1,5 +1,6 @@
 """`packed_loss=True`: losses and gradients are those of TRL's padded batch, from fewer tokens."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,23 +15,28 @@ from datasets import Dataset
 
 from cfa_kernels.integrations import trl_losses
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
-from tests.support.trl_training import LORA, PROMPT, build, logged, packs, parameters, rollouts, seven
+from tests.support.models import assert_same_gradients
+from tests.support.trl_training import LORA, PROMPT, build, forwards, logged, packs, parameters, rollouts, uneven
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]
 UNIFORM = CounterfactualConfig(control="off")
 PROMPT_LENGTHS, LENGTHS = [6, 6, 6, 6, 3, 3, 3, 3], [5, 9, 7, 9, 1, 8, 0, 4]
 
 
+def both(folder: Path, **options: Any) -> tuple[Any, Any]:
+    """A trainer with TRL's own loss and one with the packed loss, of equal models; ready to compute a loss."""
+    options |= {"max_completion_length": 12}
+    plain, packed = (
+        build(str(folder), trainer={"counterfactual": UNIFORM, "packed_loss": packed}, **options)
+        for packed in (False, True)
+    )
+    plain.current_gradient_accumulation_steps = packed.current_gradient_accumulation_steps = 2
+    return plain, packed
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> tuple[Any, Any]:
-    """A trainer with TRL's own loss and one with the packed loss, of equal models; ready to compute a loss."""
-    made = []
-    for packed in (False, True):
-        folder = str(tmp_path_factory.mktemp("run"))
-        trainer = build(folder, trainer={"counterfactual": UNIFORM, "packed_loss": packed}, max_completion_length=12)
-        trainer.current_gradient_accumulation_steps = 2
-        made.append(trainer)
-    return made[0], made[1]
+    return both(tmp_path_factory.mktemp("run"))
 
 
 def noise(seed: int, low: float, high: float, *shape: int) -> torch.Tensor:
@@ -71,10 +77,7 @@ def loss_and_gradients(trainer: Any, inputs: dict[str, Any]) -> tuple[torch.Tens
 def assert_equal(pair: tuple[Any, Any], inputs: dict[str, Any]) -> None:
     (plain, theirs), (packed, ours) = (loss_and_gradients(trainer, inputs) for trainer in pair)
     torch.testing.assert_close(packed, plain, rtol=1e-5, atol=1e-6)
-    largest = max(gradient.norm() for gradient in theirs.values())
-    assert largest > 0
-    for name, gradient in theirs.items():
-        assert (ours[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 0.1 * largest), name
+    assert_same_gradients(ours, theirs)
     for metric in ("entropy", "kl", "clip_ratio/region_mean", "cispo_clip_ratio"):
         values = [trainer._metrics["train"].pop(metric, []) for trainer in pair]
         assert values[1] == pytest.approx(values[0], rel=1e-4, abs=1e-6), metric
@@ -107,21 +110,15 @@ def test_loss_and_gradients_are_those_of_trls_padded_batch(pair, monkeypatch, lo
     ids=str,
 )
 def test_so_they_are_with_the_settings_of_trls_loss(tmp_path, changes):
-    made = []
-    for packed in (False, True):
-        given = {"counterfactual": UNIFORM, "packed_loss": packed}
-        options = {"temperature": changes["temperature"]} if "temperature" in changes else {}
-        trainer = build(str(tmp_path), trainer=given, max_completion_length=12, **options)
-        trainer.current_gradient_accumulation_steps = 2
+    trainers, inputs = both(tmp_path, **{k: v for k, v in changes.items() if k == "temperature"}), batch()
+    for trainer in trainers:
         for name, value in changes.items():
             setattr(trainer.args if name.startswith("args.") else trainer, name.removeprefix("args."), value)
-        made.append(trainer)
-    inputs = batch()
     if "beta" in changes:
         inputs["ref_per_token_logps"] = noise(4, -4.5, -1.5)
     if "use_vllm" in changes:
         inputs["importance_sampling_ratio"] = noise(5, 0.0, 2.0)
-    assert_equal((made[0], made[1]), inputs)
+    assert_equal(trainers, inputs)
 
 
 def test_on_policy_the_current_logprobs_are_the_old_ones(pair):
@@ -141,14 +138,8 @@ def assert_all_zero(loss: torch.Tensor, gradients: dict[str, torch.Tensor]) -> N
 
 
 def fed(trainer: Any, inputs: dict[str, Any]) -> list[int]:
-    """Tokens of each forward that a loss takes."""
-    sizes: list[int] = []
-    norm = trainer.model.model.layers[0].input_layernorm  # a hook on the embedding has the model checked again
-    hook = norm.register_forward_hook(lambda _, args, out: sizes.append(args[0].shape[:2].numel()))
-    trainer.model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), forwards(trainer.model.eval()) as sizes:
         trainer._compute_loss(trainer.model, inputs)
-    hook.remove()
     return sizes
 
 
@@ -187,14 +178,12 @@ AVERAGED = ("entropy", "clip_ratio/region_mean", "clip_ratio/high_max")  # over 
 
 
 def train_both(train: Any, **options: Any) -> tuple[Any, Any]:
-    """The trainer with TRL's loss, and the one with the packed loss."""
     given = options.pop("trainer", {})
     return tuple(train(trainer=given | {"packed_loss": packed}, **SGD | options) for packed in (False, True))
 
 
 def assert_trained_alike(plain: Any, packed: Any) -> None:
-    for name, value in parameters(packed).items():
-        torch.testing.assert_close(value, parameters(plain)[name], rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(parameters(packed), parameters(plain), rtol=1e-4, atol=1e-5)
     whole = plain.args.gradient_accumulation_steps == 1
     for name in ("loss", "grad_norm", "kl", "reward", *(AVERAGED if whole else ())):
         assert logged(packed, name) == pytest.approx(logged(plain, name), rel=1e-4, abs=1e-5), name
@@ -257,16 +246,11 @@ def test_evaluation_takes_the_packed_loss_too(train):
 
 
 def test_without_the_entropy_rows_without_advantage_are_not_fed_and_training_is_the_same(train):
-    def uneven(completions: list[Any], **kwargs: object) -> list[float]:
-        """Advantage for the first of three groups alone."""
-        return [reward * (i < 8) for i, reward in enumerate(seven(completions))]
-
     options = SGD | {"per_device_train_batch_size": 24, "trainer": {"reward_funcs": uneven, "packed_loss": True}}
     with_entropy = train(**options)
     options["trainer"] = options["trainer"] | {"log_entropy": False}
     without = train(**options)
-    for name, value in parameters(without).items():
-        torch.testing.assert_close(value, parameters(with_entropy)[name], rtol=1e-4, atol=1e-6, msg=name)
+    torch.testing.assert_close(parameters(without), parameters(with_entropy), rtol=1e-4, atol=1e-6)
     (few,), (all_rows,) = logged(without, "packed/tokens_fed"), logged(with_entropy, "packed/tokens_fed")
     assert few < 0.6 * all_rows
     assert not logged(without, "entropy")

@@ -53,7 +53,6 @@ def build(tmp_path) -> Callable[..., Any]:
 
 
 def mamba() -> MambaForCausalLM:
-    """A model without attention: it cannot be scored."""
     torch.manual_seed(0)
     config = MambaConfig(
         vocab_size=len(WORDS) + len(PHRASES), hidden_size=16, num_hidden_layers=1, state_size=4, expand=1,
@@ -71,10 +70,6 @@ class LouderLM(Qwen3ForCausalLM):
         return output
 
 
-def louder() -> LouderLM:
-    return LouderLM(tiny_model().config)
-
-
 class Ligers(GRPOTrainer):
     """As TRL was before 1.14 with Liger's loss."""
 
@@ -85,8 +80,6 @@ class Ligers(GRPOTrainer):
 
 
 class OwnLoss(GRPOTrainer):
-    """A user's trainer with a loss of its own."""
-
     def _compute_loss(self, model, inputs):
         return 2 * super()._compute_loss(model, inputs)
 
@@ -125,7 +118,8 @@ LOSS: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "entropy bonus": ({"entropy_coef": 0.01}, {}, GRPOTrainer, None, "combined with an entropy bonus"),
     "another kind": ({}, {}, GRPOTrainer, another_kind, "DistributedType.NO: layers, sequences and the head"),
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
-    "logits changed": ({}, {"model": louder}, GRPOTrainer, None, r"model: .* LouderLM .* nats.*leave out packed_loss"),
+    "logits changed": ({}, {"model": lambda: LouderLM(tiny_model().config)}, GRPOTrainer, None,
+                       r"model: .* LouderLM .* nats.*leave out packed_loss"),
     "noise in the embeddings": ({"neftune_noise_alpha": 5.0}, {}, GRPOTrainer, None, "neftune_noise_alpha=5.0: compl"),
 }  # fmt: skip
 

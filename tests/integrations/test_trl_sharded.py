@@ -1,5 +1,8 @@
 """Training with credit where two processes share out the model's weights is training in one process."""
 
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,19 +10,126 @@ import torch
 
 pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
+import transformers
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from datasets import Dataset
+from packaging.version import Version
+from trl import GRPOConfig
 
-from cfa_kernels import CounterfactualConfig
-from tests.support import sharded, trl_sharded
-from tests.support.trl_training import LORA, PROMPT, packs
+from cfa_kernels import CounterfactualConfig, Importances
+from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
+from tests.support.sharded import deepspeed_on_a_cpu, run, skip_unless_deepspeed, values
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.trl_training import LORA, PROMPT, packs, same_rollouts, seven
+
+pytestmark = [packs, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def accept_fsdp_on_a_cpu() -> None:
+    """Let accelerate's state keep the plugin of FSDP, which it drops on a CPU; all that shards is accelerate's own."""
+    made = AcceleratorState.__init__
+
+    def keep(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+            for state in (self.__dict__, PartialState._shared_state):  # of which later ones are made
+                state |= {"distributed_type": DistributedType.FSDP, "device": torch.device("cpu")}  # FSDP1: not cpu:0
+
+    AcceleratorState.__init__ = keep
+
+
+def first_half(completions: list[Any], **kwargs: object) -> list[float]:
+    """No advantage for the second half of eight: the mean is theirs."""
+    first = int(os.environ.get("RANK", 0)) * len(completions)
+    return [(1.0, 0.0, 0.5)[i % 2 if i < 4 else 2] for i in range(first, first + len(completions))]
+
+
+def build(how: str, processes: int, folder: str, given: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Make the trainer of one of `processes`; `how` is DDP, or FSDP or ZeRO with its version or stage."""
+    shared: dict[str, Any] = {}
+    if how.startswith("FSDP"):  # weights are equal from the start; accelerate broadcasts them through a device only
+        wraps = not options.get("gradient_checkpointing", True)
+        config = {"version": int(how[-1]), "sync_module_states": False, "activation_checkpointing": wraps}
+        # Older ones wrap layers only when told so; they warn where it is the default.
+        by_layer = "full_shard auto_wrap" if Version(transformers.__version__) < Version("5.15") else True
+        shared = {"fsdp": by_layer, "fsdp_config": config}
+    elif how.startswith("ZeRO"):
+        zero = {"stage": int(how[-1]), "stage3_param_persistence_threshold": 0}
+        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        config = dict.fromkeys(names, "auto") | {"zero_optimization": zero, "bf16": {"enabled": "auto"}}
+        shared = {"deepspeed": config}
+    rows = 8 // processes // options.get("gradient_accumulation_steps", 1)
+    settings = {
+        "use_cpu": True, "bf16": False, "per_device_train_batch_size": rows, "per_device_eval_batch_size": rows,
+        "num_generations": 8,
+        "max_completion_length": 16, "max_steps": 2, "report_to": [], "logging_steps": 1, "save_strategy": "no",
+        "learning_rate": 1e-2, "disable_tqdm": True, "shuffle_dataset": False, "optim": "sgd",
+    }  # fmt: skip
+    return CounterfactualGRPOTrainer(
+        model=tiny_model(), args=GRPOConfig(folder, **settings | shared | options), processing_class=tiny_tokenizer(),
+        train_dataset=Dataset.from_dict({"prompt": [PROMPT] * 8}), rollout_func=same_rollouts,
+        **{"reward_funcs": seven} | given,
+    )  # fmt: skip
+
+
+def train(how: str, processes: int, given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Train in one of `processes`; return whole weights by name, the log, and what the model became."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(how, processes, folder, given, options)
+        trainer.train()
+    kind = type(trainer.model_wrapped).__name__
+    return {"state": values(trainer.model_wrapped), "log": trainer.state.log_history, "kind": kind}
+
+
+Cases = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+
+
+def take_place(rank: int, how: str) -> None:
+    """Be one of two processes that share a model by `how`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    if how.startswith("ZeRO"):
+        deepspeed_on_a_cpu(in_order=True)
+    elif how.startswith("FSDP"):
+        accept_fsdp_on_a_cpu()
+
+
+def as_one_of_two(rank: int, folder: str, how: str, cases: Cases) -> None:
+    """Train by each of `cases`, arguments of the trainer and of TRL's configuration; save what came of it."""
+    take_place(rank, how)
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = train(how, 2, *case)
+        except Exception as error:
+            raise AssertionError(f"{how}, {name}") from error
+    if rank == 0:
+        torch.save(found, Path(folder) / "two.pt")
+
+
+def failing_in_one(rank: int, folder: str, how: str) -> None:
+    take_place(rank, how)
+
+    def estimator(model: Any, batch: Any) -> Any:
+        if rank == 1:
+            raise ValueError("nothing to say")
+        return Importances([torch.ones(len(row)) for row in batch.units])
+
+    credit = {"counterfactual": CounterfactualConfig(estimator=estimator, weights="range")}
+    with pytest.raises(ValueError, match=f"^{'' if rank else 'rank 1: '}nothing to say"):
+        train(how, 2, credit, {"num_generations": 4})  # whole groups in each process
+
 
 PACKED: dict[str, Any] = {"packed_loss": True}
-IDLE: dict[str, Any] = {"reward_funcs": trl_sharded.first_half}  # the second process has nothing to judge or to feed
+IDLE: dict[str, Any] = {"reward_funcs": first_half}  # the second process has nothing to judge or to feed
 OFF: dict[str, Any] = {"counterfactual": CounterfactualConfig(control="off")}
 ONCE = {"max_steps": 1}
 GRADIENT = CounterfactualConfig(estimator="gradient", outcome="mean_logprob", sigma=0)
 # by name: arguments of the trainer, and of TRL's configuration
-CASES: trl_sharded.Cases = {
+CASES: Cases = {
     "credit, nothing to judge in one": (IDLE, ONCE),
     "packed, checkpointed by the wrapper": (PACKED, {"gradient_checkpointing": False}),
     "packed, nothing to feed in one, LoRA, KL, accumulated": (
@@ -27,21 +137,12 @@ CASES: trl_sharded.Cases = {
         {"beta": 0.1, "gradient_accumulation_steps": 2, **ONCE},
     ),
 }
-GATHERED: trl_sharded.Cases = {"gradients through the model, which is gathered": ({"counterfactual": GRADIENT}, ONCE)}
+GATHERED: Cases = {"gradients through the model, which is gathered": ({"counterfactual": GRADIENT}, ONCE)}
 EVALUATED = {**OFF, "eval_dataset": Dataset.from_dict({"prompt": [PROMPT]})}
 HALVES = {"bf16": True, "eval_strategy": "steps", "eval_steps": 1, **ONCE}
-IN_HALVES: trl_sharded.Cases = {"TRL's loss": (EVALUATED, HALVES), "packed": ({**EVALUATED, **PACKED}, HALVES)}
+IN_HALVES: Cases = {"TRL's loss": (EVALUATED, HALVES), "packed": ({**EVALUATED, **PACKED}, HALVES)}
 
 
-def skip_unless_deepspeed(how: str) -> None:
-    """Skip what DeepSpeed shares out where it is not installed."""
-    if how.startswith("ZeRO"):
-        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-
-
-@packs
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("how", "kind"),
     [
@@ -56,14 +157,11 @@ def skip_unless_deepspeed(how: str) -> None:
 def test_sharded_processes_train_as_one(tmp_path, how, kind):
     skip_unless_deepspeed(how)
     alike = CASES | GATHERED if how == "ZeRO-3" else CASES
-    sharded.run(2, trl_sharded.as_one_of_two, str(tmp_path), how, alike | IN_HALVES)
+    run(2, as_one_of_two, str(tmp_path), how, alike | IN_HALVES)
     together = torch.load(tmp_path / "two.pt", weights_only=False)
     for name, case in alike.items():
-        one, two = trl_sharded.train("one", 1, *case), together[name]
-        assert one["state"].keys() == two["state"].keys()
-        for parameter, value in one["state"].items():
-            close = {"rtol": 1e-3 if how == "DDP" else 1e-4, "atol": 1e-6}
-            torch.testing.assert_close(two["state"][parameter], value, **close, msg=f"{name}: {parameter}")
+        one, two = train("one", 1, *case), together[name]
+        torch.testing.assert_close(two["state"], one["state"], rtol=1e-3 if how == "DDP" else 1e-4, atol=1e-6)
         for a, b in zip(one["log"], two["log"], strict=True):
             for figure in ("loss", "grad_norm", "kl", "credit/drop_min", "credit/scored_fraction"):
                 assert (figure in a) == (figure in b)
@@ -76,10 +174,7 @@ def test_sharded_processes_train_as_one(tmp_path, how, kind):
         assert float(ours[place][figure]) == pytest.approx(float(theirs[place][figure]), rel=5e-3), figure
 
 
-@packs
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["FSDP2", "ZeRO-3"])
 def test_what_one_process_raises_in_credit_ends_training_in_both(tmp_path, how):
     skip_unless_deepspeed(how)
-    sharded.run(2, trl_sharded.failing_in_one, str(tmp_path), how)
+    run(2, failing_in_one, str(tmp_path), how)

@@ -154,7 +154,6 @@ def advantages_of(batch: Any) -> list[Tensor]:
 
 
 def own_advantages(config: Any, transfer_queue: Any) -> list[Tensor]:
-    """Those of verl's own trainer."""
     return advantages_of(PPOTrainerSync._compute_advantage(build(config, None), put(transfer_queue), {}))
 
 

@@ -56,7 +56,6 @@ def gradients(op, x, by_out, weight, down, up, dtype=None):
 
 
 def as_peft(x, weight, bias, down, up, scale):
-    """PEFT's own path."""
     base = nn.functional.linear(x, weight, bias)
     return (base + (x.to(down.dtype) @ down.t() @ up.t()) * scale).to(x.dtype)
 

@@ -67,7 +67,6 @@ def forward(
 
 
 def backward(target: str, dtype: torch.dtype, dims: tuple[int, int], group: int = 2, **rule) -> list[AotCase]:
-    """Every launch of one backward, the one for queries first."""
     sizes, name = sizes_of(target, dtype, dims, group, rule), label(dtype, dims, group, rule)
     cases = [build("query_gradient_kernel", target, dtype, shared_options("query_gradient_kernel", *sizes), name)]
     for options in key_options(*sizes):

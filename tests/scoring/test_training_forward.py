@@ -53,8 +53,7 @@ def weighted(logprobs: list[torch.Tensor]) -> torch.Tensor:
 def assert_packs_like_plain_forwards(model, *, tolerance=1e-5, **options):
     theirs = plain_logprobs(model, PROMPTS, COMPLETIONS, 0.7)
     ours = packed_logprobs(model, ROWS, temperature=0.7, **options)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=max(tolerance, 2e-5))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=max(tolerance, 2e-5))
     assert_same_gradients(gradients(model, weighted(ours)), gradients(model, weighted(theirs)), tolerance)
 
 
@@ -176,8 +175,7 @@ def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, lev
     )
     assert_same_gradients(found, gradients(model, theirs))
     torch.testing.assert_close(ours.loss, theirs, rtol=1e-4, atol=1e-6)
-    for name, value in metrics.items():
-        torch.testing.assert_close(ours.metrics[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(ours.metrics, metrics, rtol=1e-4, atol=1e-5)
     for b, row in enumerate(ours.logprobs):
         looked = row.isfinite()
         assert not looked.any() or advantages[b] != 0
@@ -235,8 +233,7 @@ def test_prompts_without_a_trained_row_are_fed_without_gradient(name, monkeypatc
     monkeypatch.setattr(training_forward, "trained_first", lambda *arguments: trained_first(*arguments[:-1], None))
     whole = packed_policy_loss(model, Rows(prompts, rows), None, advantages, **options)
     assert with_gradient[2:] == [(True, 9 + 9 + 7 + 6 * 11)]
-    for one, other in zip(ours.logprobs, whole.logprobs, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+    torch.testing.assert_close(ours.logprobs, whole.logprobs, rtol=0, atol=2e-5)
     torch.testing.assert_close(ours.metrics["entropy"], whole.metrics["entropy"], rtol=1e-5, atol=0)
     assert_same_gradients(gradients(model, ours.loss), gradients(model, whole.loss))
 
@@ -313,8 +310,7 @@ def test_queries_that_continue_a_forward_are_those_of_forwards_of_their_own(arch
     forward = packed_forward(model, ROWS, token_budget=budget, keep_states=True)
     found, work = forward.query_logprobs(model, units)
     assert [len(unit) for unit in found] == [len(unit) for unit in units]
-    for ours, theirs in zip(found, apart, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    torch.testing.assert_close(found, apart, rtol=0, atol=2e-5)
     if architecture == "Qwen3Next":
         assert work.tokens_fed == separate.tokens_fed
     else:

@@ -32,7 +32,6 @@ Tensor._as_on_gpu = False  # type: ignore[attr-defined]
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor would be on the GPU."""
     return tensor._as_on_gpu  # type: ignore[attr-defined]
 
 

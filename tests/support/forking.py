@@ -7,7 +7,7 @@ from multiprocessing.context import ForkServerContext
 PRELOADED = [
     "tests.support.imports_alone",  # first: it looks at what the library brings with it
     "cfa_kernels.integrations.trl", "datasets", "peft",
-    "tests.support.sharded", "tests.support.runs", "tests.support.trainer_processes",
+    "tests.support.sharded", "tests.support.models", "tests.support.runs", "tests.support.embedded",
 ]  # fmt: skip
 
 

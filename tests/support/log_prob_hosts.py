@@ -43,7 +43,6 @@ def completions() -> list[list[int]]:
 
 
 def batch_rows() -> Rows:
-    """The batch of six, unpadded."""
     return Rows([torch.tensor(row) for row in PROMPTS], [torch.tensor(row) for row in completions()])
 
 

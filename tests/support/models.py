@@ -113,7 +113,6 @@ def make_model(name: str, **changes):
 
 
 def small_model(**changes):
-    """One narrow layer of a Qwen3."""
     shape = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
     return make_model("Qwen3", **shape | changes)
 

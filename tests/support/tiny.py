@@ -51,7 +51,6 @@ def jsonl(*rows: object) -> str:
 
 
 def write_tiny(folder: Path) -> Path:
-    """Write the model with its tokenizer to `model`, and problems to `rows.jsonl`."""
     tiny_model().save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
     (folder / "rows.jsonl").write_text(jsonl(*ROWS))

@@ -1,5 +1,7 @@
 """Real training of a tiny model by TRL, the same every time, and what there is to see of it afterwards."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,6 +25,20 @@ def texts(completions: list[Any]) -> list[str]:
 
 def seven(completions: list[Any], **kwargs: object) -> list[float]:
     return [float("#### 7" in text) for text in texts(completions)]
+
+
+def uneven(completions: list[Any], **kwargs: object) -> list[float]:
+    """Advantage for the first of three groups only."""
+    return [reward * (i < 8) for i, reward in enumerate(seven(completions))]
+
+
+@contextmanager
+def forwards(model: Any) -> Iterator[list[int]]:
+    """The tokens of each forward of a model."""
+    sizes: list[int] = []
+    norm = model.model.layers[0].input_layernorm  # a hook on the embedding has the model checked again
+    with norm.register_forward_hook(lambda _, args, out: sizes.append(args[0].shape[:2].numel())):
+        yield sizes
 
 
 def build(

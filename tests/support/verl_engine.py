@@ -95,7 +95,6 @@ class Compared:
             return said["loss"], metrics, values(self.engine.module, gradients=True)
 
     def step(self) -> float:
-        """Norm of the gradients of an optimizer step."""
         with self.engine.train_mode():
             return self.engine.train_batch(rows_to_train_on(self.rank), self.loss)["metrics"]["grad_norm"]
 
@@ -151,7 +150,6 @@ def _updates_as_verl(compared: Compared, *, exact: bool) -> None:
 
 
 def engine_of(param_dtype: str) -> Any:
-    """verl's engine with the tiny model, sharded."""
     import tests.support.verl_cpu  # noqa: F401, I001  registers the platform, before verl's engine is imported
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig

@@ -164,7 +164,6 @@ def _run_op(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def put_on_device(model: nn.Module) -> nn.Module:
-    """Move the weights and buffers of `model`, in place."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             there = OnDevice(parameter.detach())

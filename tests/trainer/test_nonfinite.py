@@ -20,7 +20,6 @@ FAULTS = {
 
 
 def damage(trainer, kind: str) -> None:
-    """Break one kind of number from now on."""
     policy = trainer.policy
     if kind == "reward":
         trainer.rewards = {"broken": lambda **_: [0, torch.inf, 0, 1]}

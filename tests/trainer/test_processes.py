@@ -5,19 +5,106 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import sharded, trainer_processes
-from tests.support.embedded import SMALL, metrics_of, samples_of, settings
-from tests.support.trainer_processes import FEW
+from tests.support import sharded
+from tests.support.embedded import SMALL, metrics_of, run, samples_of, settings
+from tests.support.runs import main
+from trainer import processes
 from trainer.checkpoints.run_folder import open_run
-from trainer.processes import own_share
+from trainer.processes import PeerError, describe_failure, gather, own_share
 from trainer.run import set_up
-from trainer.step import problem_batches
+from trainer.state import Trainer
+from trainer.step import problem_batches, training_step
+
+FEW = [
+    "--num_generations=4", "--max_completion_length=64", "--no_mask_truncated_completions", "--temperature=1.2",
+    "--token_budget=1", "--log_completions=16", "--seed=10", f"--reward_funcs={__name__}:for_some",
+]  # fmt: skip
+"""Four groups a step, each a micro-batch. Of two processes the second has none with an advantage in the first step, and
+in the second step two have advantages in the first process, one in the second."""
+
+
+def for_some(*, prompts: Sequence[str], **_: Any) -> list[float]:
+    """Reward every other completion, but of a third of all problems none: their groups have no advantage."""
+    return [float(i % 2 and sum(map(ord, prompt)) % 3 > 0) for i, prompt in enumerate(prompts)]
+
+
+def infinite_in_second(*, prompts: Sequence[str], **_: Any) -> list[float]:
+    """Give what is no reward, in the second process only."""
+    return [float("inf") if processes.rank() == 1 else 0.0 for _ in prompts]
+
+
+def trained(rank: int, folder: Path, cases: Mapping[str, Sequence[str]], *argv: str) -> None:
+    """Train by the settings of each case; of all processes the first writes, to a folder of the case's name."""
+    for name, case in cases.items():
+        run(folder / name, *FEW, *case, *argv)
+
+
+def failing(rank: int) -> None:
+    trainer = set_up(settings(*FEW, "--max_completion_length=12"))
+    weight = trainer.policy.model.norm.weight
+    before = weight.detach().clone()
+    poison = weight.register_hook(lambda gradient: gradient * torch.nan) if rank == 0 else None
+    with pytest.raises(FloatingPointError, match=r"^samples \[0, 1, 2, 3\]: gradient of model.norm.weight is not"):
+        training_step(trainer, 1, [4, 13, 9, 12])  # the second process has no advantage: all find what one has
+    assert torch.equal(weight, before)
+    if poison is not None:
+        poison.remove()
+    assert describe_failure(ValueError("no such file")) == "no such file"  # the same everywhere
+    assert describe_failure(ValueError(f"no such file {rank}")) == "rank 0: no such file 0; rank 1: no such file 1"
+    trainer.rewards = {"infinite": infinite_in_second}
+    kind = PeerError if rank == 0 else FloatingPointError
+    with pytest.raises(kind, match=rf"^{'' if rank else 'rank 1: '}sample 0 \(.*\): reward infinite is inf") as raised:
+        training_step(trainer, 1, [4, 13, 9, 12])
+    assert describe_failure(raised.value).startswith("rank 1: sample 0 (")
+    assert gather(rank) == [0, 1]  # all are in step again
+
+
+def left_while_sampling(rank: int, folder: Path, parallel: str) -> None:
+    def dies(*_: Any, **__: Any) -> None:
+        os._exit(0)
+
+    if rank == 1:
+        Trainer.sample = dies  # type: ignore[method-assign]
+    argv = [*SMALL, *FEW, "--max_completion_length=12", f"--parallel={parallel}", f"--output_dir={folder / 'run'}"]
+    code, _, said = main(argv)
+    assert code == 1
+    assert re.fullmatch(r"error: rank 0: another process has ended or does not answer \(.*\)\n", said)
+    os._exit(0)  # nobody is left to part from
+
+
+def checkpointed(rank: int, folder: Path, parallel: str) -> None:
+    """A run of several processes goes on from its checkpoint with the same bits; leaves what it had then."""
+    argv = [*FEW, "--max_completion_length=12", f"--parallel={parallel}", f"--output_dir={folder / 'run'}"]
+    trainer = set_up(settings(*argv))
+    weights, after = [*trainer.policy.parameters()], []
+
+    def own_pieces() -> list[torch.Tensor]:
+        return [(w.to_local() if hasattr(w, "to_local") else w).detach().clone() for w in weights]
+
+    with open_run(trainer.config) as run_folder:
+        assert run_folder.begin(trainer) == (0, {})
+        training_step(trainer, 1, [4, 13, 9, 12])
+        run_folder.save(trainer, 1, lambda: {"bytes": {}, "rank": rank})
+        for _ in range(2):
+            training_step(trainer, 2, [1, 15, 11, 7])
+            after.append(own_pieces())
+            assert run_folder.begin(trainer) == (1, {"bytes": {}, "rank": 0})
+        assert all(map(torch.equal, *after))
+        assert not all(map(torch.equal, after[0], own_pieces()))
+        nan = torch.nan if rank == 0 else 1.0
+        with torch.no_grad():
+            weights[0].mul_(nan)
+        with pytest.raises(FloatingPointError, match=r"^model: parameter model\.\S+ is not finite"):
+            run_folder.save(trainer, 2, lambda: {})
+
 
 LEARNING_RATE = 1e-3
 COMMON = [f"--learning_rate={LEARNING_RATE}", "--num_iterations=2", "--beta=0.05"]
@@ -31,14 +118,14 @@ CASES = {
 def alone(tmp_path_factory) -> Path:
     """Runs of one process, "all" in one micro-batch a step."""
     folder = tmp_path_factory.mktemp("alone")
-    trainer_processes.trained(0, folder, CASES | {"all": [*CASES["all"], "--token_budget=100000"]})
+    trained(0, folder, CASES | {"all": [*CASES["all"], "--token_budget=100000"]})
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_two_processes_train_as_one(alone, tmp_path, parallel) -> None:
-    sharded.run(2, trainer_processes.trained, tmp_path, CASES, f"--parallel={parallel}")
+    sharded.run(2, trained, tmp_path, CASES, f"--parallel={parallel}")
     for name in CASES:
         expected, actual = metrics_of(alone / name), metrics_of(tmp_path / name)
         assert len(actual) == len(expected) == 4
@@ -80,7 +167,7 @@ def same_weights(folder: Path, other: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_a_checkpoint_of_two_processes_is_gone_on_from_by_two_and_by_one(tmp_path, parallel) -> None:
-    sharded.run(2, trainer_processes.checkpointed, tmp_path, parallel)
+    sharded.run(2, checkpointed, tmp_path, parallel)
     trainer = set_up(settings(*FEW, "--max_completion_length=12", f"--output_dir={tmp_path / 'run'}"))
     with open_run(trainer.config) as folder:
         assert folder.begin(trainer) == (1, {"bytes": {}, "rank": 0})
@@ -94,17 +181,16 @@ def test_a_checkpoint_of_two_processes_is_gone_on_from_by_two_and_by_one(tmp_pat
 
 @pytest.mark.slow
 def test_what_one_process_cannot_do_ends_all() -> None:
-    sharded.run(2, trainer_processes.failing)
+    sharded.run(2, failing)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_a_process_whose_peer_is_killed_while_it_samples_ends_with_one_line(tmp_path, parallel) -> None:
-    sharded.run(2, trainer_processes.left_while_sampling, tmp_path, parallel)
+    sharded.run(2, left_while_sampling, tmp_path, parallel)
 
 
 def launched(launcher: list[str], *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m trainer` on two processes, by a launcher."""
     few = [*SMALL, *FEW, "--generation_batch_size=8", "--max_completion_length=8", "--max_steps=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", *launcher, "-m", "trainer", *few, *argv]
@@ -113,7 +199,7 @@ def launched(launcher: list[str], *argv: str) -> subprocess.CompletedProcess[str
 
 @pytest.mark.slow
 def test_torchrun_starts_it_and_an_error_is_one_line_with_its_rank(tmp_path) -> None:
-    reward = "--reward_funcs=tests.support.trainer_processes:infinite_in_second"
+    reward = f"--reward_funcs={__name__}:infinite_in_second"
     ended = launched(["torch.distributed.run", "--nproc_per_node=2"], f"--output_dir={tmp_path / 'run'}", reward)
     assert ended.returncode == 1
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]

@@ -1,6 +1,8 @@
-"""The page of a run, after each evaluation and at its end."""
+"""Reports of a run: its page after each evaluation and at its end, and logging back-ends."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,11 +10,10 @@ from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, set
 from tests.support.pages import Page
 from trainer.data import load_rows
 from trainer.evaluate import Evaluation
-from trainer.report import Report, write_whole
-
-pytestmark = pytest.mark.slow
+from trainer.report import Report, open_tracker, write_whole
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_page_of_its_metrics_and_its_completions(tmp_path, monkeypatch) -> None:
     there = []
 
@@ -37,6 +38,7 @@ def test_a_run_leaves_a_page_of_its_metrics_and_its_completions(tmp_path, monkey
     assert not list(folder.glob(".*.partial"))
 
 
+@pytest.mark.slow
 def test_the_page_is_there_after_each_evaluation_and_one_that_cannot_be_written_ends_no_run(tmp_path, capsys) -> None:
     page = tmp_path / "report.html"
     result = Evaluation([True, True, True, False], 3.0)
@@ -51,3 +53,55 @@ def test_the_page_is_there_after_each_evaluation_and_one_that_cannot_be_written_
     printed = capsys.readouterr().out
     assert printed.count(f"warning: {page} was not written: ") == 1
     assert len(metrics_of(tmp_path)) == 2
+
+
+# Logging back-ends of a run that goes on: the same run there, from the step of the checkpoint on
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "expected"),
+    [
+        ("wandb", None, {"id": "a1", "resume": "never"}),
+        ("wandb", 4, {"id": "a1", "resume": "allow"}),
+        ("trackio", None, {"resume": "never"}),
+        ("trackio", 4, {"resume": "allow"}),
+    ],
+)
+def test_a_run_that_goes_on_is_the_same_run_for_the_back_end(monkeypatch, tmp_path, name, step, expected) -> None:
+    begun = []
+    library = SimpleNamespace(init=lambda **options: begun.append(options), log=None, finish=None)
+    monkeypatch.setitem(sys.modules, name, library)
+    open_tracker(name, tmp_path, {}, "a1", step)
+    (options,) = begun
+    assert {key: options[key] for key in ("id", "resume") if key in options} == expected
+
+
+def test_tensorboard_forgets_the_steps_after_the_checkpoint(monkeypatch, tmp_path) -> None:
+    begun = []
+    library = SimpleNamespace(
+        SummaryWriter=lambda folder, purge_step: begun.append(purge_step) or SimpleNamespace(close=0)
+    )
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library)
+    for step in (None, 4):
+        open_tracker("tensorboard", tmp_path, {}, "a1", step)
+    assert begun == [None, 5]
+
+
+def test_a_back_end_that_fails_ends_no_run(monkeypatch, tmp_path, capsys) -> None:
+    steps = []
+
+    def log(metrics, step):
+        steps.append(step)
+        if step == 1:
+            raise ConnectionError("no answer")
+
+    def finish():
+        raise TimeoutError("still no answer")
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **_: None, log=log, finish=finish))
+    folder = run(tmp_path / "run", "--report_to", "trackio", "--max_completion_length=12", "--eval_problems=2")
+    assert [entry["step"] for entry in metrics_of(folder)] == [0, 1, 2, 2]
+    assert steps == [0, 1]
+    said = capsys.readouterr().out
+    assert "report_to: trackio failed and gets no more: ConnectionError: no answer" in said
+    assert "report_to: trackio failed and gets no more: TimeoutError: still no answer" in said

@@ -107,7 +107,6 @@ def test_a_model_that_turns_nan_in_its_last_step_is_not_saved(fresh, tmp_path) -
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of two steps."""
     return run(tmp_path_factory.mktemp("runs") / "first", "--temperature=1.2")
 
 

@@ -66,8 +66,6 @@ def press(browser: Any, selector: str, *keys: str, index: int = 0) -> str:
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Open a page of completions."""
-
     def opened(*entries: object) -> None:
         file = tmp_path / "page.html"
         file.write_text(page_of(read_samples(write_lines(tmp_path / "shown.jsonl", entries)), "Example"), "utf-8")

@@ -45,7 +45,6 @@ def by_sorting(scores: torch.Tensor, uniforms: torch.Tensor, temperature: float,
 
 
 def rows(kind: str, size: int) -> torch.Tensor:
-    """150 rows of scores (150, size)."""
     generator = torch.Generator().manual_seed(size)
     scores = torch.randn(150, size, generator=generator)
     impossible = torch.randperm(size, generator=generator)[: size // 2]
