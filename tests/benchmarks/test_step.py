@@ -18,7 +18,6 @@ from benchmarks.speed.step_reference import StepResult
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-ONE_ROUND = Budget(0.0, 1, 1)
 
 
 def tiny_policy(lora):

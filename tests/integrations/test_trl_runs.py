@@ -15,6 +15,7 @@ integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is
 
 from trl import GRPOTrainer  # noqa: E402
 
+from tests.support.embedded import reward_every_other  # noqa: E402
 from tests.support.trl_training import build, logged, packs, parameters, record_generations, rollouts  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -74,10 +75,6 @@ def without_answers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     )
 
 
-def alternate(completions: list[Any], **kwargs: object) -> list[float]:
-    return [float(i % 2) for i in range(len(completions))]
-
-
 @pytest.mark.parametrize(
     ("config", "looked_for"),
     [
@@ -87,7 +84,7 @@ def alternate(completions: list[Any], **kwargs: object) -> list[float]:
     ids=["usual forms", "own form"],
 )
 def test_training_without_any_credit_warns_once_and_says_which_answers_are_read(train, config, looked_for):
-    given = {"rollout_func": without_answers, "reward_funcs": alternate, "counterfactual": config}
+    given = {"rollout_func": without_answers, "reward_funcs": reward_every_other, "counterfactual": config}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trained = train(trainer=given, max_steps=2)

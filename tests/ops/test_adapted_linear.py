@@ -11,7 +11,6 @@ from cfa_kernels.ops.adapted_linear import AdapterParts, _AdaptedLinear, adapted
 from tests.support.operator_calls import OperatorCalls
 
 HALF, FULL = torch.bfloat16, torch.float32
-RANK = 32
 NO_KERNELS = {"alias", "detach", "device", "empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"}
 
 

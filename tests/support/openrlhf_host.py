@@ -99,21 +99,14 @@ class Actors:
         return [given[i : i + share] for i in range(0, len(given), share) for _ in range(self.copies)]
 
 
-class Engine(nn.Module):
-    """OpenRLHF's `Actor` around a model that this process holds whole."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-
 class TreeActors:
     """OpenRLHF's group of actors with `TreeScoring`, `copies` processes each, all in this process."""
 
     def __init__(self, actors: int, copies: int = 1, model: nn.Module | None = None, **train: bool) -> None:
         self.ray_actor_type = SimpleNamespace(__ray_actor_class__=TreeScoring)
         self.copies, self.sent, self.emptied = copies, list[list[int]](), 0
-        own = Engine(tiny_model().eval() if model is None else model)
+        own = nn.Module()  # in place of OpenRLHF's `Actor`
+        own.model = tiny_model().eval() if model is None else model
         self.workers = [self._worker(rank, own, train) for rank in range(actors * copies)]
 
     def _worker(self, rank: int, actor: nn.Module, train: dict[str, bool]) -> Any:

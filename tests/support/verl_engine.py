@@ -66,7 +66,7 @@ def rows_to_train_on(rank: int, groups: int = 3, **changes: Any) -> Any:
 class Compared:
     """An engine before and after it packs; `fed` lists the tokens of packed trees."""
 
-    def __init__(self, rank: int, param_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, rank: int, param_dtype: str) -> None:
         from verl.workers.config import FSDPActorConfig
         from verl.workers.utils.losses import ppo_loss
 
@@ -84,7 +84,7 @@ class Compared:
             self.fed.append(pack.num_tokens)
             return forward(walk, pack, **options)
 
-        monkeypatch.setattr(training_forward, "packed_hidden", counted)
+        training_forward.packed_hidden = counted
 
     def update(self, **changes: Any) -> tuple[list[float], dict[str, Any], dict[str, torch.Tensor]]:
         """Losses of the micro-batches, metrics, and whole gradients."""
@@ -110,11 +110,7 @@ class Compared:
 
 def updates_as_verl(rank: int, param_dtype: str) -> None:
     """Losses, metrics, gradients and log-probs from packed trees are those of verl's forward, also after a step."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        _updates_as_verl(Compared(rank, param_dtype, monkeypatch), exact=param_dtype == "fp32")
-
-
-def _updates_as_verl(compared: Compared, *, exact: bool) -> None:
+    compared, exact = Compared(rank, param_dtype), param_dtype == "fp32"
     from cfa_kernels.integrations.verl_update import pack
 
     near = {"rtol": 1e-4, "atol": 1e-5} if exact else {"rtol": 0.05, "atol": 0.05}

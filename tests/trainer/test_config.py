@@ -9,12 +9,9 @@ import yaml
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.masking import Masking
 from docs.options import option_docs
-from trainer.cli import parse, to_yaml
+from tests.support.runs import config as settings
+from trainer.cli import to_yaml
 from trainer.config import DataConfig, TrainConfig
-
-
-def settings(*argv: str) -> TrainConfig:
-    return parse(TrainConfig, argv, prog="python -m trainer", description="")
 
 
 def message(capsys, *argv: str) -> str:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from tests.support.runs import child, flags, main, outcome
 from trainer import __main__ as program
+from trainer import run
 from trainer.checkpoints.files import DiskError, naming, whole_folder, write_whole
 from trainer.endings import Ended, Ending
 from trainer.evaluate import evaluate
@@ -26,13 +27,9 @@ def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> t
             os.kill(os.getpid(), number)
 
     if step < 0:
-        from trainer import __main__ as program
-
         set_up = program.set_up
         program.set_up = lambda config: (send(), set_up(config))[1]
     if step == 0:
-        from trainer import run
-
         run.evaluate = lambda *args, **options: (send(), evaluate(*args, **options))[1]
     return main(argv, lambda call: send() if call == step else None)
 

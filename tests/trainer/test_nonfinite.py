@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.support.embedded import EVERY_OTHER
+from tests.support.runs import config
 from tests.support.tiny import TINY_RUN
-from trainer.cli import parse
-from trainer.config import TrainConfig
 from trainer.run import set_up, train
 from trainer.step import training_step
 
@@ -39,7 +38,7 @@ def test_a_run_ends_with_step_and_cause_and_saves_nothing(tiny_folder, tmp_path,
         "--no_mask_truncated_completions", EVERY_OTHER, f"--output_dir={tmp_path / 'run'}",
         "--credit=counterfactual" if kind == "scores" else "--credit=uniform",
     ]  # fmt: skip
-    trainer = set_up(parse(TrainConfig, argv, prog="", description=""))
+    trainer = set_up(config(*argv))
     monkeypatch.setattr("trainer.run.training_step", lambda *step: (damage(trainer, kind), training_step(*step))[1])
     with pytest.raises(FloatingPointError, match=rf"^step 1, {FAULTS[kind]}.*; this step is not saved$"):
         train(trainer)

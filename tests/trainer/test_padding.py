@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.support.embedded import EVERY_OTHER
+from tests.support.runs import config
 from tests.support.tiny import TINY_RUN
-from trainer.cli import parse
-from trainer.config import TrainConfig
 from trainer.run import set_up
 from trainer.step import training_step
 
@@ -27,7 +26,7 @@ def trained(tiny_folder, tmp_path):
         file.write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
         flags = ["--no_use_peft", "--learning_rate=1e-2", "--no_mask_truncated_completions", "--credit=uniform"]
         files = [f"--model={model}", f"--dataset={tiny_folder / 'rows.jsonl'}"]
-        trainer = set_up(parse(TrainConfig, [*TINY_RUN, *files, *flags, EVERY_OTHER], prog="", description=""))
+        trainer = set_up(config(*TINY_RUN, *files, *flags, EVERY_OTHER))
         return trainer, [training_step(trainer, step, [0, 1, 2, 4]) for step in (1, 2)]
 
     return run
