@@ -26,7 +26,11 @@ def naming(path: Path, setting: str = "") -> Iterator[None]:
         yield
     except DiskError:
         raise
-    except (OSError, SafetensorError) as problem:
+    except (OSError, SafetensorError, RuntimeError) as problem:
+        if isinstance(problem, RuntimeError):
+            if not isinstance(problem.__context__, OSError):  # what torch.save makes of a write that failed
+                raise
+            problem = problem.__context__
         cause = getattr(problem, "strerror", None) or problem
         raise DiskError(f"{setting}{path} cannot be written: {cause}") from problem
 

@@ -1,16 +1,18 @@
 """Which folder a run takes: a new one, its own, never another's."""
 
+import errno
 import json
 import os
 import signal
 import time
 
 import pytest
+import torch
 import yaml
 
 from tests.support.runs import child, config, flags, main
 from trainer.checkpoints import run_folder
-from trainer.checkpoints.files import DiskError
+from trainer.checkpoints.files import DiskError, naming
 from trainer.checkpoints.run_folder import Finished, Refused, open_run
 
 
@@ -165,3 +167,19 @@ def test_a_folder_that_holds_something_else_is_left_alone(argv, tmp_path) -> Non
 def test_a_folder_that_cannot_be_made_is_an_error_before_the_model_is_loaded(argv, where) -> None:
     with pytest.raises(DiskError, match=f"^output_dir: {where} cannot be written: (No such file|Not a directory)"):
         open_run(config(*argv(), f"--output_dir={where}")).__enter__()
+
+
+@pytest.mark.parametrize("room", [0, 5_000, 30_000])
+def test_a_disk_that_fills_while_torch_writes_is_named_whatever_torch_makes_of_it(tmp_path, room) -> None:
+    class Full:
+        def write(self, data) -> int:
+            nonlocal room
+            if (room := room - len(data)) < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return len(data)
+
+        def flush(self) -> None: ...
+
+    message = r"state\.pt cannot be written: No space left on device"
+    with pytest.raises(DiskError, match=message), naming(tmp_path / "state.pt"):
+        torch.save({"weights": torch.zeros(5_000), "more": torch.ones(5_000)}, Full())
