@@ -347,8 +347,8 @@ def _block(
     sums: dict[tuple[int, str], Tensor] = {}
     products: dict[str, dict[str, list[list[float]]]] = {}
 
-    def add(key: str, name: str, step: Tensor, gradient: Tensor) -> None:
-        line = [float(step @ truth[0]), float(step @ truth[1]), float(step @ step), float(gradient @ gradient)]
+    def add(key: str, name: str, step: Tensor) -> None:
+        line = [float(step @ truth[0]), float(step @ truth[1]), float(step @ step)]
         products.setdefault(key, {}).setdefault(name, []).append(line)
 
     for i, gradients in enumerate(_gradients(policy, arms, settings, 3, block, count=SIZES[-1]), 1):
@@ -357,10 +357,10 @@ def _block(
                 if gradients is not None:
                     sums[size, name] = sums.get((size, name), 0) + gradients[name]
                 if i % size == 0 and (whole := sums.pop((size, name), None)) is not None:
-                    add(str(size), name, whole, whole)
+                    add(str(size), name, whole)
                     if size == ADAM:
                         scale = squares[name].sqrt()
-                        add("adam", name, whole / (scale + 1e-4 * scale.mean()), whole)
+                        add("adam", name, whole / (scale + 1e-4 * scale.mean()))
     return products
 
 
@@ -368,8 +368,9 @@ def summary(blocks: Sequence[Mapping[str, Mapping[str, Sequence[Sequence[float]]
     """Sum up what `_block` gives: for each arm and each size, or "adam", cosine, ratio to plain's and difference.
 
     Errors are standard errors over batches, which are paired with plain's. `ratio` is that of the mean cosines; its
-    error is a jackknife over batches. `signal` is the squared norm of the arm's mean gradient of a group, from how the
-    mean square falls with the size, and `noise` the variance of a group's; `aim` is the cosine of that mean.
+    error is a jackknife over batches. `aim` is the cosine of the arm's mean gradient and `noise to signal` the variance
+    of a group's over the squared norm of that mean, which follows from how the mean square falls with the size; their
+    errors are jackknives over blocks. None where the estimated norm is not above 0.
     """
     cosines = {
         key: {name: _cosines([line for block in blocks for line in block[key][name]], strength) for name in arms}
@@ -386,16 +387,24 @@ def summary(blocks: Sequence[Mapping[str, Mapping[str, Sequence[Sequence[float]]
                 "difference": float((own - plain).mean()), "difference_error": _error(own - plain),
                 "ratio": _ratio(own, plain), "ratio_error": math.sqrt((len(own) - 1) * float(np.var(left))),
             }  # fmt: skip
-        small, large = (_moments(blocks, str(size), name) for size in (SIZES[0], SIZES[-1]))
-        noise = (small[1] - large[1]) / (1 / SIZES[0] - 1 / SIZES[-1])
-        signal = large[1] - noise / SIZES[-1]
-        figures[name]["noise to signal"] = noise / signal if signal > 0 else None
-        figures[name]["aim"] = large[0] / math.sqrt(strength * signal) if signal > 0 else None
+        whole = _aim(blocks, name, strength)
+        left_out = [_aim([*blocks[:i], *blocks[i + 1 :]], name, strength) for i in range(len(blocks))]
+        errors = np.sqrt((len(blocks) - 1) * np.var(left_out, axis=0))
+        for key, value, error in zip(("aim", "noise to signal"), whole, errors.tolist(), strict=True):
+            figures[name][key] = {"value": value, "error": error} if math.isfinite(value + error) else None
     return figures
 
 
+def _aim(blocks: Sequence[Mapping[str, Any]], name: str, strength: float) -> tuple[float, float]:
+    """Cosine of an arm's mean gradient, and the variance of a group's gradient over that mean's squared norm."""
+    small, large = (_moments(blocks, str(size), name) for size in (SIZES[0], SIZES[-1]))
+    noise = (small[1] - large[1]) / (1 / SIZES[0] - 1 / SIZES[-1])
+    signal = large[1] - noise / SIZES[-1]
+    return (large[0] / math.sqrt(strength * signal), noise / signal) if signal > 0 else (math.nan, math.nan)
+
+
 def _cosines(lines: Sequence[Sequence[float]], strength: float) -> np.ndarray:
-    first, second, square, _ = np.array(lines).T
+    first, second, square = np.array(lines).T
     return (first + second) / 2 / np.sqrt(strength * square)
 
 
@@ -422,7 +431,10 @@ def markdown(document: Mapping[str, Any]) -> str:
     rows = []
     for name, figures in arms.items():
         at, adam = figures[str(ADAM)], figures["adam"]
-        ends = [("–" if figures[key] is None else f"{figures[key]:.2f}") for key in ("aim", "noise to signal")]
+        ends = [
+            "–" if (one := figures[key]) is None else f"{one['value']:.{digits}f} ± {one['error']:.{digits}f}"
+            for key, digits in (("aim", 2), ("noise to signal", 0))
+        ]
         rows.append([
             name, *(f"{figures[str(size)]['cosine']:.3f}" for size in SIZES),
             f"{at['ratio']:.2f} ± {at['ratio_error']:.2f}", f"{at['difference']:+.3f} ± {at['difference_error']:.3f}",
@@ -434,7 +446,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"(cosine of its halves {document['agreement']:.2f}), over {settings['blocks']} blocks of {SIZES[-1]} groups. "
         f"Ratios and differences are those at {ADAM * size} completions, paired with plain DAPO's; their squares are "
         "roughly ratios of completions. *Adam*: each arm's gradient divided by the root of its own mean square over 20 "
-        "earlier batches. *Aim* is the cosine of the arm's mean gradient (1 is no bias), *noise to signal* the "
-        "variance of a group's gradient over the squared norm of that mean.\n"
+        "earlier batches. *Aim* is the cosine of the arm's mean gradient (1 is no bias; an estimate may exceed it), "
+        "*noise to signal* the variance of a group's gradient over the squared norm of that mean.\n"
     )
     return "\n".join(["# Alignment with the true gradient\n", note, table(head, rows)])
