@@ -56,17 +56,19 @@ def _draw(scores: Tensor, uniforms: Tensor, top_p: float) -> Tensor:
     return place.clamp(max=scores.shape[1] - 1)  # beyond it are only sums that are nan
 
 
-def _nucleus(weights: Tensor, top_p: float) -> Tensor:
+def _nucleus(weights: Tensor, top_p: float, candidates: int = _CANDIDATES) -> Tensor:
     """Give weights (B, V) with 0 for each token than which likelier ones make up `top_p`.
 
     Among equally likely tokens the last of the vocabulary come first.
     """
     share = top_p * weights.sum(-1, keepdim=True)
-    values, tokens = weights.topk(min(_CANDIDATES, weights.shape[1]))
+    values, tokens = weights.topk(min(candidates, weights.shape[1]))
     whole = (values * (values > values[:, -1:])).sum(-1, keepdim=True) >= share  # and cut in no tie
-    if not whole.all():  # the one wait for the device
-        values, tokens = weights.sort(-1)
     tokens, order = tokens.sort(-1, descending=True)
     values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
     inside = values.cumsum(-1) - values < share
-    return torch.zeros_like(weights).scatter_(1, tokens.gather(1, order), values * inside)
+    kept = torch.zeros_like(weights).scatter_(1, tokens.gather(1, order), values * inside)
+    if values.shape[1] < weights.shape[1] and not whole.all():  # the one wait for the device
+        rows = (~whole).nonzero()[:, 0]
+        kept[rows] = _nucleus(weights[rows], top_p, weights.shape[1])
+    return kept
