@@ -87,6 +87,11 @@ def policy_loss(
         The 0-d loss, and metrics as detached 0-d tensors on its device: `ratio_mean` (over counted tokens with a
         weighted advantage), `kl`, `entropy`, `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`,
         `/high_max`, or `cispo_clip_ratio`; means over tokens, of clip ratios at the sequence level over sequences.
+
+    Raises:
+        ValueError: a wrong option, shape or value, naming row and token.
+        TypeError: a wrong dtype, or an unknown option.
+        RuntimeError: from a backward with `create_graph=True`.
     """
     check_tensor("logprobs", logprobs)
     if logprobs.dim() != 2:
@@ -141,6 +146,8 @@ def logits_policy_loss(
         compute_entropy: adds the `entropy` metric.
         inplace: writes the gradient over the logits, which are lost then; backward runs once.
         backend: `"triton"` or `"torch"`; by default what the device has.
+
+    Returns and raises as `policy_loss`.
     """
     check_tensor("logits", logits)
     if logits.dim() != 3:
@@ -200,6 +207,8 @@ def linear_policy_loss(
         drop_inactive: finds those tokens here, waiting for a GPU, and drops clipped ones from the gradients' GEMMs too;
             the default on a CPU.
         chunk_size: rows of logits that exist at a time; by default 4096, on a CPU 512.
+
+    Returns and raises as `policy_loss`; with `return_logprobs` the log-probs come third.
     """
     check_linear(hidden, lm_head, bias, rows)
     rows_alone = hidden.dim() == 2
@@ -255,7 +264,8 @@ def contributing_rows(
 ) -> Tensor:
     """Find the flattened indices (M,) of the tokens that `linear_policy_loss` depends on, for its `rows`.
 
-    `all_counted` is True if ref_logprobs or the entropy are used. On a GPU this waits: call it on the CPU.
+    `mask` (B, T), `advantages` (B,) or (B, T), `weights` (B, T) and the level are those of the loss; `all_counted` is
+    True if ref_logprobs or the entropy are used. On a GPU this waits: call it on the CPU.
     """
     level = check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
     if mask.dim() != 2:

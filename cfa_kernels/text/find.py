@@ -27,7 +27,7 @@ class Reasoning(NamedTuple):
 def find_answer(
     token_ids: TokenIds, tokenizer: PreTrainedTokenizerBase, answers: AnswerRules = USUAL_ANSWERS
 ) -> Span | None:
-    """Find every token of (T,) sampled ids that touches the `answer_text_span` of their text."""
+    """Find every token of (T,) sampled ids that touches the `answer_text_span` of their text; None if it has none."""
     return _reasoning(token_ids, tokenizer, None, answers).answer
 
 

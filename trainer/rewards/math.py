@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MEMORY_BYTES = 4 << 30
+START_SECONDS = 120.0
 
 
 class MathReward:
@@ -78,8 +79,10 @@ def main() -> None:
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    faulthandler.dump_traceback_later(START_SECONDS, exit=True)
     from math_verify import parse, verify
 
+    faulthandler.cancel_dump_traceback_later()
     seconds, replies, nothing = max(1, int(most / 2)), os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.write(replies, b"loaded\n")
     for other in (1, 2):  # nobody reads what libraries say
