@@ -40,7 +40,8 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
         embeddings = inner.get_input_embeddings()
     except NotImplementedError:
         embeddings = None
-    weight = getattr(embeddings, "weight", None)  # in pieces, of any shape, where an `nn.Embedding` is sharded
+    # The weight of an `nn.Embedding` is not read: under ZeRO-3 that is a gathering, which all processes must join.
+    weight = None if isinstance(embeddings, nn.Embedding) else getattr(embeddings, "weight", None)
     if not isinstance(embeddings, nn.Embedding) and not (isinstance(weight, Tensor) and weight.ndim == 2):
         raise NotImplementedError(f"model: {type(inner).__name__} has no single token-embedding matrix")
     if inner.get_output_embeddings() is None or backbone(inner) is inner:

@@ -109,3 +109,11 @@ def test_checkpointed_modules_are_those_flagged_and_in_training_now():
     checkpointed = checkpointed_modules(walk)
     assert {id(module) for module in model.model.layers} <= {id(module) for module in checkpointed}
     assert not checkpointed_modules(walk.model.eval())
+
+
+def test_the_model_is_found_without_a_look_at_weights() -> None:
+    """Under ZeRO-3 a look is a gathering, which hangs unless all processes look."""
+    model = make_model("Qwen3", num_hidden_layers=1)
+    refuse = property(lambda self: pytest.fail("the weight of the embedding was read"))
+    model.get_input_embeddings().__class__ = type("Embedding", (nn.Embedding,), {"weight": refuse})
+    assert causal_lm(model) is model
