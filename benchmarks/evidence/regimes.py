@@ -25,14 +25,14 @@ _SET = (
     "We should not forget what is asked.", "Well, that is how it goes.", "All of this was told in the text.",
 )  # fmt: skip
 _FREE = (
-    "Often Perhaps Today Surely Clearly Somehow Maybe Indeed".split(),
-    "old small happy green quiet clever young tired".split(),
-    "dog teacher river garden farmer window bird story".split(),
-    "sees likes finds follows watches leaves knows helps".split(),
-    "new big lovely strange warm simple bright lost".split(),
-    "house road song boat friend letter tree market".split(),
+    "Often Perhaps Today Surely Clearly Somehow Maybe Indeed",
+    "old small happy green quiet clever young tired",
+    "dog teacher river garden farmer window bird story",
+    "sees likes finds follows watches leaves knows helps",
+    "new big lovely strange warm simple bright lost",
+    "house road song boat friend letter tree market",
 )
-_DECOYS = "apples marbles stickers books coins cards shells pencils stamps beads".split()
+_DECOYS = "apples marbles stickers books coins cards shells pencils stamps beads"
 WORDS = {"set": "Talk", "free": "Chat", "decoys": "Doodle"}
 """How a prompt asks for idle sentences: out of twelve, of words drawn freely, or computations that nothing reads."""
 
@@ -79,7 +79,9 @@ REGIMES = {
     "hurried": Regime(hurried=True),
     "hurried8": Regime(8, hurried=True, max_tokens=224),
 }
-_SHARES = {"plain": 20, "idle8": 20, "idle24": 8, "idle90": 2, "free8": 12, "decoys8": 12, "hurried": 10, "hurried8": 10}
+_SHARES = {
+    "plain": 20, "idle8": 20, "idle24": 8, "idle90": 2, "free8": 12, "decoys8": 12, "hurried": 10, "hurried8": 10,
+}  # fmt: skip
 """How often the model sees each."""
 
 RECIPE = {"vocab_size": 640, "max_steps": 2400, "batch_size": 32, "max_position_embeddings": 1536}
@@ -118,18 +120,18 @@ def train(folder: Path) -> Path:
 
 def _idle(kind: str, rng: random.Random) -> str:
     if kind == "free":
-        first, *rest = (rng.choice(words) for words in _FREE)
+        first, *rest = (rng.choice(words.split()) for words in _FREE)
         return f"{first} the {rest[0]} {rest[1]} {rest[2]} the {rest[3]} {rest[4]}."
     if kind == "decoys":
         left, right = rng.randint(3, 40), rng.randint(2, 9)
         op, result = rng.choice([("+", left + right), ("-", left - right), ("*", left * right)])
-        return f"We also see {left}{op}{right}={result} {rng.choice(_DECOYS)}."
+        return f"We also see {left}{op}{right}={result} {rng.choice(_DECOYS.split())}."
     return rng.choice(_SET)
 
 
 def _hurried(problem: WordProblem, rng: random.Random) -> WordProblem:
     """The problem as one solves it who misreads an operand of a sixth of the steps; what follows reads the result."""
-    steps, read = [], {}
+    steps, read = [], dict[int, int]()
     for step in problem.steps:
         left, right = read.get(step.left, step.left), read.get(step.right, step.right)
         if step.op in "+-" and rng.random() < 1 / 6:
