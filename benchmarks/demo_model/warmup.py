@@ -8,6 +8,7 @@ machine they made one that solves 57 %. `--dataset` does the same on real proble
 import itertools
 import json
 import math
+import os
 import platform
 import random
 import sys
@@ -264,7 +265,10 @@ def warm_up(config: WarmupConfig) -> Path:
     suited = yaml.safe_dump(SUITED | {"max_completion_length": length_limit}, sort_keys=False)
     (folder / DEFAULTS_FILE).write_text(suited, encoding="utf-8")
     record = {
-        "config": asdict(config) | {"output_dir": None},
+        "config": {
+            name: Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
+            for name, value in (asdict(config) | {"output_dir": None}).items()
+        },
         "loss": sum(losses[-100:]) / len(losses[-100:]),
         "held_out_accuracy": result.accuracy,
         "threads": torch.get_num_threads(),
