@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.evidence.planted import length, position
+from benchmarks.evidence.regimes import ASSETS, REGIMES, problems
 from benchmarks.harness.results import Pieces, made_by, table
 from cfa_kernels import (
     CounterfactualConfig,
@@ -101,6 +102,8 @@ class AlignmentSettings:
     """Folder or hub name of the policy, such as a checkpoint of a run; by default the small model that comes along."""
     problems: str = ""
     """JSON lines with `question` and `answer`; by default generated word problems."""
+    regime: str = ""
+    """Name in `regimes.REGIMES`, in place of `problems` and `max_tokens`; its own model unless one is named."""
     parameters: str = "."
     """Expression for the names of the parameters whose gradients are compared."""
     true_groups: int = 4096
@@ -121,16 +124,21 @@ class AlignmentSettings:
         for name, least in {"true_groups": 1, "blocks": 3, "group": 2, "max_tokens": 1, "continuations": 1}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.regime and self.regime not in REGIMES:
+            raise ValueError(f"regime must be one of {', '.join(REGIMES)}, got {self.regime!r}")
+        if self.regime and self.problems:
+            raise ValueError(f"problems: regime={self.regime!r} has its own, got {self.problems!r}; leave one out")
 
 
 class Policy:
     """A model, the problems it is asked, and gradients of what it answers."""
 
     def __init__(self, settings: AlignmentSettings) -> None:
-        model = settings.model or one_page.Settings.model
+        regime = REGIMES.get(settings.regime)
+        model = settings.model or (one_page.Settings.model if regime is None else str(ASSETS))
         self.settings = one_page.Settings(
             model=model, problems=settings.problems or None, group=settings.group,
-            max_tokens=settings.max_tokens, held_out=1,
+            max_tokens=settings.max_tokens if regime is None else regime.max_tokens, held_out=1,
         )  # fmt: skip
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -139,15 +147,21 @@ class Policy:
         if not names:
             raise ValueError(f"parameters: no parameter of the model matches {settings.parameters!r}")
         self.parameters = [self.model.get_parameter(name) for name in names]
-        self._train, _ = one_page.load(self.settings, self.tokenizer)
+        if regime is None:
+            self._train, _ = one_page.load(self.settings, self.tokenizer)
+        else:
+            rows = problems(regime, "train", settings.seed, 2048)
+            pairs = [(row["question"], row["answer"].rpartition("####")[2]) for row in rows]
+            encode = one_page.encode
+            self._train = [one_page.Problem(encode(q, self.tokenizer), one_page.number(a)) for q, a in pairs]
 
     def groups(self, *key: int, count: int) -> Iterator["Group"]:
         """Sample groups; equal keys give equal problems and completions."""
         generator = keyed_generator(*key)
         torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
         chosen = torch.randint(len(self._train), (count,), generator=generator).tolist()
-        for start in range(0, count, 8):
-            asked = [self._train[i] for i in chosen[start : start + 8] for _ in range(self.settings.group)]
+        for start in range(0, count, 32):
+            asked = [self._train[i] for i in chosen[start : start + 32] for _ in range(self.settings.group)]
             rows, rewards = self.answered(asked)
             for first in range(0, len(asked), self.settings.group):
                 part = slice(first, first + self.settings.group)
@@ -441,10 +455,11 @@ def markdown(document: Mapping[str, Any]) -> str:
             f"{adam['ratio']:.2f} ± {adam['ratio_error']:.2f}", *ends,
         ])  # fmt: skip
     groups, size = settings["true_groups"], settings["group"]
+    regime = f"Regime `{settings['regime']}`. " if settings.get("regime") else ""
     note = (
-        f"{made_by(document)}. Cosine of a batch's gradient with the true one, from 2 x {groups} groups of {size} "
-        f"(cosine of its halves {document['agreement']:.2f}), over {settings['blocks']} blocks of {SIZES[-1]} groups. "
-        f"Ratios and differences are those at {ADAM * size} completions, paired with plain DAPO's; their squares are "
+        f"{made_by(document)}. {regime}Cosine of a batch's gradient with the true one, from 2 x {groups} groups of "
+        f"{size} (cosine of its halves {document['agreement']:.2f}), over {settings['blocks']} blocks of {SIZES[-1]} "
+        f"groups. Ratios and differences are those at {ADAM * size} completions, paired with plain DAPO's; their squares are "
         "roughly ratios of completions. *Adam*: each arm's gradient divided by the root of its own mean square over 20 "
         "earlier batches. *Aim* is the cosine of the arm's mean gradient (1 is no bias; an estimate may exceed it), "
         "*noise to signal* the variance of a group's gradient over the squared norm of that mean.\n"

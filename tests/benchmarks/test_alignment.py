@@ -111,3 +111,16 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(alignment, "packed_forward", None)  # all is known by now
     assert main(command) == 0
     assert json.loads((tmp_path / "evidence-alignment.json").read_text())["arms"] == first["arms"]
+
+
+def test_a_regime_brings_its_model_its_problems_and_its_room():
+    policy = Policy(AlignmentSettings(regime="idle8", group=4))
+    group = next(policy.groups(0, 9, count=1))
+    lines = policy.tokenizer.decode(group.rows.completions[0]).count("\n")
+    assert policy.tokenizer.decode(group.problem.prompt).count("Talk 8.") == 1
+    assert 8 < lines < 16
+    assert policy.settings.max_tokens > 200
+    with pytest.raises(ValueError, match="regime must be one of plain, .*, got 'idle9'"):
+        AlignmentSettings(regime="idle9")
+    with pytest.raises(ValueError, match="problems: regime='idle8' has its own, got 'x.jsonl'"):
+        AlignmentSettings(regime="idle8", problems="x.jsonl")
