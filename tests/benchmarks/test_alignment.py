@@ -120,7 +120,7 @@ def test_a_regime_brings_its_model_its_problems_and_its_room():
     assert policy.tokenizer.decode(group.problem.prompt).count("Talk 8.") == 1
     assert 8 < lines < 16
     assert policy.settings.max_tokens > 200
-    with pytest.raises(ValueError, match="regime must be one of plain, .*, got 'idle9'"):
+    with pytest.raises(ValueError, match=r"regime must be one of plain, .*, got 'idle9'"):
         AlignmentSettings(regime="idle9")
-    with pytest.raises(ValueError, match="problems: regime='idle8' has its own, got 'x.jsonl'"):
+    with pytest.raises(ValueError, match=r"problems: regime='idle8' has its own, got 'x\.jsonl'"):
         AlignmentSettings(regime="idle8", problems="x.jsonl")
