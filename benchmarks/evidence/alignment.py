@@ -459,9 +459,9 @@ def markdown(document: Mapping[str, Any]) -> str:
     note = (
         f"{made_by(document)}. {regime}Cosine of a batch's gradient with the true one, from 2 x {groups} groups of "
         f"{size} (cosine of its halves {document['agreement']:.2f}), over {settings['blocks']} blocks of {SIZES[-1]} "
-        f"groups. Ratios and differences are those at {ADAM * size} completions, paired with plain DAPO's; their squares "
-        "are roughly ratios of completions. *Adam*: each arm's gradient divided by the root of its own mean square over 20 "
-        "earlier batches. *Aim* is the cosine of the arm's mean gradient (1 is no bias; an estimate may exceed it), "
-        "*noise to signal* the variance of a group's gradient over the squared norm of that mean.\n"
+        f"groups. Ratios and differences are those at {ADAM * size} completions, paired with plain DAPO's; their "
+        "squares are roughly ratios of completions. *Adam*: each arm's gradient divided by the root of its own mean "
+        "square over 20 earlier batches. *Aim* is the cosine of the arm's mean gradient (1 is no bias; an estimate "
+        "may exceed it), *noise to signal* the variance of a group's gradient over the squared norm of that mean.\n"
     )
     return "\n".join(["# Alignment with the true gradient\n", note, table(head, rows)])
