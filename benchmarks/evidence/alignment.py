@@ -8,90 +8,28 @@ batch by batch. Cosines of larger batches come from sums of small ones, which is
 
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.evidence.planted import length, position
-from benchmarks.evidence.regimes import ASSETS, REGIMES, problems
+from benchmarks.evidence.arms import PLAIN, Arm, Group, Judged, arms_of
+from benchmarks.evidence.regimes import ASSETS, REGIMES, density, problems
 from benchmarks.harness.results import Pieces, made_by, table
-from cfa_kernels import (
-    CounterfactualConfig,
-    Credit,
-    External,
-    Masking,
-    PrefixGain,
-    Rows,
-    TrainingForward,
-    counterfactual_credit,
-    credited_advantages,
-    packed_forward,
-)
-from cfa_kernels.estimators.base import OwnFunction
+from cfa_kernels import Rows, packed_forward
 from cfa_kernels.rows import keyed_generator
 from trainer import one_page
-from trainer.rewards import group_advantages
 
-PLAIN = "plain"
 SIZES = (1, 4, 16, 64)
 """Groups of a batch."""
 ADAM = 4
 """Groups of the batches that Adam's geometry is measured at."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A kind of credit.
-
-    Attributes:
-        credit: its configuration; None for weights of 1.
-        on: the completions it weighs, by the sign of their advantage; others keep weights of 1.
-        right: factor of the completions of positive advantage.
-        ceiling: each line's advantage is measured by continuations, see `AlignmentSettings.continuations`.
-    """
-
-    credit: CounterfactualConfig | None = None
-    on: Literal["all", "positive", "negative"] = "all"
-    right: float = 1.0
-    ceiling: bool = False
-
-
-def _mean(estimator: Any, **options: Any) -> CounterfactualConfig:
-    return CounterfactualConfig(estimator, normalize="mean", **options)
-
-
-CF, TOTAL, GAIN = _mean(Masking()), _mean(Masking(effect="total")), _mean(PrefixGain())
-PERMUTED, POSITION, LENGTH = _mean(External()), _mean(OwnFunction(position)), _mean(OwnFunction(length))
-ARMS = {
-    PLAIN: Arm(),
-    "CF": Arm(CF),
-    "CF, as the paper": Arm(CounterfactualConfig()),
-    "CF, spans dropped": Arm(_mean(Masking(mask="drop"))),
-    "CF, total effects": Arm(TOTAL),
-    "prefix gain": Arm(GAIN),
-    "CF, inverted": Arm(_mean(Masking(), control="inverted")),
-    "CF, permuted": Arm(PERMUTED),
-    "position": Arm(POSITION),
-    "length": Arm(LENGTH),
-    "CF where right": Arm(CF, "positive"),
-    "CF as the paper, where right": Arm(CounterfactualConfig(), "positive"),
-    "total effects where right": Arm(TOTAL, "positive"),
-    "prefix gain where right": Arm(GAIN, "positive"),
-    "permuted where right": Arm(PERMUTED, "positive"),
-    "position where right": Arm(POSITION, "positive"),
-    "CF where wrong": Arm(CF, "negative"),
-    "right times 2": Arm(right=2.0),
-    "right times 4": Arm(right=4.0),
-    "CF where right, times 2": Arm(CF, "positive", right=2.0),
-    "ceiling": Arm(ceiling=True),
-}
-"""Arms by name; all but the ceiling are measured unless others are named."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +52,10 @@ class AlignmentSettings:
     """Completions of a problem."""
     max_tokens: int = 80
     """Longest completion."""
-    continuations: int = 8
-    """Continuations of each line's end, for the ceiling."""
+    temperature: float = 1.0
+    """Of sampling, and of the gradients."""
+    continuations: int = 4
+    """Continuations of each step's end, for the ceiling."""
     seed: int = 0
     """Seed of problems and draws."""
 
@@ -124,6 +64,8 @@ class AlignmentSettings:
         for name, least in {"true_groups": 1, "blocks": 3, "group": 2, "max_tokens": 1, "continuations": 1}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}")
         if self.regime and self.regime not in REGIMES:
             raise ValueError(f"regime must be one of {', '.join(REGIMES)}, got {self.regime!r}")
         if self.regime and self.problems:
@@ -137,9 +79,10 @@ class Policy:
         regime = REGIMES.get(settings.regime)
         model = settings.model or (one_page.Settings.model if regime is None else str(ASSETS))
         self.settings = one_page.Settings(
-            model=model, problems=settings.problems or None, group=settings.group,
+            model=model, problems=settings.problems or None, group=settings.group, temperature=settings.temperature,
             max_tokens=settings.max_tokens if regime is None else regime.max_tokens, held_out=1,
         )  # fmt: skip
+        self.continuations = settings.continuations
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -155,7 +98,7 @@ class Policy:
             encode = one_page.encode
             self._train = [one_page.Problem(encode(q, self.tokenizer), one_page.number(a)) for q, a in pairs]
 
-    def groups(self, *key: int, count: int) -> Iterator["Group"]:
+    def groups(self, *key: int, count: int) -> Iterator[Group]:
         """Sample groups; equal keys give equal problems and completions."""
         generator = keyed_generator(*key)
         torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
@@ -173,22 +116,27 @@ class Policy:
         pairs = zip(rows.completions, problems, strict=True)
         return rows, [one_page.reward(row, problem, self.tokenizer) for row, problem in pairs]
 
+    def continued(self, asked: list[one_page.Problem], problem: one_page.Problem) -> list[float]:
+        """Continue prompts that begin as a problem's does, 256 at a time, and reward what stands behind the latter."""
+        rewards, known = list[float](), len(problem.prompt)
+        for start in range(0, len(asked), 256):
+            some = asked[start : start + 256]
+            rows, _ = self.answered(some)
+            whole = [
+                torch.cat([torch.tensor(one.prompt[known:], dtype=torch.int64), row])
+                for one, row in zip(some, rows.completions, strict=True)
+            ]
+            rewards += [one_page.reward(row, problem, self.tokenizer) for row in whole]
+        return rewards
+
     def gradient(self, forward: Any, advantages: Tensor | Sequence[Tensor]) -> Tensor:
         """Compute the gradient of the sum over tokens of log-prob times advantage, (D,) on the CPU."""
-        terms = [(row * a.to(row)).sum() for row, a in zip(forward.logprobs(), advantages, strict=True)]
+        logprobs = forward.logprobs(self.settings.temperature)
+        terms = [(row * a.to(row)).sum() for row, a in zip(logprobs, advantages, strict=True)]
         found = torch.autograd.grad(
             torch.stack(terms).sum(), self.parameters, retain_graph=True, materialize_grads=True
         )
         return torch.cat([part.flatten().cpu() for part in found])
-
-
-@dataclass(frozen=True)
-class Group:
-    """Completions of a problem."""
-
-    rows: Rows
-    rewards: Tensor  # (G,)
-    problem: one_page.Problem
 
 
 def true_gradient(policy: Policy, half: int, settings: AlignmentSettings) -> Tensor:
@@ -203,79 +151,6 @@ def true_gradient(policy: Policy, half: int, settings: AlignmentSettings) -> Ten
     return total
 
 
-def token_advantages(
-    policy: Policy,
-    group: Group,
-    forward: Any,
-    arm: Arm,
-    credits: dict[int, Credit],
-    settings: AlignmentSettings,
-) -> Sequence[Tensor]:
-    """The advantages (T_b,) of an arm; `credits` keeps what arms share."""
-    plain = group_advantages(group.rewards, settings.group)
-    if arm.ceiling:
-        return line_advantages(policy, group, settings.continuations)
-    rows: list[Tensor] = [a.expand(n) for a, n in zip(plain, group.rows.lengths, strict=True)]
-    if arm.credit is not None:
-        weighed = credited_advantages(plain, credit_of(policy, group, forward, arm.credit, plain, credits))
-        judged = {"all": plain != 0, "positive": plain > 0, "negative": plain < 0}[arm.on]
-        rows = [new if yes else old for new, old, yes in zip(weighed, rows, judged.tolist(), strict=True)]
-    return [row * arm.right if a > 0 else row for row, a in zip(rows, plain.tolist(), strict=True)]
-
-
-def credit_of(
-    policy: Policy, group: Group, forward: Any, config: CounterfactualConfig, plain: Tensor, credits: dict[int, Credit]
-) -> Credit:
-    """Compute the credit of a group, once for each configuration."""
-    if id(config) not in credits:
-        external = None
-        if config is PERMUTED:  # the importances of CF, each at another span of its completion
-            external = [torch.zeros(n) for n in group.rows.lengths]
-            credit = credit_of(policy, group, forward, CF, plain, credits)
-            for b, (spans, drop) in enumerate(zip(credit.spans, credit.drop, strict=True)):
-                order = torch.randperm(len(spans), generator=keyed_generator(b, *group.rows.lengths))
-                for span, place in zip(spans, order.tolist(), strict=True):
-                    external[b][span.start : span.end] = -drop[place]
-        access = TrainingForward(forward) if config.estimator.continues else policy.model
-        credits[id(config)] = counterfactual_credit(
-            access, policy.tokenizer, group.rows, advantages=plain, rewards=group.rewards, config=config,
-            groups=[0] * len(plain), external=external,
-        )  # fmt: skip
-    return credits[id(config)]
-
-
-def line_advantages(policy: Policy, group: Group, continuations: int) -> list[Tensor]:
-    """By how much each line of a completion moves the share of continuations that are right, (T_b,)."""
-    asked, places = [], []
-    rows = group.rows.completions
-    ends = [[t + 1 for t, i in enumerate(row.tolist()) if "\n" in policy.tokenizer.decode([i])] for row in rows]
-    for b, row in enumerate(rows):
-        for end in ends[b]:
-            prompt = [*group.problem.prompt, *row[:end].tolist()]
-            asked += [one_page.Problem(prompt, group.problem.answer)] * continuations
-            places.append((b, end))
-    values = torch.tensor(_rewards_of(policy, asked, group)).view(len(places), -1).mean(1) if asked else torch.zeros(0)
-    value = dict(zip(places, values.tolist(), strict=True))
-    advantages = []
-    for b, row in enumerate(rows):
-        before, start, tokens = group.rewards.mean().item(), 0, torch.zeros(len(row))
-        for end in [*ends[b], len(row)]:
-            after = value.get((b, end), group.rewards[b].item())
-            tokens[start:end] = after - before
-            before, start = after, end
-        advantages.append(tokens)
-    return advantages
-
-
-def _rewards_of(policy: Policy, asked: list[one_page.Problem], group: Group) -> list[float]:
-    rows, _ = policy.answered(asked)
-    whole = [
-        torch.cat([torch.tensor(problem.prompt[len(group.problem.prompt) :]), row])
-        for problem, row in zip(asked, rows.completions, strict=True)
-    ]
-    return [one_page.reward(row, group.problem, policy.tokenizer) for row in whole]
-
-
 def run(
     pieces: Pieces, folder: Path, settings: AlignmentSettings, *, arms: Sequence[str] | None = None,
     say: Callable[[str], None] = print,
@@ -286,22 +161,21 @@ def run(
         pieces: the products of each block.
         folder: of the vectors that blocks are compared with: the two true gradients, the mean squares for Adam.
         settings: how much.
-        arms: names in `ARMS`; default all but the ceiling.
+        arms: names that `arms_of` takes; default the set "main".
         say: prints progress, a line at a time.
 
     Raises:
         ValueError: an unknown arm, or settings that leave nothing to measure.
     """
-    names = list(dict.fromkeys([PLAIN, *(arms or [name for name, arm in ARMS.items() if not arm.ceiling])]))
-    if unknown := [name for name in names if name not in ARMS]:
-        raise ValueError(f"arms must be among {', '.join(ARMS)}, got {', '.join(unknown)}")
-    policy, chosen = Policy(settings), {name: ARMS[name] for name in names}
+    chosen, policy = arms_of(arms or ["main"]), Policy(settings)
+    known = {name: value for name, value in asdict(settings).items() if name not in ("blocks", "continuations")}
     halves = []
     for half in (0, 1):
-        halves.append(_kept(folder / f"true-{half}.pt", lambda: true_gradient(policy, half, settings)))  # noqa: B023
+        halves.append(_kept(folder / f"true-{half}.pt", known, lambda: true_gradient(policy, half, settings)))  # noqa: B023
         say(f"true gradient {half + 1} of 2: norm {halves[-1].norm():.3g}")
     truth = [half.float() for half in halves]
-    squares = _kept(folder / "squares.pt", lambda: mean_squares(policy, chosen, settings))
+    own = known | {"arms": list(chosen), "continuations": settings.continuations}
+    squares = _kept(folder / "squares.pt", own, lambda: mean_squares(policy, chosen, settings))
     blocks = []
     for block in range(settings.blocks):
         blocks.append(pieces.get(f"block {block}", lambda: _block(policy, chosen, block, truth, squares, settings)))  # noqa: B023
@@ -310,42 +184,42 @@ def run(
     if strength <= 0:
         raise ValueError("true_groups: the two halves of the true gradient do not agree; raise it")
     agreement = strength / float(halves[0].norm() * halves[1].norm())
-    figures = summary(blocks, strength)
-    return {"settings": asdict(settings), "agreement": agreement, "arms": figures}
+    figures = summary([block["products"] for block in blocks], strength)
+    step = sum(block["seconds"][part] for block in blocks for part in ("sampling", "forward", "backward"))
+    for name, figure in figures.items():
+        figure["cost"] = sum(block["seconds"][name] for block in blocks) / step
+    share = density(REGIMES[settings.regime], policy.tokenizer) if settings.regime else None
+    return {"settings": asdict(settings), "agreement": agreement, "density": share, "arms": figures}
 
 
-def _kept(path: Path, make: Callable[[], Any]) -> Any:
-    """Read what is in a file, or make it and write it."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".draft")
-        torch.save(make(), draft)
-        draft.replace(path)
-    return torch.load(path, weights_only=True)
+def _kept(path: Path, settings: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+    """Read what is in a file of the same settings, or make it and write it."""
+    if path.exists() and (known := torch.load(path, weights_only=True))["settings"] == settings:
+        return known["value"]
+    value, draft = make(), path.with_suffix(".draft")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"settings": dict(settings), "value": value}, draft)
+    draft.replace(path)
+    return value
 
 
-def _gradients(
-    policy: Policy, arms: Mapping[str, Arm], settings: AlignmentSettings, *key: int, count: int
-) -> Iterator[dict[str, Tensor] | None]:
-    """Each group's gradient (D,) by arm; None where its completions are equally right."""
-    for group in policy.groups(settings.seed, *key, count=count):
-        if not (group.rewards - group.rewards.mean()).any():
-            yield None
-            continue
-        forward, credits = packed_forward(policy.model, group.rows, keep_states=True), dict[int, Credit]()
-        yield {
-            name: policy.gradient(forward, token_advantages(policy, group, forward, arm, credits, settings))
-            for name, arm in arms.items()
-        }
+def _judged(policy: Policy, seconds: dict[str, float], *key: int, count: int) -> Iterator[Judged | None]:
+    """Each group, sampled and fed; None where its completions are equally right."""
+    groups, start = policy.groups(*key, count=count), time.process_time()
+    for group in groups:
+        seconds["sampling"] = seconds.get("sampling", 0.0) + time.process_time() - start
+        mixed = bool((group.rewards - group.rewards.mean()).any())
+        yield Judged(policy, group) if mixed else None
+        start = time.process_time()
 
 
 def mean_squares(policy: Policy, arms: Mapping[str, Arm], settings: AlignmentSettings) -> dict[str, Tensor]:
     """Average the squares of each arm's gradient over 20 batches, (D,): the second moments that Adam would have."""
     sums: dict[str, Tensor] = {}
     batch: dict[str, Tensor] = {}
-    for i, gradients in enumerate(_gradients(policy, arms, settings, 2, count=20 * ADAM), 1):
-        for name, gradient in (gradients or {}).items():
-            batch[name] = batch.get(name, 0) + gradient
+    for i, judged in enumerate(_judged(policy, {}, settings.seed, 2, count=20 * ADAM), 1):
+        for name, arm in arms.items() if judged else ():
+            batch[name] = batch.get(name, 0) + judged.gradient(arm)
         if i % ADAM == 0:
             for name, gradient in batch.items():
                 sums[name] = sums.get(name, 0) + gradient**2 / 20
@@ -357,7 +231,10 @@ def _block(
     policy: Policy, arms: Mapping[str, Arm], block: int, truth: Sequence[Tensor], squares: Mapping[str, Tensor],
     settings: AlignmentSettings,
 ) -> dict[str, Any]:  # fmt: skip
-    """For each geometry, size and arm: products of each batch's gradient with both truths and with itself."""
+    """For each geometry, size and arm: products of each batch's gradient with both truths and with itself.
+
+    "seconds": those of the processor for a plain step on these groups, and each arm's credit.
+    """
     sums: dict[tuple[int, str], Tensor] = {}
     products: dict[str, dict[str, list[list[float]]]] = {}
 
@@ -365,17 +242,23 @@ def _block(
         line = [float(step @ truth[0]), float(step @ truth[1]), float(step @ step)]
         products.setdefault(key, {}).setdefault(name, []).append(line)
 
-    for i, gradients in enumerate(_gradients(policy, arms, settings, 3, block, count=SIZES[-1]), 1):
+    seconds = {"sampling": 0.0, "forward": 0.0, "backward": 0.0, **dict.fromkeys(arms, 0.0)}
+    for i, judged in enumerate(_judged(policy, seconds, settings.seed, 3, block, count=SIZES[-1]), 1):
+        gradients = {name: judged.gradient(arm) for name, arm in arms.items()} if judged else {}
+        for name in gradients and ("forward", "backward"):
+            seconds[name] += judged.seconds[name]
+        for name, arm in arms.items() if judged else ():
+            seconds[name] += judged.cost(arm)
         for size in SIZES:
             for name in arms:
-                if gradients is not None:
+                if gradients:
                     sums[size, name] = sums.get((size, name), 0) + gradients[name]
                 if i % size == 0 and (whole := sums.pop((size, name), None)) is not None:
                     add(str(size), name, whole)
                     if size == ADAM:
                         scale = squares[name].sqrt()
                         add("adam", name, whole / (scale + 1e-4 * scale.mean()))
-    return products
+    return {"products": products, "seconds": seconds}
 
 
 def summary(blocks: Sequence[Mapping[str, Mapping[str, Sequence[Sequence[float]]]]], strength: float) -> dict[str, Any]:
@@ -441,7 +324,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     """The tables of the command."""
     settings, arms = document["settings"], document["arms"]
     head = ["arm", *(f"{size * settings['group']} completions" for size in SIZES), "to plain", "difference",
-            "Adam: to plain", "aim", "noise to signal"]  # fmt: skip
+            "Adam: to plain", "aim", "noise to signal", "cost"]  # fmt: skip
     rows = []
     for name, figures in arms.items():
         at, adam = figures[str(ADAM)], figures["adam"]
@@ -452,16 +335,18 @@ def markdown(document: Mapping[str, Any]) -> str:
         rows.append([
             name, *(f"{figures[str(size)]['cosine']:.3f}" for size in SIZES),
             f"{at['ratio']:.2f} ± {at['ratio_error']:.2f}", f"{at['difference']:+.3f} ± {at['difference_error']:.3f}",
-            f"{adam['ratio']:.2f} ± {adam['ratio_error']:.2f}", *ends,
+            f"{adam['ratio']:.2f} ± {adam['ratio_error']:.2f}", *ends, f"{figures['cost']:.2f}",
         ])  # fmt: skip
     groups, size = settings["true_groups"], settings["group"]
-    regime = f"Regime `{settings['regime']}`. " if settings.get("regime") else ""
+    about = f"Regime `{settings['regime']}`, " if settings["regime"] else ""
+    about += f"{document['density']:.0%} of its tokens in steps and answer. " if about else ""
     note = (
-        f"{made_by(document)}. {regime}Cosine of a batch's gradient with the true one, from 2 x {groups} groups of "
+        f"{made_by(document)}. {about}Cosine of a batch's gradient with the true one, from 2 x {groups} groups of "
         f"{size} (cosine of its halves {document['agreement']:.2f}), over {settings['blocks']} blocks of {SIZES[-1]} "
         f"groups. Ratios and differences are those at {ADAM * size} completions, paired with plain DAPO's; their "
         "squares are roughly ratios of completions. *Adam*: each arm's gradient divided by the root of its own mean "
         "square over 20 earlier batches. *Aim* is the cosine of the arm's mean gradient (1 is no bias; an estimate "
-        "may exceed it), *noise to signal* the variance of a group's gradient over the squared norm of that mean.\n"
+        "may exceed it), *noise to signal* the variance of a group's gradient over the squared norm of that mean, "
+        "*cost* the processor's seconds for the credit over those of a plain step: sampling, forward and backward.\n"
     )
     return "\n".join(["# Alignment with the true gradient\n", note, table(head, rows)])

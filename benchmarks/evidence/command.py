@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence import ablation, alignment, demo, planted, planted_tables
+from benchmarks.evidence import ablation, alignment, arms, demo, planted, planted_tables
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, load, train
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     settings = alignment.AlignmentSettings
     alignment_command = _command(commands, "alignment", _alignment, settings, text)
     alignment_command.add_argument("--name", default="evidence-alignment", help="of the result files")
-    _add_names(alignment_command, "arms", list(alignment.ARMS))
+    known = ", ".join([*arms.SETS, *arms.ARMS])
+    alignment_command.add_argument("--arms", nargs="+", metavar="NAME", help=f"sets, arms or module:name, of: {known}")
     _command(commands, "demo", _demo, demo.DemoSettings, "the demo's run analysed, and its policy judged by estimators")
     return parser
 

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.demo_model.warmup import WarmupConfig, careless, warm_up
 from trainer.data import Row
@@ -92,6 +93,15 @@ def problems(regime: Regime, split: str, seed: int, count: int) -> list[Row]:
     """Rows with `question` and `answer`, the right solution."""
     some = itertools.islice(generate(split, seed), count)
     return [Row({"question": regime.question(one), "answer": one.solution()}) for one in some]
+
+
+def density(regime: Regime, tokenizer: Any, count: int = 200) -> float:
+    """Share of a solution's tokens that are in its steps and its answer, over some problems."""
+    rng, tokens = random.Random(0), [0, 0]
+    for problem in itertools.islice(generate("test", 0), count):
+        for i, text in enumerate((problem.solution(), regime.solution(problem, rng))):
+            tokens[i] += len(tokenizer(text)["input_ids"])
+    return tokens[0] / tokens[1]
 
 
 def model_rows(split: str, seed: int, count: int) -> Iterator[Row]:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.evidence import alignment
-from benchmarks.evidence.alignment import ADAM, ARMS, CF, PERMUTED, PLAIN, SIZES, AlignmentSettings, Policy
+from benchmarks.evidence import alignment, arms
+from benchmarks.evidence.alignment import ADAM, SIZES, AlignmentSettings, Policy
+from benchmarks.evidence.arms import ARMS, CF, GAIN_OF_ALL, PERMUTED, PLAIN, SETS, Judged, arms_of
 from benchmarks.evidence.command import main
-from cfa_kernels import packed_forward
 
 pytestmark = pytest.mark.slow
 
@@ -27,46 +27,93 @@ def group(policy):
     return next(group for group in policy.groups(0, 9, count=16) if 0 < group.rewards.mean() < 1)
 
 
-def advantages_of(policy, group, name, credits=None):
-    forward = packed_forward(policy.model, group.rows, keep_states=True)
-    return alignment.token_advantages(policy, group, forward, ARMS[name], {} if credits is None else credits, SETTINGS)
+@pytest.fixture(scope="module")
+def judged(policy, group):
+    return Judged(policy, group)
 
 
-def test_a_gradient_is_that_of_plain_forwards(policy, group):
-    advantages = advantages_of(policy, group, "CF")
+def of_plain_forwards(policy, group, advantages):
     total = torch.zeros(())
     for prompt, completion, row in zip(group.rows.prompts, group.rows.completions, advantages, strict=True):
         logits = policy.model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
         total = total + (logits.log_softmax(-1).gather(1, completion[:, None])[:, 0] * row).sum()
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, policy.parameters)])
-    actual = policy.gradient(packed_forward(policy.model, group.rows), advantages)
-    assert (actual - expected).norm() < 1e-4 * expected.norm()
+    return torch.cat([g.flatten() for g in torch.autograd.grad(total, policy.parameters)])
 
 
-def test_arms_weigh_the_completions_that_they_name_and_placebos_only_reorder(policy, group):
-    credits = {}
+@pytest.mark.parametrize("name", ["CF", "CF where right, times 2", "right alone", "ceiling", "baseline by prefix"])
+def test_a_gradient_is_that_of_plain_forwards(policy, group, judged, name):
+    torch.manual_seed(0)
+    expected = of_plain_forwards(policy, group, Judged(policy, group).token_advantages(ARMS[name]))
+    torch.manual_seed(0)
+    assert (judged.gradient(ARMS[name]) - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_every_arm_gives_each_token_a_number_and_says_what_it_cost(judged):
+    plain = judged.gradient(ARMS[PLAIN])
+    for name in [one for names in SETS.values() for one in names]:
+        rows = judged.token_advantages(ARMS[name])
+        assert [len(row) for row in rows] == list(judged.group.rows.lengths)
+        assert all(row.isfinite().all() for row in rows)
+        gradient = judged.gradient(ARMS[name])
+        assert gradient.isfinite().all()
+        assert (name in (PLAIN, "steps only")) or not torch.equal(gradient, plain), name
+        assert (judged.cost(ARMS[name]) == 0) == (name == PLAIN or name.startswith("right ")), name
+
+
+def test_arms_weigh_the_completions_that_they_name_and_placebos_only_reorder(judged):
     plain, cf, right, wrong, four = (
-        advantages_of(policy, group, name, credits)
+        judged.token_advantages(ARMS[name])
         for name in (PLAIN, "CF", "CF where right", "CF where wrong", "right times 4")
     )
-    advantages_of(policy, group, "CF, permuted", credits)
-    for b, reward in enumerate(group.rewards.tolist()):
+    for b, reward in enumerate(judged.group.rewards.tolist()):
         weighed, other = (right, wrong) if reward else (wrong, right)
         assert torch.equal(weighed[b], cf[b])
         assert torch.equal(other[b], plain[b])
         assert torch.equal(four[b], (4 if reward else 1) * plain[b])
-        own, other = (credits[id(config)].drop[b].sort().values for config in (CF, PERMUTED))
+        own, other = (judged.credit(config).drop[b].sort().values for config in (CF, PERMUTED))
         torch.testing.assert_close(own, other)
     assert any(not torch.equal(a, b) for a, b in zip(cf, plain, strict=True))
 
 
-def test_line_advantages_add_up_to_what_the_completion_gained(policy, group):
-    rows = alignment.line_advantages(policy, group, 2)
-    for row, ids, reward in zip(rows, group.rows.completions, group.rewards, strict=True):
-        ends = [t for t, i in enumerate(ids.tolist()) if "\n" in policy.tokenizer.decode([i])]
+def test_a_baseline_by_prefix_is_the_mean_at_first_and_knows_the_right_answer_at_the_end(judged):
+    credit, mean = judged.credit(GAIN_OF_ALL, gold=True), judged.group.rewards.mean()
+    for row, spans, drop, reward in zip(
+        judged.token_advantages(ARMS["baseline by prefix"]),
+        credit.spans,
+        credit.drop,
+        judged.group.rewards,
+        strict=True,
+    ):
+        first = spans[0].end if spans else len(row)
+        torch.testing.assert_close(row[:first], (reward - mean).expand(first))
+        torch.testing.assert_close(row[-1], reward - (mean - drop.sum()).clamp(0, 1))
+    own = judged.credit(GAIN_OF_ALL)
+    wrong = judged.group.rewards == 0
+    assert any(w and not torch.equal(a, b) for w, a, b in zip(wrong, own.drop, credit.drop, strict=True))
+
+
+def test_step_advantages_add_up_to_what_the_completion_gained(policy, group, judged):
+    for row, ids, reward in zip(arms.ceiling(judged), group.rows.completions, group.rewards, strict=True):
+        ends = [end - 1 for end, counts in arms.line_ends(ids, policy.tokenizer) if counts]
         assert len(ends) > 1
         last = [*ends, len(ids) - 1]
         assert row[last].sum().item() == pytest.approx((reward - group.rewards.mean()).item(), abs=1e-5)
+
+
+def test_the_first_fall_is_the_first_of_the_large_ones():
+    units = [arms.Span(0, 2), arms.Span(2, 3), arms.Span(4, 6)]
+    weights = arms.first_fall(torch.tensor([-0.1, -0.5, -0.9]), units, None, 7)
+    assert weights.tolist() == [0.5, 0.5, 4, 1, 0.5, 0.5, 1]
+    assert arms.first_fall(torch.tensor([0.1, 0.0, 0.2]), units, None, 7).tolist() == [1] * 7
+
+
+def test_arms_of_ones_own_are_named_by_their_module():
+    found = arms_of(["CF", "benchmarks.evidence.arms:TOTAL", "benchmarks.evidence.planted:position"])
+    assert list(found) == [PLAIN, "CF", "benchmarks.evidence.arms:TOTAL", "benchmarks.evidence.planted:position"]
+    assert found["benchmarks.evidence.arms:TOTAL"] == ARMS["CF, total effects"]
+    assert list(arms_of(["main"])) == SETS["main"]
+    with pytest.raises(ValueError, match=r"arms must be among main, ideas, plain, .*, or module:name, got 'CG'"):
+        arms_of(["CG"])
 
 
 def test_figures_are_those_of_the_vectors():
@@ -108,7 +155,7 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
     assert list(first["arms"]) == [PLAIN, "CF where right", "right times 2", "ceiling"]
     assert first["arms"][PLAIN]["2"]["ratio"] == 1
     assert "| CF where right |" in (tmp_path / "evidence-alignment.md").read_text()
-    monkeypatch.setattr(alignment, "packed_forward", None)  # all is known by now
+    monkeypatch.setattr(arms, "packed_forward", None)  # all is known by now
     assert main(command) == 0
     assert json.loads((tmp_path / "evidence-alignment.json").read_text())["arms"] == first["arms"]
 

@@ -1,0 +1,318 @@
+"""Kinds of credit whose steps are compared: each side of a group by a configuration, or advantages of one's own."""
+
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.evidence.planted import length, position
+from cfa_kernels import (
+    CounterfactualConfig,
+    Credit,
+    Entropy,
+    External,
+    Gradient,
+    Masking,
+    OwnFunction,
+    PrefixGain,
+    PrefixTreeValues,
+    Range,
+    Rows,
+    SiblingEdits,
+    Span,
+    TrainingForward,
+    counterfactual_credit,
+    credited_advantages,
+    find_answer,
+    packed_forward,
+)
+from cfa_kernels.rows import keyed_generator
+from trainer import one_page
+from trainer.rewards import group_advantages
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Completions of a problem."""
+
+    rows: Rows
+    rewards: Tensor  # (G,)
+    problem: one_page.Problem
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A kind of credit.
+
+    Attributes:
+        right, wrong: configuration for the completions of positive, of negative advantage; None for weights of 1.
+        gold: the wrong completions are judged by what their spans do to the right answer in place of their own.
+        times: factors of the two kinds of completions.
+        advantages: gives every token's advantage, B tensors (T_b,), in place of all that; takes a `Judged`.
+    """
+
+    right: CounterfactualConfig | None = None
+    wrong: CounterfactualConfig | None = None
+    gold: bool = False
+    times: tuple[float, float] = (1.0, 1.0)
+    advantages: Callable[["Judged"], Sequence[Tensor]] | None = None
+
+
+class Judged:
+    """A group with right and wrong completions, the policy's forward of it, and what arms share."""
+
+    def __init__(self, policy: Any, group: Group) -> None:
+        self.seconds: dict[Any, float] = {}
+        """Seconds of the processor: "forward", "backward", and by configuration those of its credit."""
+        self.policy, self.group = policy, group
+        self.plain = group_advantages(group.rewards, len(group.rewards))
+        self._credits, self._parts, self._read = dict[Any, Credit](), dict[Any, Tensor](), set[Any]()
+        self.forward = self._timed("forward", lambda: packed_forward(policy.model, group.rows, keep_states=True))
+
+    def gradient(self, arm: Arm) -> Tensor:
+        """Compute the gradient of the sum over tokens of log-prob times an arm's advantage, (D,) on the CPU."""
+        if (own := arm.advantages) is not None:
+            self._read, before = set(), self._read
+            advantages = self._timed(own, lambda: own(self))
+            if self._read:
+                self.seconds[own] = sum(self.seconds[key] for key in self._read)
+            self._read = before
+            return self._part(own, advantages)
+        sides = ((arm.right, False, self.plain > 0), (arm.wrong, arm.gold, self.plain < 0))
+        total = torch.zeros(())
+        for (config, gold, side), times in zip(sides, arm.times, strict=True):
+            if times:
+                part = self._part((config, gold, bool(side[0])), self._side(config, gold, side))
+                total = total + times * part
+        return total
+
+    def token_advantages(self, arm: Arm) -> list[Tensor]:
+        """The same arm's advantages, (T_b,) each."""
+        if arm.advantages is not None:
+            return list(arm.advantages(self))
+        right = self._side(arm.right, False, self.plain > 0)
+        wrong = self._side(arm.wrong, arm.gold, self.plain < 0)
+        return [arm.times[0] * a + arm.times[1] * b for a, b in zip(right, wrong, strict=True)]
+
+    def credit(self, config: CounterfactualConfig, gold: bool = False) -> Credit:
+        """Compute the credit of the group, once for each configuration; `gold`: by the right answer."""
+        key = (id(config), gold)
+        self._read.add(key)
+        if key not in self._credits:
+            rows, targets = self.group.rows, None
+            external = self._permuted() if config is PERMUTED else None
+            if gold:
+                ids = torch.tensor(self.policy.tokenizer(f"#### {self.group.problem.answer}")["input_ids"])
+                span = find_answer(ids, self.policy.tokenizer)
+                assert span is not None
+                answered = [find_answer(row, self.policy.tokenizer) for row in rows.completions]
+                targets = [None if own is None else ids[slice(*span)] for own in answered]
+            access = TrainingForward(self.forward) if config.estimator.continues else self.policy.model
+            self._credits[key] = self._timed(key, lambda: counterfactual_credit(
+                access, self.policy.tokenizer, rows, advantages=self.plain, rewards=self.group.rewards, config=config,
+                groups=torch.zeros(len(rows), dtype=torch.int64), external=external, targets=targets,
+                entropies=self._entropies() if config.reads_entropies else None,
+            ))  # fmt: skip
+        return self._credits[key]
+
+    def cost(self, arm: Arm) -> float:
+        """Seconds of the processor that the credit of an arm took."""
+        keys = {(id(arm.right), False), (id(arm.wrong), arm.gold), arm.advantages}
+        return sum(self.seconds.get(key, 0.0) for key in keys)
+
+    def _side(self, config: CounterfactualConfig | None, gold: bool, side: Tensor) -> list[Tensor]:
+        plain = [a.expand(n) for a, n in zip(self.plain, self.group.rows.lengths, strict=True)]
+        rows = plain if config is None else credited_advantages(self.plain, self.credit(config, gold))
+        return [row if yes else torch.zeros_like(row) for row, yes in zip(rows, side.tolist(), strict=True)]
+
+    def _part(self, key: Any, advantages: Sequence[Tensor]) -> Tensor:
+        if key not in self._parts:
+            self._parts[key] = self._timed("backward", lambda: self.policy.gradient(self.forward, advantages))
+        return self._parts[key]
+
+    def _permuted(self) -> list[Tensor]:
+        """The importances of CF, each at another span of its completion."""
+        credit, lengths = self.credit(CF), self.group.rows.lengths
+        external = [torch.zeros(n) for n in lengths]
+        for b, (spans, drop) in enumerate(zip(credit.spans, credit.drop, strict=True)):
+            order = torch.randperm(len(spans), generator=keyed_generator(b, *lengths))
+            for span, place in zip(spans, order.tolist(), strict=True):
+                external[b][span.start : span.end] = -drop[place]
+        return external
+
+    def _entropies(self) -> list[Tensor]:
+        with torch.no_grad():
+            return self.forward.logprobs(self.policy.settings.temperature, return_entropy=True)[1]
+
+    def _timed(self, key: Any, work: Callable[[], Any]) -> Any:
+        start = time.process_time()
+        result = work()
+        self.seconds[key] = time.process_time() - start
+        return result
+
+
+def by_prefix(judged: Judged) -> list[Tensor]:
+    """Reward less a baseline that knows the prefix: the group's mean and what the right answer's probe has gained.
+
+    The baseline of a token depends on what stands before it alone, so the gradient stays unbiased.
+    """
+    credit, rewards = judged.credit(GAIN_OF_ALL, gold=True), judged.group.rewards
+    rows = []
+    for reward, spans, drop, n in zip(rewards, credit.spans, credit.drop, judged.group.rows.lengths, strict=True):
+        value = torch.zeros(n)
+        for span, loss in zip(spans, drop.tolist(), strict=True):
+            value[span.end :] -= loss
+        rows.append(reward - (rewards.mean() + value).clamp(0, 1))
+    return rows
+
+
+def by_prefix_and_credit(judged: Judged) -> list[Tensor]:
+    """The same, weighed by CF where the completion is right."""
+    weights = judged.credit(CF).weights
+    return [row * (w if a > 0 else 1) for row, w, a in zip(by_prefix(judged), weights, judged.plain, strict=True)]
+
+
+def unscaled(judged: Judged) -> list[Tensor]:
+    """Reward less the group's mean, not divided by its spread (Dr. GRPO)."""
+    rewards = judged.group.rewards
+    return [(reward - rewards.mean()).expand(n) for reward, n in zip(rewards, judged.group.rows.lengths, strict=True)]
+
+
+def steps_only(judged: Judged) -> list[Tensor]:
+    """Weights of 0 on lines without a digit, rescaled to mean 1: what one who knows the text would write down."""
+    rows = []
+    for row, a in zip(judged.group.rows.completions, judged.plain, strict=True):
+        weights, start = torch.ones(len(row)), 0
+        for end, counts in line_ends(row, judged.policy.tokenizer):
+            weights[start:end], start = float(counts), end
+        rows.append(a * weights / weights.mean())
+    return rows
+
+
+def ceiling(judged: Judged) -> list[Tensor]:
+    """By how much each step of a completion moves the share of continuations that are right.
+
+    A step ends where a line with a number ends, so idle lines belong to the step behind them.
+    """
+    policy, group, asked, places = judged.policy, judged.group, [], []
+    lines = [line_ends(row, policy.tokenizer) for row in group.rows.completions]
+    ends = [[end for end, counts in row if counts] for row in lines]
+    for b, row in enumerate(group.rows.completions):
+        for end in ends[b]:
+            prompt = [*group.problem.prompt, *row[:end].tolist()]
+            asked += [one_page.Problem(prompt, group.problem.answer)] * policy.continuations
+            places.append((b, end))
+    rewards = policy.continued(asked, group.problem) if asked else []
+    values = torch.tensor(rewards).view(len(places), -1).mean(1).tolist() if places else []
+    value, advantages = dict(zip(places, values, strict=True)), []
+    for b, row in enumerate(group.rows.completions):
+        before, start, tokens = group.rewards.mean().item(), 0, torch.zeros(len(row))
+        for end in [*ends[b], len(row)]:
+            after = value.get((b, end), group.rewards[b].item())
+            tokens[start:end] = after - before
+            before, start = after, end
+        advantages.append(tokens)
+    return advantages
+
+
+def line_ends(row: Tensor, tokenizer: Any) -> list[tuple[int, bool]]:
+    """Where a completion's lines end, and whether they hold a number; what stands behind the last newline is none."""
+    ends, start = [], 0
+    for t, token in enumerate(row.tolist(), 1):
+        if "\n" in tokenizer.decode([token]):
+            ends.append((t, any(c.isdigit() for c in tokenizer.decode(row[start:t]))))
+            start = t
+    return ends
+
+
+def first_fall(importances: Tensor, units: Sequence[Span], answer: Span | None, length: int) -> Tensor:
+    """Weight 4 for the first unit that costs the answer half as much as the worst does, a half for the others."""
+    weights = torch.ones(length)
+    falls = (importances < 0) & (importances <= importances.min() / 2)
+    for k, unit in enumerate(units if falls.any() else ()):
+        weights[unit.start : unit.end] = 4.0 if k == int(falls.int().argmax()) else 0.5
+    return weights
+
+
+def _mean(estimator: Any, *weights: Any, **options: Any) -> CounterfactualConfig:
+    return CounterfactualConfig(estimator, *weights, normalize="mean", **options)
+
+
+CF, TOTAL, GAIN = _mean(Masking()), _mean(Masking(effect="total")), _mean(PrefixGain())
+AS_THE_PAPER, INVERTED = CounterfactualConfig(), _mean(Masking(), control="inverted")
+GAIN_OF_ALL, GAIN_INVERTED = _mean(PrefixGain()), _mean(PrefixGain(), control="inverted")
+PERMUTED, POSITION, LENGTH = _mean(External()), _mean(OwnFunction(position)), _mean(OwnFunction(length))
+EDITS, TREE = _mean(SiblingEdits()), CounterfactualConfig(PrefixTreeValues())
+ARMS = {
+    PLAIN: Arm(),
+    "CF": Arm(CF, CF),
+    "CF, total effects": Arm(TOTAL, TOTAL),
+    "prefix gain": Arm(GAIN, GAIN),
+    "CF, permuted": Arm(PERMUTED, PERMUTED),
+    "CF, inverted": Arm(INVERTED, INVERTED),
+    "position": Arm(POSITION, POSITION),
+    "length": Arm(LENGTH, LENGTH),
+    "CF where right": Arm(CF),
+    "total effects where right": Arm(TOTAL),
+    "prefix gain where right": Arm(GAIN),
+    "permuted where right": Arm(PERMUTED),
+    "position where right": Arm(POSITION),
+    "CF where wrong": Arm(wrong=CF),
+    "right times 4": Arm(times=(4, 1)),
+    "unscaled": Arm(advantages=unscaled),
+    "ceiling": Arm(advantages=ceiling),
+    "CF, as the paper": Arm(AS_THE_PAPER, AS_THE_PAPER),
+    "CF as the paper, where right": Arm(AS_THE_PAPER),
+    "CF, spans dropped": Arm(*[_mean(Masking(mask="drop"))] * 2),
+    "right times 2": Arm(times=(2, 1)),
+    "CF where right, times 2": Arm(CF, times=(2, 1)),
+    "right alone": Arm(times=(1, 0)),
+    "CF, right alone": Arm(CF, times=(1, 0)),
+    "CF, half as far from 1": Arm(_mean(Masking(), Range(0.75, 2.5, 1.25))),
+    "CF where right, to 2": Arm(_mean(Masking(), Range(0.5, 2.0))),
+    "CF where right, 0 to 8": Arm(_mean(Masking(), Range(0.0, 8.0))),
+    "CF where right, two levels": Arm(_mean(Masking(), "bilevel")),
+    "CF where right, total where wrong": Arm(CF, TOTAL),
+    "CF, wrong by the right answer": Arm(CF, INVERTED, gold=True),
+    "CF, wrong by the right answer's gain": Arm(CF, GAIN_INVERTED, gold=True),
+    "CF, wrong at its first fall": Arm(CF, _mean(PrefixGain(), first_fall), gold=True),
+    "CF, wrong at a sibling's edit": Arm(CF, EDITS),
+    "sibling edits where wrong": Arm(wrong=EDITS),
+    "prefix tree": Arm(TREE, TREE),
+    "baseline by prefix": Arm(advantages=by_prefix),
+    "baseline by prefix, CF where right": Arm(advantages=by_prefix_and_credit),
+    "steps only": Arm(advantages=steps_only),
+    "entropy where right": Arm(_mean(Entropy(), "bilevel")),
+    "OAR-G where right": Arm(_mean(Gradient("mean", 1e-3, 1), "bilevel")),
+}
+"""Arms by name."""
+_NAMES = list(ARMS)
+SETS = {"main": _NAMES[: _NAMES.index("CF, as the paper")], "ideas": _NAMES[_NAMES.index("CF, as the paper") :]}
+"""Arms that are measured by default, and what else was tried."""
+
+
+def arms_of(names: Sequence[str]) -> Mapping[str, Arm]:
+    """Look up names of arms, of `SETS`, or "module:name" of an arm, a configuration or an estimator of one's own.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    found = {PLAIN: ARMS[PLAIN]}
+    for name in [one for given in names for one in SETS.get(given, [given])]:
+        if name in ARMS:
+            found[name] = ARMS[name]
+        elif ":" in name:
+            module, _, attribute = name.partition(":")
+            own = getattr(importlib.import_module(module), attribute)
+            config = own if isinstance(own, CounterfactualConfig | Arm) else _mean(own)
+            found[name] = config if isinstance(config, Arm) else Arm(config, config)
+        else:
+            known = ", ".join([*SETS, *ARMS])
+            raise ValueError(f"arms must be among {known}, or module:name, got {name!r}")
+    return found
