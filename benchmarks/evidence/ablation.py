@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from benchmarks.evidence.regimes import ASSETS, REGIMES, problems
 from benchmarks.harness.results import Pieces, made_by, table
 
 PLAIN = "plain DAPO"
@@ -44,17 +45,35 @@ ARMS: dict[str, tuple[str, ...]] = {
     "sibling_edits": ("--estimator=sibling_edits", *MEAN),
     "compare and correct": ("--config=ibpo", *MEAN),
 }
+SETS = {"credit": list(ARMS)}
+RIGHT = ("--credit_options", "completions", "positive")
+ARMS |= {
+    "CF where right": (*ARMS["counterfactual"], *RIGHT),
+    "total effects where right": (*ARMS["counterfactual"], *RIGHT, "--credit_options", "effect", "total"),
+    "prefix gain where right": (*ARMS["prefix_gain"], *RIGHT),
+    "random where right": (*ARMS["random"], *RIGHT),
+}
+SETS["training"] = [PLAIN, "CF where right", "random where right"]
+for tau in ("0", "0.3", "0.7", "1"):
+    ARMS[f"OAR-P, tau {tau}"] = (*ARMS["OAR-P"], "--credit_options", "tau", tau)
+ARMS |= {
+    "OAR-P, suppress only": (*ARMS["OAR-P"], "--credit_options", "boost", "0"),
+    "OAR-P, boost only": (*ARMS["OAR-P"], "--credit_options", "floor", "1"),
+    "random, two levels": (*ARMS["OAR-P"], "--credit=random"),
+}
+SETS["two levels"] = [PLAIN, "OAR-P", *list(ARMS)[-7:]]
 
 
 def arms_named(names: Sequence[str] | None) -> list[str]:
-    """The arms of these names, by default all.
+    """The arms of these names and of these names of `SETS`; by default the set "credit".
 
     Raises:
         ValueError: an unknown name.
     """
-    if unknown := [name for name in names or [] if name not in ARMS]:
-        raise ValueError(f"arms must be among {', '.join(ARMS)}, got {', '.join(unknown)}")
-    return list(names or ARMS)
+    found = [arm for name in names or ["credit"] for arm in SETS.get(name, [name])]
+    if unknown := [name for name in found if name not in ARMS]:
+        raise ValueError(f"arms must be among {', '.join([*SETS, *ARMS])}, got {', '.join(unknown)}")
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -62,7 +81,13 @@ class AblationSettings:
     """Size of the ablation."""
 
     seeds: int = 5
-    """Runs of each arm, with seeds 0, 1, ..."""
+    """Runs of each arm, with seeds 0, 1, ...; with rates to try, seeds that follow those of the tuning."""
+    regime: str = ""
+    """Name in `regimes.REGIMES` of the problems; by default the embedded ones, with the embedded model."""
+    rates: str = ""
+    """Learning rates to try for each arm, such as "1e-4 2e-4"; the best, in mean accuracy over steps, is taken."""
+    tuning: int = 3
+    """Seeds that each rate is tried with, none of which counts further."""
     steps: int = 30
     """Optimizer steps of a run."""
     eval_steps: int = 10
@@ -75,8 +100,12 @@ class AblationSettings:
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""
         for name, value in asdict(self).items():
-            if value < 1:
+            if not isinstance(value, str) and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.regime and self.regime not in REGIMES:
+            raise ValueError(f"regime must be one of {', '.join(REGIMES)}, got {self.regime!r}")
+        if bad := [rate for rate in self.rates.split() if not _is_rate(rate)]:
+            raise ValueError(f"rates must be learning rates above 0, got {bad[0]!r}")
 
 
 def run(
@@ -99,41 +128,77 @@ def run(
     """
     flags = [
         f"--max_steps={settings.steps}", f"--eval_steps={settings.eval_steps}", "--device=cpu", "--log_completions=0",
-        f"--eval_problems={settings.eval_problems}", *extra,
+        f"--eval_problems={settings.eval_problems}", *_regime(settings, folder), *extra,
     ]  # fmt: skip
     cores: SimpleQueue[int] = SimpleQueue()
     for core in sorted(os.sched_getaffinity(0))[: settings.jobs]:
         cores.put(core)
 
-    def one(arm: str, seed: int) -> dict[str, Any]:
-        name, core = f"{arm}-seed{seed}", cores.get()
+    def one(arm: str, seed: int, rate: str = "") -> dict[str, Any]:
+        name, core = f"{arm}-seed{seed}{rate and '-'}{rate}", cores.get()
+        own = [f"--learning_rate={rate}"] * bool(rate)
         try:
             curve: dict[str, Any] = pieces.get(
-                name, lambda: _train(folder / name, [*ARMS[arm], *flags, f"--seed={seed}"], core, settings.steps)
+                name, lambda: _train(folder / name, [*ARMS[arm], *flags, *own, f"--seed={seed}"], core, settings.steps)
             )
         finally:
             cores.put(core)
         say(f"{name}: {curve['accuracy'][-1]:.1%} after {curve['seconds'][-1]:.0f} s")
         return curve
 
+    rates, names = settings.rates.split(), arms_named(arms)
+    first = settings.tuning if rates else 0
     with ThreadPoolExecutor(settings.jobs) as pool:
-        runs = {arm: [pool.submit(one, arm, seed) for seed in range(settings.seeds)] for arm in arms_named(arms)}
+        tries = {
+            arm: {rate: [pool.submit(one, arm, seed, rate) for seed in range(first)] for rate in rates} for arm in names
+        }
+        tuned = {arm: {rate: _mean_area(runs) for rate, runs in of.items()} for arm, of in tries.items()}
+        best = {arm: max(of, key=of.__getitem__) if of else "" for arm, of in tuned.items()}
+        seeds = range(first, first + settings.seeds)
+        runs = {arm: [pool.submit(one, arm, seed, best[arm]) for seed in seeds] for arm in names}
         curves = {arm: [future.result() for future in futures] for arm, futures in runs.items()}
-    return {"settings": asdict(settings), "flags": flags, "curves": curves, "arms": compare(curves)}
+    document = {"settings": asdict(settings), "flags": flags, "tuned": tuned, "curves": curves}
+    return document | {"arms": {arm: {**figures, "rate": best[arm]} for arm, figures in compare(curves).items()}}
+
+
+def _is_rate(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
+
+
+def _regime(settings: AblationSettings, folder: Path) -> list[str]:
+    """Flags of a regime's model, problems and room; its problems are written to the folder."""
+    if not settings.regime:
+        return []
+    regime, files = REGIMES[settings.regime], {}
+    for name, split, count in (("dataset", "train", 4096), ("eval_dataset", "test", settings.eval_problems)):
+        files[name] = folder / f"{settings.regime}-{split}.jsonl"
+        lines = [json.dumps(row) + "\n" for row in problems(regime, split, 1, count)]
+        files[name].write_text("".join(lines), encoding="utf-8")
+    return [
+        f"--model={ASSETS}", *(f"--{name}={file}" for name, file in files.items()), "--generation_batch_size=32",
+        f"--max_completion_length={regime.max_tokens}",
+    ]  # fmt: skip
+
+
+def _mean_area(runs: Sequence[Any]) -> float:
+    return statistics.fmean(_area(run["step"], run["accuracy"], run["step"][-1]) for run in (r.result() for r in runs))
 
 
 def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Figures of each arm, and its paired differences from plain DAPO.
 
     Args:
-        curves: for each arm the curves of its seeds: `step`, `accuracy` and `seconds` of each evaluation.
+        curves: for each arm the curves of its seeds: `step`, `accuracy` and `seconds` of each evaluation, `reward`.
 
     Returns:
         For each arm `final` and `area` (mean accuracy over steps) and `area_seconds` (over the CPU seconds that the
         quickest arm's whole run takes, held at its last value), each with mean and standard deviation over seeds;
-        `seconds` of a run; `steps_to_plain`, where the mean curve first reaches plain DAPO's final mean (None if it
-        does not); `against_plain`: mean paired difference of `final` and `area`, its standard error and the two-sided
-        p of a paired t-test.
+        `reward`, the mean of all sampled completions; `seconds` of a run; `steps_to_plain`, where the mean curve first
+        reaches plain DAPO's final mean (None if it does not); `against_plain`: mean paired differences, their standard
+        error and the two-sided p of a paired t-test.
     """
     horizon = min(curve["seconds"][-1] for arm in curves.values() for curve in arm)
     measures = {
@@ -142,6 +207,7 @@ def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict
             "area": [_area(curve["step"], curve["accuracy"], curve["step"][-1]) for curve in of],
             "area_seconds": [_area(curve["seconds"], curve["accuracy"], horizon) for curve in of],
             "seconds": [curve["seconds"][-1] for curve in of],
+            "reward": [curve["reward"] for curve in of],
         }
         for arm, of in curves.items()
     }
@@ -155,7 +221,8 @@ def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict
             result[arm]["steps_to_plain"] = curves[arm][0]["step"][int(reached[0])] if len(reached) else None
             if arm != PLAIN:
                 result[arm]["against_plain"] = {
-                    name: paired(of[name], measures[PLAIN][name]) for name in ("final", "area", "area_seconds")
+                    name: paired(of[name], measures[PLAIN][name])
+                    for name in ("final", "area", "area_seconds", "reward")
                 }
     return result
 
@@ -180,16 +247,17 @@ def markdown(document: Mapping[str, Any]) -> str:
         rows.append([
             arm, _percent(figures["final"]), _percent(figures["area"]), _percent(figures["area_seconds"]),
             "–" if figures.get("steps_to_plain") is None else str(figures["steps_to_plain"]),
-            f"{figures['seconds']['mean']:.0f}",
-            *(["–", "–"] if against is None else [_difference(against["final"]), _difference(against["area"])]),
+            f"{figures['seconds']['mean']:.0f}", figures.get("rate") or "–",
+            *(["–"] * 3 if against is None else [_difference(against[name]) for name in ("final", "area", "reward")]),
         ])  # fmt: skip
     head = [
         "credit", "final accuracy", "mean over steps", "mean over CPU seconds", "steps to plain's final",
-        "CPU seconds of steps", "final, less plain (p)", "mean over steps, less plain (p)",
+        "CPU seconds of steps", "learning rate", "final, less plain (p)", "mean over steps, less plain (p)",
+        "reward in training, less plain (p)",
     ]  # fmt: skip
     return "\n".join([
         "# Ablation of credit\n",
-        f"{made_by(document)}. The embedded model, "
+        f"{made_by(document)}. {'Regime ' + settings['regime'] if settings.get('regime') else 'The embedded model'}, "
         f"{settings['steps']} steps, {settings['seeds']} seeds, {settings['eval_problems']} held-out problems decoded "
         "greedily. All arms at mean weight 1 but the one named otherwise and 80/20, whose kept tokens weigh 1 and the "
         "others 0, as in its paper; `prefix_tree` changes advantages, "
@@ -233,15 +301,20 @@ def _train(place: Path, flags: list[str], core: int, steps: int) -> dict[str, An
 def _curve(place: Path, steps: int) -> dict[str, Any]:
     """Steps, accuracies and CPU seconds of training steps at the evaluations of a finished run.
 
-    If completions are corrected, also the mean shares, over the steps, of completions that got a correction and of
-    corrections that were right.
+    Also the mean `reward` over all steps; by quarters of the steps entropy, length and the weights' effective share,
+    `ess`; if completions are corrected, the mean shares of completions that got a correction and of right corrections.
     """
-    result: dict[str, list[float]] = {"step": [], "accuracy": [], "seconds": []}
+    result: dict[str, Any] = {"step": [], "accuracy": [], "seconds": []}
     corrections: dict[str, list[float]] = {}
+    trends: dict[str, list[float]] = {"reward": [], "entropy": [], "completions/mean_length": [], "ess": []}
     seconds = 0.0
     for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         seconds += entry.get("step_time", 0.0)
+        if "credit/weight_mean" in entry:
+            entry["ess"] = 1 / (1 + (entry["credit/weight_std"] / entry["credit/weight_mean"]) ** 2)
+        for name in trends:
+            trends[name] += [entry[name]] if name in entry else []
         for name in ("fraction", "right_fraction"):
             if f"corrections/{name}" in entry:
                 corrections.setdefault(name, []).append(entry[f"corrections/{name}"])
@@ -251,6 +324,10 @@ def _curve(place: Path, steps: int) -> dict[str, Any]:
     if not result["step"] or result["step"][-1] != steps:
         raise RuntimeError(f"{place.name}: left no evaluation after step {steps}")
     means = {name: statistics.fmean(shares) for name, shares in corrections.items()}
+    quarters = {
+        name: [float(part.mean()) for part in np.array_split(row, 4) if len(part)] for name, row in trends.items()
+    }
+    result |= {"reward": float(np.mean(trends["reward"] or math.nan)), "quarters": quarters}
     return result | ({"corrections": means} if means else {})
 
 

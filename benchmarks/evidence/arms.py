@@ -107,6 +107,12 @@ class Judged:
         if key not in self._credits:
             rows, targets = self.group.rows, None
             external = self._permuted() if config is PERMUTED else None
+            shared = (
+                config is not CF and config.estimator == CF.estimator and isinstance(config.weights, Range) and not gold
+            )
+            if shared:  # other weights for the same importances
+                external = [-drop for drop in self.credit(CF).drop]
+                config = CounterfactualConfig(External(), config.weights, config.control, normalize=config.normalize)
             if gold:
                 ids = torch.tensor(self.policy.tokenizer(f"#### {self.group.problem.answer}")["input_ids"])
                 span = find_answer(ids, self.policy.tokenizer)
@@ -119,6 +125,8 @@ class Judged:
                 groups=torch.zeros(len(rows), dtype=torch.int64), external=external, targets=targets,
                 entropies=self._entropies() if config.reads_entropies else None,
             ))  # fmt: skip
+            if shared:
+                self.seconds[key] = self.seconds[id(CF), False]
         return self._credits[key]
 
     def cost(self, arm: Arm) -> float:

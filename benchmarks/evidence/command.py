@@ -48,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     planted_command.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     _add_names(planted_command, "methods", list(planted.METHODS))
     text = "the training program under every kind of credit, seed by seed"
-    _add_names(_command(commands, "ablation", _ablation, ablation.AblationSettings, text), "arms", list(ablation.ARMS))
+    ablation_command = _command(commands, "ablation", _ablation, ablation.AblationSettings, text)
+    ablation_command.add_argument("--name", default="evidence-ablation", help="of the result files")
+    _add_names(ablation_command, "arms", [*ablation.SETS, *ablation.ARMS])
     text = "how well a small batch's step points at the true gradient, by kind of credit"
     settings = alignment.AlignmentSettings
     alignment_command = _command(commands, "alignment", _alignment, settings, text)
@@ -102,7 +104,7 @@ def _planted(options: argparse.Namespace, head: Head) -> list[Path]:
 def _ablation(options: argparse.Namespace, head: Head) -> list[Path]:
     settings = _filled(options, ablation.AblationSettings)
     document = head | ablation.run(_pieces(options, settings, head), options.folder, settings, arms=options.arms)
-    return write(document, ablation.markdown(document), options.results, "evidence-ablation")
+    return write(document, ablation.markdown(document), options.results, options.name)
 
 
 def _alignment(options: argparse.Namespace, head: Head) -> list[Path]:

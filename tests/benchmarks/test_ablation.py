@@ -21,7 +21,7 @@ ENVIRONMENT = {"command": "ablation", "environment": {"commit": "abc"}}
 
 
 def curve(accuracy, seconds):
-    return {"step": [0, 10, 20], "accuracy": accuracy, "seconds": seconds}
+    return {"step": [0, 10, 20], "accuracy": accuracy, "seconds": seconds, "reward": accuracy[1]}
 
 
 CURVES = {
@@ -42,6 +42,7 @@ def test_arms_are_compared_seed_by_seed():
     assert ours["against_plain"]["final"]["mean"] == pytest.approx(0.15)
     assert ours["against_plain"]["final"]["error"] == pytest.approx(0.05)
     assert ours["against_plain"]["final"]["p"] == pytest.approx(0.20483, abs=1e-4)  # t = 3, one degree of freedom
+    assert ours["against_plain"]["reward"]["mean"] == pytest.approx(0.2)
     assert "against_plain" not in plain
 
 
@@ -62,6 +63,38 @@ def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
     monkeypatch.setattr(ablation, "_train", None)
     again = run(pieces, tmp_path, size, arms=["entropy"], extra=small, say=messages.append)
     assert again == first == json.loads(json.dumps(first))
+
+
+def test_each_arm_takes_the_rate_that_was_best_on_seeds_of_their_own(tmp_path, monkeypatch):
+    """Of two arms one learns best at the low rate and one at the high; no tuning seed is counted again."""
+    asked = []
+
+    def train(place, flags, core, steps):
+        given = dict(flag.split("=", 1) for flag in flags if "=" in flag)
+        asked.append((int(given["--seed"]), given["--learning_rate"]))
+        high, uniform = given["--learning_rate"] == "2e-4", "--credit=uniform" in flags
+        assert given["--max_completion_length"] == "96"
+        lines = Path(given["--eval_dataset"]).read_text().splitlines()
+        assert len(lines) == 8
+        assert json.loads(lines[0]).keys() == {"question", "answer"}
+        return curve([0.5, 0.6, 0.9 if high == uniform else 0.7], [0, 1, 2])
+
+    monkeypatch.setattr(ablation, "_train", train)
+    size = AblationSettings(seeds=2, regime="plain", rates="1e-4 2e-4", tuning=3, eval_problems=8)
+    document = run(Pieces(tmp_path / "pieces", {}, ENVIRONMENT), tmp_path, size, arms=[PLAIN, "CF where right"])
+    assert {arm: figures["rate"] for arm, figures in document["arms"].items()} == {
+        PLAIN: "2e-4",
+        "CF where right": "1e-4",
+    }
+    assert sorted(asked) == sorted(
+        [(seed, rate) for rate in ("1e-4", "2e-4") for seed in (0, 1, 2) * 2]
+        + [(seed, rate) for rate in ("1e-4", "2e-4") for seed in (3, 4)]
+    )
+    assert "Regime plain" in markdown(ENVIRONMENT | document)
+    with pytest.raises(ValueError, match="rates must be learning rates above 0, got '-1'"):
+        AblationSettings(rates="1e-4 -1")
+    with pytest.raises(ValueError, match="regime must be one of plain"):
+        AblationSettings(regime="no")
 
 
 def test_a_run_does_not_outlive_the_ablation(tmp_path):

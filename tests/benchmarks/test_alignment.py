@@ -10,6 +10,7 @@ from benchmarks.evidence import alignment, arms
 from benchmarks.evidence.alignment import ADAM, SIZES, AlignmentSettings, Policy
 from benchmarks.evidence.arms import ARMS, CF, GAIN_OF_ALL, PERMUTED, PLAIN, SETS, Judged, arms_of
 from benchmarks.evidence.command import main
+from cfa_kernels import TrainingForward, counterfactual_credit
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +74,18 @@ def test_arms_weigh_the_completions_that_they_name_and_placebos_only_reorder(jud
         own, other = (judged.credit(config).drop[b].sort().values for config in (CF, PERMUTED))
         torch.testing.assert_close(own, other)
     assert any(not torch.equal(a, b) for a, b in zip(cf, plain, strict=True))
+
+
+def test_other_weights_of_the_same_importances_are_those_that_masking_gives(policy, group, judged):
+    for name in ("CF, as the paper", "CF, inverted", "CF where right, 0 to 8"):
+        config = ARMS[name].right
+        assert config is not None
+        access = TrainingForward(judged.forward)
+        expected = counterfactual_credit(
+            access, policy.tokenizer, group.rows, advantages=judged.plain, config=config
+        ).weights
+        for own, other in zip(judged.credit(config).weights, expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
 
 
 def test_a_baseline_by_prefix_is_the_mean_at_first_and_knows_the_right_answer_at_the_end(judged):
