@@ -93,6 +93,15 @@ def check_columns(prompts: Sized, **columns: Sized) -> None:
             raise ValueError(f"{name} has {len(column)} rows, prompts has {len(prompts)}; they must agree")
 
 
+def check_finite(name: str, index: Sequence[int], column: Sequence[Tensor], low: float = -torch.inf) -> None:
+    """Raise `ValueError` naming the row, by `index`, token and value of the first number below `low` or not finite."""
+    expected = "finite" if low == -torch.inf else "finite and not negative"
+    for b, row in zip(index, column, strict=True):
+        for t in (~(row.isfinite() & (row >= low))).flatten().nonzero().flatten().tolist():
+            place = f"row {b}, token {t}" if row.ndim else f"row {b}"
+            raise ValueError(f"{name} {place}: must be {expected}, got {row.flatten()[t].item()}")
+
+
 def token_ids(where: str, ids: Any, vocab: int | None = None, *, at_least: int = 1) -> Tensor:
     """Check one row of token ids: a 1-D int64 tensor inside the vocabulary. Names `where` and the value."""
     if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype != torch.int64:

@@ -61,6 +61,7 @@ CREDIT: dict[str, dict[str, Any]] = {
     "OAR-G, spans": {"estimator": "gradient", "units": "spans", "weights": "range", "samples": 3},
     "prefix gain": {"estimator": "prefix_gain"},
     "entropy": {"estimator": "entropy"},
+    "entropy shaping": {"estimator": "entropy_shaping"},
     "prefix tree": {"estimator": "prefix_tree"},
     "sibling edits": {"estimator": "sibling_edits"},
     "sibling edits, inverted": {"estimator": "sibling_edits", "control": "inverted", "weights": "range"},

@@ -11,7 +11,7 @@ from ..estimators.base import ANSWER, Importances
 from ..estimators.probes import Probe
 from ..hf.accuracy import ACCURACY
 from ..options import as_numbers
-from ..rows import Rows, equal_prompts, keyed_generator, pad_rows
+from ..rows import Rows, check_finite, equal_prompts, keyed_generator, pad_rows
 from ..scoring.access import CAPABILITIES, ModelAccess, TrainingForward, as_access
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
@@ -328,14 +328,10 @@ class _Assignment:
         return [row.float() + extra for row, extra in zip(own, added, strict=True)]
 
     def _check_finite(self) -> None:
-        """Raise `ValueError` naming row, token and value of a credited row's advantage that is not finite."""
-        assert self.inputs.advantages is not None
-        for b in self.inputs.credited:
-            row = self.inputs.advantages[b]
-            if (bad := (~torch.isfinite(row)).flatten().nonzero()).numel():
-                token = f", token {int(bad[0])}" if row.ndim else ""
-                value = row.flatten()[int(bad[0])].item()
-                raise ValueError(f"advantages row {self.inputs.rows.index[b]}{token}: must be finite, got {value}")
+        """Raise `ValueError` for an advantage of a credited row that is not finite."""
+        own, index, rows = self.inputs.advantages, self.inputs.rows.index, self.inputs.credited
+        assert own is not None
+        check_finite("advantages", [index[b] for b in rows], [own[b] for b in rows])
 
 
 def _beyond_rounding(

@@ -4,7 +4,7 @@ Modules here know `ScoredBatch` and `ModelAccess`. A new estimator is one file a
 """
 
 from .base import ESTIMATORS
-from .entropy import Entropy
+from .entropy import Entropy, EntropyShaping
 from .external import External
 from .gradient import Gradient
 from .masking import Masking
@@ -13,13 +13,5 @@ from .siblings import PrefixTreeValues, SiblingEdits
 
 ESTIMATORS |= {
     kind.name: kind
-    for kind in (
-        Masking,
-        Gradient,
-        PrefixGain,
-        Entropy,
-        PrefixTreeValues,
-        SiblingEdits,
-        External,
-    )
+    for kind in (Masking, Gradient, PrefixGain, Entropy, EntropyShaping, PrefixTreeValues, SiblingEdits, External)
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..options import Finite, check_fields
+from ..rows import check_finite
 from ..scoring.access import ModelAccess
 from ..scoring.batch import ScoredBatch
 from .base import REWARDS, SIBLINGS, Estimator, Importances, required, unit_means
@@ -80,9 +81,7 @@ def _siblings(batch: ScoredBatch) -> Tensor:
 def _rewards(batch: ScoredBatch) -> Tensor:
     """Return the rewards; raise `ValueError` naming the row of one that is not finite."""
     rewards = required("rewards", batch.rewards)
-    if (bad := (~torch.isfinite(rewards)).nonzero()).numel():
-        b = int(bad[0])
-        raise ValueError(f"rewards row {batch.index[b]}: must be finite, got {rewards[b].item()}")
+    check_finite("rewards", batch.index, rewards)
     return rewards
 
 

@@ -143,13 +143,15 @@ def test_what_is_drawn_for_a_row_depends_on_the_seed_and_its_index_only(scored):
     assert not any(torch.equal(one, two) for one, two in zip(whole.weights, other.weights, strict=True) if len(one) > 2)
 
 
-@pytest.mark.parametrize("estimator", ["masking", "gradient", "prefix_gain", "entropy", "prefix_tree"])
+@pytest.mark.parametrize(
+    "estimator", ["masking", "gradient", "prefix_gain", "entropy", "entropy_shaping", "prefix_tree"]
+)
 def test_no_rows_get_no_credit(estimator):
     nothing, config = Rows([], []), CounterfactualConfig(estimator=estimator)
     advantages = torch.zeros(0)
     credit = counterfactual_credit(None, Tokenizer(), nothing, advantages=advantages, config=config)
     assert (credit.spans, credit.base.shape, credit.work) == ([], (0,), None)
-    assert (credit.advantages is not None) == (estimator == "prefix_tree")
+    assert (credit.advantages is not None) == (estimator in ("entropy_shaping", "prefix_tree"))
     assert credit.padded(6).shape == (0, 6)
     assert credit.metrics([]).items() >= {"credit/scored_fraction": 0.0}.items()
 

@@ -262,7 +262,7 @@ def test_vllms_importance_ratios_multiply_with_the_weights(train, mode, loss):
 
 # Estimators
 
-NAMED = ["masking", "gradient", "entropy", "prefix_tree", "sibling_edits"]
+NAMED = ["masking", "gradient", "entropy", "entropy_shaping", "prefix_tree", "sibling_edits"]
 
 
 @pytest.mark.parametrize("options", [*({"estimator": name} for name in NAMED), {"effect": "total"}], ids=str)

@@ -202,6 +202,7 @@ def one_by_one(config) -> Any:
     [
         *CREDIT,
         {"estimator": "entropy"},
+        {"estimator": "entropy_shaping"},
         {"estimator": "entropy", "control": "random"},
         {"preselect": 0.5, "preselect_by": "entropy"},
     ],

@@ -102,7 +102,7 @@ def test_an_estimator_judges_the_rows_with_advantage_of_a_micro_batch(fresh, rol
         assert inside.mean() == pytest.approx(0.2, abs=0.02)
 
 
-@pytest.mark.parametrize("estimator", ["prefix_tree"])
+@pytest.mark.parametrize("estimator", ["prefix_tree", "entropy_shaping"])
 def test_signed_credit_changes_the_update_as_its_advantages_say(fresh, rollouts, estimator) -> None:
     gradients = []
     for credit in ("counterfactual", "uniform", "inverted"):

@@ -1,0 +1,83 @@
+"""Additive shaping by entropy, against a case worked by hand and the formula in float64."""
+
+import math
+
+import pytest
+import torch
+
+from cfa_kernels import CounterfactualConfig, Rows, counterfactual_credit
+from tests.support.small_tokenizers import get_tokenizer
+
+LENGTHS = (4, 3, 2)
+ROWS = Rows([torch.tensor([5])] * 3, [torch.arange(6, 6 + n) for n in LENGTHS])
+ENTROPIES = [torch.tensor([0.0, 0.5, 1.0, 9.0]), torch.tensor([0.25, 2.0, -1e-4]), torch.tensor([3.0, 3.0])]
+
+
+def shaped(advantages, entropies=ENTROPIES, **options):
+    config = CounterfactualConfig(estimator="entropy_shaping", **options)
+    return counterfactual_credit(
+        None,
+        get_tokenizer("byte-level, single digits"),
+        ROWS,
+        advantages=advantages,
+        entropies=entropies,
+        config=config,
+        seed=3,
+    )
+
+
+def test_an_advantage_grows_by_its_tokens_entropies_up_to_a_part_of_itself():
+    credit = shaped(torch.tensor([2.0, -1.0, 0.0]), alpha=0.5, kappa=4.0)
+    assert credit.advantages[0].tolist() == [2.0, 2.25, 2.5, 2.5]
+    assert credit.advantages[1].tolist() == pytest.approx([-0.875, -0.75, -1.00005])
+    assert credit.advantages[2].tolist() == [0.0, 0.0]
+    assert all(row.eq(1).all() for row in credit.weights)
+    assert credit.metrics()["credit/added_fraction"] == pytest.approx(6 / 9)
+    against = shaped(torch.tensor([2.0, -1.0, 0.0]), alpha=0.5, kappa=4.0, control="inverted")
+    assert against.advantages[0].tolist() == [2.0, 1.75, 1.5, 1.5]
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_shaping_is_the_papers_formula_and_a_weight_that_is_never_negative(by_token):
+    generator = torch.Generator().manual_seed(0)
+    draw = [torch.randn(n, generator=generator, dtype=torch.float64) for n in LENGTHS]
+    entropies = [3 * torch.rand(n, generator=generator, dtype=torch.float64) for n in LENGTHS]
+    advantages = draw if by_token else torch.stack([row[0] for row in draw])
+    credit = shaped(advantages, entropies)
+    for row, own, entropy in zip(credit.advantages, advantages, entropies, strict=True):
+        torch.testing.assert_close(row.double(), own + torch.minimum(0.4 * entropy, own.abs() / 2), rtol=0, atol=1e-6)
+        weight = 1 + own.sign() * torch.minimum(0.4 * entropy / own.abs(), torch.tensor(0.5))
+        torch.testing.assert_close(row.double(), own * weight, rtol=0, atol=1e-6)
+    spans = CounterfactualConfig(estimator="entropy_shaping", units="spans")
+    assert (spans.weights, spans.reads_entropies) == (None, True)
+
+
+def wrong(b: int, t: int, value: float) -> list[torch.Tensor]:
+    rows = [row.clone() for row in ENTROPIES]
+    rows[b][t] = value
+    return rows
+
+
+@pytest.mark.parametrize("estimator", ["entropy", "entropy_shaping"])
+@pytest.mark.parametrize(("value", "said"), [(math.nan, "nan"), (math.inf, "inf"), (-2.5, "-2.5")])
+def test_an_entropy_that_cannot_be_one_is_named(estimator, value, said):
+    config = CounterfactualConfig(estimator=estimator)
+    columns = {"advantages": torch.ones(3), "entropies": wrong(1, 2, value), "config": config}
+    with pytest.raises(ValueError, match=f"entropies row 1, token 2: must be finite and not negative, got {said}"):
+        counterfactual_credit(None, get_tokenizer("byte-level, single digits"), ROWS, **columns)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"advantages": None}, "advantages must be given"),
+        ({"advantages": torch.tensor([1.0, math.inf, 1.0])}, "advantages row 1: must be finite, got inf"),
+        ({"advantages": torch.ones(3), "entropies": None}, "entropies must be given"),
+        ({"advantages": torch.ones(3), "kappa": 0.5}, "kappa must be finite and at least 1, got 0.5"),
+        ({"advantages": torch.ones(3), "alpha": -0.1}, "alpha must be finite and at least 0, got -0.1"),
+        ({"advantages": torch.ones(3), "weights": "top"}, "estimator='entropy_shaping' is signed"),
+    ],
+)
+def test_what_shaping_cannot_work_with_is_refused_by_name(columns, message):
+    with pytest.raises(ValueError, match=message):
+        shaped(**columns)
