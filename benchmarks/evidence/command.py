@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence import ablation, alignment, arms, demo, planted, planted_tables
+from benchmarks.evidence import ablation, alignment, arms, demo, planted, planted_tables, programs
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, load, train
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     alignment_command.add_argument("--name", default="evidence-alignment", help="of the result files")
     known = ", ".join([*arms.SETS, *arms.ARMS])
     alignment_command.add_argument("--arms", nargs="+", metavar="NAME", help=f"sets, arms or module:name, of: {known}")
+    text = "which lines of a small program get the credit for the value that it returns"
+    _command(commands, "programs", _programs, programs.ProgramsSettings, text)
     _command(commands, "demo", _demo, demo.DemoSettings, "the demo's run analysed, and its policy judged by estimators")
     return parser
 
@@ -112,6 +114,12 @@ def _alignment(options: argparse.Namespace, head: Head) -> list[Path]:
     pieces = Pieces(options.folder / "pieces", {**asdict(settings), "arms": options.arms}, head)
     document = head | alignment.run(pieces, options.folder, settings, arms=options.arms)
     return write(document, alignment.markdown(document), options.results, options.name)
+
+
+def _programs(options: argparse.Namespace, head: Head) -> list[Path]:
+    settings = _filled(options, programs.ProgramsSettings)
+    document = head | programs.run(_pieces(options, settings, head), options.folder, settings)
+    return write(document, programs.markdown(document), options.results, "evidence-programs")
 
 
 def _demo(options: argparse.Namespace, head: Head) -> list[Path]:
