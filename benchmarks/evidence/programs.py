@@ -42,7 +42,7 @@ _DO = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 class ProgramsSettings:
     """Size of the measurement: programs sampled for each kind of prompt, how they are isolated, and the seed."""
 
-    problems: int = 400
+    problems: int = 300
     isolation: str = "bubblewrap"
     seed: int = 0
 
@@ -110,7 +110,8 @@ def train(folder: Path) -> Path:
 def run(pieces: Pieces, folder: Path, settings: ProgramsSettings) -> dict[str, Any]:
     """Sample programs of the model in `folder`, made where it is not there, and sum up the credit of right ones."""
     subject, asked = load(train(folder), TRAINED), list(rows("test", settings.seed + 2, 3 * settings.problems))
-    result: dict[str, Any] = {"settings": asdict(settings), "accuracy": subject.accuracy}
+    result: dict[str, Any] = {"settings": asdict(settings)}
+    result |= {"accuracy": subject.accuracy, "fingerprint": subject.fingerprint}
     for name in ("without values", "with values"):
         some = [row for row in asked if row["question"].endswith("Values.") == (name == "with values")]
         result[name] = pieces.get(name, lambda: judge(subject, some[: settings.problems], settings))  # noqa: B023
@@ -131,6 +132,8 @@ def judge(subject: Subject, asked: Sequence[Row], settings: ProgramsSettings) ->
             value, _, of = executed(program, row["x"])
             if rewards[i] and row["tests"][0].endswith(f" {value}"):
                 cases[i], kinds = (program, f"\nf({row['x']})", "\n####", f" {value}"), [*kinds, of]
+    if not cases:
+        raise ValueError(f"model: none of {len(asked)} programs passes its tests; train it on, or sample more problems")
     own = fmean(texts[i].endswith("".join(case[2:])) for i, case in cases.items())
     result: dict[str, Any] = {"programs": len(cases), "right": fmean(map(bool, rewards)), "own": own}
     result["methods"] = {"equal credit": summary([[1.0] * len(of) for of in kinds], kinds)}

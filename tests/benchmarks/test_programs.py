@@ -86,6 +86,9 @@ def test_programs_that_pass_are_judged_line_by_line(subject, monkeypatch):
     assert all(result["methods"]["equal credit"][name]["value"] == 0.5 for name in AUROCS)
     assert result["methods"]["equal credit"]["`def`"] == result["methods"]["equal credit"]["return"]
     assert 0 <= result["masked"] < result["probability"] < 0.1
+    texts[:] = ["no program"] * len(texts)
+    with pytest.raises(ValueError, match="model: none of 60 programs passes"):
+        judge(subject, SOME, ProgramsSettings(isolation="none"))
 
 
 def test_shares_and_auroc_are_those_of_a_count_by_hand():
