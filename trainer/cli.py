@@ -25,22 +25,28 @@ MODEL_SETTINGS = (
 def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any:
     """Fill the dataclass `kind` from, in rising order: its defaults, the model folder's, `--config`, flags.
 
+    A file of `--config` that ships with the program is a paper's run of another model: the model folder wins over it.
     A setting that is wrong ends the program with exit code 2 and one line that names it.
     """
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     before.add_argument("--config")
     before.add_argument("--model", default=argparse.SUPPRESS)
     names = ", ".join(preset_names())
-    description += f" --config takes a YAML file of settings, or one that ships with it: {names}. Flags win over it."
+    description += (
+        f" --config takes a YAML file of settings, or one that ships with it: {names}. Flags win over it, and"
+    )
+    description += " settings that a model folder brings win over one that ships."
     refusal = io.StringIO()  # tyro's is a box of several lines
     try:
         chosen, flags = before.parse_known_args(argv)
-        settings = _read_yaml(_config_file(chosen.config), kind) if chosen.config else {}
+        file = _config_file(chosen.config) if chosen.config else None
+        settings = _read_yaml(file, kind) if file else {}
         if "model" in chosen:
             settings["model"] = chosen.model
         model = settings.get("model", getattr(kind, "model", None))
         if model is not None and (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
-            settings = _model_settings(_read_yaml(suited, kind), suited, model) | settings
+            own = _model_settings(_read_yaml(suited, kind), suited, model)
+            settings = settings | own if file and file.resolve().parent == PRESETS.resolve() else own | settings
         with contextlib.redirect_stderr(refusal):
             return tyro.cli(
                 kind, args=[*_as_flags(settings), *flags], prog=prog, description=description, use_underscores=True

@@ -84,7 +84,8 @@ class TrainConfig(DataConfig):
 
     model: str = EMBEDDED
     """Model folder or hub name; "embedded" is the small model that comes with the program. Settings of sampling, prompt
-    and schedule in the folder's defaults.yaml replace the defaults shown here (--config and flags still win)."""
+    and schedule in the folder's defaults.yaml replace the defaults shown here and those of a --config that ships with
+    the program; a --config of yours and flags win over them."""
     output_dir: str | None = None
     """Run folder: new, empty, or that of this run, stopped; by default one of its own under runs/, named by date,
     model, credit and seed."""

@@ -72,6 +72,23 @@ def test_flags_win_over_the_file_which_wins_over_the_model_folder_which_wins_ove
     assert config.reward_funcs == ["exact_match", "math:gcd"]
 
 
+@pytest.mark.parametrize("name", ["oar_p", "oar_g"])
+def test_a_papers_run_is_that_of_a_model_without_settings_and_a_folder_that_brings_some_keeps_them(tmp_path, name):
+    run = {"learning_rate": 1e-6, "generation_batch_size": 64, "temperature": 1.0, "top_p": 1.0, "use_peft": False}
+    run |= {"max_completion_length": 1024, "num_generations": 8}
+    config = settings("--config", name, "--model", "Qwen/Qwen2.5-7B")
+    assert {entry: getattr(config, entry) for entry in run} == run
+    embedded, flags = settings(), ("--config", name, "--learning_rate=0.5")
+    same = {entry.name: getattr(embedded, entry.name) for entry in fields(config)}
+    same |= {entry: getattr(config, entry) for entry in ("credit", "estimator", "credit_options")}
+    assert same["learning_rate"] != 1e-6
+    assert settings("--config", name) == TrainConfig(**same)
+    assert settings(*flags) == TrainConfig(**same | {"learning_rate": 0.5})
+    mine = tmp_path / "mine.yaml"  # of one's own: it wins over the folder
+    mine.write_text("learning_rate: 1.0e-6\n")
+    assert settings("--config", str(mine)) == TrainConfig(**vars(embedded) | {"learning_rate": 1e-6})
+
+
 def test_null_in_a_file_puts_the_default_back(tmp_path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("temperature: null\neval_steps: null\nreport_to: []\n")
