@@ -3,37 +3,33 @@
 Units are compared only within a problem: importances of different problems have no common scale.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from trainer.analyze.statistics import Estimate, bootstrap_interval, spearman
 
 Rows = Sequence[Sequence[float]]
-Pairs = tuple[float, int, float, int]
-"""Wins over earlier negatives and their number, wins over later ones and their number."""
-
-Measure = Callable[[Any, Any], Any]
-"""From the scores and the truth of one problem to what is summed up over problems."""
-Summary = Callable[[Any], float]
+Figure = tuple[Callable[[np.ndarray, np.ndarray], Any], Callable[[Any], float]]
+"""From the scores and the truth of one problem to what is summed up over problems, and the sum."""
 
 CHANCE_DRAWS = 200
 
 
-def ordered_pairs(scores: Sequence[float], truth: Sequence[bool]) -> Pairs:
-    """Pairs of a positive and a negative of one problem, apart by which of the two comes first; ties win half."""
-    wins, counts = [0.0, 0.0], [0, 0]
-    for i, positive in enumerate(truth):
-        for j, other in enumerate(truth):
-            if positive and not other:
-                later = int(j > i)
-                wins[later] += (scores[i] > scores[j]) + 0.5 * (scores[i] == scores[j])
-                counts[later] += 1
-    return wins[0], counts[0], wins[1], counts[1]
+def ordered_pairs(scores: np.ndarray, truth: np.ndarray) -> tuple[float, int, float, int]:
+    """Pairs of a positive and a negative of one problem, apart by which of the two comes first; ties win half.
+
+    Returns wins over earlier negatives and their number, wins over later ones and their number.
+    """
+    yes, no = np.flatnonzero(truth), np.flatnonzero(truth == 0)
+    more, later = scores[yes][:, None] - scores[no], no > yes[:, None]
+    wins = (more > 0) + 0.5 * (more == 0)
+    return wins[~later].sum(), (~later).sum(), wins[later].sum(), later.sum()
 
 
-def position_free_auroc(problems: Sequence[Pairs]) -> float:
+def position_free_auroc(problems: Sequence[tuple[float, int, float, int]]) -> float:
     """AUROC within problems in which earlier and later negatives weigh half each: any rule by position only gets 0.5.
 
     Steps that matter come late in a solution more often than not, so plain AUROC rewards a method for that. nan where
@@ -43,114 +39,68 @@ def position_free_auroc(problems: Sequence[Pairs]) -> float:
     return float((won_early / early + won_late / late) / 2) if early and late else float("nan")
 
 
-def agreement(scores: Rows | None, truths: Sequence[Sequence[bool]], *, draws: int = 1000) -> dict[str, Any]:
-    """AUROC (free of position, and plain), Spearman and recall of binary truths; problems of one class are left out.
-
-    A method that gives all units of a problem one number ranks nothing there: its Spearman counts as 0. Recall is among
-    as many top units as are true.
-
-    Args:
-        scores: a row for each problem; None for numbers that know nothing (see `chance`).
-        truths: as many rows as long.
-        draws: bootstrap draws.
-
-    Returns:
-        For each figure `value`, `low` and `high` (95 % of bootstrap draws over problems), and the number of `problems`.
-
-    Raises:
-        ValueError: no problem has both classes.
-    """
-    rows: Rows = truths if scores is None else scores
-    both = [(s, t) for s, t in zip(rows, truths, strict=True) if 0 < sum(t) < len(t)]
-    if not both:
-        raise ValueError("truths: no problem has both classes")
-    known, labels = [s for s, _ in both], [t for _, t in both]
-    figures = {
-        name: _judged(measure, summary, None if scores is None else known, labels, draws)
-        for name, (measure, summary) in _FIGURES.items()
-    }
-    return {name: interval and interval._asdict() for name, interval in figures.items()} | {"problems": len(both)}
-
-
-def auroc_alone(scores: Rows | None, truths: Sequence[Sequence[bool]]) -> float | None:
-    """`position_free_auroc` of problems with both classes, without an interval; None where it is not defined."""
-    labels = [t for t in truths if 0 < sum(t) < len(t)]
-    if scores is None:
-        result = chance(ordered_pairs, position_free_auroc, labels) if labels else None
-        return result and result.value
-    pairs = [ordered_pairs(s, t) for s, t in zip(scores, truths, strict=True) if 0 < sum(t) < len(t)]
-    value = position_free_auroc(pairs) if pairs else float("nan")
-    return None if np.isnan(value) else value
-
-
-def correlation(scores: Rows | None, truths: Rows, *, draws: int = 1000) -> dict[str, Any]:
-    """Mean Spearman within problems, those with a constant truth left out; `value`, `low`, `high` and `problems`."""
-    rows: Rows = truths if scores is None else scores
-    ranked = [(s, t) for s, t in zip(rows, truths, strict=True) if len(set(t)) > 1]
-    if not ranked:
-        return {"value": None, "low": None, "high": None, "problems": 0}
-    known = None if scores is None else [s for s, _ in ranked]
-    result = _judged(rank_correlation, _mean, known, [t for _, t in ranked], draws)
-    assert result is not None  # a mean is defined on every resample
-    return result._asdict() | {"problems": len(ranked)}
-
-
-def chance(measure: Measure, summary: Summary, truths: Rows, *, draws: int = CHANCE_DRAWS) -> Estimate | None:
-    """Compute what random numbers get: the mean over many draws of them, and the bounds of 95 % of the draws.
-
-    A single draw is as likely to miss 0.5 by an interval's width as any method that finds nothing: of 200 problems'
-    total truths the draws' standard deviation is 0.024. None where the figure is not defined.
-    """
-    rng = np.random.default_rng(0)
-    result = [
-        summary([measure(row, truth) for row, truth in zip(_numbers(rng, truths), truths, strict=True)])
-        for _ in range(draws)
-    ]
-    if not np.isfinite(result).all():
-        return None
-    low, high = np.quantile(result, [0.025, 0.975])
-    return Estimate(float(np.mean(result)), float(low), float(high))
-
-
-def _numbers(rng: np.random.Generator, truths: Rows) -> Rows:
-    return [rng.random(len(truth)).tolist() for truth in truths]
-
-
-def rank_correlation(scores: Sequence[float], truth: Sequence[float]) -> float:
+def rank_correlation(scores: np.ndarray, truth: np.ndarray) -> float:
     """Spearman of one problem; 0 where the scores are all equal."""
     return spearman(scores, truth) if len(set(scores)) > 1 else 0.0
 
 
-def auroc(scores: Sequence[float], truth: Sequence[bool]) -> float:
-    """Compute the share of pairs of a positive and a negative of one problem that scores order; ties count half."""
-    won_early, early, won_late, late = ordered_pairs(scores, truth)
-    return (won_early + won_late) / (early + late)
+def recall_curve(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Recall among the top 1, 2, ... units, (K,); of equal scores each comes first equally often."""
+    _, group = np.unique(-scores, return_inverse=True)
+    return np.cumsum((np.bincount(group, truth) / np.bincount(group))[np.sort(group)]) / truth.sum()
 
 
-def recall_among_top(scores: Sequence[float], truth: Sequence[float]) -> float:
-    """Recall among as many top units as are true; the earlier of equal scores is taken."""
-    true = np.asarray(truth, dtype=bool)
-    top = np.argsort(-np.asarray(scores), kind="stable")[: true.sum()]
-    return float(true[top].mean())
+def recall(scores: np.ndarray, truth: np.ndarray) -> float:
+    """Recall among as many top units as are true."""
+    return float(recall_curve(scores, truth)[int(truth.sum()) - 1])
+
+
+def recall_at(percent: int) -> Figure:
+    """Recall among the top `percent` of the units, at least one (OAR paper, figure 5)."""
+    return lambda s, t: recall_curve(s, t)[max(len(t) * percent // 100, 1) - 1], _mean
 
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values))
 
 
-_FIGURES: dict[str, tuple[Measure, Summary]] = {
-    "auroc": (ordered_pairs, position_free_auroc),
-    "plain_auroc": (auroc, _mean),
-    "spearman": (rank_correlation, _mean),
-    "recall": (recall_among_top, _mean),
-}
+AUROC: dict[str, Figure] = {"auroc": (ordered_pairs, position_free_auroc)}
+SPEARMAN: dict[str, Figure] = {"spearman": (rank_correlation, _mean)}
+LINES = AUROC | SPEARMAN | {"recall": (recall, _mean), "first": (lambda s, t: recall_curve(s, t)[0] * t.sum(), _mean)}
+"""Of lines; "first" is the share of problems whose most important line is true."""
+TOKENS = AUROC | {"recall": LINES["recall"]} | {f"{percent} %": recall_at(percent) for percent in range(10, 100, 10)}
 
 
-def _judged(measure: Measure, summary: Summary, scores: Rows | None, truths: Rows, draws: int) -> Estimate | None:
-    """The figure with its interval over problems, or what chance gives; None where a resample is not defined."""
-    if scores is None:
-        return chance(measure, summary, truths, draws=min(draws, CHANCE_DRAWS))
-    try:
-        return bootstrap_interval(summary, [measure(*row) for row in zip(scores, truths, strict=True)], draws=draws)
-    except ValueError:
-        return None  # too few problems to say
+def agreement(
+    scores: Rows | None, truths: Rows, figures: Mapping[str, Figure] = LINES, *, draws: int = 1000
+) -> dict[str, Any]:
+    """Sum figures up over problems; those with a constant truth are left out.
+
+    Args:
+        scores: a row for each problem; None for numbers that know nothing: the mean over many draws of them, and the
+            bounds of 95 % of the draws, as one draw alone misses 0.5 as often as any method that finds nothing.
+        truths: as many rows as long.
+        figures: by name.
+        draws: bootstrap draws.
+
+    Returns:
+        For each figure `value`, `low` and `high` (95 % of bootstrap draws over problems), or None where it is not
+        defined; for Spearman also `p` that its mean is 0, by a t-test over problems; and the number of `problems`.
+    """
+    kept = [i for i, truth in enumerate(truths) if len(set(truth)) > 1]
+    labels, rng = [np.asarray(truths[i], float) for i in kept], np.random.default_rng(0)
+    result: dict[str, Any] = {"problems": len(kept)}
+    for name, (measure, summary) in figures.items() if kept else ():
+        if scores is None:
+            luck = [summary([measure(rng.random(len(t)), t) for t in labels]) for _ in range(min(draws, CHANCE_DRAWS))]
+            bounds = Estimate(_mean(luck), *np.quantile(luck, (0.025, 0.975)))
+            result[name] = bounds._asdict() if np.isfinite(luck).all() else None
+            continue
+        values = [measure(np.asarray(scores[i], float), t) for i, t in zip(kept, labels, strict=True)]
+        try:
+            result[name] = bootstrap_interval(summary, values, draws=draws)._asdict() if len(kept) > 1 else None
+        except ValueError:  # not defined on every resample
+            result[name] = None
+        if name in SPEARMAN and len(set(values)) > 1:
+            result["p"] = float(stats.ttest_1samp(values, 0).pvalue)
+    return result

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence import ablation, alignment, arms, demo, planted, planted_tables, programs
+from benchmarks.evidence import ablation, alignment, arms, demo, planted, programs
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, load, train
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
@@ -99,8 +99,8 @@ def _planted(options: argparse.Namespace, head: Head) -> list[Path]:
     settings = _filled(options, planted.PlantedSettings)
     folder = options.model or train(options.folder)
     models = {name: [load(folder, name, seed=i) for i in range(COPIES[name])] for name in options.models}
-    document = head | planted.run(models, _pieces(options, settings, head), settings, methods=options.methods)
-    return write(document, planted_tables.markdown(document), options.results, "evidence-planted")
+    document = head | planted.run(models, _pieces(options, settings, head), settings, options.methods)
+    return write(document, planted.markdown(document), options.results, "evidence-planted")
 
 
 def _ablation(options: argparse.Namespace, head: Head) -> list[Path]:

@@ -1,62 +1,39 @@
-"""Measure which estimators find what was planted in generated solutions, and what matters for learning.
+"""Measure which estimators find what was planted in generated solutions, and what matters for learning."""
 
-`planted_tables.py` writes the results.
-"""
-
+import functools
 import itertools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributions import Categorical
 
-from benchmarks.evidence.agreement import Rows, agreement, auroc_alone, correlation
-from benchmarks.evidence.cases import PlantedCase, planted_case
-from benchmarks.evidence.models import RANDOM, TRAINED, Subject
-from benchmarks.evidence.problems import KINDS, PlantedProblem, generate
-from benchmarks.harness.results import Pieces
-from cfa_kernels import Importances, ScoredBatch, Span, score_counterfactuals
+from benchmarks.evidence.agreement import AUROC, LINES, SPEARMAN, TOKENS, Rows, agreement
+from benchmarks.evidence.models import TRAINED, Subject
+from benchmarks.evidence.problems import KINDS, Case, PlantedProblem, generate
+from benchmarks.harness.results import Pieces, interval, made_by, table
+from cfa_kernels import Importances, ScoredBatch, Span
 from cfa_kernels.estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
 from cfa_kernels.estimators.entropy import Entropy
 from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.estimators.prefix_gain import PrefixGain
 from cfa_kernels.estimators.siblings import PrefixTreeValues, SiblingEdits
+from cfa_kernels.options import Count, check_fields
 from cfa_kernels.rows import Rows as TokenRows
 from cfa_kernels.scoring.access import InProcess
+from trainer.data import encode_prompt
 from trainer.rewards.numbers import final_number
 from trainer.rollouts import generate as sample
 
-CHANCE = "random"
-"""Numbers that know nothing, many draws of them: a row beside the methods."""
-GROUP = 8
-"""Completions of a prompt, for estimators that compare them."""
-BATCH = 20
-"""Problems that are judged together."""
-_ROWS = 256  # continuations decoded together
-
-
-@dataclass(frozen=True)
-class Method:
-    """Estimator of the library, as it is measured.
-
-    Attributes:
-        estimator: judges lines, or tokens.
-        by_token: each token of the reasoning is a unit; a line's importance is the mean over its tokens.
-        costly: it feeds a forward's worth of tokens per token, so it judges fewer problems.
-    """
-
-    estimator: Estimator
-    by_token: bool = False
-    costly: bool = False
-
-    @property
-    def compares(self) -> bool:
-        """Whether it compares completions of one prompt, of a model that solves something."""
-        return SIBLINGS in self.estimator.needs
+CHANCE, SAMPLED = "random", "sampled step advantage"
+"""Rows beside the methods: numbers that know nothing, and the truth that takes sampling."""
+GROUP, BATCH = 8, 20
+"""Completions of a prompt, for estimators that compare them; problems that are judged together."""
+_DECODED = 256  # completions decoded together
 
 
 def position(model: Any, batch: ScoredBatch) -> Importances:
@@ -69,268 +46,268 @@ def length(model: Any, batch: ScoredBatch) -> Importances:
     return Importances([torch.tensor([float(unit.end - unit.start) for unit in units]) for units in batch.units])
 
 
-METHODS = {
-    "position": Method(OwnFunction(position)),
-    "length": Method(OwnFunction(length)),
-    "CF": Method(Masking()),
-    "CF, total effect": Method(Masking(effect="total")),
-    "CF, KL of mean": Method(Masking(outcome="mean")),
-    "OAR-P, mean": Method(Masking(outcome="mean"), by_token=True, costly=True),
-    "OAR-P, log-prob": Method(Masking(), by_token=True, costly=True),
-    "OAR-G, 1 draw": Method(Gradient("mean", 1e-3, 1)),
-    "gradient x input": Method(Gradient("mean_logprob", 0.0)),
-    "prefix gain": Method(PrefixGain()),
-    "entropy": Method(Entropy()),
-    "prefix tree": Method(PrefixTreeValues()),
-    "sibling edits": Method(SiblingEdits()),
+METHODS: dict[str, Estimator] = {
+    "position": OwnFunction(position),
+    "length": OwnFunction(length),
+    "CF": Masking(),
+    "CF, total effect": Masking(effect="total"),
+    "CF, half by prefix gain": Masking(preselect=0.5, preselect_by="prefix_gain"),
+    "CF, KL of mean": Masking(outcome="mean"),
+    "CF, KL of last": Masking(outcome="last"),
+    "OAR-P, mean": Masking(outcome="mean"),
+    "OAR-P, last": Masking(outcome="last"),
+    "OAR-P, log-prob": Masking(),
+    "OAR-G, mean": Gradient("mean"),
+    "OAR-G, last": Gradient("last"),
+    "gradient x input": Gradient("mean_logprob", 0.0),
+    "prefix gain": PrefixGain(),
+    "entropy": Entropy(),
+    "prefix tree": PrefixTreeValues(),
+    "sibling edits": SiblingEdits(),
 }
+"""By name; `OAR-P` judges each token, and a line's importance is the mean over its tokens."""
 
 
 @dataclass(frozen=True)
 class PlantedSettings:
     """Size of the measurement."""
 
-    problems: int = 200
+    problems: Count = 200
     """Planted problems that every method judges, the kinds in turn."""
-    costly: int = 60
-    """How many of them the costly methods judge."""
-    valued: int = 60
-    """How many of them also get sampled step values."""
-    samples: int = 12
-    """Continuations per boundary of those."""
-    room: int = 256
+    costly: Count = 60
+    """How many of them methods by token judge, and get sampled step values."""
+    samples: Count = 12
+    """Continuations of each prefix of whole lines of those."""
+    chains: Count = 200
+    """Right greedy chains, each token of which is replaced."""
+    room: Count = 256
     """Most tokens of a completion."""
-    draws: int = 1000
+    draws: Count = 1000
     """Bootstrap draws."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Reject values outside their range, naming the setting."""
-        for name, value in asdict(self).items():
-            least = 0 if name in ("costly", "valued", "seed") else 1
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        check_fields(self)
 
 
 def run(
-    models: Mapping[str, Sequence[Subject]], pieces: Pieces, settings: PlantedSettings, *,
-    methods: Sequence[str] | None = None, say: Callable[[str], None] = print,
+    models: Mapping[str, Sequence[Subject]], pieces: Pieces, settings: PlantedSettings,
+    methods: Sequence[str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Judge planted problems by every method and sum up.
+    """Judge planted problems by every method, or some, and sum up: the document that `markdown` writes.
 
-    Args:
-        models: by name the trained model, by itself, and random ones, which take turns batch by batch.
-        pieces: of each model and method.
-        settings: how much.
-        methods: names out of `METHODS`, by default all.
-        say: prints progress, a line at a time.
-
-    Returns:
-        The document that `planted_tables.py` writes.
-
-    Raises:
-        ValueError: an unknown method.
+    `models` are by name the trained model, by itself, and random ones, which take turns batch by batch.
     """
-    if unknown := [name for name in methods or [] if name not in METHODS]:
-        raise ValueError(f"methods must be among {', '.join(METHODS)}, got {', '.join(unknown)}")
     problems = list(itertools.islice(generate("test", settings.seed), settings.problems))
     document: dict[str, Any] = {"settings": asdict(settings), "models": {}}
-    for name, subjects in models.items():
-        cases = [planted_case(problem, subjects[0].tokenizer) for problem in problems]
-        results: dict[str, Any] = {
-            "fingerprints": [one.fingerprint for one in subjects],
-            "accuracy": subjects[0].accuracy,
-            "answer_probability": _answer_probability(subjects, cases),
-            "methods": {CHANCE: _truths(None, problems, settings) | {"problems": len(problems), "tokens_fed": 0}},
-        }
-        values: dict[str, Rows | None] = {CHANCE: None}
-        for chosen in methods or METHODS:
-            method = METHODS[chosen]
-            if method.compares and name == RANDOM:
-                continue
-            say(f"{name} model: {chosen}")
-            count = min(settings.costly, len(cases)) if method.costly else len(cases)
-            record = pieces.get(f"{name}, {chosen}", lambda: ask(method, subjects, cases[:count], problems, settings))  # noqa: B023
-            values[chosen] = record.pop("values")
-            results["methods"][chosen] = _truths(values[chosen], problems[:count], settings) | record
-        if name == TRAINED and settings.valued:
-            say(f"{name} model: step values")
-            results |= _step_values(subjects[0], pieces, cases[: settings.valued], problems, values, settings)
-        document["models"][name] = results
+    for model, subjects in models.items():
+        tokenizer, names = subjects[0].tokenizer, [name for name in methods or METHODS]
+        texts = [tokenizer(problem.solution, add_special_tokens=False)["input_ids"] for problem in problems]
+        cases = [Case.of(problem.question, ids, tokenizer) for problem, ids in zip(problems, texts, strict=True)]
+        gold, few = [problem.gold for problem in problems], cases[: settings.costly]
+        values, tokens = dict[str, Rows | None]({CHANCE: None}), dict[str, Rows | None]({CHANCE: None})
+        chains: list[dict[str, Any]] = []
+        if model == TRAINED:
+            print(f"{model} model: {SAMPLED}, critical tokens")
+            values[SAMPLED] = pieces.get(SAMPLED, lambda: step_advantages(subjects[0], few, problems, settings))  # noqa: B023
+            chains = pieces.get("chains", lambda: right_chains(subjects[0], settings))  # noqa: B023
+        else:  # completions of a model that solves nothing do not differ in their rewards
+            names = [name for name in names if SIBLINGS not in METHODS[name].needs]
+        whole = [Case.of(chain["question"], chain["completion"], tokenizer) for chain in chains]
+        right = [chain["gold"] for chain in chains]
+        for name in names:
+            print(f"{model} model: {name}")
+            some = few if name.startswith("OAR-P") else cases
+            values[name] = pieces.get(f"{model}, {name}", lambda: ask(name, subjects, some, gold, settings))  # noqa: B023
+            if chains:
+                work = functools.partial(ask, name, subjects, whole, right, settings, tokens=True)
+                tokens[name] = pieces.get(f"{name}, by token", work)
+        found = {name: _truths(rows, problems, settings) for name, rows in values.items()}
+        own = values.get(SAMPLED) or ()
+        for name, rows in values.items():
+            found[name][SAMPLED] = agreement(rows and rows[: len(own)], own, SPEARMAN, draws=settings.draws)
+        critical = [chain["critical"] for chain in chains]
+        for name, rows in tokens.items():
+            found[name]["tokens"] = agreement(rows, critical, TOKENS, draws=settings.draws)
+        document["models"][model] = {
+            "fingerprints": [one.fingerprint for one in subjects], "accuracy": subjects[0].accuracy, "methods": found,
+            "chains": len(chains), "tokens": sum(map(len, critical)), "critical": sum(map(sum, critical)),
+        }  # fmt: skip
     return document
 
 
 def ask(
-    method: Method, subjects: Sequence[Subject], cases: Sequence[PlantedCase], problems: Sequence[PlantedProblem],
-    settings: PlantedSettings,
-) -> dict[str, Any]:  # fmt: skip
-    """Judge cases by a method, and count tokens fed and seconds of the processor. Models take turns batch by batch."""
-    values, tokens, started = list[list[float]](), 0, time.process_time()
+    name: str, subjects: Sequence[Subject], cases: Sequence[Case], gold: Sequence[int], settings: PlantedSettings,
+    *, tokens: bool = False,
+) -> list[list[float]]:  # fmt: skip
+    """Importances of the lines of each case by a method; models take turns batch by batch.
+
+    With `tokens`, of the reasoning's tokens: each by itself where the method judges tokens, else its line's.
+    """
+    values, estimator = list[list[float]](), METHODS[name]
+    single = name.startswith("OAR-P") or (tokens and isinstance(estimator, Gradient | Entropy))
     for start, subject in zip(range(0, len(cases), BATCH), itertools.cycle(subjects), strict=False):
         some = cases[start : start + BATCH]
-        gold = [problem.gold for problem in problems[start : start + BATCH]]
-        rows, counts = judge(method, subject, some, gold, seed=settings.seed * 1_000_003 + start, room=settings.room)
+        units = [[Span(t, t + 1) for t in range(case.reasoning_end)] if single else case.units for case in some]
+        rows = judge(estimator, subject, some, units, gold[start : start + BATCH], settings, start)
         for case, row in zip(some, rows, strict=True):
-            if len(row) != len(case.units) or not torch.isfinite(row).all():
-                raise ValueError(f"a method must give {len(case.units)} finite numbers, got {row.tolist()}")
-        values += [row.tolist() for row in rows]
-        tokens += counts
-    seconds = time.process_time() - started
-    return {"values": values, "problems": len(cases), "tokens_fed": tokens, "cpu_seconds": seconds}
+            if single and not tokens:
+                row = torch.stack([row[unit.start : unit.end].mean() for unit in case.units])
+            elif tokens and not single:
+                row = row.repeat_interleave(torch.tensor([unit.end - unit.start for unit in case.units]))
+            values.append(row.tolist())
+    return values
 
 
 def judge(
-    method: Method, subject: Subject, cases: Sequence[PlantedCase], gold: Sequence[int], *, seed: int, room: int
-) -> tuple[list[Tensor], int]:
-    """Importances (K_b,) of the lines of each case, high where they matter, and the tokens that were fed for them.
+    estimator: Estimator, subject: Subject, cases: Sequence[Case], units: Sequence[Sequence[Span]], gold: Sequence[int],
+    settings: PlantedSettings, turn: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    """Importances (K_b,) of the units of each case, high where they matter; `turn` keys what is drawn."""
+    model, tokenizer, owners = subject.model, subject.tokenizer, list(range(len(cases)))
+    completions, ends = [case.completion for case in cases], [case.reasoning_end for case in cases]
+    if SIBLINGS in estimator.needs:  # more completions of each prompt, at temperature 1
+        more = owners * (GROUP - 1)
+        keys = [(settings.seed, turn, i) for i in range(len(more))]
+        group = sample(model, tokenizer, [cases[b].prompt.tolist() for b in more], max_completion_length=settings.room,
+                       keys=keys)  # fmt: skip
+        completions, owners = [*completions, *map(torch.tensor, group.ids())], owners + more
+        ends += [len(ids) for ids in completions[len(cases) :]]
+    none = [None] * (len(owners) - len(cases))
+    rows = TokenRows([cases[b].prompt for b in owners], completions)
+    answers = [*(case.answer for case in cases), *none]
+    batch = ScoredBatch.of(model, rows, [*units, *([] for _ in none)], answers, mask=tokenizer.pad_token_id)
 
-    `seed` and `room` are of what the method draws and of the siblings that it compares.
-    """
-    columns = [_Column(case.prompt, case.completion, b, case) for b, case in enumerate(cases)]
-    needs, counts = method.estimator.needs, 0
-    if method.compares:
-        columns += _siblings(subject, cases, seed=seed, room=room)
-        counts += sum(len(one.prompt) + len(one.completion) for one in columns[len(cases) :])
-    units = [_units(one.case, method.by_token) for one in columns]
-    batch = ScoredBatch.of(
-        subject.model, TokenRows([one.prompt for one in columns], [one.completion for one in columns]), units,
-        [one.case.answer if one.case else None for one in columns], mask=subject.tokenizer.pad_token_id,
-    )  # fmt: skip
-    ordered = [columns[i] for i in batch.index]
-    texts = [subject.tokenizer.decode(one.completion, skip_special_tokens=True) for one in ordered]
-    right = [float(final_number(text) == gold[one.group]) for text, one in zip(texts, ordered, strict=True)]
-    entropies = [_entropies(subject, one) for one in ordered] if ENTROPIES in needs else None
-    counts += sum(len(one.prompt) + len(one.completion) for one in ordered) if ENTROPIES in needs else 0
+    def ordered(column: Iterable[Any]) -> list[Any]:
+        return [list(column)[i] for i in batch.index]
+
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    right = [float(final_number(text) == gold[b]) for text, b in zip(texts, owners, strict=True)]
+    drawn = zip(rows.prompts, completions, strict=True) if ENTROPIES in estimator.needs else ()
+    entropies = [Categorical(logits=logits(subject, *one)).entropy() for one in drawn]
     batch = replace(
-        batch,
-        reasoning_ends=[one.case.reasoning_end if one.case else len(one.completion) for one in ordered],
-        seed=(seed,),
-        groups=torch.tensor([one.group for one in ordered]),
-        rewards=torch.tensor(right),
-        entropies=entropies,
-    )
-    result = method.estimator(InProcess(subject.model), batch)
-    values = batch.to_callers_order(result.values)[: len(cases)]
-    if method.by_token:
-        values = [
-            torch.stack([row[unit.start : unit.end].mean() for unit in case.units])
-            for row, case in zip(values, cases, strict=True)
-        ]
-    return [row.detach().float() for row in values], counts + (result.work.tokens_fed if result.work else 0)
-
-
-@dataclass(frozen=True)
-class _Column:
-    """Completion of a batch: a case, or a sampled sibling of the case of number `group`."""
-
-    prompt: Tensor
-    completion: Tensor
-    group: int
-    case: PlantedCase | None = None
-
-
-def _units(case: PlantedCase | None, by_token: bool) -> list[Span]:
-    if case is None:
-        return []
-    return [Span(t, t + 1) for t in range(case.reasoning_end)] if by_token else case.units
-
-
-def _siblings(subject: Subject, cases: Sequence[PlantedCase], *, seed: int, room: int) -> list[_Column]:
-    """Seven completions of each prompt, sampled at temperature 1."""
-    owners = [(b, g) for b in range(len(cases)) for g in range(GROUP - 1)]
-    prompts = [cases[b].prompt.tolist() for b, _ in owners]
-    keys = [(seed, b, g) for b, g in owners]
-    sampled = sample(subject.model, subject.tokenizer, prompts, max_completion_length=room, keys=keys).ids()
-    return [_Column(cases[b].prompt, torch.tensor(ids), b) for (b, _), ids in zip(owners, sampled, strict=True)]
+        batch, reasoning_ends=ordered(ends), seed=(settings.seed, turn), groups=torch.tensor(ordered(owners)),
+        rewards=torch.tensor(ordered(right)), entropies=ordered(entropies) if entropies else None,
+    )  # fmt: skip
+    values = batch.to_callers_order(estimator(InProcess(model), batch).values)[: len(cases)]
+    if any(len(row) != len(spans) or not row.isfinite().all() for row, spans in zip(values, units, strict=True)):
+        raise ValueError(f"an estimator must give a finite number for each unit, got {values}")
+    return [row.detach().float() for row in values]
 
 
 @torch.no_grad()
-def _entropies(subject: Subject, one: _Column) -> Tensor:
-    """Entropy of the distribution that each token was drawn from, (T,)."""
-    ids = torch.cat([one.prompt, one.completion])
-    rows = subject.model(input_ids=ids[None]).logits[0, len(one.prompt) - 1 : -1].float()
-    return torch.distributions.Categorical(logits=rows).entropy()
-
-
-def _answer_probability(subjects: Sequence[Subject], cases: Sequence[PlantedCase]) -> float:
-    """Mean probability of the answers as they stand, given all that stands before them."""
-    result: list[float] = []
-    for start, subject in zip(range(0, len(cases), BATCH), itertools.cycle(subjects), strict=False):
-        some = cases[start : start + BATCH]
-        scores = score_counterfactuals(
-            subject.model, TokenRows([case.prompt for case in some], [case.completion for case in some]),
-            [[] for _ in some], [case.answer for case in some], mask=subject.tokenizer.pad_token_id,
-        )  # fmt: skip
-        result += scores.base.exp().tolist()
-    return float(np.mean(result))
+def logits(subject: Subject, prompt: Tensor, completion: Tensor) -> Tensor:
+    """Logits that each token of a completion was drawn from, (T, V)."""
+    return subject.model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1].float()
 
 
 def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: PlantedSettings) -> dict[str, Any]:
-    """Agreement with the planted truths, over all problems and kind by kind."""
-
-    def rows(truth: str, kinds: Sequence[str]) -> tuple[Rows | None, list[list[bool]]]:
-        some = [i for i, problem in enumerate(problems) if problem.kind in kinds]
-        labels = [[bool(getattr(unit, truth)) for unit in problems[i].units] for i in some]
-        return None if values is None else [values[i] for i in some], labels
-
-    def judged(truth: str, kinds: Sequence[str]) -> dict[str, Any]:
-        scores, labels = rows(truth, kinds)
-        if not any(0 < sum(row) < len(row) for row in labels):
-            return {"problems": 0}
-        return agreement(scores, labels, draws=settings.draws)
-
-    return {
-        "direct": judged("direct", KINDS),
-        "total": judged("total", KINDS),
-        "origin": judged("origin", ("wrong",)),
-        "kinds": {kind: {truth: auroc_alone(*rows(truth, (kind,))) for truth in ("direct", "total")} for kind in KINDS},
-    }
+    """Agreement with the planted truths, over all problems and by kind."""
+    result = {}
+    for truth, kind in itertools.product(("direct", "total", "origin"), (None, *KINDS)):
+        some = [i for i, one in enumerate(problems[: values and len(values)]) if kind in (None, one.kind)]
+        labels = [[float(getattr(unit, truth)) for unit in problems[i].units] for i in some]
+        result[f"{truth}, {kind}" if kind else truth] = agreement(
+            values and [values[i] for i in some], labels, AUROC if kind else LINES, draws=settings.draws
+        )
+    return result
 
 
-def _step_values(
-    subject: Subject, pieces: Pieces, cases: Sequence[PlantedCase], problems: Sequence[PlantedProblem],
-    values: Mapping[str, Rows | None], settings: PlantedSettings,
-) -> dict[str, Any]:  # fmt: skip
-    """Sampled step advantages: as a truth for every method, and judged as a method themselves."""
-    shares = pieces.get("step values", lambda: step_values(subject, cases, problems, settings))
-    own = [np.diff(one["own"]).tolist() for one in shares]
-    truths = {"own": own, "reward, absolute": [np.abs(np.diff(one["right"])).tolist() for one in shares]}
-    correlations = {
-        truth: {
-            name: correlation(None if scores is None else scores[: len(rows)],
-                              rows if scores is None else rows[: len(scores)], draws=settings.draws)
-            for name, scores in values.items()
-        }
-        for truth, rows in truths.items()
-    }  # fmt: skip
-    return {
-        "sampled_accuracy": float(np.mean([one["right"][0] for one in shares])),
-        "step_values": correlations,
-        "step_values_as_method": _truths(own, problems[: len(own)], settings),
-    }
+def continued(
+    subject: Subject, begun: Sequence[tuple[Tensor, Tensor]], room: int, keys: Sequence[Sequence[int]] | None = None
+) -> list[Any]:
+    """The answers that prompts with beginnings of completions are decoded on to, greedily, or sampled by keys."""
+    numbers: list[Any] = [None] * len(begun)
+    order = sorted(range(len(begun)), key=lambda i: sum(map(len, begun[i])))  # likewise long ones end together
+    for start in range(0, len(order), _DECODED):
+        some = order[start : start + _DECODED]
+        prompts, drawn = [torch.cat(begun[i]).tolist() for i in some], keys and [keys[i] for i in some]
+        texts = sample(subject.model, subject.tokenizer, prompts, max_completion_length=room, keys=drawn).texts
+        for i, text in zip(some, texts, strict=True):
+            numbers[i] = final_number(subject.tokenizer.decode(begun[i][1]) + text)
+    return numbers
 
 
-def step_values(
-    subject: Subject, cases: Sequence[PlantedCase], problems: Sequence[PlantedProblem], settings: PlantedSettings
-) -> list[dict[str, list[float]]]:
-    """For each case, at each of its K + 1 boundaries, the shares of sampled continuations that reach an answer.
+def step_advantages(
+    subject: Subject, cases: Sequence[Case], problems: Sequence[PlantedProblem], settings: PlantedSettings
+) -> list[list[float]]:
+    """What each line adds to the share of sampled continuations that give the completion's own answer, right or not."""
+    result = []
+    for b, case in enumerate(cases):
+        ends = [0, *(unit.end for unit in case.units)]
+        keys = [(settings.seed, b, end, i) for end in ends for i in range(settings.samples)]
+        begun = [(case.prompt, case.completion[:end]) for _, _, end, _ in keys]
+        numbers = continued(subject, begun, settings.room, keys)
+        shares = np.reshape([number == problems[b].answer for number in numbers], (len(ends), -1)).mean(1)
+        result.append(np.diff(shares).tolist())
+    return result
 
-    Returns:
-        For each case `own` and `right`, K + 1 shares each: of continuations that give the completion's own answer, and
-        of those that are right.
+
+def right_chains(subject: Subject, settings: PlantedSettings) -> list[dict[str, Any]]:
+    """Greedy completions that are right, and which tokens of their reasoning are critical.
+
+    A token is critical if the most probable other one in its place, decoded on, gives a wrong answer (the oracle of
+    "Outcome-Grounded Advantage Reshaping"). Of each chain: `question`, `gold`, `completion` and `critical`.
     """
-    places = [
-        (b, k, i) for b, case in enumerate(cases) for k in range(len(case.boundaries)) for i in range(settings.samples)
+    chains, begun = list[dict[str, Any]](), list[tuple[Tensor, Tensor]]()
+    problems = list(itertools.islice(generate("test", settings.seed + 1), 8 * settings.chains))
+    while problems and len(chains) < settings.chains:
+        some, problems = problems[:_DECODED], problems[_DECODED:]
+        prompts = [encode_prompt(problem.question, subject.tokenizer) for problem in some]
+        greedy = sample(subject.model, subject.tokenizer, prompts, max_completion_length=settings.room)
+        for problem, ids, text in zip(some, greedy.ids(), greedy.texts, strict=True):
+            if final_number(text) == problem.gold:
+                chains.append({"question": problem.question, "gold": problem.gold, "completion": ids[:-1]})
+    chains = chains[: settings.chains]
+    for chain in chains:
+        case = Case.of(chain["question"], chain["completion"], subject.tokenizer)
+        rows = logits(subject, case.prompt, case.completion).scatter(1, case.completion[:, None], -torch.inf)
+        rows[:, subject.tokenizer.eos_token_id] = -torch.inf  # which leaves nothing to decode
+        others = rows.argmax(-1)[: case.reasoning_end]
+        begun += [(case.prompt, torch.cat([case.completion[:t], token[None]])) for t, token in enumerate(others)]
+        chain["critical"] = [chain["gold"]] * len(others)
+    numbers = iter(continued(subject, begun, settings.room))
+    for chain in chains:
+        chain["critical"] = [next(numbers) != gold for gold in chain["critical"]]
+    return chains
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The tables of `planted`."""
+    settings, truths = document["settings"], ("direct", "total", "origin")
+    columns = [
+        [*((truth, "auroc") for truth in truths), (SAMPLED, "spearman"), (SAMPLED, "p")],
+        [(truth, figure) for truth in truths[:2] for figure in ("spearman", "p", "recall", "first")],
+        [(f"{truth}, {kind}", "auroc") for kind in KINDS for truth in truths[:2]],
+        [("tokens", figure) for figure in TOKENS],
     ]
-    shares = [{"own": [0.0] * len(case.boundaries), "right": [0.0] * len(case.boundaries)} for case in cases]
-    for start in range(0, len(places), _ROWS):
-        some = places[start : start + _ROWS]
-        prefixes = [torch.cat([cases[b].prompt, cases[b].completion[: cases[b].boundaries[k]]]).tolist()
-                    for b, k, _ in some]  # fmt: skip
-        keys = [(settings.seed * 1_000_003, *place) for place in some]
-        texts = sample(subject.model, subject.tokenizer, prefixes, max_completion_length=settings.room, keys=keys).texts
-        for (b, k, _), text in zip(some, texts, strict=True):
-            number = final_number(text)
-            shares[b]["own"][k] += (number == problems[b].answer) / settings.samples
-            shares[b]["right"][k] += (number == problems[b].gold) / settings.samples
-    return shares
+    parts = [
+        f"# Planted truth\n\n{made_by(document)}. {settings['problems']} "
+        "generated problems with known idle lines, headers, repeated results, wrong steps and unwritten last "
+        "computations. *Direct*: the answer's line reads this line. *Total*: the answer rests on it. *Origin*: its "
+        "operand was replaced. AUROC is within a problem and free of position: lines before and lines after count "
+        "half each, so that a rule by position only gets 0.5. Lines are equally long, so that length ties them. "
+        "*random* is the mean over many draws of numbers that know nothing, and in parentheses where 95 % of the "
+        "draws fall; other parentheses are 95 % bootstrap intervals over problems. *First*: the share of problems "
+        "whose most important line is true. *p*: that the mean Spearman is 0, by a t-test over problems. *Sampled "
+        "step advantage*: the change, at each line, of the probability that the model reaches the completion's own "
+        "answer. *Tokens*: of right greedy chains; critical are those in whose place the most probable other token, "
+        "decoded on, gives a wrong answer (the oracle of OAR). Recall among as many top tokens as are critical, then"
+        " among the top 10 % to 90 %; methods that judge lines give each token its line's number, and of equal "
+        "numbers each comes first equally often.\n"
+    ]
+    for name, results in document["models"].items():
+        accuracy, found, tokens = results["accuracy"], results["methods"], results["tokens"]
+        said = f"{len(results['fingerprints'])} of them" if not tokens else (
+            f"solves {accuracy:.1%} held out; {results['chains']} right chains of {tokens:,} tokens, of which "
+            f"{results['critical'] / tokens:.1%} are critical"
+        )  # fmt: skip
+        parts.append(f"## The {name} model ({said})\n")
+        for part in columns if tokens else columns[:3]:
+            rows = [[key, *(_cell(one.get(t, {}).get(f)) for t, f in part)] for key, one in found.items()]
+            parts.append(table(["method", *map(", ".join, part)], rows))
+    return "\n".join(parts)
+
+
+def _cell(figure: Any) -> str:
+    return f"{figure:.1g}" if isinstance(figure, float) else interval(figure)

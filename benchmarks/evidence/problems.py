@@ -1,101 +1,88 @@
 """Generate word problems whose solutions carry a planted truth: which lines the answer reads and depends on.
 
-People own numbers of coins that follow from each other; the
-question asks for one of them. Nothing but this graph tells a line that matters from one that does not: a computation
-on the way to the answer and an idle one read alike.
+People own numbers of coins that follow from each other; the question asks for one of them. Nothing but this graph tells
+a line that matters from one that does not: a computation on the way to the answer and an idle one read alike, and all
+lines are equally long.
 """
 
 import hashlib
+import itertools
+import operator
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from cfa_kernels import Span, find_answer
+from cfa_kernels.text.offsets import token_offsets
+from trainer.data import encode_prompt
 
 SPLITS = ("train", "test")
 KINDS = ("idle", "repeat", "wrong", "implicit")
 """Kinds of problems to judge: with only idle lines; also a result stated twice; a wrong step on the way that the rest
 follows; a last computation that is not written, so that the answer's line makes it."""
 
-STEP, IDLE_STEP, IDLE_FACT, HEADER, REPEAT = "step", "idle step", "idle fact", "header", "repeat"
-ROLES = (STEP, IDLE_STEP, IDLE_FACT, HEADER, REPEAT)
+LENGTH = 33
+"""Words, signs and digits of every line, so that length tells nothing."""
+WORDS = re.compile(r" (?=\d)|\d|[^\W\d_]+|[^\w\s]")
+"""One of them, as the model's tokenizer cuts them."""
 
-_OWNERS = (
-    "Mia", "Anna", "Lily", "Emma", "Sara", "Nora", "Ruth", "Ella", "Tom", "Ben", "Sam", "Leo", "Max", "Jack", "Paul",
-    "Omar",
-)  # fmt: skip
-# Words and signs of a line that computes one quantity from one other. Every line without a computation has as many, so
-# that length tells nothing: a header one token longer than a step, and never needed, put length at an AUROC of 0.43.
-STEP_WORDS = 23
-_HEADERS = (
-    "Now let us see what there is to be worked out next from all that we do know, step after step.",
-    "Here we go on with the next step of it, and then with the one after that, if there is.",
-    "Then there is the rest of it to be found, and what is known will do, so we take it.",
+_OWNERS = "Mia Anna Lily Emma Sara Nora Ruth Ella Tom Ben Sam Leo Max Jack Paul Omar"
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
+_RELATIONS = {"+": "gets {} above {}", "-": "gets {} below {}", "*": "gets {} times {}", "/": "gets half of {1}"}
+_PADDING = {0: "", 1: "Now ", 6: "From here we can see that ", 7: "Now from here we can see that "}
+_FACT = (
+    "We were told in the text, long before there was a question or a step of any kind, that at first and with nothing "
+    "done yet {}={}."
 )
-_LARGEST = 60
+_REPEAT = (
+    "Therefore, as it was worked out before, and it has not changed since then with all that followed it in the lines "
+    "up to here, {}={}."
+)
+_HEADERS = (
+    "Step {}: we go on with what is known from the text and from the lines above, take it as it stands, and see "
+    "what follows from it.",
+    "Let x be the number of coins that is asked for, which we do not know as yet, and which is to be found in the end "
+    "by what follows.",
+)
 
 
 class Quantity(NamedTuple):
-    """Number of coins of a person: given, or `left op right` of an earlier quantity and a number or another one."""
+    """Number of coins of a person: given, or by `op` of one earlier quantity and a number, or of two earlier ones."""
 
     owner: str
-    op: str | None = None
-    left: int | None = None
-    """An earlier quantity, by number; None where it is given."""
-    right: int = 0
-    """A number, or where `joins` an earlier quantity; the value itself where it is given."""
-    joins: bool = False
-
-    @property
-    def parents(self) -> tuple[int, ...]:
-        """The earlier quantities it is computed from."""
-        if self.left is None:
-            return ()
-        return (self.left, self.right) if self.joins else (self.left,)
+    op: str
+    reads: tuple[int, ...]  # numbers of the earlier ones
+    number: int  # the second operand; the value of one that is given
 
 
 class Unit(NamedTuple):
-    """One line of a solution: characters `[start, end)` and what is true of them.
-
-    Attributes:
-        start, end: the line with its newline.
-        role: one of `ROLES`.
-        quantity: number of the quantity whose value the line states; None for a header.
-        direct: the answer's line takes its number from what this line states.
-        total: the answer rests on it: the answer's line reads it, or a line that the answer rests on does.
-        origin: the step whose operand was replaced.
-    """
+    """One line of a solution: characters `[start, end)`, its newline among them, and what is true of them."""
 
     start: int
     end: int
-    role: str
-    quantity: int | None
-    direct: bool
-    total: bool
-    origin: bool
+    role: str  # "step", "idle step", "idle fact", "header" or "repeat"
+    quantity: int | None  # whose value the line states; None for a header
+    direct: bool  # the answer's line takes its number from what this line states
+    total: bool  # the answer rests on it: the answer's line reads it, or a line that the answer rests on does
+    origin: bool  # its operand was replaced
 
 
 @dataclass(frozen=True)
 class PlantedProblem:
-    """A question and one solution of it, right or wrong, line by line.
-
-    Attributes:
-        question: the problem's text.
-        solution: lines and the closing `#### N`, as a completion would be.
-        answer: N, what the solution gives.
-        gold: what would be right; differs from `answer` where a step is wrong.
-        kind: one of `KINDS`, or "train".
-        quantities: in an order in which each follows from earlier ones.
-        target: the quantity asked for.
-        units: the lines before the answer's.
-    """
+    """A question and one solution of it, right or wrong: lines, the `units`, then `#### N`, as in a completion."""
 
     question: str
     solution: str
-    answer: int
-    gold: int
-    kind: str
+    answer: int  # N
+    gold: int  # what would be right
+    kind: str  # one of `KINDS`
     quantities: tuple[Quantity, ...]
-    target: int
     units: tuple[Unit, ...]
 
 
@@ -108,275 +95,177 @@ class _Line(NamedTuple):
 def generate(split: str, seed: int, *, kinds: Sequence[str] = KINDS) -> Iterator[PlantedProblem]:
     """Yield an endless stream of problems to judge estimators by, the kinds in turn, fixed by `seed`.
 
-    Each has at least one idle computation among its lines. None follows from the quantity asked for, and no two
-    quantities are equal, so a number tells whose it is.
-
-    Raises:
-        ValueError: an unknown split or kind.
+    Each has at least one idle computation among its lines. No two quantities are equal, so a number tells whose it is.
     """
-    for kind in kinds:
-        if kind not in KINDS:
-            raise ValueError(f"kinds must be among {KINDS}, got {kind!r}")
-    rng = _stream(split, seed, "judged")
-    while True:
-        for kind in kinds:
-            problem = None
-            while problem is None:
-                problem = _judged(rng, split, kind)
-            yield problem
+    rng = random.Random(f"{split}-{seed}-judged")
+    for kind in itertools.cycle(kinds):
+        while (problem := _judged(rng, split, kind)) is None:
+            pass
+        yield problem
 
 
-def training_rows(
-    split: str, seed: int, count: int, *, cut: float = 0.1, implicit: float = 0.1
-) -> list[dict[str, str]]:
-    """`count` right solutions to learn from, as rows with `question` and `answer`.
+def training_rows(split: str, seed: int, count: int, *, short: float = 0.1) -> list[dict[str, str]]:
+    """`count` right solutions to learn from, as rows with `question` and `answer`; idle lines come at random.
 
-    Idle lines, headers and repeats come at random. A share `cut` of the solutions breaks off after a random line and
-    gives the answer at once, so that a model learns how likely an answer is before it has been worked out; a share
-    `implicit` leaves out nothing but the lines that state the answer.
-
-    Raises:
-        ValueError: an unknown split.
+    A share `short` of the solutions breaks off after a random line and gives the answer at once, so that a model
+    learns how likely an answer is before it has been worked out; as many leave out the lines that state the answer.
     """
-    rng, rows = _stream(split, seed, "training"), list[dict[str, str]]()
-    while len(rows) < count:
-        drawn = _draw(rng, split)
-        if drawn is None:
-            continue
-        quantities, target = drawn
-        values = values_of(quantities)
-        shown = [i for i in _idle(quantities, target) if rng.random() < 0.7]
-        lines = _lines(rng, quantities, target, values, shown, header=rng.random() < 0.2, repeat=rng.random() < 0.25)
-        shortened = rng.random()
-        if shortened < cut:
+    rng, rows = random.Random(f"{split}-{seed}-training"), list[dict[str, str]]()
+    for _ in range(count):
+        quantities, target = _draw(rng, split)
+        idle = [i for i in _idle(quantities, target) if rng.random() < 0.7]
+        lines = _lines(rng, quantities, target, idle, header=rng.random() < 0.2, repeat=rng.random() < 0.25)
+        if (shortened := rng.random()) < short:
             lines = lines[: rng.randrange(len(lines))]
-        elif shortened < cut + implicit:
+        elif shortened < 2 * short:
             lines = [line for line in lines if line.quantity != target]
-        text = "".join(f"{line.text}\n" for line in lines)
-        rows.append({"question": _question(quantities, target), "answer": f"{text}#### {values[target]}"})
+        answer = "".join([*(line.text for line in lines), f"#### {values_of(quantities)[target]}"])
+        rows.append({"question": _question(quantities, target), "answer": answer})
     return rows
 
 
 def values_of(quantities: Sequence[Quantity]) -> list[int]:
     """The value of each quantity."""
     values: list[int] = []
-    for quantity in quantities:
-        if quantity.left is None:
-            values.append(quantity.right)
-        else:
-            right = values[quantity.right] if quantity.joins else quantity.right
-            values.append(_apply(quantity.op, values[quantity.left], right))
+    for _, op, reads, number in quantities:
+        operands = [values[i] for i in reads] + [number] * (len(reads) < 2)
+        values.append(_OPERATIONS[op](*operands) if reads else number)
     return values
 
 
-def ancestors(quantities: Sequence[Quantity], target: int) -> set[int]:
-    """The quantities that `target` follows from, itself included."""
-    result, todo = {target}, [target]
-    while todo:
-        for parent in quantities[todo.pop()].parents:
-            if parent not in result:
-                result.add(parent)
-                todo.append(parent)
-    return result
+def ancestors(quantities: Sequence[Quantity], i: int) -> set[int]:
+    """The quantities that quantity `i` follows from, itself included."""
+    return {i}.union(*(ancestors(quantities, j) for j in quantities[i].reads))
 
 
-def _stream(split: str, seed: int, purpose: str) -> random.Random:
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
-    return random.Random(f"{split}-{seed}-{purpose}")
+def _valid(quantities: Sequence[Quantity]) -> bool:
+    """Whether values have two digits each and differ, and every half is whole."""
+    values = values_of(quantities)
+    odd = any(quantity.op == "/" and values[quantity.reads[0]] % quantity.number for quantity in quantities)
+    return not odd and len(set(values)) == len(values) and all(10 <= value <= 99 for value in values)
 
 
-def _apply(op: str | None, left: int, right: int) -> int:
-    return left * right if op == "*" else left - right if op == "-" else left + right
-
-
-def _draw(rng: random.Random, split: str) -> tuple[tuple[Quantity, ...], int] | None:
-    """Quantities and the one asked for, or None where the draw does not suit."""
-    arguments, derived = rng.randint(1, 2), rng.randint(3, 4)
-    owners = rng.sample(_OWNERS, arguments + derived)
-    quantities = [Quantity(owner, right=rng.randint(3, 12)) for owner in owners[:arguments]]
-    values = [quantity.right for quantity in quantities]
-    for owner in owners[arguments:]:
-        left = rng.randrange(max(0, len(quantities) - 4), len(quantities))
-        op = rng.choice("++--**++--**&")
-        if op == "&":
-            right = rng.choice([i for i in range(len(quantities)) if i != left] or [left])
-            if right == left:
-                return None
-            quantities.append(Quantity(owner, "+", left, right, joins=True))
-        else:
-            quantities.append(Quantity(owner, op, left, rng.randint(2, 3) if op == "*" else rng.randint(2, 9)))
-        values = values_of(quantities)
-        if not 2 <= values[-1] <= _LARGEST:
-            return None
-    target = rng.randrange(arguments, len(quantities))
-    needed = sum(i >= arguments for i in ancestors(quantities, target))
-    if not 2 <= needed <= 4 or _split_of(quantities, target) != split:
-        return None
-    return tuple(quantities), target
-
-
-def _split_of(quantities: Sequence[Quantity], target: int) -> str:
-    """Held out (one in eight) or training, by the arithmetic of the answer only."""
-    values, needed = values_of(quantities), sorted(ancestors(quantities, target))
-    chain = ";".join(
-        f"{values[q.left]}{q.op}{values[q.right] if q.joins else q.right}"
-        for q in (quantities[i] for i in needed)
-        if q.left is not None
-    )
-    return "test" if hashlib.sha256(chain.encode()).digest()[0] % 8 == 0 else "train"
+def _draw(rng: random.Random, split: str) -> tuple[tuple[Quantity, ...], int]:
+    """Quantities and the one asked for; one in eight is held out, by the arithmetic of the answer only."""
+    while True:
+        given = rng.randint(1, 2)
+        owners = rng.sample(_OWNERS.split(), given + rng.randint(3, 4))
+        quantities: list[Quantity] = []
+        while len(quantities) < len(owners):
+            owner, reads = owners[len(quantities)], tuple[int, ...]()
+            op = rng.choice("++--**//&") if len(quantities) >= given else ""
+            if op:
+                reads = tuple(rng.sample(range(len(quantities)), min(1 + (op == "&"), len(quantities))))
+            low, high = {"": (10, 40), "*": (2, 3), "/": (2, 2)}.get(op, (2, 9))
+            quantity = Quantity(owner, "+" if op == "&" else op, reads, rng.randint(low, high))
+            if _valid([*quantities, quantity]):
+                quantities.append(quantity)
+        target, values = rng.randrange(given, len(quantities)), values_of(quantities)
+        chain = [quantities[i] for i in sorted(ancestors(quantities, target)) if quantities[i].reads]
+        digest = hashlib.sha256(str([([values[j] for j in q.reads], q.op, q.number) for q in chain]).encode()).digest()
+        if 2 <= len(chain) <= 4 and split == SPLITS[digest[0] % 8 == 0]:
+            return tuple(quantities), target
 
 
 def _idle(quantities: Sequence[Quantity], target: int) -> list[int]:
     """Computed quantities that the answer does not need."""
-    needed = ancestors(quantities, target)
-    return [i for i, quantity in enumerate(quantities) if quantity.left is not None and i not in needed]
+    return [i for i in range(len(quantities)) if quantities[i].reads and i not in ancestors(quantities, target)]
 
 
 def _judged(rng: random.Random, split: str, kind: str) -> PlantedProblem | None:
-    drawn = _draw(rng, split)
-    if drawn is None:
-        return None
-    quantities, target = drawn
+    quantities, target = _draw(rng, split)
     idle = [i for i in _idle(quantities, target) if target not in ancestors(quantities, i)]
+    written, origin, gold = quantities, None, values_of(quantities)[target]
+    if kind == "wrong":  # another number in the place of a step's own
+        origin = rng.choice([i for i in ancestors(quantities, target) if quantities[i].reads])
+        changed = quantities[origin]._replace(number=rng.randint(2, 4 if quantities[origin].op == "*" else 9))
+        written = (*quantities[:origin], changed, *quantities[origin + 1 :])
+        if len(changed.reads) == 2 or changed.op == "/" or not _valid(written) or values_of(written)[target] == gold:
+            return None
     if not idle:
         return None
-    question, gold = _question(quantities, target), values_of(quantities)[target]
-    written, origin = quantities, None
-    if kind == "wrong":
-        origin = rng.choice([i for i in ancestors(quantities, target) if quantities[i].left is not None])
-        replaced = _with_wrong_operand(rng, quantities, origin)
-        if replaced is None:
-            return None
-        written = replaced
-    values = values_of(written)
-    if not all(2 <= value <= _LARGEST for value in values) or len(set(values)) < len(values):
-        return None
-    if kind == "wrong" and values[target] == gold:
-        return None
-    shown = sorted(rng.sample(idle, rng.randint(1, min(2, len(idle)))))
-    lines = _lines(
-        rng, written, target, values, shown, header=rng.random() < 0.5, repeat=kind == "repeat", wrong=origin
-    )
+    shown = rng.sample(idle, rng.randint(1, min(2, len(idle))))
+    lines = _lines(rng, written, target, shown, header=rng.random() < 0.5, repeat=kind == "repeat")
+    read_by_answer = {target}
     if kind == "implicit":
         lines = [line for line in lines if line.quantity != target]
-    return _problem(question, lines, quantities, target, values[target], gold, kind, origin)
-
-
-def _with_wrong_operand(rng: random.Random, quantities: Sequence[Quantity], origin: int) -> tuple[Quantity, ...] | None:
-    """The same quantities with another number in place of the right operand of `origin`."""
-    quantity = quantities[origin]
-    if quantity.joins:
-        return None
-    choices = [n for n in (range(2, 5) if quantity.op == "*" else range(2, 10)) if n != quantity.right]
-    changed = list(quantities)
-    changed[origin] = quantity._replace(right=rng.choice(choices))
-    return tuple(changed)
+        read_by_answer = set(quantities[target].reads)
+    units, wanted, text = list[Unit](), set(read_by_answer), "".join(line.text for line in lines)
+    end = len(text)
+    for role, i, content in reversed(lines):
+        if i is not None and i in wanted and role != "repeat":  # which reads its earlier statement only
+            wanted |= set(quantities[i].reads)
+        wrong = role == "step" and i == origin
+        units.insert(0, Unit(end - len(content), end, role, i, i in read_by_answer, i in wanted, wrong))
+        end -= len(content)
+    answer, question = values_of(written)[target], _question(quantities, target)
+    return PlantedProblem(question, f"{text}#### {answer}", answer, gold, kind, quantities, tuple(units))
 
 
 def _lines(
-    rng: random.Random,
-    quantities: Sequence[Quantity],
-    target: int,
-    values: Sequence[int],
-    shown: Sequence[int],
-    *,
-    header: bool,
-    repeat: bool,
-    wrong: int | None = None,
+    rng: random.Random, quantities: Sequence[Quantity], target: int, idle: Sequence[int], *, header: bool, repeat: bool
 ) -> list[_Line]:
     """The lines of a solution: steps in an order that can be followed, with idle ones and repeats among them."""
-    needed = ancestors(quantities, target)
-    todo = {i for i in range(len(quantities)) if quantities[i].left is not None and (i in needed or i in shown)}
-    for i in shown:  # an idle step can be followed only after what it reads
-        todo |= {j for j in ancestors(quantities, i) if quantities[j].left is not None}
-    lines = [_Line(STEP if i in needed else IDLE_STEP, i, _step(quantities, values, i)) for i in sorted(todo)]
+    needed, values = ancestors(quantities, target), values_of(quantities)
+    written = sorted(i for i in needed.union(*(ancestors(quantities, i) for i in idle)) if quantities[i].reads)
+    lines = [_Line("step" if i in needed else "idle step", i, _step(quantities, values, i)) for i in written]
+
+    def insert(lowest: int, role: str, i: int | None, text: str) -> None:
+        place = rng.randint(lowest, len(lines))
+        content = text.format(place + 1) if i is None else text.format(quantities[i].owner, values[i])
+        lines.insert(place, _Line(role, i, f"{content}\n"))
+
     if repeat:
-        at = rng.choice([k for k, line in enumerate(lines) if line.role == STEP])
-        again = lines[at].quantity
-        assert again is not None
-        text = "So as was worked out before, and it has not changed since then with all that followed it,"
-        text = f"{text} {quantities[again].owner} {values[again]}."
-        lines.insert(rng.randint(at + 1, len(lines)), _Line(REPEAT, again, text))
-    facts = [i for i, quantity in enumerate(quantities) if quantity.left is None and i not in needed]
+        at = rng.choice([k for k, line in enumerate(lines) if line.role == "step"])
+        insert(at + 1, "repeat", lines[at].quantity, _REPEAT)
+    facts = [i for i, quantity in enumerate(quantities) if not quantity.reads and i not in needed]
     if facts and rng.random() < 0.4:
-        i = rng.choice(facts)
-        text = "We were told in the text, long before there was a question or a step, that at first"
-        text = f"{text} {quantities[i].owner} {values[i]}."
-        lines.insert(rng.randint(0, len(lines)), _Line(IDLE_FACT, i, text))
+        insert(0, "idle fact", rng.choice(facts), _FACT)
     if header:
-        lines.insert(rng.randint(0, len(lines)), _Line(HEADER, None, rng.choice(_HEADERS)))
+        insert(0, "header", None, rng.choice(_HEADERS))
     return lines
 
 
 def _step(quantities: Sequence[Quantity], values: Sequence[int], i: int) -> str:
-    """The relation as the question has it, the numbers, and the result as a given number is stated."""
-    owner, op, left, right, joins = quantities[i]
-    assert left is not None
-    number = values[right] if joins else right
-    read = f"{quantities[left].owner} {values[left]}"
-    if joins:
-        read += f" and {quantities[right].owner} {number}"
-    return (
-        f"As {_relation(quantities, i)}, and {read}, we find {values[left]}{op}{number}={values[i]}, so {owner} "
-        f"{values[i]}."
-    )
+    """The relation as the question has it, what it reads, the numbers, and the result as a given number is stated."""
+    owner, op, reads, number = quantities[i]
+    read = " ".join(f"{quantities[j].owner}={values[j]}," for j in reads)
+    left, right = values[reads[0]], values[reads[1]] if len(reads) == 2 else number
+    chain = f"={left * (right - 1)}+{left}" if op == "*" else ""
+    line = f"{_relation(quantities, i)} {read} {left}{op}{right}{chain}={values[i]}. So {owner}={values[i]}.\n"
+    return _PADDING[LENGTH - len(WORDS.findall(line))] + line
 
 
 def _relation(quantities: Sequence[Quantity], i: int) -> str:
-    owner, op, left, right, joins = quantities[i]
-    assert left is not None
-    before = quantities[left].owner
-    if joins:
-        return f"{owner} gets all of {before} with {quantities[right].owner}"
-    how = {"+": "above", "-": "below", "*": "times"}[op or ""]
-    return f"{owner} gets {right} {how} {before}"
+    owner, op, reads, number = quantities[i]
+    first, *second = (quantities[j].owner for j in reads)
+    return f"{owner} {f'totals {first} and {second[0]}' if second else _RELATIONS[op].format(number, first)}."
 
 
 def _question(quantities: Sequence[Quantity], target: int) -> str:
     """The facts in an order in which each can be followed, and the question."""
-    sentences = [
-        f"{quantity.owner} {quantity.right}." if quantity.left is None else f"{_relation(quantities, i)}."
-        for i, quantity in enumerate(quantities)
-    ]
-    return " ".join(["Say", *sentences, f"How many coins has {quantities[target].owner}?"])
+    facts = [_relation(quantities, i) if one.reads else f"{one.owner}={one.number}."
+             for i, one in enumerate(quantities)]  # fmt: skip
+    return " ".join(["Say", *facts, f"How many coins has {quantities[target].owner}?"])
 
 
-def _problem(
-    question: str,
-    lines: Sequence[_Line],
-    quantities: tuple[Quantity, ...],
-    target: int,
-    answer: int,
-    gold: int,
-    kind: str,
-    origin: int | None,
-) -> PlantedProblem:
-    """Text, positions and truths of the lines."""
-    read_by_answer = set(quantities[target].parents) if kind == "implicit" else {target}
-    wanted, totals = set(read_by_answer), [False] * len(lines)
-    for k in reversed(range(len(lines))):
-        quantity = lines[k].quantity
-        if quantity is not None and quantity in wanted:
-            totals[k] = True
-            if lines[k].role in (
-                STEP,
-                IDLE_STEP,
-            ):  # a repeat states a value and reads nothing but its earlier statement
-                wanted |= set(quantities[quantity].parents)
-    units, text = [], ""
-    for line, total in zip(lines, totals, strict=True):
-        start = len(text)
-        text += f"{line.text}\n"
-        units.append(
-            Unit(
-                start,
-                len(text),
-                line.role,
-                line.quantity,
-                direct=line.quantity in read_by_answer,
-                total=total,
-                origin=line.role == STEP and line.quantity == origin,
-            )
-        )
-    return PlantedProblem(question, f"{text}#### {answer}", answer, gold, kind, quantities, target, tuple(units))
+@dataclass(frozen=True)
+class Case:
+    """One completion and its parts, in tokens; it cannot be cut into lines where two of them share a token."""
+
+    prompt: Tensor  # (P,) int64
+    completion: Tensor  # (T,) int64, with the end-of-text token
+    units: list[Span]  # K lines, one behind the other
+    answer: Span  # the number after the marker
+    reasoning_end: int  # first token of the marker
+
+    @classmethod
+    def of(cls, question: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> "Case":
+        """Cut a completion, without its end-of-text token, into lines."""
+        offsets, answer = token_offsets(ids, tokenizer), find_answer(ids, tokenizer)
+        edges = [0, *(match.end() for match in re.finditer("\n", offsets.text)), len(offsets.text)]
+        *units, closing = (Span(*tokens) for tokens in offsets.tokens(list(itertools.pairwise(edges))))
+        if answer is None or any(a.end > b.start for a, b in itertools.pairwise([*units, closing])):
+            raise ValueError(f"{question!r}: no answer, or lines that share a token, in {offsets.text!r}")
+        completion = torch.tensor([*ids, tokenizer.eos_token_id])
+        return cls(torch.tensor(encode_prompt(question, tokenizer)), completion, units, answer, closing.start)

@@ -7,41 +7,53 @@ import re
 import statistics
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.demo_model.warmup import WarmupConfig, small_model, train_tokenizer
 from benchmarks.evidence import planted
 from benchmarks.evidence.agreement import (
+    AUROC,
+    SPEARMAN,
     agreement,
-    auroc,
-    auroc_alone,
-    chance,
-    correlation,
     ordered_pairs,
     position_free_auroc,
-    recall_among_top,
+    recall_at,
+    recall_curve,
 )
-from benchmarks.evidence.cases import planted_case
 from benchmarks.evidence.command import main
 from benchmarks.evidence.models import Subject, fingerprint
-from benchmarks.evidence.planted import METHODS, PlantedSettings, judge
-from benchmarks.evidence.problems import KINDS, STEP_WORDS, generate, training_rows
+from benchmarks.evidence.planted import METHODS, PlantedSettings, ask
+from benchmarks.evidence.problems import KINDS, LENGTH, WORDS, Case, generate, training_rows
 from benchmarks.harness.results import Pieces
+from cfa_kernels import SpanRules
 from trainer.analyze.statistics import bootstrap_interval
 from trainer.rewards.numbers import final_number
 
 pytestmark = pytest.mark.slow
 
-FACT = re.compile(r"(\w+) (?:(?P<number>\d+)"
-                  r"|gets (?P<n>\d+) (?P<how>above|below|times) (?P<of>\w+)"
-                  r"|gets all of (?P<first>\w+) with (?P<second>\w+))\.")  # fmt: skip
+FACT = re.compile(r"(\w+)(?:=(?P<number>\d+)"
+                  r"| gets (?P<n>\d+) (?P<how>above|below|times) (?P<of>\w+)"
+                  r"| gets (?P<half>half) of (?P<whole>\w+)"
+                  r"| totals (?P<first>\w+) and (?P<second>\w+))\.")  # fmt: skip
 COMPUTATION = re.compile(
-    r"As (\w+) gets (.+?), and (\w+ \d+(?: and \w+ \d+)?), we find (\d+)([-+*])(\d+)=(\d+), so (\w+) (\d+)\.\n"
+    r"(?:.* that |Now )?((\w+) (?:gets|totals) .+?\.) ((?:\w+=\d+, )+)(\d+)([-+*/])(\d+)(?:=(\d+)\+(\d+))?=(\d+)\."
+    r" So (\w+)=(\d+)\.\n"
 )
-READ = re.compile(r"(\w+) (\d+)")
-STATEMENT = re.compile(r"(\w+) (\d+)\.\n")
+READ = re.compile(r"(\w+)=(\d+)")
+STATEMENT = re.compile(r"(\w+)=(\d+)\.\n")
 SIGNS = {"above": "+", "below": "-", "times": "*"}
+# The patterns of content that table 5 of "Beyond Uniform Credit" tells apart.
+PATTERNS = {
+    "calculation chain": r"=.*=",
+    "multiply or divide": r"\d[*/]\d",
+    "proportion": r"\b(half|third|per|each)\b",
+    "total": r"\b(totals?|sum)\b",
+    "conclusion": r"\A(So|Therefore)\b",
+    "set-up": r"\ALet\b",
+    "step header": r"\AStep \d:",
+}
 
 
 def facts_of(question):
@@ -52,6 +64,8 @@ def facts_of(question):
             facts[match[1]] = int(match["number"])
         elif match["how"]:
             facts[match[1]] = (SIGNS[match["how"]], [match["of"]], int(match["n"]))
+        elif match["half"]:
+            facts[match[1]] = ("/", [match["whole"]], 2)
         else:
             facts[match[1]] = ("+", [match["first"], match["second"]], None)
     assert len(facts) == question.count(".")
@@ -59,7 +73,7 @@ def facts_of(question):
 
 
 def apply(sign, a, b):
-    return {"+": a + b, "-": a - b, "*": a * b}[sign]
+    return {"+": a + b, "-": a - b, "*": a * b, "/": a / b}[sign]
 
 
 def solve(facts, owner):
@@ -80,11 +94,13 @@ def test_planted_roles_follow_from_the_text_alone(kind):
         for k, unit in enumerate(problem.units):
             line = problem.solution[unit.start : unit.end]
             if computed := COMPUTATION.fullmatch(line):
-                owner, relation, reads, left, sign, right, result, again, stated_result = computed.groups()
+                relation, owner, reads, left, sign, right, once, more, result, again, stated_result = computed.groups()
                 assert apply(sign, int(left), int(right)) == int(result) == int(stated_result)
+                assert (sign == "*") == bool(once)
+                assert not once or int(once) + int(more) == int(result)
                 assert owner == again
                 if not unit.origin:
-                    assert f"{owner} gets {relation}." in problem.question
+                    assert relation in problem.question
                 operation, read, number = facts[owner]
                 assert READ.findall(reads) == [(other, str(stated.get(other, facts[other]))) for other in read]
                 assert sign == operation
@@ -128,31 +144,32 @@ def test_lines_and_the_closing_make_up_the_solution_and_numbers_tell_owners_apar
         assert [unit.start for unit in problem.units] == [0, *(unit.end for unit in problem.units)][:-1]
         assert problem.solution[problem.units[-1].end :] == f"#### {problem.answer}"
         assert all(problem.solution[unit.end - 1] == "\n" for unit in problem.units)
-        results = [int(match[7]) for match in COMPUTATION.finditer(problem.solution)]
+        results = [int(match[9]) for match in COMPUTATION.finditer(problem.solution)]
         assert len(set(results)) == len(results)
 
 
-def test_a_line_that_computes_nothing_has_as_many_words_and_signs_as_one_that_does():
+def test_all_lines_are_equally_long_and_spans_hold_every_pattern_of_content(subject):
     """So length tells nothing: a header was a token longer than a step, and length found the total truth at 0.43."""
-    lengths, totals = [], []
+    seen = set()
     for problem in itertools.islice(generate("test", 0), 200):
-        words = [len(re.findall(r"\w+|[^\w\s]", problem.solution[u.start : u.end])) for u in problem.units]
-        for unit, count in zip(problem.units, words, strict=True):
-            adds_two = unit.role in ("step", "idle step") and problem.quantities[unit.quantity].joins
-            assert count == (28 if adds_two else STEP_WORDS), problem.solution[unit.start : unit.end]
-        lengths.append([float(count) for count in words])
-        totals.append([unit.total for unit in problem.units])
-    result = agreement(lengths, totals, draws=200)["auroc"]
-    assert result["low"] < 0.5 < result["high"]
+        lines = [problem.solution[unit.start : unit.end] for unit in problem.units]
+        assert {len(WORDS.findall(line)) for line in lines} == {LENGTH}
+        case = Case.of(problem.question, ids_of(subject, problem), subject.tokenizer)
+        assert {unit.end - unit.start for unit in case.units} == {LENGTH + 1}
+        assert case.answer.end - case.answer.start == 2
+        for start, end in itertools.chain(*SpanRules().ranked_intervals("".join(lines))):
+            span = problem.solution[start:end]
+            seen |= {name for name, pattern in PATTERNS.items() if re.search(pattern, span)}
+    assert seen == PATTERNS.keys()
 
 
 def test_solutions_to_learn_from_are_right_and_some_break_off():
     rows = training_rows("train", 0, 200)
-    held_out = training_rows("test", 0, 200, cut=0.0, implicit=0.0)
+    held_out = training_rows("test", 0, 200, short=0)
     for row in rows + held_out:
         facts, target = facts_of(row["question"])
         assert final_number(row["answer"]) == solve(facts, target)
-    written = [f"so {facts_of(row['question'])[1]} " in row["answer"] for row in rows + held_out]
+    written = [f"So {facts_of(row['question'])[1]}=" in row["answer"] for row in rows + held_out]
     assert all(written[200:])
     assert 10 < written[:200].count(False) < 50
     assert not {row["question"] for row in rows} & {row["question"] for row in held_out}
@@ -164,30 +181,34 @@ def test_solutions_to_learn_from_are_right_and_some_break_off():
 @pytest.fixture(scope="module")
 def subject():
     """A random model of a few thousand parameters that reads the problems' own tokens."""
-    tokenizer = train_tokenizer(training_rows("train", 0, 200), 400)
+    tokenizer = train_tokenizer(training_rows("train", 0, 300), 512)
     config = WarmupConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
     torch.manual_seed(0)
     model = small_model(config, tokenizer).eval()
     return Subject("trained", model, tokenizer, fingerprint(model), None)
 
 
+def ids_of(subject, problem):
+    return subject.tokenizer(problem.solution, add_special_tokens=False)["input_ids"]
+
+
 def test_units_of_a_case_decode_to_the_lines(subject):
     for problem in itertools.islice(generate("test", 0), 12):
-        case, decode = planted_case(problem, subject.tokenizer), subject.tokenizer.decode
+        case, decode = Case.of(problem.question, ids_of(subject, problem), subject.tokenizer), subject.tokenizer.decode
         for span, unit in zip(case.units, problem.units, strict=True):
             assert decode(case.completion[span.start : span.end]) == problem.solution[unit.start : unit.end]
-        assert decode(case.closing) == f"#### {problem.answer}"
+        assert case.units[-1].end == case.reasoning_end
+        assert decode(case.completion[case.reasoning_end : case.answer.end]) == f"#### {problem.answer}"
         assert decode(case.completion[case.answer.start : case.answer.end]).strip() == str(problem.answer)
-        assert case.boundaries == [*(span.start for span in case.units), case.reasoning_end]
         assert case.completion[-1] == subject.tokenizer.eos_token_id
 
 
-def importances_of(subject, name, count=3):
+def importances_of(subject, name, count=3, **options):
     """Cases, and a method's importances of their lines."""
     problems = list(itertools.islice(generate("test", 0), count))
-    cases = [planted_case(problem, subject.tokenizer) for problem in problems]
+    cases = [Case.of(problem.question, ids_of(subject, problem), subject.tokenizer) for problem in problems]
     gold = [problem.gold for problem in problems]
-    return cases, judge(METHODS[name], subject, cases, gold, seed=0, room=24)[0]
+    return cases, ask(name, [subject], cases, gold, PlantedSettings(room=24), **options)
 
 
 def plain_logprobs(subject, case, completion):
@@ -210,7 +231,7 @@ def test_masked_lines_and_tokens_are_differences_of_plain_forwards(subject):
         cases, values = importances_of(subject, name, 1)
         for case, row in zip(cases, values, strict=True):
             base = answer_logprob(subject, case)
-            for unit, value in zip(case.units, row.tolist(), strict=True):
+            for unit, value in zip(case.units, row, strict=True):
                 masks = [range(*unit)] if name == "CF" else [[t] for t in range(*unit)]
                 drops = [base - answer_logprob(subject, case, mask) for mask in masks]
                 assert value == pytest.approx(statistics.fmean(drops), abs=1e-4)
@@ -221,36 +242,72 @@ def test_entropy_is_that_of_the_distribution_each_token_was_drawn_from(subject):
     logp = plain_logprobs(subject, case, case.completion)
     entropy = -(logp.exp() * logp).sum(-1)
     expected = [entropy[unit.start : unit.end].mean().item() for unit in case.units]
-    assert values.tolist() == pytest.approx(expected, abs=1e-4)
+    assert values == pytest.approx(expected, abs=1e-4)
+    assert importances_of(subject, "entropy", 1, tokens=True)[1] == [
+        pytest.approx(entropy[: case.reasoning_end].tolist(), abs=1e-4)
+    ]
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.costly])
-def test_every_method_gives_a_finite_number_per_unit_and_repeats_itself(subject, name):
+@pytest.mark.parametrize("name", [name for name in METHODS if not name.startswith("OAR-P")])
+def test_every_method_gives_a_number_per_line_or_token_and_repeats_itself(subject, name):
     (cases, once), (_, again) = importances_of(subject, name, 2), importances_of(subject, name, 2)
     assert [len(row) for row in once] == [len(case.units) for case in cases]
-    for row, other in zip(once, again, strict=True):
-        assert torch.isfinite(row).all()
-        assert torch.equal(row, other)
+    assert once == again
+    _, tokens = importances_of(subject, name, 2, tokens=True)
+    assert [len(row) for row in tokens] == [case.reasoning_end for case in cases]
+    if name == "CF":
+        assert [row[:: LENGTH + 1] for row in tokens] == once
+
+
+def test_outcomes_of_an_answer_of_two_tokens_differ(subject):
+    values = [importances_of(subject, f"OAR-P, {outcome}", 1)[1] for outcome in ("mean", "last", "log-prob")]
+    assert all(one != other for one, other in itertools.combinations(values, 2))
 
 
 # --- Truths that take sampling ----------------------------------------------------------------------------------
 
 
-def test_step_values_are_shares_of_continuations_by_prefix(subject, monkeypatch):
+def test_step_advantages_are_changes_of_the_share_that_reaches_the_own_answer(subject, monkeypatch):
     problem = next(generate("test", 0, kinds=["wrong"]))
-    case = planted_case(problem, subject.tokenizer)
-    first = case.units[0].end
+    case = Case.of(problem.question, ids_of(subject, problem), subject.tokenizer)
 
     def continued(model, tokenizer, prompts, *, max_completion_length, keys):
         lengths = [len(prompt) - len(case.prompt) for prompt in prompts]
-        own = [length >= first or key[-1] == 0 for length, key in zip(lengths, keys, strict=True)]
+        own = [length >= case.units[0].end or key[-1] == 0 for length, key in zip(lengths, keys, strict=True)]
         return SimpleNamespace(texts=[f"#### {problem.answer if yes else problem.gold}" for yes in own])
 
     monkeypatch.setattr(planted, "sample", continued)
-    (shares,) = planted.step_values(subject, [case], [problem], PlantedSettings(samples=4, room=8))
-    later = len(case.units)
-    assert shares["own"] == [0.25, *[1.0] * later]
-    assert shares["right"] == [0.75, *[0.0] * later]
+    (values,) = planted.step_advantages(subject, [case], [problem], PlantedSettings(samples=4, room=8))
+    assert values == [0.75, *[0.0] * (len(case.units) - 1)]
+
+
+def test_a_token_is_critical_if_the_most_probable_other_one_leads_to_a_wrong_answer(subject, monkeypatch):
+    """Here a chain goes wrong where a token at an even place of its last line is replaced."""
+    problems, decode = list(itertools.islice(generate("test", 1), 2)), subject.tokenizer.decode
+    cases = [Case.of(problem.question, ids_of(subject, problem), subject.tokenizer) for problem in problems]
+    whole = [case.completion.tolist() for case in cases]
+
+    def decoded(model, tokenizer, prompts, *, max_completion_length, keys=None):
+        if len(prompts) == 16:  # the greedy chains: the first two are right
+            texts = [problem.solution for problem in problems] + ["#### 1"] * 14
+            return SimpleNamespace(texts=texts, ids=lambda: whole + [[1]] * 14)
+        texts = []
+        for row in prompts:
+            (b,) = (b for b, case in enumerate(cases) if row[: len(case.prompt)] == case.prompt.tolist())
+            t = len(row) - len(cases[b].prompt) - 1
+            logp = plain_logprobs(subject, cases[b], torch.tensor(whole[b][: t + 1]))[t]
+            logp[[whole[b][t], tokenizer.eos_token_id]] = -torch.inf
+            assert (row[-1], row[-1 - t : -1]) == (logp.argmax(), whole[b][:t])
+            texts.append(f"\n#### {problems[b].gold + (t >= cases[b].units[-1].start and t % 2 == 0)}")
+        return SimpleNamespace(texts=texts)
+
+    monkeypatch.setattr(planted, "sample", decoded)
+    chains = planted.right_chains(subject, PlantedSettings(chains=2))
+    for chain, problem, case in zip(chains, problems, cases, strict=True):
+        assert (chain["question"], chain["gold"]) == (problem.question, problem.gold)
+        assert decode(chain["completion"]) == problem.solution
+        last = case.units[-1].start
+        assert chain["critical"] == [t >= last and t % 2 == 0 for t in range(case.reasoning_end)]
 
 
 # --- Judges -----------------------------------------------------------------------------------------------------
@@ -260,48 +317,48 @@ def test_a_rule_by_position_alone_has_a_position_free_auroc_of_one_half():
     rng = random.Random(0)
     truths = [[rng.random() < (k + 1) / 8 for k in range(7)] for _ in range(20)]  # what matters comes late
     rows = [[float(k) for k in range(7)] for _ in truths]
-    assert auroc_alone(rows, truths) == 0.5
-    assert auroc_alone([[-x for x in row] for row in rows], truths) == 0.5
-    result = agreement(rows, truths, draws=50)
-    assert result["plain_auroc"]["value"] > 0.6
-    assert (result["auroc"]["low"], result["auroc"]["high"]) == (0.5, 0.5)
-    perfect = agreement([[float(t) for t in row] for row in truths], truths, draws=50)
-    assert [perfect[name]["value"] for name in ("auroc", "plain_auroc", "spearman", "recall")] == [1.0] * 4
+    for sign in (1, -1):
+        result = agreement([[sign * x for x in row] for row in rows], truths, draws=50)
+        assert result["auroc"] == {"value": 0.5, "low": 0.5, "high": 0.5}
+        assert sign * result["spearman"]["value"] > 0.2
+        assert result["p"] < 0.01
+    perfect = agreement(truths, truths, draws=50)
+    assert [perfect[name]["value"] for name in ("auroc", "spearman", "recall", "first")] == [1.0] * 4
 
 
-def test_equal_scores_win_half_a_pair_and_the_earlier_one_is_recalled():
-    scores, truth = [2.0, 2.0, 1.0, 3.0], [False, True, True, False]
-    assert auroc(scores, truth) == 0.5 / 4
-    assert recall_among_top(scores, truth) == 0
-    assert recall_among_top([2.0, 3.0, 2.0, 1.0], truth) == 0.5
-    assert recall_among_top([1.0, 3.0, 2.0, 1.0], truth) == 1
+def test_equal_scores_win_half_a_pair_and_come_first_equally_often():
+    scores, truth = np.array([2.0, 2.0, 1.0, 3.0]), np.array([False, True, True, False])
+    assert ordered_pairs(scores, truth) == (0.5, 2, 0.0, 2)
+    assert recall_curve(scores, truth).tolist() == [0, 0.25, 0.5, 1]
+    measure, _ = recall_at(50)
+    assert measure(scores, truth) == 0.25
+    assert agreement([scores], [truth])["auroc"] is None  # one problem has no interval
 
 
 def test_a_method_without_ranks_has_correlation_zero_and_constant_truths_are_left_out():
-    result = correlation([[1.0, 1.0], [1.0, 2.0], [0.0, 5.0]], [[0.0, 1.0], [0.3, 0.3], [0.0, 1.0]], draws=20)
-    assert result["value"] == 0.5
+    truths = [[0.0, 1.0], [0.3, 0.3], [0.0, 1.0]]
+    result = agreement([[1.0, 1.0], [1.0, 2.0], [0.0, 5.0]], truths, SPEARMAN, draws=20)
+    assert result["spearman"]["value"] == 0.5
     assert result["problems"] == 2
-    assert correlation([[1.0, 2.0]], [[0.5, 0.5]])["value"] is None
-    with pytest.raises(ValueError, match="no problem has both classes"):
-        agreement([[1.0]], [[True]])
+    assert agreement([[1.0, 2.0]], [[0.5, 0.5]]) == {"problems": 0}
 
 
 @pytest.mark.parametrize("truth", ["direct", "total"])
 def test_random_scores_of_planted_truths_have_expectation_one_half_and_honest_intervals(truth):
     """Of 100 draws 95 % of the bootstrap intervals hold 0.5; one draw only may well miss it, as 0.45 did."""
     problems = list(itertools.islice(generate("test", 0), 120))
-    truths = [[bool(getattr(unit, truth)) for unit in problem.units] for problem in problems]
-    rng, result = random.Random(0), []
+    truths = [np.array([getattr(unit, truth) for unit in problem.units]) for problem in problems]
+    rng, result = np.random.default_rng(1), []
     for _ in range(100):
-        pairs = [ordered_pairs([rng.random() for _ in row], row) for row in truths]
+        pairs = [ordered_pairs(rng.random(len(row)), row) for row in truths]
         result.append(bootstrap_interval(position_free_auroc, pairs, draws=120))
     spread = statistics.stdev(one.value for one in result)
     assert abs(statistics.fmean(one.value for one in result) - 0.5) < 3 * spread / len(result) ** 0.5
     assert 0.9 <= statistics.fmean(one.low <= 0.5 <= one.high for one in result) <= 0.99
     # What is reported in their place: the mean of many draws, and where 95 % of them fall.
-    reported = chance(ordered_pairs, position_free_auroc, truths)
-    assert abs(reported.value - 0.5) < 0.01
-    assert reported.high - reported.low == pytest.approx(4 * spread, rel=0.25)
+    reported = agreement(None, truths, AUROC)["auroc"]
+    assert abs(reported["value"] - 0.5) < 0.01
+    assert reported["high"] - reported["low"] == pytest.approx(4 * spread, rel=0.25)
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------
@@ -324,23 +381,27 @@ def test_planted_writes_its_tables_and_a_second_run_asks_nothing_again(subject, 
     subject.tokenizer.save_pretrained(folder)
     (folder / "warmup.json").write_text(json.dumps({"held_out_accuracy": 0.25}))
     command = ["planted", "--folder", str(tmp_path), "--results", str(tmp_path), "--model", str(folder)]
-    command += ["--problems", "8", "--valued", "4", "--samples", "1", "--room", "4", "--draws", "5"]
+    command += ["--problems", "8", "--costly", "4", "--samples", "1", "--chains", "1", "--room", "4", "--draws", "5"]
     command += ["--commit", "none", "--methods", "position", "CF"]
+    problem = next(generate("test", 1))
+    chain = {"question": problem.question, "gold": problem.gold, "completion": ids_of(subject, problem)}
+    chain["critical"] = [t % 3 == 0 for t in range((LENGTH + 1) * len(problem.units))]
+    monkeypatch.setattr(planted, "right_chains", lambda *_: [chain, chain])
     assert main(command) == 0
     first = json.loads((tmp_path / "evidence-planted.json").read_text())
     trained = first["models"]["trained"]
-    assert (trained["accuracy"], trained["methods"]["CF"]["problems"]) == (0.25, 8)
-    assert list(trained["methods"]) == ["random", "position", "CF"]
+    assert (trained["accuracy"], trained["chains"]) == (0.25, 2)
+    assert list(trained["methods"]) == ["random", planted.SAMPLED, "position", "CF"]
     assert trained["methods"]["position"]["total"]["auroc"]["value"] == 0.5
-    assert trained["step_values"].keys() == {"own", "reward, absolute"}
-    assert "| CF |" in (tmp_path / "evidence-planted.md").read_text()
+    assert trained["methods"]["position"]["tokens"]["recall"]["value"] == pytest.approx(1 / 3, abs=0.02)
+    assert (tmp_path / "evidence-planted.md").read_text().count("| CF |") == 4 + 3
 
     def asked_again(*_, **__):
         raise AssertionError("this is known already")
 
-    monkeypatch.setattr(planted, "ask", asked_again)
-    monkeypatch.setattr(planted, "step_values", asked_again)
+    for name in ("ask", "step_advantages", "right_chains"):
+        monkeypatch.setattr(planted, name, asked_again)
     assert main(command) == 0
     assert json.loads((tmp_path / "evidence-planted.json").read_text())["models"] == first["models"]
     assert main([*command, "--samples", "0"]) == 1
-    assert "samples must be at least 1" in capsys.readouterr().err
+    assert "samples must be an integer, at least 1" in capsys.readouterr().err
