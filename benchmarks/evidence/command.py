@@ -1,26 +1,73 @@
-"""`python -m benchmarks evidence NAME`: gather evidence on what credit finds, with tables beside the results.
+"""`python -m benchmarks evidence NAME`: gather evidence on what credit finds and buys, with tables beside the results.
 
-Results are kept in the folder, piece by piece, and an interrupted run resumes from them.
+Results are kept in the folder, piece by piece, and an interrupted run resumes from them. `all` makes every result, one
+command after the other; `tables` writes the tables and pictures again from the results that are there.
 """
 
 import argparse
+import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.evidence import ablation, alignment, arms, demo, planted, programs
+from benchmarks.evidence import ablation, alignment, arms, demo, pictures, planted, programs, regimes
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, load, train
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
 # A preference of random weights is the same for all problems; several such models even it out.
 COPIES = {TRAINED: 1, RANDOM: 10}
 
+TRAINING = '--arms training --rates "1e-4 2e-4" --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512'
+ALL = (
+    "planted", "programs", "demo", "ablation",
+    'ablation --arms "two levels" --name evidence-ablation-levels',
+    *(f"ablation --regime {name} {TRAINING} --name evidence-training-{name}" for name in ("idle8", "plain")),
+    "alignment --true-groups 2048 --blocks 16",
+    *(
+        f"alignment --regime {name} --true-groups 1024 --blocks 10 --arms {chosen} --name evidence-alignment-{name}"
+        for name, chosen in {"plain": "main ideas", "idle8": "main ideas"}.items()
+    ),
+    *(
+        f"alignment --regime {name} --true-groups 1024 --blocks 6 --name evidence-alignment-{name}"
+        for name in ("idle24", "free8", "decoys8", "hurried8")
+    ),
+)  # fmt: skip
+"""Commands that make every result, in some ten hours of one core."""
+
 Head = Document
 """The beginning of a document."""
+
+
+class Measure(NamedTuple):
+    """A measurement that keeps pieces: settings, how it is run and written down, names that can be chosen."""
+
+    settings: type
+    run: Callable[..., dict[str, Any]]
+    markdown: Callable[[Any], str]
+    text: str
+    names: Sequence[str] = ()
+
+
+MEASURES = {
+    "ablation": Measure(
+        ablation.AblationSettings, ablation.run, ablation.markdown,
+        "the training program under every kind of credit, seed by seed", [*ablation.SETS, *ablation.ARMS],
+    ),
+    "alignment": Measure(
+        alignment.AlignmentSettings, alignment.run, alignment.markdown,
+        "how well a small batch's step points at the true gradient, by kind of credit",
+        ["module:name", *arms.SETS, *arms.ARMS],
+    ),
+    "programs": Measure(
+        programs.ProgramsSettings, programs.run, programs.markdown,
+        "which lines of a small program get the credit for the value that it returns",
+    ),
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         head = document_head(["python", "-m", "benchmarks", "evidence", *arguments], options.commit)
         for path in options.run(options, head):
-            print(f"== {path}")
+            print(f"== {path}", flush=True)
     except (ValueError, OSError, FloatingPointError, RuntimeError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
@@ -41,86 +88,92 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks evidence", description=__doc__)
     commands = parser.add_subparsers(metavar="NAME", required=True)
-    planted_command = _command(
-        commands, "planted", _planted, planted.PlantedSettings, "which methods find planted truths"
-    )
-    planted_command.add_argument("--model", type=Path, help="a model folder, in place of one trained here")
-    planted_command.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    _add_names(planted_command, "methods", list(planted.METHODS))
-    text = "the training program under every kind of credit, seed by seed"
-    ablation_command = _command(commands, "ablation", _ablation, ablation.AblationSettings, text)
-    ablation_command.add_argument("--name", default="evidence-ablation", help="of the result files")
-    _add_names(ablation_command, "arms", [*ablation.SETS, *ablation.ARMS])
-    text = "how well a small batch's step points at the true gradient, by kind of credit"
-    settings = alignment.AlignmentSettings
-    alignment_command = _command(commands, "alignment", _alignment, settings, text)
-    alignment_command.add_argument("--name", default="evidence-alignment", help="of the result files")
-    known = ", ".join([*arms.SETS, *arms.ARMS])
-    alignment_command.add_argument("--arms", nargs="+", metavar="NAME", help=f"sets, arms or module:name, of: {known}")
-    text = "which lines of a small program get the credit for the value that it returns"
-    _command(commands, "programs", _programs, programs.ProgramsSettings, text)
-    _command(commands, "demo", _demo, demo.DemoSettings, "the demo's run analysed, and its policy judged by estimators")
+    one = _command(commands, "planted", _planted, "which methods find planted truths", planted.PlantedSettings)
+    one.add_argument("--model", type=Path, help="a model folder, in place of one trained here")
+    one.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    one.add_argument("--methods", nargs="+", choices=planted.METHODS, metavar="NAME", help=", ".join(planted.METHODS))
+    for name, measure in MEASURES.items():
+        one = _command(commands, name, _measured, measure.text, measure.settings)
+        one.set_defaults(measure=measure)
+        one.add_argument("--name", default=f"evidence-{name}", help="of the result files; default: %(default)s")
+        if measure.names:
+            one.add_argument("--arms", nargs="+", metavar="NAME", help=f"of: {'; '.join(measure.names)}")
+    text = "the demo's run analysed, and its policy judged by estimators"
+    _command(commands, "demo", _demo, text, demo.DemoSettings)
+    _command(commands, "model", _model, "make the regimes' model anew, in the folder; the one that comes along stays")
+    _command(commands, "tables", _tables, "write tables and pictures again from the results that are there")
+    one = _command(commands, "all", _all, "every result; a folder for each command below the one named")
+    one.add_argument("--show", action="store_true", help="print the commands and end")
     return parser
 
 
 def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace, Head], Sequence[Path]], settings: type, text: str
-) -> argparse.ArgumentParser:
+    commands: Any, name: str, run: Callable[[argparse.Namespace, Head], Sequence[Path]], text: str,
+    settings: type | None = None,
+) -> argparse.ArgumentParser:  # fmt: skip
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     command.add_argument("--folder", type=Path, default=Path("runs") / name, help="default: %(default)s")
     command.add_argument("--results", type=Path, default=RESULTS, help="folder of the tables")
     command.add_argument("--commit", help="what to record where git cannot tell")
     command.set_defaults(run=run)
-    _add_fields(command, settings)
-    return command
-
-
-def _add_names(command: argparse.ArgumentParser, what: str, names: Sequence[str]) -> None:
-    command.add_argument(f"--{what}", nargs="+", choices=names, metavar="NAME", help=f"of: {', '.join(names)}")
-
-
-def _add_fields(command: argparse.ArgumentParser, settings: type) -> None:
-    for field in fields(settings):
+    for field in fields(settings) if settings else ():
         command.add_argument(
             f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default, metavar="N",
             dest=field.name, help="default: %(default)s",
         )  # fmt: skip
+    return command
 
 
 def _filled(options: argparse.Namespace, settings: type) -> Any:
     return settings(**{field.name: getattr(options, field.name) for field in fields(settings)})
 
 
-def _pieces(options: argparse.Namespace, settings: Any, head: Head) -> Pieces:
-    return Pieces(options.folder / "pieces", asdict(settings), head)
-
-
 def _planted(options: argparse.Namespace, head: Head) -> list[Path]:
     settings = _filled(options, planted.PlantedSettings)
     folder = options.model or train(options.folder)
     models = {name: [load(folder, name, seed=i) for i in range(COPIES[name])] for name in options.models}
-    document = head | planted.run(models, _pieces(options, settings, head), settings, options.methods)
+    pieces = Pieces(options.folder / "pieces", asdict(settings), head)
+    document = head | planted.run(models, pieces, settings, options.methods)
     return write(document, planted.markdown(document), options.results, "evidence-planted")
 
 
-def _ablation(options: argparse.Namespace, head: Head) -> list[Path]:
-    settings = _filled(options, ablation.AblationSettings)
-    document = head | ablation.run(_pieces(options, settings, head), options.folder, settings, arms=options.arms)
-    return write(document, ablation.markdown(document), options.results, options.name)
-
-
-def _alignment(options: argparse.Namespace, head: Head) -> list[Path]:
-    settings = _filled(options, alignment.AlignmentSettings)
-    pieces = Pieces(options.folder / "pieces", {**asdict(settings), "arms": options.arms}, head)
-    document = head | alignment.run(pieces, options.folder, settings, arms=options.arms)
-    return write(document, alignment.markdown(document), options.results, options.name)
-
-
-def _programs(options: argparse.Namespace, head: Head) -> list[Path]:
-    settings = _filled(options, programs.ProgramsSettings)
-    document = head | programs.run(_pieces(options, settings, head), options.folder, settings)
-    return write(document, programs.markdown(document), options.results, "evidence-programs")
+def _measured(options: argparse.Namespace, head: Head) -> list[Path]:
+    measure, settings = options.measure, _filled(options, options.measure.settings)
+    chosen = {"arms": options.arms} if measure.names else {}
+    pieces = Pieces(options.folder / "pieces", asdict(settings) | chosen, head)
+    document = head | measure.run(pieces, options.folder, settings, **chosen)
+    return write(document, measure.markdown(document), options.results, options.name)
 
 
 def _demo(options: argparse.Namespace, head: Head) -> list[Path]:
     return demo.run(options.folder, _filled(options, demo.DemoSettings), head, options.results)
+
+
+def _model(options: argparse.Namespace, head: Head) -> list[Path]:
+    return [regimes.train(options.folder)]
+
+
+def _tables(options: argparse.Namespace, head: Head) -> list[Path]:
+    """Write each result's table again, as the command in its document would."""
+    paths, drawn = list[Path](), list[Document]()
+    for path in sorted(options.results.glob("evidence-*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        command = shlex.split(document.get("command", ""))[4:5]
+        if command == ["planted"] or (command and command[0] in MEASURES):
+            markdown = MEASURES[command[0]].markdown if command[0] in MEASURES else planted.markdown
+            paths.append(path.with_suffix(".md"))
+            paths[-1].write_text(markdown(document), encoding="utf-8")
+        drawn += [document] * (command == ["alignment"])
+    return paths + pictures.draw(drawn, options.results)
+
+
+def _all(options: argparse.Namespace, head: Head) -> list[Path]:
+    for i, line in enumerate(ALL):
+        print(f"-- {i + 1} of {len(ALL)}: {line}", flush=True)
+        command = shlex.split(line)
+        place = options.folder / "-".join(part.strip("-") for part in command[:3])
+        common = ["--folder", str(place), "--results", str(options.results)]
+        common += ["--commit", options.commit] if options.commit else []
+        if not options.show and main([*command, *common]):
+            raise RuntimeError(f"{line}: failed; the same command again goes on there")
+    return [] if options.show else _tables(options, head)

@@ -1,15 +1,17 @@
 """Alignment: gradients by a plain forward, placebos that only reorder, figures by brute force, runs that resume."""
 
 import json
+import shlex
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.evidence import alignment, arms
+from benchmarks.evidence import alignment, arms, command
 from benchmarks.evidence.alignment import ADAM, SIZES, AlignmentSettings, Policy
 from benchmarks.evidence.arms import ARMS, CF, GAIN_OF_ALL, PERMUTED, PLAIN, SETS, Judged, arms_of
 from benchmarks.evidence.command import main
+from benchmarks.evidence.regimes import REGIMES, density
 from cfa_kernels import TrainingForward, counterfactual_credit
 
 pytestmark = pytest.mark.slow
@@ -160,16 +162,16 @@ def test_figures_are_those_of_the_vectors():
 def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(alignment, "SIZES", (1, 2, 8))
     monkeypatch.setattr(alignment, "ADAM", 2)
-    command = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
-    command += ["--true-groups", "16", "--blocks", "3", "--arms", "CF where right", "right times 2", "ceiling"]
-    command += ["--continuations", "1"]
-    assert main(command) == 0
+    arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
+    arguments += ["--true-groups", "16", "--blocks", "3", "--arms", "CF where right", "right times 2", "ceiling"]
+    arguments += ["--continuations", "1"]
+    assert main(arguments) == 0
     first = json.loads((tmp_path / "evidence-alignment.json").read_text())
     assert list(first["arms"]) == [PLAIN, "CF where right", "right times 2", "ceiling"]
     assert first["arms"][PLAIN]["2"]["ratio"] == 1
     assert "| CF where right |" in (tmp_path / "evidence-alignment.md").read_text()
     monkeypatch.setattr(arms, "packed_forward", None)  # all is known by now
-    assert main(command) == 0
+    assert main(arguments) == 0
     assert json.loads((tmp_path / "evidence-alignment.json").read_text())["arms"] == first["arms"]
 
 
@@ -184,3 +186,49 @@ def test_a_regime_brings_its_model_its_problems_and_its_room():
         AlignmentSettings(regime="idle9")
     with pytest.raises(ValueError, match=r"problems: regime='idle8' has its own, got 'x\.jsonl'"):
         AlignmentSettings(regime="idle8", problems="x.jsonl")
+
+
+def document(regime, share):
+    figure = {
+        "cosine": 0.1,
+        "error": 0.01,
+        "difference": 0.0,
+        "difference_error": 0.0,
+        "ratio": 1.2,
+        "ratio_error": 0.1,
+    }
+    ends = {"aim": {"value": 0.9, "error": 0.1}, "noise to signal": None, "cost": 0.25}
+    arm = {**{str(size): figure for size in SIZES}, "adam": figure, **ends}
+    command = f"python -m benchmarks evidence alignment --regime {regime}"
+    made = {"settings": vars(AlignmentSettings(regime=regime)), "agreement": 0.9, "density": share}
+    return made | {"arms": {PLAIN: arm, "CF": arm}, "command": command, "environment": {"commit": "abc"}}
+
+
+def test_tables_and_pictures_come_from_the_results_alone(tmp_path):
+    for regime, share in (("plain", 1.0), ("idle8", 0.3)):
+        (tmp_path / f"evidence-alignment-{regime}.json").write_text(json.dumps(document(regime, share)))
+    (tmp_path / "evidence-other.json").write_text("{}")
+    assert main(["tables", "--results", str(tmp_path), "--commit", "none"]) == 0
+    text = (tmp_path / "evidence-alignment-idle8.md").read_text()
+    assert "Regime `idle8`, 30% of its tokens in steps and answer." in text
+    assert (
+        "| CF | 0.100 | 0.100 | 0.100 | 0.100 | 1.20 ± 0.10 | +0.000 ± 0.000 | 1.20 ± 0.10 | 0.90 ± 0.10 | – | 0.25 |"
+        in text
+    )
+    assert all((tmp_path / f"evidence-alignment-{name}.png").stat().st_size > 5000 for name in ("sizes", "density"))
+
+
+def test_all_names_commands_that_there_are_and_every_result_once():
+    parsed = [command._parser().parse_args(shlex.split(line)) for line in command.ALL]
+    names = [getattr(options, "name", options.run.__name__) for options in parsed]
+    assert len(set(names)) == len(names)
+    for options in parsed:
+        if measure := getattr(options, "measure", None):
+            command._filled(options, measure.settings)
+            if measure.names and options.arms:
+                assert set(options.arms) <= set(measure.names)
+
+
+def test_density_is_the_share_of_tokens_that_steps_have(policy):
+    shares = [density(REGIMES[name], policy.tokenizer, 20) for name in ("plain", "idle8", "idle24")]
+    assert shares[0] == 1 > 0.6 > shares[1] > shares[2] > 0.05

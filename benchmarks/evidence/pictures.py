@@ -1,0 +1,74 @@
+"""Draw what the alignment's result files hold: cosine against the batch's size, gain against the density."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.evidence.alignment import ADAM, SIZES
+from benchmarks.evidence.arms import PLAIN
+
+LINES = (PLAIN, "CF", "CF where right", "permuted where right", "ceiling")
+"""Arms that are drawn, where they were measured."""
+
+
+def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Draw both pictures of alignments in regimes; returns their paths, none without a document."""
+    chosen = sorted((one for one in documents if one.get("density")), key=lambda one: -one["density"])
+    if not chosen:
+        return []
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colours = dict(zip(LINES, ("C7", "C0", "C1", "C5", "C2"), strict=True))
+    canvas, panels = pyplot.subplots(
+        1, len(chosen), figsize=(max(4.2, 3.2 * len(chosen)), 3.4), squeeze=False, sharey=True
+    )
+    for panel, one in zip(panels[0], chosen, strict=True):
+        counts = [size * one["settings"]["group"] for size in SIZES]
+        for name in (name for name in LINES if name in one["arms"]):
+            points = [one["arms"][name][str(size)] for size in SIZES]
+            panel.errorbar(
+                counts, [at["cosine"] for at in points], [at["error"] for at in points], label=name,
+                color=colours[name], marker="o", markersize=3, linewidth=1.2, capsize=2,
+            )  # fmt: skip
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(counts, [str(count) for count in counts])
+        panel.set_title(f"{one['settings']['regime']}: {one['density']:.0%} of tokens in steps", fontsize=9)
+        panel.set_xlabel("completions in a batch")
+    panels[0, 0].set_ylabel("cosine with the true gradient")
+    panels[0, 0].legend(fontsize=7)
+    paths = [folder / "evidence-alignment-sizes.png", folder / "evidence-alignment-density.png"]
+    canvas.tight_layout()
+    canvas.savefig(paths[0], dpi=120)
+    pyplot.close(canvas)
+    canvas, panel = pyplot.subplots(figsize=(5.2, 3.6))
+    densities = [one["density"] for one in chosen]
+    for name in LINES[1:]:
+        found = [(one["density"], one["arms"][name][str(ADAM)]) for one in chosen if name in one["arms"]]
+        ratios, errors = ([at[key] for _, at in found] for key in ("ratio", "ratio_error"))
+        panel.errorbar(
+            [x for x, _ in found], ratios, errors, label=name, color=colours[name], marker="o", markersize=4,
+            linestyle="none", capsize=2,
+        )  # fmt: skip
+    places = np.geomspace(densities[0], densities[-1], 50)
+    law = np.sqrt(densities[0] / places)
+    panel.plot(places, law, color="black", linewidth=0.8, linestyle="--", label="root of the inverse density")
+    for one in chosen:
+        panel.annotate(
+            one["settings"]["regime"], (one["density"], 0.02), xycoords=("data", "axes fraction"), fontsize=7,
+            rotation=90, ha="center", va="bottom",
+        )  # fmt: skip
+    panel.set_xscale("log")
+    panel.set_xticks(densities, [f"{x:.0%}" for x in densities], fontsize=8)
+    panel.minorticks_off()
+    panel.set_xlabel("share of tokens in steps and answer")
+    panel.set_ylabel(f"cosine, ratio to plain's, {ADAM * chosen[0]['settings']['group']} completions")
+    panel.legend(fontsize=7)
+    canvas.tight_layout()
+    canvas.savefig(paths[1], dpi=120)
+    pyplot.close(canvas)
+    return paths
