@@ -80,7 +80,7 @@ class TrainConfig(DataConfig):
     """Reward function that evaluation counts by: a problem is solved if it gives 1 or more. By default the first of
     reward_funcs that comes with the program, else exact_match. Rows must be of the kind that it judges."""
     eval_samples: _Amount = 0
-    """Completions sampled for each held-out problem, beside the greedy one, for pass@1 and pass@eval_samples."""
+    """Completions sampled for each held-out problem, beside the greedy one, for pass@k up to that many."""
 
     model: str = EMBEDDED
     """Model folder or hub name; "embedded" is the small model that comes with the program. Settings of sampling, prompt

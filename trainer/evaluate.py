@@ -77,5 +77,11 @@ def evaluate(
         keys = [(config.seed, 0, i, s, _STREAM) for i in range(len(rows)) for s in range(n)]
         sampled = judge([key[2] for key in keys], keys, temperature=config.temperature, top_p=config.top_p)
         solved = [sum(one for one, _ in sampled[i * n : (i + 1) * n]) for i in range(len(rows))]
-        passes = {1: sum(solved) / n / len(rows), n: sum(map(bool, solved)) / len(rows)}
+        sizes = sorted({n, *(2**i for i in range(n.bit_length()))})
+        passes = {k: sum(pass_at(k, right, n) for right in solved) / len(rows) for k in sizes}
     return Evaluation(correct, sum(lengths) / len(rows), passes)
+
+
+def pass_at(k: int, right: int, samples: int) -> float:
+    """Estimate without bias how probable it is that one of `k` samples is right, if `right` of `samples` were."""
+    return 1 - math.comb(samples - right, k) / math.comb(samples, k)

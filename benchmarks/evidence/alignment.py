@@ -91,20 +91,20 @@ class Policy:
             raise ValueError(f"parameters: no parameter of the model matches {settings.parameters!r}")
         self.parameters = [self.model.get_parameter(name) for name in names]
         if regime is None:
-            self._train, _ = one_page.load(self.settings, self.tokenizer)
+            self.problems, _ = one_page.load(self.settings, self.tokenizer)
         else:
             rows = problems(regime, "train", settings.seed, 2048)
             pairs = [(row["question"], row["answer"].rpartition("####")[2]) for row in rows]
             encode = one_page.encode
-            self._train = [one_page.Problem(encode(q, self.tokenizer), one_page.number(a)) for q, a in pairs]
+            self.problems = [one_page.Problem(encode(q, self.tokenizer), one_page.number(a)) for q, a in pairs]
 
     def groups(self, *key: int, count: int) -> Iterator[Group]:
         """Sample groups; equal keys give equal problems and completions."""
         generator = keyed_generator(*key)
         torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
-        chosen = torch.randint(len(self._train), (count,), generator=generator).tolist()
+        chosen = torch.randint(len(self.problems), (count,), generator=generator).tolist()
         for start in range(0, count, 32):
-            asked = [self._train[i] for i in chosen[start : start + 32] for _ in range(self.settings.group)]
+            asked = [self.problems[i] for i in chosen[start : start + 32] for _ in range(self.settings.group)]
             rows, rewards = self.answered(asked)
             for first in range(0, len(asked), self.settings.group):
                 part = slice(first, first + self.settings.group)

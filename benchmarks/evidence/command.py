@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.evidence import ablation, alignment, arms, demo, pictures, planted, programs, regimes
+from benchmarks.evidence import ablation, alignment, arms, demo, papers, pictures, planted, programs, regimes
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, load, train
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
@@ -24,7 +24,7 @@ COPIES = {TRAINED: 1, RANDOM: 10}
 
 TRAINING = '--arms training --rates "1e-4 2e-4" --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512'
 ALL = (
-    "planted", "programs", "demo", "ablation",
+    "planted", "programs", "papers", "demo", "ablation",
     'ablation --arms "two levels" --name evidence-ablation-levels',
     *(f"ablation --regime {name} {TRAINING} --name evidence-training-{name}" for name in ("idle8", "plain")),
     "alignment --true-groups 2048 --blocks 16",
@@ -67,6 +67,7 @@ MEASURES = {
         programs.ProgramsSettings, programs.run, programs.markdown,
         "which lines of a small program get the credit for the value that it returns",
     ),
+    "papers": Measure(papers.PapersSettings, papers.run, papers.markdown, "smaller tables of the source papers"),
 }  # fmt: skip
 
 
@@ -98,8 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--name", default=f"evidence-{name}", help="of the result files; default: %(default)s")
         if measure.names:
             one.add_argument("--arms", nargs="+", metavar="NAME", help=f"of: {'; '.join(measure.names)}")
-    text = "the demo's run analysed, and its policy judged by estimators"
-    _command(commands, "demo", _demo, text, demo.DemoSettings)
+    _command(commands, "demo", _demo, "the demo's run and its analysis", demo.DemoSettings)
     _command(commands, "model", _model, "make the regimes' model anew, in the folder; the one that comes along stays")
     _command(commands, "tables", _tables, "write tables and pictures again from the results that are there")
     one = _command(commands, "all", _all, "every result; a folder for each command below the one named")

@@ -1,5 +1,6 @@
 """Evaluation: pass@k, draws that repeat and disturb nothing, and the reward that it counts by."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from tests.support.embedded import metrics_of, run, settings
 from trainer.config import TrainConfig
-from trainer.evaluate import evaluate
+from trainer.evaluate import evaluate, pass_at
 
 
 class Recorder:
@@ -51,7 +52,14 @@ def test_samples_are_drawn_by_keys_of_their_own_and_counted_per_problem() -> Non
     assert all(options["temperature"] == 0.5 for _, own, options in engine.calls if own)
     assert all("temperature" not in options for _, own, options in engine.calls if own is None)
     assert sum(counted) == 3 * (1 + 3)
-    assert result.pass_at == {1: pytest.approx(2 / 3), 3: 1.0}  # samples 0 and 2 of 3 are right
+    assert result.pass_at == {1: pytest.approx(2 / 3), 2: 1.0, 3: 1.0}  # samples 0 and 2 of 3 are right
+
+
+@pytest.mark.parametrize("right", range(6))
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_right_one(right) -> None:
+    for k in range(1, 6):
+        choices = [min(chosen) < right for chosen in itertools.combinations(range(5), k)]
+        assert pass_at(k, right, 5) == pytest.approx(sum(choices) / len(choices), abs=1e-15)
 
 
 def test_a_runs_samples_repeat_at_the_same_weights_and_disturb_no_draws(trainer) -> None:
