@@ -24,7 +24,7 @@ from trainer.experimental.compare_and_correct import TEMPLATE
 from trainer.policy import save_policy
 
 RIGHT = 0.25
-"""Share of the corrections to learn from that are right. Of the model's own, on its own attempts, some 18 % are."""
+"""Share of the corrections to learn from that are right. Of its own attempts the model corrects somewhat fewer."""
 STEPS, BATCH, LEARNING_RATE = 400, 32, 5e-4
 
 
