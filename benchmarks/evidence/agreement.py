@@ -50,14 +50,11 @@ def recall_curve(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
     return np.cumsum((np.bincount(group, truth) / np.bincount(group))[np.sort(group)]) / truth.sum()
 
 
-def recall(scores: np.ndarray, truth: np.ndarray) -> float:
-    """Recall among as many top units as are true."""
-    return float(recall_curve(scores, truth)[int(truth.sum()) - 1])
-
-
-def recall_at(percent: int) -> Figure:
-    """Recall among the top `percent` of the units, at least one (OAR paper, figure 5)."""
-    return lambda s, t: recall_curve(s, t)[max(len(t) * percent // 100, 1) - 1], _mean
+def recall_at(percent: int | None = None) -> Figure:
+    """Recall among the top `percent` of the units (OAR paper, figure 5), by default among as many as are true."""
+    return lambda s, t: recall_curve(s, t)[
+        max(int(t.sum() if percent is None else len(t) * percent // 100), 1) - 1
+    ], _mean
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -66,9 +63,9 @@ def _mean(values: Sequence[float]) -> float:
 
 AUROC: dict[str, Figure] = {"auroc": (ordered_pairs, position_free_auroc)}
 SPEARMAN: dict[str, Figure] = {"spearman": (rank_correlation, _mean)}
-LINES = AUROC | SPEARMAN | {"recall": (recall, _mean), "first": (lambda s, t: recall_curve(s, t)[0] * t.sum(), _mean)}
+LINES = AUROC | SPEARMAN | {"recall": recall_at(), "first": (lambda s, t: recall_curve(s, t)[0] * t.sum(), _mean)}
 """Of lines; "first" is the share of problems whose most important line is true."""
-TOKENS = AUROC | {"recall": LINES["recall"]} | {f"{percent} %": recall_at(percent) for percent in range(10, 100, 10)}
+TOKENS = AUROC | {"recall": recall_at()} | {f"{percent} %": recall_at(percent) for percent in range(10, 100, 10)}
 
 
 def agreement(
@@ -76,12 +73,8 @@ def agreement(
 ) -> dict[str, Any]:
     """Sum figures up over problems; those with a constant truth are left out.
 
-    Args:
-        scores: a row for each problem; None for numbers that know nothing: the mean over many draws of them, and the
-            bounds of 95 % of the draws, as one draw alone misses 0.5 as often as any method that finds nothing.
-        truths: as many rows as long.
-        figures: by name.
-        draws: bootstrap draws.
+    `scores` None are numbers that know nothing: the mean over many draws of them, and the bounds of 95 % of the draws,
+    as one draw alone misses 0.5 as often as any method that finds nothing.
 
     Returns:
         For each figure `value`, `low` and `high` (95 % of bootstrap draws over problems), or None where it is not
@@ -93,8 +86,8 @@ def agreement(
     for name, (measure, summary) in figures.items() if kept else ():
         if scores is None:
             luck = [summary([measure(rng.random(len(t)), t) for t in labels]) for _ in range(min(draws, CHANCE_DRAWS))]
-            bounds = Estimate(_mean(luck), *np.quantile(luck, (0.025, 0.975)))
-            result[name] = bounds._asdict() if np.isfinite(luck).all() else None
+            bounds = Estimate(_mean(luck), *np.quantile(luck, (0.025, 0.975)))._asdict()
+            result[name] = bounds if np.isfinite(luck).all() else None
             continue
         values = [measure(np.asarray(scores[i], float), t) for i, t in zip(kept, labels, strict=True)]
         try:

@@ -18,34 +18,24 @@ RECIPE = {"vocab_size": 512, "max_steps": 2400, "batch_size": 16, "max_position_
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be asked, in eval mode on the CPU.
+    """A model to be asked, in eval mode on the CPU."""
 
-    Attributes:
-        name: one of `MODELS`.
-        fingerprint: a digest of its weights.
-        accuracy: greedy, on held-out problems; None where it was not measured.
-    """
-
-    name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
-    accuracy: float | None
+    accuracy: float | None  # greedy, on held-out problems; None where it was not measured
 
 
 def train(folder: Path) -> Path:
     """The trained model's folder below `folder`, made if it is not there: some twelve minutes of one core."""
     target = folder / "model"
-    if (target / "warmup.json").exists():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = training_rows("train", 0, RECIPE["max_steps"] * RECIPE["batch_size"])
-    data = {"dataset": rows, "eval_dataset": training_rows("test", 0, 400, short=0)}
-    for name, rows in data.items():
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    files = {name: str(folder / f"{name}.jsonl") for name in data}
-    warm_up(WarmupConfig(output_dir=str(target), **files, **RECIPE))
+    if not (target / "warmup.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = training_rows("train", 0, RECIPE["max_steps"] * RECIPE["batch_size"])
+        files = {name: str(folder / f"{name}.jsonl") for name in ("dataset", "eval_dataset")}
+        for name, some in zip(files, (rows, training_rows("test", 0, 400, short=0)), strict=True):
+            Path(files[name]).write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
+        warm_up(WarmupConfig(output_dir=str(target), **files, **RECIPE))
     return target
 
 
@@ -57,12 +47,10 @@ def load(folder: Path, name: str, *, seed: int = 0) -> Subject:
     if name == RANDOM:
         torch.manual_seed(seed)
         model, accuracy = Qwen3ForCausalLM(model.config), None
-    return Subject(name, model.eval(), tokenizer, fingerprint(model), accuracy)
+    return Subject(model.eval(), tokenizer, fingerprint(model), accuracy)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
     """A digest of every weight."""
-    digest = hashlib.sha256()
-    for key, value in sorted(model.state_dict().items()):
-        digest.update(key.encode() + value.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
+    weights = b"".join(key.encode() + value.numpy().tobytes() for key, value in sorted(model.state_dict().items()))
+    return hashlib.sha256(weights).hexdigest()[:16]

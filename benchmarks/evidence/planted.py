@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,12 +16,11 @@ from benchmarks.evidence.models import TRAINED, Subject
 from benchmarks.evidence.problems import KINDS, Case, PlantedProblem, generate
 from benchmarks.harness.results import Pieces, interval, made_by, table
 from cfa_kernels import Importances, ScoredBatch, Span
-from cfa_kernels.estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
+from cfa_kernels.estimators.base import Estimator, OwnFunction
 from cfa_kernels.estimators.entropy import Entropy
 from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.estimators.prefix_gain import PrefixGain
-from cfa_kernels.estimators.siblings import PrefixTreeValues, SiblingEdits
 from cfa_kernels.options import Count, check_fields
 from cfa_kernels.rows import Rows as TokenRows
 from cfa_kernels.scoring.access import InProcess
@@ -31,9 +30,7 @@ from trainer.rollouts import generate as sample
 
 CHANCE, SAMPLED = "random", "sampled step advantage"
 """Rows beside the methods: numbers that know nothing, and the truth that takes sampling."""
-GROUP, BATCH = 8, 20
-"""Completions of a prompt, for estimators that compare them; problems that are judged together."""
-_DECODED = 256  # completions decoded together
+BATCH, _DECODED = 20, 256  # problems that are judged, and completions that are decoded, together
 
 
 def position(model: Any, batch: ScoredBatch) -> Importances:
@@ -62,8 +59,6 @@ METHODS: dict[str, Estimator] = {
     "gradient x input": Gradient("mean_logprob", 0.0),
     "prefix gain": PrefixGain(),
     "entropy": Entropy(),
-    "prefix tree": PrefixTreeValues(),
-    "sibling edits": SiblingEdits(),
 }
 """By name; `OAR-P` judges each token, and a line's importance is the mean over its tokens."""
 
@@ -94,53 +89,44 @@ def run(
     models: Mapping[str, Sequence[Subject]], pieces: Pieces, settings: PlantedSettings,
     methods: Sequence[str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Judge planted problems by every method, or some, and sum up: the document that `markdown` writes.
-
-    `models` are by name the trained model, by itself, and random ones, which take turns batch by batch.
-    """
+    """Judge planted problems by every method, or some, and sum up: the document that `markdown` writes."""
     problems = list(itertools.islice(generate("test", settings.seed), settings.problems))
     document: dict[str, Any] = {"settings": asdict(settings), "models": {}}
     for model, subjects in models.items():
-        tokenizer, names = subjects[0].tokenizer, [name for name in methods or METHODS]
+        first, tokenizer = subjects[0], subjects[0].tokenizer
         texts = [tokenizer(problem.solution, add_special_tokens=False)["input_ids"] for problem in problems]
         cases = [Case.of(problem.question, ids, tokenizer) for problem, ids in zip(problems, texts, strict=True)]
-        gold, few = [problem.gold for problem in problems], cases[: settings.costly]
+        few, chains = cases[: settings.costly], list[dict[str, Any]]()
         values, tokens = dict[str, Rows | None]({CHANCE: None}), dict[str, Rows | None]({CHANCE: None})
-        chains: list[dict[str, Any]] = []
         if model == TRAINED:
             print(f"{model} model: {SAMPLED}, critical tokens")
-            values[SAMPLED] = pieces.get(SAMPLED, lambda: step_advantages(subjects[0], few, problems, settings))  # noqa: B023
-            chains = pieces.get("chains", lambda: right_chains(subjects[0], settings))  # noqa: B023
-        else:  # completions of a model that solves nothing do not differ in their rewards
-            names = [name for name in names if SIBLINGS not in METHODS[name].needs]
+            values[SAMPLED] = pieces.get(SAMPLED, functools.partial(step_advantages, first, few, problems, settings))
+            chains = pieces.get("chains", functools.partial(right_chains, first, settings))
         whole = [Case.of(chain["question"], chain["completion"], tokenizer) for chain in chains]
-        right = [chain["gold"] for chain in chains]
-        for name in names:
+        critical = [chain["critical"] for chain in chains]
+        for name in methods or METHODS:
             print(f"{model} model: {name}")
-            some = few if name.startswith("OAR-P") else cases
-            values[name] = pieces.get(f"{model}, {name}", lambda: ask(name, subjects, some, gold, settings))  # noqa: B023
+            some, work = few if name.startswith("OAR-P") else cases, functools.partial(ask, name, subjects)
+            values[name] = pieces.get(f"{model}, {name}", functools.partial(work, some))
             if chains:
-                work = functools.partial(ask, name, subjects, whole, right, settings, tokens=True)
-                tokens[name] = pieces.get(f"{name}, by token", work)
+                tokens[name] = pieces.get(f"{name}, by token", functools.partial(work, whole, tokens=True))
         found = {name: _truths(rows, problems, settings) for name, rows in values.items()}
         own = values.get(SAMPLED) or ()
         for name, rows in values.items():
             found[name][SAMPLED] = agreement(rows and rows[: len(own)], own, SPEARMAN, draws=settings.draws)
-        critical = [chain["critical"] for chain in chains]
         for name, rows in tokens.items():
             found[name]["tokens"] = agreement(rows, critical, TOKENS, draws=settings.draws)
         document["models"][model] = {
-            "fingerprints": [one.fingerprint for one in subjects], "accuracy": subjects[0].accuracy, "methods": found,
+            "fingerprints": [one.fingerprint for one in subjects], "accuracy": first.accuracy, "methods": found,
             "chains": len(chains), "tokens": sum(map(len, critical)), "critical": sum(map(sum, critical)),
         }  # fmt: skip
     return document
 
 
 def ask(
-    name: str, subjects: Sequence[Subject], cases: Sequence[Case], gold: Sequence[int], settings: PlantedSettings,
-    *, tokens: bool = False,
+    name: str, subjects: Sequence[Subject], cases: Sequence[Case], *, tokens: bool = False
 ) -> list[list[float]]:  # fmt: skip
-    """Importances of the lines of each case by a method; models take turns batch by batch.
+    """Importances of the lines of each case by a method, high where they matter; models take turns batch by batch.
 
     With `tokens`, of the reasoning's tokens: each by itself where the method judges tokens, else its line's.
     """
@@ -148,8 +134,20 @@ def ask(
     single = name.startswith("OAR-P") or (tokens and isinstance(estimator, Gradient | Entropy))
     for start, subject in zip(range(0, len(cases), BATCH), itertools.cycle(subjects), strict=False):
         some = cases[start : start + BATCH]
-        units = [[Span(t, t + 1) for t in range(case.reasoning_end)] if single else case.units for case in some]
-        rows = judge(estimator, subject, some, units, gold[start : start + BATCH], settings, start)
+        batch = ScoredBatch.of(
+            subject.model, TokenRows([case.prompt for case in some], [case.completion for case in some]),
+            [[Span(t, t + 1) for t in range(case.reasoning_end)] if single else case.units for case in some],
+            [case.answer for case in some], mask=subject.tokenizer.pad_token_id,
+        )  # fmt: skip
+        ordered = [some[i] for i in batch.index]
+        entropies = None
+        if isinstance(estimator, Entropy):
+            entropies = [
+                Categorical(logits=logits(subject, case.prompt, case.completion)).entropy() for case in ordered
+            ]
+        ends = [case.reasoning_end for case in ordered]
+        batch = replace(batch, reasoning_ends=ends, seed=(start,), entropies=entropies)
+        rows = batch.to_callers_order(estimator(InProcess(subject.model), batch).values)
         for case, row in zip(some, rows, strict=True):
             if single and not tokens:
                 row = torch.stack([row[unit.start : unit.end].mean() for unit in case.units])
@@ -157,42 +155,6 @@ def ask(
                 row = row.repeat_interleave(torch.tensor([unit.end - unit.start for unit in case.units]))
             values.append(row.tolist())
     return values
-
-
-def judge(
-    estimator: Estimator, subject: Subject, cases: Sequence[Case], units: Sequence[Sequence[Span]], gold: Sequence[int],
-    settings: PlantedSettings, turn: int = 0,
-) -> list[Tensor]:  # fmt: skip
-    """Importances (K_b,) of the units of each case, high where they matter; `turn` keys what is drawn."""
-    model, tokenizer, owners = subject.model, subject.tokenizer, list(range(len(cases)))
-    completions, ends = [case.completion for case in cases], [case.reasoning_end for case in cases]
-    if SIBLINGS in estimator.needs:  # more completions of each prompt, at temperature 1
-        more = owners * (GROUP - 1)
-        keys = [(settings.seed, turn, i) for i in range(len(more))]
-        group = sample(model, tokenizer, [cases[b].prompt.tolist() for b in more], max_completion_length=settings.room,
-                       keys=keys)  # fmt: skip
-        completions, owners = [*completions, *map(torch.tensor, group.ids())], owners + more
-        ends += [len(ids) for ids in completions[len(cases) :]]
-    none = [None] * (len(owners) - len(cases))
-    rows = TokenRows([cases[b].prompt for b in owners], completions)
-    answers = [*(case.answer for case in cases), *none]
-    batch = ScoredBatch.of(model, rows, [*units, *([] for _ in none)], answers, mask=tokenizer.pad_token_id)
-
-    def ordered(column: Iterable[Any]) -> list[Any]:
-        return [list(column)[i] for i in batch.index]
-
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    right = [float(final_number(text) == gold[b]) for text, b in zip(texts, owners, strict=True)]
-    drawn = zip(rows.prompts, completions, strict=True) if ENTROPIES in estimator.needs else ()
-    entropies = [Categorical(logits=logits(subject, *one)).entropy() for one in drawn]
-    batch = replace(
-        batch, reasoning_ends=ordered(ends), seed=(settings.seed, turn), groups=torch.tensor(ordered(owners)),
-        rewards=torch.tensor(ordered(right)), entropies=ordered(entropies) if entropies else None,
-    )  # fmt: skip
-    values = batch.to_callers_order(estimator(InProcess(model), batch).values)[: len(cases)]
-    if any(len(row) != len(spans) or not row.isfinite().all() for row, spans in zip(values, units, strict=True)):
-        raise ValueError(f"an estimator must give a finite number for each unit, got {values}")
-    return [row.detach().float() for row in values]
 
 
 @torch.no_grad()
@@ -215,17 +177,18 @@ def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: P
 
 def continued(
     subject: Subject, begun: Sequence[tuple[Tensor, Tensor]], room: int, keys: Sequence[Sequence[int]] | None = None
-) -> list[Any]:
-    """The answers that prompts with beginnings of completions are decoded on to, greedily, or sampled by keys."""
-    numbers: list[Any] = [None] * len(begun)
+) -> list[tuple[list[int], Any]]:
+    """The completions that prompts and beginnings are decoded on to, greedily or sampled by keys, and their answers."""
+    result: list[Any] = [None] * len(begun)
     order = sorted(range(len(begun)), key=lambda i: sum(map(len, begun[i])))  # likewise long ones end together
     for start in range(0, len(order), _DECODED):
         some = order[start : start + _DECODED]
         prompts, drawn = [torch.cat(begun[i]).tolist() for i in some], keys and [keys[i] for i in some]
-        texts = sample(subject.model, subject.tokenizer, prompts, max_completion_length=room, keys=drawn).texts
-        for i, text in zip(some, texts, strict=True):
-            numbers[i] = final_number(subject.tokenizer.decode(begun[i][1]) + text)
-    return numbers
+        rollouts = sample(subject.model, subject.tokenizer, prompts, max_completion_length=room, keys=drawn)
+        for i, ids in zip(some, rollouts.ids(), strict=True):
+            ids = [*begun[i][1].tolist(), *ids]
+            result[i] = ids, final_number(subject.tokenizer.decode(ids, skip_special_tokens=True))
+    return result
 
 
 def step_advantages(
@@ -237,9 +200,8 @@ def step_advantages(
         ends = [0, *(unit.end for unit in case.units)]
         keys = [(settings.seed, b, end, i) for end in ends for i in range(settings.samples)]
         begun = [(case.prompt, case.completion[:end]) for _, _, end, _ in keys]
-        numbers = continued(subject, begun, settings.room, keys)
-        shares = np.reshape([number == problems[b].answer for number in numbers], (len(ends), -1)).mean(1)
-        result.append(np.diff(shares).tolist())
+        reached = [number == problems[b].answer for _, number in continued(subject, begun, settings.room, keys)]
+        result.append(np.diff(np.reshape(reached, (len(ends), -1)).mean(1)).tolist())
     return result
 
 
@@ -249,26 +211,24 @@ def right_chains(subject: Subject, settings: PlantedSettings) -> list[dict[str, 
     A token is critical if the most probable other one in its place, decoded on, gives a wrong answer (the oracle of
     "Outcome-Grounded Advantage Reshaping"). Of each chain: `question`, `gold`, `completion` and `critical`.
     """
-    chains, begun = list[dict[str, Any]](), list[tuple[Tensor, Tensor]]()
     problems = list(itertools.islice(generate("test", settings.seed + 1), 8 * settings.chains))
-    while problems and len(chains) < settings.chains:
-        some, problems = problems[:_DECODED], problems[_DECODED:]
-        prompts = [encode_prompt(problem.question, subject.tokenizer) for problem in some]
-        greedy = sample(subject.model, subject.tokenizer, prompts, max_completion_length=settings.room)
-        for problem, ids, text in zip(some, greedy.ids(), greedy.texts, strict=True):
-            if final_number(text) == problem.gold:
-                chains.append({"question": problem.question, "gold": problem.gold, "completion": ids[:-1]})
-    chains = chains[: settings.chains]
-    for chain in chains:
+    prompts = [torch.tensor(encode_prompt(problem.question, subject.tokenizer)) for problem in problems]
+    greedy = continued(subject, [(prompt, prompt[:0]) for prompt in prompts], settings.room)
+    chains: list[dict[str, Any]] = [
+        {"question": problem.question, "gold": problem.gold, "completion": ids[:-1]}
+        for problem, (ids, number) in zip(problems, greedy, strict=True) if number == problem.gold
+    ][: settings.chains]  # fmt: skip
+    begun, owners = list[tuple[Tensor, Tensor]](), list[int]()
+    for c, chain in enumerate(chains):
         case = Case.of(chain["question"], chain["completion"], subject.tokenizer)
         rows = logits(subject, case.prompt, case.completion).scatter(1, case.completion[:, None], -torch.inf)
         rows[:, subject.tokenizer.eos_token_id] = -torch.inf  # which leaves nothing to decode
         others = rows.argmax(-1)[: case.reasoning_end]
         begun += [(case.prompt, torch.cat([case.completion[:t], token[None]])) for t, token in enumerate(others)]
-        chain["critical"] = [chain["gold"]] * len(others)
-    numbers = iter(continued(subject, begun, settings.room))
-    for chain in chains:
-        chain["critical"] = [next(numbers) != gold for gold in chain["critical"]]
+        owners += [c] * len(others)
+        chain["critical"] = []
+    for c, (_, number) in zip(owners, continued(subject, begun, settings.room), strict=True):
+        chains[c]["critical"].append(number != chains[c]["gold"])
     return chains
 
 
@@ -283,31 +243,26 @@ def markdown(document: dict[str, Any]) -> str:
     ]
     parts = [
         f"# Planted truth\n\n{made_by(document)}. {settings['problems']} "
-        "generated problems with known idle lines, headers, repeated results, wrong steps and unwritten last "
-        "computations. *Direct*: the answer's line reads this line. *Total*: the answer rests on it. *Origin*: its "
-        "operand was replaced. AUROC is within a problem and free of position: lines before and lines after count "
-        "half each, so that a rule by position only gets 0.5. Lines are equally long, so that length ties them. "
-        "*random* is the mean over many draws of numbers that know nothing, and in parentheses where 95 % of the "
-        "draws fall; other parentheses are 95 % bootstrap intervals over problems. *First*: the share of problems "
-        "whose most important line is true. *p*: that the mean Spearman is 0, by a t-test over problems. *Sampled "
-        "step advantage*: the change, at each line, of the probability that the model reaches the completion's own "
-        "answer. *Tokens*: of right greedy chains; critical are those in whose place the most probable other token, "
-        "decoded on, gives a wrong answer (the oracle of OAR). Recall among as many top tokens as are critical, then"
-        " among the top 10 % to 90 %; methods that judge lines give each token its line's number, and of equal "
-        "numbers each comes first equally often.\n"
+        "problems with known idle lines, headers, repeats, wrong steps and unwritten last computations. *Direct*: "
+        "the answer's line reads this line; *total*: the answer rests on it; *origin*: its operand was replaced. "
+        "AUROC is within a problem and free of position: any rule by position only gets 0.5. Lines are equally long,"
+        " so that length ties them. *random*: the mean of many draws of numbers that know nothing, and where 95 % of"
+        " the draws fall; else 95 % bootstrap intervals over problems. *First*: the share of problems whose most "
+        "important line is true. *p*: that the mean Spearman is 0, by a t-test over problems. *Sampled step "
+        "advantage*: what a line adds to the probability of the completion's own answer. *Tokens* of right greedy "
+        "chains: critical are those in whose place the most probable other token, decoded on, gives a wrong answer "
+        "(the oracle of OAR); recall among as many top tokens as are critical, then among the top 10 % to 90 %. What"
+        " judges lines gives each token its line's number; of equal numbers each comes first equally often.\n"
     ]
     for name, results in document["models"].items():
-        accuracy, found, tokens = results["accuracy"], results["methods"], results["tokens"]
-        said = f"{len(results['fingerprints'])} of them" if not tokens else (
-            f"solves {accuracy:.1%} held out; {results['chains']} right chains of {tokens:,} tokens, of which "
-            f"{results['critical'] / tokens:.1%} are critical"
-        )  # fmt: skip
+        said, tokens = f"{len(results['fingerprints'])} of them", results["tokens"]
+        if tokens:
+            said = f"solves {results['accuracy']:.1%} held out; {results['chains']} right chains of {tokens:,} tokens"
+            said += f", of which {results['critical'] / tokens:.1%} are critical"
         parts.append(f"## The {name} model ({said})\n")
         for part in columns if tokens else columns[:3]:
-            rows = [[key, *(_cell(one.get(t, {}).get(f)) for t, f in part)] for key, one in found.items()]
+            cells = {key: [one.get(t, {}).get(f) for t, f in part] for key, one in results["methods"].items()}
+            rows = [[key, *(f"{x:.1g}" if isinstance(x, float) else interval(x) for x in row)]
+                    for key, row in cells.items()]  # fmt: skip
             parts.append(table(["method", *map(", ".join, part)], rows))
     return "\n".join(parts)
-
-
-def _cell(figure: Any) -> str:
-    return f"{figure:.1g}" if isinstance(figure, float) else interval(figure)

@@ -36,20 +36,18 @@ _OWNERS = "Mia Anna Lily Emma Sara Nora Ruth Ella Tom Ben Sam Leo Max Jack Paul 
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 _RELATIONS = {"+": "gets {} above {}", "-": "gets {} below {}", "*": "gets {} times {}", "/": "gets half of {1}"}
 _PADDING = {0: "", 1: "Now ", 6: "From here we can see that ", 7: "Now from here we can see that "}
-_FACT = (
+_FACT, _REPEAT, *_HEADERS = (
     "We were told in the text, long before there was a question or a step of any kind, that at first and with nothing "
-    "done yet {}={}."
-)
-_REPEAT = (
+    "done yet {}={}.",
     "Therefore, as it was worked out before, and it has not changed since then with all that followed it in the lines "
-    "up to here, {}={}."
-)
-_HEADERS = (
-    "Step {}: we go on with what is known from the text and from the lines above, take it as it stands, and see "
-    "what follows from it.",
+    "up to here, {}={}.",
+    "Step {}: we go on with what is known from the text and from the lines above, take it as it stands, and see what "
+    "follows from it.",
     "Let x be the number of coins that is asked for, which we do not know as yet, and which is to be found in the end "
     "by what follows.",
 )
+
+_Line = tuple[str, int | None, str]  # role, quantity and text, as in `Unit`
 
 
 class Quantity(NamedTuple):
@@ -86,12 +84,6 @@ class PlantedProblem:
     units: tuple[Unit, ...]
 
 
-class _Line(NamedTuple):
-    role: str
-    quantity: int | None
-    text: str
-
-
 def generate(split: str, seed: int, *, kinds: Sequence[str] = KINDS) -> Iterator[PlantedProblem]:
     """Yield an endless stream of problems to judge estimators by, the kinds in turn, fixed by `seed`.
 
@@ -118,8 +110,8 @@ def training_rows(split: str, seed: int, count: int, *, short: float = 0.1) -> l
         if (shortened := rng.random()) < short:
             lines = lines[: rng.randrange(len(lines))]
         elif shortened < 2 * short:
-            lines = [line for line in lines if line.quantity != target]
-        answer = "".join([*(line.text for line in lines), f"#### {values_of(quantities)[target]}"])
+            lines = [line for line in lines if line[1] != target]
+        answer = "".join([*(text for _, _, text in lines), f"#### {values_of(quantities)[target]}"])
         rows.append({"question": _question(quantities, target), "answer": answer})
     return rows
 
@@ -188,15 +180,15 @@ def _judged(rng: random.Random, split: str, kind: str) -> PlantedProblem | None:
     lines = _lines(rng, written, target, shown, header=rng.random() < 0.5, repeat=kind == "repeat")
     read_by_answer = {target}
     if kind == "implicit":
-        lines = [line for line in lines if line.quantity != target]
+        lines = [line for line in lines if line[1] != target]
         read_by_answer = set(quantities[target].reads)
-    units, wanted, text = list[Unit](), set(read_by_answer), "".join(line.text for line in lines)
+    units, wanted, text = list[Unit](), set(read_by_answer), "".join(text for _, _, text in lines)
     end = len(text)
     for role, i, content in reversed(lines):
         if i is not None and i in wanted and role != "repeat":  # which reads its earlier statement only
             wanted |= set(quantities[i].reads)
-        wrong = role == "step" and i == origin
-        units.insert(0, Unit(end - len(content), end, role, i, i in read_by_answer, i in wanted, wrong))
+        truths = i in read_by_answer, i in wanted, role == "step" and i == origin
+        units.insert(0, Unit(end - len(content), end, role, i, *truths))
         end -= len(content)
     answer, question = values_of(written)[target], _question(quantities, target)
     return PlantedProblem(question, f"{text}#### {answer}", answer, gold, kind, quantities, tuple(units))
@@ -208,16 +200,17 @@ def _lines(
     """The lines of a solution: steps in an order that can be followed, with idle ones and repeats among them."""
     needed, values = ancestors(quantities, target), values_of(quantities)
     written = sorted(i for i in needed.union(*(ancestors(quantities, i) for i in idle)) if quantities[i].reads)
-    lines = [_Line("step" if i in needed else "idle step", i, _step(quantities, values, i)) for i in written]
+    lines: list[_Line] = [("step" if i in needed else "idle step", i, _step(quantities, values, i)) for i in written]
 
     def insert(lowest: int, role: str, i: int | None, text: str) -> None:
         place = rng.randint(lowest, len(lines))
-        content = text.format(place + 1) if i is None else text.format(quantities[i].owner, values[i])
-        lines.insert(place, _Line(role, i, f"{content}\n"))
+        lines.insert(
+            place, (role, i, text.format(*([place + 1] if i is None else [quantities[i].owner, values[i]])) + "\n")
+        )
 
     if repeat:
-        at = rng.choice([k for k, line in enumerate(lines) if line.role == "step"])
-        insert(at + 1, "repeat", lines[at].quantity, _REPEAT)
+        at = rng.choice([k for k, (role, _, _) in enumerate(lines) if role == "step"])
+        insert(at + 1, "repeat", lines[at][1], _REPEAT)
     facts = [i for i, quantity in enumerate(quantities) if not quantity.reads and i not in needed]
     if facts and rng.random() < 0.4:
         insert(0, "idle fact", rng.choice(facts), _FACT)

@@ -185,7 +185,7 @@ def subject():
     config = WarmupConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
     torch.manual_seed(0)
     model = small_model(config, tokenizer).eval()
-    return Subject("trained", model, tokenizer, fingerprint(model), None)
+    return Subject(model, tokenizer, fingerprint(model), None)
 
 
 def ids_of(subject, problem):
@@ -207,8 +207,7 @@ def importances_of(subject, name, count=3, **options):
     """Cases, and a method's importances of their lines."""
     problems = list(itertools.islice(generate("test", 0), count))
     cases = [Case.of(problem.question, ids_of(subject, problem), subject.tokenizer) for problem in problems]
-    gold = [problem.gold for problem in problems]
-    return cases, ask(name, [subject], cases, gold, PlantedSettings(room=24), **options)
+    return cases, ask(name, [subject], cases, **options)
 
 
 def plain_logprobs(subject, case, completion):
@@ -274,7 +273,8 @@ def test_step_advantages_are_changes_of_the_share_that_reaches_the_own_answer(su
     def continued(model, tokenizer, prompts, *, max_completion_length, keys):
         lengths = [len(prompt) - len(case.prompt) for prompt in prompts]
         own = [length >= case.units[0].end or key[-1] == 0 for length, key in zip(lengths, keys, strict=True)]
-        return SimpleNamespace(texts=[f"#### {problem.answer if yes else problem.gold}" for yes in own])
+        texts = [f"#### {problem.answer if yes else problem.gold}" for yes in own]
+        return SimpleNamespace(ids=lambda: [tokenizer(text)["input_ids"] for text in texts])
 
     monkeypatch.setattr(planted, "sample", continued)
     (values,) = planted.step_advantages(subject, [case], [problem], PlantedSettings(samples=4, room=8))
@@ -288,18 +288,19 @@ def test_a_token_is_critical_if_the_most_probable_other_one_leads_to_a_wrong_ans
     whole = [case.completion.tolist() for case in cases]
 
     def decoded(model, tokenizer, prompts, *, max_completion_length, keys=None):
-        if len(prompts) == 16:  # the greedy chains: the first two are right
-            texts = [problem.solution for problem in problems] + ["#### 1"] * 14
-            return SimpleNamespace(texts=texts, ids=lambda: whole + [[1]] * 14)
-        texts = []
+        result, starts = [], [case.prompt.tolist() for case in cases]
         for row in prompts:
-            (b,) = (b for b, case in enumerate(cases) if row[: len(case.prompt)] == case.prompt.tolist())
+            b = next((b for b, prompt in enumerate(starts) if row[: len(prompt)] == prompt), None)
+            if b is None or row == starts[b]:  # a greedy chain: the first two are right
+                result.append(whole[b] if b is not None else tokenizer("#### 1")["input_ids"])
+                continue
             t = len(row) - len(cases[b].prompt) - 1
             logp = plain_logprobs(subject, cases[b], torch.tensor(whole[b][: t + 1]))[t]
             logp[[whole[b][t], tokenizer.eos_token_id]] = -torch.inf
             assert (row[-1], row[-1 - t : -1]) == (logp.argmax(), whole[b][:t])
-            texts.append(f"\n#### {problems[b].gold + (t >= cases[b].units[-1].start and t % 2 == 0)}")
-        return SimpleNamespace(texts=texts)
+            answer = problems[b].gold + (t >= cases[b].units[-1].start and t % 2 == 0)
+            result.append(tokenizer(f"\n#### {answer}")["input_ids"])
+        return SimpleNamespace(ids=lambda: result)
 
     monkeypatch.setattr(planted, "sample", decoded)
     chains = planted.right_chains(subject, PlantedSettings(chains=2))
