@@ -15,14 +15,9 @@ Rows = Sequence[Sequence[float]]
 Figure = tuple[Callable[[np.ndarray, np.ndarray], Any], Callable[[Any], float]]
 """From the scores and the truth of one problem to what is summed up over problems, and the sum."""
 
-CHANCE_DRAWS = 200
-
 
 def ordered_pairs(scores: np.ndarray, truth: np.ndarray) -> tuple[float, int, float, int]:
-    """Pairs of a positive and a negative of one problem, apart by which of the two comes first; ties win half.
-
-    Returns wins over earlier negatives and their number, wins over later ones and their number.
-    """
+    """Of one problem a positive's wins over earlier negatives and their number, and over later ones; ties win half."""
     yes, no = np.flatnonzero(truth), np.flatnonzero(truth == 0)
     more, later = scores[yes][:, None] - scores[no], no > yes[:, None]
     wins = (more > 0) + 0.5 * (more == 0)
@@ -39,11 +34,6 @@ def position_free_auroc(problems: Sequence[tuple[float, int, float, int]]) -> fl
     return float((won_early / early + won_late / late) / 2) if early and late else float("nan")
 
 
-def rank_correlation(scores: np.ndarray, truth: np.ndarray) -> float:
-    """Spearman of one problem; 0 where the scores are all equal."""
-    return spearman(scores, truth) if len(set(scores)) > 1 else 0.0
-
-
 def recall_curve(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
     """Recall among the top 1, 2, ... units, (K,); of equal scores each comes first equally often."""
     _, group = np.unique(-scores, return_inverse=True)
@@ -52,18 +42,17 @@ def recall_curve(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
 
 def recall_at(percent: int | None = None) -> Figure:
     """Recall among the top `percent` of the units (OAR paper, figure 5), by default among as many as are true."""
-    return lambda s, t: recall_curve(s, t)[
-        max(int(t.sum() if percent is None else len(t) * percent // 100), 1) - 1
-    ], _mean
 
+    def measure(scores: np.ndarray, truth: np.ndarray) -> float:
+        count = truth.sum() if percent is None else len(truth) * percent // 100
+        return float(recall_curve(scores, truth)[max(int(count), 1) - 1])
 
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values))
+    return measure, np.mean
 
 
 AUROC: dict[str, Figure] = {"auroc": (ordered_pairs, position_free_auroc)}
-SPEARMAN: dict[str, Figure] = {"spearman": (rank_correlation, _mean)}
-LINES = AUROC | SPEARMAN | {"recall": recall_at(), "first": (lambda s, t: recall_curve(s, t)[0] * t.sum(), _mean)}
+SPEARMAN: dict[str, Figure] = {"spearman": (lambda s, t: spearman(s, t) if len(set(s)) > 1 else 0.0, np.mean)}
+LINES = AUROC | SPEARMAN | {"recall": recall_at(), "first": (lambda s, t: recall_curve(s, t)[0] * t.sum(), np.mean)}
 """Of lines; "first" is the share of problems whose most important line is true."""
 TOKENS = AUROC | {"recall": recall_at()} | {f"{percent} %": recall_at(percent) for percent in range(10, 100, 10)}
 
@@ -73,20 +62,17 @@ def agreement(
 ) -> dict[str, Any]:
     """Sum figures up over problems; those with a constant truth are left out.
 
-    `scores` None are numbers that know nothing: the mean over many draws of them, and the bounds of 95 % of the draws,
-    as one draw alone misses 0.5 as often as any method that finds nothing.
-
-    Returns:
-        For each figure `value`, `low` and `high` (95 % of bootstrap draws over problems), or None where it is not
-        defined; for Spearman also `p` that its mean is 0, by a t-test over problems; and the number of `problems`.
+    Each figure has `value`, `low` and `high` (95 % of bootstrap draws over problems), or is None where it is not
+    defined; Spearman has also `p` that its mean is 0, by a t-test over problems. For `scores` None it is the mean over
+    draws of numbers that know nothing, within the bounds of 95 % of the draws.
     """
     kept = [i for i, truth in enumerate(truths) if len(set(truth)) > 1]
     labels, rng = [np.asarray(truths[i], float) for i in kept], np.random.default_rng(0)
     result: dict[str, Any] = {"problems": len(kept)}
     for name, (measure, summary) in figures.items() if kept else ():
         if scores is None:
-            luck = [summary([measure(rng.random(len(t)), t) for t in labels]) for _ in range(min(draws, CHANCE_DRAWS))]
-            bounds = Estimate(_mean(luck), *np.quantile(luck, (0.025, 0.975)))._asdict()
+            luck = [summary([measure(rng.random(len(t)), t) for t in labels]) for _ in range(min(draws, 200))]
+            bounds = Estimate(float(np.mean(luck)), *np.quantile(luck, (0.025, 0.975)))._asdict()
             result[name] = bounds if np.isfinite(luck).all() else None
             continue
         values = [measure(np.asarray(scores[i], float), t) for i, t in zip(kept, labels, strict=True)]

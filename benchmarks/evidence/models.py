@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3ForCausalLM
@@ -16,8 +16,7 @@ RECIPE = {"vocab_size": 512, "max_steps": 2400, "batch_size": 16, "max_position_
 """Settings of the model; the rest is the embedded one's."""
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """A model to be asked, in eval mode on the CPU."""
 
     model: PreTrainedModel

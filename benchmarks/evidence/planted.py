@@ -16,11 +16,8 @@ from benchmarks.evidence.models import TRAINED, Subject
 from benchmarks.evidence.problems import KINDS, Case, PlantedProblem, generate
 from benchmarks.harness.results import Pieces, interval, made_by, table
 from cfa_kernels import Importances, ScoredBatch, Span
+from cfa_kernels.estimators import Entropy, Gradient, Masking, PrefixGain
 from cfa_kernels.estimators.base import Estimator, OwnFunction
-from cfa_kernels.estimators.entropy import Entropy
-from cfa_kernels.estimators.gradient import Gradient
-from cfa_kernels.estimators.masking import Masking
-from cfa_kernels.estimators.prefix_gain import PrefixGain
 from cfa_kernels.options import Count, check_fields
 from cfa_kernels.rows import Rows as TokenRows
 from cfa_kernels.scoring.access import InProcess
@@ -44,22 +41,14 @@ def length(model: Any, batch: ScoredBatch) -> Importances:
 
 
 METHODS: dict[str, Estimator] = {
-    "position": OwnFunction(position),
-    "length": OwnFunction(length),
-    "CF": Masking(),
+    "position": OwnFunction(position), "length": OwnFunction(length), "CF": Masking(),
     "CF, total effect": Masking(effect="total"),
     "CF, half by prefix gain": Masking(preselect=0.5, preselect_by="prefix_gain"),
-    "CF, KL of mean": Masking(outcome="mean"),
-    "CF, KL of last": Masking(outcome="last"),
-    "OAR-P, mean": Masking(outcome="mean"),
-    "OAR-P, last": Masking(outcome="last"),
-    "OAR-P, log-prob": Masking(),
-    "OAR-G, mean": Gradient("mean"),
-    "OAR-G, last": Gradient("last"),
-    "gradient x input": Gradient("mean_logprob", 0.0),
-    "prefix gain": PrefixGain(),
-    "entropy": Entropy(),
-}
+    "CF, KL of mean": Masking(outcome="mean"), "CF, KL of last": Masking(outcome="last"),
+    "OAR-P, mean": Masking(outcome="mean"), "OAR-P, last": Masking(outcome="last"), "OAR-P, log-prob": Masking(),
+    "OAR-G, mean": Gradient("mean"), "OAR-G, last": Gradient("last"),
+    "gradient x input": Gradient("mean_logprob", 0.0), "prefix gain": PrefixGain(), "entropy": Entropy(),
+}  # fmt: skip
 """By name; `OAR-P` judges each token, and a line's importance is the mean over its tokens."""
 
 
@@ -67,18 +56,12 @@ METHODS: dict[str, Estimator] = {
 class PlantedSettings:
     """Size of the measurement."""
 
-    problems: Count = 200
-    """Planted problems that every method judges, the kinds in turn."""
-    costly: Count = 60
-    """How many of them methods by token judge, and get sampled step values."""
-    samples: Count = 12
-    """Continuations of each prefix of whole lines of those."""
-    chains: Count = 200
-    """Right greedy chains, each token of which is replaced."""
-    room: Count = 256
-    """Most tokens of a completion."""
-    draws: Count = 1000
-    """Bootstrap draws."""
+    problems: Count = 200  # that every method judges, the kinds in turn
+    costly: Count = 60  # of them, that methods by token judge and that get sampled step values
+    samples: Count = 12  # continuations from each end of a line of those
+    chains: Count = 200  # right and greedy, each token of which is replaced
+    room: Count = 256  # tokens of a completion
+    draws: Count = 1000  # of the bootstrap
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -110,12 +93,12 @@ def run(
             values[name] = pieces.get(f"{model}, {name}", functools.partial(work, some))
             if chains:
                 tokens[name] = pieces.get(f"{name}, by token", functools.partial(work, whole, tokens=True))
-        found = {name: _truths(rows, problems, settings) for name, rows in values.items()}
-        own = values.get(SAMPLED) or ()
+        found, own = dict[str, Any](), values.get(SAMPLED) or ()
         for name, rows in values.items():
+            found[name] = _truths(rows, problems, settings)
             found[name][SAMPLED] = agreement(rows and rows[: len(own)], own, SPEARMAN, draws=settings.draws)
-        for name, rows in tokens.items():
-            found[name]["tokens"] = agreement(rows, critical, TOKENS, draws=settings.draws)
+            if name in tokens:
+                found[name]["tokens"] = agreement(tokens[name], critical, TOKENS, draws=settings.draws)
         document["models"][model] = {
             "fingerprints": [one.fingerprint for one in subjects], "accuracy": first.accuracy, "methods": found,
             "chains": len(chains), "tokens": sum(map(len, critical)), "critical": sum(map(sum, critical)),
@@ -123,9 +106,7 @@ def run(
     return document
 
 
-def ask(
-    name: str, subjects: Sequence[Subject], cases: Sequence[Case], *, tokens: bool = False
-) -> list[list[float]]:  # fmt: skip
+def ask(name: str, subjects: Sequence[Subject], cases: Sequence[Case], *, tokens: bool = False) -> list[list[float]]:
     """Importances of the lines of each case by a method, high where they matter; models take turns batch by batch.
 
     With `tokens`, of the reasoning's tokens: each by itself where the method judges tokens, else its line's.
@@ -140,13 +121,10 @@ def ask(
             [case.answer for case in some], mask=subject.tokenizer.pad_token_id,
         )  # fmt: skip
         ordered = [some[i] for i in batch.index]
-        entropies = None
+        batch = replace(batch, reasoning_ends=[case.reasoning_end for case in ordered], seed=(start,))
         if isinstance(estimator, Entropy):
-            entropies = [
-                Categorical(logits=logits(subject, case.prompt, case.completion)).entropy() for case in ordered
-            ]
-        ends = [case.reasoning_end for case in ordered]
-        batch = replace(batch, reasoning_ends=ends, seed=(start,), entropies=entropies)
+            drawn = [Categorical(logits=logits(subject, case)) for case in ordered]
+            batch = replace(batch, entropies=[one.entropy() for one in drawn])
         rows = batch.to_callers_order(estimator(InProcess(subject.model), batch).values)
         for case, row in zip(some, rows, strict=True):
             if single and not tokens:
@@ -158,9 +136,10 @@ def ask(
 
 
 @torch.no_grad()
-def logits(subject: Subject, prompt: Tensor, completion: Tensor) -> Tensor:
+def logits(subject: Subject, case: Case) -> Tensor:
     """Logits that each token of a completion was drawn from, (T, V)."""
-    return subject.model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1].float()
+    ids = torch.cat([case.prompt, case.completion])
+    return subject.model(input_ids=ids[None]).logits[0, len(case.prompt) - 1 : -1].float()
 
 
 def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: PlantedSettings) -> dict[str, Any]:
@@ -221,7 +200,7 @@ def right_chains(subject: Subject, settings: PlantedSettings) -> list[dict[str, 
     begun, owners = list[tuple[Tensor, Tensor]](), list[int]()
     for c, chain in enumerate(chains):
         case = Case.of(chain["question"], chain["completion"], subject.tokenizer)
-        rows = logits(subject, case.prompt, case.completion).scatter(1, case.completion[:, None], -torch.inf)
+        rows = logits(subject, case).scatter(1, case.completion[:, None], -torch.inf)
         rows[:, subject.tokenizer.eos_token_id] = -torch.inf  # which leaves nothing to decode
         others = rows.argmax(-1)[: case.reasoning_end]
         begun += [(case.prompt, torch.cat([case.completion[:t], token[None]])) for t, token in enumerate(others)]

@@ -1,8 +1,7 @@
 """Generate word problems whose solutions carry a planted truth: which lines the answer reads and depends on.
 
-People own numbers of coins that follow from each other; the question asks for one of them. Nothing but this graph tells
-a line that matters from one that does not: a computation on the way to the answer and an idle one read alike, and all
-lines are equally long.
+People own numbers of coins that follow from each other; the question asks for one of them. A computation on the way to
+the answer and an idle one read alike, and all lines are equally long.
 """
 
 import hashlib
@@ -11,7 +10,6 @@ import operator
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,19 +20,17 @@ from cfa_kernels import Span, find_answer
 from cfa_kernels.text.offsets import token_offsets
 from trainer.data import encode_prompt
 
-SPLITS = ("train", "test")
 KINDS = ("idle", "repeat", "wrong", "implicit")
 """Kinds of problems to judge: with only idle lines; also a result stated twice; a wrong step on the way that the rest
 follows; a last computation that is not written, so that the answer's line makes it."""
 
-LENGTH = 33
-"""Words, signs and digits of every line, so that length tells nothing."""
-WORDS = re.compile(r" (?=\d)|\d|[^\W\d_]+|[^\w\s]")
-"""One of them, as the model's tokenizer cuts them."""
+LENGTH, WORDS = 33, re.compile(r" (?=\d)|\d|[^\W\d_]+|[^\w\s]")
+"""Words, signs and digits of every line, so that length tells nothing, as the model's tokenizer cuts them."""
 
 _OWNERS = "Mia Anna Lily Emma Sara Nora Ruth Ella Tom Ben Sam Leo Max Jack Paul Omar"
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
-_RELATIONS = {"+": "gets {} above {}", "-": "gets {} below {}", "*": "gets {} times {}", "/": "gets half of {1}"}
+_RELATIONS = {"": "={}", "+": " gets {} above {}", "-": " gets {} below {}", "*": " gets {} times {}",
+              "/": " gets half of {1}"}  # fmt: skip
 _PADDING = {0: "", 1: "Now ", 6: "From here we can see that ", 7: "Now from here we can see that "}
 _FACT, _REPEAT, *_HEADERS = (
     "We were told in the text, long before there was a question or a step of any kind, that at first and with nothing "
@@ -71,8 +67,7 @@ class Unit(NamedTuple):
     origin: bool  # its operand was replaced
 
 
-@dataclass(frozen=True)
-class PlantedProblem:
+class PlantedProblem(NamedTuple):
     """A question and one solution of it, right or wrong: lines, the `units`, then `#### N`, as in a completion."""
 
     question: str
@@ -120,8 +115,7 @@ def values_of(quantities: Sequence[Quantity]) -> list[int]:
     """The value of each quantity."""
     values: list[int] = []
     for _, op, reads, number in quantities:
-        operands = [values[i] for i in reads] + [number] * (len(reads) < 2)
-        values.append(_OPERATIONS[op](*operands) if reads else number)
+        values.append(_OPERATIONS[op](*[*(values[i] for i in reads), number][:2]) if reads else number)
     return values
 
 
@@ -144,18 +138,17 @@ def _draw(rng: random.Random, split: str) -> tuple[tuple[Quantity, ...], int]:
         owners = rng.sample(_OWNERS.split(), given + rng.randint(3, 4))
         quantities: list[Quantity] = []
         while len(quantities) < len(owners):
-            owner, reads = owners[len(quantities)], tuple[int, ...]()
-            op = rng.choice("++--**//&") if len(quantities) >= given else ""
-            if op:
-                reads = tuple(rng.sample(range(len(quantities)), min(1 + (op == "&"), len(quantities))))
+            known = len(quantities)
+            op = rng.choice("++--**//&") if known >= given else ""
+            reads = tuple(rng.sample(range(known), min(1 + (op == "&"), known))) if op else ()
             low, high = {"": (10, 40), "*": (2, 3), "/": (2, 2)}.get(op, (2, 9))
-            quantity = Quantity(owner, "+" if op == "&" else op, reads, rng.randint(low, high))
+            quantity = Quantity(owners[known], "+" if op == "&" else op, reads, rng.randint(low, high))
             if _valid([*quantities, quantity]):
                 quantities.append(quantity)
         target, values = rng.randrange(given, len(quantities)), values_of(quantities)
         chain = [quantities[i] for i in sorted(ancestors(quantities, target)) if quantities[i].reads]
         digest = hashlib.sha256(str([([values[j] for j in q.reads], q.op, q.number) for q in chain]).encode()).digest()
-        if 2 <= len(chain) <= 4 and split == SPLITS[digest[0] % 8 == 0]:
+        if 2 <= len(chain) <= 4 and (split == "test") == (digest[0] % 8 == 0):
             return tuple(quantities), target
 
 
@@ -200,13 +193,12 @@ def _lines(
     """The lines of a solution: steps in an order that can be followed, with idle ones and repeats among them."""
     needed, values = ancestors(quantities, target), values_of(quantities)
     written = sorted(i for i in needed.union(*(ancestors(quantities, i) for i in idle)) if quantities[i].reads)
-    lines: list[_Line] = [("step" if i in needed else "idle step", i, _step(quantities, values, i)) for i in written]
+    lines: list[_Line] = [("step" if i in needed else "idle step", i, _step(quantities, i)) for i in written]
 
     def insert(lowest: int, role: str, i: int | None, text: str) -> None:
         place = rng.randint(lowest, len(lines))
-        lines.insert(
-            place, (role, i, text.format(*([place + 1] if i is None else [quantities[i].owner, values[i]])) + "\n")
-        )
+        inserted = [place + 1] if i is None else [quantities[i].owner, values[i]]
+        lines.insert(place, (role, i, text.format(*inserted) + "\n"))
 
     if repeat:
         at = rng.choice([k for k, (role, _, _) in enumerate(lines) if role == "step"])
@@ -219,11 +211,11 @@ def _lines(
     return lines
 
 
-def _step(quantities: Sequence[Quantity], values: Sequence[int], i: int) -> str:
+def _step(quantities: Sequence[Quantity], i: int) -> str:
     """The relation as the question has it, what it reads, the numbers, and the result as a given number is stated."""
-    owner, op, reads, number = quantities[i]
+    (owner, op, reads, number), values = quantities[i], values_of(quantities)
     read = " ".join(f"{quantities[j].owner}={values[j]}," for j in reads)
-    left, right = values[reads[0]], values[reads[1]] if len(reads) == 2 else number
+    left, right = [*(values[j] for j in reads), number][:2]
     chain = f"={left * (right - 1)}+{left}" if op == "*" else ""
     line = f"{_relation(quantities, i)} {read} {left}{op}{right}{chain}={values[i]}. So {owner}={values[i]}.\n"
     return _PADDING[LENGTH - len(WORDS.findall(line))] + line
@@ -231,19 +223,16 @@ def _step(quantities: Sequence[Quantity], values: Sequence[int], i: int) -> str:
 
 def _relation(quantities: Sequence[Quantity], i: int) -> str:
     owner, op, reads, number = quantities[i]
-    first, *second = (quantities[j].owner for j in reads)
-    return f"{owner} {f'totals {first} and {second[0]}' if second else _RELATIONS[op].format(number, first)}."
+    form, others = " totals {1} and {2}" if len(reads) == 2 else _RELATIONS[op], [quantities[j].owner for j in reads]
+    return f"{owner}{form.format(number, *others)}."
 
 
 def _question(quantities: Sequence[Quantity], target: int) -> str:
-    """The facts in an order in which each can be followed, and the question."""
-    facts = [_relation(quantities, i) if one.reads else f"{one.owner}={one.number}."
-             for i, one in enumerate(quantities)]  # fmt: skip
-    return " ".join(["Say", *facts, f"How many coins has {quantities[target].owner}?"])
+    facts = " ".join(_relation(quantities, i) for i in range(len(quantities)))
+    return f"Say {facts} How many coins has {quantities[target].owner}?"
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One completion and its parts, in tokens; it cannot be cut into lines where two of them share a token."""
 
     prompt: Tensor  # (P,) int64

@@ -65,7 +65,7 @@ def test_lines_are_the_statements_of_the_python_detector():
 def subject():
     config = WarmupConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     tokenizer = train_tokenizer(SOME, 400, single_digits=False)
-    return Subject("trained", small_model(config, tokenizer).eval(), tokenizer, "", 0.5)
+    return Subject(small_model(config, tokenizer).eval(), tokenizer, "", 0.5)
 
 
 @pytest.mark.slow
