@@ -34,6 +34,11 @@ def position_free_auroc(problems: Sequence[tuple[float, int, float, int]]) -> fl
     return float((won_early / early + won_late / late) / 2) if early and late else float("nan")
 
 
+def rank_correlation(scores: Sequence[float] | np.ndarray, truth: Sequence[float] | np.ndarray) -> float:
+    """Spearman of one problem; 0 where the scores are all equal."""
+    return spearman(scores, truth) if len(set(scores)) > 1 else 0.0
+
+
 def recall_curve(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
     """Recall among the top 1, 2, ... units, (K,); of equal scores each comes first equally often."""
     _, group = np.unique(-scores, return_inverse=True)
@@ -51,7 +56,7 @@ def recall_at(percent: int | None = None) -> Figure:
 
 
 AUROC: dict[str, Figure] = {"auroc": (ordered_pairs, position_free_auroc)}
-SPEARMAN: dict[str, Figure] = {"spearman": (lambda s, t: spearman(s, t) if len(set(s)) > 1 else 0.0, np.mean)}
+SPEARMAN: dict[str, Figure] = {"spearman": (rank_correlation, np.mean)}
 LINES = AUROC | SPEARMAN | {"recall": recall_at(), "first": (lambda s, t: recall_curve(s, t)[0] * t.sum(), np.mean)}
 """Of lines; "first" is the share of problems whose most important line is true."""
 TOKENS = AUROC | {"recall": recall_at()} | {f"{percent} %": recall_at(percent) for percent in range(10, 100, 10)}
