@@ -45,21 +45,17 @@ def recall_curve(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
     return np.cumsum((np.bincount(group, truth) / np.bincount(group))[np.sort(group)]) / truth.sum()
 
 
-def recall_at(percent: int | None = None) -> Figure:
-    """Recall among the top `percent` of the units (OAR paper, figure 5), by default among as many as are true."""
-
-    def measure(scores: np.ndarray, truth: np.ndarray) -> float:
-        count = truth.sum() if percent is None else len(truth) * percent // 100
-        return float(recall_curve(scores, truth)[max(int(count), 1) - 1])
-
-    return measure, np.mean
+def recall_at(percent: int) -> Figure:
+    """Recall among the top `percent` of the units, at least one (OAR paper, figure 5)."""
+    return lambda s, t: recall_curve(s, t)[max(len(t) * percent // 100, 1) - 1], np.mean
 
 
 AUROC: dict[str, Figure] = {"auroc": (ordered_pairs, position_free_auroc)}
 SPEARMAN: dict[str, Figure] = {"spearman": (rank_correlation, np.mean)}
-LINES = AUROC | SPEARMAN | {"recall": recall_at(), "first": (lambda s, t: recall_curve(s, t)[0] * t.sum(), np.mean)}
-"""Of lines; "first" is the share of problems whose most important line is true."""
-TOKENS = AUROC | {"recall": recall_at()} | {f"{percent} %": recall_at(percent) for percent in range(10, 100, 10)}
+RECALL: Figure = (lambda s, t: recall_curve(s, t)[int(t.sum()) - 1], np.mean)
+LINES = AUROC | SPEARMAN | {"recall": RECALL, "first": (lambda s, t: recall_curve(s, t)[0] * t.sum(), np.mean)}
+"""Of lines: recall among as many top ones as are true; the share of problems whose most important one is true."""
+TOKENS = AUROC | {"recall": RECALL} | {f"{percent} %": recall_at(percent) for percent in range(10, 100, 10)}
 
 
 def agreement(

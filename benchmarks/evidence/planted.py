@@ -25,8 +25,7 @@ from trainer.data import encode_prompt
 from trainer.rewards.numbers import final_number
 from trainer.rollouts import generate as sample
 
-CHANCE, SAMPLED = "random", "sampled step advantage"
-"""Rows beside the methods: numbers that know nothing, and the truth that takes sampling."""
+CHANCE, SAMPLED = "random", "sampled step advantage"  # rows beside the methods; the latter is a truth as well
 BATCH, _DECODED = 20, 256  # problems that are judged, and completions that are decoded, together
 
 
