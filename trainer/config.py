@@ -210,8 +210,8 @@ class TrainConfig(DataConfig):
             }
             if names := [name for name, weighs in weighing.items() if weighs]:
                 raise ValueError(
-                    f"importance_sampling_level must be token with {' and '.join(names)}, got sequence: a completion "
-                    "has one ratio there, so that only the sum of its tokens' weights acts"
+                    f"importance_sampling_level must be token or sequence_token with {' and '.join(names)}, got "
+                    "sequence: a completion has one ratio there, so that only the sum of its tokens' weights acts"
                 )
         if not (url := self.vllm_server_base_url).startswith(("http://", "https://")):
             raise ValueError(f"vllm_server_base_url must begin with http:// or https://, got {url!r}")

@@ -209,7 +209,7 @@ def measure(
         tokens, counts = batch.tokens(done.micro.index), {"ratio_mean": done.moving}
         if is_sampler:
             metrics.add(sampling_metrics(done, batch, ratios), tokens)
-        if trainer.config.importance_sampling_level == "sequence":
+        if trainer.config.importance_sampling_level != "token":
             counts |= {name: float(len(done.micro.index)) for name in done.metrics if "clip_ratio" in name}
         metrics.add(done.metrics, tokens, counts)
     if is_sampler and passes:

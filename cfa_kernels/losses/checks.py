@@ -25,7 +25,7 @@ _SUMS: dict[str, tuple[str, Callable[[Tensor, Count, Count, int], Count]]] = {
     "sapo": ("sapo", lambda mask, items, sequences, length: mask.sum(1, keepdim=True).clamp(min=1) * sequences),
 }
 """The loss of a token in `token_terms`, and the divisor of the sum; `items` (>= 1) and `sequences` are the step's."""
-LOSS_TYPES, LEVELS = tuple(_SUMS), ("token", "sequence")
+LOSS_TYPES, LEVELS = tuple(_SUMS), ("token", "sequence", "sequence_token")
 
 
 class LossOptions(TypedDict, total=False):
@@ -213,7 +213,7 @@ def check_weights(weights: Tensor, keep: Tensor, loss_type: str, level: str) -> 
         raise ValueError(
             "weights must be equal within a row at importance_sampling_level='sequence', which has one ratio for the "
             f"row, so that only their sum acts; row {row} holds {low[row].item()} to {high[row].item()}; "
-            "use importance_sampling_level='token'"
+            "use importance_sampling_level='sequence_token', the same ratio with each token's own gradient"
         )
 
 

@@ -60,7 +60,7 @@ def policy_loss(
     | beta | 0.0 | factor of the KL term, k3 |
     | use_bias_correction_kl | False | multiplies the KL term by the ratio (TRL's default; ours is plain k3) |
     | loss_type | "dapo" | how tokens are summed, see below |
-    | importance_sampling_level | "token" | "sequence" (GSPO): a token's log-ratio is the mean of its sequence |
+    | importance_sampling_level | "token" | "sequence" (GSPO): its sequence's mean; "sequence_token": see below |
     | num_items_in_batch | None | counted tokens of the whole step: dapo, cispo, entropy bonus |
     | num_sequences_in_batch | None | sequences of the whole step, in place of B |
     | max_completion_length | None | tokens, needed by dr_grpo |
@@ -68,8 +68,9 @@ def policy_loss(
     | entropy_coef | 0.0 | see `entropies` |
     | validate | None | whether to check values; None checks them on a CPU only, as a GPU would have to be waited for |
 
-    A token of weight 0 stays in every denominator and counts as unclipped. At the sequence level only the sum of a
-    row's weights acts (but for cispo), so they must be equal within a row.
+    A token of weight 0 stays in every denominator and counts as unclipped. At level "sequence" only the sum of
+    a row's weights acts (but for cispo), so they must be equal within a row. "sequence_token" (GSPO-token) has the same
+    ratios, each with its own token's gradient, and takes any.
 
     | loss_type | sum (l = token loss, m = mask, n = m.sum(1)) |
     |---|---|
@@ -86,7 +87,7 @@ def policy_loss(
     Returns:
         The 0-d loss, and metrics as detached 0-d tensors on its device: `ratio_mean` (over counted tokens with a
         weighted advantage), `kl`, `entropy`, `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`,
-        `/high_max`, or `cispo_clip_ratio`; means over tokens, of clip ratios at the sequence level over sequences.
+        `/high_max`, or `cispo_clip_ratio`; means over tokens, of clip ratios at a sequence level over sequences.
 
     Raises:
         ValueError: a wrong option, shape or value, naming row and token.
@@ -340,7 +341,7 @@ def _metrics(batch: CheckedBatch, ratio: Tensor, kl: Tensor, clip: Tensor, entro
         """Compute the overall mean, and the share of each sequence (B,)."""
         clipped = (flag & keep).sum(1)
         share = clipped / per_sequence.clamp(min=1)
-        return (share.mean() if batch.options.level == "sequence" else clipped.sum() / count), share
+        return (share.mean() if batch.options.level != "token" else clipped.sum() / count), share
 
     high_mean, high = clip_ratio(clip > 0)
     if batch.options.loss_type == "cispo":

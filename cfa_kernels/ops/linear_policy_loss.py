@@ -1,7 +1,7 @@
 """Compute the policy loss from hidden states and the head, strip by strip of logits, with gradients in the forward.
 
 For each strip: logits by GEMM, one row kernel that turns them into their gradient, then the GEMMs of the gradients by
-hidden and head. At the sequence level a pass without gradients comes first and finds the ratios.
+hidden and head. At a sequence level a pass without gradients comes first and finds the ratios.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,13 @@ DEAD_SHARE = 0.1  # rows without gradient are cut out of a strip before its GEMM
 
 def contributing(tokens: Tokens, options: PolicyOptions, *, with_entropy: bool) -> Tensor:
     """Find those of `tokens` (B, T) whose log-prob the loss or a gradient needs, (B, T) bool."""
-    # A token with zero weighted advantage adds nothing; at the sequence level its log-prob is needed if any token of
+    # A token with zero weighted advantage adds nothing; at a sequence level its log-prob is needed if any token of
     # its sequence has one. The KL term and the entropy want every counted token.
     counted = tokens.scale > 0
     if with_entropy or tokens.ref_logprobs is not None:
         return counted
     moved = tokens.moved()
-    if options.level == "sequence":
+    if options.level != "token":
         moved = (moved & counted).any(1, keepdim=True)
     return counted & moved
 
@@ -113,7 +113,7 @@ def linear_policy_loss_op(
         gradients.add(index, states, gradient)
 
     with torch.autocast(hidden.device.type, enabled=False):
-        if level == "sequence":
+        if level != "token":
             row_values = RowLogprobs(*scale.new_zeros(4, targets.numel()))
             for index, _, _, logits, _ in strips():
                 part = LogitRows(logits, bias, targets[index], cap, backend)

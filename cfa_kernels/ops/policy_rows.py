@@ -256,7 +256,7 @@ def policy_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the loss (), `STATS` (5, N) and the derivative by log-probs (N,); fill `gradient` if there is one.
 
-    The loss is a sum over tokens, so strips of rows may be taken one at a time, at the sequence level if no sequence
+    The loss is a sum over tokens, so strips of rows may be taken one at a time, at a sequence level if no sequence
     is cut. `tokens` has fields (N,) in the compute dtype; `entropy_scale` is the 0-d factor of the entropies in the
     loss; `gradient` is that of `row_gradients`.
     """

@@ -20,7 +20,7 @@ class PolicyOptions(NamedTuple):
     """Hyper-parameters of the loss of a token, under TRL's names."""
 
     loss_type: str = "dapo"  # a loss of `token_terms`
-    level: str = "token"  # or "sequence"
+    level: str = "token"  # or "sequence", or "sequence_token"
     epsilon: float = 0.2
     epsilon_high: float = 0.28
     delta: float = float("inf")  # upper clip
@@ -133,11 +133,12 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tu
     """Compute the terms (B, T) of a batch, and the derivative (B, T) of `sum(loss * scale)` by each log-prob.
 
     logprobs and the fields of `tokens` are (B, T), 0 where a token does not count. At the sequence level a token's
-    log-ratio is the mean over the counted tokens of its sequence (GSPO).
+    log-ratio is the mean over the counted tokens of its sequence (GSPO). At the level "sequence_token" it has that
+    value and its own log-prob's gradient (GSPO-token, arXiv 2507.18071, eq. 13).
     """
     counted = tokens.scale > 0
     log_ratio = logprobs - (logprobs if tokens.old_logprobs is None else tokens.old_logprobs)
-    if options.level == "sequence":
+    if options.level != "token":
         length = counted.sum(1, keepdim=True).clamp(min=1)
         log_ratio = (log_ratio.sum(1, keepdim=True) / length).expand_as(logprobs)
     terms = token_terms(logprobs, log_ratio, tokens, options)

@@ -38,7 +38,7 @@ def loss_and_gradient(logprobs, *args, **options):
     return loss.detach(), logprobs.grad, metrics
 
 
-@LEVEL
+@pytest.mark.parametrize("importance_sampling_level", ["token", "sequence"])
 @TYPE
 @pytest.mark.parametrize("corrected", [False, True])
 def test_gradient_passes_gradcheck(loss_type, importance_sampling_level, corrected):
@@ -341,12 +341,35 @@ def test_weights_that_differ_within_a_row_are_refused_where_the_row_has_one_rati
     weights[3, 4] = 1.5  # the weight of an answer at the end
     message = (
         r"weights must be equal within a row .*'sequence'.*row 3 holds 0.0 to 1.5; "
-        "use importance_sampling_level='token'"
+        "use importance_sampling_level='sequence_token'"
     )
     with pytest.raises(ValueError, match=message):
         loss_by(function, weights, mask, importance_sampling_level="sequence")
     loss_by(function, weights, mask, importance_sampling_level="token")
+    loss_by(function, weights, mask, importance_sampling_level="sequence_token")
     loss_by(function, weights, mask, importance_sampling_level="sequence", loss_type="cispo")
+
+
+def test_a_sequence_s_ratio_with_each_token_s_own_gradient_is_that_of_gspo_token():
+    """Held to the paper's own form, `sg[s] * pi / sg[pi]` in place of the ratio, by autograd."""
+    torch.manual_seed(0)
+    logprobs = -torch.rand(3, 5, dtype=torch.float64)
+    old = logprobs - torch.tensor([1.0, 0.05, -0.4])[:, None] * torch.rand(3, 5).double()
+    mask, advantages, weights = torch.ones(3, 5), torch.tensor([1.0, -0.5, 2.0]), 2 * torch.rand(3, 5).double()
+    mask[1, 3:] = 0
+    own = logprobs.clone().requires_grad_()
+    means = ((own - old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    ratio = means.exp().detach() * (own - own.detach()).exp()
+    signed = weights * advantages[:, None]
+    terms = -torch.minimum(ratio * signed, ratio.clamp(1 - 0.2, 1 + 0.28) * signed)
+    expected = (terms * mask).sum() / mask.sum()
+    (gradient,) = torch.autograd.grad(expected, own)
+    options = {"weights": weights, "importance_sampling_level": "sequence_token"}
+    loss, ours, metrics = loss_and_gradient(logprobs, old, advantages, mask, **options)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(ours, gradient)
+    assert len(ours[2].unique()) == 5  # each by its own weight
+    assert 0 < float(metrics["clip_ratio/region_mean"]) < 1
 
 
 def test_weights_act_token_by_token_at_the_sequence_level_of_cispo_only():

@@ -46,7 +46,7 @@ def test_forms_agree_with_policy_loss_on_log_probs(form, loss_type, level, featu
     torch.testing.assert_close(ours[2], expected[2], rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
 def test_reference_gradients_pass_gradcheck(level):
     tensors, options = problem(b=2, t=2, v=5, **FEATURES["all"])
     options |= {"importance_sampling_level": level, "validate": False}

@@ -47,7 +47,10 @@ def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
 def test_weights_of_tokens_are_refused_where_a_completion_has_one_ratio(capsys, weighing) -> None:
     level = "--importance_sampling_level=sequence"
     said = message(capsys, level, *weighing)
-    assert re.search(r"importance_sampling_level must be token with (credit=counter|compare_and|importance_s)", said)
+    assert re.search(
+        r"importance_sampling_level must be token or sequence_token with (credit=counter|compare_and|importance_s)",
+        said,
+    )
     assert settings(level, *weighing, "--loss_type=cispo").loss_type == "cispo"
     assert settings(level, "--credit=uniform").importance_sampling_level == "sequence"
 
