@@ -119,10 +119,9 @@ def ask(name: str, subjects: Sequence[Subject], cases: Sequence[Case], *, tokens
             [[Span(t, t + 1) for t in range(case.reasoning_end)] if single else case.units for case in some],
             [case.answer for case in some], mask=subject.tokenizer.pad_token_id,
         )  # fmt: skip
-        ordered = [some[i] for i in batch.index]
-        batch = replace(batch, reasoning_ends=[case.reasoning_end for case in ordered], seed=(start,))
+        batch = replace(batch, reasoning_ends=[some[i].reasoning_end for i in batch.index], seed=(start,))
         if isinstance(estimator, Entropy):
-            drawn = [Categorical(logits=logits(subject, case)) for case in ordered]
+            drawn = [Categorical(logits=logits(subject, some[i])) for i in batch.index]
             batch = replace(batch, entropies=[one.entropy() for one in drawn])
         rows = batch.to_callers_order(estimator(InProcess(subject.model), batch).values)
         for case, row in zip(some, rows, strict=True):
@@ -162,8 +161,9 @@ def continued(
     for start in range(0, len(order), _DECODED):
         some = order[start : start + _DECODED]
         prompts, drawn = [torch.cat(begun[i]).tolist() for i in some], keys and [keys[i] for i in some]
-        rollouts = sample(subject.model, subject.tokenizer, prompts, max_completion_length=room, keys=drawn)
-        for i, ids in zip(some, rollouts.ids(), strict=True):
+        left = max(room - len(begun[some[0]][1]), 1)
+        rollouts = sample(subject.model, subject.tokenizer, prompts, max_completion_length=left, keys=drawn).ids()
+        for i, ids in zip(some, rollouts, strict=True):
             ids = [*begun[i][1].tolist(), *ids]
             result[i] = ids, final_number(subject.tokenizer.decode(ids, skip_special_tokens=True))
     return result
