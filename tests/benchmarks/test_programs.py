@@ -92,11 +92,9 @@ def test_programs_that_pass_are_judged_line_by_line(subject, monkeypatch):
 
 
 def test_shares_and_auroc_are_those_of_a_count_by_hand():
-    kinds = ["dibilrc", "diblirc"]
-    figures = programs.summary([[0, 0, 1, -5, 2, 1, 0], [0, 0, 2, 0, -1, 2, 4]], kinds)
+    figures = programs.summary([[0, 0, 1, -5, 2, 1, 0], [0, 0, 2, 0, -1, 2, 4]], ["dibilrc", "diblirc"])
     shares = {"`def`": 0, "idle": 0, "needed before": 0.25, "needed last": 0.25, "return": 0.25, "call": 0.25}
     assert {name: figures[name]["value"] for name in shares} == shares
-    document = {"without values": {}, "command": "c", "environment": {"commit": "a"}}
     of = {"programs": 2, "right": 0.5, "own": 1.0, "probability": 0.9, "masked": 0.2, "methods": {"CF": figures}}
-    page = markdown(document | {"without values": of, "with values": of})
+    page = markdown({"without values": of, "with values": of, "command": "c", "environment": {"commit": "a"}})
     assert page.count("| CF | 0.00 (0.00 to 0.00) | 0.00 (0.00 to 0.00) | 0.25 (0.25 to 0.25) |") == 2
