@@ -12,7 +12,7 @@ from benchmarks.demo_model.warmup import WarmupConfig, warm_up
 from benchmarks.evidence.problems import training_rows
 
 TRAINED, RANDOM = MODELS = ("trained", "random")
-RECIPE = {"vocab_size": 512, "max_steps": 2400, "batch_size": 16, "max_position_embeddings": 512}
+RECIPE = {"vocab_size": 512, "max_steps": 5000, "batch_size": 16, "max_position_embeddings": 512}
 """Settings of the model; the rest is the embedded one's."""
 
 
@@ -26,7 +26,7 @@ class Subject(NamedTuple):
 
 
 def train(folder: Path) -> Path:
-    """The trained model's folder below `folder`, made if it is not there: some twelve minutes of one core."""
+    """The trained model's folder below `folder`, made if it is not there: some thirty minutes of one core."""
     target = folder / "model"
     if not (target / "warmup.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
