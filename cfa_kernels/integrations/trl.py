@@ -53,6 +53,9 @@ _COMBINE = _CREDIT_FIGURES | {
     "packed/tokens_padded": "sum",
     "clip_ratio/low_min": "min",
     "clip_ratio/high_max": "max",
+    "sampling/sampling_logp_difference/max": "max",
+    "sampling/importance_sampling_ratio/min": "min",
+    "sampling/importance_sampling_ratio/max": "max",
 }
 
 _AT_SEQUENCES = f"importance_sampling_level='sequence': {ONE_RATIO}; use importance_sampling_level='token'"
@@ -141,7 +144,8 @@ class CounterfactualMixin(_Trainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self._model_is_checked:
             self._check_model()
-        output = super()._generate_and_score_completions(inputs)
+        with self._correction_left_to_the_loss():
+            output = super()._generate_and_score_completions(inputs)
         credited = self.model.training and self.counterfactual.control != "off"
         if "pixel_values" in output and (credited or self.packed_loss):
             refuse(["images (pixel_values)"], "packed_loss=True" if self.packed_loss else "counterfactual credit")
@@ -171,6 +175,18 @@ class CounterfactualMixin(_Trainer):
         output["advantages"] = credited.to(output["advantages"].device)
         self._report(batch)
         return output
+
+    @contextmanager
+    def _correction_left_to_the_loss(self) -> Iterator[None]:
+        """Spare TRL the padded forward that its correction of vLLM's log-probs takes, where the loss is packed."""
+        own = getattr(self, "vllm_importance_sampling_correction", False)
+        if self.packed_loss and own:
+            self.vllm_importance_sampling_correction = False
+        try:
+            yield
+        finally:
+            if own:
+                self.vllm_importance_sampling_correction = own
 
     @property
     def _feeds_for_credit(self) -> bool:
@@ -292,12 +308,27 @@ class CounterfactualMixin(_Trainer):
             "compute_entropy": self.log_entropy,
         }
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
+        options |= self._correction(inputs)
         if self.loss_type not in ("dapo", "cispo"):
             return options, accumulation
         normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if mode == "train":
             normalizer = normalizer * accumulation / self.args.steps_per_generation
         return options | {"num_items_in_batch": 1.0}, normalizer
+
+    def _correction(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Options of the loss for rollouts of another policy, with TRL's modes, bounds and mask."""
+        sampled, threshold = inputs.get("sampling_per_token_logps"), self.args.off_policy_mask_threshold
+        corrects = (
+            self.use_vllm and self.vllm_importance_sampling_correction and "importance_sampling_ratio" not in inputs
+        )
+        names = ("mode", "clip_min", "clip_max") if corrects and sampled is not None else ()
+        options = {f"sampling_{name}": getattr(self, f"vllm_importance_sampling_{name}") for name in names}
+        if sampled is None:  # a policy drifts from the one that sampled by its own updates alone
+            sampled = inputs.get("old_per_token_logps")
+        options["off_policy_mask_threshold"] = None if sampled is None else threshold
+        options["sampling_logprobs"] = sampled if names or threshold is not None else None
+        return options
 
 
 class CounterfactualGRPOTrainer(CounterfactualMixin, GRPOTrainer):
@@ -360,10 +391,6 @@ def _packing_obstacles(trainer: Any) -> list[str]:
         ),
         (mode.startswith("token") and weighs_sequences, f"vllm_importance_sampling_mode={mode!r} with {_AT_SEQUENCES}"),
         (args.top_entropy_quantile < 1.0, f"top_entropy_quantile={args.top_entropy_quantile}: {_MASKS_BEFORE}"),
-        (
-            args.off_policy_mask_threshold is not None,
-            f"off_policy_mask_threshold={args.off_policy_mask_threshold}: {_MASKS_BEFORE}",
-        ),
         (
             entropy_coef or getattr(trainer, "use_adaptive_entropy", False),
             f"an entropy bonus (entropy_coef={entropy_coef})",

@@ -48,7 +48,7 @@ def loss_of_packed_rows(
         rows = credit.rows.take(places)
     columns: dict[str, Any] = {
         name: None if (column := options.pop(name)) is None else unpadded(column, rows)
-        for name in ("old_logprobs", "advantages", "weights", "mask", "ref_logprobs")
+        for name in ("old_logprobs", "advantages", "weights", "mask", "ref_logprobs", "sampling_logprobs")
     }
     due = credit if credit is not None and credit.is_due(places) else None
     if credit is not None and due is None:

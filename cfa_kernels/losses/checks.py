@@ -1,7 +1,7 @@
 """Check the input of a policy loss: its options, and tensors as the formulas take them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hints
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops.linear_policy_loss import contributing
 from ..ops.row_softmax import compute_dtype
-from ..ops.token_loss import NUMBERS, PolicyOptions, Tokens
+from ..ops.token_loss import CORRECTIONS, NUMBERS, PolicyOptions, Tokens
 from ..options import NOT_NEGATIVE, POSITIVE, Finite, NotNegative
 
 Count = Tensor | float
@@ -33,6 +33,11 @@ class LossOptions(TypedDict, total=False):
 
     weights: Tensor | None
     ref_logprobs: Tensor | None
+    sampling_logprobs: Tensor | None
+    sampling_mode: str | None
+    sampling_clip_min: NotNegative | None
+    sampling_clip_max: Annotated[float, POSITIVE] | None
+    off_policy_mask_threshold: NotNegative | None
     epsilon: NotNegative
     epsilon_high: NotNegative
     delta: Annotated[float, POSITIVE] | None
@@ -62,10 +67,12 @@ _INPUTS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "old_logprobs": ("floating point", ("finite",)),
     "weights": ("floating point", ("finite", ">= 0")),
     "ref_logprobs": ("floating point", ("finite",)),
+    "sampling_logprobs": ("floating point", ("finite or nan",)),
 }
 """Tensors (B, T), advantages also (B,): their dtype, if it matters, and the bounds of values that the mask counts."""
 _BOUNDS: dict[str, Callable[[Tensor], Tensor]] = {
     "finite": torch.isfinite,
+    "finite or nan": lambda tensor: ~tensor.isinf(),
     ">= 0": lambda tensor: tensor >= 0,
     "0 or 1": lambda tensor: (tensor == 0) | (tensor == 1),
 }
@@ -107,7 +114,8 @@ def check_batch(
     if options.get("beta", 0.0) != 0 and ref_logprobs is None:
         raise ValueError(f"beta={options['beta']} needs ref_logprobs (B, T), got None")
 
-    tensors = (mask, advantages, old_logprobs, weights, ref_logprobs)
+    sampling_logprobs, correction = options.get("sampling_logprobs"), check_correction(options, loss_type, level)
+    tensors = (mask, advantages, old_logprobs, weights, ref_logprobs, sampling_logprobs)
     inputs = {name: tensor for name, tensor in zip(_INPUTS, tensors, strict=True) if tensor is not None}
     for name, tensor in inputs.items():
         shapes = [shape[:1], shape] if name == "advantages" else [shape]
@@ -128,11 +136,43 @@ def check_batch(
     entropy_scale = None
     if entropy_coef != 0:
         entropy_scale = torch.full((), entropy_coef, dtype=dtype, device=device) / items
-    tokens = Tokens(old_logprobs, advantages, weights, ref_logprobs, keep.to(dtype) / divisor)
+    scale = keep.to(dtype) / divisor
+    tokens = Tokens(old_logprobs, advantages, weights, ref_logprobs, sampling_logprobs, scale)
     numbers: dict[str, Any] = {name: options[name] for name in NUMBERS if options.get(name) is not None}  # type: ignore[literal-required]
-    numbers |= {"loss_type": token_loss, "level": level}
+    numbers |= {"loss_type": token_loss, "level": level, "correction": correction}
     kept_tokens = tokens.map(lambda tensor: counted(tensor.detach(), keep, dtype))
     return CheckedBatch(keep, kept_tokens, entropy_scale, PolicyOptions(**numbers))
+
+
+def check_correction(options: Mapping[str, Any], loss_type: str, level: str) -> str:
+    """Return the correction for sampling by another policy, "" for none."""
+    mode, low, high = (options.get(name) for name in ("sampling_mode", "sampling_clip_min", "sampling_clip_max"))
+    threshold, given = options.get("off_policy_mask_threshold"), options.get("sampling_logprobs") is not None
+    wants = {"sampling_mode": mode, "off_policy_mask_threshold": threshold}
+    for name, value in wants.items():
+        if value is not None and not given:
+            raise ValueError(f"{name}={value!r} needs sampling_logprobs (B, T), got None")
+    if mode is None:
+        if low is not None or high is not None:
+            raise ValueError("sampling_clip_min and sampling_clip_max are not read without a sampling_mode")
+        return ""
+    check_choice("sampling_mode", mode, CORRECTIONS)
+    if (low or 0.0) > (math.inf if high is None else high):
+        raise ValueError(f"sampling_clip_min must not exceed sampling_clip_max, got {low} and {high}")
+    if mode.startswith("token") and weights_sequences(loss_type, level):
+        raise ValueError(
+            f"sampling_mode={mode!r} differs from token to token, and importance_sampling_level='sequence' has one "
+            "ratio for a row; use a sequence's mode, or importance_sampling_level='sequence_token'"
+        )
+    return mode
+
+
+def by_sequence(options: Mapping[str, Any]) -> bool:
+    """Whether a correction or a mask joins a sequence's tokens."""
+    mode, threshold = options.get("sampling_mode") or "", options.get("off_policy_mask_threshold")
+    return PolicyOptions(
+        correction=mode, off_policy_mask_threshold=math.inf if threshold is None else threshold
+    ).joins_tokens
 
 
 def counted(tensor: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:

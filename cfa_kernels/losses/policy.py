@@ -15,7 +15,7 @@ from ..ops.head_matmul import autocast_operands
 from ..ops.linear_policy_loss import contributing, linear_policy_loss_op
 from ..ops.logits_policy_loss import LogitsArguments, LogitsPolicyLoss, logits_policy_loss_op
 from ..ops.row_softmax import Softmax, check_logits_dtype
-from ..ops.token_loss import PolicyOptions, Tokens, policy_terms, refuse_second_derivative
+from ..ops.token_loss import PolicyOptions, Tokens, off_policy_factor, policy_terms, refuse_second_derivative
 from .checks import (
     LEVELS,
     CheckedBatch,
@@ -55,6 +55,10 @@ def policy_loss(
     |---|---|---|
     | weights | None | (B, T), finite, >= 0: factors of the clipped policy term, never of the KL term |
     | ref_logprobs | None | (B, T), needed when `beta != 0`; without beta they give the `kl` metric only |
+    | sampling_logprobs | None | (B, T) that the engine sampled with, nan where it gave none |
+    | sampling_mode | None | correction for it, see `off_policy_factor`: a mode of TRL's, or "geometric_mask" |
+    | sampling_clip_min, sampling_clip_max | None | its bounds |
+    | off_policy_mask_threshold | None | nats, of `off_policy_factor`'s mask of sequences |
     | epsilon, epsilon_high | 0.2, 0.28 | bounds of the ratio: 1 - epsilon, 1 + epsilon_high (cispo: epsilon_high) |
     | delta | None | caps the ratio outside the clip (two-sided clipping) |
     | beta | 0.0 | factor of the KL term, k3 |
@@ -87,7 +91,10 @@ def policy_loss(
     Returns:
         The 0-d loss, and metrics as detached 0-d tensors on its device: `ratio_mean` (over counted tokens with a
         weighted advantage), `kl`, `entropy`, `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`,
-        `/high_max`, or `cispo_clip_ratio`; means over tokens, of clip ratios at a sequence level over sequences.
+        `/high_max`, or `cispo_clip_ratio`; means over tokens, of clip ratios at a sequence level over sequences. With
+        `sampling_logprobs` also `sampling/sampling_logp_difference/mean` and `/max`, and with a correction or a mask
+        `sampling/importance_sampling_ratio/mean`, `/min` and `/max` of the factor, over tokens or sequences with a
+        weighted advantage.
 
     Raises:
         ValueError: a wrong option, shape or value, naming row and token.
@@ -118,7 +125,9 @@ def policy_loss(
         if batch.entropy_scale is not None:
             loss = loss - entropy.sum() * batch.entropy_scale
         entropy = entropy.detach()
-    return loss, _metrics(batch, terms.ratio, terms.kl, terms.clip, entropy)
+    return loss, _metrics(
+        batch, counted(logprobs.detach(), batch.keep, dtype), terms.ratio, terms.kl, terms.clip, entropy
+    )
 
 
 def logits_policy_loss(
@@ -261,12 +270,14 @@ def contributing_rows(
     *,
     weights: Tensor | None = None,
     importance_sampling_level: str = "token",
+    whole_rows: bool = False,
     all_counted: bool = False,
 ) -> Tensor:
     """Find the flattened indices (M,) of the tokens that `linear_policy_loss` depends on, for its `rows`.
 
     `mask` (B, T), `advantages` (B,) or (B, T), `weights` (B, T) and the level are those of the loss; `all_counted` is
-    True if ref_logprobs or the entropy are used. On a GPU this waits: call it on the CPU.
+    True if ref_logprobs or the entropy are used, `whole_rows` if `sampling_mode` or a mask judges sequences. On a GPU
+    this waits: call it on the CPU.
     """
     level = check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
     if mask.dim() != 2:
@@ -275,8 +286,9 @@ def contributing_rows(
     if weights is not None:
         check_tensor("weights", weights, [mask.shape], mask.device)
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-    tokens = Tokens(None, advantages.expand_as(mask), weights, None, (mask != 0).float())
-    return contributing(tokens, PolicyOptions(level=level), with_entropy=all_counted).flatten().nonzero().squeeze(1)
+    tokens = Tokens(None, advantages.expand_as(mask), weights, None, None, (mask != 0).float())
+    options = PolicyOptions(level="sequence" if whole_rows else level)
+    return contributing(tokens, options, with_entropy=all_counted).flatten().nonzero().squeeze(1)
 
 
 def _arguments(
@@ -293,6 +305,7 @@ def _arguments(
         "entropy_scale": batch.entropy_scale,
         "loss_type": batch.options.loss_type,
         "level": batch.options.level,
+        "correction": batch.options.correction,
         "numbers": batch.options.numbers(),
         "softmax": list(softmax),
         "with_entropy": with_entropy,
@@ -306,7 +319,7 @@ def _metrics_of_rows(
     logprobs, entropy, ratio, kl, clip = stats.detach().view(-1, *batch.keep.shape)
     if checked:
         check_values(f"the target's log-prob from {source}", logprobs, batch.keep, "finite")
-    return _metrics(batch, ratio, kl, clip, entropy if with_entropy else None)
+    return _metrics(batch, logprobs, ratio, kl, clip, entropy if with_entropy else None)
 
 
 class _WithGradient(torch.autograd.Function):
@@ -326,7 +339,9 @@ class _WithGradient(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _metrics(batch: CheckedBatch, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
+def _metrics(
+    batch: CheckedBatch, logprobs: Tensor, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Tensor | None
+) -> dict[str, Tensor]:
     keep, tokens = batch.keep, batch.tokens
     per_sequence = keep.sum(1)
     count = per_sequence.sum().clamp(min=1)
@@ -336,6 +351,21 @@ def _metrics(batch: CheckedBatch, ratio: Tensor, kl: Tensor, clip: Tensor, entro
         metrics["kl"] = torch.where(keep, kl, 0).sum() / count
     if entropy is not None:
         metrics["entropy"] = torch.where(keep, entropy, 0).sum() / count
+
+    if tokens.sampling_logprobs is not None:
+        seen = keep & tokens.moved()  # where rows are left out, others have no log-prob
+        gap = torch.where(seen, logprobs - tokens.sampling_logprobs, 0).abs().nan_to_num(nan=0.0)
+        metrics["sampling/sampling_logp_difference/mean"] = gap.sum() / seen.sum().clamp(min=1)
+        metrics["sampling/sampling_logp_difference/max"] = gap.max()
+        if batch.options.correction or batch.options.off_policy_mask_threshold != math.inf:
+            factor = off_policy_factor(logprobs, tokens, batch.options)
+            assert factor is not None
+            factor, name = factor.expand_as(keep), "sampling/importance_sampling_ratio"
+            if batch.options.correction.startswith(("sequence", "geometric")):
+                factor, seen = factor[:, :1], seen.any(1, keepdim=True)
+            metrics[f"{name}/mean"] = torch.where(seen, factor, 0).sum() / seen.sum().clamp(min=1)
+            metrics[f"{name}/min"] = torch.where(seen, factor, math.inf).min()
+            metrics[f"{name}/max"] = torch.where(seen, factor, 0).max()
 
     def clip_ratio(flag: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the overall mean, and the share of each sequence (B,)."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops.upload import upload
 from ..rows import Rows, pad_rows
-from .checks import check_tensor, check_weights
+from .checks import by_sequence, check_correction, check_tensor, check_weights
 from .policy import contributing_rows
 
 
@@ -24,6 +24,7 @@ class LossBatch:
     old_logprobs: Tensor | None  # (B, T)
     weights: Tensor | None  # (B, T)
     ref_logprobs: Tensor | None  # (B, T)
+    sampling_logprobs: Tensor | None  # (B, T)
     needed_tokens: Tensor  # (M,) int64: the flattened tokens whose log-prob the loss needs
     trained: Tensor  # (B,) bool: rows that get a gradient, of others the loss or a metric needs values only
     options: dict[str, Any] = field(default_factory=dict)  # of `linear_policy_loss`
@@ -37,6 +38,7 @@ class LossBatch:
         weights: Sequence[Tensor] | None = None,
         mask: Sequence[Tensor] | None = None,
         ref_logprobs: Sequence[Tensor] | None = None,
+        sampling_logprobs: Sequence[Tensor] | None = None,
         **options: Any,
     ) -> "LossBatch":
         """Check the columns of `rows` and pad them; arguments as in `packed_policy_loss`."""
@@ -44,6 +46,7 @@ class LossBatch:
         if not lengths:
             raise ValueError("completions: a loss needs at least one row, got none")
         columns = {"old_logprobs": old_logprobs, "weights": weights, "ref_logprobs": ref_logprobs}
+        columns["sampling_logprobs"] = sampling_logprobs
         padded = {name: None if column is None else _padded(name, column, lengths) for name, column in columns.items()}
         counted = torch.arange(max(1, *lengths))[None] < torch.tensor(lengths)[:, None]  # (B, T)
         if mask is not None:
@@ -58,11 +61,13 @@ class LossBatch:
         else:
             signed = _padded("advantages", advantages, lengths)
         level = options.get("importance_sampling_level", "token")
+        check_correction(options | {"sampling_logprobs": sampling_logprobs}, options.get("loss_type", "dapo"), level)
         if padded["weights"] is not None:
             check_weights(padded["weights"], counted, options.get("loss_type", "dapo"), level)
         contributes = functools.partial(
-            contributing_rows, counted, signed, weights=padded["weights"], importance_sampling_level=level
-        )
+            contributing_rows, counted, signed, weights=padded["weights"], importance_sampling_level=level,
+            whole_rows=by_sequence(options),
+        )  # fmt: skip
         all_trained = ref_logprobs is not None or bool(options.get("entropy_coef"))
         needed = contributes(all_counted=all_trained or bool(options.get("compute_entropy")))
         trained = torch.zeros(len(lengths), dtype=torch.bool)

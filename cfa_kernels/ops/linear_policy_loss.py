@@ -1,7 +1,7 @@
 """Compute the policy loss from hidden states and the head, strip by strip of logits, with gradients in the forward.
 
 For each strip: logits by GEMM, one row kernel that turns them into their gradient, then the GEMMs of the gradients by
-hidden and head. At a sequence level a pass without gradients comes first and finds the ratios.
+hidden and head. Where a token's loss depends on its sequence a pass without gradients comes first and finds the ratios.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,13 @@ DEAD_SHARE = 0.1  # rows without gradient are cut out of a strip before its GEMM
 
 def contributing(tokens: Tokens, options: PolicyOptions, *, with_entropy: bool) -> Tensor:
     """Find those of `tokens` (B, T) whose log-prob the loss or a gradient needs, (B, T) bool."""
-    # A token with zero weighted advantage adds nothing; at a sequence level its log-prob is needed if any token of
-    # its sequence has one. The KL term and the entropy want every counted token.
+    # A token with zero weighted advantage adds nothing; where losses join a sequence's tokens its log-prob is
+    # needed if any of them has one. The KL term and the entropy want every counted token.
     counted = tokens.scale > 0
     if with_entropy or tokens.ref_logprobs is not None:
         return counted
     moved = tokens.moved()
-    if options.level != "token":
+    if options.joins_tokens:
         moved = (moved & counted).any(1, keepdim=True)
     return counted & moved
 
@@ -73,12 +73,14 @@ def linear_policy_loss_op(
     advantages: Tensor,
     weights: Tensor | None,
     ref_logprobs: Tensor | None,
+    sampling_logprobs: Tensor | None,
     scale: Tensor,
     entropy_scale: Tensor | None,
     rows: Tensor | None,
     rows_alone: bool,
     loss_type: str,
     level: str,
+    correction: str,
     numbers: Sequence[float],
     softmax: Sequence[float],
     with_entropy: bool,
@@ -93,10 +95,10 @@ def linear_policy_loss_op(
     contiguous, N = B * T. Gradients that are not needed are empty. `rows` are the flattened tokens to look at; None
     with `drop_rows` waits for the device and takes those that `contributing` finds.
     """
-    options, cap = PolicyOptions.of(loss_type, level, numbers), Softmax(*softmax)
+    options, cap = PolicyOptions.of(loss_type, level, correction, numbers), Softmax(*softmax)
     shape = scale.shape
     grid, entropy_scale, unit = to_unit_scale(
-        Tokens(old_logprobs, advantages, weights, ref_logprobs, scale), entropy_scale
+        Tokens(old_logprobs, advantages, weights, ref_logprobs, sampling_logprobs, scale), entropy_scale
     )
     if rows is None and drop_rows:
         rows = contributing(grid, options, with_entropy=with_entropy).flatten().nonzero().squeeze(1)
@@ -113,7 +115,7 @@ def linear_policy_loss_op(
         gradients.add(index, states, gradient)
 
     with torch.autocast(hidden.device.type, enabled=False):
-        if level != "token":
+        if options.joins_tokens:
             row_values = RowLogprobs(*scale.new_zeros(4, targets.numel()))
             for index, _, _, logits, _ in strips():
                 part = LogitRows(logits, bias, targets[index], cap, backend)

@@ -34,10 +34,12 @@ def logits_policy_loss_op(
     advantages: Tensor,
     weights: Tensor | None,
     ref_logprobs: Tensor | None,
+    sampling_logprobs: Tensor | None,
     scale: Tensor,
     entropy_scale: Tensor | None,
     loss_type: str,
     level: str,
+    correction: str,
     numbers: Sequence[float],
     softmax: Sequence[float],
     with_entropy: bool,
@@ -51,8 +53,8 @@ def logits_policy_loss_op(
     source = gradient if logits is None else logits
     assert source is not None
     rows = LogitRows(source, None, targets, Softmax(*softmax), backend)
-    options = PolicyOptions.of(loss_type, level, numbers)
-    tokens = Tokens(old_logprobs, advantages, weights, ref_logprobs, scale)
+    options = PolicyOptions.of(loss_type, level, correction, numbers)
+    tokens = Tokens(old_logprobs, advantages, weights, ref_logprobs, sampling_logprobs, scale)
     unit = torch.ones((), dtype=scale.dtype, device=source.device)
     if source.dtype == torch.float16:
         tokens, entropy_scale, unit = to_unit_scale(tokens, entropy_scale)

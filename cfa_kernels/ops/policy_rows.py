@@ -25,7 +25,7 @@ from .row_softmax import (
     write_zeros,
 )
 from .token_loss import LOG_RATIO_MAX, PolicyOptions, Tokens, policy_terms, token_terms_triton
-from .triton_math import LOG2E
+from .triton_math import LOG2E, minimum
 from .tuning import tuned
 
 STATS = ("logprob", "entropy", "ratio", "kl", "clip")  # values of each token that metrics are made of
@@ -92,11 +92,11 @@ def row_gradients_kernel(
 
 @triton.jit(do_not_specialize=["N", "T"])  # lengths never recompile
 def policy_rows_kernel(
-    p_logits, p_bias, p_gradient, p_targets, p_old, p_advantages, p_weights, p_ref, p_scale, p_entropy_scale,
-    p_loss, p_stats, p_by_logprob, N, T, V, stride_b, stride_t, stride_v, stride_gb, stride_gt, stride_gv,
-    inv_temperature, softcap, low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max,
-    LOSS_TYPE: tl.constexpr, HAS_OLD: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_REF: tl.constexpr,
-    CORRECT_KL: tl.constexpr, HAS_ENTROPY_SCALE: tl.constexpr,
+    p_logits, p_bias, p_gradient, p_targets, p_old, p_advantages, p_weights, p_ref, p_sampling, p_scale,
+    p_entropy_scale, p_loss, p_stats, p_by_logprob, N, T, V, stride_b, stride_t, stride_v, stride_gb, stride_gt,
+    stride_gv, inv_temperature, softcap, low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max, clip_min, clip_max,
+    LOSS_TYPE: tl.constexpr, CORRECTION: tl.constexpr, HAS_OLD: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    HAS_REF: tl.constexpr, CORRECT_KL: tl.constexpr, HAS_ENTROPY_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
@@ -125,6 +125,14 @@ def policy_rows_kernel(
         old = tl.load(p_old + i_n) if HAS_OLD else logprob
         weight = tl.load(p_weights + i_n) if HAS_WEIGHTS else 1.0
         ref = tl.load(p_ref + i_n) if HAS_REF else 0.0
+        if CORRECTION != "":
+            gap = old - tl.load(p_sampling + i_n)
+            correction = tl.exp(minimum(tl.where(gap == gap, gap, 0.0), log_ratio_max))
+            if CORRECTION == "token_truncate":
+                correction = minimum(tl.maximum(correction, clip_min), clip_max)
+            else:
+                correction = tl.where((correction >= clip_min) & (correction <= clip_max), correction, 0.0)
+            weight *= correction
         loss, slope, ratio, kl, clip = token_terms_triton(
             logprob, old, tl.load(p_advantages + i_n), weight, ref,
             low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max, LOSS_TYPE, HAS_REF, CORRECT_KL,
@@ -256,12 +264,12 @@ def policy_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the loss (), `STATS` (5, N) and the derivative by log-probs (N,); fill `gradient` if there is one.
 
-    The loss is a sum over tokens, so strips of rows may be taken one at a time, at a sequence level if no sequence
-    is cut. `tokens` has fields (N,) in the compute dtype; `entropy_scale` is the 0-d factor of the entropies in the
-    loss; `gradient` is that of `row_gradients`.
+    The loss is a sum over tokens, so strips of rows may be taken one at a time, if no sequence is cut where
+    `joins_tokens`. `tokens` has fields (N,) in the compute dtype; `entropy_scale` is the 0-d factor of the entropies
+    in the loss; `gradient` is that of `row_gradients`.
     """
     logits, backend = rows.logits, rows.backend
-    if gradient is not None and options.level == "token" and backend == "triton":
+    if gradient is not None and not options.joins_tokens and backend == "triton":
         n, cispo = rows.targets.numel(), options.loss_type == "cispo"
         loss = torch.empty(n, dtype=torch.float32, device=logits.device)
         by_logprob = torch.empty_like(loss)
@@ -269,12 +277,14 @@ def policy_rows(
         numbers = (
             1 - options.epsilon, options.epsilon_high if cispo else 1 + options.epsilon_high, options.delta,
             options.beta, options.sapo_temperature_pos, options.sapo_temperature_neg, LOG_RATIO_MAX,
+            options.sampling_clip_min, options.sampling_clip_max,
         )  # fmt: skip
         _run_softmax(
             policy_rows_kernel, rows, gradient, rows.targets, *tokens, entropy_scale, loss, stats, by_logprob,
-            numbers=numbers, LOSS_TYPE=options.loss_type, HAS_OLD=tokens.old_logprobs is not None,
-            HAS_WEIGHTS=tokens.weights is not None, HAS_REF=tokens.ref_logprobs is not None,
-            CORRECT_KL=bool(options.use_bias_correction_kl), HAS_ENTROPY_SCALE=entropy_scale is not None,
+            numbers=numbers, LOSS_TYPE=options.loss_type, CORRECTION=options.correction,
+            HAS_OLD=tokens.old_logprobs is not None, HAS_WEIGHTS=tokens.weights is not None,
+            HAS_REF=tokens.ref_logprobs is not None, CORRECT_KL=bool(options.use_bias_correction_kl),
+            HAS_ENTROPY_SCALE=entropy_scale is not None,
             WITH_ENTROPY=with_entropy,
         )  # fmt: skip
         return loss.sum(), stats, by_logprob

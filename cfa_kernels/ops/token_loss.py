@@ -28,19 +28,30 @@ class PolicyOptions(NamedTuple):
     use_bias_correction_kl: bool = False  # multiplies the KL term by the ratio
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
+    correction: str = ""  # one of `CORRECTIONS`
+    sampling_clip_min: float = 0.0
+    sampling_clip_max: float = float("inf")
+    off_policy_mask_threshold: float = float("inf")  # nats
+
+    @property
+    def joins_tokens(self) -> bool:
+        """Whether a token's loss depends on the log-probs of its whole sequence."""
+        by_sequence = self.correction.startswith(("sequence", "geometric"))
+        return self.level != "token" or by_sequence or self.off_policy_mask_threshold != float("inf")
 
     def numbers(self) -> list[float]:
         """Return the fields `NUMBERS`."""
         return [float(getattr(self, name)) for name in NUMBERS]
 
     @classmethod
-    def of(cls, loss_type: str, level: str, numbers: Sequence[float]) -> "PolicyOptions":
+    def of(cls, loss_type: str, level: str, correction: str, numbers: Sequence[float]) -> "PolicyOptions":
         """Undo `numbers`."""
         named: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True))
-        return cls(loss_type, level, **named)
+        return cls(loss_type, level, correction=correction, **named)
 
 
-NUMBERS = tuple(name for name in PolicyOptions._fields if name not in ("loss_type", "level"))
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
+NUMBERS = tuple(name for name in PolicyOptions._fields if name not in ("loss_type", "level", "correction"))
 """Fields of `PolicyOptions` that are numbers, in the order in which an operator takes them."""
 
 
@@ -51,6 +62,7 @@ class Tokens(NamedTuple):
     advantages: Tensor
     weights: Tensor | None
     ref_logprobs: Tensor | None
+    sampling_logprobs: Tensor | None  # of the engine that sampled; nan where it gave none
     scale: Tensor  # factor of the token's loss in the sum that is the loss; 0 if the token does not count
 
     def moved(self) -> Tensor:
@@ -129,6 +141,39 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
     return TokenTerms(loss, direct, via_ratio, ratio, kl, clipped_high.to(ratio.dtype) - clipped_low.to(ratio.dtype))
 
 
+def off_policy_factor(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> Tensor | None:
+    """Compute the factor (B, T), without gradient, of each token's policy term for rollouts of another policy.
+
+    With r = exp(old - sampling), where old is the current log-prob on-policy and a token without a sampling log-prob
+    has r = 1, and R the product, G the geometric mean of r over a sequence: `token_truncate` clamps r to
+    [sampling_clip_min, sampling_clip_max], `token_mask` takes r inside that band and 0 outside (with both bounds:
+    IcePop, 2510.18855); `sequence_truncate` and `sequence_mask` do so with R (TRL), and `geometric_mask` takes 1 where
+    G is inside and 0 outside (verl). A sequence of negative advantage is dropped whose mean of sampling - current
+    exceeds `off_policy_mask_threshold` (DeepSeek-V3.2). None without `sampling_logprobs`.
+    """
+    if tokens.sampling_logprobs is None:
+        return None
+    counted, low, high = tokens.scale > 0, options.sampling_clip_min, options.sampling_clip_max
+    known = counted & ~tokens.sampling_logprobs.isnan()
+
+    def mean(gap: Tensor) -> Tensor:
+        return gap.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
+
+    factor = torch.ones_like(logprobs)
+    if options.correction:
+        old = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
+        gap = torch.where(known, old - tokens.sampling_logprobs, 0)
+        gap = {"s": lambda: gap.sum(1, keepdim=True), "g": lambda: mean(gap)}.get(options.correction[0], lambda: gap)()
+        ratio = gap.clamp(max=LOG_RATIO_MAX).exp()
+        inside = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
+        kept = inside if options.correction.startswith("geometric") else ratio * inside
+        factor = factor * (ratio.clamp(low, high) if options.correction.endswith("truncate") else kept)
+    if options.off_policy_mask_threshold != float("inf"):
+        drift = mean(torch.where(known, tokens.sampling_logprobs - logprobs, 0))
+        factor = factor * ((tokens.advantages >= 0) | (drift <= options.off_policy_mask_threshold))
+    return factor
+
+
 def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tuple[TokenTerms, Tensor]:
     """Compute the terms (B, T) of a batch, and the derivative (B, T) of `sum(loss * scale)` by each log-prob.
 
@@ -141,6 +186,9 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tu
     if options.level != "token":
         length = counted.sum(1, keepdim=True).clamp(min=1)
         log_ratio = (log_ratio.sum(1, keepdim=True) / length).expand_as(logprobs)
+    factor = off_policy_factor(logprobs, tokens, options)
+    if factor is not None:
+        tokens = tokens._replace(weights=factor if tokens.weights is None else factor * tokens.weights)
     terms = token_terms(logprobs, log_ratio, tokens, options)
     direct, via_ratio = terms.direct * tokens.scale, terms.via_ratio * tokens.scale
     if options.level == "sequence":

@@ -114,7 +114,6 @@ LOSS: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "a loss of one's own": ({}, {}, OwnLoss, None, r"OwnLoss: it has a loss of its own \(_compute_loss\)"),
     "Liger's loss": ({}, {}, Ligers, None, "combined with use_liger_kernel=True in TRL"),
     "entropy mask": ({"top_entropy_quantile": 0.5}, {}, GRPOTrainer, None, "combined with top_entropy_quantile=0.5"),
-    "off-policy mask": ({"off_policy_mask_threshold": 0.5}, {}, GRPOTrainer, None, "off_policy_mask_threshold=0.5"),
     "entropy bonus": ({"entropy_coef": 0.01}, {}, GRPOTrainer, None, "combined with an entropy bonus"),
     "another kind": ({}, {}, GRPOTrainer, another_kind, "DistributedType.NO: layers, sequences and the head"),
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),

@@ -17,9 +17,27 @@ KINDS = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 FLAGS = (
     "HAS_OLD", "HAS_WEIGHTS", "HAS_REF", "CORRECT_KL", "HAS_ENTROPY_SCALE", "HAS_BIAS", "HAS_SOFTCAP", "WITH_ENTROPY",
 )  # fmt: skip
-OPTIONAL = {"HAS_BIAS": "p_bias", "HAS_OLD": "p_old", "HAS_WEIGHTS": "p_weights", "HAS_REF": "p_ref"}
+OPTIONAL = {
+    "HAS_BIAS": "p_bias",
+    "HAS_OLD": "p_old",
+    "HAS_WEIGHTS": "p_weights",
+    "HAS_REF": "p_ref",
+    "CORRECTION": "p_sampling",
+}
 OPTIONAL |= {"HAS_ENTROPY_SCALE": "p_entropy_scale", "HAS_ROWS": "p_rows"}
-NUMBERS = ["inv_temperature", "softcap", "low", "high", "delta", "beta", "sapo_pos", "sapo_neg", "log_ratio_max"]
+NUMBERS = [
+    "inv_temperature",
+    "softcap",
+    "low",
+    "high",
+    "delta",
+    "beta",
+    "sapo_pos",
+    "sapo_neg",
+    "log_ratio_max",
+    "clip_min",
+    "clip_max",
+]
 
 
 def case(
@@ -29,7 +47,14 @@ def case(
     """A kernel with the pointers, strides and tiles of (B, T, V) rows, which start at multiples of 16 logits."""
     hip = target == "gfx942"
     options = policy_rows.launch_options(vocabulary, logits.itemsize, hip=hip) | dict.fromkeys(FLAGS, everything)
-    options |= {"LOSS_TYPE": loss_type, "LOG2E": 1.4426950408889634, "INPLACE": True, "HAS_ROWS": rows}
+    correction = ("token_mask" if loss_type == "sapo" else "token_truncate") if everything else ""
+    options |= {
+        "LOSS_TYPE": loss_type,
+        "CORRECTION": correction,
+        "LOG2E": 1.4426950408889634,
+        "INPLACE": True,
+        "HAS_ROWS": rows,
+    }
     options |= {"OVERLAPS": gradient.itemsize < logits.itemsize and not hip}
     options |= dict.fromkeys(("stride_v", "stride_gv", "stride_ov"), 1)
     options |= {pointer: None for flag, pointer in OPTIONAL.items() if not options[flag]}

@@ -27,8 +27,8 @@ def test_arguments_have_the_names_and_the_order_of_the_schema(operator):
 
 
 def test_options_of_the_loss_survive_the_way_through_an_operator():
-    options = PolicyOptions("sapo", "sequence", *range(1, 8))
-    assert PolicyOptions.of("sapo", "sequence", options.numbers()) == options
-    assert {"loss_type", "level", *NUMBERS} == set(PolicyOptions._fields)
+    options = PolicyOptions("sapo", "sequence", *range(1, 8), "token_mask", *range(8, 11))
+    assert PolicyOptions.of("sapo", "sequence", "token_mask", options.numbers()) == options
+    assert {"loss_type", "level", "correction", *NUMBERS} == set(PolicyOptions._fields)
     with pytest.raises(ValueError, match="zip"):
-        PolicyOptions.of("sapo", "sequence", options.numbers()[1:])
+        PolicyOptions.of("sapo", "sequence", "token_mask", options.numbers()[1:])

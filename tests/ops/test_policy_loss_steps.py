@@ -331,16 +331,17 @@ def test_autocast_runs_the_head_in_its_dtype_and_the_loss_in_float32(backend, de
 def operator_arguments(tensors: dict[str, Any], dtype: torch.dtype, level: str) -> tuple[Any, ...]:
     flat = {name: tensors[name].reshape(-1) for name in ("targets", "old")}
     scale = tensors["mask"].to(dtype).reshape(-1) / COUNTED
-    options = PolicyOptions(level=level, beta=0.1)
+    options = PolicyOptions(level=level, beta=0.1, correction="sequence_mask" if level == "sequence" else "token_mask")
     token = (
         flat["old"].to(dtype),
         torch.full_like(scale, 0.5),
         None,
         flat["old"].to(dtype),
+        flat["old"].to(dtype) + 0.1,
         scale,
         scale.new_tensor(0.1),
     )
-    return (flat["targets"], *token), (options.loss_type, options.level, options.numbers(), [0.8, 4.0], True)
+    return (flat["targets"], *token), (*options[:2], options.correction, options.numbers(), [0.8, 4.0], True)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,16 @@ FEATURES: dict[str, dict[str, Any]] = {
     "corrected-kl": {"beta": 0.1, "use_bias_correction_kl": True},
     "entropy": {"entropy_coef": 0.2, "temperature": 0.7},
     "softcap": {"softcap": 4.0, "temperature": 1.5, "logit_scale": 0.7, "weights": True},
+    "truncated": {"correction": "token_truncate", "sampling_clip_max": 1.1, "sampling_clip_min": 0.9},
+    "band": {"correction": "token_mask", "sampling_clip_max": 1.1, "sampling_clip_min": 0.85, "weights": True},
+    "band, on-policy": {"correction": "token_mask", "sampling_clip_max": 1.1, "old": False, "beta": 0.1},
+    "sequences masked": {"correction": "sequence_mask", "sampling_clip_max": 1.2, "old": False},
+    "sequences truncated": {"correction": "sequence_truncate", "sampling_clip_max": 1.05, "weights": True},
+    "geometric": {"correction": "geometric_mask", "sampling_clip_max": 1.05, "sampling_clip_min": 0.95},
+    "drifted": {"off_policy_mask_threshold": 0.02, "old": False, "entropy_coef": 0.2},
     "all": {
-        "weights": True, "delta": 1.4, "beta": 0.1, "use_bias_correction_kl": True, "entropy_coef": 0.2,
+        "correction": "token_truncate", "sampling_clip_max": 1.1, "weights": True,
+        "delta": 1.4, "beta": 0.1, "use_bias_correction_kl": True, "entropy_coef": 0.2,
         "temperature": 0.8, "softcap": 6.0, "token_advantages": True,
     },
 }  # fmt: skip
@@ -67,20 +75,42 @@ def problem(
         "advantages": (normal(b, t, seed=8) if features.get("token_advantages") else advantages).to(device),
         "mask": (torch.arange(t) < lengths[:, None]).to(device),
     }
-    keys = ("delta", "beta", "use_bias_correction_kl", "entropy_coef", "temperature", "softcap", "logit_scale")
+    keys = (
+        "sampling_clip_min",
+        "sampling_clip_max",
+        "off_policy_mask_threshold",
+        "delta",
+        "beta",
+        "use_bias_correction_kl",
+        "entropy_coef",
+        "temperature",
+        "softcap",
+        "logit_scale",
+    )
     options = {key: features[key] for key in keys if key in features}
     options["max_completion_length"] = 7
     if features.get("weights"):
         kept = torch.rand(b, t, generator=generator) > 0.2
         options["weights"] = (3 * torch.rand(b, t, generator=generator) * kept).to(device)
+    if features.keys() & {"correction", "off_policy_mask_threshold"}:
+        options["sampling_mode"] = features.get("correction")
+        options["sampling_logprobs"] = (logprobs + 0.1 * normal(b, t, seed=11).to(device)).index_fill(
+            1, torch.tensor([1], device=logprobs.device), math.nan
+        )
     if features.get("beta"):
         options["ref_logprobs"] = logprobs + 0.3 * normal(b, t, seed=6).to(device)
     return tensors, options
 
 
 def _unchecked(options: dict[str, Any]) -> dict[str, Any]:
-    """Let weights differ within a sequence at its level, which losses refuse where they check values."""
-    return ({"validate": False} if options.get("importance_sampling_level") == "sequence" else {}) | options
+    """Let weights differ within a sequence at its level, which losses refuse where they check values.
+
+    Corrections there are the sequence's, since the losses take no others.
+    """
+    if options.get("importance_sampling_level") != "sequence":
+        return options
+    mode = {"sampling_mode": (options.get("sampling_mode") or "").replace("token", "sequence") or None}
+    return {"validate": False} | options | (mode if "sampling_mode" in options else {})
 
 
 def others(tensors: dict[str, Any]) -> tuple[Any, ...]:
