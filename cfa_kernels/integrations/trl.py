@@ -314,6 +314,9 @@ class CounterfactualMixin(_Trainer):
         normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if mode == "train":
             normalizer = normalizer * accumulation / self.args.steps_per_generation
+        if options.get("entropy_coef"):  # a mean over the micro-batch's own tokens, whatever the loss divides by
+            count = options["mask"].sum().clamp(min=1) * accumulation
+            options["entropy_coef"] = options["entropy_coef"] * normalizer / count
         return options | {"num_items_in_batch": 1.0}, normalizer
 
     def _correction(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -371,7 +374,6 @@ def _packing_obstacles(trainer: Any) -> list[str]:
     args, model = trainer.args, causal_lm(trainer.accelerator.unwrap_model(trainer.model))
     mode = getattr(args, "vllm_importance_sampling_mode", "") if args.use_vllm else ""
     weighs_sequences = weights_sequences(trainer.loss_type, trainer.importance_sampling_level)
-    entropy_coef = getattr(trainer, "entropy_coef", 0.0)
     own = {"a loss": "_compute_loss", "log-probs": "_get_per_token_logps_and_entropies"}
     methods = {
         name: getattr(getattr(super(CounterfactualMixin, trainer), name), "__func__", None) for name in own.values()
@@ -391,10 +393,7 @@ def _packing_obstacles(trainer: Any) -> list[str]:
         ),
         (mode.startswith("token") and weighs_sequences, f"vllm_importance_sampling_mode={mode!r} with {_AT_SEQUENCES}"),
         (args.top_entropy_quantile < 1.0, f"top_entropy_quantile={args.top_entropy_quantile}: {_MASKS_BEFORE}"),
-        (
-            entropy_coef or getattr(trainer, "use_adaptive_entropy", False),
-            f"an entropy bonus (entropy_coef={entropy_coef})",
-        ),
+        (getattr(trainer, "use_adaptive_entropy", False), "use_adaptive_entropy=True: take a fixed entropy_coef"),
         (
             getattr(trainer, "aux_loss_enabled", False),
             "the auxiliary loss of a mixture of experts: set router_aux_loss_coef=0.0",

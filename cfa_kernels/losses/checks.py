@@ -50,7 +50,7 @@ class LossOptions(TypedDict, total=False):
     use_bias_correction_kl: bool
     sapo_temperature_pos: Annotated[float, POSITIVE]
     sapo_temperature_neg: Annotated[float, POSITIVE]
-    entropy_coef: Finite
+    entropy_coef: Finite | Tensor
     validate: bool | None
 
 
@@ -105,7 +105,8 @@ def check_batch(
     loss_type = check_choice("loss_type", options.get("loss_type", "dapo"), LOSS_TYPES)
     level = check_choice("importance_sampling_level", options.get("importance_sampling_level", "token"), LEVELS)
     for name, interval in _RANGES.items():
-        interval.check(**{name: options.get(name)})
+        if not isinstance(value := options.get(name), Tensor):
+            interval.check(**{name: value})
     length, entropy_coef = options.get("max_completion_length") or 0, options.get("entropy_coef", 0.0)
     if loss_type == "dr_grpo" and length <= 0:
         raise ValueError(f"loss_type='dr_grpo' needs max_completion_length > 0, got {length or None}")
@@ -134,8 +135,8 @@ def check_batch(
     token_loss, divisor_of = _SUMS[loss_type]
     divisor = divisor_of(keep.to(dtype), items, keep.size(0) if sequences is None else sequences, length)
     entropy_scale = None
-    if entropy_coef != 0:
-        entropy_scale = torch.full((), entropy_coef, dtype=dtype, device=device) / items
+    if isinstance(entropy_coef, Tensor) or entropy_coef != 0:
+        entropy_scale = torch.as_tensor(entropy_coef, dtype=dtype, device=device) / items
     scale = keep.to(dtype) / divisor
     tokens = Tokens(old_logprobs, advantages, weights, ref_logprobs, sampling_logprobs, scale)
     numbers: dict[str, Any] = {name: options[name] for name in NUMBERS if options.get(name) is not None}  # type: ignore[literal-required]

@@ -69,7 +69,7 @@ def policy_loss(
     | num_sequences_in_batch | None | sequences of the whole step, in place of B |
     | max_completion_length | None | tokens, needed by dr_grpo |
     | sapo_temperature_pos, sapo_temperature_neg | 1.0, 1.05 | of sapo's gate, by the sign of the advantage |
-    | entropy_coef | 0.0 | see `entropies` |
+    | entropy_coef | 0.0 | see `entropies`; a 0-d tensor is not read on the host |
     | validate | None | whether to check values; None checks them on a CPU only, as a GPU would have to be waited for |
 
     A token of weight 0 stays in every denominator and counts as unclipped. At level "sequence" only the sum of

@@ -68,7 +68,8 @@ class LossBatch:
             contributing_rows, counted, signed, weights=padded["weights"], importance_sampling_level=level,
             whole_rows=by_sequence(options),
         )  # fmt: skip
-        all_trained = ref_logprobs is not None or bool(options.get("entropy_coef"))
+        bonus = options.get("entropy_coef", 0.0)
+        all_trained = ref_logprobs is not None or isinstance(bonus, Tensor) or bonus != 0
         needed = contributes(all_counted=all_trained or bool(options.get("compute_entropy")))
         trained = torch.zeros(len(lengths), dtype=torch.bool)
         trained[contributes(all_counted=all_trained) // counted.shape[1]] = True

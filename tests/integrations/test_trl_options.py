@@ -22,15 +22,15 @@ UNIFORM = CounterfactualConfig(control="off")
 
 # Tests compare losses with TRL's under these: here, in test_trl_packed.py, test_policy_trl.py.
 EQUAL = {
-    "beta", "cast_lm_head_to_fp32", "delta", "disable_dropout", "epsilon", "epsilon_high", "importance_sampling_level",
-    "loss_type", "mask_truncated_completions", "max_completion_length", "num_iterations", "off_policy_mask_threshold",
-    "pad_to_multiple_of",
+    "beta", "cast_lm_head_to_fp32", "delta", "disable_dropout", "entropy_coef", "epsilon", "epsilon_high",
+    "importance_sampling_level", "loss_type", "mask_truncated_completions", "max_completion_length", "num_iterations",
+    "off_policy_mask_threshold", "pad_to_multiple_of",
     "router_aux_loss_coef", "sapo_temperature_neg", "sapo_temperature_pos", "steps_per_generation", "temperature",
     "use_bias_correction_kl", "vllm_importance_sampling_correction",
 }  # fmt: skip
 # Refused by name, or only read where something is that is refused: vespo, an entropy bonus, masks.
 REFUSED = {
-    "entropy_coef", "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target",
+    "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target",
     "ds3_gather_for_generation", "top_entropy_quantile", "use_adaptive_entropy",
     "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos",
 }  # fmt: skip

@@ -104,6 +104,8 @@ def test_loss_and_gradients_are_those_of_trls_padded_batch(pair, monkeypatch, lo
         {"use_vllm": True, "vllm_importance_sampling_correction": True},
         {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.5},
         {"off_policy_mask_threshold": 0.3, "args.off_policy_mask_threshold": 0.3},
+        {"_entropy_bonus_enabled": True, "entropy_coef": 0.3},
+        {"_entropy_bonus_enabled": True, "entropy_coef": 0.3, "loss_type": "grpo", "beta": 0.1},
         {"args.delta": 1.5},
         {"args.delta": 0.9},
         {"beta": 0.1, "args.use_bias_correction_kl": True},
