@@ -12,7 +12,7 @@ from cfa_kernels.hf.sharding import run_inside
 from cfa_kernels.hf.verify import check_supported, check_trainable
 from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
 from trainer.config import TrainConfig
-from trainer.microbatch import ByRow, Pass, UpdateBatch
+from trainer.microbatch import Pass, UpdateBatch
 
 # Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;
 # several times what was seen on models of 4 to 24 layers (float32 6e-6, bfloat16 0.07, adapters merged or not).
@@ -55,17 +55,12 @@ def require_finite(done: Pass, batch: UpdateBatch, policy: nn.Module) -> None:
         raise FloatingPointError(f"samples {index}: gradient{where} is not finite")
 
 
-def sampling_metrics(done: Pass, batch: UpdateBatch, ratios: ByRow) -> dict[str, Tensor]:
+def sampling_metrics(done: Pass, batch: UpdateBatch) -> dict[str, Tensor]:
     """Measure how far generation's log-probs are from those of a pass, and what corrects it, under TRL's names."""
     index = done.micro.index
     counted = torch.cat([batch.mask[b] for b in index]).bool()
     gap = torch.cat(_gaps(done, batch))[counted]
-    metrics = {"sampling/sampling_logp_difference/mean": gap.mean(), "sampling/sampling_logp_difference/max": gap.max()}
-    if ratios:
-        ratio = torch.cat([ratios[b] for b in index])[counted]
-        figures = {"min": ratio.min(), "mean": ratio.mean(), "max": ratio.max()}
-        metrics |= {f"sampling/importance_sampling_ratio/{name}": figure for name, figure in figures.items()}
-    return metrics
+    return {"sampling/sampling_logp_difference/mean": gap.mean(), "sampling/sampling_logp_difference/max": gap.max()}
 
 
 def check_sampling_gap(passes: Sequence[Pass], batch: UpdateBatch, policy: nn.Module, config: TrainConfig) -> float:

@@ -14,7 +14,7 @@ from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.weights import Control
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, weights_sequences
-from cfa_kernels.ops.token_loss import NUMBERS
+from cfa_kernels.ops.token_loss import CORRECTIONS, NUMBERS
 from cfa_kernels.options import NOT_NEGATIVE, POSITIVE, Count, Interval, NotNegative, PositiveShare, check_fields
 from trainer.precision import DtypeName, Precision
 from trainer.rewards.calls import BUILT_IN, INSTRUCTIONS, load_answer_format
@@ -157,7 +157,9 @@ class TrainConfig(DataConfig):
     in bfloat16 and mixed, over the temperature if that is below 1."""
     importance_sampling_clip_max: _Positive | None = None
     """Correct the loss for the engine's log-probs: each token's policy term is multiplied by its probability in the
-    update over the one it was sampled with, at most this much (TRL: token_truncate, 3.0). By default it is not."""
+    update over the one it was sampled with, at most this much (TRL: 3.0). By default it is not."""
+    importance_sampling_mode: Literal[CORRECTIONS] = "token_truncate"  # type: ignore[valid-type]
+    """How it corrects, with that maximum: the modes of the losses' `sampling_mode`."""
     max_completion_length: Count = 512
     """Maximum tokens sampled per completion."""
     instruction: str | None = None
@@ -201,12 +203,15 @@ class TrainConfig(DataConfig):
         if self.generation_batch_size % self.num_generations:
             sizes = f"{self.generation_batch_size} and {self.num_generations}"
             raise ValueError(f"generation_batch_size must be a multiple of num_generations, got {sizes}")
+        if self.importance_sampling_mode != "token_truncate" and self.importance_sampling_clip_max is None:
+            raise ValueError("importance_sampling_mode is read with importance_sampling_clip_max only, which is None")
         credit = self.counterfactual().control != "off"  # checks the settings of credit
         if weights_sequences(self.loss_type, self.importance_sampling_level):
             weighing = {
                 f"credit={self.credit}": credit,
                 "compare_and_correct": self.compare_and_correct > 0,
-                "importance_sampling_clip_max": self.importance_sampling_clip_max is not None,
+                "importance_sampling_clip_max": self.importance_sampling_clip_max is not None
+                and self.importance_sampling_mode.startswith("token"),
             }
             if names := [name for name, weighs in weighing.items() if weighs]:
                 raise ValueError(

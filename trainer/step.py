@@ -19,7 +19,6 @@ from cfa_kernels.hf.fsdp import is_piece
 from cfa_kernels.hf.memory import run_in_memory
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.sharding import is_sharded, run_inside
-from cfa_kernels.losses.off_policy import truncated_ratios
 from cfa_kernels.scoring.training_forward import PackedLoss
 from trainer import processes
 from trainer.checks import check_sampling_gap, require_finite, sampling_metrics
@@ -119,8 +118,8 @@ def update(
     for iteration in range(config.num_iterations):
         passes, norm = backward(trainer, batch, parts, objective, count)
         parts = [done.micro for done in passes]  # cut where the device had no memory for them
-        passes, norm = gather_passes(trainer, passes, norm, objective.ratios)
-        measure(metrics, trainer, batch, passes, objective.ratios, is_sampler=iteration == 0)
+        passes, norm = gather_passes(trainer, passes, norm)
+        measure(metrics, trainer, batch, passes, is_sampler=iteration == 0)
         if iteration == 0:
             logprobs = [row for done in passes for row in done.logprobs]
             objective.old.update(by_row([done.micro for done in passes], logprobs))
@@ -145,7 +144,6 @@ class Objective:
     times: StageTimes
     reference: ByRow  # log-probs of the reference model; nothing without a KL term
     old: ByRow = field(default_factory=dict)  # log-probs before the first optimizer step
-    ratios: ByRow = field(default_factory=dict)  # of the policy to what sampled, where the loss corrects for it
 
     def __call__(self, micro: MicroBatch) -> _Launched:
         """Do all of a micro-batch before its backward, which may start again in halves.
@@ -172,22 +170,23 @@ class Objective:
             with self.times.during("credit"):
                 credit.by_forward(index, forward)
         weights, advantages = credit.weights(index), credit.signed(index)
-        if (limit := config.importance_sampling_clip_max) is not None:
-            if index[0] not in self.ratios:  # the first forward, before a step
-                with torch.no_grad():
-                    logprobs: Any = forward.logprobs(config.temperature)
-                sampled = [batch.sampled_logprobs[b] for b in index]
-                self.ratios.update(zip(index, truncated_ratios(on_host(logprobs), sampled, limit), strict=True))
-            weights = [row * self.ratios[b] for b, row in zip(index, weights, strict=True)]
         options = {
             **config.loss_options, "temperature": config.temperature, "compute_entropy": True, "validate": False,
             "num_items_in_batch": int(batch.tokens(range(len(batch.rows)))),
             "num_sequences_in_batch": len(batch.rows),
         }  # fmt: skip
+        sampled = None
+        if config.importance_sampling_clip_max is not None:
+            sampled = [batch.sampled_logprobs[b] for b in index]
+            options["sampling_mode"] = config.importance_sampling_mode
+            options["sampling_clip_max"] = config.importance_sampling_clip_max
         old, reference = ([column[b] for b in index] if column else None for column in (self.old, self.reference))
         loss = forward.policy_loss(
-            LossBatch.of(rows, old, advantages, weights=weights, mask=mask, ref_logprobs=reference, **options)
-        )
+            LossBatch.of(
+                rows, old, advantages, weights=weights, mask=mask, ref_logprobs=reference, sampling_logprobs=sampled,
+                **options,
+            )
+        )  # fmt: skip
         columns = zip(weights, advantages, mask, strict=True)
         moving = sum(((row != 0) & (signed != 0) & counted.bool()).sum() for row, signed, counted in columns)
         return micro, float(moving), loss
@@ -201,17 +200,19 @@ def with_idle(parts: list[MicroBatch], policy: nn.Module) -> tuple[list[MicroBat
 
 
 def measure(
-    metrics: Averages, trainer: Trainer, batch: UpdateBatch, passes: Sequence[Pass], ratios: ByRow, *, is_sampler: bool
+    metrics: Averages, trainer: Trainer, batch: UpdateBatch, passes: Sequence[Pass], *, is_sampler: bool
 ) -> None:
     """Check passes and add what they measured to `metrics`; `is_sampler` if their policy is the one that sampled."""
     for done in passes:
         require_finite(done, batch, trainer.policy)
         tokens, counts = batch.tokens(done.micro.index), {"ratio_mean": done.moving}
         if is_sampler:
-            metrics.add(sampling_metrics(done, batch, ratios), tokens)
+            metrics.add(sampling_metrics(done, batch), tokens)
         if trainer.config.importance_sampling_level != "token":
             counts |= {name: float(len(done.micro.index)) for name in done.metrics if "clip_ratio" in name}
-        metrics.add(done.metrics, tokens, counts)
+        counts |= {"sampling/importance_sampling_ratio/mean": done.moving}
+        own = {name: x for name, x in done.metrics.items() if is_sampler or not name.startswith("sampling/")}
+        metrics.add({name: x for name, x in own.items() if "logp_difference" not in name}, tokens, counts)
     if is_sampler and passes:
         metrics.add({"sampling/gap": check_sampling_gap(passes, batch, trainer.policy, trainer.config)})
 
@@ -255,17 +256,14 @@ def idle_loss(policy: nn.Module) -> PackedLoss:
     return PackedLoss(loss, {}, [])
 
 
-def gather_passes(trainer: Trainer, passes: list[Pass], norm: Tensor, ratios: ByRow) -> tuple[list[Pass], Tensor]:
+def gather_passes(trainer: Trainer, passes: list[Pass], norm: Tensor) -> tuple[list[Pass], Tensor]:
     """Put together what all processes measured, and sum their gradients where each holds a whole model.
 
     Returns the passes of all, of which the last has the norm of the sum, and that norm on the device.
     """
     if processes.count() == 1:
         return passes, norm
-    results = processes.gather(([done for done in passes if done.micro.index], ratios))
-    together = [done for theirs, _ in results for done in theirs]
-    for _, theirs in results:
-        ratios |= theirs
+    together = [done for theirs in processes.gather([one for one in passes if one.micro.index]) for done in theirs]
     if together and not is_sharded(trainer.policy):
         processes.sum_gradients([*trainer.trained.values()])
         norm = gradient_norm(trainer.trained.values())

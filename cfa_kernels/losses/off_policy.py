@@ -1,7 +1,6 @@
-"""Compare log-probs that tokens were sampled with to those of the policy that learns from them: gaps and ratios."""
+"""Compare log-probs that tokens were sampled with to those of the policy that learns from them."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,11 +17,3 @@ def open_choice(sampled: Tensor) -> Tensor:
     """Estimate how probably each token (t,) could have been another, from its log-prob, plus 1e-3."""
     # Logits that are off by x move a token's log-prob by about x (1 - p): near-certain tokens hide any error.
     return 1 - sampled.exp() + 1e-3
-
-
-def truncated_ratios(current: Sequence[Tensor], sampled: Sequence[Tensor], most: float) -> list[Tensor]:
-    """Compute the factors of truncated importance sampling: exp(current - sampled), at most `most`; rows (t,), nats.
-
-    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
-    """
-    return [(ours - theirs).exp().clamp(max=most) for ours, theirs in zip(current, sampled, strict=True)]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cfa_kernels.losses.off_policy import open_choice, sampling_gaps, truncated_ratios
+from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
 
 
 def test_a_gap_is_the_distance_in_either_direction_and_nan_stays() -> None:
@@ -26,13 +26,6 @@ def test_what_normalising_over_a_nucleus_explains_is_no_gap_and_nothing_more_is_
     wrong = math.log(1 / top_p) + 0.25
     assert sampling_gaps(over_nucleus, over_nucleus - wrong, top_p).tolist() == pytest.approx([0.25] * len(kept))
     assert sampling_gaps(over_nucleus, over_nucleus + 0.25, top_p).tolist() == pytest.approx([0.25] * len(kept))
-
-
-def test_ratios_are_of_probabilities_and_end_at_the_most() -> None:
-    found = [torch.tensor([0.1, 0.6]).log(), torch.tensor([0.9]).log()]
-    sampled = [torch.tensor([0.2, 0.1]).log(), torch.tensor([0.6]).log()]
-    first, second = truncated_ratios(found, sampled, 2.0)
-    assert (*first.tolist(), *second.tolist()) == pytest.approx((0.5, 2.0, 1.5))
 
 
 def test_a_token_has_the_choice_that_its_probability_leaves() -> None:
