@@ -3,7 +3,7 @@
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from cfa_kernels import (
     credited_advantages,
     find_answer,
     packed_forward,
+    span_weights,
 )
 from cfa_kernels.rows import keyed_generator
 from trainer import one_page
@@ -104,15 +105,16 @@ class Judged:
         """Compute the credit of the group, once for each configuration; `gold`: by the right answer."""
         key = (id(config), gold)
         self._read.add(key)
+        rule, again = config.weights, config is not CF and config.estimator == CF.estimator
+        if key not in self._credits and again and not gold and isinstance(rule, Range):  # CF's importances again
+            one, limits = self.credit(CF), {name: getattr(rule, name) for name in ("w_min", "w_max", "w_answer")}
+            limits |= {"control": config.control, "normalize": config.normalize}
+            columns = zip(one.drop, one.spans, one.answers, self.group.rows.lengths, strict=True)
+            weights = [span_weights(*row, **limits) for row in columns]
+            self._credits[key], self.seconds[key] = replace(one, weights=weights), self.seconds[id(CF), False]
         if key not in self._credits:
             rows, targets = self.group.rows, None
             external = self._permuted() if config is PERMUTED else None
-            shared = (
-                config is not CF and config.estimator == CF.estimator and isinstance(config.weights, Range) and not gold
-            )
-            if shared:  # other weights for the same importances
-                external = [-drop for drop in self.credit(CF).drop]
-                config = CounterfactualConfig(External(), config.weights, config.control, normalize=config.normalize)
             if gold:
                 ids = torch.tensor(self.policy.tokenizer(f"#### {self.group.problem.answer}")["input_ids"])
                 span = find_answer(ids, self.policy.tokenizer)
@@ -125,8 +127,6 @@ class Judged:
                 groups=torch.zeros(len(rows), dtype=torch.int64), external=external, targets=targets,
                 entropies=self._entropies() if config.reads_entropies else None,
             ))  # fmt: skip
-            if shared:
-                self.seconds[key] = self.seconds[id(CF), False]
         return self._credits[key]
 
     def cost(self, arm: Arm) -> float:
