@@ -40,6 +40,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "OAR-G": ("--config=oar_g", *MEAN),
     "entropy": ("--estimator=entropy", "--credit_options", "weights", "bilevel", *MEAN),
     "80/20": ("--config=entropy_80_20",),
+    "entropy shaping": ("--estimator=entropy_shaping",),
     "prefix_gain": ("--config=prefix_gain", *MEAN),
     "prefix_tree": ("--config=prefix_tree",),
     "sibling_edits": ("--estimator=sibling_edits", *MEAN),
@@ -84,6 +85,8 @@ class AblationSettings:
     """Runs of each arm, with seeds 0, 1, ...; with rates to try, seeds that follow those of the tuning."""
     regime: str = ""
     """Name in `regimes.REGIMES` of the problems; by default the embedded ones, with the embedded model."""
+    model: str = ""
+    """Folder of the policy, in place of the embedded model or the regime's."""
     rates: str = ""
     """Learning rates to try for each arm, such as "1e-4 2e-4"; the best, in mean accuracy over steps, is taken."""
     tuning: int = 3
@@ -128,7 +131,8 @@ def run(
     """
     flags = [
         f"--max_steps={settings.steps}", f"--eval_steps={settings.eval_steps}", "--device=cpu", "--log_completions=0",
-        f"--eval_problems={settings.eval_problems}", *_regime(settings, folder), *extra,
+        f"--eval_problems={settings.eval_problems}", *_regime(settings, folder),
+        *([f"--model={settings.model}"] if settings.model else []), *extra,
     ]  # fmt: skip
     cores: SimpleQueue[int] = SimpleQueue()
     for core in sorted(os.sched_getaffinity(0))[: settings.jobs]:
@@ -177,10 +181,9 @@ def _regime(settings: AblationSettings, folder: Path) -> list[str]:
         files[name] = folder / f"{settings.regime}-{split}.jsonl"
         lines = [json.dumps(row) + "\n" for row in problems(regime, split, 1, count)]
         files[name].write_text("".join(lines), encoding="utf-8")
-    return [
-        f"--model={ASSETS}", *(f"--{name}={file}" for name, file in files.items()), "--generation_batch_size=32",
-        f"--max_completion_length={regime.max_tokens}",
-    ]  # fmt: skip
+    flags = [f"--{name}={file}" for name, file in files.items()]
+    flags += ["--generation_batch_size=32", f"--max_completion_length={regime.max_tokens}"]
+    return flags if settings.model else [f"--model={ASSETS}", *flags]
 
 
 def _mean_area(runs: Sequence[Any]) -> float:

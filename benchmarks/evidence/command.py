@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.evidence import ablation, alignment, arms, demo, papers, pictures, planted, programs, regimes
+from benchmarks.evidence import ablation, alignment, arms, corrects, demo, papers, pictures, planted, programs, regimes
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, load, train
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
@@ -27,6 +27,8 @@ ALL = (
     "planted", "programs", "papers", "demo", "ablation",
     'ablation --arms "two levels" --name evidence-ablation-levels',
     *(f"ablation --regime {name} {TRAINING} --name evidence-training-{name}" for name in ("idle8", "plain")),
+    "model --kind corrects",
+    'ablation --model runs/corrects/model --arms "plain DAPO" "compare and correct" --name evidence-corrects',
     "alignment --true-groups 2048 --blocks 16",
     *(
         f"alignment --regime {name} --true-groups 1024 --blocks 10 --arms {chosen} --name evidence-alignment-{name}"
@@ -38,6 +40,8 @@ ALL = (
     ),
 )  # fmt: skip
 """Commands that make every result, in some ten hours of one core."""
+
+MAKERS = {"regimes": regimes.train, "corrects": corrects.train}
 
 Head = Document
 """The beginning of a document."""
@@ -100,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
         if measure.names:
             one.add_argument("--arms", nargs="+", metavar="NAME", help=f"of: {'; '.join(measure.names)}")
     _command(commands, "demo", _demo, "the demo's run and its analysis", demo.DemoSettings)
-    _command(commands, "model", _model, "make the regimes' model anew, in the folder; the one that comes along stays")
+    one = _command(commands, "model", _model, "make a model anew: the regimes', one comes along, or one that corrects")
+    one.add_argument("--kind", choices=MAKERS, default="regimes")
     _command(commands, "tables", _tables, "write tables and pictures again from the results that are there")
     one = _command(commands, "all", _all, "every result; a folder for each command below the one named")
     one.add_argument("--show", action="store_true", help="print the commands and end")
@@ -150,7 +155,7 @@ def _demo(options: argparse.Namespace, head: Head) -> list[Path]:
 
 
 def _model(options: argparse.Namespace, head: Head) -> list[Path]:
-    return [regimes.train(options.folder)]
+    return [MAKERS[options.kind](Path("runs") / options.kind)]
 
 
 def _tables(options: argparse.Namespace, head: Head) -> list[Path]:

@@ -134,6 +134,6 @@ def test_every_arm_is_one_that_the_training_program_takes():
 
     made = {name: settings(*flags) for name, flags in ARMS.items()}
     assert len({str(vars(config)) for config in made.values()}) == len(made)
-    unscaled = (PLAIN, "counterfactual, as the paper", "80/20", "prefix_tree")
+    unscaled = (PLAIN, "counterfactual, as the paper", "80/20", "prefix_tree", "entropy shaping")
     weighed = [config for name, config in made.items() if name not in unscaled]
     assert {config.counterfactual().normalize for config in weighed} == {"mean"}
