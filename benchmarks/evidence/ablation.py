@@ -23,6 +23,7 @@ from scipy import stats
 
 from benchmarks.evidence.regimes import ASSETS, REGIMES, problems
 from benchmarks.harness.results import Pieces, made_by, table
+from benchmarks.harness.workloads import REPOSITORY
 
 PLAIN = "plain DAPO"
 
@@ -161,7 +162,8 @@ def run(
         seeds = range(first, first + settings.seeds)
         runs = {arm: [pool.submit(one, arm, seed, best[arm]) for seed in seeds] for arm in names}
         curves = {arm: [future.result() for future in futures] for arm, futures in runs.items()}
-    document = {"settings": asdict(settings), "flags": flags, "tuned": tuned, "curves": curves}
+    shown = [flag.replace(f"{REPOSITORY}/", "") for flag in flags]
+    document = {"settings": asdict(settings), "flags": shown, "tuned": tuned, "curves": curves}
     return document | {"arms": {arm: {**figures, "rate": best[arm]} for arm, figures in compare(curves).items()}}
 
 

@@ -91,6 +91,7 @@ def test_each_arm_takes_the_rate_that_was_best_on_seeds_of_their_own(tmp_path, m
         + [(seed, rate) for rate in ("1e-4", "2e-4") for seed in (3, 4)]
     )
     assert "Regime plain" in markdown(ENVIRONMENT | document)
+    assert "--model=benchmarks/evidence/assets" in document["flags"]
     with pytest.raises(ValueError, match="rates must be learning rates above 0, got '-1'"):
         AblationSettings(rates="1e-4 -1")
     with pytest.raises(ValueError, match="regime must be one of plain"):
