@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops.linear_policy_loss import contributing
 from ..ops.row_softmax import compute_dtype
-from ..ops.token_loss import CORRECTIONS, NUMBERS, PolicyOptions, Tokens
+from ..ops.token_loss import CORRECTIONS, KL_ESTIMATORS, NUMBERS, PolicyOptions, Tokens
 from ..options import NOT_NEGATIVE, POSITIVE, Finite, NotNegative
 
 Count = Tensor | float
@@ -20,6 +20,8 @@ _SUMS: dict[str, tuple[str, Callable[[Tensor, Count, Count, int], Count]]] = {
     "bnpo": ("dapo", lambda mask, items, sequences, length: mask.sum().clamp(min=1)),
     "dr_grpo": ("dapo", lambda mask, items, sequences, length: sequences * length),
     "dapo": ("dapo", lambda mask, items, sequences, length: items),
+    "dppo": ("dppo", lambda mask, items, sequences, length: items),
+    "reinforce": ("reinforce", lambda mask, items, sequences, length: items),
     "luspo": ("dapo", lambda mask, items, sequences, length: sequences),
     "cispo": ("cispo", lambda mask, items, sequences, length: items),
     "sapo": ("sapo", lambda mask, items, sequences, length: mask.sum(1, keepdim=True).clamp(min=1) * sequences),
@@ -42,6 +44,7 @@ class LossOptions(TypedDict, total=False):
     epsilon_high: NotNegative
     delta: Annotated[float, POSITIVE] | None
     beta: NotNegative
+    kl_estimator: str
     loss_type: str
     importance_sampling_level: str
     num_items_in_batch: Count | None
@@ -104,6 +107,7 @@ def check_batch(
         raise ValueError(f"a loss needs at least one row and one token, got (B, T) = {tuple(shape)}")
     loss_type = check_choice("loss_type", options.get("loss_type", "dapo"), LOSS_TYPES)
     level = check_choice("importance_sampling_level", options.get("importance_sampling_level", "token"), LEVELS)
+    kl = check_choice("kl_estimator", options.get("kl_estimator", "k3"), KL_ESTIMATORS)
     for name, interval in _RANGES.items():
         if not isinstance(value := options.get(name), Tensor):
             interval.check(**{name: value})
@@ -140,7 +144,7 @@ def check_batch(
     scale = keep.to(dtype) / divisor
     tokens = Tokens(old_logprobs, advantages, weights, ref_logprobs, sampling_logprobs, scale)
     numbers: dict[str, Any] = {name: options[name] for name in NUMBERS if options.get(name) is not None}  # type: ignore[literal-required]
-    numbers |= {"loss_type": token_loss, "level": level, "correction": correction}
+    numbers |= {"loss_type": token_loss, "level": level, "correction": correction, "kl_estimator": kl}
     kept_tokens = tokens.map(lambda tensor: counted(tensor.detach(), keep, dtype))
     return CheckedBatch(keep, kept_tokens, entropy_scale, PolicyOptions(**numbers))
 
@@ -241,7 +245,7 @@ def check_values(name: str, tensor: Tensor, keep: Tensor, bound: str, holds: Ten
 
 def weights_sequences(loss_type: str, level: str) -> bool:
     """Whether only the sum of a row's weights acts, since its tokens share the ratio that carries the gradient."""
-    return level == "sequence" and loss_type != "cispo"
+    return level == "sequence" and loss_type not in ("cispo", "reinforce")
 
 
 def check_weights(weights: Tensor, keep: Tensor, loss_type: str, level: str) -> None:

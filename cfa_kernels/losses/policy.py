@@ -15,7 +15,13 @@ from ..ops.head_matmul import autocast_operands
 from ..ops.linear_policy_loss import contributing, linear_policy_loss_op
 from ..ops.logits_policy_loss import LogitsArguments, LogitsPolicyLoss, logits_policy_loss_op
 from ..ops.row_softmax import Softmax, check_logits_dtype
-from ..ops.token_loss import PolicyOptions, Tokens, off_policy_factor, policy_terms, refuse_second_derivative
+from ..ops.token_loss import (
+    PolicyOptions,
+    Tokens,
+    off_policy_factor,
+    policy_terms,
+    refuse_second_derivative,
+)
 from .checks import (
     LEVELS,
     CheckedBatch,
@@ -59,13 +65,13 @@ def policy_loss(
     | sampling_mode | None | correction for it, see `off_policy_factor`: a mode of TRL's, or "geometric_mask" |
     | sampling_clip_min, sampling_clip_max | None | its bounds |
     | off_policy_mask_threshold | None | nats, of `off_policy_factor`'s mask of sequences |
-    | epsilon, epsilon_high | 0.2, 0.28 | bounds of the ratio: 1 - epsilon, 1 + epsilon_high (cispo: epsilon_high) |
+    | epsilon, epsilon_high | 0.2, 0.28 | bounds: 1 - epsilon, 1 + epsilon_high (cispo: epsilon_high; dppo: see there) |
     | delta | None | caps the ratio outside the clip (two-sided clipping) |
-    | beta | 0.0 | factor of the KL term, k3 |
+    | beta, kl_estimator | 0.0, "k3" | factor and kind of the KL term: k1, k2, k3 or abs, see `token_terms` |
     | use_bias_correction_kl | False | multiplies the KL term by the ratio (TRL's default; ours is plain k3) |
     | loss_type | "dapo" | how tokens are summed, see below |
     | importance_sampling_level | "token" | "sequence" (GSPO): its sequence's mean; "sequence_token": see below |
-    | num_items_in_batch | None | counted tokens of the whole step: dapo, cispo, entropy bonus |
+    | num_items_in_batch | None | counted tokens of the whole step: dapo and its like, entropy bonus |
     | num_sequences_in_batch | None | sequences of the whole step, in place of B |
     | max_completion_length | None | tokens, needed by dr_grpo |
     | sapo_temperature_pos, sapo_temperature_neg | 1.0, 1.05 | of sapo's gate, by the sign of the advantage |
@@ -73,15 +79,15 @@ def policy_loss(
     | validate | None | whether to check values; None checks them on a CPU only, as a GPU would have to be waited for |
 
     A token of weight 0 stays in every denominator and counts as unclipped. At level "sequence" only the sum of
-    a row's weights acts (but for cispo), so they must be equal within a row. "sequence_token" (GSPO-token) has the same
-    ratios, each with its own token's gradient, and takes any.
+    a row's weights acts (but for cispo and reinforce), so they must be equal within a row. "sequence_token"
+    (GSPO-token) has the same ratios, each with its own token's gradient, and takes any.
 
     | loss_type | sum (l = token loss, m = mask, n = m.sum(1)) |
     |---|---|
     | grpo, sapo | sum_b( sum_t(l * m) / max(n, 1) ) / B |
     | bnpo | sum(l * m) / max(sum(m), 1) |
     | dr_grpo | sum(l * m) / (B * max_completion_length) |
-    | dapo, cispo | sum(l * m) / max(N, 1), N = num_items_in_batch or else sum(m) |
+    | dapo, cispo, dppo, reinforce | sum(l * m) / max(N, 1), N = num_items_in_batch or else sum(m) |
     | luspo | sum(l * m) / B |
 
     Gradient accumulation: give every micro-batch the step's totals (`num_items_in_batch`, `num_sequences_in_batch`,
@@ -303,9 +309,7 @@ def _arguments(
         "targets": layout(targets),
         **batch.tokens.map(layout)._asdict(),
         "entropy_scale": batch.entropy_scale,
-        "loss_type": batch.options.loss_type,
-        "level": batch.options.level,
-        "correction": batch.options.correction,
+        "kinds": batch.options.kinds(),
         "numbers": batch.options.numbers(),
         "softmax": list(softmax),
         "with_entropy": with_entropy,
@@ -376,7 +380,7 @@ def _metrics(
     high_mean, high = clip_ratio(clip > 0)
     if batch.options.loss_type == "cispo":
         metrics["cispo_clip_ratio"] = high_mean
-    elif batch.options.loss_type == "dapo":
+    elif batch.options.loss_type in ("dapo", "dppo"):
         low_mean, low = clip_ratio(clip < 0)
         nonempty = per_sequence > 0
         metrics["clip_ratio/low_mean"] = low_mean

@@ -78,9 +78,7 @@ def linear_policy_loss_op(
     entropy_scale: Tensor | None,
     rows: Tensor | None,
     rows_alone: bool,
-    loss_type: str,
-    level: str,
-    correction: str,
+    kinds: str,
     numbers: Sequence[float],
     softmax: Sequence[float],
     with_entropy: bool,
@@ -95,7 +93,7 @@ def linear_policy_loss_op(
     contiguous, N = B * T. Gradients that are not needed are empty. `rows` are the flattened tokens to look at; None
     with `drop_rows` waits for the device and takes those that `contributing` finds.
     """
-    options, cap = PolicyOptions.of(loss_type, level, correction, numbers), Softmax(*softmax)
+    options, cap = PolicyOptions.of(kinds, numbers), Softmax(*softmax)
     shape = scale.shape
     grid, entropy_scale, unit = to_unit_scale(
         Tokens(old_logprobs, advantages, weights, ref_logprobs, sampling_logprobs, scale), entropy_scale

@@ -37,9 +37,7 @@ def logits_policy_loss_op(
     sampling_logprobs: Tensor | None,
     scale: Tensor,
     entropy_scale: Tensor | None,
-    loss_type: str,
-    level: str,
-    correction: str,
+    kinds: str,
     numbers: Sequence[float],
     softmax: Sequence[float],
     with_entropy: bool,
@@ -48,12 +46,12 @@ def logits_policy_loss_op(
     """Compute the loss (), `STATS` (5, N) and the factor () of `gradient`.
 
     `gradient`, like the logits (B, T, V), takes their gradient; None makes none, and without `logits` it holds them.
-    targets and the token tensors are (N,), contiguous, N = B * T; `numbers` are the rest of `PolicyOptions`.
+    targets and the token tensors are (N,), contiguous, N = B * T; `kinds` and `numbers` are `PolicyOptions`.
     """
     source = gradient if logits is None else logits
     assert source is not None
     rows = LogitRows(source, None, targets, Softmax(*softmax), backend)
-    options = PolicyOptions.of(loss_type, level, correction, numbers)
+    options = PolicyOptions.of(kinds, numbers)
     tokens = Tokens(old_logprobs, advantages, weights, ref_logprobs, sampling_logprobs, scale)
     unit = torch.ones((), dtype=scale.dtype, device=source.device)
     if source.dtype == torch.float16:

@@ -96,7 +96,7 @@ def policy_rows_kernel(
     p_entropy_scale, p_loss, p_stats, p_by_logprob, N, T, V, stride_b, stride_t, stride_v, stride_gb, stride_gt,
     stride_gv, inv_temperature, softcap, low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max, clip_min, clip_max,
     LOSS_TYPE: tl.constexpr, CORRECTION: tl.constexpr, HAS_OLD: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    HAS_REF: tl.constexpr, CORRECT_KL: tl.constexpr, HAS_ENTROPY_SCALE: tl.constexpr,
+    HAS_REF: tl.constexpr, CORRECT_KL: tl.constexpr, KL: tl.constexpr, HAS_ENTROPY_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +135,7 @@ def policy_rows_kernel(
             weight *= correction
         loss, slope, ratio, kl, clip = token_terms_triton(
             logprob, old, tl.load(p_advantages + i_n), weight, ref,
-            low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max, LOSS_TYPE, HAS_REF, CORRECT_KL,
+            low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max, LOSS_TYPE, HAS_REF, CORRECT_KL, KL,
         )  # fmt: skip
         loss = loss * scale
         by_logprob = slope * scale
@@ -270,12 +270,12 @@ def policy_rows(
     """
     logits, backend = rows.logits, rows.backend
     if gradient is not None and not options.joins_tokens and backend == "triton":
-        n, cispo = rows.targets.numel(), options.loss_type == "cispo"
+        n, one = rows.targets.numel(), 0.0 if options.loss_type in ("cispo", "dppo") else 1.0
         loss = torch.empty(n, dtype=torch.float32, device=logits.device)
         by_logprob = torch.empty_like(loss)
         stats = torch.empty(len(STATS), n, dtype=torch.float32, device=logits.device)
         numbers = (
-            1 - options.epsilon, options.epsilon_high if cispo else 1 + options.epsilon_high, options.delta,
+            one - options.epsilon, one + options.epsilon_high, options.delta,
             options.beta, options.sapo_temperature_pos, options.sapo_temperature_neg, LOG_RATIO_MAX,
             options.sampling_clip_min, options.sampling_clip_max,
         )  # fmt: skip
@@ -284,6 +284,7 @@ def policy_rows(
             numbers=numbers, LOSS_TYPE=options.loss_type, CORRECTION=options.correction,
             HAS_OLD=tokens.old_logprobs is not None, HAS_WEIGHTS=tokens.weights is not None,
             HAS_REF=tokens.ref_logprobs is not None, CORRECT_KL=bool(options.use_bias_correction_kl),
+            KL=options.kl_estimator,
             HAS_ENTROPY_SCALE=entropy_scale is not None,
             WITH_ENTROPY=with_entropy,
         )  # fmt: skip

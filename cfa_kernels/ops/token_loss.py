@@ -29,6 +29,7 @@ class PolicyOptions(NamedTuple):
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     correction: str = ""  # one of `CORRECTIONS`
+    kl_estimator: str = "k3"  # one of `KL_ESTIMATORS`
     sampling_clip_min: float = 0.0
     sampling_clip_max: float = float("inf")
     off_policy_mask_threshold: float = float("inf")  # nats
@@ -39,19 +40,25 @@ class PolicyOptions(NamedTuple):
         by_sequence = self.correction.startswith(("sequence", "geometric"))
         return self.level != "token" or by_sequence or self.off_policy_mask_threshold != float("inf")
 
+    def kinds(self) -> str:
+        """Join the fields `KINDS`, as an operator takes them."""
+        return ",".join(getattr(self, name) for name in KINDS)
+
     def numbers(self) -> list[float]:
         """Return the fields `NUMBERS`."""
         return [float(getattr(self, name)) for name in NUMBERS]
 
     @classmethod
-    def of(cls, loss_type: str, level: str, correction: str, numbers: Sequence[float]) -> "PolicyOptions":
-        """Undo `numbers`."""
-        named: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True))
-        return cls(loss_type, level, correction=correction, **named)
+    def of(cls, kinds: str, numbers: Sequence[float]) -> "PolicyOptions":
+        """Undo `kinds` and `numbers`."""
+        named: dict[str, Any] = dict(zip((*KINDS, *NUMBERS), (*kinds.split(","), *numbers), strict=True))
+        return cls(**named)
 
 
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
-NUMBERS = tuple(name for name in PolicyOptions._fields if name not in ("loss_type", "level", "correction"))
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+KINDS = ("loss_type", "level", "correction", "kl_estimator")
+NUMBERS = tuple(name for name in PolicyOptions._fields if name not in KINDS)
 """Fields of `PolicyOptions` that are numbers, in the order in which an operator takes them."""
 
 
@@ -82,7 +89,7 @@ class TokenTerms(NamedTuple):
     direct: Tensor  # its derivative by the log-prob at a fixed ratio
     via_ratio: Tensor  # and by the log-ratio, which the sequence level spreads over the sequence
     ratio: Tensor
-    kl: Tensor  # k3 estimate, perhaps bias-corrected, nats
+    kl: Tensor  # estimate, perhaps bias-corrected, nats
     clip: Tensor  # -1 / +1 where the lower / upper clip bites
 
 
@@ -93,7 +100,10 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
     `dapo`   -w * min(min(c, delta) * A, clamp(c, 1 - epsilon, 1 + epsilon_high) * A)   PPO / DAPO (eq. 8 of CF)
     `cispo`  -w * stop_gradient(min(c, epsilon_high)) * A * logprob
     `sapo`   -w * 4 / tau * sigmoid(tau * (c - 1)) * A, tau by the sign of A
-    and then, unweighted, `+ beta * k3` with k3 = exp(ref - logprob) - (ref - logprob) - 1.
+    `dppo`   -w * c * A, or 0 where the probability has fallen by more than epsilon at A < 0, or risen by more than
+             epsilon_high at A > 0 (DPPO's binary total variation, arXiv 2602.04879)
+    `reinforce`   -w * A * logprob, for which old log-probs matter to corrections and metrics only
+    and then, unweighted, `+ beta * kl`, with g = ref - logprob: k3 = exp(g) - g - 1, k1 = -g, k2 = g^2 / 2, abs = |g|.
 
     log_ratio is `logprobs - old_logprobs` or its mean over a sequence, nats; all tensors have one shape.
     """
@@ -123,14 +133,29 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
         gate = torch.sigmoid(tau * (ratio - 1))
         loss = -4 / tau * gate * weighted
         via_ratio = -4 * gate * (1 - gate) * weighted * ratio  # 0 at the cut-off, where the gate is 1
+    elif options.loss_type == "dppo":
+        moved = logprobs.exp() - (logprobs if tokens.old_logprobs is None else tokens.old_logprobs).exp()
+        clipped_low, clipped_high = (
+            (moved < -options.epsilon) & (weighted < 0),
+            (moved > options.epsilon_high) & (weighted > 0),
+        )
+        loss = torch.where(clipped_low | clipped_high, zero, -ratio * weighted)
+        via_ratio = torch.where(inside, loss, zero)
+    elif options.loss_type == "reinforce":
+        loss, direct = -weighted * logprobs, -weighted
     else:
         raise ValueError(f"loss_type={options.loss_type!r} has no loss of a token")
 
     kl = zero
     if tokens.ref_logprobs is not None:
         gap = (tokens.ref_logprobs - logprobs).clamp(max=LOG_RATIO_MAX)
-        kl = gap.exp() - gap - 1
-        kl_slope = torch.where(gap < LOG_RATIO_MAX, 1 - gap.exp(), zero)
+        kl, kl_slope = {
+            "k1": lambda: (-gap, torch.ones_like(gap)),
+            "k2": lambda: (gap**2 / 2, -gap),
+            "k3": lambda: (gap.exp() - gap - 1, 1 - gap.exp()),
+            "abs": lambda: (gap.abs(), -gap.sign()),
+        }[options.kl_estimator]()
+        kl_slope = torch.where(gap < LOG_RATIO_MAX, kl_slope, zero)
         if options.use_bias_correction_kl:
             kl, kl_slope = kl * ratio, kl_slope * ratio
             via_ratio = via_ratio + options.beta * torch.where(inside, kl, zero)
@@ -206,10 +231,10 @@ def refuse_second_derivative() -> None:
 def token_terms_triton(
     logprob, old_logprob, advantage, weight, ref_logprob,
     low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max,
-    LOSS_TYPE: tl.constexpr, HAS_REF: tl.constexpr, CORRECT_KL: tl.constexpr,
+    LOSS_TYPE: tl.constexpr, HAS_REF: tl.constexpr, CORRECT_KL: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
     """Return `token_terms` of one token at its level: (loss, d loss / d logprob, ratio, kl, clip), fp32 scalars."""
-    # low and high bound the ratio: 1 - epsilon, 1 + epsilon_high, or epsilon_high itself for cispo.
+    # low and high bound the ratio: 1 - epsilon, 1 + epsilon_high; for cispo it is epsilon_high, for dppo both less 1.
     log_ratio = logprob - old_logprob
     inside = log_ratio <= log_ratio_max
     ratio = tl.exp(minimum(log_ratio, log_ratio_max))
@@ -229,6 +254,14 @@ def token_terms_triton(
         slope = -minimum(ratio, high) * weighted
         loss = slope * logprob
         clip = tl.where((ratio > high) & (weighted > 0), 1.0, 0.0)
+    elif LOSS_TYPE == "dppo":
+        moved = tl.exp(logprob) - tl.exp(old_logprob)
+        clip = tl.where((moved > high) & (weighted > 0), 1.0, tl.where((moved < low) & (weighted < 0), -1.0, 0.0))
+        loss = tl.where(clip == 0.0, -ratio * weighted, 0.0)
+        slope = tl.where(inside, loss, 0.0)
+    elif LOSS_TYPE == "reinforce":
+        slope = -weighted
+        loss = slope * logprob
     else:
         tau = tl.where(advantage > 0, sapo_pos, sapo_neg)
         gate = 1.0 / (1.0 + tl.exp(-tau * (ratio - 1.0)))
@@ -237,9 +270,19 @@ def token_terms_triton(
     kl = 0.0
     if HAS_REF:
         gap = minimum(ref_logprob - logprob, log_ratio_max)
-        excess = tl.exp(gap)
-        kl = excess - gap - 1.0
-        kl_slope = tl.where(gap < log_ratio_max, 1.0 - excess, 0.0)
+        if KL == "k3":
+            kl = tl.exp(gap) - gap - 1.0
+            kl_slope = 1.0 - tl.exp(gap)
+        elif KL == "k2":
+            kl = gap * gap / 2
+            kl_slope = -gap
+        elif KL == "k1":
+            kl = -gap
+            kl_slope = gap * 0.0 + 1.0
+        else:
+            kl = tl.abs(gap)
+            kl_slope = tl.where(gap > 0, -1.0, tl.where(gap < 0, 1.0, 0.0))
+        kl_slope = tl.where(gap < log_ratio_max, kl_slope, 0.0)
         if CORRECT_KL:
             kl = kl * ratio
             kl_slope = kl_slope * ratio + tl.where(inside, kl, 0.0)

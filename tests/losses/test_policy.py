@@ -464,6 +464,35 @@ def test_corrections_without_a_meaning_are_refused(options, message, packed):
         call(**options)
 
 
+KLS = {"k1": lambda gap: -gap, "k2": lambda gap: gap**2 / 2, "k3": lambda gap: gap.exp() - gap - 1, "abs": torch.abs}
+
+
+@pytest.mark.parametrize("kl", KLS)
+@pytest.mark.parametrize("loss_type", ["dppo", "reinforce"])
+def test_losses_without_a_clip_of_the_ratio_are_those_that_their_users_write(loss_type, kl):
+    torch.manual_seed(0)
+    logprobs, old = -2 * torch.rand(4, 6, dtype=torch.float64), -2 * torch.rand(4, 6, dtype=torch.float64)
+    advantages, weights = torch.tensor([1.0, -0.5, 2.0, -1.0])[:, None].double(), 2 * torch.rand(4, 6).double()
+    own, ref = logprobs.clone().requires_grad_(), logprobs + 0.3 * torch.randn(4, 6).double()
+    if loss_type == "dppo":  # the mask of verl's dppo_tv and prime-rl: only what moves further the same way is cut
+        moved = logprobs.exp() - old.exp()
+        keep = ~torch.where(advantages > 0, moved > 0.15, moved < -0.1)
+        assert 0 < keep.double().mean() < 1
+        ratio = (own - old).exp()
+        terms = -ratio * keep * advantages * weights
+    else:
+        terms = -own * advantages * weights
+    expected = (terms + 0.1 * KLS[kl](ref - own)).mean()
+    (gradient,) = torch.autograd.grad(expected, own)
+    options = {"weights": weights, "loss_type": loss_type, "epsilon": 0.1, "epsilon_high": 0.15}
+    options |= {"beta": 0.1, "ref_logprobs": ref, "kl_estimator": kl}
+    loss, ours, metrics = loss_and_gradient(logprobs, old, advantages[:, 0], torch.ones(4, 6), **options)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(ours, gradient)
+    if loss_type == "dppo":
+        torch.testing.assert_close(metrics["clip_ratio/region_mean"], (~keep).float().mean())
+
+
 def test_weights_act_token_by_token_at_the_sequence_level_of_cispo_only():
     """The rule by which weights are refused: elsewhere the gradient depends on their sum alone."""
     logprobs, weights = torch.full((1, 3), -1.0), torch.tensor([[2.0, 0.5, 0.5]])
@@ -471,7 +500,7 @@ def test_weights_act_token_by_token_at_the_sequence_level_of_cispo_only():
         options = options_for(loss_type, importance_sampling_level="sequence", validate=False)
         old = logprobs - 0.01
         _, gradient, _ = loss_and_gradient(logprobs, old, torch.ones(1), torch.ones(1, 3), weights=weights, **options)
-        assert (len(gradient.unique()) > 1) == (loss_type == "cispo")
+        assert (len(gradient.unique()) > 1) == (loss_type in ("cispo", "reinforce"))
 
 
 @pytest.mark.parametrize("function", [policy_loss, logits_policy_loss, linear_policy_loss])

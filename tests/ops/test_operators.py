@@ -6,7 +6,7 @@ import torch
 from cfa_kernels.ops import linear_logprob, linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops import tree_attention as attention
 from cfa_kernels.ops.operator_arguments import arguments_of
-from cfa_kernels.ops.token_loss import NUMBERS, PolicyOptions
+from cfa_kernels.ops.token_loss import KINDS, NUMBERS, PolicyOptions
 
 OPERATORS = (
     linear_logprob.linear_logprob_op,
@@ -27,8 +27,9 @@ def test_arguments_have_the_names_and_the_order_of_the_schema(operator):
 
 
 def test_options_of_the_loss_survive_the_way_through_an_operator():
-    options = PolicyOptions("sapo", "sequence", *range(1, 8), "token_mask", *range(8, 11))
-    assert PolicyOptions.of("sapo", "sequence", "token_mask", options.numbers()) == options
-    assert {"loss_type", "level", "correction", *NUMBERS} == set(PolicyOptions._fields)
+    options = PolicyOptions("sapo", "sequence", *range(1, 8), "token_mask", "k1", *range(8, 11))
+    kinds = options.kinds()
+    assert PolicyOptions.of(kinds, options.numbers()) == options
+    assert {*KINDS, *NUMBERS} == set(PolicyOptions._fields)
     with pytest.raises(ValueError, match="zip"):
-        PolicyOptions.of("sapo", "sequence", "token_mask", options.numbers()[1:])
+        PolicyOptions.of(kinds, options.numbers()[1:])

@@ -341,7 +341,7 @@ def operator_arguments(tensors: dict[str, Any], dtype: torch.dtype, level: str) 
         scale,
         scale.new_tensor(0.1),
     )
-    return (flat["targets"], *token), (*options[:2], options.correction, options.numbers(), [0.8, 4.0], True)
+    return (flat["targets"], *token), (options.kinds(), options.numbers(), [0.8, 4.0], True)
 
 
 @pytest.mark.parametrize(
