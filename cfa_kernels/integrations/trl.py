@@ -115,6 +115,10 @@ class CounterfactualMixin(_Trainer):
             refuse(_credit_obstacles(self))
         if packed_loss:
             refuse(_packing_obstacles(self), "packed_loss=True")
+        # The packed loss corrects for vLLM's log-probs itself; TRL would feed the completions once more for it.
+        self._corrects = packed_loss and getattr(self, "vllm_importance_sampling_correction", False)
+        if self._corrects:
+            self.vllm_importance_sampling_correction = False
         self._model_is_checked = self._has_warned = self._has_said_why = False
         self._deferred: DeferredCredit | None = None
         if self._model_is_placed():
@@ -144,8 +148,7 @@ class CounterfactualMixin(_Trainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self._model_is_checked:
             self._check_model()
-        with self._correction_left_to_the_loss():
-            output = super()._generate_and_score_completions(inputs)
+        output = super()._generate_and_score_completions(inputs)
         credited = self.model.training and self.counterfactual.control != "off"
         if "pixel_values" in output and (credited or self.packed_loss):
             refuse(["images (pixel_values)"], "packed_loss=True" if self.packed_loss else "counterfactual credit")
@@ -175,18 +178,6 @@ class CounterfactualMixin(_Trainer):
         output["advantages"] = credited.to(output["advantages"].device)
         self._report(batch)
         return output
-
-    @contextmanager
-    def _correction_left_to_the_loss(self) -> Iterator[None]:
-        """Spare TRL the padded forward that its correction of vLLM's log-probs takes, where the loss is packed."""
-        own = getattr(self, "vllm_importance_sampling_correction", False)
-        if self.packed_loss and own:
-            self.vllm_importance_sampling_correction = False
-        try:
-            yield
-        finally:
-            if own:
-                self.vllm_importance_sampling_correction = own
 
     @property
     def _feeds_for_credit(self) -> bool:
@@ -322,10 +313,7 @@ class CounterfactualMixin(_Trainer):
     def _correction(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Options of the loss for rollouts of another policy, with TRL's modes, bounds and mask."""
         sampled, threshold = inputs.get("sampling_per_token_logps"), self.args.off_policy_mask_threshold
-        corrects = (
-            self.use_vllm and self.vllm_importance_sampling_correction and "importance_sampling_ratio" not in inputs
-        )
-        names = ("mode", "clip_min", "clip_max") if corrects and sampled is not None else ()
+        names = ("mode", "clip_min", "clip_max") if self.use_vllm and self._corrects and sampled is not None else ()
         options = {f"sampling_{name}": getattr(self, f"vllm_importance_sampling_{name}") for name in names}
         if sampled is None:  # a policy drifts from the one that sampled by its own updates alone
             sampled = inputs.get("old_per_token_logps")

@@ -125,7 +125,6 @@ def test_so_they_are_with_the_settings_of_trls_loss(tmp_path, changes):
     sampled = noise(6, -4.5, -1.5)
     if "vllm_importance_sampling_mode" in changes:  # TRL makes the ratio before the loss, the packed loss itself
         ratio = (inputs["old_per_token_logps"] - sampled).exp()
-        trainers[0].vllm_importance_sampling_correction = trainers[1].vllm_importance_sampling_correction = True
         trainers[1].use_vllm = True
         given = [
             inputs | {"importance_sampling_ratio": ratio.masked_fill(ratio > 1.5, 0.0)},
