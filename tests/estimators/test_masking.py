@@ -75,10 +75,10 @@ def test_preselecting_almost_all_units_is_exact(qwen3, outcome):
     torch.testing.assert_close(every, [-drop for drop in whole.drop], rtol=0, atol=1e-5, equal_nan=True)
 
 
-def test_estimates_that_are_not_finite_are_refused_by_row_and_unit(qwen3):
+def test_entropies_that_are_not_finite_are_refused_by_row_and_token(qwen3):
     entropies = [torch.ones(len(row)) for row in batch()[1]]
     entropies[1][3] = float("nan")
-    with pytest.raises(ValueError, match="preselect_by='entropy', row 1, unit 0: the estimate must be finite, got nan"):
+    with pytest.raises(ValueError, match="entropies row 1, token 3: must be finite and not negative, got nan"):
         preselected(qwen3, *batch(), preselect=0.5, preselect_by="entropy", entropies=entropies)
 
 

@@ -28,6 +28,7 @@ from tests.support.policy_problem import (
     others,
     plain,
     problem,
+    unchecked,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("poisoned_memory")]
@@ -49,7 +50,7 @@ def test_forms_agree_with_policy_loss_on_log_probs(form, loss_type, level, featu
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_reference_gradients_pass_gradcheck(level):
     tensors, options = problem(b=2, t=2, v=5, **FEATURES["all"])
-    options |= {"importance_sampling_level": level, "validate": False}
+    options = unchecked(options | {"importance_sampling_level": level})
     rest = others(tensors)
     logits, *leaves = (tensors[name].clone().requires_grad_() for name in ("logits", "hidden", "head", "bias"))
     tolerance = {"rtol": 1e-6, "atol": 1e-8}
@@ -362,7 +363,7 @@ def test_a_nan_logit_that_nobody_checks_gives_a_nan_loss(form, loss_type, backen
 )
 def test_in_place_gives_the_same_gradient_in_the_logits_memory(backend, level, dtype, upstream, device, small_tiles):
     tensors, options = problem(dtype, device, **FEATURES["all"])
-    options |= {"importance_sampling_level": level, "backend": backend, "validate": False}
+    options = unchecked(options | {"importance_sampling_level": level, "backend": backend})
     rest = others(tensors)
     logits = tensors["logits"].clone().requires_grad_()
     (upstream * logits_policy_loss(logits, *rest, **options)[0]).backward()

@@ -104,7 +104,7 @@ def problem(
     return tensors, options
 
 
-def _unchecked(options: dict[str, Any]) -> dict[str, Any]:
+def unchecked(options: dict[str, Any]) -> dict[str, Any]:
     """Let weights differ within a sequence at its level, which losses refuse where they check values.
 
     Corrections there are the sequence's, since the losses take no others.
@@ -124,7 +124,7 @@ def of_logits(tensors: dict[str, Any], **options: Any) -> tuple[Tensor, list[Ten
     logits = tensors["logits"].detach().clone()
     if logits.is_floating_point():
         logits.requires_grad_()
-    loss, metrics = logits_policy_loss(logits, *others(tensors), **_unchecked(options))
+    loss, metrics = logits_policy_loss(logits, *others(tensors), **unchecked(options))
     loss.backward()
     return loss.detach(), [logits.grad], metrics
 
@@ -136,7 +136,7 @@ def of_hidden(
     names = ("hidden", "head", "bias") if with_bias else ("hidden", "head")
     leaves = {name: tensors[name].detach().clone().requires_grad_() for name in names}
     hidden = leaves["hidden"].flatten(0, 1)[options["rows"]] if alone else leaves["hidden"]
-    bias, options = leaves.get("bias"), _unchecked(options)
+    bias, options = leaves.get("bias"), unchecked(options)
     loss, metrics = linear_policy_loss(hidden, leaves["head"], *others(tensors), bias=bias, **options)
     loss.backward()
     return loss.detach(), [leaf.grad for leaf in leaves.values()], metrics
@@ -165,7 +165,7 @@ def plain(
     entropies = -(logp.exp() * logp).sum(-1)
     loss, metrics = policy_loss(
         chosen, tensors["old"], tensors["advantages"], mask, entropies=entropies, entropy_coef=entropy_coef,
-        **_unchecked(options),
+        **unchecked(options),
     )  # fmt: skip
     loss.backward()
     return loss.detach(), [leaf.grad for leaf in leaves], metrics
