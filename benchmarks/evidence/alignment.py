@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.evidence.arms import PLAIN, Arm, Group, Judged, arms_of
+from benchmarks.evidence.arms import ARMS, PLAIN, Arm, Group, Judged, arms_of
 from benchmarks.evidence.regimes import ASSETS, REGIMES, density, problems
 from benchmarks.harness.results import Pieces, made_by, table
 from cfa_kernels import Rows, packed_forward
@@ -54,8 +54,8 @@ class AlignmentSettings:
     """Longest completion."""
     temperature: float = 1.0
     """Of sampling, and of the gradients."""
-    continuations: int = 4
-    """Continuations of each step's end, for the ceiling."""
+    continuations: int = 2
+    """Continuations of each step's end, for each of the ceiling's twins."""
     seed: int = 0
     """Seed of problems and draws."""
 
@@ -222,7 +222,7 @@ def mean_squares(policy: Policy, arms: Mapping[str, Arm], settings: AlignmentSet
             batch[name] = batch.get(name, 0) + judged.gradient(arm)
         if i % ADAM == 0:
             for name, gradient in batch.items():
-                sums[name] = sums.get(name, 0) + gradient**2 / 20
+                sums[name] = sums.get(name, 0) + gradient.mean(0) ** 2 / 20
             batch = {}
     return sums
 
@@ -239,7 +239,8 @@ def _block(
     products: dict[str, dict[str, list[list[float]]]] = {}
 
     def add(key: str, name: str, step: Tensor) -> None:
-        line = [float(step @ truth[0]), float(step @ truth[1]), float(step @ step)]
+        mean = step.mean(0)
+        line = [float(mean @ truth[0]), float(mean @ truth[1]), float(step[0] @ step[-1])]
         products.setdefault(key, {}).setdefault(name, []).append(line)
 
     seconds = {"sampling": 0.0, "forward": 0.0, "backward": 0.0, **dict.fromkeys(arms, 0.0)}
@@ -264,29 +265,26 @@ def _block(
 def summary(blocks: Sequence[Mapping[str, Mapping[str, Sequence[Sequence[float]]]]], strength: float) -> dict[str, Any]:
     """Sum up what `_block` gives: for each arm and each size, or "adam", cosine, ratio to plain's and difference.
 
-    Errors are standard errors over batches, which are paired with plain's. `ratio` is that of the mean cosines; its
-    error is a jackknife over batches. `aim` is the cosine of the arm's mean gradient and `noise to signal` the variance
-    of a group's over the squared norm of that mean, which follows from how the mean square falls with the size; their
-    errors are jackknives over blocks. None where the estimated norm is not above 0.
+    Errors are jackknives over batches, which are paired with plain's; those of `aim` and `noise to signal` are over
+    blocks. `aim` is the cosine of the arm's mean gradient and `noise to signal` the variance of a group's over the
+    squared norm of that mean, which follows from how the mean square falls with the size. None where the estimated
+    norm is not above 0. Batches of an arm with a twin are `pooled`.
     """
-    cosines = {
-        key: {name: _cosines([line for block in blocks for line in block[key][name]], strength) for name in arms}
-        for key, arms in blocks[0].items()
-    }
     figures: dict[str, Any] = {}
-    for name in cosines[str(SIZES[0])]:
-        figures[name] = {}
-        for key, arms in cosines.items():
-            own, plain = arms[name], arms[PLAIN]
-            left = [_ratio(np.delete(own, i), np.delete(plain, i)) for i in range(len(own))]
+    for name in blocks[0][str(SIZES[0])]:
+        figures[name], pooled = {}, ARMS.get(name, ARMS[PLAIN]).twin is not None
+        for key in blocks[0]:
+            (own, without), (plain, left) = (
+                _cosine([line for block in blocks for line in block[key][one]], strength, pooled)
+                for one in (name, PLAIN)
+            )
             figures[name][key] = {
-                "batches": len(own), "cosine": float(own.mean()), "error": _error(own),
-                "difference": float((own - plain).mean()), "difference_error": _error(own - plain),
-                "ratio": _ratio(own, plain), "ratio_error": math.sqrt((len(own) - 1) * float(np.var(left))),
+                "batches": len(left), "cosine": own, "error": _jackknife(without),
+                "difference": own - plain, "difference_error": _jackknife(without - left),
+                "ratio": own / plain, "ratio_error": _jackknife(without / left),
             }  # fmt: skip
         whole = _aim(blocks, name, strength)
-        left_out = [_aim([*blocks[:i], *blocks[i + 1 :]], name, strength) for i in range(len(blocks))]
-        errors = np.sqrt((len(blocks) - 1) * np.var(left_out, axis=0))
+        errors = _jackknife([_aim([*blocks[:i], *blocks[i + 1 :]], name, strength) for i in range(len(blocks))])
         for key, value, error in zip(("aim", "noise to signal"), whole, errors.tolist(), strict=True):
             figures[name][key] = {"value": value, "error": error} if math.isfinite(value + error) else None
     return figures
@@ -300,9 +298,21 @@ def _aim(blocks: Sequence[Mapping[str, Any]], name: str, strength: float) -> tup
     return (large[0] / math.sqrt(strength * signal), noise / signal) if signal > 0 else (math.nan, math.nan)
 
 
-def _cosines(lines: Sequence[Sequence[float]], strength: float) -> np.ndarray:
+def _cosine(lines: Sequence[Sequence[float]], strength: float, pooled: bool) -> tuple[float, np.ndarray]:
+    """Mean cosine of batches, and the same without each of them, (n,).
+
+    Pooled, it is the mean product over the root of the mean square, which may be below 0 for one batch of twins.
+    """
     first, second, square = np.array(lines).T
-    return (first + second) / 2 / np.sqrt(strength * square)
+    product, count = (first + second) / 2, len(lines)
+    if not pooled:
+        product, square = product / np.sqrt(strength * square), np.full(count, 1 / strength)
+    left = (product.sum() - product) / np.sqrt(strength * (square.sum() - square) * (count - 1))
+    return float(product.sum() / np.sqrt(strength * square.sum() * count)), left
+
+
+def _jackknife(left: Any) -> Any:
+    return np.sqrt((len(left) - 1) * np.var(left, axis=0))
 
 
 def _moments(blocks: Sequence[Mapping[str, Any]], key: str, name: str) -> tuple[float, float]:
@@ -310,14 +320,6 @@ def _moments(blocks: Sequence[Mapping[str, Any]], key: str, name: str) -> tuple[
     size, groups = int(key), SIZES[-1] * len(blocks)
     lines = np.array([line for block in blocks for line in block[key][name]])
     return float(lines[:, :2].mean(1).sum() / groups), float(lines[:, 2].sum() / size / groups)
-
-
-def _ratio(own: np.ndarray, plain: np.ndarray) -> float:
-    return float(own.mean() / plain.mean())
-
-
-def _error(values: np.ndarray) -> float:
-    return float(values.std(ddof=1) / math.sqrt(len(values)))
 
 
 def markdown(document: Mapping[str, Any]) -> str:

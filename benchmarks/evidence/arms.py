@@ -56,6 +56,7 @@ class Arm:
         gold: the wrong completions are judged by what their spans do to the right answer in place of their own.
         times: factors of the two kinds of completions.
         advantages: gives every token's advantage, B tensors (T_b,), in place of all that; takes a `Judged`.
+        twin: gives the same from independent draws; products of the two gradients hold none of the draws' noise.
     """
 
     right: CounterfactualConfig | None = None
@@ -63,6 +64,7 @@ class Arm:
     gold: bool = False
     times: tuple[float, float] = (1.0, 1.0)
     advantages: Callable[["Judged"], Sequence[Tensor]] | None = None
+    twin: Callable[["Judged"], Sequence[Tensor]] | None = None
 
 
 class Judged:
@@ -77,21 +79,28 @@ class Judged:
         self.forward = self._timed("forward", lambda: packed_forward(policy.model, group.rows, keep_states=True))
 
     def gradient(self, arm: Arm) -> Tensor:
-        """Compute the gradient of the sum over tokens of log-prob times an arm's advantage, (D,) on the CPU."""
-        if (own := arm.advantages) is not None:
-            self._read, before = set(), self._read
-            advantages = self._timed(own, lambda: own(self))
-            if self._read:
-                self.seconds[own] = sum(self.seconds[key] for key in self._read)
-            self._read = before
-            return self._part(own, advantages)
+        """Compute the gradient of the sum over tokens of log-prob times an arm's advantage.
+
+        Returns:
+            (1, D) on the CPU, or (2, D): the arm's own and its twin's.
+        """
+        if arm.advantages is not None:
+            return torch.stack([self._of_function(own) for own in (arm.advantages, arm.twin) if own is not None])
         sides = ((arm.right, False, self.plain > 0), (arm.wrong, arm.gold, self.plain < 0))
         total = torch.zeros(())
         for (config, gold, side), times in zip(sides, arm.times, strict=True):
             if times:
                 part = self._part((config, gold, bool(side[0])), self._side(config, gold, side))
                 total = total + times * part
-        return total
+        return total[None]
+
+    def _of_function(self, own: Callable[["Judged"], Sequence[Tensor]]) -> Tensor:
+        self._read, before = set(), self._read
+        advantages = self._timed(own, lambda: own(self))
+        if self._read:
+            self.seconds[own] = sum(self.seconds[key] for key in self._read)
+        self._read = before
+        return self._part(own, advantages)
 
     def token_advantages(self, arm: Arm) -> list[Tensor]:
         """The same arm's advantages, (T_b,) each."""
@@ -131,7 +140,7 @@ class Judged:
 
     def cost(self, arm: Arm) -> float:
         """Seconds of the processor that the credit of an arm took."""
-        keys = {(id(arm.right), False), (id(arm.wrong), arm.gold), arm.advantages}
+        keys = {(id(arm.right), False), (id(arm.wrong), arm.gold), arm.advantages, arm.twin}
         return sum(self.seconds.get(key, 0.0) for key in keys)
 
     def _side(self, config: CounterfactualConfig | None, gold: bool, side: Tensor) -> list[Tensor]:
@@ -229,6 +238,11 @@ def ceiling(judged: Judged) -> list[Tensor]:
     return advantages
 
 
+def ceiling_again(judged: Judged) -> list[Tensor]:
+    """The same from other continuations."""
+    return ceiling(judged)
+
+
 def line_ends(row: Tensor, tokenizer: Any) -> list[tuple[int, bool]]:
     """Where a completion's lines end, and whether they hold a number; what stands behind the last newline is none."""
     ends, start = [], 0
@@ -274,7 +288,7 @@ ARMS = {
     "CF where wrong": Arm(wrong=CF),
     "right times 4": Arm(times=(4, 1)),
     "unscaled": Arm(advantages=unscaled),
-    "ceiling": Arm(advantages=ceiling),
+    "ceiling": Arm(advantages=ceiling, twin=ceiling_again),
     "CF, as the paper": Arm(AS_THE_PAPER, AS_THE_PAPER),
     "CF as the paper, where right": Arm(AS_THE_PAPER),
     "CF, spans dropped": Arm(*[_mean(Masking(mask="drop"))] * 2),
