@@ -98,14 +98,16 @@ class AblationSettings:
     """Steps between evaluations."""
     eval_problems: int = 1024
     """Held-out problems that every evaluation decodes greedily."""
+    eval_samples: int = 0
+    """Completions that every evaluation samples of each problem besides, for the accuracy by sampling."""
     jobs: int = 1
     """Runs at a time, each on a core of its own."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""
         for name, value in asdict(self).items():
-            if not isinstance(value, str) and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if not isinstance(value, str) and value < (least := int(name != "eval_samples")):
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         if self.regime and self.regime not in REGIMES:
             raise ValueError(f"regime must be one of {', '.join(REGIMES)}, got {self.regime!r}")
         if bad := [rate for rate in self.rates.split() if not _is_rate(rate)]:
@@ -132,8 +134,8 @@ def run(
     """
     flags = [
         f"--max_steps={settings.steps}", f"--eval_steps={settings.eval_steps}", "--device=cpu", "--log_completions=0",
-        f"--eval_problems={settings.eval_problems}", *_regime(settings, folder),
-        *([f"--model={settings.model}"] if settings.model else []), *extra,
+        f"--eval_problems={settings.eval_problems}", f"--eval_samples={settings.eval_samples}",
+        *_regime(settings, folder), *([f"--model={settings.model}"] if settings.model else []), *extra,
     ]  # fmt: skip
     cores: SimpleQueue[int] = SimpleQueue()
     for core in sorted(os.sched_getaffinity(0))[: settings.jobs]:
@@ -196,14 +198,15 @@ def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict
     """Figures of each arm, and its paired differences from plain DAPO.
 
     Args:
-        curves: for each arm the curves of its seeds: `step`, `accuracy` and `seconds` of each evaluation, `reward`.
+        curves: for each arm the curves of its seeds: `step`, `accuracy`, `seconds` and, where completions are sampled
+            too, `sampled` of each evaluation, `reward`.
 
     Returns:
         For each arm `final` and `area` (mean accuracy over steps) and `area_seconds` (over the CPU seconds that the
         quickest arm's whole run takes, held at its last value), each with mean and standard deviation over seeds;
-        `reward`, the mean of all sampled completions; `seconds` of a run; `steps_to_plain`, where the mean curve first
-        reaches plain DAPO's final mean (None if it does not); `against_plain`: mean paired differences, their standard
-        error and the two-sided p of a paired t-test.
+        `reward`, the mean of all completions sampled in training; `sampled`, the `area` by sampling; `seconds` of a
+        run; `steps_to_plain`, where the mean curve first reaches plain DAPO's final mean (None if it does not);
+        `against_plain`: mean paired differences, their standard error and the two-sided p of a paired t-test.
     """
     horizon = min(curve["seconds"][-1] for arm in curves.values() for curve in arm)
     measures = {
@@ -213,12 +216,13 @@ def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict
             "area_seconds": [_area(curve["seconds"], curve["accuracy"], horizon) for curve in of],
             "seconds": [curve["seconds"][-1] for curve in of],
             "reward": [curve["reward"] for curve in of],
+            "sampled": [_area(curve["step"], curve["sampled"], curve["step"][-1]) for curve in of if curve["sampled"]],
         }
         for arm, of in curves.items()
     }
     result: dict[str, dict[str, Any]] = {}
     for arm, of in measures.items():
-        result[arm] = {name: _spread(values) for name, values in of.items()}
+        result[arm] = {name: _spread(values) for name, values in of.items() if values}
         if PLAIN in measures:
             target = statistics.fmean(measures[PLAIN]["final"])
             mean = np.mean([curve["accuracy"] for curve in curves[arm]], axis=0)
@@ -227,7 +231,8 @@ def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict
             if arm != PLAIN:
                 result[arm]["against_plain"] = {
                     name: paired(of[name], measures[PLAIN][name])
-                    for name in ("final", "area", "area_seconds", "reward")
+                    for name in ("final", "area", "area_seconds", "reward", "sampled")
+                    if of[name]
                 }
     return result
 
@@ -253,12 +258,12 @@ def markdown(document: Mapping[str, Any]) -> str:
             arm, _percent(figures["final"]), _percent(figures["area"]), _percent(figures["area_seconds"]),
             "–" if figures.get("steps_to_plain") is None else str(figures["steps_to_plain"]),
             f"{figures['seconds']['mean']:.0f}", figures.get("rate") or "–",
-            *(["–"] * 3 if against is None else [_difference(against[name]) for name in ("final", "area", "reward")]),
+            *(_difference((against or {}).get(name)) for name in ("final", "area", "reward", "sampled")),
         ])  # fmt: skip
     head = [
         "credit", "final accuracy", "mean over steps", "mean over CPU seconds", "steps to plain's final",
         "CPU seconds of steps", "learning rate", "final, less plain (p)", "mean over steps, less plain (p)",
-        "reward in training, less plain (p)",
+        "reward in training, less plain (p)", "sampled, mean over steps, less plain (p)",
     ]  # fmt: skip
     return "\n".join([
         "# Ablation of credit\n",
@@ -310,6 +315,7 @@ def _curve(place: Path, steps: int) -> dict[str, Any]:
     `ess`; if completions are corrected, the mean shares of completions that got a correction and of right corrections.
     """
     result: dict[str, Any] = {"step": [], "accuracy": [], "seconds": []}
+    sampled: list[float] = []
     corrections: dict[str, list[float]] = {}
     trends: dict[str, list[float]] = {"reward": [], "entropy": [], "completions/mean_length": [], "ess": []}
     seconds = 0.0
@@ -326,13 +332,14 @@ def _curve(place: Path, steps: int) -> dict[str, Any]:
         if "eval_accuracy" in entry:
             for name, value in zip(result, (entry["step"], entry["eval_accuracy"], seconds), strict=True):
                 result[name].append(value)
+            sampled += [entry["eval_pass@1"]] if "eval_pass@1" in entry else []
     if not result["step"] or result["step"][-1] != steps:
         raise RuntimeError(f"{place.name}: left no evaluation after step {steps}")
     means = {name: statistics.fmean(shares) for name, shares in corrections.items()}
     quarters = {
         name: [float(part.mean()) for part in np.array_split(row, 4) if len(part)] for name, row in trends.items()
     }
-    result |= {"reward": float(np.mean(trends["reward"] or math.nan)), "quarters": quarters}
+    result |= {"reward": float(np.mean(trends["reward"] or math.nan)), "sampled": sampled, "quarters": quarters}
     return result | ({"corrections": means} if means else {})
 
 
@@ -351,6 +358,8 @@ def _percent(figure: Mapping[str, float]) -> str:
     return f"{100 * figure['mean']:.1f} ± {100 * figure['deviation']:.1f}"
 
 
-def _difference(figure: Mapping[str, float | None]) -> str:
+def _difference(figure: Mapping[str, float | None] | None) -> str:
+    if figure is None:
+        return "–"
     mean = f"{100 * (figure['mean'] or 0.0):+.1f}"
     return mean if figure["p"] is None else f"{mean} ± {100 * (figure['error'] or 0.0):.1f} ({figure['p']:.2f})"

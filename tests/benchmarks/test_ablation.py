@@ -20,13 +20,16 @@ pytestmark = pytest.mark.slow
 ENVIRONMENT = {"command": "ablation", "environment": {"commit": "abc"}}
 
 
-def curve(accuracy, seconds):
-    return {"step": [0, 10, 20], "accuracy": accuracy, "seconds": seconds, "reward": accuracy[1]}
+def curve(accuracy, seconds, sampled=()):
+    return {"step": [0, 10, 20], "accuracy": accuracy, "seconds": seconds, "reward": accuracy[1], "sampled": sampled}
 
 
 CURVES = {
-    PLAIN: [curve([0.5, 0.6, 0.7], [0, 10, 20]), curve([0.5, 0.5, 0.6], [0, 10, 20])],
-    "counterfactual": [curve([0.5, 0.8, 0.8], [0, 20, 40]), curve([0.5, 0.7, 0.8], [0, 20, 40])],
+    PLAIN: [curve([0.5, 0.6, 0.7], [0, 10, 20], [0.4] * 3), curve([0.5, 0.5, 0.6], [0, 10, 20], [0.4] * 3)],
+    "counterfactual": [
+        curve([0.5, 0.8, 0.8], [0, 20, 40], [0.4, 0.6, 0.8]),
+        curve([0.5, 0.7, 0.8], [0, 20, 40], [0.4] * 3),
+    ],
 }
 
 
@@ -43,6 +46,7 @@ def test_arms_are_compared_seed_by_seed():
     assert ours["against_plain"]["final"]["error"] == pytest.approx(0.05)
     assert ours["against_plain"]["final"]["p"] == pytest.approx(0.20483, abs=1e-4)  # t = 3, one degree of freedom
     assert ours["against_plain"]["reward"]["mean"] == pytest.approx(0.2)
+    assert ours["against_plain"]["sampled"]["mean"] == pytest.approx(0.1)
     assert "against_plain" not in plain
 
 
@@ -53,13 +57,14 @@ def test_differences_that_do_not_scatter_have_no_error():
 
 
 def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
-    size = AblationSettings(seeds=1, steps=2, eval_steps=1, eval_problems=8)
+    size = AblationSettings(seeds=1, steps=2, eval_steps=1, eval_problems=8, eval_samples=2)
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--max_steps", "--device"))]
     pieces, messages = Pieces(tmp_path / "pieces", {}, ENVIRONMENT), list[str]()
     first = run(pieces, tmp_path, size, arms=["entropy"], extra=small, say=messages.append)
     assert messages[0].startswith("entropy-seed0: ")
     assert first["curves"]["entropy"][0]["step"] == [0, 1, 2]
     assert np.all(np.diff(first["curves"]["entropy"][0]["seconds"]) > 0)
+    assert all(0 <= 16 * share == round(16 * share) for share in first["curves"]["entropy"][0]["sampled"])
     monkeypatch.setattr(ablation, "_train", None)
     again = run(pieces, tmp_path, size, arms=["entropy"], extra=small, say=messages.append)
     assert again == first == json.loads(json.dumps(first))
