@@ -7,19 +7,20 @@ import sys
 import time
 from typing import TextIO
 
-from trainer.extras import needed_by
+from .extras import needed_by
 
 with needed_by("python -m trainer", "trainer"):
     from transformers.utils import logging
 
     from cfa_kernels.hf.memory import is_out_of_memory
-    from trainer import processes
-    from trainer.checkpoints.run_folder import Finished, Refused, open_run
-    from trainer.cli import parse
-    from trainer.config import TrainConfig
-    from trainer.endings import Ended, Ending, ignore_broken_pipe
-    from trainer.rewards.calls import RewardError
-    from trainer.run import set_up, train
+
+    from . import processes
+    from .checkpoints.run_folder import Finished, Refused, open_run
+    from .cli import parse
+    from .config import TrainConfig
+    from .endings import Ended, Ending, ignore_broken_pipe
+    from .rewards.calls import RewardError
+    from .run import set_up, train
 
 DESCRIPTION = """Train a language model by reinforcement with counterfactual credit assignment. With no setting it
 trains the embedded model on generated word problems in a few minutes on a CPU; with --model <hub name or folder> and

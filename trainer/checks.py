@@ -11,8 +11,9 @@ from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.sharding import run_inside
 from cfa_kernels.hf.verify import check_supported, check_trainable
 from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
-from trainer.config import TrainConfig
-from trainer.microbatch import Pass, UpdateBatch
+
+from .config import TrainConfig
+from .microbatch import Pass, UpdateBatch
 
 # Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;
 # several times what was seen on models of 4 to 24 layers (float32 6e-6, bfloat16 0.07, adapters merged or not).

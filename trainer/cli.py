@@ -13,7 +13,7 @@ from typing import Any
 import tyro
 import yaml
 
-from trainer.config import DEFAULTS_FILE, EMBEDDED, PRESETS, model_path
+from .config import DEFAULTS_FILE, EMBEDDED, PRESETS, model_path
 
 MODEL_SETTINGS = (
     "temperature", "top_p", "max_completion_length", "instruction", "use_peft", "learning_rate",

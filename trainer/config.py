@@ -16,8 +16,9 @@ from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, weights_sequences
 from cfa_kernels.ops.token_loss import CORRECTIONS, NUMBERS
 from cfa_kernels.options import NOT_NEGATIVE, POSITIVE, Count, Interval, NotNegative, PositiveShare, check_fields
-from trainer.precision import DtypeName, Precision
-from trainer.rewards.calls import BUILT_IN, INSTRUCTIONS, load_answer_format
+
+from .precision import DtypeName, Precision
+from .rewards.calls import BUILT_IN, INSTRUCTIONS, load_answer_format
 
 EMBEDDED = "embedded"
 GENERATED = "generated"

@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import GENERATED, DataConfig, TrainConfig
-from trainer.embedded.problems import generate
-from trainer.rewards.calls import ARGUMENTS
-from trainer.rewards.code import mbpp_row
-from trainer.rewards.numbers import gold_number
+from .config import GENERATED, DataConfig, TrainConfig
+from .embedded.problems import generate
+from .rewards.calls import ARGUMENTS
+from .rewards.code import mbpp_row
+from .rewards.numbers import gold_number
 
 GENERATED_TRAIN_PROBLEMS = 8192
 HELD_OUT_PROBLEMS = 256

@@ -5,12 +5,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainer.config import TrainConfig
-from trainer.data import Row
-from trainer.processes import count, gather, own_share
-from trainer.rewards import Reward, exact_match, rewards_by
-from trainer.rewards.calls import arguments
-from trainer.rollouts import Engine
+from .config import TrainConfig
+from .data import Row
+from .processes import count, gather, own_share
+from .rewards import Reward, exact_match, rewards_by
+from .rewards.calls import arguments
+from .rollouts import Engine
 
 _STREAM = 2  # at the end of a sample's key: evaluation draws numbers of its own
 

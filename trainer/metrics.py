@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import Credit
-from trainer.rollouts import Rollouts
+
+from .rollouts import Rollouts
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from cfa_kernels import Credit, DeferredCredit, Draws, Rows
 from cfa_kernels.hf.limits import default_token_budget
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.packing.packs import groups_within
-from trainer.config import TrainConfig
-from trainer.processes import gather, own_share
-from trainer.rollouts import Rollouts
-from trainer.state import Shaped
+
+from .config import TrainConfig
+from .processes import gather, own_share
+from .rollouts import Rollouts
+from .state import Shaped
 
 ByRow = dict[int, Tensor]
 """Tensors (t,) by the number of their completion in the batch."""

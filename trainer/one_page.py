@@ -27,7 +27,8 @@ from cfa_kernels import (
     find_answer,
     packed_forward,
 )
-from trainer.embedded.problems import generate
+
+from .embedded.problems import generate
 
 INSTRUCTION = "Solve the problem step by step. End with a line of the form: #### <number>"
 

@@ -22,8 +22,8 @@ from transformers import (
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
 
-from trainer.config import TrainConfig, model_path
-from trainer.processes import rank
+from .config import TrainConfig, model_path
+from .processes import rank
 
 # On the host; one copy of tensors that are sharded, by the process of rank 0. Frozen and tied weights are not there.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)

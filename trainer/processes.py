@@ -22,7 +22,7 @@ from cfa_kernels.hf.model import backbone, causal_lm
 from cfa_kernels.scoring.access import GRADIENTS
 
 if TYPE_CHECKING:
-    from trainer.config import TrainConfig
+    from .config import TrainConfig
 
 _Value = TypeVar("_Value")
 _Items = TypeVar("_Items", bound=Sequence[Any])

@@ -26,12 +26,12 @@ from rich.text import Text
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from trainer.analyze.page import write_run_page
-from trainer.analyze.records import Record, completion_record, judged_spans, rounded, token_credit
-from trainer.checkpoints.files import naming, write_whole
-from trainer.config import TrainConfig
-from trainer.evaluate import Evaluation
-from trainer.metrics import Step
+from .analyze.page import write_run_page
+from .analyze.records import Record, completion_record, judged_spans, rounded, token_credit
+from .checkpoints.files import naming, write_whole
+from .config import TrainConfig
+from .evaluate import Evaluation
+from .metrics import Step
 
 _ROWS_SHOWN = 10
 _TITLES = {"counterfactual": "Counterfactual ", "uniform": "", "inverted": "Inverted ", "random": "Random-weight "}

@@ -9,23 +9,24 @@ import torch
 from transformers import get_scheduler, set_seed
 
 from cfa_kernels.hf.model import context_length
-from trainer import processes
-from trainer.checkpoints.files import DiskError, whole_folder
-from trainer.checkpoints.run_folder import RunFolder, open_run
-from trainer.checks import require_supported, sampling_gap_limit
-from trainer.config import TrainConfig
-from trainer.data import encode_prompts, train_and_eval_rows
-from trainer.endings import Ended, Ending
-from trainer.evaluate import evaluate
-from trainer.experimental.compare_and_correct import require_fitting_prompt
-from trainer.policy import load_policy, load_tokenizer, save_policy
-from trainer.precision import frozen_copy, require_device
-from trainer.report import Report, Silence, tracker_library
-from trainer.rewards import load_reward, load_rewards
-from trainer.rewards.calls import RewardError, require_callable
-from trainer.rollouts import TransformersEngine, VllmEngine, await_server
-from trainer.state import Trainer
-from trainer.step import problem_batches, training_step
+
+from . import processes
+from .checkpoints.files import DiskError, whole_folder
+from .checkpoints.run_folder import RunFolder, open_run
+from .checks import require_supported, sampling_gap_limit
+from .config import TrainConfig
+from .data import encode_prompts, train_and_eval_rows
+from .endings import Ended, Ending
+from .evaluate import evaluate
+from .experimental.compare_and_correct import require_fitting_prompt
+from .policy import load_policy, load_tokenizer, save_policy
+from .precision import frozen_copy, require_device
+from .report import Report, Silence, tracker_library
+from .rewards import load_reward, load_rewards
+from .rewards.calls import RewardError, require_callable
+from .rollouts import TransformersEngine, VllmEngine, await_server
+from .state import Trainer
+from .step import problem_batches, training_step
 
 
 def set_up(config: TrainConfig) -> Trainer:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import TrainConfig
-from trainer.data import Row
-from trainer.rewards import Reward
-from trainer.rollouts import Engine, Rollouts
+from .config import TrainConfig
+from .data import Row
+from .rewards import Reward
+from .rollouts import Engine, Rollouts
 
 
 @dataclass

@@ -20,11 +20,12 @@ from cfa_kernels.hf.memory import run_in_memory
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.sharding import is_sharded, run_inside
 from cfa_kernels.scoring.training_forward import PackedLoss
-from trainer import processes
-from trainer.checks import check_sampling_gap, require_finite, sampling_metrics
-from trainer.experimental.compare_and_correct import shape_rewards
-from trainer.metrics import Averages, StageTimes, Step, length_metrics, reward_metrics
-from trainer.microbatch import (
+
+from . import processes
+from .checks import check_sampling_gap, require_finite, sampling_metrics
+from .experimental.compare_and_correct import shape_rewards
+from .metrics import Averages, StageTimes, Step, length_metrics, reward_metrics
+from .microbatch import (
     ByRow,
     MicroBatch,
     Pass,
@@ -37,10 +38,10 @@ from trainer.microbatch import (
     on_host,
     to_host,
 )
-from trainer.rewards import compute_rewards, group_advantages
-from trainer.rewards.calls import arguments
-from trainer.rollouts import Rollouts
-from trainer.state import Batch, Shaped, Trainer
+from .rewards import compute_rewards, group_advantages
+from .rewards.calls import arguments
+from .rollouts import Rollouts
+from .state import Batch, Shaped, Trainer
 
 _Launched = tuple[MicroBatch, float, PackedLoss]  # its rows, how many of its tokens move the loss, and the loss
 

@@ -1,9 +1,9 @@
 """Run `python -m trainer.analyze`, see `trainer.analyze.analysis`."""
 
-from trainer.extras import needed_by
+from ..extras import needed_by
 
 with needed_by("python -m trainer.analyze", "trainer"):
-    from trainer.analyze.analysis import main
+    from .analysis import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

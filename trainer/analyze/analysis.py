@@ -11,10 +11,10 @@ from rich.markup import escape
 from rich.table import Column
 from rich.table import Table as Shown
 
-from trainer.analyze.page import page_of, write_run_page
-from trainer.analyze.runs import comparison
-from trainer.analyze.samples import read_samples
-from trainer.analyze.tables import Cell, Table, analyse
+from .page import page_of, write_run_page
+from .runs import comparison
+from .samples import read_samples
+from .tables import Cell, Table, analyse
 
 DESCRIPTION = """Analyse the credit of logged completions: how much masked spans matter, which contents do, where weight
 and gradient gather. RUN_OR_FILE is a folder that the training program wrote (log more with --log_completions) or a file

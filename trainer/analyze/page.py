@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from trainer.analyze.runs import Run, comparison, groups_of, read_runs
-from trainer.analyze.samples import Sample, read_samples
+from .runs import Run, comparison, groups_of, read_runs
+from .samples import Sample, read_samples
 
 _MOST_BYTES = 16_000_000
 """Bytes of completions that a page holds; of more it holds every second, every third and so on."""

@@ -6,7 +6,8 @@ from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels import CounterfactualConfig, Credit
 from cfa_kernels.estimators.masking import Masking
-from trainer.rollouts import Rollouts
+
+from ..rollouts import Rollouts
 
 Record = dict[str, Any]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas
 import yaml
 
-from trainer.analyze.samples import json_lines
+from .samples import json_lines
 
 _FORMS = {
     "steps": "{:g}", "accuracy at step 0": "{:.1%}", "held-out accuracy": "{:.1%}", "reward": "{:.3f}",

@@ -15,8 +15,9 @@ import pandas
 from scipy import stats
 
 from cfa_kernels.text.arithmetic import ranked_math_intervals
-from trainer.analyze.samples import Sample
-from trainer.analyze.statistics import bootstrap_interval, ess_ratio, spearman, top_mass
+
+from .samples import Sample
+from .statistics import bootstrap_interval, ess_ratio, spearman, top_mass
 
 Cell = str | int | float | None
 

@@ -20,13 +20,14 @@ import yaml
 from filelock import FileLock, Timeout
 
 from cfa_kernels.hf.fsdp import is_piece
-from trainer.checkpoints.files import DamageError, DiskError, naming, seal, whole_folder, write_whole
-from trainer.checkpoints.state import collect, restore
-from trainer.cli import to_yaml
-from trainer.config import TrainConfig
-from trainer.policy import require_finite_weights
-from trainer.processes import on_first
-from trainer.state import Trainer
+
+from ..cli import to_yaml
+from ..config import TrainConfig
+from ..policy import require_finite_weights
+from ..processes import on_first
+from ..state import Trainer
+from .files import DamageError, DiskError, naming, seal, whole_folder, write_whole
+from .state import collect, restore
 
 RUNS = Path("runs")
 _SETTINGS, _SUMMARY, _LOCK = "config.yaml", "summary.json", ".lock"

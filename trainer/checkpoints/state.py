@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from trainer.policy import WHOLE, trained_state
-from trainer.state import Trainer
+from ..policy import WHOLE, trained_state
+from ..state import Trainer
 
 
 def collect(trainer: Trainer) -> dict[str, Any]:

@@ -16,13 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import correct_siblings
 from cfa_kernels.hf.model import causal_lm, context_length
-from trainer.config import TrainConfig
-from trainer.data import encode_prompt
-from trainer.metrics import StageTimes
-from trainer.rewards import compute_rewards
-from trainer.rewards.calls import arguments
-from trainer.rollouts import Rollouts
-from trainer.state import Batch, Shaped, Trainer
+
+from ..config import TrainConfig
+from ..data import encode_prompt
+from ..metrics import StageTimes
+from ..rewards import compute_rewards
+from ..rewards.calls import arguments
+from ..rollouts import Rollouts
+from ..state import Batch, Shaped, Trainer
 
 TEMPLATE = (
     "{question}\n\nThis attempt is wrong:\n{attempt}\n\nThis is correct:\n{reference}\n\n"

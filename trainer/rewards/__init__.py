@@ -1,7 +1,7 @@
 """Reward completions and turn rewards into advantages."""
 
-from trainer.rewards.calls import Reward, compute_rewards, group_advantages, load_reward, load_rewards, rewards_by
-from trainer.rewards.numbers import exact_match
+from .calls import Reward, compute_rewards, group_advantages, load_reward, load_rewards, rewards_by
+from .numbers import exact_match
 
 __all__ = [
     "Reward", "compute_rewards", "exact_match", "group_advantages", "load_reward", "load_rewards", "rewards_by",

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from cfa_kernels.text.rules import AnswerFormat
-from trainer.rollouts import Rollouts
+
+from ..rollouts import Rollouts
 
 Reward = Callable[..., list[float | None]]
 """TRL's contract: `f(prompts=, completions=, completion_ids=, **columns)`; None abstains."""

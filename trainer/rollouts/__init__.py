@@ -4,8 +4,8 @@ An engine takes prompts with their keys and returns `Rollouts` (`engine.py`); a 
 that `rollout_engine` names.
 """
 
-from trainer.rollouts.engine import Engine, Rollouts
-from trainer.rollouts.in_process import TransformersEngine, generate
-from trainer.rollouts.vllm import VllmEngine, await_server
+from .engine import Engine, Rollouts
+from .in_process import TransformersEngine, generate
+from .vllm import VllmEngine, await_server
 
 __all__ = ["Engine", "Rollouts", "TransformersEngine", "VllmEngine", "await_server", "generate"]

@@ -12,10 +12,11 @@ from transformers.cache_utils import DynamicCache
 
 from cfa_kernels.hf.head import decoding_head
 from cfa_kernels.hf.model import causal_lm
-from trainer.precision import frozen_copy
-from trainer.rollouts.engine import Rollouts, end_ids, require_finite_logits
-from trainer.rollouts.merged import CannotMerge, merged_adapters
-from trainer.rollouts.sampling import KeyedSampler, keyed_uniforms
+
+from ..precision import frozen_copy
+from .engine import Rollouts, end_ids, require_finite_logits
+from .merged import CannotMerge, merged_adapters
+from .sampling import KeyedSampler, keyed_uniforms
 
 _FEWEST_ROWS = 8  # of a static cache; others are powers of two
 _LENGTHS = 64  # tokens that a static cache holds are a multiple of it, so that shapes repeat

@@ -23,8 +23,9 @@ from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_logprobs
-from trainer.rollouts.engine import Rollouts, end_ids, require_finite_logits
-from trainer.rollouts.merged import CannotMerge, merged_adapters
+
+from .engine import Rollouts, end_ids, require_finite_logits
+from .merged import CannotMerge, merged_adapters
 
 _AT_ONCE = 64  # requests; as many as the client keeps connections
 START_SECONDS = 240.0
