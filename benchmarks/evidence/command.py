@@ -22,7 +22,9 @@ from benchmarks.harness.results import RESULTS, Document, Pieces, document_head,
 # A preference of random weights is the same for all problems; several such models even it out.
 COPIES = {TRAINED: 1, RANDOM: 10}
 
-TRAINING = '--arms training --rates "5e-5 1e-4" --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 2'
+TRAINING = (
+    '--arms training --rates "5e-5 1e-4" --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 2'
+)
 ALL = (
     "planted", "programs", "papers", "demo", "ablation",
     'ablation --arms "two levels" --name evidence-ablation-levels',
