@@ -256,7 +256,7 @@ def line_ends(row: Tensor, tokenizer: Any) -> list[tuple[int, bool]]:
 def first_fall(importances: Tensor, units: Sequence[Span], answer: Span | None, length: int) -> Tensor:
     """Weight 4 for the first unit that costs the answer half as much as the worst does, a half for the others."""
     weights = torch.ones(length)
-    falls = (importances < 0) & (importances <= importances.min() / 2)
+    falls = (importances < 0) & (importances <= min(importances.tolist(), default=0.0) / 2)
     for k, unit in enumerate(units if falls.any() else ()):
         weights[unit.start : unit.end] = 4.0 if k == int(falls.int().argmax()) else 0.5
     return weights

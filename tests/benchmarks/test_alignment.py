@@ -125,6 +125,7 @@ def test_the_first_fall_is_the_first_of_the_large_ones():
     weights = arms.first_fall(torch.tensor([-0.1, -0.5, -0.9]), units, None, 7)
     assert weights.tolist() == [0.5, 0.5, 4, 1, 0.5, 0.5, 1]
     assert arms.first_fall(torch.tensor([0.1, 0.0, 0.2]), units, None, 7).tolist() == [1] * 7
+    assert arms.first_fall(torch.tensor([]), [], None, 7).tolist() == [1] * 7
 
 
 def test_arms_of_ones_own_are_named_by_their_module():
