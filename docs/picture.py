@@ -45,7 +45,7 @@ def draw(completion: dict[str, Any], path: Path) -> None:
     axes.axis("off")
     header = {"color": _SOFT, "fontsize": 8.5, "va": "center"}
     axes.text(1, -1, "completion", **header)
-    axes.text(value, -1, "change of log P(answer)", ha="center", **header)
+    axes.text(value, -1, "drop of log P(answer)", ha="center", **header)
     axes.text(weight_at, -1, "weight", ha="center", **header)
     norm = TwoSlopeNorm(1.0, 0.0, max(*completion["weights"], 2.0))
     largest = max(abs(span["drop"]) for span in completion["spans"])
@@ -60,7 +60,7 @@ def draw(completion: dict[str, Any], path: Path) -> None:
         for span in line["spans"]:
             length = max(14 * abs(span["drop"]) / largest, 0.15)
             axes.add_patch(Rectangle((bar - length, y - 0.3), length, 0.6, color="#c2452d", lw=0))
-            axes.text(value, y, f"{round(span['drop'], 2) + 0.0:.2f} nats", fontsize=8.5, **plain)
+            axes.text(value, y, f"{span['drop']:z.2f} nats", fontsize=8.5, **plain)
         weights = " and ".join(f"{weight:g}" for weight in sorted({weight for _, weight in line["tokens"]} - {1.0}))
         said = f"{weights}, the answer" if line["answer"] else weights
         axes.text(weight_at, y, said, fontsize=8.5, ha="center", **plain)

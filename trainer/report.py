@@ -245,11 +245,11 @@ class Report:
         sample = self._sample(result, max(range(len(result.problems)), key=lambda b: len(result.credit.spans[b])))
         text = Text.assemble(*zip(sample["tokens"], map(_weight_style, sample["weights"]), strict=True))
         unit = sample["drops_unit"]
-        header = "answer log-prob drop (nats)" if unit == "nats" else f"minus {unit}"
+        header = "answer log-prob drop (nats)" if unit == "nats" else unit
         table = Table("masked span", header, "weight", box=None, header_style="dim")
-        strongest = sorted(sample["spans"], key=lambda span: span["drop"])[:_ROWS_SHOWN]
+        strongest = sorted(sample["spans"], key=lambda span: -span["drop"])[:_ROWS_SHOWN]
         for span in sorted(strongest, key=lambda span: span["start"]):
-            drop = f"{span['drop']:.3f}" if unit == "nats" else f"{span['drop']:.3g}"
+            drop = f"{span['drop']:z.3f}" if unit == "nats" else f"{span['drop']:.3g}"
             table.add_row(escape(span["text"]), drop, Text(f"{span['weight']:.2f}", _weight_style(span["weight"])))
         self.console.print(f"\nA completion of the last step, reward {sample['reward']:g}, coloured by token weight:\n")
         self.console.print(Padding(text, (0, 2)))

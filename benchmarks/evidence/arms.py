@@ -160,7 +160,7 @@ class Judged:
         for b, (spans, drop) in enumerate(zip(credit.spans, credit.drop, strict=True)):
             order = torch.randperm(len(spans), generator=keyed_generator(b, *lengths))
             for span, place in zip(spans, order.tolist(), strict=True):
-                external[b][span.start : span.end] = -drop[place]
+                external[b][span.start : span.end] = drop[place]
         return external
 
     def _entropies(self) -> list[Tensor]:
@@ -183,8 +183,8 @@ def by_prefix(judged: Judged) -> list[Tensor]:
     rows = []
     for reward, spans, drop, n in zip(rewards, credit.spans, credit.drop, judged.group.rows.lengths, strict=True):
         value = torch.zeros(n)
-        for span, loss in zip(spans, drop.tolist(), strict=True):
-            value[span.end :] -= loss
+        for span, gain in zip(spans, drop.tolist(), strict=True):
+            value[span.end :] += gain
         rows.append(reward - (rewards.mean() + value).clamp(0, 1))
     return rows
 

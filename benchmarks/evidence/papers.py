@@ -142,7 +142,7 @@ def _importances(policy: Policy, rows: Rows, config: CounterfactualConfig) -> tu
     credit = DeferredCredit(config, policy.tokenizer, rows, torch.ones(len(rows)), seed=0)
     credit.by_model(policy.model)
     whole: Any = credit.finished()
-    return [(-drop).clamp(min=0).tolist() for drop in whole.drop], whole.spans
+    return [drop.clamp(min=0).tolist() for drop in whole.drop], whole.spans
 
 
 def _correlations(scores: Sequence[Any], truth: Sequence[Any]) -> list[float]:

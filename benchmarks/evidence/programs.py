@@ -147,9 +147,9 @@ def judge(subject: Subject, asked: Sequence[Row], settings: ProgramsSettings) ->
             config=CounterfactualConfig(estimator, detector="sentence", max_spans=16),
             probes=[Probe(torch.tensor(ask + value), Span(len(ask), len(ask + value))) for _, ask, value in ids],
         )  # fmt: skip
-        result["methods"][name] = summary([(-row).tolist() for row in credit.drop], kinds)
+        result["methods"][name] = summary([row.tolist() for row in credit.drop], kinds)
         if name == "CF":
-            least = credit.base + torch.stack([row.min() for row in credit.drop])
+            least = credit.base - torch.stack([row.max() for row in credit.drop])
             result |= {"probability": credit.base.exp().mean().item(), "masked": least.exp().mean().item()}
     return result
 

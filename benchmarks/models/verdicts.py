@@ -191,8 +191,8 @@ def judge_scores(model: PreTrainedModel, plain: Plain, batches: Iterable[Scoring
                 masked = [_masked_score(plain, prompt, completion, span, answer, batch) for span in spans]
                 expected = torch.stack([base, *masked])
                 pairs += [(scores.base[b], base), (scores.masked[b], expected[1:])]
-                pairs += [(scores.drop[b], expected[1:] - base)]
-                drops += (expected[1:] - base).abs().tolist()
+                pairs += [(scores.drop[b], base - expected[1:])]
+                drops += (base - expected[1:]).abs().tolist()
             for ours, theirs in pairs:
                 worst = max(worst, _gap(ours, theirs))
     return Verdict.of(worst), _rounded(float(torch.tensor(drops).median()))

@@ -74,7 +74,7 @@ def weights_of_kind(kind: str, model: nn.Module, rollouts: JobRollouts) -> Weigh
     scores = per_span_logits_to_keep(causal_lm(model), job)
     if kind == "authors":
         return authors_weights(job, _authors_importance(scores, rollouts))
-    drops = [(row[1:] - row[0]).cpu() for row in scores]
+    drops = [(row[0] - row[1:]).cpu() for row in scores]
     active = set(rollouts.active)
     return [
         span_weights(drops[b], job.spans[b], job.answers[b], len(completion)) if b in active

@@ -28,7 +28,7 @@ FIGURES: dict[str, str] = {
     "credit/scored_fraction": "mean",
     "credit/spans_mean": "mean",
     "credit/drop_mean": "mean",
-    "credit/drop_min": "min",
+    "credit/drop_max": "max",
     "credit/distractor_fraction": "mean",
     "credit/tokens_fed": "sum",
     "credit/forwards": "sum",
@@ -46,8 +46,8 @@ class Credit:
         weights: B tensors (T_b,) fp32, 1 on completions without credit.
         answers: B spans, None where no answer was found.
         spans: B lists of the units that were judged.
-        drop: B tensors (K_b,) fp32, minus the importance of each unit, in nats under masking; 0 where rounding may
-            account for it.
+        drop: B tensors (K_b,) fp32, the importance of each unit, under masking the nats that the answer loses without
+            it; 0 where rounding may account for it.
         base: (B,) fp32, log P(answer), nats; nan where it was not scored.
         work: counts of what the estimator fed; None for nothing.
         advantages: B tensors (T_b,), to train on instead of the caller's; None unless values are signed.
@@ -91,7 +91,7 @@ class Credit:
         return whole
 
     def metrics(self, counted: Sequence[Tensor] | None = None) -> dict[str, float]:
-        """Compute figures to log. Drops are in nats, negative for spans that matter; one above 0 is a distractor's.
+        """Compute figures to log. Drops are in nats; one below 0 is a distractor's.
 
         For signed credit the figures describe what is added to the advantages, instead of weights and drops.
         `counted` are B tensors (T_b,), 1 on tokens that the loss counts; default all.
@@ -122,8 +122,8 @@ class Credit:
             drops = torch.cat(self.drop)
             figures |= {
                 "credit/drop_mean": drops.mean().item(),
-                "credit/drop_min": drops.min().item(),
-                "credit/distractor_fraction": (drops > 0).float().mean().item(),
+                "credit/drop_max": drops.max().item(),
+                "credit/distractor_fraction": (drops < 0).float().mean().item(),
             }
         return figures
 
@@ -211,7 +211,7 @@ class _Estimate(NamedTuple):
     importances: Importances
     base: Mapping[int, Tensor]  # ()
     compared: Mapping[int, Tensor]  # (K,), equal throughout a row if they differ by rounding only
-    drops: Mapping[int, Tensor]  # (K,) minus the importances, 0 where rounding may account for them
+    drops: Mapping[int, Tensor]  # (K,) the importances, 0 where rounding may account for them
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ def _beyond_rounding(
     compared, drops = [], []
     for i, (values, answer) in enumerate(zip(importances.values, answers, strict=True)):
         compared.append(values)
-        drops.append(-values)
+        drops.append(values)
         if not len(values) or answer is None or importances.change_of is None:
             continue
         tokens = answer.end - answer.start
@@ -357,7 +357,7 @@ def _beyond_rounding(
         most, least = int(values.argmax()), int(values.argmin())
         if values[most] - values[least] <= torch.hypot(errors[1 + most], errors[1 + least]):
             compared[-1] = values.mean().expand(len(values))
-        drops[-1] = -values * (values.abs() > torch.hypot(errors[:1], errors[1:]))
+        drops[-1] = values.where(values.abs() > torch.hypot(errors[:1], errors[1:]), 0.0)
     return compared, drops
 
 

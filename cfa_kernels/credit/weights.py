@@ -38,11 +38,11 @@ def span_weights(
 ) -> Tensor:
     """Weigh the tokens of one completion by the drops of its spans (CF paper, eqs. 4, 6 and 7), as `Range`.
 
-    Importance `-drop` is min-max normalised over the spans. One span, or drops that differ by the rounding of float32
+    Drops are min-max normalised over the spans. One span, or drops that differ by the rounding of float32
     only, weigh 1, as do tokens outside every span. A token in several spans takes the largest importance among them.
 
     Args:
-        drop: (K,) masked minus base log-prob of the answer, nats, one per span.
+        drop: (K,) base minus masked log-prob of the answer, nats, one per span: its importance.
         spans: K half-open token spans.
         answer: the answer's tokens, or None.
         length: completion tokens.
@@ -74,7 +74,7 @@ def span_weights(
         raise ValueError(f"drop, span {k}: must be finite, got {values[k].item()}")
     if len(values) and values.max() - values.min() <= FLOAT32_NOISE:
         values = torch.zeros(len(values))
-    row = WeightInputs(-values, spans, answer, length)
+    row = WeightInputs(values, spans, answer, length)
     row = with_draws(row, rule, generator) if control == "random" else row
     weights = torch.ones(length) if control == "off" else rule.weigh(row, inverted=control == "inverted")
     return normalized_weights(weights, normalize).to(drop.device)

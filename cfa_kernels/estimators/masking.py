@@ -95,7 +95,7 @@ class Masking(Estimator):
             scores = access.score(part, outcome=self.outcome)
         values = [torch.zeros(len(units)) for units in batch.units]
         for row, numbers, drop in zip(values, some, scores.drop, strict=True):
-            row[numbers] = -drop.float()
+            row[numbers] = drop.float()
         change_of = None if self.outcome in DIVERGENCES else self.outcome
         return Importances(values, base=scores.base, work=work + scores.work, change_of=change_of)  # type: ignore[arg-type]
 

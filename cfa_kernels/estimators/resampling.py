@@ -63,7 +63,7 @@ def resampled_scores(access: ModelAccess, batch: ScoredBatch, samples: int, outc
     filled = batch.with_units([row.spans * samples for row in batch.rows], lambda row, k: by_place[row.place][k])
     scores = score_batch(access.model, filled, outcome)
     masked = [row.view(samples, -1).mean(0) for row in scores.masked]
-    drop = [row - base for row, base in zip(masked, scores.base, strict=True)]
+    drop = [base - row for row, base in zip(masked, scores.base, strict=True)]
     return CounterfactualScores(scores.base, masked, drop, scores.work + work)
 
 

@@ -28,7 +28,7 @@ def total_effects(access: ModelAccess, batch: ScoredBatch) -> Importances:
 
     Returns:
         Total effects by the rule of `chained_effects`, with `base`. Details, of each completion: `direct` (K_b,) fp32,
-        minus the drop of `CounterfactualScores`; `links` (K_b, K_b) fp32, at [i, j] how much less probable unit j's
+        the drop of `CounterfactualScores`; `links` (K_b, K_b) fp32, at [i, j] how much less probable unit j's
         tokens are with unit i masked, by the mean of their log-probs, at least 0, and 0 unless j is between i and the
         answer. A completion without an answer has nan throughout.
     """

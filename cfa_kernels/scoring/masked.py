@@ -46,13 +46,13 @@ class ScoringWork:
 class CounterfactualScores:
     """Scores of the answers of B completions, as sampled and without each span, in nats, fp32 on the host.
 
-    The lower its drop, the more a span matters: its importance is `-drop`. If the outcome is a distribution (`last`,
-    `mean`), `base` is 0 and `masked` minus the KL divergence from the unmasked one.
+    A span matters by its drop, its importance. If the outcome is a distribution (`last`, `mean`), `base` is 0 and
+    `masked` minus the KL divergence from the unmasked one.
     """
 
     base: Tensor  # (B,) log P(answer | prompt, reasoning), or its mean over tokens; nan where there is no answer
     masked: list[Tensor]  # B tensors (K_b,), the same with span k masked
-    drop: list[Tensor]  # B tensors (K_b,), `masked - base`; a positive one marks a distractor (CF paper, eq. 3)
+    drop: list[Tensor]  # B tensors (K_b,), `base - masked`, below 0 for a distractor (minus D of CF paper, eq. 3)
     work: ScoringWork
 
     def in_callers_order(self, batch: ScoredBatch) -> "CounterfactualScores":
@@ -235,5 +235,5 @@ def collect_scores(values: Tensor, plan: ScoringPlan, outcome: Outcome, work: Sc
         branch_of += [next(branches) if row.masks_something(span) else base_of[-1] for span in row.spans]
     spans = [len(row.spans) for row in plan.rows]
     base, masked = scores[base_of], scores[branch_of]
-    drop = masked - base.repeat_interleave(torch.tensor(spans, dtype=torch.int64))
+    drop = base.repeat_interleave(torch.tensor(spans, dtype=torch.int64)) - masked
     return CounterfactualScores(base, list(masked.split(spans)), list(drop.split(spans)), work)

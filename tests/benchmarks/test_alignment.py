@@ -106,7 +106,7 @@ def test_a_baseline_by_prefix_is_the_mean_at_first_and_knows_the_right_answer_at
     ):
         first = spans[0].end if spans else len(row)
         torch.testing.assert_close(row[:first], (reward - mean).expand(first))
-        torch.testing.assert_close(row[-1], reward - (mean - drop.sum()).clamp(0, 1))
+        torch.testing.assert_close(row[-1], reward - (mean + drop.sum()).clamp(0, 1))
     own = judged.credit(GAIN_OF_ALL)
     wrong = judged.group.rewards == 0
     assert any(w and not torch.equal(a, b) for w, a, b in zip(wrong, own.drop, credit.drop, strict=True))

@@ -67,4 +67,4 @@ def test_importances_of_spans_are_those_of_the_authors_package_for_its_answer(ma
     except Absent as error:
         pytest.skip(str(error))
     scores = score_columns(model, job.prompts, job.completions, job.spans, job.answers, mask=job.placeholder_id)
-    torch.testing.assert_close(theirs, stretched(-scores.drop[0], len(job.completions[0])), rtol=0, atol=1e-5)
+    torch.testing.assert_close(theirs, stretched(scores.drop[0], len(job.completions[0])), rtol=0, atol=1e-5)

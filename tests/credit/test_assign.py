@@ -30,7 +30,7 @@ class Scored:
 
     module = model = None
 
-    def __init__(self, drops=(-2.0, -1.0), base=0.0, capabilities=(LOGPROBS,), dtype=torch.float32):
+    def __init__(self, drops=(2.0, 1.0), base=0.0, capabilities=(LOGPROBS,), dtype=torch.float32):
         self.drops, self.base, self.capabilities, self.batches = torch.tensor(drops), base, frozenset(capabilities), []
         self.dtype = dtype
 
@@ -160,8 +160,8 @@ def test_credit_metrics_describe_the_scored_rows(scored):
     metrics = counterfactual_credit(scored, Tokenizer(), ROWS).metrics()
     assert metrics["credit/scored_fraction"] == 0.75
     assert metrics["credit/spans_mean"] == 2
-    assert metrics["credit/drop_mean"] == -1.5
-    assert metrics["credit/drop_min"] == -2.0
+    assert metrics["credit/drop_mean"] == 1.5
+    assert metrics["credit/drop_max"] == 2.0
     assert metrics["credit/distractor_fraction"] == 0
     assert metrics["credit/weight_mean"] == (8 + 7 + 2 + 8) / 16
     assert metrics.keys() <= FIGURES.keys()
@@ -230,7 +230,7 @@ def test_a_function_as_estimator_sees_every_completion_with_its_group_and_its_va
     assert torch.equal(batch.advantages, advantages)
     assert credit.weights[0].tolist() == [0.5, 4.0, 1, 1, 1.5]
     assert credit.weights[2].eq(1).all()
-    assert credit.drop[0].tolist() == [0, -3]
+    assert credit.drop[0].tolist() == [0, 3]
 
 
 def test_siblings_are_the_completions_of_equal_prompts_unless_groups_are_given(scored):
@@ -508,10 +508,10 @@ def test_drops_within_rounding_weigh_alike_and_make_no_distractors(outcome, dtyp
     rows = Rows([ids[:2]], [ids])
     # An answer of two tokens: the roots of 2 (two drops) and of 2 (its tokens), the mean over which halves it.
     limit = ACCURACY[dtype] * (2.0 if outcome == "logprob" else 1.0)
-    within, beyond = (credit([0.0, share * limit]) for share in (0.9, 1.1))
+    within, beyond = (credit([0.0, -share * limit]) for share in (0.9, 1.1))
     answer = within.answers[0]
     assert answer.end - answer.start == 2
-    assert within.drop[0].eq(0).all()
+    assert str(within.drop[0].tolist()) == "[0.0, 0.0]"  # no -0.0
     assert within.metrics()["credit/distractor_fraction"] == 0
     assert beyond.metrics()["credit/distractor_fraction"] == 0.5
     assert within.weights[0][: answer.start].eq(1).all()

@@ -50,7 +50,7 @@ def test_prefix_gain_asks_each_completions_own_answer_behind_every_unit(model, b
     for b in (0, 1):
         end = len(encode(TOKENIZER, TEXTS[b].split("####")[0]))
         expected = gain_of(model, prompts[b], completions[b], credit.spans[b], credit.answers[b], end)
-        torch.testing.assert_close(-credit.drop[b], expected)
+        torch.testing.assert_close(credit.drop[b], expected)
 
 
 def test_a_host_that_gives_log_probs_alone_finds_the_same_prefix_gains_and_mean_drops(model, batch):
@@ -102,7 +102,7 @@ def test_prefix_gain_asks_the_probe_alone_also_of_a_completion_with_an_answer_of
     asked = torch.cat([kept, ids])
     answer = Span(len(asked) - 1, len(asked))
     expected = gain_of(model, prompts[0], asked, credit.spans[0], answer, len(kept))
-    torch.testing.assert_close(-credit.drop[0], expected)
+    torch.testing.assert_close(credit.drop[0], expected)
 
 
 def test_a_target_is_scored_in_the_place_of_the_answer(model, batch):
@@ -182,7 +182,7 @@ def test_credit_by_total_effects_weighs_by_them_and_keeps_the_answers_own_score(
     expected = total_effects(InProcess(exact), rows)
     assert direct.spans == total.spans
     for b, effects in enumerate(rows.to_callers_order(expected.values)[:2]):
-        torch.testing.assert_close(total.drop[b], -effects)
+        torch.testing.assert_close(total.drop[b], effects)
         most = total.spans[b][int(effects.argmax())]
         assert total.weights[b][most.start] == 4
     assert units == "spans" or not torch.allclose(total.drop[0], direct.drop[0], atol=1e-3)  # of spans, few have links
@@ -196,4 +196,4 @@ def test_total_effects_go_with_probes_and_controls(exact, batch):
     credit = credit_of(exact, batch, CounterfactualConfig(effect="total", control="inverted"), probes=probes)
     assert len(credit.drop[2]) > 1
     assert credit.drop[2].isfinite().all()
-    assert credit.weights[0][credit.spans[0][int(credit.drop[0].argmin())].start] == 0.5
+    assert credit.weights[0][credit.spans[0][int(credit.drop[0].argmax())].start] == 0.5

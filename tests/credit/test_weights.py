@@ -18,7 +18,7 @@ from cfa_kernels.span import Span
 
 SPANS = [Span(1, 3), Span(4, 6), Span(6, 7)]
 ANSWER = Span(8, 10)
-DROP = torch.tensor([-3.0, -1.0, 1.0])
+DROP = torch.tensor([3.0, 1.0, -1.0])
 NOTHING_LEFT = {"w_min": 0.0, "w_max": 0.0, "spans": [Span(0, 4), Span(4, 7), Span(7, 11)], "answer": None}
 
 
@@ -50,7 +50,7 @@ def test_random_draws_every_reasoning_token_from_the_range_by_the_generator():
 
 
 @pytest.mark.parametrize("control", [None, "inverted"])
-@pytest.mark.parametrize("drop", [[-2.0], [-2.0, -2.0, -2.0], [-2.0, -2.0 + 1e-7, -2.0]])
+@pytest.mark.parametrize("drop", [[2.0], [2.0, 2.0, 2.0], [2.0, 2.0 + 1e-7, 2.0]])
 def test_one_span_or_equal_importances_weigh_one(control, drop):
     weights = span_weights(torch.tensor(drop), SPANS[: len(drop)], ANSWER, 11, control=control)
     expected = torch.ones(11)
@@ -66,7 +66,7 @@ def test_without_spans_or_answer_everything_weighs_one():
 
 def test_a_token_in_several_spans_takes_the_largest_importance():
     spans = [Span(0, 4), Span(2, 6), Span(7, 8)]
-    drop = torch.tensor([-2.0, -1.0, 0.0])
+    drop = torch.tensor([2.0, 1.0, 0.0])
     assert span_weights(drop, spans, None, 9).tolist() == [4.0] * 4 + [2.25] * 2 + [1.0, 0.5, 1.0]
     inverted = span_weights(drop, spans, None, 9, control="inverted")
     assert inverted.tolist() == [0.5] * 4 + [2.25] * 2 + [1.0, 4.0, 1.0]

@@ -38,7 +38,7 @@ def test_preselected_units_are_masked_exactly_and_the_others_claim_nothing(qwen3
     masked = [[0, 1], [1], [0], [0], [1], [], [1]]
     for ours, drop, units in zip(values, whole.drop, masked, strict=True):
         expected = torch.zeros(len(drop))
-        expected[units] = -drop[units]
+        expected[units] = drop[units]
         torch.testing.assert_close(ours, expected, rtol=0, atol=4e-5, equal_nan=True)
     assert work.tokens_fed < whole.work.tokens_fed
     assert work.forwards == 1
@@ -71,8 +71,8 @@ def test_preselecting_almost_all_units_is_exact(qwen3, outcome):
     rows = batch_of(qwen3, *batch())
     every = rows.to_callers_order(Masking(outcome=outcome)(InProcess(qwen3), rows).values)
     whole = score_columns(qwen3, *batch(), mask=PLACEHOLDER, outcome=outcome)
-    torch.testing.assert_close(values[0], -whole.drop[2], rtol=0, atol=1e-5)
-    torch.testing.assert_close(every, [-drop for drop in whole.drop], rtol=0, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(values[0], whole.drop[2], rtol=0, atol=1e-5)
+    torch.testing.assert_close(every, whole.drop, rtol=0, atol=1e-5, equal_nan=True)
 
 
 def test_entropies_that_are_not_finite_are_refused_by_row_and_token(qwen3):

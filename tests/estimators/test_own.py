@@ -92,7 +92,7 @@ def test_its_importances_become_the_weights_of_its_rule():
         share = (torch.arange(judged) / (judged - 1)) ** power
         torch.testing.assert_close(credit.weights[0][:judged], 0.5 + 3.5 * share)
         assert credit.weights[0][credit.answers[0].start] == 1.5
-        assert credit.drop[0].tolist() == [-(float(t) ** power) for t in range(judged)]
+        assert credit.drop[0].tolist() == [float(t) ** power for t in range(judged)]
         weights[power] = credit.weights[0]
     assert not torch.equal(weights[1.0], weights[2.0])
     inverted = credit_of(access, CounterfactualConfig(estimator="lateness", control="inverted"))

@@ -95,7 +95,7 @@ def test_a_probe_scores_a_completion_up_to_its_end_of_text(qwen3):
     base = naive(qwen3, prompt, longer, answer)
     masked = naive(qwen3, prompt, longer, answer, span)
     assert abs(scores.base[0].item() - base) < 2e-5
-    assert abs(scores.drop[0].item() - (masked - base)) < 4e-5
+    assert abs(scores.drop[0].item() - (base - masked)) < 4e-5
 
 
 @pytest.mark.parametrize(("ids", "kept"), [([5, 2, 6, 2, 2], 3), ([2, 2], 0), ([5, 6], 2), ([5, 3, 2], 1)])

@@ -133,7 +133,7 @@ def test_signed_credit_of_rows_is_in_the_units_of_their_advantages_and_leaves_wh
 def test_a_function_of_the_callers_asks_the_service_in_the_models_place():
     def estimate(access, batch):
         scores = access.score(replace(batch, mask=0))
-        return Importances([-row for row in scores.drop], base=scores.base, change_of="logprob")
+        return Importances(scores.drop, base=scores.base, change_of="logprob")
 
     def credited(config):
         return credit_rows(

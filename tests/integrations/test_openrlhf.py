@@ -111,7 +111,7 @@ def test_what_credit_did_is_logged_for_each_sample_and_leaves_a_tools_tokens_out
     weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), batch_rows())
     weights[1][1] = float("nan")
     for experience in made:
-        for name in ("weight_std", "spans_mean", "drop_mean", "drop_min", "tokens_fed", "seconds"):
+        for name in ("weight_std", "spans_mean", "drop_mean", "drop_max", "tokens_fed", "seconds"):
             assert experience.info[f"credit/{name}"].shape == (len(experience.sequences),)
         assert experience.info["credit/scored_fraction"][0] == pytest.approx(5 / 6)  # one has no answer
         mean = torch.cat(weights).nanmean()

@@ -72,7 +72,7 @@ def test_with_weights_of_one_training_is_trls_own_to_the_last_bit(train, tmp_pat
 
 def test_training_with_credit_differs_from_trls_and_logs_what_credit_did(theirs, mine):
     assert changed(theirs, mine)
-    for name in ("weight_mean", "weight_std", "scored_fraction", "spans_mean", "drop_mean", "drop_min", "seconds"):
+    for name in ("weight_mean", "weight_std", "scored_fraction", "spans_mean", "drop_mean", "drop_max", "seconds"):
         assert len(logged(mine, f"credit/{name}")) == 1, name
     assert min(logged(mine, "credit/tokens_fed")) > 0
     assert logged(theirs, "reward") == logged(mine, "reward")  # the first rollouts are the same
@@ -130,9 +130,9 @@ def test_figures_leave_a_tools_tokens_out(train):
         ("credit/seconds", 3.0, 5.0, [5.0]),
         ("clip_ratio/high_max", 0.1, 0.3, [0.3]),
         ("clip_ratio/low_min", 0.1, 0.3, [0.1]),
-        ("credit/drop_min", -1.0, -4.0, [-4.0]),
+        ("credit/drop_max", 1.0, 4.0, [4.0]),
         ("credit/weight_mean", 1.0, 2.0, [1.5]),
-        ("credit/drop_mean", float("nan"), -4.0, [-4.0]),  # one process had nothing to score
+        ("credit/drop_mean", float("nan"), 4.0, [4.0]),  # one process had nothing to score
         ("credit/drop_mean", float("nan"), float("nan"), []),
     ],
 )

@@ -163,11 +163,11 @@ def test_sharded_processes_train_as_one(tmp_path, how, kind):
         one, two = train("one", 1, *case), together[name]
         torch.testing.assert_close(two["state"], one["state"], rtol=1e-3 if how == "DDP" else 1e-4, atol=1e-6)
         for a, b in zip(one["log"], two["log"], strict=True):
-            for figure in ("loss", "grad_norm", "kl", "credit/drop_min", "credit/scored_fraction"):
+            for figure in ("loss", "grad_norm", "kl", "credit/drop_max", "credit/scored_fraction"):
                 assert (figure in a) == (figure in b)
                 if figure in a:
                     assert float(b[figure]) == pytest.approx(float(a[figure]), rel=1e-4, abs=1e-6), (name, figure)
-        assert "credit/drop_min" in two["log"][0]
+        assert "credit/drop_max" in two["log"][0]
     assert two["kind"] == kind
     theirs, ours = (together[name]["log"] for name in IN_HALVES)
     for place, figure in ((0, "loss"), (0, "grad_norm"), (1, "eval_loss")):

@@ -92,7 +92,7 @@ def test_a_branch_scores_as_the_sequence_that_its_mask_makes_fed_by_itself(acces
             branch = torch.cat([completions[b][:start], ids, completions[b][end:]])
             moved = len(ids) - (end - start) if end <= answer.start else 0
             masked = logprobs(prompts[b], branch)[answer.start + moved : answer.end + moved].sum()
-            assert abs(scores.drop[b][k].item() - (masked - base).item()) < 1e-5
+            assert abs(scores.drop[b][k].item() - (base - masked).item()) < 1e-5
             assert start < answer.start or scores.drop[b][k] == 0
 
 

@@ -206,7 +206,7 @@ def assert_equals_naive(scores, model, prompts, completions, spans, answers, tol
         for k, span in enumerate(spans[b]):
             masked = naive(model, prompts[b], completions[b], answer, span)
             assert abs(scores.masked[b][k].item() - masked) <= tolerance
-            assert abs(scores.drop[b][k].item() - (masked - base)) <= 2 * tolerance
+            assert abs(scores.drop[b][k].item() - (base - masked)) <= 2 * tolerance
 
 
 def plain_logprobs(model, prompts, completions, temperature=1.0):

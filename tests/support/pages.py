@@ -46,7 +46,7 @@ def completion(step: int, reward: float, **more: object) -> dict:
     return {
         "step": step, "problem": 7, "reward": reward, "advantage": reward - 0.5, "tokens": list("Step1=2+3."),
         "answer": {"start": 9, "end": 10}, "weights": [1, 1, 1, 1, 4, 4, 4, 2, 0.5, 1.5], "credit": "masking",
-        "spans": [{"start": 0, "end": 2, "drop": 0.5}, {"start": 4, "end": 7, "drop": -4.25}],
+        "spans": [{"start": 0, "end": 2, "drop": -0.5}, {"start": 4, "end": 7, "drop": 4.25}],
     } | more  # fmt: skip
 
 

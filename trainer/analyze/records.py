@@ -39,6 +39,7 @@ def judged_spans(
     spans = []
     for span, drop in zip(credit.spans[i], credit.drop[i].tolist(), strict=True):
         text, weight = tokenizer.decode(ids[span.start : span.end]), credit.weights[i][span.start].item()
+        drop = round(drop, 4) + 0.0 if isinstance(estimator, Masking) else drop  # + 0.0: no -0.0
         spans.append({"start": span.start, "end": span.end, "text": text, "drop": drop, "weight": weight})
     return {
         "drops_unit": unit,

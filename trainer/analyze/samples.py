@@ -14,7 +14,7 @@ _CORRECT = 0.5  # least reward of a correct completion
 
 @dataclass(frozen=True)
 class MaskedSpan:
-    """Span of tokens `[start, end)`, and by how much the answer's log-prob moves when it is masked."""
+    """Span of tokens `[start, end)`, and by how much the answer's log-prob drops when it is masked."""
 
     start: int
     end: int

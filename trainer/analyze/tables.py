@@ -1,6 +1,6 @@
 """Tabulate drops of masked spans by content, place and correctness, and where weight gathers.
 
-Drops are negative for spans that matter. The tables follow section 4.3 of "Beyond Uniform Credit" (its Tables 4 to 6),
+Drops are positive for spans that matter. The tables follow section 4.3 of "Beyond Uniform Credit" (its Tables 4 to 6),
 with classes cut at quantiles, as the paper's cuts are in units of its own, and "Outcome-Grounded Advantage Reshaping".
 """
 
@@ -22,7 +22,7 @@ from .statistics import bootstrap_interval, ess_ratio, spearman, top_mass
 Cell = str | int | float | None
 
 CLASSES = ("critical", "important", "moderate", "low", "no effect", "distractor")
-_CUTS = (0.1, 0.4, 0.9)
+_CUTS = (0.9, 0.6, 0.1)
 """Quantiles of the drops of spans that matter, between the first four classes; near the paper's shares of them."""
 
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
@@ -57,12 +57,12 @@ def kind_of(text: str) -> str:
 def classes_of(drops: np.ndarray, noise: float) -> tuple[list[str], list[float]]:
     """Sort drops into classes, and give the three cuts between critical, important, moderate and low.
 
-    Spans matter whose drop is below `-noise`; those above `noise` are distractors, and the rest is rounding.
+    Spans matter whose drop is above `noise`; those below `-noise` are distractors, and the rest is rounding.
     """
-    matters = drops[drops < -noise]
-    cuts = np.quantile(matters, _CUTS) if len(matters) else np.full(len(_CUTS), -noise)
-    classes = np.searchsorted(cuts, drops, side="right")
-    classes = np.where(drops > noise, 5, np.where(drops >= -noise, 4, classes))
+    matters = drops[drops > noise]
+    cuts = np.quantile(matters, _CUTS) if len(matters) else np.full(len(_CUTS), noise)
+    classes = (drops[:, None] <= cuts).sum(1)
+    classes = np.where(drops < -noise, 5, np.where(drops <= noise, 4, classes))
     return [CLASSES[i] for i in classes], cuts.tolist()
 
 
@@ -131,17 +131,17 @@ def _distribution(drops: pandas.Series) -> Table:
         rows += [["skewness", float(stats.skew(drops))], ["excess kurtosis", float(stats.kurtosis(drops))]]
     levels = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
     rows += [[f"quantile {level:g}", float(value)] for level, value in drops.quantile(levels).items()]
-    return Table("Drops of masked spans", ("", "value"), rows, "Negative: masking the span hurts the answer.")
+    return Table("Drops of masked spans", ("", "value"), rows, "Positive: masking the span hurts the answer.")
 
 
 def _classes(spans: pandas.DataFrame, noise: float) -> Table:
-    edges = [*(f"{cut:.4g}" for cut in classes_of(spans.drop_.to_numpy(), noise)[1]), f"{0 - noise:g}"]
-    ranges = [f"below {edges[0]}", *(f"[{low}, {high})" for low, high in itertools.pairwise(edges))]
-    ranges += [f"[{0 - noise:g}, {noise:g}]", f"above {noise:g}"]
+    edges = [*(f"{cut:.4g}" for cut in classes_of(spans.drop_.to_numpy(), noise)[1]), f"{noise:g}"]
+    ranges = [f"above {edges[0]}", *(f"({low}, {high}]" for high, low in itertools.pairwise(edges))]
+    ranges += [f"[{0 - noise:g}, {noise:g}]", f"below {0 - noise:g}"]
     counts = spans.group.value_counts().reindex(CLASSES, fill_value=0).tolist()
     rows = [[*row, row[-1] / len(spans)] for row in zip(CLASSES, ranges, counts, strict=True)]
     note = (
-        f"Cut at the 0.1, 0.4 and 0.9 quantiles of the drops below {0 - noise:g}. Masking a distractor helps the "
+        f"Cut at the 0.9, 0.6 and 0.1 quantiles of the drops above {noise:g}. Masking a distractor helps the "
         f"answer; within {noise:g} of 0 is no effect."
     )
     return Table("Classes of drops", ("class", "drop", "spans", "share"), rows, note)
@@ -209,11 +209,11 @@ def _gradient(trained: Sequence[Sample], names: Sequence[str]) -> Table:
 
 def _levels(sample: Sample) -> np.ndarray:
     """Classify the normalised importance of every token as an index into `_LEVELS`; the larger of two spans counts."""
-    low, high = (bound(-span.drop for span in sample.spans) for bound in (min, max))
+    low, high = (bound(span.drop for span in sample.spans) for bound in (min, max))
     share = np.full(len(sample.tokens), -math.inf)
     for span in sample.spans if high > low else ():
         inside = share[span.start : span.end]
-        np.maximum(inside, (-span.drop - low) / (high - low), out=inside)
+        np.maximum(inside, (span.drop - low) / (high - low), out=inside)
     return np.select([share > 0.8, share > 0.5, share >= 0], [0, 1, 2], 3)
 
 

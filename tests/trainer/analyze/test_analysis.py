@@ -33,14 +33,14 @@ def example(folder: Path) -> list[Sample]:
             folder,
             {
                 "tokens": list("Step1=2+3.") , "answer": {"start": 9, "end": 10}, "reward": 1.0, "advantage": 1.0,
-                "spans": spans((0, 2, 0.5), (4, 7, -4.0), (7, 9, -2.0)), "credit": "masking",
+                "spans": spans((0, 2, -0.5), (4, 7, 4.0), (7, 9, 2.0)), "credit": "masking",
                 "weights": [1, 1, 1, 1, 4, 4, 4, 2, 2, 1.5],
                 "estimators": {"entropy": {"importances": [0, 1, 2, 3, 4, 5, 6, 7, 8, None]}},
                 "gradient_norms": [1, 1, 1, 1, 1, 1, 1, 3, 3, 0],
             },
             {
                 "tokens": ["a ", "1+1=2 ", "c ", "d"], "reward": 0.0, "advantage": -1.0,
-                "spans": [{"start": 1, "end": 2, "drop": -6.0, "text": "1+1=2"}, {"start": 2, "end": 3, "drop": 0.0}],
+                "spans": [{"start": 1, "end": 2, "drop": 6.0, "text": "1+1=2"}, {"start": 2, "end": 3, "drop": 0.0}],
                 "weights": [1, 3, 0, 1], "credit": "masking",
             },
             {"tokens": ["cut"], "truncated": True, "weights": [9], "credit": "masking", "reward": 0.0},
@@ -59,27 +59,27 @@ def test_tables_of_a_hand_made_example_hold_the_numbers_worked_out_by_hand(tmp_p
     for name, count in (("completions", 4), ("tokens", 16), ("correct", 1), ("masked spans", 5)):
         assert overview[name] == [count]
 
-    drops = np.array([0.5, -4.0, -2.0, -6.0, 0.0])
+    drops = np.array([-0.5, 4.0, 2.0, 6.0, 0.0])
     distribution = rows(tables, "distribution")
-    assert distribution["mean"] == [pytest.approx(-2.3)]
+    assert distribution["mean"] == [pytest.approx(2.3)]
     assert distribution["standard deviation"] == [pytest.approx(drops.std())]
     z = (drops - drops.mean()) / drops.std()
     assert distribution["skewness"] == [pytest.approx((z**3).mean())]
     assert distribution["excess kurtosis"] == [pytest.approx((z**4).mean() - 3)]
-    assert distribution["quantile 0.5"] == [-2.0]
+    assert distribution["quantile 0.5"] == [2.0]
 
-    # The 0.1, 0.4 and 0.9 quantiles of the drops that matter, -6, -4 and -2, are -5.6, -4.4 and -2.4.
+    # The 0.9, 0.6 and 0.1 quantiles of the drops that matter, 6, 4 and 2, are 5.6, 4.4 and 2.4.
     counts = {name: row[1] for name, row in rows(tables, "classes").items()}
     assert counts == {"critical": 1, "important": 0, "moderate": 1, "low": 1, "no effect": 1, "distractor": 1}
 
     thirds = rows(tables, "thirds")  # of 9 tokens before the answer, and of 4
     assert {name: (row[0], pytest.approx(row[1])) for name, row in thirds.items()} == {
-        "early": (1, 0.5), "middle": (3, -10 / 3), "late": (1, -2.0),
+        "early": (1, -0.5), "middle": (3, 10 / 3), "late": (1, 2.0),
     }  # fmt: skip
     correctness = rows(tables, "correctness")
     assert {name: row[:2] for name, row in correctness.items()} == {
-        "correct": [3, pytest.approx(-5.5 / 3)],
-        "wrong": [2, -3.0],
+        "correct": [3, pytest.approx(5.5 / 3)],
+        "wrong": [2, 3.0],
     }
 
 
@@ -121,7 +121,7 @@ def test_a_span_is_of_the_first_kind_of_content_that_fits() -> None:
 
 
 def test_single_tokens_are_not_judged_by_content_and_units_are_not_mixed(tmp_path) -> None:
-    entry = {"tokens": ["a", "b"], "spans": spans((0, 1, -0.5), (1, 2, -1e-5)), "drops_unit": "gradient x input"}
+    entry = {"tokens": ["a", "b"], "spans": spans((0, 1, 0.5), (1, 2, 1e-5)), "drops_unit": "gradient x input"}
     tables = analyse([*read_samples(write(tmp_path, entry))])
     assert rows(tables, "overview")["unit of drops"] == ["gradient x input"]
     assert rows(tables, "classes")["no effect"][1] == 0  # nothing is rounding in a unit of its own
@@ -137,7 +137,7 @@ def test_a_reward_of_one_half_is_correct_unless_the_file_says_itself(tmp_path) -
 
 
 def test_rounding_counts_neither_for_nor_against_a_span() -> None:
-    classes, _ = classes_of(np.array([-2e-3, -1e-3, 0, 1e-3, 2e-3]), 1e-3)
+    classes, _ = classes_of(np.array([2e-3, 1e-3, 0, -1e-3, -2e-3]), 1e-3)
     assert classes == ["low", *["no effect"] * 3, "distractor"]
 
 

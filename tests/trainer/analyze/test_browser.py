@@ -122,7 +122,7 @@ def test_several_estimators_stand_side_by_side_beside_the_importance_of_spans(br
 
 
 def test_completions_come_ten_at_a_time_in_an_order_and_by_step_or_verdict(browser, show) -> None:
-    important = {"spans": [{"start": 0, "end": 1, "drop": -9.0}]}
+    important = {"spans": [{"start": 0, "end": 1, "drop": 9.0}]}
     show(*(completion(step, step / 8, **(important if step == 5 else {})) for step in range(24)), {"tokens": ["bare"]})
 
     def listed() -> list[int]:

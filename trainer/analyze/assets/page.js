@@ -40,7 +40,7 @@ function scaleOf(kind, values) {
 function importancesOf(sample) {
   const values = sample.tokens.map(() => null);
   for (const { start, end, drop } of sample.spans)
-    for (let i = start; i < end; i++) values[i] = Math.max(values[i] ?? -Infinity, -drop);
+    for (let i = start; i < end; i++) values[i] = Math.max(values[i] ?? -Infinity, drop);
   return values;
 }
 function figure(sample, [name, { kind, values }]) {
@@ -79,7 +79,7 @@ function showMore() {
 }
 function look() {
   const { run, step, wrong, order } = Object.fromEntries(new FormData(search));
-  const rank = order === 'step' ? sample => sample.step : sample => extent(sample.spans.map(span => -span.drop))[1];
+  const rank = order === 'step' ? sample => sample.step : sample => extent(sample.spans.map(span => span.drop))[1];
   matching = data.completions
     .filter(sample => (!run || sample.run === run) && (!step || sample.step === Number(step)) && (!wrong || sample.correct === false))
     .map(sample => [rank(sample), sample]).sort(([a], [b]) => b - a || 0).map(([, sample]) => sample);
@@ -101,7 +101,7 @@ function show(block, index) {
   for (const other of details.querySelectorAll('.tokens')) other.children[index].classList.add('here');
   const parts = Object.entries(sample.credit).map(([name, { values }]) => `${name} ${digits(values[index], 4)}`);
   for (const { start, end, text, drop } of sample.spans)
-    if (start <= index && index < end) parts.push(`importance of \u201c${text}\u201d ${digits(-drop, 4)} (${sample.drops_unit})`);
+    if (start <= index && index < end) parts.push(`importance of \u201c${text}\u201d ${digits(drop, 4)} (${sample.drops_unit})`);
   reading.textContent = printed(`Token ${index} \u201c${sample.tokens[index]}\u201d: ${parts.join(' \u00b7 ')}`);
 }
 addEventListener('mouseover', event => {
