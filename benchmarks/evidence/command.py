@@ -23,7 +23,7 @@ from benchmarks.harness.results import RESULTS, Document, Pieces, document_head,
 COPIES = {TRAINED: 1, RANDOM: 10}
 
 TRAINING = (
-    '--arms training --rates "5e-5 1e-4" --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 2'
+    '--arms training --rates "5e-5 1e-4" --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1'
 )
 ALL = (
     "planted", "programs", "papers", "demo", "ablation",
