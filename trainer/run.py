@@ -66,7 +66,7 @@ def set_up(config: TrainConfig) -> Trainer:
     engine = (
         VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy))
         if config.rollout_engine == "vllm"
-        else TransformersEngine(policy, tokenizer, rounded, static=False if moving else None)
+        else TransformersEngine(policy, tokenizer, rounded, captured=False if moving else None, longest=longest)
     )
     for model in [policy] if reference in (None, policy) else [policy, reference]:
         processes.distribute(model, config)

@@ -54,6 +54,9 @@ def merged_adapters(model: nn.Module) -> Iterator[int]:
                 layer.merge()
             except Exception as problem:  # each kind of adapter has reasons of its own
                 raise CannotMerge(f"{name}: PEFT does not merge its adapter ({problem!r})") from problem
+        for parameter, storage, _ in originals:  # a CUDA graph reads the weights where they were; DoRA makes new ones
+            if parameter.data_ptr() != storage.data_ptr():
+                parameter.data = storage.copy_(parameter.data)
         yield len(layers)
     finally:
         for parameter, storage, values in reversed(originals):  # several layers may adapt one module's parameters

@@ -10,7 +10,7 @@ from cfa_kernels.scoring.training_forward import packed_logprobs
 from tests.support.adapted import tokenizer
 from tests.support.embedded import sample
 from trainer.rollouts import Rollouts
-from trainer.rollouts.sampling import KeyedSampler, keyed_uniforms
+from trainer.rollouts.sampling import CANDIDATES, draw, keyed_uniforms
 
 
 def test_a_sampled_completion_does_not_depend_on_the_rest_of_the_batch(trainer, rollouts) -> None:
@@ -22,18 +22,15 @@ def test_a_sampled_completion_does_not_depend_on_the_rest_of_the_batch(trainer, 
 def test_the_sampler_draws_each_token_as_often_as_its_probability_says() -> None:
     scores = torch.tensor([-torch.inf, 2.0, 1.0, 0.0, -1.0, -torch.inf])
     expected = torch.softmax(scores / 0.7, 0)
-    sampler = KeyedSampler(keyed_uniforms([(b,) for b in range(20_000)], 1), temperature=0.7, top_p=1.0)
-    picked = sampler(torch.zeros(20_000, 1, dtype=torch.long), scores.repeat(20_000, 1))
-    assert ((picked == 0).sum(1) == 1).all()
-    assert (picked.isinf().sum(1) == len(scores) - 1).all()
-    tokens, logprobs = picked.argmax(1), sampler.logprobs[0]
+    uniforms = keyed_uniforms([(b,) for b in range(20_000)], 1)
+    tokens, logprobs = (x[:, 0] for x in draw(scores.repeat(20_000, 1), uniforms, temperature=0.7, top_p=1.0)[:2])
     shares = torch.bincount(tokens, minlength=6) / 20_000
     assert ((shares - expected).abs() <= 4 * (expected * (1 - expected) / 20_000).sqrt()).all()
     torch.testing.assert_close(logprobs.exp(), expected[tokens])
 
 
 def by_sorting(scores: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    """Tokens (B, 1) as `KeyedSampler` draws them, by its definition: in float64, with a sort of the vocabulary."""
+    """Tokens (B, 1) as `draw` draws them, by its definition: in float64, with a sort of the vocabulary."""
     scores = (scores / temperature).double()
     if top_p < 1:
         values, order = scores.sort(dim=-1, stable=True)
@@ -65,12 +62,15 @@ def test_the_same_draws_give_the_tokens_that_a_sort_in_float64_gives(kind, size)
     differ = total = 0
     for temperature in (0.05, 0.6, 3.0):
         for top_p in (1e-6, 0.3, 0.95, 1.0):
-            sampler = KeyedSampler(uniforms, temperature, top_p)
-            picked = sampler(torch.zeros(0), scores.clone()).argmax(1)
-            differ += int((picked != by_sorting(scores, uniforms, temperature, top_p)[:, 0]).sum())
+            picked, logprobs, _ = draw(scores.clone(), uniforms, temperature, top_p)
+            differ += int((picked != by_sorting(scores, uniforms, temperature, top_p)).sum())
             total += len(scores)
-            full = torch.log_softmax(scores / temperature, -1)
-            assert torch.equal(sampler.logprobs[0], full.gather(1, picked[:, None])[:, 0])
+            assert torch.equal(logprobs, torch.log_softmax(scores / temperature, -1).gather(1, picked))
+            everywhere = draw(scores, uniforms, temperature, top_p, candidates=size)
+            few = draw(scores, uniforms, temperature, top_p, candidates=CANDIDATES)
+            assert torch.equal(everywhere.tokens, picked)
+            assert torch.equal(everywhere.narrow, few.narrow)
+            assert torch.equal(few.tokens[few.narrow], picked[few.narrow])
     assert differ <= total / 900  # a nucleus whose edge is nearer to top_p than float32 tells apart
 
 
@@ -78,11 +78,12 @@ def test_the_same_draws_give_the_tokens_that_a_sort_in_float64_gives(kind, size)
 def test_rows_that_are_not_numbers_leave_the_draws_of_others_from_large_nuclei_as_they_are(value) -> None:
     scores = rows("flat", 2003)[:4]
     uniforms = torch.rand(4, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    expected = KeyedSampler(uniforms, 1.0, 0.95)(torch.zeros(0), scores).argmax(1)
+    expected = draw(scores, uniforms, 1.0, 0.95).tokens
     for broken in (scores.clone(), torch.full_like(scores, value)):
         broken[1] = value
-        token = KeyedSampler(uniforms, 1.0, 0.95)(torch.zeros(0), broken).argmax(1)
-        assert ((token == expected) | (broken != scores).any(1)).all()
+        tokens, logprobs, _ = draw(broken, uniforms, 1.0, 0.95)
+        assert ((tokens == expected) | (broken != scores).any(1, keepdim=True)).all()
+        assert logprobs[1].isnan()
 
 
 def test_a_completion_counts_up_to_its_first_end_even_where_padding_is_the_end_token() -> None:

@@ -1,0 +1,169 @@
+"""Our own decoding: the completions of transformers' `generate`, in steps that a CUDA graph can hold."""
+
+import functools
+import sys
+
+import pytest
+import torch
+
+from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
+from tests.support.as_on_gpu import DEVICE
+from tests.support.operator_calls import OperatorCalls
+from tests.support.waits import a_device, put_on_device
+from trainer.rollouts import TransformersEngine, decoding, generate
+from trainer.rollouts.in_process import by_transformers, decoding_obstacle
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+MODELS = pytest.mark.parametrize("options", [{}, WINDOWED], ids=["full attention", "one layer with a window"])
+LONG = PROMPTS[1] * 4
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Rows, places, candidates and operators of every replay; without a GPU a graph is the step that it would hold."""
+    seen, record = [], decoding.capture
+
+    def capture(step, pool):
+        state, live, _, candidates = step.args
+        replay, pool = record(step, pool) if torch.cuda.is_available() and state.token.is_cuda else (step, None)
+
+        def replayed() -> None:
+            with OperatorCalls() as inside:
+                replay()
+            seen.append((len(state.token), live, candidates, len(inside.calls)))
+
+        return replayed, pool
+
+    monkeypatch.setattr(decoding, "capture", capture)
+    return seen
+
+
+def by_generate(model, prompts, **options):
+    return generate(model, tokenizer(), prompts, **options, decoder=functools.partial(by_transformers, model))
+
+
+@MODELS
+@pytest.mark.parametrize("how", ["captured", "step by step", "by transformers"])
+def test_completions_on_a_gpu_are_those_of_transformers_on_the_host(options, how, replays) -> None:
+    host, model = tiny(**options), tiny(**options).to(DEVICE)
+    for one in (host, model):  # most completions end, within and between the looks at them
+        one.generation_config.eos_token_id = [*range(0, 512, 6)]
+    engine = TransformersEngine(model, tokenizer(), captured=how == "captured")
+    if how == "by transformers":
+        engine = functools.partial(by_generate, model)
+    for prompts in (PROMPTS, PROMPTS[:2], [LONG, *PROMPTS[:2]], [PROMPTS[2], PROMPTS[2]]):
+        sampled = SAMPLED | {"keys": SAMPLED["keys"][: len(prompts)], "max_completion_length": 40}
+        ours, theirs = engine(prompts, **sampled), by_generate(host, prompts, **sampled)
+        assert ours.texts == theirs.texts
+        assert not theirs.truncated.any()
+        for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "truncated", "logprobs"):
+            torch.testing.assert_close(getattr(ours, name).cpu(), getattr(theirs, name), rtol=0, atol=1e-6)
+        greedy = {"max_completion_length": 6}
+        assert engine(prompts, **greedy).texts == by_generate(host, prompts, **greedy).texts
+    assert bool(replays) == (how == "captured")
+
+
+@MODELS
+def test_prompts_that_repeat_are_fed_once_and_their_completions_stay_the_same(options) -> None:
+    model, shapes = tiny(**options), []
+    model.model.register_forward_pre_hook(
+        lambda _, __, inputs: shapes.append(inputs["input_ids"].shape), with_kwargs=True
+    )
+    engine, sampled = TransformersEngine(model, tokenizer()), SAMPLED | {"max_completion_length": 4}
+    for prompts, fed in (([LONG, PROMPTS[0], LONG, PROMPTS[2]], [(3, 19), (4, 1)]), ([[5], [5]], [(1, 1), (2, 1)])):
+        keys = [(3, i) for i in range(len(prompts))]
+        shapes.clear()
+        together = engine(prompts, **sampled | {"keys": keys})
+        assert shapes[:2] == fed
+        for b, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
+            single = engine([prompt], **sampled | {"keys": [key]})
+            assert together.texts[b] == single.texts[0]
+            logprobs = together.logprobs[b, : single.logprobs.shape[1]]
+            torch.testing.assert_close(logprobs, single.logprobs[0], rtol=1e-6, atol=1e-6)
+
+
+def long_run(tokens: int) -> dict:
+    """Eight rows that do not end before `tokens`."""
+    return SAMPLED | {"keys": [(3, i) for i in range(8)], "max_completion_length": tokens}
+
+
+EIGHT = [PROMPTS[1]] * 4 + [PROMPTS[2]] * 4
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_host_waits_once_in_sixteen_tokens(captured, replays) -> None:
+    model, counts = tiny(), []
+    expected = by_generate(model, EIGHT, **long_run(48))
+    with a_device() as waits:
+        engine = TransformersEngine(put_on_device(model), tokenizer(), captured=captured)
+        assert [note[:25] for note in engine.notes] == ["decoding is not captured,"] * (not captured)
+        for tokens in (16, 48):
+            result = engine(EIGHT, **long_run(tokens))
+            counts.append(len(waits.seen))
+            waits.seen.clear()
+        assert torch.equal(result.completion_ids.cpu(), expected.completion_ids)
+    assert counts[1] - counts[0] == 2
+
+
+def test_a_token_is_one_replay(replays) -> None:
+    engine, launches = TransformersEngine(tiny(), tokenizer(), captured=True), []
+    engine(EIGHT, **long_run(16))  # once to warm up
+    for tokens in (16, 48):
+        replays.clear()
+        with OperatorCalls() as calls:
+            engine(EIGHT, **long_run(tokens))
+        assert len(replays) == tokens
+        launches.append(len(calls.calls) - sum(operators for *_, operators in replays))
+    assert launches[1] - launches[0] < 32  # operators around 32 tokens
+
+
+def test_nuclei_larger_than_the_candidates_are_drawn_again_from_all_tokens(replays) -> None:
+    model = tiny()
+    model.model.norm.weight.data.mul_(0.02)
+    model.generation_config.eos_token_id = [*range(0, 512, 8)]  # the first draws end rows that go on
+    sampled = TransformersEngine(model, tokenizer(), captured=True)(EIGHT, **long_run(40))
+    assert sampled.ids() == by_generate(model, EIGHT, **long_run(40)).ids()
+    assert [candidates for *_, candidates, _ in replays] == [256] * 15 + [sys.maxsize] * (15 + 16)
+
+
+def test_the_cache_and_the_graphs_stay_until_it_must_grow_or_weights_move(replays, caplog) -> None:
+    model = tiny()
+    engine = TransformersEngine(model, tokenizer(), captured=True, longest=100)
+    texts = engine(PROMPTS, **SAMPLED).texts
+    keys = engine._decoder._layers[0].keys
+    assert keys.shape[0::2] == (8, 192)  # rows and tokens
+    keys.fill_(torch.nan)
+    assert engine(PROMPTS, **SAMPLED).texts == texts
+    for prompts, length in ((PROMPTS[:1], 20), (PROMPTS, 12), ([LONG * 4], 20)):
+        engine(prompts, max_completion_length=length)
+    assert engine._decoder._layers[0].keys is keys
+    assert not caplog.messages
+    engine([LONG] * 9, max_completion_length=20)
+    assert engine._decoder._layers[0].keys.shape[0::2] == (16, 192)
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    engine(PROMPTS, **SAMPLED)
+    again = "CUDA graphs of decoding will be captured again: "
+    assert caplog.messages == [f"2 {again}the cache grows to 16 rows, 84 tokens", f"1 {again}the weights have moved"]
+
+
+def test_a_step_that_cannot_be_captured_is_launched_and_the_log_says_so(monkeypatch, caplog) -> None:
+    def refuse(step, pool):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(decoding, "capture", refuse)
+    sampled = TransformersEngine(tiny(), tokenizer(), captured=True)(PROMPTS, **SAMPLED)
+    assert sampled.texts == by_generate(tiny(), PROMPTS, **SAMPLED).texts
+    (message,) = caplog.messages
+    assert "no CUDA graph can be captured: operation not permitted" in message
+
+
+def test_a_model_that_cannot_decode_so_is_named() -> None:
+    hybrid, eager = tiny(), tiny()
+    hybrid.config.layer_types = ["full_attention", "linear_attention"]
+    eager._can_compile_fullgraph = False
+    for model, message in ((hybrid, "LinearAttentionLayer"), (eager, "cannot compile a decoding step of Qwen3ForC")):
+        assert message in decoding_obstacle(model)
+        (note,) = TransformersEngine(model, tokenizer(), captured=True).notes
+        assert note.startswith("decoding is not captured, ")
+        assert message in note
+    assert TransformersEngine(eager, tokenizer()).notes == []  # on a CPU

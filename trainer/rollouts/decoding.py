@@ -1,0 +1,201 @@
+"""Decode completions with a cache that stays: prompts are fed once each, then one step makes a token of each row.
+
+A step is the forward of the last tokens, the draw of the next ones and the flags of rows that have ended. It reads and
+writes only tensors that keep their place, so that on a GPU a CUDA graph of it is replayed, in later calls too.
+"""
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, StaticLayer
+
+from cfa_kernels.hf.decode_attention import decoding_attention
+from cfa_kernels.ops.upload import upload
+
+from .sampling import CANDIDATES, draw
+
+_LOOK = 16  # tokens between two looks at a GPU's results
+_LENGTHS = 64  # of prompts and caches are a multiple of it, so that shapes repeat
+_LIVE = 256  # a graph reads a multiple of so many places
+_FEWEST_ROWS = 8  # of a graph; others are powers of two
+_LOG = logging.getLogger(__name__)
+
+
+class Sampling(NamedTuple):
+    """How tokens are chosen, which of them end a completion, and the one that `generate` puts behind an end."""
+
+    greedy: bool
+    temperature: float
+    top_p: float
+    ends: tuple[int, ...]
+    pad: int
+
+
+class _State(NamedTuple):
+    """Tensors that a step reads and writes, for R rows and L places; a column holds what follows that place."""
+
+    token: Tensor  # (R, 1) int64, the last one
+    padding: Tensor  # (R, 1) int64, places before the prompt
+    ended: Tensor  # (R, 1) bool
+    tokens: Tensor  # (R, L) int64
+    logprobs: Tensor  # (R, L) fp32, nan where logits were not finite
+    uniforms: Tensor  # (R, L) float64
+    place: Tensor  # (1,) int64, of the last token
+    missed: Tensor  # (1,) bool, whether a nucleus was larger than the candidates
+
+
+_DTYPES = torch.int64, torch.int64, torch.bool, torch.int64, torch.float32, torch.float64, torch.int64, torch.bool
+
+
+class _Layer(StaticLayer):
+    """Keys and values of a layer, of which a step sees the first `rows` and `live` places."""
+
+    rows = live = 0
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, keys: Tensor, values: Tensor, place: Tensor) -> None:
+        super().__init__(max_cache_len=keys.shape[2])
+        self.keys, self.values, self.cumulative_length, self.is_initialized = keys, values, place, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys[: self.rows], self.values[: self.rows]
+        keys.index_copy_(2, self.cumulative_length, key_states)
+        values.index_copy_(2, self.cumulative_length, value_states)
+        return keys[:, :, : self.live], values[:, :, : self.live]
+
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        return self.live, 0
+
+
+class Decoder:
+    """Decoding by a model whose layers keep keys and values and nothing else."""
+
+    def __init__(self, model: PreTrainedModel, *, captured: bool = False, longest: int = 0) -> None:
+        """Record steps as CUDA graphs if `captured`; the cache begins with room for `longest` tokens."""
+        self._model, self._captured, self._places = model, captured, longest and longest + _LENGTHS
+        self._state: _State | None = None
+        self._layers: list[_Layer] = []
+        self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
+        self._pool, self._addresses = None, list[int]()
+
+    def __call__(self, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Complete prompts (B, P), padded on the left, with `uniforms` (B, T) for as many tokens, all on the host.
+
+        Returns:
+            Tokens and log-probs, (B, T) or up to where all rows have ended. Log-probs are fp32, nats; 0 if greedy, nan
+            where logits were not finite.
+        """
+        (count, length), rows, multiple = uniforms.shape, len(ids), 1
+        if self._captured:
+            rows, multiple = max(_FEWEST_ROWS, 1 << (count - 1).bit_length()), _LENGTHS
+        width, fill = -(-max(1, ids.shape[1] - 1) // multiple) * multiple, torch.arange(rows).clamp(max=count - 1)
+        prompts = nn.functional.pad(torch.stack([ids, mask])[:, fill], (width + 1 - ids.shape[1], 0))
+        prefixes, own = prompts[:, :, :-1].unique(dim=1, return_inverse=True)  # a group's prompt is fed once
+        padding, ended = width - prompts[1, :, :-1].sum(1, keepdim=True), torch.arange(rows)[:, None] >= count
+        host = [prefixes, own, prompts[0, :, -1:], padding, ended, uniforms[fill]]
+        prefixes, own, *columns, uniforms = upload(host, next(self._model.parameters()).device)
+        with decoding_attention(self._model):
+            cache: Any = DynamicCache(config=self._model.config)
+            at = (prefixes[1].cumsum(1) - 1).clamp(min=0)
+            options = {"attention_mask": prefixes[1], "position_ids": at, "past_key_values": cache, "use_cache": True}
+            self._model.get_decoder()(input_ids=prefixes[0], **options)
+            fed = [(layer.keys, layer.values) for layer in cache.layers]
+            state = self._state_of(rows, width + length, fed)
+            for layer, parts in zip(self._layers, fed, strict=True):
+                for store, part in zip((layer.keys, layer.values), parts, strict=True):
+                    store[:rows] = 0  # a nan of an earlier call would pass the mask
+                    store[:rows, :, width - part.shape[2] : width] = part[own]  # all, or a window's last ones
+            for part, column in zip(state, columns, strict=False):
+                part.copy_(column)
+            state.uniforms[:, width : width + length] = uniforms
+            made = self._decode(state, width, length, sampling)
+        return state.tokens[:count, width : width + made], state.logprobs[:count, width : width + made]
+
+    def _state_of(self, rows: int, places: int, fed: list[tuple[Tensor, Tensor]]) -> _State:
+        """State of so many rows, with room for so many places; graphs stay if all that they read stays in place."""
+        old = 0 if self._state is None else len(self._state.token)
+        grows = rows > old or places > self._places
+        addresses = [weight.data_ptr() for weight in self._model.parameters()] if self._captured else []
+        if self._graphs and (grows or addresses != self._addresses):
+            cause = f"the cache grows to {rows} rows, {places} tokens" if grows else "the weights have moved"
+            _LOG.warning("%d CUDA graphs of decoding will be captured again: %s", len(self._graphs), cause)
+            self._graphs, self._pool = {}, None
+        self._addresses = addresses
+        if self._state is None or grows:
+            self._state, self._layers = None, []  # freed before the next are made
+            most, self._places = max(rows, old), -(-max(places, self._places) // _LENGTHS) * _LENGTHS
+            sizes = [(most, 1)] * 3 + [(most, self._places)] * 3 + [(1,)] * 2
+            new = functools.partial(torch.zeros, device=fed[0][0].device)
+            self._state = _State(*(new(size, dtype=dtype) for size, dtype in zip(sizes, _DTYPES, strict=True)))
+            for pair in fed:
+                keys, values = (x.new_zeros(most, x.shape[1], self._places, x.shape[3]) for x in pair)
+                self._layers.append(_Layer(keys, values, self._state.place))
+        return _State(*(part[:rows] for part in self._state))
+
+    def _decode(self, state: _State, width: int, length: int, sampling: Sampling) -> int:
+        """Decode from place `width` on until all rows have ended, or `length` tokens; give the number of tokens."""
+        deferred = self._captured or state.token.device.type == "cuda"  # a look at results is a wait
+        made, candidates = 0, CANDIDATES if deferred else None
+        while made < length:
+            times, before = min(_LOOK if deferred else 1, length - made), (state.token.clone(), state.ended.clone())
+            state.place.fill_(width + made)
+            state.missed.fill_(False)
+            live = width + made + times
+            live = min(-(-live // _LIVE) * _LIVE, self._places) if self._captured else live
+            self._run(times, state, live, sampling, candidates)
+            ended, missed = torch.cat([state.ended.all().view(1), state.missed]).tolist()
+            if missed and candidates == CANDIDATES:  # the same draws once more, among all tokens
+                candidates = sys.maxsize
+                state.token.copy_(before[0])
+                state.ended.copy_(before[1])
+                continue
+            made += times
+            if ended:
+                break
+            candidates = candidates and (sys.maxsize if missed else CANDIDATES)
+        return made
+
+    def _run(self, times: int, state: _State, *options: Any) -> None:
+        step, key = functools.partial(self._step, state, *options), (len(state.token), *options)
+        if self._captured and key not in self._graphs and times > 1:
+            step()  # a token like others, and the warm-up: what happens only once cannot be captured
+            times -= 1
+            try:
+                self._graphs[key], self._pool = capture(step, self._pool)
+            except RuntimeError as problem:
+                _LOG.warning("decoding launches every layer of a step; no CUDA graph can be captured: %s", problem)
+                self._graphs[key] = step
+        for _ in range(times):
+            self._graphs.get(key, step)()
+
+    def _step(self, state: _State, live: int, sampling: Sampling, candidates: int | None) -> None:
+        """Make a token of each row, with the first `live` places of the cache."""
+        for layer in self._layers:
+            layer.rows, layer.live = len(state.token), live
+        seen, cache = torch.arange(live, device=state.place.device) >= state.padding, Cache(layers=[*self._layers])
+        options = {"position_ids": state.place - state.padding, "past_key_values": cache, "use_cache": True}
+        scores = self._model(input_ids=state.token, attention_mask=seen, **options).logits[:, -1].float()
+        uniforms = None if sampling.greedy else state.uniforms.index_select(1, state.place)
+        token, logprobs, narrow = draw(scores, uniforms, sampling.temperature, sampling.top_p, candidates)
+        state.missed.logical_or_((~narrow & ~state.ended).any())
+        state.token.copy_(token)  # behind an end, too, where nothing counts
+        state.tokens.index_copy_(1, state.place, token)
+        state.logprobs.index_copy_(1, state.place, logprobs)
+        for end in sampling.ends:
+            state.ended.logical_or_(token == end)
+        state.place.add_(1)
+
+
+def capture(step: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
+    """Record a step as a CUDA graph in a pool of memory, or in a new one; gives what replays it, and the pool."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        step()
+    return graph.replay, graph.pool()
