@@ -39,7 +39,10 @@ def test_a_group_without_what_is_masked_out_is_fed_as_it_is_sampled(trainer, rol
 
 @pytest.mark.parametrize(("credit", "looks"), [("uniform", 0), ("counterfactual", 1)])
 def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before_a_step(fresh, rollouts, credit, looks):
-    trainer = fresh("--no_use_peft", "--token_budget=1", f"--credit={credit}", "--credit_options", "max_spans", "1")
+    ratios = "--importance_sampling_clip_max=3"
+    trainer = fresh(
+        "--no_use_peft", "--token_budget=1", ratios, f"--credit={credit}", "--credit_options", "max_spans", "1"
+    )
     with a_device() as waits:
         put_on_device(trainer.policy)
         trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 1e-3)
