@@ -26,7 +26,7 @@ from cfa_kernels import (
 )
 from cfa_kernels.credit.weights import WEIGHTS
 from cfa_kernels.estimators import ESTIMATORS
-from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
+from cfa_kernels.losses.checks import LEVELS_OF
 from tests.support.models import DELTA, MLA, PLACEHOLDER, VOCAB, batch, make_model
 from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 
@@ -136,8 +136,8 @@ def _of_losses() -> Iterator[tuple[str, Iterable[Tensor]]]:
     logprobs = ((hidden @ head.T) / 0.9).log_softmax(-1).gather(-1, targets[..., None])[..., 0].detach()
     logprobs.requires_grad_()
     old, reference = logprobs.detach() + 0.5 * _draw(6, n, t), logprobs.detach() + _draw(7, n, t)
-    for loss_type in LOSS_TYPES:
-        for level in LEVELS:
+    for loss_type, levels in LEVELS_OF.items():
+        for level in levels:
             for beta in (0.0, 0.04):
                 options: Any = {
                     "loss_type": loss_type, "importance_sampling_level": level, "beta": beta, "ref_logprobs": reference,

@@ -13,7 +13,7 @@ import tyro
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.weights import Control
 from cfa_kernels.estimators import ESTIMATORS
-from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, weights_sequences
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, check_level, weights_sequences
 from cfa_kernels.ops.token_loss import CORRECTIONS, NUMBERS
 from cfa_kernels.options import NOT_NEGATIVE, POSITIVE, Count, Interval, NotNegative, PositiveShare, check_fields
 
@@ -206,6 +206,7 @@ class TrainConfig(DataConfig):
             raise ValueError(f"generation_batch_size must be a multiple of num_generations, got {sizes}")
         if self.importance_sampling_mode != "token_truncate" and self.importance_sampling_clip_max is None:
             raise ValueError("importance_sampling_mode is read with importance_sampling_clip_max only, which is None")
+        check_level(vars(self))
         credit = self.counterfactual().control != "off"  # checks the settings of credit
         if weights_sequences(self.loss_type, self.importance_sampling_level):
             weighing = {

@@ -24,10 +24,16 @@ _SUMS: dict[str, tuple[str, Callable[[Tensor, Count, Count, int], Count]]] = {
     "reinforce": ("reinforce", lambda mask, items, sequences, length: items),
     "luspo": ("dapo", lambda mask, items, sequences, length: sequences),
     "cispo": ("cispo", lambda mask, items, sequences, length: items),
+    "cispo_two_sided": ("cispo_two_sided", lambda mask, items, sequences, length: items),
+    "vespo": ("vespo", lambda mask, items, sequences, length: items),
+    "gmpo": ("gmpo", lambda mask, items, sequences, length: mask.sum(1, keepdim=True).clamp(min=1) * sequences),
     "sapo": ("sapo", lambda mask, items, sequences, length: mask.sum(1, keepdim=True).clamp(min=1) * sequences),
 }
 """The loss of a token in `token_terms`, and the divisor of the sum; `items` (>= 1) and `sequences` are the step's."""
 LOSS_TYPES, LEVELS = tuple(_SUMS), ("token", "sequence", "sequence_token")
+LEVELS_OF = dict.fromkeys(LOSS_TYPES, LEVELS) | {"vespo": LEVELS[:1], "gmpo": LEVELS[1:]}
+"""Levels at which a loss type has a meaning: vespo weighs the sequence by itself, gmpo's ratio is the sequence's."""
+_WEIGHS_TOKENS = ("cispo", "cispo_two_sided", "reinforce", "vespo")  # by log-probs with factors, at every level
 
 
 class LossOptions(TypedDict, total=False):
@@ -53,6 +59,10 @@ class LossOptions(TypedDict, total=False):
     use_bias_correction_kl: bool
     sapo_temperature_pos: Annotated[float, POSITIVE]
     sapo_temperature_neg: Annotated[float, POSITIVE]
+    vespo_k_pos: NotNegative
+    vespo_lambda_pos: NotNegative
+    vespo_k_neg: NotNegative
+    vespo_lambda_neg: NotNegative
     entropy_coef: Finite | Tensor
     validate: bool | None
 
@@ -105,8 +115,7 @@ def check_batch(
         raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
     if 0 in shape:
         raise ValueError(f"a loss needs at least one row and one token, got (B, T) = {tuple(shape)}")
-    loss_type = check_choice("loss_type", options.get("loss_type", "dapo"), LOSS_TYPES)
-    level = check_choice("importance_sampling_level", options.get("importance_sampling_level", "token"), LEVELS)
+    loss_type, level = check_level(options)
     kl = check_choice("kl_estimator", options.get("kl_estimator", "k3"), KL_ESTIMATORS)
     for name, interval in _RANGES.items():
         if not isinstance(value := options.get(name), Tensor):
@@ -149,6 +158,16 @@ def check_batch(
     return CheckedBatch(keep, kept_tokens, entropy_scale, PolicyOptions(**numbers))
 
 
+def check_level(options: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the loss type and the level of its ratio, which must have a meaning together."""
+    loss_type = check_choice("loss_type", options.get("loss_type", "dapo"), LOSS_TYPES)
+    level = check_choice("importance_sampling_level", options.get("importance_sampling_level", "token"), LEVELS)
+    if level not in LEVELS_OF[loss_type]:
+        levels = " or ".join(map(repr, LEVELS_OF[loss_type]))
+        raise ValueError(f"importance_sampling_level must be {levels} with loss_type={loss_type!r}, got {level!r}")
+    return loss_type, level
+
+
 def check_correction(options: Mapping[str, Any], loss_type: str, level: str) -> str:
     """Return the correction for sampling by another policy, "" for none."""
     mode, low, high = (options.get(name) for name in ("sampling_mode", "sampling_clip_min", "sampling_clip_max"))
@@ -169,15 +188,21 @@ def check_correction(options: Mapping[str, Any], loss_type: str, level: str) -> 
             f"sampling_mode={mode!r} differs from token to token, and importance_sampling_level='sequence' has one "
             "ratio for a row; use a sequence's mode, or importance_sampling_level='sequence_token'"
         )
+    if loss_type == "vespo" and not mode.startswith("token"):
+        raise ValueError(
+            f"sampling_mode={mode!r} corrects a row, and loss_type='vespo' weighs it by the product of its tokens' own "
+            "ratios; use 'token_truncate' or 'token_mask'"
+        )
     return mode
 
 
 def by_sequence(options: Mapping[str, Any]) -> bool:
-    """Whether a correction or a mask joins a sequence's tokens."""
+    """Whether a correction, a mask or the loss type joins a sequence's tokens, whatever the level."""
     mode, threshold = options.get("sampling_mode") or "", options.get("off_policy_mask_threshold")
     return PolicyOptions(
-        correction=mode, off_policy_mask_threshold=math.inf if threshold is None else threshold
-    ).joins_tokens
+        loss_type=options.get("loss_type", "dapo"), correction=mode,
+        off_policy_mask_threshold=math.inf if threshold is None else threshold,
+    ).joins_tokens  # fmt: skip
 
 
 def counted(tensor: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:
@@ -245,7 +270,7 @@ def check_values(name: str, tensor: Tensor, keep: Tensor, bound: str, holds: Ten
 
 def weights_sequences(loss_type: str, level: str) -> bool:
     """Whether only the sum of a row's weights acts, since its tokens share the ratio that carries the gradient."""
-    return level == "sequence" and loss_type not in ("cispo", "reinforce")
+    return level == "sequence" and loss_type not in _WEIGHS_TOKENS
 
 
 def check_weights(weights: Tensor, keep: Tensor, loss_type: str, level: str) -> None:

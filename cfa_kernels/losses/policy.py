@@ -65,7 +65,7 @@ def policy_loss(
     | sampling_mode | None | correction for it, see `off_policy_factor`: a mode of TRL's, or "geometric_mask" |
     | sampling_clip_min, sampling_clip_max | None | its bounds |
     | off_policy_mask_threshold | None | nats, of `off_policy_factor`'s mask of sequences |
-    | epsilon, epsilon_high | 0.2, 0.28 | bounds: 1 - epsilon, 1 + epsilon_high (cispo: epsilon_high; dppo: see there) |
+    | epsilon, epsilon_high | 0.2, 0.28 | bounds: 1 - epsilon, 1 + epsilon_high (cispo, dppo, gmpo: see there) |
     | delta | None | caps the ratio outside the clip (two-sided clipping) |
     | beta, kl_estimator | 0.0, "k3" | factor and kind of the KL term: k1, k2, k3 or abs, see `token_terms` |
     | use_bias_correction_kl | False | multiplies the KL term by the ratio (TRL's default; ours is plain k3) |
@@ -75,19 +75,22 @@ def policy_loss(
     | num_sequences_in_batch | None | sequences of the whole step, in place of B |
     | max_completion_length | None | tokens, needed by dr_grpo |
     | sapo_temperature_pos, sapo_temperature_neg | 1.0, 1.05 | of sapo's gate, by the sign of the advantage |
+    | vespo_k_pos, vespo_lambda_pos | 2.0, 3.0 | k and lambda of vespo's weight at an advantage >= 0 |
+    | vespo_k_neg, vespo_lambda_neg | 3.0, 2.0 | and below 0 |
     | entropy_coef | 0.0 | see `entropies`; a 0-d tensor is not read on the host |
     | validate | None | whether to check values; None checks them on a CPU only, as a GPU would have to be waited for |
 
     A token of weight 0 stays in every denominator and counts as unclipped. At level "sequence" only the sum of
     a row's weights acts (but for cispo and reinforce), so they must be equal within a row. "sequence_token"
-    (GSPO-token) has the same ratios, each with its own token's gradient, and takes any.
+    (GSPO-token) has the same ratios, each with its own token's gradient, and takes any. gmpo needs one of these two
+    levels. vespo needs "token": it multiplies tokens' own gradients, so weights differ as they like.
 
     | loss_type | sum (l = token loss, m = mask, n = m.sum(1)) |
     |---|---|
-    | grpo, sapo | sum_b( sum_t(l * m) / max(n, 1) ) / B |
+    | grpo, sapo, gmpo | sum_b( sum_t(l * m) / max(n, 1) ) / B |
     | bnpo | sum(l * m) / max(sum(m), 1) |
     | dr_grpo | sum(l * m) / (B * max_completion_length) |
-    | dapo, cispo, dppo, reinforce | sum(l * m) / max(N, 1), N = num_items_in_batch or else sum(m) |
+    | dapo, cispo, cispo_two_sided, vespo, dppo, reinforce | sum(l * m) / max(N, 1), N = num_items_in_batch or sum(m) |
     | luspo | sum(l * m) / B |
 
     Gradient accumulation: give every micro-batch the step's totals (`num_items_in_batch`, `num_sequences_in_batch`,
@@ -97,7 +100,8 @@ def policy_loss(
     Returns:
         The 0-d loss, and metrics as detached 0-d tensors on its device: `ratio_mean` (over counted tokens with a
         weighted advantage), `kl`, `entropy`, `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`,
-        `/high_max`, or `cispo_clip_ratio`; means over tokens, of clip ratios at a sequence level over sequences. With
+        `/high_max`, or `cispo_clip_ratio`, or `vespo/phi_seq_mean` (over sequences with a weighted advantage); means
+        over tokens, of clip ratios at a sequence level over sequences, but for gmpo, which clips tokens. With
         `sampling_logprobs` also `sampling/sampling_logp_difference/mean` and `/max`, and with a correction or a mask
         `sampling/importance_sampling_ratio/mean`, `/min` and `/max` of the factor, over tokens or sequences with a
         weighted advantage.
@@ -282,8 +286,8 @@ def contributing_rows(
     """Find the flattened indices (M,) of the tokens that `linear_policy_loss` depends on, for its `rows`.
 
     `mask` (B, T), `advantages` (B,) or (B, T), `weights` (B, T) and the level are those of the loss; `all_counted` is
-    True if ref_logprobs or the entropy are used, `whole_rows` if `sampling_mode` or a mask judges sequences. On a GPU
-    this waits: call it on the CPU.
+    True if ref_logprobs or the entropy are used, `whole_rows` if `sampling_mode`, a mask or vespo judges sequences. On
+    a GPU this waits: call it on the CPU.
     """
     level = check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
     if mask.dim() != 2:
@@ -362,7 +366,7 @@ def _metrics(
         metrics["sampling/sampling_logp_difference/mean"] = gap.sum() / seen.sum().clamp(min=1)
         metrics["sampling/sampling_logp_difference/max"] = gap.max()
         if batch.options.correction or batch.options.off_policy_mask_threshold != math.inf:
-            factor = off_policy_factor(logprobs, tokens, batch.options)
+            factor = off_policy_factor(logprobs, tokens, batch.options._replace(loss_type="reinforce"))
             assert factor is not None
             factor, name = factor.expand_as(keep), "sampling/importance_sampling_ratio"
             if batch.options.correction.startswith(("sequence", "geometric")):
@@ -371,16 +375,24 @@ def _metrics(
             metrics[f"{name}/min"] = torch.where(seen, factor, math.inf).min()
             metrics[f"{name}/max"] = torch.where(seen, factor, 0).max()
 
+    loss_type = batch.options.loss_type
+
     def clip_ratio(flag: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the overall mean, and the share of each sequence (B,)."""
         clipped = (flag & keep).sum(1)
         share = clipped / per_sequence.clamp(min=1)
-        return (share.mean() if batch.options.level != "token" else clipped.sum() / count), share
+        by_token = batch.options.level == "token" or loss_type == "gmpo"
+        return (clipped.sum() / count if by_token else share.mean()), share
 
     high_mean, high = clip_ratio(clip > 0)
-    if batch.options.loss_type == "cispo":
+    if loss_type == "cispo":
         metrics["cispo_clip_ratio"] = high_mean
-    elif batch.options.loss_type in ("dapo", "dppo"):
+    elif loss_type == "vespo":
+        phi = off_policy_factor(logprobs, tokens, batch.options)
+        assert phi is not None
+        of_rows = torch.where(moving, phi, 0).sum(1) / moving.sum(1).clamp(min=1)
+        metrics["vespo/phi_seq_mean"] = of_rows.sum() / moving.any(1).sum().clamp(min=1)
+    elif loss_type in ("dapo", "dppo", "cispo_two_sided", "gmpo"):
         low_mean, low = clip_ratio(clip < 0)
         nonempty = per_sequence > 0
         metrics["clip_ratio/low_mean"] = low_mean

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops.upload import upload
 from ..rows import Rows, pad_rows
-from .checks import by_sequence, check_correction, check_tensor, check_weights
+from .checks import by_sequence, check_correction, check_level, check_tensor, check_weights
 from .policy import contributing_rows
 
 
@@ -60,10 +60,10 @@ class LossBatch:
             signed = advantages.detach().cpu()
         else:
             signed = _padded("advantages", advantages, lengths)
-        level = options.get("importance_sampling_level", "token")
-        check_correction(options | {"sampling_logprobs": sampling_logprobs}, options.get("loss_type", "dapo"), level)
+        loss_type, level = check_level(options)
+        check_correction(options | {"sampling_logprobs": sampling_logprobs}, loss_type, level)
         if padded["weights"] is not None:
-            check_weights(padded["weights"], counted, options.get("loss_type", "dapo"), level)
+            check_weights(padded["weights"], counted, loss_type, level)
         contributes = functools.partial(
             contributing_rows, counted, signed, weights=padded["weights"], importance_sampling_level=level,
             whole_rows=by_sequence(options),

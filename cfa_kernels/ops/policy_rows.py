@@ -270,13 +270,13 @@ def policy_rows(
     """
     logits, backend = rows.logits, rows.backend
     if gradient is not None and not options.joins_tokens and backend == "triton":
-        n, one = rows.targets.numel(), 0.0 if options.loss_type in ("cispo", "dppo") else 1.0
+        n = rows.targets.numel()
         loss = torch.empty(n, dtype=torch.float32, device=logits.device)
         by_logprob = torch.empty_like(loss)
         stats = torch.empty(len(STATS), n, dtype=torch.float32, device=logits.device)
         numbers = (
-            one - options.epsilon, one + options.epsilon_high, options.delta,
-            options.beta, options.sapo_temperature_pos, options.sapo_temperature_neg, LOG_RATIO_MAX,
+            *options.bounds, options.delta, options.beta,
+            options.sapo_temperature_pos, options.sapo_temperature_neg, LOG_RATIO_MAX,
             options.sampling_clip_min, options.sampling_clip_max,
         )  # fmt: skip
         _run_softmax(

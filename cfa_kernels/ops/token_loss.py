@@ -3,6 +3,7 @@
 `token_terms` is the formula; `policy_terms` adds the two levels of the ratio; `token_terms_triton` mirrors the formula.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,12 +34,22 @@ class PolicyOptions(NamedTuple):
     sampling_clip_min: float = 0.0
     sampling_clip_max: float = float("inf")
     off_policy_mask_threshold: float = float("inf")  # nats
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
 
     @property
     def joins_tokens(self) -> bool:
         """Whether a token's loss depends on the log-probs of its whole sequence."""
-        by_sequence = self.correction.startswith(("sequence", "geometric"))
+        by_sequence = self.correction.startswith(("sequence", "geometric")) or self.loss_type == "vespo"
         return self.level != "token" or by_sequence or self.off_policy_mask_threshold != float("inf")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return the lower and the upper clip of what `loss_type` clips; a ratio is never below that of `cispo`."""
+        at_rest = 0.0 if self.loss_type in ("cispo", "dppo", "gmpo") else 1.0
+        return at_rest - self.epsilon, at_rest + self.epsilon_high
 
     def kinds(self) -> str:
         """Join the fields `KINDS`, as an operator takes them."""
@@ -99,10 +110,13 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
     Losses (c = exp(log_ratio), A = advantage, w = weight):
     `dapo`   -w * min(min(c, delta) * A, clamp(c, 1 - epsilon, 1 + epsilon_high) * A)   PPO / DAPO (eq. 8 of CF)
     `cispo`  -w * stop_gradient(min(c, epsilon_high)) * A * logprob
+    `cispo_two_sided`   the same with clamp(c, 1 - epsilon, 1 + epsilon_high) (verl's `cispo`)
     `sapo`   -w * 4 / tau * sigmoid(tau * (c - 1)) * A, tau by the sign of A
     `dppo`   -w * c * A, or 0 where the probability has fallen by more than epsilon at A < 0, or risen by more than
              epsilon_high at A > 0 (DPPO's binary total variation, arXiv 2602.04879)
+    `gmpo`   -w * c * A, c the geometric mean of clipped ratios, see `policy_terms`
     `reinforce`   -w * A * logprob, for which old log-probs matter to corrections and metrics only
+    `vespo`  the same times a weight of the sequence, see `off_policy_factor`
     and then, unweighted, `+ beta * kl`, with g = ref - logprob: k3 = exp(g) - g - 1, k1 = -g, k2 = g^2 / 2, abs = |g|.
 
     log_ratio is `logprobs - old_logprobs` or its mean over a sequence, nats; all tensors have one shape.
@@ -113,19 +127,19 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
     zero = torch.zeros_like(ratio)
     direct, via_ratio = zero, zero
     clipped_low = clipped_high = torch.zeros_like(inside)
+    low, high = options.bounds
 
     if options.loss_type == "dapo":
-        low, high = 1 - options.epsilon, 1 + options.epsilon_high
         capped = ratio.clamp(max=options.delta)
         first, second = capped * weighted, ratio.clamp(low, high) * weighted
         loss = -torch.minimum(first, second)
         passes = torch.where(first <= second, ratio <= options.delta, (ratio >= low) & (ratio <= high))
         via_ratio = torch.where(passes & inside, -ratio * weighted, zero)
         clipped_low, clipped_high = (capped < low) & (weighted < 0), (capped > high) & (weighted > 0)
-    elif options.loss_type == "cispo":
-        direct = -ratio.clamp(max=options.epsilon_high) * weighted
+    elif options.loss_type in ("cispo", "cispo_two_sided"):
+        direct = -ratio.clamp(low, high) * weighted
         loss = direct * logprobs
-        clipped_high = (ratio > options.epsilon_high) & (weighted > 0)
+        clipped_low, clipped_high = (ratio < low) & (weighted < 0), (ratio > high) & (weighted > 0)
     elif options.loss_type == "sapo":
         # float32 constants in every dtype, as in TRL and in the kernel
         tau = torch.where(tokens.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
@@ -135,13 +149,13 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
         via_ratio = -4 * gate * (1 - gate) * weighted * ratio  # 0 at the cut-off, where the gate is 1
     elif options.loss_type == "dppo":
         moved = logprobs.exp() - (logprobs if tokens.old_logprobs is None else tokens.old_logprobs).exp()
-        clipped_low, clipped_high = (
-            (moved < -options.epsilon) & (weighted < 0),
-            (moved > options.epsilon_high) & (weighted > 0),
-        )
+        clipped_low, clipped_high = (moved < low) & (weighted < 0), (moved > high) & (weighted > 0)
         loss = torch.where(clipped_low | clipped_high, zero, -ratio * weighted)
         via_ratio = torch.where(inside, loss, zero)
-    elif options.loss_type == "reinforce":
+    elif options.loss_type == "gmpo":
+        loss = -ratio * weighted
+        via_ratio = torch.where(inside, loss, zero)
+    elif options.loss_type in ("reinforce", "vespo"):
         loss, direct = -weighted * logprobs, -weighted
     else:
         raise ValueError(f"loss_type={options.loss_type!r} has no loss of a token")
@@ -173,13 +187,15 @@ def off_policy_factor(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) 
     has r = 1, and R the product, G the geometric mean of r over a sequence: `token_truncate` clamps r to
     [sampling_clip_min, sampling_clip_max], `token_mask` takes r inside that band and 0 outside (with both bounds:
     IcePop, 2510.18855); `sequence_truncate` and `sequence_mask` do so with R (TRL), and `geometric_mask` takes 1 where
-    G is inside and 0 outside (verl). A sequence of negative advantage is dropped whose mean of sampling - current
-    exceeds `off_policy_mask_threshold` (DeepSeek-V3.2). None without `sampling_logprobs`.
+    G is inside and 0 outside (verl). With `vespo` that factor is part of a sequence's W, see `_gamma_weights`. A
+    sequence of negative advantage is dropped whose mean of sampling - current exceeds `off_policy_mask_threshold`
+    (DeepSeek-V3.2). None without `sampling_logprobs` and `vespo`.
     """
-    if tokens.sampling_logprobs is None:
+    if tokens.sampling_logprobs is None and options.loss_type != "vespo":
         return None
     counted, low, high = tokens.scale > 0, options.sampling_clip_min, options.sampling_clip_max
-    known = counted & ~tokens.sampling_logprobs.isnan()
+    sampling = logprobs if tokens.sampling_logprobs is None else tokens.sampling_logprobs
+    known = counted & ~sampling.isnan()
 
     def mean(gap: Tensor) -> Tensor:
         return gap.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
@@ -187,16 +203,34 @@ def off_policy_factor(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) 
     factor = torch.ones_like(logprobs)
     if options.correction:
         old = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
-        gap = torch.where(known, old - tokens.sampling_logprobs, 0)
+        gap = torch.where(known, old - sampling, 0)
         gap = {"s": lambda: gap.sum(1, keepdim=True), "g": lambda: mean(gap)}.get(options.correction[0], lambda: gap)()
         ratio = gap.clamp(max=LOG_RATIO_MAX).exp()
         inside = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
         kept = inside if options.correction.startswith("geometric") else ratio * inside
         factor = factor * (ratio.clamp(low, high) if options.correction.endswith("truncate") else kept)
+    if options.loss_type == "vespo":
+        factor = _gamma_weights(logprobs, factor, tokens, options)
     if options.off_policy_mask_threshold != float("inf"):
-        drift = mean(torch.where(known, tokens.sampling_logprobs - logprobs, 0))
+        drift = mean(torch.where(known, sampling - logprobs, 0))
         factor = factor * ((tokens.advantages >= 0) | (drift <= options.off_policy_mask_threshold))
     return factor
+
+
+def _gamma_weights(logprobs: Tensor, factor: Tensor, tokens: Tokens, options: PolicyOptions) -> Tensor:
+    """Compute VESPO's weight (B, T) of a token's sequence, exp(lambda * (1 - W)) * W^k (arXiv 2602.10693, as in TRL).
+
+    W is the product of ratios and of `factor` over the sequence; k and lambda depend on the sign of the advantage.
+    """
+    smallest, largest = math.log(1e-8), 20.0
+    gap = torch.zeros_like(logprobs) if tokens.old_logprobs is None else logprobs - tokens.old_logprobs
+    gap = gap.clamp(-largest, largest) + factor.log().clamp(smallest, largest)
+    log_weight = torch.where(tokens.scale > 0, gap, 0).sum(1, keepdim=True).clamp(smallest, largest)
+    risen = tokens.advantages >= 0
+    # float32 constants in every dtype, as in TRL
+    k = torch.where(risen, options.vespo_k_pos, options.vespo_k_neg).to(gap.dtype)
+    rate = torch.where(risen, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(min=1e-4).to(gap.dtype)
+    return (rate + k * log_weight - rate * log_weight.exp()).exp().nan_to_num(nan=0.0, posinf=0.0)
 
 
 def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tuple[TokenTerms, Tensor]:
@@ -204,10 +238,16 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tu
 
     logprobs and the fields of `tokens` are (B, T), 0 where a token does not count. At the sequence level a token's
     log-ratio is the mean over the counted tokens of its sequence (GSPO). At the level "sequence_token" it has that
-    value and its own log-prob's gradient (GSPO-token, arXiv 2507.18071, eq. 13).
+    value and its own log-prob's gradient (GSPO-token, arXiv 2507.18071, eq. 13). `gmpo` clips log-ratios before that,
+    above epsilon_high at A > 0 and below -epsilon at A < 0, where they have no gradient (arXiv 2507.20673).
     """
     counted = tokens.scale > 0
     log_ratio = logprobs - (logprobs if tokens.old_logprobs is None else tokens.old_logprobs)
+    clip = torch.zeros_like(log_ratio)
+    if options.loss_type == "gmpo":
+        sign, clamped = tokens.advantages.sign(), log_ratio.clamp(*options.bounds)
+        clip = torch.where(sign * log_ratio > sign * clamped, sign, clip)
+        log_ratio = torch.where(clip != 0, clamped, log_ratio)
     if options.level != "token":
         length = counted.sum(1, keepdim=True).clamp(min=1)
         log_ratio = (log_ratio.sum(1, keepdim=True) / length).expand_as(logprobs)
@@ -218,6 +258,8 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tu
     direct, via_ratio = terms.direct * tokens.scale, terms.via_ratio * tokens.scale
     if options.level == "sequence":
         via_ratio = via_ratio.sum(1, keepdim=True) / length * counted
+    if options.loss_type == "gmpo":
+        terms, via_ratio = terms._replace(clip=clip), torch.where(clip == 0, via_ratio, 0)
     return terms, direct + via_ratio
 
 
@@ -234,7 +276,7 @@ def token_terms_triton(
     LOSS_TYPE: tl.constexpr, HAS_REF: tl.constexpr, CORRECT_KL: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
     """Return `token_terms` of one token at its level: (loss, d loss / d logprob, ratio, kl, clip), fp32 scalars."""
-    # low and high bound the ratio: 1 - epsilon, 1 + epsilon_high; for cispo it is epsilon_high, for dppo both less 1.
+    # low and high: `PolicyOptions.bounds`.
     log_ratio = logprob - old_logprob
     inside = log_ratio <= log_ratio_max
     ratio = tl.exp(minimum(log_ratio, log_ratio_max))
@@ -250,10 +292,10 @@ def token_terms_triton(
         slope = tl.where(passes & inside, -ratio * weighted, 0.0)
         clip = tl.where((capped > high) & (weighted > 0), 1.0, 0.0)
         clip = tl.where((capped < low) & (weighted < 0), -1.0, clip)
-    elif LOSS_TYPE == "cispo":
-        slope = -minimum(ratio, high) * weighted
+    elif LOSS_TYPE == "cispo" or LOSS_TYPE == "cispo_two_sided":
+        slope = -minimum(tl.where(ratio < low, low, ratio), high) * weighted
         loss = slope * logprob
-        clip = tl.where((ratio > high) & (weighted > 0), 1.0, 0.0)
+        clip = tl.where((ratio > high) & (weighted > 0), 1.0, tl.where((ratio < low) & (weighted < 0), -1.0, 0.0))
     elif LOSS_TYPE == "dppo":
         moved = tl.exp(logprob) - tl.exp(old_logprob)
         clip = tl.where((moved > high) & (weighted > 0), 1.0, tl.where((moved < low) & (weighted < 0), -1.0, 0.0))

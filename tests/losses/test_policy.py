@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, LossOptions
+from cfa_kernels.losses.checks import LEVELS, LEVELS_OF, LossOptions
 from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss, policy_loss
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.ops.token_loss import CORRECTIONS
 from cfa_kernels.rows import Rows
+from tests.support.policy_problem import KINDS
 
 B, T = 4, 6
-TYPE = pytest.mark.parametrize("loss_type", LOSS_TYPES)
 LEVEL = pytest.mark.parametrize("importance_sampling_level", LEVELS)
+KIND = pytest.mark.parametrize(("loss_type", "importance_sampling_level"), KINDS)
 
 
 def make(dtype=torch.float64, seed=0):
@@ -40,8 +41,9 @@ def loss_and_gradient(logprobs, *args, **options):
     return loss.detach(), logprobs.grad, metrics
 
 
-@pytest.mark.parametrize("importance_sampling_level", ["token", "sequence"])
-@TYPE
+@pytest.mark.parametrize(
+    ("loss_type", "importance_sampling_level"), [kind for kind in KINDS if kind[1] != "sequence_token"]
+)
 @pytest.mark.parametrize("corrected", [False, True])
 def test_gradient_passes_gradcheck(loss_type, importance_sampling_level, corrected):
     data = make()
@@ -49,10 +51,11 @@ def test_gradient_passes_gradcheck(loss_type, importance_sampling_level, correct
     entropies = torch.rand(B, T, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     ref = data["logprobs"] + 0.2
     current = data["logprobs"].detach()
+    by_factor = loss_type in ("cispo", "cispo_two_sided", "vespo")
 
     def loss_of(logprobs, entropies):
-        # cispo's ratio carries no gradient, so finite differences must not move it
-        old = data["old_logprobs"] + (logprobs - current).detach() if loss_type == "cispo" else data["old_logprobs"]
+        # the ratio in a factor of log-probs carries no gradient, so finite differences must not move it
+        old = data["old_logprobs"] + (logprobs - current).detach() if by_factor else data["old_logprobs"]
         return policy_loss(
             logprobs,
             old,
@@ -62,7 +65,7 @@ def test_gradient_passes_gradcheck(loss_type, importance_sampling_level, correct
             ref_logprobs=ref,
             beta=0.1,
             delta=1.5,
-            use_bias_correction_kl=corrected and loss_type != "cispo",
+            use_bias_correction_kl=corrected and not by_factor,
             entropies=entropies,
             entropy_coef=0.3,
             validate=False,  # weights differ at the sequence level too
@@ -74,8 +77,7 @@ def test_gradient_passes_gradcheck(loss_type, importance_sampling_level, correct
     )
 
 
-@LEVEL
-@TYPE
+@KIND
 def test_padding_never_leaks_into_loss_or_gradient(loss_type, importance_sampling_level):
     data = make()
     extras = {"weights": torch.full((B, T), 2.0), "ref_logprobs": data["logprobs"] - 0.1, "beta": 0.1}
@@ -107,8 +109,7 @@ def test_padding_never_leaks_into_loss_or_gradient(loss_type, importance_samplin
     assert all(torch.isfinite(value) for value in metrics.values())
 
 
-@LEVEL
-@TYPE
+@KIND
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shift", [100.0, -100.0])
 def test_log_ratios_of_100_stay_finite(loss_type, importance_sampling_level, dtype, shift):
@@ -162,8 +163,7 @@ def test_unvalidated_old_logprob_of_minus_infinity_gives_a_finite_loss_and_no_gr
     torch.testing.assert_close(gradient, torch.tensor([[0.0, -0.5]]))
 
 
-@LEVEL
-@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "bnpo"])
+@pytest.mark.parametrize(("loss_type", "importance_sampling_level"), [kind for kind in KINDS if kind[0] != "bnpo"])
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 1, 1, 1)])
 def test_micro_batches_given_the_steps_totals_add_up_to_the_step(loss_type, importance_sampling_level, sizes):
     data = make()
@@ -186,8 +186,7 @@ def test_micro_batches_given_the_steps_totals_add_up_to_the_step(loss_type, impo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@LEVEL
-@TYPE
+@KIND
 def test_low_precision_log_probs_are_computed_in_float32(loss_type, importance_sampling_level, dtype):
     data = make(dtype)
     options = options_for(loss_type, importance_sampling_level=importance_sampling_level)
@@ -261,7 +260,9 @@ def set_to(name, value):
         (set_to("logprobs", torch.zeros(6)), ValueError, r"logprobs must be \(B, T\), got shape \(6,\)"),
         (set_to("logprobs", torch.zeros(4, 6).long()), TypeError, "logprobs must be floating point, got torch.int64"),
         (set_to("weights", [1.0]), TypeError, "weights must be a tensor, got list"),
-        (set_to("loss_type", "vespo"), ValueError, "loss_type must be one of .*'sapo'.*got 'vespo'"),
+        (set_to("loss_type", "gspo"), ValueError, "loss_type must be one of .*'sapo'.*got 'gspo'"),
+        (set_to("loss_type", "gmpo"), ValueError, "level must be 'sequence' or 'sequence_token' with loss_type='gmpo'"),
+        (set_to("vespo_lambda_neg", -1.0), ValueError, "vespo_lambda_neg must be finite and at least 0, got -1.0"),
         (set_to("importance_sampling_level", "word"), ValueError, "importance_sampling_level must be .* got 'word'"),
         (set_to("loss_type", "dr_grpo"), ValueError, "dr_grpo' needs max_completion_length > 0, got None"),
         (set_to("ref_logprobs", None), ValueError, "beta=0.1 needs ref_logprobs"),
@@ -446,6 +447,14 @@ def test_sequences_that_drifted_are_dropped_where_their_advantage_is_negative():
             {"sampling_mode": "token_truncate", "importance_sampling_level": "sequence", "sampling": True},
             "sampling_mode='token_truncate' differs from token to token.*'sequence_token'",
         ),
+        (
+            {"sampling_mode": "sequence_mask", "loss_type": "vespo", "sampling": True},
+            "sampling_mode='sequence_mask' corrects a row, .*'vespo'.*'token_truncate' or 'token_mask'",
+        ),
+        (
+            {"loss_type": "vespo", "importance_sampling_level": "sequence_token"},
+            "importance_sampling_level must be 'token' with loss_type='vespo', got 'sequence_token'",
+        ),
     ],
     ids=str,
 )
@@ -468,7 +477,7 @@ KLS = {"k1": lambda gap: -gap, "k2": lambda gap: gap**2 / 2, "k3": lambda gap: g
 
 
 @pytest.mark.parametrize("kl", KLS)
-@pytest.mark.parametrize("loss_type", ["dppo", "reinforce"])
+@pytest.mark.parametrize("loss_type", ["dppo", "reinforce", "cispo_two_sided"])
 def test_losses_without_a_clip_of_the_ratio_are_those_that_their_users_write(loss_type, kl):
     torch.manual_seed(0)
     logprobs, old = -2 * torch.rand(4, 6, dtype=torch.float64), -2 * torch.rand(4, 6, dtype=torch.float64)
@@ -480,6 +489,10 @@ def test_losses_without_a_clip_of_the_ratio_are_those_that_their_users_write(los
         assert 0 < keep.double().mean() < 1
         ratio = (own - old).exp()
         terms = -ratio * keep * advantages * weights
+    elif loss_type == "cispo_two_sided":  # verl's `cispo`
+        ratio = (own - old).exp().detach()
+        keep = ~((ratio < 0.9) & (advantages < 0) | (ratio > 1.15) & (advantages > 0))
+        terms = -ratio.clamp(0.9, 1.15) * advantages * own * weights
     else:
         terms = -own * advantages * weights
     expected = (terms + 0.1 * KLS[kl](ref - own)).mean()
@@ -489,18 +502,19 @@ def test_losses_without_a_clip_of_the_ratio_are_those_that_their_users_write(los
     loss, ours, metrics = loss_and_gradient(logprobs, old, advantages[:, 0], torch.ones(4, 6), **options)
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(ours, gradient)
-    if loss_type == "dppo":
+    if loss_type != "reinforce":
         torch.testing.assert_close(metrics["clip_ratio/region_mean"], (~keep).float().mean())
 
 
 def test_weights_act_token_by_token_at_the_sequence_level_of_cispo_only():
     """The rule by which weights are refused: elsewhere the gradient depends on their sum alone."""
     logprobs, weights = torch.full((1, 3), -1.0), torch.tensor([[2.0, 0.5, 0.5]])
-    for loss_type in LOSS_TYPES:
-        options = options_for(loss_type, importance_sampling_level="sequence", validate=False)
+    for loss_type, levels in LEVELS_OF.items():
+        level = "sequence" if "sequence" in levels else "token"
+        options = options_for(loss_type, importance_sampling_level=level, validate=False)
         old = logprobs - 0.01
         _, gradient, _ = loss_and_gradient(logprobs, old, torch.ones(1), torch.ones(1, 3), weights=weights, **options)
-        assert (len(gradient.unique()) > 1) == (loss_type in ("cispo", "reinforce"))
+        assert (len(gradient.unique()) > 1) == (loss_type in ("cispo", "cispo_two_sided", "reinforce", "vespo"))
 
 
 @pytest.mark.parametrize("function", [policy_loss, logits_policy_loss, linear_policy_loss])

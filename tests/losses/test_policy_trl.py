@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cfa_kernels.losses.checks import LOSS_TYPES
 from cfa_kernels.losses.policy import policy_loss
+from tests.support.policy_problem import OF_TRL
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
 
@@ -25,12 +25,16 @@ class _OneProcess:
 
 def trl_trainer(logprobs, entropies, **options):
     """A GRPOTrainer with no model: `_compute_loss` gets these log-probs and keeps its metrics in `_metrics`."""
-    trainer = object.__new__(grpo_trainer.GRPOTrainer)
+    kind = grpo_trainer.GRPOTrainer
+    if options["loss_type"] == "gmpo":
+        kind = pytest.importorskip("trl.experimental.gmpo", reason="TRL has no GMPO").GMPOTrainer
+    trainer = object.__new__(kind)
     trainer.model = SimpleNamespace(training=True)
     trainer.accelerator = _OneProcess()
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logprobs, entropies, None)
     trainer._metrics = {"train": grpo_trainer.defaultdict(list)}
-    trainer.aux_loss_enabled = trainer.use_vllm = trainer.use_adaptive_entropy = False
+    trainer.aux_loss_enabled = trainer.use_adaptive_entropy = False
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = options["sampling_mode"] is not None
     trainer.top_entropy_quantile = 1.0
     trainer.off_policy_mask_threshold = None
     trainer.current_gradient_accumulation_steps = 1
@@ -48,7 +52,8 @@ def trl_trainer(logprobs, entropies, **options):
         use_bias_correction_kl=options["use_bias_correction_kl"],
         sapo_temperature_pos=options["sapo_temperature_pos"],
         sapo_temperature_neg=options["sapo_temperature_neg"],
-    )
+        vespo_k_pos=options["vespo_k_pos"], vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
+    )  # fmt: skip
     return trainer
 
 
@@ -73,6 +78,7 @@ def tokens():
         "weights": 4 * torch.rand(B, T, generator=g, dtype=torch.float64) * (torch.rand(B, T, generator=g) > 0.2),
         "entropies": normal(B, T).abs(),
         "mask": mask,
+        "sampled": logprobs + 0.4 * normal(B, T),
     }
 
 
@@ -86,7 +92,9 @@ def compare(tokens, *, advantages="advantages", old=True, weights=False, num_ite
         "use_bias_correction_kl": False,
         "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.05,
+        "vespo_k_pos": 2.0,
         "entropy_coef": 0.0,
+        "sampling_mode": None,
         **options,
     }
     n = int(tokens["mask"].sum()) if num_items is None else num_items
@@ -108,6 +116,11 @@ def compare(tokens, *, advantages="advantages", old=True, weights=False, num_ite
     }
     if old:
         inputs["old_per_token_logps"] = tokens["old"]
+    if mode := options["sampling_mode"]:  # TRL corrects where it generates
+        options |= {"sampling_logprobs": tokens["sampled"], "sampling_clip_max": 1.3}
+        ratio = ((tokens["old"] - tokens["sampled"]) * tokens["mask"]).exp()
+        ratio = ratio.clamp(max=1.3) if mode == "token_truncate" else ratio.masked_fill(ratio > 1.3, 0)
+        inputs["importance_sampling_ratio"] = ratio
     expected = trainer._compute_loss(trainer.model, inputs)
     expected.backward()
 
@@ -135,12 +148,7 @@ def compare(tokens, *, advantages="advantages", old=True, weights=False, num_ite
     return metrics, {name: values[0] for name, values in trainer._metrics["train"].items()}
 
 
-LEVEL = pytest.mark.parametrize("importance_sampling_level", ["token", "sequence"])
-TYPE = pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name not in ("dppo", "reinforce")])
-
-
-@LEVEL
-@TYPE
+@pytest.mark.parametrize(("loss_type", "importance_sampling_level"), OF_TRL)
 @pytest.mark.parametrize(
     "options",
     [
@@ -153,6 +161,8 @@ TYPE = pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name
         {"num_items": 101},
         {"entropy_coef": 0.01},
         {"epsilon": 0.05, "epsilon_high": 0.1, "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
+        {"vespo_k_pos": 0.5, "sampling_mode": "token_truncate"},
+        {"beta": 0.05, "sampling_mode": "token_mask"},
         {"beta": 0.1, "delta": 1.5, "use_bias_correction_kl": True, "weights": True, "old": False},
         {"weights": True, "delta": 1.6},
         {"weights": True, "delta": 1.6, "beta": 0.1, "advantages": "token_advantages"},
@@ -160,15 +170,24 @@ TYPE = pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name
     ids=str,
 )
 def test_loss_gradient_and_metrics_equal_trl(tokens, loss_type, importance_sampling_level, options):
+    reads_less = {"weights", "advantages", "use_bias_correction_kl", "entropy_coef", "sampling_mode"}  # than GRPO's
+    if (loss_type == "gmpo" and options.keys() & reads_less) or (
+        importance_sampling_level == "sequence" and "sampling_mode" in options
+    ):
+        pytest.skip("there is no such loss")
+    if loss_type == "vespo":
+        tokens["advantages"][-1] = 0.6  # TRL's mean weight counts rows without an advantage
     metrics, theirs = compare(
         tokens, loss_type=loss_type, importance_sampling_level=importance_sampling_level, **options
     )
     shared = sorted(set(metrics) & set(theirs))
-    per_token_sequence_clips = importance_sampling_level == "sequence" and "advantages" in options
-    for name in shared:
-        if per_token_sequence_clips and "clip" in name:
-            continue  # TRL then averages clips over tokens, we over sequences as for (B,) advantages
+    # Given advantages of tokens TRL averages over tokens, we over sequences; a masked token may be clipped in TRL.
+    by_token = options.keys() & {"advantages", "weights"}
+    left_out = {"vespo/phi_seq_mean"} if by_token else set()
+    if (importance_sampling_level == "sequence" and by_token) or options.get("sampling_mode") == "token_mask":
+        left_out |= {name for name in shared if "clip" in name}
+    for name in sorted({*shared} - left_out):
         torch.testing.assert_close(float(metrics[name]), float(theirs[name]), rtol=1e-6, atol=1e-9, msg=name)
-    clips = {"sapo": 0, "cispo": 1}.get(loss_type, 5)
+    clips = {"sapo": 0, "vespo": 0, "cispo": 1}.get(loss_type, 5)
     assert len([name for name in shared if "clip" in name]) == clips
     assert ("kl" in shared) == bool(options.get("beta"))

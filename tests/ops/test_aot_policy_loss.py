@@ -83,7 +83,10 @@ CASES = [
     *(case("policy_rows_kernel", target, FP32, BF16, everything=True) for target in TARGETS),
     *(case("policy_rows_kernel", target, BF16, BF16) for target in ("sm_90", "gfx942")),
     case("policy_rows_kernel", "sm_90", FP16, FP16, everything=True, loss_type="sapo"),
-    *(case("policy_rows_kernel", "sm_90", FP32, FP32, loss_type=name) for name in ("cispo", "dppo", "reinforce")),
+    *(
+        case("policy_rows_kernel", "sm_90", FP32, FP32, loss_type=name)
+        for name in ("cispo", "cispo_two_sided", "dppo", "reinforce")
+    ),
     *(case("row_gradients_kernel", "sm_90", FP32, BF16, everything=True, rows=rows) for rows in (True, False)),
     case("scale_rows_kernel", "sm_90", BF16, BF16),
     *(

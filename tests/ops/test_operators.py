@@ -27,7 +27,7 @@ def test_arguments_have_the_names_and_the_order_of_the_schema(operator):
 
 
 def test_options_of_the_loss_survive_the_way_through_an_operator():
-    options = PolicyOptions("sapo", "sequence", *range(1, 8), "token_mask", "k1", *range(8, 11))
+    options = PolicyOptions("sapo", "sequence", *range(1, 8), "token_mask", "k1", *range(8, 15))
     kinds = options.kinds()
     assert PolicyOptions.of(kinds, options.numbers()) == options
     assert {*KINDS, *NUMBERS} == set(PolicyOptions._fields)

@@ -6,7 +6,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from cfa_kernels import CounterfactualConfig, Probe, Span, counterfactual_credit, policy_loss
-from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing.prefix_tree import Query
 from cfa_kernels.rows import Rows
@@ -30,6 +29,7 @@ from tests.support.models import (
     score_columns,
     tokens,
 )
+from tests.support.policy_problem import KIND, KINDS, drawn_features
 from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 
 PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
@@ -150,52 +150,50 @@ def test_entropies_come_with_the_logprobs():
     torch.testing.assert_close(entropies[0], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@KIND
 def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, level):
+    """With options drawn together, others for each kind of loss."""
     model = make_model("Qwen3")
-    advantages = torch.tensor([1.0, -0.5, 0.0, 0.7, -1.2, 0.3, 0.0])
-    weights, mask = drawn(1, low=0, high=3), [(row > -0.6).long() for row in drawn(2)]
+    features = drawn_features(KINDS.index((loss_type, level)), loss_type, level)
+    has_old, has_weights, by_token, temperature, mode = (
+        features.pop(name) for name in ("old", "weights", "token_advantages", "temperature", "correction")
+    )
+    signs = torch.tensor([1.0, -0.5, 0.0, 0.7, -1.2, 0.3, 0.0])
+    advantages = [sign * (row + 0.2) for sign, row in zip(signs, drawn(6), strict=True)] if by_token else signs
+    with torch.no_grad():
+        current = [row.cpu() for row in plain_logprobs(model, PROMPTS, COMPLETIONS, temperature)]
+    near = [[row + 0.3 * noise for row, noise in zip(current, drawn(seed), strict=True)] for seed in (3, 4, 5)]
+    weights, old, columns = drawn(1, low=0, high=3), near[0] if has_old else None, {}
     if level == "sequence":
         weights = [row[:1].expand(len(row)) for row in weights]
-    with torch.no_grad():
-        current = plain_logprobs(model, PROMPTS, COMPLETIONS, 0.8)
-    old = [row.cpu() + 0.3 * noise for row, noise in zip(current, drawn(3), strict=True)]
-    options = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 50}
+    if has_weights:
+        columns["weights"] = weights
+    if features["beta"]:
+        columns["ref_logprobs"] = near[1]
+    if mode or features["off_policy_mask_threshold"]:
+        columns["sampling_logprobs"], features["sampling_mode"] = near[2], mode
+    mask, options = [(row > -0.6).long() for row in drawn(2)], features | {"max_completion_length": 50}
     ours = packed_policy_loss(
-        model, ROWS, old, advantages, weights=weights, mask=mask, temperature=0.8, token_budget=60,
+        model, ROWS, old, advantages, mask=mask, temperature=temperature, token_budget=60, **columns,
         **options,
     )  # fmt: skip
     found = gradients(model, ours.loss)
+    logprobs, entropies = plain_logprobs(model, PROMPTS, COMPLETIONS, temperature, with_entropies=True)
     theirs, metrics = policy_loss(
-        padded(plain_logprobs(model, PROMPTS, COMPLETIONS, 0.8)),
-        *(x.to(model.device) for x in (padded(old), advantages, padded(mask))),
-        weights=padded(weights).to(model.device),
+        padded(logprobs),
+        padded(old).to(model.device) if has_old else None,
+        *(x.to(model.device) for x in (padded(advantages) if by_token else signs, padded(mask))),
+        entropies=padded(entropies) if options["entropy_coef"] else None,
+        **{name: padded(column).to(model.device) for name, column in columns.items()},
         **options,
-    )
+    )  # fmt: skip
     assert_same_gradients(found, gradients(model, theirs))
     torch.testing.assert_close(ours.loss, theirs, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(ours.metrics, metrics, rtol=1e-4, atol=1e-5)
     for b, row in enumerate(ours.logprobs):
         looked = row.isfinite()
-        assert not looked.any() or advantages[b] != 0
-        torch.testing.assert_close(row[looked], current[b][looked], rtol=0, atol=2e-5)
-
-
-def test_kl_and_entropy_are_those_of_the_padded_batch():
-    model = make_model("Qwen3")
-    advantages = torch.tensor([1.0, 0.0, 0.0, 0.7, -1.2, 0.3, 0.0])
-    reference = drawn(4, low=-3, high=0)
-    options = {"beta": 0.1}
-    ours = packed_policy_loss(model, ROWS, None, advantages, ref_logprobs=reference, compute_entropy=True, **options)
-    mask = padded([torch.ones(len(c)) for c in COMPLETIONS])
-    theirs, metrics = policy_loss(
-        padded(plain_logprobs(model, PROMPTS, COMPLETIONS)), None, *(x.to(model.device) for x in (advantages, mask)),
-        ref_logprobs=padded(reference).to(model.device), **options,
-    )  # fmt: skip
-    assert_same_gradients(gradients(model, ours.loss), gradients(model, theirs))
-    torch.testing.assert_close(ours.metrics["kl"], metrics["kl"], rtol=1e-4, atol=1e-5)
-    assert ours.metrics["entropy"] > 0
+        assert not looked.any() or signs[b] != 0 or options["beta"] or options["entropy_coef"]
+        torch.testing.assert_close(row[looked].cpu(), current[b][looked.cpu()], rtol=0, atol=2e-5)
 
 
 def test_what_the_loss_does_not_need_is_not_fed():

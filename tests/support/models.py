@@ -209,14 +209,16 @@ def assert_equals_naive(scores, model, prompts, completions, spans, answers, tol
             assert abs(scores.drop[b][k].item() - (base - masked)) <= 2 * tolerance
 
 
-def plain_logprobs(model, prompts, completions, temperature=1.0):
-    """Log-probs of each completion by a full forward of its own, with gradient."""
-    logprobs = []
+def plain_logprobs(model, prompts, completions, temperature=1.0, *, with_entropies=False):
+    """Log-probs of each completion by a full forward of its own, and perhaps entropies, with gradient."""
+    logprobs, entropies = [], []
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.cat([prompt, completion]).to(model.device)
         logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
-        logprobs.append(logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
-    return logprobs
+        rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        logprobs.append(rows.gather(1, ids[len(prompt) :, None])[:, 0])
+        entropies.append(-(rows.exp() * rows).sum(-1))
+    return (logprobs, entropies) if with_entropies else logprobs
 
 
 def assert_same_gradients(ours, theirs, tolerance=1e-5):

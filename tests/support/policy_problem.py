@@ -1,6 +1,7 @@
 """A small batch with every feature of the policy loss, the losses on it, and the same maths as a user would write."""
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cfa_kernels.losses.checks import LEVELS_OF
 from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss, policy_loss
+from cfa_kernels.ops.token_loss import CORRECTIONS, KL_ESTIMATORS
 
 B, T, V, H = 3, 4, 37, 24
 
@@ -25,6 +28,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "corrected-kl": {"beta": 0.1, "use_bias_correction_kl": True, "kl_estimator": "k2"},
     "k1": {"beta": 0.1, "kl_estimator": "k1"},
     "abs": {"beta": 0.1, "kl_estimator": "abs", "use_bias_correction_kl": True},
+    "gates": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5, "vespo_k_pos": 1.5, "vespo_lambda_neg": 0.7},
+    "narrow": {"epsilon": 0.05, "epsilon_high": 0.07, "token_advantages": True},
     "entropy": {"entropy_coef": 0.2, "temperature": 0.7},
     "softcap": {"softcap": 4.0, "temperature": 1.5, "logit_scale": 0.7, "weights": True},
     "truncated": {"correction": "token_truncate", "sampling_clip_max": 1.1, "sampling_clip_min": 0.9},
@@ -77,24 +82,13 @@ def problem(
         "advantages": (normal(b, t, seed=8) if features.get("token_advantages") else advantages).to(device),
         "mask": (torch.arange(t) < lengths[:, None]).to(device),
     }
-    keys = (
-        "sampling_clip_min",
-        "sampling_clip_max",
-        "off_policy_mask_threshold",
-        "delta",
-        "beta",
-        "use_bias_correction_kl",
-        "entropy_coef",
-        "temperature",
-        "softcap",
-        "logit_scale",
-    )
-    options = {key: features[key] for key in keys if key in features}
+    of_tensors = ("old", "weights", "token_advantages", "correction")
+    options = {name: value for name, value in features.items() if name not in of_tensors}
     options["max_completion_length"] = 7
     if features.get("weights"):
         kept = torch.rand(b, t, generator=generator) > 0.2
         options["weights"] = (3 * torch.rand(b, t, generator=generator) * kept).to(device)
-    if features.keys() & {"correction", "off_policy_mask_threshold"}:
+    if any(features.get(name) is not None for name in ("correction", "off_policy_mask_threshold")):
         options["sampling_mode"] = features.get("correction")
         options["sampling_logprobs"] = (logprobs + 0.1 * normal(b, t, seed=11).to(device)).index_fill(
             1, torch.tensor([1], device=logprobs.device), math.nan
@@ -107,12 +101,44 @@ def problem(
 def unchecked(options: dict[str, Any]) -> dict[str, Any]:
     """Let weights differ within a sequence at its level, which losses refuse where they check values.
 
-    Corrections there are the sequence's, since the losses take no others.
+    Corrections there are the sequence's, and those of vespo are the tokens', since the losses take no others.
     """
-    if options.get("importance_sampling_level") != "sequence":
-        return options
-    mode = {"sampling_mode": (options.get("sampling_mode") or "").replace("token", "sequence") or None}
-    return {"validate": False} | options | (mode if "sampling_mode" in options else {})
+    at_sequence, mode = options.get("importance_sampling_level") == "sequence", options.get("sampling_mode")
+    if mode and at_sequence:
+        options = options | {"sampling_mode": mode.replace("token", "sequence")}
+    elif mode and options.get("loss_type") == "vespo":
+        options = options | {"sampling_mode": f"token_{mode.partition('_')[2]}"}
+    return {"validate": False} | options if at_sequence else options
+
+
+KINDS = [(loss_type, level) for loss_type, levels in LEVELS_OF.items() for level in levels]
+KIND = pytest.mark.parametrize(("loss_type", "level"), KINDS)
+"""Every loss type at each of its levels."""
+OF_TRL = [
+    kind for kind in KINDS if kind[0] not in ("cispo_two_sided", "dppo", "reinforce") and kind[1] != "sequence_token"
+]
+"""Those that TRL has, its GMPO trainer's among them."""
+
+
+def drawn_features(seed: int, loss_type: str, level: str) -> dict[str, Any]:
+    """Draw every option of the losses, and every input of `problem`, on its own, but what is refused together."""
+    draw = random.Random(seed)
+    allowed = "sequence geometric" if level == "sequence" else "token" if loss_type == "vespo" else "token sequence geo"
+    modes = [mode for mode in CORRECTIONS if mode.startswith(tuple(allowed.split()))]
+    usual = {
+        "old": (True, False), "weights": (True, False), "token_advantages": (True, False),
+        "epsilon": (0.2, 0.05), "epsilon_high": (0.28, 0.07, 1.4), "delta": (None, 1.4, 1.02),
+        "beta": (0.0, 0.1), "kl_estimator": KL_ESTIMATORS, "use_bias_correction_kl": (False, True),
+        "num_items_in_batch": (None, 23), "num_sequences_in_batch": (None, 5),
+        "sapo_temperature_pos": (1.0, 2.0), "sapo_temperature_neg": (1.05, 0.5), "vespo_k_pos": (2.0, 1.5),
+        "vespo_lambda_pos": (3.0, 1.0), "vespo_k_neg": (3.0, 0.5), "vespo_lambda_neg": (2.0, 0.7),
+        "entropy_coef": (0.0, 0.2), "temperature": (1.0, 0.7), "off_policy_mask_threshold": (None, 0.02),
+        "correction": (None, *modes), "sampling_clip_min": (None, 0.9), "sampling_clip_max": (None, 1.1),
+    }  # fmt: skip
+    features = {name: draw.choice(values) for name, values in usual.items()}
+    if features["correction"] is None:  # bounds are refused without it
+        features |= {"sampling_clip_min": None, "sampling_clip_max": None}
+    return features | {"loss_type": loss_type, "importance_sampling_level": level}
 
 
 def others(tensors: dict[str, Any]) -> tuple[Any, ...]:
