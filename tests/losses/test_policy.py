@@ -10,9 +10,8 @@ import torch
 from cfa_kernels.losses.checks import LEVELS, LEVELS_OF, LossOptions
 from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss, policy_loss
 from cfa_kernels.losses.ragged import LossBatch
-from cfa_kernels.ops.token_loss import CORRECTIONS
 from cfa_kernels.rows import Rows
-from tests.support.policy_problem import KINDS
+from tests.support.policy_problem import KINDS, loss_and_gradient
 
 B, T = 4, 6
 LEVEL = pytest.mark.parametrize("importance_sampling_level", LEVELS)
@@ -32,13 +31,6 @@ def make(dtype=torch.float64, seed=0):
 
 def options_for(loss_type, **more):
     return {"loss_type": loss_type, "max_completion_length": 8, **more}
-
-
-def loss_and_gradient(logprobs, *args, **options):
-    logprobs = logprobs.detach().clone().requires_grad_()
-    loss, metrics = policy_loss(logprobs, *args, **options)
-    loss.backward()
-    return loss.detach(), logprobs.grad, metrics
 
 
 @pytest.mark.parametrize(
@@ -373,63 +365,6 @@ def test_a_sequence_s_ratio_with_each_token_s_own_gradient_is_that_of_gspo_token
     torch.testing.assert_close(ours, gradient)
     assert len(ours[2].unique()) == 5  # each by its own weight
     assert 0 < float(metrics["clip_ratio/region_mean"]) < 1
-
-
-MODES = {
-    "token_truncate": lambda ratio, low, high: ratio.clamp(low, high),
-    "token_mask": lambda ratio, low, high: ratio.where((ratio >= low) & (ratio <= high), 0),
-}
-
-
-@pytest.mark.parametrize("mode", CORRECTIONS)
-@pytest.mark.parametrize("on_policy", [False, True])
-def test_rollouts_of_another_policy_are_corrected_as_the_hosts_do(mode, on_policy):
-    """By autograd over the clipped loss and factors written out, as TRL and verl compute them before their loss."""
-    torch.manual_seed(0)
-    logprobs, mask = -torch.rand(4, 6, dtype=torch.float64), torch.ones(4, 6)
-    mask[1, 4:] = 0
-    shifts = torch.tensor([0.3, -0.3, 0.0, 0.0])[:, None]
-    sampling = logprobs + shifts + 0.2 * torch.randn(4, 6).double()
-    sampling[2, 1] = math.nan  # as a server gives for a token that it did not score: no correction
-    old = None if on_policy else logprobs - 0.3 * torch.rand(4, 6).double()
-    advantages, weights, low, high = torch.tensor([1.0, -0.5, 2.0, -1.0]), 2 * torch.rand(4, 6).double(), 0.8, 1.25
-    own = logprobs.clone().requires_grad_()
-    before = own.detach() if old is None else old
-    gap = ((before - sampling) * mask).nan_to_num(nan=0.0)
-    if mode == "geometric_mask":
-        mean = (gap.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
-        factor = ((mean >= low) & (mean <= high)).double().expand(4, 6)
-    else:
-        level, _, kind = mode.partition("_")
-        ratio = (gap.sum(1, keepdim=True).expand(4, 6) if level == "sequence" else gap).exp()
-        factor = MODES[f"token_{kind}"](ratio, low, high)
-    assert (factor != 1).any()
-    ratio, signed = (own - before).exp(), advantages[:, None] * weights
-    terms = -torch.minimum(ratio * signed, ratio.clamp(0.8, 1.28) * signed) * factor
-    ref = logprobs + 0.1
-    kl = (ref - own).exp() - (ref - own) - 1  # not corrected
-    expected = ((terms + 0.1 * kl) * mask).sum() / mask.sum()
-    (gradient,) = torch.autograd.grad(expected, own)
-    options = {"weights": weights, "beta": 0.1, "ref_logprobs": ref, "sampling_logprobs": sampling}
-    options |= {"sampling_mode": mode, "sampling_clip_min": low, "sampling_clip_max": high}
-    loss, ours, metrics = loss_and_gradient(logprobs, old, advantages, mask, **options)
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(ours, gradient)
-    counted = mask.bool()
-    judged = factor[counted] if mode.startswith("token") else factor[:, 0]
-    torch.testing.assert_close(metrics["sampling/importance_sampling_ratio/mean"], judged.mean())
-    torch.testing.assert_close(metrics["sampling/importance_sampling_ratio/max"], judged.max())
-    gaps = (logprobs - sampling).abs().nan_to_num(nan=0.0)[counted]
-    torch.testing.assert_close(metrics["sampling/sampling_logp_difference/mean"], gaps.mean())
-
-
-def test_sequences_that_drifted_are_dropped_where_their_advantage_is_negative():
-    logprobs, mask = torch.full((3, 2), -1.0, dtype=torch.float64), torch.ones(3, 2)
-    sampling = logprobs + torch.tensor([[0.5, 0.1], [0.5, 0.1], [0.1, 0.1]])
-    advantages = torch.tensor([-1.0, 1.0, -1.0])
-    options = {"sampling_logprobs": sampling, "off_policy_mask_threshold": 0.2}
-    _, gradient, _ = loss_and_gradient(logprobs, None, advantages, mask, **options)
-    torch.testing.assert_close(gradient, torch.tensor([[0.0] * 2, [-1 / 6] * 2, [1 / 6] * 2]).double())
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,14 @@ def plain(
     return loss.detach(), [leaf.grad for leaf in leaves], metrics
 
 
+def loss_and_gradient(logprobs, *args, **options):
+    """Loss, gradient and metrics of `policy_loss`."""
+    logprobs = logprobs.detach().clone().requires_grad_()
+    loss, metrics = policy_loss(logprobs, *args, **options)
+    loss.backward()
+    return loss.detach(), logprobs.grad, metrics
+
+
 def on_gpu(test):
     """Run the test on a GPU alone."""
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test))
