@@ -33,7 +33,7 @@ _SUMS: dict[str, tuple[str, Callable[[Tensor, Count, Count, int], Count]]] = {
 LOSS_TYPES, LEVELS = tuple(_SUMS), ("token", "sequence", "sequence_token")
 LEVELS_OF = dict.fromkeys(LOSS_TYPES, LEVELS) | {"vespo": LEVELS[:1], "gmpo": LEVELS[1:]}
 """Levels at which a loss type has a meaning: vespo weighs the sequence by itself, gmpo's ratio is the sequence's."""
-_WEIGHS_TOKENS = ("cispo", "cispo_two_sided", "reinforce", "vespo")  # by log-probs with factors, at every level
+_WEIGHS_TOKENS = ("cispo", "cispo_two_sided", "dppo", "reinforce", "vespo")  # by log-probs with factors, at every level
 
 
 class LossOptions(TypedDict, total=False):

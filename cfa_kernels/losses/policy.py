@@ -66,7 +66,7 @@ def policy_loss(
     | sampling_clip_min, sampling_clip_max | None | its bounds |
     | off_policy_mask_threshold | None | nats, of `off_policy_factor`'s mask of sequences |
     | epsilon, epsilon_high | 0.2, 0.28 | bounds: 1 - epsilon, 1 + epsilon_high (cispo, dppo, gmpo: see there) |
-    | delta | None | caps the ratio outside the clip (two-sided clipping) |
+    | delta | None | caps the ratio outside the clip (two-sided clipping), and that of dppo |
     | beta, kl_estimator | 0.0, "k3" | factor and kind of the KL term: k1, k2, k3 or abs, see `token_terms` |
     | use_bias_correction_kl | False | multiplies the KL term by the ratio (TRL's default; ours is plain k3) |
     | loss_type | "dapo" | how tokens are summed, see below |

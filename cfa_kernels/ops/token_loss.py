@@ -112,8 +112,8 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
     `cispo`  -w * stop_gradient(min(c, epsilon_high)) * A * logprob
     `cispo_two_sided`   the same with clamp(c, 1 - epsilon, 1 + epsilon_high) (verl's `cispo`)
     `sapo`   -w * 4 / tau * sigmoid(tau * (c - 1)) * A, tau by the sign of A
-    `dppo`   -w * c * A, or 0 where the probability has fallen by more than epsilon at A < 0, or risen by more than
-             epsilon_high at A > 0 (DPPO's binary total variation, arXiv 2602.04879)
+    `dppo`   -w * stop_gradient(min(c, delta)) * A * logprob, or 0 where the probability has fallen by more than epsilon
+             at A < 0, or risen by more than epsilon_high at A > 0 (DPPO's binary total variation, arXiv 2602.04879)
     `gmpo`   -w * c * A, c the geometric mean of clipped ratios, see `policy_terms`
     `reinforce`   -w * A * logprob, for which old log-probs matter to corrections and metrics only
     `vespo`  the same times a weight of the sequence, see `off_policy_factor`
@@ -150,8 +150,9 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
     elif options.loss_type == "dppo":
         moved = logprobs.exp() - (logprobs if tokens.old_logprobs is None else tokens.old_logprobs).exp()
         clipped_low, clipped_high = (moved < low) & (weighted < 0), (moved > high) & (weighted > 0)
-        loss = torch.where(clipped_low | clipped_high, zero, -ratio * weighted)
-        via_ratio = torch.where(inside, loss, zero)
+        passes = inside & ~(clipped_low | clipped_high)
+        direct = torch.where(passes, -ratio.clamp(max=options.delta) * weighted, zero)
+        loss = direct * logprobs
     elif options.loss_type == "gmpo":
         loss = -ratio * weighted
         via_ratio = torch.where(inside, loss, zero)
@@ -299,8 +300,8 @@ def token_terms_triton(
     elif LOSS_TYPE == "dppo":
         moved = tl.exp(logprob) - tl.exp(old_logprob)
         clip = tl.where((moved > high) & (weighted > 0), 1.0, tl.where((moved < low) & (weighted < 0), -1.0, 0.0))
-        loss = tl.where(clip == 0.0, -ratio * weighted, 0.0)
-        slope = tl.where(inside, loss, 0.0)
+        slope = tl.where((clip == 0.0) & inside, -minimum(ratio, delta) * weighted, 0.0)
+        loss = slope * logprob
     elif LOSS_TYPE == "reinforce":
         slope = -weighted
         loss = slope * logprob

@@ -43,7 +43,7 @@ def test_gradient_passes_gradcheck(loss_type, importance_sampling_level, correct
     entropies = torch.rand(B, T, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     ref = data["logprobs"] + 0.2
     current = data["logprobs"].detach()
-    by_factor = loss_type in ("cispo", "cispo_two_sided", "vespo")
+    by_factor = loss_type in ("cispo", "cispo_two_sided", "dppo", "vespo")
 
     def loss_of(logprobs, entropies):
         # the ratio in a factor of log-probs carries no gradient, so finite differences must not move it
@@ -418,21 +418,20 @@ def test_losses_without_a_clip_of_the_ratio_are_those_that_their_users_write(los
     logprobs, old = -2 * torch.rand(4, 6, dtype=torch.float64), -2 * torch.rand(4, 6, dtype=torch.float64)
     advantages, weights = torch.tensor([1.0, -0.5, 2.0, -1.0])[:, None].double(), 2 * torch.rand(4, 6).double()
     own, ref = logprobs.clone().requires_grad_(), logprobs + 0.3 * torch.randn(4, 6).double()
+    ratio = (logprobs - old).exp()
     if loss_type == "dppo":  # the mask of verl's dppo_tv and prime-rl: only what moves further the same way is cut
         moved = logprobs.exp() - old.exp()
         keep = ~torch.where(advantages > 0, moved > 0.15, moved < -0.1)
         assert 0 < keep.double().mean() < 1
-        ratio = (own - old).exp()
-        terms = -ratio * keep * advantages * weights
+        terms = -ratio.clamp(max=1.3) * own * keep * advantages * weights
     elif loss_type == "cispo_two_sided":  # verl's `cispo`
-        ratio = (own - old).exp().detach()
         keep = ~((ratio < 0.9) & (advantages < 0) | (ratio > 1.15) & (advantages > 0))
         terms = -ratio.clamp(0.9, 1.15) * advantages * own * weights
     else:
         terms = -own * advantages * weights
     expected = (terms + 0.1 * KLS[kl](ref - own)).mean()
     (gradient,) = torch.autograd.grad(expected, own)
-    options = {"weights": weights, "loss_type": loss_type, "epsilon": 0.1, "epsilon_high": 0.15}
+    options = {"weights": weights, "loss_type": loss_type, "epsilon": 0.1, "epsilon_high": 0.15, "delta": 1.3}
     options |= {"beta": 0.1, "ref_logprobs": ref, "kl_estimator": kl}
     loss, ours, metrics = loss_and_gradient(logprobs, old, advantages[:, 0], torch.ones(4, 6), **options)
     torch.testing.assert_close(loss, expected.detach())
@@ -449,7 +448,7 @@ def test_weights_act_token_by_token_at_the_sequence_level_of_cispo_only():
         options = options_for(loss_type, importance_sampling_level=level, validate=False)
         old = logprobs - 0.01
         _, gradient, _ = loss_and_gradient(logprobs, old, torch.ones(1), torch.ones(1, 3), weights=weights, **options)
-        assert (len(gradient.unique()) > 1) == (loss_type in ("cispo", "cispo_two_sided", "reinforce", "vespo"))
+        assert (len(gradient.unique()) > 1) == (loss_type in ("cispo", "cispo_two_sided", "dppo", "reinforce", "vespo"))
 
 
 @pytest.mark.parametrize("function", [policy_loss, logits_policy_loss, linear_policy_loss])
