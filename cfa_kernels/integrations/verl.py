@@ -232,7 +232,12 @@ def refuse_settings(config: Any) -> None:
     """Raise `NotImplementedError` for settings that credit or `packed_update=True` cannot be combined with."""
     if credit_config(config).control != "off":
         loss, rollout = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.actor_rollout_ref.rollout
+        teacher = config.get("distillation") or {}
         others = obstacles(
+            (
+                teacher.get("enabled") and not teacher.distillation_loss.use_task_rewards,
+                "distillation.distillation_loss.use_task_rewards=False: such a loss reads no advantages",
+            ),
             (loss in INEXACT_LOSSES, f"policy_loss.loss_mode={loss}: it uses advantages outside the product"),
             (config.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward; use actor.use_kl_loss"),
             (rollout.enable_rollout_routing_replay, "rollout.enable_rollout_routing_replay"),

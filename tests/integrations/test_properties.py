@@ -39,6 +39,7 @@ def tokens() -> Any:
         logprobs=logprobs,
         old=logprobs + 0.5 * normal(B, T),
         ref=logprobs + 0.3 * normal(B, T),
+        sampled=logprobs + 0.4 * normal(B, T),
         advantages=torch.tensor([1.3, -0.7, 0.4, -2.0, 0.0, 0.9], dtype=torch.float64),
         mask=mask,
         weights=weights,
@@ -78,7 +79,9 @@ class Verl:
             strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_high=0.28, clip_ratio_c=DUAL_CLIP,
             loss_agg_mode=mode, use_kl_loss=beta != 0, kl_loss_coef=beta,
         )  # fmt: skip
-        object.__setattr__(config.policy_loss, "loss_mode", name)
+        choices = {"loss_mode": name, "dro_beta": 0.5, "clip_cov_ratio": 0.3, "clip_cov_lb": -9.0, "kl_cov_ratio": 0.3}
+        for option, value in choices.items():
+            object.__setattr__(config.policy_loss, option, value)
         lengths = (t.mask.cumsum(1).argmax(1) + 1).tolist()
 
         def nested(values: Tensor) -> Tensor:
@@ -106,6 +109,10 @@ class OpenRlhf:
     """OpenRLHF's own `PolicyLoss` and KL estimate, from its files: the package itself needs GPU libraries."""
 
     kinds = (("ppo", True), ("ppo", False), ("gspo", False))
+    corrections = (
+        ("token", "clip", "ratio"), ("token", "mask", "ratio"), ("token", "mask", "binary_kl"), ("token", "mask", "tv"),
+        ("seq", "mask", "ratio"), ("seq", "mask", "binary_kl"), ("seq", "mask", "tv"),
+    )  # fmt: skip
 
     def __init__(self) -> None:
         try:
@@ -116,10 +123,13 @@ class OpenRlhf:
 
     def stock(self, kind: Any, t: Any, advantages: Tensor, beta: float, logprobs: Tensor) -> Tensor:
         columns = advantages if advantages.dim() == 2 else advantages[:, None].expand(t.mask.shape)
+        level, mode, gating = kind[2:] or ("off", "mask", "ratio")
         loss = self.models.loss.PolicyLoss(
-            clip_eps_high=0.28, dual_clip=self._dual_clip(kind), policy_loss_type=kind[0], token_level_loss=kind[1]
-        )
-        value = loss(logprobs, t.old, columns, action_mask=t.mask, **t.totals)[0]
+            clip_eps_high=0.28, dual_clip=self._dual_clip(kind), policy_loss_type=kind[0], token_level_loss=kind[1],
+            is_correction_level=level, is_correction_mode=mode, is_correction_gating=gating,
+            is_correction_threshold=(0.8, 1.25) if gating == "ratio" else (0.0, 0.1),
+        )  # fmt: skip
+        value = loss(logprobs, t.old, columns, t.mask, t.sampled, **t.totals)[0]
         return value + self._kl(t, beta, logprobs)
 
     def ours(self, kind: Any, t: Any, weights: Tensor | None, beta: float, logprobs: Tensor) -> Tensor:
@@ -201,15 +211,52 @@ def test_weights_in_the_advantages_equal_weights_on_the_clipped_loss(host, token
     assert not torch.allclose(folded[1], stock(host, tokens, tokens.advantages, beta=beta)[1], rtol=1e-3)
 
 
-@every_loss
-def test_weights_act_token_by_token_but_where_a_completion_has_one_ratio(host, tokens):
-    """OpenRLHF's `gspo` is refused with credit for this; verl's has a gradient per token."""
-    tokens.old = tokens.logprobs
-    several = (tokens.weights, torch.ones(B, T))
-    weighed, plain = (stock(host, tokens, fold_weights(tokens.advantages, weights))[1] for weights in several)
-    factors = (weighed / plain)[0][tokens.mask[0].bool()]
-    trainer, kind = host
-    assert (factors.std() < 1e-6) == (isinstance(trainer, OpenRlhf) and kind[0] == "gspo")
+def weighs_tokens(host: Any, tokens: Any) -> bool:
+    """Whether weights in the advantages multiply each token's own gradient, as credit needs."""
+    torch.manual_seed(0)  # of `clip_cov`
+    weighed = stock(host, tokens, fold_weights(tokens.advantages, tokens.weights))[1]
+    torch.manual_seed(0)
+    return torch.allclose(weighed, stock(host, tokens, tokens.advantages)[1] * tokens.weights, rtol=1e-7, atol=1e-12)
+
+
+def test_losses_of_verl_that_are_refused_with_credit_are_those_where_its_weights_are_no_factors(tokens):
+    """Of every loss that verl has registered."""
+    trainer = trainers(Verl)
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    from cfa_kernels.integrations.verl import INEXACT_LOSSES
+
+    wrong = [name for name in POLICY_LOSS_REGISTRY if not weighs_tokens((trainer, (name, "token-mean")), tokens)]
+    assert sorted(wrong) == sorted(INEXACT_LOSSES)
+
+
+def test_so_it_is_with_openrlhf_s_gspo_and_with_none_of_its_corrections(tokens):
+    trainer = trainers(OpenRlhf)
+    corrected = [("ppo", mean, *correction) for mean in (True, False) for correction in trainer.corrections]
+    kinds = (*trainer.kinds, *corrected)
+    assert [kind for kind in kinds if not weighs_tokens((trainer, kind), tokens)] == [("gspo", False)]
+    gradients = [stock((trainer, kind), tokens, tokens.advantages)[1] for kind in (trainer.kinds[0], *corrected)]
+    assert not any(torch.equal(gradients[0], other) for other in gradients[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vanilla", {"delta": DUAL_CLIP}),
+        ("cispo", {"loss_type": "cispo_two_sided"}),
+        ("dppo_tv", {"loss_type": "dppo", "delta": DUAL_CLIP}),
+        ("geo_mean", {"loss_type": "gmpo", "importance_sampling_level": "sequence"}),
+        ("gpg", {"loss_type": "reinforce"}),
+        ("gspo", {"importance_sampling_level": "sequence_token"}),
+        ("sapo", {"loss_type": "sapo"}),
+    ],
+)
+def test_our_losses_have_the_gradients_of_verl_s(tokens, name, options):
+    logprobs = tokens.logprobs.clone().requires_grad_()
+    tokens.old = tokens.old.where(tokens.old < 0, -0.01)  # a probability, by which `dppo_tv` judges
+    policy_loss(logprobs, tokens.old, tokens.advantages, tokens.mask, **options)[0].backward()
+    theirs = stock((trainers(Verl), (name, "token-mean")), tokens, tokens.advantages)[1]
+    torch.testing.assert_close(logprobs.grad, theirs, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf")])

@@ -408,6 +408,7 @@ REFUSED = pytest.mark.parametrize(
         (ONE_EACH, "estimator='prefix_tree': it needs several completions of one prompt"),
         ({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "kl_cov"}}}}, "loss_mode=kl_cov"),
         ({"algorithm": {"use_kl_in_reward": True}}, "use_kl_in_reward"),
+        ({"distillation": {"enabled": True, "distillation_loss": {"use_task_rewards": False}}}, "use_task_rewards=F"),
         ({"actor_rollout_ref": {"rollout": {"enable_rollout_routing_replay": True}}}, "enable_rollout_routing_replay"),
         ({"trainer": {"use_v1": False}}, "use_v1=False"),
     ],
