@@ -29,7 +29,7 @@ from tests.support.models import (
     score_columns,
     tokens,
 )
-from tests.support.policy_problem import KIND, KINDS, drawn_features
+from tests.support.policy_problem import KIND, drawn_features
 from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 
 PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
@@ -154,10 +154,9 @@ def test_entropies_come_with_the_logprobs():
 def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, level):
     """With options drawn together, others for each kind of loss."""
     model = make_model("Qwen3")
-    features = drawn_features(KINDS.index((loss_type, level)), loss_type, level)
-    has_old, has_weights, by_token, temperature, mode = (
-        features.pop(name) for name in ("old", "weights", "token_advantages", "temperature", "correction")
-    )
+    features = drawn_features(0, loss_type, level)
+    names = ("old", "weights", "token_advantages", "temperature", "correction", "softcap", "logit_scale")
+    has_old, has_weights, by_token, temperature, mode, *_ = (features.pop(name) for name in names)
     signs = torch.tensor([1.0, -0.5, 0.0, 0.7, -1.2, 0.3, 0.0])
     advantages = [sign * (row + 0.2) for sign, row in zip(signs, drawn(6), strict=True)] if by_token else signs
     with torch.no_grad():

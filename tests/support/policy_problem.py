@@ -19,7 +19,6 @@ LENGTHS = torch.tensor([4, 2, 3])
 COUNTED = 9
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {},
     "weights": {"weights": True},
     "on-policy": {"old": False, "weights": True},
     "delta": {"delta": 1.4, "token_advantages": True},
@@ -27,18 +26,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "kl": {"beta": 0.1, "weights": True},
     "corrected-kl": {"beta": 0.1, "use_bias_correction_kl": True, "kl_estimator": "k2"},
     "k1": {"beta": 0.1, "kl_estimator": "k1"},
-    "abs": {"beta": 0.1, "kl_estimator": "abs", "use_bias_correction_kl": True},
-    "gates": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5, "vespo_k_pos": 1.5, "vespo_lambda_neg": 0.7},
-    "narrow": {"epsilon": 0.05, "epsilon_high": 0.07, "token_advantages": True},
     "entropy": {"entropy_coef": 0.2, "temperature": 0.7},
     "softcap": {"softcap": 4.0, "temperature": 1.5, "logit_scale": 0.7, "weights": True},
     "truncated": {"correction": "token_truncate", "sampling_clip_max": 1.1, "sampling_clip_min": 0.9},
     "band": {"correction": "token_mask", "sampling_clip_max": 1.1, "sampling_clip_min": 0.85, "weights": True},
-    "band, on-policy": {"correction": "token_mask", "sampling_clip_max": 1.1, "old": False, "beta": 0.1},
-    "sequences masked": {"correction": "sequence_mask", "sampling_clip_max": 1.2, "old": False},
-    "sequences truncated": {"correction": "sequence_truncate", "sampling_clip_max": 1.05, "weights": True},
     "geometric": {"correction": "geometric_mask", "sampling_clip_max": 1.05, "sampling_clip_min": 0.95},
-    "drifted": {"off_policy_mask_threshold": 0.02, "old": False, "entropy_coef": 0.2},
     "all": {
         "correction": "token_truncate", "sampling_clip_max": 1.1, "weights": True,
         "delta": 1.4, "beta": 0.1, "use_bias_correction_kl": True, "entropy_coef": 0.2,
@@ -122,7 +114,7 @@ OF_TRL = [
 
 def drawn_features(seed: int, loss_type: str, level: str) -> dict[str, Any]:
     """Draw every option of the losses, and every input of `problem`, on its own, but what is refused together."""
-    draw = random.Random(seed)
+    draw = random.Random(f"{seed}, {loss_type}, {level}")
     allowed = "sequence geometric" if level == "sequence" else "token" if loss_type == "vespo" else "token sequence geo"
     modes = [mode for mode in CORRECTIONS if mode.startswith(tuple(allowed.split()))]
     usual = {
@@ -132,8 +124,9 @@ def drawn_features(seed: int, loss_type: str, level: str) -> dict[str, Any]:
         "num_items_in_batch": (None, 23), "num_sequences_in_batch": (None, 5),
         "sapo_temperature_pos": (1.0, 2.0), "sapo_temperature_neg": (1.05, 0.5), "vespo_k_pos": (2.0, 1.5),
         "vespo_lambda_pos": (3.0, 1.0), "vespo_k_neg": (3.0, 0.5), "vespo_lambda_neg": (2.0, 0.7),
-        "entropy_coef": (0.0, 0.2), "temperature": (1.0, 0.7), "off_policy_mask_threshold": (None, 0.02),
-        "correction": (None, *modes), "sampling_clip_min": (None, 0.9), "sampling_clip_max": (None, 1.1),
+        "entropy_coef": (0.0, 0.2), "temperature": (1.0, 0.7), "softcap": (None, 4.0), "logit_scale": (1.0, 0.7),
+        "off_policy_mask_threshold": (None, 0.02), "correction": (None, *modes),
+        "sampling_clip_min": (None, 0.9), "sampling_clip_max": (None, 1.1),
     }  # fmt: skip
     features = {name: draw.choice(values) for name, values in usual.items()}
     if features["correction"] is None:  # bounds are refused without it
