@@ -232,7 +232,7 @@ def refuse_settings(config: Any) -> None:
     """Raise `NotImplementedError` for settings that credit or `packed_update=True` cannot be combined with."""
     if credit_config(config).control != "off":
         loss, rollout = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.actor_rollout_ref.rollout
-        teacher = config.get("distillation") or {}
+        teacher: Any = config.get("distillation") or {}
         others = obstacles(
             (
                 teacher.get("enabled") and not teacher.distillation_loss.use_task_rewards,

@@ -21,6 +21,7 @@ from ..ops.token_loss import (
     off_policy_factor,
     policy_terms,
     refuse_second_derivative,
+    spread_correction,
 )
 from .checks import (
     LEVELS,
@@ -270,7 +271,7 @@ def linear_policy_loss(
     if rows is not None:
         looked_at = torch.zeros_like(batch.keep).flatten().index_fill_(0, rows, True).view_as(batch.keep)
     elif drop_inactive:
-        looked_at = contributing(batch.tokens, batch.options, with_entropy=with_entropy)
+        looked_at = contributing(*spread_correction(batch.tokens, batch.options), with_entropy=with_entropy)
     return loss, metrics, stats[0].view_as(batch.keep).masked_fill(~looked_at, math.nan)
 
 
@@ -309,12 +310,13 @@ def _arguments(
     with_entropy: bool,
     backend: str,
 ) -> dict[str, Any]:
+    tokens, options = spread_correction(batch.tokens, batch.options)
     return {
         "targets": layout(targets),
-        **batch.tokens.map(layout)._asdict(),
+        **tokens.map(layout)._asdict(),
         "entropy_scale": batch.entropy_scale,
-        "kinds": batch.options.kinds(),
-        "numbers": batch.options.numbers(),
+        "kinds": options.kinds(),
+        "numbers": options.numbers(),
         "softmax": list(softmax),
         "with_entropy": with_entropy,
         "backend": backend,

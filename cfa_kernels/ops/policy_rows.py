@@ -131,7 +131,8 @@ def policy_rows_kernel(
             if CORRECTION == "token_truncate":
                 correction = minimum(tl.maximum(correction, clip_min), clip_max)
             else:
-                correction = tl.where((correction >= clip_min) & (correction <= clip_max), correction, 0.0)
+                inside = (correction >= clip_min) & (correction <= clip_max)
+                correction = tl.where(inside, 1.0 if CORRECTION == "token_gate" else correction, 0.0)
             weight *= correction
         loss, slope, ratio, kl, clip = token_terms_triton(
             logprob, old, tl.load(p_advantages + i_n), weight, ref,

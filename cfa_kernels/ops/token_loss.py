@@ -194,28 +194,44 @@ def off_policy_factor(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) 
     """
     if tokens.sampling_logprobs is None and options.loss_type != "vespo":
         return None
-    counted, low, high = tokens.scale > 0, options.sampling_clip_min, options.sampling_clip_max
-    sampling = logprobs if tokens.sampling_logprobs is None else tokens.sampling_logprobs
-    known = counted & ~sampling.isnan()
-
-    def mean(gap: Tensor) -> Tensor:
-        return gap.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
-
+    low, high = options.sampling_clip_min, options.sampling_clip_max
     factor = torch.ones_like(logprobs)
     if options.correction:
         old = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
-        gap = torch.where(known, old - sampling, 0)
-        gap = {"s": lambda: gap.sum(1, keepdim=True), "g": lambda: mean(gap)}.get(options.correction[0], lambda: gap)()
-        ratio = gap.clamp(max=LOG_RATIO_MAX).exp()
+        ratio = _sampling_gap(old, tokens, options.correction).clamp(max=LOG_RATIO_MAX).exp()
         inside = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
-        kept = inside if options.correction.startswith("geometric") else ratio * inside
+        kept = inside if options.correction in ("geometric_mask", "token_gate") else ratio * inside
         factor = factor * (ratio.clamp(low, high) if options.correction.endswith("truncate") else kept)
     if options.loss_type == "vespo":
         factor = _gamma_weights(logprobs, factor, tokens, options)
     if options.off_policy_mask_threshold != float("inf"):
-        drift = mean(torch.where(known, sampling - logprobs, 0))
+        drift = -_sampling_gap(logprobs, tokens, "geometric")
         factor = factor * ((tokens.advantages >= 0) | (drift <= options.off_policy_mask_threshold))
     return factor
+
+
+def _sampling_gap(logprobs: Tensor, tokens: Tokens, correction: str) -> Tensor:
+    """Compute `logprobs - sampling`, 0 where there is none: of tokens (B, T), or its sum or mean over rows (B, 1)."""
+    sampling, counted = tokens.sampling_logprobs, tokens.scale > 0
+    assert sampling is not None
+    gap = torch.where(counted & ~sampling.isnan(), logprobs - sampling, 0)
+    if correction.startswith("token"):
+        return gap
+    total = gap.sum(1, keepdim=True)
+    return total if correction.startswith("sequence") else total / counted.sum(1, keepdim=True).clamp(min=1)
+
+
+def spread_correction(tokens: Tokens, options: PolicyOptions) -> tuple[Tokens, PolicyOptions]:
+    """Make a sequence's correction (B, T) its tokens' own, where old log-probs tell it before any current ones.
+
+    So that no pass over the rows has to find it. Sampling log-probs become those whose ratios are the sequence's.
+    """
+    old, mode = tokens.old_logprobs, options.correction
+    if old is None or mode.startswith("token") or not mode or options._replace(correction="").joins_tokens:
+        return tokens, options
+    mode = "token_gate" if mode == "geometric_mask" else mode.replace("sequence", "token")
+    sampling = old - _sampling_gap(old, tokens, options.correction)
+    return tokens._replace(sampling_logprobs=sampling), options._replace(correction=mode)
 
 
 def _gamma_weights(logprobs: Tensor, factor: Tensor, tokens: Tokens, options: PolicyOptions) -> Tensor:

@@ -47,7 +47,8 @@ def case(
     """A kernel with the pointers, strides and tiles of (B, T, V) rows, which start at multiples of 16 logits."""
     hip = target == "gfx942"
     options = policy_rows.launch_options(vocabulary, logits.itemsize, hip=hip) | dict.fromkeys(FLAGS, everything)
-    correction = ("token_mask" if loss_type == "sapo" else "token_truncate") if everything else ""
+    corrections = {"sapo": "token_mask", "cispo_two_sided": "token_gate"}
+    correction = corrections.get(loss_type, "token_truncate") if everything else ""
     options |= {
         "LOSS_TYPE": loss_type,
         "CORRECTION": correction,
@@ -83,10 +84,8 @@ CASES = [
     *(case("policy_rows_kernel", target, FP32, BF16, everything=True) for target in TARGETS),
     *(case("policy_rows_kernel", target, BF16, BF16) for target in ("sm_90", "gfx942")),
     case("policy_rows_kernel", "sm_90", FP16, FP16, everything=True, loss_type="sapo"),
-    *(
-        case("policy_rows_kernel", "sm_90", FP32, FP32, loss_type=name)
-        for name in ("cispo", "cispo_two_sided", "dppo", "reinforce")
-    ),
+    case("policy_rows_kernel", "sm_90", FP32, FP32, everything=True, loss_type="cispo_two_sided"),
+    *(case("policy_rows_kernel", "sm_90", FP32, FP32, loss_type=name) for name in ("cispo", "dppo", "reinforce")),
     *(case("row_gradients_kernel", "sm_90", FP32, BF16, everything=True, rows=rows) for rows in (True, False)),
     case("scale_rows_kernel", "sm_90", BF16, BF16),
     *(

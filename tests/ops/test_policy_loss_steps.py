@@ -116,9 +116,24 @@ def rows_through_the_head(monkeypatch):
     return count
 
 
-@pytest.mark.parametrize(("level", "backend"), [("token", "torch"), ("sequence", "torch"), ("token", "triton")])
-def test_gemms_are_three_with_a_trained_head_and_two_with_a_frozen_one(rows_through_the_head, level, backend, device):
-    tensors, options = problem(torch.float32, device, old=False)
+@pytest.mark.parametrize(
+    ("level", "backend", "correction"),
+    [
+        ("token", "torch", None),
+        ("sequence", "torch", None),
+        ("token", "triton", None),
+        ("token", "torch", "sequence_mask"),
+        ("token", "triton", "geometric_mask"),
+    ],
+)
+def test_gemms_are_three_with_a_trained_head_and_two_with_a_frozen_one(
+    rows_through_the_head, level, backend, correction, device
+):
+    """A sequence's correction needs no pass to find it, if there are old log-probs."""
+    tensors, options = problem(torch.float32, device, old=False, correction=correction)
+    if correction is not None:
+        logits = tensors["hidden"] @ tensors["head"].T
+        tensors["old"] = logits.log_softmax(-1).gather(-1, tensors["targets"][..., None])[..., 0]
     options |= {"backend": backend, "chunk_size": 4, "importance_sampling_level": level}
     tensors["advantages"] = torch.tensor([1.0, 0.0, -0.5], device=device)
     prepass = 1 if level == "sequence" else 0
