@@ -345,28 +345,6 @@ def test_weights_that_differ_within_a_row_are_refused_where_the_row_has_one_rati
     loss_by(function, weights, mask, importance_sampling_level="sequence", loss_type="cispo")
 
 
-def test_a_sequence_s_ratio_with_each_token_s_own_gradient_is_that_of_gspo_token():
-    """Held to the paper's own form, `sg[s] * pi / sg[pi]` in place of the ratio, by autograd."""
-    torch.manual_seed(0)
-    logprobs = -torch.rand(3, 5, dtype=torch.float64)
-    old = logprobs - torch.tensor([1.0, 0.05, -0.4])[:, None] * torch.rand(3, 5).double()
-    mask, advantages, weights = torch.ones(3, 5), torch.tensor([1.0, -0.5, 2.0]), 2 * torch.rand(3, 5).double()
-    mask[1, 3:] = 0
-    own = logprobs.clone().requires_grad_()
-    means = ((own - old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    ratio = means.exp().detach() * (own - own.detach()).exp()
-    signed = weights * advantages[:, None]
-    terms = -torch.minimum(ratio * signed, ratio.clamp(1 - 0.2, 1 + 0.28) * signed)
-    expected = (terms * mask).sum() / mask.sum()
-    (gradient,) = torch.autograd.grad(expected, own)
-    options = {"weights": weights, "importance_sampling_level": "sequence_token"}
-    loss, ours, metrics = loss_and_gradient(logprobs, old, advantages, mask, **options)
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(ours, gradient)
-    assert len(ours[2].unique()) == 5  # each by its own weight
-    assert 0 < float(metrics["clip_ratio/region_mean"]) < 1
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -412,26 +390,33 @@ KLS = {"k1": lambda gap: -gap, "k2": lambda gap: gap**2 / 2, "k3": lambda gap: g
 
 
 @pytest.mark.parametrize("kl", KLS)
-@pytest.mark.parametrize("loss_type", ["dppo", "reinforce", "cispo_two_sided"])
-def test_losses_without_a_clip_of_the_ratio_are_those_that_their_users_write(loss_type, kl):
+@pytest.mark.parametrize("loss_type", ["dppo", "reinforce", "cispo_two_sided", "GSPO-token"])
+def test_losses_are_those_that_their_users_write(loss_type, kl):
     torch.manual_seed(0)
     logprobs, old = -2 * torch.rand(4, 6, dtype=torch.float64), -2 * torch.rand(4, 6, dtype=torch.float64)
-    advantages, weights = torch.tensor([1.0, -0.5, 2.0, -1.0])[:, None].double(), 2 * torch.rand(4, 6).double()
+    advantages, weights = torch.tensor([-1.0, 0.5, 2.0, -1.0])[:, None].double(), 2 * torch.rand(4, 6).double()
     own, ref = logprobs.clone().requires_grad_(), logprobs + 0.3 * torch.randn(4, 6).double()
-    ratio = (logprobs - old).exp()
+    ratio, signed = (logprobs - old).exp(), advantages * weights
     if loss_type == "dppo":  # the mask of verl's dppo_tv and prime-rl: only what moves further the same way is cut
         moved = logprobs.exp() - old.exp()
         keep = ~torch.where(advantages > 0, moved > 0.15, moved < -0.1)
         assert 0 < keep.double().mean() < 1
-        terms = -ratio.clamp(max=1.3) * own * keep * advantages * weights
+        terms = -ratio.clamp(max=1.3) * own * keep * signed
     elif loss_type == "cispo_two_sided":  # verl's `cispo`
         keep = ~((ratio < 0.9) & (advantages < 0) | (ratio > 1.15) & (advantages > 0))
-        terms = -ratio.clamp(0.9, 1.15) * advantages * own * weights
+        terms = -ratio.clamp(0.9, 1.15) * own * signed
+    elif loss_type == "GSPO-token":  # the paper's form, `sg[s] * pi / sg[pi]` in place of the ratio
+        ratio = (logprobs - old).mean(1, keepdim=True).exp() * (own - own.detach()).exp()
+        terms = -torch.minimum(ratio * signed, ratio.clamp(0.9, 1.15) * signed)
+        keep = ~((ratio < 0.9) & (advantages < 0) | (ratio > 1.15) & (advantages > 0))
+        assert 0 < keep.double().mean() < 1
     else:
-        terms = -own * advantages * weights
+        terms = -own * signed
     expected = (terms + 0.1 * KLS[kl](ref - own)).mean()
     (gradient,) = torch.autograd.grad(expected, own)
     options = {"weights": weights, "loss_type": loss_type, "epsilon": 0.1, "epsilon_high": 0.15, "delta": 1.3}
+    if loss_type == "GSPO-token":
+        options |= {"loss_type": "dapo", "importance_sampling_level": "sequence_token", "delta": None}
     options |= {"beta": 0.1, "ref_logprobs": ref, "kl_estimator": kl}
     loss, ours, metrics = loss_and_gradient(logprobs, old, advantages[:, 0], torch.ones(4, 6), **options)
     torch.testing.assert_close(loss, expected.detach())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels.losses.checks import LEVELS, LEVELS_OF
+from cfa_kernels.losses.checks import LEVELS
 from cfa_kernels.losses.policy import contributing_rows, linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops import head_matmul, row_softmax
 from cfa_kernels.ops.linear_policy_loss import linear_policy_loss_op
@@ -273,25 +273,6 @@ def test_the_loss_is_the_same_without_gradients_and_records_nothing(backend, for
             )
     assert not loss.requires_grad
     torch.testing.assert_close(loss, expected)
-
-
-@FORM
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradient_accumulation_is_independent_of_the_split(form, level):
-    tensors, options = problem(weights=True, entropy_coef=0.1)
-    options |= {"importance_sampling_level": level, "num_items_in_batch": COUNTED, "num_sequences_in_batch": B}
-    per_row = ("logits", "hidden", "targets", "old", "advantages", "mask")
-    for loss_type in (name for name, levels in LEVELS_OF.items() if name != "bnpo" and level in levels):
-        options["loss_type"] = loss_type
-        whole = form(tensors, **options)
-        parts = []
-        for row in range(B):
-            own = {name: tensors[name][row : row + 1] if name in per_row else tensors[name] for name in tensors}
-            parts.append(form(own, **{**options, "weights": options["weights"][row : row + 1]}))
-        torch.testing.assert_close(sum(part[0] for part in parts), whole[0])
-        torch.testing.assert_close(torch.cat([part[1][0] for part in parts]), whole[1][0])
-        for i in range(1, len(whole[1])):
-            torch.testing.assert_close(sum(part[1][i] for part in parts), whole[1][i])
 
 
 def loss_of_leaves(form: str) -> tuple[Tensor, list[Tensor]]:
