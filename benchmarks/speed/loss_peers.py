@@ -7,6 +7,7 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +29,18 @@ from cfa_kernels.losses.policy import contributing_rows, linear_policy_loss, pol
 
 CHUNK = {"cpu": 256, "cuda": 4096}
 BOUND, OURS, HALF = "bare GEMMs (the bound)", "ours", "ours, half the groups at zero advantage"
+CORRECTED = {f"ours, {mode}": mode for mode in ("token_truncate", "sequence_mask")}
+"""Ours with corrections for rollouts of another policy, which are to cost nearly nothing."""
 
 
 # From hidden states
 
 
-def ours(job: LossJob, rows: Tensor | None = None) -> Result:
+def ours(job: LossJob, rows: Tensor | None = None, **options: Any) -> Result:
     hidden, head = job.leaves()
     loss, _ = linear_policy_loss(
         hidden, head, job.targets, job.old, job.advantages, job.mask, weights=job.weights, rows=rows,
-        epsilon=EPSILON, epsilon_high=EPSILON_HIGH, drop_inactive=False, validate=False,
+        epsilon=EPSILON, epsilon_high=EPSILON_HIGH, drop_inactive=False, validate=False, **options,
     )  # fmt: skip
     return job.gradients(loss, hidden, head)
 
@@ -125,6 +128,12 @@ def linear_contenders(job: LossJob) -> list[Contender]:
     half = replace(job, advantages=job.advantages * (torch.arange(SEQUENCES, device=job.mask.device) % 2))
     rows = contributing_rows(half.mask, half.advantages, weights=half.weights)
     contenders.append(Contender(HALF, functools.partial(ours, half, rows), linear_reference(half).check))
+    sampled = job.old - torch.tensor([0.3, -0.3], device=job.mask.device).repeat(job.mask.size(1) // 2)
+    options, gaps = {"sampling_logprobs": sampled, "sampling_clip_max": 1.2}, job.old.double() - sampled
+    for name, mode in CORRECTED.items():  # a sequence's ratio is near 1
+        factor = gaps.exp().clamp(max=1.2) if mode == "token_truncate" else gaps.sum(1, keepdim=True).exp()
+        check = linear_reference(replace(job, weights=job.weights * factor)).check
+        contenders.append(Contender(name, functools.partial(ours, job, sampling_mode=mode, **options), check))
     contenders.append(Contender(BOUND, functools.partial(bare_gemms, job), lambda result: None))
     return contenders
 
