@@ -82,7 +82,7 @@ def policy_loss(
     | validate | None | whether to check values; None checks them on a CPU only, as a GPU would have to be waited for |
 
     A token of weight 0 stays in every denominator and counts as unclipped. At level "sequence" only the sum of
-    a row's weights acts (but for cispo and reinforce), so they must be equal within a row. "sequence_token"
+    a row's weights acts (but for cispo, dppo and reinforce), so they must be equal within a row. "sequence_token"
     (GSPO-token) has the same ratios, each with its own token's gradient, and takes any. gmpo needs one of these two
     levels. vespo needs "token": it multiplies tokens' own gradients, so weights differ as they like.
 

@@ -29,7 +29,7 @@ class PolicyOptions(NamedTuple):
     use_bias_correction_kl: bool = False  # multiplies the KL term by the ratio
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
-    correction: str = ""  # one of `CORRECTIONS`
+    correction: str = ""  # one of `CORRECTIONS`, or what `spread_correction` makes of it
     kl_estimator: str = "k3"  # one of `KL_ESTIMATORS`
     sampling_clip_min: float = 0.0
     sampling_clip_max: float = float("inf")
@@ -150,8 +150,8 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
     elif options.loss_type == "dppo":
         moved = logprobs.exp() - (logprobs if tokens.old_logprobs is None else tokens.old_logprobs).exp()
         clipped_low, clipped_high = (moved < low) & (weighted < 0), (moved > high) & (weighted > 0)
-        passes = inside & ~(clipped_low | clipped_high)
-        direct = torch.where(passes, -ratio.clamp(max=options.delta) * weighted, zero)
+        cut = clipped_low | clipped_high | (log_ratio > LOG_RATIO_MAX)  # nan is not
+        direct = torch.where(cut, zero, -ratio.clamp(max=options.delta) * weighted)
         loss = direct * logprobs
     elif options.loss_type == "gmpo":
         loss = -ratio * weighted
@@ -316,7 +316,7 @@ def token_terms_triton(
     elif LOSS_TYPE == "dppo":
         moved = tl.exp(logprob) - tl.exp(old_logprob)
         clip = tl.where((moved > high) & (weighted > 0), 1.0, tl.where((moved < low) & (weighted < 0), -1.0, 0.0))
-        slope = tl.where((clip == 0.0) & inside, -minimum(ratio, delta) * weighted, 0.0)
+        slope = tl.where((clip != 0.0) | (log_ratio > log_ratio_max), 0.0, -minimum(ratio, delta) * weighted)
         loss = slope * logprob
     elif LOSS_TYPE == "reinforce":
         slope = -weighted

@@ -359,7 +359,7 @@ def test_a_target_outside_the_vocabulary_that_nobody_checks_gives_a_nan_loss(on_
 
 @FORM
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "cispo_two_sided", "dppo", "sapo"])
 def test_a_nan_logit_that_nobody_checks_gives_a_nan_loss(form, loss_type, backend, device):
     for old in (True, False):
         tensors, options = problem(torch.float32, device, b=1, t=1, softcap=5.0, old=old)

@@ -116,16 +116,8 @@ def rows_through_the_head(monkeypatch):
     return count
 
 
-@pytest.mark.parametrize(
-    ("level", "backend", "correction"),
-    [
-        ("token", "torch", None),
-        ("sequence", "torch", None),
-        ("token", "triton", None),
-        ("token", "torch", "sequence_mask"),
-        ("token", "triton", "geometric_mask"),
-    ],
-)
+@pytest.mark.parametrize("correction", [None, "sequence_mask", "geometric_mask"])
+@pytest.mark.parametrize(("level", "backend"), [("token", "torch"), ("sequence", "torch"), ("token", "triton")])
 def test_gemms_are_three_with_a_trained_head_and_two_with_a_frozen_one(
     rows_through_the_head, level, backend, correction, device
 ):
