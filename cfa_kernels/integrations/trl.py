@@ -59,7 +59,6 @@ _COMBINE = _CREDIT_FIGURES | {
 }
 
 _AT_SEQUENCES = f"importance_sampling_level='sequence': {ONE_RATIO}; use importance_sampling_level='token'"
-_MASKS_BEFORE = "that mask is made before the loss"
 _WHOLE = "layers, sequences and the head must be whole; use DDP, FSDP or DeepSpeed"
 
 # Each process holds the whole model, or what wraps it gathers its weights in a forward.
@@ -237,8 +236,10 @@ class CounterfactualMixin(_Trainer):
         buffered = self._buffered_inputs
         window, most = sorted((self.args.steps_per_generation, self.args.gradient_accumulation_steps))
         # TRL has shuffled the rows of the batch. Gradients of one optimizer step are summed, so within a step the
-        # rows may be in any order, unless a micro-batch is its own denominator, or steps and batches overlap.
-        if not self.model.training or buffered is before or self.loss_type == "bnpo" or most % window:
+        # rows may be in any order, unless a term belongs to a micro-batch as a whole, or steps and batches overlap.
+        as_a_whole = self.loss_type == "bnpo" or self._entropy_bonus_enabled
+        as_a_whole = as_a_whole or self.top_entropy_quantile < 1
+        if not self.model.training or buffered is before or as_a_whole or most % window:
             return inputs
         self._buffered_inputs = []
         for start in range(0, len(buffered), window):
@@ -269,10 +270,20 @@ class CounterfactualMixin(_Trainer):
         if not self.packed_loss:
             return super()._compute_loss(model, inputs)
         mode = "train" if self.model.training else "eval"
-        options, normalizer = self._loss_options(inputs, mode)
-        credit = self._deferred if ROW in inputs else None
+        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
+        normalizer: Tensor | float = accumulation
+        sums = self.loss_type in ("dapo", "cispo")  # over the generation batch, other terms over this micro-batch
+        if sums:
+            normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+            if mode == "train":
+                normalizer = normalizer * accumulation / self.args.steps_per_generation
+        # An adaptive bonus counts if the entropy of the optimizer step before was low.
+        is_low = not self.use_adaptive_entropy or self._last_world_entropy <= self.args.entropy_target
+        quantile, credit = self.top_entropy_quantile, self._deferred if ROW in inputs else None
         body = partial(
-            loss_of_packed_rows, causal_lm(model), inputs=inputs, options=options, credit=credit,
+            loss_of_packed_rows, causal_lm(model), inputs=inputs, options=self._loss_options(inputs), credit=credit,
+            entropy_coef=self.entropy_coef if is_low else 0.0, scale=normalizer / accumulation,
+            high_entropies=partial(self.get_high_entropy_mask, threshold=1 - quantile) if quantile < 1 else None,
             head_in_float32=getattr(self.args, "cast_lm_head_to_fp32", False),
         )  # fmt: skip
         # In evaluation transformers calls the model inside DeepSpeed's engine, whose hooks gather its layers.
@@ -281,10 +292,34 @@ class CounterfactualMixin(_Trainer):
             loss, metrics = run_inside(outermost, body, trains=True)
         if credit is not None:
             self._report(credit)
-        self._log_gathered({name: value for name, value in metrics.items() if name != "ratio_mean"}, mode)
+        others = {
+            name: metrics.pop(name, None) for name in ("ratio_mean", "policy_loss", "bonus/entropy", "bonus/tokens")
+        }
+        if self._entropy_bonus_enabled:
+            metrics["policy_loss"] = others["policy_loss"] / (normalizer if sums else 1)
+            if mode == "train":
+                self._follow_entropy(others["bonus/entropy"], others["bonus/tokens"])
+        self._log_gathered(metrics, mode)
         return loss / normalizer
 
-    def _loss_options(self, inputs: dict[str, Any], mode: str) -> tuple[dict[str, Any], Tensor | float]:
+    def _follow_entropy(self, entropy: Tensor, tokens: Tensor) -> None:
+        """Log the bonus's coefficient, adapted as TRL does to the mean entropy of the tokens of a step."""
+        args, window = self.args, self._entropy_window_stats
+        sums = torch.stack([entropy * tokens, tokens.to(entropy)])
+        self._entropy_window_stats = sums if window is None else window + sums  # type: ignore[assignment]
+        if not self.accelerator.sync_gradients:
+            return
+        if self.use_adaptive_entropy:
+            total, count = self.accelerator.reduce(self._entropy_window_stats, reduction="sum")
+            self._last_world_entropy = (total / count.clamp(min=1)).item()
+            if self._last_world_entropy <= args.entropy_target:
+                self.entropy_coef = min(self.entropy_coef + args.entropy_coef_delta, args.entropy_coef_max)
+            else:
+                self.entropy_coef = max(self.entropy_coef - args.entropy_coef_delta, args.entropy_coef_min)
+        self._entropy_window_stats = None
+        self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+
+    def _loss_options(self, inputs: dict[str, Any]) -> dict[str, Any]:
         ratio = inputs.get("importance_sampling_ratio")
         names = LossOptions.__annotations__.keys() & vars(self.args).keys()  # TRL's names
         options = {name: getattr(self, name, getattr(self.args, name)) for name in names} | {
@@ -296,19 +331,10 @@ class CounterfactualMixin(_Trainer):
             "ref_logprobs": inputs.get("ref_per_token_logps"),
             "epsilon": self.epsilon_low,
             "temperature": self.temperature,
-            "compute_entropy": self.log_entropy,
+            "compute_entropy": self.log_entropy or self._entropy_bonus_enabled or self.top_entropy_quantile < 1,
+            "num_items_in_batch": 1.0,
         }
-        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
-        options |= self._correction(inputs)
-        if self.loss_type not in ("dapo", "cispo"):
-            return options, accumulation
-        normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-        if mode == "train":
-            normalizer = normalizer * accumulation / self.args.steps_per_generation
-        if options.get("entropy_coef"):  # a mean over the micro-batch's own tokens, whatever the loss divides by
-            count = options["mask"].sum().clamp(min=1) * accumulation
-            options["entropy_coef"] = options["entropy_coef"] * normalizer / count
-        return options | {"num_items_in_batch": 1.0}, normalizer
+        return options | self._correction(inputs)
 
     def _correction(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Options of the loss for rollouts of another policy, with TRL's modes, bounds and mask."""
@@ -380,8 +406,6 @@ def _packing_obstacles(trainer: Any) -> list[str]:
             for what, name in own.items()
         ),
         (mode.startswith("token") and weighs_sequences, f"vllm_importance_sampling_mode={mode!r} with {_AT_SEQUENCES}"),
-        (args.top_entropy_quantile < 1.0, f"top_entropy_quantile={args.top_entropy_quantile}: {_MASKS_BEFORE}"),
-        (getattr(trainer, "use_adaptive_entropy", False), "use_adaptive_entropy=True: take a fixed entropy_coef"),
         (
             getattr(trainer, "aux_loss_enabled", False),
             "the auxiliary loss of a mixture of experts: set router_aux_loss_coef=0.0",

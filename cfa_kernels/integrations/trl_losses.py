@@ -1,7 +1,8 @@
 """Replace TRL's loss by the same loss from a packed tree of its padded batch; nothing here imports TRL."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,9 +12,12 @@ from transformers import PreTrainedModel
 
 from ..credit.deferred import DeferredCredit
 from ..hf.modes import one_mode
+from ..hf.ranks import inside
 from ..hf.verify import check_trainable
+from ..losses.checks import LossOptions, weights_sequences
+from ..losses.policy import policy_loss
 from ..losses.ragged import LossBatch
-from ..rows import Rows
+from ..rows import Rows, pad_rows
 from ..scoring.training_forward import packed_forward
 from .trl_credit import ROW, unpadded
 
@@ -27,6 +31,9 @@ def loss_of_packed_rows(
     inputs: dict[str, Any],
     options: dict[str, Any],
     head_in_float32: bool,
+    entropy_coef: float = 0.0,
+    high_entropies: Callable[[Tensor, Tensor], Tensor] | None = None,
+    scale: Tensor | float = 1.0,
     credit: DeferredCredit | None = None,
 ) -> LossAndMetrics:
     """Compute the same loss from one packed forward, which feeds each prompt once and no padding.
@@ -35,6 +42,10 @@ def loss_of_packed_rows(
         inputs: TRL's `prompt_ids`, `prompt_mask`, `completion_mask`, padded as TRL pads.
         options: those of `linear_policy_loss`, (B, T) as there; `targets` are TRL's completions.
         head_in_float32: the head's products in float32, outside autocast.
+        entropy_coef: factor of the mean entropy, which is subtracted.
+        high_entropies: finds the tokens (B, T) that policy term and entropy act on, by entropies and mask (B, T); every
+            process calls it.
+        scale: of that term in the loss.
         credit: that of the generation batch, if these rows get theirs from this forward or have had it from an earlier
             one; None if `advantages` are those to train on.
     """
@@ -50,6 +61,8 @@ def loss_of_packed_rows(
         name: None if (column := options.pop(name)) is None else unpadded(column, rows)
         for name in ("old_logprobs", "advantages", "weights", "mask", "ref_logprobs", "sampling_logprobs")
     }
+    counted = sum(int(row.sum()) for row in columns["mask"])
+    options["entropy_coef"] = entropy_coef * scale / max(counted, 1) if entropy_coef else 0.0
     due = credit if credit is not None and credit.is_due(places) else None
     if credit is not None and due is None:
         columns["advantages"] = credit.credited(places)
@@ -61,14 +74,56 @@ def loss_of_packed_rows(
         trained = [one or whole for one, whole in zip(trained, reads, strict=True)]
     keep_states = due is not None and due.config.continues
     forward = packed_forward(model, rows, needed=needed, trained=trained, keep_states=keep_states)
+    in_heads_mode = partial(torch.autocast, forward.device.type, enabled=False) if head_in_float32 else nullcontext
+    if high_entropies is not None:  # before branches, of which processes feed different numbers
+        with in_heads_mode(), torch.set_grad_enabled(torch.is_grad_enabled() and entropy_coef != 0):
+            values = forward.logprobs(options["temperature"], return_entropy=True)
+        mask = batch.mask.to(forward.device)
+        logprobs, entropies = (torch.where(mask, pad_rows(each, mask.shape[1]), 0) for each in values)  # type: ignore[arg-type]
+        if (ranks := inside(model)) is not None:
+            ranks.largest(0)  # raises if a process has failed, for whose entropies the others would wait
+        high = high_entropies(entropies.detach().float(), mask)
     if due is not None:
         due.by_forward(places, forward)
-        batch = LossBatch.of(rows, **columns | {"advantages": due.credited(places)}, **options)
-    with torch.autocast(forward.device.type, enabled=False) if head_in_float32 else nullcontext():
+        columns["advantages"] = due.credited(places)
+        batch = LossBatch.of(rows, **columns, **options)
+    figures = {}
+    if high_entropies is not None:
+        figures = _metrics_of_all(batch, logprobs, entropies)
+        own, factors = columns["weights"] or [1.0] * len(rows), unpadded(_acting(high, batch), rows)
+        columns["weights"] = [factor * row for factor, row in zip(factors, own, strict=True)]
+        options |= {"entropy_coef": 0.0, "compute_entropy": False}
+        batch = LossBatch.of(rows, **columns, **options)
+    with in_heads_mode():
         loss, metrics, _ = forward.policy_loss(batch)
+    metrics |= figures
+    if high_entropies is not None:
+        metrics |= {"bonus/entropy": (entropies * high).sum() / high.sum().clamp(min=1), "bonus/tokens": high.sum()}
+        loss = loss - entropy_coef * scale * metrics["bonus/entropy"]
+    elif "entropy" in metrics:
+        metrics |= {"bonus/entropy": metrics["entropy"], "bonus/tokens": torch.tensor(counted)}
+    metrics["policy_loss"] = loss + entropy_coef * scale * metrics.get("bonus/entropy", 0.0)
     size = inputs["prompt_ids"].numel() + padded.numel()
     fed = {"packed/tokens_fed": torch.tensor(forward.tokens_fed), "packed/tokens_padded": torch.tensor(size)}
-    return loss, metrics | fed
+    return loss, {name: value.detach() for name, value in (metrics | fed).items()}
+
+
+def _metrics_of_all(batch: LossBatch, logprobs: Tensor, entropies: Tensor) -> dict[str, Tensor]:
+    """Compute the metrics of a loss that all tokens are in."""
+    tensors, _ = batch.to(logprobs.device)
+    inputs: dict[str, Any] = {name: tensors[name] for name in ("weights", "ref_logprobs", "sampling_logprobs")}
+    inputs |= {name: value for name, value in batch.options.items() if name in LossOptions.__annotations__}
+    inputs |= {"entropies": entropies.detach(), "entropy_coef": 0.0}
+    positional = (tensors[name] for name in ("old_logprobs", "advantages", "mask"))
+    return policy_loss(logprobs.detach(), *positional, **inputs)[1]  # type: ignore[arg-type]
+
+
+def _acting(high: Tensor, batch: LossBatch) -> Tensor:
+    """Return the factors (B, T) of the policy terms of tokens: 1 where `high`; their mean in a row with one ratio."""
+    high, options = high.cpu().to(batch.advantages.dtype), batch.options
+    if not weights_sequences(options["loss_type"], options["importance_sampling_level"]):
+        return high
+    return (high.sum(1, keepdim=True) / batch.mask.sum(1, keepdim=True).clamp(min=1)).expand_as(high)
 
 
 def prompts_together(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -82,6 +82,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prefix gain": config(estimator="prefix_gain"),
     "total effects": config(effect="total"),
     "entropies": config(estimator="entropy"),
+    "high entropies": {"top_entropy_quantile": 0.33, "max_steps": 2},
     "seeds": config(preselect=0.5, preselect_by="gradient") | {"gradient_accumulation_steps": 2},
 }
 

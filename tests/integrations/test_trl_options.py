@@ -22,17 +22,16 @@ UNIFORM = CounterfactualConfig(control="off")
 
 # Tests compare losses with TRL's under these: here, in test_trl_packed.py, test_policy_trl.py.
 EQUAL = {
-    "beta", "cast_lm_head_to_fp32", "delta", "disable_dropout", "entropy_coef", "epsilon", "epsilon_high",
+    "beta", "cast_lm_head_to_fp32", "delta", "disable_dropout", "entropy_coef", "entropy_coef_delta",
+    "entropy_coef_max", "entropy_coef_min", "entropy_target", "epsilon", "epsilon_high",
     "importance_sampling_level", "loss_type", "mask_truncated_completions", "max_completion_length", "num_iterations",
     "off_policy_mask_threshold", "pad_to_multiple_of",
     "router_aux_loss_coef", "sapo_temperature_neg", "sapo_temperature_pos", "steps_per_generation", "temperature",
-    "use_bias_correction_kl", "vllm_importance_sampling_correction",
+    "top_entropy_quantile", "use_adaptive_entropy", "use_bias_correction_kl", "vllm_importance_sampling_correction",
 }  # fmt: skip
-# Refused by name, or only read where something is that is refused: vespo, an entropy bonus, masks.
+# Refused by name, or only read where something is that is refused: vespo.
 REFUSED = {
-    "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target",
-    "ds3_gather_for_generation", "top_entropy_quantile", "use_adaptive_entropy",
-    "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos",
+    "ds3_gather_for_generation", "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos",
 }  # fmt: skip
 # TRL has used these up before the loss is asked for: sampling, rewards, advantages, the reference, ratios, the log.
 BEFORE = {
@@ -64,6 +63,9 @@ def truncated(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     return made
 
 
+ACCUMULATED = {"gradient_accumulation_steps": 3}  # rows of three prompts, which TRL shuffles over the micro-batches
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -75,6 +77,8 @@ def truncated(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         {"activation_checkpointing": True},
         {"num_iterations": 2, "delta": 1.5, "max_steps": 2},
         {"router_aux_loss_coef": 0.0, "model": lambda: experts()},
+        {"top_entropy_quantile": 0.33, **ACCUMULATED},
+        {"use_adaptive_entropy": True, "entropy_coef": 0.5, "entropy_target": 2.987, "max_steps": 3, **ACCUMULATED},
     ],
     ids=" ".join,
 )
@@ -91,7 +95,8 @@ def test_training_is_trls_under(train, options):
     start = parameters(SimpleNamespace(model=made()))
     torch.testing.assert_close(parameters(ours), parameters(stock), rtol=1e-4, atol=1e-6)
     assert any(not torch.equal(value, start[name]) for name, value in parameters(stock).items())
-    assert logged(ours, "loss") == pytest.approx(logged(stock, "loss"), rel=1e-4, abs=1e-6)
+    for name in ("loss", "policy_loss", "entropy_coef"):
+        assert logged(ours, name) == pytest.approx(logged(stock, name), rel=1e-4, abs=1e-6), name
 
 
 def test_noise_and_dropout_of_training_have_no_part_in_credit(train):

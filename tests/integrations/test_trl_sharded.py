@@ -131,7 +131,10 @@ GRADIENT = CounterfactualConfig(estimator="gradient", outcome="mean_logprob", si
 # by name: arguments of the trainer, and of TRL's configuration
 CASES: Cases = {
     "credit, nothing to judge in one": (IDLE, ONCE),
-    "packed, checkpointed by the wrapper": (PACKED, {"gradient_checkpointing": False}),
+    "packed, checkpointed by the wrapper, high entropies of all": (
+        PACKED,
+        {"gradient_checkpointing": False, "top_entropy_quantile": 0.33},
+    ),
     "packed, nothing to feed in one, LoRA, KL, accumulated": (
         {**PACKED, **IDLE, "log_entropy": False, "peft_config": LORA},
         {"beta": 0.1, "gradient_accumulation_steps": 2, **ONCE},
