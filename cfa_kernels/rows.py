@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +53,10 @@ class Rows:
     def lengths(self) -> list[int]:
         """Count the tokens of each completion."""
         return [len(row) for row in self.completions]
+
+    def whole(self, row: int) -> np.ndarray:
+        """Join prompt and completion of a row."""
+        return np.concatenate([self.prompts[row].numpy(), self.completions[row].numpy()])
 
     def take(self, rows: Sequence[int]) -> "Rows":
         """Copy some rows, with their index."""

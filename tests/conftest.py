@@ -60,7 +60,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     from cfa_kernels.hf.head import read_head
     from cfa_kernels.scoring import training_forward
 
-    monkeypatch.setattr(training_forward, "check_trainable", lambda walk: read_head(walk.model))
+    monkeypatch.setattr(training_forward, "check_trainable", lambda walk, **_: read_head(walk.model))
 
 
 @pytest.fixture(scope="session")

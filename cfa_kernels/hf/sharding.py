@@ -38,7 +38,7 @@ from .verify import check_supported, check_trainable
 _Result = TypeVar("_Result")
 
 
-def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = False) -> _Result:
+def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = False, check: Any = None) -> _Result:
     """Run `body()` as the forward of the module that distributes `model`; by itself if nothing does.
 
     Everything that reads weights belongs into one body: scores, log-probs, the loss, estimators that query the model.
@@ -49,6 +49,8 @@ def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = 
         model: a transformers causal model, or a wrapper of one: PEFT, DDP, FSDP (both kinds) or DeepSpeed's ZeRO-3.
         body: returns a result whose tensors may be in tuples, lists and dictionaries.
         trains: whether it makes gradients of the weights.
+        check: called with a `ModelWalk` that processes share; by default `check_trainable` if `trains`, else
+            `check_supported`.
 
     Raises:
         NotImplementedError: a way of sharding that this cannot run through, or a model that fails its check.
@@ -63,7 +65,7 @@ def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = 
     if not is_sharded(root):  # DDP, and DeepSpeed's engine below stage 3
         return _through(root, causal, Replicas(causal), body) if trains and torch.is_grad_enabled() else body()
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-        return _in_step(root, causal, body, check_trainable if trains else check_supported)
+        return _in_step(root, causal, body, check or (check_trainable if trains else check_supported))
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -240,12 +240,14 @@ def packed_hidden(
     *,
     staged: _Staged | None = None,
     store: KeyValueStore | None = None,
+    routers: list[tuple[Tensor, ...]] | None = None,
 ) -> Tensor:
     """Compute the hidden states (N, H) of the rows that a pack feeds, as the head takes them, by one forward.
 
     Call with tree attention set; checkpointed layers restore it in a backward. Processes that share the model all run
     a forward. `staged` is the pack's index arrays if they are on the device already. `store` takes the keys and values
-    of a pack's rows, or provides those before the pack's first row.
+    of a pack's rows, or provides those before the pack's first row. `routers` is appended the logits (N, experts) of
+    each router.
     """
     walk = ModelWalk.of(model)
     model = walk.model
@@ -261,14 +263,17 @@ def packed_hidden(
         store.rewind()
     running = _PackedForward(pack.table, store, pack.first_row)
     with value_of(_FORWARD, running), tree_states(walk, pack.table), _recomputed_on_trees(walk, running):
-        hidden = backbone(model)(
+        output = backbone(model)(
             input_ids=staged.input_ids,
             # An all-ones mask stops transformers from inferring packed sequences from restarting position ids.
             attention_mask=staged.everywhere,
             position_ids=staged.position_ids,
             use_cache=False,
-        ).last_hidden_state[0]
-    return hidden  # type: ignore[no-any-return]
+            **({} if routers is None else {"output_router_logits": True}),
+        )
+    if routers is not None:
+        routers.append(output.router_logits)
+    return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")

@@ -32,9 +32,10 @@ from .model_walk import Model, ModelWalk
 from .modes import attention_implementation, checkpointed_modules, evaluation_mode, without_accelerates_autocast
 from .probe_mode import HALVES, float32_weights, layers_skipped, small_windows
 from .ranks import inside
+from .router_loss import packed_router_loss, uses_of_rows
 from .stateful_layers import has_cells, refuse_older_cells
 from .structure import model_structure, repeated_layers
-from .tree_forward import pack_states, tree_training_mode
+from .tree_forward import pack_states, packed_hidden, tree_training_mode
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class _Verdict:
     scale: float  # of logits
     rounding: float  # of the model's own log-probs, nats
     trained: bool = False  # a packed tree was right in training mode too
+    routed: bool = False  # so was the loss of its routers
 
 
 _BY_MODEL: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, _Verdict]] = weakref.WeakKeyDictionary()
@@ -55,6 +57,7 @@ _BY_STRUCTURE: dict[tuple, _Verdict] = {}
 _TOLERANCE = 1e-3
 _ROUNDINGS = 8  # tolerated multiple of the difference between the model's own two ways of computing a row
 _SHARE = 0.02  # tolerated share of what masking moves
+_ROUTER_SHARE = 1e-2  # tolerated share of the routers' loss, which jumps where rounding sends a token elsewhere
 _LARGE = 60.0  # the largest logit before scale and cap
 _LORA_DROPOUT = "set lora_dropout=0 in its LoraConfig (TRL's ModelConfig sets 0.05)"
 _ONE_DRAW = "rows that completions share would get one draw for all"
@@ -76,21 +79,24 @@ def check_supported(model: Model) -> Head:
     return replace(head, softcap=verdict.softcap, logit_scale=verdict.scale)
 
 
-def check_trainable(model: Model) -> Head:
+def check_trainable(model: Model, *, router_loss: bool = False) -> Head:
     """Check as `check_supported` does, and a packed tree in the mode that the model is in.
 
     Raises:
-        NotImplementedError: as `check_supported`, and for dropout, jitter and other noise, losses of routers, and
-            checkpointed layers with a state.
+        NotImplementedError: as `check_supported`, and for dropout, jitter and other noise, checkpointed layers with a
+            state, and a loss of routers unless it is taken from the tree (`router_loss`) and the same there.
     """
     walk = ModelWalk.of(model)
     head = check_supported(walk)
-    if obstacle := _training_obstacle(walk):
+    if obstacle := _training_obstacle(walk, router_loss):
         raise _not_trainable(walk.model, *obstacle)
     verdict = _verdict(walk)
     if not verdict.trained and any(m.training for m in walk.modules.values()):
         _on_few_layers(walk, lambda repeated: _check_training(walk.model, verdict, repeated))
         verdict.trained = True
+    if router_loss and not verdict.routed:
+        _on_few_layers(walk, lambda repeated: _check_routers(walk.model, repeated))
+        verdict.routed = True
     return head
 
 
@@ -139,11 +145,11 @@ def _not_trainable(model: PreTrainedModel, what: str, why: str) -> NotImplemente
     return NotImplementedError(f"model: {type(model).__name__} {what}, so it cannot be trained on packed trees: {why}")
 
 
-def _training_obstacle(walk: ModelWalk) -> tuple[str, str] | None:
+def _training_obstacle(walk: ModelWalk, router_loss: bool) -> tuple[str, str] | None:
     for name, what, value in active_noise(walk):
         remedy = _LORA_DROPOUT if "lora_dropout" in name else f"set it to 0{noise_remedy(walk.model)}"
         return f"has {what} {value:g} in {name}", f"{_ONE_DRAW}; {remedy}"
-    if getattr(walk.model.config.get_text_config(), "output_router_logits", False):
+    if not router_loss and getattr(walk.model.config.get_text_config(), "output_router_logits", False):
         return "adds a loss of its routers (output_router_logits)", "that counts shared rows once; switch it off"
     if has_cells(walk) and checkpointed_modules(walk):
         return (
@@ -212,6 +218,34 @@ def _check_training(model: PreTrainedModel, verdict: _Verdict, repeated: Mapping
             )
 
     run_probe(model, measure, training=True, repeated=repeated)
+
+
+def _check_routers(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) -> None:
+    probe, routers, reason = ProbeTree.of(model), list[tuple[Tensor, ...]](), "its own forward gives none (aux_loss)"
+
+    def measure() -> None:
+        nonlocal reason
+        try:
+            theirs = getattr(own_output(model, probe.ids, output_router_logits=True), "aux_loss", None)
+            if isinstance(theirs, Tensor):
+                with tree_training_mode(model):
+                    packed_hidden(model, probe.pack, routers=routers)
+                uses = uses_of_rows(probe.pack, probe.ids.cpu().numpy())
+                ours = packed_router_loss(model, [(routers.pop(), uses)])
+                gap = _gap(model, ours, theirs.to(ours)) / theirs.item()
+                if gap <= _ROUTER_SHARE:
+                    return
+                reason = f"its own forward gives one that differs by {gap:.0%}"
+        except Exception as error:  # anything that a model's own code raises
+            if is_out_of_memory(error):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+        raise NotImplementedError(
+            f"model: {type(model).__name__}: the loss of its routers is not transformers' load_balancing_loss_func of "
+            f"their logits ({reason}), so packed trees cannot have it; train without (router_aux_loss_coef=0.0 in TRL)"
+        )
+
+    run_probe(model, measure, repeated=repeated)
 
 
 def _tree_problem(
@@ -328,13 +362,13 @@ def _own_logits(model: PreTrainedModel, ids: Tensor, factor: float) -> Tensor:
     return logits
 
 
-def own_output(model: PreTrainedModel, ids: Tensor, body: nn.Module | None = None) -> Any:
+def own_output(model: PreTrainedModel, ids: Tensor, body: nn.Module | None = None, **options: Any) -> Any:
     """Run the model, or its body, on `ids` (n, L); processes that share it meet before, so none runs if one fails."""
     run: Callable[..., Any] = model if body is None else body
     if (ranks := inside(model)) is not None:
         ranks.before_forward()
         run = model.forward if body is None else body  # without the hooks of its wrapper, which would start it anew
-    return run(input_ids=ids, use_cache=False)
+    return run(input_ids=ids, use_cache=False, **options)
 
 
 def _gap(model: PreTrainedModel, ours: Tensor, theirs: Tensor) -> float:

@@ -23,7 +23,7 @@ from ..credit.deferred import DeferredCredit, Draws
 from ..hf.model import causal_lm
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
-from ..hf.verify import check_supported
+from ..hf.verify import check_supported, check_trainable
 from ..losses.checks import LOSS_TYPES, LossOptions, weights_sequences
 from ..scoring.access import GRADIENTS
 from . import require
@@ -134,7 +134,8 @@ class CounterfactualMixin(_Trainer):
         if self._feeds_for_credit and self.counterfactual.control != "random":
             checks.append((check_supported, "CounterfactualConfig(control='off') trains it as TRL does"))
         if self.packed_loss:
-            checks.append((check_trains_packed, "leave out packed_loss=True"))
+            trains = partial(check_trains_packed, router_loss=self.aux_loss_enabled)
+            checks.append((trains, "leave out packed_loss=True"))
         if checks:
             with self._queried_model() as model, self.accelerator.autocast():
                 for check, remedy in checks:
@@ -237,7 +238,7 @@ class CounterfactualMixin(_Trainer):
         window, most = sorted((self.args.steps_per_generation, self.args.gradient_accumulation_steps))
         # TRL has shuffled the rows of the batch. Gradients of one optimizer step are summed, so within a step the
         # rows may be in any order, unless a term belongs to a micro-batch as a whole, or steps and batches overlap.
-        as_a_whole = self.loss_type == "bnpo" or self._entropy_bonus_enabled
+        as_a_whole = self.loss_type == "bnpo" or self._entropy_bonus_enabled or self.aux_loss_enabled
         as_a_whole = as_a_whole or self.top_entropy_quantile < 1
         if not self.model.training or buffered is before or as_a_whole or most % window:
             return inputs
@@ -283,13 +284,15 @@ class CounterfactualMixin(_Trainer):
         body = partial(
             loss_of_packed_rows, causal_lm(model), inputs=inputs, options=self._loss_options(inputs), credit=credit,
             entropy_coef=self.entropy_coef if is_low else 0.0, scale=normalizer / accumulation,
+            router_coef=self.router_aux_loss_coef if self.aux_loss_enabled else None,
             high_entropies=partial(self.get_high_entropy_mask, threshold=1 - quantile) if quantile < 1 else None,
             head_in_float32=getattr(self.args, "cast_lm_head_to_fp32", False),
         )  # fmt: skip
         # In evaluation transformers calls the model inside DeepSpeed's engine, whose hooks gather its layers.
         outermost = self.model_wrapped if is_sharded(self.model_wrapped) else model
         with self.accelerator.autocast():  # around TRL's own forward, too
-            loss, metrics = run_inside(outermost, body, trains=True)
+            check = partial(check_trainable, router_loss=self.aux_loss_enabled)
+            loss, metrics = run_inside(outermost, body, trains=True, check=check)
         if credit is not None:
             self._report(credit)
         others = {
@@ -406,10 +409,6 @@ def _packing_obstacles(trainer: Any) -> list[str]:
             for what, name in own.items()
         ),
         (mode.startswith("token") and weighs_sequences, f"vllm_importance_sampling_mode={mode!r} with {_AT_SEQUENCES}"),
-        (
-            getattr(trainer, "aux_loss_enabled", False),
-            "the auxiliary loss of a mixture of experts: set router_aux_loss_coef=0.0",
-        ),
         (
             args.neftune_noise_alpha,
             f"neftune_noise_alpha={args.neftune_noise_alpha}: completions would share a prompt's noise; leave it out",

@@ -33,6 +33,7 @@ def loss_of_packed_rows(
     head_in_float32: bool,
     entropy_coef: float = 0.0,
     high_entropies: Callable[[Tensor, Tensor], Tensor] | None = None,
+    router_coef: float | None = None,
     scale: Tensor | float = 1.0,
     credit: DeferredCredit | None = None,
 ) -> LossAndMetrics:
@@ -45,7 +46,8 @@ def loss_of_packed_rows(
         entropy_coef: factor of the mean entropy, which is subtracted.
         high_entropies: finds the tokens (B, T) that policy term and entropy act on, by entropies and mask (B, T); every
             process calls it.
-        scale: of that term in the loss.
+        router_coef: factor of the routers' loss; None for a model without.
+        scale: of these two terms in the loss.
         credit: that of the generation batch, if these rows get theirs from this forward or have had it from an earlier
             one; None if `advantages` are those to train on.
     """
@@ -73,7 +75,9 @@ def loss_of_packed_rows(
         needed = [n if whole else count for n, count, whole in zip(rows.lengths, needed, reads, strict=True)]
         trained = [one or whole for one, whole in zip(trained, reads, strict=True)]
     keep_states = due is not None and due.config.continues
-    forward = packed_forward(model, rows, needed=needed, trained=trained, keep_states=keep_states)
+    forward = packed_forward(
+        model, rows, needed=needed, trained=trained, keep_states=keep_states, router_loss=router_coef is not None
+    )
     in_heads_mode = partial(torch.autocast, forward.device.type, enabled=False) if head_in_float32 else nullcontext
     if high_entropies is not None:  # before branches, of which processes feed different numbers
         with in_heads_mode(), torch.set_grad_enabled(torch.is_grad_enabled() and entropy_coef != 0):
@@ -103,6 +107,9 @@ def loss_of_packed_rows(
     elif "entropy" in metrics:
         metrics |= {"bonus/entropy": metrics["entropy"], "bonus/tokens": torch.tensor(counted)}
     metrics["policy_loss"] = loss + entropy_coef * scale * metrics.get("bonus/entropy", 0.0)
+    if router_coef is not None:
+        routers = forward.router_loss()
+        loss, metrics["aux_loss"] = loss + router_coef * scale * routers, routers
     size = inputs["prompt_ids"].numel() + padded.numel()
     fed = {"packed/tokens_fed": torch.tensor(forward.tokens_fed), "packed/tokens_padded": torch.tensor(size)}
     return loss, {name: value.detach() for name, value in (metrics | fed).items()}
@@ -149,7 +156,7 @@ def prompts_together(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, 
     return sorted_batches
 
 
-def check_trains_packed(model: PreTrainedModel) -> None:
+def check_trains_packed(model: PreTrainedModel, *, router_loss: bool = False) -> None:
     """Check as `check_trainable` does, in training mode, whatever mode the model is in."""
     with one_mode(model, training=True):
-        check_trainable(model)
+        check_trainable(model, router_loss=router_loss)

@@ -16,12 +16,16 @@ from ..rows import Rows, check_columns
 
 
 def packs_of(
-    rows: Rows, groups: Sequence[int], counts: np.ndarray, walk: ModelWalk, order: Sequence[int], budget: int
-) -> Iterator[Pack]:
-    """Lay out the first `counts` tokens of each row in `order`, a group together; the queries of packs are rows."""
+    rows: Rows, groups: Sequence[int], counts: np.ndarray, walk: ModelWalk, order: Sequence[int], budget: int,
+    whole: bool = False,
+) -> Iterator[Pack]:  # fmt: skip
+    """Lay out the first `counts` tokens of each row in `order`, a group together; the queries of packs are rows.
+
+    Tokens that no target needs are fed if `whole`: the last one, those after `counts`, and prompts by themselves.
+    """
     lengths = [len(rows.prompts[b]) + len(rows.completions[b]) for b in order]
     bundles, parts = apart_by_length(
-        walk, [_sequence(rows, b, int(counts[b])) for b in order], lengths, [rows.index[b] for b in order]
+        walk, [_sequence(rows, b, int(counts[b]), whole) for b in order], lengths, [rows.index[b] for b in order]
     )
     queries = {b: query for b, bundle in zip(order, bundles, strict=True) for query in bundle}
     for part in parts:
@@ -72,10 +76,10 @@ def checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.n
     return np.array(needed, dtype=np.int64)
 
 
-def _sequence(rows: Rows, b: int, count: int) -> list[Query]:
-    """Make the query of a completion's first `count` tokens; none for 0."""
-    if count == 0:
+def _sequence(rows: Rows, b: int, count: int, whole: bool) -> list[Query]:
+    """Make the query of a completion's first `count` tokens; none for 0, unless the `whole` row is fed."""
+    if count == 0 and not whole:
         return []
-    prompt, completion = rows.prompts[b].numpy(), rows.completions[b].numpy()
-    tokens = np.concatenate([prompt, completion[: count - 1]])
-    return [Query(tokens, len(prompt) - 1, completion[:count], beyond=completion[count - 1 :])]
+    first, tokens = len(rows.prompts[b]) - 1, rows.whole(b)
+    fed = len(tokens) if whole else first + count
+    return [Query(tokens[:fed], first, tokens[first + 1 : first + 1 + count], beyond=tokens[fed:])]

@@ -17,6 +17,7 @@ from ..hf.limits import rope_lengths, rows_per_forward
 from ..hf.model import causal_lm
 from ..hf.model_state import ModelState, TensorMarks
 from ..hf.model_walk import ModelWalk
+from ..hf.router_loss import packed_router_loss, uses_of_rows
 from ..hf.sharding import run_inside
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import KeyValueStore, packed_hidden, tree_training_mode
@@ -137,6 +138,7 @@ def packed_forward(
     trained: Sequence[bool] | None = None,
     token_budget: int | None = None,
     keep_states: bool = False,
+    router_loss: bool = False,
 ) -> "PackedForward":
     """Run `causal` on the packed trees of a batch, with gradients.
 
@@ -148,6 +150,7 @@ def packed_forward(
             without gradient, unless processes share the model. If no row is trained, one dummy token is fed so that a
             backward still runs, and leaves zeros.
         keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
+        router_loss: for `PackedForward.router_loss`, feed all rows whole and with gradient, and keep routers' logits.
 
     The result cannot be read once the weights that it came from have changed. Liger's gated MLPs, where the model has
     them, overwrite what a backward reads: call it once.
@@ -156,18 +159,19 @@ def packed_forward(
     counts = checked_needed(needed, rows.lengths)
     walk = ModelWalk.of(causal)
     budget = rows_per_forward(walk, token_budget)
-    head = check_trainable(walk)
+    head = check_trainable(walk, router_loss=router_loss)
     groups = equal_prompts(rows.prompts)
-    with_gradient, without = trained_first(causal, groups, counts, trained)
+    with_gradient, without = trained_first(causal, groups, counts, None if router_loss else trained)
     states = list[_PackStates]()
 
     def feed(packs: Iterable[Pack]) -> None:
         for pack in packs:
-            store = KeyValueStore() if keep_states else None
-            states.append(_PackStates(pack, packed_hidden(walk, pack, store=store), store))
+            store, routers = KeyValueStore() if keep_states else None, list[tuple[Tensor, ...]]()
+            hidden = packed_hidden(walk, pack, store=store, routers=routers if router_loss else None)
+            states.append(_PackStates(pack, hidden, store, *routers))
 
     with tree_training_mode(walk):
-        packs = packs_of(rows, groups, counts, walk, with_gradient, budget)
+        packs = packs_of(rows, groups, counts, walk, with_gradient, budget, whole=router_loss)
         feed(as_many_as_others(causal, packs, at_least=int(trained is not None)))
         with torch.no_grad():
             feed(packs_of(rows, groups, counts, walk, without, budget))
@@ -185,6 +189,7 @@ class _PackStates:
     pack: Pack
     hidden: Tensor  # (N, H), with gradient if a row of it is trained
     store: KeyValueStore | None
+    routers: tuple[Tensor, ...] = ()  # (N, experts) each
 
 
 class PackedForward:
@@ -268,6 +273,13 @@ class PackedForward:
             **batch.options,
         )
         return PackedLoss(loss, metrics, [line[:n] for line, n in zip(logprobs, self.rows.lengths, strict=True)])
+
+    def router_loss(self) -> Tensor:
+        """Compute transformers' load-balancing loss, (), of the rows as if none were shared."""
+        if not all(one.routers for one in self.packs):
+            raise ValueError("router_loss must be True for a forward whose routers are read, got False")
+        packs = [(one.routers, uses_of_rows(one.pack, map(self.rows.whole, one.pack.queries))) for one in self.packs]
+        return packed_router_loss(self.causal, packs).to(self.device)
 
     def score(
         self,

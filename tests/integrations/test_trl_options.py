@@ -11,11 +11,11 @@ from cfa_kernels import CounterfactualConfig
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments  # noqa: E402
+from transformers import TrainingArguments  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from tests.support.tiny import PHRASES, WORDS, tiny_model  # noqa: E402
-from tests.support.trl_training import build, logged, packs, parameters, rollouts  # noqa: E402
+from tests.support.tiny import tiny_model  # noqa: E402
+from tests.support.trl_training import build, experts, logged, packs, parameters, rollouts  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]
 UNIFORM = CounterfactualConfig(control="off")
@@ -76,7 +76,8 @@ ACCUMULATED = {"gradient_accumulation_steps": 3}  # rows of three prompts, which
         {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"},
         {"activation_checkpointing": True},
         {"num_iterations": 2, "delta": 1.5, "max_steps": 2},
-        {"router_aux_loss_coef": 0.0, "model": lambda: experts()},
+        {"router_aux_loss_coef": 0.0, "model": experts},
+        {"model": experts, **ACCUMULATED},  # by default with the loss of its routers
         {"top_entropy_quantile": 0.33, **ACCUMULATED},
         {"use_adaptive_entropy": True, "entropy_coef": 0.5, "entropy_target": 2.987, "max_steps": 3, **ACCUMULATED},
     ],
@@ -95,7 +96,7 @@ def test_training_is_trls_under(train, options):
     start = parameters(SimpleNamespace(model=made()))
     torch.testing.assert_close(parameters(ours), parameters(stock), rtol=1e-4, atol=1e-6)
     assert any(not torch.equal(value, start[name]) for name, value in parameters(stock).items())
-    for name in ("loss", "policy_loss", "entropy_coef"):
+    for name in ("loss", "aux_loss", "policy_loss", "entropy_coef"):
         assert logged(ours, name) == pytest.approx(logged(stock, name), rel=1e-4, abs=1e-6), name
 
 
@@ -106,23 +107,6 @@ def test_noise_and_dropout_of_training_have_no_part_in_credit(train):
     for noisy in ({"neftune_noise_alpha": 5.0}, {"model": tiny_model(attention_dropout=0.5)}):
         model = {name: noisy.pop(name) for name in ("model",) if name in noisy}
         assert logged(train(trainer=given | model, **noisy), "credit/drop_mean") == logged(plain, "credit/drop_mean")
-
-
-def experts() -> Qwen3MoeForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=len(WORDS) + len(PHRASES), hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4,
-        num_experts_per_tok=2, router_aux_loss_coef=0.001, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return Qwen3MoeForCausalLM(config)
-
-
-@pytest.mark.skipif(not hasattr(GRPOConfig, "router_aux_loss_coef"), reason="this TRL has no router_aux_loss_coef")
-def test_a_mixture_of_experts_is_told_how_to_switch_its_auxiliary_loss_off(tmp_path):
-    given = {"counterfactual": UNIFORM, "packed_loss": True}
-    with pytest.raises(NotImplementedError, match="mixture of experts: set router_aux_loss_coef"):
-        build(str(tmp_path), trainer=given | {"model": experts()})
 
 
 def test_log_probs_of_a_trainers_own_are_refused_as_they_would_not_be_used(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig
+from cfa_kernels.scoring import training_forward
 
 pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
@@ -15,7 +16,7 @@ from trl import GRPOTrainer
 
 from cfa_kernels.integrations import trl_losses
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
-from tests.support.models import assert_same_gradients, make_model
+from tests.support.models import MOE, assert_same_gradients, make_model
 from tests.support.policy_problem import OF_TRL
 from tests.support.trl_training import LORA, PROMPT, build, forwards, logged, packs, parameters, rollouts, uneven
 
@@ -27,11 +28,14 @@ PROMPT_LENGTHS, LENGTHS = [6, 6, 6, 6, 3, 3, 3, 3], [5, 9, 7, 9, 1, 8, 0, 4]
 class Exact(GRPOTrainer):
     """TRL's, whose padded forward keeps float64, and counts positions from the first token as in sampling."""
 
-    def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, count: int, **_: Any) -> Any:
-        output = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, ids: Any, mask: Any, count: int, compute_aux_loss: bool, **_: Any
+    ) -> Any:
+        routers = {"output_router_logits": True} if compute_aux_loss else {}
+        output = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), **routers)
         logprobs = (output.logits[:, -count - 1 : -1] / self.temperature).log_softmax(-1)
         own = logprobs.gather(-1, ids[:, -count:, None])[..., 0]
-        return own, -(logprobs.exp() * logprobs).sum(-1), None
+        return own, -(logprobs.exp() * logprobs).sum(-1), getattr(output, "aux_loss", None)
 
 
 def in_float64() -> Any:
@@ -173,6 +177,24 @@ def test_so_they_are_with_the_settings_of_trls_loss(tmp_path, changes):
     if "off_policy_mask_threshold" in changes:
         inputs["sampling_per_token_logps"] = sampled
     assert_equal(trainers, inputs)
+
+
+EXPERTS = {
+    "Mixtral": {"num_local_experts": 4, "output_router_logits": True}, "Qwen2Moe": MOE, "Qwen3Moe": MOE,
+    "GptOss": MOE | {"sliding_window": 4}, "GraniteMoe": MOE | {"num_local_experts": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_the_loss_of_routers_is_that_of_the_padded_batch(tmp_path, monkeypatch, name):
+    def model() -> Any:
+        return make_model(name, num_hidden_layers=2, experts_implementation="eager", **EXPERTS[name])
+
+    trainers = both(tmp_path, model, router_aux_loss_coef=0.5)
+    assert trainers[1].aux_loss_enabled
+    for budget in (2048, 10):  # in one pack, and in several
+        monkeypatch.setattr(training_forward, "rows_per_forward", lambda *_, budget=budget: budget)
+        assert_equal(trainers, batch(), tolerance=1e-6)  # transformers' loss is float32
 
 
 def test_on_policy_the_current_logprobs_are_the_old_ones(pair):

@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 
 from cfa_kernels import CounterfactualConfig
-from tests.support.models import skip_unless_runs
+from tests.support.models import make_model, skip_unless_runs
 from tests.support.tiny import PHRASES, WORDS, tiny_model
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
@@ -25,12 +25,13 @@ from transformers import (  # noqa: E402
     MambaConfig,
     MambaForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
 )
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer, CounterfactualMixin  # noqa: E402
 from tests.support import trl_training  # noqa: E402
-from tests.support.trl_training import PROMPT, changed, logged, packs  # noqa: E402
+from tests.support.trl_training import PROMPT, changed, experts, logged, packs  # noqa: E402
 
 try:
     from trl.experimental.gmpo import GMPOTrainer
@@ -129,6 +130,19 @@ class Routed(Qwen3ForCausalLM):
         config.output_router_logits = True
 
 
+class OtherRouters(Qwen3MoeForCausalLM):
+    """Doubles the loss of its routers."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.aux_loss = None if output.aux_loss is None else 2 * output.aux_loss
+        return output
+
+
+def llama4() -> Any:
+    return make_model("Llama4Text", head_dim=16, num_local_experts=2, intermediate_size_mlp=64)
+
+
 def bamba() -> BambaForCausalLM:
     """A model whose layers hand states from token to token."""
     skip_unless_runs("Bamba")
@@ -152,6 +166,10 @@ LOSS |= {
                           r"attention_dropout 0.1 .*attention_dropout=0.*leave out packed_loss=True"),
     "a loss of routers": ({}, {"model": lambda: Routed(tiny_model().config)}, GRPOTrainer, None,
                           r"adds a loss of its routers \(output_router_logits\).*leave out packed_loss=True"),
+    "another loss of routers": ({}, {"model": lambda: OtherRouters(experts().config)}, GRPOTrainer, None,
+                                "OtherRouters: the loss of its routers .* differs by 50%.*router_aux_loss_coef=0.0"),
+    "routers without a loss": ({"router_aux_loss_coef": 0.1}, {"model": llama4}, GRPOTrainer, None,
+                               r"Llama4ForCausalLM: the loss of its routers .*its own forward gives none"),
     "a state space": ({"gradient_checkpointing": False}, {"model": mamba}, GRPOTrainer, None,
                       "model: MambaForCausalLM .*leave out packed_loss=True"),
     "checkpointed states": ({"gradient_checkpointing": True}, {"model": bamba}, GRPOTrainer, None,

@@ -289,6 +289,8 @@ def test_a_forward_that_cannot_be_continued_says_why():
     model = make_model("Qwen3")
     with pytest.raises(ValueError, match="keep_states must be True"):
         packed_forward(model, ROWS).score(SPANS, ANSWERS, mask=PLACEHOLDER)
+    with pytest.raises(ValueError, match="router_loss must be True"):
+        packed_forward(model, ROWS).router_loss()
     forward = packed_forward(model, ROWS, needed=[0, 33, 17, 41, 30, 12, 20], keep_states=True)
     with pytest.raises(ValueError, match=r"answers row 0: its completion was not fed \(needed\[0\] was 0\)"):
         forward.score(SPANS, ANSWERS, mask=PLACEHOLDER)

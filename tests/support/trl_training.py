@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 import cfa_kernels.integrations.trl as integration
@@ -17,6 +18,16 @@ RELEASE = integration._TRL.release
 PROMPT = "What is 3 + 4 ?"
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=8)
 packs = pytest.mark.skipif(RELEASE < (1, 10), reason="the packed loss needs TRL 1.10")
+
+
+def experts() -> Qwen3MoeForCausalLM:
+    """A mixture of experts that samples as `tiny_model` does; TRL takes the coefficient of its routers' loss."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **tiny_model().config.to_dict(), moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2,
+        router_aux_loss_coef=0.5,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
 
 
 def texts(completions: list[Any]) -> list[str]:

@@ -140,7 +140,7 @@ def test_log_probs_that_are_not_those_sampled_with_stop_the_run_before_a_step(fr
     # Logits at half their size: about what a scale that the model's configuration names otherwise does.
     trainer = fresh(f"--dtype={dtype}")
     check = packed_loss.check_trainable
-    monkeypatch.setattr(packed_loss, "check_trainable", lambda model: replace(check(model), logit_scale=0.5))
+    monkeypatch.setattr(packed_loss, "check_trainable", lambda model, **_: replace(check(model), logit_scale=0.5))
     before = [p.detach().clone() for p in trainer.policy.parameters()]
     with pytest.raises(FloatingPointError, match=r"^samples \[\d.*\]: their log-probs in the update are not those"):
         update_on_a_group(trainer)
