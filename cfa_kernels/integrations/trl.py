@@ -24,7 +24,7 @@ from ..hf.model import causal_lm
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
 from ..hf.verify import check_supported, check_trainable
-from ..losses.checks import LOSS_TYPES, LossOptions, weights_sequences
+from ..losses.checks import LEVELS, LEVELS_OF, LossOptions, weights_sequences
 from ..scoring.access import GRADIENTS
 from . import require
 from .credit import OFFERS, ONE_RATIO, obstacles, refuse, unmet_needs
@@ -45,6 +45,8 @@ else:
 
 # From here on luspo leaves the padding of (B, T) advantages out, and all losses are normalised as in 1.16.
 _LOSSES_OF_TODAY = Version("1.10.0")
+
+_OF_TRL = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 
 _CREDIT_FIGURES = FIGURES | {"credit/seconds": "max"}
 # The method of a tensor by which the logged figures of the processes combine; others by their mean.
@@ -273,7 +275,8 @@ class CounterfactualMixin(_Trainer):
         mode = "train" if self.model.training else "eval"
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
         normalizer: Tensor | float = accumulation
-        sums = self.loss_type in ("dapo", "cispo")  # over the generation batch, other terms over this micro-batch
+        # Over the generation batch, where other terms are over this micro-batch.
+        sums = self.loss_type in ("dapo", "cispo", "vespo")
         if sums:
             normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
             if mode == "train":
@@ -370,7 +373,6 @@ def _credit_obstacles(trainer: Any) -> list[str]:
     return [
         *unmet_needs(config, OFFERS["TRL, FSDP" if is_sharded_in_training else "TRL"]),
         *obstacles(
-            (trainer.loss_type == "vespo", "loss_type='vespo': it weighs whole sequences, credit weighs tokens"),
             (
                 trainer.loss_type == "luspo" and _TRL < _LOSSES_OF_TODAY,
                 f"loss_type='luspo' in TRL {_TRL}: it counts padding once advantages are per token; TRL 1.10 does not",
@@ -398,8 +400,12 @@ def _packing_obstacles(trainer: Any) -> list[str]:
     cases = (
         (_TRL < _LOSSES_OF_TODAY, f"TRL {_TRL}: it normalises losses in another way than TRL 1.10 and later"),
         (
-            trainer.loss_type not in LOSS_TYPES,
-            f"loss_type={trainer.loss_type!r}: it is not one of {', '.join(LOSS_TYPES)}",
+            trainer.loss_type not in _OF_TRL,
+            f"loss_type={trainer.loss_type!r}: it is not one of {', '.join(_OF_TRL)}",
+        ),
+        (
+            trainer.importance_sampling_level not in LEVELS_OF.get(trainer.loss_type, LEVELS),
+            f"importance_sampling_level={trainer.importance_sampling_level!r} with loss_type={trainer.loss_type!r}",
         ),
         *(
             (

@@ -27,12 +27,10 @@ EQUAL = {
     "importance_sampling_level", "loss_type", "mask_truncated_completions", "max_completion_length", "num_iterations",
     "off_policy_mask_threshold", "pad_to_multiple_of",
     "router_aux_loss_coef", "sapo_temperature_neg", "sapo_temperature_pos", "steps_per_generation", "temperature",
-    "top_entropy_quantile", "use_adaptive_entropy", "use_bias_correction_kl", "vllm_importance_sampling_correction",
+    "top_entropy_quantile", "use_adaptive_entropy", "use_bias_correction_kl", "vespo_k_neg", "vespo_k_pos",
+    "vespo_lambda_neg", "vespo_lambda_pos", "vllm_importance_sampling_correction",
 }  # fmt: skip
-# Refused by name, or only read where something is that is refused: vespo.
-REFUSED = {
-    "ds3_gather_for_generation", "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos",
-}  # fmt: skip
+REFUSED = {"ds3_gather_for_generation"}  # by name
 # TRL has used these up before the loss is asked for: sampling, rewards, advantages, the reference, ratios, the log.
 BEFORE = {
     "cache_implementation", "chat_template_kwargs", "generation_batch_size", "generation_kwargs", "log_completions",

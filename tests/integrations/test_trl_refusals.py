@@ -97,7 +97,6 @@ ASKED = [[{"role": "user", "content": PROMPT}]] * 8
 IMAGES = {"train_dataset": Dataset.from_dict({"prompt": ASKED, "images": [[]] * 8})}
 # name: TRL's configuration, arguments of the trainer, TRL's class, what is pretended, what the refusal says
 CREDIT: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
-    "vespo": ({"loss_type": "vespo"}, {}, GRPOTrainer, None, "combined with loss_type='vespo'"),
     "luspo": ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, {}, GRPOTrainer, before_1_10,
               "combined with loss_type='luspo' in TRL 1.9.0"),
     "GMPO": ({}, {}, GMPOTrainer, None, "combined with GMPOTrainer: its loss takes one advantage per sequence"),
@@ -110,7 +109,8 @@ CREDIT: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
 }  # fmt: skip
 LOSS: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "TRL before 1.10": ({}, {}, GRPOTrainer, before_1_10, "combined with TRL 1.9.0: it normalises"),
-    "vespo": ({"loss_type": "vespo"}, {}, GRPOTrainer, None, "combined with loss_type='vespo': it is not one of grpo"),
+    "vespo": ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, {}, GRPOTrainer, None,
+              "combined with importance_sampling_level='sequence' with loss_type='vespo'"),
     "GMPO": ({}, {}, GMPOTrainer, None, r"GMPOTrainer: it has a loss of its own \(_compute_loss\)"),
     "a loss of one's own": ({}, {}, OwnLoss, None, r"OwnLoss: it has a loss of its own \(_compute_loss\)"),
     "Liger's loss": ({}, {}, Ligers, None, "combined with use_liger_kernel=True in TRL"),
@@ -357,5 +357,5 @@ def test_a_model_is_placed_when_it_is_whole_on_the_device(kind, device, placed):
 
 
 def test_every_obstacle_at_once_is_named(build):
-    with pytest.raises(NotImplementedError, match=re.escape("'vespo'") + ".*; nor with images in the dataset"):
-        build(trainer=IMAGES, loss_type="vespo")
+    with pytest.raises(NotImplementedError, match=re.escape("'sequence'") + ".*; nor with images in the dataset"):
+        build(trainer=IMAGES, importance_sampling_level="sequence")
