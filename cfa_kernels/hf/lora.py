@@ -1,95 +1,170 @@
-"""Run each LoRA layer of a model as one op, which saves the passes that scale and add an adapter's product.
+"""Run LoRA layers as one op, those that read one input together, which saves passes over rows and launches.
 
 Layers that are not plain LoRA, as PEFT itself defines it, run PEFT's own code.
 """
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..ops.adapted_linear import AdapterParts, adapted_linear
+from ..ops.adapted_linear import AdaptedLayer, AdapterParts, adapted_linear, split_adapters
+from .fsdp import is_piece
+from .model_state import mark
 from .model_walk import Model, ModelWalk
 from .modes import exchanged
 
 _FULL = (torch.float32, torch.float64)
+_ONE_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+"""Names of layers of one parent that are called with one and the same tensor, and a name for them together."""
 
 
 class _Layer(NamedTuple):
     base: nn.Linear
     down: nn.Linear
     up: nn.Linear
+    dropout: nn.Module | None  # if it may draw
     scale: float
+
+    def weights(self) -> AdaptedLayer:
+        return AdaptedLayer(self.base.weight, self.base.bias, self.down.weight, self.up.weight)
+
+
+class _Parts(NamedTuple):
+    marks: list[Any]
+    weights: list[AdaptedLayer]  # so that nothing else gets an id of theirs
+    parts: AdapterParts
+
+
+_KEPT: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
+"""Parts of adapters, by the first layer of those that run together, as long as no weight has been written to."""
+
+# Some optimizers write without a trace: those of wrappers that hold the weights in pieces.
+register_optimizer_step_post_hook(lambda *_: _KEPT.clear())
 
 
 def one_pass_adapters(model: Model | nn.Module) -> AbstractContextManager[None]:
-    """Run each LoRA layer of `model` as one op inside; their own come back, also after an error.
+    """Run the LoRA layers of `model` as ops inside; their own `forward` comes back, also after an error.
 
-    On a GPU bfloat16 rows meet float32 adapters as two bfloat16 parts, which are kept until the end, 6 bytes a weight:
-    weights must not change inside.
+    On a GPU bfloat16 rows meet float32 adapters as two bfloat16 parts, 6 bytes a weight, which are kept until a weight
+    is written to. Weights must not change inside.
     """
-    ops = _Ops()
-    return exchanged((layer, {"forward": MethodType(ops.run, layer)}) for layer in _lora_layers(ModelWalk.of(model)))
+    groups = _groups(ModelWalk.of(model))
+    _take_parts(groups)
+    return exchanged((layer, {"forward": MethodType(group.run, layer)}) for group in groups for layer in group.layers)
 
 
-def _lora_layers(walk: ModelWalk) -> list[nn.Module]:
-    return [layer for layer in walk.having("_disable_adapters") if _is_linear_lora(layer)]
+def _groups(walk: ModelWalk) -> list["_Group"]:
+    plain = {layer: modules for layer in _lora_layers(walk) if (modules := _plain(layer))}
+    groups, ahead = dict[Any, _Group](), dict[nn.Module, tuple[Tensor, Tensor]]()
+    for name, layer in walk.modules.items() if plain else ():
+        if layer in plain:
+            (parent, _, own), modules = name.rpartition("."), plain[layer]
+            down = modules.down.weight
+            kind = parent, _ONE_INPUT.get(own, own), modules.scale, down.shape, down.dtype, modules.base.weight.dtype
+            group = groups.get(kind) or groups.setdefault(kind, _Group(layer, modules.scale, ahead))
+            group.layers[layer] = modules
+    return list(groups.values())
 
 
-def _is_linear_lora(layer: Any) -> bool:
+def _lora_layers(walk: ModelWalk) -> list[Any]:
     peft = sys.modules.get("peft.tuners.lora.layer")  # not imported: the model has no such layers
-    whole = peft is not None and type(layer) is peft.Linear and "forward" not in vars(layer)
-    return whole and type(layer.base_layer) is nn.Linear
+    layers = [] if peft is None else walk.by_class.get(peft.Linear, [])
+    return [one for one in layers if "forward" not in vars(one) and type(one._modules["base_layer"]) is nn.Linear]
 
 
-class _Ops:
-    def __init__(self) -> None:
-        self._parts: dict[tuple[nn.Module, float], AdapterParts] = {}
+def _take_parts(groups: Iterable["_Group"]) -> None:
+    """Give groups whose weights are here the parts of their adapters, split anew where a weight has changed."""
+    changed = defaultdict[torch.dtype, list[tuple[_Group, list[Any], list[AdaptedLayer]]]](list)
+    for group in groups:
+        first, *_ = weights = [modules.weights() for modules in group.layers.values()]
+        if first.down.dtype == first.weight.dtype or not is_on_gpu(first.down):
+            continue
+        if any(is_piece(one.down) or one.down.dim() != 2 for one in weights):
+            continue
+        marks: list[Any] = [group.scale, first.weight.dtype]
+        for one in weights:
+            marks += [id(one.down), mark(one.down), id(one.up), mark(one.up)]
+        kept = _KEPT.get(group.first)
+        if kept is not None and kept.marks == marks:
+            group.parts = kept.parts
+        else:
+            changed[first.weight.dtype].append((group, marks, weights))
+    for dtype, some in changed.items():
+        parts = split_adapters([(weights, group.scale) for group, _, weights in some], dtype)
+        for (group, marks, weights), group.parts in zip(some, parts, strict=True):
+            _KEPT[group.first] = _Parts(marks, weights, group.parts)
+
+
+class _Group:
+    """LoRA layers of one op: the first that is called runs all, whose results await the other calls."""
+
+    def __init__(self, first: nn.Module, scale: float, ahead: dict[nn.Module, tuple[Tensor, Tensor]]) -> None:
+        self.first, self.scale = first, scale
+        self.layers: dict[nn.Module, _Layer] = {}
+        self.parts: AdapterParts | None = None
+        self._ahead = ahead  # rows and result of layers that have run; of one group at a time
 
     def run(self, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        parts = None if args or kwargs else _plain_parts(layer, x)
-        if parts is None:
-            return type(layer).forward(layer, x, *args, **kwargs)
-        base, down, up, scale = parts
-        if (wider := down.weight.dtype != x.dtype) and (down, scale) not in self._parts:
-            self._parts[down, scale] = AdapterParts.of(down.weight, up.weight, scale, x.dtype)
-        # Autocast has nothing to cast here and would cast float32 sums.
+        rows, out = self._ahead.pop(layer, (None, None))
+        if rows is x and out is not None and not args and not kwargs:
+            return out
+        layers = self.layers if rows is None else {layer: self.layers[layer]}
+        weights = [modules.weights() for modules in layers.values()]
         casts = torch.is_autocast_enabled(x.device.type)
-        with torch.autocast(x.device.type, enabled=False) if casts else nullcontext():
-            out = adapted_linear(
-                x.reshape(-1, x.shape[-1]), base.weight, base.bias, down.weight, up.weight, scale,
-                self._parts[down, scale] if wider else None,
-            )  # fmt: skip
-        return out.view(*x.shape[:-1], out.shape[-1])  # also of no rows
+        draws = any(modules.dropout is not None and modules.dropout.training for modules in layers.values())
+        if args or kwargs or draws or not _dtypes_fit(x, weights[0], casts):
+            return type(layer).forward(layer, x, *args, **kwargs)
+        if self.parts is None and weights[0].down.dtype != x.dtype and rows is None:
+            (self.parts,) = split_adapters([(weights, self.scale)], x.dtype)
+        if casts:  # it has nothing to cast here and would cast float32 sums
+            torch.set_autocast_enabled(x.device.type, False)
+        try:
+            flat, parts = x.reshape(-1, x.shape[-1]), self.parts if rows is None else None
+            outs = adapted_linear(flat, weights, self.scale, parts)
+        finally:
+            if casts:
+                torch.set_autocast_enabled(x.device.type, True)
+        self._ahead.clear()
+        for one, out in zip(layers, outs, strict=True):
+            self._ahead[one] = x, out.view(*x.shape[:-1], out.shape[-1])  # also of no rows
+        return self._ahead.pop(layer)[1]
 
 
-def _plain_parts(layer: Any, x: Tensor) -> _Layer | None:
-    """Return a layer's parts if it runs as one op for rows like `x`."""
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
+def _plain(layer: Any) -> _Layer | None:
+    """Return a layer's modules if it runs as one op."""
+    # Called for every layer of every forward: torch takes longer to find a module as an attribute.
+    modules = layer._modules
+    base, downs, ups, dropouts = (modules[name] for name in ("base_layer", "lora_A", "lora_B", "lora_dropout"))
+    names = [name for name in layer.active_adapters if name in downs._modules]
     if layer.disable_adapters or layer.merged or len(names) != 1 or names[0] in layer.lora_variant:
         return None
     (name,) = names
-    base, down, up, dropout = layer.base_layer, layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    plain = all(type(part) is nn.Linear for part in (base, down, up)) and down.bias is None and up.bias is None
-    draws = not isinstance(dropout, nn.Identity) and dropout.training and dropout.p
-    if not plain or draws or any(map(_is_watched, (base, down, up, dropout))):
+    down, up, dropout = downs._modules[name], ups._modules[name], dropouts._modules[name]
+    if not type(base) is type(down) is type(up) is nn.Linear or any(map(_is_watched, (base, down, up, dropout))):
         return None
-    fits = _dtypes_fit(x, base.weight.dtype, down.weight.dtype, up.weight.dtype)
-    return _Layer(base, down, up, layer.scaling[name]) if fits else None
+    if down.bias is not None or up.bias is not None or down.weight.dtype != up.weight.dtype:
+        return None
+    may_draw = type(dropout) is not nn.Identity and dropout.p
+    return _Layer(base, down, up, dropout if may_draw else None, layer.scaling[name])
 
 
-def _dtypes_fit(x: Tensor, base: torch.dtype, down: torch.dtype, up: torch.dtype) -> bool:
-    """Whether rows like `x` and weights of these dtypes run as one op."""
-    kind, on_gpu = x.device.type, is_on_gpu(x)
-    if torch.is_autocast_enabled(kind) and not (on_gpu and x.dtype == torch.get_autocast_dtype(kind)):
+def _dtypes_fit(x: Tensor, weights: AdaptedLayer, casts: bool) -> bool:
+    """Whether rows like `x` and weights of these dtypes run as one op; `casts` under autocast."""
+    on_gpu = is_on_gpu(x)
+    if casts and not (on_gpu and x.dtype == torch.get_autocast_dtype(x.device.type)):
         return False
-    if not on_gpu and (kind != "cpu" or x.dtype not in _FULL):  # halves would round once, by PEFT three times
+    if not on_gpu and (x.device.type != "cpu" or x.dtype not in _FULL):  # halves would round once, by PEFT three times
         return False
     wider = torch.float32 if x.dtype == torch.bfloat16 and on_gpu else x.dtype
-    return base == x.dtype and down == up and down in (x.dtype, wider)
+    return weights.weight.dtype == x.dtype and weights.down.dtype in (x.dtype, wider)
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
@@ -99,5 +174,5 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether other code expects the module itself to be called."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in module.__dict__
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in module.__dict__

@@ -28,7 +28,7 @@ class TensorMarks:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors, self._marks = tensors, [_mark(tensor) for tensor in tensors.values()]
+        self._tensors, self._marks = tensors, [mark(tensor) for tensor in tensors.values()]
 
     def change(self, now: Mapping[str, Tensor]) -> str | None:
         """Describe the first difference between the tensors `now` and then; None for none."""
@@ -37,7 +37,7 @@ class TensorMarks:
                 return f"{name} has been taken out"
             if now[name] is not before:
                 return f"{name} has been exchanged"
-            new_version, new_address = _mark(before)
+            new_version, new_address = mark(before)
             if new_version != version:
                 return f"{name} has been written to"
             if new_address != address:
@@ -46,7 +46,8 @@ class TensorMarks:
         return f"{min(added)} has been added" if added else None
 
 
-def _mark(tensor: Tensor) -> tuple[int | None, int | None]:
+def mark(tensor: Tensor) -> tuple[int | None, int | None]:
+    """Return how often a tensor has been written to, and its memory."""
     try:
         address = tensor.data_ptr()
     except RuntimeError:  # a tensor made up of others has no storage of its own

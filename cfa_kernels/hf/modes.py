@@ -1,7 +1,7 @@
 """Set the mode, attention, autocast and attributes that a model runs with, within a `with` block."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -17,13 +17,20 @@ _Value = TypeVar("_Value")
 @contextmanager
 def exchanged(attributes: Iterable[tuple[object, Mapping[str, Any]]]) -> Iterator[None]:
     """Give objects other attributes of their own inside; the former, or the class's, come back, also after an error."""
-    with ExitStack() as undo:
+    before = list[tuple[dict[str, Any], str, Any]]()
+    try:
         for owner, new in attributes:
             own = owner.__dict__
             for name, value in new.items():
-                undo.callback(*((own.__setitem__, name, own[name]) if name in own else (own.pop, name, None)))
+                before.append((own, name, own.get(name, before)))  # itself for none
                 own[name] = value
         yield
+    finally:
+        for own, name, value in reversed(before):
+            if value is before:
+                own.pop(name, None)
+            else:
+                own[name] = value
 
 
 @contextmanager
@@ -67,7 +74,8 @@ def evaluation_mode(model: Model) -> Iterator[None]:
 def one_mode(model: Model, *, training: bool) -> AbstractContextManager[None]:
     """Set every module to training mode, or to evaluation mode; each mode comes back, also after an error."""
     modules = ModelWalk.of(model).modules.values()
-    return attributes_set((module, "training", training) for module in modules if module.training != training)
+    # Past `nn.Module.__setattr__`, which takes several times as long, for each of thousands of modules.
+    return exchanged((module, {"training": training}) for module in modules if module.training != training)
 
 
 def attention_implementation(model: Model, name: str) -> AbstractContextManager[None]:

@@ -1,10 +1,13 @@
-"""Apply a linear layer with a low-rank adapter, both products summed into one result.
+"""Apply linear layers with low-rank adapters to rows that they share, both products summed into one result each.
 
-Scaling and adding the adapter's product in further passes takes longer than the product itself. An adapter wider than
-the rows (float32 beside bfloat16, as PEFT keeps it) is split into two parts of the rows' dtype, 16 bits of bfloat16
-together, side by side in one product on tensor cores.
+Scaling and adding an adapter's product in further passes takes longer than the product itself. Layers that read the
+same rows read them once for all their adapters. Adapters wider than the rows (float32 beside bfloat16, as PEFT keeps
+them) are split into two parts of the rows' dtype, 16 bits of bfloat16 together, side by side in one product on tensor
+cores.
 """
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,123 +18,155 @@ from torch.nn import functional
 from .matmul import add_product, multiply, product
 
 
+class AdaptedLayer(NamedTuple):
+    """Weights of a linear layer and of its adapter."""
+
+    weight: Tensor  # (M, K), of the rows' dtype
+    bias: Tensor | None  # (M,), of the rows' dtype
+    down: Tensor  # (R, K), of the rows' dtype or wider, as its gradient is
+    up: Tensor  # (M, R), of the dtype of `down`
+
+
 class AdapterParts(NamedTuple):
-    """The factors of an adapter in the dtype of the rows, each in three parts (high, low, high)."""
+    """Adapters of G layers in the dtype of the rows: as they are, or each factor in parts (high, low, high)."""
 
-    down: Tensor  # (3 R, K)
-    up: Tensor  # (M, 3 R), times the scale of the adapter
+    down: Tensor  # (G R, K), or (3 G R, K), times the scale of the adapters
+    up: tuple[Tensor, ...]  # G times (M, R), or (M, 3 R)
 
-    @classmethod
-    def of(cls, down: Tensor, up: Tensor, scale: float, dtype: torch.dtype) -> "AdapterParts":
-        """Split `down` (R, K) and `scale` times `up` (M, R)."""
-        return cls(_split(down.detach(), dtype, along=0, low=1), _split(scale * up.detach(), dtype, along=1, low=1))
+
+@torch.no_grad()
+def split_adapters(groups: Sequence[tuple[Sequence[AdaptedLayer], float]], dtype: torch.dtype) -> list[AdapterParts]:
+    """Split the adapters of groups of layers, each with its scale, into parts of `dtype`: all of one shape at once."""
+    downs, ups = defaultdict(list), defaultdict(list)  # places in the result, by what can be stacked
+    for i, (layers, scale) in enumerate(groups):
+        downs[len(layers), layers[0].down.shape, layers[0].down.device, scale].append(i)
+        for j, layer in enumerate(layers):
+            ups[layer.up.shape, layer.up.device].append((i, j))
+    down, up = dict[int, Tensor](), dict[tuple[int, int], Tensor]()
+    for (count, shape, _, scale), places in downs.items():
+        stacked = torch.stack([layer.down for i in places for layer in groups[i][0]]).mul_(scale)
+        parts = _split(stacked.view(-1, count, *shape), dtype, along=1, low=1)
+        down.update(zip(places, parts.flatten(1, 3).unbind(), strict=True))
+    for pairs in ups.values():
+        parts = _split(torch.stack([groups[i][0][j].up for i, j in pairs]), dtype, along=2, low=1)
+        up.update(zip(pairs, parts.flatten(2, 3).unbind(), strict=True))
+    return [AdapterParts(down[i], tuple(up[i, j] for j in range(len(layers)))) for i, (layers, _) in enumerate(groups)]
 
 
 def adapted_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    down: Tensor,
-    up: Tensor,
-    scale: float,
-    parts: AdapterParts | None = None,
-) -> Tensor:
-    """Return `x @ weight.T + bias + scale * (x @ down.T) @ up.T` (LoRA, arXiv:2106.09685), differentiable once.
+    x: Tensor, layers: Sequence[AdaptedLayer], scale: float, parts: AdapterParts | None = None
+) -> tuple[Tensor, ...]:
+    """Return `x @ weight.T + bias + scale * (x @ down.T) @ up.T` (LoRA, arXiv:2106.09685) of layers.
+
+    Differentiable once.
 
     Args:
         x: (N, K).
-        weight: (M, K), of x's dtype.
-        bias: (M,) of x's dtype, or None.
-        down: (R, K), of x's dtype or wider, as its gradient is.
-        up: (M, R), of the dtype of `down`.
-        scale: factor of the adapter.
-        parts: those of `down`, `up` and `scale` as they are now, if a caller keeps them from one call to the next.
+        layers: G layers, whose adapters have one rank and one dtype.
+        scale: factor of the adapters.
+        parts: those of `layers` and `scale` as they are now, if a caller keeps them from one call to the next. Only
+            adapters wider than x have any.
 
     Returns:
-        (N, M), of x's dtype.
+        G times (N, M), of x's dtype.
     """
-    if down.dtype == x.dtype:
-        parts = None
-    elif parts is None:
-        parts = AdapterParts.of(down, up, scale, x.dtype)
-    return _AdaptedLinear.apply(x, weight, bias, down, up, scale, parts)
+    if parts is None and layers[0].down.dtype != x.dtype:
+        (parts,) = split_adapters([(layers, scale)], x.dtype)
+    tensors = [tensor for layer in layers for tensor in layer]
+    if not torch.is_grad_enabled():
+        return _results(x, scale, parts, *tensors)[0]
+    return _AdaptedLinear.apply(x, scale, parts, *tensors)  # type: ignore[no-any-return]
+
+
+# Few rows take as long as the host needs to launch their products: the views of them are made by few calls.
+def _results(x: Tensor, scale: float, parts: AdapterParts | None, *tensors: Any) -> tuple[tuple[Tensor, ...], ...]:
+    """Return the results, and what the backward reads: rows and adapters in the form of `AdapterParts`."""
+    weights, biases, downs, ups = (tensors[i::4] for i in range(4))
+    count, rank = len(downs), len(downs[0])
+    if parts is None:
+        down, up = torch.cat(downs) * scale, ups
+        low = x @ down.t()  # (N, G R)
+        outs = [product(x, weight.t()) for weight in weights]
+        for out, bias in zip(outs, biases, strict=True):
+            if bias is not None:
+                out += bias
+    else:
+        down, up = parts
+        # A row's parts (high, high, low) times the adapter's (high, low, high): all products but low by low.
+        columns = 2 * count * rank
+        sums = _sum(multiply(x, down.narrow(0, 0, columns).t(), x.new_empty(len(x), columns, dtype=downs[0].dtype)))
+        low = _split(sums.view(-1, count, rank), x.dtype, along=2, low=2).view(-1, 3 * count * rank)
+        outs = [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    for out, own, one in zip(outs, low.chunk(count, 1), up, strict=True):
+        add_product(out, own, one.t())
+    return tuple(outs), (x, low, down, *up, *weights)
 
 
 class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        down: Tensor,
-        up: Tensor,
-        scale: float,
-        parts: AdapterParts | None,
-    ) -> Tensor:
-        ctx.scale, ctx.wide = scale, None if parts is None else down.dtype
-        if parts is None:
-            low = x @ down.t()
-            ctx.save_for_backward(x, weight, low, down, up)
-            out = product(x, weight.t())
-            if bias is not None:
-                out += bias
-            return out.addmm_(low, up.t(), alpha=scale)
-        # A row's parts (high, high, low) times the adapter's (high, low, high): all products but low by low.
-        high_low = parts.down.narrow(0, 0, 2 * len(down)).t()
-        low = _split(_both(x, high_low, down.dtype), x.dtype, along=1, low=2)  # (N, 3 R)
-        ctx.save_for_backward(x, weight, low, *parts)
-        return add_product(functional.linear(x, weight, bias), low, parts.up.t())
+    def forward(ctx: Any, x: Tensor, scale: float, parts: AdapterParts | None, *tensors: Any) -> tuple[Tensor, ...]:
+        outs, read = _results(x, scale, parts, *tensors)
+        down = tensors[2]
+        ctx.scale, ctx.rank, ctx.wide = scale, len(down), None if parts is None else down.dtype
+        ctx.save_for_backward(*read)
+        return outs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, low, down, up = ctx.saved_tensors
-        by_x = by_weight = by_bias = by_down = by_up = None
-        if ctx.needs_input_grad[1]:
-            by_weight = by_out.t() @ x
-        if ctx.needs_input_grad[2]:
-            by_bias = by_out.sum(0)
-        if ctx.wide is None:
-            by_low = (by_out @ up).mul_(ctx.scale)
-            if ctx.needs_input_grad[0]:
-                by_x = product(by_out, weight).addmm_(by_low, down)
-            if ctx.needs_input_grad[3]:
+    def backward(ctx: Any, *by_outs: Tensor) -> tuple[Tensor | None, ...]:
+        x, low, down, *others = ctx.saved_tensors
+        count, rank, wide = len(by_outs), ctx.rank, ctx.wide
+        up, weights = others[:count], others[count:]
+        needs_x, _, _, *needs = ctx.needs_input_grad
+        needs_down, needs_up = any(needs[2::4]), any(needs[3::4])
+        by_x: Tensor | None = None
+        by_downs: Sequence[Tensor | None] = [None] * count
+        by_ups: Sequence[Tensor | None] = [None] * count
+        if needs_x or needs_down:
+            if wide is None:
+                by_low = torch.cat([by @ one for by, one in zip(by_outs, up, strict=True)], 1)  # (N, G R)
+            else:
+                halves = x.new_empty(len(x), 2 * count * rank, dtype=wide)
+                for by, one, own in zip(by_outs, up, halves.chunk(count, 1), strict=True):
+                    multiply(by, one.narrow(1, 0, 2 * rank), own)
+                sums = _sum(halves.view(-1, count, 2 * rank))
+                by_low = _split(sums, x.dtype, along=1, low=2).view(-1, 3 * count * rank)
+        if needs_x:
+            by_x = product(by_outs[0], weights[0])
+            for by, weight in zip(by_outs[1:], weights[1:], strict=True):
+                multiply(by, weight, by_x, add=True)
+            add_product(by_x, by_low, down)
+        if needs_down:
+            if wide is None:
                 by_down = by_low.t() @ x
-            if ctx.needs_input_grad[4]:
-                by_up = (by_out.t() @ low).mul_(ctx.scale)
-            return by_x, by_weight, by_bias, by_down, by_up, None, None
-        rank = len(down) // 3
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
-            by_low = _split(_both(by_out, up.narrow(1, 0, 2 * rank), ctx.wide), x.dtype, along=1, low=2)
-        if ctx.needs_input_grad[0]:
-            by_x = add_product(by_out @ weight, by_low, down)
-        if ctx.needs_input_grad[3]:
-            halves = _multiplied(by_low.narrow(1, rank, 2 * rank).t(), x, ctx.wide)  # (2 R, K)
-            by_down = halves.narrow(0, 0, rank).add_(halves.narrow(0, rank, rank))
-        if ctx.needs_input_grad[4]:
-            by_up = _both(by_out.t(), low.narrow(1, rank, 2 * rank), ctx.wide).mul_(ctx.scale)
-        return by_x, by_weight, by_bias, by_down, by_up, None, None
+            else:
+                halves = by_low.narrow(1, count * rank, 2 * count * rank)
+                by_down = _sum(multiply(halves.t(), x, x.new_empty(halves.shape[1], x.shape[1], dtype=wide)), 0)
+            by_downs = by_down.mul_(ctx.scale).chunk(count)
+        if needs_up and wide is None:
+            by_ups = [by.t() @ own for by, own in zip(by_outs, low.chunk(count, 1), strict=True)]
+        elif needs_up:
+            sizes = [len(one) for one in up]
+            halves = x.new_empty(sum(sizes), 2 * rank, dtype=wide)
+            for by, own, some in zip(by_outs, low.chunk(count, 1), halves.split_with_sizes(sizes), strict=True):
+                multiply(by.t(), own.narrow(1, rank, 2 * rank), some)
+            by_ups = _sum(halves).split_with_sizes(sizes)
+        by_layers = list[Tensor | None]()
+        for i, by in enumerate(by_outs):
+            by_layers += [by.t() @ x if needs[4 * i] else None, by.sum(0) if needs[4 * i + 1] else None]
+            by_layers += [by_downs[i], by_ups[i]]
+        return by_x, None, None, *by_layers
 
 
 def _split(matrix: Tensor, dtype: torch.dtype, *, along: int, low: int) -> Tensor:
-    """Lay high, low and high part of a matrix side by side `along` a dimension, the low one at place `low`, 1 or 2."""
-    shape = [*matrix.shape[:along], 3, *matrix.shape[along:]]
-    parts = torch.empty(shape, dtype=dtype, device=matrix.device)
-    step = 3 - low  # of the two high parts
-    high = parts.as_strided(
-        [*shape[:along], 2, *shape[along + 1 :]], [s * step if i == along else s for i, s in enumerate(parts.stride())]
-    )
-    high.copy_(matrix.unsqueeze(along))
-    torch.sub(matrix, parts.select(along, 0), out=parts.select(along, low))
-    return parts.flatten(along, along + 1)
+    """Lay high, low and high part of a matrix side by side `along` a new dimension, the low one at place `low`."""
+    parts = matrix.new_empty([*matrix.shape[:along], 3, *matrix.shape[along:]], dtype=dtype)
+    parts.copy_(matrix.unsqueeze(along))
+    places = parts.unbind(along)
+    torch.sub(matrix, places[0], out=places[low])
+    return parts
 
 
-def _both(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    halves = _multiplied(left, right, dtype)
-    rank = right.shape[1] // 2
-    return halves.narrow(1, 0, rank) + halves.narrow(1, rank, rank)
-
-
-def _multiplied(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    return multiply(left, right, left.new_empty((left.shape[0], right.shape[1]), dtype=dtype))
+def _sum(halves: Tensor, along: int = -1) -> Tensor:
+    high, low = halves.chunk(2, along)
+    return high + low

@@ -46,8 +46,9 @@ def _keeps_sums(tensor: Tensor) -> bool:
 
 
 def _has_onednn(tensor: Tensor) -> bool:
-    enabled = bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
-    return enabled and tensor.device.type == "cpu" and tensor.dtype == torch.float32
+    if not tensor.is_cpu or tensor.dtype != torch.float32:
+        return False
+    return bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
 
 
 def _onednn(left: Tensor, right: Tensor) -> Tensor:

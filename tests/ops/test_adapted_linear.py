@@ -1,4 +1,4 @@
-"""A linear layer and its adapter as one op: the formula, its gradients, its rounding, and what it moves on a GPU."""
+"""Linear layers and their adapters as one op: the formula, its gradients, its rounding, and what it moves on a GPU."""
 
 import pytest
 import torch
@@ -7,85 +7,111 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cfa_kernels.ops import matmul
-from cfa_kernels.ops.adapted_linear import AdapterParts, _AdaptedLinear, adapted_linear
+from cfa_kernels.ops.adapted_linear import AdaptedLayer, _AdaptedLinear, adapted_linear, split_adapters
 from tests.support.operator_calls import OperatorCalls
 
 HALF, FULL = torch.bfloat16, torch.float32
 NO_KERNELS = {"alias", "detach", "device", "empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"}
 
 
-def wider(x, weight, shift, down, up, scale):
-    """The op for an adapter of another dtype than the rows, whatever theirs are."""
-    return _AdaptedLinear.apply(x, weight, shift, down, up, scale, AdapterParts.of(down, up, scale, x.dtype))
+def wider(x, layers, scale):
+    """The op for adapters of another dtype than the rows, whatever theirs are."""
+    (parts,) = split_adapters([(layers, scale)], x.dtype)
+    return _AdaptedLinear.apply(x, scale, parts, *(tensor for layer in layers for tensor in layer))
 
 
-@pytest.mark.parametrize("trains", ["all", "adapter", "input"])
-@pytest.mark.parametrize("bias", [True, False])
+def one_by_one(x, layers, scale):
+    """The formula, as PEFT computes it."""
+    bases = [nn.functional.linear(x, layer.weight, layer.bias) for layer in layers]
+    added = [(x.to(layer.down.dtype) @ layer.down.t() @ layer.up.t()) * scale for layer in layers]
+    return [(base + adapter).to(x.dtype) for base, adapter in zip(bases, added, strict=True)]
+
+
+@pytest.mark.parametrize("trains", ["all", "adapter", "input", "one up"])
+@pytest.mark.parametrize("biases", [(True,), (False,), (False, True, False)])
 @pytest.mark.parametrize("op", [adapted_linear, wider])
-def test_the_op_is_its_formula_and_passes_gradcheck(op, bias, trains):
+def test_the_op_is_its_formula_and_passes_gradcheck(op, biases, trains):
     generator = torch.Generator().manual_seed(0)
 
     def tensor(*shape, trained):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_(trained)
 
-    base, adapter = trains == "all", trains != "input"
-    x, weight = tensor(3, 5, trained=trains != "adapter"), tensor(4, 5, trained=base)
-    shift = tensor(4, trained=base) if bias else None
-    down, up = tensor(2, 5, trained=adapter), tensor(4, 2, trained=adapter)
-    expected = x @ weight.t() + 0.7 * (x @ down.t()) @ up.t() + (0 if shift is None else shift)
-    torch.testing.assert_close(op(x, weight, shift, down, up, 0.7), expected)
-    torch.autograd.gradcheck(lambda *inputs: op(*inputs, 0.7), (x, weight, shift, down, up))
+    base, adapter = trains == "all", trains in ("all", "adapter")
+    x = tensor(3, 5, trained=trains in ("all", "input"))
+    tensors = []
+    for width, bias in zip((4, 2, 4), biases, strict=False):
+        tensors += [tensor(width, 5, trained=base), tensor(width, trained=base) if bias else None]
+        tensors += [tensor(2, 5, trained=adapter), tensor(width, 2, trained=adapter)]
+    tensors[-1].requires_grad_(trains != "input")
+
+    def layers(flat):
+        return [AdaptedLayer(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
+
+    expected = one_by_one(x, layers(tensors), 0.7)
+    torch.testing.assert_close(list(op(x, layers(tensors), 0.7)), expected)
+    torch.testing.assert_close(list(op(x.detach(), layers([t if t is None else t.detach() for t in tensors]), 0.7)),
+                               [out.detach() for out in expected])  # fmt: skip
+    torch.autograd.gradcheck(lambda x, *flat: tuple(op(x, layers(flat), 0.7)), (x, *tensors))
 
 
-def layer(rows=200, width=96, out=64, rank=8):
-    """Rows and gradient of bfloat16, a base layer of bfloat16, and an adapter of float32 that counts as much."""
+def problem(device, widths=(64,), rows=200, width=96, rank=8):
+    """Rows of bfloat16, layers of bfloat16 whose float32 adapters count as much, and gradients of their results."""
     generator = torch.Generator().manual_seed(2)
-    x, by_out = (torch.randn(rows, n, generator=generator).to(HALF) for n in (width, out))
-    weight = (torch.randn(out, width, generator=generator) / width**0.5).to(HALF)
-    down = torch.randn(rank, width, generator=generator) / width**0.5
-    up = torch.randn(out, rank, generator=generator) / rank**0.5
-    return x, by_out, weight, down, up
+    x = torch.randn(rows, width, generator=generator).to(HALF)
+    by_outs = [torch.randn(rows, out, generator=generator).to(HALF) for out in widths]
+    layers = [
+        AdaptedLayer(
+            (torch.randn(out, width, generator=generator) / width**0.5).to(HALF).to(device),
+            None,
+            (torch.randn(rank, width, generator=generator) / width**0.5).to(device),
+            (torch.randn(out, rank, generator=generator) / rank**0.5).to(device),
+        )
+        for out in widths
+    ]
+    return x.to(device), layers, [by.to(device) for by in by_outs]
 
 
-def gradients(op, x, by_out, weight, down, up, dtype=None):
-    """The result of `op`, and its gradients by rows and adapter."""
-    leaves = [v.detach().clone().to(dtype or v.dtype).requires_grad_() for v in (x, down, up)]
-    out = op(leaves[0], weight.to(leaves[0].dtype), None, leaves[1], leaves[2], 0.5)
-    return [out, *torch.autograd.grad(out, leaves, by_out.to(out.dtype))]
+def gradients(op, x, layers, by_outs, dtype=None):
+    """The results of `op`, and its gradients by rows and adapters."""
+    to = [
+        v.detach().clone().to(dtype or v.dtype).requires_grad_() for v in (x, *(v for one in layers for v in one[2:]))
+    ]
+    copies = [
+        AdaptedLayer(one.weight.to(to[0].dtype), None, *to[1 + 2 * i : 3 + 2 * i]) for i, one in enumerate(layers)
+    ]
+    outs = op(to[0], copies, 0.5)
+    return [*outs, *torch.autograd.grad(outs, to, [by.to(outs[0].dtype) for by in by_outs])]
 
 
-def as_peft(x, weight, bias, down, up, scale):
-    base = nn.functional.linear(x, weight, bias)
-    return (base + (x.to(down.dtype) @ down.t() @ up.t()) * scale).to(x.dtype)
-
-
-def test_rounding_is_no_worse_than_that_of_pefts_own_path_and_adapters_keep_sixteen_bits():
-    tensors = layer()
-    truth = gradients(as_peft, *tensors, dtype=torch.float64)
-    ours, theirs = (gradients(op, *tensors) for op in (adapted_linear, as_peft))
-    assert [v.dtype for v in ours] == [v.dtype for v in theirs] == [HALF, HALF, FULL, FULL]
+@pytest.mark.parametrize("widths", [(64,), (64, 16, 16)])
+def test_rounding_is_no_worse_than_that_of_pefts_own_path_and_adapters_keep_sixteen_bits(widths, device):
+    tensors, count = problem(device, widths), len(widths)
+    truth = gradients(one_by_one, *tensors, dtype=torch.float64)
+    ours, theirs = (gradients(op, *tensors) for op in (adapted_linear, one_by_one))
+    dtypes = [HALF] * (count + 1) + [FULL] * 2 * count
+    assert [v.dtype for v in ours] == [v.dtype for v in theirs] == dtypes
 
     def errors(results):
         return [((v - t).norm() / t.norm()).item() for v, t in zip(results, truth, strict=True)]
 
-    (out, by_x, by_down, by_up), (their_out, their_by_x, *_) = errors(ours), errors(theirs)
-    assert out <= 1.01 * their_out < 2**-7
-    assert by_x <= 1.01 * their_by_x < 2**-7
-    assert max(by_down, by_up) < 2**-15
+    ours, theirs = errors(ours), errors(theirs)
+    for mine, other in zip(ours[: count + 1], theirs[: count + 1], strict=True):  # results and gradient of the rows
+        assert mine <= 1.01 * other < 2**-7
+    assert max(ours[count + 1 :]) < 2**-15
 
 
-def test_parts_made_before_give_the_result_of_parts_made_anew():
-    x, _, weight, down, up = layer()
-    out = adapted_linear(x, weight, None, down, up, 0.5, AdapterParts.of(down, up, 0.5, HALF))
-    assert torch.equal(out, adapted_linear(x, weight, None, down, up, 0.5))
+def test_parts_made_before_give_the_results_of_parts_made_anew(device):
+    x, layers, _ = problem(device, (64, 16))
+    shapes = [([layer], scale) for layer in layers for scale in (0.5, 2.0)]  # not those of the group
+    *_, parts = split_adapters([*shapes, (layers, 0.5)], HALF)
+    made, anew = adapted_linear(x, layers, 0.5, parts), adapted_linear(x, layers, 0.5)
+    assert all(map(torch.equal, made, anew))
 
 
-def test_no_rows_give_no_rows_and_gradients_of_nothing():
-    _, _, weight, down, up = layer()
-    out, by_x, by_down, by_up = gradients(
-        adapted_linear, torch.zeros(0, 96, dtype=HALF), torch.zeros(0, 64), weight, down, up
-    )
-    assert out.shape == (0, 64)
+def test_no_rows_give_no_rows_and_gradients_of_nothing(device):
+    x, layers, by_outs = problem(device, (64, 16), rows=0)
+    *outs, by_x, by_down, by_up, _, _ = gradients(adapted_linear, x, layers, by_outs)
+    assert [out.shape for out in outs] == [(0, 64), (0, 16)]
     assert by_x.shape == (0, 96)
     assert not by_down.any()
     assert not by_up.any()
@@ -102,20 +128,26 @@ def test_kernels_of_a_forward_and_a_backward_on_a_gpu_are_no_more_than_pefts(mon
     """The op's code for a GPU, on tensors that hold nothing."""
     monkeypatch.setattr(matmul, "_keeps_sums", lambda _: True)
     monkeypatch.setattr(matmul, "_has_onednn", lambda _: False)
+    launched = {}
     with FakeTensorMode():
-        x, by_out, weight = (torch.empty(shape, dtype=HALF) for shape in ((1000, 64), (1000, 48), (48, 64)))
-        leaves = [v.requires_grad_() for v in (x, torch.empty(4, 64), torch.empty(48, 4))]
-        parts = AdapterParts.of(*leaves[1:], 0.5, HALF)
-        with OperatorCalls() as forward:
-            result = adapted_linear(x, weight, None, *leaves[1:], 0.5, parts)
-        with OperatorCalls() as backward:
-            torch.autograd.grad(result, leaves, by_out)
-    assert kernels(forward) == ["mm", "add", "copy_", "sub", "mm", "addmm_"]
-    assert kernels(backward) == ["mm", "add", "copy_", "sub", "mm", "addmm_", "mm", "add_", "mm", "add", "mul_"]
+        for count in (1, 3):
+            x, weight = (torch.empty(shape, dtype=HALF) for shape in ((1000, 64), (48, 64)))
+            leaves = [v.requires_grad_() for v in (x, torch.empty(4, 64), torch.empty(48, 4))]
+            layers = [AdaptedLayer(weight, None, *leaves[1:])] * count
+            (parts,) = split_adapters([(layers, 0.5)], HALF)
+            with OperatorCalls() as forward:
+                results = adapted_linear(x, layers, 0.5, parts)
+            with OperatorCalls() as backward:
+                torch.autograd.grad(results, leaves, [torch.empty(1000, 48, dtype=HALF)] * count)
+            launched[count] = kernels(forward), kernels(backward)
+    forward, backward = launched[1]
+    assert forward == ["mm", "add", "copy_", "sub", "mm", "addmm_"]
+    assert backward == ["mm", "add", "copy_", "sub", "mm", "addmm_", "mm", "add", "mul_", "mm", "add"]
+    assert [len(names) for names in launched[3]] == [6 + 2 * 2, 11 + 3 * 2 + 4]  # the last add gradients of one leaf
     base = nn.Sequential(nn.Linear(64, 48, bias=False, dtype=HALF))
     model = get_peft_model(base, LoraConfig(r=32, target_modules=["0"]))
     x = torch.empty(10, 64, dtype=HALF).requires_grad_()
     with OperatorCalls() as theirs:
         out = model(x)
         torch.autograd.grad(out, [x, *(p for p in model.parameters() if p.requires_grad)], torch.empty_like(out))
-    assert len(kernels(forward) + kernels(backward)) <= len(kernels(theirs))
+    assert len(forward + backward) <= len(kernels(theirs))
