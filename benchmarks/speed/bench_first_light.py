@@ -24,6 +24,7 @@ from benchmarks.speed.command import device_name
 from benchmarks.speed.reference import max_error
 from cfa_kernels import linear_logprob
 from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss
+from cfa_kernels.ops.adapted_linear import AdaptedLayer, adapted_linear
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention
 
@@ -224,6 +225,38 @@ def _with_gradients(loss: Tensor, leaves: Inputs) -> Outputs:
     return {"loss": loss.detach()} | {f"by {name}": x for name, x in zip(leaves, by, strict=True)}
 
 
+def _adapter_inputs(size: Size, generator: torch.Generator) -> Inputs:
+    """Three layers that share rows, whose adapters count as much as they and stay float32; gradients of about 1."""
+    options: dict[str, Any] = {"generator": generator, "device": generator.device}
+    rank, inputs = max(size.hidden // 64, 2), {"x": torch.randn(size.rows, size.hidden, **options)}
+    for i, width in enumerate((size.hidden, size.hidden // 2, size.hidden // 2)):
+        inputs |= {
+            f"weight {i}": torch.randn(width, size.hidden, **options) / size.hidden**0.5,
+            f"adapter down {i}": torch.randn(rank, size.hidden, **options) / size.hidden**0.5,
+            f"adapter up {i}": torch.randn(width, rank, **options) / rank**0.5,
+            f"by_out {i}": torch.randn(size.rows, width, **options) * (rank / size.rows / width) ** 0.5,
+        }
+    return inputs
+
+
+def _adapters(inputs: Inputs, backend: str) -> Outputs:
+    """Layers as the library runs them, or by the formula, and the gradients of rows and adapters."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if name == "x" or "adapter" in name}
+    x = leaves["x"]
+    layers = [
+        AdaptedLayer(inputs[f"weight {i}"], None, leaves[f"adapter down {i}"], leaves[f"adapter up {i}"])
+        for i in range(3)
+    ]
+    if backend == "triton":
+        outs = adapted_linear(x, layers, 0.5)
+    else:
+        wide = x.to(layers[0].down.dtype)
+        outs = tuple((x @ one.weight.t() + 0.5 * wide @ one.down.t() @ one.up.t()).to(x.dtype) for one in layers)
+    by = torch.autograd.grad(outs, list(leaves.values()), [inputs[f"by_out {i}"] for i in range(3)])
+    named = {f"out {i}": out.detach() for i, out in enumerate(outs)}
+    return named | {f"by {name}": gradient for name, gradient in zip(leaves, by, strict=True)}
+
+
 EVERYTHING: dict[str, Any] = {"bias": True, "softcap": 30.0, "return_entropy": True}
 HEAD_LIGHTS = {
     "log-probs": Light(_head_inputs, functools.partial(_logprobs, {})),
@@ -243,7 +276,8 @@ HEAD_LIGHTS = {
 
 def lights(kind: str) -> dict[str, Light]:
     """Every light of a device's kind."""
-    return attention_lights(SIZES[kind]) | HEAD_LIGHTS
+    adapters = {"linear layers with adapters, both ways": Light(_adapter_inputs, _adapters)}
+    return adapters | attention_lights(SIZES[kind]) | HEAD_LIGHTS
 
 
 MULTIPLE = {torch.float32: 8.0, torch.bfloat16: 2.0}
@@ -260,9 +294,10 @@ def shine(light: Light, size: Size, device: torch.device) -> dict[str, float]:
     float32 outputs of half-precision inputs get `TRUNCATION` on top. `WrongAnswer` beyond it.
     """
     made = light.make(size, torch.Generator(device).manual_seed(SEED))
-    chosen_rows = {"old", "advantages", "mask", "weights"}  # float32 beside operands of any dtype
+    single = ("old", "advantages", "mask", "weights", "adapter")  # float32 beside operands of any dtype
     inputs = {
-        name: x.to(size.dtype) if x.is_floating_point() and name not in chosen_rows else x for name, x in made.items()
+        name: x if not x.is_floating_point() or name.startswith(single) else x.to(size.dtype)
+        for name, x in made.items()
     }
     exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
     result, low, truth = light.run(inputs, "triton"), light.run(inputs, "torch"), light.run(exact, "torch")

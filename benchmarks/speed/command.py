@@ -20,7 +20,7 @@ from benchmarks.harness.plots import plot_results
 from benchmarks.harness.results import RESULTS
 from benchmarks.harness.workloads import REPOSITORY
 
-PARTS = ("first-light", "kernels", "scoring", "rollouts", "loss", "step", "profile")
+PARTS = ("first-light", "kernels", "scoring", "rollouts", "trainer-step", "loss", "step", "profile")
 """Each is a file of this folder; `first-light` is `bench_first_light.py`."""
 
 PEERS_OF = ("scoring", "step", "profile")

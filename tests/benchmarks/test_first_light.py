@@ -1,5 +1,8 @@
 """First light runs every kernel there is, refuses wrong ones, and reads what Triton's driver says of a build."""
 
+import contextlib
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -36,6 +39,21 @@ def test_a_few_lights_launch_every_kernel(monkeypatch):
         shares = benchmark.shine(benchmark.lights("cpu")[name], benchmark.SIZES["cpu"], CPU)
         assert max(shares.values()) <= 1
     assert launched == set(shipped) - {"sum_parts_kernel"}
+
+
+@pytest.mark.parametrize("precise", [True, False])
+def test_adapters_of_float32_beside_halves_pass_and_those_rounded_to_halves_are_refused(precise, monkeypatch):
+    light = benchmark.lights("cpu")["linear layers with adapters, both ways"]
+    size = replace(benchmark.SIZES["cpu"], dtype=torch.bfloat16, hidden=256, rows=64)
+    if not precise:
+        own = benchmark.adapted_linear
+
+        def rounded(x, layers, scale):
+            return own(x, [one._replace(down=one.down.bfloat16(), up=one.up.bfloat16()) for one in layers], scale)
+
+        monkeypatch.setattr(benchmark, "adapted_linear", rounded)
+    with contextlib.nullcontext() if precise else pytest.raises(WrongAnswer, match="by adapter"):
+        assert max(benchmark.shine(light, size, CPU).values()) <= 1
 
 
 def test_a_wrong_kernel_is_refused(monkeypatch):
