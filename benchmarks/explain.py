@@ -28,6 +28,12 @@ LAUNCH = 2e-6
 BETWEEN_TOKENS = 2e-3
 """Seconds of the host between two decoded tokens: 1.5 ms of guards, sampling and masks on a CPU, and the launches."""
 
+MERGE_BYTES = 28
+"""Read and written for each weight with an adapter: its product in float32, a copy, the sum, and the copy back."""
+
+SPAN_SEARCH = 2.6e-6
+"""Seconds of the host for each token of a completion, while the device waits: spans are found, branches packed."""
+
 SMALL_KERNELS = 8
 """Norms, rotary embeddings, gates and sums of a layer, with Liger's kernels."""
 
@@ -100,6 +106,11 @@ class Sizes:
     def inputs(self) -> int:
         """Numbers that all linear layers read of a row."""
         return sum(i for i, _ in self.matrices)
+
+    @property
+    def inputs_once(self) -> int:
+        """The same where queries, keys and values read their rows together, and an MLP's gate and input."""
+        return self.layers * (2 * self.hidden + self.queries + self.inner)
 
     @property
     def outputs(self) -> int:
@@ -231,14 +242,16 @@ class Part:
 def parts(model: Sizes, batch: StepShape, rank: int) -> list[Part]:
     """List the parts of a step in their order; `rank` is that of adapters on all linear layers, 0 trains all."""
     adapters = rank * (model.inputs + model.outputs)
-    return [*_rollouts(model, batch), *_update(model, batch, adapters), *_credit(model, batch, adapters)]
+    return [*_rollouts(model, batch, adapters), *_update(model, batch, adapters), *_credit(model, batch, adapters)]
 
 
-def _rollouts(model: Sizes, batch: StepShape) -> Iterator[Part]:
+def _rollouts(model: Sizes, batch: StepShape, adapters: int) -> Iterator[Part]:
     tokens, completions, cache = batch.longest, batch.problems * batch.group, batch.prompt + batch.longest
     head, prompts = model.hidden * model.vocabulary, completions * batch.prompt
     small = completions * model.elementwise_bytes
     repeated = 1 + 2 * model.queries / model.keys  # read once, written and read again for every query head
+    if adapters:
+        yield Part("rollouts: adapters merged, weights restored", 0, MERGE_BYTES * model.products, "bandwidth")
     yield Part("rollouts: prompts", 2.0 * model.products * prompts,
                HALF * model.products + prompts * model.elementwise_bytes, "products")  # fmt: skip
     yield Part("rollouts: base products and head", tokens * 2.0 * completions * (model.products + head),
@@ -255,25 +268,27 @@ def _rollouts(model: Sizes, batch: StepShape) -> Iterator[Part]:
 
 def _update(model: Sizes, batch: StepShape, adapters: int) -> Iterator[Part]:
     heads = 2.0 * batch.pairs * model.queries * model.layers  # of one product of attention
-    yield from _rows("forward", model, adapters, batch.rows, HALF * (model.inputs + 2 * model.outputs))
+    yield from _rows("forward", model, adapters, batch.rows, HALF * (model.inputs_once + 2 * model.outputs))
     yield Part("forward: attention", 2 * heads, 0, "pairs of the tree", share=ATTENTION_SHARE)
     rows = batch.mixed * batch.group * batch.completion
     product = 2.0 * rows * model.hidden * model.vocabulary
     yield Part("loss: head, gradient included", (2 if adapters else 3) * product, 16.0 * rows * model.vocabulary,
                "products; strips of float32 logits")  # fmt: skip
-    low = HALF * (3 * model.inputs + 2 * model.outputs)
+    low = HALF * (3 * model.inputs_once + 2 * model.outputs)
     yield from _rows("backward", model, adapters, batch.rows, low, products=1 if adapters else 2, small=2.5)
     yield Part("backward: attention", 5 * heads, 0, "pairs of the tree", share=ATTENTION_BACKWARD_SHARE)
     yield Part("update: optimizer, norm", 0, OPTIMIZER_BYTES * (adapters or model.weights), "bandwidth")
 
 
 def _credit(model: Sizes, batch: StepShape, adapters: int) -> Iterator[Part]:
-    yield from _rows("credit", model, adapters, batch.branch_rows, HALF * (model.inputs + 2 * model.outputs))
+    yield from _rows("credit", model, adapters, batch.branch_rows, HALF * (model.inputs_once + 2 * model.outputs))
     pairs = 4.0 * batch.branch_pairs * model.queries * model.layers
     yield Part("credit: attention", pairs, 0, "pairs of the branches", share=ATTENTION_SHARE)
     answers = batch.mixed * batch.group * (1 + batch.spans) * ANSWER
     yield Part("credit: keys, values, head", 2.0 * answers * model.hidden * model.vocabulary,
                2.0 * model.cache_bytes * (batch.rows + batch.branch_rows), "copies behind the tree's")  # fmt: skip
+    yield Part("host: spans, packs of branches", 0, 0, "the device waits",
+               idle=batch.mixed * batch.group * batch.completion * SPAN_SEARCH)  # fmt: skip
 
 
 def _rows(
@@ -314,7 +329,7 @@ def page(options: argparse.Namespace) -> str:
         f"{gpu.name}: {gpu.products / 1e12:,.0f} TFLOP/s of bfloat16 products, {gpu.bandwidth / 1e12:.2f} TB/s "
         f"({gpu.source}, times {MATMUL_SHARE} and {COPY_SHARE}).\n\n"
         + table(["part", "operations", "bytes", "bound by", "ms"], rows)
-        + f"\nCredit is {totals['credit'] / totals['step']:.1%} of this step.\n"
+        + f"\nCredit takes {totals['credit'] / max(batch.branch_rows, 1) * 1e6:.1f} ms for 1,000 branch rows.\n"
     )
 
 
