@@ -11,7 +11,7 @@ ifeq ($(PY),$(VENV)/bin/python)
 SETUP := $(VENV)/installed
 endif
 
-.PHONY: demo test test-oldest test-newest quick soak lint gpu first-hour bench clean
+.PHONY: demo test test-oldest test-newest quick soak lint gpu first-hour bench dist clean
 
 demo: $(SETUP)
 	$(PY) -m trainer
@@ -52,6 +52,19 @@ first-hour: $(SETUP)
 
 bench: $(SETUP)
 	$(PY) -m benchmarks --device cpu
+
+# The sdist, the wheel that is built from it, and a step of each in an empty environment, with its packages: gigabytes.
+dist:
+	rm -rf dist
+	$(PYTHON) -m venv dist/empty
+	dist/empty/bin/python -m pip install --quiet build
+	dist/empty/bin/python -m build
+	set -e; for file in dist/*.tar.gz dist/*.whl; do \
+	  $(PYTHON) -m venv --clear dist/empty; cd dist/empty; \
+	  bin/python -m pip install --quiet "../../$$file[trainer]"; \
+	  bin/cfa-train --version; bin/cfa-train --max_steps 1 --eval_problems 4 --output_dir run; \
+	  bin/cfa-analyze run; bin/cfa-compare run; cd ../..; \
+	done
 
 define SET_UP
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

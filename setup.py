@@ -1,8 +1,10 @@
-"""Packaging: `pip install .` installs `cfa_kernels`; trainer, benchmarks and tests run from the checkout.
+"""Packaging: `pip install .` installs `cfa_kernels` and `trainer/`, which is called `cfa_trainer` there.
 
-Ranges stand here, exact pins in constraints.txt. The core is what kernels, losses and scoring import.
+Benchmarks and tests run from the checkout. Ranges stand here, exact pins in constraints.txt. The core is what kernels,
+losses and scoring import.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -43,16 +45,33 @@ TESTING = [
     "selenium>=4.20",
 ]
 
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "cfa_kernels/__init__.py").read_text("utf-8"), re.MULTILINE)
+
 setup(
     name="cfa_kernels",
-    version="0.1.0",
+    version=VERSION[1],
     description="Counterfactual credit assignment for the reinforcement learning of language models",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(ROOT / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["cfa_kernels", "cfa_kernels.*"]),
-    package_data={"cfa_kernels": ["py.typed", "hf/README.md"]},
+    packages=[
+        *find_packages(include=["cfa_kernels", "cfa_kernels.*"]),
+        *("cfa_trainer" + name.removeprefix("trainer") for name in find_packages(include=["trainer", "trainer.*"])),
+    ],
+    package_dir={"cfa_trainer": "trainer"},
+    package_data={
+        "cfa_kernels": ["py.typed", "hf/README.md"],
+        "cfa_trainer": ["presets/*", "embedded/assets/*", "analyze/assets/*"],
+    },
+    entry_points={
+        "console_scripts": [
+            "cfa-train = cfa_trainer.__main__:main",
+            "cfa-analyze = cfa_trainer.analyze.__main__:main",
+            "cfa-compare = cfa_trainer.analyze.__main__:compare",
+        ]
+    },
     install_requires=CORE,
     extras_require={
         "trl": TRL,

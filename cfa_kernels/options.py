@@ -1,5 +1,6 @@
 """Check options against their own declaration (type, choices, range), and rows of numbers, before any model runs."""
 
+import importlib
 import math
 import types
 from collections.abc import Callable
@@ -65,6 +66,18 @@ def check_fields(part: Any) -> None:
 def _hints(part: type) -> dict[str, Any]:
     hints = get_type_hints(part, include_extras=True)
     return {entry.name: hints[entry.name] for entry in fields(part)}
+
+
+def imported(option: str, name: str) -> Callable[..., Any]:
+    """Import a function or class named `module:attribute`; raises `ValueError` that names `option` and the cause."""
+    module, _, attribute = name.partition(":")
+    try:
+        value = getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as problem:  # a module may raise anything while it is imported
+        raise ValueError(f"{option}: cannot import {name!r}: {type(problem).__name__}: {problem}") from problem
+    if not callable(value):
+        raise ValueError(f"{option}: {name!r} is a {type(value).__name__}, not a function or class")
+    return value
 
 
 def as_numbers(values: Any, name: str, count: str) -> Tensor:

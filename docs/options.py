@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import itertools
 import re
 import textwrap
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from cfa_kernels.credit.config import AnswerRules, SpanRules, flat_options
 from cfa_kernels.credit.weights import WEIGHTS
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERS
+from trainer.settings import documented
 
 FOLDER = Path(__file__).parent
 OWN = ("estimator", "weights", "control", "completions", "units", "normalize", "token_budget")
@@ -37,12 +37,8 @@ ROWS: dict[str, dict[str, Any]] = {
 
 def option_docs(part: type) -> dict[str, str]:
     """Read the string under each field of a dataclass, on one line."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body  # type: ignore[attr-defined]
-    texts = {}
-    for entry, following in itertools.pairwise(body):
-        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(following, ast.Expr):
-            texts[entry.target.id] = " ".join(ast.literal_eval(following.value).split())
-    return texts
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+    return {ast.unparse(entry.target): text for entry, text in documented(body)}  # type: ignore[arg-type]
 
 
 def options() -> str:

@@ -127,7 +127,7 @@ def test_the_estimator_that_contributing_shows_is_one(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_library_only_and_the_sdist_the_checkout(tmp_path):
+def test_the_wheel_holds_the_library_and_the_program_and_the_sdist_the_checkout(tmp_path):
     """The sdist is made of a copy of the checkout, the wheel of what is in that sdist."""
     ignored = shutil.ignore_patterns(".*", "results", "__pycache__", "*.egg-info", "build", "dist", "runs")
     source = Path(shutil.copytree(REPOSITORY, tmp_path / "source", ignore=ignored))
@@ -142,9 +142,15 @@ def test_the_wheel_holds_the_library_only_and_the_sdist_the_checkout(tmp_path):
         inside = {name.partition("/")[2] for name in archive.getnames()}
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
-    files = set(zipfile.ZipFile(build("wheel", unpacked)).namelist())
-    assert {name.partition("/")[0] for name in files if ".dist-info/" not in name} == {"cfa_kernels"}
+    with zipfile.ZipFile(build("wheel", unpacked)) as archive:
+        files = set(archive.namelist())
+        archive.extractall(tmp_path / "installed")
+    assert {name.partition("/")[0] for name in files if ".dist-info/" not in name} == {"cfa_kernels", "cfa_trainer"}
     assert files >= {path.relative_to(REPOSITORY).as_posix() for path in sources()}
+    program = [path for path in (REPOSITORY / "trainer").rglob("*.*") if path.suffix != ".pyc"]
+    assert files >= {f"cfa_{path.relative_to(REPOSITORY).as_posix()}" for path in program}
+    help_of = "from cfa_trainer.__main__ import main; main(['--help'])"
+    assert "entropy_80_20" in run(help_of, PYTHONPATH=str(tmp_path / "installed"))
     assert files >= {"cfa_kernels/py.typed", "cfa_kernels/hf/README.md"}
     assert inside >= {"setup.py", "pyproject.toml", "constraints.txt", "Makefile", "LICENSE", "tests/conftest.py"}
     data = [path for path in (REPOSITORY / "trainer").rglob("*.*") if path.suffix in (".safetensors", ".yaml")]

@@ -13,7 +13,7 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPO
 STARTS = re.compile(r"(?:python3?|\$\(PY\)) -m ((?:benchmarks|trainer)\b[\w.]*)(.*)")
 MAINS = {
     "benchmarks": "benchmarks.__main__",
-    "trainer": "trainer.__main__",
+    "trainer": "trainer.program",
     "trainer.analyze": "trainer.analyze.analysis",
     "benchmarks.demo_model": "benchmarks.demo_model.warmup",
 }

@@ -1,84 +1,24 @@
-"""`python -m trainer`: counterfactual DAPO from flags, YAML or nothing at all."""
+"""`python -m trainer`, or `cfa-train`: help at once; `program` and its imports, which take seconds, for all else."""
 
-import contextlib
-import io
 import os
 import sys
-import time
-from typing import TextIO
 
-from .extras import needed_by
-
-with needed_by("python -m trainer", "trainer"):
-    from transformers.utils import logging
-
-    from cfa_kernels.hf.memory import is_out_of_memory
-
-    from . import processes
-    from .checkpoints.run_folder import Finished, Refused, open_run
-    from .cli import parse
-    from .config import TrainConfig
-    from .endings import Ended, Ending, ignore_broken_pipe
-    from .rewards.calls import RewardError
-    from .run import set_up, train
-
-DESCRIPTION = """Train a language model by reinforcement with counterfactual credit assignment. With no setting it
-trains the embedded model on generated word problems in a few minutes on a CPU; with --model <hub name or folder> and
---dataset <hub name or file> it is the CF paper's run."""
-
-
-# Problems that one line explains; others, and a ValueError elsewhere than in set-up, are mistakes of ours.
-_PROBLEMS = (Refused, RewardError, OSError, ImportError, FloatingPointError, NotImplementedError)
+from .endings import ignore_broken_pipe
+from .extras import needed_by, program
+from .settings import print_help
 
 
 @ignore_broken_pipe()
 def main(argv: list[str] | None = None) -> int:
-    """Run the program: exit code 0; 1 or 2 and one line on stderr for what is wrong with settings, data or the disk."""
-    is_first = os.environ.get("RANK", "0") == "0"
-    out, err = (sys.stdout, sys.stderr) if is_first else (io.StringIO(), io.StringIO())
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            config = parse(
-                TrainConfig, sys.argv[1:] if argv is None else argv, prog="python -m trainer", description=DESCRIPTION
-            )
-    except SystemExit as refusal:
-        if not is_first and refusal.code:
-            time.sleep(30)  # the launcher ends this one when the first has said why it ends
-        raise
-    logging.disable_progress_bar()
-    expected: tuple[type[Exception], ...] = (ValueError, *_PROBLEMS)
-    with Ending() as ending:
-        try:
-            with needed_by("python -m trainer", "trainer"):
-                processes.start(config)
-                with open_run(config) as folder:
-                    trainer = set_up(config)
-                    expected = _PROBLEMS
-                    train(trainer, folder, ending)
-        except Finished as finished:
-            _say(str(finished), sys.stdout)
-        except Ended as ended:
-            _say(processes.describe_failure(ended))
-        except Exception as problem:
-            exhausted = isinstance(problem, MemoryError) or is_out_of_memory(problem)
-            if not (exhausted or isinstance(problem, expected) or processes.is_silence(problem)):
-                raise
-            if exhausted:
-                # The launcher ends the other processes, which may be waiting in the middle of a forward.
-                where = f"rank {processes.rank()}: " if processes.count() > 1 else ""
-                hint = "lower token_budget, max_completion_length or num_generations"
-                print(f"error: {where}out of memory ({' '.join(str(problem).split())}); {hint}", file=sys.stderr)
-                return 1
-            _say(f"error: {' '.join(processes.describe_failure(problem).split())}")
-            processes.end()
-            return 1
-    processes.end()
-    return ending.exit_code
-
-
-def _say(text: str, stream: TextIO | None = None) -> None:
-    if processes.rank() == 0:
-        print(text, file=stream or sys.stderr)
+    """Run the program; gives its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if print_help(argv):
+        return 0
+    if os.getcwd() not in sys.path:  # an entry point leaves it out; rewards and estimators of one's own may be there
+        sys.path.append(os.getcwd())
+    with needed_by(program("trainer"), "trainer"):
+        from .program import main as run
+    return run(argv)
 
 
 if __name__ == "__main__":

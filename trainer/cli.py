@@ -5,7 +5,7 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ from typing import Any
 import tyro
 import yaml
 
-from .config import DEFAULTS_FILE, EMBEDDED, PRESETS, model_path
+from cfa_kernels.credit.config import CounterfactualConfig, UnreadOptions, flat_options
+
+from .config import DEFAULTS_FILE, EMBEDDED, model_path
+from .settings import PRESETS, preset_names
 
 MODEL_SETTINGS = (
     "temperature", "top_p", "max_completion_length", "instruction", "use_peft", "learning_rate",
@@ -22,7 +25,7 @@ MODEL_SETTINGS = (
 """Settings that a model folder may bring, which runs no code: how it samples, is prompted and trains best."""
 
 
-def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any:
+def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str = "") -> Any:
     """Fill the dataclass `kind` from, in rising order: its defaults, the model folder's, `--config`, flags.
 
     A file of `--config` that ships with the program is a paper's run of another model: the model folder wins over it.
@@ -31,22 +34,27 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     before.add_argument("--config")
     before.add_argument("--model", default=argparse.SUPPRESS)
-    names = ", ".join(preset_names())
-    description += (
-        f" --config takes a YAML file of settings, or one that ships with it: {names}. Flags win over it, and"
-    )
-    description += " settings that a model folder brings win over one that ships."
+    before.add_argument("--estimator", default=argparse.SUPPRESS)
+    before.add_argument("--credit_options", nargs=2, action="append", default=[])
+    known = {entry.name for entry in fields(kind)}
+    options = ({name for name, _, _ in flat_options()} | {"weights", "units", "completions", "normalize"}) - known
+    for name in options if "credit_options" in known else ():
+        before.add_argument(f"--{name}", default=argparse.SUPPRESS)
     refusal = io.StringIO()  # tyro's is a box of several lines
     try:
         chosen, flags = before.parse_known_args(argv)
         file = _config_file(chosen.config) if chosen.config else None
         settings = _read_yaml(file, kind) if file else {}
-        if "model" in chosen:
-            settings["model"] = chosen.model
+        settings |= {name: value for name, value in vars(chosen).items() if name in ("model", "estimator")}
+        preset = file if file and file.resolve().parent == PRESETS.resolve() else None
         model = settings.get("model", getattr(kind, "model", None))
         if model is not None and (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
-            own = _model_settings(_read_yaml(suited, kind), suited, model)
-            settings = settings | own if file and file.resolve().parent == PRESETS.resolve() else own | settings
+            suits = _model_settings(_read_yaml(suited, kind), suited, model)
+            settings = settings | suits if preset else suits | settings
+        pairs = [*chosen.credit_options, *((name, value) for name, value in vars(chosen).items() if name in options)]
+        if preset:
+            _drop_unread(preset.stem, settings, {name: yaml.safe_load(value) for name, value in pairs})
+        flags += [word for pair in pairs for word in ("--credit_options", *pair)]
         with contextlib.redirect_stderr(refusal):
             return tyro.cli(
                 kind, args=[*_as_flags(settings), *flags], prog=prog, description=description, use_underscores=True
@@ -75,9 +83,21 @@ def _model_settings(settings: dict[str, Any], path: Path, model: str) -> dict[st
     return settings
 
 
-def preset_names() -> list[str]:
-    """List the names that `--config` takes beside files."""
-    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+def _drop_unread(preset: str, settings: dict[str, Any], own: dict[str, Any]) -> None:
+    """Drop the options of a preset that no part reads which flags with `own` options choose in its place; say so."""
+    options, dropped = {k: v for k, v in settings.get("credit_options", {}).items() if k not in own}, list[str]()
+    settings["credit_options"] = options
+    with contextlib.suppress(ValueError):  # which tyro reports
+        while True:
+            try:
+                CounterfactualConfig.from_flat({"estimator": settings.get("estimator"), **options, **own})
+                break
+            except UnreadOptions as problem:
+                if not (names := [name for name in problem.names if name in options]):
+                    break
+                dropped += [f"{name}={options.pop(name)}" for name in names]
+    if dropped:
+        print(f"note: --config {preset} without {', '.join(dropped)}, which the flags leave unread", file=sys.stderr)
 
 
 def _config_file(name: str) -> Path:
@@ -87,9 +107,14 @@ def _config_file(name: str) -> Path:
     return file
 
 
-def to_yaml(config: Any) -> str:
-    """Write the settings of a dataclass as a YAML document that `--config` reads back."""
-    return yaml.safe_dump(asdict(config), sort_keys=False)
+def to_yaml(config: Any, made_by: str = "", resolved: Mapping[str, Any] | None = None) -> str:
+    """Write settings as YAML that `--config` reads back; comments say what made it, and what settings came to."""
+    lines = [f"# {made_by}\n"] if made_by else []
+    for name, value in asdict(config).items():
+        lines.append(yaml.safe_dump({name: value}, sort_keys=False))
+        if (actual := (resolved or {}).get(name, value)) != value:
+            lines[-1] = f"{lines[-1][:-1]}  # {actual}\n"
+    return "".join(lines)
 
 
 def _read_yaml(path: Path, kind: type) -> dict[str, Any]:

@@ -3,8 +3,15 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-_OURS = {"cfa_kernels", "trainer", "benchmarks", "tests"}  # modules whose absence is a mistake of ours
+_OURS = {"cfa_kernels", __name__.partition(".")[0], "benchmarks", "tests"}  # whose absence is a mistake of ours
+
+
+def program(module: str) -> str:
+    """Name a module's program as one calls it: by its entry point, if the running one was called so."""
+    entry = {"trainer": "cfa-train", "trainer.analyze": "cfa-analyze", "trainer.analyze compare": "cfa-compare"}
+    return entry[module] if Path(sys.argv[0]).name in entry.values() else f"python -m {module}"
 
 
 @contextmanager
@@ -18,5 +25,6 @@ def needed_by(program: str, extra: str) -> Iterator[None]:
         if not absent.name or absent.name.partition(".")[0] in _OURS:
             raise
         sys.exit(
-            f"error: {program} needs {absent.name}, which is not installed; in the checkout: pip install '.[{extra}]'"
+            f"error: {program} needs {absent.name}, which is not installed: pip install 'cfa_kernels[{extra}]', or "
+            f"'.[{extra}]' in the checkout"
         )

@@ -31,7 +31,9 @@ from .analyze.records import Record, completion_record, judged_spans, rounded, t
 from .checkpoints.files import naming, write_whole
 from .config import TrainConfig
 from .evaluate import Evaluation
+from .extras import program
 from .metrics import Step
+from .provenance import made_by
 
 _ROWS_SHOWN = 10
 _TITLES = {"counterfactual": "Counterfactual ", "uniform": "", "inverted": "Inverted ", "random": "Random-weight "}
@@ -101,6 +103,7 @@ class Report:
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         """Close everything; after an error, write the page of the run so far."""
+        self._progress.update(self._bar, visible=False)
         with contextlib.suppress(*[OSError, ValueError] if failed else []):  # a full disk is known by then
             self._stack.close()
             if failed:
@@ -141,8 +144,10 @@ class Report:
     def evaluating(self, step: int, problems: int) -> Iterator[Callable[[int], None]]:
         """Show a bar for an evaluation; yields the function that advances it."""
         task = self._progress.add_task(f"held-out, step {step}", total=problems, note="")
-        yield lambda n: self._progress.advance(task, n)
-        self._progress.remove_task(task)
+        try:
+            yield lambda n: self._progress.advance(task, n)
+        finally:
+            self._progress.remove_task(task)
 
     def evaluated(self, step: int, result: Evaluation) -> None:
         """Record held-out accuracy after `step` steps."""
@@ -196,7 +201,8 @@ class Report:
 
     def _sample(self, result: Step, b: int) -> Record:
         ids, credit, config = result.rollouts.ids()[b], result.credit, self._config
-        name = {"counterfactual": config.estimator, "inverted": f"{config.estimator}, inverted"}.get(config.credit)
+        estimator = config.counterfactual().estimator.name
+        name = {"counterfactual": estimator, "inverted": f"{estimator}, inverted"}.get(config.credit)
         record = completion_record(
             result.rollouts, b, self._tokenizer, problem=result.problems[b], reward=result.rewards[b].item(),
             advantage=result.advantages[b].item(),
@@ -206,13 +212,12 @@ class Report:
         record |= judged_spans(credit, b, ids, self._tokenizer, config.counterfactual())
         record |= {"credit": name or config.credit, "weights": rounded(credit.weights[b].tolist())}
         if credit.advantages is not None:
-            record["estimators"] = {config.estimator: token_credit(credit, b)}
+            record["estimators"] = {estimator: token_credit(credit, b)}
         return record
 
     def ended(self, why: str) -> None:
         """Say why the run ends before its last step, and how to go on."""
         self._write_page()
-        self._progress.update(self._bar, visible=False)
         self._print(escape(why))
 
     def closing(self) -> None:
@@ -221,6 +226,7 @@ class Report:
         seconds = time.perf_counter() - self._started
         gain, error = paired_gain(before, after)
         summary = {
+            "made_by": made_by(),
             "accuracy_before": before.accuracy,
             "accuracy_after": after.accuracy,
             "gain": gain,
@@ -231,14 +237,15 @@ class Report:
         }
         self._write_page()  # a run with a summary is finished: nothing goes on to write what a kill cuts off after it
         write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-        self._progress.update(self._bar, visible=False)
         if self._last and any(self._last.credit.spans):
             self._show_weights(self._last)
         self._print(
             f"\n[bold]Held-out accuracy {before.accuracy:.1%} -> {after.accuracy:.1%}, "
             f"{100 * gain:+.1f} points[/bold] (standard error {100 * error:.1f}; {len(after.correct)} problems, "
-            f"greedy decoding; {seconds:.0f} s)\nCurves, metrics, samples and weights: {escape(str(self._folder))}"
+            f"greedy decoding; {seconds:.0f} s)\n\n  open {escape(str(self._folder / 'report.html'))}"
         )
+        for module, other in (("trainer.analyze", ""), ("trainer.analyze compare", " OTHER_RUN")):
+            self._print(f"  {program(module)} {escape(str(self._folder))}{other}")
 
     def _show_weights(self, result: Step) -> None:
         """Print one sampled completion: its spans with their drops, and its token weights as colour."""

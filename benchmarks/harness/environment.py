@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.workloads import REPOSITORY, SEED, gsm8k_folder
+from benchmarks.harness.workloads import SEED, gsm8k_folder
+from trainer.provenance import find_commit
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "liger-kernel", "numpy", "trl", "lm-eval", "aligntune")
 
 
 def describe_environment(device: torch.device, commit: str | None) -> dict[str, Any]:
     """Device, driver, versions, commit and seeds."""
-    recorded, dirty = find_commit(commit)
+    recorded, dirty = find_commit()
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -31,7 +32,7 @@ def describe_environment(device: torch.device, commit: str | None) -> dict[str, 
         "device": _describe_gpu() if device.type == "cuda" else _describe_cpu(),
         "driver": _driver() if device.type == "cuda" else platform.platform(),
         "versions": versions,
-        "commit": recorded,
+        "commit": recorded or commit or "unknown",
         "dirty": dirty,
         "seeds": {"workloads": SEED, "models": SEED},
         "data": "real" if gsm8k_folder() is not None else "generated",
@@ -67,25 +68,6 @@ def _driver() -> str:
             if answer.returncode == 0:
                 return answer.stdout.strip().splitlines()[0]
     return "unknown"
-
-
-def find_commit(given: str | None, repository: Path = REPOSITORY) -> tuple[str, bool | None]:
-    """The commit of `repository` and whether its files differ from it; `given` and None where git cannot tell.
-
-    A checkout that is only somewhere inside another repository has no commit of its own.
-    """
-
-    def git(*arguments: str) -> str | None:
-        try:
-            answer = subprocess.run(["git", *arguments], cwd=repository, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            return None
-        return answer.stdout.strip() if answer.returncode == 0 else None
-
-    top, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "--short=12", "HEAD")
-    if top is None or commit is None or Path(top).resolve() != repository.resolve():
-        return given or "unknown", None
-    return commit, bool(git("status", "--porcelain", "--", ".", ":!benchmarks/results"))
 
 
 def slug(environment: dict[str, Any]) -> str:

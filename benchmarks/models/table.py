@@ -27,7 +27,6 @@ import torch
 from transformers import PreTrainedModel
 
 import cfa_kernels
-from benchmarks.harness.environment import find_commit
 from benchmarks.harness.results import RESULTS, Pieces, write_json
 from benchmarks.harness.workloads import REPOSITORY
 from benchmarks.models.small_models import WINDOW, Case, build, cases, layer_kinds, model_types, what_is_missing
@@ -50,6 +49,7 @@ from benchmarks.models.verdicts import (
     judge_training,
     ragged_batch,
 )
+from trainer.provenance import find_commit
 
 SEEDS = (0, 1, 2)
 
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
         if unknown := set(options.only) - {name for of in todo for name in (of.name, of.model_type)}:
             parser.error(f"--only: no such type or row: {', '.join(sorted(unknown))}")
     else:
-        pieces = Pieces(options.folder, versions(), {"environment": {"commit": find_commit(None)[0]}})
+        pieces = Pieces(options.folder, versions(), {"environment": {"commit": find_commit()[0] or "unknown"}})
     rows = list(judged(todo, pieces, processes=options.processes, seconds=options.seconds))
     if pieces:
         result = document(rows, options.date)

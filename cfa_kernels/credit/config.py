@@ -4,16 +4,24 @@ Each part declares its fields once; flags, YAML, hosts and `docs/credit.md` deri
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ..estimators import ESTIMATORS
 from ..estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
-from ..options import Count, check_fields
+from ..options import Count, check_fields, imported
 from ..scoring.access import CAPABILITIES
 from ..text.rules import AnswerRules, SpanRules
 from .weights import WEIGHTS, Control, Identity, OwnWeights, WeightRule
+
+
+class UnreadOptions(ValueError):
+    """Options, by `names`, that none of the chosen parts reads."""
+
+    def __init__(self, names: Sequence[str], message: str) -> None:
+        super().__init__(message)
+        self.names = names
 
 
 @dataclass(frozen=True, init=False)
@@ -22,15 +30,15 @@ class CounterfactualConfig:
 
     Each part is an object, or a name with the part's options as flat keywords:
     `CounterfactualConfig(Gradient(sigma=0.01))` is `CounterfactualConfig(estimator="gradient", sigma=0.01)`.
-    Raises `ValueError` for a value that an option does not take, or an option that none of the chosen parts reads.
+    Raises `ValueError` for a value that an option does not take, `UnreadOptions` for those that no chosen part reads.
     """
 
     estimator: Estimator
     """Estimator of the importance of units: a part or name of `ESTIMATORS`, or a function (model, `ScoredBatch`) ->
-    `Importances`."""
+    `Importances`; one of your own also by "module:name"."""
     weights: WeightRule | None
-    """Rule that turns importances into weights: a part or name of `WEIGHTS`, or a function. By default that of the
-    estimator's source; None where the estimator's values are added to the advantages instead."""
+    """Rule that turns importances into weights: a part or name of `WEIGHTS`, or a function, or "module:name" of your
+    own. By default that of the estimator's source; None where its values are added to the advantages instead."""
     control: Control | None
     """Control of a comparison: "inverted", high importance gets low weight; "random", draws replace what the
     estimator finds; "off", all weights are 1. None for no control."""
@@ -87,7 +95,7 @@ class CounterfactualConfig:
                 "take 'range', 'bilevel', 'top' or a function"
             )
         if flat:
-            raise ValueError(_unread(next(iter(flat)), parts))
+            raise UnreadOptions([*flat], _unread(next(iter(flat)), parts))
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> "CounterfactualConfig":
@@ -177,8 +185,10 @@ def _part(kind: type, part: Any, flat: dict[str, Any]) -> Any:
 
 
 def _named(option: str, value: Any, among: Mapping[str, type], own: type, flat: dict[str, Any]) -> Any:
-    """Resolve a part given by name, class or object; a function becomes an `own` part."""
+    """Resolve a part given by name, `module:name`, class or object; a function becomes an `own` part."""
     (kind,) = own.__bases__  # of a part, registered or not
+    if isinstance(value, str) and ":" in value:
+        value = imported(option, value)
     if isinstance(value, str) and value in among:
         return _part(among[value], None, flat)
     if isinstance(value, type) and issubclass(value, kind):
@@ -188,17 +198,15 @@ def _named(option: str, value: Any, among: Mapping[str, type], own: type, flat: 
     if callable(value):
         return own(value)
     near = _near(value, among) if isinstance(value, str) else ""
-    raise ValueError(f"{option} must be a function or one of {', '.join(among)}, got {value!r}{near}")
+    raise ValueError(f"{option} must be a function, 'module:name' or one of {', '.join(among)}, got {value!r}{near}")
 
 
 def _weight_rule(weights: Any, estimator: Estimator, flat: dict[str, Any]) -> WeightRule | None:
     if estimator.weights is not None:
         return _named("weights", estimator.weights if weights is None else weights, WEIGHTS, OwnWeights, flat)
     if weights is not None:
-        raise ValueError(
-            f"weights={weights!r} is not read: estimator={estimator.name!r} is signed, its values are added to the "
-            "advantages"
-        )
+        signed = f"estimator={estimator.name!r} is signed, its values are added to the advantages"
+        raise UnreadOptions(["weights"], f"weights={weights!r} is not read: {signed}")
     return None
 
 

@@ -1,15 +1,20 @@
 """Settings: where they come from, which win, and what is said about a wrong one."""
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
 import yaml
 
+from cfa_kernels import CounterfactualConfig, __version__
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.masking import Masking
 from docs.options import option_docs
+from tests.conftest import REPOSITORY
 from tests.support.runs import config as settings
+from trainer.__main__ import main
 from trainer.cli import to_yaml
 from trainer.config import DataConfig, TrainConfig
 
@@ -102,8 +107,10 @@ def test_null_in_a_file_puts_the_default_back(tmp_path) -> None:
 def test_settings_written_to_a_file_read_back_the_same(tmp_path) -> None:
     config = settings("--credit", "random", "--learning_rate", "1e-3", "--instruction", "", "--no_use_peft")
     file = tmp_path / "config.yaml"
-    file.write_text(to_yaml(config))
+    file.write_text(to_yaml(config, "by: a command", {"device": "cpu", "instruction": "x"}))
     assert settings("--config", str(file)) == config
+    assert file.read_text().startswith("# by: a command\n")
+    assert "\ndevice: auto  # cpu\n" in file.read_text()
 
 
 def test_every_setting_is_documented() -> None:
@@ -112,11 +119,52 @@ def test_every_setting_is_documented() -> None:
     assert [name for name, text in texts.items() if not text.endswith((".", ".)", "`."))] == []
 
 
-def test_help_shows_the_documentation_and_the_default(capsys) -> None:
-    with pytest.raises(SystemExit):
-        settings("--help")
-    text = " ".join(re.sub("[│|]", " ", capsys.readouterr().out).split())
-    assert "Completions per problem (G), the group that advantages compare. (default: 8)" in text
+def test_help_is_a_screen_and_all_of_it_names_every_setting_once_with_its_group_choices_and_default(capsys) -> None:
+    short, every = (main([flag]) or capsys.readouterr().out for flag in ("--help", "--help-all"))
+    assert "--num_generations          Completions per problem (G)" in short
+    assert len(short.splitlines()) < 45
+    names = re.findall(r"^  --(\w+) ", every, re.MULTILINE)
+    assert sorted(names) == sorted(["config", "version", *(field.name for field in fields(TrainConfig))])
+    assert re.findall(r"^(\w+)$", every, re.MULTILINE) == re.findall(r"\w+", short.partition("Every setting: ")[2])[:7]
+    text = " ".join(every.split())
+    assert "Completions per problem (G), the group that advantages compare. [8]" in text
+    assert "One of token_truncate, token_mask, sequence_truncate" in text
+
+
+def test_help_and_version_wait_for_no_import() -> None:
+    code = (
+        "import sys; from trainer.__main__ import main; main(sys.argv[1:]); print({'torch', 'tyro'} & {*sys.modules})"
+    )
+    for flag in ("--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", code, flag], cwd=REPOSITORY, capture_output=True, text=True)
+        assert done.stdout.splitlines()[-1] == "set()", done.stderr
+    assert done.stdout.splitlines()[0] == f"cfa_kernels {__version__}"
+
+
+def test_a_flag_that_changes_the_rule_of_a_preset_drops_the_options_of_the_presets_own_and_says_so(capsys) -> None:
+    for flags in (["--weights=top"], ["--credit_options", "weights", "top"]):
+        config = settings("--config=cf", *flags)
+        assert config.counterfactual() == CounterfactualConfig(weights="top")
+        assert "note: --config cf without w_min=0.5, w_max=4.0, w_answer=1.5" in capsys.readouterr().err
+    assert settings("--config=cf", "--estimator=entropy_shaping").counterfactual().weights is None
+    capsys.readouterr()
+    assert "w_max is not read" in message(capsys, "--weights=top", "--w_max=3")  # not a preset's
+
+
+def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own(capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\nfrom cfa_kernels import Estimator\n\n"
+        "@dataclass(frozen=True)\nclass Late(Estimator):\n    name, power = 'late', 1.0\n    power: float = 1.0\n\n"
+        "def flat(importances, units, answer, length): ...\nnumber = 1\n"
+    )
+    credit = settings(
+        "--estimator=mine:Late", "--credit_options", "power", "2.0", "--weights=mine:flat"
+    ).counterfactual()
+    assert (credit.estimator.name, credit.estimator.power, credit.weights.name) == ("late", 2.0, "flat")
+    assert CounterfactualConfig.from_flat({"estimator": "mine:Late"}).estimator.power == 1.0
+    for name, said in {"mine:Lat": "cannot import 'mine:Lat': Attr", "mine:number": "'mine:number' is a int"}.items():
+        assert f"estimator: {said}" in message(capsys, f"--estimator={name}")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from cfa_kernels.integrations.credit import OFFERS, unmet_needs
 from cfa_kernels.options import Share, check_fields
 from docs.options import options
 from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings, updated
-from trainer.cli import preset_names
-from trainer.config import PRESETS
+from trainer.settings import PRESETS, preset_names
 
 pytestmark = pytest.mark.slow
 

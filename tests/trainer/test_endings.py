@@ -12,8 +12,7 @@ import pytest
 from safetensors import SafetensorError
 
 from tests.support.runs import child, flags, main, outcome
-from trainer import __main__ as program
-from trainer import run
+from trainer import __main__, program, run
 from trainer.checkpoints.files import DiskError, naming, whole_folder, write_whole
 from trainer.endings import Ended, Ending
 from trainer.evaluate import evaluate
@@ -98,7 +97,7 @@ def unheard(argv: list[str], gone: tuple[int, ...]) -> int | str | None:
     os.close(read)
     os.close(write)
     try:
-        return program.main(argv)
+        return __main__.main(argv)
     except SystemExit as ending:
         return ending.code
     finally:

@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.table import Column
 from rich.table import Table as Shown
 
+from ..extras import program
+from ..provenance import made_by
 from .page import page_of, write_run_page
 from .runs import comparison
 from .samples import read_samples
@@ -18,7 +20,8 @@ from .tables import Cell, Table, analyse
 
 DESCRIPTION = """Analyse the credit of logged completions: how much masked spans matter, which contents do, where weight
 and gradient gather. RUN_OR_FILE is a folder that the training program wrote (log more with --log_completions) or a file
-with one JSON object per completion. Writes analysis.json, analysis.md and page.html. `compare RUN ...` compares."""
+with one JSON object per completion. Writes analysis.json, analysis.md and page.html. `compare RUN ...`, or
+`cfa-compare RUN ...`, compares."""
 COMPARISON = """Compare runs of the training program: final held-out accuracy with its standard error, reward, tokens,
 time per step and by stage, with means of runs that differ in their seeds only. Writes a page of the runs."""
 
@@ -29,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the program; an error gives one line on stderr and exit code 1, or 2 for flags."""
     argv = sys.argv[1:] if argv is None else argv
     compares = argv[:1] == ["compare"]
-    prog = "python -m trainer.analyze" + " compare" * compares
+    prog = program("trainer.analyze" + " compare" * compares)
     parser = argparse.ArgumentParser(prog=prog, description=COMPARISON if compares else DESCRIPTION)
     if compares:
         parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder that the training program wrote")
@@ -73,7 +76,7 @@ def write_analysis(source: Path, out: Path | None = None) -> Path:
     folder = out or (source / "analysis" if source.is_dir() else source.with_name(f"{source.stem}-analysis"))
     folder.mkdir(parents=True, exist_ok=True)
     tables, title = analyse(samples), f"Credit in {source.resolve().name}"
-    report = {name: vars(table) for name, table in tables.items()}
+    report = {"made_by": made_by(), **{name: vars(table) for name, table in tables.items()}}
     (folder / "analysis.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (folder / "analysis.md").write_text(_markdown(tables, title), encoding="utf-8", errors="replace")
     (folder / "page.html").write_text(page_of(samples, title), encoding="utf-8", newline="\n")

@@ -111,9 +111,11 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         members = np.flatnonzero(groups == group).tolist()
         if len(members) > 1:
             mean = table.iloc[members].mean()
-            mean["error"] = table["held-out accuracy"].iloc[members].sem()
+            twice = len({runs[k].settings.get("seed") for k in members}) < len(members)
+            mean["error"] = math.nan if twice else table["held-out accuracy"].iloc[members].sem()
             table.loc[len(table)] = mean
-            heads.append((f"mean of {len(members)} seeds", f"of {' and '.join(runs[k].name for k in members)}"))
+            name = "same seed twice" if twice else f"mean of {len(members)} seeds"
+            heads.append((name, f"of {' and '.join(runs[k].name for k in members)}"))
     cells = {name: [_text(value, _FORMS.get(name, "{:.3g}")) for value in table[name]] for name in table}
     errors = [_text(value, " ± {:.1%}", "") for value in table["error"]]
     cells["held-out accuracy"] = [a + b for a, b in zip(cells["held-out accuracy"], errors, strict=True)]

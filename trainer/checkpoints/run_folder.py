@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from filelock import FileLock, Timeout
 
 from cfa_kernels.hf.fsdp import is_piece
 
+from ..checks import sampling_gap_limit
 from ..cli import to_yaml
 from ..config import TrainConfig
 from ..policy import require_finite_weights
 from ..processes import on_first
+from ..provenance import made_by
 from ..state import Trainer
 from .files import DamageError, DiskError, naming, seal, whole_folder, write_whole
 from .state import collect, restore
@@ -81,7 +83,7 @@ class RunFolder:
                 raise Refused("; ".join([f"{self.path}: no checkpoint to go on from", *self.notes, _NEW]))
         if step > config.max_steps:
             raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
-        on_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config)))
+        on_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config, made_by(), _resolved(trainer))))
         return step, report
 
     def _read(self, step: int) -> dict[str, Any]:
@@ -222,6 +224,24 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     } | {
         f"SHA-256 of the {name} problems": hashlib.sha256(json.dumps(part, default=str).encode()).hexdigest()[:12]
         for name, part in problems.items()
+    }
+
+
+def _resolved(trainer: Trainer) -> dict[str, Any]:
+    """Give what settings came to that were left to the program."""
+    config, precision, credit = trainer.config, trainer.config.precision, trainer.config.counterfactual()
+    options: dict[str, Any] = {name: getattr(credit, name) for name in ("units", "weights", "completions", "normalize")}
+    parts: list[Any] = [credit.estimator, credit.weights, credit.spans, credit.answers]
+    options |= {entry.name: getattr(part, entry.name) for part in parts if part for entry in fields(part)}
+    shown = {name: getattr(value, "name", value) for name, value in options.items() if value is not None}
+    return {
+        "device": str(precision.device),
+        "dtype": f"weights {precision.weights}, products {precision.products}".replace("torch.", ""),
+        "train_problems": len(trainer.rows),
+        "eval_problems": len(trainer.held_out),
+        "eval_reward": config.grader,
+        "max_sampling_gap": sampling_gap_limit(config, trainer.policy),
+        "credit_options": ", ".join(f"{name}={value}" for name, value in shown.items()),
     }
 
 

@@ -1,7 +1,6 @@
 """Load reward functions by name, call them, add their rewards up, and turn sums into advantages."""
 
 import functools
-import importlib
 import inspect
 import re
 import traceback
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cfa_kernels.options import imported
 from cfa_kernels.text.rules import AnswerFormat
 
 from ..rollouts import Rollouts
@@ -35,9 +35,9 @@ class BuiltIn(NamedTuple):
 
 
 BUILT_IN = {
-    "exact_match": BuiltIn("trainer.rewards.numbers:exact_match", ("numbers",), ("answer_format", "answer_fallback")),
-    "math_verify": BuiltIn("trainer.rewards.math:MathReward", ("text", "numbers"), ("timeout",)),
-    "code": BuiltIn("trainer.rewards.code:CodeReward", ("mbpp",), ("timeout", "isolation")),
+    "exact_match": BuiltIn(f"{__package__}.numbers:exact_match", ("numbers",), ("answer_format", "answer_fallback")),
+    "math_verify": BuiltIn(f"{__package__}.math:MathReward", ("text", "numbers"), ("timeout",)),
+    "code": BuiltIn(f"{__package__}.code:CodeReward", ("mbpp",), ("timeout", "isolation")),
 }
 INSTRUCTIONS = {
     "numbers": "Solve the problem step by step. End with a line of the form: #### <number>",
@@ -54,11 +54,11 @@ class RewardError(ValueError):
 def load_reward(name: str, **options: Any) -> Reward:
     """Load a reward function; one of the program's gets those of `options` that it takes."""
     if ":" in name:
-        return _imported("reward_funcs", name)
+        return imported("reward_funcs", name)
     if name not in BUILT_IN:
         names = ", ".join(BUILT_IN)
         raise ValueError(f"reward_funcs: {name!r} is neither one of {names} nor of the form 'module:function'")
-    function = _imported("reward_funcs", BUILT_IN[name].function)
+    function = imported("reward_funcs", BUILT_IN[name].function)
     own = {option: options[option] for option in BUILT_IN[name].options if options.get(option) is not None}
     return function(**own) if isinstance(function, type) else functools.partial(function, **own)
 
@@ -73,18 +73,7 @@ def load_rewards(names: Sequence[str], **options: Any) -> dict[str, Reward]:
 
 def load_answer_format(name: str | None) -> AnswerFormat | None:
     """Load a run's form of answers by its setting: `module:function` on the import path, or a pattern as it stands."""
-    return _imported("answer_format", name) if name is not None and _REFERENCE.fullmatch(name) else name
-
-
-def _imported(setting: str, name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except FAILURES as problem:  # a module may raise anything while it is imported
-        raise ValueError(f"{setting}: cannot import {name!r}: {type(problem).__name__}: {problem}") from problem
-    if not callable(function):
-        raise ValueError(f"{setting}: {name!r} is a {type(function).__name__}, not a function")
-    return function
+    return imported("answer_format", name) if name is not None and _REFERENCE.fullmatch(name) else name
 
 
 def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]) -> None:

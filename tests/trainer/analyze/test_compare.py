@@ -75,7 +75,10 @@ def test_a_last_line_that_a_killed_run_left_half_written_is_left_out(tmp_path, c
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path) -> None:
     folders = [write_run(tmp_path / part / "run") for part in "ab"]
-    assert [run.name for run in read_runs(folders)] == list(map(str, folders))
+    runs = read_runs(folders)
+    assert [run.name for run in runs] == list(map(str, folders))
+    mean = comparison(runs)[1][-1]  # of one seed: no spread over seeds
+    assert (mean[0], mean[4]) == ("same seed twice", "50.0%")
 
 
 def test_a_page_that_cannot_hold_all_completions_holds_some_of_each_part_and_says_so(tmp_path, monkeypatch) -> None:

@@ -44,7 +44,7 @@ def begun(argv: list[str], steps: int = 3, finished: bool = False):
     ("more", "said"),
     [
         (["--learning_rate=2e-3"], r"learning_rate \(0.001 then, 0.002 now\)"),
-        (["--seed=1", "--beta=0.5"], r"beta \(0.0 then, 0.5 now\), seed \(0 then, 1 now\)"),
+        (["--seed=1", "--beta=0.5"], r"seed \(0 then, 1 now\), beta \(0.0 then, 0.5 now\)"),
         (["--rollout_engine=vllm"], r"rollout_engine \('transformers' then, 'vllm' now\)"),
         (["--max_steps=8"], r"max_steps \(6 then, 8 now\)"),
         (["--reward_funcs", "exact_match"], r"reward_funcs \(\[.*\] then, \['exact_match'\] now\)"),

@@ -1,0 +1,71 @@
+"""Train from flags, YAML or nothing at all: set up, run, and say in one line what is wrong."""
+
+import contextlib
+import io
+import os
+import sys
+import time
+from typing import TextIO
+
+from transformers.utils import logging
+
+from cfa_kernels.hf.memory import is_out_of_memory
+
+from . import processes
+from .checkpoints.run_folder import Finished, Refused, open_run
+from .cli import parse
+from .config import TrainConfig
+from .endings import Ended, Ending
+from .extras import needed_by, program
+from .rewards.calls import RewardError
+from .run import set_up, train
+
+# Problems that one line explains; others, and a ValueError elsewhere than in set-up, are mistakes of ours.
+_PROBLEMS = (Refused, RewardError, OSError, ImportError, FloatingPointError, NotImplementedError)
+
+
+def main(argv: list[str]) -> int:
+    """Run the program: exit code 0; 1 or 2 and one line on stderr for what is wrong with settings, data or the disk."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    out, err = (sys.stdout, sys.stderr) if is_first else (io.StringIO(), io.StringIO())
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            config = parse(TrainConfig, argv, prog=program("trainer"))
+    except SystemExit as refusal:
+        if not is_first and refusal.code:
+            time.sleep(30)  # the launcher ends this one when the first has said why it ends
+        raise
+    logging.disable_progress_bar()
+    expected: tuple[type[Exception], ...] = (ValueError, *_PROBLEMS)
+    with Ending() as ending:
+        try:
+            with needed_by(program("trainer"), "trainer"):
+                processes.start(config)
+                with open_run(config) as folder:
+                    trainer = set_up(config)
+                    expected = _PROBLEMS
+                    train(trainer, folder, ending)
+        except Finished as finished:
+            _say(str(finished), sys.stdout)
+        except Ended as ended:
+            _say(processes.describe_failure(ended))
+        except Exception as problem:
+            exhausted = isinstance(problem, MemoryError) or is_out_of_memory(problem)
+            if not (exhausted or isinstance(problem, expected) or processes.is_silence(problem)):
+                raise
+            if exhausted:
+                # The launcher ends the other processes, which may be waiting in the middle of a forward.
+                where = f"rank {processes.rank()}: " if processes.count() > 1 else ""
+                hint = "lower token_budget, max_completion_length or num_generations"
+                print(f"error: {where}out of memory ({' '.join(str(problem).split())}); {hint}", file=sys.stderr)
+                return 1
+            _say(f"error: {' '.join(processes.describe_failure(problem).split())}")
+            processes.end()
+            return 1
+    processes.end()
+    return ending.exit_code
+
+
+def _say(text: str, stream: TextIO | None = None) -> None:
+    if processes.rank() == 0:
+        print(text, file=stream or sys.stderr)
