@@ -69,7 +69,7 @@ setup(
         "console_scripts": [
             "cfa-train = cfa_trainer.__main__:main",
             "cfa-analyze = cfa_trainer.analyze.__main__:main",
-            "cfa-compare = cfa_trainer.analyze.__main__:compare",
+            "cfa-compare = cfa_trainer.analyze.__main__:main",
         ]
     },
     install_requires=CORE,

@@ -2,6 +2,7 @@
 
 import datetime
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,23 +12,13 @@ from cfa_kernels import __version__
 CHECKOUT = Path(__file__).parents[1]
 
 
-def find_commit(repository: Path = CHECKOUT) -> tuple[str | None, bool | None]:
-    """Find the commit of a checkout and whether its files differ from it, but for results; None where git cannot tell.
-
-    A checkout that is only somewhere inside another repository has no commit of its own.
-    """
-
-    def git(*arguments: str) -> str | None:
-        try:
-            answer = subprocess.run(["git", *arguments], cwd=repository, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            return None
-        return answer.stdout.strip() if answer.returncode == 0 else None
-
-    top, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "--short=12", "HEAD")
-    if top is None or commit is None or Path(top).resolve() != repository.resolve():
+def find_commit() -> tuple[str | None, bool | None]:
+    """Find the commit of this checkout, if it is one, and whether its files differ from it, but for results."""
+    if not (CHECKOUT / ".git").exists() or not shutil.which("git"):
         return None, None
-    return commit, bool(git("status", "--porcelain", "--", ".", ":!benchmarks/results"))
+    questions = ("rev-parse --short=12 HEAD", "status --porcelain -- . :!benchmarks/results")
+    answers = [subprocess.run(["git", *q.split()], cwd=CHECKOUT, capture_output=True, text=True) for q in questions]
+    return answers[0].stdout.strip() or None, bool(answers[1].stdout)
 
 
 def made_by() -> str:

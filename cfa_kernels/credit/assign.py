@@ -1,6 +1,6 @@
 """Credit rows of sampled tokens: find answers and units, estimate importances, weigh every token."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from ..scoring.outcomes import rounding
 from ..span import Span
 from ..text.find import Reasoning
 from .config import CounterfactualConfig, as_config
+from .shown import as_html, as_table
 from .units import CreditInputs, find_units, placeholder_of, scored_as, special_ids
 from .weights import WeightInputs, normalized_weights, spread_over_tokens, with_draws
 
@@ -38,7 +39,7 @@ FIGURES: dict[str, str] = {
 """Every name that `Credit.metrics` may give, and how those of several processes combine: mean, sum, min or max."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Credit:
     """Weights of B completions and their origin, all on the host; completions that were not judged have no spans.
 
@@ -52,6 +53,7 @@ class Credit:
         work: counts of what the estimator fed; None for nothing.
         advantages: B tensors (T_b,), to train on instead of the caller's; None unless values are signed.
         added: B tensors (T_b,) fp32, the part of those that was added to the caller's; None likewise.
+        texts: function from the index of a completion to the texts of its tokens, to show it; stays in the process.
     """
 
     weights: list[Tensor]
@@ -62,6 +64,16 @@ class Credit:
     work: ScoringWork | None
     advantages: list[Tensor] | None = None
     added: list[Tensor] | None = None
+    texts: Callable[[int], list[str]] | None = None
+
+    def __repr__(self) -> str:
+        return as_table(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"texts": None}
 
     def padded(self, width: int | None = None) -> Tensor:
         """Pad the weights with 1 to (B, width), by default as wide as the longest completion."""
@@ -258,6 +270,7 @@ class _Assignment:
             work=estimate.importances.work,
             advantages=None if added is None else self._advantages(added),
             added=added,
+            texts=lambda b: [self.tokenizer.decode([token]) for token in inputs.rows.completions[b].tolist()],
         )
 
     def _estimate(self) -> _Estimate:

@@ -131,7 +131,7 @@ def outcome(folder: Path, trained: str = "checkpoint/model.safetensors") -> dict
         "optimizer": bits(torch.load(last / "state.pt", weights_only=True)["optimizer"]),
         "metrics": timeless(folder),
         "samples": (folder / "completions.jsonl").read_text("utf-8"),
-        "summary": summary | {"seconds": None},
+        "summary": summary | {"seconds": None, "made_by": None},
         "files": sorted(path.name for path in folder.iterdir()),
         "last": last.name,
     }

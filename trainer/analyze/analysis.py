@@ -30,7 +30,8 @@ _MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_|[]$~#"} | {"<": 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; an error gives one line on stderr and exit code 1, or 2 for flags."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = ["compare"] * (Path(sys.argv[0]).name == "cfa-compare") + sys.argv[1:]
     compares = argv[:1] == ["compare"]
     prog = program("trainer.analyze" + " compare" * compares)
     parser = argparse.ArgumentParser(prog=prog, description=COMPARISON if compares else DESCRIPTION)

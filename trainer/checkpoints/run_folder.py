@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -230,10 +230,9 @@ def _facts(trainer: Trainer) -> dict[str, str]:
 def _resolved(trainer: Trainer) -> dict[str, Any]:
     """Give what settings came to that were left to the program."""
     config, precision, credit = trainer.config, trainer.config.precision, trainer.config.counterfactual()
-    options: dict[str, Any] = {name: getattr(credit, name) for name in ("units", "weights", "completions", "normalize")}
-    parts: list[Any] = [credit.estimator, credit.weights, credit.spans, credit.answers]
-    options |= {entry.name: getattr(part, entry.name) for part in parts if part for entry in fields(part)}
-    shown = {name: getattr(value, "name", value) for name, value in options.items() if value is not None}
+    options = {"units": credit.units, "weights": getattr(credit.weights, "name", None)}
+    for part in filter(None, (credit.estimator, credit.weights, credit.spans, credit.answers)):
+        options |= vars(part)
     return {
         "device": str(precision.device),
         "dtype": f"weights {precision.weights}, products {precision.products}".replace("torch.", ""),
@@ -241,7 +240,7 @@ def _resolved(trainer: Trainer) -> dict[str, Any]:
         "eval_problems": len(trainer.held_out),
         "eval_reward": config.grader,
         "max_sampling_gap": sampling_gap_limit(config, trainer.policy),
-        "credit_options": ", ".join(f"{name}={value}" for name, value in shown.items()),
+        "credit_options": ", ".join(f"{name}={value}" for name, value in options.items() if value is not None),
     }
 
 
