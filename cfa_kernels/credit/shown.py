@@ -1,12 +1,9 @@
 """Show credit to a person: a table of the units that matter most, completions shaded by what each token got."""
 
 from html import escape
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from .assign import Credit
 
 _UNITS, _COMPLETIONS = 10, 8  # shown at most
 _WARM, _COOL, _OPAQUE = "222 98 0", "32 108 196", 0.62
@@ -18,8 +15,8 @@ def shade(value: float, neutral: float, low: float, high: float) -> str:
     return f"rgb({_WARM if far > 0 else _COOL} / {_OPAQUE * abs(far):.3f})"
 
 
-def as_table(credit: "Credit") -> str:
-    """Tabulate the units with the largest drops, in the order of the text."""
+def as_table(credit: Any) -> str:
+    """Tabulate the units of a `Credit` with the largest drops, in the order of the text."""
     rows = enumerate(zip(credit.spans, credit.drop, strict=True))  # without drops where weights are drawn
     units = sorted(((x, b, u) for b, (row, drops) in rows for u, x in zip(row, drops.tolist())), reverse=True)  # noqa: B905
     head = f"Credit of {len(credit.weights)} completions, {len({b for _, b, _ in units})} judged, by {len(units)} units"
@@ -31,8 +28,8 @@ def as_table(credit: "Credit") -> str:
     return "\n".join([*lines, *[f"       and {len(units) - _UNITS} more"] * (len(units) > _UNITS)])
 
 
-def as_html(credit: "Credit") -> str:
-    """Shade the first judged completions by their weights or, of signed credit, by what is added."""
+def as_html(credit: Any) -> str:
+    """Shade the first judged completions of a `Credit` by their weights or, of signed credit, by what is added."""
     rows, neutral = (credit.weights, 1.0) if credit.added is None else (credit.added, 0.0)
     chosen = [b for b, spans in enumerate(credit.spans) if spans][:_COMPLETIONS]
     if not chosen or not credit.texts:
