@@ -23,6 +23,7 @@ def test_a_command_without_its_packages_is_one_line_that_names_the_extra(tmp_pat
     with pytest.raises(SystemExit) as ended:
         command.main(["plots", "results.json"])
     line = (
-        "error: python -m benchmarks needs matplotlib, which is not installed; in the checkout: pip install '.[bench]'"
+        "error: python -m benchmarks needs matplotlib, which is not installed: pip install 'cfa_kernels[bench]', or "
+        "'.[bench]' in the checkout"
     )
     assert ended.value.code == line
