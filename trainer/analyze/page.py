@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from .runs import Run, comparison, groups_of, read_runs
 from .samples import Sample, read_samples
 
@@ -55,8 +53,8 @@ def run_page(runs: Sequence[Run], title: str) -> Iterator[str]:
     )
     drawn = [
         {
-            "name": run.name, "group": group, "settings": yaml.safe_dump(run.settings, sort_keys=False),
-            "steps": run.metrics.index.tolist(),
+            "name": run.name, "group": group, "settings": run.written,
+            "steps": run.metrics.index.tolist(), "max_steps": run.settings.get("max_steps"),
             "metrics": {
                 name: [None if math.isnan(value) else value for value in column] for name, column in run.metrics.items()
             },

@@ -20,11 +20,12 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its settings and its metrics, a row for each step and a column for each metric, nan without a value."""
+    """One run: its settings, also as written, and its metrics: a row a step, a column a metric, nan without a value."""
 
     name: str
     folder: Path
     settings: dict[str, Any]
+    written: str
     metrics: pandas.DataFrame
 
     def figures(self) -> dict[str, float]:
@@ -53,7 +54,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         if folder.resolve() in [other.resolve() for other in folders[:i]]:
             raise ValueError(f"{folder}: is given twice")
     return [
-        Run(name if names.count(name) == 1 else str(folder), folder, _settings(folder), _metrics(folder))
+        Run(name if names.count(name) == 1 else str(folder), folder, *_settings(folder), _metrics(folder))
         for folder, name in zip(folders, names, strict=True)
     ]
 
@@ -75,16 +76,17 @@ def _metrics(folder: Path) -> pandas.DataFrame:
     return frame.where(np.isfinite(frame))
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    """Read `config.yaml`; no settings if there is no such file."""
+def _settings(folder: Path) -> tuple[dict[str, Any], str]:
+    """Read `config.yaml`, and give its text too; no settings if there is no such file."""
     file = folder / "config.yaml"
     try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        settings = yaml.safe_load(text) if text else {}
     except (ValueError, yaml.YAMLError, RecursionError) as problem:
         raise ValueError(f"{file}: is not YAML ({' '.join(str(problem).split())})") from problem
     if not isinstance(settings, dict):
         raise ValueError(f"{file}: must hold the settings of a run, `name: value` a line, got {settings!r:.60}")
-    return settings
+    return settings, text
 
 
 def groups_of(runs: Sequence[Run]) -> list[int]:
@@ -102,10 +104,8 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """
     names = dict.fromkeys(name for run in runs for name in run.settings if name != "output_dir")
     differing = [name for name in names if len({repr(run.settings.get(name)) for run in runs}) > 1]
-    heads = [
-        (run.name, ", ".join(f"{name} {run.settings[name]}" for name in differing if name in run.settings))
-        for run in runs
-    ]
+    own = [{name: run.settings[name] for name in differing if name in run.settings} for run in runs]
+    heads = [(run.name, _settled(settings)) for run, settings in zip(runs, own, strict=True)]
     table, groups = pandas.DataFrame([run.figures() for run in runs]), np.array(groups_of(runs))
     for group in range(max(groups) + 1):
         members = np.flatnonzero(groups == group).tolist()
@@ -115,13 +115,18 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             mean["error"] = math.nan if twice else table["held-out accuracy"].iloc[members].sem()
             table.loc[len(table)] = mean
             name = "same seed twice" if twice else f"mean of {len(members)} seeds"
-            heads.append((name, f"of {' and '.join(runs[k].name for k in members)}"))
+            seeds = " and ".join(str(runs[k].settings.get("seed")) for k in members)
+            heads.append((name, _settled(own[members[0]] | {"seed": seeds})))
     cells = {name: [_text(value, _FORMS.get(name, "{:.3g}")) for value in table[name]] for name in table}
     errors = [_text(value, " ± {:.1%}", "") for value in table["error"]]
     cells["held-out accuracy"] = [a + b for a, b in zip(cells["held-out accuracy"], errors, strict=True)]
     del cells["error"]
     rows = [[*head, *row] for head, row in zip(heads, zip(*cells.values(), strict=True), strict=True)]
     return ["run", "differs in" if differing else "", *cells], rows
+
+
+def _settled(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _text(value: float, form: str, absent: str = "-") -> str:

@@ -1,6 +1,7 @@
 """Pages as Chromium shows them: tokens, hover, keys, order, curves, texts that want to be obeyed."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,11 +49,6 @@ def hover(browser: Any, selector: str, index: int = 0) -> str:
     return soon(browser, lambda: (text := browser.find_element("id", "reading").text) != before and text)
 
 
-def unfold(browser: Any, selector: str, inside: str) -> None:
-    browser.find_element("css selector", selector).click()
-    soon(browser, lambda: browser.find_elements("css selector", inside))
-
-
 def soon(browser: Any, look: Callable[[], Any]) -> Any:
     # A browser tells a page of some events only when it has time.
     return wait.WebDriverWait(browser, 60).until(lambda _: look())
@@ -86,7 +82,7 @@ def test_tokens_are_shaded_by_weight_and_their_numbers_show_on_hover_and_with_th
         "step 2 · problem 7 · reward 0 · wrong · advantage -0.5",
         "step 1 · problem 7 · reward 1 · correct · advantage 0.5",
     ]
-    assert texts(browser, "aside") == ["2+3?Reference: 5"]
+    assert texts(browser, "aside") == ["2+3?Right answer: 5"]
     assert texts(browser, TOKENS) == list("Step1=2+3.") * 2  # one panel each
     shades = [style.removeprefix("background: ") for style in texts(browser, TOKENS, "getAttribute('style')")[:10]]
     most, more, less, neutral = "warm) / 0.620", "warm) / 0.207", "cool) / 0.620", "transparent"
@@ -150,29 +146,50 @@ def test_runs_are_drawn_over_each_other_and_the_numbers_read_off_are_those_of_th
     open_page(browser, tmp_path / "page.html")
     entries = [[json.loads(line) for line in (folder / "metrics.jsonl").open()] for folder in folders]
     assert texts(browser, "#curves strong") == ["Held-out accuracy", "Reward", "Time", "Time of credit"]
-    assert "Entropy: 0.333 (nats per token) at each step." in browser.find_element("id", "notes").text
+    assert "Entropy (nats per token): 0.333 at each step." in browser.find_element("id", "notes").text
     assert texts(browser, "#figures tr:first-child td") == ["seed0", "seed1", "mean of 2 seeds"]
     curve = "#curves svg"
-    titles = {1: ("Reward (mean of sampled completions)", "reward"), 2: ("Time (seconds per step)", "step_time")}
+    titles = {1: ("Reward (mean over completions)", "reward"), 2: ("Time (seconds per step)", "step_time")}
     for step, key in ((4, webdriver.Keys.END), (3, webdriver.Keys.ARROW_LEFT), (1, webdriver.Keys.HOME)):
         for index, (title, metric) in titles.items():
             wanted = " · ".join(f"seed{k} {entries[k][step][metric]:.3g}" for k in (0, 1))
             assert press(browser, curve, key, index=index) == f"{title}, step {step}: {wanted}"
     assert (
         press(browser, curve, webdriver.Keys.END)
-        == "Held-out accuracy (%, greedy), step 4: seed0 50 ± 5 · seed1 60 ± 5"
+        == "Held-out accuracy (%, greedy), step 4: seed0 50.0 ± 5.0 · seed1 60.0 ± 5.0"
     )
-    assert hover(browser, curve, 1).startswith("Reward (mean of sampled completions), step ")
+    assert hover(browser, curve, 1).startswith("Reward (mean over completions), step ")
     own = [f"figure:nth-child(2) path[style]{faint}" for faint in (".faint", ":not(.faint)")]
     assert [len(texts(browser, selector)) for selector in own] == [2, 1]  # a run each, and the mean of one group
 
     assert not texts(browser, "#more svg")
-    unfold(browser, "#more summary", "#more svg")
+    browser.find_element("css selector", "#more summary").click()
+    soon(browser, lambda: texts(browser, "#more svg"))
     assert texts(browser, "#more strong") == ["num_tokens", "time/generate"]
     assert "seed: 1" in texts(browser, "pre")[1]
 
     press(browser, "[name=run]", "seed1")
     assert texts(browser, "#list summary") == ["seed1 · step 1 · problem 7 · reward 1 · correct · advantage 0.5"]
+    assert not browser.get_log("browser")
+
+
+def test_eight_curves_are_drawn_inside_their_axes_of_a_run_that_goes_on(browser, tmp_path) -> None:
+    folder = write_run(tmp_path / "run", max_steps=9)
+    names = ("eval_accuracy", "eval_accuracy_stderr", "reward", "frac_reward_zero_std", "credit/drop_mean", "grad_norm",
+             "completions/mean_length", "step_time", "time/credit", "credit/weight_std")  # fmt: skip
+    entries = [{"step": step, "entropy": 1, **dict.fromkeys(names, step)} for step in range(1, 5)]
+    write_lines(folder / "metrics.jsonl", entries)
+    write_run_page(tmp_path / "page.html", [folder], "One run")
+    open_page(browser, tmp_path / "page.html")
+    assert browser.find_element("tag name", "h1").text == "One run, step 4 of 9"
+    assert texts(browser, "#curves strong")[7:] == ["Gradient norm"]  # the ninth is below, and entropy is constant
+    assert texts(browser, "#curves figure:first-child text")[-2:] == ["step", "%, greedy"]
+    paths = "".join(texts(browser, "#curves path[style]", "getAttribute('d')"))
+    assert all(8 < float(height) < 164 for height in re.findall(r" ([\d.]+)", paths))
+    for name in ("wrong", "follow"):
+        press(browser, f"[name={name}]", webdriver.Keys.SPACE)
+    browser.refresh()  # as it does by itself every ten seconds
+    assert all(browser.find_element("name", name).is_selected() for name in ("wrong", "follow"))
     assert not browser.get_log("browser")
 
 

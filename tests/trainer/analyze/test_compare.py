@@ -44,11 +44,12 @@ def test_figures_are_those_of_the_runs_files_and_means_are_over_seeds(folders, t
         "1.05", "0.7", "0.01",
     ]  # fmt: skip
     mean = rows[3]
-    assert mean[:2] == ["mean of 2 seeds", "of cf-0 and cf-1"]
+    assert mean[:2] == ["mean of 2 seeds", "credit counterfactual, seed 0 and 1"]
     assert mean[4] == f"55.0% ± {math.sqrt(0.005) / math.sqrt(2):.1%}"
     drawn = Page(page.read_text("utf-8")).data["runs"]
     assert [run["group"] for run in drawn] == [0, 0, 1]
     for folder, run in zip(folders, drawn, strict=True):
+        assert run["settings"] == (folder / "config.yaml").read_text("utf-8")  # with version, commit and command on top
         for entry in map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines()):
             at = run["steps"].index(entry.pop("step"))
             assert {name: run["metrics"][name][at] for name in entry} == entry

@@ -65,7 +65,7 @@ function completion(sample, open) {
     sample.times > 1 && `\u00d7${sample.times}`].filter(Boolean).map(printed).join(' \u00b7 ');
   const made = make('details', { open }, make('summary', {}, facts || 'completion'), make('div', { class: 'sides' }));
   if (sample.question !== null)
-    made.lastChild.append(make('aside', {}, sample.question, make('p', { class: 'soft' }, sample.reference ? `Reference: ${sample.reference}` : '')));
+    made.lastChild.append(make('aside', {}, sample.question, make('p', { class: 'soft' }, sample.reference ? `Right answer: ${sample.reference}` : '')));
   made.lastChild.append(make('div', { class: 'row' }, ...columns.map(column => figure(sample, column))));
   made.sample = sample;
   return made;
@@ -124,4 +124,8 @@ document.title = document.querySelector('h1').textContent = printed(data.title);
 const names = new Set(data.completions.map(sample => sample.run));
 search.run.append(...[...names].map(name => make('option', { value: name }, printed(name))));
 search.run.parentElement.hidden = names.size < 2;
+for (const [name, value] of new URLSearchParams(location.hash.slice(1))) { // as the page was left when it loaded itself anew
+  const field = search.elements.namedItem(name) || {};
+  field[field.type === 'checkbox' ? 'checked' : 'value'] = value;
+}
 look();
