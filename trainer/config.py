@@ -113,6 +113,8 @@ class TrainConfig(DataConfig):
     """Further logging back-ends; each must be installed."""
     log_completions: _Amount = 4
     """Completions written to completions.jsonl per step, with their tokens and weights."""
+    page_steps: Count = 5
+    """Write report.html anew every so many steps, to watch the run by, as after each evaluation and at the end."""
 
     # model
     model: str = EMBEDDED

@@ -173,6 +173,8 @@ class Report:
         share = f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
         note = f"reward {metrics['reward']:.2f}  {share} of the time"
         self._progress.update(self._bar, advance=1, visible=True, note=note)
+        if step % self._config.page_steps == 0:
+            self._write_page()
         if step % math.ceil(self._config.max_steps / _ROWS_SHOWN) == 0:
             seconds = self._progress.tasks[0].time_remaining  # None after the first step, 0 after the last
             left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""

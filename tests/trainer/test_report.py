@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings
 from tests.support.pages import Page
+from trainer.analyze.page import write_run_page
 from trainer.data import load_rows
 from trainer.evaluate import Evaluation
 from trainer.report import Report, open_tracker, write_whole
@@ -22,7 +23,11 @@ def test_a_run_leaves_a_page_of_its_metrics_and_its_completions(tmp_path, monkey
         write_whole(path, text)
 
     monkeypatch.setattr("trainer.report.write_whole", written)
-    folder = run(tmp_path / "run", "--max_steps=1", "--eval_problems=1", "--log_completions=5", EVERY_OTHER)
+    pages: list[Path] = []
+    monkeypatch.setattr("trainer.report.write_run_page", lambda *page: pages.append(page[0]) or write_run_page(*page))
+    options = ("--max_steps=1", "--page_steps=1", "--eval_problems=1", "--log_completions=5", EVERY_OTHER)
+    folder = run(tmp_path / "run", *options)
+    assert pages == [folder / "report.html"] * 4  # after evaluations, the step, at the end
     # Killed after its summary a run counts as finished, so all else must be there by then.
     assert there == [("summary.json", True)]
     data = Page((folder / "report.html").read_text("utf-8")).data
@@ -30,10 +35,10 @@ def test_a_run_leaves_a_page_of_its_metrics_and_its_completions(tmp_path, monkey
     for entry in metrics_of(folder):
         at = shown["steps"].index(entry.pop("step"))
         assert {name: shown["metrics"][name][at] for name in entry} == entry
-    samples, pages = samples_of(folder), data["completions"]
-    assert sum(one["times"] for one in pages) == len(samples)
-    assert pages[0]["tokens"] == samples[0]["tokens"]
-    assert pages[0]["credit"]["masking"]["values"] == samples[0]["weights"]
+    samples, shown = samples_of(folder), data["completions"]
+    assert sum(one["times"] for one in shown) == len(samples)
+    assert shown[0]["tokens"] == samples[0]["tokens"]
+    assert shown[0]["credit"]["masking"]["values"] == samples[0]["weights"]
     assert samples[0]["question"] in {row["question"] for row in load_rows("generated", split="train", count=16)}
     assert not list(folder.glob(".*.partial"))
 

@@ -36,7 +36,7 @@ _SETTINGS, _SUMMARY, _LOCK = "config.yaml", "summary.json", ".lock"
 # Settings that a run may go on with changed: where it runs and writes, and how often it saves, tests and logs.
 _MAY_CHANGE = frozenset({
     "output_dir", "resume", "save_steps", "eval_steps", "report_to", "log_completions", "device", "parallel",
-    "vllm_server_base_url",
+    "vllm_server_base_url", "page_steps",
 })  # fmt: skip
 _CHECKPOINTS = 2  # that are kept
 _NEW = "--no_resume starts anew, in a new folder"
