@@ -1,0 +1,38 @@
+"""Examples and their notebook run, and print what their page shows."""
+
+import json
+import re
+
+import pytest
+
+from docs.notebook import NOTEBOOK, examples, notebook
+from tests.conftest import REPOSITORY
+
+NUMBER = re.compile(r"-?\b\d+(?:\.\d+)?\b")
+DRAWN = ("with_trl.py", "own_reward.py")  # sampled completions differ from one processor to another
+
+
+def test_notebook_page_and_readme_hold_the_examples() -> None:
+    assert json.loads(NOTEBOOK.read_text("utf-8")) == notebook(), "run python -m docs.notebook"
+    texts = {example.file: example.file.read_text("utf-8") for example in examples()}
+    assert texts.keys() == {*NOTEBOOK.parent.glob("*.py")}
+    assert all(text.count("\n") < 60 for text in texts.values())
+    loop = next(iter(texts.values())).partition('"""\n\n')[2]
+    assert f"```python\n{loop}```" in (REPOSITORY / "README.md").read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_notebook_run_and_print_what_the_page_shows(tmp_path, monkeypatch, capsys) -> None:
+    for name in ("examples", "trainer"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    monkeypatch.chdir(tmp_path)  # where an example writes
+    namespace = {"__name__": "__main__"}
+    cells = [cell for cell in notebook()["cells"] if cell["cell_type"] == "code"]
+    for cell, name in zip(cells, ["", *(example.file.name for example in examples())], strict=True):
+        exec(compile("".join(cell["source"]), name, "exec"), namespace)
+        shown = "".join(line for output in cell["outputs"] for line in output["text"])
+        printed = "".join(capsys.readouterr().out.splitlines(keepends=True)[-shown.count("\n") :])
+        assert NUMBER.sub("N", printed) == NUMBER.sub("N", shown)
+        if name not in DRAWN:
+            ours, theirs = (list(map(float, NUMBER.findall(text))) for text in (printed, shown))
+            assert ours == pytest.approx(theirs, rel=0.02, abs=0.02)
