@@ -11,7 +11,7 @@ ifeq ($(PY),$(VENV)/bin/python)
 SETUP := $(VENV)/installed
 endif
 
-.PHONY: demo test test-oldest test-newest quick soak lint gpu first-hour bench dist clean
+.PHONY: demo test test-oldest test-newest quick soak lint docs gpu first-hour bench dist clean
 
 demo: $(SETUP)
 	$(PY) -m trainer
@@ -41,6 +41,10 @@ lint: $(SETUP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+# The pages as a site in site/; a link or an anchor that leads nowhere is an error.
+docs: $(SETUP)
+	$(PY) -m mkdocs build --strict
 
 gpu: $(SETUP)
 	$(PY) -m pytest -n 12 --dist worksteal
@@ -72,7 +76,7 @@ define SET_UP
 $(PYTHON) -m venv $(1)
 $(1)/bin/python -m pip install --quiet --upgrade pip
 $(1)/bin/python -m pip install --quiet $(2) torch
-$(1)/bin/python -m pip install --quiet $(2) -e '.[test,lint]'
+$(1)/bin/python -m pip install --quiet $(2) -e '.[test,lint,docs]'
 endef
 
 $(VENV)/installed: setup.py constraints.txt
@@ -85,4 +89,4 @@ $(OLDEST)/installed: setup.py constraints.txt constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build site *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -83,6 +83,7 @@ setup(
         # aligntune, a contender of the benchmarks, pins an older trl: pip install --no-deps aligntune
         "bench": [*TRL, *TRAINER, *TESTING, "lm-eval>=0.4.9"],
         "test": [*TRL, *TRAINER, *TESTING],
+        "docs": ["mkdocs-material>=9.7,<10"],
         "lint": ["ruff>=0.9", "mypy>=1.13", "types-PyYAML", "import-linter>=2.16"],
     },
 )

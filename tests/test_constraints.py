@@ -40,13 +40,13 @@ def test_the_core_is_what_kernels_losses_and_scoring_import():
 def test_what_the_two_commands_of_the_readme_install_is_pinned_within_its_range():
     pins = dict(line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().split())
     pins = {canonicalize_name(name): version for name, version in pins.items()}
-    for name, requirement in _requirements("test", "lint", "trainer").items():
+    for name, requirement in _requirements("test", "lint", "docs", "trainer").items():
         assert name in pins, name
         assert requirement.specifier.contains(pins[name]), requirement
 
 
 def test_the_two_commands_of_the_readme_install_every_extra_that_their_code_imports():
-    assert ".[test,lint]" in (REPOSITORY / "Makefile").read_text()
+    assert ".[test,lint,docs]" in (REPOSITORY / "Makefile").read_text()
     assert _requirements("trainer", "trl").keys() <= _requirements("test", "lint").keys()
 
 

@@ -1,8 +1,10 @@
-"""Every python block of README.md and docs/ runs, in the order of its page."""
+"""Every python block of docs/ runs, in the order of its page (tests/test_examples.py: README.md's); the site builds."""
 
 import importlib
 import json
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,7 +72,7 @@ def test_the_first_block_for_trl_runs_when_it_is_pasted(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "trl.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if page.name != "trl.md"], ids=lambda page: page.name)
 def test_the_examples_of_a_page_run(page, tmp_path):
     from datasets import Dataset
 
@@ -106,6 +108,13 @@ def test_links_between_pages_lead_somewhere():
             there = page.parent / target if target else page
             assert there.exists(), f"{page.name}: {target}"
             assert not anchor or anchor in headings(there), f"{page.name}: {target}#{anchor}"
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_none_of_its_links_leads_nowhere(tmp_path):
+    pytest.importorskip("material", reason="mkdocs-material is not installed: pip install '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", f"--site-dir={tmp_path}"]
+    subprocess.run(command, cwd=REPOSITORY, check=True)
 
 
 def test_tables_of_options_and_hosts_are_those_of_the_code():
