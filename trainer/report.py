@@ -141,7 +141,7 @@ class Report:
             self._print(f"  note     {escape(note)}\n")
 
     @contextlib.contextmanager
-    def evaluating(self, step: int, problems: int) -> Iterator[Callable[[int], None]]:
+    def evaluating(self, step: int, problems: int) -> Iterator[Callable[[float], None]]:
         """Show a bar for an evaluation; yields the function that advances it."""
         task = self._progress.add_task(f"held-out, step {step}", total=problems, note="")
         try:

@@ -85,8 +85,13 @@ class Decoder:
         self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._pool, self._addresses = None, list[int]()
 
-    def __call__(self, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling,
+        progress: Callable[[int], None] = lambda tokens: None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Complete prompts (B, P), padded on the left, with `uniforms` (B, T) for as many tokens, all on the host.
+
+        `progress` is told how many tokens each completion has, after every look at them.
 
         Returns:
             Tokens and log-probs, (B, T) or up to where all rows have ended. Log-probs are fp32, nats; 0 if greedy, nan
@@ -115,7 +120,7 @@ class Decoder:
             for part, column in zip(state, columns, strict=False):
                 part.copy_(column)
             state.uniforms[:, width : width + length] = uniforms
-            made = self._decode(state, width, length, sampling)
+            made = self._decode(state, width, length, sampling, progress)
         return state.tokens[:count, width : width + made], state.logprobs[:count, width : width + made]
 
     def _state_of(self, rows: int, places: int, fed: list[tuple[Tensor, Tensor]]) -> _State:
@@ -139,7 +144,9 @@ class Decoder:
                 self._layers.append(_Layer(keys, values, self._state.place))
         return _State(*(part[:rows] for part in self._state))
 
-    def _decode(self, state: _State, width: int, length: int, sampling: Sampling) -> int:
+    def _decode(
+        self, state: _State, width: int, length: int, sampling: Sampling, progress: Callable[[int], None]
+    ) -> int:
         """Decode from place `width` on until all rows have ended, or `length` tokens; give the number of tokens."""
         deferred = self._captured or state.token.device.type == "cuda"  # a look at results is a wait
         made, candidates = 0, CANDIDATES if deferred else None
@@ -157,6 +164,7 @@ class Decoder:
                 state.ended.copy_(before[1])
                 continue
             made += times
+            progress(made)
             if ended:
                 break
             candidates = candidates and (sys.maxsize if missed else CANDIDATES)

@@ -22,7 +22,8 @@ from .engine import Rollouts, end_ids, require_finite_logits
 from .merged import CannotMerge, merged_adapters
 from .sampling import draw, keyed_uniforms
 
-Decode = Callable[[Tensor, Tensor, Tensor, Sampling], tuple[Tensor, Tensor]]
+Progress = Callable[[int], None]
+Decode = Callable[[Tensor, Tensor, Tensor, Sampling, Progress], tuple[Tensor, Tensor]]
 """From prompts, their mask and draws to tokens and log-probs, as `Decoder` says."""
 
 
@@ -83,7 +84,8 @@ def decoding_obstacle(model: PreTrainedModel) -> str | None:
 def generate(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], *,
     max_completion_length: int, keys: Sequence[Sequence[int]] | None = None, temperature: float = 1.0,
-    top_p: float = 1.0, names: Sequence[str] | None = None, decoder: Decode | None = None,
+    top_p: float = 1.0, names: Sequence[str] | None = None, progress: Progress = lambda tokens: None,
+    decoder: Decode | None = None,
 ) -> Rollouts:  # fmt: skip
     """Complete B prompts with `model` as it is, as `Engine` says; `decoder` is one of the model that is kept."""
     causal, ends = causal_lm(model), end_ids(model, tokenizer)
@@ -93,7 +95,7 @@ def generate(
     uniforms = torch.zeros(size, dtype=torch.float64) if keys is None else keyed_uniforms(keys, max_completion_length)
     decode = decoder or (functools.partial(by_transformers, causal) if decoding_obstacle(causal) else Decoder(causal))
     with evaluation_mode(ModelWalk(model)), decoding_head(causal):
-        tokens, logprobs = decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling)
+        tokens, logprobs = decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling, progress)
     rollouts = Rollouts.padded(prompts, tokens.tolist(), ends, tokenizer, tokens.device)
     mask, logprobs = rollouts.completion_mask, logprobs[:, : rollouts.completion_mask.shape[1]]
     require_finite_logits(logprobs.isfinite(), mask, names)
@@ -101,7 +103,7 @@ def generate(
 
 
 def by_transformers(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling, progress: Progress
 ) -> tuple[Tensor, Tensor]:
     """Complete prompts as `Decoder` does, by transformers' `generate` and a cache that grows."""
     logprobs: list[Tensor] = []
@@ -111,6 +113,7 @@ def by_transformers(
         column = None if sampling.greedy else uniforms[:, len(logprobs) : len(logprobs) + 1]
         draws = draw(scores, column, sampling.temperature, sampling.top_p)
         logprobs.append(draws.logprobs)
+        progress(len(logprobs))
         return torch.full_like(scores, -torch.inf).scatter_(1, draws.tokens, 0.0)
 
     sequences = model.generate(  # type: ignore[operator]

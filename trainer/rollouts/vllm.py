@@ -9,7 +9,7 @@ import functools
 import math
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -66,9 +66,12 @@ class VllmEngine:
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, max_completion_length: int,
         keys: Sequence[Sequence[int]] | None = None, temperature: float = 1.0, top_p: float = 1.0,
-        names: Sequence[str] | None = None,
+        names: Sequence[str] | None = None, progress: Callable[[int], None] | None = None,
     ) -> Rollouts:  # fmt: skip
-        """Complete prompts as `Engine` says, with as many requests; a key gives the seed of its request."""
+        """Complete prompts as `Engine` says, with as many requests; a key gives the seed of its request.
+
+        A server tells nothing before a completion is whole, so `progress` is not told either.
+        """
         names = names or [f"sample {b}" for b in range(len(prompts))]
         options: dict[str, Any] = {"max_tokens": max_completion_length, "temperature": 0.0}
         if keys is not None:
