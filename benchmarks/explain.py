@@ -25,8 +25,8 @@ MATMUL_SHARE, COPY_SHARE = 0.73, 0.90
 LAUNCH = 2e-6
 """Seconds that the shortest kernel keeps a GPU busy, also within a CUDA graph."""
 
-BETWEEN_TOKENS = 2e-3
-"""Seconds of the host between two decoded tokens: 1.5 ms of guards, sampling and masks on a CPU, and the launches."""
+BETWEEN_TOKENS = 1e-4
+"""Seconds of the host between two decoded tokens, a guess: it replays one graph, and waits once in 16 tokens."""
 
 MERGE_BYTES = 28
 """Read and written for each weight with an adapter: its product in float32, a copy, the sum, and the copy back."""
@@ -247,20 +247,18 @@ def parts(model: Sizes, batch: StepShape, rank: int) -> list[Part]:
 
 def _rollouts(model: Sizes, batch: StepShape, adapters: int) -> Iterator[Part]:
     tokens, completions, cache = batch.longest, batch.problems * batch.group, batch.prompt + batch.longest
-    head, prompts = model.hidden * model.vocabulary, completions * batch.prompt
+    head, prompts = model.hidden * model.vocabulary, batch.problems * batch.prompt
     small = completions * model.elementwise_bytes
-    repeated = 1 + 2 * model.queries / model.keys  # read once, written and read again for every query head
     if adapters:
         yield Part("rollouts: adapters merged, weights restored", 0, MERGE_BYTES * model.products, "bandwidth")
-    yield Part("rollouts: prompts", 2.0 * model.products * prompts,
+    yield Part("rollouts: prompts, once a group", 2.0 * model.products * prompts,
                HALF * model.products + prompts * model.elementwise_bytes, "products")  # fmt: skip
     yield Part("rollouts: base products and head", tokens * 2.0 * completions * (model.products + head),
                tokens * HALF * (model.products + head), "all weights are read for every token")  # fmt: skip
     yield Part("rollouts: norms, rotary, gates, sums", 0, tokens * small, "shortest kernel",
                launches=tokens * SMALL_KERNELS * model.layers)  # fmt: skip
     yield Part("rollouts: keys and values", tokens * 4.0 * completions * cache * model.queries * model.layers,
-               tokens * completions * cache * model.cache_bytes * repeated,
-               "the whole cache, repeated for every query head")  # fmt: skip
+               tokens * completions * cache * model.cache_bytes, "the whole cache, read once")  # fmt: skip
     logits = FLOAT * completions * model.vocabulary
     yield Part("rollouts: sampler", 0, tokens * SAMPLER_PASSES * logits, "passes over the logits")
     yield Part("rollouts: the host between tokens", 0, 0, "the device waits", idle=tokens * BETWEEN_TOKENS)

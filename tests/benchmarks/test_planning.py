@@ -61,7 +61,7 @@ def test_adapters_add_parts_and_spare_a_product_of_the_backward():
     assert full["backward: base products"].flops == 2 * adapted["backward: base products"].flops
     half = {one.name: one for one in parts(model, StepShape(2, 2, 20, 60, 60, 3, mixed=1), 4)}
     assert half["credit: base products"].flops == adapted["credit: base products"].flops / 2
-    assert half["rollouts: prompts"] == adapted["rollouts: prompts"]
+    assert half["rollouts: prompts, once a group"] == adapted["rollouts: prompts, once a group"]
 
 
 def test_a_part_takes_the_longest_of_its_products_its_bytes_and_its_launches():

@@ -85,8 +85,8 @@ class Engine(Protocol):
 
         Equal keys draw equal numbers, whatever else is in the batch. Log-probs are at the temperature; `top_p` is the
         nucleus, in (0, 1]; `names` are the prompts' in errors; `progress` may be told how many tokens each completion
-        has so far. Raises `FloatingPointError` that names prompts and token if logits are not finite before a completion
-        has ended.
+        has so far. Raises `FloatingPointError` that names prompts and token if logits are not finite before the end of
+        a completion.
         """
         ...
 
