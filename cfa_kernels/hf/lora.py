@@ -122,12 +122,13 @@ class _Group:
         draws = any(modules.dropout is not None and modules.dropout.training for modules in layers.values())
         if args or kwargs or draws or not _dtypes_fit(x, weights[0], casts):
             return type(layer).forward(layer, x, *args, **kwargs)
-        if self.parts is None and weights[0].down.dtype != x.dtype and rows is None:
+        wider = rows is None and weights[0].down.dtype != x.dtype  # not while weights are float32 for a check
+        if wider and self.parts is None:
             (self.parts,) = split_adapters([(weights, self.scale)], x.dtype)
         if casts:  # it has nothing to cast here and would cast float32 sums
             torch.set_autocast_enabled(x.device.type, False)
         try:
-            flat, parts = x.reshape(-1, x.shape[-1]), self.parts if rows is None else None
+            flat, parts = x.reshape(-1, x.shape[-1]), self.parts if wider else None
             outs = adapted_linear(flat, weights, self.scale, parts)
         finally:
             if casts:
