@@ -52,7 +52,7 @@ class _Launches(TorchDispatchMode):
 def _side(stack: contextlib.ExitStack, name: str) -> None:
     patches = [
         mock.patch.object(tree_forward, "tree_attention", lambda q, *_, **__: q * 1.0),
-        mock.patch.object(training_forward, "check_trainable", lambda walk: read_head(walk.model)),
+        mock.patch.object(training_forward, "check_trainable", lambda walk, **_: read_head(walk.model)),
     ]
     if name == "PEFT's layers":
         patches.append(mock.patch.object(lora, "_lora_layers", return_value=[]))
