@@ -13,7 +13,7 @@ import tyro
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.weights import Control
 from cfa_kernels.estimators.base import EXTERNAL
-from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, check_level, weights_sequences
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, check_correction, check_level, weights_sequences
 from cfa_kernels.ops.token_loss import CORRECTIONS, NUMBERS
 from cfa_kernels.options import NOT_NEGATIVE, POSITIVE, Count, Interval, NotNegative, PositiveShare, check_fields
 
@@ -230,6 +230,9 @@ class TrainConfig(DataConfig):
                     f"importance_sampling_level must be token or sequence_token with {' and '.join(names)}, got "
                     "sequence: a completion has one ratio there, so that only the sum of its tokens' weights acts"
                 )
+        if (high := self.importance_sampling_clip_max) is not None:
+            correction = {"sampling_mode": self.importance_sampling_mode, "sampling_clip_max": high}
+            check_correction(correction | {"sampling_logprobs": ...}, self.loss_type, self.importance_sampling_level)
         if not (url := self.vllm_server_base_url).startswith(("http://", "https://")):
             raise ValueError(f"vllm_server_base_url must begin with http:// or https://, got {url!r}")
         if self.rollout_engine != "vllm" and url != TrainConfig.vllm_server_base_url:

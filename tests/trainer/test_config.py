@@ -176,6 +176,10 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
         ),
         (["--loss_type", "gspo"], "invalid choice 'gspo' for argument '--loss_type'"),
         (["--loss_type", "gmpo"], "importance_sampling_level must be 'sequence' or 'sequence_token' with"),
+        (
+            ["--loss_type=vespo", "--importance_sampling_clip_max=3", "--importance_sampling_mode=sequence_mask"],
+            "sampling_mode='sequence_mask' corrects a row, and loss_type='vespo' weighs it by",
+        ),
         (["--save_steps", "0"], "save_steps must be an integer, at least 1, got 0"),
         (["--temperature", "1e-39"], "temperature must be in [1e-38, 1e38], got 1e-39"),
         (["--epsilon_high", "1e300"], "epsilon_high must be finite and at least 0, got 1e"),
