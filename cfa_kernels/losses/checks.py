@@ -309,9 +309,10 @@ def check_linear(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, rows: Ten
 
 def check_rows(rows: Tensor, batch: CheckedBatch, with_entropy: bool, validate: bool) -> None:
     """Check that `rows` of `linear_policy_loss` are indices that, if `validate`, leave no token out."""
-    check_tensor("rows", rows, [torch.Size((rows.numel(),))], batch.keep.device, "torch.int64")
+    check_tensor("rows", rows, [torch.Size((rows.numel(),))], rows.device, "torch.int64")
     if not validate:
         return
+    rows = rows.to(batch.keep.device)
     expected = contributing(batch.tokens, batch.options, with_entropy=with_entropy).flatten()
     if rows.numel() and (rows.min() < 0 or rows.max() >= expected.numel()):
         raise ValueError(f"rows must be in [0, {expected.numel()}), got {rows.min().item()} to {rows.max().item()}")

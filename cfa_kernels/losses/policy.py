@@ -23,6 +23,7 @@ from ..ops.token_loss import (
     refuse_second_derivative,
     spread_correction,
 )
+from ..ops.upload import upload
 from .checks import (
     LEVELS,
     CheckedBatch,
@@ -223,7 +224,8 @@ def linear_policy_loss(
         lm_head, bias: (V, H) and (V,), of that dtype, cast likewise.
         targets, old_logprobs, advantages, mask, temperature, softcap, logit_scale, compute_entropy, backend, **options:
             as in `logits_policy_loss`.
-        rows: (M,) flattened indices from `contributing_rows`.
+        rows: (M,) flattened indices from `contributing_rows`, on any device: on the host and in order, sequences are
+            known, and a loss that judges them makes their logits once if `chunk_size` holds them.
         return_logprobs: also return the log-probs (B, T), detached, in the compute dtype; nan where dropped.
         drop_inactive: finds those tokens here, waiting for a GPU, and drops clipped ones from the gradients' GEMMs too;
             the default on a CPU.
@@ -269,7 +271,8 @@ def linear_policy_loss(
         return loss, metrics
     looked_at = batch.keep
     if rows is not None:
-        looked_at = torch.zeros_like(batch.keep).flatten().index_fill_(0, rows, True).view_as(batch.keep)
+        there = rows if rows.device == batch.keep.device else upload([rows], batch.keep.device)[0]
+        looked_at = torch.zeros_like(batch.keep).flatten().index_fill_(0, there, True).view_as(batch.keep)
     elif drop_inactive:
         looked_at = contributing(*spread_correction(batch.tokens, batch.options), with_entropy=with_entropy)
     return loss, metrics, stats[0].view_as(batch.keep).masked_fill(~looked_at, math.nan)

@@ -89,10 +89,10 @@ class LossBatch:
         return last.amax(1).tolist()
 
     def to(self, device: torch.device, *others: Tensor) -> tuple[dict[str, Tensor | None], tuple[Tensor, ...]]:
-        """Copy every tensor to `device`, and other tensors of the host with them, by one copy."""
-        own = {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
+        """Copy the tensors that the loss reads to `device`, and other tensors of the host with them, by one copy."""
+        names = [name for name in vars(self) if name not in ("needed_tokens", "trained", "options")]
+        own = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
         there = upload([*own.values(), *others], device)
-        names = [name for name in vars(self) if name != "options"]
         return dict.fromkeys(names) | dict(zip(own, there, strict=False)), there[len(own) :]
 
 

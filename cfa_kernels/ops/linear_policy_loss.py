@@ -1,9 +1,13 @@
 """Compute the policy loss from hidden states and the head, strip by strip of logits, with gradients in the forward.
 
 For each strip: logits by GEMM, one row kernel that turns them into their gradient, then the GEMMs of the gradients by
-hidden and head. Where a token's loss depends on its sequence a pass without gradients comes first and finds the ratios.
+hidden and head. Where a token's loss depends on its sequence, strips hold whole sequences, and what depends on them is
+found between two row kernels. If a sequence is longer than a strip, or its end not known on the host, logits are made
+a second time.
 """
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import itemgetter
@@ -18,6 +22,7 @@ from .operator_arguments import arguments_of
 from .policy_rows import STATS, policy_of_logprobs, policy_rows, row_gradients, row_logprobs, to_unit_scale
 from .row_softmax import LogitRows, RowLogprobs, Softmax, compute_dtype
 from .token_loss import PolicyOptions, Tokens, refuse_second_derivative
+from .upload import upload
 
 DEAD_SHARE = 0.1  # rows without gradient are cut out of a strip before its GEMMs if they are at least this share of it
 
@@ -35,16 +40,40 @@ def contributing(tokens: Tokens, options: PolicyOptions, *, with_entropy: bool) 
     return counted & moved
 
 
+def _sequences(rows: Tensor | None, shape: torch.Size, size: int) -> Iterator[tuple[slice, slice]]:
+    """Cut B sequences of T tokens into runs of at most `size` looked-at tokens if possible, and yield those tokens too.
+
+    One run of all if `rows` are not on the host or not in order.
+    """
+    if rows is not None and (rows.device.type != "cpu" or bool((rows.diff() <= 0).any())):
+        yield slice(0, shape[0]), slice(0, len(rows))
+        return
+    grid = torch.arange(1, shape[0] + 1) * shape[1]
+    ends = grid if rows is None else torch.searchsorted(rows, grid)
+    first = done = 0
+    for b, (end, after) in enumerate(itertools.pairwise([*ends.tolist(), math.inf]), 1):
+        if after - done > size:
+            yield slice(first, b), slice(done, int(end))
+            first, done = b, int(end)
+
+
 def _strips(
-    hidden: Tensor, head: Tensor, counted: Tensor, rows: Tensor | None, rows_alone: bool, strip: tuple[Tensor, Tensor]
+    hidden: Tensor,
+    head: Tensor,
+    counted: Tensor,
+    rows: Tensor | None,
+    rows_alone: bool,
+    strip: tuple[Tensor, Tensor],
+    looked_at: slice,
 ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
     """Yield the indices of n tokens, and of their states, those (n, H), logits and their gradient (1, n, V) in `strip`.
 
-    `hidden` is (N, H), or with `rows_alone` (M, H): the states of the M `rows`, in their order.
+    `hidden` is (N, H), or with `rows_alone` (M, H): the states of the M `rows`, in their order; `looked_at` takes some
+    of the rows, or if they are None of all tokens.
     """
-    count, size = len(hidden if rows is None else rows), len(strip[0])
-    for start in range(0, count, size):
-        part = slice(start, min(start + size, count))
+    size = len(strip[0])
+    for start in range(looked_at.start, looked_at.stop, size):
+        part = slice(start, min(start + size, looked_at.stop))
         tokens = part if rows is None else rows[part]
         places = part if rows_alone else tokens
         # Padding may hold nan; rows that do not count are 0, so that they add 0 to the head's gradient.
@@ -90,8 +119,8 @@ def linear_policy_loss_op(
     """Compute the loss (), `STATS` (5, N), gradients by hidden, head (V, H) and bias (V,), and their factor ().
 
     hidden is (N, H), or with `rows_alone` (M, H), the states of `rows`; targets and token tensors are (B, T),
-    contiguous, N = B * T. Gradients that are not needed are empty. `rows` are the flattened tokens to look at; None
-    with `drop_rows` waits for the device and takes those that `contributing` finds.
+    contiguous, N = B * T. Gradients that are not needed are empty. `rows`, on any device, are the flattened tokens to
+    look at; None with `drop_rows` waits for the device and takes those that `contributing` finds.
     """
     options, cap = PolicyOptions.of(kinds, numbers), Softmax(*softmax)
     shape = scale.shape
@@ -101,11 +130,17 @@ def linear_policy_loss_op(
     if rows is None and drop_rows:
         rows = contributing(grid, options, with_entropy=with_entropy).flatten().nonzero().squeeze(1)
     tokens, targets = grid.map(torch.flatten), targets.flatten()
-    counted = tokens.scale > 0
-    size = min(chunk_size, max(len(hidden if rows is None else rows), 1))
-    strip = empty_strip(size, len(head), hidden.dtype, hidden.device)
+    counted, count = tokens.scale > 0, len(hidden if rows is None else rows)
+    runs = _sequences(rows, shape, chunk_size) if options.joins_tokens else iter(())
+    if rows is not None and rows.device != hidden.device:
+        (rows,) = upload([rows], hidden.device)
+    strip = empty_strip(min(chunk_size, max(count, 1)), len(head), hidden.dtype, hidden.device)
     strips = partial(_strips, hidden, head, counted, rows, rows_alone, strip)
-    gradients = HeadGradients(hidden, head, needs_gradient)
+    gradients, learns = HeadGradients(hidden, head, needs_gradient), any(needs_gradient)
+    loss, stats = scale.new_zeros(()), scale.new_zeros(len(STATS), targets.numel())
+
+    def rows_of(index: Index, logits: Tensor) -> LogitRows:
+        return LogitRows(logits, bias, targets[index], cap, backend)
 
     def add_gradients(index: Index, states: Tensor, gradient: Tensor, by_logprob: Tensor) -> None:
         if drop_rows and entropy_scale is None and rows is not None:
@@ -113,32 +148,38 @@ def linear_policy_loss_op(
         gradients.add(index, states, gradient)
 
     with torch.autocast(hidden.device.type, enabled=False):
-        if options.joins_tokens:
-            row_values = RowLogprobs(*scale.new_zeros(4, targets.numel()))
-            for index, _, _, logits, _ in strips():
-                part = LogitRows(logits, bias, targets[index], cap, backend)
-                logprobs = row_logprobs(part, counted[index], with_entropy=with_entropy)
-                for whole, some in zip(row_values, logprobs, strict=True):
-                    whole[index] = some
-            loss, stats, by_logprob, by_entropy = policy_of_logprobs(
-                row_values.logprobs, row_values.entropy, tokens, entropy_scale, options, shape
-            )
-            for index, place, states, logits, gradient in strips() if any(needs_gradient) else ():
-                part = LogitRows(logits, bias, targets[index], cap, backend)
-                entropies = None if by_entropy is None else by_entropy[index]
-                values = RowLogprobs(*(x[index] for x in row_values))
-                row_gradients(part, gradient, by_logprob[index], entropies, values)
-                add_gradients(place, states, gradient[0], by_logprob[index])
-        else:
-            loss, stats = scale.new_zeros(()), scale.new_zeros(len(STATS), targets.numel())
-            for index, place, states, logits, gradient in strips():
-                part_loss, stats[:, index], by_logprob = policy_rows(
-                    LogitRows(logits, bias, targets[index], cap, backend), tokens.map(itemgetter(index)),
-                    entropy_scale, options, gradient if any(needs_gradient) else None, with_entropy=with_entropy,
+        for index, place, states, logits, gradient in () if options.joins_tokens else strips(slice(0, count)):
+            part_loss, stats[:, index], by_some = policy_rows(
+                rows_of(index, logits), tokens.map(itemgetter(index)),
+                entropy_scale, options, gradient if learns else None, with_entropy=with_entropy,
+            )  # fmt: skip
+            loss += part_loss
+            if learns:
+                add_gradients(place, states, gradient[0], by_some)
+
+        known, (by_logprob, by_entropy) = torch.zeros_like(stats[:4]), torch.zeros_like(stats[:2])
+        for sequences, looked_at in runs:
+            once = looked_at.stop - looked_at.start <= chunk_size
+            made = list(strips(looked_at)) if once else strips(looked_at)
+            for index, _, _, logits, gradient in made:
+                values = row_logprobs(
+                    rows_of(index, logits), counted[index], with_entropy=with_entropy,
+                    gradient=gradient if once and learns else None, entropy_gradient=entropy_scale is not None,
                 )  # fmt: skip
-                loss += part_loss
-                if any(needs_gradient):
-                    add_gradients(place, states, gradient[0], by_logprob)
+                known[:, index] = torch.stack(values[:4])
+            run = slice(sequences.start * shape[1], sequences.stop * shape[1])
+            part_loss, stats[:, run], by_logprob[run], by_entropies = policy_of_logprobs(
+                known[0, run], known[1, run], tokens.map(itemgetter(run)), entropy_scale, options, (-1, shape[1])
+            )
+            loss += part_loss
+            if by_entropies is not None:
+                by_entropy[run] = by_entropies
+            for index, place, states, logits, gradient in (made if once else strips(looked_at)) if learns else ():
+                if not once:
+                    values = RowLogprobs(*known[:, index])
+                by_entropies = None if entropy_scale is None else by_entropy[index]
+                row_gradients(rows_of(index, logits), gradient, by_logprob[index], by_entropies, values)
+                add_gradients(place, states, gradient[0], by_logprob[index])
     return loss * unit, stats, *gradients.finish(), unit
 
 

@@ -220,13 +220,24 @@ def _run_softmax(
     )  # fmt: skip
 
 
-def row_logprobs(rows: LogitRows, counted: Tensor, *, with_entropy: bool) -> RowLogprobs:
+def row_logprobs(
+    rows: LogitRows,
+    counted: Tensor,
+    *,
+    with_entropy: bool,
+    gradient: Tensor | None = None,
+    entropy_gradient: bool = False,
+) -> RowLogprobs:
     """Compute the log-prob of the target of each row, and the sums that its gradient needs, in the compute dtype.
 
-    Rows that are not `counted` (N,) give zeros and are not read. Entropies are 0 without `with_entropy`.
+    Rows that are not `counted` (N,) give zeros and are not read. Entropies are 0 without `with_entropy`. With
+    `gradient`, where `row_gradients` is to write at once, the PyTorch form keeps probabilities for it, perhaps there.
     """
     if rows.backend == "torch":
-        return row_logprobs_reference(probabilities(rows, counted, with_entropy=with_entropy), counted)
+        keep_below = gradient is not None and entropy_gradient
+        softmaxed = probabilities(rows, counted, with_entropy=with_entropy, keep_below=keep_below, out=gradient)
+        values = row_logprobs_reference(softmaxed, counted)
+        return values if gradient is None else values._replace(softmaxed=softmaxed)
     sums = torch.empty(4, rows.targets.numel(), dtype=torch.float32, device=rows.logits.device)
     _run_softmax(row_logprobs_kernel, rows, None, rows.targets, counted, sums, WITH_ENTROPY=with_entropy)
     return RowLogprobs(*sums)
@@ -245,12 +256,15 @@ def row_gradients(
     address in every row. `row_values`, the result of `row_logprobs` for these very bits, saves the kernel a reading.
     """
     if rows.backend == "torch":
-        softmaxed = probabilities(rows, by_logprob != 0, keep_below=by_entropy is not None, out=gradient)
+        softmaxed = None if row_values is None else row_values.softmaxed
+        if softmaxed is None:
+            softmaxed = probabilities(rows, by_logprob != 0, keep_below=by_entropy is not None, out=gradient)
         gradient.copy_(row_gradients_reference(softmaxed, by_logprob, by_entropy, rows.softmax))
         return
+    sums = None if row_values is None else torch.stack(row_values[:4])
     _run_softmax(
-        row_gradients_kernel, rows, gradient, rows.targets, None if row_values is None else torch.stack(row_values),
-        by_logprob, by_entropy, HAS_ROWS=row_values is not None, WITH_ENTROPY=by_entropy is not None,
+        row_gradients_kernel, rows, gradient, rows.targets, sums, by_logprob, by_entropy,
+        HAS_ROWS=sums is not None, WITH_ENTROPY=by_entropy is not None,
     )  # fmt: skip
 
 
@@ -269,8 +283,8 @@ def policy_rows(
     `joins_tokens`. `tokens` has fields (N,) in the compute dtype; `entropy_scale` is the 0-d factor of the entropies
     in the loss; `gradient` is that of `row_gradients`.
     """
-    logits, backend = rows.logits, rows.backend
-    if gradient is not None and not options.joins_tokens and backend == "triton":
+    logits = rows.logits
+    if gradient is not None and not options.joins_tokens and rows.backend == "triton":
         n = rows.targets.numel()
         loss = torch.empty(n, dtype=torch.float32, device=logits.device)
         by_logprob = torch.empty_like(loss)
@@ -290,19 +304,13 @@ def policy_rows(
             WITH_ENTROPY=with_entropy,
         )  # fmt: skip
         return loss.sum(), stats, by_logprob
-    counted = tokens.scale > 0
-    if backend == "torch":
-        keep_below = gradient is not None and entropy_scale is not None
-        softmaxed = probabilities(rows, counted, with_entropy=with_entropy, keep_below=keep_below, out=gradient)
-        row_values = row_logprobs_reference(softmaxed, counted)
-    else:
-        row_values = row_logprobs(rows, counted, with_entropy=with_entropy)
+    row_values = row_logprobs(
+        rows, tokens.scale > 0, with_entropy=with_entropy, gradient=gradient, entropy_gradient=entropy_scale is not None
+    )
     loss, stats, by_logprob, by_entropy = policy_of_logprobs(
         row_values.logprobs, row_values.entropy, tokens, entropy_scale, options, logits.shape[:2]
     )
-    if gradient is not None and backend == "torch":
-        gradient.copy_(row_gradients_reference(softmaxed, by_logprob, by_entropy, rows.softmax))
-    elif gradient is not None:
+    if gradient is not None:
         row_gradients(rows, gradient, by_logprob, by_entropy, row_values)
     return loss, stats, by_logprob
 

@@ -32,15 +32,6 @@ class Softmax(NamedTuple):
         return cls(temperature / logit_scale, (softcap or 0.0) / logit_scale)
 
 
-class RowLogprobs(NamedTuple):
-    """Log-prob of the target, entropy (nats) and `logsumexp = row_max / temperature + log_sum` of each of N rows."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    row_max: Tensor
-    log_sum: Tensor
-
-
 def compute_dtype(logits: torch.dtype) -> torch.dtype:
     """Return the dtype of sums and exponentials: float64 for float64, else float32."""
     return torch.float64 if logits == torch.float64 else torch.float32
@@ -77,6 +68,16 @@ class Probabilities(NamedTuple):
     row_max: Tensor  # (B, T, 1)
     log_sum: Tensor  # (B, T, 1): log of the sum of exp((z - row_max) / temperature)
     slope: Tensor | None  # (B, T, V): the softcap's
+
+
+class RowLogprobs(NamedTuple):
+    """Log-prob of the target, entropy (nats) and `logsumexp = row_max / temperature + log_sum` of each of N rows."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    row_max: Tensor
+    log_sum: Tensor
+    softmaxed: Probabilities | None = None
 
 
 def probabilities(
@@ -134,8 +135,8 @@ def row_logprobs_reference(softmaxed: Probabilities, counted: Tensor) -> RowLogp
     """Return `RowLogprobs`, with entropy if there is a `tilt`, and zeros for rows that do not count."""
     chosen, log_sum, tilt = softmaxed.chosen, softmaxed.log_sum, softmaxed.tilt
     entropy = torch.zeros_like(log_sum) if tilt is None else log_sum - tilt
-    fields = (chosen - log_sum, entropy, softmaxed.row_max, log_sum)
-    return RowLogprobs(*(torch.where(counted, field.flatten(), 0) for field in fields))
+    fields = torch.stack([field.flatten() for field in (chosen - log_sum, entropy, softmaxed.row_max, log_sum)])
+    return RowLogprobs(*torch.where(counted, fields, 0))
 
 
 def row_gradients_reference(

@@ -262,11 +262,10 @@ class PackedForward:
         row, token = np.divmod(batch.needed_tokens.numpy(), batch.mask.shape[1])
         starts = np.cumsum(self.counts) - self.counts
         there, (index,) = batch.to(self.device, torch.from_numpy(self._predicting[starts[row] + token]))
-        del there["trained"]
         loss, metrics, logprobs = linear_policy_loss(
             self._hidden(index),
             self.head.weight,
-            rows=there.pop("needed_tokens"),
+            rows=batch.needed_tokens,
             return_logprobs=True,
             **there,  # type: ignore[arg-type]
             **self.head.options,

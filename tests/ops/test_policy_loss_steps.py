@@ -116,20 +116,35 @@ def rows_through_the_head(monkeypatch):
     return count
 
 
+@pytest.mark.parametrize(
+    "where", ["short sequences", "long", "long with old log-probs", "device's rows", "host's rows"]
+)
 @pytest.mark.parametrize("correction", [None, "sequence_mask", "geometric_mask"])
 @pytest.mark.parametrize(("level", "backend"), [("token", "torch"), ("sequence", "torch"), ("token", "triton")])
 def test_gemms_are_three_with_a_trained_head_and_two_with_a_frozen_one(
-    rows_through_the_head, level, backend, correction, device
+    rows_through_the_head, level, backend, correction, where, device
 ):
-    """A sequence's correction needs no pass to find it, if there are old log-probs."""
+    """What depends on a sequence makes its logits once, if a chunk holds it and the host knows where it ends.
+
+    Old log-probs tell a sequence's correction beforehand.
+    """
     tensors, options = problem(torch.float32, device, old=False, correction=correction)
-    if correction is not None:
+    if where == "long with old log-probs":
         logits = tensors["hidden"] @ tensors["head"].T
         tensors["old"] = logits.log_softmax(-1).gather(-1, tensors["targets"][..., None])[..., 0]
-    options |= {"backend": backend, "chunk_size": 4, "importance_sampling_level": level}
+    chunk = 3 if where.startswith("long") else 8 if where == "short sequences" else 4
+    options |= {"backend": backend, "chunk_size": chunk, "importance_sampling_level": level}
     tensors["advantages"] = torch.tensor([1.0, 0.0, -0.5], device=device)
-    prepass = 1 if level == "sequence" else 0
     learning = 4 + 3  # counted tokens of sequences with an advantage
+    by_sequence = level == "sequence" or (correction is not None and tensors["old"] is None)
+    if where.endswith("rows"):
+        counted, advantages = tensors["mask"].cpu(), tensors["advantages"].cpu()
+        rows = contributing_rows(counted, advantages, whole_rows=by_sequence)
+        # rows that are not in order are what the host sees of those on a device
+        options["rows"] = rows if where == "host's rows" else rows.flip(0).to(device)
+    again = {"long": (B * T, 4), "long with old log-probs": (B * T, 4), "device's rows": (learning, learning)}
+    all_again, some_again = again.get(where, (0, 0)) if by_sequence else (0, 0)
+    every = learning if where.endswith("rows") else B * T
 
     def gemm_rows(hidden_trains, head_trains, drop):
         hidden = tensors["hidden"].clone().requires_grad_(hidden_trains)
@@ -141,18 +156,18 @@ def test_gemms_are_three_with_a_trained_head_and_two_with_a_frozen_one(
         assert rows_through_the_head() == 0  # the gradients were ready
         return during_forward
 
-    assert gemm_rows(True, True, False) == (3 + prepass) * B * T
-    assert gemm_rows(True, False, False) == (2 + prepass) * B * T
-    assert gemm_rows(True, True, True) == (3 + prepass) * learning
-    assert gemm_rows(True, False, True) == (2 + prepass) * learning
+    assert gemm_rows(True, True, False) == 3 * every + all_again
+    assert gemm_rows(True, False, False) == 2 * every + all_again
+    assert gemm_rows(True, True, True) == 3 * learning + some_again
+    assert gemm_rows(True, False, True) == 2 * learning + some_again
     assert gemm_rows(False, False, True) == learning
 
 
 CLIPPED = [
     # in chunks of 11 rows, of which the last has 4: all, one in the middle, the ends, two inside, the last one
     ("token", [*range(11), 16, 22, 32, 38, 39, 47], 11 + 9 + 9 + 3),
-    # sequences of 12 rows, 0 and 2 of them: a chunk and the first row of the next, then parts of two chunks
-    ("sequence", [*range(12), *range(24, 36)], 11 + 2 + 8 + 4),
+    # sequences of 12 rows, each a chunk and a row of its own, 0 and 2 of them
+    ("sequence", [*range(12), *range(24, 36)], 2 * 12),
 ]
 
 
