@@ -259,15 +259,20 @@ class CounterfactualMixin(_Trainer):
         else:
             yield self.model_wrapped if is_sharded(self.model_wrapped) else self.accelerator.unwrap_model(self.model)
 
-    def _log_gathered(self, figures: dict[str, Any], mode: str) -> None:
+    def _log_gathered(self, figures: dict[str, Any], mode: str, tokens: int = 1) -> None:
         """Append figures to TRL's metrics, combined over the processes; all must come with the same names."""
-        device = self.accelerator.device
-        local = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device) for v in figures.values()])
-        gathered = self.accelerator.gather(local).view(-1, len(figures))
-        for name, column in zip(figures, gathered.cpu().unbind(1), strict=True):
-            known = column[~column.isnan()]
+        device, by_token = self.accelerator.device, ["kl", "entropy"]
+        if self.importance_sampling_level == "token":
+            by_token += ["cispo_clip_ratio", *(f"clip_ratio/{part}_mean" for part in ("low", "high", "region"))]
+        values = [*figures.values(), *(tokens if name in by_token else 1 for name in figures)]
+        local = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device) for v in values])
+        gathered = self.accelerator.gather(local).view(-1, 2, len(figures)).cpu()
+        for name, (column, many) in zip(figures, gathered.permute(2, 1, 0), strict=True):
+            known, many = column[~column.isnan()], many[~column.isnan()]
             if len(known):
-                self._metrics[mode][name].append(getattr(known, _COMBINE.get(name, "mean"))().item())
+                how = _COMBINE.get(name)
+                mean = (known * many).sum() / many.sum().clamp(min=1)
+                self._metrics[mode][name].append((mean if how is None else getattr(known, how)()).item())
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self.packed_loss:
@@ -298,14 +303,13 @@ class CounterfactualMixin(_Trainer):
             loss, metrics = run_inside(outermost, body, trains=True, check=check)
         if credit is not None:
             self._report(credit)
-        others = {
-            name: metrics.pop(name, None) for name in ("ratio_mean", "policy_loss", "bonus/entropy", "bonus/tokens")
-        }
+        names = ("ratio_mean", "policy_loss", "bonus/entropy", "bonus/tokens", "tokens")
+        others = {name: metrics.pop(name, None) for name in names}
         if self._entropy_bonus_enabled:
             metrics["policy_loss"] = others["policy_loss"] / (normalizer if sums else 1)
             if mode == "train":
                 self._follow_entropy(others["bonus/entropy"], others["bonus/tokens"])
-        self._log_gathered(metrics, mode)
+        self._log_gathered(metrics, mode, tokens=others["tokens"])
         return loss / normalizer
 
     def _follow_entropy(self, entropy: Tensor, tokens: Tensor) -> None:

@@ -111,7 +111,8 @@ def loss_of_packed_rows(
         routers = forward.router_loss()
         loss, metrics["aux_loss"] = loss + router_coef * scale * routers, routers
     size = inputs["prompt_ids"].numel() + padded.numel()
-    fed = {"packed/tokens_fed": torch.tensor(forward.tokens_fed), "packed/tokens_padded": torch.tensor(size)}
+    sizes = {"packed/tokens_fed": forward.tokens_fed, "packed/tokens_padded": size, "tokens": counted}
+    fed = {name: torch.tensor(value) for name, value in sizes.items()}
     return loss, {name: value.detach() for name, value in (metrics | fed).items()}
 
 

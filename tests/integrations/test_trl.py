@@ -134,13 +134,17 @@ def test_figures_leave_a_tools_tokens_out(train):
         ("credit/weight_mean", 1.0, 2.0, [1.5]),
         ("credit/drop_mean", float("nan"), 4.0, [4.0]),  # one process had nothing to score
         ("credit/drop_mean", float("nan"), float("nan"), []),
+        ("ratio", 1.0, 2.0, [1.5]),
+        ("kl", 1.0, 2.0, [1.75]),  # of 10 tokens here and 30 there
+        ("clip_ratio/low_mean", 0.0, 0.4, [0.3]),
     ],
 )
 def test_figures_of_two_processes_are_combined_by_what_they_mean(name, here, there, expected):
     trainer = object.__new__(CounterfactualGRPOTrainer)
-    trainer.accelerator = SimpleNamespace(device="cpu", gather=lambda local: torch.cat([local, torch.tensor([there])]))
-    trainer._metrics = {"train": defaultdict(list)}
-    trainer._log_gathered({name: here}, "train")
+    trainer.importance_sampling_level, trainer._metrics = "token", {"train": defaultdict(list)}
+    others = torch.tensor([there, 30.0 if name in ("kl", "clip_ratio/low_mean") else 1.0])
+    trainer.accelerator = SimpleNamespace(device="cpu", gather=lambda local: torch.cat([local, others]))
+    trainer._log_gathered({name: here}, "train", tokens=10)
     assert trainer._metrics["train"][name] == pytest.approx(expected)
 
 
