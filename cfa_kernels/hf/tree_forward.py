@@ -199,7 +199,7 @@ def tree_attention_mode(model: Model) -> Iterator[None]:
 def tree_training_mode(model: Model) -> Iterator[None]:
     """Set tree attention as `tree_attention_mode` does, with modes and gradients as they are."""
     walk = ModelWalk.of(model)
-    with attention_implementation(walk, ATTENTION), one_pass_adapters(walk):
+    with attention_implementation(walk, ATTENTION):
         yield
 
 
@@ -262,7 +262,9 @@ def packed_hidden(
     if store is not None:
         store.rewind()
     running = _PackedForward(pack.table, store, pack.first_row)
-    with value_of(_FORWARD, running), tree_states(walk, pack.table), _recomputed_on_trees(walk, running):
+    rows, states = pack.num_tokens, tree_states(walk, pack.table)
+    again = _recomputed_on_trees(walk, running, rows)
+    with value_of(_FORWARD, running), states, again, one_pass_adapters(walk, rows):
         output = backbone(model)(
             input_ids=staged.input_ids,
             # An all-ones mask stops transformers from inferring packed sequences from restarting position ids.
@@ -280,7 +282,7 @@ _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Attributes that hold a module's checkpoint function: of transformers, and of torch's wrapper that FSDP uses."""
 
 
-def _recomputed_on_trees(walk: ModelWalk, running: _PackedForward) -> AbstractContextManager[None]:
+def _recomputed_on_trees(walk: ModelWalk, running: _PackedForward, rows: int) -> AbstractContextManager[None]:
     """Make checkpointed modules run again, in a backward, exactly as they run inside.
 
     Each checkpointed function restores attention, pack and modules of this forward by itself, because one backward may
@@ -294,7 +296,8 @@ def _recomputed_on_trees(walk: ModelWalk, running: _PackedForward) -> AbstractCo
             def run(*inputs: Any, **named: Any) -> Any:
                 if _FORWARD.get() is running:
                     return function(*inputs, **named)
-                with value_of(_FORWARD, again), attention_of(configs, ATTENTION), one_pass_adapters(module):
+                adapters = one_pass_adapters(module, rows)
+                with value_of(_FORWARD, again), attention_of(configs, ATTENTION), adapters:
                     return function(*inputs, **named)
 
             return checkpoint(run, *args, **kwargs)

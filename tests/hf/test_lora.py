@@ -25,6 +25,11 @@ from tests.support.models import (
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def few_rows_are_many(monkeypatch):
+    monkeypatch.setattr(lora, "FEW_ROWS", 0)
+
+
 def adapted(**config):
     return small_adapted(**config).cpu()
 
@@ -40,9 +45,13 @@ def calls(monkeypatch):
     return made
 
 
+@pytest.mark.parametrize("few", [0, 99])
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
-def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointing, monkeypatch, unchecked):
+def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointing, few, monkeypatch, unchecked):
+    """Few rows on a GPU run them, also where a checkpointed layer runs again."""
     made = calls(monkeypatch)
+    monkeypatch.setattr(lora, "FEW_ROWS", few)
+    monkeypatch.setattr(lora, "is_on_gpu", lambda _: few > 0)
 
     def gradients_of(model):
         return gradients(model, sum(row.square().sum() for row in packed_logprobs(model, Rows(*SMALL_ROWS))))
@@ -57,7 +66,7 @@ def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointin
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
     ours = gradients_of(model)
-    assert len(made) == (4 if checkpointing else 2)
+    assert len(made) == (0 if few else 4 if checkpointing else 2)
     assert_same_gradients(ours, expected, 1e-5)
 
 
@@ -174,7 +183,7 @@ def test_layers_run_together_only_where_they_are_called_with_the_same_rows(monke
     other = x.clone()
     query, key, value = (getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj"))
     expected = [query(x), key(other), value(x), key(x), query(x)]
-    with one_pass_adapters(causal_lm(model)):
+    with one_pass_adapters(causal_lm(model), 9):
         results = [query(x), key(other), value(x)]
         assert len(made) == 3  # of queries and keys, of keys alone, of values
         results += [key(x), query(x)]
@@ -185,13 +194,25 @@ def test_layers_run_together_only_where_they_are_called_with_the_same_rows(monke
 def test_autocast_in_the_dtype_of_halves_changes_nothing_on_a_gpu(monkeypatch):
     model, made = in_halves(), calls(monkeypatch)
     x = torch.randn(1, 3, 48, dtype=torch.bfloat16).to(DEVICE)
-    with one_pass_adapters(causal_lm(model)):
+    with one_pass_adapters(causal_lm(model), 9):
         expected = layer_of(model)(x)
         with torch.autocast(x.device.type, torch.bfloat16):
             assert torch.equal(layer_of(model)(x), expected)
         with torch.autocast(x.device.type, torch.float16):
             layer_of(model)(x)
     assert len(made) == 2
+
+
+@pytest.mark.parametrize(("rows", "on_gpu", "ops"), [(9, True, 0), (10, True, 1), (9, False, 1)])
+def test_few_rows_on_a_gpu_run_as_peft_has_them(rows, on_gpu, ops, monkeypatch):
+    monkeypatch.setattr(lora, "FEW_ROWS", 10)
+    model, made = in_halves() if on_gpu else adapted(), calls(monkeypatch)
+    x = torch.randn(1, 3, 48, dtype=causal_lm(model).dtype).to(DEVICE if on_gpu else "cpu")
+    expected = layer_of(model)(x)
+    with one_pass_adapters(causal_lm(model), rows):
+        ours = layer_of(model)(x)
+    assert len(made) == ops
+    torch.testing.assert_close(ours, expected, rtol=2e-2, atol=1e-2)
 
 
 def two_adapters(model):
@@ -216,7 +237,7 @@ def test_other_than_plain_adapters_run_as_peft_has_them(change, monkeypatch):
     layer = layer_of(model)
     x = torch.randn(1, 3, 48, dtype=next(model.parameters()).dtype)
     expected = layer(x)
-    with one_pass_adapters(causal_lm(model)):
+    with one_pass_adapters(causal_lm(model), 9):
         assert torch.equal(layer(x), expected)
     assert not made
 
@@ -226,14 +247,14 @@ def test_other_than_plain_adapters_run_as_peft_has_them(change, monkeypatch):
 def test_variants_dropout_and_biases_of_adapters_run_as_peft_has_them(kind, make, monkeypatch):
     model, made = make(**kind), calls(monkeypatch)
     dtype = causal_lm(model).dtype
-    with one_pass_adapters(causal_lm(model)):
+    with one_pass_adapters(causal_lm(model), 9):
         layer_of(model)(torch.randn(1, 3, 48, dtype=dtype).to(DEVICE if make is in_halves else "cpu"))
     assert not made
 
 
 def test_autocast_runs_as_peft_has_it(monkeypatch):
     model, made = adapted(), calls(monkeypatch)
-    with one_pass_adapters(causal_lm(model)), torch.autocast("cpu", torch.bfloat16):
+    with one_pass_adapters(causal_lm(model), 9), torch.autocast("cpu", torch.bfloat16):
         assert layer_of(model)(torch.randn(1, 3, 48)).dtype == torch.bfloat16
     assert not made
 
@@ -243,8 +264,8 @@ def test_layers_come_back_also_after_an_error_and_from_within_themselves():
     before = dict(layer_of(model).__dict__)
 
     def fail():
-        with one_pass_adapters(causal_lm(model)):
-            with one_pass_adapters(causal_lm(model)):
+        with one_pass_adapters(causal_lm(model), 9):
+            with one_pass_adapters(causal_lm(model), 9):
                 pass
             assert "forward" in layer_of(model).__dict__
             raise OSError("stop")
