@@ -54,6 +54,7 @@ ARMS |= {
     "total effects where right": (*ARMS["counterfactual"], *RIGHT, "--credit_options", "effect", "total"),
     "prefix gain where right": (*ARMS["prefix_gain"], *RIGHT),
     "random where right": (*ARMS["random"], *RIGHT),
+    "position where right": ("--estimator=benchmarks.evidence.planted:position", *MEAN, *RIGHT),
 }
 SETS["training"] = [PLAIN, "CF where right", "random where right"]
 for tau in ("0", "0.3", "0.7", "1"):
