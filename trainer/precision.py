@@ -49,7 +49,7 @@ def require_device(device: torch.device) -> None:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as problem:  # the latter of a PyTorch that was built without CUDA
         there = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU that PyTorch can use"
-        reason = str(problem).partition("\n")[0]
+        reason = str(problem).partition("\n")[0].partition(". ")[0]
         raise ValueError(f"device: {device} cannot be used: {reason}; this machine has {there}") from problem
 
 
