@@ -22,8 +22,8 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.evidence.regimes import ASSETS, REGIMES, problems
+from benchmarks.harness.environment import REPOSITORY
 from benchmarks.harness.results import Pieces, made_by, table
-from benchmarks.harness.workloads import REPOSITORY
 
 PLAIN = "plain DAPO"
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.environment import describe_environment
-from benchmarks.harness.workloads import REPOSITORY
+from benchmarks.harness.environment import REPOSITORY, describe_environment
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 Document = dict[str, Any]

@@ -6,7 +6,6 @@ No network: the tokenizer is a byte-level BPE trained here, and models have rand
 import copy
 import functools
 import json
-import os
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
@@ -28,13 +26,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from benchmarks.harness.environment import SEED, gsm8k_folder
 from cfa_kernels import Span, SpanRules, detect_spans, find_answer
 from trainer.rewards import group_advantages
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-# The one of the first dozen seeds whose completions share tokens most nearly as the whole file does: one full forward
-# per span feeds 2.40 times the tokens of the tree, over the whole file 2.38.
-SEED = 6
 # The one of the first dozen or so with a half-mixed draw of four problems whose padding, shared tokens and branch
 # tokens are nearest to the medians over 300 draws, with groups as they come and with all groups mixed.
 STEP_SEED = 12
@@ -101,23 +96,6 @@ def variants(job: Job, b: int) -> Iterator[Tensor]:
 
 
 # Text
-
-
-def gsm8k_folder() -> Path | None:
-    """Folder of GSM8K's `train.jsonl` and `model_solutions.jsonl`, or None.
-
-    The environment variable `GSM8K` names it; else it is `shared/gsm8k` beside the repository or inside it.
-
-    Raises:
-        ValueError: `GSM8K` names a folder that lacks one of the files.
-    """
-    files = ("train.jsonl", "model_solutions.jsonl")
-    if named := os.environ.get("GSM8K"):
-        if missing := [file for file in files if not Path(named, file).is_file()]:
-            raise ValueError(f"GSM8K={named}: has no {' and no '.join(missing)}; docs/benchmarks.md says how to get it")
-        return Path(named)
-    places = (REPOSITORY.parent / "shared" / "gsm8k", REPOSITORY / "shared" / "gsm8k")
-    return next((place for place in places if place.is_dir()), None)
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -491,6 +469,8 @@ def policy(name: str, *, lora: bool, device: torch.device, dtype: torch.dtype) -
     model = random_model(name, device=device, dtype=dtype)
     if not lora:
         return model.train()
+    from peft import LoraConfig, get_peft_model  # for seconds: most commands need none
+
     adapted = get_peft_model(model, LoraConfig(r=32, lora_alpha=32, target_modules="all-linear"))
     generator = torch.Generator(device).manual_seed(SEED)
     for parameter_name, parameter in adapted.named_parameters():

@@ -27,8 +27,8 @@ import torch
 from transformers import PreTrainedModel
 
 import cfa_kernels
+from benchmarks.harness.environment import REPOSITORY
 from benchmarks.harness.results import RESULTS, Pieces, write_json
-from benchmarks.harness.workloads import REPOSITORY
 from benchmarks.models.small_models import WINDOW, Case, build, cases, layer_kinds, model_types, what_is_missing
 from benchmarks.models.small_models import case as case_of_name
 from benchmarks.models.verdicts import (

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.environment import describe_environment, slug
+from benchmarks.harness.environment import REPOSITORY, describe_environment, slug
 from benchmarks.harness.plots import plot_results
 from benchmarks.harness.results import RESULTS
-from benchmarks.harness.workloads import REPOSITORY
 
 PARTS = ("first-light", "kernels", "scoring", "rollouts", "trainer-step", "loss", "step", "profile")
 """Each is a file of this folder; `first-light` is `bench_first_light.py`."""

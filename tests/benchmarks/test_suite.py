@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.harness import workloads
 from benchmarks.harness.counting import attention_flops, counted, tree_pairs
+from benchmarks.harness.environment import REPOSITORY
 from benchmarks.harness.race import Absent, Budget, Contender, WrongAnswer, race
 from benchmarks.harness.workloads import Job, Span, gsm8k_job, random_model, shaped_job
 from benchmarks.speed import command
@@ -229,7 +230,7 @@ def test_a_killed_session_leaves_the_races_it_had_finished_beside_other_parts(tm
     options = command.parse_options(["--device", "cpu", "--smoke", "--commit", "abc"])
     line = [str(file) if "bench_step" in word else word for word in command.session("step", options, result)]
     line += ["-p", "benchmarks.speed.conftest"]
-    subprocess.run(line, cwd=workloads.REPOSITORY, env=os.environ, capture_output=True, check=False)
+    subprocess.run(line, cwd=REPOSITORY, env=os.environ, capture_output=True, check=False)
     parts = json.loads(result.read_text())["parts"]
     assert parts.keys() == {"loss", "step"}
     assert [(f["group"], f["seconds"]["median"]) for f in parts["step"]["figures"]] == [("finished", 2.0)]
