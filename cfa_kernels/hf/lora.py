@@ -22,7 +22,7 @@ from .model_walk import Model, ModelWalk
 from .modes import exchanged
 
 FEW_ROWS = 2048
-"""Rows of a forward on a GPU below which PEFT's layers run, where the host is the limit: of it they take less.
+"""Rows in halves on a GPU below which PEFT's layers run, where the host is the limit: of it they take less.
 
 Predicted, for 28 layers: 36 ms of the host by PEFT and 46 by one op (measured on a CPU), 16 and 9 us a row of an H100.
 """
@@ -58,13 +58,13 @@ register_optimizer_step_post_hook(lambda *_: _KEPT.clear())
 def one_pass_adapters(model: Model | nn.Module, rows: int) -> AbstractContextManager[None]:
     """Run the LoRA layers of `model` as ops inside; their own `forward` comes back, also after an error.
 
-    Those on a GPU keep it for forwards of fewer than `FEW_ROWS` rows.
+    Those in halves on a GPU keep it for forwards of fewer than `FEW_ROWS` rows.
     On a GPU bfloat16 rows meet float32 adapters as two bfloat16 parts, 6 bytes a weight, which are kept until a weight
     is written to. Weights must not change inside.
     """
     walk = ModelWalk.of(model)
     layers = _lora_layers(walk)
-    if layers and rows < FEW_ROWS and is_on_gpu(layers[0].base_layer.weight):
+    if layers and rows < FEW_ROWS and is_on_gpu(weight := layers[0].base_layer.weight) and weight.dtype not in _FULL:
         layers = []
     groups = _groups(walk, layers)
     _take_parts(groups)

@@ -52,6 +52,7 @@ def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointin
     made = calls(monkeypatch)
     monkeypatch.setattr(lora, "FEW_ROWS", few)
     monkeypatch.setattr(lora, "is_on_gpu", lambda _: few > 0)
+    monkeypatch.setattr(lora, "_FULL", () if few else lora._FULL)  # as if they were halves
 
     def gradients_of(model):
         return gradients(model, sum(row.square().sum() for row in packed_logprobs(model, Rows(*SMALL_ROWS))))
