@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
-from benchmarks.demo_model.warmup import WarmupConfig, warm_up
 from benchmarks.evidence.problems import training_rows
+from benchmarks.evidence.regimes import make
 
 TRAINED, RANDOM = MODELS = ("trained", "random")
 RECIPE = {"vocab_size": 512, "max_steps": 5000, "batch_size": 16, "max_position_embeddings": 512}
@@ -27,15 +27,8 @@ class Subject(NamedTuple):
 
 def train(folder: Path) -> Path:
     """The trained model's folder below `folder`, made if it is not there: some thirty minutes of one core."""
-    target = folder / "model"
-    if not (target / "warmup.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = training_rows("train", 0, RECIPE["max_steps"] * RECIPE["batch_size"])
-        files = {name: str(folder / f"{name}.jsonl") for name in ("dataset", "eval_dataset")}
-        for name, some in zip(files, (rows, training_rows("test", 0, 400, short=0)), strict=True):
-            Path(files[name]).write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
-        warm_up(WarmupConfig(output_dir=str(target), **files, **RECIPE))
-    return target
+    count = RECIPE["max_steps"] * RECIPE["batch_size"]
+    return make(folder, training_rows("train", 0, count), training_rows("test", 0, 400, short=0), RECIPE)
 
 
 def load(folder: Path, name: str, *, seed: int = 0) -> Subject:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels import Span, find_answer
 from cfa_kernels.text.offsets import token_offsets
-from trainer.data import encode_prompt
+from trainer.data import Row, encode_prompt
 
 KINDS = ("idle", "repeat", "wrong", "implicit")
 """Kinds of problems to judge: with only idle lines; also a result stated twice; a wrong step on the way that the rest
@@ -91,13 +91,13 @@ def generate(split: str, seed: int, *, kinds: Sequence[str] = KINDS) -> Iterator
         yield problem
 
 
-def training_rows(split: str, seed: int, count: int, *, short: float = 0.1) -> list[dict[str, str]]:
-    """`count` right solutions to learn from, as rows with `question` and `answer`; idle lines come at random.
+def training_rows(split: str, seed: int, count: int, *, short: float = 0.1) -> Iterator[Row]:
+    """Yield `count` right solutions to learn from, as rows with `question` and `answer`; idle lines come at random.
 
     A share `short` of the solutions breaks off after a random line and gives the answer at once, so that a model
     learns how likely an answer is before it has been worked out; as many leave out the lines that state the answer.
     """
-    rng, rows = random.Random(f"{split}-{seed}-training"), list[dict[str, str]]()
+    rng = random.Random(f"{split}-{seed}-training")
     for _ in range(count):
         quantities, target = _draw(rng, split)
         idle = [i for i in _idle(quantities, target) if rng.random() < 0.7]
@@ -107,8 +107,7 @@ def training_rows(split: str, seed: int, count: int, *, short: float = 0.1) -> l
         elif shortened < 2 * short:
             lines = [line for line in lines if line[1] != target]
         answer = "".join([*(text for _, _, text in lines), f"#### {values_of(quantities)[target]}"])
-        rows.append({"question": _question(quantities, target), "answer": answer})
-    return rows
+        yield Row({"question": _question(quantities, target), "answer": answer})
 
 
 def values_of(quantities: Sequence[Quantity]) -> list[int]:

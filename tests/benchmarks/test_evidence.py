@@ -146,8 +146,8 @@ def test_all_lines_are_equally_long_and_spans_hold_every_pattern_of_content(subj
 
 
 def test_solutions_to_learn_from_are_right_and_some_break_off():
-    rows = training_rows("train", 0, 200)
-    held_out = training_rows("test", 0, 200, short=0)
+    rows = list(training_rows("train", 0, 200))
+    held_out = list(training_rows("test", 0, 200, short=0))
     for row in rows + held_out:
         facts, target = facts_of(row["question"])
         assert final_number(row["answer"]) == solve(facts, target)
@@ -163,7 +163,7 @@ def test_solutions_to_learn_from_are_right_and_some_break_off():
 @pytest.fixture(scope="module")
 def subject():
     """A random model of a few thousand parameters that reads the problems' own tokens."""
-    tokenizer = train_tokenizer(training_rows("train", 0, 300), 512)
+    tokenizer = train_tokenizer(list(training_rows("train", 0, 300)), 512)
     config = WarmupConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
     torch.manual_seed(0)
     model = small_model(config, tokenizer).eval()
