@@ -50,24 +50,29 @@ Head = Document
 
 
 class Measure(NamedTuple):
-    """A measurement that keeps pieces: settings, how it is run and written down, names that can be chosen."""
+    """A measurement that keeps pieces: settings, how it is run and written down, names that can be chosen.
+
+    `extent`: what says how many pieces there are, and not what one is, so that a longer run goes on from a shorter one.
+    """
 
     settings: type
     run: Callable[..., dict[str, Any]]
     markdown: Callable[[Any], str]
     text: str
     names: Sequence[str] = ()
+    extent: Sequence[str] = ()
 
 
 MEASURES = {
     "ablation": Measure(
         ablation.AblationSettings, ablation.run, ablation.markdown,
         "the training program under every kind of credit, seed by seed", [*ablation.SETS, *ablation.ARMS],
+        ("seeds", "jobs", "arms"),
     ),
     "alignment": Measure(
         alignment.AlignmentSettings, alignment.run, alignment.markdown,
         "how well a small batch's step points at the true gradient, by kind of credit",
-        ["module:name", *arms.SETS, *arms.ARMS],
+        ["module:name", *arms.SETS, *arms.ARMS], ("blocks",),
     ),
     "programs": Measure(
         programs.ProgramsSettings, programs.run, programs.markdown,
@@ -147,7 +152,8 @@ def _planted(options: argparse.Namespace, head: Head) -> list[Path]:
 def _measured(options: argparse.Namespace, head: Head) -> list[Path]:
     measure, settings = options.measure, _filled(options, options.measure.settings)
     chosen = {"arms": options.arms} if measure.names else {}
-    pieces = Pieces(options.folder / "pieces", asdict(settings) | chosen, head)
+    known = {name: value for name, value in (asdict(settings) | chosen).items() if name not in measure.extent}
+    pieces = Pieces(options.folder / "pieces", known, head)
     document = head | measure.run(pieces, options.folder, settings, **chosen)
     return write(document, measure.markdown(document), options.results, options.name)
 

@@ -179,7 +179,8 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--true-groups", "16", "--blocks", "3", "--arms", "CF where right", "right times 2", "ceiling"]
     arguments += ["--continuations", "1"]
-    assert main(arguments) == 0
+    assert main([*arguments, "--blocks", "4"]) == 0
+    assert main(arguments) == 0  # with fewer blocks
     first = json.loads((tmp_path / "evidence-alignment.json").read_text())
     assert list(first["arms"]) == [PLAIN, "CF where right", "right times 2", "ceiling"]
     assert first["arms"][PLAIN]["2"]["ratio"] == 1
