@@ -26,7 +26,7 @@ DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cp
 
 # Functions that take tensors of both sides, and give what is where their first one is.
 _BY_FIRST = {Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__, torch._has_compatible_shallow_copy_type}
-_HOST_ARGUMENTS = {"handle", "segments", "contexts", "rows"}  # of the library's operators
+_HOST_ARGUMENTS = {"handle", "segments", "contexts", "linear_policy_loss.rows"}  # of the library's operators
 
 Tensor._as_on_gpu = False  # type: ignore[attr-defined]
 
@@ -132,7 +132,9 @@ def _refuse_mixtures(func: Any, args: Any, kwargs: Any) -> None:
     schema = getattr(func, "_schema", None)
     if schema is not None and schema.name.startswith("cfa_kernels::"):
         named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        tensors = _tensors(value for name, value in named.items() if name not in _HOST_ARGUMENTS)
+        operator = schema.name.removeprefix("cfa_kernels::")
+        there = [value for k, value in named.items() if _HOST_ARGUMENTS.isdisjoint((k, f"{operator}.{k}"))]
+        tensors = _tensors(there)
     if len({on_gpu(tensor) for tensor in tensors if tensor.ndim}) > 1:
         sides = ", ".join(f"{'GPU' if on_gpu(x) else 'host'} {tuple(x.shape)}" for x in tensors)
         raise RuntimeError(f"{func}: on a GPU its tensors would be on different devices: {sides}")
