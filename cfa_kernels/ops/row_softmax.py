@@ -77,7 +77,7 @@ class RowLogprobs(NamedTuple):
     entropy: Tensor
     row_max: Tensor
     log_sum: Tensor
-    softmaxed: Probabilities | None = None
+    softmaxed: Probabilities | None = None  # of the same rows, where a gradient follows
 
 
 def probabilities(
