@@ -57,13 +57,8 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     places = np.geomspace(densities[0], densities[-1], 50)
     law = np.sqrt(densities[0] / places)
     panel.plot(places, law, color="black", linewidth=0.8, linestyle="--", label="root of the inverse density")
-    for one in chosen:
-        panel.annotate(
-            one["settings"]["regime"], (one["density"], 0.02), xycoords=("data", "axes fraction"), fontsize=7,
-            rotation=90, ha="center", va="bottom",
-        )  # fmt: skip
     panel.set_xscale("log")
-    panel.set_xticks(densities, [f"{x:.0%}" for x in densities], fontsize=8)
+    panel.set_xticks(densities, [f"{one['settings']['regime']}\n{one['density']:.0%}" for one in chosen], fontsize=8)
     panel.minorticks_off()
     panel.set_xlabel("share of tokens in steps and answer")
     panel.set_ylabel(f"cosine, ratio to plain's, {ADAM * chosen[0]['settings']['group']} completions")

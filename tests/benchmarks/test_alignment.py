@@ -219,11 +219,16 @@ def document(regime, share):
     return made | {"arms": {PLAIN: arm, "CF": arm}, "command": command, "environment": {"commit": "abc"}}
 
 
-def test_tables_and_pictures_come_from_the_results_alone(tmp_path):
+def test_tables_and_pictures_come_from_the_results_alone(tmp_path, capsys):
+    older = document("", None)
+    older["arms"]["CF"] |= {"aim": 0.9}
+    (tmp_path / "evidence-alignment.json").write_text(json.dumps(older))
     for regime, share in (("plain", 1.0), ("idle8", 0.3)):
         (tmp_path / f"evidence-alignment-{regime}.json").write_text(json.dumps(document(regime, share)))
     (tmp_path / "evidence-other.json").write_text("{}")
     assert main(["tables", "--results", str(tmp_path), "--commit", "none"]) == 0
+    assert "evidence-alignment.json: was made by another form" in capsys.readouterr().err
+    assert not (tmp_path / "evidence-alignment.md").exists()
     text = (tmp_path / "evidence-alignment-idle8.md").read_text()
     assert "Regime `idle8`, 30% of its tokens in steps and answer." in text
     assert (
