@@ -56,7 +56,7 @@ ARMS |= {
     "random where right": (*ARMS["random"], *RIGHT),
     "position where right": ("--estimator=benchmarks.evidence.planted:position", *MEAN, *RIGHT),
 }
-SETS["training"] = [PLAIN, "CF where right", "random where right"]
+SETS["training"] = [PLAIN, "CF where right", "position where right", "random where right"]
 for tau in ("0", "0.3", "0.7", "1"):
     ARMS[f"OAR-P, tau {tau}"] = (*ARMS["OAR-P"], "--credit_options", "tau", tau)
 ARMS |= {
