@@ -33,9 +33,8 @@ def _attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # the query heads of one key head, side by side
     scale, dropout = options.get("scaling"), options.get("dropout", 0.0)
-    return scaled_dot_product_attention(rows, key, value, attention_mask, dropout, scale=scale).flatten(1, 2)[
-        :, None
-    ], None
+    out = scaled_dot_product_attention(rows, key, value, attention_mask, dropout, scale=scale)
+    return out.flatten(1, 2).unsqueeze(1), None
 
 
 AttentionInterface.register("cfa_decode", _attention)

@@ -260,7 +260,10 @@ class CounterfactualMixin(_Trainer):
             yield self.model_wrapped if is_sharded(self.model_wrapped) else self.accelerator.unwrap_model(self.model)
 
     def _log_gathered(self, figures: dict[str, Any], mode: str, tokens: int = 1) -> None:
-        """Append figures to TRL's metrics, combined over the processes; all must come with the same names."""
+        """Append figures to TRL's metrics, combined over the processes; all must come with the same names.
+
+        Means over tokens count as often as this process has `tokens`.
+        """
         device, by_token = self.accelerator.device, ["kl", "entropy"]
         if self.importance_sampling_level == "token":
             by_token += ["cispo_clip_ratio", *(f"clip_ratio/{part}_mean" for part in ("low", "high", "region"))]
