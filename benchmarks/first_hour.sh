@@ -17,7 +17,7 @@ PY=${PY:-python3}
 SMOKE=${SMOKE:-}
 DEVICE=${DEVICE:-${SMOKE:+cpu}}
 DEVICE=${DEVICE:-cuda}
-step8="1.7B and 8 x 8" jobs=12 tests="tests/ops tests/scoring tests/hf/test_lora.py"
+step8="1.7B and 110" jobs=12 tests="tests/ops tests/scoring tests/hf/test_lora.py"
 [ -z "$SMOKE" ] || step8="ours" jobs=0 tests="tests/ops/test_adapted_linear.py"
 export PYTHONPATH=$PWD:${PYTHONPATH:-}
 failed=()

@@ -57,6 +57,7 @@ def assert_waits(waits: Waits, *causes: str) -> None:
         (lambda x: torch.ones(2).to(x.device, non_blocking=True), "upload from pageable memory"),
         (lambda x: torch.ones(2).pin_memory().to(x.device), "blocking upload"),
         (lambda x: torch.tensor([1.0], device=x.device), "blocking upload"),
+        (lambda x: torch.as_tensor(1.0, device=x.device), "blocking upload"),
         (lambda x: x.unique(), "aten::_unique2"),
         (lambda x: torch.segment_reduce(x, "mean", lengths=x.new_ones(3, dtype=torch.int64)), "aten::segment_reduce"),
         (lambda x: torch.empty(3).copy_(x), "download by copy_"),
@@ -147,11 +148,11 @@ def test_losses_on_a_device_never_look(level):
         hidden, head = torch.ones(2, 5, 8, device=DEVICE, requires_grad=True), torch.ones(11, 8, device=DEVICE)
         logits = torch.zeros(2, 5, 11, device=DEVICE, requires_grad=True)
         targets = torch.zeros(2, 5, dtype=torch.int64, device=DEVICE)
-        rest = (ones * -1, ones[:, 0], ones)
+        rest, options = (ones * -1, ones[:, 0], ones), {"importance_sampling_level": level, "validate": False}
         for loss, _ in (
-            policy_loss(logprobs, *rest, importance_sampling_level=level, weights=ones, validate=False),
-            logits_policy_loss(logits, targets, *rest, importance_sampling_level=level, validate=False),
-            linear_policy_loss(hidden, head, targets, *rest, importance_sampling_level=level, validate=False),
+            policy_loss(logprobs, *rest, weights=ones, **options),
+            logits_policy_loss(logits, targets, *rest, entropy_coef=0.1, **options),
+            linear_policy_loss(hidden, head, targets, *rest, entropy_coef=0.1, **options),
         ):
             loss.backward()
         assert_waits(waits)

@@ -8,11 +8,14 @@ from torch import Tensor, nn
 
 from benchmarks.harness.race import Absent, WrongAnswer
 from benchmarks.harness.workloads import Job, JobRollouts
-from benchmarks.speed.peers import Observed, aligntune_importance, per_span_logits_to_keep
+from benchmarks.speed.peers import Observed, aligntune_importance, padded_logits_to_keep
 from benchmarks.speed.replay import Weights
 from benchmarks.speed.step_peers import authors_weights
 from cfa_kernels import Span, detect_spans, find_answer, span_weights
 from cfa_kernels.hf.model import causal_lm
+
+ROWS = 64
+"""Of one forward of the reference: a forward for each span would take longer than all that is timed."""
 
 SLACK = 4.0
 """How much larger than that of padded autograd in the policy's own precision a contender's error may be."""
@@ -67,11 +70,11 @@ def taken_gradients(model: nn.Module) -> Gradients:
 
 
 def weights_of_kind(kind: str, model: nn.Module, rollouts: JobRollouts) -> Weights | None:
-    """The weights a kind of contender should use, from one full forward per span in the model's precision."""
+    """The weights a kind of contender should use, from padded forwards of whole rows in the model's precision."""
     if kind == "plain":
         return None
     job = as_found(rollouts.job) if kind == "found" else rollouts.job
-    scores = per_span_logits_to_keep(causal_lm(model), job)
+    scores = padded_logits_to_keep(ROWS, causal_lm(model), job)
     if kind == "authors":
         return authors_weights(job, _authors_importance(scores, rollouts))
     drops = [(row[0] - row[1:]).cpu() for row in scores]

@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -33,9 +34,19 @@ def _attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # the query heads of one key head, side by side
     scale, dropout = options.get("scaling"), options.get("dropout", 0.0)
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        attention_mask = attention_mask.to(query.dtype)  # autocast leaves the embeddings' dtype behind
     out = scaled_dot_product_attention(rows, key, value, attention_mask, dropout, scale=scale)
     return out.flatten(1, 2).unsqueeze(1), None
 
 
+def _mask(*args: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor | None:
+    """Make sdpa's mask; that of one token as summands in `dtype`, which sdpa would make of it anew in every layer."""
+    mask = sdpa_mask(*args, **options)
+    if mask is None or mask.shape[2] > 1:
+        return mask  # type: ignore[no-any-return]
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+
+
 AttentionInterface.register("cfa_decode", _attention)
-AttentionMaskInterface.register("cfa_decode", sdpa_mask)
+AttentionMaskInterface.register("cfa_decode", _mask)

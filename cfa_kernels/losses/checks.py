@@ -149,7 +149,9 @@ def check_batch(
     divisor = divisor_of(keep.to(dtype), items, keep.size(0) if sequences is None else sequences, length)
     entropy_scale = None
     if isinstance(entropy_coef, Tensor) or entropy_coef != 0:
-        entropy_scale = torch.as_tensor(entropy_coef, dtype=dtype, device=device) / items
+        if not isinstance(entropy_coef, Tensor):  # it is written there: to send it would be a wait
+            entropy_coef = torch.full((), entropy_coef, dtype=dtype, device=device)
+        entropy_scale = entropy_coef.to(device, dtype) / items
     scale = keep.to(dtype) / divisor
     tokens = Tokens(old_logprobs, advantages, weights, ref_logprobs, sampling_logprobs, scale)
     numbers: dict[str, Any] = {name: options[name] for name in NUMBERS if options.get(name) is not None}  # type: ignore[literal-required]

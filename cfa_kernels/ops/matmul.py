@@ -35,7 +35,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Compute `out += left @ right`, all of one dtype, rounded once; return `out`."""
+    """Compute `out += left @ right`, all of one dtype; return `out`. cuBLAS rounds the product before it adds it."""
     if _keeps_sums(out) or out.dtype not in (torch.bfloat16, torch.float16):
         return out.addmm_(left, right)
     return out.copy_(torch.addmm(out.float(), left.float(), right.float()))

@@ -96,7 +96,7 @@ def test_rounding_is_no_worse_than_that_of_pefts_own_path_and_adapters_keep_sixt
 
     ours, theirs = errors(ours), errors(theirs)
     for mine, other in zip(ours[: count + 1], theirs[: count + 1], strict=True):  # results and gradient of the rows
-        assert mine <= 1.01 * other < 2**-7
+        assert mine <= (1.01 if device.type == "cpu" else 1.1) * other < 2**-7  # cuBLAS rounds before it adds
     assert max(ours[count + 1 :]) < 2**-15
 
 

@@ -185,6 +185,7 @@ def a_device() -> Iterator[Waits]:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(Tensor, "pin_memory", lambda x: torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x))
         patch.setattr(torch, "tensor", _tensor(torch.tensor))
+        patch.setattr(torch, "as_tensor", _tensor(torch.as_tensor))
         # Gradients are grouped by what C++ takes their device for.
         patch.setattr(clip_grad, "_group_tensors_by_device_and_dtype", lambda lists: {(DEVICE, None): (lists, None)})
         waits = Waits()
@@ -194,9 +195,11 @@ def a_device() -> Iterator[Waits]:
 
 
 def _tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.tensor`, whose copy to a device no mode sees."""
+    """`torch.tensor` or `torch.as_tensor`, whose copy of numbers to a device no mode sees."""
 
-    def tensor(data: Any, *, device: torch.device | str = "cpu", **options: Any) -> Tensor:
+    def tensor(data: Any, *, device: torch.device | str | None = None, **options: Any) -> Tensor:
+        if isinstance(data, Tensor) or device is None:
+            return make(data, device=device, **options)
         made = make(data, **options)
         return Waits.current.upload(made, non_blocking=False) if torch.device(device).type == "cuda" else made
 

@@ -22,7 +22,7 @@ from .sampling import CANDIDATES, draw
 
 _LOOK = 16  # tokens between two looks at a GPU's results
 _LENGTHS = 64  # of prompts and caches are a multiple of it, so that shapes repeat
-_LIVE = 256  # a graph reads a multiple of so many places
+_LIVE = 64  # a graph reads a multiple of so many places
 _FEWEST_ROWS = 8  # of a graph; others are powers of two
 _LOG = logging.getLogger(__name__)
 

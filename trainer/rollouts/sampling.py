@@ -40,31 +40,44 @@ def draw(
     if uniforms is None:
         return Draws(scores.argmax(-1, keepdim=True), torch.zeros_like(largest).masked_fill(unknown, torch.nan), narrow)
     scaled = scores.float() / temperature
-    weights = (scaled.double() - scaled.amax(-1, keepdim=True)).exp_()
+    largest = scaled.amax(-1, keepdim=True).double()
+    weights = (scaled - largest).exp_()
+    total = weights.sum(-1, keepdim=True)
     if top_p < 1:
-        weights, narrow = _nucleus(weights, top_p, candidates)
-    cumulative = weights.cumsum(-1)
-    total = cumulative[:, -1:].contiguous()
-    place = torch.searchsorted(cumulative, uniforms * total, right=True)
-    place = torch.minimum(place, torch.searchsorted(cumulative, total))  # never a token of weight 0
-    tokens = place.clamp(max=scores.shape[1] - 1)  # beyond it are only sums that are nan
-    return Draws(tokens, torch.log_softmax(scaled, -1).gather(1, tokens).masked_fill(unknown, torch.nan), narrow)
+        tokens, narrow = _nucleus(scaled, weights, top_p * total, uniforms, candidates)
+    else:
+        tokens = _inverse_cdf(weights, uniforms)
+    tokens = tokens.clamp(max=scores.shape[1] - 1)  # beyond it are only sums that are nan
+    logprobs = (scaled.gather(1, tokens) - largest - total.log()).float()
+    return Draws(tokens, logprobs.masked_fill(unknown, torch.nan), narrow)
 
 
-def _nucleus(weights: Tensor, top_p: float, candidates: int | None) -> tuple[Tensor, Tensor]:
-    """Give weights (B, V) with 0 for each token than which likelier ones make up `top_p`, and whether it is `narrow`.
+def _nucleus(
+    scaled: Tensor, weights: Tensor, share: Tensor, uniforms: Tensor, candidates: int | None
+) -> tuple[Tensor, Tensor]:
+    """Draw tokens (B, 1) but none than which likelier ones have a `share` (B, 1) of weights (B, V); `narrow` as well.
 
     Among equally likely tokens the last of the vocabulary come first.
     """
-    share = top_p * weights.sum(-1, keepdim=True)
-    values, tokens = weights.topk(min(candidates or CANDIDATES, weights.shape[1]))
-    first = values[:, :CANDIDATES]
+    size = scaled.shape[1]
+    tokens = scaled.topk(min(candidates or CANDIDATES, size)).indices  # of float32, at half the cost
+    first = weights.gather(1, tokens[:, :CANDIDATES])
     narrow = (first * (first > first[:, -1:])).sum(-1, keepdim=True) >= share  # and cut in no tie
-    tokens, order = tokens.sort(-1, descending=True)
-    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    inside = values.cumsum(-1) - values < share
-    kept = torch.zeros_like(weights).scatter_(1, tokens.gather(1, order), values * inside)
-    if candidates is None and weights.shape[1] > CANDIDATES and not narrow.all():
+    tokens = tokens.sort(-1, descending=True).values
+    by_token = weights.gather(1, tokens)
+    values, order = by_token.sort(dim=-1, descending=True, stable=True)
+    inside = torch.zeros_like(narrow.expand_as(order)).scatter(1, order, values.cumsum(-1) - values < share)
+    place = _inverse_cdf((by_token * inside).flip(-1), uniforms).clamp(max=tokens.shape[1] - 1)
+    drawn = tokens.flip(-1).gather(1, place)
+    if candidates is None and size > CANDIDATES and not narrow.all():
         rows = (~narrow).nonzero()[:, 0]
-        kept[rows] = _nucleus(weights[rows], top_p, weights.shape[1])[0]
-    return kept, narrow | (weights.shape[1] <= CANDIDATES)
+        drawn[rows] = _nucleus(scaled[rows], weights[rows], share[rows], uniforms[rows], size)[0]
+    return drawn, narrow | (size <= CANDIDATES)
+
+
+def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Places (B, 1) in rows of weights (B, N) that uniforms (B, 1) fall on, never one of weight 0."""
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    place = torch.searchsorted(cumulative, uniforms * total, right=True)
+    return torch.minimum(place, torch.searchsorted(cumulative, total))
