@@ -17,8 +17,8 @@ PY=${PY:-python3}
 SMOKE=${SMOKE:-}
 DEVICE=${DEVICE:-${SMOKE:+cpu}}
 DEVICE=${DEVICE:-cuda}
-step8="1.7B and 110" jobs=12 tests="tests/ops tests/scoring tests/hf/test_lora.py"
-[ -z "$SMOKE" ] || step8="ours" jobs=0 tests="tests/ops/test_adapted_linear.py"
+race="1.7B and 4x8 and 110" profile="1.7B and 8x8" jobs=12 tests="tests/ops tests/scoring tests/hf/test_lora.py"
+[ -z "$SMOKE" ] || race="ours" profile="ours" jobs=0 tests="tests/ops/test_adapted_linear.py"
 export PYTHONPATH=$PWD:${PYTHONPATH:-}
 failed=()
 
@@ -49,8 +49,8 @@ step() {
     2) bench 2 330 rollouts --seconds 15 ;;
     3) bench 3 180 trainer-step --select decoding ;;
     4) bench 4 270 trainer-step --select stages --seconds 30 ;;
-    5) bench 5 240 step --select "$step8" --seconds 20 ;;
-    6) bench 6 120 profile --select "$step8" ;;
+    5) bench 5 240 step --select "$race" --seconds 20 ;;
+    6) bench 6 120 profile --select "$profile" ;;
     7) bench 7 240 kernels --select attention --seconds 5 ;;
     # shellcheck disable=SC2086
     8) run 8 180 "$PY" -m pytest -n "$jobs" $tests -k "not aot and not wgmma" ;;

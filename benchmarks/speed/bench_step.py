@@ -96,14 +96,14 @@ WORKLOADS: dict[str, dict[str, StepWorkload]] = {
             for name, workload in _gsm8k(model, 8, torch.bfloat16, _GPU).items()
         },
         **{
-            f"Qwen3-1.7B LoRA, {problems} x 8, P {prompt}, T {completion}": StepWorkload(
+            f"Qwen3-1.7B LoRA, {problems}x8, P {prompt}, T {completion}": StepWorkload(
                 "Qwen3-1.7B",
                 True,
                 functools.partial(shaped_rollouts, problems, group=8, prompt=prompt, completion=completion, spans=6),
                 torch.bfloat16,
                 {TRL: 1.0},
             )
-            for problems, prompt, completion in ((8, 110, 220), (4, 512, 512))
+            for problems, prompt, completion in ((8, 110, 220), (4, 110, 220), (4, 512, 512))
         },
     },
 }
