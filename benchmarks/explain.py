@@ -22,11 +22,19 @@ from benchmarks.harness.workloads import MODELS, head_dim
 MATMUL_SHARE, COPY_SHARE = 0.73, 0.90
 """Shares of a data sheet's matrix products and bandwidth that large products and copies reach."""
 
-LAUNCH = 2e-6
-"""Seconds that the shortest kernel keeps a GPU busy, also within a CUDA graph."""
+# Those marked so are fitted to the run on an H100 that docs/benchmarks.md shows.
 
-BETWEEN_TOKENS = 1e-4
-"""Seconds of the host between two decoded tokens, a guess: it replays one graph, and waits once in 16 tokens."""
+LAUNCH = 2.6e-6
+"""Seconds from one short kernel to the next within a CUDA graph (fitted)."""
+
+DECODE_SHARE, CACHE_SHARE = 0.57, 0.54
+"""Shares of the bandwidth at which decoding reads weights, for 64 rows, and keys and values (fitted)."""
+
+PLACES = 64
+"""Prompts and what a step reads of the cache are a multiple of so many places."""
+
+HOST = {"rollouts": 2e-3, "forward": 4.3e-3, "backward": 8.3e-3}
+"""Seconds in which Python launches a layer (fitted): of the prompts', and of training's forward and backward."""
 
 MERGE_BYTES = 28
 """Read and written for each weight with an adapter: its product in float32, a copy, the sum, and the copy back."""
@@ -34,14 +42,16 @@ MERGE_BYTES = 28
 SPAN_SEARCH = 2.6e-6
 """Seconds of the host for each token of a completion, while the device waits: spans are found, branches packed."""
 
-SMALL_KERNELS = 8
-"""Norms, rotary embeddings, gates and sums of a layer, with Liger's kernels."""
+SMALL_KERNELS = 14
+"""Norms, rotary embeddings, gates and sums of a layer in decoding, with Liger's kernels, and others' gaps (fitted)."""
 
-SAMPLER_PASSES = 9
-"""Readings and writings of float32 logits by the sampler."""
+SAMPLER_PASSES = 35
+"""Readings and writings of float32 logits in the time that the sampler takes (fitted); they are 15."""
 
-ATTENTION_SHARE, ATTENTION_BACKWARD_SHARE = 0.32, 0.21
-"""Shares of the rate of products that tree attention is predicted to reach at completions of some 200 tokens."""
+ATTENTION_SHARE, ATTENTION_BACKWARD_SHARE = 0.27, 0.17
+"""Shares of the rate of products that tree attention reaches at completions of some 200 tokens (fitted)."""
+
+ORDER = ("rollouts", "forward", "loss", "backward", "update", "credit", "host")
 
 OPTIMIZER_BYTES = 40
 """Read and written for each trained weight by AdamW in float32, the gradient's norm and its clip."""
@@ -221,7 +231,7 @@ class Part:
         flops, moved: operations and bytes.
         bound: what makes it take its time, in words.
         launches: kernels that follow each other.
-        share: of the rate of products that its kernel reaches.
+        share, reach: of the rate of products, and of the bandwidth, that its kernels reach.
         idle: seconds in which the device waits for the host.
     """
 
@@ -232,10 +242,12 @@ class Part:
     launches: int = 0
     share: float = 1.0
     idle: float = 0.0
+    reach: float = 1.0
 
     def seconds(self, gpu: Gpu) -> float:
         """Roofline of the part."""
-        took = max(self.flops / (gpu.products * self.share), self.moved / gpu.bandwidth, self.launches * LAUNCH)
+        products, bandwidth = gpu.products * self.share, gpu.bandwidth * self.reach
+        took = max(self.flops / products, self.moved / bandwidth, self.launches * LAUNCH)
         return took + self.idle
 
 
@@ -246,7 +258,8 @@ def parts(model: Sizes, batch: StepShape, rank: int) -> list[Part]:
 
 
 def _rollouts(model: Sizes, batch: StepShape, adapters: int) -> Iterator[Part]:
-    tokens, completions, cache = batch.longest, batch.problems * batch.group, batch.prompt + batch.longest
+    tokens, completions = batch.longest, batch.problems * batch.group
+    cache = -(-batch.prompt // PLACES) * PLACES + (tokens + PLACES) / 2  # what is read of it, in the mean
     head, prompts = model.hidden * model.vocabulary, batch.problems * batch.prompt
     small = completions * model.elementwise_bytes
     if adapters:
@@ -254,14 +267,15 @@ def _rollouts(model: Sizes, batch: StepShape, adapters: int) -> Iterator[Part]:
     yield Part("rollouts: prompts, once a group", 2.0 * model.products * prompts,
                HALF * model.products + prompts * model.elementwise_bytes, "products")  # fmt: skip
     yield Part("rollouts: base products and head", tokens * 2.0 * completions * (model.products + head),
-               tokens * HALF * (model.products + head), "all weights are read for every token")  # fmt: skip
+               tokens * HALF * (model.products + head), "all weights are read for every token",
+               reach=DECODE_SHARE)  # fmt: skip
     yield Part("rollouts: norms, rotary, gates, sums", 0, tokens * small, "shortest kernel",
                launches=tokens * SMALL_KERNELS * model.layers)  # fmt: skip
     yield Part("rollouts: keys and values", tokens * 4.0 * completions * cache * model.queries * model.layers,
-               tokens * completions * cache * model.cache_bytes, "the whole cache, read once")  # fmt: skip
+               tokens * completions * cache * model.cache_bytes, "the live part of the cache, read once",
+               reach=CACHE_SHARE)  # fmt: skip
     logits = FLOAT * completions * model.vocabulary
     yield Part("rollouts: sampler", 0, tokens * SAMPLER_PASSES * logits, "passes over the logits")
-    yield Part("rollouts: the host between tokens", 0, 0, "the device waits", idle=tokens * BETWEEN_TOKENS)
 
 
 def _update(model: Sizes, batch: StepShape, adapters: int) -> Iterator[Part]:
@@ -314,6 +328,12 @@ def page(options: argparse.Namespace) -> str:
     )
     rank = 0 if options.full else options.rank
     every = parts(model, batch, rank)
+    for name, seconds in HOST.items():
+        begins = "rollouts: prompts" if name == "rollouts" else f"{name}:"
+        own = sum(one.seconds(gpu) for one in every if one.name.startswith(begins))
+        idle = max(model.layers * seconds - own, 0.0)
+        every.append(Part(f"{name}: launched by Python", 0, 0, "the device waits", idle=idle))
+    every.sort(key=lambda one: ORDER.index(one.name.partition(":")[0]))
     rows = [[one.name, _amount(one.flops, "FLOP"), _amount(one.moved, "B"), one.bound, _ms(one.seconds(gpu))]
             for one in every]  # fmt: skip
     totals = {name: sum(one.seconds(gpu) for one in every if one.name.startswith(start))

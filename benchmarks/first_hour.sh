@@ -8,7 +8,7 @@
 #   python3 -m benchmarks figures benchmarks/results/first-hour/*.json
 #
 # R: folder of the results (benchmarks/results/first-hour). PY: the interpreter (python3). DEVICE: cuda or cpu. COMMIT:
-# what to record where there is no .git. SMOKE=1: smallest shapes on a CPU, which show that all runs.
+# what to record, not what git says. SMOKE=1: smallest shapes on a CPU, which show that all runs.
 # CARRY: folder, in the checkout, of what a machine without a network lacks: wheels, gsm8k/ (CONTRIBUTING.md lists them).
 set -u
 cd "$(dirname "$0")/.."
@@ -49,7 +49,7 @@ step() {
     2) bench 2 330 rollouts --seconds 15 ;;
     3) bench 3 180 trainer-step --select decoding ;;
     4) bench 4 270 trainer-step --select stages --seconds 30 ;;
-    5) bench 5 240 step --select "$race" --seconds 20 ;;
+    5) bench 5 240 step --select "$race" --seconds 20 --peers 'TRL,ours,"ours counterfactual, one pass"' ;;
     6) bench 6 120 profile --select "$profile" ;;
     7) bench 7 240 kernels --select attention --seconds 5 ;;
     # shellcheck disable=SC2086

@@ -39,8 +39,8 @@ def gsm8k_folder() -> Path | None:
 
 
 def describe_environment(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """Device, driver, versions, commit and seeds."""
-    recorded, dirty = find_commit()
+    """Device, driver, versions, commit and seeds; `commit` is right where a copy's git knows an older one."""
+    recorded, dirty = (commit, False) if commit else find_commit()
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -52,7 +52,7 @@ def describe_environment(device: torch.device, commit: str | None) -> dict[str, 
         "device": _describe_gpu() if device.type == "cuda" else _describe_cpu(),
         "driver": _driver() if device.type == "cuda" else platform.platform(),
         "versions": versions,
-        "commit": recorded or commit or "unknown",
+        "commit": recorded or "unknown",
         "dirty": dirty,
         "seeds": {"workloads": SEED, "models": SEED},
         "data": "real" if gsm8k_folder() is not None else "generated",

@@ -23,7 +23,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def document_head(command: Sequence[str], commit: str | None = None) -> Document:
-    """The beginning of a document: its command and where it was made; `commit` is recorded where git cannot tell."""
+    """The beginning of a document: its command and where it was made; `commit` is recorded, not what git says."""
     environment = describe_environment(torch.device("cpu"), commit)
     return {"schema": 1, "command": shlex.join(command), "environment": environment}
 

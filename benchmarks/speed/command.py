@@ -79,7 +79,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--into", type=Path, help="result file, whose other parts stay; default: <date>-<device>-<commit>.json"
     )
-    parser.add_argument("--commit", help="what to record where git cannot tell")
+    parser.add_argument("--commit", help="what to record, not what git says")
     options = parser.parse_args(argv)
     if options.peers and not set(options.only or PARTS) & set(PEERS_OF):
         parser.error(f"--peers is for {', '.join(PEERS_OF)}")
@@ -110,7 +110,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--bench-peers", help="contenders to race, comma-separated; default: all")
     group.addoption("--bench-part", default="part", help="name of the part in the result file")
     group.addoption("--bench-into", help="result file")
-    group.addoption("--bench-commit", help="what to record where git cannot tell")
+    group.addoption("--bench-commit", help="what to record, not what git says")
 
 
 def device_name(config: pytest.Config) -> str:

@@ -24,7 +24,8 @@ from .modes import exchanged
 FEW_ROWS = 2048
 """Rows in halves on a GPU below which PEFT's layers run, where the host is the limit: of it they take less.
 
-Predicted, for 28 layers: 36 ms of the host by PEFT and 46 by one op (measured on a CPU), 16 and 9 us a row of an H100.
+Measured on an H100, forward and backward of Qwen3-1.7B by one op and by PEFT, ms: 197 and 193 of 1,870 rows, 208 and
+215 of 3,740, 253 and 392 of 7,480, 476 and 752 of 14,960.
 """
 _FULL = (torch.float32, torch.float64)
 _ONE_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
