@@ -25,7 +25,7 @@ def hour(*steps, **variables):
 
 def test_every_command_parses_and_they_end_within_nine_minutes_each_and_half_an_hour_in_all():
     lines = hour(DRY="1", R="results", COMMIT="abc").stdout.splitlines()
-    assert len(lines) == 8
+    assert len(lines) == 7
     limits = [sum(map(int, re.match(r"timeout --kill-after=(\d+) (\d+) ", line).groups())) for line in lines]
     assert max(limits) < 540
     assert sum(limits) <= 33 * 60  # none takes as long as it may
@@ -36,9 +36,9 @@ def test_every_command_parses_and_they_end_within_nine_minutes_each_and_half_an_
 
 
 def test_a_command_that_fails_is_named_at_the_end_and_stops_no_other(tmp_path):
-    ended = hour("3", "8", PY="/bin/false", R=str(tmp_path))
-    assert (ended.returncode, ended.stderr) == (1, "failed: 3 8\n")
-    assert {file.name for file in tmp_path.iterdir()} == {"3.log", "8.log"}
+    ended = hour("3", "7", PY="/bin/false", R=str(tmp_path))
+    assert (ended.returncode, ended.stderr) == (1, "failed: 3 7\n")
+    assert {file.name for file in tmp_path.iterdir()} == {"3.log", "7.log"}
     assert hour("12").returncode == 2
 
 
@@ -57,7 +57,7 @@ def test_every_step_runs_on_a_cpu_with_what_is_carried_and_its_figures_are_read_
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "carried" in ended.stdout
     files = sorted(tmp_path.glob("*.json"))
-    assert [file.stem for file in files] == ["1", "2", "3", "4", "5", "6", "7"]
+    assert [file.stem for file in files] == ["1", "2", "3", "4", "5", "6"]
     assert figures.main([*map(str, files)]) == 0
     printed = capsys.readouterr().out
     for text in (

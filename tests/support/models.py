@@ -194,7 +194,10 @@ def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_equals_naive(scores, model, prompts, completions, spans, answers, tolerance=2e-5):
+TOLERANCE = 5e-5 if torch.cuda.is_available() else 2e-5  # of some 30 nats in float32; a GPU's exp is off by 2 ulp
+
+
+def assert_equals_naive(scores, model, prompts, completions, spans, answers, tolerance=TOLERANCE):
     for b, answer in enumerate(answers):
         assert len(scores.masked[b]) == len(scores.drop[b]) == len(spans[b])
         if answer is None:
