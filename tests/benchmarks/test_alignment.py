@@ -174,11 +174,11 @@ def test_figures_are_those_of_the_vectors():
 
 
 def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
-    monkeypatch.setattr(alignment, "SIZES", (1, 2, 8))
+    monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
     monkeypatch.setattr(alignment, "ADAM", 2)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--true-groups", "16", "--blocks", "3", "--arms", "CF where right", "right times 2", "ceiling"]
-    arguments += ["--continuations", "1"]
+    arguments += ["--continuations", "1", "--group", "4"]
     assert main([*arguments, "--blocks", "4"]) == 0
     assert main(arguments) == 0  # with fewer blocks
     first = json.loads((tmp_path / "evidence-alignment.json").read_text())

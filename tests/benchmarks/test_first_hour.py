@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.harness import figures
 from benchmarks.speed import command
+from benchmarks.speed.bench_step import WORKLOADS
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -33,6 +34,10 @@ def test_every_command_parses_and_they_end_within_nine_minutes_each_and_half_an_
         if "benchmarks speed" in line:
             options = command.parse_options(shlex.split(line.partition("benchmarks speed ")[2]))
             assert (options.device, options.commit) == ("cuda", "abc")
+            if options.only in (["step"], ["profile"]):
+                words = options.select.split(" and ")
+                assert all(re.fullmatch(r"[\w.]+", word) for word in words)  # what every pytest takes for a name
+                assert any(all(word in name for word in words) for name in WORKLOADS["cuda"])
 
 
 def test_a_command_that_fails_is_named_at_the_end_and_stops_no_other(tmp_path):
@@ -42,7 +47,8 @@ def test_a_command_that_fails_is_named_at_the_end_and_stops_no_other(tmp_path):
     assert hour("12").returncode == 2
 
 
-def test_every_step_runs_on_a_cpu_with_what_is_carried_and_its_figures_are_read_together(tmp_path, capsys):
+def test_steps_run_on_a_cpu_with_what_is_carried_and_their_figures_are_read_together(tmp_path, capsys):
+    """Those whose parts no other test runs by their command."""
     wheel, carried = tmp_path / "carry" / "carried-1-py3-none-any.whl", tmp_path / "carry"
     carried.mkdir()
     with zipfile.ZipFile(wheel, "w") as file:
@@ -53,11 +59,11 @@ def test_every_step_runs_on_a_cpu_with_what_is_carried_and_its_figures_are_read_
             info + "WHEEL", "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         file.writestr(info + "RECORD", "")
-    ended = hour(SMOKE="1", PY=sys.executable, R=str(tmp_path), CARRY=str(carried))
+    ended = hour("1", "2", "3", "6", "7", SMOKE="1", PY=sys.executable, R=str(tmp_path), CARRY=str(carried))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "carried" in ended.stdout
     files = sorted(tmp_path.glob("*.json"))
-    assert [file.stem for file in files] == ["1", "2", "3", "4", "5", "6"]
+    assert [file.stem for file in files] == ["1", "2", "3", "6"]
     assert figures.main([*map(str, files)]) == 0
     printed = capsys.readouterr().out
     for text in (
@@ -65,7 +71,6 @@ def test_every_step_runs_on_a_cpu_with_what_is_carried_and_its_figures_are_read_
         "decoding, ",
         "trainer step, ",
         "credit_ms_per_1000_branch_rows",
-        "profile, ",
         "SDPA",
     ):
         assert text in printed
