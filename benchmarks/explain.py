@@ -8,7 +8,7 @@ table is in `docs/planning.md`.
 import argparse
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +46,7 @@ SMALL_KERNELS = 14
 """Norms, rotary embeddings, gates and sums of a layer in decoding, with Liger's kernels, and others' gaps (fitted)."""
 
 SAMPLER_PASSES = 35
-"""Readings and writings of float32 logits in the time that the sampler takes (fitted); they are 15."""
+"""Readings and writings of float32 logits in the time that the sampler, its sorts included, takes (fitted)."""
 
 ATTENTION_SHARE, ATTENTION_BACKWARD_SHARE = 0.27, 0.17
 """Shares of the rate of products that tree attention reaches at completions of some 200 tokens (fitted)."""
@@ -317,6 +317,15 @@ def _rows(
     yield Part(f"{name}: norms, rotary, gates, sums", 0, small * rows * model.elementwise_bytes, "bandwidth")
 
 
+def launches(every: Sequence[Part], layers: int, gpu: Gpu) -> Iterator[Part]:
+    """Yield what Python takes longer to launch than a GPU to run."""
+    for name, seconds in HOST.items():
+        begins = "rollouts: prompts" if name == "rollouts" else f"{name}:"
+        own = sum(one.seconds(gpu) for one in every if one.name.startswith(begins))
+        idle = max(layers * seconds - own, 0.0)
+        yield Part(f"{name}: launched by Python", 0, 0, "the device waits", idle=idle)
+
+
 def page(options: argparse.Namespace) -> str:
     """The table with what it holds for, as Markdown."""
     model, gpu = sizes(configuration(options.model)), GPUS[options.gpu]
@@ -328,12 +337,7 @@ def page(options: argparse.Namespace) -> str:
     )
     rank = 0 if options.full else options.rank
     every = parts(model, batch, rank)
-    for name, seconds in HOST.items():
-        begins = "rollouts: prompts" if name == "rollouts" else f"{name}:"
-        own = sum(one.seconds(gpu) for one in every if one.name.startswith(begins))
-        idle = max(model.layers * seconds - own, 0.0)
-        every.append(Part(f"{name}: launched by Python", 0, 0, "the device waits", idle=idle))
-    every.sort(key=lambda one: ORDER.index(one.name.partition(":")[0]))
+    every = sorted([*every, *launches(every, model.layers, gpu)], key=lambda one: ORDER.index(one.name.split(":")[0]))
     rows = [[one.name, _amount(one.flops, "FLOP"), _amount(one.moved, "B"), one.bound, _ms(one.seconds(gpu))]
             for one in every]  # fmt: skip
     totals = {name: sum(one.seconds(gpu) for one in every if one.name.startswith(start))

@@ -128,7 +128,7 @@ def stepper(load: Load, trainer: Trainer) -> tuple[Contender, list[dict[str, flo
                 raise WrongAnswer(f"{name} is {metrics[name]}, expected {value}")
         if not metrics["grad_norm"] > 0:
             raise WrongAnswer(f"grad_norm is {metrics['grad_norm']}, expected more than 0")
-        liger = "liger" in causal_lm(trainer.policy).model.norm.forward.__module__  # its forward takes the place of
+        liger = "liger" in causal_lm(trainer.policy).model.norm.forward.__module__  # which exchanges no class
         return {"sampled_tokens": trainer.engine.sampled, "liger": liger}  # type: ignore[attr-defined]
 
     return Contender(OURS, run, check), steps

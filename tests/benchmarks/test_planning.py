@@ -72,6 +72,13 @@ def test_a_part_takes_the_longest_of_its_products_its_bytes_and_its_launches():
     assert part("a", 1, 1, "", launches=5).seconds(gpu) == 5 * explain.LAUNCH
 
 
+def test_a_pass_takes_as_long_as_its_kernels_or_their_launches():
+    gpu, part = explain.GPUS["H100"], explain.Part
+    every = [part("forward: a", gpu.products, 0, ""), part("backward: a", 0, 0, ""), part("rollouts: b", 0, 0, "")]
+    waits = {one.name.partition(":")[0]: one.seconds(gpu) for one in explain.launches(every, 28, gpu)}
+    assert waits == {name: 28 * seconds for name, seconds in explain.HOST.items()} | {"forward": 0}
+
+
 def test_completions_fill_packs_as_the_library_cuts_them():
     job = shaped_job(group=6, prompt=20, completion=60, spans=3)
     group = GroupRows(20, (59 + 59 + 41 + 22,) * 6, 0, live=True)  # up to the answer, and from each span on
