@@ -67,10 +67,15 @@ class KeyValueStore:
         call = self._num_read.get(layer, 0)
         self._num_read[layer] = call + 1
         first_key, first_value = self._calls[layer][call]
-        joined = torch.cat([first_key, key], dim=2), torch.cat([first_value, value], dim=2)
+        joined = _in_rows(first_key, key), _in_rows(first_value, value)
         if self._grows:
             self._calls[layer][call] = joined
         return joined
+
+
+def _in_rows(first: Tensor, second: Tensor) -> Tensor:
+    """Join (1, Hkv, N, D) along rows, whose heads lie side by side in memory: as a whole they are copied far faster."""
+    return torch.cat([first.transpose(1, 2), second.transpose(1, 2)], dim=1).transpose(1, 2)
 
 
 @dataclass
