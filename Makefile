@@ -16,8 +16,9 @@ endif
 demo: $(SETUP)
 	$(PY) -m trainer
 
+# Files in their order: those with the fewest tests, which would come last, are among the longest.
 test: $(SETUP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # With the oldest Triton and transformers that setup.py allows: kernels are built, scoring, losses, the self-check and
 # the hosts that are installed are run. What needs a newer transformers is skipped by name.
@@ -30,7 +31,7 @@ test-newest:
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 --dist loadfile tests/ops $(ON_MODELS)
 
 quick: $(SETUP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 # 2,000 tiny steps, once undisturbed and once killed twenty times: some minutes.
 soak: $(SETUP)
