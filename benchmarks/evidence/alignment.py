@@ -337,7 +337,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         rows.append([
             name, *(f"{figures[str(size)]['cosine']:.3f}" for size in SIZES),
             f"{at['ratio']:.2f} ± {at['ratio_error']:.2f}", f"{at['difference']:+.3f} ± {at['difference_error']:.3f}",
-            f"{adam['ratio']:.2f} ± {adam['ratio_error']:.2f}", *ends, f"{figures['cost']:.2f}",
+            f"{adam['ratio']:.2f} ± {adam['ratio_error']:.2f}" if math.isfinite(adam["ratio"]) else "–", *ends,
+            f"{figures['cost']:.2f}",
         ])  # fmt: skip
     groups, size = settings["true_groups"], settings["group"]
     about = f"Regime `{settings['regime']}`, " if settings["regime"] else ""
