@@ -40,15 +40,14 @@ def draw(
     if uniforms is None:
         return Draws(scores.argmax(-1, keepdim=True), torch.zeros_like(largest).masked_fill(unknown, torch.nan), narrow)
     scaled = scores.float() / temperature
-    largest = scaled.amax(-1, keepdim=True)
-    weights = (scaled - largest.double()).exp_()
-    total = weights.sum(-1, keepdim=True)
+    weights = (scaled - scaled.amax(-1, keepdim=True).double()).exp_()
     if top_p < 1:
-        tokens, narrow = _nucleus(scaled, weights, top_p * total, uniforms, candidates)
+        share = top_p * weights.sum(-1, keepdim=True)
+        tokens, narrow = _nucleus(scaled, weights, share, uniforms, candidates)
     else:
         tokens = _inverse_cdf(weights, uniforms)
     tokens = tokens.clamp(max=scores.shape[1] - 1)  # beyond it are only sums that are nan
-    logprobs = scaled.gather(1, tokens) - largest - total.float().log()  # rounded as those of a training forward are
+    logprobs = torch.log_softmax(scaled, -1).gather(1, tokens)  # rounded as those of a training forward are
     return Draws(tokens, logprobs.masked_fill(unknown, torch.nan), narrow)
 
 
