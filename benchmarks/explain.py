@@ -52,6 +52,7 @@ ATTENTION_SHARE, ATTENTION_BACKWARD_SHARE = 0.27, 0.17
 """Shares of the rate of products that tree attention reaches at completions of some 200 tokens (fitted)."""
 
 ORDER = ("rollouts", "forward", "loss", "backward", "update", "credit", "host")
+"""Of the table's sections."""
 
 OPTIMIZER_BYTES = 40
 """Read and written for each trained weight by AdamW in float32, the gradient's norm and its clip."""

@@ -21,8 +21,7 @@ from cfa_kernels.ops.upload import upload
 from .sampling import CANDIDATES, draw
 
 _LOOK = 16  # tokens between two looks at a GPU's results
-_LENGTHS = 64  # of prompts and caches are a multiple of it, so that shapes repeat
-_LIVE = 64  # a graph reads a multiple of so many places
+_LENGTHS = 64  # of prompts, caches and what a graph reads of them are a multiple of it, so that shapes repeat
 _FEWEST_ROWS = 8  # of a graph; others are powers of two
 _LOG = logging.getLogger(__name__)
 
@@ -155,7 +154,7 @@ class Decoder:
             state.place.fill_(width + made)
             state.missed.fill_(False)
             live = width + made + times
-            live = min(-(-live // _LIVE) * _LIVE, self._places) if self._captured else live
+            live = min(-(-live // _LENGTHS) * _LENGTHS, self._places) if self._captured else live
             self._run(times, state, live, sampling, candidates)
             ended, missed = torch.cat([state.ended.all().view(1), state.missed]).tolist()
             if missed and candidates == CANDIDATES:  # the same draws once more, among all tokens

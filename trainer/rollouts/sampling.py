@@ -54,7 +54,7 @@ def draw(
 def _nucleus(
     scaled: Tensor, weights: Tensor, share: Tensor, uniforms: Tensor, candidates: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Draw tokens (B, 1) but none than which likelier ones have a `share` (B, 1) of weights (B, V); `narrow` as well.
+    """Draw tokens (B, 1), each of the likeliest that make up `share` (B, 1) of weights (B, V), and give `narrow`.
 
     Among equally likely tokens the last of the vocabulary come first.
     """
