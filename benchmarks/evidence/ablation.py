@@ -277,7 +277,20 @@ def markdown(document: Mapping[str, Any]) -> str:
         "differences are paired by seed, with their standard error and the p of a paired t-test. Accuracy in "
         "percent.\n",
         table(head, rows),
+        *_quarters(document),
     ])  # fmt: skip
+
+
+def _quarters(document: Mapping[str, Any]) -> list[str]:
+    """A table of what runs that noted it did over their steps."""
+    rows = []
+    for arm, curves in document["curves"].items():
+        if all("quarters" in curve for curve in curves):
+            means = {name: np.mean([curve["quarters"][name] for curve in curves], axis=0) for name in TRENDS}
+            rows.append([arm, *(", ".join(f"{x:.{TRENDS[name][1]}f}" for x in row) for name, row in means.items())])
+    head = ["credit", *(title for title, _ in TRENDS.values())]
+    note = "By quarters of the steps, means over seeds. *Effective share*: squared mean over mean square.\n"
+    return [note, table(head, rows)] if rows else []
 
 
 def _corrections(document: Mapping[str, Any]) -> str:
@@ -288,6 +301,12 @@ def _corrections(document: Mapping[str, Any]) -> str:
     got, right = (100 * statistics.fmean(share[name] for share in shares) for name in ("fraction", "right_fraction"))
     return f" ({got:.1f} % of completions got a correction, {right:.1f} % of the corrections were right)"
 
+
+TRENDS = {
+    "reward": ("reward", 3), "entropy": ("entropy", 3), "completions/mean_length": ("tokens", 0),
+    "ess": ("effective share of the weights", 2),
+}  # fmt: skip
+"""What a run notes by quarters of its steps, how tables call it, and its digits."""
 
 # One core each, and a clock of the run's own CPU seconds, which other load on the machine does not stretch.
 _PINNED = (
@@ -318,7 +337,7 @@ def _curve(place: Path, steps: int) -> dict[str, Any]:
     result: dict[str, Any] = {"step": [], "accuracy": [], "seconds": []}
     sampled: list[float] = []
     corrections: dict[str, list[float]] = {}
-    trends: dict[str, list[float]] = {"reward": [], "entropy": [], "completions/mean_length": [], "ess": []}
+    trends: dict[str, list[float]] = {name: [] for name in TRENDS}
     seconds = 0.0
     for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)

@@ -56,6 +56,16 @@ def test_differences_that_do_not_scatter_have_no_error():
     assert paired([2], [1]) == {"mean": 1, "error": None, "p": None}
 
 
+def test_a_table_shows_what_runs_did_by_quarters_of_their_steps():
+    quarters = {"reward": [0.5, 0.6], "entropy": [0.2, 0.1], "completions/mean_length": [46, 47], "ess": [1.0, 0.9]}
+    curves = CURVES | {PLAIN: [row | {"quarters": quarters} for row in CURVES[PLAIN]]}
+    document = ENVIRONMENT | {"settings": vars(AblationSettings(seeds=2)), "curves": curves, "arms": compare(curves)}
+    *_, rule, row = markdown(document).strip().splitlines()
+    assert row == f"| {PLAIN} | 0.500, 0.600 | 0.200, 0.100 | 46, 47 | 1.00, 0.90 |"
+    assert rule.count("---") == 5
+    assert "quarters" not in markdown(document | {"curves": CURVES})
+
+
 def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
     size = AblationSettings(seeds=1, steps=2, eval_steps=1, eval_problems=8, eval_samples=2)
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--max_steps", "--device"))]
