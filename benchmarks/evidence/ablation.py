@@ -52,7 +52,7 @@ RIGHT = ("--credit_options", "completions", "positive")
 ARMS |= {
     "CF where right": (*ARMS["counterfactual"], *RIGHT),
     "total effects where right": (*ARMS["counterfactual"], *RIGHT, "--credit_options", "effect", "total"),
-    "prefix gain where right": (*ARMS["prefix_gain"], *RIGHT),
+    "prefix gain where right": ("--config=prefix_gain_positive",),
     "random where right": (*ARMS["random"], *RIGHT),
     "position where right": ("--estimator=benchmarks.evidence.planted:position", *MEAN, *RIGHT),
 }
