@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from docstring_parser import parse_from_object
 
 from benchmarks.evidence import ablation, alignment, arms, corrects, demo, papers, pictures, planted, programs, regimes
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, load, train
@@ -44,6 +45,8 @@ ALL = (
 """Commands that make every result, in some ten hours of one core."""
 
 MAKERS = {"regimes": regimes.train, "corrects": corrects.train}
+
+_KINDS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
 
 Head = Document
 """The beginning of a document."""
@@ -124,14 +127,18 @@ def _command(
     settings: type | None = None,
 ) -> argparse.ArgumentParser:  # fmt: skip
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    command.add_argument("--folder", type=Path, default=Path("runs") / name, help="default: %(default)s")
+    command.add_argument("--folder", type=Path, default=Path("runs") / name, help="of its pieces; default: %(default)s")
     command.add_argument("--results", type=Path, default=RESULTS, help="folder of the tables")
     command.add_argument("--commit", help="what to record where git cannot tell")
     command.set_defaults(run=run)
+    texts = (
+        {param.arg_name: param.description or "" for param in parse_from_object(settings).params} if settings else {}
+    )
     for field in fields(settings) if settings else ():
+        kind, default = type(field.default), "" if field.default == "" else "; default: %(default)s"
         command.add_argument(
-            f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default, metavar="N",
-            dest=field.name, help="default: %(default)s",
+            f"--{field.name.replace('_', '-')}", type=kind, default=field.default, metavar=_KINDS[kind],
+            dest=field.name, help=f"{texts[field.name].replace('%', '%%').rstrip('.')}{default}",
         )  # fmt: skip
     return command
 

@@ -55,13 +55,20 @@ METHODS: dict[str, Estimator] = {
 class PlantedSettings:
     """Size of the measurement."""
 
-    problems: Count = 200  # that every method judges, the kinds in turn
-    costly: Count = 60  # of them, that methods by token judge and that get sampled step values
-    samples: Count = 12  # continuations from each end of a line of those
-    chains: Count = 200  # right and greedy, each token of which is replaced
-    room: Count = 256  # tokens of a completion
-    draws: Count = 1000  # of the bootstrap
+    problems: Count = 200
+    """Problems that every method judges, the kinds in turn."""
+    costly: Count = 60
+    """Of them, those that methods by token judge and that get sampled step values."""
+    samples: Count = 12
+    """Continuations from each end of a line of those."""
+    chains: Count = 200
+    """Right and greedy ones, each token of which is replaced."""
+    room: Count = 256
+    """Tokens of a completion."""
+    draws: Count = 1000
+    """Draws of the bootstrap."""
     seed: int = 0
+    """Seed of problems and draws."""
 
     def __post_init__(self) -> None:
         check_fields(self)

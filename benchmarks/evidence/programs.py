@@ -40,11 +40,14 @@ _DO = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 @dataclass(frozen=True)
 class ProgramsSettings:
-    """Size of the measurement: programs sampled for each kind of prompt, how they are isolated, and the seed."""
+    """Size of the measurement."""
 
     problems: int = 300
+    """Programs that are sampled for each kind of prompt."""
     isolation: str = "bubblewrap"
+    """How they are isolated where their tests run."""
     seed: int = 0
+    """Seed of problems and draws."""
 
 
 def executed(program: str, x: int) -> tuple[int, dict[int, int], str]:
