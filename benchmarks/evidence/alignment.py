@@ -1,9 +1,10 @@
 """`python -m benchmarks evidence alignment`: measure how well a small batch's step points at the true gradient.
 
 A step is as good as its direction. The true gradient of the expected reward comes from many completions (REINFORCE with
-the mean of the group as its baseline, summed over tokens, nothing reshaped), twice, from independent draws. Then every
-arm's gradient on the same small batches is compared with it: the cosine counts bias and noise together. Arms are paired
-batch by batch. Cosines of larger batches come from sums of small ones, which is exact: denominators scale a step only.
+the mean of the group as its baseline, summed over tokens, nothing reshaped), in parts from independent draws, whose
+scatter says how far it is known. Then every arm's gradient on the same small batches is compared with it: the cosine
+counts bias and noise together. Arms are paired batch by batch. Cosines of larger batches come from sums of small ones,
+which is exact: denominators scale a step only.
 """
 
 import math
@@ -30,6 +31,8 @@ SIZES = (1, 4, 16, 64)
 """Groups of a batch."""
 ADAM = 4
 """Groups of the batches that Adam's geometry is measured at."""
+PARTS = 8
+"""Parts of the true gradient."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class AlignmentSettings:
     """Name in `regimes.REGIMES`, in place of `problems` and `max_tokens`; its own model unless one is named."""
     parameters: str = "."
     """Expression for the names of the parameters whose gradients are compared."""
-    true_groups: int = 4096
-    """Groups of each half of the true gradient."""
+    truth_groups: int = 8192
+    """Groups of the true gradient, dealt out to eight parts."""
     blocks: int = 10
     """Blocks of 64 groups that arms are measured on."""
     group: int = 8
@@ -61,7 +64,13 @@ class AlignmentSettings:
 
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""
-        for name, least in {"true_groups": 1, "blocks": 3, "group": 2, "max_tokens": 1, "continuations": 1}.items():
+        for name, least in {
+            "truth_groups": PARTS,
+            "blocks": 3,
+            "group": 2,
+            "max_tokens": 1,
+            "continuations": 1,
+        }.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.temperature <= 0:
@@ -139,16 +148,16 @@ class Policy:
         return torch.cat([part.flatten().cpu() for part in found])
 
 
-def true_gradient(policy: Policy, half: int, settings: AlignmentSettings) -> Tensor:
-    """Sum REINFORCE's gradient over groups, (D,) float64."""
-    total: Tensor | int = 0
-    for group in policy.groups(settings.seed, 1, half, count=settings.true_groups):
+def true_gradient(policy: Policy, settings: AlignmentSettings) -> Tensor:
+    """Sum REINFORCE's gradient over groups, a part of them in each row, (PARTS, D)."""
+    parts = torch.zeros(PARTS, sum(p.numel() for p in policy.parameters), dtype=torch.float64)
+    for i, group in enumerate(policy.groups(settings.seed, 1, count=settings.truth_groups)):
         advantages = group.rewards - group.rewards.mean()
         if advantages.any():
-            total = total + policy.gradient(packed_forward(policy.model, group.rows), advantages).double()
-    if isinstance(total, int):
-        raise ValueError("true_groups: no group has both a right and a wrong completion, so there is nothing to learn")
-    return total
+            parts[i % PARTS] += policy.gradient(packed_forward(policy.model, group.rows), advantages)
+    if not parts.any():
+        raise ValueError("truth_groups: no group has both a right and a wrong completion, so there is nothing to learn")
+    return parts.float()
 
 
 def run(
@@ -159,7 +168,7 @@ def run(
 
     Args:
         pieces: the products of each block.
-        folder: of the vectors that blocks are compared with: the two true gradients, the mean squares for Adam.
+        folder: of the vectors that blocks are compared with: the true gradient, the mean squares for Adam.
         settings: how much.
         arms: names that `arms_of` takes; default the set "main".
         say: prints progress, a line at a time.
@@ -169,22 +178,19 @@ def run(
     """
     chosen, policy = arms_of(arms or ["main"]), Policy(settings)
     known = {name: value for name, value in asdict(settings).items() if name not in ("blocks", "continuations")}
-    halves = []
-    for half in (0, 1):
-        halves.append(_kept(folder / f"true-{half}.pt", known, lambda: true_gradient(policy, half, settings)))  # noqa: B023
-        say(f"true gradient {half + 1} of 2: norm {halves[-1].norm():.3g}")
-    truth = [half.float() for half in halves]
+    truth = _kept(folder / "true.pt", known, lambda: true_gradient(policy, settings))
+    gram = (truth @ truth.T).double().numpy()
+    if _strength(gram) <= 0:
+        raise ValueError("truth_groups: the parts of the true gradient do not agree; raise it")
+    say(f"true gradient: norm {math.sqrt(_strength(gram)):.3g} for an eighth of the groups")
     own = known | {"arms": list(chosen), "continuations": settings.continuations}
     squares = _kept(folder / "squares.pt", own, lambda: mean_squares(policy, chosen, settings))
     blocks = []
     for block in range(settings.blocks):
         blocks.append(pieces.get(f"block {block}", lambda: _block(policy, chosen, block, truth, squares, settings)))  # noqa: B023
         say(f"block {block + 1} of {settings.blocks}")
-    strength = float(halves[0] @ halves[1])
-    if strength <= 0:
-        raise ValueError("true_groups: the two halves of the true gradient do not agree; raise it")
-    agreement = strength / float(halves[0].norm() * halves[1].norm())
-    figures = summary([block["products"] for block in blocks], strength)
+    agreement = float(torch.cosine_similarity(truth[::2].sum(0), truth[1::2].sum(0), dim=0))
+    figures = summary([block["products"] for block in blocks], gram)
     step = sum(block["seconds"][part] for block in blocks for part in ("sampling", "forward", "backward"))
     for name, figure in figures.items():
         figure["cost"] = sum(block["seconds"][name] for block in blocks) / step
@@ -228,10 +234,10 @@ def mean_squares(policy: Policy, arms: Mapping[str, Arm], settings: AlignmentSet
 
 
 def _block(
-    policy: Policy, arms: Mapping[str, Arm], block: int, truth: Sequence[Tensor], squares: Mapping[str, Tensor],
+    policy: Policy, arms: Mapping[str, Arm], block: int, truth: Tensor, squares: Mapping[str, Tensor],
     settings: AlignmentSettings,
 ) -> dict[str, Any]:  # fmt: skip
-    """For each geometry, size and arm: products of each batch's gradient with both truths and with itself.
+    """For each geometry, size and arm: products of each batch's gradient with the truth's parts and with itself.
 
     "seconds": those of the processor for a plain step on these groups, and each arm's credit.
     """
@@ -239,8 +245,7 @@ def _block(
     products: dict[str, dict[str, list[list[float]]]] = {}
 
     def add(key: str, name: str, step: Tensor) -> None:
-        mean = step.mean(0)
-        line = [float(mean @ truth[0]), float(mean @ truth[1]), float(step[0] @ step[-1])]
+        line = [*(truth @ step.mean(0)).tolist(), float(step[0] @ step[-1])]
         products.setdefault(key, {}).setdefault(name, []).append(line)
 
     seconds = {"sampling": 0.0, "forward": 0.0, "backward": 0.0, **dict.fromkeys(arms, 0.0)}
@@ -262,64 +267,91 @@ def _block(
     return {"products": products, "seconds": seconds}
 
 
-def summary(blocks: Sequence[Mapping[str, Mapping[str, Sequence[Sequence[float]]]]], strength: float) -> dict[str, Any]:
+def summary(
+    blocks: Sequence[Mapping[str, Mapping[str, Sequence[Sequence[float]]]]], gram: np.ndarray
+) -> dict[str, Any]:
     """Sum up what `_block` gives: for each arm and each size, or "adam", cosine, ratio to plain's and difference.
 
-    Errors are jackknives over batches, which are paired with plain's; those of `aim` and `noise to signal` are over
-    blocks. `aim` is the cosine of the arm's mean gradient and `noise to signal` the variance of a group's over the
-    squared norm of that mean, which follows from how the mean square falls with the size. None where the estimated
-    norm is not above 0. Batches of an arm with a twin are `pooled`.
+    Errors are jackknives over batches, which are paired with plain's, and over the parts of the truth, which all
+    batches share, added as squares; those of `aim` and `noise to signal` are over blocks and parts. `aim` is the cosine
+    of the arm's mean gradient and `noise to signal` the variance of a group's over the squared norm of that mean, which
+    follows from how the mean square falls with the size. None where the estimated norm is not above 0. Batches of an
+    arm with a twin are `pooled`.
+
+    Args:
+        blocks: of each block its products.
+        gram: (P, P) products of the truth's parts with each other.
     """
     figures: dict[str, Any] = {}
     for name in blocks[0][str(SIZES[0])]:
         figures[name], pooled = {}, ARMS.get(name, ARMS[PLAIN]).twin is not None
         for key in blocks[0]:
-            (own, without), (plain, left) = (
-                _cosine([line for block in blocks for line in block[key][one]], strength, pooled)
+            own, plain = (
+                _cosines(np.array([line for block in blocks for line in block[key][one]]), gram, pooled)
                 for one in (name, PLAIN)
             )
-            figures[name][key] = {
-                "batches": len(left), "cosine": own, "error": _jackknife(without),
-                "difference": own - plain, "difference_error": _jackknife(without - left),
-                "ratio": own / plain, "ratio_error": _jackknife(without / left),
-            }  # fmt: skip
-        whole = _aim(blocks, name, strength)
-        errors = _jackknife([_aim([*blocks[:i], *blocks[i + 1 :]], name, strength) for i in range(len(blocks))])
-        for key, value, error in zip(("aim", "noise to signal"), whole, errors.tolist(), strict=True):
+            figure = figures[name][key] = {"batches": len(own) - 1 - len(gram)}
+            for label, values in (("", own), ("difference", own - plain), ("ratio", own / plain)):
+                figure[label or "cosine"] = float(values[0])
+                figure[f"{label}_error".lstrip("_")] = _error(values, len(gram))
+        ends = [_aim(blocks, name, gram)]
+        ends += [_aim([*blocks[:i], *blocks[i + 1 :]], name, gram) for i in range(len(blocks))]
+        ends += [_aim(blocks, name, gram, part) for part in range(len(gram))]
+        for key, values in zip(("aim", "noise to signal"), np.array(ends).T, strict=True):
+            value, error = float(values[0]), _error(values, len(gram))
             figures[name][key] = {"value": value, "error": error} if math.isfinite(value + error) else None
     return figures
 
 
-def _aim(blocks: Sequence[Mapping[str, Any]], name: str, strength: float) -> tuple[float, float]:
-    """Cosine of an arm's mean gradient, and the variance of a group's gradient over that mean's squared norm."""
-    small, large = (_moments(blocks, str(size), name) for size in (SIZES[0], SIZES[-1]))
-    noise = (small[1] - large[1]) / (1 / SIZES[0] - 1 / SIZES[-1])
-    signal = large[1] - noise / SIZES[-1]
-    return (large[0] / math.sqrt(strength * signal), noise / signal) if signal > 0 else (math.nan, math.nan)
+def _strength(gram: np.ndarray, without: int | None = None) -> float:
+    """Squared norm of the mean of the truth's parts but one, free of their noise: the mean product of two parts."""
+    kept = np.delete(np.delete(gram, without, 0), without, 1) if without is not None else gram
+    return float((kept.sum() - kept.trace()) / (len(kept) * (len(kept) - 1)))
 
 
-def _cosine(lines: Sequence[Sequence[float]], strength: float, pooled: bool) -> tuple[float, np.ndarray]:
-    """Mean cosine of batches, and the same without each of them, (n,).
+def _product(lines: np.ndarray, without: int | None) -> np.ndarray:
+    """Product of each batch with the mean of the truth's parts but one, (n,)."""
+    parts = lines[:, :-1]
+    mean: np.ndarray = (parts if without is None else np.delete(parts, without, 1)).mean(1)
+    return mean
+
+
+def _cosines(lines: np.ndarray, gram: np.ndarray, pooled: bool) -> np.ndarray:
+    """Mean cosine of n batches, (n, P + 1); then the same without each of them, and without each part of the truth.
 
     Pooled, it is the mean product over the root of the mean square, which may be below 0 for one batch of twins.
     """
-    first, second, square = np.array(lines).T
-    product, count = (first + second) / 2, len(lines)
-    if not pooled:
-        product, square = product / np.sqrt(strength * square), np.full(count, 1 / strength)
-    left = (product.sum() - product) / np.sqrt(strength * (square.sum() - square) * (count - 1))
-    return float(product.sum() / np.sqrt(strength * square.sum() * count)), left
+    square, count, found = lines[:, -1], len(lines), list[float]()
+    for without in (None, *range(len(gram))):
+        product, norm = _product(lines, without) / math.sqrt(_strength(gram, without)), square
+        if not pooled:
+            product, norm = product / np.sqrt(square), np.ones(count)
+        found.append(product.mean() / np.sqrt(norm.mean()))
+        if without is None:
+            left = (product.sum() - product) / np.sqrt((norm.sum() - norm) * (count - 1))
+    return np.array([found[0], *left, *found[1:]])
 
 
-def _jackknife(left: Any) -> Any:
-    return np.sqrt((len(left) - 1) * np.var(left, axis=0))
+def _error(values: np.ndarray, parts: int) -> float:
+    """Standard error of the first of the values from those behind it, each without a batch, or a part of the truth."""
+    groups = values[1:-parts], values[-parts:]
+    return math.sqrt(sum((len(left) - 1) * np.var(left) for left in groups))
 
 
-def _moments(blocks: Sequence[Mapping[str, Any]], key: str, name: str) -> tuple[float, float]:
+def _aim(blocks: Sequence[Mapping[str, Any]], name: str, gram: np.ndarray, without: int | None = None) -> list[float]:
+    """Cosine of an arm's mean gradient, and the variance of a group's gradient over that mean's squared norm."""
+    (_, small), (product, large) = (_moments(blocks, size, name, without) for size in (SIZES[0], SIZES[-1]))
+    noise = (small - large) / (1 / SIZES[0] - 1 / SIZES[-1])
+    signal = large - noise / SIZES[-1]
+    strength = _strength(gram, without)
+    return [product / math.sqrt(strength * signal), noise / signal] if signal > 0 else [math.nan, math.nan]
+
+
+def _moments(blocks: Sequence[Mapping[str, Any]], size: int, name: str, without: int | None) -> tuple[float, float]:
     """Mean product with the truth, and mean square, of a batch's gradient per group; groups without any count as 0."""
-    size, groups = int(key), SIZES[-1] * len(blocks)
-    lines = np.array([line for block in blocks for line in block[key][name]])
-    return float(lines[:, :2].mean(1).sum() / groups), float(lines[:, 2].sum() / size / groups)
+    groups = SIZES[-1] * len(blocks)
+    lines = np.array([line for block in blocks for line in block[str(size)][name]])
+    return float(_product(lines, without).sum() / groups), float(lines[:, -1].sum() / size / groups)
 
 
 def markdown(document: Mapping[str, Any]) -> str:
@@ -340,16 +372,17 @@ def markdown(document: Mapping[str, Any]) -> str:
             f"{adam['ratio']:.2f} ± {adam['ratio_error']:.2f}" if math.isfinite(adam["ratio"]) else "–", *ends,
             f"{figures['cost']:.2f}",
         ])  # fmt: skip
-    groups, size = settings["true_groups"], settings["group"]
+    groups, size = settings["truth_groups"], settings["group"]
     about = f"Regime `{settings['regime']}`, " if settings["regime"] else ""
     about += f"{document['density']:.0%} of its tokens in steps and answer. " if about else ""
     note = (
-        f"{made_by(document)}. {about}Cosine of a batch's gradient with the true one, from 2 x {groups} groups of "
-        f"{size} (cosine of its halves {document['agreement']:.2f}), over {settings['blocks']} blocks of {SIZES[-1]} "
-        f"groups. Ratios and differences are those at {ADAM * size} completions, paired with plain DAPO's; their "
-        "squares are roughly ratios of completions. *Adam*: each arm's gradient divided by the root of its own mean "
-        "square over 20 earlier batches. *Aim* is the cosine of the arm's mean gradient (1 is no bias; an estimate "
-        "may exceed it), *noise to signal* the variance of a group's gradient over the squared norm of that mean, "
-        "*cost* the processor's seconds for the credit over those of a plain step: sampling, forward and backward.\n"
+        f"{made_by(document)}. {about}Cosine of a batch's gradient with the true one, from {groups} groups of {size} "
+        f"(cosine of its halves {document['agreement']:.2f}), over {settings['blocks']} blocks of {SIZES[-1]} groups. "
+        f"Ratios and differences are those at {ADAM * size} completions, paired with plain DAPO's; their squares are "
+        "roughly ratios of completions. Standard errors count batches and how well the true gradient is known. *Adam*: "
+        "each arm's gradient divided by the root of its own mean square over 20 earlier batches. *Aim* is the cosine "
+        "of the arm's mean gradient (1 is no bias; an estimate may exceed it), *noise to signal* the variance of a "
+        "group's gradient over the squared norm of that mean, *cost* the processor's seconds for the credit over those "
+        "of a plain step: sampling, forward and backward.\n"
     )
     return "\n".join(["# Alignment with the true gradient\n", note, table(head, rows)])

@@ -26,19 +26,20 @@ COPIES = {TRAINED: 1, RANDOM: 10}
 TRAINING = (
     '--arms training --rates "5e-5 1e-4" --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1'
 )
+DENSITY = 'plain CF "CF where right" "total effects where right" "permuted where right" "position where right" ceiling'
 ALL = (
     "planted", "programs", "papers", "demo", "ablation",
     'ablation --arms "two levels" --name evidence-ablation-levels',
     *(f"ablation --regime {name} {TRAINING} --name evidence-training-{name}" for name in ("idle8", "plain")),
     "model --kind corrects",
     'ablation --model runs/corrects/model --arms "plain DAPO" "compare and correct" --name evidence-corrects',
-    "alignment --true-groups 2048 --blocks 16",
+    "alignment --truth-groups 4096 --blocks 16",
     *(
-        f"alignment --regime {name} --true-groups 1024 --blocks 10 --arms {chosen} --name evidence-alignment-{name}"
+        f"alignment --regime {name} --truth-groups 2048 --blocks 10 --arms {chosen} --name evidence-alignment-{name}"
         for name, chosen in {"plain": "main ideas", "idle8": "main ideas"}.items()
     ),
     *(
-        f"alignment --regime {name} --true-groups 1024 --blocks 6 --name evidence-alignment-{name}"
+        f"alignment --regime {name} --truth-groups 2048 --blocks 6 --arms {DENSITY} --name evidence-alignment-{name}"
         for name in ("idle24", "free8", "decoys8", "hurried8")
     ),
 )  # fmt: skip

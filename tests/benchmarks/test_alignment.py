@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.evidence import alignment, arms, command
-from benchmarks.evidence.alignment import ADAM, SIZES, AlignmentSettings, Policy
+from benchmarks.evidence.alignment import ADAM, PARTS, SIZES, AlignmentSettings, Policy
 from benchmarks.evidence.arms import ARMS, CF, GAIN_OF_ALL, PERMUTED, PLAIN, SETS, Judged, arms_of
 from benchmarks.evidence.command import main
 from benchmarks.evidence.regimes import REGIMES, density
@@ -17,7 +17,7 @@ from cfa_kernels import Rows, TrainingForward, counterfactual_credit
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = AlignmentSettings(true_groups=2, blocks=3, group=4, max_tokens=70, continuations=2)
+SETTINGS = AlignmentSettings(truth_groups=8, blocks=3, group=4, max_tokens=70, continuations=2)
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +141,7 @@ def test_arms_of_ones_own_are_named_by_their_module():
 def test_figures_are_those_of_the_vectors():
     """Arms of known mean and noise: cosines by brute force, noise and aim within their own errors."""
     random, truth = np.random.default_rng(0), np.array([1.0, 0, 0, 0])
+    parts = np.stack([truth] * PARTS)
     means = {PLAIN: np.array([0.5, 0.2, 0, 0]), "CF": np.array([0.5, 0, 0, 0])}
     blocks, cosines = [], {name: [] for name in means}
     for _ in range(60):
@@ -149,7 +150,7 @@ def test_figures_are_those_of_the_vectors():
         for name, mean in means.items():
             for size in SIZES:
                 steps = (mean + noise).reshape(-1, size, 4).sum(1)
-                lines = [[step @ truth, step @ truth, step @ step] for step in steps]
+                lines = [[*parts @ step, step @ step] for step in steps]
                 products[str(size)][name] = lines
                 if size == ADAM:
                     products["adam"][name] = lines
@@ -159,9 +160,9 @@ def test_figures_are_those_of_the_vectors():
     for block, (one, other) in zip(blocks, zip(*(twins + means["CF"]), strict=True), strict=True):
         for size in SIZES:
             pairs = zip(*(part.reshape(-1, size, 4).sum(1) for part in (one, other)), strict=True)
-            block[str(size)]["ceiling"] = [[(a + b) @ truth / 2, (a + b) @ truth / 2, a @ b] for a, b in pairs]
+            block[str(size)]["ceiling"] = [[*parts @ (a + b) / 2, a @ b] for a, b in pairs]
         block["adam"]["ceiling"] = block[str(ADAM)]["ceiling"]
-    figures = alignment.summary(blocks, 1.0)
+    figures = alignment.summary(blocks, parts @ parts.T)
     for size in SIZES:  # without its draws the gradient is the truth's
         assert abs(figures["ceiling"][str(size)]["cosine"] - 1) < 3 * figures["ceiling"][str(size)]["error"] < 0.5
     for name, values in cosines.items():
@@ -174,11 +175,31 @@ def test_figures_are_those_of_the_vectors():
             assert abs(figures[name][key]["value"] - value) < 3 * figures[name][key]["error"] < 0.3 * value
 
 
+def test_errors_hold_how_well_the_truth_is_known():
+    """The same batches beside many truths, each from noisy parts: ratios scatter as the errors say."""
+    random, truth = np.random.default_rng(0), np.eye(40)[0]
+    steps = {name: np.roll(truth, 1) * share + truth + random.normal(size=(2 * SIZES[-1], 40)) * 0.05
+             for name, share in {PLAIN: 0.0, "CF": 1.0}.items()}  # fmt: skip
+    found, errors = [], []
+    for _ in range(100):
+        parts = truth + random.normal(size=(PARTS, 40)) / 5
+        blocks = [
+            {str(size): {name: [[*parts @ step, step @ step] for step in own[start : start + SIZES[-1]]]
+                         for name, own in steps.items()} for size in SIZES}
+            for start in (0, SIZES[-1])
+        ]  # fmt: skip
+        figure = alignment.summary(blocks, parts @ parts.T)["CF"][str(ADAM)]
+        found.append(figure["ratio"])
+        errors.append(figure["ratio_error"])
+    assert np.std(found) > 0.04  # several times what the batches alone give
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(found), rel=0.25)
+
+
 def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
     monkeypatch.setattr(alignment, "ADAM", 2)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
-    arguments += ["--true-groups", "16", "--blocks", "3", "--arms", "CF where right", "right times 2", "ceiling"]
+    arguments += ["--truth-groups", "32", "--blocks", "3", "--arms", "CF where right", "right times 2", "ceiling"]
     arguments += ["--continuations", "1", "--group", "4"]
     assert main([*arguments, "--blocks", "4"]) == 0
     assert main(arguments) == 0  # with fewer blocks
