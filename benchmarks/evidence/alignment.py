@@ -26,11 +26,12 @@ from benchmarks.harness.results import Pieces, made_by, table
 from cfa_kernels import Rows, packed_forward
 from cfa_kernels.rows import keyed_generator
 from trainer import one_page
+from trainer.rollouts import generate
 
 SIZES = (1, 4, 16, 64)
 """Groups of a batch."""
-ADAM = 4
-"""Groups of the batches that Adam's geometry is measured at."""
+ADAM, MOMENTS = 4, 20
+"""Groups of the batches that Adam's geometry is measured at; earlier batches that its second moments come from."""
 PARTS = 8
 """Parts of the true gradient."""
 
@@ -121,7 +122,12 @@ class Policy:
 
     def answered(self, problems: Sequence[one_page.Problem]) -> tuple[Rows, list[float]]:
         """Sample a completion of each prompt, and reward it."""
-        rows = one_page.sample(self.model, self.tokenizer, list(problems), self.settings)
+        prompts, settings = [problem.prompt for problem in problems], self.settings
+        drawn = generate(
+            self.model, self.tokenizer, prompts, max_completion_length=settings.max_tokens,
+            keys=torch.randint(2**31, (len(prompts), 1)).tolist(), temperature=settings.temperature,
+        )  # fmt: skip
+        rows = Rows([torch.tensor(row) for row in prompts], [torch.tensor(row) for row in drawn.ids()])
         pairs = zip(rows.completions, problems, strict=True)
         return rows, [one_page.reward(row, problem, self.tokenizer) for row, problem in pairs]
 
@@ -220,15 +226,15 @@ def _judged(policy: Policy, seconds: dict[str, float], *key: int, count: int) ->
 
 
 def mean_squares(policy: Policy, arms: Mapping[str, Arm], settings: AlignmentSettings) -> dict[str, Tensor]:
-    """Average the squares of each arm's gradient over 20 batches, (D,): the second moments that Adam would have."""
+    """Average the squares of each arm's gradient over batches, (D,): the second moments that Adam would have."""
     sums: dict[str, Tensor] = {}
     batch: dict[str, Tensor] = {}
-    for i, judged in enumerate(_judged(policy, {}, settings.seed, 2, count=20 * ADAM), 1):
+    for i, judged in enumerate(_judged(policy, {}, settings.seed, 2, count=MOMENTS * ADAM), 1):
         for name, arm in arms.items() if judged else ():
             batch[name] = batch.get(name, 0) + judged.gradient(arm)
         if i % ADAM == 0:
             for name, gradient in batch.items():
-                sums[name] = sums.get(name, 0) + gradient.mean(0) ** 2 / 20
+                sums[name] = sums.get(name, 0) + gradient.mean(0) ** 2 / MOMENTS
             batch = {}
     return sums
 
@@ -380,9 +386,9 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"(cosine of its halves {document['agreement']:.2f}), over {settings['blocks']} blocks of {SIZES[-1]} groups. "
         f"Ratios and differences are those at {ADAM * size} completions, paired with plain DAPO's; their squares are "
         "roughly ratios of completions. Standard errors count batches and how well the true gradient is known. *Adam*: "
-        "each arm's gradient divided by the root of its own mean square over 20 earlier batches. *Aim* is the cosine "
-        "of the arm's mean gradient (1 is no bias; an estimate may exceed it), *noise to signal* the variance of a "
-        "group's gradient over the squared norm of that mean, *cost* the processor's seconds for the credit over those "
-        "of a plain step: sampling, forward and backward.\n"
+        f"each arm's gradient divided by the root of its own mean square over {MOMENTS} earlier batches. *Aim* is the "
+        "cosine of the arm's mean gradient (1 is no bias; an estimate may exceed it), *noise to signal* the variance of "
+        "a group's gradient over the squared norm of that mean, *cost* the processor's seconds for the credit over "
+        "those of a plain step: sampling, forward and backward.\n"
     )
     return "\n".join(["# Alignment with the true gradient\n", note, table(head, rows)])

@@ -198,6 +198,7 @@ def test_errors_hold_how_well_the_truth_is_known():
 def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
     monkeypatch.setattr(alignment, "ADAM", 2)
+    monkeypatch.setattr(alignment, "MOMENTS", 3)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--truth-groups", "32", "--blocks", "3", "--arms", "CF where right", "right times 2", "ceiling"]
     arguments += ["--continuations", "1", "--group", "4"]
