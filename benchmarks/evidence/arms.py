@@ -312,11 +312,16 @@ ARMS = {
     "steps only": Arm(advantages=steps_only),
     "entropy where right": Arm(_mean(Entropy(), "bilevel")),
     "OAR-G where right": Arm(_mean(Gradient("mean", 1e-3, 1), "bilevel")),
+    "CF by tokens, where right": Arm(_mean(Masking(), units="tokens")),
+    "OAR-P where right": Arm(_mean(Masking("mean"), "bilevel", units="tokens")),
 }
 """Arms by name."""
 _NAMES = list(ARMS)
-SETS = {"main": _NAMES[: _NAMES.index("CF, as the paper")], "ideas": _NAMES[_NAMES.index("CF, as the paper") :]}
-"""Arms that are measured by default, and what else was tried."""
+SETS = {
+    "main": _NAMES[: _NAMES.index("CF, as the paper")], "ideas": _NAMES[_NAMES.index("CF, as the paper") : -2],
+    "tokens": [PLAIN, "CF where right", "entropy where right", "OAR-G where right", *_NAMES[-2:]],
+}  # fmt: skip
+"""Arms that are measured by default, what else was tried, and by token, of which the last two cost several steps."""
 
 
 def arms_of(names: Sequence[str]) -> Mapping[str, Arm]:

@@ -38,6 +38,7 @@ ALL = (
         f"alignment --regime {name} --truth-groups 2048 --blocks 10 --arms {chosen} --name evidence-alignment-{name}"
         for name, chosen in {"plain": "main ideas", "idle8": "main ideas"}.items()
     ),
+    "alignment --regime plain --truth-groups 2048 --blocks 6 --arms tokens --name evidence-alignment-tokens",
     *(
         f"alignment --regime {name} --truth-groups 2048 --blocks 6 --arms {DENSITY} --name evidence-alignment-{name}"
         for name in ("idle24", "free8", "decoys8", "hurried8")
