@@ -44,7 +44,7 @@ ALL = (
         for name in ("idle24", "free8", "decoys8", "hurried8")
     ),
 )  # fmt: skip
-"""Commands that make every result, in some ten hours of one core."""
+"""Commands that make every result, in some sixteen hours of one core by the times of their parts."""
 
 MAKERS = {"regimes": regimes.train, "corrects": corrects.train}
 
