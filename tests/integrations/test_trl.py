@@ -277,7 +277,10 @@ def test_vllms_importance_ratios_multiply_with_the_weights(train, mode, loss):
 NAMED = ["masking", "gradient", "entropy", "entropy_shaping", "prefix_tree", "sibling_edits"]
 
 
-@pytest.mark.parametrize("options", [*({"estimator": name} for name in NAMED), {"effect": "total"}], ids=str)
+OTHERS = [{"effect": "total"}, {"estimator": "prefix_gain", "completions": "positive", "normalize": "mean"}]
+
+
+@pytest.mark.parametrize("options", [*({"estimator": name} for name in NAMED), *OTHERS], ids=str)
 def test_an_estimator_by_name_trains(train, theirs, options):
     mine = train(trainer={"counterfactual": CounterfactualConfig(**options)})
     assert changed(mine, theirs)
