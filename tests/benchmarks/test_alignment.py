@@ -134,7 +134,9 @@ def test_arms_of_ones_own_are_named_by_their_module():
     assert list(found) == [PLAIN, "CF", "benchmarks.evidence.arms:TOTAL", "benchmarks.evidence.planted:position"]
     assert found["benchmarks.evidence.arms:TOTAL"] == ARMS["CF, total effects"]
     assert list(arms_of(["main"])) == SETS["main"]
-    with pytest.raises(ValueError, match=r"arms must be among main, ideas, tokens, plain, .*, or module:name, got 'CG'"):
+    with pytest.raises(
+        ValueError, match=r"arms must be among main, ideas, tokens, plain, .*, or module:name, got 'CG'"
+    ):
         arms_of(["CG"])
 
 
