@@ -114,7 +114,7 @@ class Judged:
         """Compute the credit of the group, once for each configuration; `gold`: by the right answer."""
         key = (id(config), gold)
         self._read.add(key)
-        rule, again = config.weights, config is not CF and config.estimator == CF.estimator
+        rule, again = config.weights, config is not CF and (config.estimator, config.units) == (CF.estimator, CF.units)
         if key not in self._credits and again and not gold and isinstance(rule, Range):  # CF's importances again
             one, limits = self.credit(CF), {name: getattr(rule, name) for name in ("w_min", "w_max", "w_answer")}
             limits |= {"control": config.control, "normalize": config.normalize}

@@ -85,7 +85,7 @@ def test_other_weights_of_the_same_importances_are_those_that_masking_gives(poli
     completions = [row[:12] if b == 0 else row for b, row in enumerate(group.rows.completions)]  # one has no answer
     group = arms.Group(Rows(group.rows.prompts, completions), group.rewards, group.problem)
     judged = Judged(policy, group)
-    for name in ("CF, as the paper", "CF, inverted", "CF where right, 0 to 8"):
+    for name in ("CF, as the paper", "CF, inverted", "CF where right, 0 to 8", "CF by tokens, where right"):
         config = ARMS[name].right
         assert config is not None
         access = TrainingForward(judged.forward)
