@@ -65,13 +65,8 @@ class AlignmentSettings:
 
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""
-        for name, least in {
-            "truth_groups": PARTS,
-            "blocks": 3,
-            "group": 2,
-            "max_tokens": 1,
-            "continuations": 1,
-        }.items():
+        floors = {"truth_groups": PARTS, "blocks": 3, "group": 2, "max_tokens": 1, "continuations": 1}
+        for name, least in floors.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.temperature <= 0:
@@ -186,7 +181,7 @@ def run(
     known = {name: value for name, value in asdict(settings).items() if name not in ("blocks", "continuations")}
     truth = _kept(folder / "true.pt", known, lambda: true_gradient(policy, settings))
     gram = (truth @ truth.T).double().numpy()
-    if _strength(gram) <= 0:
+    if min(_strength(gram, part) for part in (None, *range(PARTS))) <= 0:
         raise ValueError("truth_groups: the parts of the true gradient do not agree; raise it")
     say(f"true gradient: norm {math.sqrt(_strength(gram)):.3g} for an eighth of the groups")
     own = known | {"arms": list(chosen), "continuations": settings.continuations}

@@ -215,6 +215,13 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "evidence-alignment.json").read_text())["arms"] == first["arms"]
 
 
+def test_a_truth_whose_parts_do_not_agree_is_refused(tmp_path, monkeypatch, capsys):
+    parts = torch.eye(PARTS)  # alike in nothing
+    monkeypatch.setattr(alignment, "true_gradient", lambda *_: parts)
+    assert main(["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]) == 1
+    assert "truth_groups: the parts of the true gradient do not agree; raise it" in capsys.readouterr().err
+
+
 def test_a_regime_brings_its_model_its_problems_and_its_room():
     policy = Policy(AlignmentSettings(regime="idle8", group=4))
     group = next(policy.groups(0, 9, count=1))
