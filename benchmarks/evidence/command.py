@@ -188,7 +188,7 @@ def _tables(options: argparse.Namespace, head: Head) -> list[Path]:
                 paths.append(path.with_suffix(".md"))
             except (KeyError, TypeError):  # figures that an earlier commit wrote down in another form
                 print(f"{path}: was made by another form of the command; its table is left as it is", file=sys.stderr)
-        if command == ["alignment"] and path.stem.endswith(f"-{document['settings']['regime']}"):
+        if command == ["alignment"] and path.stem.endswith(f"-{document['settings'].get('regime')}"):
             drawn.append(document)  # the regime's own result, not one of other arms
     return paths + pictures.draw(drawn, options.results)
 

@@ -255,6 +255,7 @@ def document(regime, share):
 def test_tables_and_pictures_come_from_the_results_alone(tmp_path, monkeypatch, capsys):
     older = document("", None)
     older["arms"]["CF"] |= {"aim": 0.9}
+    del older["settings"]["regime"]
     (tmp_path / "evidence-alignment.json").write_text(json.dumps(older))
     for regime, share in (("plain", 1.0), ("idle8", 0.3)):
         (tmp_path / f"evidence-alignment-{regime}.json").write_text(json.dumps(document(regime, share)))
