@@ -33,7 +33,8 @@ ALL = (
     *(f"ablation --regime {name} {TRAINING} --name evidence-training-{name}" for name in ("idle8", "plain")),
     "model --kind corrects",
     'ablation --model runs/corrects/model --arms "plain DAPO" "compare and correct" --name evidence-corrects',
-    "alignment --truth-groups 4096 --blocks 16",
+    'alignment --truth-groups 4096 --blocks 10 --arms plain CF "CF where right" "prefix gain where right" '
+    '"permuted where right" "position where right" "right times 4"',
     *(
         f"alignment --regime {name} --truth-groups 2048 --blocks 10 --arms {chosen} --name evidence-alignment-{name}"
         for name, chosen in {"plain": "main ideas", "idle8": "main ideas"}.items()
