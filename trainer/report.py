@@ -255,7 +255,7 @@ class Report:
         text = Text.assemble(*zip(sample["tokens"], map(_weight_style, sample["weights"]), strict=True))
         unit = sample["drops_unit"]
         header = "answer log-prob drop (nats)" if unit == "nats" else unit
-        table = Table("masked span", header, "weight", box=None, header_style="dim")
+        table = Table("span", header, "weight", box=None, header_style="dim")
         strongest = sorted(sample["spans"], key=lambda span: -span["drop"])[:_ROWS_SHOWN]
         for span in sorted(strongest, key=lambda span: span["start"]):
             drop = f"{span['drop']:z.3f}" if unit == "nats" else f"{span['drop']:.3g}"
