@@ -27,19 +27,23 @@ TRAINING = (
     '--arms training --rates "5e-5 1e-4" --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1'
 )
 DENSITY = 'plain CF "CF where right" "total effects where right" "permuted where right" "position where right" ceiling'
+FEW = 'plain CF "CF where right" "prefix gain where right" "position where right" "right times 4"'
 ALL = (
     "planted", "programs", "papers", "demo", "ablation",
     'ablation --arms "two levels" --name evidence-ablation-levels',
     *(f"ablation --regime {name} {TRAINING} --name evidence-training-{name}" for name in ("idle8", "plain")),
     "model --kind corrects",
     'ablation --model runs/corrects/model --arms "plain DAPO" "compare and correct" --name evidence-corrects',
-    'alignment --truth-groups 4096 --blocks 10 --arms plain CF "CF where right" "prefix gain where right" '
-    '"permuted where right" "position where right" "right times 4"',
+    f"alignment --truth-groups 4096 --blocks 10 --arms {FEW}",
     *(
         f"alignment --regime {name} --truth-groups 2048 --blocks 10 --arms {chosen} --name evidence-alignment-{name}"
         for name, chosen in {"plain": "main ideas", "idle8": "main ideas"}.items()
     ),
     "alignment --regime plain --truth-groups 2048 --blocks 6 --arms tokens --name evidence-alignment-tokens",
+    *(
+        f"alignment --regime plain --group {size} --truth-groups {groups} --blocks {blocks} --arms {FEW} "
+        f"--name evidence-alignment-group{size}" for size, groups, blocks in ((4, 2048, 8), (16, 1024, 3))
+    ),
     *(
         f"alignment --regime {name} --truth-groups 2048 --blocks 6 --arms {DENSITY} --name evidence-alignment-{name}"
         for name in ("idle24", "free8", "decoys8", "hurried8")
@@ -198,7 +202,7 @@ def _all(options: argparse.Namespace, head: Head) -> list[Path]:
     for i, line in enumerate(ALL):
         print(f"-- {i + 1} of {len(ALL)}: {line}", flush=True)
         command = shlex.split(line)
-        place = options.folder / "-".join(part.strip("-") for part in command[:3])
+        place = options.folder / getattr(_parser().parse_args(command), "name", command[0])
         common = ["--folder", str(place), "--results", str(options.results)]
         common += ["--commit", options.commit] if options.commit else []
         if not options.show and main([*command, *common]):

@@ -284,6 +284,14 @@ def test_all_names_commands_that_there_are_and_every_result_once():
                 assert set(options.arms) <= set(measure.names)
 
 
+def test_all_gives_each_command_a_folder_of_its_own(tmp_path, monkeypatch):
+    folders = []
+    monkeypatch.setattr(command, "main", lambda arguments: folders.append(arguments[arguments.index("--folder") + 1]))
+    options = command._parser().parse_args(["all", "--folder", str(tmp_path), "--results", str(tmp_path)])
+    assert command._all(options, {}) == []
+    assert len(set(folders)) == len(folders) == len(command.ALL)
+
+
 def test_density_is_the_share_of_tokens_that_steps_have(policy):
     shares = [density(REGIMES[name], policy.tokenizer, 20) for name in ("plain", "idle8", "idle24")]
     assert shares[0] == 1 > 0.6 > shares[1] > shares[2] > 0.05
