@@ -90,7 +90,9 @@ class AblationSettings:
     model: str = ""
     """Folder of the policy, in place of the embedded model or the regime's."""
     rates: str = ""
-    """Learning rates to try for each arm, such as "1e-4 2e-4"; the best, in mean accuracy over steps, is taken."""
+    """Learning rates to try for each arm, such as "1e-4 2e-4"; the best, in mean accuracy over steps, is taken.
+    One rate alone is taken untried.
+    """
     tuning: int = 3
     """Seeds that each rate is tried with, none of which counts further."""
     steps: int = 30
@@ -158,10 +160,11 @@ def run(
     first = settings.tuning if rates else 0
     with ThreadPoolExecutor(settings.jobs) as pool:
         tries = {
-            arm: {rate: [pool.submit(one, arm, seed, rate) for seed in range(first)] for rate in rates} for arm in names
+            arm: {rate: [pool.submit(one, arm, seed, rate) for seed in range(first)] for rate in rates}
+            for arm in (names if len(rates) > 1 else [])
         }
         tuned = {arm: {rate: _mean_area(runs) for rate, runs in of.items()} for arm, of in tries.items()}
-        best = {arm: max(of, key=of.__getitem__) if of else "" for arm, of in tuned.items()}
+        best = {arm: max(tuned[arm], key=tuned[arm].__getitem__) if tuned else "".join(rates) for arm in names}
         seeds = range(first, first + settings.seeds)
         runs = {arm: [pool.submit(one, arm, seed, best[arm]) for seed in seeds] for arm in names}
         curves = {arm: [future.result() for future in futures] for arm, futures in runs.items()}

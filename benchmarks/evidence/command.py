@@ -32,6 +32,8 @@ ALL = (
     "planted", "programs", "papers", "demo", "ablation",
     'ablation --arms "two levels" --name evidence-ablation-levels',
     *(f"ablation --regime {name} {TRAINING} --name evidence-training-{name}" for name in ("idle8", "plain")),
+    'ablation --regime free8 --arms "plain DAPO" "prefix gain where right" "position where right" --rates 1e-4 '
+    "--seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1 --name evidence-training-free8",
     "model --kind corrects",
     'ablation --model runs/corrects/model --arms "plain DAPO" "compare and correct" --name evidence-corrects',
     f"alignment --truth-groups 4096 --blocks 10 --arms {FEW}",
@@ -49,7 +51,7 @@ ALL = (
         for name in ("idle24", "free8", "decoys8", "hurried8")
     ),
 )  # fmt: skip
-"""Commands that make every result, in some sixteen hours of one core by the times of their parts."""
+"""Commands that make every result, in some nineteen hours of one core by the times of their parts."""
 
 MAKERS = {"regimes": regimes.train, "corrects": corrects.train}
 

@@ -107,6 +107,11 @@ def test_each_arm_takes_the_rate_that_was_best_on_seeds_of_their_own(tmp_path, m
     )
     assert "Regime plain" in markdown(ENVIRONMENT | document)
     assert "--model=benchmarks/evidence/assets" in document["flags"]
+    del asked[:]
+    size = AblationSettings(seeds=2, regime="plain", rates="1e-4", tuning=3, eval_problems=8)
+    document = run(Pieces(tmp_path / "one", {}, ENVIRONMENT), tmp_path, size, arms=[PLAIN])
+    assert asked == [(3, "1e-4"), (4, "1e-4")], "nothing is to be chosen between"
+    assert document["arms"][PLAIN]["rate"] == "1e-4"
     with pytest.raises(ValueError, match="rates must be learning rates above 0, got '-1'"):
         AblationSettings(rates="1e-4 -1")
     with pytest.raises(ValueError, match="regime must be one of plain"):
