@@ -26,14 +26,18 @@ COPIES = {TRAINED: 1, RANDOM: 10}
 TRAINING = (
     '--arms training --rates "5e-5 1e-4" --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1'
 )
-DENSITY = 'plain CF "CF where right" "total effects where right" "permuted where right" "position where right" ceiling'
+DENSITY = (
+    'plain CF "CF where right" "total effects where right" "prefix gain where right" "permuted where right" '
+    '"position where right" ceiling'
+)
 FEW = 'plain CF "CF where right" "prefix gain where right" "position where right" "right times 4"'
 ALL = (
     "planted", "programs", "papers", "demo", "ablation",
     'ablation --arms "two levels" --name evidence-ablation-levels',
     *(f"ablation --regime {name} {TRAINING} --name evidence-training-{name}" for name in ("idle8", "plain")),
-    'ablation --regime free8 --arms "plain DAPO" "prefix gain where right" "position where right" --rates 1e-4 '
-    "--seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1 --name evidence-training-free8",
+    'ablation --regime free8 --arms "plain DAPO" "CF where right" "prefix gain where right" "position where right" '
+    "--rates 1e-4 --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1 "
+    "--name evidence-training-free8",
     "model --kind corrects",
     'ablation --model runs/corrects/model --arms "plain DAPO" "compare and correct" --name evidence-corrects',
     f"alignment --truth-groups 4096 --blocks 10 --arms {FEW}",
