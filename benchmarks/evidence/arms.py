@@ -195,6 +195,24 @@ def by_prefix_and_credit(judged: Judged) -> list[Tensor]:
     return [row * (w if a > 0 else 1) for row, w, a in zip(by_prefix(judged), weights, judged.plain, strict=True)]
 
 
+def open_spans(config: CounterfactualConfig) -> Callable[[Judged], list[Tensor]]:
+    """Credit on right completions, with each span's first token counted as outside.
+
+    That token is where the policy chooses what comes next, a step or idle talk. Weights that differ by the choice push
+    right completions towards steps, and nothing in wrong ones pushes back: a bias, which this leaves out.
+    """
+
+    def advantages(judged: Judged) -> list[Tensor]:
+        credit, result = judged.credit(config), list[Tensor]()
+        columns = (judged.plain, credit.drop, credit.spans, credit.answers, judged.group.rows.lengths)
+        for a, drop, spans, answer, n in zip(*columns, strict=True):
+            inner = [Span(min(span.start + 1, span.end - 1), span.end) for span in spans]
+            result.append(a * span_weights(drop, inner, answer, n, normalize="mean") if a > 0 else a.expand(n))
+        return result
+
+    return advantages
+
+
 def unscaled(judged: Judged) -> list[Tensor]:
     """Reward less the group's mean, not divided by its spread (Dr. GRPO)."""
     rewards = judged.group.rewards
@@ -310,6 +328,8 @@ ARMS = {
     "baseline by prefix": Arm(advantages=by_prefix),
     "baseline by prefix, CF where right": Arm(advantages=by_prefix_and_credit),
     "steps only": Arm(advantages=steps_only),
+    "CF where right, spans open": Arm(advantages=open_spans(CF)),
+    "prefix gain where right, spans open": Arm(advantages=open_spans(GAIN)),
     "entropy where right": Arm(_mean(Entropy(), "bilevel")),
     "OAR-G where right": Arm(_mean(Gradient("mean", 1e-3, 1), "bilevel")),
     "CF by tokens, where right": Arm(_mean(Masking(), units="tokens")),
