@@ -49,10 +49,12 @@ ARMS: dict[str, tuple[str, ...]] = {
 }
 SETS = {"credit": list(ARMS)}
 RIGHT = ("--credit_options", "completions", "positive")
+OPEN = ("--credit_options", "weights", "benchmarks.evidence.arms:open_range")
 ARMS |= {
     "CF where right": (*ARMS["counterfactual"], *RIGHT),
     "total effects where right": (*ARMS["counterfactual"], *RIGHT, "--credit_options", "effect", "total"),
     "prefix gain where right": ("--config=prefix_gain_positive",),
+    "prefix gain where right, spans open": ("--config=prefix_gain_positive", *OPEN),
     "random where right": (*ARMS["random"], *RIGHT),
     "position where right": ("--estimator=benchmarks.evidence.planted:position", *MEAN, *RIGHT),
 }

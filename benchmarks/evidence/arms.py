@@ -195,19 +195,25 @@ def by_prefix_and_credit(judged: Judged) -> list[Tensor]:
     return [row * (w if a > 0 else 1) for row, w, a in zip(by_prefix(judged), weights, judged.plain, strict=True)]
 
 
-def open_spans(config: CounterfactualConfig) -> Callable[[Judged], list[Tensor]]:
-    """Credit on right completions, with each span's first token counted as outside.
+def open_range(importances: Tensor, units: Sequence[Span], answer: Span | None, length: int) -> Tensor:
+    """CF's range of weights, with each unit's first token counted as outside.
 
     That token is where the policy chooses what comes next, a step or idle talk. Weights that differ by the choice push
     right completions towards steps, and nothing in wrong ones pushes back: a bias, which this leaves out.
     """
+    inner = [Span(min(unit.start + 1, unit.end - 1), unit.end) for unit in units]
+    return span_weights(importances, inner, answer, length)
+
+
+def open_spans(config: CounterfactualConfig) -> Callable[[Judged], list[Tensor]]:
+    """Credit on right completions by `open_range`, from the importances that a configuration finds."""
 
     def advantages(judged: Judged) -> list[Tensor]:
         credit, result = judged.credit(config), list[Tensor]()
         columns = (judged.plain, credit.drop, credit.spans, credit.answers, judged.group.rows.lengths)
-        for a, drop, spans, answer, n in zip(*columns, strict=True):
-            inner = [Span(min(span.start + 1, span.end - 1), span.end) for span in spans]
-            result.append(a * span_weights(drop, inner, answer, n, normalize="mean") if a > 0 else a.expand(n))
+        for a, *row in zip(*columns, strict=True):
+            weights = open_range(*row) if a > 0 else torch.ones(row[-1])
+            result.append(a * weights / weights.mean())
         return result
 
     return advantages
