@@ -107,6 +107,8 @@ class AblationSettings:
     """Completions that every evaluation samples of each problem besides, for the accuracy by sampling."""
     jobs: int = 1
     """Runs at a time, each on a core of its own."""
+    beside: str = ""
+    """JSON result of runs of the same size, whose arms are compared as well without being run again."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""
@@ -142,6 +144,7 @@ def run(
         f"--eval_problems={settings.eval_problems}", f"--eval_samples={settings.eval_samples}",
         *_regime(settings, folder), *([f"--model={settings.model}"] if settings.model else []), *extra,
     ]  # fmt: skip
+    known = _beside(settings)
     cores: SimpleQueue[int] = SimpleQueue()
     for core in sorted(os.sched_getaffinity(0))[: settings.jobs]:
         cores.put(core)
@@ -171,8 +174,27 @@ def run(
         runs = {arm: [pool.submit(one, arm, seed, best[arm]) for seed in seeds] for arm in names}
         curves = {arm: [future.result() for future in futures] for arm, futures in runs.items()}
     shown = [flag.replace(f"{REPOSITORY}/", "") for flag in flags]
-    document = {"settings": asdict(settings), "flags": shown, "tuned": tuned, "curves": curves}
-    return document | {"arms": {arm: {**figures, "rate": best[arm]} for arm, figures in compare(curves).items()}}
+    document: dict[str, Any] = {"settings": asdict(settings), "flags": shown, "tuned": tuned}
+    if known:
+        earlier = {arm: of for arm, of in known["curves"].items() if arm not in curves}
+        best |= {arm: known["arms"][arm]["rate"] for arm in earlier}
+        curves = earlier | curves
+        document["beside"] = {"arms": list(earlier), "commit": known["environment"]["commit"]}
+    compared = {arm: {**figures, "rate": best[arm]} for arm, figures in compare(curves).items()}
+    return document | {"curves": curves, "arms": compared}
+
+
+def _beside(settings: AblationSettings) -> dict[str, Any]:
+    """The result named by `beside`, of equal settings."""
+    if not settings.beside:
+        return {}
+    known: dict[str, Any] = json.loads(Path(settings.beside).read_text(encoding="utf-8"))
+    for name, value in asdict(settings).items():
+        if name not in ("beside", "jobs") and (other := known["settings"].get(name)) != value:
+            raise ValueError(
+                f"beside: {settings.beside} has {name}={other!r}, these runs {value!r}; only equal ones pair"
+            )
+    return known
 
 
 def _is_rate(text: str) -> bool:
@@ -276,9 +298,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"{made_by(document)}. {'Regime ' + settings['regime'] if settings.get('regime') else 'The embedded model'}, "
         f"{settings['steps']} steps, {settings['seeds']} seeds, {settings['eval_problems']} held-out problems decoded "
         "greedily. All arms at mean weight 1 but the one named otherwise and 80/20, whose kept tokens weigh 1 and the "
-        "others 0, as in its paper; `prefix_tree` changes advantages, "
-        f"not weights; compare and correct raises rewards, too{_corrections(document)}. Plus-minus is one standard "
-        "deviation over seeds; "
+        "others 0, as in its paper; `prefix_tree` changes advantages, not weights; compare and correct raises rewards, "
+        f"too{_corrections(document)}.{_earlier(document)} Plus-minus is one standard deviation over seeds; "
         "differences are paired by seed, with their standard error and the p of a paired t-test. Accuracy in "
         "percent.\n",
         table(head, rows),
@@ -296,6 +317,12 @@ def _quarters(document: Mapping[str, Any]) -> list[str]:
     head = ["credit", *(title for title, _ in TRENDS.values())]
     note = "By quarters of the steps, means over seeds. *Effective share*: squared mean over mean square.\n"
     return [note, table(head, rows)] if rows else []
+
+
+def _earlier(document: Mapping[str, Any]) -> str:
+    """Say which arms were run at another commit."""
+    beside = document.get("beside")
+    return f" Runs of {', '.join(beside['arms'])} are of commit {beside['commit'][:12]}." if beside else ""
 
 
 def _corrections(document: Mapping[str, Any]) -> str:

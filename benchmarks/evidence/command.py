@@ -83,7 +83,7 @@ MEASURES = {
     "ablation": Measure(
         ablation.AblationSettings, ablation.run, ablation.markdown,
         "the training program under every kind of credit, seed by seed", [*ablation.SETS, *ablation.ARMS],
-        ("seeds", "jobs", "arms"),
+        ("seeds", "jobs", "arms", "beside"),
     ),
     "alignment": Measure(
         alignment.AlignmentSettings, alignment.run, alignment.markdown,

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,17 @@ def test_each_arm_takes_the_rate_that_was_best_on_seeds_of_their_own(tmp_path, m
     document = run(Pieces(tmp_path / "one", {}, ENVIRONMENT), tmp_path, size, arms=[PLAIN])
     assert asked == [(3, "1e-4"), (4, "1e-4")], "nothing is to be chosen between"
     assert document["arms"][PLAIN]["rate"] == "1e-4"
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps(ENVIRONMENT | document))
+    paired_with = run(
+        Pieces(tmp_path / "two", {}, ENVIRONMENT), tmp_path, replace(size, beside=str(file)), arms=["CF where right"]
+    )
+    assert [*paired_with["arms"]] == [PLAIN, "CF where right"]
+    assert "against_plain" in paired_with["arms"]["CF where right"]
+    assert asked[2:] == [(3, "1e-4"), (4, "1e-4")], "plain DAPO is not run again"
+    assert f"Runs of {PLAIN} are of commit" in markdown(ENVIRONMENT | paired_with)
+    with pytest.raises(ValueError, match="has seeds=2, these runs 3; only equal ones pair"):
+        run(Pieces(tmp_path / "3", {}, ENVIRONMENT), tmp_path, replace(size, beside=str(file), seeds=3), arms=[PLAIN])
     with pytest.raises(ValueError, match="rates must be learning rates above 0, got '-1'"):
         AblationSettings(rates="1e-4 -1")
     with pytest.raises(ValueError, match="regime must be one of plain"):
