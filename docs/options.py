@@ -16,7 +16,7 @@ from cfa_kernels.integrations.credit import OFFERS
 from trainer.settings import documented
 
 FOLDER = Path(__file__).parent
-OWN = ("estimator", "weights", "control", "completions", "units", "normalize", "token_budget")
+OWN = ("estimator", "weights", "control", "completions", "units", "normalize", "open_spans", "token_budget")
 """Options of the configuration itself."""
 
 ROWS: dict[str, dict[str, Any]] = {

@@ -37,7 +37,8 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str = "") -
     before.add_argument("--estimator", default=argparse.SUPPRESS)
     before.add_argument("--credit_options", nargs=2, action="append", default=[])
     known = {entry.name for entry in fields(kind)}
-    options = ({name for name, _, _ in flat_options()} | {"weights", "units", "completions", "normalize"}) - known
+    whole = {"weights", "units", "completions", "normalize", "open_spans"}
+    options = ({name for name, _, _ in flat_options()} | whole) - known
     for name in options if "credit_options" in known else ():
         before.add_argument(f"--{name}", default=argparse.SUPPRESS)
     refusal = io.StringIO()  # tyro's is a box of several lines

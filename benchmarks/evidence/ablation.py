@@ -49,7 +49,7 @@ ARMS: dict[str, tuple[str, ...]] = {
 }
 SETS = {"credit": list(ARMS)}
 RIGHT = ("--credit_options", "completions", "positive")
-OPEN = ("--credit_options", "weights", "benchmarks.evidence.arms:open_range")
+OPEN = ("--credit_options", "open_spans", "true")
 ARMS |= {
     "CF where right": (*ARMS["counterfactual"], *RIGHT),
     "total effects where right": (*ARMS["counterfactual"], *RIGHT, "--credit_options", "effect", "total"),

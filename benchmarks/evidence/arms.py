@@ -31,6 +31,7 @@ from cfa_kernels import (
     packed_forward,
     span_weights,
 )
+from cfa_kernels.credit.weights import opened
 from cfa_kernels.rows import keyed_generator
 from trainer import one_page
 from trainer.rewards import group_advantages
@@ -118,7 +119,8 @@ class Judged:
         if key not in self._credits and again and not gold and isinstance(rule, Range):  # CF's importances again
             one, limits = self.credit(CF), {name: getattr(rule, name) for name in ("w_min", "w_max", "w_answer")}
             limits |= {"control": config.control, "normalize": config.normalize}
-            columns = zip(one.drop, one.spans, one.answers, self.group.rows.lengths, strict=True)
+            spans = [opened(row) for row in one.spans] if config.open_spans else one.spans
+            columns = zip(one.drop, spans, one.answers, self.group.rows.lengths, strict=True)
             weights = [span_weights(*row, **limits) for row in columns]
             self._credits[key], self.seconds[key] = replace(one, weights=weights), self.seconds[id(CF), False]
         if key not in self._credits:
@@ -193,30 +195,6 @@ def by_prefix_and_credit(judged: Judged) -> list[Tensor]:
     """The same, weighed by CF where the completion is right."""
     weights = judged.credit(CF).weights
     return [row * (w if a > 0 else 1) for row, w, a in zip(by_prefix(judged), weights, judged.plain, strict=True)]
-
-
-def open_range(importances: Tensor, units: Sequence[Span], answer: Span | None, length: int) -> Tensor:
-    """CF's range of weights, with each unit's first token counted as outside.
-
-    That token is where the policy chooses what comes next, a step or idle talk. Weights that differ by the choice push
-    right completions towards steps, and nothing in wrong ones pushes back: a bias, which this leaves out.
-    """
-    inner = [Span(min(unit.start + 1, unit.end - 1), unit.end) for unit in units]
-    return span_weights(importances, inner, answer, length)
-
-
-def open_spans(config: CounterfactualConfig) -> Callable[[Judged], list[Tensor]]:
-    """Credit on right completions by `open_range`, from the importances that a configuration finds."""
-
-    def advantages(judged: Judged) -> list[Tensor]:
-        credit, result = judged.credit(config), list[Tensor]()
-        columns = (judged.plain, credit.drop, credit.spans, credit.answers, judged.group.rows.lengths)
-        for a, *row in zip(*columns, strict=True):
-            weights = open_range(*row) if a > 0 else torch.ones(row[-1])
-            result.append(a * weights / weights.mean())
-        return result
-
-    return advantages
 
 
 def unscaled(judged: Judged) -> list[Tensor]:
@@ -334,8 +312,8 @@ ARMS = {
     "baseline by prefix": Arm(advantages=by_prefix),
     "baseline by prefix, CF where right": Arm(advantages=by_prefix_and_credit),
     "steps only": Arm(advantages=steps_only),
-    "CF where right, spans open": Arm(advantages=open_spans(CF)),
-    "prefix gain where right, spans open": Arm(advantages=open_spans(GAIN)),
+    "CF where right, spans open": Arm(_mean(Masking(), open_spans=True)),
+    "prefix gain where right, spans open": Arm(_mean(PrefixGain(), open_spans=True)),
     "entropy where right": Arm(_mean(Entropy(), "bilevel")),
     "OAR-G where right": Arm(_mean(Gradient("mean", 1e-3, 1), "bilevel")),
     "CF by tokens, where right": Arm(_mean(Masking(), units="tokens")),

@@ -21,7 +21,7 @@ from ..text.find import Reasoning
 from .config import CounterfactualConfig, as_config
 from .shown import as_html, as_table
 from .units import CreditInputs, find_units, placeholder_of, scored_as, special_ids
-from .weights import WeightInputs, normalized_weights, spread_over_tokens, with_draws
+from .weights import WeightInputs, normalized_weights, opened, spread_over_tokens, with_draws
 
 FIGURES: dict[str, str] = {
     "credit/weight_mean": "mean",
@@ -249,6 +249,7 @@ class _Assignment:
         for b, row in reasoning.items() if config.control != "off" else ():
             importances = estimate.compared.get(b, torch.zeros(0))
             spans = row.spans if b in estimate.compared or is_random else []
+            spans = opened(spans) if config.open_spans else spans
             weighed[b] = WeightInputs(importances, spans, row.answer, inputs.rows.lengths[b])
             if is_random:
                 weighed[b] = with_draws(weighed[b], rule, keyed_generator(*self.seed, index[b], "weights"))

@@ -53,6 +53,10 @@ class CounterfactualConfig:
     """Rules for answers."""
     normalize: Literal["mean"] | None
     """\"mean\" rescales each completion's weights to mean 1, unless all are 0; None, as in the CF paper, does not."""
+    open_spans: bool
+    """Weigh each span from its second token on. By its first one the policy chooses what comes next, and weights that
+    differ by that choice push towards it wherever right and wrong completions are not weighed alike; so it counts as
+    outside."""
     token_budget: Count | None
     """Maximum packed tokens per forward; None takes as many as half of a GPU's free memory holds, on a CPU a fixed
     number."""
@@ -68,6 +72,7 @@ class CounterfactualConfig:
         spans: SpanRules | None = None,
         answers: AnswerRules | None = None,
         normalize: Literal["mean"] | None = None,
+        open_spans: bool = False,
         token_budget: int | None = None,
         **flat: Any,
     ) -> None:
@@ -84,6 +89,7 @@ class CounterfactualConfig:
             "spans": _part(SpanRules, spans, flat if units == "spans" else {}),
             "answers": _part(AnswerRules, answers, flat),
             "normalize": normalize,
+            "open_spans": open_spans,
             "token_budget": token_budget,
         }
         for name, value in parts.items():
@@ -94,6 +100,8 @@ class CounterfactualConfig:
                 f"weights='identity' takes importances for weights, and estimator={chosen.name!r} gives negative ones; "
                 "take 'range', 'bilevel', 'top' or a function"
             )
+        if open_spans and units == "tokens":
+            raise UnreadOptions(["open_spans"], "open_spans is not read: with units='tokens' there are no spans")
         if flat:
             raise UnreadOptions([*flat], _unread(next(iter(flat)), parts))
 

@@ -92,6 +92,11 @@ def spread_over_tokens(values: Tensor, units: Sequence[Span], length: int) -> Te
     return torch.where(tokens == -torch.inf, torch.nan, tokens)
 
 
+def opened(units: Sequence[Span]) -> list[Span]:
+    """Leave out each unit's first token; one of a single token stays."""
+    return [Span(min(unit.start + 1, unit.end - 1), unit.end) for unit in units]
+
+
 def normalized_weights(weights: Tensor, normalize: str | None) -> Tensor:
     """Rescale weights to mean 1 where `normalize` is "mean". Raises `ValueError` if all are 0."""
     if normalize is None or not len(weights):

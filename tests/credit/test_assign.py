@@ -112,6 +112,21 @@ def test_only_completions_of_positive_advantage_are_judged_where_the_configurati
         CounterfactualConfig(completions="right")
 
 
+@pytest.mark.parametrize("signed", [False, True])
+def test_open_spans_leave_their_first_token_to_the_weight_outside(scored, monkeypatch, signed):
+    """The first token chooses what comes next; a span of one token keeps its weight."""
+    spans = [Span(0, 3), Span(3, 4)]
+    monkeypatch.setattr(
+        units_module, "find_reasoning", lambda rows, *_, **__: {b: Reasoning(Span(4, 5), 4, spans) for b in rows}
+    )
+    estimator = importances_of(lambda batch: [[1.0, 2.0] for _ in batch.units], signed=signed)
+    config, rows = CounterfactualConfig(estimator, open_spans=True), ROWS.take([0])
+    credit = counterfactual_credit(scored, Tokenizer(), rows, advantages=torch.ones(1), config=config)
+    assert credit.spans == [spans], "what was judged is whole"
+    found = credit.advantages if signed else credit.weights
+    assert found[0].tolist() == ([1, 2, 2, 3, 1] if signed else [1, 0.5, 0.5, 4, 1.5])
+
+
 @pytest.mark.parametrize("control", ["off", "random"])
 def test_controls_that_ignore_the_drops_score_nothing(scored, control):
     credit = counterfactual_credit(scored, Tokenizer(), ROWS, config=CounterfactualConfig(control=control))

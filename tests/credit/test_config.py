@@ -94,6 +94,7 @@ def test_an_option_that_nothing_reads_is_refused_by_name_even_at_its_default(est
             {"estimator": "prefix_tree", "weights": "range"},
             "weights='range' is not read: estimator='prefix_tree' is signed",
         ),
+        ({"units": "tokens", "open_spans": True}, "open_spans is not read: with units='tokens' there are no spans"),
         ({"samples": 2}, "samples=2 is not read: only mask='resampled' draws"),
         ({"preselect_by": "gradient"}, "preselect_by='gradient' is not read: preselect is 1"),
         ({"effect": "total", "outcome": "mean"}, "outcome='mean' cannot be combined with effect='total'"),
