@@ -55,7 +55,8 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str = "") -
         pairs = [*chosen.credit_options, *((name, value) for name, value in vars(chosen).items() if name in options)]
         if preset:
             _drop_unread(preset.stem, settings, {name: yaml.safe_load(value) for name, value in pairs})
-        flags += [word for pair in pairs for word in ("--credit_options", *pair)]
+        written = {"true": "True", "false": "False"}  # as YAML and Hydra have them, and as tyro does
+        flags += [word for k, v in pairs for word in ("--credit_options", k, written.get(v, v))]
         with contextlib.redirect_stderr(refusal):
             return tyro.cli(
                 kind, args=[*_as_flags(settings), *flags], prog=prog, description=description, use_underscores=True

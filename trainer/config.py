@@ -134,7 +134,7 @@ class TrainConfig(DataConfig):
     """Spread of credit over tokens: by importance, its inverse, at random, or evenly (DAPO)."""
     estimator: str = "masking"
     """Estimator of the importance of a unit: one that docs/credit.md lists, or "module:name" of your own."""
-    credit_options: tyro.conf.UseAppendAction[dict[str, int | float | str]] = field(default_factory=dict)
+    credit_options: tyro.conf.UseAppendAction[dict[str, bool | int | float | str]] = field(default_factory=dict)
     """An option of the estimator, of the rule for weights or of spans, and its value: --credit_options max_spans 5, or
     for short --max_spans 5. docs/credit.md lists them; by default what the estimator's source does."""
     compare_and_correct: NotNegative = 0.0

@@ -49,12 +49,11 @@ ARMS: dict[str, tuple[str, ...]] = {
 }
 SETS = {"credit": list(ARMS)}
 RIGHT = ("--credit_options", "completions", "positive")
-OPEN = ("--credit_options", "open_spans", "true")
 ARMS |= {
     "CF where right": (*ARMS["counterfactual"], *RIGHT),
     "total effects where right": (*ARMS["counterfactual"], *RIGHT, "--credit_options", "effect", "total"),
-    "prefix gain where right": ("--config=prefix_gain_positive",),
-    "prefix gain where right, spans open": ("--config=prefix_gain_positive", *OPEN),
+    "prefix gain where right": ("--config=prefix_gain_positive", "--credit_options", "open_spans", "false"),
+    "prefix gain where right, spans open": ("--config=prefix_gain_positive",),
     "random where right": (*ARMS["random"], *RIGHT),
     "position where right": ("--estimator=benchmarks.evidence.planted:position", *MEAN, *RIGHT),
 }

@@ -141,6 +141,14 @@ def test_help_and_version_wait_for_no_import() -> None:
     assert done.stdout.splitlines()[0] == f"cfa_kernels {__version__}"
 
 
+@pytest.mark.parametrize("flag", ["--open_spans={}", "--credit_options open_spans {}"])
+def test_a_flag_of_credit_is_true_or_false_as_yaml_writes_it(flag):
+    for word, value in {"true": True, "True": True, "false": False}.items():
+        config = settings(*flag.format(word).split())
+        assert config.credit_options == {"open_spans": value}
+        assert config.counterfactual().open_spans is value
+
+
 def test_a_flag_that_changes_the_rule_of_a_preset_drops_the_options_of_the_presets_own_and_says_so(capsys) -> None:
     for flags in (["--weights=top"], ["--credit_options", "weights", "top"]):
         config = settings("--config=cf", *flags)
