@@ -26,6 +26,7 @@ COPIES = {TRAINED: 1, RANDOM: 10}
 TRAINING = (
     '--arms training --rates "5e-5 1e-4" --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1'
 )
+OTHERS = '"position where right" "prefix gain where right" "prefix gain where right, spans open"'
 DENSITY = (
     'plain CF "CF where right" "total effects where right" "prefix gain where right" "permuted where right" '
     '"position where right" ceiling'
@@ -35,9 +36,11 @@ ALL = (
     "planted", "programs", "papers", "demo", "ablation",
     'ablation --arms "two levels" --name evidence-ablation-levels',
     *(f"ablation --regime {name} {TRAINING} --name evidence-training-{name}" for name in ("idle8", "plain")),
-    'ablation --regime free8 --arms "plain DAPO" "CF where right" "prefix gain where right" "position where right" '
-    "--rates 1e-4 --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1 "
-    "--name evidence-training-free8",
+    *(
+        f'ablation --regime {regime} --arms "plain DAPO" "CF where right" {OTHERS} --rates 1e-4 --seeds 12 --steps 40 '
+        f"--eval-steps 20 --eval-problems 512 --eval-samples 1 --name evidence-training-{name}"
+        for regime, name in (("idle8", "idle8-sampled"), ("free8", "free8"))
+    ),
     "model --kind corrects",
     'ablation --model runs/corrects/model --arms "plain DAPO" "compare and correct" --name evidence-corrects',
     f"alignment --truth-groups 4096 --blocks 10 --arms {FEW}",
@@ -55,7 +58,7 @@ ALL = (
         for name in ("idle24", "free8", "decoys8", "hurried8")
     ),
 )  # fmt: skip
-"""Commands that make every result, in some nineteen hours of one core by the times of their parts."""
+"""Commands that make every result, in some twenty-four hours of one core by the times of their parts."""
 
 MAKERS = {"regimes": regimes.train, "corrects": corrects.train}
 
