@@ -277,7 +277,10 @@ def test_vllms_importance_ratios_multiply_with_the_weights(train, mode, loss):
 NAMED = ["masking", "gradient", "entropy", "entropy_shaping", "prefix_tree", "sibling_edits"]
 
 
-OTHERS = [{"effect": "total"}, {"estimator": "prefix_gain", "completions": "positive", "normalize": "mean"}]
+OTHERS = [
+    {"effect": "total"},
+    {"estimator": "prefix_gain", "completions": "positive", "normalize": "mean", "open_spans": True},
+]
 
 
 @pytest.mark.parametrize("options", [*({"estimator": name} for name in NAMED), *OTHERS], ids=str)
