@@ -178,7 +178,8 @@ def run(
         earlier = {arm: of for arm, of in known["curves"].items() if arm not in curves}
         best |= {arm: known["arms"][arm]["rate"] for arm in earlier}
         curves = earlier | curves
-        document["beside"] = {"arms": list(earlier), "commit": known["environment"]["commit"]}
+        commits = known.get("beside", {})  # of runs that stood beside the result's own
+        document["beside"] = {arm: commits.get(arm, known["environment"]["commit"]) for arm in earlier}
     compared = {arm: {**figures, "rate": best[arm]} for arm, figures in compare(curves).items()}
     return document | {"curves": curves, "arms": compared}
 
@@ -320,8 +321,8 @@ def _quarters(document: Mapping[str, Any]) -> list[str]:
 
 def _earlier(document: Mapping[str, Any]) -> str:
     """Say which arms were run at another commit."""
-    beside = document.get("beside")
-    return f" Runs of {', '.join(beside['arms'])} are of commit {beside['commit'][:12]}." if beside else ""
+    commits = document.get("beside", {}).items()
+    return f" Runs at other commits: {', '.join(f'{arm} {commit[:12]}' for arm, commit in commits)}." if commits else ""
 
 
 def _corrections(document: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ TRAINING = (
 OTHERS = '"position where right" "prefix gain where right" "prefix gain where right, spans open"'
 DENSITY = (
     'plain CF "CF where right" "total effects where right" "prefix gain where right" "permuted where right" '
-    '"position where right" ceiling'
+    '"position where right" "CF where right, spans open" "prefix gain where right, spans open" ceiling'
 )
 FEW = 'plain CF "CF where right" "prefix gain where right" "position where right" "right times 4"'
 ALL = (

@@ -121,7 +121,10 @@ def test_each_arm_takes_the_rate_that_was_best_on_seeds_of_their_own(tmp_path, m
     assert [*paired_with["arms"]] == [PLAIN, "CF where right"]
     assert "against_plain" in paired_with["arms"]["CF where right"]
     assert asked[2:] == [(3, "1e-4"), (4, "1e-4")], "plain DAPO is not run again"
-    assert f"Runs of {PLAIN} are of commit" in markdown(ENVIRONMENT | paired_with)
+    assert f"Runs at other commits: {PLAIN} abc." in markdown(ENVIRONMENT | paired_with)
+    file.write_text(json.dumps({"environment": {"commit": "def"}} | paired_with))
+    third = run(Pieces(tmp_path / "4", {}, ENVIRONMENT), tmp_path, replace(size, beside=str(file)), arms=["OAR-P"])
+    assert third["beside"] == {PLAIN: "abc", "CF where right": "def"}, "each arm keeps the commit of its own runs"
     with pytest.raises(ValueError, match="has seeds=2, these runs 3; only equal ones pair"):
         run(Pieces(tmp_path / "3", {}, ENVIRONMENT), tmp_path, replace(size, beside=str(file), seeds=3), arms=[PLAIN])
     with pytest.raises(ValueError, match="rates must be learning rates above 0, got '-1'"):
