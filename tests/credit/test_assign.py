@@ -327,6 +327,11 @@ ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
     ("config", "given", "message"),
     [
         ({"estimator": "entropy"}, {}, "entropies must be given to an estimator that reads them, got None"),
+        (
+            {"estimator": "entropy_shaping"},
+            {"entropies": list(map(torch.ones, ROWS.lengths))},
+            "advantages must be given to",
+        ),
         ({"estimator": "external"}, {}, "external must be given"),
         ({"estimator": "sibling_edits"}, ONE_GROUP, "rewards must be given to an estimator that reads them, got None"),
         (

@@ -65,19 +65,3 @@ def test_an_entropy_that_cannot_be_one_is_named(estimator, value, said):
     columns = {"advantages": torch.ones(3), "entropies": wrong(1, 2, value), "config": config}
     with pytest.raises(ValueError, match=f"entropies row 1, token 2: must be finite and not negative, got {said}"):
         counterfactual_credit(None, get_tokenizer("byte-level, single digits"), ROWS, **columns)
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"advantages": None}, "advantages must be given"),
-        ({"advantages": torch.tensor([1.0, math.inf, 1.0])}, "advantages row 1: must be finite, got inf"),
-        ({"advantages": torch.ones(3), "entropies": None}, "entropies must be given"),
-        ({"advantages": torch.ones(3), "kappa": 0.5}, "kappa must be finite and at least 1, got 0.5"),
-        ({"advantages": torch.ones(3), "alpha": -0.1}, "alpha must be finite and at least 0, got -0.1"),
-        ({"advantages": torch.ones(3), "weights": "top"}, "estimator='entropy_shaping' is signed"),
-    ],
-)
-def test_what_shaping_cannot_work_with_is_refused_by_name(columns, message):
-    with pytest.raises(ValueError, match=message):
-        shaped(**columns)

@@ -73,22 +73,3 @@ def test_preselecting_almost_all_units_is_exact(qwen3, outcome):
     whole = score_columns(qwen3, *batch(), mask=PLACEHOLDER, outcome=outcome)
     torch.testing.assert_close(values[0], whole.drop[2], rtol=0, atol=1e-5)
     torch.testing.assert_close(every, whole.drop, rtol=0, atol=1e-5, equal_nan=True)
-
-
-def test_entropies_that_are_not_finite_are_refused_by_row_and_token(qwen3):
-    entropies = [torch.ones(len(row)) for row in batch()[1]]
-    entropies[1][3] = float("nan")
-    with pytest.raises(ValueError, match="entropies row 1, token 3: must be finite and not negative, got nan"):
-        preselected(qwen3, *batch(), preselect=0.5, preselect_by="entropy", entropies=entropies)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"preselect": 0.0}, r"preselect must be in \(0, 1\], got 0.0"),
-        ({"preselect": 0.5, "preselect_by": "middle"}, "preselect_by must be one of length, masking, .* got 'middle'"),
-    ],
-)
-def test_bad_shares_and_choosers_are_refused_when_they_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        Masking(**options)
