@@ -7,7 +7,7 @@ from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.estimators.masking import Masking, top_units
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch, batch_of, score_columns
+from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns
 
 
 def preselected(model, *data, reasoning_ends=None, entropies=None, external=None, **options):
@@ -73,3 +73,22 @@ def test_preselecting_almost_all_units_is_exact(qwen3, outcome):
     whole = score_columns(qwen3, *batch(), mask=PLACEHOLDER, outcome=outcome)
     torch.testing.assert_close(values[0], whole.drop[2], rtol=0, atol=1e-5)
     torch.testing.assert_close(every, whole.drop, rtol=0, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "gave"),
+    [
+        ({}, "nan"),
+        ({"effect": "total"}, "nan"),
+        ({"preselect": 0.5, "preselect_by": "prefix_gain"}, "nan"),
+        ({"preselect": 0.5, "preselect_by": "gradient"}, "gradient that is not finite"),
+    ],
+    ids=str,
+)
+def test_a_model_that_gives_nan_is_an_error_that_names_the_callers_row(options, gave):
+    model, data = make_model("Qwen3"), [[column[b] for b in (2, 5, 4)] for column in batch()]  # the last is fed second
+    preselected(model, *data, reasoning_ends=[9, 0, 22], **options)
+    data[1][2][2] = 210
+    model.get_input_embeddings().weight.data[210] = float("nan")
+    with pytest.raises(FloatingPointError, match=f"completions row 2: the model gave a {gave}"):
+        preselected(model, *data, reasoning_ends=[9, 0, 22], **options)
