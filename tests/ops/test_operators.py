@@ -6,7 +6,6 @@ import torch
 from cfa_kernels.ops import linear_logprob, linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops import tree_attention as attention
 from cfa_kernels.ops.operator_arguments import arguments_of
-from cfa_kernels.ops.token_loss import KINDS, NUMBERS, PolicyOptions
 
 OPERATORS = (
     linear_logprob.linear_logprob_op,
@@ -24,12 +23,3 @@ def test_arguments_have_the_names_and_the_order_of_the_schema(operator):
     names = tuple(argument.name for argument in schema.arguments)
     assert arguments_of(operator)._fields == names
     assert tuple(arguments_of(operator)()) == (None,) * len(names)
-
-
-def test_options_of_the_loss_survive_the_way_through_an_operator():
-    options = PolicyOptions("sapo", "sequence", *range(1, 8), "token_mask", "k1", *range(8, 15))
-    kinds = options.kinds()
-    assert PolicyOptions.of(kinds, options.numbers()) == options
-    assert {*KINDS, *NUMBERS} == set(PolicyOptions._fields)
-    with pytest.raises(ValueError, match="zip"):
-        PolicyOptions.of(kinds, options.numbers()[1:])

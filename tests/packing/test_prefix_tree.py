@@ -21,17 +21,6 @@ def distinct_prefixes(rows) -> int:
     return len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
 
 
-@given(sequences)
-def test_a_segments_context_is_the_path_above_it(rows):
-    tree = PrefixTree()
-    paths = {tuple(path) for path in (tree.insert(ids(row)).tolist() for row in rows)}
-    table = tree.table()
-    prefixes = {path[:n] for path in paths for n in range(len(path) + 1)}
-    for start, length, row in zip(table.context_start, table.context_length, table.row_start, strict=True):
-        context = tuple(table.context_rows[start : start + length].tolist())
-        assert (*context, int(row)) in prefixes
-
-
 @given(sequences, sequences)
 def test_sequences_that_do_not_fit_leave_a_tree_and_its_copies_as_they_were(before, after):
     tree, expected = PrefixTree(), PrefixTree()
