@@ -9,7 +9,7 @@ from cfa_kernels.estimators.probes import Probe
 from cfa_kernels.estimators.total_effects import total_effects
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import InProcess, LogprobService
-from tests.support.models import batch_of, make_model, naive_logprobs, score_columns
+from tests.support.models import batch_of, make_model, naive_row, score_columns
 from tests.support.small_tokenizers import encode, get_tokenizer
 
 TOKENIZER = get_tokenizer("byte-level, single digits")
@@ -54,14 +54,7 @@ def test_prefix_gain_asks_each_completions_own_answer_behind_every_unit(model, b
 
 
 def test_a_host_that_gives_log_probs_alone_finds_the_same_prefix_gains_and_mean_drops(model, batch):
-    def logprobs_of(prompts, completions):
-        found = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            values = naive_logprobs(model, torch.cat([prompt, completion]))
-            found.append(values[len(prompt) - 1 :])
-        return found
-
-    service = LogprobService(logprobs_of)
+    service = LogprobService(lambda *columns: [naive_row(model, *row) for row in zip(*columns, strict=True)])
     for config in (
         CounterfactualConfig(estimator="prefix_gain"),
         CounterfactualConfig(outcome="mean_logprob"),

@@ -1,6 +1,5 @@
 """Total effects by masking equal full forwards and plain sums, and see what direct effects do not."""
 
-import copy
 import math
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from cfa_kernels.estimators.total_effects import chained_effects, total_effects
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import ScoringWork
 from cfa_kernels.span import Span
-from tests.support.models import HYBRIDS, LONGROPE, PLACEHOLDER, batch_of, make_model, score_columns, tokens
+from tests.support.models import HYBRIDS, LONGROPE, PLACEHOLDER, batch_of, make_model, naive_row, score_columns, tokens
 
 
 def exact(name="Qwen3", **changes):
@@ -56,17 +55,6 @@ def effects(model, rows, *, access=None, **options):
 # --- The definition, slowly ---------------------------------------------------------------------------------------
 
 
-def plain_logprobs(model, prompt, completion, masked=None):
-    """Log-prob of each token of the completion, by one full forward, with `masked` replaced."""
-    ids = torch.cat([prompt, completion]).clone()
-    if masked is not None:
-        ids[len(prompt) + masked.start : len(prompt) + masked.end] = PLACEHOLDER
-    with torch.no_grad():
-        logits = copy.deepcopy(model).double().eval()(input_ids=ids[None].to(model.device)).logits[0].cpu()
-    logprobs = logits.double().log_softmax(-1)
-    return [logprobs[len(prompt) + t - 1, token].item() for t, token in enumerate(completion.tolist())]
-
-
 def plain_total(direct, links):
     """From the last unit to the first, each later unit a way to the answer."""
     total = list(direct)
@@ -83,7 +71,7 @@ def plain_effects(model, prompt, completion, units, answer):
     def logprob(masked, span):
         return sum(lines[masked][span.start : span.end])
 
-    lines = {masked: plain_logprobs(model, prompt, completion, masked) for masked in [None, *before]}
+    lines = {masked: naive_row(model, prompt, completion, masked).tolist() for masked in [None, *before]}
     direct = [logprob(None, answer) - logprob(unit, answer) for unit in before]
     links = [
         [max(0.0, logprob(None, later) - logprob(unit, later)) / (later.end - later.start) for later in before]
@@ -124,8 +112,8 @@ def test_effects_equal_full_forwards_summed_up_by_hand(name, changes):
 def test_the_judged_batch_has_losses_to_clamp(qwen3):
     """Else the comparison above would not see a missing clamp."""
     prompt, completion, units, _ = (column[0] for column in batch())
-    sampled, masked = (plain_logprobs(qwen3, prompt, completion, unit) for unit in (None, units[0]))
-    losses = [sum(sampled[start:end]) - sum(masked[start:end]) for start, end in units[1:-1]]
+    lost = naive_row(qwen3, prompt, completion) - naive_row(qwen3, prompt, completion, units[0])
+    losses = [lost[start:end].sum() for start, end in units[1:-1]]
     assert min(losses) < -0.01 < 0.01 < max(losses)
 
 
@@ -155,15 +143,6 @@ def test_rows_without_units_or_answers_have_a_base_or_nothing(qwen3):
 
 
 # --- The rule -----------------------------------------------------------------------------------------------------
-
-
-def test_a_chain_of_three_units_has_the_total_that_was_worked_out_by_hand():
-    """A half of the second unit is lost without the first, three quarters of the third without either."""
-    links = np.zeros((3, 3))
-    links[0, 1], links[1, 2], links[0, 2] = math.log(2), math.log(4), math.log(4)
-    links[2, 0] = 99.0  # below the diagonal: not read
-    total = chained_effects(np.array([0.25, -1.0, 8.0]), links)
-    assert total == pytest.approx([0.25 + 5 / 2 + 6, 5, 8])
 
 
 @pytest.mark.parametrize(

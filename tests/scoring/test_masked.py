@@ -1,5 +1,7 @@
 """score_counterfactuals equals one full forward per span, on every architecture, and leaves the model as it was."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,6 +27,7 @@ from tests.support.models import (
     make_model,
     naive,
     naive_logprobs,
+    naive_row,
     score_columns,
     snapshot,
     tokens,
@@ -71,9 +74,7 @@ def test_a_branch_scores_as_the_sequence_that_its_mask_makes_fed_by_itself(acces
     model, (prompts, completions, spans, answers) = make_model("Qwen3").cpu().double(), batch()
     rows = Rows(prompts, completions)
 
-    def logprobs(prompt, completion):
-        return naive_logprobs(model, torch.cat([prompt, completion]))[len(prompt) - 1 :]
-
+    logprobs = functools.partial(naive_row, model)
     if access == "in process":
         scores = score_counterfactuals(model, rows, spans, answers, mask=mask)
     elif access == "a training forward":
@@ -82,7 +83,8 @@ def test_a_branch_scores_as_the_sequence_that_its_mask_makes_fed_by_itself(acces
         asked = ScoredBatch.of(None, rows, spans, answers, mask=mask)
         scores = LogprobService(lambda *columns: [*map(logprobs, *columns)]).score(asked).in_callers_order(asked)
     for b, answer in enumerate(answers):
-        base = None if answer is None else logprobs(prompts[b], completions[b])[slice(*answer)].sum()
+        base = torch.nan if answer is None else logprobs(prompts[b], completions[b])[slice(*answer)].sum()
+        assert scores.base[b].item() == pytest.approx(float(base), abs=1e-5, nan_ok=True)
         for k, (start, end) in enumerate(spans[b] if answer else []):
             if mask is STORED:
                 ids = STORED[b][k]
@@ -92,8 +94,10 @@ def test_a_branch_scores_as_the_sequence_that_its_mask_makes_fed_by_itself(acces
             branch = torch.cat([completions[b][:start], ids, completions[b][end:]])
             moved = len(ids) - (end - start) if end <= answer.start else 0
             masked = logprobs(prompts[b], branch)[answer.start + moved : answer.end + moved].sum()
+            assert abs(scores.masked[b][k].item() - masked.item()) < 1e-5
             assert abs(scores.drop[b][k].item() - (base - masked).item()) < 1e-5
             assert start < answer.start or scores.drop[b][k] == 0
+    assert all(map(torch.equal, completions, batch()[1]))
 
 
 @settings(max_examples=15, deadline=None)

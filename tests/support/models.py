@@ -170,11 +170,15 @@ SMALL_SPANS = [[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)]  # and answ
 
 def naive(model, prompt, completion, answer, span=None):
     """Log P(answer) by one plain full forward with `span` replaced."""
-    ids = torch.cat([prompt, completion]).clone()
+    return sum(naive_row(model, prompt, completion, span)[slice(*answer)].tolist())
+
+
+def naive_row(model, prompt, completion, span=None):
+    """(T,) log-probs of a completion by one plain full forward with `span` replaced."""
+    ids = torch.cat([prompt, completion])
     if span is not None:
         ids[len(prompt) + span.start : len(prompt) + span.end] = PLACEHOLDER
-    logprobs = naive_logprobs(model, ids)
-    return sum(logprobs[len(prompt) + t - 1].item() for t in range(*answer))
+    return naive_logprobs(model, ids)[len(prompt) - 1 :]
 
 
 def naive_logprobs(model, ids, temperature=1.0):
