@@ -12,12 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch import nn
 
 import cfa_kernels
 from cfa_kernels.estimators import ESTIMATORS
 from tests.conftest import REPOSITORY
-from tests.support.models import make_model
 
 PACKAGE = REPOSITORY / "cfa_kernels"
 
@@ -85,11 +83,6 @@ def test_every_public_name_is_declared_once_for_each_reader_and_is_there():
     assert set(cfa_kernels.__all__) <= set(dir(cfa_kernels))
     with pytest.raises(AttributeError, match="no attribute 'policy_los'"):
         cfa_kernels.policy_los  # noqa: B018
-
-
-def test_checks_of_a_model_take_what_wraps_it():
-    model = make_model("Qwen3")
-    cfa_kernels.check_model(nn.DataParallel(model))
 
 
 # Sizes and shape

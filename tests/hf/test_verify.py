@@ -260,24 +260,30 @@ def test_an_adapter_in_the_body_that_starts_as_the_identity_is_checked_as_it_may
         verify.check_supported(model)
 
 
-@pytest.mark.parametrize("kind", ["loha", "ia3", "lora", "oft"])
-def test_adapters_on_other_layers_are_scored_exactly(kind):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*((kind, "Qwen3") for kind in ("loha", "ia3", "lora", "oft")), ("lora", "Mistral"), ("lora", "Gemma2")],
+)
+def test_adapters_on_other_layers_are_scored_exactly_without_their_dropout(kind, name):
     targets = ["q_proj", "v_proj", "down_proj"]
     config = {
         "loha": peft.LoHaConfig(r=2, target_modules=targets),
         "ia3": peft.IA3Config(target_modules=targets, feedforward_modules=["down_proj"]),
-        "lora": LoraConfig(r=2, target_modules=targets, modules_to_save=["lm_head"]),
+        "lora": LoraConfig(r=2, lora_dropout=0.5, target_modules=targets, modules_to_save=["lm_head"]),
         "oft": peft.OFTConfig(oft_block_size=4, target_modules=targets, use_cayley_neumann=False),
     }[kind]
-    model = get_peft_model(make_model("Qwen3", tie_word_embeddings=False), config).eval()
+    model = get_peft_model(make_model(name, tie_word_embeddings=False), config).train()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += (0.05 * torch.randn(parameter.shape, generator=generator)).to(parameter)
-    assert_equals_naive(score(model), model, *batch())
+    scores = score(model)
+    assert_equals_naive(scores, model, *batch())
     with model.disable_adapter():  # a head that was saved beside the adapter goes back to the original one
-        assert_equals_naive(score(model), model, *batch())
+        without = score(model)
+        assert_equals_naive(without, model, *batch())
+    assert (scores.base - without.base).abs().nan_to_num().max() > 0.1
 
 
 REFUSED = [

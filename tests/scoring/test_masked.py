@@ -44,23 +44,6 @@ def test_scores_equal_one_full_forward_per_span_whatever_the_token_budget(name, 
     assert_equals_naive(scores, model, *data)
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Mistral", "Gemma2"])
-def test_scores_equal_one_full_forward_per_span_under_a_lora_adapter(name):
-    model = make_model(name)
-    adapted = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj", "down_proj"]))
-    for parameter_name, parameter in adapted.named_parameters():
-        if "lora_B" in parameter_name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    adapted.train()
-    data = batch()
-    scores = score_columns(adapted, *data, mask=PLACEHOLDER)
-    assert_equals_naive(scores, adapted, *data)
-    with adapted.disable_adapter():
-        without = score_columns(adapted, *data, mask=PLACEHOLDER)
-        assert_equals_naive(without, adapted, *data)
-    assert (scores.base - without.base).abs().nan_to_num().max() > 0.1
-
-
 def of_two_more(row, k):
     return [11] * (row.spans[k].end - row.spans[k].start + 2)
 
@@ -266,20 +249,6 @@ def test_bad_rows_are_refused_by_argument_row_and_value(qwen3, data, message):
 def test_bad_options_are_refused_by_name(qwen3, option, message):
     with pytest.raises(ValueError, match=message):
         score_columns(qwen3, *batch(), **{"mask": PLACEHOLDER, **option})
-
-
-def test_wrapped_models_are_scored_like_the_bare_one(qwen3):
-    data = batch()
-    expected = score_columns(qwen3, *data, mask=PLACEHOLDER)
-
-    class Wrapper(torch.nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-    for wrapped in (Wrapper(qwen3), torch.compile(qwen3)):
-        scores = score_columns(wrapped, *data, mask=PLACEHOLDER)
-        assert torch.equal(scores.base.nan_to_num(), expected.base.nan_to_num())
 
 
 @pytest.mark.gpu
