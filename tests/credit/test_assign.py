@@ -1,7 +1,6 @@
 """counterfactual_credit does the whole way of a batch, whatever the estimator and the rule for weights."""
 
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,10 +9,9 @@ from cfa_kernels.credit import units as units_module
 from cfa_kernels.credit.assign import FIGURES, counterfactual_credit, counterfactual_weights
 from cfa_kernels.credit.config import CounterfactualConfig
 from cfa_kernels.estimators.base import Importances
-from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.hf.accuracy import ACCURACY
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.access import CAPABILITIES, LOGPROBS, LogprobService
+from cfa_kernels.scoring.access import LOGPROBS, LogprobService
 from cfa_kernels.scoring.masked import CounterfactualScores, ScoringWork, score_counterfactuals
 from cfa_kernels.span import Span
 from cfa_kernels.text.find import Reasoning
@@ -66,14 +64,16 @@ PROMPTS = torch.tensor([[0, 5, 6], [4, 5, 6], [0, 0, 6], [4, 4, 4]])
 PROMPT_MASK = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1], [1, 1, 1]])
 COMPLETIONS = torch.tensor([[7, 8, 9, 10, 2], [7, 8, 9, 11, 0], [7, 8, 0, 0, 0], [7, 8, 9, 10, 2]])
 COMPLETION_MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]])
-ARRAYS = (PROMPTS, PROMPT_MASK, COMPLETIONS, COMPLETION_MASK)
+ROWS = Rows.from_padded(PROMPTS, PROMPT_MASK, COMPLETIONS, COMPLETION_MASK)
 
 
-ROWS = Rows.from_padded(*ARRAYS)
+def credited(access, *, rows=ROWS, **given):
+    """Credit of `rows` by an access to no model."""
+    return counterfactual_credit(access, Tokenizer(), rows, **given)
 
 
 def test_rows_are_scored_and_weighed_each_by_itself(scored):
-    credit = counterfactual_credit(scored, Tokenizer(), ROWS)
+    credit = credited(scored)
     expected = [[4.0, 0.5, 1, 1, 1.5], [4.0, 0.5, 1, 1.5, 1], [1] * 5, [4.0, 0.5, 1, 1, 1.5]]
     assert list(map(len, credit.weights)) == ROWS.lengths
     assert torch.equal(credit.padded(), torch.tensor(expected))
@@ -102,12 +102,12 @@ def test_only_completions_of_positive_advantage_are_judged_where_the_configurati
     if two_dimensional:
         advantages = [row.expand(n) for row, n in zip(advantages, ROWS.lengths, strict=True)]
     config = CounterfactualConfig(completions="positive")
-    credit = counterfactual_credit(scored, Tokenizer(), ROWS, advantages=advantages, config=config)
+    credit = credited(scored, advantages=advantages, config=config)
     assert all(credit.weights[b].eq(1).all() and not credit.spans[b] for b in (0, 3))
     assert credit.weights[1].tolist() == [4.0, 0.5, 1, 1.5]
     assert [batch.index for batch in scored.batches] == [[1]]
     with pytest.raises(ValueError, match="advantages must be given with completions='positive'"):
-        counterfactual_credit(scored, Tokenizer(), ROWS, config=config)
+        credited(scored, config=config)
     with pytest.raises(ValueError, match=r"completions must be one of .*got 'right'"):
         CounterfactualConfig(completions="right")
 
@@ -121,7 +121,7 @@ def test_open_spans_leave_their_first_token_to_the_weight_outside(scored, monkey
     )
     estimator = importances_of(lambda batch: [[1.0, 2.0] for _ in batch.units], signed=signed)
     config, rows = CounterfactualConfig(estimator, open_spans=True), ROWS.take([0])
-    credit = counterfactual_credit(scored, Tokenizer(), rows, advantages=torch.ones(1), config=config)
+    credit = credited(scored, rows=rows, advantages=torch.ones(1), config=config)
     assert credit.spans == [spans], "what was judged is whole"
     found = credit.advantages if signed else credit.weights
     assert found[0].tolist() == ([1, 2, 2, 3, 1] if signed else [1, 0.5, 0.5, 4, 1.5])
@@ -129,7 +129,7 @@ def test_open_spans_leave_their_first_token_to_the_weight_outside(scored, monkey
 
 @pytest.mark.parametrize("control", ["off", "random"])
 def test_controls_that_ignore_the_drops_score_nothing(scored, control):
-    credit = counterfactual_credit(scored, Tokenizer(), ROWS, config=CounterfactualConfig(control=control))
+    credit = credited(scored, config=CounterfactualConfig(control=control))
     assert scored.batches == []
     assert credit.work is None
     if control == "off":
@@ -141,16 +141,15 @@ def test_controls_that_ignore_the_drops_score_nothing(scored, control):
 
 def test_an_empty_completion_gets_no_credit(scored):
     rows = Rows(ROWS.prompts, [ROWS.completions[0][:0], *ROWS.completions[1:]])
-    credit = counterfactual_credit(scored, Tokenizer(), rows)
+    credit = credited(scored, rows=rows)
     assert len(credit.weights[0]) == 0
     assert credit.weights[1][0] == 4.0
 
 
 def test_what_is_drawn_for_a_row_depends_on_the_seed_and_its_index_only(scored):
     config = CounterfactualConfig(control="random")
-    whole, again, other = (counterfactual_credit(scored, Tokenizer(), ROWS, config=config, seed=seed)
-                           for seed in ((1, 2), (1, 2), (1, 3)))  # fmt: skip
-    part = counterfactual_credit(scored, Tokenizer(), ROWS.take([3, 1]), config=config, seed=(1, 2))
+    whole, again, other = (credited(scored, config=config, seed=seed) for seed in ((1, 2), (1, 2), (1, 3)))
+    part = credited(scored, rows=ROWS.take([3, 1]), config=config, seed=(1, 2))
     assert all(map(torch.equal, whole.weights, again.weights))
     assert torch.equal(part.weights[0], whole.weights[3])
     assert torch.equal(part.weights[1], whole.weights[1])
@@ -172,7 +171,7 @@ def test_no_rows_get_no_credit(estimator):
 
 
 def test_credit_metrics_describe_the_scored_rows(scored):
-    metrics = counterfactual_credit(scored, Tokenizer(), ROWS).metrics()
+    metrics = credited(scored).metrics()
     assert metrics["credit/scored_fraction"] == 0.75
     assert metrics["credit/spans_mean"] == 2
     assert metrics["credit/drop_mean"] == 1.5
@@ -225,17 +224,9 @@ def importances_of(values, **fields):
 
 def test_a_function_as_estimator_sees_every_completion_with_its_group_and_its_values_weigh_its_units(scored):
     estimate = importances_of(lambda batch: [[0.0, 3.0][: len(units)] for units in batch.units])
-    config = CounterfactualConfig(estimator=estimate)
+    config, groups = CounterfactualConfig(estimator=estimate), torch.tensor([0, 0, 1, 1])
     advantages, rewards = torch.tensor([1.0, -1.0, 0.0, 0.5]), torch.tensor([1.0, 0.0, 0.5, 1.0])
-    credit = counterfactual_credit(
-        scored,
-        Tokenizer(),
-        ROWS,
-        advantages=advantages,
-        rewards=rewards,
-        config=config,
-        groups=torch.tensor([0, 0, 1, 1]),
-    )
+    credit = credited(scored, advantages=advantages, rewards=rewards, config=config, groups=groups)
     assert scored.batches == []
     batch = estimate.batch
     assert [len(row) for row in batch.completions] == batch.lengths == [5, 4, 2, 5]
@@ -251,7 +242,7 @@ def test_a_function_as_estimator_sees_every_completion_with_its_group_and_its_va
 def test_siblings_are_the_completions_of_equal_prompts_unless_groups_are_given(scored):
     rows = Rows([ROWS.prompts[b] for b in (0, 1, 0, 1)], ROWS.completions)
     estimate = importances_of(lambda batch: [[0.0] * len(units) for units in batch.units])
-    counterfactual_credit(scored, Tokenizer(), rows, config=CounterfactualConfig(estimator=estimate))
+    credited(scored, rows=rows, config=CounterfactualConfig(estimator=estimate))
     assert estimate.batch.index == [0, 2, 1, 3]
     assert estimate.batch.groups.tolist() == [0, 0, 1, 1]
 
@@ -263,7 +254,7 @@ def test_signed_values_are_added_to_the_advantages_of_their_units(scored, contro
     config = CounterfactualConfig(estimator=estimate, control=control)
     own = torch.tensor([1.0, -1.0, 0.0, 0.5])
     advantages = own if per_row else [row.expand(n) for row, n in zip(own, ROWS.lengths, strict=True)]
-    credit = counterfactual_credit(scored, Tokenizer(), ROWS, advantages=advantages, config=config)
+    credit = credited(scored, advantages=advantages, config=config)
     assert credit.padded().eq(1).all()
     if control == "off":
         assert credit.advantages is None
@@ -299,7 +290,7 @@ def test_entropies_judge_every_token_and_the_top_share_of_the_batch_is_kept(scor
     entropies = [torch.tensor([1.0, 2, 3, 4, 5]), torch.tensor([6.0, 7, 8, 9]), torch.tensor([10.0, 11]),
                  torch.tensor([12.0, 13, 14, 15, 16])]  # fmt: skip
     config = CounterfactualConfig(estimator="entropy", fraction=0.25)
-    credit = counterfactual_credit(scored, Tokenizer(), ROWS, entropies=entropies, config=config)
+    credit = credited(scored, entropies=entropies, config=config)
     threshold = torch.quantile(torch.cat(entropies), 0.75)
     assert all(torch.equal(row, (own >= threshold).float()) for row, own in zip(credit.weights, entropies, strict=True))
     assert credit.work is None
@@ -312,7 +303,7 @@ def test_entropies_judge_every_token_and_the_top_share_of_the_batch_is_kept(scor
 @pytest.mark.parametrize("control", [None, "inverted", "random"])
 def test_every_reshaping_runs_under_every_control_and_may_keep_the_mean(scored, control, weights):
     config = CounterfactualConfig(control=control, weights=weights, normalize="mean")
-    credit = counterfactual_credit(scored, Tokenizer(), ROWS, config=config, seed=1)
+    credit = credited(scored, config=config, seed=1)
     assert len(scored.batches) == (control != "random")
     assert all(row.mean() == pytest.approx(1) for row in credit.weights)
     if weights == "bilevel" and control != "random":
@@ -384,49 +375,18 @@ ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
 )
 def test_estimators_and_reshapings_that_cannot_be_used_say_why(scored, config, given, message):
     with pytest.raises(ValueError, match=message):
-        counterfactual_credit(scored, Tokenizer(), ROWS, config=CounterfactualConfig(**config), **given)
+        credited(scored, config=CounterfactualConfig(**config), **given)
 
 
 SIBLINGS = Rows([ROWS.prompts[b] for b in (1, 1, 3, 3)], ROWS.completions)
 
 
-def test_a_prefix_tree_adds_to_the_advantage_where_siblings_part(scored):
-    """Rows 0 and 1 part at token 3, behind which the mean reward goes from 0.5 to 1 or 0.
-
-    Their advantages lie twice as wide as their rewards.
-    """
-    credit = counterfactual_credit(
-        scored, Tokenizer(), SIBLINGS, advantages=torch.tensor([1.0, -1.0, 0, 0]),
-        rewards=torch.tensor([1.0, 0, 1, 1]), config=CounterfactualConfig(estimator="prefix_tree"),
-    )  # fmt: skip
-    assert credit.metrics().keys() <= FIGURES.keys()
-    assert credit.padded().eq(1).all()
-    assert [row.tolist() for row in credit.advantages] == [[1, 1, 1, 2, 1], [-1, -1, -1, -2], [0, 0], [0] * 5]
-
-
 @pytest.mark.parametrize("normalize", [None, "mean"])
 def test_a_wrong_completion_is_weighed_where_it_differs_from_a_correct_sibling(scored, normalize):
     config = CounterfactualConfig(estimator="sibling_edits", normalize=normalize)
-    credit = counterfactual_credit(scored, Tokenizer(), SIBLINGS, rewards=torch.tensor([1.0, 0, 1, 1]), config=config)
+    credit = credited(scored, rows=SIBLINGS, rewards=torch.tensor([1.0, 0, 1, 1]), config=config)
     assert credit.weights[1].tolist() == [0, 0, 0, 4 if normalize else 1]
     assert all(credit.weights[b].eq(1).all() for b in (0, 2, 3))
-
-
-def test_gradients_judge_every_token_before_the_marker_by_the_model(scored, monkeypatch):
-    seen = {}
-
-    def saliency(self, access, batch):
-        seen.update(asdict(self), units=batch.units)
-        return Importances([torch.arange(len(row)) * 1.0 for row in batch.units], work=ScoringWork(2, 20, 20))
-
-    monkeypatch.setattr(Gradient, "__call__", saliency)
-    config = CounterfactualConfig(estimator="gradient", outcome="last", sigma=0.5, samples=3, tau=0.0)
-    credit = counterfactual_credit(Scored(capabilities=CAPABILITIES), Tokenizer(), ROWS, config=config)
-    assert (seen["outcome"], seen["sigma"], seen["samples"]) == ("last", 0.5, 3)
-    assert [len(row) for row in seen["units"]] == [4, 3, 4]
-    assert credit.weights[0][:4].mean() == pytest.approx(1)
-    assert credit.weights[0][:4].diff().gt(0).all()
-    assert credit.work.tokens_fed == 20
 
 
 @pytest.mark.parametrize(
@@ -449,15 +409,10 @@ def test_lists_of_numbers_do_as_importances_weights_and_columns(scored):
         assert batch.rewards.tolist() == [1, 0, 1, 0]
         return [[2, 1.5][: len(units)] for units in batch.units]
 
-    given = {"rewards": [1, 0.0, True, 0]}
-    credit = counterfactual_credit(
-        scored, Tokenizer(), ROWS, config=CounterfactualConfig(estimator=estimate, weights="identity"), **given
-    )
+    own, external = (CounterfactualConfig(estimator=name, weights="identity") for name in (estimate, "external"))
+    credit = credited(scored, config=own, rewards=[1, 0.0, True, 0])
     assert credit.weights[0].tolist() == [2, 1.5, 1, 1, 1]
-    outside = counterfactual_credit(
-        scored, Tokenizer(), ROWS, config=CounterfactualConfig(estimator="external", weights="identity"),
-        external=[[2, 1.5], [3.0] * 4, [], [1, 1]],
-    )  # fmt: skip
+    outside = credited(scored, config=external, external=[[2, 1.5], [3.0] * 4, [], [1, 1]])
     assert [row.tolist() for row in outside.weights[:2]] == [[2, 1.5, 1, 1, 1], [3, 3, 1, 1]]
 
 
@@ -474,23 +429,20 @@ def test_an_estimator_of_ones_own_may_write_to_what_it_is_given(scored):
             row.clear()
         return [[2.0, 1.0] if len(ids) > 3 else [] for ids in batch.completions]
 
-    credit = counterfactual_credit(
-        scored, Tokenizer(), ROWS, config=CounterfactualConfig(estimator=estimate), entropies=entropies,
-        rewards=rewards, advantages=advantages,
-    )  # fmt: skip
+    config = CounterfactualConfig(estimator=estimate)
+    credit = credited(scored, config=config, entropies=entropies, rewards=rewards, advantages=advantages)
     assert all(torch.equal(a, b) for a, b in zip(before, columns, strict=True))
     assert all(tensor.eq(1).all() for tensor in (rewards, *entropies, *advantages))
     assert credit.weights[0].tolist() == [4.0, 0.5, 1, 1, 1.5]
 
 
 def test_figures_of_signed_credit_are_those_of_what_is_added(scored):
-    config = CounterfactualConfig(estimator="prefix_tree")
-    credit = counterfactual_credit(
-        scored, Tokenizer(), SIBLINGS, config=config, advantages=torch.tensor([1.0, -1, 2, -2]),
-        rewards=torch.tensor([1.0, 0, 1, 0]), groups=torch.tensor([0, 0, 1, 1]),
-    )  # fmt: skip
-    added = torch.cat([row - own for row, own in zip(credit.advantages, [1.0, -1, 2, -2], strict=True)])
+    config, advantages = CounterfactualConfig(estimator="prefix_tree"), torch.tensor([1.0, -1, 2, -2])
+    given = {"rewards": torch.tensor([1.0, 0, 1, 0]), "groups": torch.tensor([0, 0, 1, 1])}
+    credit = credited(scored, rows=SIBLINGS, config=config, advantages=advantages, **given)
+    added = torch.cat([row - own for row, own in zip(credit.advantages, advantages, strict=True)])
     figures = credit.metrics()
+    assert figures.keys() <= FIGURES.keys()
     assert figures["credit/added_abs_mean"] == pytest.approx(added.abs().mean().item())
     assert figures["credit/added_fraction"] == (added != 0).float().mean().item() > 0
     assert figures["credit/scored_fraction"] == 1
@@ -499,9 +451,7 @@ def test_figures_of_signed_credit_are_those_of_what_is_added(scored):
 
 def test_signed_credit_has_advantages_even_where_no_row_has_one(scored):
     rewards, config = torch.tensor([1.0, 1, 0, 0]), CounterfactualConfig(estimator="prefix_tree")
-    credit = counterfactual_credit(
-        scored, Tokenizer(), SIBLINGS, config=config, advantages=torch.zeros(4), rewards=rewards
-    )
+    credit = credited(scored, rows=SIBLINGS, config=config, advantages=torch.zeros(4), rewards=rewards)
     assert [row.tolist() for row in credit.advantages] == [[0.0] * n for n in SIBLINGS.lengths]
     assert credit.metrics()["credit/added_fraction"] == 0
 
@@ -510,7 +460,7 @@ def test_a_completion_without_a_reward_is_neither_compared_nor_credited(scored):
     estimate = importances_of(lambda batch: [[0.0] * len(units) for units in batch.units])
     rewards = torch.tensor([1.0, float("nan"), 0, 1])
     config = CounterfactualConfig(estimator=estimate)
-    credit = counterfactual_credit(scored, Tokenizer(), ROWS, config=config, rewards=rewards)
+    credit = credited(scored, config=config, rewards=rewards)
     assert estimate.batch.index == [0, 2, 3]
     assert credit.spans[1] == []
 

@@ -16,6 +16,7 @@ from cfa_kernels.options import NotNegative, check_fields
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import DISTRIBUTIONS, LOGPROBS, LogprobService, ModelAccess
 from cfa_kernels.scoring.batch import ScoredBatch
+from cfa_kernels.span import Span
 from tests.support.small_tokenizers import encode, get_tokenizer
 
 TOKENIZER = get_tokenizer("byte-level, single digits")
@@ -88,7 +89,8 @@ def test_its_importances_become_the_weights_of_its_rule():
     weights = {}
     for power in (1.0, 2.0):
         credit = credit_of(access, CounterfactualConfig(estimator="lateness", power=power))
-        judged = len(credit.spans[0])
+        judged = len(encode(TOKENIZER, "3 + 4 = 7. Then 7 - 3 = 4.\n"))
+        assert credit.spans[0] == [Span(t, t + 1) for t in range(judged)]  # up to the marker
         share = (torch.arange(judged) / (judged - 1)) ** power
         torch.testing.assert_close(credit.weights[0][:judged], 0.5 + 3.5 * share)
         assert credit.weights[0][credit.answers[0].start] == 1.5
