@@ -162,15 +162,6 @@ def test_without_noise_a_divergence_has_no_gradient_and_the_mean_log_prob_stands
             assert_close(ours, reference(model, b, judged, [torch.zeros(1, 1)]))
 
 
-@pytest.mark.parametrize("outcome", ["last", "mean"])
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma2"])
-def test_importances_of_a_divergence_are_proportional_to_small_noise(name, outcome):
-    model = make_model(name, initializer_range=0.05).cpu().double()
-    small, twice = (saliency(model, outcome=outcome, sigma=sigma, samples=2, seed=(7,)) for sigma in (1e-4, 2e-4))
-    assert_close(twice[1], 2 * small[1], 0.05)
-    assert small[1].min() > 0
-
-
 @pytest.mark.parametrize("budget", [None, 1, 60])
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_a_row_depends_neither_on_its_neighbours_and_their_order_nor_on_the_budget(outcome, budget):

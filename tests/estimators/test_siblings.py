@@ -69,14 +69,6 @@ def test_a_token_is_worth_the_change_of_the_mean_reward_below_its_prefix(batch) 
         assert (found == 0).tolist() == [abs(value) < 1e-12 for value in expected]
 
 
-def test_prefix_values_of_a_tree_worked_by_hand() -> None:
-    # the -> cat (1) | dog (0, 1); V = 2/3 at the root, 1 after "c", 1/2 after "d", then 0 and 1.
-    texts, rewards = ["tc", "tdx", "tdy"], [1.0, 0.0, 1.0]
-    found = prefix_tree_values([ids(t) for t in texts], torch.zeros(3, dtype=torch.int64), torch.tensor(rewards))
-    expected = [[0, 1 / 3], [0, -1 / 6, -1 / 2], [0, -1 / 6, 1 / 2]]
-    assert [row.tolist() for row in found] == [pytest.approx(row) for row in expected]
-
-
 @pytest.mark.parametrize(
     ("texts", "rewards", "expected"),
     [
@@ -86,12 +78,14 @@ def test_prefix_values_of_a_tree_worked_by_hand() -> None:
         (["abc"], [1.0], [[0, 0, 0]]),
         (["a", "b", "c"], [0.1, 0.1, 0.1], [[0], [0], [0]]),  # 0.1 + 0.1 + 0.1 is not 3 x 0.1 in binary
         (["", "a"], [1.0, 0.0], [[], [-0.5]]),
+        # the -> cat (1) | dog (0, 1); V = 2/3 at the root, 1 after "c", 1/2 after "d", then 0 and 1.
+        (["tc", "tdx", "tdy"], [1.0, 0.0, 1.0], [[0, 1 / 3], [0, -1 / 6, -1 / 2], [0, -1 / 6, 1 / 2]]),
     ],
 )
-def test_prefix_values_at_the_edges(texts, rewards, expected) -> None:
+def test_prefix_values_worked_by_hand(texts, rewards, expected) -> None:
     groups = torch.full((len(texts),), 7)
     found = prefix_tree_values([ids(t) for t in texts], groups, torch.tensor(rewards))
-    assert [row.tolist() for row in found] == expected
+    assert [row.tolist() for row in found] == [pytest.approx(row, rel=1e-6, abs=0) for row in expected]
 
 
 # Edits

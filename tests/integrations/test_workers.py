@@ -11,10 +11,8 @@ from cfa_kernels import Span
 from cfa_kernels.estimators.base import Importances, OwnFunction
 from cfa_kernels.integrations.workers import Share, Workers, deal_groups, judge_share
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.access import LogprobService
 from cfa_kernels.scoring.batch import ScoredBatch
 from tests.support import sharded, workers
-from tests.support.models import make_model
 from tests.support.tiny import tiny_model
 
 
@@ -105,15 +103,6 @@ def test_what_is_joined_keeps_what_belongs_to_no_completion():
     assert found.base.tolist() == [0, 1, 2]
     assert [row.item() for row in found.values] == [0, 1, 2]
     assert (found.change_of, found.work, found.details) == ("logprob", None, None)
-
-
-def test_trees_feed_less_than_half_of_what_requests_feed():
-    lengths = [88, 131, 104, 117, 96, 142, 75, 110, 92, 128, 101, 84, 139, 99, 121, 107]  # as of GSM8K's solutions
-    given = batch(lengths, [list(range(3, 19)) * 5] * 8 + [list(range(4, 20)) * 5] * 8, spans=8)
-    model = make_model("Qwen3")
-    trees = Workers(lambda shares: [judge_share(model, share) for share in shares], 2).score(given).work
-    requests = LogprobService(lambda _, asked: [torch.zeros(len(row)) for row in asked]).score(given).work
-    assert trees.tokens_fed <= 0.45 * requests.tokens_fed
 
 
 def test_a_share_that_cannot_be_written_as_ray_hands_it_over_is_read_without_a_warning():
