@@ -36,6 +36,7 @@ from tests.support.small_tokenizers import (
 )
 
 SELECTIONS = get_args(Selection)
+DIGITS = get_tokenizer("byte-level, single digits")
 
 
 def span_texts(
@@ -144,14 +145,13 @@ def test_the_answer_tokens_spell_only_the_answer_and_padding_changes_nothing(nam
 
 
 def test_errors_about_one_completion_of_many_name_its_row() -> None:
-    tokenizer = get_tokenizer("byte-level, single digits")
-    ids = encode(tokenizer, CORPUS[0])
+    ids = encode(DIGITS, CORPUS[0])
     with pytest.raises(ValueError, match=r"row 7: token_ids\[1\] is 99999999, outside"):
-        find_reasoning({3: ids, 7: [ids[0], 99_999_999]}, tokenizer)
+        find_reasoning({3: ids, 7: [ids[0], 99_999_999]}, DIGITS)
     with pytest.raises(ValueError, match=r"row 3: answer_format must return None or .*, got \(1, 999\)"):
-        find_reasoning({3: ids}, tokenizer, answers=AnswerRules(lambda text: (1, 999)))
+        find_reasoning({3: ids}, DIGITS, answers=AnswerRules(lambda text: (1, 999)))
     with pytest.raises(ValueError, match=r"row 3: detector's interval 0 is \[5, 5\)"):
-        find_reasoning({3: ids}, tokenizer, spans=SpanRules(lambda text: [(5, 5)]))
+        find_reasoning({3: ids}, DIGITS, spans=SpanRules(lambda text: [(5, 5)]))
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -165,11 +165,10 @@ def test_tensors_and_numpy_integers_are_read_like_lists(name: str) -> None:
 
 
 def test_first_prefers_arithmetic_and_longest_prefers_length() -> None:
-    tokenizer = get_tokenizer("byte-level, single digits")
     text = "Short.\n1 + 2 = 3\nA sentence that is by far the longest one of them all.\n4 * 5 = 20 - 0\n#### 20"
-    assert span_texts(text, tokenizer, max_spans=2) == ["1 + 2 = 3", "4 * 5 = 20 - 0"]
-    assert span_texts(text, tokenizer, max_spans=2, detector="sentence") == ["Short.", "1 + 2 = 3"]
-    longest = span_texts(text, tokenizer, max_spans=2, selection="longest")
+    assert span_texts(text, DIGITS, max_spans=2) == ["1 + 2 = 3", "4 * 5 = 20 - 0"]
+    assert span_texts(text, DIGITS, max_spans=2, detector="sentence") == ["Short.", "1 + 2 = 3"]
+    longest = span_texts(text, DIGITS, max_spans=2, selection="longest")
     assert longest == ["A sentence that is by far the longest one of them all.", "4 * 5 = 20 - 0"]
 
 
@@ -188,9 +187,8 @@ def test_first_prefers_arithmetic_and_longest_prefers_length() -> None:
     ],
 )
 def test_last_and_even_prefer_arithmetic_and_even_keeps_both_ends(selection: str, max_spans: int, kept: str) -> None:
-    tokenizer = get_tokenizer("byte-level, single digits")
     text = "\n".join(f"{part} + 0 = {part}" if part.isdigit() else f"{part} word." for part in "a1b23c45d67e")
-    found = span_texts(text + "\n#### 7", tokenizer, selection=selection, max_spans=max_spans)
+    found = span_texts(text + "\n#### 7", DIGITS, selection=selection, max_spans=max_spans)
     assert [span[0] for span in found] == kept.split()
 
 
@@ -202,15 +200,13 @@ def test_last_and_even_prefer_arithmetic_and_even_keeps_both_ends(selection: str
     ],
 )
 def test_latex_and_python_prefer_formulas_and_statements(detector: str, text: str, kept: list[str]) -> None:
-    tokenizer = get_tokenizer("byte-level, single digits")
     for count in range(1, len(kept) + 1):
-        found = span_texts(text, tokenizer, detector=detector, max_spans=count)
+        found = span_texts(text, DIGITS, detector=detector, max_spans=count)
         assert sorted(found) == sorted(kept[:count])
-    assert span_texts(text, tokenizer, detector=detector) == sorted(kept, key=text.index)
+    assert span_texts(text, DIGITS, detector=detector) == sorted(kept, key=text.index)
 
 
 def test_a_detector_of_ones_own_sees_the_reasoning_and_ranks_its_spans() -> None:
-    tokenizer = get_tokenizer("byte-level, single digits")
     texts = []
 
     def detector(text: str) -> list[tuple[int, int]]:
@@ -218,7 +214,7 @@ def test_a_detector_of_ones_own_sees_the_reasoning_and_ranks_its_spans() -> None
         return [(6, 7), (2, 3), (4, 5), (0, 1)]
 
     for selection, kept in (("first", "bd"), ("last", "cd"), ("even", "ad")):
-        found = span_texts("a b c d\n#### 4", tokenizer, selection=selection, detector=detector, max_spans=2)
+        found = span_texts("a b c d\n#### 4", DIGITS, selection=selection, detector=detector, max_spans=2)
         assert found == list(kept)
     assert set(texts) == {"a b c d\n"}
 
@@ -233,14 +229,13 @@ def test_a_detector_of_ones_own_sees_the_reasoning_and_ranks_its_spans() -> None
     ],
 )
 def test_answer_and_spans_follow_the_runs_own_rules(text: str, rules: dict, answer: str | None, spans: list) -> None:
-    tokenizer = get_tokenizer("byte-level, single digits")
-    ids = encode(tokenizer, text)
+    ids = encode(DIGITS, text)
     answers = AnswerRules(**rules)
-    found, _, detected = find_reasoning({3: ids}, tokenizer, answers=answers)[3]
-    assert found == find_answer(ids, tokenizer, answers)
-    assert (found and tokenizer.decode(ids[slice(*found)])) == answer
-    assert [tokenizer.decode(ids[slice(*span)]).strip() for span in detected] == spans
-    assert answer is None or detected == detect_spans(ids, tokenizer, answers=answers)
+    found, _, detected = find_reasoning({3: ids}, DIGITS, answers=answers)[3]
+    assert found == find_answer(ids, DIGITS, answers)
+    assert (found and DIGITS.decode(ids[slice(*found)])) == answer
+    assert [DIGITS.decode(ids[slice(*span)]).strip() for span in detected] == spans
+    assert answer is None or detected == detect_spans(ids, DIGITS, answers=answers)
 
 
 @pytest.mark.parametrize(
@@ -252,10 +247,9 @@ def test_answer_and_spans_follow_the_runs_own_rules(text: str, rules: dict, answ
     ],
 )
 def test_a_given_answer_bounds_the_reasoning_whatever_the_text_marks(text: str, answer: str, spans: list[str]) -> None:
-    tokenizer = get_tokenizer("byte-level, single digits")
     start = text.index(answer)
-    tokens = token_offsets(encode(tokenizer, text), tokenizer).tokens([(start, start + 1)])[0]
-    assert span_texts(text, tokenizer, answer=Span(*tokens)) == spans
+    tokens = token_offsets(encode(DIGITS, text), DIGITS).tokens([(start, start + 1)])[0]
+    assert span_texts(text, DIGITS, answer=Span(*tokens)) == spans
 
 
 @pytest.mark.parametrize(
@@ -325,17 +319,16 @@ def test_real_solutions_have_answers_and_disjoint_spans(name: str, gsm8k: Path) 
 
 
 def test_selections_leave_out_of_real_solutions_what_the_docs_say(gsm8k: Path) -> None:
-    tokenizer = get_tokenizer("byte-level, single digits")
     out = dict.fromkeys(SELECTIONS, 0)
     near_out = dict.fromkeys(SELECTIONS, 0)
     total = near_total = 0
     for row in gsm8k_rows(gsm8k, "test"):
-        ids = encode(tokenizer, row["answer"])
-        arithmetic = detect_spans(ids, tokenizer, spans=SpanRules(lambda text: ranked_math_intervals(text)[0], 99))
+        ids = encode(DIGITS, row["answer"])
+        arithmetic = detect_spans(ids, DIGITS, spans=SpanRules(lambda text: ranked_math_intervals(text)[0], 99))
         near = arithmetic[-max(1, len(arithmetic) // 4) :]
         total, near_total = total + len(arithmetic), near_total + len(near)
         for selection in SELECTIONS:
-            chosen = set(detect_spans(ids, tokenizer, spans=SpanRules(max_spans=3, selection=selection)))
+            chosen = set(detect_spans(ids, DIGITS, spans=SpanRules(max_spans=3, selection=selection)))
             out[selection] += len(set(arithmetic) - chosen)
             near_out[selection] += len(set(near) - chosen)
     cells = [f"{out[name] / total:.1%}, {near_out[name] / near_total:.1%}".replace("%", " %") for name in SELECTIONS]
