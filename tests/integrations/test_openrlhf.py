@@ -18,8 +18,8 @@ import cfa_kernels.integrations.openrlhf as integration
 from cfa_kernels import CounterfactualConfig, counterfactual_weights, integrations
 from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin
-from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, batch_rows, completions
-from tests.support.openrlhf_host import check_credited, experiences, settings
+from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, REWARDS, batch_rows
+from tests.support.openrlhf_host import Host, check_credited, experiences, settings
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -159,28 +159,14 @@ def test_a_resumed_step_draws_what_it_would_have_drawn_without_the_break(monkeyp
     """OpenRLHF need not be there: what is drawn follows from its seed and step only."""
     monkeypatch.setattr(integration, "require", lambda *args: None)
 
-    class Host:
-        def __init__(self) -> None:
-            self.args, self.tokenizer, self.actor_model_group = settings(), tiny_tokenizer(), None
-
-        def compute_advantages_and_returns(self, made: list[Any]) -> list[Any]:
-            return made
-
-    def experience() -> SimpleNamespace:
-        ids = torch.tensor([PROMPTS[0] + completions()[0]])
-        actions = torch.ones(1, ids.shape[1] - 1)
-        actions[:, : len(PROMPTS[0]) - 1] = 0
-        return SimpleNamespace(
-            sequences=ids, attention_mask=torch.ones_like(ids), action_mask=actions,
-            advantages=torch.ones_like(actions), rewards=torch.ones(1), index=[0], info={}, mm_train_inputs=None,
-        )  # fmt: skip
-
     def drawn(*steps: int) -> list[Tensor]:
-        maker = type("Maker", (CounterfactualMixin, Host), {})(counterfactual=CounterfactualConfig(control="random"))
+        credit = CounterfactualConfig(control="random")
+        maker = type("Maker", (CounterfactualMixin, Host), {})(None, counterfactual=credit)
         found = []
         for step in steps:
             maker.global_step = step
-            found += [made.advantages for made in maker.compute_advantages_and_returns([experience()])]
+            made = maker.compute_advantages_and_returns(experiences(SimpleNamespace))
+            found.append(torch.cat([one.advantages.flatten() for one in made]))
         return found
 
     first, second, third = drawn(0, 0, 1)

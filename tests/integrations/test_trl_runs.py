@@ -9,7 +9,7 @@ import pandas
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, Credit, Draws
+from cfa_kernels import CounterfactualConfig, Credit
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
@@ -47,11 +47,6 @@ def test_a_resumed_run_draws_what_the_run_it_resumes_would_have(tmp_path, config
     assert any(not torch.equal(a, b) for a, b in zip(drawn[:2], drawn[2:4], strict=True))
     torch.testing.assert_close(drawn[4:], again, rtol=0, atol=0)
     torch.testing.assert_close(parameters(resumed), parameters(whole), rtol=0, atol=0)
-
-
-def test_the_keys_of_draws_follow_from_seed_step_and_the_batch_within_it():
-    draws = Draws(1)
-    assert [draws.key(step) for step in (0, 0, 1, 2)] == [(1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 2, 0)]
 
 
 @packs
