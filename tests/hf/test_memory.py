@@ -110,27 +110,6 @@ def test_what_cannot_be_parted_is_an_error(name, device):
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_works_are_made_one_at_a_time_and_their_parts_done_in_order():
-    made, cut = [], []
-
-    def works():
-        for work in ("abcd", "e"):
-            made.append(work)
-            yield work
-
-    def run(work):
-        if len(work) > 1:
-            raise torch.OutOfMemoryError
-        return work, list(made)
-
-    def smaller(work):
-        cut.append(work)
-        return [work[:1], work[1:]]
-
-    assert list(run_in_memory(works(), run, smaller)) == [*((x, ["abcd"]) for x in "abcd"), ("e", ["abcd", "e"])]
-    assert cut == ["abcd", "bcd", "cd"]
-
-
 MESSAGES = {
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": True,
     "Triton Error [CUDA]: out of memory": True,

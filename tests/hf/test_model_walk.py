@@ -6,7 +6,7 @@ from torch import nn
 
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.model_walk import ModelWalk
-from cfa_kernels.hf.modes import checkpointed_modules, one_mode
+from cfa_kernels.hf.modes import checkpointed_modules
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_forward
 from tests.support.models import PLACEHOLDER, SMALL_ROWS, SMALL_SPANS, make_model, score_columns, small_adapted
@@ -82,23 +82,6 @@ def test_a_change_of_structure_or_forwards_shows_in_the_next_walk(change):
     assert ModelWalk(model).forwards == before
     CHANGES[change](model)
     assert ModelWalk(model).forwards != before
-
-
-def test_modes_come_back_module_by_module_also_after_an_error(adapted):
-    causal = causal_lm(adapted)
-    causal.model.norm.eval()
-    before = {name: module.training for name, module in causal.named_modules()}
-
-    def fail(training):
-        with one_mode(causal, training=training):
-            assert {module.training for module in causal.modules()} == {training}
-            raise OSError("stop")
-
-    for training in (True, False):
-        with pytest.raises(OSError, match="stop"):
-            fail(training)
-        assert {name: module.training for name, module in causal.named_modules()} == before
-    causal.train()
 
 
 def test_checkpointed_modules_are_those_flagged_and_in_training_now():

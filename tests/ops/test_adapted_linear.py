@@ -100,14 +100,6 @@ def test_rounding_is_no_worse_than_that_of_pefts_own_path_and_adapters_keep_sixt
     assert max(ours[count + 1 :]) < 2**-15
 
 
-def test_parts_made_before_give_the_results_of_parts_made_anew(device):
-    x, layers, _ = problem(device, (64, 16))
-    shapes = [([layer], scale) for layer in layers for scale in (0.5, 2.0)]  # not those of the group
-    *_, parts = split_adapters([*shapes, (layers, 0.5)], HALF)
-    made, anew = adapted_linear(x, layers, 0.5, parts), adapted_linear(x, layers, 0.5)
-    assert all(map(torch.equal, made, anew))
-
-
 def test_no_rows_give_no_rows_and_gradients_of_nothing(device):
     x, layers, by_outs = problem(device, (64, 16), rows=0)
     *outs, by_x, by_down, by_up, _, _ = gradients(adapted_linear, x, layers, by_outs)

@@ -21,20 +21,6 @@ def distinct_prefixes(rows) -> int:
     return len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
 
 
-@given(sequences, sequences)
-def test_sequences_that_do_not_fit_leave_a_tree_and_its_copies_as_they_were(before, after):
-    tree, expected = PrefixTree(), PrefixTree()
-    for row in before:
-        tree.insert(ids(row))
-        expected.insert(ids(row))
-    copy, queries = tree.copy(), queries_of([*after, [9]])
-    assert tree.insert_within(queries, tree.num_tokens) is None
-    copy.insert_within(queries, 10**6)
-    assert tree.num_tokens == expected.num_tokens
-    again = [tree.insert(ids(row)).tolist() for row in after]
-    assert again == [expected.insert(ids(row)).tolist() for row in after]
-
-
 @given(sequences, st.integers(0, 4))
 def test_sequences_keep_tokens_and_positions_and_share_each_prefix_once_but_where_they_stand_alone(rows, alone_from):
     tree = PrefixTree()
