@@ -11,14 +11,13 @@ from cfa_kernels.scoring import training_forward
 
 pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
-from datasets import Dataset
 from trl import GRPOTrainer
 
 from cfa_kernels.integrations import trl_losses
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
 from tests.support.models import MOE, assert_same_gradients, make_model
 from tests.support.policy_problem import OF_TRL
-from tests.support.trl_training import LORA, PROMPT, build, forwards, logged, packs, parameters, rollouts, uneven
+from tests.support.trl_training import LORA, build, forwards, logged, packs, parameters, rollouts, uneven
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]
 UNIFORM = CounterfactualConfig(control="off")
@@ -321,15 +320,6 @@ def test_a_head_in_float32_stays_so_under_autocast(train, monkeypatch):
     for in_float32 in (False, True):
         train(bf16=True, cast_lm_head_to_fp32=in_float32, trainer={"packed_loss": True})
     assert seen == [True, False]
-
-
-def test_evaluation_takes_the_packed_loss_too(train):
-    held_out = Dataset.from_dict({"prompt": [PROMPT] * 2})
-    plain, packed = train_both(
-        train, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, trainer={"eval_dataset": held_out}
-    )
-    assert logged(packed, "eval_loss") == pytest.approx(logged(plain, "eval_loss"), rel=1e-3, abs=1e-4)
-    assert logged(packed, "eval_packed/tokens_fed")
 
 
 def test_without_the_entropy_rows_without_advantage_are_not_fed_and_training_is_the_same(train):

@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 
 from cfa_kernels import CounterfactualConfig
-from tests.support.models import make_model, skip_unless_runs
+from tests.support.models import HYBRIDS, make_model
 from tests.support.tiny import PHRASES, WORDS, tiny_model
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
@@ -20,8 +20,6 @@ from accelerate.utils import DistributedType  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, PromptTuningConfig, get_peft_model  # noqa: E402
 from transformers import (  # noqa: E402
-    BambaConfig,
-    BambaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     Qwen3ForCausalLM,
@@ -143,16 +141,9 @@ def llama4() -> Any:
     return make_model("Llama4Text", head_dim=16, num_local_experts=2, intermediate_size_mlp=64)
 
 
-def bamba() -> BambaForCausalLM:
+def bamba() -> Any:
     """A model whose layers hand states from token to token."""
-    skip_unless_runs("Bamba")
-    torch.manual_seed(0)
-    config = BambaConfig(
-        vocab_size=len(WORDS) + len(PHRASES), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, attn_layer_indices=[0], mamba_n_heads=4, mamba_d_head=16,
-        mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    return BambaForCausalLM(config)
+    return make_model("Bamba", **HYBRIDS["Bamba"])
 
 
 def adapter_with_dropout() -> Any:

@@ -15,13 +15,11 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from packaging.version import Version
-from trl import GRPOConfig
 
 from cfa_kernels import CounterfactualConfig, Importances
-from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
+from tests.support import trl_training
 from tests.support.sharded import deepspeed_on_a_cpu, run, skip_unless_deepspeed, values
-from tests.support.tiny import tiny_model, tiny_tokenizer
-from tests.support.trl_training import LORA, PROMPT, packs, same_rollouts, seven
+from tests.support.trl_training import LORA, PROMPT, packs, same_rollouts
 
 pytestmark = [packs, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -63,17 +61,9 @@ def build(how: str, processes: int, folder: str, given: dict[str, Any], options:
         config = dict.fromkeys(names, "auto") | {"zero_optimization": zero, "bf16": {"enabled": "auto"}}
         shared = {"deepspeed": config}
     rows = 8 // processes // options.get("gradient_accumulation_steps", 1)
-    settings = {
-        "use_cpu": True, "bf16": False, "per_device_train_batch_size": rows, "per_device_eval_batch_size": rows,
-        "num_generations": 8,
-        "max_completion_length": 16, "max_steps": 2, "report_to": [], "logging_steps": 1, "save_strategy": "no",
-        "learning_rate": 1e-2, "disable_tqdm": True, "shuffle_dataset": False, "optim": "sgd",
-    }  # fmt: skip
-    return CounterfactualGRPOTrainer(
-        model=tiny_model(), args=GRPOConfig(folder, **settings | shared | options), processing_class=tiny_tokenizer(),
-        train_dataset=Dataset.from_dict({"prompt": [PROMPT] * 8}), rollout_func=same_rollouts,
-        **{"reward_funcs": seven} | given,
-    )  # fmt: skip
+    settings = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows, "max_steps": 2, "optim": "sgd"}
+    made = {"train_dataset": Dataset.from_dict({"prompt": [PROMPT] * 8}), "rollout_func": same_rollouts}
+    return trl_training.build(folder, trainer=made | given, **settings | shared | options)
 
 
 def train(how: str, processes: int, given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
