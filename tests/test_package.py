@@ -9,12 +9,10 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import cfa_kernels
-from cfa_kernels.estimators import ESTIMATORS
 from tests.conftest import REPOSITORY
 
 PACKAGE = REPOSITORY / "cfa_kernels"
@@ -100,20 +98,6 @@ def test_no_test_imports_another():
     """What two of them need is in tests/support. Programs in strings, which tests run, are read as well."""
     lines = [line for path in (REPOSITORY / "tests").rglob("*.py") for line in path.read_text().splitlines()]
     assert not [line for line in lines if re.match(r"\s*(from|import) .*\btest_\w+", line)]
-
-
-def test_the_estimator_that_contributing_shows_is_one(monkeypatch):
-    page = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    module = {"__package__": "cfa_kernels.estimators", "__name__": "cfa_kernels.estimators.lateness"}
-    exec(block, module)
-    lateness = module["Lateness"]
-    monkeypatch.setitem(ESTIMATORS, lateness.name, lateness)
-    assert cfa_kernels.CounterfactualConfig("lateness", power=2.0).estimator == lateness(2.0)
-    with pytest.raises(ValueError, match="power must be finite and at least 0, got -1"):
-        lateness(-1)
-    batch = SimpleNamespace(units=[[cfa_kernels.Span(2, 3), cfa_kernels.Span(3, 4)]])
-    assert lateness(2.0)(None, batch).values[0].tolist() == [4.0, 9.0]
 
 
 # What is shipped

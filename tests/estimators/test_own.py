@@ -1,5 +1,6 @@
 """An estimator of one's own is a class and a line of the registry: configuration, hosts and weights find it there."""
 
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -10,35 +11,27 @@ from cfa_kernels import CounterfactualConfig, counterfactual_credit
 from cfa_kernels.credit.config import flat_options
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators import ESTIMATORS
-from cfa_kernels.estimators.base import ANSWER, Estimator, Importances
+from cfa_kernels.estimators.base import ANSWER
 from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, unmet_needs
-from cfa_kernels.options import NotNegative, check_fields
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.access import DISTRIBUTIONS, LOGPROBS, LogprobService, ModelAccess
-from cfa_kernels.scoring.batch import ScoredBatch
+from cfa_kernels.scoring.access import DISTRIBUTIONS, LOGPROBS, LogprobService
 from cfa_kernels.span import Span
+from tests.conftest import REPOSITORY
 from tests.support.small_tokenizers import encode, get_tokenizer
 
 TOKENIZER = get_tokenizer("byte-level, single digits")
 
 
+(BLOCK,) = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "CONTRIBUTING.md").read_text(), re.DOTALL | re.MULTILINE)
+PAGE = {"__package__": "cfa_kernels.estimators", "__name__": "cfa_kernels.estimators.lateness"}
+exec(BLOCK, PAGE)
+
+
 @dataclass(frozen=True)
-class Lateness(Estimator):
-    """How late a unit begins, to a power."""
+class Lateness(PAGE["Lateness"]):
+    """The estimator that CONTRIBUTING.md shows, with a need that some hosts do not meet."""
 
-    name = "lateness"
-    judges = "tokens"
     needs = frozenset({ANSWER, DISTRIBUTIONS})
-
-    power: NotNegative = 1.0
-    """Power of a unit's first position."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
-        """Judge the units of a batch; asks nothing of the model."""
-        return Importances([torch.tensor([unit.start**self.power for unit in row]) for row in batch.units])
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +56,7 @@ def test_a_name_and_flat_options_find_it():
     [
         ({"estimator": "lateness", "sigma": 0.1}, "sigma is not read: .* the configuration has estimator='lateness'"),
         ({"power": 2.0}, "power is not read: it is an option of estimator='lateness'"),
+        ({"estimator": "lateness", "power": -1}, "power must be finite and at least 0, got -1"),
         ({"estimator": "latenes"}, "estimator must be .* lateness, got 'latenes'; did you mean 'lateness'"),
     ],
 )
