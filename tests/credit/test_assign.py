@@ -86,30 +86,19 @@ def test_rows_are_scored_and_weighed_each_by_itself(scored):
 
 
 @pytest.mark.parametrize("two_dimensional", [False, True])
-def test_rows_without_advantage_are_not_scored_and_weigh_one(scored, two_dimensional):
-    advantages = torch.tensor([0.0, -1.0, 0.5, 0.0])
+@pytest.mark.parametrize(
+    ("completions", "advantages"), [("all", [0.0, -1.0, 0.5, 0.0]), ("positive", [-1.0, 2.0, 0.5, -0.5])]
+)
+def test_rows_without_an_advantage_to_judge_by_are_not_scored_and_weigh_one(
+    scored, completions, advantages, two_dimensional
+):
+    advantages, config = torch.tensor(advantages), CounterfactualConfig(completions=completions)
     if two_dimensional:
         advantages = [row.expand(n) for row, n in zip(advantages, ROWS.lengths, strict=True)]
-    weights = counterfactual_weights(scored, Tokenizer(), ROWS, advantages=advantages)
-    assert all(weights[b].eq(1).all() for b in (0, 2, 3))
-    assert weights[1].tolist() == [4.0, 0.5, 1, 1.5]
-    assert [batch.index for batch in scored.batches] == [[1]]
-
-
-@pytest.mark.parametrize("two_dimensional", [False, True])
-def test_only_completions_of_positive_advantage_are_judged_where_the_configuration_says_so(scored, two_dimensional):
-    advantages = torch.tensor([-1.0, 2.0, 0.5, -0.5])
-    if two_dimensional:
-        advantages = [row.expand(n) for row, n in zip(advantages, ROWS.lengths, strict=True)]
-    config = CounterfactualConfig(completions="positive")
     credit = credited(scored, advantages=advantages, config=config)
-    assert all(credit.weights[b].eq(1).all() and not credit.spans[b] for b in (0, 3))
+    assert all(credit.weights[b].eq(1).all() and not credit.spans[b] for b in (0, 2, 3))
     assert credit.weights[1].tolist() == [4.0, 0.5, 1, 1.5]
     assert [batch.index for batch in scored.batches] == [[1]]
-    with pytest.raises(ValueError, match="advantages must be given with completions='positive'"):
-        credited(scored, config=config)
-    with pytest.raises(ValueError, match=r"completions must be one of .*got 'right'"):
-        CounterfactualConfig(completions="right")
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -324,6 +313,7 @@ ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
             "advantages must be given to",
         ),
         ({"estimator": "external"}, {}, "external must be given"),
+        ({"completions": "positive"}, {}, "advantages must be given with completions='positive'"),
         ({"estimator": "sibling_edits"}, ONE_GROUP, "rewards must be given to an estimator that reads them, got None"),
         (
             {"estimator": "prefix_tree"},

@@ -185,21 +185,16 @@ every_loss = pytest.mark.parametrize(
 )
 
 
-def stock(host: Any, tokens: Any, advantages: Tensor, *, beta: float = 0.0) -> Any:
-    """Loss and gradient by log-probs of the trainer's own code."""
+def loss_and_gradient(of: str, host: Any, tokens: Any, factors: Tensor | None, *, beta: float = 0.0) -> Any:
+    """Loss and gradient by log-probs: of the trainer's own code by advantages, or of ours by weights."""
     trainer, kind = host
     logprobs = tokens.logprobs.clone().requires_grad_()
-    loss = trainer.stock(kind, tokens, advantages, beta, logprobs)
+    loss = getattr(trainer, of)(kind, tokens, factors, beta, logprobs)
     loss.backward()
     return loss.detach(), logprobs.grad
 
 
-def ours(host: Any, tokens: Any, weights: Tensor | None, *, beta: float = 0.0) -> Any:
-    trainer, kind = host
-    logprobs = tokens.logprobs.clone().requires_grad_()
-    loss = trainer.ours(kind, tokens, weights, beta, logprobs)
-    loss.backward()
-    return loss.detach(), logprobs.grad
+stock, ours = (functools.partial(loss_and_gradient, of) for of in ("stock", "ours"))
 
 
 @every_loss

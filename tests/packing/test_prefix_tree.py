@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.packing.packs import Limits, groups_within, lay_out, lay_out_split
 from cfa_kernels.packing.prefix_tree import PrefixTree, Query
+from tests.support.attention_problem import build
 
 # Few distinct tokens, so that prefixes collide often.
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
@@ -139,10 +140,7 @@ def test_a_segment_table_that_is_no_tree_is_refused(table, message):
 
 @given(sequences, st.integers(1, 5))
 def test_the_work_list_covers_every_row_once_with_the_longest_tiles_first(rows, tokens_per_tile):
-    tree = PrefixTree()
-    for row in rows:
-        tree.insert(ids(row))
-    table = tree.table()
+    table, _ = build(rows)
     work = table.work_list(tokens_per_tile)
     covered = sorted(
         row
