@@ -61,30 +61,6 @@ def test_offsets_are_those_of_decoding_every_prefix(name: str, data: st.DataObje
     assert list(zip(offsets.starts.tolist(), offsets.ends.tolist(), strict=True)) == intervals
 
 
-@pytest.mark.parametrize("name", FAST)
-@pytest.mark.parametrize("text", ["Renée’s 25€ × 3 = 75€", "她有16个苹果", "quack 🦆👩‍👩‍👧!"])
-def test_tokens_that_share_a_multi_byte_character_all_hold_it(name: str, text: str) -> None:
-    tokenizer = get_tokenizer(name)
-    # One token per byte, whatever merges exist.
-    byte_names = {byte: character for character, byte in _BYTE_OF.items()}
-    tokens = [byte_names[b] if "level" in name else f"<0x{b:02X}>" for b in text.encode()]
-    offsets = token_offsets(tokenizer.convert_tokens_to_ids(tokens), tokenizer)
-    characters = [n for n, character in enumerate(text) for _ in character.encode()]
-    assert offsets.text == text
-    assert offsets.starts.tolist() == characters
-    assert offsets.ends.tolist() == [n + 1 for n in characters]
-
-
-def test_an_unreadable_character_belongs_to_the_token_that_begins_it() -> None:
-    tokenizer = get_tokenizer("byte-level, merged digits")
-    byte_names = {byte: character for character, byte in _BYTE_OF.items()}
-    ids = tokenizer.convert_tokens_to_ids([byte_names[b] for b in b"a\xe4\xb8b\xff"])
-    offsets = token_offsets(ids, tokenizer)
-    assert offsets.text == "a\ufffdb\ufffd"
-    assert offsets.starts.tolist() == [0, 1, 2, 2, 3]
-    assert offsets.ends.tolist() == [1, 2, 2, 3, 4]
-
-
 def test_each_fallback_byte_of_a_run_that_is_not_utf_8_is_a_replacement_character() -> None:
     tokenizer = get_tokenizer("byte-fallback, blank kept")
     tokens = ["<0xE4>", "<0xB8>", "<0xAD>", "<0xE4>", "<|eos|>", "日本 語", "<0xC3>", "<0xA9>"]
