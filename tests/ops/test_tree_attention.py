@@ -11,7 +11,7 @@ from cfa_kernels.ops.attention_options import AttentionRule
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention
 from cfa_kernels.ops.triton_math import LOG2E
-from tests.support.attention_problem import build, options, qkv, realistic_rows, with_sinks
+from tests.support.attention_problem import build, options, problem, qkv, realistic_rows, with_sinks
 from tests.support.budget import assert_within_budget
 from tests.support.policy_problem import on_gpu
 
@@ -55,11 +55,10 @@ def test_the_reference_equals_dense_attention_along_every_path(rows, heads, valu
 
 @pytest.mark.parametrize("option", [{"sliding_window": 40}, {"attention_chunk_size": 20}], ids=["window", "chunk"])
 def test_the_reference_cuts_long_segments_without_changing_the_result(option, monkeypatch):
-    table, _ = build(realistic_rows())
-    q, k, v = qkv(table.num_rows, 4, 2, 16)
-    whole = tree_attention(q, k, v, table, **option)
+    table, inputs, _ = problem(realistic_rows(), (4, 2), dtype=torch.float64)
+    whole = tree_attention(*inputs, table, **option)
     monkeypatch.setattr(module, "_REFERENCE_BLOCK", 8)
-    torch.testing.assert_close(tree_attention(q, k, v, table, **option), whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(tree_attention(*inputs, table, **option), whole, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +89,7 @@ def test_the_reference_passes_gradcheck(option, sunk):
     ],
 )
 def test_the_kernel_stays_within_the_error_budget(heads, dims, option, dtype, device):
-    table, _ = build(realistic_rows(completions=1, length=40))
-    q, k, v = qkv(table.num_rows, *heads, dims[0], dtype, dims[1], device)
-    option = with_sinks(option, heads[0], device)
+    table, (q, k, v), option = problem(realistic_rows(completions=1, length=40), heads, dims, dtype, option, device)
     ours = tree_attention(q, k, v, table, backend="triton", **option)
     low = tree_attention(q, k, v, table, backend="torch", **option)
     exact = [x.double().cpu() for x in (q, k, v)]
@@ -103,10 +100,9 @@ def test_the_kernel_stays_within_the_error_budget(heads, dims, option, dtype, de
 @settings(max_examples=20)
 @given(ragged_trees, st.sampled_from([(5, 5), (6, 2)]), options)
 def test_the_kernel_agrees_with_the_reference_on_ragged_trees(device, rows, heads, option):
-    table, _ = build(rows)
-    q, k, v = qkv(table.num_rows, *heads, 16, torch.float32, device=device)
-    ours = tree_attention(q, k, v, table, backend="triton", **with_sinks(option, heads[0], device)).cpu()
-    exact = [x.double().cpu() for x in (q, k, v)]
+    table, inputs, sunk = problem(rows, heads, option=option, device=device)
+    ours = tree_attention(*inputs, table, backend="triton", **sunk).cpu()
+    exact = [x.double().cpu() for x in inputs]
     expected = tree_attention(*exact, table, **with_sinks(option, heads[0]))
     torch.testing.assert_close(ours.double(), expected, rtol=0, atol=5e-6)
 
@@ -114,8 +110,8 @@ def test_the_kernel_agrees_with_the_reference_on_ragged_trees(device, rows, head
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("option", [{}, {"sliding_window": 9}, {"attention_chunk_size": 12}, {"softcap": 2.0}])
 def test_queries_from_a_segment_on_get_the_results_they_get_among_all(option, backend, device):
-    table, _ = build(realistic_rows(completions=1, prompt=9, length=38))
-    q, k, v = qkv(table.num_rows, 4, 2, 16, torch.float32, 24, device)
+    rows = realistic_rows(completions=1, prompt=9, length=38)
+    table, (q, k, v), _ = problem(rows, (4, 2), (16, 24), device=device)
     whole = tree_attention(q, k, v, table, backend=backend, **option)
     for row in table.row_start.tolist():
         last = tree_attention(q[row:], k, v, table, first_query_row=row, backend=backend, **option)
@@ -204,8 +200,8 @@ def test_a_rows_result_is_bitwise_the_same_in_any_pack_for_any_values(option):
 
 
 def valid(device):
-    table, _ = build([[1, 2, 3], [1, 4]])
-    return dict(zip("qkv", qkv(table.num_rows, 4, 2, 16, torch.float32, device=device), strict=True), table=table)
+    table, inputs, _ = problem([[1, 2, 3], [1, 4]], (4, 2), device=device)
+    return dict(zip("qkv", inputs, strict=True), table=table)
 
 
 @pytest.mark.parametrize(

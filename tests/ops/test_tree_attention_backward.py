@@ -16,7 +16,7 @@ from cfa_kernels.ops import tree_attention as forward
 from cfa_kernels.ops import tree_attention_backward as module
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention, tree_attention_backward_op, tree_attention_op
-from tests.support.attention_problem import build, options, qkv, realistic_rows, with_sinks
+from tests.support.attention_problem import options, problem, qkv, realistic_rows
 from tests.support.budget import assert_within_budget
 from tests.support.policy_problem import on_gpu
 
@@ -67,6 +67,12 @@ def assert_exact(ours: dict[str, Tensor], expected: dict[str, Tensor], tolerance
         )
 
 
+def trained(*shape, **options) -> tuple[SegmentTable, list[Tensor]]:
+    """The problem with inputs that want gradients."""
+    table, inputs, _ = problem(*shape, **options)
+    return table, [x.requires_grad_() for x in inputs]
+
+
 def rows_per_program(rows: int):
     return mock.patch.object(module, "QUERY_ROWS_PER_PROGRAM", rows)
 
@@ -78,9 +84,7 @@ HEADS = [(1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (6, 2)]
 @settings(max_examples=10)
 @given(small_trees, st.sampled_from(HEADS), options, st.sampled_from([1, 32, 4096]))
 def test_the_kernels_agree_with_the_reference_on_ragged_trees(device, rows, heads, option, per_program):
-    table, _ = build(rows)
-    inputs = qkv(table.num_rows, *heads, 16, torch.float32, 8, device=device)
-    option = with_sinks(option, heads[0], device)
+    table, inputs, option = problem(rows, heads, (16, 8), option=option, device=device)
     with rows_per_program(per_program):
         assert_exact(gradients(inputs, table, "triton", **option), exact_gradients(inputs, table, **option), 2e-5)
 
@@ -92,9 +96,7 @@ def test_the_kernels_agree_with_the_reference_on_ragged_trees(device, rows, head
 )
 @pytest.mark.parametrize("tree", TREES)
 def test_edges_of_tiles_and_of_segments_lose_no_gradient(tree, option, device, poisoned_memory):
-    table, _ = build(TREES[tree])
-    inputs = qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)
-    option = with_sinks(option, 2, device)
+    table, inputs, option = problem(TREES[tree], option=option, device=device)
     with rows_per_program(48):
         ours = gradients(inputs, table, "triton", **option)
     assert_exact(ours, exact_gradients(inputs, table, **option))
@@ -105,8 +107,7 @@ def test_edges_of_tiles_and_of_segments_lose_no_gradient(tree, option, device, p
     "dims", [(8, 8), (24, 16), (16, 40), (80, 72), (72, 40), (128, 96), (192, 128), (112, 256), (256, 200)]
 )
 def test_results_and_gradients_of_any_width_agree_with_the_reference(dims, device, poisoned_memory):
-    table, _ = build([[*range(19), 1], [*range(11), 99, *range(5)]])
-    inputs = qkv(table.num_rows, 3, 1, dims[0], torch.float32, dims[1], device)
+    table, inputs, _ = problem([[*range(19), 1], [*range(11), 99, *range(5)]], (3, 1), dims, device=device)
     assert_exact(gradients(inputs, table, "triton"), exact_gradients(inputs, table))
 
 
@@ -121,9 +122,8 @@ def test_results_and_gradients_of_any_width_agree_with_the_reference(dims, devic
     ],
 )
 def test_gradients_stay_within_the_error_budget(heads, dims, option, dtype, device):
-    table, _ = build(realistic_rows(completions=1, prompt=19, length=38))
-    inputs = qkv(table.num_rows, *heads, dims[0], dtype, dims[1], device)
-    option = with_sinks(option, heads[0], device)
+    rows = realistic_rows(completions=1, prompt=19, length=38)
+    table, inputs, option = problem(rows, heads, dims, dtype, option, device)
     ours, low = (gradients(inputs, table, backend, **option) for backend in ("triton", "torch"))
     expected = exact_gradients(inputs, table, **option)
     for name in expected:
@@ -152,9 +152,7 @@ def reversed_work():
     "option", [{}, {"sliding_window": 5, "sinks": torch.float32}], ids=["plain", "window and sinks"]
 )
 def test_gradients_have_the_same_bits_in_whatever_order_programs_run(option, device):
-    table, _ = build(TREES["a prompt under many"])
-    inputs = qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)
-    option = with_sinks(option, 2, device)
+    table, inputs, option = problem(TREES["a prompt under many"], option=option, device=device)
     with rows_per_program(32):
         first, again = (gradients(inputs, table, "triton", **option) for _ in range(2))
         with reversed_work():
@@ -167,8 +165,8 @@ def test_gradients_have_the_same_bits_in_whatever_order_programs_run(option, dev
 @on_gpu
 @pytest.mark.parametrize("option", [{}, {"sliding_window": 33, "softcap": 3.0}], ids=["plain", "window and softcap"])
 def test_gradients_of_many_rows_are_the_same_bits_every_time(option):
-    table, _ = build(realistic_rows(completions=24, prompt=300, length=400))
-    inputs = qkv(table.num_rows, 8, 2, 128, torch.bfloat16, device="cuda")
+    rows = realistic_rows(completions=24, prompt=300, length=400)
+    table, inputs, _ = problem(rows, (8, 2), (128, 128), torch.bfloat16, device="cuda")
     first = gradients(inputs, table, "triton", **option)
     low, expected = gradients(inputs, table, "torch", **option), exact_gradients(inputs, table, **option)
     for name in first:
@@ -179,8 +177,7 @@ def test_gradients_of_many_rows_are_the_same_bits_every_time(option):
 
 
 def test_a_gradient_that_is_not_contiguous_is_taken(device):
-    table, _ = build(TREES["deep"])
-    inputs = [x.requires_grad_() for x in qkv(table.num_rows, 4, 2, 16, torch.float32, device=device)]
+    table, inputs = trained(TREES["deep"], (4, 2), device=device)
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs]
     for loss in (torch.sum, lambda out: (out.transpose(1, 2).contiguous() * 2.0).sum()):
         plain, other = (
@@ -191,8 +188,7 @@ def test_a_gradient_that_is_not_contiguous_is_taken(device):
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
 def test_one_input_alone_may_want_its_gradient(name, device):
-    table, _ = build(TREES["deep"])
-    q, k, v = qkv(table.num_rows, 4, 2, 16, torch.float32, device=device)
+    table, (q, k, v), _ = problem(TREES["deep"], (4, 2), device=device)
     inputs = {"q": q, "k": k, "v": v, "sinks": torch.ones(4, device=device)}
     expected = gradients((q, k, v), table, "triton", sinks=inputs["sinks"])
     out = tree_attention(**inputs | {name: inputs[name].requires_grad_()}, table=table, backend="triton")
@@ -202,8 +198,7 @@ def test_one_input_alone_may_want_its_gradient(name, device):
 
 def test_what_is_not_finite_in_a_row_stays_out_of_the_tiles_that_do_not_see_it(device):
     """Tiles that few rows see are filled up with a row, whose probabilities of 0 times infinity would be nan."""
-    table, _ = build([[*range(20)], [*range(16), 50, 51]])
-    inputs = [x.requires_grad_() for x in qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)]
+    table, inputs = trained([[*range(20)], [*range(16), 50, 51]], device=device)
     out = tree_attention(*inputs, table, backend="triton")
     upstream = by_out(out).index_fill(0, torch.tensor([0], device=device), 0.0)
     expected = torch.autograd.grad(out, inputs, upstream, retain_graph=True)
@@ -213,8 +208,7 @@ def test_what_is_not_finite_in_a_row_stays_out_of_the_tiles_that_do_not_see_it(d
 
 
 def test_partial_sums_stay_within_their_bound_and_the_gradients_are_the_same(monkeypatch, device):
-    table, _ = build(TREES["a prompt under many"])
-    inputs = qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)
+    table, inputs, _ = problem(TREES["a prompt under many"], device=device)
     counts, key_work = [], SegmentTable.key_work_on_device
 
     def counted(self, *arguments):
@@ -240,8 +234,7 @@ def test_strides_count_eights_where_that_tells_the_compiler_more(strides, unit):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2", "ignore:invalid value encountered")
 def test_sinks_far_from_the_logits_have_finite_gradients(device):
-    table, _ = build([[1, 2, 3, 4], [1, 2, 5]])
-    inputs = qkv(table.num_rows, 4, 2, 16, torch.float32, device=device)
+    table, inputs, _ = problem([[1, 2, 3, 4], [1, 2, 5]], (4, 2), device=device)
     sinks = torch.tensor([-torch.inf, -1e4, 30.0, 1e4], device=device)
     assert_exact(gradients(inputs, table, "triton", sinks=sinks), exact_gradients(inputs, table, sinks=sinks))
 
@@ -263,8 +256,7 @@ def test_a_context_that_is_no_beginning_of_a_path_has_no_gradient(context, messa
 
 @pytest.mark.parametrize("sinks", [True, False], ids=["sinks", "none"])
 def test_the_operators_pass_opcheck(sinks, device):
-    table, _ = build([[1, 2], [1, 4]])
-    q, k, v = (x.requires_grad_() for x in qkv(table.num_rows, 4, 2, 16, torch.float32, 24, device))
+    table, (q, k, v) = trained([[1, 2], [1, 4]], (4, 2), (16, 24), device=device)
     drain = torch.ones(4, device=device).requires_grad_() if sinks else None
     arguments = (q, k, v, drain, table.handle, table.segments, table.contexts, 0.25, None, 2, None)
     torch.library.opcheck(tree_attention_op, (*arguments, 0, True))
@@ -283,8 +275,7 @@ def test_one_compiled_function_serves_every_table(device):
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         for tree in ("deep", "one-row segments", "a prompt under many"):
-            table, _ = build(TREES[tree])
-            inputs = [x.requires_grad_() for x in qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)]
+            table, inputs = trained(TREES[tree], device=device)
             outputs = [run(*inputs, table) for run in (attend, compiled)]
             plain, traced = (torch.autograd.grad(out, inputs, by_out(out)) for out in outputs)
             assert torch.equal(*outputs)
@@ -307,8 +298,7 @@ def counted(monkeypatch) -> list[str]:
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "selective"])
 def test_a_checkpoint_keeps_the_gradients(kind, monkeypatch, device):
     """And a selective one that is told to keep attention's result does not compute it again."""
-    table, _ = build(TREES["deep"])
-    inputs = [x.requires_grad_() for x in qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)]
+    table, inputs = trained(TREES["deep"], device=device)
 
     def attend(q, k, v):
         return tree_attention(q.sin(), k.sin(), v.sin(), table, backend="triton").sin()
@@ -330,8 +320,7 @@ def test_a_checkpoint_keeps_the_gradients(kind, monkeypatch, device):
 
 def test_saved_tensors_that_are_copied_still_belong_to_their_table(monkeypatch, device):
     """Who keeps them elsewhere copies them; a table made of the copies would have to be uploaded for every layer."""
-    table, _ = build(TREES["deep"])
-    inputs = [x.requires_grad_() for x in qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)]
+    table, inputs = trained(TREES["deep"], device=device)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
         out = tree_attention(*inputs, table, backend="triton")
     monkeypatch.setattr(SegmentTable, "_check", lambda self: pytest.fail("a table was made"))

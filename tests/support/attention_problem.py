@@ -54,3 +54,10 @@ def with_sinks(option: dict, heads: int, device="cpu") -> dict:
         return option
     values = torch.randn(heads, generator=torch.Generator().manual_seed(1)) * 2
     return option | {"sinks": values.to(device, option["sinks"])}
+
+
+def problem(rows, heads=(2, 1), dims=(16, 16), dtype=torch.float32, option=None, device="cpu"):
+    """The table of `rows`; queries, keys and values on it; the option, with logits of the sinks."""
+    table, _ = build(rows)
+    inputs = qkv(table.num_rows, *heads, dims[0], dtype, dims[1], device)
+    return table, inputs, with_sinks(option or {}, heads[0], device)

@@ -74,7 +74,6 @@ def imported() -> Iterator[SimpleNamespace]:
     maker.ray = SimpleNamespace(get=lambda references: references)
     yield SimpleNamespace(
         Maker=maker.RemoteExperienceMaker, Experience=experience.Experience, Actor=actor.Actor,
-        loss=importlib.import_module("openrlhf.models.loss"),
         trainer=importlib.import_module("openrlhf.trainer.ppo_trainer"),
     )  # fmt: skip
     sys.meta_path[:] = finders
