@@ -314,12 +314,6 @@ ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
         ),
         ({"estimator": "external"}, {}, "external must be given"),
         ({"completions": "positive"}, {}, "advantages must be given with completions='positive'"),
-        ({"estimator": "sibling_edits"}, ONE_GROUP, "rewards must be given to an estimator that reads them, got None"),
-        (
-            {"estimator": "prefix_tree"},
-            {"rewards": [1.0] * 4, "groups": torch.arange(4), "advantages": torch.ones(4)},
-            "groups: no two completions are of one group",
-        ),
         (
             {"estimator": "prefix_tree"},
             {"rewards": [1.0] * 4, **ONE_GROUP},

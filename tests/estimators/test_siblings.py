@@ -149,8 +149,9 @@ def test_long_groups_are_aligned_in_time_linear_in_their_length() -> None:
     ("change", "message"),
     [
         ({"groups": None}, "groups: no two completions are of one group"),
+        ({"groups": torch.arange(3)}, "groups: no two completions are of one group"),
         ({"groups": torch.tensor([0.0, 0, 1])}, "one integer for each of 3 completions, got torch.float32"),
-        ({"rewards": None}, "rewards must be given"),
+        ({"rewards": None}, "rewards must be given to an estimator that reads them, got None"),
         ({"rewards": torch.tensor([1, math.nan, 0])}, "rewards row 5: must be finite, got nan"),
     ],
 )

@@ -87,6 +87,13 @@ def test_advantages_of_another_shape_than_the_weights_are_an_error_and_others_ke
     assert fold_weights(torch.ones(2, dtype=torch.bfloat16), torch.full((2, 3), 0.5)).dtype == torch.bfloat16
 
 
+def credited(rows, masks, advantages, config, groups):
+    """Advantages and figures of rows with rewards of 1 and 0, by the service."""
+    given = {"groups": torch.tensor(groups), "rewards": torch.tensor([1.0, 0.0])}
+    service_access = LogprobService(service)
+    return credit_rows(tiny_tokenizer(), rows, masks, advantages, service_access, config=config, seed=0, **given)
+
+
 @pytest.mark.parametrize(
     ("advantages", "expected"),
     [
@@ -98,17 +105,10 @@ def test_advantages_of_another_shape_than_the_weights_are_an_error_and_others_ke
     ids=["of rows", "of tokens"],
 )
 def test_signed_credit_of_rows_is_in_the_units_of_their_advantages_and_leaves_what_does_not_count(advantages, expected):
-    given, figures = credit_rows(
-        tiny_tokenizer(),
-        Rows(PROMPTS[:2], [torch.tensor([IDS[0], IDS[i], IDS[3]]) for i in (1, 2)]),
-        [torch.tensor([1, 1, 1]), torch.tensor([1, 1, 0])],
-        [torch.tensor(row) for row in advantages],
-        LogprobService(service),
-        config=CounterfactualConfig(estimator="prefix_tree"),
-        seed=0,
-        groups=torch.tensor([4, 4]),
-        rewards=torch.tensor([1.0, 0.0]),
-    )
+    rows = Rows(PROMPTS[:2], [torch.tensor([IDS[0], IDS[i], IDS[3]]) for i in (1, 2)])
+    masks = [torch.tensor([1, 1, 1]), torch.tensor([1, 1, 0])]
+    config = CounterfactualConfig(estimator="prefix_tree")
+    given, figures = credited(rows, masks, [torch.tensor(row) for row in advantages], config, [4, 4])
     assert [row.tolist() for row in given] == expected
     assert figures["credit/scored_fraction"] == 1
 
@@ -118,20 +118,13 @@ def test_a_function_of_the_callers_asks_the_service_in_the_models_place():
         scores = access.score(replace(batch, mask=0))
         return Importances(scores.drop, base=scores.base, change_of="logprob")
 
-    def credited(config):
-        return credit_rows(
-            tiny_tokenizer(),
-            Rows(PROMPTS[:2], COMPLETIONS[:2]),
-            [torch.ones(len(row)) for row in COMPLETIONS[:2]],
-            [torch.full((len(row),), 1.0 - 2 * b) for b, row in enumerate(COMPLETIONS[:2])],
-            LogprobService(service),
-            config=config,
-            seed=0,
-            groups=torch.tensor([0, 1]),
-            rewards=torch.tensor([1.0, 0.0]),
-        )[0]
-
-    by_name, by_function = credited(CounterfactualConfig()), credited(CounterfactualConfig(estimator=estimate))
+    rows = Rows(PROMPTS[:2], COMPLETIONS[:2])
+    masks = [torch.ones(len(row)) for row in rows.completions]
+    advantages = [torch.full((len(row),), 1.0 - 2 * b) for b, row in enumerate(rows.completions)]
+    by_name, by_function = (
+        credited(rows, masks, advantages, CounterfactualConfig(estimator=one), [0, 1])[0]
+        for one in ("masking", estimate)
+    )
     assert len(by_name[0].unique()) > 1
     assert all(torch.equal(a, b) for a, b in zip(by_name, by_function, strict=True))
 

@@ -262,8 +262,6 @@ def set_to(name, value):
         (set_to("epsilon", -0.1), ValueError, "epsilon must be finite and at least 0, got -0.1"),
         (set_to("beta", math.inf), ValueError, "beta must be finite and at least 0, got inf"),
         (set_to("entropy_coef", math.nan), ValueError, "entropy_coef must be a finite number, got nan"),
-        (set_to("num_items_in_batch", -1), ValueError, "num_items_in_batch must be finite and at least 0, got -1"),
-        (set_to("num_sequences_in_batch", 0), ValueError, "num_sequences_in_batch must be in .*, got 0"),
         (set_to("epsilon_high", 1e300), ValueError, r"epsilon_high must be finite and at least 0, got 1e\+300"),
         (set_to("delta", 0.0), ValueError, r"delta must be in \[1e-38, 1e38\], got 0.0"),
         (set_to("sapo_temperature_neg", math.nan), ValueError, r"sapo_temperature_neg must be in \[.*\], got nan"),
