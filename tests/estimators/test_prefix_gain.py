@@ -9,7 +9,7 @@ from cfa_kernels.estimators.prefix_gain import PrefixGain
 from cfa_kernels.estimators.probes import Probe, length_without_eos, with_probe
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch_of, make_model, naive, score_columns, tokens
+from tests.support.models import PLACEHOLDER, batch_of, make_model, naive, naive_row, score_columns, tokens
 
 EOS = 2
 
@@ -33,14 +33,10 @@ def gains_of(model, prompts, completions, units, answers, ends, *, token_budget=
 
 def probabilities(model, prompt, completion, units, answer, end):
     """Of the answer before the first unit and after each, by plain float64 forwards."""
-    exact = copy.deepcopy(model).double().eval()
-    means = []
+    exact, means = copy.deepcopy(model).double(), []
     for t in [units[0].start, *(unit.end for unit in units)] if units else []:
-        ids = torch.cat([prompt, completion[:t], completion[end : answer.end]])
-        with torch.no_grad():
-            logprobs = exact(input_ids=ids[None].to(exact.device)).logits[0].double().cpu().log_softmax(-1)
-        places = range(len(ids) - (answer.end - answer.start), len(ids))
-        means.append(sum(logprobs[t - 1, ids[t]].item() for t in places) / len(places))
+        row = naive_row(exact, torch.cat([prompt, completion[:t]]), completion[end : answer.end])
+        means.append(row[answer.start - end :].mean().item())
     return torch.tensor(means).exp()
 
 

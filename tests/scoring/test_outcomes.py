@@ -11,7 +11,7 @@ from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.outcomes import Divergences
 from cfa_kernels.scoring.training_forward import packed_forward
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch, make_model, score_columns, tokens
+from tests.support.models import HYBRIDS, PLACEHOLDER, batch, make_model, score_columns, tokens
 
 pytestmark = pytest.mark.slow
 
@@ -27,16 +27,6 @@ HEADS = {
 def every_token(answer, length):
     """A span for each token of a completion but those of its answer."""
     return [Span(t, t + 1) for t in range(length) if answer is None or not answer.start <= t < answer.end]
-
-
-@functools.cache
-def qwen3():
-    return make_model("Qwen3")
-
-
-@functools.cache
-def lfm2():
-    return make_model("Lfm2", layer_types=["conv", "full_attention", "conv"])
 
 
 @functools.cache
@@ -90,11 +80,10 @@ def test_the_importance_of_every_token_equals_its_definition_by_full_forwards(na
 
 @pytest.mark.parametrize("budget", [1, 40, 100])
 @pytest.mark.parametrize("outcome", OUTCOMES)
-def test_a_completion_over_the_token_budget_is_split_to_the_same_result_and_fed_once(outcome, budget):
-    model = qwen3()
+def test_a_completion_over_the_token_budget_is_split_to_the_same_result_and_fed_once(qwen3, outcome, budget):
     (prompt,), (completion,), answer = tokens(9), tokens(20, seed=5), Span(16, 19)
     spans = every_token(answer, len(completion))
-    arguments = (model, [prompt], [completion], [spans], [answer])
+    arguments = (qwen3, [prompt], [completion], [spans], [answer])
     whole = score_columns(*arguments, mask=PLACEHOLDER, outcome=outcome)
     split = score_columns(*arguments, mask=PLACEHOLDER, outcome=outcome, token_budget=budget)
     fed = 18 if outcome != "last" else 16  # rows of the completion that any prediction of the answer needs
@@ -106,7 +95,7 @@ def test_a_completion_over_the_token_budget_is_split_to_the_same_result_and_fed_
 
 @pytest.mark.parametrize("outcome", ["logprob", "mean"])
 def test_layers_with_a_state_are_split_by_feeding_what_branches_share_again(outcome):
-    model = lfm2()
+    model = make_model("Lfm2", **HYBRIDS["Lfm2"])
     (prompt,), (completion,), answer = tokens(9), tokens(20, seed=5), Span(16, 19)
     arguments = (model, [prompt], [completion], [every_token(answer, 20)], [answer])
     whole = score_columns(*arguments, mask=PLACEHOLDER, outcome=outcome)
@@ -117,11 +106,11 @@ def test_layers_with_a_state_are_split_by_feeding_what_branches_share_again(outc
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
-def test_a_forward_that_kept_its_states_scores_every_outcome_from_branches_alone(outcome):
-    model, (prompts, completions, spans, answers) = qwen3(), batch()
-    forward = packed_forward(model, Rows(prompts, completions), keep_states=True)
+def test_a_forward_that_kept_its_states_scores_every_outcome_from_branches_alone(qwen3, outcome):
+    prompts, completions, spans, answers = batch()
+    forward = packed_forward(qwen3, Rows(prompts, completions), keep_states=True)
     found = forward.score(spans, answers, mask=PLACEHOLDER, outcome=outcome)
-    expected = score_columns(model, prompts, completions, spans, answers, mask=PLACEHOLDER, outcome=outcome)
+    expected = score_columns(qwen3, prompts, completions, spans, answers, mask=PLACEHOLDER, outcome=outcome)
     assert found.work.tokens_fed < expected.work.tokens_fed - sum(map(len, completions[:3]))
     torch.testing.assert_close(found.base, expected.base, rtol=0, atol=2e-5, equal_nan=True)
     torch.testing.assert_close(found.drop, expected.drop, rtol=0, atol=3e-5, equal_nan=True)

@@ -175,20 +175,15 @@ def naive(model, prompt, completion, answer, span=None):
 
 def naive_row(model, prompt, completion, span=None):
     """(T,) log-probs of a completion by one plain full forward with `span` replaced."""
-    ids = torch.cat([prompt, completion])
+    ids, training = torch.cat([prompt, completion]), model.training
     if span is not None:
         ids[len(prompt) + span.start : len(prompt) + span.end] = PLACEHOLDER
-    return naive_logprobs(model, ids)[len(prompt) - 1 :]
-
-
-def naive_logprobs(model, ids, temperature=1.0):
-    """(len - 1,) log-prob of every token but the first."""
-    training = model.training
     model.eval()
     with torch.no_grad():
-        logits = model(input_ids=ids[None].to(model.device)).logits[0].float().cpu() / temperature
+        logits = model(input_ids=ids[None].to(model.device)).logits[0, len(prompt) - 1 : -1].cpu()
     model.train(training)
-    return logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return logprobs.gather(1, ids[len(prompt) :, None])[:, 0]
 
 
 def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
