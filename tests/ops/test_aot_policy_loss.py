@@ -25,19 +25,6 @@ OPTIONAL = {
     "CORRECTION": "p_sampling",
 }
 OPTIONAL |= {"HAS_ENTROPY_SCALE": "p_entropy_scale", "HAS_ROWS": "p_rows"}
-NUMBERS = [
-    "inv_temperature",
-    "softcap",
-    "low",
-    "high",
-    "delta",
-    "beta",
-    "sapo_pos",
-    "sapo_neg",
-    "log_ratio_max",
-    "clip_min",
-    "clip_max",
-]
 
 
 def case(
@@ -69,12 +56,12 @@ def case(
         "p_bias": "*bf16:16",
         "V": "i32" if vocabulary % 16 else "i32:16",
         **dict.fromkeys(("N", "T"), "i32"),
-        **dict.fromkeys(NUMBERS, "fp32"),
     }
     names = getattr(policy_rows, kernel).arg_names
     options = {name: value for name, value in options.items() if name in (*names, "num_warps")}
-    rest = {"p": "*fp32:16", "s": "i64:16"}  # pointers and strides
-    arguments = {name: kinds.get(name, rest.get(name[0])) for name in names if name not in options}
+    rest = {"p": "*fp32:16", "stride": "i64:16"}  # of other pointers and of strides; what is left are numbers
+    kinds = {name: rest.get(name.partition("_")[0], "fp32") for name in names if name not in options} | kinds
+    arguments = {name: kind for name, kind in kinds.items() if name in names and name not in options}
     label = [kernel, KINDS[logits], "to", KINDS[gradient], loss_type, "everything" if everything else "plain"]
     label += ["summing"] * (not rows) + ["odd"] * (vocabulary % 16 != 0)
     return AotCase(" ".join(label), f"policy_rows:{kernel}", target, arguments, options)

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from cfa_kernels.ops import tree_attention, tree_attention_backward
 from cfa_kernels.ops.attention_options import AttentionRule
 from cfa_kernels.ops.tree_attention import launch_options
 from cfa_kernels.ops.tree_attention_backward import key_options, shared_options, sum_options
@@ -21,21 +22,14 @@ DATA = ("p_q", "p_k", "p_v", "p_out", "p_by_out", "p_by_q", "p_by_k", "p_by_v")
 SUMS = ("p_lse", "p_delta", "p_parts")
 TABLES = ("p_work", "p_context", "p_readers", "p_splits")
 NUMBERS = {"scale": "fp32", "softcap": "fp32", "span": "i32"}
-ARGUMENTS = {
-    "tree_attention_kernel": (*DATA[:4], "p_lse", "p_sinks", *TABLES[:2], *NUMBERS, "first_query_row"),
-    "query_gradient_kernel": (*DATA[:6], *SUMS[:2], *TABLES[:2], *NUMBERS, "n_heads"),
-    "key_gradient_kernel": (
-        *DATA[:3], "p_by_out", *DATA[6:], *SUMS, "p_work", "p_readers", "n_readers", *NUMBERS, "n_heads"
-    ),
-    "sum_parts_kernel": ("p_parts", "p_by_k", "p_by_v", "p_splits"),
-}  # fmt: skip
 
 
 def build(kernel: str, target: str, dtype: torch.dtype, options: dict, label: str) -> AotCase:
     """One launch, with the alignment that real tensors have."""
     kinds = dict.fromkeys(DATA, f"*{KINDS[dtype]}:16") | dict.fromkeys(SUMS, "*fp32:16") | {"p_sinks": "*bf16:16"}
     kinds |= dict.fromkeys(TABLES, "*i32:16") | dict.fromkeys(("n_readers", "n_heads", "first_query_row"), "i32")
-    arguments = {name: (kinds | NUMBERS)[name] for name in ARGUMENTS[kernel]}
+    module = tree_attention if kernel == "tree_attention_kernel" else tree_attention_backward
+    arguments = {name: kind for name, kind in (kinds | NUMBERS).items() if name in getattr(module, kernel).arg_names}
     if kernel != "sum_parts_kernel":
         wide = all(options[name] % 16 == 0 for name in ("KEY_DIM", "VALUE_DIM"))
         options = options | {"STRIDE_UNIT": 1 if wide else 8}
@@ -46,8 +40,7 @@ def build(kernel: str, target: str, dtype: torch.dtype, options: dict, label: st
         left_out = {"p_lse": options["WITH_LSE"], "p_sinks": options["HAS_SINKS"]}
         options |= {name: None for name, there in left_out.items() if not there}
         arguments = {name: kind for name, kind in arguments.items() if left_out.get(name, True)}
-    module = "tree_attention" if kernel == "tree_attention_kernel" else "tree_attention_backward"
-    return AotCase(f"{kernel} {label}", f"{module}:{kernel}", target, arguments, options)
+    return AotCase(f"{kernel} {label}", f"{module.__name__.rpartition('.')[2]}:{kernel}", target, arguments, options)
 
 
 def sizes_of(target: str, dtype: torch.dtype, dims: tuple[int, int], group: int, rule: dict) -> tuple:
