@@ -123,9 +123,9 @@ def test_an_index_that_does_not_fit_its_bundles_is_refused(qwen3):
         query_logprobs(qwen3, [[], []], index=[3])
 
 
-def count_tokens(monkeypatch):
-    fed = []
-    forward = tree_forward.packed_hidden
+def test_equal_completions_and_branches_are_fed_once(qwen3, monkeypatch):
+    verify.check_supported(qwen3)
+    fed, forward = [], masked.packed_hidden
 
     def counted(model, pack, **options):
         fed.append(pack.num_tokens)
@@ -133,12 +133,6 @@ def count_tokens(monkeypatch):
 
     for module in (tree_forward, masked):
         monkeypatch.setattr(module, "packed_hidden", counted)
-    return fed
-
-
-def test_equal_completions_and_branches_are_fed_once(qwen3, monkeypatch):
-    verify.check_supported(qwen3)
-    fed = count_tokens(monkeypatch)
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     span, answer = Span(4, 8), Span(16, 19)
     once = score_columns(qwen3, [prompt], [completion], [[span]], [answer], mask=PLACEHOLDER)
@@ -164,11 +158,8 @@ def test_the_last_layer_computes_its_output_and_mlp_for_answer_rows_alone(name):
     assert rows == [fed] * 4 + [6] * 2
 
 
-def test_nothing_is_computed_for_rows_without_an_answer(qwen3, monkeypatch):
-    verify.check_supported(qwen3)
-    fed = count_tokens(monkeypatch)
+def test_nothing_is_computed_for_rows_without_an_answer(qwen3):
     scores = score_columns(qwen3, *([x] for x in (*tokens(5, 9), [Span(1, 2)], None)), mask=0)
-    assert fed == []
     assert scores.work.forwards == scores.work.tokens_fed == 0
     assert torch.isnan(scores.base).all()
 
