@@ -38,22 +38,10 @@ def trl_trainer(logprobs, entropies, **options):
     trainer.top_entropy_quantile = 1.0
     trainer.off_policy_mask_threshold = None
     trainer.current_gradient_accumulation_steps = 1
-    trainer.loss_type = options["loss_type"]
-    trainer.importance_sampling_level = options["importance_sampling_level"]
-    trainer.epsilon_low, trainer.epsilon_high = options["epsilon"], options["epsilon_high"]
-    trainer.beta = options["beta"]
-    trainer.max_completion_length = options["max_completion_length"]
-    trainer.entropy_coef = options["entropy_coef"]
-    trainer._entropy_bonus_enabled = options["entropy_coef"] != 0
+    vars(trainer).update(options, epsilon_low=options["epsilon"], _entropy_bonus_enabled=options["entropy_coef"] != 0)
     trainer.accelerator.sync_gradients = False
-    trainer.args = SimpleNamespace(
-        delta=options["delta"],
-        steps_per_generation=1,
-        use_bias_correction_kl=options["use_bias_correction_kl"],
-        sapo_temperature_pos=options["sapo_temperature_pos"],
-        sapo_temperature_neg=options["sapo_temperature_neg"],
-        vespo_k_pos=options["vespo_k_pos"], vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
-    )  # fmt: skip
+    rest = {"vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+    trainer.args = SimpleNamespace(steps_per_generation=1, **rest, **options)
     return trainer
 
 
