@@ -44,11 +44,10 @@ def require_supported(policy: nn.Module, longest: int) -> None:
     run_inside(policy, check)
 
 
-def require_finite(done: Pass, batch: UpdateBatch, policy: nn.Module) -> None:
-    """Raise `FloatingPointError` naming the samples whose counted log-probs, or whose gradients, are not finite."""
+def require_finite(done: Pass, policy: nn.Module) -> None:
+    """Raise `FloatingPointError` naming the samples whose log-probs, or whose gradients, are not finite."""
     index = done.micro.index
-    rows = zip(index, done.logprobs, strict=True)
-    if bad := [b for b, logprobs in rows if not logprobs[batch.mask[b].bool()].isfinite().all()]:
+    if bad := [b for b, logprobs in zip(index, done.logprobs, strict=True) if not logprobs.isfinite().all()]:
         raise FloatingPointError(f"samples {bad}: log-prob is not finite")
     if not done.norm.isfinite():
         names = [n for n, p in policy.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
@@ -58,9 +57,7 @@ def require_finite(done: Pass, batch: UpdateBatch, policy: nn.Module) -> None:
 
 def sampling_metrics(done: Pass, batch: UpdateBatch) -> dict[str, Tensor]:
     """Measure how far generation's log-probs are from those of a pass, and what corrects it, under TRL's names."""
-    index = done.micro.index
-    counted = torch.cat([batch.mask[b] for b in index]).bool()
-    gap = torch.cat(_gaps(done, batch))[counted]
+    gap = torch.cat(_gaps(done, batch))
     return {"sampling/sampling_logp_difference/mean": gap.mean(), "sampling/sampling_logp_difference/max": gap.max()}
 
 
@@ -68,7 +65,7 @@ def check_sampling_gap(passes: Sequence[Pass], batch: UpdateBatch, policy: nn.Mo
     """Measure how far log-probs are from those a batch was sampled with, nats, and hold it to `sampling_gap_limit`.
 
     Call it before the first optimizer step on the batch, while `policy` is the one that sampled. The gap is the mean of
-    the absolute difference over counted tokens, each weighed by how probably it could have come out otherwise; what
+    the absolute difference over tokens that count, each weighed by how probably it could have come out otherwise; what
     normalising over the sampler's nucleus explains is no gap.
 
     Raises:
@@ -76,8 +73,8 @@ def check_sampling_gap(passes: Sequence[Pass], batch: UpdateBatch, policy: nn.Mo
     """
     limit, sums = sampling_gap_limit(config, policy), dict[int, tuple[float, float]]()
     for done in passes:
-        for b, gap in zip(done.micro.index, _gaps(done, batch, batch.nucleus), strict=True):
-            sums[b] = float(gap.sum()), float((open_choice(batch.sampled_logprobs[b]) * batch.mask[b]).sum())
+        for b, gap in zip(done.micro.index, _gaps(done, batch, batch.rollouts.nucleus), strict=True):
+            sums[b] = float(gap.sum()), float(open_choice(batch.rollouts.logprobs[b]).sum())
     gaps, choices = zip(*sums.values(), strict=True)
     mean = sum(gaps) / sum(choices)
     if mean <= limit:
@@ -102,8 +99,6 @@ def sampling_gap_limit(config: TrainConfig, model: nn.Module) -> float:
 
 
 def _gaps(done: Pass, batch: UpdateBatch, nucleus: float = 1.0) -> list[Tensor]:
-    """Compute b tensors (t,): how far log-probs are from those sampled with, nats; 0 where nothing counts."""
-    return [
-        torch.where(batch.mask[b].bool(), sampling_gaps(batch.sampled_logprobs[b], logprobs, nucleus), 0.0)
-        for b, logprobs in zip(done.micro.index, done.logprobs, strict=True)
-    ]
+    """Compute b tensors (t,): how far log-probs are from those sampled with, nats."""
+    pairs = zip(done.micro.index, done.logprobs, strict=True)
+    return [sampling_gaps(batch.rollouts.logprobs[b], logprobs, nucleus) for b, logprobs in pairs]

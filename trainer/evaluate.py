@@ -70,9 +70,8 @@ def evaluate(
             )  # fmt: skip
             columns = {name: [rows[i][name] for i in chosen] for name in rows[0]}
             rewards = rewards_by("of evaluation", match, names, arguments(columns, rollouts))
-            lengths = rollouts.completion_mask.sum(1).tolist()
             solved = [reward is not None and reward >= 1 for reward in rewards]
-            results |= zip(batch, zip(solved, lengths, strict=True), strict=True)
+            results |= zip(batch, zip(solved, rollouts.rows.lengths, strict=True), strict=True)
             tell(config.max_completion_length)
         return [*itertools.chain.from_iterable(gather([results[at] for at in share]))]
 

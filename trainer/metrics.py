@@ -75,7 +75,7 @@ def reward_metrics(
 
 def length_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Summarize tokens per completion, and the share cut off at the limit."""
-    lengths = rollouts.completion_mask.sum(1).float()
+    lengths = torch.tensor(rollouts.rows.lengths).float()
     return {
         "completions/mean_length": lengths.mean().item(),
         "completions/min_length": lengths.min().item(),

@@ -3,11 +3,10 @@
 Micro-batches are whole groups, so that a prompt is fed once; rows that cannot change the update are left out.
 """
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,28 +29,20 @@ ByRow = dict[int, Tensor]
 
 @dataclass(frozen=True)
 class UpdateBatch:
-    """Inputs of the loss but for credit, on the host: B completions of T_b tokens each."""
+    """Inputs of the loss but for credit: B sampled completions, whether the loss counts them, and their advantages."""
 
-    rows: Rows
-    mask: list[Tensor]  # B tensors (T_b,): 1 on tokens that the loss counts
+    rollouts: Rollouts
+    counted: Tensor  # (B,) bool
     advantages: Tensor  # (B,)
-    sampled_logprobs: list[Tensor]  # B tensors (T_b,)
-    nucleus: float  # least probability of the tokens that they are normalised over
 
-    @classmethod
-    def of(cls, rollouts: Rollouts, mask: Tensor, advantages: Tensor) -> "UpdateBatch":
-        """Take the padding off rollouts and the mask (B, T), which are on the host."""
-        if rollouts.logprobs is None:
-            raise ValueError("rollouts: must have been sampled; these were decoded greedily")
-        rows = batch_rows(rollouts)
-        masks, logprobs = (
-            [row[:n] for row, n in zip(column, rows.lengths, strict=True)] for column in (mask, rollouts.logprobs)
-        )
-        return cls(rows, masks, advantages, logprobs, rollouts.nucleus)
+    @property
+    def rows(self) -> Rows:
+        """Prompts and completions."""
+        return self.rollouts.rows
 
     def tokens(self, index: Sequence[int]) -> float:
         """Count the tokens of some rows that the loss counts."""
-        return float(sum(self.mask[b].sum() for b in index))
+        return float(sum(len(self.rows.completions[b]) for b in index if self.counted[b]))
 
 
 @dataclass(frozen=True)
@@ -84,25 +75,18 @@ class Pass(NamedTuple):
 def micro_batches(config: TrainConfig, batch: UpdateBatch, policy: nn.Module) -> list[MicroBatch]:
     """Cut a batch into micro-batches of whole groups, as many as fit `token_budget`, at least one.
 
-    Each process gets those of its own groups, perhaps none. Rows that the mask leaves out are dropped, and rows without
-    advantage too, unless the KL term or `bnpo`'s denominator (its own micro-batch) needs them.
+    Each process gets those of its own groups, perhaps none. Rows that the loss does not count are dropped, and rows
+    without advantage too, unless the KL term or `bnpo`'s denominator (its own micro-batch) needs them.
     """
     budget = config.token_budget or default_token_budget(causal_lm(policy), training=True)
     needs_all = config.beta != 0 or config.loss_type == "bnpo"
     groups, sizes = list[list[int]](), list[int]()
     for start in own_share(range(0, len(batch.rows), config.num_generations)):
         places = range(start, start + config.num_generations)
-        if group := [b for b in places if batch.mask[b].any() and (needs_all or batch.advantages[b] != 0)]:
+        if group := [b for b in places if batch.counted[b] and (needs_all or batch.advantages[b] != 0)]:
             groups.append(group)
             sizes.append(len(batch.rows.prompts[start]) + sum(batch.rows.lengths[b] for b in group))
     return [MicroBatch([b for i in part for b in groups[i]]) for part in groups_within(sizes, budget)]
-
-
-def batch_rows(rollouts: Rollouts) -> Rows:
-    """Take the padding off the completions of a batch, on the host."""
-    return Rows.from_padded(
-        rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids, rollouts.completion_mask
-    )
 
 
 def batch_credit(
@@ -116,13 +100,11 @@ def batch_credit(
 ) -> DeferredCredit:
     """Make the credit of a batch, which is assigned to each micro-batch in the first forward over its rows.
 
-    Edits (B, T) of `shaped` multiply the weights, and credit that compares completions reads its rewards (B,).
+    Edits of `shaped` multiply the weights, and credit that compares completions reads its rewards (B,).
     """
-    factors = shaped.edits
     return DeferredCredit(
         config.counterfactual(), tokenizer, rows, advantages, seed=Draws(config.seed).key(step),
-        groups=torch.arange(len(rows)) // config.num_generations, rewards=shaped.rewards,
-        factors=None if factors is None else [row[:n] for row, n in zip(factors.cpu(), rows.lengths, strict=True)],
+        groups=torch.arange(len(rows)) // config.num_generations, rewards=shaped.rewards, factors=shaped.edits,
         temperature=config.temperature,
     )  # fmt: skip
 
@@ -150,9 +132,3 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     flat = torch.cat([tensor.detach().reshape(-1).to(tensors[0].device) for tensor in tensors]).cpu()
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def to_host(rollouts: Rollouts) -> Rollouts:
-    """Bring every tensor of rollouts to the host, where micro-batches are cut and trees laid out."""
-    moved: dict[str, Any] = {name: value.cpu() for name, value in vars(rollouts).items() if isinstance(value, Tensor)}
-    return dataclasses.replace(rollouts, **moved)

@@ -163,7 +163,7 @@ class Report:
     def stepped(self, step: int, result: Step) -> None:
         """Record a training step: files, bar, and every tenth part of the run a line."""
         self._last, metrics = result, result.metrics
-        self._tokens += int(result.rollouts.prompt_mask.sum() + result.rollouts.completion_mask.sum())
+        self._tokens += result.rollouts.tokens()
         self._record(step, metrics | {"num_tokens": self._tokens})
         # Samples with spans come first: what was masked, what it did, what each token weighs.
         order = sorted(range(len(result.problems)), key=lambda b: -bool(result.credit.spans[b]))

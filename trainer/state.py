@@ -75,9 +75,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Shaped:
-    """Result of an experiment on the rewards of B completions of T tokens at most."""
+    """Result of an experiment on the rewards of B completions."""
 
     rewards: Tensor  # (B,) fp32, to be compared within groups
-    edits: Tensor | None = None  # (B, T) fp32: 0 on tokens that get no credit, 1 on all others; None for 1 everywhere
+    edits: list[Tensor] | None = None  # B tensors (T_b,) fp32: 0 on tokens that get no credit; None for 1 everywhere
     metrics: Mapping[str, float] = field(default_factory=dict)  # figures to report
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by sample, what is logged with it

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,7 +35,6 @@ from .microbatch import (
     gather_credit,
     micro_batches,
     on_host,
-    to_host,
 )
 from .rewards import compute_rewards, group_advantages
 from .rewards.calls import arguments
@@ -47,28 +45,26 @@ _Launched = tuple[MicroBatch, float, PackedLoss]  # its rows, how many of its to
 
 
 def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
-    """Train one step on some problems, by number: B = problems x num_generations completions, T tokens at most."""
+    """Train one step on some problems, by number: B = problems x num_generations completions."""
     config = trainer.config
     times = StageTimes(config.precision.device)
     keys = [(config.seed, step, i, g) for i in processes.own_share(problems) for g in range(config.num_generations)]
     with times.during("generate"):
         rollouts = draw(trainer, keys)
 
-    batch = gather_batch(rewarded(trainer, keys, rollouts))
+    batch = Batch.joined(processes.gather(rewarded(trainer, keys, rollouts)))  # what each process sampled, on each
     rollouts = batch.rollouts
-    shaped = shape_rewards(trainer, batch, times)  # rewards (B,), edits (B, T)
+    shaped = shape_rewards(trainer, batch, times)  # rewards (B,), edits B tensors (T_b,)
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)  # (B,)
-    mask = rollouts.completion_mask  # (B, T)
-    if config.mask_truncated_completions:
-        mask = mask * ~rollouts.truncated[:, None]
+    counted = ~(rollouts.truncated & config.mask_truncated_completions)  # (B,)
 
     with times.during("update"):
-        credit, losses = update(trainer, step, rollouts, mask, advantages, shaped, times)
+        credit, losses = update(trainer, step, UpdateBatch(rollouts, counted, advantages), shaped, times)
     metrics = {
         **reward_metrics(batch.rewards, batch.by_function, config.num_generations),
         **length_metrics(rollouts),
         **losses,
-        **credit.metrics([row[: len(w)] for row, w in zip(mask.cpu(), credit.weights, strict=True)]),
+        **credit.metrics([counts.expand(len(w)) for counts, w in zip(counted, credit.weights, strict=True)]),
         **shaped.metrics,
         **times.metrics(),
     }
@@ -92,26 +88,18 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     return Batch(problems, keys, rollouts, columns, rewards, votes)
 
 
-def gather_batch(batch: Batch) -> Batch:
-    """Put what each process sampled together on each, in the order of the step's problems."""
-    if processes.count() == 1:
-        return batch
-    return Batch.joined(processes.gather(dataclasses.replace(batch, rollouts=to_host(batch.rollouts))))
-
-
 def update(
-    trainer: Trainer, step: int, rollouts: Rollouts, mask: Tensor, advantages: Tensor, shaped: Shaped, times: StageTimes
+    trainer: Trainer, step: int, batch: UpdateBatch, shaped: Shaped, times: StageTimes
 ) -> tuple[Credit, dict[str, float]]:
-    """Take `num_iterations` optimizer steps on one batch of rollouts; `mask` is (B, T), `advantages` (B,).
+    """Take `num_iterations` optimizer steps on one batch of rollouts.
 
-    `shaped.edits` (B, T) multiply the credit weights, `shaped.rewards` (B,) feed estimators that compare completions;
-    credit time is recorded in `times`.
+    `shaped.edits` multiply the credit weights, `shaped.rewards` (B,) feed estimators that compare completions; credit
+    time is recorded in `times`.
 
     Raises `FloatingPointError` for a log-prob or gradient that is not finite, and for log-probs that are not those the
     batch was sampled with.
     """
     config, policy, metrics = trainer.config, trainer.policy, Averages()
-    batch = UpdateBatch.of(to_host(rollouts), mask.cpu(), advantages.cpu())
     policy.train()
     parts, count = with_idle(micro_batches(config, batch, policy), policy)
     credit = batch_credit(config, trainer.tokenizer, batch.rows, batch.advantages, shaped, step=step)
@@ -160,7 +148,7 @@ class Objective:
 
     def _launch(self, micro: MicroBatch) -> _Launched:
         config, batch, credit, index = self.trainer.config, self.batch, self.credit, micro.index
-        rows, mask, is_due = batch.rows.take(index), [batch.mask[b] for b in index], credit.is_due(index)
+        rows, is_due = batch.rows.take(index), credit.is_due(index)
         forward = packed_forward(
             causal_lm(self.trainer.policy),
             rows,
@@ -178,18 +166,16 @@ class Objective:
         }  # fmt: skip
         sampled = None
         if config.importance_sampling_clip_max is not None:
-            sampled = [batch.sampled_logprobs[b] for b in index]
+            sampled = [batch.rollouts.logprobs[b] for b in index]
             options["sampling_mode"] = config.importance_sampling_mode
             options["sampling_clip_max"] = config.importance_sampling_clip_max
         old, reference = ([column[b] for b in index] if column else None for column in (self.old, self.reference))
         loss = forward.policy_loss(
             LossBatch.of(
-                rows, old, advantages, weights=weights, mask=mask, ref_logprobs=reference, sampling_logprobs=sampled,
-                **options,
+                rows, old, advantages, weights=weights, ref_logprobs=reference, sampling_logprobs=sampled, **options
             )
         )  # fmt: skip
-        columns = zip(weights, advantages, mask, strict=True)
-        moving = sum(((row != 0) & (signed != 0) & counted.bool()).sum() for row, signed, counted in columns)
+        moving = sum(((row != 0) & (signed != 0)).sum() for row, signed in zip(weights, advantages, strict=True))
         return micro, float(moving), loss
 
 
@@ -205,7 +191,7 @@ def measure(
 ) -> None:
     """Check passes and add what they measured to `metrics`; `is_sampler` if their policy is the one that sampled."""
     for done in passes:
-        require_finite(done, batch, trainer.policy)
+        require_finite(done, trainer.policy)
         tokens, counts = batch.tokens(done.micro.index), {"ratio_mean": done.moving}
         if is_sampler:
             metrics.add(sampling_metrics(done, batch), tokens)

@@ -27,7 +27,6 @@ from benchmarks.harness.race import (
 from benchmarks.harness.workloads import SEED, Job, gsm8k_job, policy
 from benchmarks.speed.command import workload_set
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from trainer.rollouts import Engine, Rollouts, TransformersEngine, generate
 from trainer.rollouts.in_process import by_transformers
@@ -87,17 +86,12 @@ def sampling_contenders(load: Load, job: Job, device: torch.device, *, sharpness
 def _check_sampled(model: nn.Module, sampled: tuple[Rollouts, float]) -> dict[str, Any]:
     """Whether the log-probs that tokens were drawn with are those of the policy."""
     rollouts, cpu_seconds = sampled
-    mask = rollouts.completion_mask.bool()
-    rows = Rows.from_padded(
-        rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids, rollouts.completion_mask
-    )
     with torch.no_grad():
-        logprobs = packed_logprobs(model, rows, temperature=SAMPLING["temperature"])
-    assert rollouts.logprobs is not None
-    gap = (torch.cat(list(logprobs)) - rollouts.logprobs[mask]).abs().mean().item()
+        logprobs = packed_logprobs(model, rollouts.rows, temperature=SAMPLING["temperature"])
+    gap = (torch.cat(list(logprobs)).cpu() - torch.cat(rollouts.logprobs)).abs().mean().item()
     if not gap <= GAP[next(model.parameters()).dtype]:
         raise WrongAnswer(f"tokens were drawn with log-probs that are {gap:.3g} nats from the policy's, on average")
-    return {"gap_nats": gap, "tokens": int(mask.sum()), "cpu_seconds": cpu_seconds}
+    return {"gap_nats": gap, "tokens": sum(rollouts.rows.lengths), "cpu_seconds": cpu_seconds}
 
 
 NUCLEI = {"narrow nuclei": 6.0, "wide nuclei": 1.0}

@@ -71,18 +71,16 @@ LOADS = {
 class Recorded:
     """The engine of the program, whose completions are exchanged for recorded ones after they have been sampled."""
 
-    def __init__(self, engine: TransformersEngine, rollouts: JobRollouts, device: torch.device) -> None:
+    def __init__(self, engine: TransformersEngine, rollouts: JobRollouts) -> None:
         self.engine, self.notes, self.weights_changed = engine, engine.notes, engine.weights_changed
-        self._rollouts, self._device = rollouts, device
-        self.sampled = 0
+        self._rollouts, self.sampled = rollouts, 0
 
     def __call__(self, prompts: Sequence[Sequence[int]], **options: Any) -> Rollouts:
         """Sample, then return the recorded completions."""
-        self.sampled = int(self.engine(prompts, **options).completion_mask.sum())
+        self.sampled = sum(self.engine(prompts, **options).rows.lengths)
         job = self._rollouts.job
         completions, ends = [ids.tolist() for ids in job.completions], [job.tokenizer.eos_token_id]
-        rollouts = Rollouts.padded(prompts, completions, ends, job.tokenizer, self._device)
-        return dataclasses.replace(rollouts, logprobs=-rollouts.completion_mask.float())
+        return Rollouts.of(prompts, completions, [-torch.ones(len(row)) for row in completions], ends, job.tokenizer)
 
 
 def make_trainer(load: Load, device: torch.device) -> Trainer:
@@ -102,7 +100,7 @@ def make_trainer(load: Load, device: torch.device) -> Trainer:
         [p for p in model.parameters() if p.requires_grad], lr=config.learning_rate, weight_decay=0.0,
         fused=device.type == "cuda" or None,
     )  # fmt: skip
-    engine = Recorded(TransformersEngine(model, rollouts.job.tokenizer), rollouts, device)
+    engine = Recorded(TransformersEngine(model, rollouts.job.tokenizer), rollouts)
     prompts = [rollouts.job.prompts[i].tolist() for i in range(0, count, load.group)]
     rows = [Row({"question": "", "answer": "72"})] * load.problems
     return Trainer(

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from cfa_kernels import Credit
 from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.metrics import StageTimes
+from trainer.microbatch import UpdateBatch
 from trainer.rewards import group_advantages
 from trainer.rollouts import Rollouts, generate
 from trainer.run import set_up, train
@@ -50,14 +52,31 @@ def advantages_of(rollouts: Rollouts) -> torch.Tensor:
 
 
 def updated(
-    trainer: Trainer, rollouts: Rollouts, advantages: torch.Tensor | None = None, mask: torch.Tensor | None = None,
-    edits: torch.Tensor | None = None, rewards: torch.Tensor | None = None,
+    trainer: Trainer, rollouts: Rollouts, advantages: torch.Tensor | None = None,
+    edits: list[torch.Tensor] | None = None, rewards: torch.Tensor | None = None,
 ) -> tuple[Credit, dict[str, float]]:  # fmt: skip
-    """The first step's update on rollouts: by made-up advantages, all tokens counted, rewards of 0, unless told."""
+    """The first step's update on rollouts: by made-up advantages, all counted, rewards of 0, unless told."""
     shaped = Shaped(torch.zeros(len(rollouts.texts)) if rewards is None else rewards, edits)
+    return update(trainer, 1, all_counted(rollouts, advantages), shaped, StageTimes())
+
+
+def all_counted(rollouts: Rollouts, advantages: torch.Tensor | None = None) -> UpdateBatch:
+    """Rollouts of which the loss counts all, by made-up advantages unless told."""
     advantages = advantages_of(rollouts) if advantages is None else advantages
-    mask = rollouts.completion_mask if mask is None else mask
-    return update(trainer, 1, rollouts, mask, advantages, shaped, StageTimes())
+    return UpdateBatch(rollouts, torch.ones(len(rollouts.texts), dtype=torch.bool), advantages)
+
+
+def padded_logprobs(model: torch.nn.Module, rollouts: Rollouts, dtype: torch.dtype | None = None):
+    """Log-probs (B, T) by the model's own forward over padded rows, in `dtype`, and the mask of completions."""
+    prompts, completions = rollouts.rows.prompts, rollouts.rows.completions
+    ids = [pad_sequence(rows, True, 0, side) for rows, side in ((prompts, "left"), (completions, "right"))]
+    masks = [
+        pad_sequence([torch.ones_like(row) for row in rows], True, 0, side)
+        for rows, side in ((prompts, "left"), (completions, "right"))
+    ]
+    logits = model(input_ids=torch.cat(ids, 1), attention_mask=torch.cat(masks, 1)).logits
+    logprobs = logits[:, ids[0].shape[1] - 1 : -1].to(dtype).log_softmax(-1)
+    return logprobs.gather(2, ids[1][..., None]).squeeze(2), masks[1]
 
 
 def reward_every_other(completions, **_):

@@ -20,9 +20,8 @@ class Recorder:
     def __call__(self, prompts, *, keys=None, **options):
         self.calls.append((prompts, keys, options))
         texts = [str(len(prompt)) for prompt in prompts] if keys is None else [str(key[3]) for key in keys]
-        return SimpleNamespace(
-            texts=texts, completion_mask=torch.ones(len(texts), 4), ids=lambda: [[1] * 4 for _ in texts]
-        )
+        rows = SimpleNamespace(lengths=[4] * len(texts))
+        return SimpleNamespace(texts=texts, rows=rows, ids=lambda: [[1] * 4 for _ in texts])
 
 
 def even(*, prompts, completions, completion_ids, level, **_):

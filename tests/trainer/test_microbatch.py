@@ -9,32 +9,26 @@ import torch
 from cfa_kernels import packed_logprobs
 from cfa_kernels.hf.verify import check_supported
 from cfa_kernels.scoring import training_forward as packed_loss
-from tests.support.embedded import advantages_of, sample, settings, updated
-from tests.support.waits import OnDevice, a_device, put_on_device
+from tests.support.embedded import all_counted, sample, settings, updated
+from tests.support.waits import a_device, put_on_device
 from trainer.checks import check_sampling_gap
 from trainer.microbatch import MicroBatch, Pass, UpdateBatch, micro_batches
 
 
 def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(trainer, rollouts) -> None:
     def fed(config) -> list[list[int]]:
-        batch = UpdateBatch.of(rollouts, rollouts.completion_mask, advantages_of(rollouts))
-        return [part.index for part in micro_batches(config, batch, trainer.policy)]
+        return [part.index for part in micro_batches(config, all_counted(rollouts), trainer.policy)]
 
     assert fed(settings("--token_budget=100000")) == [[*range(8), *range(24, 32)]]
     assert fed(settings("--token_budget=1")) == [[*range(8)], [*range(24, 32)]]  # a group is never cut
     assert fed(settings("--token_budget=100000", "--beta=0.1")) == [[*range(32)]]
 
 
-def test_a_group_without_what_is_masked_out_is_fed_as_it_is_sampled(trainer, rollouts) -> None:
-    mask = rollouts.completion_mask.clone()
-    mask[2] = 0
-    batch = UpdateBatch.of(rollouts, mask, torch.ones(32))
+def test_a_group_is_fed_without_the_rows_that_the_loss_does_not_count(trainer, rollouts) -> None:
+    batch = UpdateBatch(rollouts, torch.arange(32) != 2, torch.ones(32))
     (part,) = micro_batches(settings("--token_budget=100000"), batch, trainer.policy)
     assert part.index == [b for b in range(32) if b != 2]
-    rows = batch.rows.take(part.index)
-    for b, prompt, completion in zip(rows.index, rows.prompts, rows.completions, strict=True):
-        assert torch.equal(prompt, rollouts.prompt_ids[b][rollouts.prompt_mask[b].bool()])
-        assert torch.equal(completion, rollouts.completion_ids[b][rollouts.completion_mask[b].bool()])
+    assert batch.tokens([2, 3]) == len(rollouts.ids()[3])
 
 
 @pytest.mark.parametrize(("credit", "looks"), [("uniform", 0), ("counterfactual", 1)])
@@ -49,14 +43,10 @@ def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before
         trainer.scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer)
         check_supported(trainer.policy)  # once a model, at set-up
         waits.seen.clear()
-        tensors = {name: OnDevice(value) for name, value in vars(rollouts).items() if isinstance(value, torch.Tensor)}
-        there = replace(rollouts, **tensors)
-        updated(trainer, there, OnDevice(advantages_of(rollouts)))
+        updated(trainer, rollouts)
         seen = [where.split(" at ")[1].split(":")[0] for where in waits.seen]
-    batch = UpdateBatch.of(rollouts, rollouts.completion_mask, advantages_of(rollouts))
-    parts = micro_batches(trainer.config, batch, trainer.policy)
-    before = ["microbatch.py"] * len(tensors) + ["step.py"] * 2  # the rollouts, the mask and the advantages
-    assert seen == [*before, *["masked.py"] * (looks * len(parts)), "microbatch.py"], waits.seen
+    parts = micro_batches(trainer.config, all_counted(rollouts), trainer.policy)
+    assert seen == [*["masked.py"] * (looks * len(parts)), "microbatch.py"], waits.seen
     assert len(parts) == 2
 
 
@@ -150,7 +140,7 @@ def test_log_probs_that_are_not_those_sampled_with_stop_the_run_before_a_step(fr
 
 def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts) -> None:
     config = settings("--token_budget=100000")
-    batch = UpdateBatch.of(rollouts, rollouts.completion_mask, torch.ones(32))
+    batch = all_counted(rollouts, torch.ones(32))
     logprobs = [x - 2.0 * (b == 5) for b, x in enumerate(packed_logprobs(trainer.policy, batch.rows))]
     only = Pass(MicroBatch([*range(32)]), 0.0, torch.ones(()), torch.ones(()), {}, logprobs)
     with pytest.raises(FloatingPointError, match=r"^samples \[5\]: .* in sample 5, and max_sampling_gap is 0.0"):
@@ -162,9 +152,8 @@ def test_the_correction_multiplies_the_policy_term_by_the_truncated_ratio(fresh)
     argv = ("--max_sampling_gap=1000", "--num_iterations=2", "--max_grad_norm=1e9", "--credit=uniform")
     plain, correcting = fresh(*argv), fresh(*argv, "--importance_sampling_clip_max=1.5")
     rollouts = sample(plain, [0], temperature=plain.config.temperature, max_completion_length=24)
-    mask = rollouts.completion_mask
-    shift = torch.tensor([0.0, 0.2, -0.2, 1.0])[torch.arange(mask.shape[1]) % 4]  # nats
-    shifted = replace(rollouts, logprobs=(rollouts.logprobs - shift) * mask)
+    shift = torch.tensor([0.0, 0.2, -0.2, 1.0]).repeat(6)  # nats
+    shifted = replace(rollouts, logprobs=[row - shift[: len(row)] for row in rollouts.logprobs])
 
     def change(trainer, rollouts, weights) -> tuple[torch.Tensor, dict[str, float]]:
         trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 1e-3)
@@ -172,8 +161,10 @@ def test_the_correction_multiplies_the_policy_term_by_the_truncated_ratio(fresh)
         _, metrics = updated(trainer, rollouts, edits=weights)
         return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()]) - before, metrics
 
-    weights = 0.5 + torch.rand(mask.shape, generator=torch.Generator().manual_seed(0))
-    expected, _ = change(plain, rollouts, weights * shift.exp().clamp(max=1.5))
+    drawn = torch.Generator().manual_seed(0)
+    weights = [0.5 + torch.rand(length, generator=drawn) for length in rollouts.rows.lengths]
+    corrected = [row * shift[: len(row)].exp().clamp(max=1.5) for row in weights]
+    expected, _ = change(plain, rollouts, corrected)
     actual, metrics = change(correcting, shifted, weights)
     assert expected.any()
     assert (actual - expected).norm() <= 1e-3 * expected.norm()

@@ -38,12 +38,10 @@ def test_where_the_end_token_pads_completions_end_and_learn_as_with_a_pad_token_
     shared, steps = trained("shared", pad_token=pad)
     assert own.tokenizer.pad_token_id != shared.tokenizer.pad_token_id == END
     for one, other in zip(expected, steps, strict=True):
-        mask = one.rollouts.completion_mask
-        assert torch.equal(mask, other.rollouts.completion_mask)
+        assert one.rollouts.rows.lengths == other.rollouts.rows.lengths
         assert one.rollouts.texts == other.rollouts.texts
-        last = other.rollouts.completion_ids.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
-        assert ((last == END) == ~other.rollouts.truncated).all()
-    ended = torch.cat([one.rollouts.completion_mask.sum(1) for one in steps])
-    assert ended.min() < ended.max()  # some are padded
+        assert [row[-1] != END for row in other.rollouts.ids()] == other.rollouts.truncated.tolist()
+    lengths = [length for one in steps for length in one.rollouts.rows.lengths]
+    assert min(lengths) < max(lengths)  # some are padded
     assert any((~one.rollouts.truncated & (one.advantages != 0)).any() for one in steps)  # the end token is trained
     torch.testing.assert_close([*own.policy.parameters()], [*shared.policy.parameters()], rtol=0, atol=0)

@@ -8,7 +8,7 @@ from cfa_kernels import policy_loss
 from cfa_kernels.hf.verify import check_trainable
 from tests.support.adapted import tiny
 from tests.support.budget import assert_within_budget
-from tests.support.embedded import EVERY_OTHER, settings, updated
+from tests.support.embedded import EVERY_OTHER, padded_logprobs, settings, updated
 from tests.support.tiny import tiny_model
 from trainer.checks import sampling_gap_limit
 from trainer.config import TrainConfig
@@ -83,14 +83,8 @@ def test_the_gradient_in_mixed_precision_is_float32_and_off_by_the_rounding_of_b
 
     def padded(model: nn.Module, *, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast("cpu", BF16, enabled=rounded):
-            logits = model(
-                input_ids=torch.cat([rollouts.prompt_ids, rollouts.completion_ids], 1),
-                attention_mask=torch.cat([rollouts.prompt_mask, rollouts.completion_mask], 1),
-            ).logits[:, rollouts.prompt_ids.shape[1] - 1 : -1]
-            logprobs = logits.double().log_softmax(-1).gather(2, rollouts.completion_ids[..., None]).squeeze(2)
-        loss, _ = policy_loss(
-            logprobs, None, advantages, rollouts.completion_mask, loss_type="dapo", max_completion_length=12
-        )
+            logprobs, mask = padded_logprobs(model, rollouts, torch.float64)
+        loss, _ = policy_loss(logprobs, None, advantages, mask, loss_type="dapo", max_completion_length=12)
         gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
         return loss.detach(), torch.cat([g.flatten() for g in gradients])
 
@@ -117,8 +111,7 @@ def test_a_bfloat16_copy_samples_and_follows_the_weights(mixed, peft) -> None:
     actual = draw(trainer, KEYS)
     expected = TransformersEngine(frozen_copy(trainer.policy, BF16), trainer.tokenizer)
     options = {"max_completion_length": 12, "keys": KEYS, "temperature": 0.6, "top_p": 0.95}
-    assert torch.equal(actual.completion_ids, expected([trainer.prompts[0]] * 8, **options).completion_ids)
-    assert not torch.equal(actual.completion_ids, before.completion_ids)
+    assert actual.ids() == expected([trainer.prompts[0]] * 8, **options).ids() != before.ids()
     assert places == [p.data_ptr() for p in trainer.engine._model.parameters()]
 
 

@@ -10,11 +10,20 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cfa_kernels import counterfactual_credit, policy_loss
-from tests.support.embedded import EVERY_OTHER, advantages_of, metrics_of, run, samples_of, settings, updated
+from cfa_kernels.rows import pad_rows
+from tests.support.embedded import (
+    EVERY_OTHER,
+    advantages_of,
+    metrics_of,
+    padded_logprobs,
+    run,
+    samples_of,
+    settings,
+    updated,
+)
 from tests.support.runs import timeless
 from trainer.config import EMBEDDED, model_path
 from trainer.evaluate import Evaluation
-from trainer.microbatch import batch_rows
 from trainer.report import paired_gain
 from trainer.rewards import group_advantages
 from trainer.run import train
@@ -30,16 +39,12 @@ pytestmark = pytest.mark.slow
 def test_the_update_is_that_of_one_loss_over_the_whole_padded_batch(fresh, rollouts, loss_type, budget) -> None:
     trainer = fresh(f"--loss_type={loss_type}", f"--token_budget={budget}", "--max_grad_norm=1e9", "--credit=uniform")
     advantages = advantages_of(rollouts)
-    weights = torch.rand(rollouts.completion_ids.shape, generator=torch.Generator().manual_seed(0)) * 4
-    logits = trainer.policy(
-        input_ids=torch.cat([rollouts.prompt_ids, rollouts.completion_ids], 1),
-        attention_mask=torch.cat([rollouts.prompt_mask, rollouts.completion_mask], 1),
-    ).logits[:, rollouts.prompt_ids.shape[1] - 1 : -1]
-    logprobs = logits.log_softmax(-1).gather(2, rollouts.completion_ids[..., None]).squeeze(2)
+    drawn = torch.Generator().manual_seed(0)
+    weights = [torch.rand(length, generator=drawn) * 4 for length in rollouts.rows.lengths]
+    logprobs, mask = padded_logprobs(trainer.policy, rollouts)
     loss, _ = policy_loss(
-        logprobs, None, advantages, rollouts.completion_mask, weights=weights, loss_type=loss_type,
-        max_completion_length=80,
-    )  # fmt: skip
+        logprobs, None, advantages, mask, weights=pad_rows(weights), loss_type=loss_type, max_completion_length=80
+    )
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(trainer.policy.parameters()))])
     updated(trainer, rollouts, advantages, edits=weights)
     gradient = torch.cat([p.grad.flatten() for p in trainer.policy.parameters()])
@@ -83,7 +88,7 @@ def test_every_credit_mode_gives_other_weights_and_only_the_answer_free_ones_sco
     weights, forwards = {}, {}
     for mode in ("counterfactual", "inverted", "random", "uniform"):
         credit = counterfactual_credit(
-            trainer.policy, trainer.tokenizer, batch_rows(rollouts), advantages=group_advantages(rewards, 8),
+            trainer.policy, trainer.tokenizer, rollouts.rows, advantages=group_advantages(rewards, 8),
             config=settings(f"--credit={mode}").counterfactual(),
         )  # fmt: skip
         weights[mode] = torch.cat(credit.weights)

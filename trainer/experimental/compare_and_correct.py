@@ -50,11 +50,11 @@ def compare_and_correct(trainer: Trainer, batch: Batch) -> Shaped:
     `ValueError` for what a reward function returns instead of rewards; the message names the samples.
     """
     rollouts = batch.rollouts
-    ids = [torch.tensor(row, dtype=torch.int64) for row in rollouts.ids()]
+    ids = rollouts.rows.completions
     prompts, limit = _prompts(trainer, batch, ids), _longest_prompt(trainer)
     fitting = [b for b, prompt in prompts.items() if limit is None or len(prompt) <= limit]
 
-    shaped, edits = batch.rewards.clone(), torch.ones(rollouts.completion_ids.shape)
+    shaped, edits = batch.rewards.clone(), [torch.ones(len(row)) for row in ids]
     notes: dict[int, dict[str, Any]] = {}
     metrics = {
         "corrections/fraction": len(fitting) / len(ids),
@@ -66,20 +66,20 @@ def compare_and_correct(trainer: Trainer, batch: Batch) -> Shaped:
         names = [f"the correction of sample {b}" for b in fitting]
         corrected = trainer.sample([prompts[b] for b in fitting], keys, names)
         right, edited = _are_right(trainer, batch, fitting, corrected), []
-        for b, text, is_right, row in zip(fitting, corrected.texts, right, corrected.ids(), strict=True):
+        for b, text, is_right, row in zip(fitting, corrected.texts, right, corrected.rows.completions, strict=True):
             notes[b] = {"correction": {"completion": text, "right": is_right}}
             if is_right:
                 shaped[b] += trainer.config.compare_and_correct
-                edits[b, : len(ids[b])] = edited_tokens(ids[b], torch.tensor(row, dtype=torch.int64))
-                edited.append(edits[b, : len(ids[b])])
+                edits[b] = edited_tokens(ids[b], row)
+                edited.append(edits[b])
         metrics |= {
-            "corrections/tokens": float(corrected.prompt_mask.sum() + corrected.completion_mask.sum()),
+            "corrections/tokens": float(corrected.tokens()),
             "corrections/right_fraction": sum(right) / len(right),
             "corrections/clipped_ratio": corrected.truncated.float().mean().item(),
         }
         if edited:
             metrics["corrections/edited_fraction"] = torch.cat(edited).double().mean().item()
-    return Shaped(shaped, edits.to(rollouts.completion_ids.device), metrics, notes)
+    return Shaped(shaped, edits, metrics, notes)
 
 
 def _prompts(trainer: Trainer, batch: Batch, ids: list[Tensor]) -> dict[int, list[int]]:

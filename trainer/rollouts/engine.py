@@ -2,73 +2,69 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
+
+from cfa_kernels.rows import Rows
 
 _NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """A batch of B completions laid out as TRL does: prompts left-padded, completions right-padded.
+    """A batch of B completions, without padding and on the host.
 
     Attributes:
-        prompt_ids, prompt_mask: (B, P) int64.
-        completion_ids, completion_mask: (B, T) int64; the end-of-text token is the last one the mask counts.
+        rows: prompts and completions; the end-of-text token is the last one of a completion.
         truncated: (B,) bool, completions that were cut off at the length limit.
         texts: B decoded completions without special tokens.
-        logprobs: (B, T) fp32, nats: what the sampler gave each token; None if greedy.
+        logprobs: B tensors (T_b,) fp32, nats: what the sampler gave each token; of no use if greedy.
         nucleus: least probability of the tokens that `logprobs` are normalised over: 1 for the whole vocabulary.
     """
 
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    completion_ids: Tensor
-    completion_mask: Tensor
+    rows: Rows
     truncated: Tensor
     texts: list[str]
-    logprobs: Tensor | None
+    logprobs: list[Tensor]
     nucleus: float = 1.0
 
     @classmethod
-    def padded(
-        cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], ends: Sequence[int],
-        tokenizer: PreTrainedTokenizerBase, device: torch.device,
+    def of(
+        cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], logprobs: Sequence[Tensor],
+        ends: Sequence[int], tokenizer: PreTrainedTokenizerBase, nucleus: float = 1.0,
     ) -> "Rollouts":  # fmt: skip
-        """Lay lists of token ids out on `device`, without log-probs; a completion counts up to its first end token."""
-        batch = tokenizer.pad({"input_ids": [list(row) for row in prompts]}, return_tensors="pt", padding_side="left")
+        """Hold lists of token ids and their log-probs, each completion up to its first end token."""
         # By position, as pad may be the same id as end.
         lengths = [next((t + 1 for t, token in enumerate(row) if token in ends), len(row)) for row in completions]
-        rows = [list(row[:length]) for row, length in zip(completions, lengths, strict=True)]
-        ids = pad_sequence([torch.tensor(row) for row in rows], True, tokenizer.pad_token_id)  # type: ignore[arg-type]
-        mask = pad_sequence([torch.ones(length, dtype=torch.int64) for length in lengths], True)
-        truncated = torch.tensor([row[-1] not in ends for row in rows])
-        texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
-        parts = batch["input_ids"], batch["attention_mask"], ids, mask, truncated
-        prompt_ids, prompt_mask, ids, mask, truncated = (part.to(device) for part in parts)
-        return cls(prompt_ids, prompt_mask, ids, mask, truncated, texts, None)
+        ids = [list(row[:length]) for row, length in zip(completions, lengths, strict=True)]
+        return cls(
+            Rows([torch.tensor(row) for row in prompts], [torch.tensor(row) for row in ids]),
+            torch.tensor([row[-1] not in ends for row in ids]), tokenizer.batch_decode(ids, skip_special_tokens=True),
+            [row[:length] for row, length in zip(logprobs, lengths, strict=True)], nucleus,
+        )  # fmt: skip
 
     @classmethod
     def joined(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
-        """Put rollouts, sampled and on the host, together, one after the other."""
-
-        def column(name: str, side: Literal["left", "right"]) -> Tensor:
-            return pad_sequence([row for part in parts for row in getattr(part, name)], True, 0, side)
-
+        """Put rollouts together, one after the other."""
+        prompts, completions = (
+            [row for part in parts for row in getattr(part.rows, name)] for name in ("prompts", "completions")
+        )
         return cls(
-            column("prompt_ids", "left"), column("prompt_mask", "left"), column("completion_ids", "right"),
-            column("completion_mask", "right"), torch.cat([part.truncated for part in parts]),
-            [text for part in parts for text in part.texts], column("logprobs", "right"), parts[0].nucleus,
+            Rows(prompts, completions), torch.cat([part.truncated for part in parts]),
+            [text for part in parts for text in part.texts], [row for part in parts for row in part.logprobs],
+            parts[0].nucleus,
         )  # fmt: skip
 
     def ids(self) -> list[list[int]]:
-        """B unpadded completions."""
-        lengths = self.completion_mask.sum(1).tolist()
-        return [row[:length] for row, length in zip(self.completion_ids.tolist(), lengths, strict=True)]
+        """B completions as lists."""
+        return [row.tolist() for row in self.rows.completions]
+
+    def tokens(self) -> int:
+        """Count the tokens of all prompts and completions."""
+        return sum(map(len, [*self.rows.prompts, *self.rows.completions]))
 
 
 class Engine(Protocol):
@@ -94,15 +90,13 @@ class Engine(Protocol):
         """Learn that the policy has changed since the last call; PyTorch does not count what fused optimizers write."""
 
 
-def require_finite_logits(finite: Tensor, mask: Tensor, names: Sequence[str] | None) -> None:
-    """Raise `FloatingPointError` naming the rows of `finite` (B, T) with a False at a token that `mask` counts."""
-    broken = ~finite & mask.bool()
-    if broken.any():
-        rows = broken.any(1).nonzero().flatten().tolist()
+def require_finite_logits(logprobs: Sequence[Tensor], names: Sequence[str] | None) -> None:
+    """Raise `FloatingPointError` naming the completions with a log-prob that is not finite."""
+    if rows := [b for b, row in enumerate(logprobs) if not row.isfinite().all()]:
         shown = [names[b] if names else f"sample {b}" for b in rows[:_NAMES_SHOWN]]
         raise FloatingPointError(
-            f"{', '.join(shown)} ({len(rows)} of {len(mask)}): the model's logits are not finite "
-            f"(in {shown[0]} from token {int(broken[rows[0]].int().argmax())} on)"
+            f"{', '.join(shown)} ({len(rows)} of {len(logprobs)}): the model's logits are not finite "
+            f"(in {shown[0]} from token {int((~logprobs[rows[0]].isfinite()).int().argmax())} on)"
         )
 
 

@@ -1,7 +1,6 @@
 """Complete prompts in the process that trains and from its weights."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,10 +95,9 @@ def generate(
     decode = decoder or (functools.partial(by_transformers, causal) if decoding_obstacle(causal) else Decoder(causal))
     with evaluation_mode(ModelWalk(model)), decoding_head(causal):
         tokens, logprobs = decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling, progress)
-    rollouts = Rollouts.padded(prompts, tokens.tolist(), ends, tokenizer, tokens.device)
-    mask, logprobs = rollouts.completion_mask, logprobs[:, : rollouts.completion_mask.shape[1]]
-    require_finite_logits(logprobs.isfinite(), mask, names)
-    return rollouts if keys is None else dataclasses.replace(rollouts, logprobs=logprobs.where(mask.bool(), 0.0))
+    rollouts = Rollouts.of(prompts, tokens.tolist(), [*logprobs.cpu()], ends, tokenizer)
+    require_finite_logits(rollouts.logprobs, names)
+    return rollouts
 
 
 def by_transformers(

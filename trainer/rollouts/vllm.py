@@ -4,7 +4,6 @@ A server is only trusted after it has shown that it computes with the weights th
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 import time
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels.hf.model import causal_lm
@@ -87,11 +85,9 @@ class VllmEngine:
             self._send()
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             completions, logprobs = zip(*pool.map(complete, range(len(prompts))), strict=True)
-        device = next(self._model.parameters()).device
-        rollouts = Rollouts.padded(prompts, completions, self._ends, self._tokenizer, device)
-        sampled = pad_sequence([torch.tensor(row, dtype=torch.float32) for row in logprobs], True).to(device)
-        require_finite_logits(sampled.isfinite(), rollouts.completion_mask, names)
-        return rollouts if keys is None else dataclasses.replace(rollouts, logprobs=sampled, nucleus=top_p)
+        rollouts = Rollouts.of(prompts, completions, [*map(torch.tensor, logprobs)], self._ends, self._tokenizer, top_p)
+        require_finite_logits(rollouts.logprobs, names)
+        return rollouts
 
     def weights_changed(self) -> None:
         """Send the weights again before the next completion."""

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from cfa_kernels.rows import Rows
 from tests.support.edit_table import edits_by_table, table
 from tests.support.embedded import EVEN, settings, updated
 from trainer.experimental import compare_and_correct
@@ -49,12 +50,9 @@ def by_hand(trainer, rewards, corrected, *flags, truncated=()) -> Shaped:
     texts = [f"a {i}" for i in range(len(rewards))]
 
     def batch(texts: list[str]) -> Rollouts:
-        padded = tokenizer.pad(
-            {"input_ids": [tokenizer(text)["input_ids"] for text in texts]}, return_tensors="pt", padding_side="right"
-        )
-        ids, mask = padded["input_ids"], padded["attention_mask"]
+        ids = [torch.tensor(tokenizer(text)["input_ids"]) for text in texts]
         cut = torch.tensor([i in truncated for i in range(len(texts))])
-        return Rollouts(ids[:, :1], mask[:, :1], ids, mask, cut, texts, torch.zeros(ids.shape))
+        return Rollouts(Rows([row[:1] for row in ids], ids), cut, texts, [torch.zeros(len(row)) for row in ids])
 
     def judge(prompts, completions, completion_ids, question):
         wrong = [f"q {b}" for b in range(len(rewards)) if rewards[b] < compare_and_correct.CORRECT]
@@ -88,7 +86,7 @@ def test_a_right_correction_raises_its_attempt_before_the_group_is_compared_and_
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5)
 
     tokens = lambda text: trainer.tokenizer(text)["input_ids"]  # noqa: E731
-    edits = [row[: len(tokens(f"a {b}"))].tolist() for b, row in enumerate(shaped.edits)]
+    edits = [row.tolist() for row in shaped.edits]
     gate = edits_by_table(tokens("a 1"), tokens("a 1 right"))
     assert 0 in gate
     assert edits == [gate if b == 1 else [1.0] * len(row) for b, row in enumerate(edits)]
@@ -113,7 +111,7 @@ def test_wrong_completions_beside_correct_ones_are_corrected_truncated_ones_only
     assert list(shaped.notes) == corrected
     if not corrected:
         assert shaped.rewards.tolist() == rewards
-        assert (shaped.edits == 1).all()
+        assert all((row == 1).all() for row in shaped.edits)
         assert shaped.metrics == {"corrections/fraction": 0, "corrections/too_long": 0, "corrections/tokens": 0}
 
 
@@ -166,26 +164,23 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
     fixed = dict(zip(result.notes, written[0][2].ids(), strict=True))
     right = [b for b, (_, is_right) in notes_of(result.notes).items() if is_right]
     assert 0 < len(right) < len(fixed)
-    width = result.rollouts.completion_ids.shape[1]
-    weights, gate = result.credit.padded(width), torch.ones(24, width)
+    gate = [torch.ones(length) for length in result.rollouts.rows.lengths]
     for b in right:
-        row = result.rollouts.ids()[b]
-        gate[b, : len(row)] = torch.tensor(edits_by_table(row, fixed[b]))
+        gate[b] = torch.tensor(edits_by_table(result.rollouts.ids()[b], fixed[b]))
     shaped = result.rewards + 0.3 * torch.tensor([float(b in right) for b in range(24)])
     advantages = group_advantages(shaped, 8)
     assert torch.equal(result.advantages, advantages)
 
-    mask = result.rollouts.completion_mask
-    credit, _ = updated(twin, result.rollouts, advantages, mask)
-    expected = credit.padded(width) * gate
+    credit, _ = updated(twin, result.rollouts, advantages)
+    expected = [row * kept for row, kept in zip(credit.weights, gate, strict=True)]
     if "normalize" in options:
         for b in right:
-            own = expected[b, : len(result.rollouts.ids()[b])]
-            own /= own.mean() or 1
-    assert torch.equal(weights, expected)
-    assert (weights[right] == 0).any()
+            expected[b] /= expected[b].mean() or 1
+    weights = result.credit.weights
+    assert all(torch.equal(row, other) for row, other in zip(weights, expected, strict=True))
+    assert any((weights[b] == 0).any() for b in right)
     third = fresh(*ON, *(option for option in options if "iterations" in option), "--credit=uniform")
-    updated(third, result.rollouts, advantages, mask, edits=expected)
+    updated(third, result.rollouts, advantages, edits=expected)
     assert torch.equal(parameters(trainer), parameters(third))
     assert not torch.equal(parameters(trainer), parameters(twin))
 

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from tests.support.adapted import tokenizer
 from tests.support.embedded import sample
@@ -88,22 +87,17 @@ def test_rows_that_are_not_numbers_leave_the_draws_of_others_from_large_nuclei_a
 
 def test_a_completion_counts_up_to_its_first_end_even_where_padding_is_the_end_token() -> None:
     ids = [[5, 6, 2, 2, 2], [5, 6, 7, 8, 9], [2, 2, 2, 2, 2], [5, 3, 7]]
-    made = Rollouts.padded([[5]] * 4, ids, [2, 3], tokenizer(), torch.device("cpu"))
-    assert made.completion_mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
+    made = Rollouts.of([[5]] * 4, ids, torch.rand(4, 5), [2, 3], tokenizer())
     assert made.ids() == [[5, 6, 2], [5, 6, 7, 8, 9], [2], [5, 3]]
+    assert [len(row) for row in made.logprobs] == made.rows.lengths
     assert made.truncated.tolist() == [False, True, False, False]
 
 
 def test_generation_and_training_see_the_same_log_probs(trainer, rollouts) -> None:
-    prompts = [ids[mask.bool()] for ids, mask in zip(rollouts.prompt_ids, rollouts.prompt_mask, strict=True)]
-    completions = [
-        ids[mask.bool()] for ids, mask in zip(rollouts.completion_ids, rollouts.completion_mask, strict=True)
-    ]
     with torch.no_grad():
-        rows = packed_logprobs(trainer.policy, Rows(prompts, completions), return_entropy=True)
+        rows = packed_logprobs(trainer.policy, rollouts.rows, return_entropy=True)
     logprobs, entropies = map(torch.cat, rows)
-    sampled = rollouts.logprobs[rollouts.completion_mask.bool()]
-    assert (logprobs - sampled).abs().max() < 1e-4
+    assert (logprobs - torch.cat(rollouts.logprobs)).abs().max() < 1e-4
     assert ((entropies >= 0) & (entropies <= math.log(512))).all()
 
 
@@ -136,8 +130,7 @@ def test_logits_that_are_not_finite_name_the_sample_and_the_token(trainer, poiso
 
 
 def test_what_the_model_gives_after_a_completion_has_ended_is_nobodys_matter(trainer, rollouts, poison) -> None:
-    lengths = rollouts.completion_mask.sum(1)
-    first = int(lengths.argmin())
-    assert lengths[first] < lengths.max()
-    poison(first, torch.nan, start=int(lengths[first]))
+    lengths = rollouts.rows.lengths
+    assert min(lengths) < max(lengths)
+    poison(lengths.index(min(lengths)), torch.nan, start=min(lengths))
     assert sample(trainer, [0, 1, 2, 3]).texts == rollouts.texts
