@@ -68,8 +68,7 @@ def evaluate(
                 [prompts[i] for i in chosen], max_completion_length=config.max_completion_length, names=names,
                 keys=[keys[at] for at in batch] if keys else None, progress=tell, **options,
             )  # fmt: skip
-            columns = {name: [rows[i][name] for i in chosen] for name in rows[0]}
-            rewards = rewards_by("of evaluation", match, names, arguments(columns, rollouts))
+            rewards = rewards_by("of evaluation", match, names, arguments([rows[i] for i in chosen], rollouts))
             solved = [reward is not None and reward >= 1 for reward in rewards]
             results |= zip(batch, zip(solved, rollouts.rows.lengths, strict=True), strict=True)
             tell(config.max_completion_length)

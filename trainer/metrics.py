@@ -1,7 +1,7 @@
 """Measure what a training step did and how long its stages took, under TRL's names where TRL has one."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from cfa_kernels import Credit
 
 from .rollouts import Rollouts
+from .state import Batch
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,7 @@ class Step:
     """Record of one step: metrics under TRL's names plus `credit/*`, and the batch of B samples they came from."""
 
     metrics: dict[str, float]
-    problems: list[int]  # of each sample, its number in the training set
-    columns: Mapping[str, Sequence[Any]]  # B values of each column of the data
-    rollouts: Rollouts
-    rewards: Tensor  # (B,)
+    batch: Batch
     advantages: Tensor  # (B,)
     credit: Credit
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by sample, what is logged with it

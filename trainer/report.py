@@ -27,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from .analyze.page import write_run_page
-from .analyze.records import Record, completion_record, judged_spans, rounded, token_credit
+from .analyze.records import completion_record
 from .checkpoints.files import naming, write_whole
 from .config import TrainConfig
 from .evaluate import Evaluation
@@ -163,12 +163,13 @@ class Report:
     def stepped(self, step: int, result: Step) -> None:
         """Record a training step: files, bar, and every tenth part of the run a line."""
         self._last, metrics = result, result.metrics
-        self._tokens += result.rollouts.tokens()
+        self._tokens += result.batch.rollouts.tokens()
         self._record(step, metrics | {"num_tokens": self._tokens})
         # Samples with spans come first: what was masked, what it did, what each token weighs.
-        order = sorted(range(len(result.problems)), key=lambda b: -bool(result.credit.spans[b]))
+        order = sorted(range(len(result.advantages)), key=lambda b: -bool(result.credit.spans[b]))
         logged = order[: self._config.log_completions]
-        entries = [{"step": step, **self._sample(result, b), **result.notes.get(b, {})} for b in logged]
+        records = (completion_record(result, b, self._tokenizer, self._config) for b in logged)
+        entries = [{"step": step, **one, **result.notes.get(b, {})} for b, one in zip(logged, records, strict=True)]
         self._write(self._completions_file, entries)
         share = f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
         note = f"reward {metrics['reward']:.2f}  {share} of the time"
@@ -200,22 +201,6 @@ class Report:
         with naming(Path(file.name)):
             file.writelines(json.dumps(entry) + "\n" for entry in entries)
             file.flush()
-
-    def _sample(self, result: Step, b: int) -> Record:
-        ids, credit, config = result.rollouts.ids()[b], result.credit, self._config
-        estimator = config.counterfactual().estimator.name
-        name = {"counterfactual": estimator, "inverted": f"{estimator}, inverted"}.get(config.credit)
-        record = completion_record(
-            result.rollouts, b, self._tokenizer, problem=result.problems[b], reward=result.rewards[b].item(),
-            advantage=result.advantages[b].item(),
-        )  # fmt: skip
-        texts = {"question": "question", "reference": "answer"}  # columns of the data
-        record |= {name: str(result.columns[column][b]) for name, column in texts.items() if column in result.columns}
-        record |= judged_spans(credit, b, ids, self._tokenizer, config.counterfactual())
-        record |= {"credit": name or config.credit, "weights": rounded(credit.weights[b].tolist())}
-        if credit.advantages is not None:
-            record["estimators"] = {estimator: token_credit(credit, b)}
-        return record
 
     def ended(self, why: str) -> None:
         """Say why the run ends before its last step, and how to go on."""
@@ -251,7 +236,8 @@ class Report:
 
     def _show_weights(self, result: Step) -> None:
         """Print one sampled completion: its spans with their drops, and its token weights as colour."""
-        sample = self._sample(result, max(range(len(result.problems)), key=lambda b: len(result.credit.spans[b])))
+        b = max(range(len(result.advantages)), key=lambda b: len(result.credit.spans[b]))
+        sample = completion_record(result, b, self._tokenizer, self._config)
         text = Text.assemble(*zip(sample["tokens"], map(_weight_style, sample["weights"]), strict=True))
         unit = sample["drops_unit"]
         header = "answer log-prob drop (nats)" if unit == "nats" else unit

@@ -52,24 +52,24 @@ class Trainer:
 class Batch:
     """B sampled completions and their rewards, the groups of a problem side by side."""
 
-    problems: list[int]  # B numbers of problems in the training set
     keys: Sequence[tuple[int, ...]]  # B keys of integers that the completions were drawn with
+    rows: Sequence[Row]  # B rows of the data
     rollouts: Rollouts
-    columns: Mapping[str, Sequence[Any]]  # B values of each column of the data, `question` among them
     rewards: Tensor  # (B,) fp32, summed over reward functions
     by_function: Mapping[str, list[float | None]] = field(default_factory=dict)  # B values of each reward function
+
+    @property
+    def problems(self) -> list[int]:
+        """B numbers of problems in the training set."""
+        return [key[-2] for key in self.keys]
 
     @classmethod
     def joined(cls, parts: Sequence["Batch"]) -> "Batch":
         """Put the batches of several processes together, one after the other."""
-
-        def columns(tables: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
-            return {name: [value for table in tables for value in table[name]] for name in tables[0]}
-
         return cls(
-            [i for part in parts for i in part.problems], [key for part in parts for key in part.keys],
-            Rollouts.joined([part.rollouts for part in parts]), columns([part.columns for part in parts]),
-            torch.cat([part.rewards for part in parts]), columns([part.by_function for part in parts]),
+            [key for part in parts for key in part.keys], [row for part in parts for row in part.rows],
+            Rollouts.joined([part.rollouts for part in parts]), torch.cat([part.rewards for part in parts]),
+            {name: [vote for part in parts for vote in part.by_function[name]] for name in parts[0].by_function},
         )  # fmt: skip
 
 

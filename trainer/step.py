@@ -68,7 +68,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
         **shaped.metrics,
         **times.metrics(),
     }
-    return Step(metrics, batch.problems, batch.columns, rollouts, batch.rewards, advantages, credit, shaped.notes)
+    return Step(metrics, batch, advantages, credit, shaped.notes)
 
 
 def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
@@ -79,13 +79,12 @@ def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
 
 def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollouts) -> Batch:
     """Put completions together with their rewards."""
-    problems = [key[-2] for key in keys]
-    rows = [trainer.rows[i] for i in problems]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    rows = [trainer.rows[key[-2]] for key in keys]
     names = [f"sample {b} ({row.where})" for b, row in enumerate(rows)]
     weights = trainer.config.reward_weights
-    rewards, votes = compute_rewards(trainer.rewards, arguments(columns, rollouts), weights=weights, names=names)
-    return Batch(problems, keys, rollouts, columns, rewards, votes)
+    return Batch(
+        keys, rows, rollouts, *compute_rewards(trainer.rewards, arguments(rows, rollouts), weights=weights, names=names)
+    )
 
 
 def update(

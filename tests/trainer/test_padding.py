@@ -38,10 +38,12 @@ def test_where_the_end_token_pads_completions_end_and_learn_as_with_a_pad_token_
     shared, steps = trained("shared", pad_token=pad)
     assert own.tokenizer.pad_token_id != shared.tokenizer.pad_token_id == END
     for one, other in zip(expected, steps, strict=True):
-        assert one.rollouts.rows.lengths == other.rollouts.rows.lengths
-        assert one.rollouts.texts == other.rollouts.texts
-        assert [row[-1] != END for row in other.rollouts.ids()] == other.rollouts.truncated.tolist()
-    lengths = [length for one in steps for length in one.rollouts.rows.lengths]
+        assert one.batch.rollouts.rows.lengths == other.batch.rollouts.rows.lengths
+        assert one.batch.rollouts.texts == other.batch.rollouts.texts
+        assert [row[-1] != END for row in other.batch.rollouts.ids()] == other.batch.rollouts.truncated.tolist()
+    lengths = [length for one in steps for length in one.batch.rollouts.rows.lengths]
     assert min(lengths) < max(lengths)  # some are padded
-    assert any((~one.rollouts.truncated & (one.advantages != 0)).any() for one in steps)  # the end token is trained
+    assert any(
+        (~one.batch.rollouts.truncated & (one.advantages != 0)).any() for one in steps
+    )  # the end token is trained
     torch.testing.assert_close([*own.policy.parameters()], [*shared.policy.parameters()], rtol=0, atol=0)

@@ -90,11 +90,11 @@ def test_the_bar_shows_reward_credits_share_and_the_time_left_also_when_steps_ta
     metrics = {"reward": 0.5, "frac_reward_zero_std": 0.0, "credit/spans_mean": 2.0, "step_time": 100.0,
                "completions/clipped_ratio": 0.0}  # fmt: skip
     metrics |= {f"time/{stage}": 30.0 if stage == "credit" else 0.0 for stage in STAGES}
-    rollouts = SimpleNamespace(tokens=lambda: 12, texts=["7", "8"])
+    batch = SimpleNamespace(rollouts=SimpleNamespace(tokens=lambda: 12))
     with Report(tmp_path, settings("--max_steps=10"), None, {}) as report:
         for step in range(1, 6):
             report._progress.get_time = lambda now=100 * step: now
-            report.stepped(step, SimpleNamespace(metrics=metrics, problems=[], rollouts=rollouts, skipped=""))
+            report.stepped(step, SimpleNamespace(metrics=metrics, batch=batch, advantages=[]))
         with report.console.capture() as bar:
             report.console.print(report._progress.get_renderable())
     assert "5/10 reward 0.50  credit 30% of the time" in bar.get()

@@ -80,7 +80,7 @@ def test_a_batch_with_nothing_to_learn_from_leaves_the_model_alone(fresh, rollou
 def test_truncated_completions_are_masked_unless_asked_for(fresh) -> None:
     result = training_step(fresh("--max_completion_length=30"), 1, [0, 1])
     assert result.metrics["completions/clipped_ratio"] > 0.5
-    assert not any(result.rollouts.truncated[b] for b, spans in enumerate(result.credit.spans) if spans)
+    assert not any(result.batch.rollouts.truncated[b] for b, spans in enumerate(result.credit.spans) if spans)
 
 
 def test_every_credit_mode_gives_other_weights_and_only_the_answer_free_ones_score_nothing(trainer, rollouts) -> None:

@@ -4,50 +4,45 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels import CounterfactualConfig, Credit
 from cfa_kernels.estimators.masking import Masking
 
-from ..rollouts import Rollouts
+from ..config import TrainConfig
+from ..metrics import Step
 
-Record = dict[str, Any]
-
-
-def completion_record(
-    rollouts: Rollouts, b: int, tokenizer: PreTrainedTokenizerBase, *, problem: int, reward: float, advantage: float
-) -> Record:
-    """Record completion `b` of a batch, before any credit."""
-    return {
-        "problem": problem, "completion": rollouts.texts[b], "reward": reward, "advantage": advantage,
-        "truncated": bool(rollouts.truncated[b]), "tokens": [tokenizer.decode([i]) for i in rollouts.ids()[b]],
-    }  # fmt: skip
+_TEXTS = {"question": "question", "reference": "answer"}  # columns of the data
 
 
-def token_credit(credit: Credit, i: int) -> dict[str, list[float]]:
-    """Return the `advantages` of the tokens of completion `i` of a batch if credit is signed, else their `weights`."""
-    kind = "weights" if credit.advantages is None else "advantages"
-    return {kind: rounded(getattr(credit, kind)[i].tolist())}
-
-
-def judged_spans(
-    credit: Credit, i: int, ids: list[int], tokenizer: PreTrainedTokenizerBase, config: CounterfactualConfig
-) -> Record:
-    """Collect answer and judged spans of completion `i` of a batch, with the unit of the spans' drops."""
-    unit, estimator = f"importance by {config.estimator.name}", config.estimator
+def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> dict[str, Any]:
+    """Record completion `b` of a step, with the unit of its spans' drops."""
+    batch, credit, estimator = result.batch, result.credit, config.counterfactual().estimator
+    row, ids, answer = batch.rows[b], batch.rollouts.ids()[b], credit.answers[b]
+    unit = f"importance by {estimator.name}"
     if isinstance(estimator, Masking) and estimator.outcome in ("logprob", "mean_logprob"):
         unit = "nats" if estimator.effect == "direct" else "total effect in nats"
-    answer = credit.answers[i]
     spans = []
-    for span, drop in zip(credit.spans[i], credit.drop[i].tolist(), strict=True):
-        text, weight = tokenizer.decode(ids[span.start : span.end]), credit.weights[i][span.start].item()
+    for span, drop in zip(credit.spans[b], credit.drop[b].tolist(), strict=True):
+        text, weight = tokenizer.decode(ids[span.start : span.end]), credit.weights[b][span.start].item()
         drop = round(drop, 4) + 0.0 if isinstance(estimator, Masking) else drop  # + 0.0: no -0.0
         spans.append({"start": span.start, "end": span.end, "text": text, "drop": drop, "weight": weight})
-    return {
+    names = {"counterfactual": estimator.name, "inverted": f"{estimator.name}, inverted"}
+    record: dict[str, Any] = {
+        "problem": batch.problems[b],
+        "completion": batch.rollouts.texts[b],
+        "reward": batch.rewards[b].item(),
+        "advantage": result.advantages[b].item(),
+        "truncated": bool(batch.rollouts.truncated[b]),
+        "tokens": [tokenizer.decode([i]) for i in ids],
+        **{name: str(row[column]) for name, column in _TEXTS.items() if column in row},
         "drops_unit": unit,
         "answer": None if answer is None else {"start": answer.start, "end": answer.end},
         "spans": spans,
+        "credit": names.get(config.credit, config.credit),
+        "weights": _rounded(credit.weights[b].tolist()),
     }
+    if credit.advantages is not None:
+        record["estimators"] = {estimator.name: {"advantages": _rounded(credit.advantages[b].tolist())}}
+    return record
 
 
-def rounded(values: list[float]) -> list[float]:
-    """Round to the four decimals of a record."""
+def _rounded(values: list[float]) -> list[float]:
     return [round(value, 4) for value in values]

@@ -88,7 +88,7 @@ def _prompts(trainer: Trainer, batch: Batch, ids: list[Tensor]) -> dict[int, lis
     siblings = correct_siblings(ids, torch.arange(len(ids)) // config.num_generations, batch.rewards >= CORRECT)
     left_out = batch.rollouts.truncated & config.mask_truncated_completions
     return {
-        b: correction_prompt(batch.columns["question"][b], texts[b], texts[near[0]], trainer.tokenizer, config)
+        b: correction_prompt(batch.rows[b]["question"], texts[b], texts[near[0]], trainer.tokenizer, config)
         for b, near in enumerate(siblings)
         if near and not left_out[b]
     }
@@ -124,10 +124,9 @@ def require_fitting_prompt(trainer: Trainer) -> None:
 
 def _are_right(trainer: Trainer, batch: Batch, samples: list[int], corrected: Rollouts) -> list[bool]:
     """Whether each correction earns the reward of a correct completion."""
-    columns = {name: [column[b] for b in samples] for name, column in batch.columns.items()}
-    weights = trainer.config.reward_weights
+    rows, weights = [batch.rows[b] for b in samples], trainer.config.reward_weights
     try:
-        rewards, _ = compute_rewards(trainer.rewards, arguments(columns, corrected), weights=weights)
+        rewards, _ = compute_rewards(trainer.rewards, arguments(rows, corrected), weights=weights)
     except (ValueError, FloatingPointError) as problem:
         raise type(problem)(f"corrections of samples {samples}, counted from 0: {problem}") from problem
     return (rewards >= CORRECT).tolist()

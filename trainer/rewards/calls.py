@@ -90,8 +90,9 @@ def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]
             raise ValueError(f"reward {name}: {problem}; {said}, so let it take **others") from problem
 
 
-def arguments(columns: Mapping[str, Sequence[Any]], rollouts: Rollouts) -> dict[str, Sequence[Any]]:
-    """Collect the arguments of reward functions: columns of the data, and the samples for their rows."""
+def arguments(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> dict[str, Sequence[Any]]:
+    """Collect the arguments of reward functions: columns of B rows of the data, and the samples for them."""
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
     sampled = columns["question"], rollouts.texts, rollouts.ids()
     return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns}
 

@@ -10,6 +10,7 @@ import torch
 from cfa_kernels.rows import Rows
 from tests.support.edit_table import edits_by_table, table
 from tests.support.embedded import EVEN, settings, updated
+from trainer.data import Row
 from trainer.experimental import compare_and_correct
 from trainer.experimental.compare_and_correct import correction_prompt
 from trainer.rewards import group_advantages
@@ -60,8 +61,8 @@ def by_hand(trainer, rewards, corrected, *flags, truncated=()) -> Shaped:
         assert completion_ids == [tokenizer(text)["input_ids"] for text in completions]
         return [None if text == "?" else float("right" in text) for text in completions]
 
-    keys, columns = [(0, 0, 0, g) for g in range(len(texts))], {"question": [f"q {b}" for b in range(len(texts))]}
-    sampled = Batch([0] * len(texts), keys, batch(texts), columns, torch.tensor(rewards))
+    keys, data = [(0, 0, 0, g) for g in range(len(texts))], [Row({"question": f"q {b}"}) for b in range(len(texts))]
+    sampled = Batch(keys, data, batch(texts), torch.tensor(rewards))
     config, engine = (
         settings("--compare_and_correct=0.3", "--num_generations=4", *flags),
         lambda *_, **__: batch(corrected),
@@ -129,17 +130,17 @@ def test_the_prompt_shows_attempt_and_nearest_correct_sibling_and_one_that_is_to
     free = training_step(trainer, 1, [0, 1, 2])
     (prompts, options, _), *rest = written
     assert not rest
-    texts, rows = free.rollouts.texts, free.rollouts.ids()
+    texts, rows = free.batch.rollouts.texts, free.batch.rollouts.ids()
     assert len(prompts) == len(free.notes) > 2
     for b, prompt, key in zip(free.notes, prompts, options["keys"], strict=True):
         group = range(b // 8 * 8, b // 8 * 8 + 8)
-        nearest = min((o for o in group if free.rewards[o]), key=lambda o: table(rows[b], rows[o])[-1][-1])
-        reference, question = texts[nearest], trainer.rows[free.problems[b]]["question"]
+        nearest = min((o for o in group if free.batch.rewards[o]), key=lambda o: table(rows[b], rows[o])[-1][-1])
+        reference, question = texts[nearest], trainer.rows[free.batch.problems[b]]["question"]
         assert prompt == correction_prompt(question, texts[b], reference, trainer.tokenizer, trainer.config)
         text = trainer.tokenizer.decode(prompt)
         places = [text.index(part) for part in (question, f"wrong:\n{texts[b]}", f"correct:\n{reference}")]
         assert places == sorted(places)
-        assert key == (0, 1, free.problems[b], b % 8, 1)
+        assert key == (0, 1, free.batch.problems[b], b % 8, 1)
 
     lengths = {b: len(prompt) for b, prompt in zip(free.notes, prompts, strict=True)}
     limit = sorted(lengths.values())[len(lengths) // 2]
@@ -164,14 +165,14 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
     fixed = dict(zip(result.notes, written[0][2].ids(), strict=True))
     right = [b for b, (_, is_right) in notes_of(result.notes).items() if is_right]
     assert 0 < len(right) < len(fixed)
-    gate = [torch.ones(length) for length in result.rollouts.rows.lengths]
+    gate = [torch.ones(length) for length in result.batch.rollouts.rows.lengths]
     for b in right:
-        gate[b] = torch.tensor(edits_by_table(result.rollouts.ids()[b], fixed[b]))
-    shaped = result.rewards + 0.3 * torch.tensor([float(b in right) for b in range(24)])
+        gate[b] = torch.tensor(edits_by_table(result.batch.rollouts.ids()[b], fixed[b]))
+    shaped = result.batch.rewards + 0.3 * torch.tensor([float(b in right) for b in range(24)])
     advantages = group_advantages(shaped, 8)
     assert torch.equal(result.advantages, advantages)
 
-    credit, _ = updated(twin, result.rollouts, advantages)
+    credit, _ = updated(twin, result.batch.rollouts, advantages)
     expected = [row * kept for row, kept in zip(credit.weights, gate, strict=True)]
     if "normalize" in options:
         for b in right:
@@ -180,7 +181,7 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
     assert all(torch.equal(row, other) for row, other in zip(weights, expected, strict=True))
     assert any((weights[b] == 0).any() for b in right)
     third = fresh(*ON, *(option for option in options if "iterations" in option), "--credit=uniform")
-    updated(third, result.rollouts, advantages, edits=expected)
+    updated(third, result.batch.rollouts, advantages, edits=expected)
     assert torch.equal(parameters(trainer), parameters(third))
     assert not torch.equal(parameters(trainer), parameters(twin))
 
