@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cfa_kernels.hf.limits import refuse_length_dependent_rope
 from cfa_kernels.hf.model import causal_lm
@@ -55,12 +55,6 @@ def require_finite(done: Pass, policy: nn.Module) -> None:
         raise FloatingPointError(f"samples {index}: gradient{where} is not finite")
 
 
-def sampling_metrics(done: Pass, batch: UpdateBatch) -> dict[str, Tensor]:
-    """Measure how far generation's log-probs are from those of a pass, and what corrects it, under TRL's names."""
-    gap = torch.cat(_gaps(done, batch))
-    return {"sampling/sampling_logp_difference/mean": gap.mean(), "sampling/sampling_logp_difference/max": gap.max()}
-
-
 def check_sampling_gap(passes: Sequence[Pass], batch: UpdateBatch, policy: nn.Module, config: TrainConfig) -> float:
     """Measure how far log-probs are from those a batch was sampled with, nats, and hold it to `sampling_gap_limit`.
 
@@ -73,8 +67,10 @@ def check_sampling_gap(passes: Sequence[Pass], batch: UpdateBatch, policy: nn.Mo
     """
     limit, sums = sampling_gap_limit(config, policy), dict[int, tuple[float, float]]()
     for done in passes:
-        for b, gap in zip(done.micro.index, _gaps(done, batch, batch.rollouts.nucleus), strict=True):
-            sums[b] = float(gap.sum()), float(open_choice(batch.rollouts.logprobs[b]).sum())
+        for b, logprobs in zip(done.micro.index, done.logprobs, strict=True):
+            sampled = batch.rollouts.logprobs[b]
+            gap = sampling_gaps(sampled, logprobs, batch.rollouts.nucleus)
+            sums[b] = float(gap.sum()), float(open_choice(sampled).sum())
     gaps, choices = zip(*sums.values(), strict=True)
     mean = sum(gaps) / sum(choices)
     if mean <= limit:
@@ -96,9 +92,3 @@ def sampling_gap_limit(config: TrainConfig, model: nn.Module) -> float:
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     dtypes.add(config.precision.products)
     return max(_ROUNDING.get(dtype, _ROUNDING_OF_OTHERS) for dtype in dtypes) / min(config.temperature, 1.0)
-
-
-def _gaps(done: Pass, batch: UpdateBatch, nucleus: float = 1.0) -> list[Tensor]:
-    """Compute b tensors (t,): how far log-probs are from those sampled with, nats."""
-    pairs = zip(done.micro.index, done.logprobs, strict=True)
-    return [sampling_gaps(batch.rollouts.logprobs[b], logprobs, nucleus) for b, logprobs in pairs]

@@ -90,21 +90,15 @@ def micro_batches(config: TrainConfig, batch: UpdateBatch, policy: nn.Module) ->
 
 
 def batch_credit(
-    config: TrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Rows,
-    advantages: Tensor,
-    shaped: Shaped,
-    *,
-    step: int = 0,
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, batch: UpdateBatch, shaped: Shaped, *, step: int
 ) -> DeferredCredit:
     """Make the credit of a batch, which is assigned to each micro-batch in the first forward over its rows.
 
     Edits of `shaped` multiply the weights, and credit that compares completions reads its rewards (B,).
     """
     return DeferredCredit(
-        config.counterfactual(), tokenizer, rows, advantages, seed=Draws(config.seed).key(step),
-        groups=torch.arange(len(rows)) // config.num_generations, rewards=shaped.rewards, factors=shaped.edits,
+        config.counterfactual(), tokenizer, batch.rows, batch.advantages, seed=Draws(config.seed).key(step),
+        groups=torch.arange(len(batch.rows)) // config.num_generations, rewards=shaped.rewards, factors=shaped.edits,
         temperature=config.temperature,
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from cfa_kernels.hf.sharding import is_sharded, run_inside
 from cfa_kernels.scoring.training_forward import PackedLoss
 
 from . import processes
-from .checks import check_sampling_gap, require_finite, sampling_metrics
+from .checks import check_sampling_gap, require_finite
 from .experimental.compare_and_correct import shape_rewards
 from .metrics import Averages, StageTimes, Step, length_metrics, reward_metrics
 from .microbatch import (
@@ -101,7 +101,7 @@ def update(
     config, policy, metrics = trainer.config, trainer.policy, Averages()
     policy.train()
     parts, count = with_idle(micro_batches(config, batch, policy), policy)
-    credit = batch_credit(config, trainer.tokenizer, batch.rows, batch.advantages, shaped, step=step)
+    credit = batch_credit(config, trainer.tokenizer, batch, shaped, step=step)
     objective = Objective(trainer, batch, credit, times, reference_logprobs(trainer, batch, parts))
     for iteration in range(config.num_iterations):
         passes, norm = backward(trainer, batch, parts, objective, count)
@@ -163,11 +163,10 @@ class Objective:
             "num_items_in_batch": int(batch.tokens(range(len(batch.rows)))),
             "num_sequences_in_batch": len(batch.rows),
         }  # fmt: skip
-        sampled = None
         if config.importance_sampling_clip_max is not None:
-            sampled = [batch.rollouts.logprobs[b] for b in index]
             options["sampling_mode"] = config.importance_sampling_mode
             options["sampling_clip_max"] = config.importance_sampling_clip_max
+        sampled = [batch.rollouts.logprobs[b] for b in index]
         old, reference = ([column[b] for b in index] if column else None for column in (self.old, self.reference))
         loss = forward.policy_loss(
             LossBatch.of(
@@ -191,14 +190,11 @@ def measure(
     """Check passes and add what they measured to `metrics`; `is_sampler` if their policy is the one that sampled."""
     for done in passes:
         require_finite(done, trainer.policy)
-        tokens, counts = batch.tokens(done.micro.index), {"ratio_mean": done.moving}
-        if is_sampler:
-            metrics.add(sampling_metrics(done, batch), tokens)
+        counts = {name: done.moving for name in done.metrics if name == "ratio_mean" or name.startswith("sampling/")}
         if trainer.config.importance_sampling_level != "token":
             counts |= {name: float(len(done.micro.index)) for name in done.metrics if "clip_ratio" in name}
-        counts |= {"sampling/importance_sampling_ratio/mean": done.moving}
         own = {name: x for name, x in done.metrics.items() if is_sampler or not name.startswith("sampling/")}
-        metrics.add({name: x for name, x in own.items() if "logp_difference" not in name}, tokens, counts)
+        metrics.add(own, batch.tokens(done.micro.index), counts)
     if is_sampler and passes:
         metrics.add({"sampling/gap": check_sampling_gap(passes, batch, trainer.policy, trainer.config)})
 

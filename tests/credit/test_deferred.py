@@ -40,7 +40,8 @@ def test_the_trainer_and_trl_draw_alike(options):
     """For one seed, one step and the same rows, of which TRL's second process has the last group."""
     model, config = tiny_model().eval().double(), CounterfactualConfig(**options)
     settings = SimpleNamespace(seed=7, num_generations=3, temperature=1.0, counterfactual=lambda: config)
-    ours = microbatch.batch_credit(settings, tiny_tokenizer(), ROWS, ADVANTAGES, Shaped(torch.zeros(6)), step=4)
+    batch = SimpleNamespace(rows=ROWS, advantages=ADVANTAGES)
+    ours = microbatch.batch_credit(settings, tiny_tokenizer(), batch, Shaped(torch.zeros(6)), step=4)
     ours.by_model(model)
 
     def padded(rows, side):
