@@ -7,10 +7,11 @@ is JSON without `<`, from which the scripts make text, never HTML.
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.files import write_whole
 from .runs import Run, comparison, groups_of, read_runs
 from .samples import Sample, read_samples
 
@@ -22,7 +23,7 @@ _ASSETS = Path(__file__).with_name("assets")
 
 def page_of(samples: Iterable[Sample], title: str) -> str:
     """Make the page of completions."""
-    return "".join(_page(((None, sample) for sample in samples), title, {}))
+    return _page(((None, sample) for sample in samples), title, {})
 
 
 def write_run_page(path: Path, folders: Sequence[Path], title: str) -> list[Run]:
@@ -31,18 +32,12 @@ def write_run_page(path: Path, folders: Sequence[Path], title: str) -> list[Run]
     Raises `ValueError` that names a folder or line that is not a run's, `OSError` if `path` cannot be written.
     """
     runs = read_runs(folders)
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        with aside.open("w", encoding="utf-8", newline="\n") as file:
-            file.writelines(run_page(runs, title))
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_whole(path, run_page(runs, title))
     return runs
 
 
-def run_page(runs: Sequence[Run], title: str) -> Iterator[str]:
-    """Make the page of runs, piece by piece, so that a long run never holds all of it."""
+def run_page(runs: Sequence[Run], title: str) -> str:
+    """Make the page of runs."""
     files = {run.name: run.folder / "completions.jsonl" for run in runs}
     sizes = {name: file.stat().st_size for name, file in files.items() if file.is_file()}
     every = {name: math.ceil(size * len(runs) / _MOST_BYTES) for name, size in sizes.items() if size}
@@ -65,17 +60,15 @@ def run_page(runs: Sequence[Run], title: str) -> Iterator[str]:
     return _page(samples, title, {"runs": drawn, "table": comparison(runs), "notes": "".join(notes)})
 
 
-def _page(samples: Iterable[tuple[str | None, Sample]], title: str, data: Mapping[str, Any]) -> Iterator[str]:
+def _page(samples: Iterable[tuple[str | None, Sample]], title: str, data: Mapping[str, Any]) -> str:
     page = (_ASSETS / "page.html").read_text("utf-8")
     for name in ("page.css", "page.js", "curves.js"):
         page = page.replace(f"{{{name}}}", (_ASSETS / name).read_text("utf-8"))
     head, tail = page.split("{data}")
-    yield head + _json({"title": title, **data})[:-1] + ',"completions":['
     unseen = {"gradient_norms": None}
     entries = Counter(_json({**vars(sample), **unseen, "run": run}) for run, sample in samples)  # equal ones are folded
-    for i, (entry, times) in enumerate(entries.items()):
-        yield f'{"," if i else ""}{entry[:-1]},"times":{times}}}'
-    yield "]}" + tail
+    completions = ",".join(f'{entry[:-1]},"times":{times}}}' for entry, times in entries.items())
+    return f'{head}{_json({"title": title, **data})[:-1]},"completions":[{completions}]}}{tail}'
 
 
 def _json(value: Any) -> str:

@@ -38,11 +38,14 @@ def naming(path: Path, setting: str = "") -> Iterator[None]:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader finds the old text or the new one, whenever the machine stops."""
     aside = path.with_name(f".{path.name}.partial")
-    with naming(path):
-        aside.write_text(text, encoding="utf-8")
-        _sync(aside)
-        os.replace(aside, path)
-        _sync(path.parent)
+    try:
+        with naming(path):
+            aside.write_text(text, encoding="utf-8")
+            _sync(aside)
+            os.replace(aside, path)
+            _sync(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
