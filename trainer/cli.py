@@ -15,6 +15,7 @@ import yaml
 
 from cfa_kernels.credit.config import CounterfactualConfig, UnreadOptions, flat_options
 
+from .checkpoints.files import read_mapping
 from .config import DEFAULTS_FILE, EMBEDDED, model_path
 from .settings import PRESETS, preset_names
 
@@ -120,13 +121,7 @@ def to_yaml(config: Any, made_by: str = "", resolved: Mapping[str, Any] | None =
 
 
 def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, ValueError, RecursionError) as problem:
-        raise ValueError(f"{path}: is not YAML of plain values: {problem}") from problem
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path}: must hold settings as 'name: value', got {type(settings).__name__}")
-    entries = {entry.name: entry for entry in fields(kind)}
+    settings, entries = read_mapping(path), {entry.name: entry for entry in fields(kind)}
     for name, value in settings.items():
         if name not in entries:
             raise ValueError(f"{path}: unknown setting {name!r}")

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pandas
-import yaml
 
+from ..checkpoints.files import read_mapping
 from .samples import json_lines
 
 _FORMS = {
@@ -79,14 +79,7 @@ def _metrics(folder: Path) -> pandas.DataFrame:
 def _settings(folder: Path) -> tuple[dict[str, Any], str]:
     """Read `config.yaml`, and give its text too; no settings if there is no such file."""
     file = folder / "config.yaml"
-    try:
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
-        settings = yaml.safe_load(text) if text else {}
-    except (ValueError, yaml.YAMLError, RecursionError) as problem:
-        raise ValueError(f"{file}: is not YAML ({' '.join(str(problem).split())})") from problem
-    if not isinstance(settings, dict):
-        raise ValueError(f"{file}: must hold the settings of a run, `name: value` a line, got {settings!r:.60}")
-    return settings, text
+    return (read_mapping(file), file.read_text("utf-8")) if file.exists() else ({}, "")
 
 
 def groups_of(runs: Sequence[Run]) -> list[int]:

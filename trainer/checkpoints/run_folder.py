@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from filelock import FileLock, Timeout
 
 from cfa_kernels.hf.fsdp import is_piece
@@ -28,7 +27,7 @@ from ..policy import require_finite_weights
 from ..processes import on_first
 from ..provenance import made_by
 from ..state import Trainer
-from .files import DamageError, DiskError, naming, seal, whole_folder, write_whole
+from .files import DamageError, DiskError, naming, read_mapping, seal, whole_folder, write_whole
 from .state import collect, restore
 
 RUNS = Path("runs")
@@ -245,12 +244,10 @@ def _resolved(trainer: Trainer) -> dict[str, Any]:
 
 
 def _mapping(file: Path) -> dict[str, Any]:
-    """Read a mapping from a file of YAML or JSON; it is empty where there is none."""
-    try:
-        content = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, yaml.YAMLError, ValueError, RecursionError):  # a ValueError: of a date like 2026-13-45
-        return {}
-    return content if isinstance(content, dict) else {}
+    """Read a mapping from a file; it is empty where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_mapping(file)
+    return {}
 
 
 def _is_begun(path: Path) -> bool:

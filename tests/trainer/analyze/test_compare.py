@@ -101,7 +101,7 @@ def test_a_page_that_cannot_hold_all_completions_holds_some_of_each_part_and_say
         ("metrics.jsonl", [[1]], "line 1: must hold a step and numbers"),
         ("metrics.jsonl", [{"step": 1, "reward": "high"}], "line 1: must hold a step and numbers .*'high'"),
         ("config.yaml", ["a: [1"], r"config\.yaml: is not YAML"),
-        ("config.yaml", ["- 1"], r"config\.yaml: must hold the settings of a run"),
+        ("config.yaml", ["- 1"], r"config\.yaml: must hold settings as"),
         ("completions.jsonl", [{"tokens": 1}], r"completions\.jsonl, line 1: is not a completion"),
     ],
 )
