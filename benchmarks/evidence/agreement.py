@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from trainer.analyze.statistics import Estimate, bootstrap_interval, spearman
+from trainer.analyze.statistics import Estimate, bootstrap_interval
 
 Rows = Sequence[Sequence[float]]
 Figure = tuple[Callable[[np.ndarray, np.ndarray], Any], Callable[[Any], float]]
@@ -36,7 +36,7 @@ def position_free_auroc(problems: Sequence[tuple[float, int, float, int]]) -> fl
 
 def rank_correlation(scores: Sequence[float] | np.ndarray, truth: Sequence[float] | np.ndarray) -> float:
     """Spearman of one problem; 0 where the scores are all equal."""
-    return spearman(scores, truth) if len(set(scores)) > 1 else 0.0
+    return float(stats.spearmanr(scores, truth).statistic) if len(set(scores)) > 1 else 0.0
 
 
 def recall_curve(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:

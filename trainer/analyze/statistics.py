@@ -1,4 +1,4 @@
-"""Measure how concentrated credit is, and how well importances agree with each other."""
+"""Measure how concentrated credit is, and how far a statistic may be off."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -35,13 +35,6 @@ def top_mass(values: Numbers, share: float = 0.1) -> float:
     """
     sizes = np.sort(np.abs(np.asarray(values, float)))[::-1]
     return float(sizes[: max(1, math.floor(share * len(sizes) + 1e-9))].sum() / sizes.sum())  # 0.29 * 100 is below 29
-
-
-def spearman(a: Numbers, b: Numbers) -> float:
-    """Compute Spearman's rank correlation, equal values by their mean rank; neither row may be constant."""
-    # Twice the centred ranks are whole numbers, so perfect agreement is exactly 1, which it is not in scipy's own.
-    x, y = (2 * stats.rankdata(values) - (len(values) + 1) for values in (a, b))
-    return float((x @ y) / math.sqrt((x @ x) * (y @ y)))
 
 
 def bootstrap_interval(

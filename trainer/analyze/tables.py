@@ -17,7 +17,7 @@ from scipy import stats
 from cfa_kernels.text.arithmetic import ranked_math_intervals
 
 from .samples import Sample
-from .statistics import bootstrap_interval, ess_ratio, spearman, top_mass
+from .statistics import bootstrap_interval, ess_ratio, top_mass
 
 Cell = str | int | float | None
 
@@ -223,7 +223,7 @@ def _agreement(samples: Sequence[Sample], names: Sequence[str]) -> Table:
     for pair in itertools.combinations(names, 2):
         both = [sample for sample in samples if all(name in sample.credit for name in pair)]
         frames = [pandas.DataFrame({k: s.credit[n].values for k, n in enumerate(pair)}).dropna() for s in both]
-        rhos = [spearman(frame[0], frame[1]) for frame in frames if (frame.nunique() > 1).all()]
+        rhos = [stats.spearmanr(frame).statistic for frame in frames if (frame.nunique() > 1).all()]
         if rhos:
             rows.append([*pair, len(rhos), float(np.mean(rhos))])
     note = "Over the tokens of a completion, then averaged over completions in which neither is constant."

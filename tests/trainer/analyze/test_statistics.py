@@ -8,30 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.analyze.statistics import bootstrap_interval, ess_ratio, spearman, top_mass
+from trainer.analyze.statistics import bootstrap_interval, ess_ratio, top_mass
 
 # Few distinct values, so that ties are common.
 VALUES = st.lists(st.integers(-4, 4), min_size=2, max_size=12)
-PAIRED = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=2, max_size=12).filter(
-    lambda rows: len({a for a, _ in rows}) > 1 and len({b for _, b in rows}) > 1
-)
-
-
-def rank_by_counting(values):
-    """One more than the values below, plus half of the other equals."""
-    return [1 + sum(u < v for u in values) + (sum(u == v for u in values) - 1) / 2 for v in values]
-
-
-@given(PAIRED)
-def test_spearman_is_pearson_of_counted_ranks_and_exactly_one_for_a_rising_transform(rows):
-    a, b = (rank_by_counting(column) for column in zip(*rows, strict=True))
-    mean = (len(rows) + 1) / 2
-    cov = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
-    norm = math.sqrt(sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b))
-    assert spearman(*zip(*rows, strict=True)) == pytest.approx(cov / norm, abs=1e-12)
-    values = [a for a, _ in rows]
-    assert spearman(values, [math.exp(v) for v in values]) == 1.0
-    assert spearman(values, [-v for v in values]) == -1.0
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=12).filter(any))
