@@ -37,7 +37,6 @@ class Sample:
     tokens: list[str]
     spans: list[MaskedSpan] = field(default_factory=list)
     credit: dict[str, TokenCredit] = field(default_factory=dict)
-    gradient_norms: list[float] | None = None
     answer: tuple[int, int] | None = None
     reward: float | None = None
     correct: bool | None = None
@@ -91,17 +90,15 @@ def _sample(entry: dict[str, Any]) -> Sample:
         for kind in (kind for kind in KINDS if kind in judgement):
             values = [None if value is None else float(value) for value in judgement[kind]]
             credit[f"{name}, {kind}" if name in credit else name] = TokenCredit(kind, values)
-    norms, reward, answer = entry.get("gradient_norms"), entry.get("reward"), entry.get("answer")
-    rows = {"gradient_norms": norms or tokens, **{name: one.values for name, one in credit.items()}}
-    for name, row in rows.items():
-        if len(row) != len(tokens):
-            raise ValueError(f"{name} has {len(row)} numbers for {len(tokens)} tokens")
+    reward, answer = entry.get("reward"), entry.get("answer")
+    for name, one in credit.items():
+        if len(one.values) != len(tokens):
+            raise ValueError(f"{name} has {len(one.values)} numbers for {len(tokens)} tokens")
     own = ("advantage", "truncated", "step", "problem", "question", "reference", "drops_unit")
     return Sample(
         tokens=tokens,
         spans=[_span(span, tokens) for span in entry.get("spans", [])],
         credit=credit,
-        gradient_norms=norms,
         answer=(answer["start"], answer["end"]) if answer else None,
         reward=reward,
         correct=entry.get("correct", None if reward is None else reward >= _CORRECT),

@@ -186,23 +186,21 @@ def _concentration(trained: Sequence[Sample], names: Sequence[str]) -> Table:
 
 
 def _gradient(trained: Sequence[Sample], names: Sequence[str]) -> Table:
-    """Tabulate shares of tokens and of gradient by normalised importance."""
+    """Tabulate shares of tokens and of their weights, which are the gradient's if norms are equal, by importance."""
     rows: list[list[Cell]] = []
     for name in names:
-        sums = np.zeros((len(_LEVELS), 3))
+        sums = np.zeros((len(_LEVELS), 2))
         for sample in trained:
             if sample.spans and name in sample.credit and sample.credit[name].kind == "weights":
-                norms = np.array(sample.gradient_norms or [1.0] * len(sample.tokens))
                 weights = np.nan_to_num(np.array(sample.credit[name].values, float))
-                np.add.at(sums, _levels(sample), np.stack([np.ones_like(norms), norms, norms * weights], axis=1))
+                np.add.at(sums, _levels(sample), np.stack([np.ones_like(weights), weights], axis=1))
         if (sums.sum(0) > 0).all():
-            for level, (count, before, after) in zip(_LEVELS, (sums / sums.sum(0)).tolist(), strict=True):
-                rows.append([name, level, count, before, after, after / before if before else None])
-    columns = ("estimator", "importance", "of tokens", "of gradient, unweighted", "of gradient, weighted", "ratio")
-    source = "the file's gradient norms" if any(one.gradient_norms for one in trained) else "equal norms of all tokens"
+            for level, (count, weight) in zip(_LEVELS, (sums / sums.sum(0)).tolist(), strict=True):
+                rows.append([name, level, count, weight, weight / count if count else None])
+    columns = ("estimator", "importance", "of tokens", "of gradient", "ratio")
     note = (
         "Importance of a token's span, min-max over its completion: high above 0.8, medium above 0.5. Gradient is the "
-        f"sum of weight times norm, by {source}; completions that train and hold masked spans."
+        "sum of weights, by equal norms of all tokens; completions that train and hold masked spans."
     )
     return Table("Gradient by importance", columns, rows, note)
 

@@ -36,7 +36,6 @@ def example(folder: Path) -> list[Sample]:
                 "spans": spans((0, 2, -0.5), (4, 7, 4.0), (7, 9, 2.0)), "credit": "masking",
                 "weights": [1, 1, 1, 1, 4, 4, 4, 2, 2, 1.5],
                 "estimators": {"entropy": {"importances": [0, 1, 2, 3, 4, 5, 6, 7, 8, None]}},
-                "gradient_norms": [1, 1, 1, 1, 1, 1, 1, 3, 3, 0],
             },
             {
                 "tokens": ["a ", "1+1=2 ", "c ", "d"], "reward": 0.0, "advantage": -1.0,
@@ -93,12 +92,9 @@ def test_concentration_and_gradient_count_only_completions_that_train(tmp_path) 
 
     # Importances of the first completion are 0 (two tokens), 1 (three), 5/9 (two); of the second 1 and 0.
     gradient = {row[1]: row[2:] for row in tables["gradient"].rows}
-    tokens, plain, weighted = 14, 7 + 6 + 4, (2 + 12 + 12 + 2) + (1 + 3 + 0 + 1)
-    for level, count, before, after in (
-        ("high", 4, 4, 15), ("medium", 2, 6, 12), ("low", 3, 3, 2), ("outside spans", 5, 4, 4),
-    ):  # fmt: skip
-        shares = [count / tokens, before / plain, after / weighted]
-        assert gradient[level] == pytest.approx([*shares, shares[2] / shares[1]])
+    for level, count, weight in (("high", 4, 15), ("medium", 2, 4), ("low", 3, 2), ("outside spans", 5, 5.5)):
+        shares = [count / 14, weight / 26.5]
+        assert gradient[level] == pytest.approx([*shares, shares[1] / shares[0]])
 
 
 def test_agreement_is_taken_over_tokens_that_both_estimators_speak_of(tmp_path) -> None:
