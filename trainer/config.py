@@ -27,6 +27,7 @@ DEFAULTS_FILE = "defaults.yaml"
 _CONTROLS: dict[str, Control | None] = {
     "counterfactual": None, "inverted": "inverted", "random": "random", "uniform": "off",
 }  # fmt: skip
+_LOSS_TYPES = tuple(name for name in LOSS_TYPES if name != "bnpo")  # its divisor is that of a part cut by memory
 _Positive = Annotated[float, POSITIVE]
 _Amount = Annotated[int, NOT_NEGATIVE]
 
@@ -143,7 +144,7 @@ class TrainConfig(DataConfig):
     0 leaves completions as they are."""
 
     # loss
-    loss_type: Literal[LOSS_TYPES] = "dapo"  # type: ignore[valid-type]
+    loss_type: Literal[_LOSS_TYPES] = "dapo"  # type: ignore[valid-type]
     """Loss type: how token losses are formed and summed."""
     importance_sampling_level: Literal[LEVELS] = "token"  # type: ignore[valid-type]
     """Whether probability ratios are per token or per completion (GSPO)."""

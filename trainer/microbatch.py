@@ -50,15 +50,12 @@ class MicroBatch:
     """Rows of one forward and backward; none where a process only runs them because others do."""
 
     index: list[int]  # places in the batch
-    share: float = 1.0  # of the loss of the micro-batch that it is a part of, where the denominator is its own
 
-    def halved(self, batch: UpdateBatch, group_size: int) -> list["MicroBatch"]:
+    def halved(self, group_size: int) -> list["MicroBatch"]:
         """Cut the same rows into two micro-batches of whole groups of `group_size` completions; one for one group."""
         groups = [list(group) for _, group in groupby(self.index, lambda b: b // group_size)]
         parts = groups_within([1] * len(groups), -(-len(groups) // 2))
-        halves = [[b for group in groups[part.start : part.stop] for b in group] for part in parts]
-        whole = max(batch.tokens(self.index), 1.0)
-        return [MicroBatch(half, self.share * batch.tokens(half) / whole) for half in halves]
+        return [MicroBatch([b for group in groups[part.start : part.stop] for b in group]) for part in parts]
 
 
 class Pass(NamedTuple):
@@ -76,14 +73,13 @@ def micro_batches(config: TrainConfig, batch: UpdateBatch, policy: nn.Module) ->
     """Cut a batch into micro-batches of whole groups, as many as fit `token_budget`, at least one.
 
     Each process gets those of its own groups, perhaps none. Rows that the loss does not count are dropped, and rows
-    without advantage too, unless the KL term or `bnpo`'s denominator (its own micro-batch) needs them.
+    without advantage too, unless the KL term needs them.
     """
     budget = config.token_budget or default_token_budget(causal_lm(policy), training=True)
-    needs_all = config.beta != 0 or config.loss_type == "bnpo"
     groups, sizes = list[list[int]](), list[int]()
     for start in own_share(range(0, len(batch.rows), config.num_generations)):
         places = range(start, start + config.num_generations)
-        if group := [b for b in places if batch.counted[b] and (needs_all or batch.advantages[b] != 0)]:
+        if group := [b for b in places if batch.counted[b] and (config.beta != 0 or batch.advantages[b] != 0)]:
             groups.append(group)
             sizes.append(len(batch.rows.prompts[start]) + sum(batch.rows.lengths[b] for b in group))
     return [MicroBatch([b for i in part for b in groups[i]]) for part in groups_within(sizes, budget)]

@@ -100,11 +100,11 @@ def update(
     """
     config, policy, metrics = trainer.config, trainer.policy, Averages()
     policy.train()
-    parts, count = with_idle(micro_batches(config, batch, policy), policy)
+    parts = with_idle(micro_batches(config, batch, policy), policy)
     credit = batch_credit(config, trainer.tokenizer, batch, shaped, step=step)
     objective = Objective(trainer, batch, credit, times, reference_logprobs(trainer, batch, parts))
     for iteration in range(config.num_iterations):
-        passes, norm = backward(trainer, batch, parts, objective, count)
+        passes, norm = backward(trainer, parts, objective)
         parts = [done.micro for done in passes]  # cut where the device had no memory for them
         passes, norm = gather_passes(trainer, passes, norm)
         measure(metrics, trainer, batch, passes, is_sampler=iteration == 0)
@@ -177,11 +177,10 @@ class Objective:
         return micro, float(moving), loss
 
 
-def with_idle(parts: list[MicroBatch], policy: nn.Module) -> tuple[list[MicroBatch], int]:
-    """Add idle micro-batches where all processes must run each layer equally often; count all others."""
-    counts = processes.gather(len(parts))
-    idle = max(counts) - len(parts) if is_sharded(policy) else 0
-    return parts + [MicroBatch([])] * idle, sum(counts)
+def with_idle(parts: list[MicroBatch], policy: nn.Module) -> list[MicroBatch]:
+    """Add idle micro-batches where all processes must run each layer equally often."""
+    idle = max(processes.gather(len(parts))) - len(parts) if is_sharded(policy) else 0
+    return parts + [MicroBatch([])] * idle
 
 
 def measure(
@@ -200,22 +199,17 @@ def measure(
 
 
 def backward(
-    trainer: Trainer,
-    batch: UpdateBatch,
-    parts: Sequence[MicroBatch],
-    objective: Callable[[MicroBatch], _Launched],
-    count: int,
+    trainer: Trainer, parts: Sequence[MicroBatch], objective: Callable[[MicroBatch], _Launched]
 ) -> tuple[list[Pass], Tensor]:
     """Sum the gradients of micro-batches; return their measurements, on the host, and the norm, on the device.
 
     A micro-batch that the device has no memory for is done in halves of whole groups, as long as its backward has not
-    begun; `count` is how many there were, of all processes, before any was cut. Passes queue up on the device without
-    a wait.
+    begun. Passes queue up on the device without a wait.
     """
     config, is_shared = trainer.config, is_sharded(trainer.policy)
 
     def smaller(micro: MicroBatch) -> list[MicroBatch]:
-        halves = micro.halved(batch, config.num_generations)
+        halves = micro.halved(config.num_generations)
         if is_shared and any(processes.gather(len(halves) > 1)):  # where one has no memory, all come here
             return halves if len(halves) > 1 else [micro, MicroBatch([])]
         return halves
@@ -223,8 +217,6 @@ def backward(
     trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step changes nothing
     passes, norm = list[Pass](), torch.zeros(())
     for micro, moving, (loss, measured, logprobs) in run_in_memory(parts, objective, smaller):
-        if config.loss_type == "bnpo":  # the one type that normalises by its own micro-batch
-            loss = loss * (micro.share / count)
         (loss * processes.count() if is_shared else loss).backward()  # what shares the model averages its gradients
         norm = gradient_norm(trainer.trained.values())
         passes.append(Pass(micro, moving, loss.detach(), norm, measured, logprobs))

@@ -183,6 +183,7 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
             "Unrecognized options: --learning_rat, 1e-3; Perhaps you meant: --learning_rate FLOAT",
         ),
         (["--loss_type", "gspo"], "invalid choice 'gspo' for argument '--loss_type'"),
+        (["--loss_type", "bnpo"], "invalid choice 'bnpo' for argument '--loss_type'"),
         (["--loss_type", "gmpo"], "importance_sampling_level must be 'sequence' or 'sequence_token' with"),
         (
             ["--loss_type=vespo", "--importance_sampling_clip_max=3", "--importance_sampling_mode=sequence_mask"],
