@@ -46,7 +46,7 @@ def require_supported(policy: nn.Module, longest: int) -> None:
 
 def require_finite(done: Pass, policy: nn.Module) -> None:
     """Raise `FloatingPointError` naming the samples whose log-probs, or whose gradients, are not finite."""
-    index = done.micro.index
+    index = done.micro
     if bad := [b for b, logprobs in zip(index, done.logprobs, strict=True) if not logprobs.isfinite().all()]:
         raise FloatingPointError(f"samples {bad}: log-prob is not finite")
     if not done.norm.isfinite():
@@ -67,7 +67,7 @@ def check_sampling_gap(passes: Sequence[Pass], batch: UpdateBatch, policy: nn.Mo
     """
     limit, sums = sampling_gap_limit(config, policy), dict[int, tuple[float, float]]()
     for done in passes:
-        for b, logprobs in zip(done.micro.index, done.logprobs, strict=True):
+        for b, logprobs in zip(done.micro, done.logprobs, strict=True):
             sampled = batch.rollouts.logprobs[b]
             gap = sampling_gaps(sampled, logprobs, batch.rollouts.nucleus)
             sums[b] = float(gap.sum()), float(open_choice(sampled).sum())

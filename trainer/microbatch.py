@@ -23,6 +23,9 @@ from .processes import gather, own_share
 from .rollouts import Rollouts
 from .state import Shaped
 
+MicroBatch = list[int]
+"""Rows of one forward and backward, by their places in the batch; none where a process only runs as others do."""
+
 ByRow = dict[int, Tensor]
 """Tensors (t,) by the number of their completion in the batch."""
 
@@ -45,17 +48,11 @@ class UpdateBatch:
         return float(sum(len(self.rows.completions[b]) for b in index if self.counted[b]))
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Rows of one forward and backward; none where a process only runs them because others do."""
-
-    index: list[int]  # places in the batch
-
-    def halved(self, group_size: int) -> list["MicroBatch"]:
-        """Cut the same rows into two micro-batches of whole groups of `group_size` completions; one for one group."""
-        groups = [list(group) for _, group in groupby(self.index, lambda b: b // group_size)]
-        parts = groups_within([1] * len(groups), -(-len(groups) // 2))
-        return [MicroBatch([b for group in groups[part.start : part.stop] for b in group]) for part in parts]
+def halved(micro: MicroBatch, group_size: int) -> list[MicroBatch]:
+    """Cut the same rows into two micro-batches of whole groups of `group_size` completions; one for one group."""
+    groups = [list(group) for _, group in groupby(micro, lambda b: b // group_size)]
+    middle = -(-len(groups) // 2)
+    return [[b for group in half for b in group] for half in (groups[:middle], groups[middle:]) if half]
 
 
 class Pass(NamedTuple):
@@ -82,7 +79,7 @@ def micro_batches(config: TrainConfig, batch: UpdateBatch, policy: nn.Module) ->
         if group := [b for b in places if batch.counted[b] and (config.beta != 0 or batch.advantages[b] != 0)]:
             groups.append(group)
             sizes.append(len(batch.rows.prompts[start]) + sum(batch.rows.lengths[b] for b in group))
-    return [MicroBatch([b for i in part for b in groups[i]]) for part in groups_within(sizes, budget)]
+    return [[b for i in part for b in groups[i]] for part in groups_within(sizes, budget)]
 
 
 def batch_credit(
@@ -106,7 +103,7 @@ def gather_credit(credit: DeferredCredit) -> Credit:
 
 def by_row(parts: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:
     """Number tensors, one for each row of the micro-batches in order, by the rows' places in the batch."""
-    return dict(zip([b for micro in parts for b in micro.index], tensors, strict=True))
+    return dict(zip([b for micro in parts for b in micro], tensors, strict=True))
 
 
 def fetch(passes: list[Pass]) -> list[Pass]:

@@ -33,6 +33,7 @@ from .microbatch import (
     by_row,
     fetch,
     gather_credit,
+    halved,
     micro_batches,
     on_host,
 )
@@ -141,12 +142,12 @@ class Objective:
         """
         policy = self.trainer.policy
         with self.trainer.config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
-            if not micro.index:
+            if not micro:
                 return micro, 0.0, idle_loss(policy)
             return run_inside(policy, lambda: self._launch(micro), trains=True)
 
-    def _launch(self, micro: MicroBatch) -> _Launched:
-        config, batch, credit, index = self.trainer.config, self.batch, self.credit, micro.index
+    def _launch(self, index: MicroBatch) -> _Launched:
+        config, batch, credit = self.trainer.config, self.batch, self.credit
         rows, is_due = batch.rows.take(index), credit.is_due(index)
         forward = packed_forward(
             causal_lm(self.trainer.policy),
@@ -174,13 +175,13 @@ class Objective:
             )
         )  # fmt: skip
         moving = sum(((row != 0) & (signed != 0)).sum() for row, signed in zip(weights, advantages, strict=True))
-        return micro, float(moving), loss
+        return index, float(moving), loss
 
 
 def with_idle(parts: list[MicroBatch], policy: nn.Module) -> list[MicroBatch]:
     """Add idle micro-batches where all processes must run each layer equally often."""
     idle = max(processes.gather(len(parts))) - len(parts) if is_sharded(policy) else 0
-    return parts + [MicroBatch([])] * idle
+    return parts + [[]] * idle
 
 
 def measure(
@@ -191,9 +192,9 @@ def measure(
         require_finite(done, trainer.policy)
         counts = {name: done.moving for name in done.metrics if name == "ratio_mean" or name.startswith("sampling/")}
         if trainer.config.importance_sampling_level != "token":
-            counts |= {name: float(len(done.micro.index)) for name in done.metrics if "clip_ratio" in name}
+            counts |= {name: float(len(done.micro)) for name in done.metrics if "clip_ratio" in name}
         own = {name: x for name, x in done.metrics.items() if is_sampler or not name.startswith("sampling/")}
-        metrics.add(own, batch.tokens(done.micro.index), counts)
+        metrics.add(own, batch.tokens(done.micro), counts)
     if is_sampler and passes:
         metrics.add({"sampling/gap": check_sampling_gap(passes, batch, trainer.policy, trainer.config)})
 
@@ -209,9 +210,9 @@ def backward(
     config, is_shared = trainer.config, is_sharded(trainer.policy)
 
     def smaller(micro: MicroBatch) -> list[MicroBatch]:
-        halves = micro.halved(config.num_generations)
+        halves = halved(micro, config.num_generations)
         if is_shared and any(processes.gather(len(halves) > 1)):  # where one has no memory, all come here
-            return halves if len(halves) > 1 else [micro, MicroBatch([])]
+            return halves if len(halves) > 1 else [micro, []]
         return halves
 
     trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step changes nothing
@@ -237,7 +238,7 @@ def gather_passes(trainer: Trainer, passes: list[Pass], norm: Tensor) -> tuple[l
     """
     if processes.count() == 1:
         return passes, norm
-    together = [done for theirs in processes.gather([one for one in passes if one.micro.index]) for done in theirs]
+    together = [done for theirs in processes.gather([one for one in passes if one.micro]) for done in theirs]
     if together and not is_sharded(trainer.policy):
         processes.sum_gradients([*trainer.trained.values()])
         norm = gradient_norm(trainer.trained.values())
@@ -259,7 +260,7 @@ def reference_logprobs(trainer: Trainer, batch: UpdateBatch, parts: Sequence[Mic
     adapter_off = reference.disable_adapter() if trainer.config.use_peft else contextlib.nullcontext()
     options: dict[str, Any] = {name: getattr(trainer.config, name) for name in ("temperature", "token_budget")}
     with adapter_off, trainer.config.precision.autocast():
-        rows: list[Any] = [packed_logprobs(reference, batch.rows.take(micro.index), **options) for micro in parts]
+        rows: list[Any] = [packed_logprobs(reference, batch.rows.take(micro), **options) for micro in parts]
     return by_row(parts, on_host([row for part in rows for row in part]))
 
 

@@ -12,12 +12,12 @@ from cfa_kernels.scoring import training_forward as packed_loss
 from tests.support.embedded import all_counted, sample, settings, updated
 from tests.support.waits import a_device, put_on_device
 from trainer.checks import check_sampling_gap
-from trainer.microbatch import MicroBatch, Pass, UpdateBatch, micro_batches
+from trainer.microbatch import Pass, UpdateBatch, micro_batches
 
 
 def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(trainer, rollouts) -> None:
     def fed(config) -> list[list[int]]:
-        return [part.index for part in micro_batches(config, all_counted(rollouts), trainer.policy)]
+        return micro_batches(config, all_counted(rollouts), trainer.policy)
 
     assert fed(settings("--token_budget=100000")) == [[*range(8), *range(24, 32)]]
     assert fed(settings("--token_budget=1")) == [[*range(8)], [*range(24, 32)]]  # a group is never cut
@@ -27,7 +27,7 @@ def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(traine
 def test_a_group_is_fed_without_the_rows_that_the_loss_does_not_count(trainer, rollouts) -> None:
     batch = UpdateBatch(rollouts, torch.arange(32) != 2, torch.ones(32))
     (part,) = micro_batches(settings("--token_budget=100000"), batch, trainer.policy)
-    assert part.index == [b for b in range(32) if b != 2]
+    assert part == [b for b in range(32) if b != 2]
     assert batch.tokens([2, 3]) == len(rollouts.ids()[3])
 
 
@@ -140,7 +140,7 @@ def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts) -> No
     config = settings("--token_budget=100000")
     batch = all_counted(rollouts, torch.ones(32))
     logprobs = [x - 2.0 * (b == 5) for b, x in enumerate(packed_logprobs(trainer.policy, batch.rows))]
-    only = Pass(MicroBatch([*range(32)]), 0.0, torch.ones(()), torch.ones(()), {}, logprobs)
+    only = Pass([*range(32)], 0.0, torch.ones(()), torch.ones(()), {}, logprobs)
     with pytest.raises(FloatingPointError, match=r"^samples \[5\]: .* in sample 5, and max_sampling_gap is 0.0"):
         check_sampling_gap([only], batch, trainer.policy, config)
 
