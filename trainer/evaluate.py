@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from .config import TrainConfig
 from .data import Row
 from .processes import count, gather, own_share
-from .rewards import Reward, exact_match, rewards_by
-from .rewards.calls import arguments
+from .rewards.calls import Reward, arguments, rewards_by
+from .rewards.numbers import exact_match
 from .rollouts import Engine
 
 _STREAM = 2  # at the end of a sample's key: evaluation draws numbers of its own

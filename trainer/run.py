@@ -22,8 +22,7 @@ from .experimental.compare_and_correct import require_fitting_prompt
 from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
 from .report import Report, Silence, tracker_library
-from .rewards import load_reward, load_rewards
-from .rewards.calls import RewardError, require_callable
+from .rewards.calls import RewardError, load_reward, load_rewards, require_callable
 from .rollouts import TransformersEngine, VllmEngine, await_server
 from .state import Trainer
 from .step import problem_batches, training_step

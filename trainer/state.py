@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .config import TrainConfig
 from .data import Row
-from .rewards import Reward
+from .rewards.calls import Reward
 from .rollouts import Engine, Rollouts
 
 

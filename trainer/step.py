@@ -37,8 +37,7 @@ from .microbatch import (
     micro_batches,
     on_host,
 )
-from .rewards import compute_rewards, group_advantages
-from .rewards.calls import arguments
+from .rewards.calls import arguments, compute_rewards, group_advantages
 from .rollouts import Rollouts
 from .state import Batch, Shaped, Trainer
 

@@ -34,7 +34,7 @@ from cfa_kernels import (
 from cfa_kernels.credit.weights import opened
 from cfa_kernels.rows import keyed_generator
 from trainer import one_page
-from trainer.rewards import group_advantages
+from trainer.rewards.calls import group_advantages
 
 PLAIN = "plain"
 

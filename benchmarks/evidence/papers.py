@@ -26,7 +26,7 @@ from trainer import one_page
 from trainer.__main__ import main as trainer
 from trainer.analyze.statistics import bootstrap_interval, ess_ratio, top_mass
 from trainer.evaluate import pass_at
-from trainer.rewards import group_advantages
+from trainer.rewards.calls import group_advantages
 
 MODELS = {"plain": AlignmentSettings(), "idle8": AlignmentSettings(regime="idle8")}
 KINDS = {

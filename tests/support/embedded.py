@@ -11,7 +11,7 @@ from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.metrics import StageTimes
 from trainer.microbatch import UpdateBatch
-from trainer.rewards import group_advantages
+from trainer.rewards.calls import group_advantages
 from trainer.rollouts import Rollouts, generate
 from trainer.run import set_up, train
 from trainer.state import Shaped, Trainer

@@ -25,7 +25,7 @@ from tests.support.runs import timeless
 from trainer.config import EMBEDDED, model_path
 from trainer.evaluate import Evaluation
 from trainer.report import paired_gain
-from trainer.rewards import group_advantages
+from trainer.rewards.calls import group_advantages
 from trainer.run import train
 from trainer.step import problem_batches, training_step
 

@@ -20,8 +20,7 @@ from cfa_kernels.hf.model import causal_lm, context_length
 from ..config import TrainConfig
 from ..data import encode_prompt
 from ..metrics import StageTimes
-from ..rewards import compute_rewards
-from ..rewards.calls import arguments
+from ..rewards.calls import arguments, compute_rewards
 from ..rollouts import Rollouts
 from ..state import Batch, Shaped, Trainer
 

@@ -8,8 +8,8 @@ import torch
 
 from cfa_kernels import answer_text_span
 from trainer.config import TrainConfig
-from trainer.rewards import exact_match, group_advantages, load_reward
-from trainer.rewards.numbers import final_number, gold_number, parse_number
+from trainer.rewards.calls import group_advantages, load_reward
+from trainer.rewards.numbers import exact_match, final_number, gold_number, parse_number
 
 FORMS_OF_18 = [
     "#### 18",

@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from trainer.metrics import reward_metrics
-from trainer.rewards import compute_rewards, load_reward, load_rewards
-from trainer.rewards.calls import RewardError, require_callable, rewards_by
+from trainer.rewards.calls import (
+    RewardError,
+    compute_rewards,
+    load_reward,
+    load_rewards,
+    require_callable,
+    rewards_by,
+)
 
 SAMPLES = [f"sample {b} (row {10 * b})" for b in range(3)]
 COLUMNS = {"prompts": ["q"] * 3, "completions": ["a", "b", "c"], "completion_ids": [[1], [2], [3]], "level": [1, 2, 0]}
@@ -146,6 +152,6 @@ def test_a_reward_that_cannot_be_loaded_is_named(name: str, message: str) -> Non
 
 def test_reward_functions_are_reported_under_the_last_part_of_their_names_and_no_two_alike() -> None:
     assert list(load_rewards(["exact_match", "math:gcd"])) == ["exact_match", "gcd"]
-    for names in (["math:gcd", "numpy:gcd"], ["exact_match", "trainer.rewards:exact_match"]):
+    for names in (["math:gcd", "numpy:gcd"], ["exact_match", "trainer.rewards.numbers:exact_match"]):
         with pytest.raises(ValueError, match=f"two of {', '.join(names)} would be reported by one name"):
             load_rewards(names)
