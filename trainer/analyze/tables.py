@@ -88,11 +88,7 @@ def analyse(samples: Sequence[Sample]) -> dict[str, Table]:
         }
         if (spans.length > 1).any():  # the text of a single token says little of content
             tables["kinds"] = _means("Drops by kind of content, the first that fits", "kind", spans, _KINDS)
-    tables |= {
-        "concentration": _concentration(trained, names),
-        "gradient": _gradient(trained, names),
-        "agreement": _agreement(samples, names),
-    }
+    tables |= {"concentration": _concentration(trained, names), "gradient": _gradient(trained, names)}
     return {name: table for name, table in tables.items() if table.rows}
 
 
@@ -213,16 +209,3 @@ def _levels(sample: Sample) -> np.ndarray:
         inside = share[span.start : span.end]
         np.maximum(inside, (span.drop - low) / (high - low), out=inside)
     return np.select([share > 0.8, share > 0.5, share >= 0], [0, 1, 2], 3)
-
-
-def _agreement(samples: Sequence[Sample], names: Sequence[str]) -> Table:
-    """Tabulate the mean Spearman correlation of every two estimators over tokens that both judge."""
-    rows: list[list[Cell]] = []
-    for pair in itertools.combinations(names, 2):
-        both = [sample for sample in samples if all(name in sample.credit for name in pair)]
-        frames = [pandas.DataFrame({k: s.credit[n].values for k, n in enumerate(pair)}).dropna() for s in both]
-        rhos = [stats.spearmanr(frame).statistic for frame in frames if (frame.nunique() > 1).all()]
-        if rhos:
-            rows.append([*pair, len(rhos), float(np.mean(rhos))])
-    note = "Over the tokens of a completion, then averaged over completions in which neither is constant."
-    return Table("Agreement of estimators", ("estimator", "and", "completions", "Spearman's rho"), rows, note)

@@ -97,12 +97,6 @@ def test_concentration_and_gradient_count_only_completions_that_train(tmp_path) 
         assert gradient[level] == pytest.approx([*shares, shares[1] / shares[0]])
 
 
-def test_agreement_is_taken_over_tokens_that_both_estimators_speak_of(tmp_path) -> None:
-    (row,) = analyse(example(tmp_path))["agreement"].rows
-    ranks = [2.5, 2.5, 2.5, 2.5, 8, 8, 8, 5.5, 5.5]
-    assert row == ["masking", "entropy", 1, pytest.approx(np.corrcoef(ranks, range(9))[0, 1])]
-
-
 def test_a_span_is_of_the_first_kind_of_content_that_fits() -> None:
     kinds = {
         "calculation": ["3 * 4 = 12 = 6 + 6", "48/2 = <<48/2=24>>24", "x = 5"],
