@@ -285,7 +285,7 @@ def summary(
     """
     figures: dict[str, Any] = {}
     for name in blocks[0][str(SIZES[0])]:
-        figures[name], pooled = {}, ARMS.get(name, ARMS[PLAIN]).twin is not None
+        figures[name], pooled = {}, ARMS.get(name, ARMS[PLAIN]).twin
         for key in blocks[0]:
             own, plain = (
                 _cosines(np.array([line for block in blocks for line in block[key][one]]), gram, pooled)

@@ -3,7 +3,7 @@
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,9 +29,7 @@ from cfa_kernels import (
     credited_advantages,
     find_answer,
     packed_forward,
-    span_weights,
 )
-from cfa_kernels.credit.weights import opened
 from cfa_kernels.rows import keyed_generator
 from trainer import one_page
 from trainer.rewards.calls import group_advantages
@@ -56,8 +54,9 @@ class Arm:
         right, wrong: configuration for the completions of positive, of negative advantage; None for weights of 1.
         gold: the wrong completions are judged by what their spans do to the right answer in place of their own.
         times: factors of the two kinds of completions.
-        advantages: gives every token's advantage, B tensors (T_b,), in place of all that; takes a `Judged`.
-        twin: gives the same from independent draws; products of the two gradients hold none of the draws' noise.
+        advantages: gives every token's advantage, B tensors (T_b,), in place of all that; takes a `Judged`, which has
+            the credit of `right` and `wrong` by then.
+        twin: it draws, so it is asked twice; products of the two gradients hold none of the draws' noise.
     """
 
     right: CounterfactualConfig | None = None
@@ -65,7 +64,7 @@ class Arm:
     gold: bool = False
     times: tuple[float, float] = (1.0, 1.0)
     advantages: Callable[["Judged"], Sequence[Tensor]] | None = None
-    twin: Callable[["Judged"], Sequence[Tensor]] | None = None
+    twin: bool = False
 
 
 class Judged:
@@ -73,10 +72,10 @@ class Judged:
 
     def __init__(self, policy: Any, group: Group) -> None:
         self.seconds: dict[Any, float] = {}
-        """Seconds of the processor: "forward", "backward", and by configuration those of its credit."""
+        """Seconds of the processor: "forward", "backward", and by configuration or function those of its credit."""
         self.policy, self.group = policy, group
         self.plain = group_advantages(group.rewards, len(group.rewards))
-        self._credits, self._parts, self._read = dict[Any, Credit](), dict[Any, Tensor](), set[Any]()
+        self._credits = dict[Any, Credit]()
         self.forward = self._timed("forward", lambda: packed_forward(policy.model, group.rows, keep_states=True))
 
     def gradient(self, arm: Arm) -> Tensor:
@@ -85,47 +84,26 @@ class Judged:
         Returns:
             (1, D) on the CPU, or (2, D): the arm's own and its twin's.
         """
-        if arm.advantages is not None:
-            return torch.stack([self._of_function(own) for own in (arm.advantages, arm.twin) if own is not None])
-        sides = ((arm.right, False, self.plain > 0), (arm.wrong, arm.gold, self.plain < 0))
-        total = torch.zeros(())
-        for (config, gold, side), times in zip(sides, arm.times, strict=True):
-            if times:
-                part = self._part((config, gold, bool(side[0])), self._side(config, gold, side))
-                total = total + times * part
-        return total[None]
+        rows = [self.token_advantages(arm) for _ in range(1 + arm.twin)]
+        return torch.stack([
+            self._timed("backward", lambda: self.policy.gradient(self.forward, own))  # noqa: B023
+            for own in rows
+        ])  # fmt: skip
 
-    def _of_function(self, own: Callable[["Judged"], Sequence[Tensor]]) -> Tensor:
-        self._read, before = set(), self._read
-        advantages = self._timed(own, lambda: own(self))
-        if self._read:
-            self.seconds[own] = sum(self.seconds[key] for key in self._read)
-        self._read = before
-        return self._part(own, advantages)
-
-    def token_advantages(self, arm: Arm) -> list[Tensor]:
-        """The same arm's advantages, (T_b,) each."""
-        if arm.advantages is not None:
-            return list(arm.advantages(self))
-        right = self._side(arm.right, False, self.plain > 0)
-        wrong = self._side(arm.wrong, arm.gold, self.plain < 0)
-        return [arm.times[0] * a + arm.times[1] * b for a, b in zip(right, wrong, strict=True)]
+    def token_advantages(self, arm: Arm) -> Sequence[Tensor]:
+        """An arm's advantage of each token, (T_b,) each."""
+        right, wrong = self._credited(arm.right), self._credited(arm.wrong, arm.gold)
+        if (own := arm.advantages) is not None:
+            return self._timed(own, lambda: own(self))  # type: ignore[no-any-return]
+        rows = zip(right, wrong, self.plain, strict=True)
+        return [arm.times[0] * r if a > 0 else arm.times[1] * w for r, w, a in rows]
 
     def credit(self, config: CounterfactualConfig, gold: bool = False) -> Credit:
         """Compute the credit of the group, once for each configuration; `gold`: by the right answer."""
-        key = (id(config), gold)
-        self._read.add(key)
-        rule, again = config.weights, config is not CF and (config.estimator, config.units) == (CF.estimator, CF.units)
-        if key not in self._credits and again and not gold and isinstance(rule, Range):  # CF's importances again
-            one, limits = self.credit(CF), {name: getattr(rule, name) for name in ("w_min", "w_max", "w_answer")}
-            limits |= {"control": config.control, "normalize": config.normalize}
-            spans = [opened(row) for row in one.spans] if config.open_spans else one.spans
-            columns = zip(one.drop, spans, one.answers, self.group.rows.lengths, strict=True)
-            weights = [span_weights(*row, **limits) for row in columns]
-            self._credits[key], self.seconds[key] = replace(one, weights=weights), self.seconds[id(CF), False]
+        key = (config, gold)
         if key not in self._credits:
             rows, targets = self.group.rows, None
-            external = self._permuted() if config is PERMUTED else None
+            external = self._permuted() if config == PERMUTED else None
             if gold:
                 ids = torch.tensor(self.policy.tokenizer(f"#### {self.group.problem.answer}")["input_ids"])
                 span = find_answer(ids, self.policy.tokenizer)
@@ -142,18 +120,12 @@ class Judged:
 
     def cost(self, arm: Arm) -> float:
         """Seconds of the processor that the credit of an arm took."""
-        keys = {(id(arm.right), False), (id(arm.wrong), arm.gold), arm.advantages, arm.twin}
-        return sum(self.seconds.get(key, 0.0) for key in keys)
+        keys = {(arm.right, False), (arm.wrong, arm.gold), arm.advantages}
+        return (1 + arm.twin) * sum(self.seconds.get(key, 0.0) for key in keys)
 
-    def _side(self, config: CounterfactualConfig | None, gold: bool, side: Tensor) -> list[Tensor]:
-        plain = [a.expand(n) for a, n in zip(self.plain, self.group.rows.lengths, strict=True)]
-        rows = plain if config is None else credited_advantages(self.plain, self.credit(config, gold))
-        return [row if yes else torch.zeros_like(row) for row, yes in zip(rows, side.tolist(), strict=True)]
-
-    def _part(self, key: Any, advantages: Sequence[Tensor]) -> Tensor:
-        if key not in self._parts:
-            self._parts[key] = self._timed("backward", lambda: self.policy.gradient(self.forward, advantages))
-        return self._parts[key]
+    def _credited(self, config: CounterfactualConfig | None, gold: bool = False) -> list[Tensor]:
+        rows = self.plain if config is None else credited_advantages(self.plain, self.credit(config, gold))
+        return [row.expand(n) for row, n in zip(rows, self.group.rows.lengths, strict=True)]
 
     def _permuted(self) -> list[Tensor]:
         """The importances of CF, each at another span of its completion."""
@@ -181,7 +153,7 @@ def by_prefix(judged: Judged) -> list[Tensor]:
 
     The baseline of a token depends on what stands before it alone, so the gradient stays unbiased.
     """
-    credit, rewards = judged.credit(GAIN_OF_ALL, gold=True), judged.group.rewards
+    credit, rewards = judged.credit(GAIN, gold=True), judged.group.rewards
     rows = []
     for reward, spans, drop, n in zip(rewards, credit.spans, credit.drop, judged.group.rows.lengths, strict=True):
         value = torch.zeros(n)
@@ -240,11 +212,6 @@ def ceiling(judged: Judged) -> list[Tensor]:
     return advantages
 
 
-def ceiling_again(judged: Judged) -> list[Tensor]:
-    """The same from other continuations."""
-    return ceiling(judged)
-
-
 def line_ends(row: Tensor, tokenizer: Any) -> list[tuple[int, bool]]:
     """Where a completion's lines end, and whether they hold a number; what stands behind the last newline is none."""
     ends, start = [], 0
@@ -270,7 +237,7 @@ def _mean(estimator: Any, *weights: Any, **options: Any) -> CounterfactualConfig
 
 CF, TOTAL, GAIN = _mean(Masking()), _mean(Masking(effect="total")), _mean(PrefixGain())
 AS_THE_PAPER, INVERTED = CounterfactualConfig(), _mean(Masking(), control="inverted")
-GAIN_OF_ALL, GAIN_INVERTED = _mean(PrefixGain()), _mean(PrefixGain(), control="inverted")
+GAIN_INVERTED = _mean(PrefixGain(), control="inverted")
 PERMUTED, POSITION, LENGTH = _mean(External()), _mean(OwnFunction(position)), _mean(OwnFunction(length))
 EDITS, TREE = _mean(SiblingEdits()), CounterfactualConfig(PrefixTreeValues())
 ARMS = {
@@ -290,7 +257,7 @@ ARMS = {
     "CF where wrong": Arm(wrong=CF),
     "right times 4": Arm(times=(4, 1)),
     "unscaled": Arm(advantages=unscaled),
-    "ceiling": Arm(advantages=ceiling, twin=ceiling_again),
+    "ceiling": Arm(advantages=ceiling, twin=True),
     "CF, as the paper": Arm(AS_THE_PAPER, AS_THE_PAPER),
     "CF as the paper, where right": Arm(AS_THE_PAPER),
     "CF, spans dropped": Arm(*[_mean(Masking(mask="drop"))] * 2),
@@ -309,8 +276,8 @@ ARMS = {
     "CF, wrong at a sibling's edit": Arm(CF, EDITS),
     "sibling edits where wrong": Arm(wrong=EDITS),
     "prefix tree": Arm(TREE, TREE),
-    "baseline by prefix": Arm(advantages=by_prefix),
-    "baseline by prefix, CF where right": Arm(advantages=by_prefix_and_credit),
+    "baseline by prefix": Arm(wrong=GAIN, gold=True, advantages=by_prefix),
+    "baseline by prefix, CF where right": Arm(CF, GAIN, gold=True, advantages=by_prefix_and_credit),
     "steps only": Arm(advantages=steps_only),
     "CF where right, spans open": Arm(_mean(Masking(), open_spans=True)),
     "prefix gain where right, spans open": Arm(_mean(PrefixGain(), open_spans=True)),
