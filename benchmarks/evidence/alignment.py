@@ -18,15 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.evidence.arms import ARMS, PLAIN, Arm, Group, Judged, arms_of
+from benchmarks.evidence.models import Subject
 from benchmarks.evidence.regimes import ASSETS, REGIMES, density, problems
 from benchmarks.harness.results import Pieces, made_by, table
 from cfa_kernels import Rows, packed_forward
 from cfa_kernels.rows import keyed_generator
 from trainer import one_page
-from trainer.rollouts import generate
 
 SIZES = (1, 4, 16, 64)
 """Groups of a batch."""
@@ -77,20 +76,17 @@ class AlignmentSettings:
             raise ValueError(f"problems: regime={self.regime!r} has its own, got {self.problems!r}; leave one out")
 
 
-class Policy:
+class Policy(Subject):
     """A model, the problems it is asked, and gradients of what it answers."""
 
     def __init__(self, settings: AlignmentSettings) -> None:
         regime = REGIMES.get(settings.regime)
         model = settings.model or (one_page.Settings.model if regime is None else str(ASSETS))
-        self.settings = one_page.Settings(
+        super().__init__(one_page.Settings(
             model=model, problems=settings.problems or None, group=settings.group, temperature=settings.temperature,
             max_tokens=settings.max_tokens if regime is None else regime.max_tokens, held_out=1,
-        )  # fmt: skip
+        ))  # fmt: skip
         self.continuations = settings.continuations
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        self.model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         names = [name for name, _ in self.model.named_parameters() if re.search(settings.parameters, name)]
         if not names:
             raise ValueError(f"parameters: no parameter of the model matches {settings.parameters!r}")
@@ -112,32 +108,9 @@ class Policy:
             asked = [self.problems[i] for i in chosen[start : start + 32] for _ in range(self.settings.group)]
             rows, rewards = self.answered(asked)
             for first in range(0, len(asked), self.settings.group):
-                part = slice(first, first + self.settings.group)
-                yield Group(Rows(rows.prompts[part], rows.completions[part]), torch.tensor(rewards[part]), asked[first])
-
-    def answered(self, problems: Sequence[one_page.Problem]) -> tuple[Rows, list[float]]:
-        """Sample a completion of each prompt, and reward it."""
-        prompts, settings = [problem.prompt for problem in problems], self.settings
-        drawn = generate(
-            self.model, self.tokenizer, prompts, max_completion_length=settings.max_tokens,
-            keys=torch.randint(2**31, (len(prompts), 1)).tolist(), temperature=settings.temperature,
-        )  # fmt: skip
-        rows = Rows([torch.tensor(row) for row in prompts], [torch.tensor(row) for row in drawn.ids()])
-        pairs = zip(rows.completions, problems, strict=True)
-        return rows, [one_page.reward(row, problem, self.tokenizer) for row, problem in pairs]
-
-    def continued(self, asked: list[one_page.Problem], problem: one_page.Problem) -> list[float]:
-        """Continue prompts that begin as a problem's does, 256 at a time, and reward what stands behind the latter."""
-        rewards, known = list[float](), len(problem.prompt)
-        for start in range(0, len(asked), 256):
-            some = asked[start : start + 256]
-            rows, _ = self.answered(some)
-            whole = [
-                torch.cat([torch.tensor(one.prompt[known:], dtype=torch.int64), row])
-                for one, row in zip(some, rows.completions, strict=True)
-            ]
-            rewards += [one_page.reward(row, problem, self.tokenizer) for row in whole]
-        return rewards
+                part, prompt = slice(first, first + self.settings.group), torch.tensor(asked[first].prompt)
+                group = Rows([prompt] * self.settings.group, rows[part])
+                yield Group(group, torch.tensor(rewards[part]), asked[first])
 
     def gradient(self, forward: Any, advantages: Tensor | Sequence[Tensor]) -> Tensor:
         """Compute the gradient of the sum over tokens of log-prob times advantage, (D,) on the CPU."""

@@ -191,24 +191,13 @@ def ceiling(judged: Judged) -> list[Tensor]:
 
     A step ends where a line with a number ends, so idle lines belong to the step behind them.
     """
-    policy, group, asked, places = judged.policy, judged.group, [], []
-    lines = [line_ends(row, policy.tokenizer) for row in group.rows.completions]
-    ends = [[end for end, counts in row if counts] for row in lines]
-    for b, row in enumerate(group.rows.completions):
-        for end in ends[b]:
-            prompt = [*group.problem.prompt, *row[:end].tolist()]
-            asked += [one_page.Problem(prompt, group.problem.answer)] * policy.continuations
-            places.append((b, end))
-    rewards = policy.continued(asked, group.problem) if asked else []
-    values = torch.tensor(rewards).view(len(places), -1).mean(1).tolist() if places else []
-    value, advantages = dict(zip(places, values, strict=True)), []
-    for b, row in enumerate(group.rows.completions):
-        before, start, tokens = group.rewards.mean().item(), 0, torch.zeros(len(row))
-        for end in [*ends[b], len(row)]:
-            after = value.get((b, end), group.rewards[b].item())
-            tokens[start:end] = after - before
-            before, start = after, end
-        advantages.append(tokens)
+    policy, group, completions = judged.policy, judged.group, judged.group.rows.completions
+    ends = [[end for end, counts in line_ends(row, policy.tokenizer) if counts] for row in completions]
+    begun = [row[:end] for row, own in zip(completions, ends, strict=True) for end in own]
+    values, advantages = iter(policy.values(group.problem, begun, policy.continuations)), []
+    for row, own, reward in zip(completions, ends, group.rewards, strict=True):
+        value = torch.stack([group.rewards.mean(), *(next(values) for _ in own), reward])
+        advantages.append(value.diff().repeat_interleave(torch.tensor([0, *own, len(row)]).diff()))
     return advantages
 
 

@@ -17,11 +17,7 @@ import torch
 from docstring_parser import parse_from_object
 
 from benchmarks.evidence import ablation, alignment, arms, corrects, demo, papers, pictures, planted, programs, regimes
-from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, load, train
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
-
-# A preference of random weights is the same for all problems; several such models even it out.
-COPIES = {TRAINED: 1, RANDOM: 10}
 
 TRAINING = (
     '--arms training --rates "5e-5 1e-4" --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1'
@@ -83,6 +79,9 @@ class Measure(NamedTuple):
 
 
 MEASURES = {
+    "planted": Measure(
+        planted.PlantedSettings, planted.run, planted.markdown, "which methods find planted truths"
+    ),
     "ablation": Measure(
         ablation.AblationSettings, ablation.run, ablation.markdown,
         "the training program under every kind of credit, seed by seed", [*ablation.SETS, *ablation.ARMS],
@@ -119,10 +118,6 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks evidence", description=__doc__)
     commands = parser.add_subparsers(metavar="NAME", required=True)
-    one = _command(commands, "planted", _planted, "which methods find planted truths", planted.PlantedSettings)
-    one.add_argument("--model", type=Path, help="a model folder, in place of one trained here")
-    one.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    one.add_argument("--methods", nargs="+", choices=planted.METHODS, metavar="NAME", help=", ".join(planted.METHODS))
     for name, measure in MEASURES.items():
         one = _command(commands, name, _measured, measure.text, measure.settings)
         one.set_defaults(measure=measure)
@@ -163,15 +158,6 @@ def _filled(options: argparse.Namespace, settings: type) -> Any:
     return settings(**{field.name: getattr(options, field.name) for field in fields(settings)})
 
 
-def _planted(options: argparse.Namespace, head: Head) -> list[Path]:
-    settings = _filled(options, planted.PlantedSettings)
-    folder = options.model or train(options.folder)
-    models = {name: [load(folder, name, seed=i) for i in range(COPIES[name])] for name in options.models}
-    pieces = Pieces(options.folder / "pieces", asdict(settings), head)
-    document = head | planted.run(models, pieces, settings, options.methods)
-    return write(document, planted.markdown(document), options.results, "evidence-planted")
-
-
 def _measured(options: argparse.Namespace, head: Head) -> list[Path]:
     measure, settings = options.measure, _filled(options, options.measure.settings)
     chosen = {"arms": options.arms} if measure.names else {}
@@ -195,10 +181,9 @@ def _tables(options: argparse.Namespace, head: Head) -> list[Path]:
     for path in sorted(options.results.glob("evidence-*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         command = shlex.split(document.get("command", ""))[4:5]
-        if command == ["planted"] or (command and command[0] in MEASURES):
-            markdown = MEASURES[command[0]].markdown if command[0] in MEASURES else planted.markdown
+        if command and command[0] in MEASURES:
             try:
-                path.with_suffix(".md").write_text(markdown(document), encoding="utf-8")
+                path.with_suffix(".md").write_text(MEASURES[command[0]].markdown(document), encoding="utf-8")
                 paths.append(path.with_suffix(".md"))
             except (KeyError, TypeError):  # figures that an earlier commit wrote down in another form
                 print(f"{path}: was made by another form of the command; its table is left as it is", file=sys.stderr)

@@ -1,48 +1,41 @@
-"""Train the model that methods are judged on, on right solutions, and make the random one that must show nothing."""
+"""A small model that is asked: it answers problems, from their beginning or from some tokens on."""
 
-import hashlib
-import json
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3ForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.evidence.problems import training_rows
-from benchmarks.evidence.regimes import make
-
-TRAINED, RANDOM = MODELS = ("trained", "random")
-RECIPE = {"vocab_size": 512, "max_steps": 5000, "batch_size": 16, "max_position_embeddings": 512}
-"""Settings of the model; the rest is the embedded one's."""
+from trainer import one_page
+from trainer.rollouts import generate
 
 
-class Subject(NamedTuple):
-    """A model to be asked, in eval mode on the CPU."""
+class Subject:
+    """A model in eval mode, its tokenizer, and how it is sampled."""
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    fingerprint: str
-    accuracy: float | None  # greedy, on held-out problems; None where it was not measured
+    def __init__(self, settings: one_page.Settings) -> None:
+        self.settings, self.tokenizer = settings, AutoTokenizer.from_pretrained(settings.model)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+        self.model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
+    def answered(
+        self, problems: Sequence[one_page.Problem], begun: Sequence[Tensor] | None = None, *, greedy: bool = False
+    ) -> tuple[list[Tensor], list[float]]:
+        """Complete prompts, or what has begun behind them, 256 at a time; whole completions and their rewards."""
+        begun = [torch.zeros(0, dtype=torch.int64)] * len(problems) if begun is None else begun
+        rows, pairs = list[Tensor](), list(zip(problems, begun, strict=True))
+        for start in range(0, len(pairs), 256):
+            some = pairs[start : start + 256]
+            drawn = generate(
+                self.model, self.tokenizer, [[*problem.prompt, *row.tolist()] for problem, row in some],
+                max_completion_length=self.settings.max_tokens, temperature=self.settings.temperature,
+                keys=None if greedy else torch.randint(2**31, (len(some), 1)).tolist(),
+            )  # fmt: skip
+            rows += [torch.cat([row, torch.tensor(ids)]) for (_, row), ids in zip(some, drawn.ids(), strict=True)]
+        return rows, [one_page.reward(row, it, self.tokenizer) for row, it in zip(rows, problems, strict=True)]
 
-def train(folder: Path) -> Path:
-    """The trained model's folder below `folder`, made if it is not there: some thirty minutes of one core."""
-    count = RECIPE["max_steps"] * RECIPE["batch_size"]
-    return make(folder, training_rows("train", 0, count), training_rows("test", 0, 400, short=0), RECIPE)
-
-
-def load(folder: Path, name: str, *, seed: int = 0) -> Subject:
-    """The trained model of a folder, or one of its shape with random weights."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    accuracy = json.loads((folder / "warmup.json").read_text(encoding="utf-8"))["held_out_accuracy"]
-    if name == RANDOM:
-        torch.manual_seed(seed)
-        model, accuracy = Qwen3ForCausalLM(model.config), None
-    return Subject(model.eval(), tokenizer, fingerprint(model), accuracy)
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """A digest of every weight."""
-    weights = b"".join(key.encode() + value.numpy().tobytes() for key, value in sorted(model.state_dict().items()))
-    return hashlib.sha256(weights).hexdigest()[:16]
+    def values(self, problem: one_page.Problem, begun: Sequence[Tensor], count: int) -> Tensor:
+        """Share of `count` continuations of each beginning that are right, (len(begun),)."""
+        again = [row for row in begun for _ in range(count)]
+        return torch.tensor(self.answered([problem] * len(again), again)[1]).view(len(begun), count).mean(1)

@@ -2,31 +2,39 @@
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.distributions import Categorical
+from transformers import Qwen3ForCausalLM
 
 from benchmarks.evidence.agreement import AUROC, LINES, SPEARMAN, TOKENS, Rows, agreement
-from benchmarks.evidence.models import TRAINED, Subject
-from benchmarks.evidence.problems import KINDS, Case, PlantedProblem, generate
+from benchmarks.evidence.models import Subject
+from benchmarks.evidence.problems import KINDS, PlantedProblem, generate, training_rows
+from benchmarks.evidence.regimes import make
 from benchmarks.harness.results import Pieces, interval, made_by, table
-from cfa_kernels import Importances, ScoredBatch, Span
+from cfa_kernels import Importances, ScoredBatch, Span, SpanRules, token_entropies
 from cfa_kernels.estimators import Entropy, Gradient, Masking, PrefixGain
 from cfa_kernels.estimators.base import Estimator, OwnFunction
 from cfa_kernels.options import Count, check_fields
 from cfa_kernels.rows import Rows as TokenRows
 from cfa_kernels.scoring.access import InProcess
+from cfa_kernels.text.find import Reasoning, find_reasoning
+from trainer import one_page
 from trainer.data import encode_prompt
-from trainer.rewards.numbers import final_number
-from trainer.rollouts import generate as sample
 
+TRAINED, RANDOM = "trained", "random"
+COPIES = {TRAINED: 1, RANDOM: 10}
+"""Models; a preference of random weights is the same for all problems, and several such models even it out."""
+RECIPE = {"vocab_size": 512, "max_steps": 5000, "batch_size": 16, "max_position_embeddings": 512}
+"""Settings of the trained model; the rest is the embedded one's."""
 CHANCE, SAMPLED = "random", "sampled step advantage"  # rows beside the methods; the latter is a truth as well
-BATCH, _DECODED = 20, 256  # problems that are judged, and completions that are decoded, together
+BATCH = 20  # problems that are judged together
+EVERY_LINE = SpanRules(lambda text: [line.span() for line in re.finditer(".*\n", text)], max_spans=64)
 
 
 def position(model: Any, batch: ScoredBatch) -> Importances:
@@ -55,6 +63,8 @@ METHODS: dict[str, Estimator] = {
 class PlantedSettings:
     """Size of the measurement."""
 
+    model: str = ""
+    """Model folder, in place of one trained here."""
     problems: Count = 200
     """Problems that every method judges, the kinds in turn."""
     costly: Count = 60
@@ -74,26 +84,41 @@ class PlantedSettings:
         check_fields(self)
 
 
-def run(
-    models: Mapping[str, Sequence[Subject]], pieces: Pieces, settings: PlantedSettings,
-    methods: Sequence[str] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Judge planted problems by every method, or some, and sum up: the document that `markdown` writes."""
+def train(folder: Path) -> Path:
+    """The trained model's folder below `folder`, made if it is not there: some thirty minutes of one core."""
+    count = RECIPE["max_steps"] * RECIPE["batch_size"]
+    return make(folder, training_rows("train", 0, count), training_rows("test", 0, 400, short=0), RECIPE)
+
+
+def load(folder: Path, name: str, seed: int, room: int) -> Subject:
+    """The trained model of a folder, or one of its shape with random weights."""
+    subject = Subject(one_page.Settings(model=str(folder), max_tokens=room))
+    if name == RANDOM:
+        torch.manual_seed(seed)
+        subject.model = Qwen3ForCausalLM(subject.model.config).eval()
+    return subject
+
+
+def run(pieces: Pieces, folder: Path, settings: PlantedSettings) -> dict[str, Any]:
+    """Judge planted problems by every method and sum up: the document that `markdown` writes."""
     problems = list(itertools.islice(generate("test", settings.seed), settings.problems))
+    place = Path(settings.model) if settings.model else train(folder)
+    accuracy = json.loads((place / "warmup.json").read_text(encoding="utf-8"))["held_out_accuracy"]
     document: dict[str, Any] = {"settings": asdict(settings), "models": {}}
-    for model, subjects in models.items():
+    for model, copies in COPIES.items():
+        subjects = [load(place, model, seed, settings.room) for seed in range(copies)]
         first, tokenizer = subjects[0], subjects[0].tokenizer
-        texts = [tokenizer(problem.solution, add_special_tokens=False)["input_ids"] for problem in problems]
-        cases = [Case.of(problem.question, ids, tokenizer) for problem, ids in zip(problems, texts, strict=True)]
-        few, chains = cases[: settings.costly], list[dict[str, Any]]()
+        asked = [(one.question, tokenizer(f"{one.solution}{tokenizer.eos_token}")["input_ids"]) for one in problems]
+        cases, chains = rows_of(asked, tokenizer), list[dict[str, Any]]()
+        few = cases.take(range(min(settings.costly, len(cases))))
         values, tokens = dict[str, Rows | None]({CHANCE: None}), dict[str, Rows | None]({CHANCE: None})
         if model == TRAINED:
             print(f"{model} model: {SAMPLED}, critical tokens")
             values[SAMPLED] = pieces.get(SAMPLED, functools.partial(step_advantages, first, few, problems, settings))
             chains = pieces.get("chains", functools.partial(right_chains, first, settings))
-        whole = [Case.of(chain["question"], chain["completion"], tokenizer) for chain in chains]
+        whole = rows_of([(chain["question"], chain["completion"]) for chain in chains], tokenizer)
         critical = [chain["critical"] for chain in chains]
-        for name in methods or METHODS:
+        for name in METHODS:
             print(f"{model} model: {name}")
             some, work = few if name.startswith("OAR-P") else cases, functools.partial(ask, name, subjects)
             values[name] = pieces.get(f"{model}, {name}", functools.partial(work, some))
@@ -106,45 +131,50 @@ def run(
             if name in tokens:
                 found[name]["tokens"] = agreement(tokens[name], critical, TOKENS, draws=settings.draws)
         document["models"][model] = {
-            "fingerprints": [one.fingerprint for one in subjects], "accuracy": first.accuracy, "methods": found,
-            "chains": len(chains), "tokens": sum(map(len, critical)), "critical": sum(map(sum, critical)),
+            "accuracy": accuracy, "methods": found, "chains": len(chains), "tokens": sum(map(len, critical)),
+            "critical": sum(map(sum, critical)),
         }  # fmt: skip
     return document
 
 
-def ask(name: str, subjects: Sequence[Subject], cases: Sequence[Case], *, tokens: bool = False) -> list[list[float]]:
-    """Importances of the lines of each case by a method, high where they matter; models take turns batch by batch.
+def rows_of(asked: Sequence[tuple[str, Sequence[int]]], tokenizer: Any) -> TokenRows:
+    """Rows of questions and completions."""
+    prompts = [torch.tensor(encode_prompt(question, tokenizer)) for question, _ in asked]
+    return TokenRows(prompts, [torch.tensor(ids) for _, ids in asked])
+
+
+def lines_of(rows: TokenRows, tokenizer: Any) -> list[Reasoning]:
+    """The lines before the answer's of each completion, one behind the other, and its answer."""
+    return [*find_reasoning(dict(enumerate(rows.completions)), tokenizer, spans=EVERY_LINE).values()]
+
+
+def ask(name: str, subjects: Sequence[Subject], rows: TokenRows, *, tokens: bool = False) -> list[list[float]]:
+    """Importances of the lines of each row by a method, high where they matter; models take turns batch by batch.
 
     With `tokens`, of the reasoning's tokens: each by itself where the method judges tokens, else its line's.
     """
     values, estimator = list[list[float]](), METHODS[name]
     single = name.startswith("OAR-P") or (tokens and isinstance(estimator, Gradient | Entropy))
-    for start, subject in zip(range(0, len(cases), BATCH), itertools.cycle(subjects), strict=False):
-        some = cases[start : start + BATCH]
+    for start, subject in zip(range(0, len(rows), BATCH), itertools.cycle(subjects), strict=False):
+        part = slice(start, start + BATCH)
+        some = TokenRows(rows.prompts[part], rows.completions[part])
+        cases = lines_of(some, subject.tokenizer)
         batch = ScoredBatch.of(
-            subject.model, TokenRows([case.prompt for case in some], [case.completion for case in some]),
-            [[Span(t, t + 1) for t in range(case.reasoning_end)] if single else case.units for case in some],
-            [case.answer for case in some], mask=subject.tokenizer.pad_token_id,
+            subject.model, some, [[Span(t, t + 1) for t in range(one.end)] if single else one.spans for one in cases],
+            [one.answer for one in cases], mask=subject.tokenizer.pad_token_id,
         )  # fmt: skip
-        batch = replace(batch, reasoning_ends=[some[i].reasoning_end for i in batch.index], seed=(start,))
+        batch = replace(batch, reasoning_ends=[cases[i].end for i in batch.index], seed=(start,))
         if isinstance(estimator, Entropy):
-            drawn = [Categorical(logits=logits(subject, some[i])) for i in batch.index]
-            batch = replace(batch, entropies=[one.entropy() for one in drawn])
-        rows = batch.to_callers_order(estimator(InProcess(subject.model), batch).values)
-        for case, row in zip(some, rows, strict=True):
+            entropies = token_entropies(subject.model, some)
+            batch = replace(batch, entropies=[entropies[i] for i in batch.index])
+        found = batch.to_callers_order(estimator(InProcess(subject.model), batch).values)
+        for one, row in zip(cases, found, strict=True):
             if single and not tokens:
-                row = torch.stack([row[unit.start : unit.end].mean() for unit in case.units])
+                row = torch.stack([row[unit.start : unit.end].mean() for unit in one.spans])
             elif tokens and not single:
-                row = row.repeat_interleave(torch.tensor([unit.end - unit.start for unit in case.units]))
+                row = row.repeat_interleave(torch.tensor([unit.end - unit.start for unit in one.spans]))
             values.append(row.tolist())
     return values
-
-
-@torch.no_grad()
-def logits(subject: Subject, case: Case) -> Tensor:
-    """Logits that each token of a completion was drawn from, (T, V)."""
-    ids = torch.cat([case.prompt, case.completion])
-    return subject.model(input_ids=ids[None]).logits[0, len(case.prompt) - 1 : -1].float()
 
 
 def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: PlantedSettings) -> dict[str, Any]:
@@ -159,61 +189,40 @@ def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: P
     return result
 
 
-def continued(
-    subject: Subject, begun: Sequence[tuple[Tensor, Tensor]], room: int, keys: Sequence[Sequence[int]] | None = None
-) -> list[tuple[list[int], Any]]:
-    """The completions that prompts and beginnings are decoded on to, greedily or sampled by keys, and their answers."""
-    result: list[Any] = [None] * len(begun)
-    order = sorted(range(len(begun)), key=lambda i: sum(map(len, begun[i])))  # likewise long ones end together
-    for start in range(0, len(order), _DECODED):
-        some = order[start : start + _DECODED]
-        prompts, drawn = [torch.cat(begun[i]).tolist() for i in some], keys and [keys[i] for i in some]
-        left = max(room - len(begun[some[0]][1]), 1)
-        rollouts = sample(subject.model, subject.tokenizer, prompts, max_completion_length=left, keys=drawn).ids()
-        for i, ids in zip(some, rollouts, strict=True):
-            ids = [*begun[i][1].tolist(), *ids]
-            result[i] = ids, final_number(subject.tokenizer.decode(ids, skip_special_tokens=True))
-    return result
-
-
 def step_advantages(
-    subject: Subject, cases: Sequence[Case], problems: Sequence[PlantedProblem], settings: PlantedSettings
+    subject: Subject, rows: TokenRows, problems: Sequence[PlantedProblem], settings: PlantedSettings
 ) -> list[list[float]]:
     """What each line adds to the share of sampled continuations that give the completion's own answer, right or not."""
+    torch.manual_seed(settings.seed)
     result = []
-    for b, case in enumerate(cases):
-        ends = [0, *(unit.end for unit in case.units)]
-        keys = [(settings.seed, b, end, i) for end in ends for i in range(settings.samples)]
-        begun = [(case.prompt, case.completion[:end]) for _, _, end, _ in keys]
-        reached = [number == problems[b].answer for _, number in continued(subject, begun, settings.room, keys)]
-        result.append(np.diff(np.reshape(reached, (len(ends), -1)).mean(1)).tolist())
+    for b, one in enumerate(lines_of(rows, subject.tokenizer)):
+        begun = [rows.completions[b][:end] for end in (0, *(unit.end for unit in one.spans))]
+        asked = one_page.Problem(rows.prompts[b].tolist(), str(problems[b].answer))
+        result.append(subject.values(asked, begun, settings.samples).diff().tolist())
     return result
 
 
+@torch.no_grad()
 def right_chains(subject: Subject, settings: PlantedSettings) -> list[dict[str, Any]]:
     """Greedy completions that are right, and which tokens of their reasoning are critical.
 
     A token is critical if the most probable other one in its place, decoded on, gives a wrong answer (the oracle of
-    "Outcome-Grounded Advantage Reshaping"). Of each chain: `question`, `gold`, `completion` and `critical`.
+    "Outcome-Grounded Advantage Reshaping"). Of each chain: `question`, `completion` and `critical`.
     """
     problems = list(itertools.islice(generate("test", settings.seed + 1), 8 * settings.chains))
-    prompts = [torch.tensor(encode_prompt(problem.question, subject.tokenizer)) for problem in problems]
-    greedy = continued(subject, [(prompt, prompt[:0]) for prompt in prompts], settings.room)
-    chains: list[dict[str, Any]] = [
-        {"question": problem.question, "gold": problem.gold, "completion": ids[:-1]}
-        for problem, (ids, number) in zip(problems, greedy, strict=True) if number == problem.gold
-    ][: settings.chains]  # fmt: skip
-    begun, owners = list[tuple[Tensor, Tensor]](), list[int]()
-    for c, chain in enumerate(chains):
-        case = Case.of(chain["question"], chain["completion"], subject.tokenizer)
-        rows = logits(subject, case).scatter(1, case.completion[:, None], -torch.inf)
-        rows[:, subject.tokenizer.eos_token_id] = -torch.inf  # which leaves nothing to decode
-        others = rows.argmax(-1)[: case.reasoning_end]
-        begun += [(case.prompt, torch.cat([case.completion[:t], token[None]])) for t, token in enumerate(others)]
-        owners += [c] * len(others)
-        chain["critical"] = []
-    for c, (_, number) in zip(owners, continued(subject, begun, settings.room), strict=True):
-        chains[c]["critical"].append(number != chains[c]["gold"])
+    asked = [one_page.Problem(encode_prompt(one.question, subject.tokenizer), str(one.gold)) for one in problems]
+    greedy, rewards = subject.answered(asked, greedy=True)
+    chains, right = list[dict[str, Any]](), [i for i, reward in enumerate(rewards) if reward][: settings.chains]
+    rows = rows_of([(problems[i].question, greedy[i].tolist()) for i in right], subject.tokenizer)
+    columns = right, rows.prompts, rows.completions, lines_of(rows, subject.tokenizer)
+    for i, prompt, completion, one in zip(*columns, strict=True):
+        logits = subject.model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        logits = logits.scatter(1, completion[:, None], -torch.inf)
+        logits[:, subject.tokenizer.eos_token_id] = -torch.inf  # which leaves nothing to decode
+        begun = [torch.cat([completion[:t], other[None]]) for t, other in enumerate(logits.argmax(-1)[: one.end])]
+        _, rewards = subject.answered([asked[i]] * len(begun), begun, greedy=True)
+        critical = [not reward for reward in rewards]
+        chains.append({"question": problems[i].question, "completion": completion.tolist(), "critical": critical})
     return chains
 
 
@@ -240,7 +249,7 @@ def markdown(document: dict[str, Any]) -> str:
         " judges lines gives each token its line's number; of equal numbers each comes first equally often.\n"
     ]
     for name, results in document["models"].items():
-        said, tokens = f"{len(results['fingerprints'])} of them", results["tokens"]
+        said, tokens = f"{COPIES[name]} of them", results["tokens"]
         if tokens:
             said = f"solves {results['accuracy']:.1%} held out; {results['chains']} right chains of {tokens:,} tokens"
             said += f", of which {results['critical'] / tokens:.1%} are critical"

@@ -12,13 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
-
-from cfa_kernels import Span, find_answer
-from cfa_kernels.text.offsets import token_offsets
-from trainer.data import Row, encode_prompt
+from trainer.data import Row
 
 KINDS = ("idle", "repeat", "wrong", "implicit")
 """Kinds of problems to judge: with only idle lines; also a result stated twice; a wrong step on the way that the rest
@@ -229,24 +223,3 @@ def _relation(quantities: Sequence[Quantity], i: int) -> str:
 def _question(quantities: Sequence[Quantity], target: int) -> str:
     facts = " ".join(_relation(quantities, i) for i in range(len(quantities)))
     return f"Say {facts} How many coins has {quantities[target].owner}?"
-
-
-class Case(NamedTuple):
-    """One completion and its parts, in tokens; it cannot be cut into lines where two of them share a token."""
-
-    prompt: Tensor  # (P,) int64
-    completion: Tensor  # (T,) int64, with the end-of-text token
-    units: list[Span]  # K lines, one behind the other
-    answer: Span  # the number after the marker
-    reasoning_end: int  # first token of the marker
-
-    @classmethod
-    def of(cls, question: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> "Case":
-        """Cut a completion, without its end-of-text token, into lines."""
-        offsets, answer = token_offsets(ids, tokenizer), find_answer(ids, tokenizer)
-        edges = [0, *(match.end() for match in re.finditer("\n", offsets.text)), len(offsets.text)]
-        *units, closing = (Span(*tokens) for tokens in offsets.tokens(list(itertools.pairwise(edges))))
-        if answer is None or any(a.end > b.start for a, b in itertools.pairwise([*units, closing])):
-            raise ValueError(f"{question!r}: no answer, or lines that share a token, in {offsets.text!r}")
-        completion = torch.tensor([*ids, tokenizer.eos_token_id])
-        return cls(torch.tensor(encode_prompt(question, tokenizer)), completion, units, answer, closing.start)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.agreement import agreement
-from benchmarks.evidence.models import TRAINED, Subject, load
+from benchmarks.evidence.models import Subject
 from benchmarks.evidence.regimes import make
 from benchmarks.harness.results import Pieces, interval, made_by, table
 from cfa_kernels import CounterfactualConfig, Masking, PrefixGain, Probe, Rows, Span, counterfactual_credit
+from trainer import one_page
 from trainer.analyze.statistics import bootstrap_interval
 from trainer.data import Row, encode_prompt
 from trainer.rewards.code import CodeReward
@@ -112,9 +113,9 @@ def train(folder: Path) -> Path:
 
 def run(pieces: Pieces, folder: Path, settings: ProgramsSettings) -> dict[str, Any]:
     """Sample programs of the model in `folder`, made where it is not there, and sum up the credit of right ones."""
-    subject, asked = load(train(folder), TRAINED), list(rows("test", settings.seed + 2, 3 * settings.problems))
+    subject = Subject(one_page.Settings(model=str(train(folder))))
+    asked = list(rows("test", settings.seed + 2, 3 * settings.problems))
     result: dict[str, Any] = {"settings": asdict(settings)}
-    result |= {"accuracy": subject.accuracy, "fingerprint": subject.fingerprint}
     for name in ("without values", "with values"):
         some = [row for row in asked if row["question"].endswith("Values.") == (name == "with values")]
         result[name] = pieces.get(name, lambda: judge(subject, some[: settings.problems], settings))  # noqa: B023

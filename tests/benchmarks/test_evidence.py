@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from benchmarks.demo_model.warmup import WarmupConfig, small_model, train_tokenizer
-from benchmarks.evidence import planted
+from benchmarks.evidence import models, planted
 from benchmarks.evidence.agreement import AUROC, SPEARMAN, agreement, recall_at, recall_curve
 from benchmarks.evidence.command import main
-from benchmarks.evidence.models import Subject, fingerprint
-from benchmarks.evidence.planted import METHODS, PlantedSettings, ask
-from benchmarks.evidence.problems import KINDS, LENGTH, WORDS, Case, generate, training_rows
+from benchmarks.evidence.models import Subject
+from benchmarks.evidence.planted import METHODS, PlantedSettings, ask, lines_of, rows_of
+from benchmarks.evidence.problems import KINDS, LENGTH, WORDS, generate, training_rows
 from benchmarks.harness.results import Pieces
 from cfa_kernels import SpanRules
+from trainer import one_page
 from trainer.analyze.statistics import bootstrap_interval
 from trainer.rewards.numbers import final_number
 
@@ -135,10 +136,10 @@ def test_all_lines_are_equally_long_and_spans_hold_every_pattern_of_content(subj
         assert {len(WORDS.findall(line)) for line in lines} == {LENGTH}
         results = [match[9] for match in COMPUTATION.finditer(problem.solution)]
         assert len(set(results)) == len(results)  # a number tells its owner
-        case = Case.of(problem.question, ids_of(subject, problem), subject.tokenizer)
-        assert [decode(case.completion[start:end]) for start, end in case.units] == lines
-        assert {unit.end - unit.start for unit in case.units} == {LENGTH + 1}
-        assert decode(case.completion[case.reasoning_end :]) == f"#### {problem.answer}{subject.tokenizer.eos_token}"
+        (case,) = cases_of(subject, [problem])
+        assert [decode(case.completion[start:end]) for start, end in case.spans] == lines
+        assert {unit.end - unit.start for unit in case.spans} == {LENGTH + 1}
+        assert decode(case.completion[case.end :]) == f"#### {problem.answer}{subject.tokenizer.eos_token}"
         assert [decode(token) for token in case.completion[slice(*case.answer)]] == [*str(problem.answer)]
         for start, end in itertools.chain(*SpanRules().ranked_intervals("".join(lines))):
             seen |= {name for name, pattern in PATTERNS.items() if re.search(pattern, problem.solution[start:end])}
@@ -161,24 +162,40 @@ def test_solutions_to_learn_from_are_right_and_some_break_off():
 
 
 @pytest.fixture(scope="module")
-def subject():
+def folder(tmp_path_factory):
     """A random model of a few thousand parameters that reads the problems' own tokens."""
+    folder = tmp_path_factory.mktemp("model")
     tokenizer = train_tokenizer(list(training_rows("train", 0, 300)), 512)
     config = WarmupConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
     torch.manual_seed(0)
-    model = small_model(config, tokenizer).eval()
-    return Subject(model, tokenizer, fingerprint(model), None)
+    small_model(config, tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "warmup.json").write_text(json.dumps({"held_out_accuracy": 0.25}))
+    return folder
 
 
-def ids_of(subject, problem):
-    return subject.tokenizer(problem.solution, add_special_tokens=False)["input_ids"]
+@pytest.fixture(scope="module")
+def subject(folder):
+    return Subject(one_page.Settings(model=str(folder)))
+
+
+def rows(subject, problems):
+    texts = [f"{problem.solution}{subject.tokenizer.eos_token}" for problem in problems]
+    asked = [(one.question, subject.tokenizer(text)["input_ids"]) for one, text in zip(problems, texts, strict=True)]
+    return rows_of(asked, subject.tokenizer)
+
+
+def cases_of(subject, problems):
+    """Of each solution prompt, completion, lines, answer and end of the reasoning, in tokens."""
+    some = rows(subject, problems)
+    columns = zip(some.prompts, some.completions, lines_of(some, subject.tokenizer), strict=True)
+    return [SimpleNamespace(prompt=prompt, completion=row, **one._asdict()) for prompt, row, one in columns]
 
 
 def importances_of(subject, name, count=3, **options):
     """Cases, and a method's importances of their lines."""
     problems = list(itertools.islice(generate("test", 0), count))
-    cases = [Case.of(problem.question, ids_of(subject, problem), subject.tokenizer) for problem in problems]
-    return cases, ask(name, [subject], cases, **options)
+    return cases_of(subject, problems), ask(name, [subject], rows(subject, problems), **options)
 
 
 def plain_logprobs(subject, case, completion):
@@ -201,7 +218,7 @@ def test_masked_lines_and_tokens_are_differences_of_plain_forwards(subject):
         cases, values = importances_of(subject, name, 1)
         for case, row in zip(cases, values, strict=True):
             base = answer_logprob(subject, case)
-            for unit, value in zip(case.units, row, strict=True):
+            for unit, value in zip(case.spans, row, strict=True):
                 masks = [range(*unit)] if name == "CF" else [[t] for t in range(*unit)]
                 drops = [base - answer_logprob(subject, case, mask) for mask in masks]
                 assert value == pytest.approx(statistics.fmean(drops), abs=1e-4)
@@ -211,19 +228,19 @@ def test_entropy_is_that_of_the_distribution_each_token_was_drawn_from(subject):
     (case,), (values,) = importances_of(subject, "entropy", 1)
     logp = plain_logprobs(subject, case, case.completion)
     entropy = -(logp.exp() * logp).sum(-1)
-    expected = [entropy[unit.start : unit.end].mean().item() for unit in case.units]
+    expected = [entropy[unit.start : unit.end].mean().item() for unit in case.spans]
     assert values == pytest.approx(expected, abs=1e-4)
     (_, (values,)) = importances_of(subject, "entropy", 1, tokens=True)
-    assert values == pytest.approx(entropy[: case.reasoning_end].tolist(), abs=1e-4)
+    assert values == pytest.approx(entropy[: case.end].tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if not name.startswith("OAR-P")])
 def test_every_method_gives_a_number_per_line_or_token_and_repeats_itself(subject, name):
     (cases, once), (_, again) = importances_of(subject, name, 2), importances_of(subject, name, 2)
-    assert [len(row) for row in once] == [len(case.units) for case in cases]
+    assert [len(row) for row in once] == [len(case.spans) for case in cases]
     assert once == again
     _, tokens = importances_of(subject, name, 2, tokens=True)
-    assert [len(row) for row in tokens] == [case.reasoning_end for case in cases]
+    assert [len(row) for row in tokens] == [case.end for case in cases]
     if name == "CF":
         assert [row[:: LENGTH + 1] for row in tokens] == once
 
@@ -238,26 +255,28 @@ def test_outcomes_of_an_answer_of_two_tokens_differ(subject):
 
 def test_step_advantages_are_changes_of_the_share_that_reaches_the_own_answer(subject, monkeypatch):
     problem = next(generate("test", 0, kinds=["wrong"]))
-    case = Case.of(problem.question, ids_of(subject, problem), subject.tokenizer)
+    (case,) = cases_of(subject, [problem])
 
-    def continued(model, tokenizer, prompts, *, max_completion_length, keys):
+    def continued(model, tokenizer, prompts, *, max_completion_length, keys, temperature):
         lengths = [len(prompt) - len(case.prompt) for prompt in prompts]
-        own = [length >= case.units[0].end or key[-1] == 0 for length, key in zip(lengths, keys, strict=True)]
+        assert len({*map(tuple, keys)}) == len(prompts)
+        own = [length >= case.spans[0].end or i % 4 == 0 for i, length in enumerate(lengths)]
         texts = [f"#### {problem.answer if yes else problem.gold}" for yes in own]
         return SimpleNamespace(ids=lambda: [tokenizer(text)["input_ids"] for text in texts])
 
-    monkeypatch.setattr(planted, "sample", continued)
-    (values,) = planted.step_advantages(subject, [case], [problem], PlantedSettings(samples=4, room=8))
-    assert values == [0.75, *[0.0] * (len(case.units) - 1)]
+    monkeypatch.setattr(models, "generate", continued)
+    (values,) = planted.step_advantages(subject, rows(subject, [problem]), [problem], PlantedSettings(samples=4))
+    assert values == [0.75, *[0.0] * (len(case.spans) - 1)]
 
 
 def test_a_token_is_critical_if_the_most_probable_other_one_leads_to_a_wrong_answer(subject, monkeypatch):
     """Here a chain goes wrong where a token at an even place of its last line is replaced."""
     problems, decode = list(itertools.islice(generate("test", 1), 2)), subject.tokenizer.decode
-    cases = [Case.of(problem.question, ids_of(subject, problem), subject.tokenizer) for problem in problems]
+    cases = cases_of(subject, problems)
     whole = [case.completion.tolist() for case in cases]
 
-    def decoded(model, tokenizer, prompts, *, max_completion_length, keys=None):
+    def decoded(model, tokenizer, prompts, *, max_completion_length, keys, temperature):
+        assert keys is None  # greedy
         result, starts = [], [case.prompt.tolist() for case in cases]
         for row in prompts:
             b = next((b for b, prompt in enumerate(starts) if row[: len(prompt)] == prompt), None)
@@ -269,17 +288,17 @@ def test_a_token_is_critical_if_the_most_probable_other_one_leads_to_a_wrong_ans
             logp[[whole[b][t], tokenizer.eos_token_id]] = -torch.inf
             assert row[-1 - t : -1] == whole[b][:t]
             assert logp[row[-1]] > logp.max() - 1e-4
-            answer = problems[b].gold + (t >= cases[b].units[-1].start and t % 2 == 0)
+            answer = problems[b].gold + (t >= cases[b].spans[-1].start and t % 2 == 0)
             result.append(tokenizer(f"\n#### {answer}")["input_ids"])
         return SimpleNamespace(ids=lambda: result)
 
-    monkeypatch.setattr(planted, "sample", decoded)
+    monkeypatch.setattr(models, "generate", decoded)
     chains = planted.right_chains(subject, PlantedSettings(chains=2))
     for chain, problem, case in zip(chains, problems, cases, strict=True):
-        assert (chain["question"], chain["gold"]) == (problem.question, problem.gold)
-        assert decode(chain["completion"]) == problem.solution
-        last = case.units[-1].start
-        assert chain["critical"] == [t >= last and t % 2 == 0 for t in range(case.reasoning_end)]
+        assert chain["question"] == problem.question
+        assert decode(chain["completion"]) == f"{problem.solution}{subject.tokenizer.eos_token}"
+        last = case.spans[-1].start
+        assert chain["critical"] == [t >= last and t % 2 == 0 for t in range(case.end)]
 
 
 # --- Judges -----------------------------------------------------------------------------------------------------
@@ -347,16 +366,13 @@ def test_pieces_are_done_once_and_refused_under_another_commit_or_other_settings
             Pieces(tmp_path, settings, {"environment": {"commit": commit}})
 
 
-def test_planted_writes_its_tables_and_a_second_run_asks_nothing_again(subject, tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "model"
-    subject.model.save_pretrained(folder)
-    subject.tokenizer.save_pretrained(folder)
-    (folder / "warmup.json").write_text(json.dumps({"held_out_accuracy": 0.25}))
+def test_planted_writes_its_tables_and_a_second_run_asks_nothing_again(subject, folder, tmp_path, monkeypatch, capsys):
     command = ["planted", "--folder", str(tmp_path), "--results", str(tmp_path), "--model", str(folder)]
     command += ["--problems", "8", "--costly", "4", "--samples", "1", "--chains", "1", "--room", "4", "--draws", "5"]
-    command += ["--commit", "none", "--methods", "position", "CF"]
+    command += ["--commit", "none"]
+    monkeypatch.setattr(planted, "METHODS", {name: METHODS[name] for name in ("position", "CF")})
     problem = next(generate("test", 1))
-    chain = {"question": problem.question, "gold": problem.gold, "completion": ids_of(subject, problem)}
+    chain = {"question": problem.question, "completion": rows(subject, [problem]).completions[0].tolist()}
     chain["critical"] = [t % 3 == 0 for t in range((LENGTH + 1) * len(problem.units))]
     monkeypatch.setattr(planted, "right_chains", lambda *_: [chain, chain])
     assert main(command) == 0

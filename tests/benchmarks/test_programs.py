@@ -11,6 +11,7 @@ from benchmarks.evidence import programs
 from benchmarks.evidence.models import Subject
 from benchmarks.evidence.programs import AUROCS, KINDS, METHODS, ProgramsSettings, executed, judge, markdown, rows
 from cfa_kernels import SpanRules
+from trainer import one_page
 
 SOME = list(itertools.islice(rows("train", 3, 60, slip=0.3), 60))
 PROGRAMS = [row["answer"].rpartition("\nf(")[0] for row in SOME]
@@ -62,10 +63,13 @@ def test_lines_are_the_statements_of_the_python_detector():
 
 
 @pytest.fixture(scope="module")
-def subject():
+def subject(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
     config = WarmupConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     tokenizer = train_tokenizer(SOME, 400, single_digits=False)
-    return Subject(small_model(config, tokenizer).eval(), tokenizer, "", 0.5)
+    small_model(config, tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Subject(one_page.Settings(model=str(folder)))
 
 
 @pytest.mark.slow
