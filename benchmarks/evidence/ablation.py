@@ -16,14 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from scipy import stats
 
-from benchmarks.evidence.regimes import ASSETS, REGIMES, problems
+from benchmarks.evidence.regimes import ASSETS, REGIMES, check, problems
 from benchmarks.harness.environment import REPOSITORY
 from benchmarks.harness.results import Pieces, made_by, table
+from cfa_kernels.options import Count, Interval
 
 PLAIN = "plain DAPO"
 
@@ -86,7 +87,7 @@ def arms_named(names: Sequence[str] | None) -> list[str]:
 class AblationSettings:
     """Size of the ablation."""
 
-    seeds: int = 5
+    seeds: Count = 5
     """Runs of each arm, with seeds 0, 1, ...; with rates to try, seeds that follow those of the tuning."""
     regime: str = ""
     """Name in `regimes.REGIMES` of the problems; by default the embedded ones, with the embedded model."""
@@ -96,28 +97,23 @@ class AblationSettings:
     """Learning rates to try for each arm, such as "1e-4 2e-4"; the best, in mean accuracy over steps, is taken.
     One rate alone is taken untried.
     """
-    tuning: int = 3
+    tuning: Count = 3
     """Seeds that each rate is tried with, none of which counts further."""
-    steps: int = 30
+    steps: Count = 30
     """Optimizer steps of a run."""
-    eval_steps: int = 10
+    eval_steps: Count = 10
     """Steps between evaluations."""
-    eval_problems: int = 1024
+    eval_problems: Count = 1024
     """Held-out problems that every evaluation decodes greedily."""
-    eval_samples: int = 0
+    eval_samples: Annotated[int, Interval(0)] = 0
     """Completions that every evaluation samples of each problem besides, for the accuracy by sampling."""
-    jobs: int = 1
+    jobs: Count = 1
     """Runs at a time, each on a core of its own."""
     beside: str = ""
     """JSON result of runs of the same size, whose arms are compared as well without being run again."""
 
     def __post_init__(self) -> None:
-        """Reject values outside their range, naming the setting."""
-        for name, value in asdict(self).items():
-            if not isinstance(value, str) and value < (least := int(name != "eval_samples")):
-                raise ValueError(f"{name} must be at least {least}, got {value}")
-        if self.regime and self.regime not in REGIMES:
-            raise ValueError(f"regime must be one of {', '.join(REGIMES)}, got {self.regime!r}")
+        check(self)
         if bad := [rate for rate in self.rates.split() if not _is_rate(rate)]:
             raise ValueError(f"rates must be learning rates above 0, got {bad[0]!r}")
 

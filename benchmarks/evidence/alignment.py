@@ -7,13 +7,15 @@ counts bias and noise together. Arms are paired batch by batch. Cosines of large
 which is exact: denominators scale a step only.
 """
 
+import itertools
 import math
 import re
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -21,9 +23,10 @@ from torch import Tensor
 
 from benchmarks.evidence.arms import ARMS, PLAIN, Arm, Group, Judged, arms_of
 from benchmarks.evidence.models import Subject
-from benchmarks.evidence.regimes import ASSETS, REGIMES, density, problems
+from benchmarks.evidence.regimes import ASSETS, REGIMES, check, density, problems
 from benchmarks.harness.results import Pieces, made_by, table
 from cfa_kernels import Rows, packed_forward
+from cfa_kernels.options import POSITIVE, Count, Interval
 from cfa_kernels.rows import keyed_generator
 from trainer import one_page
 
@@ -47,31 +50,23 @@ class AlignmentSettings:
     """Name in `regimes.REGIMES`, in place of `problems` and `max_tokens`; its own model unless one is named."""
     parameters: str = "."
     """Expression for the names of the parameters whose gradients are compared."""
-    truth_groups: int = 8192
+    truth_groups: Annotated[int, Interval(PARTS)] = 8192
     """Groups of the true gradient, dealt out to eight parts."""
-    blocks: int = 10
+    blocks: Annotated[int, Interval(3)] = 10
     """Blocks of 64 groups that arms are measured on."""
-    group: int = 8
+    group: Annotated[int, Interval(2)] = 8
     """Completions of a problem."""
-    max_tokens: int = 80
+    max_tokens: Count = 80
     """Longest completion."""
-    temperature: float = 1.0
+    temperature: Annotated[float, POSITIVE] = 1.0
     """Of sampling, and of the gradients."""
-    continuations: int = 2
+    continuations: Count = 2
     """Continuations of each step's end, for each of the ceiling's twins."""
     seed: int = 0
     """Seed of problems and draws."""
 
     def __post_init__(self) -> None:
-        """Reject values outside their range, naming the setting."""
-        floors = {"truth_groups": PARTS, "blocks": 3, "group": 2, "max_tokens": 1, "continuations": 1}
-        for name, least in floors.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}")
-        if self.regime and self.regime not in REGIMES:
-            raise ValueError(f"regime must be one of {', '.join(REGIMES)}, got {self.regime!r}")
+        check(self)
         if self.regime and self.problems:
             raise ValueError(f"problems: regime={self.regime!r} has its own, got {self.problems!r}; leave one out")
 
@@ -154,7 +149,7 @@ def run(
     known = {name: value for name, value in asdict(settings).items() if name not in ("blocks", "continuations")}
     truth = _kept(folder / "true.pt", known, lambda: true_gradient(policy, settings))
     gram = (truth @ truth.T).double().numpy()
-    if min(_strength(gram, part) for part in (None, *range(PARTS))) <= 0:
+    if min(_strength(np.delete(np.delete(gram, part, 0), part, 1)) for part in range(PARTS)) <= 0:
         raise ValueError("truth_groups: the parts of the true gradient do not agree; raise it")
     say(f"true gradient: norm {math.sqrt(_strength(gram)):.3g} for an eighth of the groups")
     own = known | {"arms": list(chosen), "continuations": settings.continuations}
@@ -183,27 +178,36 @@ def _kept(path: Path, settings: Mapping[str, Any], make: Callable[[], Any]) -> A
     return value
 
 
-def _judged(policy: Policy, seconds: dict[str, float], *key: int, count: int) -> Iterator[Judged | None]:
-    """Each group, sampled and fed; None where its completions are equally right."""
+def _batches(
+    policy: Policy, arms: Mapping[str, Arm], seconds: dict[str, float], *key: int, sizes: Sequence[int], count: int
+) -> Iterator[tuple[int, str, Tensor]]:
+    """Size, arm and gradient of each batch that has one; adds the processor's seconds by part of a step and by arm."""
+    sums: dict[tuple[int, str], Tensor] = {}
     groups, start = policy.groups(*key, count=count), time.process_time()
-    for group in groups:
-        seconds["sampling"] = seconds.get("sampling", 0.0) + time.process_time() - start
-        mixed = bool((group.rewards - group.rewards.mean()).any())
-        yield Judged(policy, group) if mixed else None
+    for i, group in enumerate(groups, 1):
+        seconds["sampling"] += time.process_time() - start
+        gradients: dict[str, Tensor] = {}
+        if (group.rewards != group.rewards[0]).any():
+            judged = Judged(policy, group)
+            gradients = {name: judged.gradient(arm) for name, arm in arms.items()}
+            for name in ("forward", "backward"):
+                seconds[name] += judged.seconds[name]
+            for name, arm in arms.items():
+                seconds[name] += judged.cost(arm)
+        for size, name in itertools.product(sizes, arms):
+            if gradients:
+                sums[size, name] = sums.get((size, name), 0) + gradients[name]
+            if i % size == 0 and (size, name) in sums:
+                yield size, name, sums.pop((size, name))
         start = time.process_time()
 
 
 def mean_squares(policy: Policy, arms: Mapping[str, Arm], settings: AlignmentSettings) -> dict[str, Tensor]:
     """Average the squares of each arm's gradient over batches, (D,): the second moments that Adam would have."""
     sums: dict[str, Tensor] = {}
-    batch: dict[str, Tensor] = {}
-    for i, judged in enumerate(_judged(policy, {}, settings.seed, 2, count=MOMENTS * ADAM), 1):
-        for name, arm in arms.items() if judged else ():
-            batch[name] = batch.get(name, 0) + judged.gradient(arm)
-        if i % ADAM == 0:
-            for name, gradient in batch.items():
-                sums[name] = sums.get(name, 0) + gradient.mean(0) ** 2 / MOMENTS
-            batch = {}
+    batches = _batches(policy, arms, Counter(), settings.seed, 2, sizes=[ADAM], count=MOMENTS * ADAM)
+    for _, name, whole in batches:
+        sums[name] = sums.get(name, 0) + whole.mean(0) ** 2 / MOMENTS
     return sums
 
 
@@ -215,29 +219,15 @@ def _block(
 
     "seconds": those of the processor for a plain step on these groups, and each arm's credit.
     """
-    sums: dict[tuple[int, str], Tensor] = {}
-    products: dict[str, dict[str, list[list[float]]]] = {}
-
-    def add(key: str, name: str, step: Tensor) -> None:
-        line = [*(truth @ step.mean(0)).tolist(), float(step[0] @ step[-1])]
-        products.setdefault(key, {}).setdefault(name, []).append(line)
-
-    seconds = {"sampling": 0.0, "forward": 0.0, "backward": 0.0, **dict.fromkeys(arms, 0.0)}
-    for i, judged in enumerate(_judged(policy, seconds, settings.seed, 3, block, count=SIZES[-1]), 1):
-        gradients = {name: judged.gradient(arm) for name, arm in arms.items()} if judged else {}
-        for name in gradients and ("forward", "backward"):
-            seconds[name] += judged.seconds[name]
-        for name, arm in arms.items() if judged else ():
-            seconds[name] += judged.cost(arm)
-        for size in SIZES:
-            for name in arms:
-                if gradients:
-                    sums[size, name] = sums.get((size, name), 0) + gradients[name]
-                if i % size == 0 and (whole := sums.pop((size, name), None)) is not None:
-                    add(str(size), name, whole)
-                    if size == ADAM:
-                        scale = squares[name].sqrt()
-                        add("adam", name, whole / (scale + 1e-4 * scale.mean()))
+    products: dict[str, Any] = defaultdict(lambda: defaultdict(list))
+    seconds = dict.fromkeys(["sampling", "forward", "backward", *arms], 0.0)
+    for size, name, whole in _batches(policy, arms, seconds, settings.seed, 3, block, sizes=SIZES, count=SIZES[-1]):
+        steps = {str(size): whole}
+        if size == ADAM:
+            scale = squares[name].sqrt()
+            steps["adam"] = whole / (scale + 1e-4 * scale.mean())
+        for key, step in steps.items():
+            products[key][name].append([*(truth @ step.mean(0)).tolist(), float(step[0] @ step[-1])])
     return {"products": products, "seconds": seconds}
 
 
@@ -268,42 +258,42 @@ def summary(
             for label, values in (("", own), ("difference", own - plain), ("ratio", own / plain)):
                 figure[label or "cosine"] = float(values[0])
                 figure[f"{label}_error".lstrip("_")] = _error(values, len(gram))
-        ends = [_aim(blocks, name, gram)]
-        ends += [_aim([*blocks[:i], *blocks[i + 1 :]], name, gram) for i in range(len(blocks))]
-        ends += [_aim(blocks, name, gram, part) for part in range(len(gram))]
-        for key, values in zip(("aim", "noise to signal"), np.array(ends).T, strict=True):
+        lines = list[list[float]]()  # of each block, per group; groups without a gradient count as 0
+        for block in blocks:
+            small, large = (np.sum(block[str(size)][name], 0) / size for size in (SIZES[0], SIZES[-1]))
+            lines.append([*large[:-1], large[-1] / SIZES[-1], small[-1] / SIZES[-1]])
+        ends = _jackknife(np.array(lines), gram, _aim)
+        for key, values in zip(("aim", "noise to signal"), ends.T, strict=True):
             value, error = float(values[0]), _error(values, len(gram))
             figures[name][key] = {"value": value, "error": error} if math.isfinite(value + error) else None
     return figures
 
 
-def _strength(gram: np.ndarray, without: int | None = None) -> float:
-    """Squared norm of the mean of the truth's parts but one, free of their noise: the mean product of two parts."""
-    kept = np.delete(np.delete(gram, without, 0), without, 1) if without is not None else gram
-    return float((kept.sum() - kept.trace()) / (len(kept) * (len(kept) - 1)))
+def _strength(gram: np.ndarray) -> float:
+    """Squared norm of the mean of the truth's parts, free of their noise: the mean product of two parts."""
+    return float((gram.sum() - gram.trace()) / (len(gram) * (len(gram) - 1)))
 
 
-def _product(lines: np.ndarray, without: int | None) -> np.ndarray:
-    """Product of each batch with the mean of the truth's parts but one, (n,)."""
-    parts = lines[:, :-1]
-    mean: np.ndarray = (parts if without is None else np.delete(parts, without, 1)).mean(1)
-    return mean
+def _jackknife(lines: np.ndarray, gram: np.ndarray, figure: Callable[..., Any]) -> np.ndarray:
+    """A figure of n lines, first; then the same without each of them, and without each part of the truth.
+
+    It takes the mean product with the truth, by the truth's norm, and the mean of the columns behind the P products.
+    """
+
+    def at(mean: np.ndarray, without: int | None = None) -> Any:
+        kept = [part for part in range(len(gram)) if part != without]
+        product = mean[kept].mean() / math.sqrt(_strength(gram[np.ix_(kept, kept)]))
+        return figure(product, *mean[len(gram) :])
+
+    mean, left = lines.mean(0), (lines.sum(0) - lines) / (len(lines) - 1)
+    return np.array([at(mean), *map(at, left), *(at(mean, part) for part in range(len(gram)))])
 
 
 def _cosines(lines: np.ndarray, gram: np.ndarray, pooled: bool) -> np.ndarray:
-    """Mean cosine of n batches, (n, P + 1); then the same without each of them, and without each part of the truth.
-
-    Pooled, it is the mean product over the root of the mean square, which may be below 0 for one batch of twins.
-    """
-    square, count, found = lines[:, -1], len(lines), list[float]()
-    for without in (None, *range(len(gram))):
-        product, norm = _product(lines, without) / math.sqrt(_strength(gram, without)), square
-        if not pooled:
-            product, norm = product / np.sqrt(square), np.ones(count)
-        found.append(product.mean() / np.sqrt(norm.mean()))
-        if without is None:
-            left = (product.sum() - product) / np.sqrt((norm.sum() - norm) * (count - 1))
-    return np.array([found[0], *left, *found[1:]])
+    """Mean cosine of batches; pooled, mean product over the root of the mean square, which twins may have below 0."""
+    if not pooled:
+        lines = np.c_[lines[:, :-1] / np.sqrt(lines[:, -1:]), np.ones(len(lines))]
+    return _jackknife(lines, gram, lambda product, square: product / np.sqrt(square))
 
 
 def _error(values: np.ndarray, parts: int) -> float:
@@ -312,20 +302,11 @@ def _error(values: np.ndarray, parts: int) -> float:
     return math.sqrt(sum((len(left) - 1) * np.var(left) for left in groups))
 
 
-def _aim(blocks: Sequence[Mapping[str, Any]], name: str, gram: np.ndarray, without: int | None = None) -> list[float]:
+def _aim(product: float, large: float, small: float) -> list[float]:
     """Cosine of an arm's mean gradient, and the variance of a group's gradient over that mean's squared norm."""
-    (_, small), (product, large) = (_moments(blocks, size, name, without) for size in (SIZES[0], SIZES[-1]))
     noise = (small - large) / (1 / SIZES[0] - 1 / SIZES[-1])
     signal = large - noise / SIZES[-1]
-    strength = _strength(gram, without)
-    return [product / math.sqrt(strength * signal), noise / signal] if signal > 0 else [math.nan, math.nan]
-
-
-def _moments(blocks: Sequence[Mapping[str, Any]], size: int, name: str, without: int | None) -> tuple[float, float]:
-    """Mean product with the truth, and mean square, of a batch's gradient per group; groups without any count as 0."""
-    groups = SIZES[-1] * len(blocks)
-    lines = np.array([line for block in blocks for line in block[str(size)][name]])
-    return float(_product(lines, without).sum() / groups), float(lines[:, -1].sum() / size / groups)
+    return [product / math.sqrt(signal), noise / signal] if signal > 0 else [math.nan, math.nan]
 
 
 def markdown(document: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.demo_model.warmup import WarmupConfig, careless, warm_up
+from cfa_kernels.options import check_fields
 from trainer.data import Row
 from trainer.embedded.problems import WordProblem, generate
 
@@ -87,6 +88,13 @@ _SHARES = {
 
 RECIPE = {"vocab_size": 640, "max_steps": 2400, "batch_size": 32, "max_position_embeddings": 1536}
 """Settings of the model; the rest is the embedded one's."""
+
+
+def check(settings: Any) -> None:
+    """Reject values outside their range, and a regime that there is not, naming the setting."""
+    check_fields(settings)
+    if settings.regime and settings.regime not in REGIMES:
+        raise ValueError(f"regime must be one of {', '.join(REGIMES)}, got {settings.regime!r}")
 
 
 def problems(regime: Regime, split: str, seed: int, count: int) -> list[Row]:
