@@ -25,6 +25,7 @@ from benchmarks.evidence.regimes import ASSETS, REGIMES, check, problems
 from benchmarks.harness.environment import REPOSITORY
 from benchmarks.harness.results import Pieces, made_by, table
 from cfa_kernels.options import Count, Interval
+from trainer.analyze.runs import read_runs
 
 PLAIN = "plain DAPO"
 
@@ -364,33 +365,22 @@ def _curve(place: Path, steps: int) -> dict[str, Any]:
     Also the mean `reward` over all steps; by quarters of the steps entropy, length and the weights' effective share,
     `ess`; if completions are corrected, the mean shares of completions that got a correction and of right corrections.
     """
-    result: dict[str, Any] = {"step": [], "accuracy": [], "seconds": []}
-    sampled: list[float] = []
-    corrections: dict[str, list[float]] = {}
-    trends: dict[str, list[float]] = {name: [] for name in TRENDS}
-    seconds = 0.0
-    for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
-        seconds += entry.get("step_time", 0.0)
-        if "credit/weight_mean" in entry:
-            entry["ess"] = 1 / (1 + (entry["credit/weight_std"] / entry["credit/weight_mean"]) ** 2)
-        for name in trends:
-            trends[name] += [entry[name]] if name in entry else []
-        for name in ("fraction", "right_fraction"):
-            if f"corrections/{name}" in entry:
-                corrections.setdefault(name, []).append(entry[f"corrections/{name}"])
-        if "eval_accuracy" in entry:
-            for name, value in zip(result, (entry["step"], entry["eval_accuracy"], seconds), strict=True):
-                result[name].append(value)
-            sampled += [entry["eval_pass@1"]] if "eval_pass@1" in entry else []
-    if not result["step"] or result["step"][-1] != steps:
+    means, shares = ["credit/weight_mean", "credit/weight_std"], ["corrections/fraction", "corrections/right_fraction"]
+    names = ["step_time", "eval_accuracy", "eval_pass@1", *TRENDS, *means, *shares]
+    metrics = read_runs([place])[0].metrics.reindex(columns=names)
+    metrics["seconds"] = metrics["step_time"].fillna(0.0).cumsum()
+    metrics["ess"] = 1 / (1 + (metrics["credit/weight_std"] / metrics["credit/weight_mean"]) ** 2)
+    done = metrics[metrics["eval_accuracy"].notna()]
+    if steps not in done.index[-1:]:
         raise RuntimeError(f"{place.name}: left no evaluation after step {steps}")
-    means = {name: statistics.fmean(shares) for name, shares in corrections.items()}
-    quarters = {
-        name: [float(part.mean()) for part in np.array_split(row, 4) if len(part)] for name, row in trends.items()
-    }
-    result |= {"reward": float(np.mean(trends["reward"] or math.nan)), "sampled": sampled, "quarters": quarters}
-    return result | ({"corrections": means} if means else {})
+    trends = {name: np.array_split(metrics[name].dropna(), 4) for name in TRENDS}
+    result = {
+        "step": done.index.tolist(), "accuracy": done["eval_accuracy"].tolist(), "seconds": done["seconds"].tolist(),
+        "reward": metrics["reward"].mean(), "sampled": done["eval_pass@1"].dropna().tolist(),
+        "quarters": {name: [float(part.mean()) for part in parts if len(part)] for name, parts in trends.items()},
+    }  # fmt: skip
+    corrections = metrics[shares].mean().dropna().rename(lambda name: name.partition("/")[2])
+    return result | ({"corrections": corrections.to_dict()} if len(corrections) else {})
 
 
 def _area(x: Sequence[float], y: Sequence[float], end: float) -> float:
