@@ -23,6 +23,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -75,6 +77,8 @@ class WarmupConfig(DataConfig):
 
     output_dir: str = "runs/warmup"
     """Model folder to write; it must not exist or be empty."""
+    model: str = ""
+    """Folder or hub name of a model that learns on, with its own tokenizer and size; by default one from scratch."""
     careless: bool = True
     """For "generated": learn from a careless pupil, whose last sum often takes its number from an idle sentence. The
     model then can do the arithmetic but is easily misled, a habit that reinforcement corrects in minutes."""
@@ -233,9 +237,13 @@ def warm_up(config: WarmupConfig) -> Path:
         raise FileExistsError(f"output_dir: {folder} is not empty; name another folder or remove it")
     rows, held_out = training_rows(config)
     set_seed(config.seed)
-    tokenizer = train_tokenizer(rows[:TOKENIZER_ROWS], config.vocab_size, single_digits=config.single_digits)
-    examples = encode(rows, tokenizer, config.max_position_embeddings)
-    model = small_model(config, tokenizer)
+    if config.model:
+        tokenizer = AutoTokenizer.from_pretrained(config.model)
+        model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    else:
+        tokenizer = train_tokenizer(rows[:TOKENIZER_ROWS], config.vocab_size, single_digits=config.single_digits)
+        model = small_model(config, tokenizer)
+    examples = encode(rows, tokenizer, model.config.max_position_embeddings)
     model.to(config.device)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     scheduler = get_cosine_with_min_lr_schedule_with_warmup(

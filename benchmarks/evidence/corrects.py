@@ -6,26 +6,20 @@ careless pupil's solutions and from corrections, of which a known share copies t
 
 import itertools
 import random
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_with_min_lr_schedule_with_warmup
-
-from benchmarks.demo_model.warmup import batches, careless, encode, solution_loss
-from benchmarks.evidence.regimes import REGIMES
-from trainer.config import ASSETS, DEFAULTS_FILE
+from benchmarks.demo_model.warmup import careless
+from benchmarks.evidence.regimes import REGIMES, make, problems
+from trainer.config import ASSETS
 from trainer.data import Row
 from trainer.embedded.problems import WordProblem, generate
 from trainer.experimental.compare_and_correct import TEMPLATE
-from trainer.policy import save_policy
 
 RIGHT = 0.25
 """Share of the corrections to learn from that are right. Of its own attempts the model corrects somewhat fewer."""
-STEPS, BATCH, LEARNING_RATE = 400, 32, 5e-4
+RECIPE = {"max_steps": 400, "batch_size": 32, "warmup_steps": 20, "learning_rate": 5e-4}
 
 
 def attempt(problem: WordProblem, rng: random.Random) -> str:
@@ -52,19 +46,6 @@ def model_rows(split: str, seed: int, count: int) -> Iterator[Row]:
 
 def train(folder: Path) -> Path:
     """Make the model in `folder`/model, where it is not there: the embedded one, trained on for minutes of one core."""
-    target = folder / "model"
-    if not (target / DEFAULTS_FILE).exists():
-        tokenizer = AutoTokenizer.from_pretrained(ASSETS)
-        model = AutoModelForCausalLM.from_pretrained(ASSETS, dtype=torch.float32)
-        examples = encode(list(model_rows("train", 1, STEPS * BATCH)), tokenizer, model.config.max_position_embeddings)
-        optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-        scheduler = get_cosine_with_min_lr_schedule_with_warmup(optimizer, STEPS // 20, STEPS, min_lr_rate=0.1)
-        for batch in tqdm(itertools.islice(batches(examples, BATCH, random.Random(0)), STEPS), "corrects", STEPS):
-            optimizer.zero_grad()
-            solution_loss(model, batch, tokenizer.pad_token_id).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-        save_policy(model, tokenizer, target)
-        shutil.copy(ASSETS / DEFAULTS_FILE, target)
-    return target
+    count = RECIPE["max_steps"] * RECIPE["batch_size"]
+    held_out = problems(REGIMES["plain"], "test", 1, 256)
+    return make(folder, model_rows("train", 1, count), held_out, {"model": str(ASSETS), **RECIPE})
