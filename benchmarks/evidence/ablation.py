@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Annotated, Any
 
 import numpy as np
@@ -109,7 +108,7 @@ class AblationSettings:
     eval_samples: Annotated[int, Interval(0)] = 0
     """Completions that every evaluation samples of each problem besides, for the accuracy by sampling."""
     jobs: Count = 1
-    """Runs at a time, each on a core of its own."""
+    """Runs at a time, of one thread each."""
     beside: str = ""
     """JSON result of runs of the same size, whose arms are compared as well without being run again."""
 
@@ -143,19 +142,12 @@ def run(
         *_regime(settings, folder), *([f"--model={settings.model}"] if settings.model else []), *extra,
     ]  # fmt: skip
     known = _beside(settings)
-    cores: SimpleQueue[int] = SimpleQueue()
-    for core in sorted(os.sched_getaffinity(0))[: settings.jobs]:
-        cores.put(core)
 
     def one(arm: str, seed: int, rate: str = "") -> dict[str, Any]:
-        name, core = f"{arm}-seed{seed}{rate and '-'}{rate}", cores.get()
-        own = [f"--learning_rate={rate}"] * bool(rate)
-        try:
-            curve: dict[str, Any] = pieces.get(
-                name, lambda: _train(folder / name, [*ARMS[arm], *flags, *own, f"--seed={seed}"], core, settings.steps)
-            )
-        finally:
-            cores.put(core)
+        name, own = f"{arm}-seed{seed}{rate and '-'}{rate}", [f"--learning_rate={rate}"] * bool(rate)
+        curve: dict[str, Any] = pieces.get(
+            name, lambda: _train(folder / name, [*ARMS[arm], *flags, *own, f"--seed={seed}"], settings.steps)
+        )
         say(f"{name}: {curve['accuracy'][-1]:.1%} after {curve['seconds'][-1]:.0f} s")
         return curve
 
@@ -339,19 +331,19 @@ TRENDS = {
 }  # fmt: skip
 """What a run notes by quarters of its steps, how tables call it, and its digits."""
 
-# One core each, and a clock of the run's own CPU seconds, which other load on the machine does not stretch.
-_PINNED = (
-    "import ctypes, os, sys, time; os.sched_setaffinity(0, [{core}]); time.perf_counter = time.process_time; "
+# One thread each, and a clock of the run's own CPU seconds, which other load on the machine does not stretch.
+_RUN = (
+    "import ctypes, sys, time; time.perf_counter = time.process_time; "
     "ctypes.CDLL(None).prctl(1, 9); "  # PR_SET_PDEATHSIG: a run does not outlive the ablation
     "from trainer.__main__ import main; sys.exit(main())"
 )
 
 
-def _train(place: Path, flags: list[str], core: int, steps: int) -> dict[str, Any]:
+def _train(place: Path, flags: list[str], steps: int) -> dict[str, Any]:
     shutil.rmtree(place, ignore_errors=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", _PINNED.format(core=core), *flags, f"--output_dir={place}"],
+        [sys.executable, "-c", _RUN, *flags, f"--output_dir={place}"],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:

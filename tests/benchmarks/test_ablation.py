@@ -1,7 +1,6 @@
 """The ablation runs what is missing, pairs runs by seed and says what a t-test says."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -85,7 +84,7 @@ def test_each_arm_takes_the_rate_that_was_best_on_seeds_of_their_own(tmp_path, m
     """Of two arms one learns best at the low rate and one at the high; no tuning seed is counted again."""
     asked = []
 
-    def train(place, flags, core, steps):
+    def train(place, flags, steps):
         given = dict(flag.split("=", 1) for flag in flags if "=" in flag)
         asked.append((int(given["--seed"]), given["--learning_rate"]))
         high, uniform = given["--learning_rate"] == "2e-4", "--credit=uniform" in flags
@@ -135,8 +134,7 @@ def test_each_arm_takes_the_rate_that_was_best_on_seeds_of_their_own(tmp_path, m
 
 def test_a_run_does_not_outlive_the_ablation(tmp_path):
     """Killed outright, it must not leave a training behind that writes where the next one does."""
-    pinned = ablation._PINNED.format(core=min(os.sched_getaffinity(0))).partition("from trainer")[0]
-    child = pinned + "print(os.getpid(), flush=True); time.sleep(60)"
+    child = ablation._RUN.partition("from trainer")[0] + "import os; print(os.getpid(), flush=True); time.sleep(60)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     started = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
     assert started.stdout is not None
