@@ -11,7 +11,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,7 +120,7 @@ class AblationSettings:
 
 def run(
     pieces: Pieces, folder: Path, settings: AblationSettings, *, arms: Sequence[str] | None = None,
-    extra: Sequence[str] = (), say: Callable[[str], None] = print,
+    extra: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Run every arm and seed, then compare.
 
@@ -130,7 +130,6 @@ def run(
         settings: how much.
         arms: names in `ARMS`; default all.
         extra: flags of the training program for every arm.
-        say: prints progress, a line at a time.
 
     Raises:
         ValueError: an unknown arm.
@@ -148,7 +147,7 @@ def run(
         curve: dict[str, Any] = pieces.get(
             name, lambda: _train(folder / name, [*ARMS[arm], *flags, *own, f"--seed={seed}"], settings.steps)
         )
-        say(f"{name}: {curve['accuracy'][-1]:.1%} after {curve['seconds'][-1]:.0f} s")
+        print(f"{name}: {curve['accuracy'][-1]:.1%} after {curve['seconds'][-1]:.0f} s")
         return curve
 
     rates, names = settings.rates.split(), arms_named(arms)
@@ -158,7 +157,10 @@ def run(
             arm: {rate: [pool.submit(one, arm, seed, rate) for seed in range(first)] for rate in rates}
             for arm in (names if len(rates) > 1 else [])
         }
-        tuned = {arm: {rate: _mean_area(runs) for rate, runs in of.items()} for arm, of in tries.items()}
+        tuned = dict[str, dict[str, float]]()
+        for arm, of in tries.items():
+            figures = compare({rate: [run.result() for run in runs] for rate, runs in of.items()})
+            tuned[arm] = {rate: one["area"]["mean"] for rate, one in figures.items()}
         best = {arm: max(tuned[arm], key=tuned[arm].__getitem__) if tuned else "".join(rates) for arm in names}
         seeds = range(first, first + settings.seeds)
         runs = {arm: [pool.submit(one, arm, seed, best[arm]) for seed in seeds] for arm in names}
@@ -207,10 +209,6 @@ def _regime(settings: AblationSettings, folder: Path) -> list[str]:
     flags = [f"--{name}={file}" for name, file in files.items()]
     flags += ["--generation_batch_size=32", f"--max_completion_length={regime.max_tokens}"]
     return flags if settings.model else [f"--model={ASSETS}", *flags]
-
-
-def _mean_area(runs: Sequence[Any]) -> float:
-    return statistics.fmean(_area(run["step"], run["accuracy"], run["step"][-1]) for run in (r.result() for r in runs))
 
 
 def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

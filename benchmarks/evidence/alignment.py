@@ -130,9 +130,8 @@ def true_gradient(policy: Policy, settings: AlignmentSettings) -> Tensor:
 
 
 def run(
-    pieces: Pieces, folder: Path, settings: AlignmentSettings, *, arms: Sequence[str] | None = None,
-    say: Callable[[str], None] = print,
-) -> dict[str, Any]:  # fmt: skip
+    pieces: Pieces, folder: Path, settings: AlignmentSettings, *, arms: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Measure the arms, block by block, and sum up.
 
     Args:
@@ -140,7 +139,6 @@ def run(
         folder: of the vectors that blocks are compared with: the true gradient, the mean squares for Adam.
         settings: how much.
         arms: names that `arms_of` takes; default the set "main".
-        say: prints progress, a line at a time.
 
     Raises:
         ValueError: an unknown arm, or settings that leave nothing to measure.
@@ -151,13 +149,13 @@ def run(
     gram = (truth @ truth.T).double().numpy()
     if min(_strength(np.delete(np.delete(gram, part, 0), part, 1)) for part in range(PARTS)) <= 0:
         raise ValueError("truth_groups: the parts of the true gradient do not agree; raise it")
-    say(f"true gradient: norm {math.sqrt(_strength(gram)):.3g} for an eighth of the groups")
+    print(f"true gradient: norm {math.sqrt(_strength(gram)):.3g} for an eighth of the groups")
     own = known | {"arms": list(chosen), "continuations": settings.continuations}
     squares = _kept(folder / "squares.pt", own, lambda: mean_squares(policy, chosen, settings))
     blocks = []
     for block in range(settings.blocks):
         blocks.append(pieces.get(f"block {block}", lambda: _block(policy, chosen, block, truth, squares, settings)))  # noqa: B023
-        say(f"block {block + 1} of {settings.blocks}")
+        print(f"block {block + 1} of {settings.blocks}")
     agreement = float(torch.cosine_similarity(truth[::2].sum(0), truth[1::2].sum(0), dim=0))
     figures = summary([block["products"] for block in blocks], gram)
     step = sum(block["seconds"][part] for block in blocks for part in ("sampling", "forward", "backward"))

@@ -24,7 +24,7 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     from matplotlib import pyplot
 
     colours = dict(zip(LINES, ("C7", "C0", "C1", "C5", "C2"), strict=True))
-    canvas, panels = pyplot.subplots(
+    sizes, panels = pyplot.subplots(
         1, len(chosen), figsize=(max(4.2, 3.2 * len(chosen)), 3.4), squeeze=False, sharey=True
     )
     for panel, one in zip(panels[0], chosen, strict=True):
@@ -41,10 +41,6 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         panel.set_xlabel("completions in a batch")
     panels[0, 0].set_ylabel("cosine with the true gradient")
     panels[0, 0].legend(fontsize=7)
-    paths = [folder / "evidence-alignment-sizes.png", folder / "evidence-alignment-density.png"]
-    canvas.tight_layout()
-    canvas.savefig(paths[0], dpi=120)
-    pyplot.close(canvas)
     canvas, panel = pyplot.subplots(figsize=(5.2, 3.6))
     densities = [one["density"] for one in chosen]
     for name in LINES[1:]:
@@ -63,7 +59,9 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     panel.set_xlabel("share of tokens in steps and answer")
     panel.set_ylabel(f"cosine, ratio to plain's, {ADAM * chosen[0]['settings']['group']} completions")
     panel.legend(fontsize=7)
-    canvas.tight_layout()
-    canvas.savefig(paths[1], dpi=120)
-    pyplot.close(canvas)
+    paths = [folder / "evidence-alignment-sizes.png", folder / "evidence-alignment-density.png"]
+    for drawn, path in zip((sizes, canvas), paths, strict=True):
+        drawn.tight_layout()
+        drawn.savefig(path, dpi=120)
+        pyplot.close(drawn)
     return paths

@@ -48,12 +48,14 @@ class Regime:
         kind: of them, a key of `WORDS`.
         hurried: every step takes a wrong operand at times, not the last alone.
         max_tokens: room for a completion.
+        share: how often the model sees it.
     """
 
     sentences: int = 0
     kind: str = "set"
     hurried: bool = False
     max_tokens: int = 96
+    share: int = 10
 
     def question(self, problem: WordProblem) -> str:
         """The problem's text, and what the prompt asks for besides."""
@@ -72,19 +74,15 @@ class Regime:
 
 
 REGIMES = {
-    "plain": Regime(),
-    "idle8": Regime(8, max_tokens=224),
-    "idle24": Regime(24, max_tokens=448),
-    "idle90": Regime(90, max_tokens=1200),
-    "free8": Regime(8, "free", max_tokens=288),
-    "decoys8": Regime(8, "decoys", max_tokens=288),
+    "plain": Regime(share=20),
+    "idle8": Regime(8, max_tokens=224, share=20),
+    "idle24": Regime(24, max_tokens=448, share=8),
+    "idle90": Regime(90, max_tokens=1200, share=2),
+    "free8": Regime(8, "free", max_tokens=288, share=12),
+    "decoys8": Regime(8, "decoys", max_tokens=288, share=12),
     "hurried": Regime(hurried=True),
     "hurried8": Regime(8, hurried=True, max_tokens=224),
 }
-_SHARES = {
-    "plain": 20, "idle8": 20, "idle24": 8, "idle90": 2, "free8": 12, "decoys8": 12, "hurried": 10, "hurried8": 10,
-}  # fmt: skip
-"""How often the model sees each."""
 
 RECIPE = {"vocab_size": 640, "max_steps": 2400, "batch_size": 32, "max_position_embeddings": 1536}
 """Settings of the model; the rest is the embedded one's."""
@@ -114,9 +112,9 @@ def density(regime: Regime, tokenizer: Any, count: int = 200) -> float:
 
 def model_rows(split: str, seed: int, count: int) -> Iterator[Row]:
     """Solutions to learn from, by a careless pupil, of regimes in turn at random."""
-    rng = random.Random(f"{split}-{seed}-regimes")
+    rng, regimes = random.Random(f"{split}-{seed}-regimes"), list(REGIMES.values())
     for problem in itertools.islice(generate(split, seed), count):
-        regime = REGIMES[rng.choices(list(_SHARES), list(_SHARES.values()))[0]]
+        regime = rng.choices(regimes, [one.share for one in regimes])[0]
         pupil = careless(problem, rng)
         yield Row({"question": regime.question(problem), "answer": regime.solution(pupil, rng)})
 

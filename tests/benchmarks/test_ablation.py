@@ -66,17 +66,17 @@ def test_a_table_shows_what_runs_did_by_quarters_of_their_steps():
     assert "quarters" not in markdown(document | {"curves": CURVES})
 
 
-def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
+def test_finished_runs_are_not_run_again(tmp_path, monkeypatch, capsys):
     size = AblationSettings(seeds=1, steps=2, eval_steps=1, eval_problems=8, eval_samples=2)
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--max_steps", "--device"))]
-    pieces, messages = Pieces(tmp_path / "pieces", {}, ENVIRONMENT), list[str]()
-    first = run(pieces, tmp_path, size, arms=["entropy"], extra=small, say=messages.append)
-    assert messages[0].startswith("entropy-seed0: ")
+    pieces = Pieces(tmp_path / "pieces", {}, ENVIRONMENT)
+    first = run(pieces, tmp_path, size, arms=["entropy"], extra=small)
+    assert capsys.readouterr().out.startswith("entropy-seed0: ")
     assert first["curves"]["entropy"][0]["step"] == [0, 1, 2]
     assert np.all(np.diff(first["curves"]["entropy"][0]["seconds"]) > 0)
     assert all(0 <= 16 * share == round(16 * share) for share in first["curves"]["entropy"][0]["sampled"])
     monkeypatch.setattr(ablation, "_train", None)
-    again = run(pieces, tmp_path, size, arms=["entropy"], extra=small, say=messages.append)
+    again = run(pieces, tmp_path, size, arms=["entropy"], extra=small)
     assert again == first == json.loads(json.dumps(first))
 
 
