@@ -50,10 +50,8 @@ class Quantity(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One line of a solution: characters `[start, end)`, its newline among them, and what is true of them."""
+    """What is true of a line of a solution."""
 
-    start: int
-    end: int
     role: str  # "step", "idle step", "idle fact", "header" or "repeat"
     quantity: int | None  # whose value the line states; None for a header
     direct: bool  # the answer's line takes its number from what this line states
@@ -168,14 +166,12 @@ def _judged(rng: random.Random, split: str, kind: str) -> PlantedProblem | None:
     if kind == "implicit":
         lines = [line for line in lines if line[1] != target]
         read_by_answer = set(quantities[target].reads)
-    units, wanted, text = list[Unit](), set(read_by_answer), "".join(text for _, _, text in lines)
-    end = len(text)
-    for role, i, content in reversed(lines):
+    units, wanted = list[Unit](), set(read_by_answer)
+    for role, i, _ in reversed(lines):
         if i is not None and i in wanted and role != "repeat":  # which reads its earlier statement only
             wanted |= set(quantities[i].reads)
-        truths = i in read_by_answer, i in wanted, role == "step" and i == origin
-        units.insert(0, Unit(end - len(content), end, role, i, *truths))
-        end -= len(content)
+        units.insert(0, Unit(role, i, i in read_by_answer, i in wanted, role == "step" and i == origin))
+    text = "".join(text for _, _, text in lines)
     answer, question = values_of(written)[target], _question(quantities, target)
     return PlantedProblem(question, f"{text}#### {answer}", answer, gold, kind, quantities, tuple(units))
 
