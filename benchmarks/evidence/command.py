@@ -19,10 +19,11 @@ from docstring_parser import parse_from_object
 from benchmarks.evidence import ablation, alignment, arms, corrects, demo, papers, pictures, planted, programs, regimes
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
-TRAINING = (
-    '--arms training --rates "5e-5 1e-4" --seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1'
+SIZE = "--seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1"
+IDLE = (
+    '"plain DAPO" "CF where right" "position where right" "prefix gain where right" '
+    '"prefix gain where right, spans open" "random where right, spans open"'
 )
-OTHERS = '"position where right" "prefix gain where right" "prefix gain where right, spans open"'
 DENSITY = (
     'plain CF "CF where right" "total effects where right" "prefix gain where right" "permuted where right" '
     '"position where right" "CF where right, spans open" "prefix gain where right, spans open" ceiling'
@@ -30,12 +31,16 @@ DENSITY = (
 FEW = 'plain CF "CF where right" "prefix gain where right" "position where right" "right times 4"'
 ALL = (
     "planted", "programs", "papers", "demo", "ablation",
-    'ablation --arms "two levels" --name evidence-ablation-levels',
-    *(f"ablation --regime {name} {TRAINING} --name evidence-training-{name}" for name in ("idle8", "plain")),
     *(
-        f'ablation --regime {regime} --arms "plain DAPO" "CF where right" {OTHERS} --rates 1e-4 --seeds 12 --steps 40 '
-        f"--eval-steps 20 --eval-problems 512 --eval-samples 1 --name evidence-training-{name}"
-        for regime, name in (("idle8", "idle8-sampled"), ("free8", "free8"))
+        f"ablation --regime {regime} --arms {chosen} --rates {rates} {SIZE} --name evidence-{name}"
+        for name, regime, rates, chosen in (
+            ("training-idle8", "idle8", '"5e-5 1e-4"', "training"),
+            ("training-plain", "plain", '"5e-5 1e-4"', '"plain DAPO" "CF where right"'),
+            ("training-plain-controls", "plain", "1e-4", 'training "prefix gain where right, spans open"'),
+            ("training-idle8-sampled", "idle8", "1e-4", IDLE),
+            ("training-free8", "free8", "1e-4", IDLE),
+            ("ablation-levels", "plain", "1e-4", '"two levels"'),
+        )
     ),
     "model --kind corrects",
     'ablation --model runs/corrects/model --arms "plain DAPO" "compare and correct" --name evidence-corrects',
@@ -54,7 +59,7 @@ ALL = (
         for name in ("idle24", "free8", "decoys8", "hurried8")
     ),
 )  # fmt: skip
-"""Commands that make every result, in some twenty-four hours of one core by the times of their parts."""
+"""Commands that make every result, in some twenty-six hours of one core by the times of their parts."""
 
 MAKERS = {"regimes": regimes.train, "corrects": corrects.train}
 
