@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from .weights import unit_weight
+
 _UNITS, _COMPLETIONS = 10, 8  # shown at most
 _WARM, _COOL, _OPAQUE = "222 98 0", "32 108 196", 0.62
 
@@ -23,7 +25,7 @@ def as_table(credit: Any) -> str:
     lines = [head, f"{'row':>5}  {'unit':40} {'drop':>9} {'weight':>7}"]
     for drop, b, span in sorted(units[:_UNITS], key=lambda unit: unit[1:]):
         text = "".join(credit.texts(b)[slice(*span)]) if credit.texts else f"tokens {span.start} to {span.end - 1}"
-        weight = credit.weights[b][span.start].item()
+        weight = unit_weight(credit.weights[b], span)
         lines.append(f"{b:>5}  {' '.join(text.split())[:40]:40} {drop:z9.3f} {weight:7.2f}")
     return "\n".join([*lines, *[f"       and {len(units) - _UNITS} more"] * (len(units) > _UNITS)])
 

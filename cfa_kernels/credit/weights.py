@@ -97,6 +97,11 @@ def opened(units: Sequence[Span]) -> list[Span]:
     return [Span(min(unit.start + 1, unit.end - 1), unit.end) for unit in units]
 
 
+def unit_weight(weights: Tensor, unit: Span) -> float:
+    """Return the weight of a unit, by the weights (T,) of its completion: its last token's, as `opened` keeps that."""
+    return weights[unit.end - 1].item()
+
+
 def normalized_weights(weights: Tensor, normalize: str | None) -> Tensor:
     """Rescale weights to mean 1 where `normalize` is "mean". Raises `ValueError` if all are 0."""
     if normalize is None or not len(weights):

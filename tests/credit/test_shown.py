@@ -26,6 +26,11 @@ def test_a_table_holds_the_units_that_matter_most_without_a_minus_before_zero() 
     assert "tokens 0 to 0" in repr(pickle.loads(pickle.dumps(CREDIT)))  # texts stay where the tokenizer is
 
 
+def test_a_table_shows_the_weight_of_a_units_last_token_as_its_first_may_count_as_outside() -> None:
+    opened = replace(CREDIT, weights=[torch.tensor([1.0, 4.0, 4.0])], spans=[[Span(0, 3)]], drop=[torch.ones(1)])
+    assert repr(opened).split()[-1] == "4.00"
+
+
 def test_a_notebook_shows_judged_completions_shaded_as_far_as_a_weight_is_from_one_and_escaped() -> None:
     page = CREDIT._repr_html_()
     tokens = re.findall(r'/ (.*?)\)" title="(.*?)">(.*?)</span>', page, re.DOTALL)

@@ -157,7 +157,7 @@ def test_samples_hold_tokens_weights_and_what_masking_did(finished) -> None:
         assert "".join(sample["tokens"]).startswith(sample["completion"])
         for span in sample["spans"]:
             assert span["text"] == "".join(sample["tokens"][span["start"] : span["end"]])
-            assert sample["weights"][span["start"]] == pytest.approx(span["weight"], abs=1e-4)
+            assert sample["weights"][span["end"] - 1] == pytest.approx(span["weight"], abs=1e-4)
             assert math.isfinite(span["drop"])
             assert span["drop"] == round(span["drop"], 4)
         assert sample["weights"][sample["answer"]["start"]] == 1.5

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from cfa_kernels.credit.weights import unit_weight
 from cfa_kernels.estimators.masking import Masking
 
 from ..config import TrainConfig
@@ -21,7 +22,7 @@ def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, 
         unit = "nats" if estimator.effect == "direct" else "total effect in nats"
     spans = []
     for span, drop in zip(credit.spans[b], credit.drop[b].tolist(), strict=True):
-        text, weight = tokenizer.decode(ids[span.start : span.end]), credit.weights[b][span.start].item()
+        text, weight = tokenizer.decode(ids[span.start : span.end]), unit_weight(credit.weights[b], span)
         drop = round(drop, 4) + 0.0 if isinstance(estimator, Masking) else drop  # + 0.0: no -0.0
         spans.append({"start": span.start, "end": span.end, "text": text, "drop": drop, "weight": weight})
     names = {"counterfactual": estimator.name, "inverted": f"{estimator.name}, inverted"}
