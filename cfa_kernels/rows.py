@@ -98,6 +98,13 @@ def check_columns(prompts: Sized, **columns: Sized) -> None:
             raise ValueError(f"{name} has {len(column)} rows, prompts has {len(prompts)}; they must agree")
 
 
+def check_floating(name: str, column: Tensor | Sequence[Tensor]) -> None:
+    """Raise `ValueError` naming a column, one tensor or one for each row, and its dtype unless that is floating."""
+    for values in [column] if isinstance(column, Tensor) else column:
+        if not values.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {values.dtype}; convert them with .float()")
+
+
 def check_finite(name: str, index: Sequence[int], column: Sequence[Tensor], low: float = -torch.inf) -> None:
     """Raise `ValueError` naming the row, by `index`, token and value of the first number below `low` or not finite."""
     expected = "finite" if low == -torch.inf else "finite and not negative"

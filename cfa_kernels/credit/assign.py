@@ -181,8 +181,8 @@ def counterfactual_credit(
             forward that was given the same `rows`. Estimators that only compare completions do not use it.
         tokenizer: the one that sampled the ids.
         rows: prompts and completions; an empty completion gets no credit.
-        advantages: (B,) or B tensors (T_b,). Completions where they are all zero are not judged and get weight 1, nor
-            are those of a sum of at most 0 with `completions="positive"`. Required by that and by signed values.
+        advantages: (B,) or B tensors (T_b,), float. Completions where they are all zero are not judged and get weight
+            1, nor are those of a sum of at most 0 with `completions="positive"`. Required by that and by signed values.
         config: default `CounterfactualConfig()`.
         seed: integers that key draws, with the row's index: of the run, the step and the like.
         groups: (B,) int64, equal for completions that are compared with each other; default by equal prompts.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..hf.model import causal_lm
 from ..hf.modes import evaluation_mode
-from ..rows import Rows, check_columns
+from ..rows import Rows, check_columns, check_floating
 from ..scoring.access import ModelAccess, TrainingForward
 from ..scoring.training_forward import PackedForward, packed_logprobs
 from .assign import Credit, counterfactual_credit
@@ -161,8 +161,10 @@ def multiplied(advantages: Tensor | Sequence[Tensor], weights: Sequence[Tensor])
 def credited_advantages(advantages: Tensor | Sequence[Tensor], credit: Credit) -> Tensor | list[Tensor]:
     """Multiply `advantages`, (B,) or B tensors (T_b,), by the weights, or replace them by signed credit; same dtype.
 
-    Returns B tensors (T_b,), or `advantages` as they are if every weight is 1.
+    Returns B tensors (T_b,), or `advantages` as they are if every weight is 1. Raises `ValueError` for a dtype that is
+    not floating point.
     """
+    check_floating("advantages", advantages)
     if credit.advantages is None:
         return multiplied(advantages, credit.weights)
     signed = zip(credit.advantages, credit.weights, advantages, strict=True)

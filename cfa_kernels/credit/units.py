@@ -10,7 +10,7 @@ from torch import Tensor
 from ..estimators.base import ANSWER
 from ..estimators.probes import Probe, length_without_eos, with_probe
 from ..options import as_numbers
-from ..rows import Rows, check_columns, token_ids
+from ..rows import Rows, check_columns, check_floating, token_ids
 from ..span import Span
 from ..text.find import Reasoning, find_reasoning
 from .config import CounterfactualConfig
@@ -44,6 +44,8 @@ class CreditInputs:
             own = advantages.detach().cpu()
         elif advantages is not None:
             own = _token_columns("advantages", advantages, rows)
+        if own is not None:
+            check_floating("advantages", own)
         if (entropies := columns.pop("entropies")) is not None:
             entropies = _token_columns("entropies", entropies, rows)
         if rewards is not None:

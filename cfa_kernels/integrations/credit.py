@@ -12,7 +12,7 @@ from .. import CounterfactualConfig
 from ..credit.deferred import DeferredCredit, credited_advantages
 from ..estimators import ESTIMATORS
 from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, NEEDS, REWARDS, SIBLINGS, Estimator
-from ..rows import Rows
+from ..rows import Rows, check_floating
 from ..scoring.access import DISTRIBUTIONS, GRADIENTS, LOGPROBS, MODEL, ModelAccess, Sharded
 
 
@@ -20,7 +20,7 @@ def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
     """Multiply advantages by token weights: the same as weighing the clipped loss of each token, but for a KL term.
 
     Args:
-        advantages: (B,) or (B, T), float.
+        advantages: (B,) or (B, T), float; others are a `ValueError`.
         weights: (B, T), finite and >= 0; others are a `ValueError`.
 
     Returns:
@@ -32,6 +32,7 @@ def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
             f"advantages must be (B,) or (B, T) for weights (B, T), got {tuple(advantages.shape)} and "
             f"{tuple(weights.shape)}"
         )
+    check_floating("advantages", advantages)
     bad = ~(torch.isfinite(weights) & (weights >= 0))
     if bad.any():
         row, token = bad.nonzero()[0].tolist()

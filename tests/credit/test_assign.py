@@ -329,6 +329,16 @@ ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
             {"rewards": [1.0] * 4, **ONE_GROUP, "advantages": [torch.full((n,), math.inf) for n in ROWS.lengths]},
             "advantages row 0, token 0: must be finite, got inf",
         ),
+        (
+            {},
+            {"advantages": torch.tensor([1, -1, 1, 0])},
+            r"advantages must be floating point, got torch.int64; convert .* \.float\(\)",
+        ),
+        (
+            {},
+            {"advantages": [torch.ones(n, dtype=torch.float if n < 5 else torch.bool) for n in ROWS.lengths]},
+            "advantages must be floating point, got torch.bool",
+        ),
         ({}, {"advantages": torch.zeros(3)}, "advantages has 3 rows, prompts has 4; they must agree"),
         ({}, {"advantages": [torch.ones(3)] * 4}, r"advantages row 0: must be a tensor \(5,\) like .*, got \(3,\)"),
         (

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, DeferredCredit, Draws, packed_forward
+from cfa_kernels import CounterfactualConfig, Credit, DeferredCredit, Draws, packed_forward
+from cfa_kernels.credit.deferred import credited_advantages
 from cfa_kernels.integrations import trl_credit
 from tests.support.log_prob_hosts import batch_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -33,6 +34,17 @@ def test_micro_batches_change_neither_weights_nor_draws(options):
     torch.testing.assert_close(parts.weights(range(6)), whole.weights(range(6)), rtol=0, atol=1e-4)
     assert parts.finished().spans == whole.finished().spans
     assert parts.finished() is None
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_integer_advantages_are_not_credited_as_their_products_with_weights_would_be_cut_to_integers(signed):
+    half = [torch.full((2,), 0.5), torch.ones(2)]
+    credit = Credit(half, [None] * 2, [[], []], half, torch.zeros(2), None, advantages=half if signed else None)
+    assert torch.stack(credited_advantages(torch.tensor([1.0, -1.0]), credit))[0].tolist() == [0.5 - 0.25 * signed] * 2
+    for advantages in (torch.tensor([1, -1]), [torch.ones(2), torch.tensor([1, -1])]):
+        message = r"advantages must be floating point, got torch.int64; convert them with \.float\(\)"
+        with pytest.raises(ValueError, match=message):
+            credited_advantages(advantages, credit)
 
 
 @pytest.mark.parametrize("options", DRAWN, ids=str)

@@ -87,6 +87,12 @@ def test_advantages_of_another_shape_than_the_weights_are_an_error_and_others_ke
     assert fold_weights(torch.ones(2, dtype=torch.bfloat16), torch.full((2, 3), 0.5)).dtype == torch.bfloat16
 
 
+def test_integer_advantages_are_an_error_as_their_products_with_weights_would_be_cut_to_integers():
+    message = r"advantages must be floating point, got torch.int64; convert them with \.float\(\)"
+    with pytest.raises(ValueError, match=message):
+        fold_weights(torch.tensor([1, -1]), torch.full((2, 3), 0.5))
+
+
 def credited(rows, masks, advantages, config, groups):
     """Advantages and figures of rows with rewards of 1 and 0, by the service."""
     given = {"groups": torch.tensor(groups), "rewards": torch.tensor([1.0, 0.0])}
