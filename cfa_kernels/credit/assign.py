@@ -11,7 +11,7 @@ from ..estimators.base import ANSWER, Importances
 from ..estimators.probes import Probe
 from ..hf.accuracy import ACCURACY
 from ..options import as_numbers
-from ..rows import Rows, check_finite, equal_prompts, keyed_generator, pad_rows
+from ..rows import Rows, equal_prompts, keyed_generator, pad_rows
 from ..scoring.access import CAPABILITIES, ModelAccess, TrainingForward, as_access
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
@@ -181,8 +181,9 @@ def counterfactual_credit(
             forward that was given the same `rows`. Estimators that only compare completions do not use it.
         tokenizer: the one that sampled the ids.
         rows: prompts and completions; an empty completion gets no credit.
-        advantages: (B,) or B tensors (T_b,), float. Completions where they are all zero are not judged and get weight
-            1, nor are those of a sum of at most 0 with `completions="positive"`. Required by that and by signed values.
+        advantages: (B,) or B tensors (T_b,), float; finite, but for completions that are empty or have a reward of nan.
+            Those where they are all zero are not judged and get weight 1, nor are those of a sum of at most 0 with
+            `completions="positive"`. Required by that and by signed values.
         config: default `CounterfactualConfig()`.
         seed: integers that key draws, with the row's index: of the run, the step and the like.
         groups: (B,) int64, equal for completions that are compared with each other; default by equal prompts.
@@ -195,8 +196,7 @@ def counterfactual_credit(
 
     Raises:
         ValueError: columns that are not as described; an estimator that lacks a column, or gives values of the wrong
-            number or that are not finite; advantages that are not finite where signed values are added; rows that are
-            not those of the `TrainingForward`; names the row.
+            number or that are not finite; rows that are not those of the `TrainingForward`; names the row.
         TypeError: `config` is not a configuration.
         NotImplementedError: an estimator needs what this access to the model does not offer.
         Also what the estimator itself raises.
@@ -286,8 +286,6 @@ class _Assignment:
                 f"{config.asked_for}: it needs {CAPABILITIES[missing[0]]}, and the model is asked through "
                 f"{type(access).__name__}"
             )
-        if config.weights is None and inputs.advantages is not None:  # its values are scaled by them and added to them
-            self._check_finite()
         batch = self._batch(inputs.with_tokens if config.compares else list(units))
         places = [row.place for row in batch.rows]
         result = access.apply(config.estimator, batch) if capabilities else config.estimator(access, batch)
@@ -338,14 +336,7 @@ class _Assignment:
         own, name = self.inputs.advantages, self.config.estimator.name
         if own is None:
             raise ValueError(f"advantages must be given: estimator={name!r} adds to them, got None")
-        self._check_finite()
         return [row.float() + extra for row, extra in zip(own, added, strict=True)]
-
-    def _check_finite(self) -> None:
-        """Raise `ValueError` for an advantage of a credited row that is not finite."""
-        own, index, rows = self.inputs.advantages, self.inputs.rows.index, self.inputs.credited
-        assert own is not None
-        check_finite("advantages", [index[b] for b in rows], [own[b] for b in rows])
 
 
 def _beyond_rounding(

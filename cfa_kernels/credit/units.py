@@ -10,7 +10,7 @@ from torch import Tensor
 from ..estimators.base import ANSWER
 from ..estimators.probes import Probe, length_without_eos, with_probe
 from ..options import as_numbers
-from ..rows import Rows, check_columns, check_floating, token_ids
+from ..rows import Rows, check_columns, check_finite, check_floating, token_ids
 from ..span import Span
 from ..text.find import Reasoning, find_reasoning
 from .config import CounterfactualConfig
@@ -34,7 +34,7 @@ class CreditInputs:
     def of(
         cls, rows: Rows, advantages: Tensor | Sequence[Tensor] | None, *, credited_rows: str = "all", **columns: Any
     ) -> "CreditInputs":
-        """Check that every column has a value for each row."""
+        """Check that every column has a value for each row, and that advantages are finite."""
         if credited_rows == "positive" and advantages is None:
             raise ValueError("advantages must be given with completions='positive', which judges by them, got None")
         rewards, groups = columns.pop("rewards"), columns.pop("groups")
@@ -44,8 +44,6 @@ class CreditInputs:
             own = advantages.detach().cpu()
         elif advantages is not None:
             own = _token_columns("advantages", advantages, rows)
-        if own is not None:
-            check_floating("advantages", own)
         if (entropies := columns.pop("entropies")) is not None:
             entropies = _token_columns("entropies", entropies, rows)
         if rewards is not None:
@@ -54,7 +52,12 @@ class CreditInputs:
             groups = torch.as_tensor(groups).cpu()
         columns |= {"rewards": rewards, "groups": groups}
         check_columns(rows.prompts, **{name: column for name, column in columns.items() if column is not None})
-        return cls(rows, own, entropies=entropies, credited_rows=credited_rows, **columns)
+        inputs = cls(rows, own, entropies=entropies, credited_rows=credited_rows, **columns)
+        if own is not None:
+            check_floating("advantages", own)
+            compared = inputs.with_tokens
+            check_finite("advantages", [rows.index[b] for b in compared], [own[b] for b in compared])
+        return inputs
 
     @property
     def with_tokens(self) -> list[int]:

@@ -1,7 +1,5 @@
 """counterfactual_credit does the whole way of a batch, whatever the estimator and the rule for weights."""
 
-import math
-
 import pytest
 import torch
 
@@ -319,26 +317,6 @@ ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
             {"rewards": [1.0] * 4, **ONE_GROUP},
             "advantages must be given: .* adds to them",
         ),
-        (
-            {"estimator": "prefix_tree"},
-            {"rewards": [1.0] * 4, **ONE_GROUP, "advantages": torch.tensor([1.0, 0, math.nan, 1])},
-            "advantages row 2: must be finite, got nan",
-        ),
-        (
-            {"estimator": "prefix_tree"},
-            {"rewards": [1.0] * 4, **ONE_GROUP, "advantages": [torch.full((n,), math.inf) for n in ROWS.lengths]},
-            "advantages row 0, token 0: must be finite, got inf",
-        ),
-        (
-            {},
-            {"advantages": torch.tensor([1, -1, 1, 0])},
-            r"advantages must be floating point, got torch.int64; convert .* \.float\(\)",
-        ),
-        (
-            {},
-            {"advantages": [torch.ones(n, dtype=torch.float if n < 5 else torch.bool) for n in ROWS.lengths]},
-            "advantages must be floating point, got torch.bool",
-        ),
         ({}, {"advantages": torch.zeros(3)}, "advantages has 3 rows, prompts has 4; they must agree"),
         ({}, {"advantages": [torch.ones(3)] * 4}, r"advantages row 0: must be a tensor \(5,\) like .*, got \(3,\)"),
         (
@@ -454,7 +432,7 @@ def test_a_completion_without_a_reward_is_neither_compared_nor_credited(scored):
     estimate = importances_of(lambda batch: [[0.0] * len(units) for units in batch.units])
     rewards = torch.tensor([1.0, float("nan"), 0, 1])
     config = CounterfactualConfig(estimator=estimate)
-    credit = credited(scored, config=config, rewards=rewards)
+    credit = credited(scored, config=config, rewards=rewards, advantages=rewards - 0.5)  # also nan, and not read
     assert estimate.batch.index == [0, 2, 3]
     assert credit.spans[1] == []
 
