@@ -14,6 +14,7 @@ from ..scoring.access import ModelAccess, TrainingForward
 from ..scoring.training_forward import PackedForward, packed_logprobs
 from .assign import Credit, counterfactual_credit
 from .config import CounterfactualConfig
+from .units import CreditInputs
 from .weights import normalized_weights
 
 
@@ -79,6 +80,11 @@ class DeferredCredit:
     def is_due(self, rows: Sequence[int]) -> bool:
         """Whether any of `rows` has no credit yet."""
         return any(b not in self._place for b in rows)
+
+    def to_judge(self) -> list[int]:
+        """List the rows that are to be judged, whether or not they have an answer and units."""
+        options = {"rewards": self._columns["rewards"], "credited_rows": self.config.completions}
+        return CreditInputs(self.rows, self.advantages, **options).credited
 
     def reads(self, rows: Sequence[int]) -> list[bool]:
         """Say of each of `rows` whether assigning credit reads a forward of it, to its end."""

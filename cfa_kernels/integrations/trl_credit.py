@@ -77,8 +77,8 @@ def weighed(batch: DeferredCredit, credit: Credit) -> list[str]:
 
 
 def why_nothing(batch: DeferredCredit, credit: Credit) -> str | None:
-    """Explain why no completion with an advantage got credit; None if one did, or none was due."""
-    due = [b for b, advantage in enumerate(batch.advantages) if (advantage != 0).any() and batch.rows.lengths[b]]
+    """Explain why no completion that is to be judged got credit; None if one did, or none was due."""
+    due = batch.to_judge()
     if not due or not batch.config.runs_estimator or any(credit.spans):
         return None
     if any(answer is not None for answer in credit.answers):
@@ -93,7 +93,8 @@ def why_nothing(batch: DeferredCredit, credit: Credit) -> str | None:
             )
         ends = batch.tokenizer.decode(batch.rows.completions[due[0]])[-60:]
         reason = f"no answer was found. {looked}. The first of these completions ends with {ends!r}"
-    return f"credit/scored_fraction is 0: of {len(due)} completions with an advantage none was judged: {reason}"
+    an = "a positive" if batch.config.completions == "positive" else "an"
+    return f"credit/scored_fraction is 0: of {len(due)} completions with {an} advantage none was judged: {reason}"
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
