@@ -56,7 +56,7 @@ class CounterfactualConfig:
     open_spans: bool
     """Weigh each span from its second token on. By its first one the policy chooses what comes next, and weights that
     differ by that choice push towards it wherever right and wrong completions are not weighed alike; so it counts as
-    outside."""
+    outside, but for spans of a single token, which keep their weight."""
     token_budget: Count | None
     """Maximum packed tokens per forward; None takes as many as half of a GPU's free memory holds, on a CPU a fixed
     number."""

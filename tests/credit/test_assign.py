@@ -114,6 +114,18 @@ def test_open_spans_leave_their_first_token_to_the_weight_outside(scored, monkey
     assert found[0].tolist() == ([1, 2, 2, 3, 1] if signed else [1, 0.5, 0.5, 4, 1.5])
 
 
+@pytest.mark.parametrize("weights", ["range", "identity"])
+def test_open_spans_change_nothing_where_each_token_draws_a_weight_of_its_own(scored, monkeypatch, weights):
+    monkeypatch.setattr(
+        units_module, "find_reasoning", lambda rows, *_, **__: {b: Reasoning(None, 5, [Span(0, 3)]) for b in rows}
+    )
+    estimator, results = importances_of(lambda batch: [[1.0] for _ in batch.units]), []
+    for is_open in (False, True):
+        config = CounterfactualConfig(estimator, weights, "random", open_spans=is_open)
+        results.append(credited(scored, rows=ROWS.take([0]), config=config).weights[0])
+    assert torch.equal(*results) == (weights == "range")
+
+
 @pytest.mark.parametrize("control", ["off", "random"])
 def test_controls_that_ignore_the_drops_score_nothing(scored, control):
     credit = credited(scored, config=CounterfactualConfig(control=control))
