@@ -123,8 +123,8 @@ class CounterfactualConfig:
 
     @property
     def runs_estimator(self) -> bool:
-        """Whether the estimator runs; it does not where weights are drawn or all 1."""
-        if self.control == "random":  # the estimator may give signed values, which are then permuted
+        """Whether the estimator runs; not where all weights are 1, or drawn and it is not the caller's function."""
+        if self.control == "random":  # a function may give signed values, which are then permuted
             return self.weights is None or isinstance(self.estimator, OwnFunction)
         return self.control != "off"
 

@@ -120,6 +120,14 @@ def test_what_is_given_twice_or_not_read_or_misspelt_or_out_of_range_is_refused_
         CounterfactualConfig(**options)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "runs"),
+    [("masking", False), ("entropy", False), ("entropy_shaping", True), (lambda model, batch: batch.units, True)],
+)
+def test_where_weights_are_drawn_only_signed_estimators_and_functions_run(estimator, runs):
+    assert CounterfactualConfig(estimator, control="random").runs_estimator == runs
+
+
 def test_what_is_no_configuration_is_refused_with_what_makes_one():
     assert as_config(None) == CounterfactualConfig()
     with pytest.raises(TypeError, match=r"CounterfactualConfig, got {'w_max': 3.0}; make one by .*from_flat"):
