@@ -196,7 +196,8 @@ def counterfactual_credit(
 
     Raises:
         ValueError: columns that are not as described; an estimator that lacks a column, or gives values of the wrong
-            number or that are not finite; rows that are not those of the `TrainingForward`; names the row.
+            number or that are not finite; names the row. Also rows of other numbers or lengths than those of the
+            `TrainingForward`; their tokens are not compared.
         TypeError: `config` is not a configuration.
         NotImplementedError: an estimator needs what this access to the model does not offer.
         Also what the estimator itself raises.

@@ -302,7 +302,7 @@ class PackedForward:
         return self.score_batch(batch, outcome).in_callers_order(batch)
 
     def require_rows(self, rows: Rows) -> None:
-        """Raise `ValueError` unless `rows` are those of this forward."""
+        """Raise `ValueError` unless `rows` have the numbers and lengths of this forward's; compares no tokens."""
         if rows is not self.rows and (rows.index, rows.lengths) != (self.rows.index, self.rows.lengths):
             raise ValueError(
                 f"rows: must be those of the forward, got {len(rows)} rows for its {len(self.rows)}, or other numbers "
