@@ -24,8 +24,8 @@ class Interval:
     high: float = math.inf
     above_low: bool = False
 
-    def __contains__(self, value: float) -> bool:
-        in_float32 = abs(value) <= _LARGEST  # which is false for nan
+    def __contains__(self, value: Any) -> bool:
+        in_float32 = isinstance(value, Real | Tensor) and abs(value) <= _LARGEST  # type: ignore[operator]  # false for nan
         return in_float32 and self.low <= value <= self.high and not (self.above_low and value == self.low)
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Interval:
         """Raise `ValueError` for the first number, if it is there, that is not in the interval; names it."""
         for name, number in numbers.items():
             if number is not None and number not in self:
-                raise ValueError(f"{name} must be {self}, got {number}")
+                raise ValueError(f"{name} must be {self}, got {repr(number) if isinstance(number, str) else number}")
 
 
 NOT_NEGATIVE = Interval(0.0)
@@ -52,6 +52,14 @@ Share = Annotated[float, Interval(0.0, 1.0)]
 PositiveShare = Annotated[float, Interval(0.0, 1.0, above_low=True)]
 Count = Annotated[int, Interval(1)]
 TokenId = Annotated[int, Interval(0)]
+
+
+def check_class(kind: type, **values: Any) -> None:
+    """Raise `ValueError` naming the first value that is not of the class `kind`."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            got = repr(value) if isinstance(value, str) else type(value).__name__
+            raise ValueError(f"{name} must be of class {kind.__name__}, got {got}")
 
 
 def check_fields(part: Any) -> None:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .options import check_class
+
 
 class Rows:
     """Prompts and completions of a batch, unpadded, int64 on the host; a row is its place in the batch.
@@ -70,6 +72,11 @@ def pad_rows(rows: Sequence[Tensor], width: int | None = None, value: float = 0)
     """Pad B tensors (T_b,) of one dtype with `value` at the end, to (B, width); by default as wide as the longest."""
     if not len(rows):
         return torch.zeros(0, width or 0)
+    if width is not None and width < (longest := max(map(len, rows))):
+        raise ValueError(f"width must be at least {longest}, the longest row, got {width}")
+    for b, row in enumerate(rows):
+        if row.dtype != rows[0].dtype:
+            raise ValueError(f"rows must share a dtype, got {rows[0].dtype} and, in row {b}, {row.dtype}")
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
     return padded if width is None else torch.nn.functional.pad(padded, (0, width - padded.shape[1]), value=value)
 
@@ -94,6 +101,9 @@ def check_columns(prompts: Sized, **columns: Sized) -> None:
                 f"{name}: must be a list of 1-D tensors without padding, got one tensor {tuple(column.shape)}; "
                 "Rows.from_padded takes padding off"
             )
+        if not isinstance(column, Sized) or (isinstance(column, Tensor) and not column.ndim):
+            remedy = f"; give its `{name}`" if hasattr(column, name) else ""
+            raise ValueError(f"{name}: must hold an item for each row, got {type(column).__name__}{remedy}")
         if len(column) != len(prompts):
             raise ValueError(f"{name} has {len(column)} rows, prompts has {len(prompts)}; they must agree")
 
@@ -105,12 +115,26 @@ def check_floating(name: str, column: Tensor | Sequence[Tensor]) -> None:
             raise ValueError(f"{name} must be floating point, got {values.dtype}; convert them with .float()")
 
 
-def check_finite(name: str, index: Sequence[int], column: Sequence[Tensor], low: float = -torch.inf) -> None:
-    """Raise `ValueError` naming the row, by `index`, token and value of the first number below `low` or not finite."""
+def check_tokens(name: str, column: Any, rows: Rows) -> None:
+    """Raise `ValueError` unless a column is B tensors (T_b,) like the completions; advantages may be a tensor (B,)."""
+    check_columns(rows.prompts, **{name: column})
+    whole = f", or all rows one tensor ({len(rows)},)" if name == "advantages" else ""
+    if whole and isinstance(column, Tensor):
+        return
+    for b, row, length in zip(rows.index, column, rows.lengths, strict=True):
+        if not isinstance(row, Tensor) or row.shape != (length,):
+            got = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
+            raise ValueError(f"{name} row {b}: must be a tensor ({length},) like its completion{whole}, got {got}")
+
+
+def check_finite(
+    name: str, index: Sequence[int], column: Sequence[Tensor], low: float = -torch.inf, of: str = "token"
+) -> None:
+    """Raise `ValueError` naming the row, by `index`, place and value of the first number below `low` or not finite."""
     expected = "finite" if low == -torch.inf else "finite and not negative"
     for b, row in zip(index, column, strict=True):
         for t in (~(row.isfinite() & (row >= low))).flatten().nonzero().flatten().tolist():
-            place = f"row {b}, token {t}" if row.ndim else f"row {b}"
+            place = f"row {b}, {of} {t}" if row.ndim else f"row {b}"
             raise ValueError(f"{name} {place}: must be {expected}, got {row.flatten()[t].item()}")
 
 
@@ -139,6 +163,7 @@ def _on_host(name: str, column: Sequence[Tensor], index: Sequence[int], *, at_le
 
 
 def _unpad(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
+    check_class(Tensor, **{f"{name}_ids": ids, f"{name}_mask": mask})
     if ids.ndim != 2 or mask.shape != ids.shape:
         raise ValueError(
             f"{name}_ids and {name}_mask must be one (B, length) shape, got {tuple(ids.shape)} and {tuple(mask.shape)}"

@@ -54,7 +54,7 @@ class LossOptions(TypedDict, total=False):
     loss_type: str
     importance_sampling_level: str
     num_items_in_batch: Count | None
-    max_completion_length: int | None
+    max_completion_length: Annotated[int, NOT_NEGATIVE] | None
     num_sequences_in_batch: Count | None
     use_bias_correction_kl: bool
     sapo_temperature_pos: Annotated[float, POSITIVE]
@@ -130,7 +130,8 @@ def check_batch(
 
     sampling_logprobs, correction = options.get("sampling_logprobs"), check_correction(options, loss_type, level)
     tensors = (mask, advantages, old_logprobs, weights, ref_logprobs, sampling_logprobs)
-    inputs = {name: tensor for name, tensor in zip(_INPUTS, tensors, strict=True) if tensor is not None}
+    columns: dict[str, Any] = dict(zip(_INPUTS, tensors, strict=True))
+    inputs = {name: own for name, own in columns.items() if own is not None or name in ("mask", "advantages")}
     for name, tensor in inputs.items():
         shapes = [shape[:1], shape] if name == "advantages" else [shape]
         check_tensor(name, tensor, shapes, device, _INPUTS[name][0])
@@ -267,7 +268,8 @@ def check_values(name: str, tensor: Tensor, keep: Tensor, bound: str, holds: Ten
     if bad.any():
         row, token = bad.nonzero()[0].tolist()
         value = tensor.expand_as(bad)[row, token].item()
-        raise ValueError(f"{name} must be {bound} where the mask is 1; row {row}, token {token} is {value}")
+        where = "" if name == "mask" else " where the mask is 1"
+        raise ValueError(f"{name} must be {bound}{where}; row {row}, token {token} is {value}")
 
 
 def weights_sequences(loss_type: str, level: str) -> bool:
@@ -301,6 +303,9 @@ def check_linear(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, rows: Ten
     check_tensor("hidden", hidden)
     if hidden.dim() not in (2, 3) or not hidden.size(-1):
         raise ValueError(f"hidden must be (B, T, H), or (M, H) for M rows, got shape {tuple(hidden.shape)}")
+    check_tensor("lm_head", lm_head)
+    if rows is not None:
+        check_tensor("rows", rows, dtype="torch.int64")
     if hidden.dim() == 2 and (rows is None or rows.shape != hidden.shape[:1]):
         got = None if rows is None else tuple(rows.shape)
         raise ValueError(f"hidden of shape {tuple(hidden.shape)} needs rows of shape ({len(hidden)},), got {got}")

@@ -294,6 +294,7 @@ def contributing_rows(
     a GPU this waits: call it on the CPU.
     """
     level = check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
+    check_tensor("mask", mask, dtype=None)
     if mask.dim() != 2:
         raise ValueError(f"mask must be (B, T), got shape {tuple(mask.shape)}")
     check_tensor("advantages", advantages, [mask.shape[:1], mask.shape], mask.device)

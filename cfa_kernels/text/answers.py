@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..options import check_class
 from .patterns import (
     ANNOTATION,
     BLANK,
@@ -211,6 +212,7 @@ def _marker_start(text: str, marker: int) -> int:
 
 def locate_answer(text: str, rules: AnswerRules = USUAL_ANSWERS) -> AnswerText | None:
     """Find the answer as `answer_text_span` defines it, and where its marker begins; raises what that does."""
+    check_class(AnswerRules, answers=rules)
     answer_format = rules.answer_format
     speech = _without_thoughts(text)
     if answer_format is None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..options import check_class
 from ..span import Span, span_inside
 from .answers import AnswerText, locate_answer
 from .offsets import TokenOffsets, token_offsets
@@ -47,6 +48,7 @@ def detect_spans(
 
     Returns disjoint non-empty spans in order of position (CF paper, section 3).
     """
+    check_class(SpanRules, spans=spans)
     return _reasoning(token_ids, tokenizer, spans, answers, answer, unanswered=True).spans
 
 

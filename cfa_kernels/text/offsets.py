@@ -214,6 +214,8 @@ def token_offsets(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrained
     holds the characters that its arrival completes or begins; U+FFFD, for bytes that are not UTF-8, belongs to the
     token that begins it. Raises `TypeError` for ids that are not 1-D integers, `ValueError` for unknown ones.
     """
+    if tokenizer is None:
+        raise ValueError("tokenizer must be the one that sampled the ids, got None")
     try:
         ids = list(map(operator.index, token_ids.tolist() if isinstance(token_ids, torch.Tensor) else token_ids))
     except TypeError as error:

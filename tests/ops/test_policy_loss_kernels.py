@@ -431,6 +431,8 @@ def test_in_place_leaves_the_logits_alone_without_gradients(device):
         (of_hidden, {"rows": torch.tensor([0, 99])}, r"rows must be in \[0, 12\), got 0 to 99"),
         (of_hidden, {"rows": torch.tensor([0, 0])}, "rows must hold each .* row 0, token 0 is there 2 times"),
         (of_hidden, {"rows": torch.tensor([0.0])}, "rows must be torch.int64, got torch.float32"),
+        (of_hidden, {"rows": [0]}, "rows must be a tensor, got list"),
+        (of_hidden, {"head": torch.nn.Linear(H, V)}, "lm_head must be a tensor, got Linear"),
     ],
 )
 def test_bad_input_is_refused(form, change, words, device):

@@ -236,6 +236,7 @@ def test_contributing_rows_look_at_counted_tokens_with_weight_only(level, expect
     ("change", "error", "words"),
     [
         ({"mask": torch.ones(B)}, ValueError, r"mask must be \(B, T\), got shape \(3,\)"),
+        ({"mask": None}, TypeError, "mask must be a tensor, got NoneType"),
         ({"weights": torch.ones(B, T).long()}, TypeError, "weights must be floating point, got torch.int64"),
         ({"importance_sampling_level": "word"}, ValueError, "importance_sampling_level must be one of .* got 'word'"),
     ],

@@ -281,12 +281,15 @@ def test_overlaps_after_widening_are_settled_in_the_detectors_order(
         ([5, 6, 99_999], {}, ValueError, r"token_ids\[2\] is 99999, outside the tokenizer's vocabulary of \d+ ids"),
         ([5, 6], {"answer": Span(1, 3)}, ValueError, r"answer: \(1, 3\) is not a non-empty span inside .* of 2 tokens"),
         ([5, 6], {"spans": SpanRules(lambda text: [(0, 1), (1, 9)])}, ValueError, r"detector's interval 1 is \[1, 9\)"),
+        ([5, 6], {"spans": "math"}, ValueError, "spans must be of class SpanRules, got 'math'"),
+        ([5, 6], {"answers": "last_number"}, ValueError, "answers must be of class AnswerRules, got 'last_number'"),
+        ([5, 6], {"tokenizer": None}, ValueError, "tokenizer must be the one that sampled the ids, got None"),
     ],
 )
 @pytest.mark.parametrize("name", ["byte-level, merged digits", "characters"])
 def test_bad_input_is_named(name: str, ids: object, options: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        detect_spans(ids, get_tokenizer(name), **options)
+        detect_spans(ids, **{"tokenizer": get_tokenizer(name), **options})
 
 
 # --- Real model output ----------------------------------------------------------------------------------------------
