@@ -1,6 +1,7 @@
 """Credit rows of sampled tokens: find answers and units, estimate importances, weigh every token."""
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from ..estimators.base import ANSWER, Importances
 from ..estimators.probes import Probe
 from ..hf.accuracy import ACCURACY
+from ..hf.model import vocab_size
 from ..options import as_numbers
 from ..rows import Rows, equal_prompts, keyed_generator, pad_rows
 from ..scoring.access import CAPABILITIES, ModelAccess, TrainingForward, as_access
@@ -205,13 +207,16 @@ def counterfactual_credit(
     config, access = as_config(config), as_access(model)
 
     def assign() -> Credit:
-        if isinstance(access, TrainingForward):
-            access.forward.require_rows(rows)
         inputs = CreditInputs.of(
             rows, advantages, credited_rows=config.completions, groups=groups, rewards=rewards, entropies=entropies,
             external=external, probes=probes, targets=targets,
         )  # fmt: skip
-        keys = (seed,) if isinstance(seed, int) else tuple(seed)
+        if isinstance(access, TrainingForward):
+            access.forward.require_rows(rows)
+        try:
+            keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
+        except TypeError as error:
+            raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
         reasoning = find_units(config, tokenizer, inputs)
         return _Assignment(config, access, tokenizer, inputs, reasoning, keys).credit()
 
@@ -301,15 +306,17 @@ class _Assignment:
         """Build the estimator's batch of some rows, in packing order."""
         config, inputs, none = self.config, self.inputs, Reasoning(None, 0, [])
         special, masks = special_ids(self.tokenizer), ANSWER in config.estimator.needs
-        scored = {b: scored_as(inputs, b, self.reasoning.get(b, none), special) for b in rows}
         some = inputs.rows.take(rows)
         has_model = self.access.module is not None and config.needs & set(CAPABILITIES)
+        model = self.access.model if has_model else None
+        vocab = None if model is None else vocab_size(model)
+        scored = {b: scored_as(inputs, b, self.reasoning.get(b, none), special, vocab) for b in rows}
         batch = ScoredBatch.of(
-            self.access.model if has_model else None,
+            model,
             Rows(some.prompts, [scored[b][0] for b in rows], some.index),
             [scored[b][1].spans for b in rows],
             [scored[b][1].answer if scored[b][1].spans else None for b in rows],
-            mask=placeholder_of(config, self.tokenizer) if masks else None,
+            mask=placeholder_of(config, self.tokenizer, vocab) if masks else None,
             token_budget=config.token_budget,
             places=rows,
             apart=masks,

@@ -64,16 +64,13 @@ class DeferredCredit:
         temperature: float = 1.0,
     ) -> None:
         self.config, self.tokenizer, self.rows, self.temperature = config, tokenizer, rows, temperature
-        self.advantages = advantages.cpu() if isinstance(advantages, Tensor) else [row.cpu() for row in advantages]
-        check_columns(rows.prompts, advantages=self.advantages)
+        inputs = CreditInputs.of(rows, advantages, groups=groups, rewards=rewards)
+        self.advantages: Any = inputs.advantages
         self.counted, self.factors = counted, factors
         self.parts: list[tuple[list[int], Credit]] = []
         self.seconds = 0.0
         self._seed = seed
-        self._columns: dict[str, Any] = {
-            name: None if column is None else torch.as_tensor(column).cpu()
-            for name, column in (("groups", groups), ("rewards", rewards))
-        }
+        self._columns: dict[str, Any] = {"groups": inputs.groups, "rewards": inputs.rewards}
         self._place: dict[int, tuple[Credit, int]] = {}  # by row, its credit and its place there
         self._is_reported = False
 
@@ -170,6 +167,7 @@ def credited_advantages(advantages: Tensor | Sequence[Tensor], credit: Credit) -
     Returns B tensors (T_b,), or `advantages` as they are if every weight is 1. Raises `ValueError` for a dtype that is
     not floating point.
     """
+    check_columns(credit.weights, advantages=advantages)
     check_floating("advantages", advantages)
     if credit.advantages is None:
         return multiplied(advantages, credit.weights)

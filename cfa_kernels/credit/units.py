@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..estimators.base import ANSWER
 from ..estimators.probes import Probe, length_without_eos, with_probe
-from ..options import as_numbers
-from ..rows import Rows, check_columns, check_finite, check_floating, token_ids
+from ..options import as_numbers, check_class
+from ..rows import Rows, check_columns, check_finite, check_floating, check_tokens, token_ids
 from ..span import Span
 from ..text.find import Reasoning, find_reasoning
 from .config import CounterfactualConfig
@@ -37,22 +37,17 @@ class CreditInputs:
         """Check that every column has a value for each row, and that advantages are finite."""
         if credited_rows == "positive" and advantages is None:
             raise ValueError("advantages must be given with completions='positive', which judges by them, got None")
-        rewards, groups = columns.pop("rewards"), columns.pop("groups")
-        own: Tensor | list[Tensor] | None = None
-        if isinstance(advantages, Tensor) and advantages.ndim == 1:
-            check_columns(rows.prompts, advantages=advantages)
-            own = advantages.detach().cpu()
-        elif advantages is not None:
-            own = _token_columns("advantages", advantages, rows)
-        if (entropies := columns.pop("entropies")) is not None:
-            entropies = _token_columns("entropies", entropies, rows)
-        if rewards is not None:
-            rewards = as_numbers(rewards, "rewards", f"{len(rows)} completions")
-        if groups is not None:
-            groups = torch.as_tensor(groups).cpu()
-        columns |= {"rewards": rewards, "groups": groups}
-        check_columns(rows.prompts, **{name: column for name, column in columns.items() if column is not None})
-        inputs = cls(rows, own, entropies=entropies, credited_rows=credited_rows, **columns)
+        check_class(Rows, rows=rows)
+        columns = {name: column for name, column in columns.items() if column is not None}
+        own = None if advantages is None else _on_host("advantages", advantages, rows)
+        if "entropies" in columns:
+            columns["entropies"] = _on_host("entropies", columns["entropies"], rows)
+        if "rewards" in columns:
+            columns["rewards"] = as_numbers(columns["rewards"], "rewards", f"{len(rows)} completions")
+        if "groups" in columns:
+            columns["groups"] = _group_numbers(columns["groups"])
+        check_columns(rows.prompts, **columns)
+        inputs = cls(rows, own, credited_rows=credited_rows, **columns)
         if own is not None:
             check_floating("advantages", own)
             compared = inputs.with_tokens
@@ -80,15 +75,16 @@ class CreditInputs:
         return None if self.probes is None else self.probes[b]
 
 
-def _token_columns(name: str, column: Tensor | Sequence[Tensor], rows: Rows) -> list[Tensor]:
-    check_columns(rows.prompts, **{name: column})
-    listed = [row.detach().cpu() for row in column]
-    for b, row, length in zip(rows.index, listed, rows.lengths, strict=True):
-        if row.shape != (length,):
-            raise ValueError(
-                f"{name} row {b}: must be a tensor ({length},) like its completion, got {tuple(row.shape)}"
-            )
-    return listed
+def _on_host(name: str, column: Any, rows: Rows) -> Any:
+    check_tokens(name, column, rows)
+    return column.detach().cpu() if isinstance(column, Tensor) else [row.detach().cpu() for row in column]
+
+
+def _group_numbers(groups: Any) -> Tensor:
+    try:
+        return torch.as_tensor(groups).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"groups must be (B,) integers, got {groups!r}") from error
 
 
 def find_units(config: CounterfactualConfig, tokenizer: Any, inputs: CreditInputs) -> dict[int, Reasoning]:
@@ -116,8 +112,10 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, inputs: CreditInput
     return {b: row._replace(spans=[Span(t, t + 1) for t in range(counts[b])]) for b, row in reasoning.items()}
 
 
-def scored_as(inputs: CreditInputs, b: int, row: Reasoning, eos_ids: Sequence[int]) -> tuple[Tensor, Reasoning]:
-    """Append its probe to a row's completion, or replace its answer by its target."""
+def scored_as(
+    inputs: CreditInputs, b: int, row: Reasoning, eos_ids: Sequence[int], vocab: int | None
+) -> tuple[Tensor, Reasoning]:
+    """Append its probe to a row's completion, or replace its answer by its target; `vocab` limits their ids."""
     completion, probe = inputs.rows.completions[b], inputs.probe(b)
     target, name = None if inputs.targets is None else inputs.targets[b], inputs.rows.index[b]
     if not row.spans or (probe is None and target is None):
@@ -125,12 +123,12 @@ def scored_as(inputs: CreditInputs, b: int, row: Reasoning, eos_ids: Sequence[in
     if probe is not None and target is not None:
         raise ValueError(f"targets row {name}: has a probe too; give one of them")
     if probe is not None:
-        longer, answer = with_probe(name, completion, row.spans, probe, eos_ids)
+        longer, answer = with_probe(name, completion, row.spans, probe, eos_ids, vocab)
         return longer, row._replace(answer=answer, end=len(longer) - len(probe.tokens))
     assert target is not None
     if row.answer is None:
         raise ValueError(f"targets row {name}: the completion has no answer to replace; give a probe instead")
-    token_ids(f"targets row {name}", target)
+    token_ids(f"targets row {name}", target, vocab)
     start = row.answer.start
     other = torch.cat([completion[:start], target.cpu()])
     return other, row._replace(answer=Span(start, start + len(target)))
@@ -142,9 +140,9 @@ def special_ids(tokenizer: Any) -> tuple[int, ...]:
     return tuple(token for token in ids if token is not None)
 
 
-def placeholder_of(config: CounterfactualConfig, tokenizer: Any) -> int:
+def placeholder_of(config: CounterfactualConfig, tokenizer: Any, vocab: int | None) -> int:
     """Choose the id that replaces masked tokens: the estimator's own, else the pad or the end-of-text token."""
     for token in (getattr(config.estimator, "placeholder_id", None), tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
-            return token
+            return int(token_ids("placeholder_id", torch.tensor([token]), vocab))
     raise ValueError("placeholder_id: the tokenizer has neither a pad nor an end-of-text token; name one")

@@ -24,7 +24,7 @@ Reshape = Callable[[Tensor, Sequence[Span], Span | None, int], Tensor]
 
 
 def span_weights(
-    drop: Tensor,
+    drop: Tensor | Sequence[float],
     spans: Sequence[Span],
     answer: Span | None,
     length: int,
@@ -52,7 +52,7 @@ def span_weights(
         generator: source of the control "random", on the CPU; default torch's global one.
 
     Returns:
-        (length,) fp32 on drop's device.
+        (length,) fp32 on drop's device; on the CPU for a list.
 
     Raises:
         ValueError: options, shapes, spans outside the completion or non-finite drops; names argument and value.
@@ -62,13 +62,13 @@ def span_weights(
     if normalize not in NORMALIZATIONS:
         raise ValueError(f"normalize must be one of {NORMALIZATIONS}, got {normalize!r}")
     rule = Range(w_min, w_max, w_answer)
-    if drop.ndim != 1 or len(drop) != len(spans):
-        raise ValueError(f"drop must hold one value per span: got shape {tuple(drop.shape)} for {len(spans)} spans")
+    values = as_numbers(drop, "drop", f"{len(spans)} spans")
+    if len(values) != len(spans):
+        raise ValueError(f"drop must hold one value per span: got shape {tuple(values.shape)} for {len(spans)} spans")
     for k, span in enumerate(spans):
         span_inside(f"spans, span {k}", span, length)
     if answer is not None:
         span_inside("answer", answer, length)
-    values = drop.detach().float().cpu()
     if control in (None, "inverted") and (bad := (~torch.isfinite(values)).nonzero()).numel():
         k = int(bad[0])
         raise ValueError(f"drop, span {k}: must be finite, got {values[k].item()}")
@@ -77,7 +77,7 @@ def span_weights(
     row = WeightInputs(values, spans, answer, length)
     row = with_draws(row, rule, generator) if control == "random" else row
     weights = torch.ones(length) if control == "off" else rule.weigh(row, inverted=control == "inverted")
-    return normalized_weights(weights, normalize).to(drop.device)
+    return normalized_weights(weights, normalize).to(getattr(drop, "device", "cpu"))
 
 
 def spread_over_tokens(values: Tensor, units: Sequence[Span], length: int) -> Tensor:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..options import as_numbers
+from ..rows import check_finite
 from ..scoring.access import ModelAccess
 from ..scoring.batch import ScoredBatch
 from .base import EXTERNAL, Estimator, Importances, required, unit_means
@@ -30,4 +31,5 @@ class External(Estimator):
                     f"external row {batch.index[b]}: must hold a number for each of {len(units)} units or {length} "
                     f"tokens, got {len(row)}"
                 )
+        check_finite("external", batch.index, values, of="unit")
         return Importances(values)

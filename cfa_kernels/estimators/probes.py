@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..options import check_class
 from ..rows import token_ids
 from ..span import Span
 
@@ -26,7 +27,12 @@ def length_without_eos(completion: Tensor | Sequence[int], eos_ids: Collection[i
 
 
 def with_probe(
-    b: int, completion: Tensor, spans: Sequence[Span], probe: Probe, eos_ids: Collection[int]
+    b: int,
+    completion: Tensor,
+    spans: Sequence[Span],
+    probe: Probe,
+    eos_ids: Collection[int],
+    vocab: int | None = None,
 ) -> tuple[Tensor, Span]:
     """Append a probe to the completion (T,) of row `b`, in the place of the end-of-text tokens that it ends with.
 
@@ -36,9 +42,10 @@ def with_probe(
         The longer completion, and the probe's target in it, which is scored.
 
     Raises:
-        ValueError: a probe that is not a 1-D int64 tensor, is empty or has its target outside; a span that reaches it.
+        ValueError: a probe that is not 1-D int64 in the vocabulary, is empty or has its target outside; a span in it.
     """
-    ids, target = token_ids(f"probes row {b}", probe.tokens), probe.target
+    check_class(Probe, **{f"probes row {b}": probe})
+    ids, target = token_ids(f"probes row {b}", probe.tokens, vocab), probe.target
     if not 0 <= target[0] < target[1] <= len(ids):
         raise ValueError(f"probes row {b}: target {tuple(target)} is not a non-empty span of {len(ids)} tokens")
     length = length_without_eos(completion, eos_ids)

@@ -12,6 +12,7 @@ from .. import CounterfactualConfig
 from ..credit.deferred import DeferredCredit, credited_advantages
 from ..estimators import ESTIMATORS
 from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, NEEDS, REWARDS, SIBLINGS, Estimator
+from ..options import check_class
 from ..rows import Rows, check_floating
 from ..scoring.access import DISTRIBUTIONS, GRADIENTS, LOGPROBS, MODEL, ModelAccess, Sharded
 
@@ -27,6 +28,7 @@ def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
         (B, T) in advantages' dtype; `advantages` itself if every weight is 1, so that a host's own arithmetic is
         bitwise unchanged.
     """
+    check_class(Tensor, advantages=advantages, weights=weights)
     if weights.dim() != 2 or advantages.shape not in (weights.shape, weights.shape[:1]):
         raise ValueError(
             f"advantages must be (B,) or (B, T) for weights (B, T), got {tuple(advantages.shape)} and "

@@ -1,6 +1,6 @@
 """Access a model: in this process, from its training forward, or by a host's log-prob service."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from ..hf.model import causal_lm, input_device
 from ..hf.ranks import Ranks, inside
 from ..hf.sharding import is_sharded, run_inside
+from ..options import as_numbers
 from ..packing.packs import Limits
 from ..packing.prefix_tree import Query
+from ..rows import check_finite
 from .batch import ScoredBatch
 from .masked import CounterfactualScores, ScoringWork, collect_scores, query_logprobs, score_batch
 from .outcomes import DIVERGENCES, Outcome
@@ -174,23 +176,27 @@ class LogprobService(RemoteAccess):
         """Request log-probs of each sequence; scores are on the host.
 
         Raises:
-            ValueError: the service gives another number of sequences or tokens than was requested.
+            ValueError: the service gives another number of sequences or tokens than was requested, or one not finite.
             NotImplementedError: an outcome that log-probs do not tell.
         """
         if outcome in DIVERGENCES:
             raise NotImplementedError(f"outcome={outcome!r} needs {CAPABILITIES[DISTRIBUTIONS]}")
         bundles = [queries_of(row, outcome, batch.mask) for row in batch.rows]
-        queries = [(row.prompt, query) for row, bundle in zip(batch.rows, bundles, strict=True) for query in bundle]
-        prompts = [torch.from_numpy(prompt) for prompt, _ in queries]
-        completions = [torch.from_numpy(np.append(q.tokens[len(prompt) :], q.targets[-1])) for prompt, q in queries]
-        logprobs = [torch.as_tensor(row).detach() for row in self._logprobs_of(prompts, completions)] if prompts else []
-        if len(logprobs) != len(completions):
-            raise ValueError(f"expected log-probs of {len(completions)} sequences, got {len(logprobs)}")
+        queries = [(row, query) for row, bundle in zip(batch.rows, bundles, strict=True) for query in bundle]
+        prompts = [torch.from_numpy(row.prompt) for row, _ in queries]
+        completions = [torch.from_numpy(np.append(q.tokens[len(row.prompt) :], q.targets[-1])) for row, q in queries]
+        result = self._logprobs_of(prompts, completions) if prompts else []
+        count = len(result) if isinstance(result, Sized) else type(result).__name__
+        if count != len(completions):
+            raise ValueError(f"logprobs_of: expected log-probs of {len(completions)} sequences, got {count}")
         values = [torch.zeros(0)]
-        for i, (row, completion, (_, query)) in enumerate(zip(logprobs, completions, queries, strict=True)):
-            if len(row) != len(completion):
-                raise ValueError(f"expected log-probs of the {len(completion)} tokens of sequence {i}, got {len(row)}")
-            values.append(row[-len(query.targets) :].float().cpu())
+        for i, (numbers, completion, (_, query)) in enumerate(zip(result, completions, queries, strict=True)):
+            tokens = f"the {len(completion)} tokens of sequence {i}"
+            numbers = as_numbers(numbers, f"logprobs_of, sequence {i}", tokens)
+            if len(numbers) != len(completion):
+                raise ValueError(f"logprobs_of: expected log-probs of {tokens}, got {len(numbers)}")
+            values.append(numbers[-len(query.targets) :])
+        check_finite("logprobs_of,", [row.index for row, _ in queries], values[1:], of="answer token")
         fed = sum(map(len, prompts + completions))
         plan = ScoringPlan(batch.index, bundles, [], batch.rows, Limits(fed))
         return collect_scores(torch.cat(values), plan, outcome, ScoringWork(len(completions), fed, fed))

@@ -1,5 +1,8 @@
 """counterfactual_credit does the whole way of a batch, whatever the estimator and the rule for weights."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
@@ -8,7 +11,7 @@ from cfa_kernels.credit.assign import FIGURES, counterfactual_credit, counterfac
 from cfa_kernels.credit.config import CounterfactualConfig
 from cfa_kernels.estimators.base import Importances
 from cfa_kernels.hf.accuracy import ACCURACY
-from cfa_kernels.rows import Rows
+from cfa_kernels.rows import Rows, pad_rows
 from cfa_kernels.scoring.access import LOGPROBS, LogprobService
 from cfa_kernels.scoring.masked import CounterfactualScores, ScoringWork, score_counterfactuals
 from cfa_kernels.span import Span
@@ -76,6 +79,8 @@ def test_rows_are_scored_and_weighed_each_by_itself(scored):
     assert list(map(len, credit.weights)) == ROWS.lengths
     assert torch.equal(credit.padded(), torch.tensor(expected))
     assert torch.equal(credit.padded(7), torch.tensor([[*row, 1, 1] for row in expected]))
+    with pytest.raises(ValueError, match="width must be at least 5, the longest row, got 3"):
+        credit.padded(3)
     (batch,) = scored.batches
     assert [row.tolist() for row in batch.prompts] == [[5, 6], [4, 5, 6], [4, 4, 4]]
     assert [row.tolist() for row in batch.completions] == [[7, 8, 9, 10, 2], [7, 8, 9, 11], [7, 8, 9, 10, 2]]
@@ -138,6 +143,13 @@ def test_controls_that_ignore_the_drops_score_nothing(scored, control):
         assert credit.weights[2].ne(1).all()
 
 
+def test_rows_are_not_padded_or_unpadded_from_what_would_lose_a_part():
+    with pytest.raises(ValueError, match=r"rows must share a dtype, got torch\.int64 and, in row 1, torch\.float32"):
+        pad_rows([torch.tensor([1]), torch.tensor([1.5, 2.0])])
+    with pytest.raises(ValueError, match=r"prompt_mask must be of class Tensor, got list"):
+        Rows.from_padded(PROMPTS, [[1]], COMPLETIONS, COMPLETION_MASK)
+
+
 def test_an_empty_completion_gets_no_credit(scored):
     rows = Rows(ROWS.prompts, [ROWS.completions[0][:0], *ROWS.completions[1:]])
     credit = credited(scored, rows=rows)
@@ -154,6 +166,7 @@ def test_what_is_drawn_for_a_row_depends_on_the_seed_and_its_index_only(scored):
     assert torch.equal(part.weights[1], whole.weights[1])
     assert not torch.equal(whole.weights[0], whole.weights[3])  # the same tokens at another index
     assert not any(torch.equal(one, two) for one, two in zip(whole.weights, other.weights, strict=True) if len(one) > 2)
+    assert all(map(torch.equal, whole.weights, credited(scored, config=config, seed=np.array([1, 2])).weights))
 
 
 @pytest.mark.parametrize(
@@ -330,7 +343,18 @@ ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
             "advantages must be given: .* adds to them",
         ),
         ({}, {"advantages": torch.zeros(3)}, "advantages has 3 rows, prompts has 4; they must agree"),
-        ({}, {"advantages": [torch.ones(3)] * 4}, r"advantages row 0: must be a tensor \(5,\) like .*, got \(3,\)"),
+        ({}, {"advantages": [torch.ones(3)] * 4}, r"advantages row 0: must be a tensor \(5,\) .*, got shape \(3,\)"),
+        ({}, {"advantages": [1.0] * 4}, r"advantages row 0: .* or all rows one tensor \(4,\), got float"),
+        ({}, {"advantages": torch.tensor(1.0)}, "advantages: must hold an item for each row, got Tensor"),
+        ({"estimator": "entropy"}, {"entropies": [[1.0] * 5] * 4}, r"entropies row 0: .*\(5,\) like .*, got list"),
+        ({}, {"seed": None}, "seed must be an integer or a sequence of integers, got None"),
+        ({}, {"seed": 1.5}, "seed must be .* got 1.5"),
+        ({}, {"groups": ["a"] * 4}, r"groups must be \(B,\) integers, got \['a', 'a', 'a', 'a'\]"),
+        (
+            {"estimator": "external"},
+            {"external": [[1.0, math.nan]] * 4},
+            "external row 0, unit 1: must be finite, got nan",
+        ),
         (
             {"estimator": "external"},
             {"external": [torch.ones(3)] * 4},

@@ -116,6 +116,10 @@ def test_a_target_is_scored_in_the_place_of_the_answer(model, batch):
         ),
         ({"probes": [None, Probe(torch.ones(1).long(), Span(0, 2)), None]}, "probes row 1: target"),
         ({"probes": [None]}, "probes has 1 rows, prompts has 3"),
+        ({"probes": [(torch.ones(2).long(), (0, 1)), None, None]}, "probes row 0 must be of class Probe, got tuple"),
+        ({"probes": [Probe(torch.tensor([9**9]), Span(0, 1)), None, None]}, "probes row 0: id 387420489 at position 0"),
+        ({"targets": [torch.tensor([9**9]), None, None]}, "targets row 0: id 387420489 at position 0 is outside"),
+        ({"config": CounterfactualConfig(placeholder_id=9**9)}, "placeholder_id: id 387420489 .* is outside"),
     ],
 )
 def test_bad_probes_and_targets_are_refused_by_row(model, batch, given, message):

@@ -34,6 +34,7 @@ def test_importances_map_to_the_weight_range_and_the_rest_weighs_one(control, ex
     weights = span_weights(DROP, SPANS, ANSWER, 11, control=control)
     torch.testing.assert_close(weights, torch.tensor(expected))
     assert weights.dtype == torch.float32
+    assert torch.equal(span_weights(DROP.tolist(), SPANS, ANSWER, 11, control=control), weights)
 
 
 def test_random_draws_every_reasoning_token_from_the_range_by_the_generator():
@@ -110,6 +111,7 @@ def test_only_the_order_and_spacing_of_drops_matter(drop, factor, shift):
         ({"normalize": "sum"}, "normalize must be one of .* got 'sum'"),
         ({"w_min": -1.0}, "w_min must be finite and at least 0, got -1.0"),
         ({"w_min": 5.0}, "w_min must not exceed w_max, got 5.0 and 4.0"),
+        ({"drop": None}, "drop: expected a tensor or a list with a number for each of 3 spans, got NoneType"),
         ({"drop": DROP[:2]}, r"drop must hold one value per span: got shape \(2,\) for 3 spans"),
         ({"drop": torch.tensor([0.0, float("nan"), 1.0])}, "drop, span 1: must be finite, got nan"),
         (

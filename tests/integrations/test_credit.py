@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels import CounterfactualConfig, Rows, ScoredBatch, Span
+from cfa_kernels import CounterfactualConfig, Credit, Rows, ScoredBatch, Span, credited_advantages
 from cfa_kernels.estimators.base import ENTROPIES, NEEDS, SIBLINGS, Importances
 from cfa_kernels.integrations.credit import (
     OFFERED_BY_A_SERVICE,
@@ -52,10 +52,13 @@ def test_the_work_of_a_service_counts_every_sequence_in_full_and_up_to_the_answe
         (lambda rows: rows[:-1], "6 sequences, got 5"),
         (lambda rows: [*rows, rows[0]], "6 sequences, got 7"),
         (lambda rows: [*rows[:4], rows[4][:-1], rows[5]], "the 5 tokens of sequence 4, got 4"),
+        (lambda rows: None, "6 sequences, got NoneType"),
+        (lambda rows: [*rows[:4], rows[4][:, None], rows[5]], r"sequence 4: gave shape \(5, 1\) .* the 5 tokens"),
+        (lambda rows: [row * torch.nan for row in rows], "row 0, answer token 0: must be finite, got nan"),
     ],
 )
 def test_a_service_that_answers_something_else_is_an_error(spoiled, message):
-    with pytest.raises(ValueError, match=f"expected log-probs of {message}"):
+    with pytest.raises(ValueError, match=f"^logprobs_of.*{message}"):
         score(lambda prompts, completions: spoiled(service(prompts, completions)))
 
 
@@ -84,6 +87,11 @@ def test_a_service_has_no_model_and_answers_no_queries():
 def test_advantages_of_another_shape_than_the_weights_are_an_error_and_others_keep_their_dtype(shape):
     with pytest.raises(ValueError, match=r"advantages must be \(B,\) or \(B, T\) .*\(4, 2\)"):
         fold_weights(torch.ones(shape), torch.ones(4, 2))
+    with pytest.raises(ValueError, match="weights must be of class Tensor, got list"):
+        fold_weights(torch.ones(1), [[1.0]])
+    credit = Credit.joined([2, 2], [])
+    with pytest.raises(ValueError, match="advantages has 3 rows, prompts has 2"):
+        credited_advantages(torch.ones(3), credit)
     assert fold_weights(torch.ones(2, dtype=torch.bfloat16), torch.full((2, 3), 0.5)).dtype == torch.bfloat16
 
 
