@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..ops.upload import upload
-from ..rows import Rows, pad_rows
+from ..options import check_class
+from ..rows import Rows, check_tokens, pad_rows
 from .checks import by_sequence, check_correction, check_level, check_tensor, check_weights
 from .policy import contributing_rows
 
@@ -42,24 +43,25 @@ class LossBatch:
         **options: Any,
     ) -> "LossBatch":
         """Check the columns of `rows` and pad them; arguments as in `packed_policy_loss`."""
+        check_class(Rows, rows=rows)
         lengths = rows.lengths
         if not lengths:
             raise ValueError("completions: a loss needs at least one row, got none")
         columns = {"old_logprobs": old_logprobs, "weights": weights, "ref_logprobs": ref_logprobs}
         columns["sampling_logprobs"] = sampling_logprobs
-        padded = {name: None if column is None else _padded(name, column, lengths) for name, column in columns.items()}
+        padded = {name: None if column is None else _padded(name, column, rows) for name, column in columns.items()}
         counted = torch.arange(max(1, *lengths))[None] < torch.tensor(lengths)[:, None]  # (B, T)
         if mask is not None:
-            own = _padded("mask", mask, lengths)
+            own = _padded("mask", mask, rows)
             if bad := ((own != 0) & (own != 1)).nonzero().tolist():
                 b, t = bad[0]
-                raise ValueError(f"mask row {b}: must be 0 or 1, got {own[b, t].item()} at token {t}")
+                raise ValueError(f"mask row {rows.index[b]}: must be 0 or 1, got {own[b, t].item()} at token {t}")
             counted = counted & (own != 0)
         if isinstance(advantages, Tensor):
             check_tensor("advantages", advantages, [torch.Size((len(lengths),))])
             signed = advantages.detach().cpu()
         else:
-            signed = _padded("advantages", advantages, lengths)
+            signed = _padded("advantages", advantages, rows)
         loss_type, level = check_level(options)
         check_correction(options | {"sampling_logprobs": sampling_logprobs}, loss_type, level)
         if padded["weights"] is not None:
@@ -96,14 +98,9 @@ class LossBatch:
         return dict.fromkeys(names) | dict(zip(own, there, strict=False)), there[len(own) :]
 
 
-def _padded(name: str, rows: Sequence[Tensor], lengths: list[int]) -> Tensor:
+def _padded(name: str, column: Sequence[Tensor], rows: Rows) -> Tensor:
     """Pad B tensors (T_b,) with 0 at the end, to (B, T) on the host."""
-    if len(rows) != len(lengths):
-        raise ValueError(f"{name} has {len(rows)} rows, completions has {len(lengths)}; they must agree")
-    for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        if not isinstance(row, Tensor) or row.shape != (length,):
-            got = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
-            raise ValueError(f"{name} row {b}: must be a tensor ({length},) like its completion, got {got}")
-    if len({row.device for row in rows}) == 1 and len({row.dtype for row in rows}) == 1:  # one copy for all
-        rows = torch.cat([row.detach() for row in rows]).cpu().split(lengths)
-    return pad_rows([row.detach().cpu() for row in rows], max(1, *lengths))
+    check_tokens(name, column, rows)
+    if len({row.device for row in column}) == 1:  # one copy for all, of the dtype that holds all
+        column = torch.cat([row.detach() for row in column]).cpu().split(rows.lengths)
+    return pad_rows([row.detach().cpu() for row in column], max(1, *rows.lengths))

@@ -1,5 +1,6 @@
 """Check units and answers of rows once, put them into packing order, and mask their units: `ScoredBatch`, `branch`."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..hf.model import context_length, vocab_size
+from ..options import check_class
 from ..rows import Rows, check_columns, equal_prompts, token_ids
 from ..span import Span, span_inside
 
@@ -108,6 +110,7 @@ class ScoredBatch:
             places: place of each row in the caller's `Rows`; default its own.
             apart: whether a unit that overlaps the answer is an error, as it is where units are masked.
         """
+        check_class(Rows, rows=rows)
         units = [()] * len(rows) if units is None else units
         answers = [None] * len(rows) if answers is None else answers
         check_columns(rows.prompts, spans=units, answers=answers)
@@ -180,7 +183,9 @@ def _checked_mask(
     mask: Mask | Sequence[Sequence[Tensor]] | None, rows: Sequence[ScoredRow], vocab: int | None
 ) -> Mask | None:
     """Check a mask; ids that are stored for each unit become a function."""
-    if mask is None or mask == "drop" or callable(mask):
+    if callable(mask):
+        return lambda row, k: _ids_of(f"mask row {row.index}, span {k}", mask(row, k), vocab)
+    if mask is None or mask == "drop":
         return mask  # type: ignore[return-value]
     if isinstance(mask, Sequence) and not isinstance(mask, str):
         check_columns(rows, mask=mask)
@@ -198,6 +203,15 @@ def _checked_mask(
     return mask
 
 
+def _ids_of(where: str, result: Any, vocab: int | None) -> np.ndarray:
+    """Check the result of a caller's function as a mask."""
+    try:
+        ids = list(map(operator.index, result))
+    except TypeError as error:
+        raise ValueError(f"{where}: the function must give a row of ids, got {result!r}") from error
+    return token_ids(where, torch.tensor(ids, dtype=torch.int64), vocab, at_least=0).numpy()
+
+
 def _checked_spans(
     units: Sequence[Span], answer: Span | None, length: int, index: int, apart: bool
 ) -> tuple[list[Span], Span | None]:
@@ -211,6 +225,7 @@ def _checked_spans(
 
 def check_ids(model: PreTrainedModel | None, rows: Rows) -> None:
     """Raise `ValueError` naming a row with an id outside the model's vocabulary, or longer than its context."""
+    check_class(Rows, rows=rows)
     if model is None or not len(rows):
         return
     vocab, longest = vocab_size(model), context_length(model)

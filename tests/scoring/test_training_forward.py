@@ -5,13 +5,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import CounterfactualConfig, Probe, Span, counterfactual_credit, policy_loss
+from cfa_kernels import CounterfactualConfig, Credit, Probe, Span, counterfactual_credit, policy_loss
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing.prefix_tree import Query
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import training_forward
 from cfa_kernels.scoring.access import TrainingForward
-from cfa_kernels.scoring.masked import query_logprobs
+from cfa_kernels.scoring.masked import query_logprobs, score_counterfactuals
 from cfa_kernels.scoring.training_forward import packed_forward, packed_logprobs, packed_policy_loss
 from tests.support.models import (
     ARCHITECTURES,
@@ -34,6 +34,7 @@ from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 
 PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
 ROWS = Rows(PROMPTS, COMPLETIONS)
+CREDIT = Credit.joined(ROWS.lengths, [])
 
 
 def drawn(seed: int, *, low=-1.0, high=1.0) -> list[torch.Tensor]:
@@ -352,10 +353,14 @@ def test_credit_on_a_training_forward_takes_that_forwards_rows_only():
     ("change", "message"),
     [
         ({"old_logprobs": [torch.zeros(3)] * 7}, r"old_logprobs row 0: must be a tensor \(20,\).*shape \(3,\)"),
-        ({"weights": drawn(0)[:3]}, "weights has 3 rows, completions has 7"),
+        ({"weights": drawn(0)[:3]}, "weights has 3 rows, prompts has 7"),
         ({"mask": [*drawn(0)[:6], None]}, r"mask row 6: must be a tensor \(20,\) like its completion, got NoneType"),
         ({"mask": [row * 0 + 2 for row in drawn(0)]}, "mask row 0: must be 0 or 1, got 2.0 at token 0"),
         ({"advantages": torch.zeros(3)}, r"advantages must have shape \(7,\), got \(3,\)"),
+        ({"advantages": [1.0] * 7}, r"advantages row 0: .* \(20,\) like .*, or all rows one tensor \(7,\), got float"),
+        ({"advantages": np.ones(7)}, r"advantages row 0: .*, or all rows one tensor \(7,\), got float64"),
+        ({"weights": CREDIT}, "weights: must hold an item for each row, got Credit; give its `weights`"),
+        ({"temperature": "1"}, r"temperature must be in \[1e-38, 1e38\], got '1'"),
     ],
 )
 def test_bad_input_is_refused_by_argument_row_and_value(change, message):
@@ -393,6 +398,21 @@ def test_what_is_asked_of_a_forward_is_refused_by_argument_row_and_value():
         some.policy_loss(LossBatch.of(rows, None, torch.ones(2)))
     with pytest.raises(ValueError, match="batch has 2 rows, this forward has 7; they must agree"):
         forward.policy_loss(LossBatch.of(ROWS.take([0, 1]), None, torch.ones(2)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda model, rows: packed_logprobs(model, rows),
+        lambda model, rows: packed_policy_loss(model, rows, None, torch.ones(7)),
+        lambda model, rows: score_counterfactuals(model, rows, SPANS, ANSWERS, mask=PLACEHOLDER),
+        lambda model, rows: counterfactual_credit(model, tiny_tokenizer(), rows),
+        lambda model, rows: counterfactual_credit(TrainingForward(packed_forward(model, ROWS)), None, rows),
+    ],
+)
+def test_prompts_and_completions_that_are_not_rows_are_refused(function):
+    with pytest.raises(ValueError, match="rows must be of class Rows, got tuple"):
+        function(make_model("Qwen3", num_hidden_layers=1), (PROMPTS, COMPLETIONS))
 
 
 def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(unchecked):
