@@ -153,7 +153,8 @@ def of_hidden(
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """Loss, gradients and metrics of `linear_policy_loss`; `alone` hands over the states of `rows` only."""
     names = ("hidden", "head", "bias") if with_bias else ("hidden", "head")
-    leaves = {name: tensors[name].detach().clone().requires_grad_() for name in names}
+    leaves = {name: tensors[name] for name in names}
+    leaves |= {name: x.detach().clone().requires_grad_() for name, x in leaves.items() if isinstance(x, Tensor)}
     hidden = leaves["hidden"].flatten(0, 1)[options["rows"]] if alone else leaves["hidden"]
     bias, options = leaves.get("bias"), unchecked(options)
     loss, metrics = linear_policy_loss(hidden, leaves["head"], *others(tensors), bias=bias, **options)
