@@ -224,7 +224,7 @@ class Report:
         }
         self._write_page()  # a run with a summary is finished: nothing goes on to write what a kill cuts off after it
         write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-        if self._last and any(self._last.credit.spans):
+        if self._last and any(map(len, self._last.credit.drop)):
             self._show_weights(self._last)
         self._print(
             f"\n[bold]Held-out accuracy {before.accuracy:.1%} -> {after.accuracy:.1%}, "

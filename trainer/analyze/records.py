@@ -21,7 +21,7 @@ def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, 
     if isinstance(estimator, Masking) and estimator.outcome in ("logprob", "mean_logprob"):
         unit = "nats" if estimator.effect == "direct" else "total effect in nats"
     spans = []
-    for span, drop in zip(credit.spans[b], credit.drop[b].tolist(), strict=True):
+    for span, drop in zip(credit.spans[b], credit.drop[b].tolist()):  # noqa: B905  # no drops where weights are drawn
         text, weight = tokenizer.decode(ids[span.start : span.end]), unit_weight(credit.weights[b], span)
         drop = round(drop, 4) + 0.0 if isinstance(estimator, Masking) else drop  # + 0.0: no -0.0
         spans.append({"start": span.start, "end": span.end, "text": text, "drop": drop, "weight": weight})
