@@ -4,6 +4,7 @@ Each run is the training program in a process of its own, and a piece once it is
 on where it stopped. Arms are paired by seed: a seed fixes problems and samples until policies differ.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -152,7 +153,8 @@ def run(
 
     rates, names = settings.rates.split(), arms_named(arms)
     first = settings.tuning if rates else 0
-    with ThreadPoolExecutor(settings.jobs) as pool:
+    with ThreadPoolExecutor(settings.jobs) as pool, contextlib.ExitStack() as ended:
+        ended.callback(pool.shutdown, cancel_futures=True)  # after a run that failed none begins
         tries = {
             arm: {rate: [pool.submit(one, arm, seed, rate) for seed in range(first)] for rate in rates}
             for arm in (names if len(rates) > 1 else [])

@@ -80,6 +80,20 @@ def test_finished_runs_are_not_run_again(tmp_path, monkeypatch, capsys):
     assert again == first == json.loads(json.dumps(first))
 
 
+def test_no_run_begins_after_one_that_failed(tmp_path, monkeypatch):
+    begun = []
+
+    def train(place, flags, steps):
+        begun.append(place.name)
+        time.sleep(0.05)
+        raise RuntimeError(f"{place.name}: no memory")
+
+    monkeypatch.setattr(ablation, "_train", train)
+    with pytest.raises(RuntimeError, match="entropy-seed0: no memory"):
+        run(Pieces(tmp_path / "pieces", {}, ENVIRONMENT), tmp_path, AblationSettings(seeds=200), arms=["entropy"])
+    assert len(begun) < 100
+
+
 def test_each_arm_takes_the_rate_that_was_best_on_seeds_of_their_own(tmp_path, monkeypatch):
     """Of two arms one learns best at the low rate and one at the high; no tuning seed is counted again."""
     asked = []
