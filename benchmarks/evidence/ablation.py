@@ -59,8 +59,7 @@ ARMS |= {
     "random where right": (*ARMS["random"], *RIGHT),
     "position where right": ("--estimator=benchmarks.evidence.planted:position", *MEAN, *RIGHT),
 }
-OPEN = ("--credit_options", "open_spans", "true")
-ARMS |= {f"{arm}, spans open": (*ARMS[arm], *OPEN) for arm in ("CF where right", "random where right")}
+ARMS["CF where right, spans open"] = (*ARMS["CF where right"], "--credit_options", "open_spans", "true")
 SETS["training"] = [PLAIN, "CF where right", "position where right", "random where right"]
 for tau in ("0", "0.3", "0.7", "1"):
     ARMS[f"OAR-P, tau {tau}"] = (*ARMS["OAR-P"], "--credit_options", "tau", tau)

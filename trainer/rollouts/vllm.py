@@ -85,7 +85,8 @@ class VllmEngine:
             self._send()
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             completions, logprobs = zip(*pool.map(complete, range(len(prompts))), strict=True)
-        rollouts = Rollouts.of(prompts, completions, [*map(torch.tensor, logprobs)], self._ends, self._tokenizer, top_p)
+        sampled = [torch.tensor(row, dtype=torch.float32) for row in logprobs]
+        rollouts = Rollouts.of(prompts, completions, sampled, self._ends, self._tokenizer, top_p)
         require_finite_logits(rollouts.logprobs, names)
         return rollouts
 
