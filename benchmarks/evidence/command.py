@@ -22,7 +22,7 @@ from benchmarks.harness.results import RESULTS, Document, Pieces, document_head,
 SIZE = "--seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1"
 IDLE = (
     '"plain DAPO" "CF where right" "position where right" "prefix gain where right" '
-    '"prefix gain where right, spans open" "random where right"'
+    '"prefix gain where right, spans open" "permuted where right, spans open" "random where right"'
 )
 DENSITY = (
     'plain CF "CF where right" "total effects where right" "prefix gain where right" "permuted where right" '

@@ -13,6 +13,7 @@ from benchmarks.evidence.alignment import ADAM, PARTS, SIZES, AlignmentSettings,
 from benchmarks.evidence.arms import ARMS, CF, GAIN, PERMUTED, PLAIN, SETS, Judged, arms_of
 from benchmarks.evidence.command import main
 from benchmarks.evidence.regimes import REGIMES, density
+from cfa_kernels import CounterfactualConfig
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +112,16 @@ def test_the_first_fall_is_the_first_of_the_large_ones():
     assert weights.tolist() == [0.5, 0.5, 4, 1, 0.5, 0.5, 1]
     assert arms.first_fall(torch.tensor([0.1, 0.0, 0.2]), units, None, 7).tolist() == [1] * 7
     assert arms.first_fall(torch.tensor([]), [], None, 7).tolist() == [1] * 7
+
+
+def test_the_placebo_gives_the_same_weights_to_other_spans(judged):
+    options = {"normalize": "mean", "open_spans": True}
+    placebo = CounterfactualConfig("benchmarks.evidence.planted:Permuted", **options)
+    right, wrong = judged.credit(CounterfactualConfig("prefix_gain", **options)), judged.credit(placebo)
+    assert right.spans == wrong.spans
+    assert any(a.tolist() != b.tolist() for a, b in zip(right.drop, wrong.drop, strict=True))
+    for a, b in zip(right.drop, wrong.drop, strict=True):
+        assert sorted(a.tolist()) == sorted(b.tolist())
 
 
 def test_arms_of_ones_own_are_named_by_their_module():
