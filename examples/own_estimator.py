@@ -32,5 +32,5 @@ rows, advantages = Rows([prompt], [completion]), torch.tensor([1.0])
 for title, config in {"masking": CounterfactualConfig(), "read again": CounterfactualConfig(read_again)}.items():
     credit = counterfactual_credit(model, tokenizer, rows, advantages=advantages, config=config)
     for span in credit.spans[0]:
-        weight = credit.weights[0][span.start].item()
+        weight = credit.weights[0][span.end - 1].item()
         print(f"{title:<10}  {tokenizer.decode(completion[span.start : span.end]):<8}  weight {weight:.2f}")

@@ -133,7 +133,7 @@ class CounterfactualMixin(_Trainer):
 
     def _check_model(self) -> None:
         checks: list[tuple[Any, str]] = []
-        if self._feeds_for_credit and self.counterfactual.control != "random":
+        if self._feeds_for_credit:
             checks.append((check_supported, "CounterfactualConfig(control='off') trains it as TRL does"))
         if self.packed_loss:
             trains = partial(check_trains_packed, router_loss=self.aux_loss_enabled)

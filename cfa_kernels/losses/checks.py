@@ -117,9 +117,7 @@ def check_batch(
         raise ValueError(f"a loss needs at least one row and one token, got (B, T) = {tuple(shape)}")
     loss_type, level = check_level(options)
     kl = check_choice("kl_estimator", options.get("kl_estimator", "k3"), KL_ESTIMATORS)
-    for name, interval in _RANGES.items():
-        if not isinstance(value := options.get(name), Tensor):
-            interval.check(**{name: value})
+    check_ranges(options)
     length, entropy_coef = options.get("max_completion_length") or 0, options.get("entropy_coef", 0.0)
     if loss_type == "dr_grpo" and length <= 0:
         raise ValueError(f"loss_type='dr_grpo' needs max_completion_length > 0, got {length or None}")
@@ -169,6 +167,13 @@ def check_level(options: Mapping[str, Any]) -> tuple[str, str]:
         levels = " or ".join(map(repr, LEVELS_OF[loss_type]))
         raise ValueError(f"importance_sampling_level must be {levels} with loss_type={loss_type!r}, got {level!r}")
     return loss_type, level
+
+
+def check_ranges(options: Mapping[str, Any]) -> None:
+    """Raise `ValueError` naming the first number that is out of its range; tensors are left to the device."""
+    for name, interval in _RANGES.items():
+        if not isinstance(value := options.get(name), Tensor):
+            interval.check(**{name: value})
 
 
 def check_correction(options: Mapping[str, Any], loss_type: str, level: str) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..ops.upload import upload
 from ..options import check_class
 from ..rows import Rows, check_tokens, pad_rows
-from .checks import by_sequence, check_correction, check_level, check_tensor, check_weights
+from .checks import by_sequence, check_correction, check_level, check_ranges, check_tensor, check_weights
 from .policy import contributing_rows
 
 
@@ -63,6 +63,7 @@ class LossBatch:
         else:
             signed = _padded("advantages", advantages, rows)
         loss_type, level = check_level(options)
+        check_ranges(options)
         check_correction(options | {"sampling_logprobs": sampling_logprobs}, loss_type, level)
         if padded["weights"] is not None:
             check_weights(padded["weights"], counted, loss_type, level)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..options import check_class
 from .dispatch import architecture, resolve_backend
 from .head_matmul import HeadGradients, autocast_operands, empty_strip, write_logits
 from .matmul import multiply
@@ -62,6 +63,7 @@ def linear_logprob(
             GPU such a row gives nan, as a check would wait for the device.
         TypeError: wrong dtypes.
     """
+    check_class(Tensor, hidden=hidden, lm_head=lm_head, targets=targets)
     hidden, lm_head = autocast_operands(hidden, lm_head)
     chosen = resolve_backend(backend, hidden)
     _check(hidden, lm_head, targets, bias, chosen)

@@ -197,6 +197,14 @@ def test_what_credit_cannot_be_combined_with_is_refused_by_name_at_construction(
         build(with_mixin(base), trainer=trainer, **options)
 
 
+def test_under_the_random_control_a_model_is_checked_where_it_is_still_fed(build):
+    for estimator in ("entropy_shaping", lambda model, batch: None):
+        config = CounterfactualConfig(estimator, control="random")
+        with pytest.raises(NotImplementedError, match="model: MambaForCausalLM"):
+            build(trainer={"model": mamba(), "counterfactual": config})
+    build(trainer={"model": mamba(), "counterfactual": CounterfactualConfig(control="random")})
+
+
 @pytest.mark.parametrize("case", CREDIT)
 def test_with_credit_switched_off_nothing_is_refused_and_training_is_trls_own(train, monkeypatch, case):
     options, trainer, base, _ = prepare(CREDIT, case, monkeypatch)

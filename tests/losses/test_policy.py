@@ -359,6 +359,10 @@ def test_weights_that_differ_within_a_row_are_refused_where_the_row_has_one_rati
             "sampling_clip_min must not exceed sampling_clip_max, got 2.0 and 1.0",
         ),
         (
+            {"sampling_mode": "token_mask", "sampling_clip_max": "2", "sampling": True},
+            r"sampling_clip_max must be in \[.*\], got '2'",
+        ),
+        (
             {"sampling_mode": "token_truncate", "importance_sampling_level": "sequence", "sampling": True},
             "sampling_mode='token_truncate' differs from token to token.*'sequence_token'",
         ),

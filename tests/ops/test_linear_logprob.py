@@ -387,6 +387,7 @@ GOOD["targets"] = torch.tensor([0, 1, 4])
         ({"lm_head": torch.zeros(4, 5).T}, ValueError, "lm_head must be contiguous in its last dimension"),
         ({"lm_head": torch.zeros(5, 4, dtype=torch.float16)}, TypeError, "lm_head must have hidden's dtype"),
         ({"lm_head": torch.zeros(5, 4, device="meta")}, ValueError, "lm_head must be on hidden's device cpu"),
+        ({"lm_head": torch.nn.Linear(4, 5)}, ValueError, "lm_head must be of class Tensor, got Linear"),
         ({"bias": torch.zeros(4)}, ValueError, r"bias must be \(5,\)"),
         ({"temperature": 0.0}, ValueError, r"temperature must be in \[1e-38, 1e38\], got 0.0"),
         ({"logit_scale": math.nan}, ValueError, r"logit_scale must be in \[.*\], got nan"),
