@@ -19,7 +19,8 @@ from docstring_parser import parse_from_object
 from benchmarks.evidence import ablation, alignment, arms, corrects, demo, papers, pictures, planted, programs, regimes
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
-SIZE = "--seeds 12 --steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1"
+RUN = "--steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1"
+SIZE = f"--seeds 12 {RUN}"
 IDLE = (
     '"plain DAPO" "CF where right" "position where right" "prefix gain where right" '
     '"prefix gain where right, spans open" "permuted where right, spans open" "random where right"'
@@ -42,6 +43,8 @@ ALL = (
             ("ablation-levels", "plain", "1e-4", '"two levels"'),
         )
     ),
+    'ablation --regime free8 --arms "plain DAPO" "prefix gain where right, spans open" --rates 5e-5 '
+    f"--seeds 6 {RUN} --name evidence-training-free8-half-rate",
     "model --kind corrects",
     'ablation --model runs/corrects/model --arms "plain DAPO" "compare and correct" --name evidence-corrects',
     f"alignment --truth-groups 4096 --blocks 10 --arms {FEW}",
