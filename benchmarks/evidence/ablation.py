@@ -27,7 +27,7 @@ from benchmarks.harness.results import Pieces, made_by, table
 from cfa_kernels.options import Count, Interval
 from trainer.analyze.runs import read_runs
 
-PLAIN = "plain DAPO"
+PLAIN, PLACEBO = "plain DAPO", "permuted where right, spans open"
 
 # Every arm at mean weight 1, else the arms would differ by their step sizes; "as the paper" once without. 80/20 is one
 # threshold and one denominator for the batch (arXiv 2506.01939): rescaled completion by completion, those with few open
@@ -56,10 +56,7 @@ ARMS |= {
     "total effects where right": (*ARMS["counterfactual"], *RIGHT, "--credit_options", "effect", "total"),
     "prefix gain where right": ("--config=prefix_gain_positive", "--credit_options", "open_spans", "false"),
     "prefix gain where right, spans open": ("--config=prefix_gain_positive",),
-    "permuted where right, spans open": (
-        "--config=prefix_gain_positive",
-        "--estimator=benchmarks.evidence.planted:Permuted",
-    ),
+    PLACEBO: ("--config=prefix_gain_positive", "--estimator=benchmarks.evidence.planted:Permuted"),
     "random where right": (*ARMS["random"], *RIGHT),
     "position where right": ("--estimator=benchmarks.evidence.planted:position", *MEAN, *RIGHT),
 }
@@ -297,8 +294,19 @@ def markdown(document: Mapping[str, Any]) -> str:
         "differences are paired by seed, with their standard error and the p of a paired t-test. Accuracy in "
         "percent.\n",
         table(head, rows),
+        *_beyond_placebo(document),
         *_quarters(document),
     ])  # fmt: skip
+
+
+def _beyond_placebo(document: Mapping[str, Any]) -> list[str]:
+    """What credit gains beyond the same weights at other spans, where both were run."""
+    curves, credit = document["curves"], "prefix gain where right, spans open"
+    if not {credit, PLACEBO} <= curves.keys():
+        return []
+    less = compare({PLAIN: curves[PLACEBO], credit: curves[credit]})[credit]["against_plain"]
+    said = (f"{_difference(less[key])} {text}" for key, text in (("sampled", "by sampling"), ("area", "greedily")))
+    return [f"*{credit}* less *{PLACEBO}*, mean over steps (p): {', '.join(said)}.\n"]
 
 
 def _quarters(document: Mapping[str, Any]) -> list[str]:

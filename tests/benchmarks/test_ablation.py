@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.evidence import ablation
-from benchmarks.evidence.ablation import ARMS, PLAIN, AblationSettings, compare, markdown, paired, run
+from benchmarks.evidence.ablation import ARMS, PLACEBO, PLAIN, AblationSettings, compare, markdown, paired, run
 from benchmarks.harness.results import Pieces
 from tests.support.embedded import SMALL
 
@@ -64,6 +64,15 @@ def test_a_table_shows_what_runs_did_by_quarters_of_their_steps():
     assert row == f"| {PLAIN} | 0.500, 0.600 | 0.200, 0.100 | 46, 47 | 1.00, 0.90 |"
     assert rule.count("---") == 5
     assert "quarters" not in markdown(document | {"curves": CURVES})
+
+
+def test_a_table_says_what_credit_gains_beyond_its_placebo():
+    credit = "prefix gain where right, spans open"
+    curves = {PLAIN: CURVES[PLAIN], PLACEBO: CURVES[PLAIN], credit: CURVES["counterfactual"]}
+    document = ENVIRONMENT | {"settings": vars(AblationSettings(seeds=2)), "curves": curves, "arms": compare(curves)}
+    said = f"*{credit}* less *{PLACEBO}*, mean over steps (p): +10.0 ± 10.0 (0.50) by sampling, +13."
+    assert said in markdown(document)
+    assert "less *" not in markdown(document | {"curves": CURVES})
 
 
 def test_finished_runs_are_not_run_again(tmp_path, monkeypatch, capsys):
