@@ -61,8 +61,15 @@ ALL = (
         f"alignment --regime {name} --truth-groups 2048 --blocks 6 --arms {DENSITY} --name evidence-alignment-{name}"
         for name in ("idle24", "free8", "decoys8", "hurried8")
     ),
+    *(
+        f"alignment --regime idle8 {of} --truth-groups 2048 --blocks 6 --arms {FEW} --name evidence-alignment-{name}"
+        for name, of in (
+            ("cooler", "--temperature 0.7"),
+            ("trained", '--model "runs/all/evidence-training-idle8-sampled/plain DAPO-seed3-1e-4/checkpoint"'),
+        )
+    ),
 )  # fmt: skip
-"""Commands that make every result, in some twenty-six hours of one core by the times of their parts."""
+"""Commands that make every result, in some thirty hours of one core by the times of their parts."""
 
 MAKERS = {"regimes": regimes.train, "corrects": corrects.train}
 
