@@ -25,7 +25,7 @@ GENERATED = "generated"
 ASSETS = Path(__file__).parent / "embedded" / "assets"
 DEFAULTS_FILE = "defaults.yaml"
 _CONTROLS: dict[str, Control | None] = {
-    "counterfactual": None, "inverted": "inverted", "random": "random", "uniform": "off",
+    "counterfactual": None, "inverted": "inverted", "permuted": "permuted", "random": "random", "uniform": "off",
 }  # fmt: skip
 _LOSS_TYPES = tuple(name for name in LOSS_TYPES if name != "bnpo")  # its divisor is that of a part cut by memory
 _Positive = Annotated[float, POSITIVE]
@@ -131,8 +131,8 @@ class TrainConfig(DataConfig):
     evaluation's reward reads: a line "#### <number>", \\boxed{}, or a fenced block of Python."""
 
     # credit
-    credit: Literal["counterfactual", "inverted", "random", "uniform"] = "counterfactual"
-    """Spread of credit over tokens: by importance, its inverse, at random, or evenly (DAPO)."""
+    credit: Literal["counterfactual", "inverted", "permuted", "random", "uniform"] = "counterfactual"
+    """Spread of credit over tokens: by importance, its inverse, that of other units, at random, or evenly (DAPO)."""
     estimator: str = "masking"
     """Estimator of the importance of a unit: one that docs/credit.md lists, or "module:name" of your own."""
     credit_options: tyro.conf.UseAppendAction[dict[str, bool | int | float | str]] = field(default_factory=dict)

@@ -36,7 +36,10 @@ from .metrics import Step
 from .provenance import made_by
 
 _ROWS_SHOWN = 10
-_TITLES = {"counterfactual": "Counterfactual ", "uniform": "", "inverted": "Inverted ", "random": "Random-weight "}
+_TITLES = {
+    "counterfactual": "Counterfactual ", "inverted": "Inverted ", "permuted": "Permuted ", "random": "Random-weight ",
+    "uniform": "",
+}  # fmt: skip
 _STYLES = ((0.99, "grey50"), (1.01, "default"), (2.0, "black on khaki1"), (3.0, "black on orange1"))
 
 Log = Callable[[dict[str, float], int], object]

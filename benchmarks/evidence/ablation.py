@@ -56,7 +56,7 @@ ARMS |= {
     "total effects where right": (*ARMS["counterfactual"], *RIGHT, "--credit_options", "effect", "total"),
     "prefix gain where right": ("--config=prefix_gain_positive", "--credit_options", "open_spans", "false"),
     "prefix gain where right, spans open": ("--config=prefix_gain_positive",),
-    PLACEBO: ("--config=prefix_gain_positive", "--estimator=benchmarks.evidence.planted:Permuted"),
+    PLACEBO: ("--config=prefix_gain_positive", "--credit=permuted"),
     "random where right": (*ARMS["random"], *RIGHT),
     "position where right": ("--estimator=benchmarks.evidence.planted:position", *MEAN, *RIGHT),
 }

@@ -14,7 +14,6 @@ from cfa_kernels import (
     CounterfactualConfig,
     Credit,
     Entropy,
-    External,
     Gradient,
     Masking,
     OwnFunction,
@@ -30,7 +29,6 @@ from cfa_kernels import (
     find_answer,
     packed_forward,
 )
-from cfa_kernels.rows import keyed_generator
 from trainer import one_page
 from trainer.rewards.calls import group_advantages
 
@@ -103,7 +101,6 @@ class Judged:
         key = (config, gold)
         if key not in self._credits:
             rows, targets = self.group.rows, None
-            external = self._permuted() if config == PERMUTED else None
             if gold:
                 ids = torch.tensor(self.policy.tokenizer(f"#### {self.group.problem.answer}")["input_ids"])
                 span = find_answer(ids, self.policy.tokenizer)
@@ -113,7 +110,7 @@ class Judged:
             access = TrainingForward(self.forward) if config.estimator.continues else self.policy.model
             self._credits[key] = self._timed(key, lambda: counterfactual_credit(
                 access, self.policy.tokenizer, rows, advantages=self.plain, rewards=self.group.rewards, config=config,
-                groups=torch.zeros(len(rows), dtype=torch.int64), external=external, targets=targets,
+                groups=torch.zeros(len(rows), dtype=torch.int64), targets=targets, seed=rows.lengths,
                 entropies=self._entropies() if config.reads_entropies else None,
             ))  # fmt: skip
         return self._credits[key]
@@ -126,16 +123,6 @@ class Judged:
     def _credited(self, config: CounterfactualConfig | None, gold: bool = False) -> list[Tensor]:
         rows = self.plain if config is None else credited_advantages(self.plain, self.credit(config, gold))
         return [row.expand(n) for row, n in zip(rows, self.group.rows.lengths, strict=True)]
-
-    def _permuted(self) -> list[Tensor]:
-        """The importances of CF, each at another span of its completion."""
-        credit, lengths = self.credit(CF), self.group.rows.lengths
-        external = [torch.zeros(n) for n in lengths]
-        for b, (spans, drop) in enumerate(zip(credit.spans, credit.drop, strict=True)):
-            order = torch.randperm(len(spans), generator=keyed_generator(b, *lengths))
-            for span, place in zip(spans, order.tolist(), strict=True):
-                external[b][span.start : span.end] = drop[place]
-        return external
 
     def _entropies(self) -> list[Tensor]:
         with torch.no_grad():
@@ -227,7 +214,11 @@ def _mean(estimator: Any, *weights: Any, **options: Any) -> CounterfactualConfig
 CF, TOTAL, GAIN = _mean(Masking()), _mean(Masking(effect="total")), _mean(PrefixGain())
 AS_THE_PAPER, INVERTED = CounterfactualConfig(), _mean(Masking(), control="inverted")
 GAIN_INVERTED = _mean(PrefixGain(), control="inverted")
-PERMUTED, POSITION, LENGTH = _mean(External()), _mean(OwnFunction(position)), _mean(OwnFunction(length))
+PERMUTED, POSITION, LENGTH = (
+    _mean(Masking(), control="permuted"),
+    _mean(OwnFunction(position)),
+    _mean(OwnFunction(length)),
+)
 EDITS, TREE = _mean(SiblingEdits()), CounterfactualConfig(PrefixTreeValues())
 ARMS = {
     PLAIN: Arm(),

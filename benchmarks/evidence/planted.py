@@ -22,8 +22,7 @@ from cfa_kernels.estimators import Entropy, Gradient, Masking, PrefixGain
 from cfa_kernels.estimators.base import Estimator, OwnFunction
 from cfa_kernels.options import Count, check_fields
 from cfa_kernels.rows import Rows as TokenRows
-from cfa_kernels.rows import keyed_generator
-from cfa_kernels.scoring.access import InProcess, ModelAccess
+from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.text.find import Reasoning, find_reasoning
 from trainer import one_page
 from trainer.data import encode_prompt
@@ -46,21 +45,6 @@ def position(model: Any, batch: ScoredBatch) -> Importances:
 def length(model: Any, batch: ScoredBatch) -> Importances:
     """Judge units by their number of tokens."""
     return Importances([torch.tensor([float(unit.end - unit.start) for unit in units]) for units in batch.units])
-
-
-@dataclass(frozen=True)
-class Permuted(PrefixGain):
-    """A placebo: the gains of `prefix_gain`, each at another unit of its completion."""
-
-    name = "permuted"
-
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
-        """Judge the units, then permute what was found."""
-        found, rows = super().__call__(access, batch), list[torch.Tensor]()
-        for values, index in zip(found.values, batch.index, strict=True):
-            order = torch.randperm(len(values), generator=keyed_generator(*batch.seed, index, "order"))
-            rows.append(values[order])
-        return replace(found, values=rows)
 
 
 METHODS: dict[str, Estimator] = {

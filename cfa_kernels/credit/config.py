@@ -40,8 +40,9 @@ class CounterfactualConfig:
     """Rule that turns importances into weights: a part or name of `WEIGHTS`, or a function, or "module:name" of your
     own. By default that of the estimator's source; None where its values are added to the advantages instead."""
     control: Control | None
-    """Control of a comparison: "inverted", high importance gets low weight; "random", draws replace what the
-    estimator finds; "off", all weights are 1. None for no control."""
+    """Control of a comparison: "inverted", high importance gets low weight; "permuted", importances are dealt
+    out anew among the units of a completion; "random", draws replace what the estimator finds; "off", all weights are
+    1. None for no control."""
     completions: Literal["all", "positive"]
     """Completions to judge: "all" with an advantage, or those of "positive" advantage; others keep weight 1."""
     units: Literal["spans", "tokens"]
@@ -95,7 +96,7 @@ class CounterfactualConfig:
         for name, value in parts.items():
             object.__setattr__(self, name, value)
         check_fields(self)
-        if isinstance(rule, Identity) and chosen.negative and control in (None, "inverted"):
+        if isinstance(rule, Identity) and chosen.negative and control not in ("random", "off"):
             raise ValueError(
                 f"weights='identity' takes importances for weights, and estimator={chosen.name!r} gives negative ones; "
                 "take 'range', 'bilevel', 'top' or a function"

@@ -1,6 +1,6 @@
 """Turn importances of units into weights of tokens in the loss, by the rules of the source papers.
 
-The controls `inverted` and `random` act in between, so every estimator has them.
+The controls `inverted`, `permuted` and `random` act in between, so every estimator has them.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from ..ops.row_softmax import FLOAT32_NOISE
 from ..options import NotNegative, Share, as_numbers, check_fields
 from ..span import Span, span_inside
 
-Control = Literal["inverted", "random", "off"]
+Control = Literal["inverted", "permuted", "random", "off"]
 NORMALIZATIONS = (None, "mean")
 _EQUAL = 1e-6  # difference up to which importances under "range" count as equal
 
@@ -49,7 +49,7 @@ def span_weights(
         control: as in `CounterfactualConfig`; "off" makes all weights 1, the answer's too.
         w_min, w_max, w_answer: as in `Range`.
         normalize: "mean" rescales the result to mean 1.
-        generator: source of the control "random", on the CPU; default torch's global one.
+        generator: source of the controls "permuted" and "random", on the CPU; default torch's global one.
 
     Returns:
         (length,) fp32 on drop's device; on the CPU for a list.
@@ -69,13 +69,13 @@ def span_weights(
         span_inside(f"spans, span {k}", span, length)
     if answer is not None:
         span_inside("answer", answer, length)
-    if control in (None, "inverted") and (bad := (~torch.isfinite(values)).nonzero()).numel():
+    if control not in ("random", "off") and (bad := (~torch.isfinite(values)).nonzero()).numel():
         k = int(bad[0])
         raise ValueError(f"drop, span {k}: must be finite, got {values[k].item()}")
     if len(values) and values.max() - values.min() <= FLOAT32_NOISE:
         values = torch.zeros(len(values))
     row = WeightInputs(values, spans, answer, length)
-    row = with_draws(row, rule, generator) if control == "random" else row
+    row = with_draws(row, rule, control, generator)
     weights = torch.ones(length) if control == "off" else rule.weigh(row, inverted=control == "inverted")
     return normalized_weights(weights, normalize).to(getattr(drop, "device", "cpu"))
 
@@ -283,14 +283,18 @@ class OwnWeights(WeightRule):
         return [_checked(self.function(*_inverted(row, inverted)[:4]), b, row.length) for b, row in enumerate(rows)]
 
 
-def with_draws(row: WeightInputs, rule: WeightRule | None, generator: torch.Generator | None) -> WeightInputs:
-    """Put draws in the place of a completion's importances: the control `random`.
+def with_draws(
+    row: WeightInputs, rule: WeightRule | None, control: Control | None, generator: torch.Generator | None
+) -> WeightInputs:
+    """Apply the controls that draw: `permuted`, which deals out a completion's importances anew, and `random`.
 
-    If `rule` has `token_draws`, every token draws a weight uniformly within them; else every unit draws an importance,
-    uniformly in [0, 1). Without a rule values are signed, and permuted among the units. `generator` is on the CPU; None
-    is torch's global one.
+    Under `random` every token draws a weight uniformly within `token_draws`, if `rule` has them; else every unit draws
+    an importance, uniformly in [0, 1). Without a rule values are signed, and permuted too. `generator` is on the CPU;
+    None is torch's global one.
     """
-    if rule is None:
+    if control not in ("permuted", "random"):
+        return row
+    if rule is None or control == "permuted":
         return row._replace(importances=row.importances[torch.randperm(len(row.importances), generator=generator)])
     count = len(row.units) if rule.token_draws is None else row.length
     values = torch.empty(count, dtype=torch.float32).uniform_(*rule.token_draws or (0.0, 1.0), generator=generator)

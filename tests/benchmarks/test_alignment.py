@@ -1,4 +1,4 @@
-"""Alignment: gradients by a plain forward, placebos that only reorder, figures by brute force, runs that resume."""
+"""Alignment: gradients by a plain forward, placebos, figures by brute force, runs that resume."""
 
 import json
 import math
@@ -13,7 +13,6 @@ from benchmarks.evidence.alignment import ADAM, PARTS, SIZES, AlignmentSettings,
 from benchmarks.evidence.arms import ARMS, CF, GAIN, PERMUTED, PLAIN, SETS, Judged, arms_of
 from benchmarks.evidence.command import main
 from benchmarks.evidence.regimes import REGIMES, density
-from cfa_kernels import CounterfactualConfig
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +65,7 @@ def test_every_arm_gives_each_token_a_number_and_says_what_it_cost(judged):
         assert (judged.cost(ARMS[name]) == 0) == (name == PLAIN or name.startswith("right ")), name
 
 
-def test_arms_weigh_the_completions_that_they_name_and_placebos_only_reorder(judged):
+def test_arms_weigh_the_completions_that_they_name_and_placebos_find_the_same(judged):
     plain, cf, right, wrong, four = (
         judged.token_advantages(ARMS[name])
         for name in (PLAIN, "CF", "CF where right", "CF where wrong", "right times 4")
@@ -76,8 +75,9 @@ def test_arms_weigh_the_completions_that_they_name_and_placebos_only_reorder(jud
         assert torch.equal(weighed[b], cf[b])
         assert torch.equal(other[b], plain[b])
         assert torch.equal(four[b], (4 if reward else 1) * plain[b])
-        own, other = (judged.credit(config).drop[b].sort().values for config in (CF, PERMUTED))
-        torch.testing.assert_close(own, other)
+    found, dealt = judged.credit(CF), judged.credit(PERMUTED)
+    assert all(map(torch.equal, found.drop, dealt.drop))
+    assert not all(map(torch.equal, found.weights, dealt.weights))
     assert any(not torch.equal(a, b) for a, b in zip(cf, plain, strict=True))
 
 
@@ -112,16 +112,6 @@ def test_the_first_fall_is_the_first_of_the_large_ones():
     assert weights.tolist() == [0.5, 0.5, 4, 1, 0.5, 0.5, 1]
     assert arms.first_fall(torch.tensor([0.1, 0.0, 0.2]), units, None, 7).tolist() == [1] * 7
     assert arms.first_fall(torch.tensor([]), [], None, 7).tolist() == [1] * 7
-
-
-def test_the_placebo_gives_the_same_weights_to_other_spans(judged):
-    options = {"normalize": "mean", "open_spans": True}
-    placebo = CounterfactualConfig("benchmarks.evidence.planted:Permuted", **options)
-    right, wrong = judged.credit(CounterfactualConfig("prefix_gain", **options)), judged.credit(placebo)
-    assert right.spans == wrong.spans
-    assert any(a.tolist() != b.tolist() for a, b in zip(right.drop, wrong.drop, strict=True))
-    for a, b in zip(right.drop, wrong.drop, strict=True):
-        assert sorted(a.tolist()) == sorted(b.tolist())
 
 
 def test_arms_of_ones_own_are_named_by_their_module():

@@ -157,6 +157,24 @@ def test_an_empty_completion_gets_no_credit(scored):
     assert credit.weights[1][0] == 4.0
 
 
+def test_permuted_weights_are_those_of_other_units_and_drops_stay_as_found(scored, monkeypatch):
+    units = [Span(2 * k, 2 * k + 2) for k in range(20)]
+    monkeypatch.setattr(
+        units_module, "find_reasoning", lambda rows, *_, **__: {b: Reasoning(None, 40, units) for b in rows}
+    )
+    rows, squares = Rows([torch.tensor([1])] * 2, [torch.arange(40)] * 2), [float(k * k) for k in range(20)]
+    estimator = importances_of(lambda batch: [squares for _ in batch.units])
+    plain, permuted, other = (
+        credited(scored, rows=rows, config=CounterfactualConfig(estimator, control=control), seed=seed)
+        for control, seed in ((None, 1), ("permuted", 1), ("permuted", 2))
+    )
+    for b in range(2):
+        assert torch.equal(plain.drop[b], permuted.drop[b])
+        assert torch.equal(plain.weights[b].sort().values, permuted.weights[b].sort().values)
+    draws = [plain.weights[0], *permuted.weights, *other.weights]
+    assert len({tuple(row.tolist()) for row in draws}) == 5
+
+
 def test_what_is_drawn_for_a_row_depends_on_the_seed_and_its_index_only(scored):
     config = CounterfactualConfig(control="random")
     whole, again, other = (credited(scored, config=config, seed=seed) for seed in ((1, 2), (1, 2), (1, 3)))
@@ -260,7 +278,7 @@ def test_siblings_are_the_completions_of_equal_prompts_unless_groups_are_given(s
 
 
 @pytest.mark.parametrize("per_row", [True, False])
-@pytest.mark.parametrize("control", [None, "inverted", "random", "off"])
+@pytest.mark.parametrize("control", [None, "inverted", "permuted", "random", "off"])
 def test_signed_values_are_added_to_the_advantages_of_their_units(scored, control, per_row):
     estimate = importances_of(lambda batch: [[2.0, -1.0][: len(units)] for units in batch.units], signed=True)
     config = CounterfactualConfig(estimator=estimate, control=control)
@@ -275,7 +293,7 @@ def test_signed_values_are_added_to_the_advantages_of_their_units(scored, contro
     assert all(row[2:].eq(0).all() for row in added)
     assert added[2].eq(0).all()
     found = [added[b][:2].tolist() for b in (0, 1, 3)]
-    if control == "random":
+    if control in ("permuted", "random"):
         assert all(sorted(row) == [-1, 2] for row in found)
     else:
         sign = -1 if control == "inverted" else 1
@@ -290,9 +308,9 @@ def test_signed_values_are_not_lost_where_weights_alone_are_asked_for(scored):
         )
 
 
-@pytest.mark.parametrize("control", [None, "inverted", "random", "off"])
+@pytest.mark.parametrize("control", [None, "inverted", "permuted", "random", "off"])
 def test_entropies_are_read_where_they_are_judged_or_choose_what_is_masked(control):
-    reads = control in (None, "inverted")
+    reads = control not in ("random", "off")
     assert CounterfactualConfig(control=control, estimator="entropy").reads_entropies == reads
     assert CounterfactualConfig(control=control, preselect=0.5, preselect_by="entropy").reads_entropies == reads
     assert not CounterfactualConfig(control=control, preselect=0.5, preselect_by="length").reads_entropies
@@ -312,13 +330,13 @@ def test_entropies_judge_every_token_and_the_top_share_of_the_batch_is_kept(scor
     "weights",
     ["bilevel", "top", lambda values, units, answer, length: torch.ones(length), lambda *place: [1] * place[3]],
 )
-@pytest.mark.parametrize("control", [None, "inverted", "random"])
+@pytest.mark.parametrize("control", [None, "inverted", "permuted", "random"])
 def test_every_reshaping_runs_under_every_control_and_may_keep_the_mean(scored, control, weights):
     config = CounterfactualConfig(control=control, weights=weights, normalize="mean")
     credit = credited(scored, config=config, seed=1)
     assert len(scored.batches) == (control != "random")
     assert all(row.mean() == pytest.approx(1) for row in credit.weights)
-    if weights == "bilevel" and control != "random":
+    if weights == "bilevel" and control in (None, "inverted"):
         first, second = credit.weights[0][:2].tolist()
         assert (first > second) == (control is None)
 

@@ -95,7 +95,7 @@ def test_an_option_that_nothing_reads_is_refused_by_name_even_at_its_default(est
         ({"nothing_like_it": 1}, "unknown option 'nothing_like_it'$"),
         ({"estimator": "gradiant"}, "got 'gradiant'; did you mean 'gradient'"),
         ({"weights": "bilevl"}, "got 'bilevl'; did you mean 'bilevel'"),
-        ({"control": "x"}, "control must be one of 'inverted', 'random', 'off' or None, got 'x'"),
+        ({"control": "x"}, "control must be one of 'inverted', 'permuted', 'random', 'off' or None, got 'x'"),
         ({"completions": "right"}, "completions must be one of .*got 'right'"),
         ({"max_spans": 0}, "max_spans must be an integer, at least 1, got 0"),
         ({"w_max": 0.1}, "w_min must not exceed w_max, got 0.5 and 0.1"),

@@ -50,7 +50,19 @@ def test_random_draws_every_reasoning_token_from_the_range_by_the_generator():
     assert 3.8 < reasoning.max() <= 4.0
 
 
-@pytest.mark.parametrize("control", [None, "inverted"])
+def test_permuted_deals_out_the_same_weights_to_the_units_by_the_generator():
+    own, dealt = span_weights(DROP, SPANS, ANSWER, 11), set[tuple[float, ...]]()
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        weights = span_weights(DROP, SPANS, ANSWER, 11, control="permuted", generator=generator)
+        of_units = [weights[span.start].item() for span in SPANS]
+        assert sorted(of_units) == sorted(own[span.start].item() for span in SPANS)
+        assert weights[8:].tolist() == own[8:].tolist()
+        dealt.add(tuple(of_units))
+    assert len(dealt) == 6  # every order of three
+
+
+@pytest.mark.parametrize("control", [None, "inverted", "permuted"])
 @pytest.mark.parametrize("drop", [[2.0], [2.0, 2.0, 2.0], [2.0, 2.0 + 1e-7, 2.0]])
 def test_one_span_or_equal_importances_weigh_one(control, drop):
     weights = span_weights(torch.tensor(drop), SPANS[: len(drop)], ANSWER, 11, control=control)
@@ -78,7 +90,7 @@ drops = st.lists(st.floats(-50, 50, width=32), min_size=3, max_size=3)
 
 @given(
     drops,
-    st.sampled_from([None, "inverted", "random", "off"]),
+    st.sampled_from([None, "inverted", "permuted", "random", "off"]),
     st.sampled_from(NORMALIZATIONS),
     st.floats(0, 2),
     st.floats(2, 9),

@@ -86,7 +86,7 @@ def test_truncated_completions_are_masked_unless_asked_for(fresh) -> None:
 def test_every_credit_mode_gives_other_weights_and_only_the_answer_free_ones_score_nothing(trainer, rollouts) -> None:
     rewards = torch.tensor([1.0, 0.0] * 16)
     weights, forwards = {}, {}
-    for mode in ("counterfactual", "inverted", "random", "uniform"):
+    for mode in ("counterfactual", "inverted", "permuted", "random", "uniform"):
         credit = counterfactual_credit(
             trainer.policy, trainer.tokenizer, rollouts.rows, advantages=group_advantages(rewards, 8),
             config=settings(f"--credit={mode}").counterfactual(),
@@ -98,7 +98,14 @@ def test_every_credit_mode_gives_other_weights_and_only_the_answer_free_ones_sco
     assert weights["counterfactual"].min() == 0.5
     for one, other in itertools.combinations(weights.values(), 2):
         assert not torch.equal(one, other)
-    assert forwards["counterfactual"] == forwards["inverted"] > 0 == forwards["random"] == forwards["uniform"]
+    assert (
+        forwards["counterfactual"]
+        == forwards["inverted"]
+        == forwards["permuted"]
+        > 0
+        == forwards["random"]
+        == forwards["uniform"]
+    )
 
 
 def test_a_model_that_turns_nan_in_its_last_step_is_not_saved(fresh, tmp_path) -> None:

@@ -25,7 +25,7 @@ def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, 
         text, weight = tokenizer.decode(ids[span.start : span.end]), unit_weight(credit.weights[b], span)
         drop = round(drop, 4) + 0.0 if isinstance(estimator, Masking) else drop  # + 0.0: no -0.0
         spans.append({"start": span.start, "end": span.end, "text": text, "drop": drop, "weight": weight})
-    names = {"counterfactual": estimator.name, "inverted": f"{estimator.name}, inverted"}
+    names = {"counterfactual": estimator.name} | {c: f"{estimator.name}, {c}" for c in ("inverted", "permuted")}
     record: dict[str, Any] = {
         "problem": batch.problems[b],
         "completion": batch.rollouts.texts[b],
