@@ -300,7 +300,7 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def _beyond_placebo(document: Mapping[str, Any]) -> list[str]:
-    """What credit gains beyond the same weights at other spans, where both were run."""
+    """What credit gains beyond its placebo, the same importances at other spans, where both were run."""
     curves, credit = document["curves"], "prefix gain where right, spans open"
     if not {credit, PLACEBO} <= curves.keys():
         return []

@@ -65,7 +65,7 @@ ALL = (
         f"alignment --regime idle8 {of} --truth-groups 2048 --blocks 6 --arms {FEW} --name evidence-alignment-{name}"
         for name, of in (
             ("cooler", "--temperature 0.7"),
-            ("trained", '--model "runs/all/evidence-training-idle8-sampled/plain DAPO-seed3-1e-4/checkpoint"'),
+            ("trained", '--model "{folder}/evidence-training-idle8-sampled/plain DAPO-seed3-1e-4/checkpoint"'),
         )
     ),
 )  # fmt: skip
@@ -208,7 +208,7 @@ def _tables(options: argparse.Namespace, head: Head) -> list[Path]:
 
 
 def _all(options: argparse.Namespace, head: Head) -> list[Path]:
-    for i, line in enumerate(ALL):
+    for i, line in enumerate(one.format(folder=options.folder) for one in ALL):
         print(f"-- {i + 1} of {len(ALL)}: {line}", flush=True)
         command = shlex.split(line)
         place = options.folder / getattr(_parser().parse_args(command), "name", command[0])

@@ -257,8 +257,9 @@ class _Assignment:
             spans = row.spans if b in estimate.compared or is_random else []
             spans = opened(spans) if config.open_spans else spans
             weighed[b] = WeightInputs(importances, spans, row.answer, inputs.rows.lengths[b])
-            generator = keyed_generator(*self.seed, index[b], "weights")
-            weighed[b] = with_draws(weighed[b], rule, config.control, generator)
+            if config.control in ("permuted", "random"):
+                generator = keyed_generator(*self.seed, index[b], "weights")
+                weighed[b] = with_draws(weighed[b], rule, config.control, generator)
         if rule is not None:
             for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted), strict=True):
                 weights[b] = normalized_weights(line, config.normalize) if line.any() else line

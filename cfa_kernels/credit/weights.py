@@ -75,7 +75,7 @@ def span_weights(
     if len(values) and values.max() - values.min() <= FLOAT32_NOISE:
         values = torch.zeros(len(values))
     row = WeightInputs(values, spans, answer, length)
-    row = with_draws(row, rule, control, generator)
+    row = with_draws(row, rule, control, generator) if control in ("permuted", "random") else row
     weights = torch.ones(length) if control == "off" else rule.weigh(row, inverted=control == "inverted")
     return normalized_weights(weights, normalize).to(getattr(drop, "device", "cpu"))
 
@@ -284,16 +284,14 @@ class OwnWeights(WeightRule):
 
 
 def with_draws(
-    row: WeightInputs, rule: WeightRule | None, control: Control | None, generator: torch.Generator | None
+    row: WeightInputs, rule: WeightRule | None, control: Control, generator: torch.Generator | None
 ) -> WeightInputs:
-    """Apply the controls that draw: `permuted`, which deals out a completion's importances anew, and `random`.
+    """Apply a control that draws: `permuted`, which deals out a completion's importances anew, or `random`.
 
     Under `random` every token draws a weight uniformly within `token_draws`, if `rule` has them; else every unit draws
     an importance, uniformly in [0, 1). Without a rule values are signed, and permuted too. `generator` is on the CPU;
     None is torch's global one.
     """
-    if control not in ("permuted", "random"):
-        return row
     if rule is None or control == "permuted":
         return row._replace(importances=row.importances[torch.randperm(len(row.importances), generator=generator)])
     count = len(row.units) if rule.token_draws is None else row.length

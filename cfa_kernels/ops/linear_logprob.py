@@ -59,8 +59,8 @@ def linear_logprob(
         where TF32 is allowed it differs from `linear_policy_loss`, which follows it, by some 0.02 nats.
 
     Raises:
-        ValueError: shapes, devices, strides or numbers that do not fit, or, on a CPU, a target outside [0, V); on a
-            GPU such a row gives nan, as a check would wait for the device.
+        ValueError: what is no tensor, shapes, devices, strides or numbers that do not fit, or, on a CPU, a target
+            outside [0, V); on a GPU such a row gives nan, as a check would wait for the device.
         TypeError: wrong dtypes.
     """
     check_class(Tensor, hidden=hidden, lm_head=lm_head, targets=targets)
@@ -79,6 +79,7 @@ def _check(hidden: Tensor, lm_head: Tensor, targets: Tensor, bias: Tensor | None
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         raise TypeError(f"targets must be integers, got {targets.dtype}")
     if bias is not None:
+        check_class(Tensor, bias=bias)
         check_logits_dtype("bias", bias, backend)
     for name, tensor in (("hidden", hidden), ("lm_head", lm_head)):
         if tensor.dim() != 2:
