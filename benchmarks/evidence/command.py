@@ -21,25 +21,29 @@ from benchmarks.harness.results import RESULTS, Document, Pieces, document_head,
 
 RUN = "--steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1"
 SIZE = f"--seeds 12 {RUN}"
-IDLE = (
-    '"plain DAPO" "CF where right" "position where right" "prefix gain where right" '
-    '"prefix gain where right, spans open" "permuted where right, spans open" "random where right"'
-)
+PAIR = '"plain DAPO" "CF where right"'
+OPEN = '"plain DAPO" "prefix gain where right, spans open" "permuted where right, spans open"'
+IDLE = f'{OPEN} "CF where right" "position where right" "prefix gain where right" "random where right"'
 DENSITY = (
     'plain CF "CF where right" "total effects where right" "prefix gain where right" "permuted where right" '
     '"position where right" "CF where right, spans open" "prefix gain where right, spans open" ceiling'
 )
 FEW = 'plain CF "CF where right" "prefix gain where right" "position where right" "right times 4"'
+RIGHT = (
+    'plain "CF where right" "prefix gain where right" "prefix gain where right, spans open" "permuted where right" '
+    '"position where right" "right times 4"'
+)
 ALL = (
     "planted", "programs", "papers", "demo", "ablation",
     *(
         f"ablation --regime {regime} --arms {chosen} --rates {rates} {SIZE} --name evidence-{name}"
         for name, regime, rates, chosen in (
-            ("training-idle8", "idle8", '"5e-5 1e-4"', "training"),
-            ("training-plain", "plain", '"5e-5 1e-4"', '"plain DAPO" "CF where right"'),
+            ("training-idle8", "idle8", '"5e-5 1e-4"', PAIR),
+            ("training-plain", "plain", '"5e-5 1e-4"', PAIR),
             ("training-plain-controls", "plain", "1e-4", 'training "prefix gain where right, spans open"'),
-            ("training-idle8-sampled", "idle8", "1e-4", IDLE),
+            ("training-idle8-sampled", "idle8", "1e-4", f'{IDLE} "CF where right, spans open"'),
             ("training-free8", "free8", "1e-4", IDLE),
+            ("training-decoys8", "decoys8", "1e-4", OPEN),
             ("ablation-levels", "plain", "1e-4", '"two levels"'),
         )
     ),
@@ -51,6 +55,10 @@ ALL = (
     *(
         f"alignment --regime {name} --truth-groups 2048 --blocks 10 --arms {chosen} --name evidence-alignment-{name}"
         for name, chosen in {"plain": "main ideas", "idle8": "main ideas"}.items()
+    ),
+    *(
+        f"alignment --regime {name} --truth-groups 4096 --blocks {blocks} --arms {RIGHT} "
+        f"--name evidence-alignment-{name}-few" for name, blocks in (("plain", 30), ("idle8", 12))
     ),
     "alignment --regime plain --truth-groups 2048 --blocks 6 --arms tokens --name evidence-alignment-tokens",
     *(

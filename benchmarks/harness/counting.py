@@ -79,7 +79,7 @@ def counted(model: PreTrainedModel, tree: Job | None = None) -> Iterator[Work]:
 
     def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal packed_done
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
         past = cache.get_seq_length() if cache is not None else 0
         ids = args[0] if args else kwargs.get("input_ids")
         batch, length = (ids if ids is not None else kwargs["inputs_embeds"]).shape[:2]

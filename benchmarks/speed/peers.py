@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from benchmarks.harness.race import Absent, release_memory
 from benchmarks.harness.workloads import Job, variants
 from cfa_kernels import Rows, score_counterfactuals
+from cfa_kernels.hf.decode_attention import cache_argument
 
 Observed = list[Tensor]
 """One 1-D tensor per completion."""
@@ -190,7 +191,7 @@ def kv_reuse(model: PreTrainedModel, job: Job) -> Observed:
     branch started later; so nothing is copied.
     """
     observed = []
-    cache, cached_prompt = DynamicCache(), None
+    cache, cached_prompt, taken = DynamicCache(), None, cache_argument(model)
     for b, (prompt, answer) in enumerate(zip(job.prompts, job.answers, strict=True)):
         same = cached_prompt is not None and torch.equal(cached_prompt, prompt)
         if same:
@@ -200,13 +201,13 @@ def kv_reuse(model: PreTrainedModel, job: Job) -> Observed:
         base, *masked = variants(job, b)
         ids = base[: answer.end - 1] if same else torch.cat([prompt, base[: answer.end - 1]])
         count, targets = answer.end - answer.start, _targets(job, b)
-        logits = model(ids[None], past_key_values=cache, use_cache=True, logits_to_keep=count).logits[0]
+        logits = model(ids[None], **{taken: cache}, use_cache=True, logits_to_keep=count).logits[0]
         scores = [_answer_logprob(logits, targets)] * (1 + len(masked))
         for k in sorted(range(len(masked)), key=lambda k: -job.spans[b][k].start):
             start = job.spans[b][k].start
             _cut(cache, len(prompt) + start)
             ids = masked[k][start : answer.end - 1]
-            logits = model(ids[None], past_key_values=cache, use_cache=True, logits_to_keep=count).logits[0]
+            logits = model(ids[None], **{taken: cache}, use_cache=True, logits_to_keep=count).logits[0]
             scores[1 + k] = _answer_logprob(logits, targets)
         observed.append(torch.stack(scores))
     return observed

@@ -1,5 +1,6 @@
 """Attention of a decoding step that reads each key and value once, in transformers' attention interface."""
 
+import inspect
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +24,11 @@ def decoding_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     """
     configs = ModelWalk.of(model).configs if model._can_set_attn_implementation() else []
     return attention_of([config for config in configs if config._attn_implementation == "sdpa"], "cfa_decode")
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the argument of a causal model that takes its cache: transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(model.get_decoder().forward).parameters else "past_key_values"
 
 
 def _attention(

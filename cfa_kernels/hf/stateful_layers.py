@@ -22,7 +22,7 @@ from ..ops.segment_table import SegmentTable
 from .model_walk import Model, ModelWalk
 from .modes import exchanged
 
-_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+_CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")  # "cache" from transformers 5.24 on
 _KEEPS_STATE = {"update_conv_state", "update_recurrent_state"}
 OLDEST = "5.15"  # before it, transformers' cells run several tokens from an empty state only
 

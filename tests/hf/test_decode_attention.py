@@ -1,12 +1,14 @@
 """Attention while decoding: the numbers of transformers' sdpa, from keys and values that are read once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from cfa_kernels.hf import decode_attention
-from cfa_kernels.hf.decode_attention import decoding_attention
+from cfa_kernels.hf.decode_attention import cache_argument, decoding_attention
 from tests.support.adapted import tiny
 from tests.support.models import make_model
 
@@ -43,9 +45,9 @@ def test_the_graph_of_a_decoding_step_has_the_models_key_heads_and_its_logits() 
         return graph.forward
 
     def logits(step):
-        cache = StaticCache(config=model.config, max_cache_len=16)
-        model(input_ids=torch.tensor([[3, 4], [5, 6]]), past_key_values=cache)
-        return step(input_ids=torch.tensor([[7], [8]]), past_key_values=cache).logits
+        cache = {cache_argument(model): StaticCache(config=model.config, max_cache_len=16)}
+        model(input_ids=torch.tensor([[3, 4], [5, 6]]), **cache)
+        return step(input_ids=torch.tensor([[7], [8]]), **cache).logits
 
     with torch.no_grad():
         expected = logits(model)
@@ -65,3 +67,9 @@ def test_attention_with_a_cap_or_sinks_stays_as_it_is(monkeypatch) -> None:
     for option in ("softcap", "s_aux", "position_bias"):
         options = {option: 3.0, "scaling": 0.3}
         assert decode_attention._attention(torch.nn.Module(), *problem(1, 1), **options) == options
+
+
+@pytest.mark.parametrize("decoder", [lambda ids, past_key_values=None: ids, lambda ids, cache=None: ids])
+def test_a_cache_goes_in_by_the_name_that_the_model_has_for_it(decoder) -> None:
+    model = SimpleNamespace(get_decoder=lambda: SimpleNamespace(forward=decoder))
+    assert cache_argument(model) == decoder.__code__.co_varnames[1]

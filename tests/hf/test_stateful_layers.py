@@ -1,5 +1,8 @@
 """Layers with a state on a packed tree: log-probs and gradients of plain forwards, whatever lengths the pieces have."""
 
+from typing import Any
+from unittest.mock import ANY
+
 import pytest
 import torch
 import transformers
@@ -56,3 +59,11 @@ def test_before_anything_runs_an_older_transformers_is_refused_with_the_version_
 def test_models_with_attention_only_run_with_an_older_transformers(monkeypatch):
     monkeypatch.setattr(stateful_layers.transformers, "__version__", "5.14.0")
     check_model(make_model("Qwen3"))
+
+
+@pytest.mark.parametrize("taken", ["cache", "cache_params", "past_key_values"])  # transformers 5.24 has the first
+def test_a_cell_is_found_by_any_name_that_transformers_gave_the_argument_of_its_state(taken):
+    named: dict[str, Any] = {}
+    exec(f"def forward(self, rows, {taken}=None):\n return {taken}.update_recurrent_state(rows, 0)", named)
+    cell = type("Cell", (torch.nn.Module,), {"forward": named["forward"]})
+    assert stateful_layers._cells(torch.nn.ModuleList([cell()])) == [(ANY, taken)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 
-from cfa_kernels.hf.decode_attention import decoding_attention
+from cfa_kernels.hf.decode_attention import cache_argument, decoding_attention
 from cfa_kernels.ops.upload import upload
 
 from .sampling import CANDIDATES, draw
@@ -79,6 +79,7 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, *, captured: bool = False, longest: int = 0) -> None:
         """Record steps as CUDA graphs if `captured`; the cache begins with room for `longest` tokens."""
         self._model, self._captured, self._places = model, captured, longest and longest + _LENGTHS
+        self._cache = cache_argument(model)
         self._state: _State | None = None
         self._layers: list[_Layer] = []
         self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
@@ -108,7 +109,7 @@ class Decoder:
         with decoding_attention(self._model):
             cache: Any = DynamicCache(config=self._model.config)
             at = (prefixes[1].cumsum(1) - 1).clamp(min=0)
-            options = {"attention_mask": prefixes[1], "position_ids": at, "past_key_values": cache, "use_cache": True}
+            options = {"attention_mask": prefixes[1], "position_ids": at, self._cache: cache, "use_cache": True}
             self._model.get_decoder()(input_ids=prefixes[0], **options)
             fed = [(layer.keys, layer.values) for layer in cache.layers]
             state = self._state_of(rows, width + length, fed)
@@ -187,7 +188,7 @@ class Decoder:
         for layer in self._layers:
             layer.rows, layer.live = len(state.token), live
         seen, cache = torch.arange(live, device=state.place.device) >= state.padding, Cache(layers=[*self._layers])
-        options = {"position_ids": state.place - state.padding, "past_key_values": cache, "use_cache": True}
+        options = {"position_ids": state.place - state.padding, self._cache: cache, "use_cache": True}
         scores = self._model(input_ids=state.token, attention_mask=seen, **options).logits[:, -1].float()
         uniforms = None if sampling.greedy else state.uniforms.index_select(1, state.place)
         token, logprobs, narrow = draw(scores, uniforms, sampling.temperature, sampling.top_p, candidates)
