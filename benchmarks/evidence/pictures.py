@@ -24,10 +24,11 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     from matplotlib import pyplot
 
     colours = dict(zip(LINES, ("C7", "C0", "C1", "C5", "C2"), strict=True))
-    sizes, panels = pyplot.subplots(
-        1, len(chosen), figsize=(max(4.2, 3.2 * len(chosen)), 3.4), squeeze=False, sharey=True
-    )
-    for panel, one in zip(panels[0], chosen, strict=True):
+    lines = -(-len(chosen) // 3)
+    sizes, panels = pyplot.subplots(lines, 3, figsize=(9.6, 3.2 * lines), squeeze=False, sharey=True)
+    for spare in panels.flat[len(chosen) :]:
+        spare.set_axis_off()
+    for panel, one in zip(panels.flat, chosen, strict=False):
         counts = [size * one["settings"]["group"] for size in SIZES]
         for name in (name for name in LINES if name in one["arms"]):
             points = [one["arms"][name][str(size)] for size in SIZES]
@@ -39,7 +40,7 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         panel.set_xticks(counts, [str(count) for count in counts])
         panel.set_title(f"{one['settings']['regime']}: {one['density']:.0%} of tokens in steps", fontsize=9)
         panel.set_xlabel("completions in a batch")
-    panels[0, 0].set_ylabel("cosine with the true gradient")
+        panel.set_ylabel("cosine with the true gradient")
     panels[0, 0].legend(fontsize=7)
     canvas, panel = pyplot.subplots(figsize=(5.2, 3.6))
     densities = [one["density"] for one in chosen]
