@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 
 from cfa_kernels import CounterfactualConfig
-from tests.support.models import HYBRIDS, make_model
+from tests.support.models import HYBRIDS, make_model, skip_before
 from tests.support.tiny import PHRASES, WORDS, tiny_model
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
@@ -172,6 +172,8 @@ def prepare(cases: dict[str, Any], name: str, patch: pytest.MonkeyPatch) -> tupl
     """TRL's configuration, the trainer's arguments, TRL's class and the message; pretends what the case pretends."""
     if name == "vespo" and not hasattr(GRPOConfig, "vespo_k_pos"):
         pytest.skip("this TRL has no vespo")
+    if name == "another loss of routers":
+        skip_before("5.15", "cannot set how experts run in a class of one's own")
     options, trainer, base, pretend, message = cases[name]
     if pretend is not None:
         pretend(patch)

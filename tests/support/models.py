@@ -92,13 +92,18 @@ HYBRIDS = {
 }
 
 
+def skip_before(release: str, what: str) -> None:
+    """Skip the test with a transformers older than a release, which lacks something."""
+    if Version(transformers.__version__) < Version(release):
+        pytest.skip(f"transformers {transformers.__version__} {what}; run with {release} or newer")
+
+
 def skip_unless_runs(name: str) -> None:
     """Skip the test where the installed transformers has no such type of model, or cannot continue its state."""
-    version = transformers.__version__
     if not hasattr(transformers, f"{name}Config"):
-        pytest.skip(f"transformers {version} has no {name}")
-    if name in HYBRIDS and Version(version) < Version(OLDEST):
-        pytest.skip(f"transformers {version} cannot continue the state of {name}: needs {OLDEST}")
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    if name in HYBRIDS:
+        skip_before(OLDEST, f"cannot continue the state of {name}")
 
 
 def make_model(name: str, **changes):
