@@ -21,7 +21,6 @@ SIZE = {
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 MODELS = {
     "ModernBertDecoder": {"cls_token_id": 1, "sep_token_id": 1, "initializer_range": 0.2},
-    "GPTJ": {"rotary_dim": 4},
     "Phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 128},
 }
 
@@ -54,9 +53,11 @@ def test_a_model_whose_logits_are_not_its_heads_output_is_refused_under_every_cr
 
 
 @pytest.mark.parametrize("credit", ["counterfactual", "uniform"])
-def test_a_model_that_cannot_run_on_a_packed_tree_is_refused_under_every_credit(saved, credit) -> None:
-    with pytest.raises(NotImplementedError, match="GPTJForCausalLM does not use transformers' attention interface"):
-        set_up(settings(f"--model={saved('GPTJ')}", f"--credit={credit}", "--max_completion_length=4"))
+def test_a_model_that_cannot_run_on_a_packed_tree_is_refused_under_every_credit(saved, monkeypatch, credit) -> None:
+    folder = saved("Phi3")
+    monkeypatch.setattr(transformers.Phi3ForCausalLM, "_can_set_attn_implementation", lambda _: False)
+    with pytest.raises(NotImplementedError, match="Phi3ForCausalLM does not use transformers' attention interface"):
+        set_up(settings(f"--model={folder}", f"--credit={credit}", "--max_completion_length=4"))
 
 
 def test_rows_that_may_change_each_others_rotary_frequencies_are_refused(saved) -> None:
