@@ -334,8 +334,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"Ratios and differences are those at {ADAM * size} completions, paired with plain DAPO's; their squares are "
         "roughly ratios of completions. Standard errors count batches and how well the true gradient is known. *Adam*: "
         f"each arm's gradient divided by the root of its own mean square over {MOMENTS} earlier batches, whose draw "
-        "the errors do not count. *Aim* is the cosine of the arm's mean gradient (1 is no bias; an estimate may exceed it), *noise to signal* the variance "
-        "of a group's gradient over the squared norm of that mean, *cost* the processor's seconds for the credit over "
-        "those of a plain step: sampling, forward and backward.\n"
+        "the errors do not count. *Aim* is the cosine of the arm's mean gradient (1 is no bias; an estimate may exceed "
+        "it), *noise to signal* the variance of a group's gradient over the squared norm of that mean, *cost* the "
+        "processor's seconds for the credit over those of a plain step: sampling, forward and backward.\n"
     )
     return "\n".join(["# Alignment with the true gradient\n", note, table(head, rows)])

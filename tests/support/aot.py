@@ -27,7 +27,7 @@ from packaging.version import Version
 from tests.support import wgmma
 
 SPILLS = 16 if Version(triton.__version__) >= Version("3.8") else 0
-"""Bytes of a lane that may spill: the compiler of Triton 3.8 spills one register of three of some hundred builds."""
+"""Bytes of a lane that may spill: the compiler of Triton 3.8 spills one register in three of the builds."""
 
 
 @dataclass(frozen=True)
