@@ -58,7 +58,7 @@ ALL = (
     ),
     *(
         f"alignment --regime {name} --truth-groups 4096 --blocks {blocks} --arms {RIGHT} "
-        f"--name evidence-alignment-{name}-few" for name, blocks in (("plain", 30), ("idle8", 12))
+        f"--name evidence-alignment-{name}-few" for name, blocks in (("plain", 30), ("idle8", 24))
     ),
     "alignment --regime plain --truth-groups 2048 --blocks 6 --arms tokens --name evidence-alignment-tokens",
     *(
