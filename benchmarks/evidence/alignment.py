@@ -10,7 +10,6 @@ which is exact: denominators scale a step only.
 import itertools
 import math
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.evidence.arms import ARMS, PLAIN, Arm, Group, Judged, arms_of
-from benchmarks.evidence.models import Subject
+from benchmarks.evidence.models import Subject, clock
 from benchmarks.evidence.regimes import ASSETS, REGIMES, check, density, problems
 from benchmarks.harness.results import Pieces, made_by, table
 from cfa_kernels import Rows, packed_forward
@@ -114,7 +113,7 @@ class Policy(Subject):
         found = torch.autograd.grad(
             torch.stack(terms).sum(), self.parameters, retain_graph=True, materialize_grads=True
         )
-        return torch.cat([part.flatten().cpu() for part in found])
+        return torch.cat([part.flatten() for part in found]).cpu()
 
 
 def true_gradient(policy: Policy, settings: AlignmentSettings) -> Tensor:
@@ -179,11 +178,11 @@ def _kept(path: Path, settings: Mapping[str, Any], make: Callable[[], Any]) -> A
 def _batches(
     policy: Policy, arms: Mapping[str, Arm], seconds: dict[str, float], *key: int, sizes: Sequence[int], count: int
 ) -> Iterator[tuple[int, str, Tensor]]:
-    """Size, arm and gradient of each batch that has one; adds the processor's seconds by part of a step and by arm."""
+    """Size, arm and gradient of each batch that has one; adds seconds by `clock`, by part of a step and by arm."""
     sums: dict[tuple[int, str], Tensor] = {}
-    groups, start = policy.groups(*key, count=count), time.process_time()
+    groups, start = policy.groups(*key, count=count), clock(policy.model.device)
     for i, group in enumerate(groups, 1):
-        seconds["sampling"] += time.process_time() - start
+        seconds["sampling"] += clock(policy.model.device) - start
         gradients: dict[str, Tensor] = {}
         if (group.rewards != group.rewards[0]).any():
             judged = Judged(policy, group)
@@ -197,7 +196,7 @@ def _batches(
                 sums[size, name] = sums.get((size, name), 0) + gradients[name]
             if i % size == 0 and (size, name) in sums:
                 yield size, name, sums.pop((size, name))
-        start = time.process_time()
+        start = clock(policy.model.device)
 
 
 def mean_squares(policy: Policy, arms: Mapping[str, Arm], settings: AlignmentSettings) -> dict[str, Tensor]:
@@ -215,7 +214,7 @@ def _block(
 ) -> dict[str, Any]:  # fmt: skip
     """For each geometry, size and arm: products of each batch's gradient with the truth's parts and with itself.
 
-    "seconds": those of the processor for a plain step on these groups, and each arm's credit.
+    "seconds": those by `clock` of a plain step on these groups, and each arm's credit.
     """
     products: dict[str, Any] = defaultdict(lambda: defaultdict(list))
     seconds = dict.fromkeys(["sampling", "forward", "backward", *arms], 0.0)

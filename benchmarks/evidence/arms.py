@@ -1,7 +1,6 @@
 """Kinds of credit whose steps are compared: each side of a group by a configuration, or advantages of one's own."""
 
 import importlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.evidence.models import clock
 from benchmarks.evidence.planted import length, position
 from cfa_kernels import (
     CounterfactualConfig,
@@ -70,7 +70,7 @@ class Judged:
 
     def __init__(self, policy: Any, group: Group) -> None:
         self.seconds: dict[Any, float] = {}
-        """Seconds of the processor: "forward", "backward", and by configuration or function those of its credit."""
+        """Seconds by `clock`: "forward", "backward", and by configuration or function those of its credit."""
         self.policy, self.group = policy, group
         self.plain = group_advantages(group.rewards, len(group.rewards))
         self._credits = dict[Any, Credit]()
@@ -116,7 +116,7 @@ class Judged:
         return self._credits[key]
 
     def cost(self, arm: Arm) -> float:
-        """Seconds of the processor that the credit of an arm took."""
+        """Seconds by `clock` that the credit of an arm took."""
         keys = {(arm.right, False), (arm.wrong, arm.gold), arm.advantages}
         return (1 + arm.twin) * sum(self.seconds.get(key, 0.0) for key in keys)
 
@@ -129,9 +129,9 @@ class Judged:
             return self.forward.logprobs(self.policy.settings.temperature, return_entropy=True)[1]
 
     def _timed(self, key: Any, work: Callable[[], Any]) -> Any:
-        start = time.process_time()
+        start = clock(self.policy.model.device)
         result = work()
-        self.seconds[key] = time.process_time() - start
+        self.seconds[key] = clock(self.policy.model.device) - start
         return result
 
 

@@ -1,5 +1,6 @@
 """A small model that is asked: it answers problems, from their beginning or from some tokens on."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer import one_page
-from trainer.rollouts import generate
+from trainer.rollouts import TransformersEngine
+
+
+def clock(device: torch.device) -> float:
+    """Seconds of the processor; of a GPU those by the wall, when it has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.process_time()
 
 
 class Subject:
@@ -18,6 +27,7 @@ class Subject:
         self.settings, self.tokenizer = settings, AutoTokenizer.from_pretrained(settings.model)
         self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
         self.model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        self.engine = TransformersEngine(self.model, self.tokenizer)
 
     def answered(
         self, problems: Sequence[one_page.Problem], begun: Sequence[Tensor] | None = None, *, greedy: bool = False
@@ -27,8 +37,8 @@ class Subject:
         rows, pairs = list[Tensor](), list(zip(problems, begun, strict=True))
         for start in range(0, len(pairs), 256):
             some = pairs[start : start + 256]
-            drawn = generate(
-                self.model, self.tokenizer, [[*problem.prompt, *row.tolist()] for problem, row in some],
+            drawn = self.engine(
+                [[*problem.prompt, *row.tolist()] for problem, row in some],
                 max_completion_length=self.settings.max_tokens, temperature=self.settings.temperature,
                 keys=None if greedy else torch.randint(2**31, (len(some), 1)).tolist(),
             )  # fmt: skip

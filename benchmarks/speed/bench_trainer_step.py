@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import get_scheduler
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
 
-from benchmarks.harness.race import Budget, Contender, Figures, WrongAnswer, race, release_memory, replay_clock
+from benchmarks.harness.race import Budget, Contender, Figures, Lap, WrongAnswer, race, release_memory, replay_clock
 from benchmarks.harness.workloads import SEED, JobRollouts, policy, shaped_rollouts
 from benchmarks.speed.bench_profile import device_events, summarize
 from benchmarks.speed.command import workload_set
@@ -26,10 +27,12 @@ from trainer.config import TrainConfig
 from trainer.data import Row
 from trainer.metrics import STAGES
 from trainer.rollouts import Rollouts, TransformersEngine
+from trainer.settings import PRESETS
 from trainer.state import Trainer
 from trainer.step import training_step
 
 OURS = "ours"
+CREDITED = "cf", "prefix_gain_positive"  # presets
 SHARPNESS = 6.0  # factor of the logits, so that nuclei are as narrow as a trained model's
 
 
@@ -110,11 +113,13 @@ def make_trainer(load: Load, device: torch.device) -> Trainer:
     )  # fmt: skip
 
 
-def stepper(load: Load, trainer: Trainer) -> tuple[Contender, list[dict[str, float]]]:
-    """A step as a contender, and the metrics of the steps that it has taken."""
+def stepper(load: Load, trainer: Trainer, preset: str) -> tuple[Contender, list[dict[str, float]]]:
+    """A step with a preset's credit as a contender, and the metrics of the steps that it has taken."""
     steps: list[dict[str, float]] = []
+    config = dataclasses.replace(trainer.config, **yaml.safe_load((PRESETS / f"{preset}.yaml").read_text("utf-8")))
 
     def run() -> dict[str, float]:
+        trainer.config = config
         problems = range(load.problems)
         steps.append(training_step(trainer, len(steps) + 1, problems).metrics)
         return steps[-1]
@@ -129,7 +134,7 @@ def stepper(load: Load, trainer: Trainer) -> tuple[Contender, list[dict[str, flo
         liger = "liger" in causal_lm(trainer.policy).model.norm.forward.__module__  # which exchanges no class
         return {"sampled_tokens": trainer.engine.sampled, "liger": liger}  # type: ignore[attr-defined]
 
-    return Contender(OURS, run, check), steps
+    return Contender(preset, run, check), steps
 
 
 @pytest.fixture(scope="module")
@@ -144,21 +149,34 @@ def trainer(request: pytest.FixtureRequest, device: torch.device) -> Iterator[tu
     release_memory(device)
 
 
+@pytest.fixture(scope="module")
+def laps(
+    trainer: tuple[Load, Trainer], device: torch.device, budget: Budget
+) -> dict[str, tuple[Lap, dict[str, float]]]:
+    """Each preset's lap, and the medians of its stages."""
+    steppers = [stepper(*trainer, preset) for preset in CREDITED]
+    laps, result = race([contender for contender, _ in steppers], device=device, budget=budget), {}
+    for contender, steps in steppers:
+        lap = laps[contender.name]
+        timed = steps[-max(len(lap.seconds), 1) :]
+        stages = {f"{stage}_seconds": statistics.median(step[f"time/{stage}"] for step in timed) for stage in STAGES}
+        stages["credit_rows"] = statistics.median(step["credit/tokens_fed"] for step in timed)
+        stages["credit_ms_per_1000_rows"] = stages["credit_seconds"] / stages["credit_rows"] * 1e6
+        result[contender.name] = lap, stages
+    return result
+
+
 @pytest.mark.benchmark(timer=replay_clock)
+@pytest.mark.parametrize("preset", CREDITED)
 def test_step_time_by_stages(
-    trainer: tuple[Load, Trainer], device: torch.device, budget: Budget, figures: Figures, report: Callable[..., None]
-) -> None:
+    trainer: tuple[Load, Trainer], laps: dict[str, tuple[Lap, dict[str, float]]], preset: str, figures: Figures,
+    report: Callable[..., None],
+) -> None:  # fmt: skip
     load, made = trainer
-    contender, steps = stepper(load, made)
-    group = f"trainer step, {load.model}"
+    group, (lap, stages) = f"trainer step, {load.model}", laps[preset]
     figures.workloads[group] = dataclasses.asdict(load) | {"notes": made.engine.notes, "seed": SEED}
-    lap = race([contender], device=device, budget=budget)[OURS]
-    timed = steps[-max(len(lap.seconds), 1) :]
-    stages = {f"{stage}_seconds": statistics.median(step[f"time/{stage}"] for step in timed) for stage in STAGES}
-    branch_rows = statistics.median(step["credit/tokens_fed"] for step in timed)
-    stages["credit_ms_per_1000_branch_rows"] = stages["credit_seconds"] / branch_rows * 1e6
-    print(", ".join(f"{name} {value:.3f}" for name, value in stages.items()), *made.engine.notes, sep="\n")
-    report(lap, group=group, branch_rows=branch_rows, **stages)
+    print(preset, ", ".join(f"{name} {value:.3f}" for name, value in stages.items()), *made.engine.notes, sep="\n")
+    report(lap, group=group, **stages)
 
 
 def test_where_decoding_takes_its_time(trainer: tuple[Load, Trainer], device: torch.device, figures: Figures) -> None:

@@ -39,7 +39,7 @@ class Replay:
 
     policy: nn.Module
     rollouts: JobRollouts
-    _trl: dict[tuple[tuple[str, Any], ...], Any] = field(default_factory=dict)
+    _trl: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
     def micro_batch(self) -> int:
@@ -62,11 +62,12 @@ class Replay:
         """Return the advantages of some rows, on the device."""
         return self.rollouts.advantages[list(rows)].to(self.device)
 
-    def trl(self, **settings: bool) -> Any:
+    def trl(self, *, micro_batch: int | None = None, **settings: bool) -> Any:
         """TRL's trainer around the policy, made once for each of the settings that `_trl_trainer` takes."""
-        key = tuple(sorted(settings.items()))
+        micro_batch = micro_batch or self.micro_batch
+        key = micro_batch, *sorted(settings.items())
         if key not in self._trl:
-            self._trl[key] = _trl_trainer(self.policy, self.rollouts, self.micro_batch, **settings)
+            self._trl[key] = _trl_trainer(self.policy, self.rollouts, micro_batch, **settings)
         return self._trl[key]
 
 

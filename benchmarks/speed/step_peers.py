@@ -40,9 +40,9 @@ from cfa_kernels.scoring.training_forward import packed_forward, packed_policy_l
 # TRL
 
 
-def trl_plain(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
+def trl_plain(replay: Replay, stopwatch: Stopwatch, *, whole: bool = False) -> tuple[Tensor, None]:
     """TRL's dapo step: padded, with its chunked head and its metrics; without activation checkpointing, as all here."""
-    trainer = replay.trl()
+    trainer = replay.trl(micro_batch=len(replay.job.completions) if whole else None)
     with stopwatch.update():
         return trl_update(replay, trainer, None), None
 
@@ -281,7 +281,8 @@ def authors_weights(job: Job, importance: Observed) -> Weights:
     return result
 
 
-TRL, PLAIN, EXACT, AUTHORS = "TRL", "ours", "ours counterfactual, one pass", "authors' scoring, TRL"
+TRL, WHOLE = "TRL", "TRL, all rows at a time"
+PLAIN, EXACT, AUTHORS = "ours", "ours counterfactual, one pass", "authors' scoring, TRL"
 VARLEN, PADDED = "varlen without sharing", "ours counterfactual, padded"
 CREDITED = "CounterfactualGRPOTrainer, packed loss"
 NO_ENTROPY = "CounterfactualGRPOTrainer, packed loss, log_entropy=False"
@@ -294,6 +295,7 @@ def _credited(rows: str, **options: bool) -> StepPeer:
 
 STEP_PEERS: dict[str, StepPeer] = {
     TRL: StepPeer(trl_plain, "plain", 3, "positions"),
+    WHOLE: StepPeer(functools.partial(trl_plain, whole=True), "plain", 3, "positions"),
     VARLEN: StepPeer(varlen, "plain", 2, "active"),
     CREDITED: _credited("tokens"),
     NO_ENTROPY: _credited("active", log_entropy=False),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.demo_model.warmup import WarmupConfig, small_model, train_tokenizer
-from benchmarks.evidence import models, planted
+from benchmarks.evidence import planted
 from benchmarks.evidence.agreement import AUROC, SPEARMAN, agreement, recall_at, recall_curve
 from benchmarks.evidence.command import main
 from benchmarks.evidence.models import Subject
@@ -256,14 +256,14 @@ def test_step_advantages_are_changes_of_the_share_that_reaches_the_own_answer(su
     problem = next(generate("test", 0, kinds=["wrong"]))
     (case,) = cases_of(subject, [problem])
 
-    def continued(model, tokenizer, prompts, *, max_completion_length, keys, temperature):
+    def continued(prompts, *, max_completion_length, keys, temperature):
         lengths = [len(prompt) - len(case.prompt) for prompt in prompts]
         assert len({*map(tuple, keys)}) == len(prompts)
         own = [length >= case.spans[0].end or i % 4 == 0 for i, length in enumerate(lengths)]
         texts = [f"#### {problem.answer if yes else problem.gold}" for yes in own]
-        return SimpleNamespace(ids=lambda: [tokenizer(text)["input_ids"] for text in texts])
+        return SimpleNamespace(ids=lambda: [subject.tokenizer(text)["input_ids"] for text in texts])
 
-    monkeypatch.setattr(models, "generate", continued)
+    monkeypatch.setattr(subject, "engine", continued)
     (values,) = planted.step_advantages(subject, rows(subject, [problem]), [problem], PlantedSettings(samples=4))
     assert values == [0.75, *[0.0] * (len(case.spans) - 1)]
 
@@ -274,24 +274,24 @@ def test_a_token_is_critical_if_the_most_probable_other_one_leads_to_a_wrong_ans
     cases = cases_of(subject, problems)
     whole = [case.completion.tolist() for case in cases]
 
-    def decoded(model, tokenizer, prompts, *, max_completion_length, keys, temperature):
+    def decoded(prompts, *, max_completion_length, keys, temperature):
         assert keys is None  # greedy
         result, starts = [], [case.prompt.tolist() for case in cases]
         for row in prompts:
             b = next((b for b, prompt in enumerate(starts) if row[: len(prompt)] == prompt), None)
             if b is None or row == starts[b]:  # a greedy chain: the first two are right
-                result.append(whole[b] if b is not None else tokenizer("#### 1")["input_ids"])
+                result.append(whole[b] if b is not None else subject.tokenizer("#### 1")["input_ids"])
                 continue
             t = len(row) - len(cases[b].prompt) - 1
             logp = plain_logprobs(subject, cases[b], torch.tensor(whole[b][: t + 1]))[t]
-            logp[[whole[b][t], tokenizer.eos_token_id]] = -torch.inf
+            logp[[whole[b][t], subject.tokenizer.eos_token_id]] = -torch.inf
             assert row[-1 - t : -1] == whole[b][:t]
             assert logp[row[-1]] > logp.max() - 1e-4
             answer = problems[b].gold + (t >= cases[b].spans[-1].start and t % 2 == 0)
-            result.append(tokenizer(f"\n#### {answer}")["input_ids"])
+            result.append(subject.tokenizer(f"\n#### {answer}")["input_ids"])
         return SimpleNamespace(ids=lambda: result)
 
-    monkeypatch.setattr(models, "generate", decoded)
+    monkeypatch.setattr(subject, "engine", decoded)
     chains = planted.right_chains(subject, PlantedSettings(chains=2))
     for chain, problem, case in zip(chains, problems, cases, strict=True):
         assert chain["question"] == problem.question

@@ -70,7 +70,7 @@ def test_steps_run_on_a_cpu_with_what_is_carried_and_their_figures_are_read_toge
         "rollouts, narrow",
         "decoding, ",
         "trainer step, ",
-        "credit_ms_per_1000_branch_rows",
+        "credit_ms_per_1000_rows",
         "SDPA",
     ):
         assert text in printed
