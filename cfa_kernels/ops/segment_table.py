@@ -3,6 +3,7 @@
 `packing/prefix_tree.py` builds them from token sequences.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -72,7 +73,8 @@ class SegmentTable:
         if table is not None:
             return table
         row_start, length, context_start, context_length = np.ascontiguousarray(segments.numpy().T)
-        return cls(row_start, length, context_start, context_length, contexts.numpy(), handle)
+        _REBUILT.append(cls(row_start, length, context_start, context_length, contexts.numpy(), handle))
+        return _REBUILT[-1]
 
     def _check(self) -> None:
         for name in ("row_start", "length", "context_start", "context_length", "context_rows"):
@@ -255,6 +257,7 @@ class SegmentTable:
 
 
 _ALIVE: WeakValueDictionary[tuple[int, ...], SegmentTable] = WeakValueDictionary()  # tables by their handles
+_REBUILT: deque[SegmentTable] = deque(maxlen=4)  # a backward asks layer by layer for what its forward has dropped
 
 
 def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -92,6 +92,16 @@ def test_a_table_is_found_by_copies_of_its_handle_while_it_lives_and_rebuilt_aft
     assert SegmentTable.of(*copies) is rebuilt
 
 
+def test_a_table_that_is_gone_is_rebuilt_once_for_all_layers_of_a_backward(monkeypatch):
+    rows = [[1, 2, 3], [1, 4], [1, 4, 5]]
+    gone = [[tensor.clone() for tensor in (t.handle, t.segments, t.contexts)] for t in (build(rows)[0], build(rows)[0])]
+    checked, check = [], SegmentTable._check
+    monkeypatch.setattr(SegmentTable, "_check", lambda table: checked.append(1) or check(table))
+    for copies in [*gone * 3, *gone[:1] * 3]:
+        SegmentTable.of(*copies)
+    assert len(checked) == 2
+
+
 def test_tables_of_the_same_rows_have_handles_of_their_own_and_a_pickled_one_keeps_its_own():
     table, other = (build([[1, 2, 3], [1, 4]])[0] for _ in range(2))
     assert not torch.equal(table.handle, other.handle)
