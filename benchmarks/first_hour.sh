@@ -48,11 +48,11 @@ step() {
     1) bench 1 240 first-light ;;
     2) bench 2 330 rollouts --seconds 15 ;;
     3) bench 3 240 trainer-step --seconds 20 ;;
-    4) bench 4 240 step --select "$race" --seconds 20 --peers 'TRL,ours,"ours counterfactual, one pass"' ;;
+    4) bench 4 240 step --select "$race" --seconds 20 --peers 'TRL,"TRL, all rows at a time",ours,"ours counterfactual, one pass"' ;;
     5) bench 5 120 profile --select "$profile" ;;
     6) bench 6 240 kernels --select attention --seconds 5 ;;
     # shellcheck disable=SC2086
-    7) run 7 300 "$PY" -m pytest -n "$jobs" $tests -k "not aot and not wgmma" ;;
+    7) run 7 300 "$PY" -m pytest -n "$jobs" -vv $tests -k "not aot and not wgmma" ;;
     *) echo "steps are 1 to 7, got $1" >&2; exit 2 ;;
   esac
 }
