@@ -101,7 +101,9 @@ class AblationSettings:
     tuning: Count = 3
     """Seeds that each rate is tried with, none of which counts further."""
     steps: Count = 30
-    """Optimizer steps of a run."""
+    """Steps of a run."""
+    inner_steps: Count = 1
+    """Optimizer steps on the completions of each step."""
     eval_steps: Count = 10
     """Steps between evaluations."""
     eval_problems: Count = 1024
@@ -137,7 +139,8 @@ def run(
         RuntimeError: a run that failed; names it and quotes its last lines.
     """
     flags = [
-        f"--max_steps={settings.steps}", f"--eval_steps={settings.eval_steps}", "--device=cpu", "--log_completions=0",
+        f"--max_steps={settings.steps}", f"--num_iterations={settings.inner_steps}", "--log_completions=0",
+        f"--eval_steps={settings.eval_steps}", "--device=cpu",
         f"--eval_problems={settings.eval_problems}", f"--eval_samples={settings.eval_samples}",
         *_regime(settings, folder), *([f"--model={settings.model}"] if settings.model else []), *extra,
     ]  # fmt: skip
@@ -184,8 +187,9 @@ def _beside(settings: AblationSettings) -> dict[str, Any]:
     if not settings.beside:
         return {}
     known: dict[str, Any] = json.loads(Path(settings.beside).read_text(encoding="utf-8"))
+    theirs = asdict(AblationSettings()) | known["settings"]  # which may be older than a setting
     for name, value in asdict(settings).items():
-        if name not in ("beside", "jobs") and (other := known["settings"].get(name)) != value:
+        if name not in ("beside", "jobs") and (other := theirs[name]) != value:
             raise ValueError(
                 f"beside: {settings.beside} has {name}={other!r}, these runs {value!r}; only equal ones pair"
             )
@@ -287,10 +291,10 @@ def markdown(document: Mapping[str, Any]) -> str:
     return "\n".join([
         "# Ablation of credit\n",
         f"{made_by(document)}. {'Regime ' + settings['regime'] if settings.get('regime') else 'The embedded model'}, "
-        f"{settings['steps']} steps, {settings['seeds']} seeds, {settings['eval_problems']} held-out problems decoded "
-        "greedily. All arms at mean weight 1 but the one named otherwise and 80/20, whose kept tokens weigh 1 and the "
-        "others 0, as in its paper; `prefix_tree` changes advantages, not weights; compare and correct raises rewards, "
-        f"too{_corrections(document)}.{_earlier(document)} Plus-minus is one standard deviation over seeds; "
+        f"{settings['steps']} steps{_inner(settings)}, {settings['seeds']} seeds, {settings['eval_problems']} held-out "
+        "problems decoded greedily. All arms at mean weight 1 but the one named otherwise and 80/20, whose kept tokens "
+        "weigh 1 and the others 0, as in its paper; `prefix_tree` changes advantages, not weights; compare and correct "
+        f"raises rewards, too{_corrections(document)}.{_earlier(document)} Plus-minus is one standard deviation over seeds; "
         "differences are paired by seed, with their standard error and the p of a paired t-test. Accuracy in "
         "percent.\n",
         table(head, rows),
@@ -325,6 +329,10 @@ def _earlier(document: Mapping[str, Any]) -> str:
     """Say which arms were run at another commit."""
     commits = document.get("beside", {}).items()
     return f" Runs at other commits: {', '.join(f'{arm} {commit[:12]}' for arm, commit in commits)}." if commits else ""
+
+
+def _inner(settings: Mapping[str, Any]) -> str:
+    return f" with {count} optimizer steps each" if (count := settings.get("inner_steps", 1)) > 1 else ""
 
 
 def _corrections(document: Mapping[str, Any]) -> str:

@@ -22,7 +22,8 @@ from benchmarks.harness.results import RESULTS, Document, Pieces, document_head,
 RUN = "--steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1"
 SIZE = f"--seeds 12 {RUN}"
 PAIR = '"plain DAPO" "CF where right"'
-OPEN = '"plain DAPO" "prefix gain where right, spans open" "permuted where right, spans open"'
+CREDIT = '"plain DAPO" "prefix gain where right, spans open"'
+OPEN = f'{CREDIT} "permuted where right, spans open"'
 IDLE = f'{OPEN} "CF where right" "position where right" "prefix gain where right" "random where right"'
 DENSITY = (
     'plain CF "CF where right" "total effects where right" "prefix gain where right" "permuted where right" '
@@ -44,11 +45,12 @@ ALL = (
             ("training-idle8-sampled", "idle8", "1e-4", f'{IDLE} "CF where right, spans open"'),
             ("training-free8", "free8", "1e-4", IDLE),
             ("training-decoys8", "decoys8", "1e-4", OPEN),
+            ("training-decoys8-tuned", "decoys8", '"5e-5 1e-4 2e-4"', CREDIT),
+            ("training-decoys8-inner", "decoys8", "5e-5 --inner-steps 4", CREDIT),
             ("ablation-levels", "plain", "1e-4", '"two levels"'),
         )
     ),
-    'ablation --regime free8 --arms "plain DAPO" "prefix gain where right, spans open" --rates 5e-5 '
-    f"--seeds 6 {RUN} --name evidence-training-free8-half-rate",
+    f"ablation --regime free8 --arms {CREDIT} --rates 5e-5 --seeds 6 {RUN} --name evidence-training-free8-half-rate",
     "model --kind corrects",
     'ablation --model runs/corrects/model --arms "plain DAPO" "compare and correct" --name evidence-corrects',
     f"alignment --truth-groups 4096 --blocks 10 --arms {FEW}",
@@ -69,6 +71,9 @@ ALL = (
         f"alignment --regime {name} --truth-groups 2048 --blocks 6 --arms {DENSITY} --name evidence-alignment-{name}"
         for name in ("idle24", "free8", "decoys8")
     ),
+    'alignment --regime idle90 --truth-groups 1024 --blocks 5 --arms plain "prefix gain where right" '
+    '"prefix gain where right, spans open" "prefix gain permuted where right, spans open" "position where right" '
+    '"right times 4" --name evidence-alignment-idle90',
     'alignment --regime hurried8 --truth-groups 2048 --blocks 3 --arms CF "total effects where right" '
     f'"CF where wrong" {RIGHT} --name evidence-alignment-hurried',
     *(

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.evidence.alignment import ADAM, SIZES
 from benchmarks.evidence.arms import PLAIN
 
-LINES = (PLAIN, "CF", "CF where right", "permuted where right", "ceiling")
+LINES = (PLAIN, "CF", "CF where right", "prefix gain where right, spans open", "permuted where right", "ceiling")
 """Arms that are drawn, where they were measured."""
 
 
@@ -23,7 +23,7 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colours = dict(zip(LINES, ("C7", "C0", "C1", "C5", "C2"), strict=True))
+    colours = dict(zip(LINES, ("C7", "C0", "C1", "C3", "C5", "C2"), strict=True))
     lines = -(-len(chosen) // 3)
     sizes, panels = pyplot.subplots(lines, 3, figsize=(9.6, 3.2 * lines), squeeze=False, sharey=True)
     for spare in panels.flat[len(chosen) :]:

@@ -131,10 +131,12 @@ def test_each_arm_takes_the_rate_that_was_best_on_seeds_of_their_own(tmp_path, m
     assert "Regime plain" in markdown(ENVIRONMENT | document)
     assert "--model=benchmarks/evidence/assets" in document["flags"]
     del asked[:]
-    size = AblationSettings(seeds=2, regime="plain", rates="1e-4", tuning=3, eval_problems=8)
+    size = AblationSettings(seeds=2, regime="plain", rates="1e-4", tuning=3, eval_problems=8, inner_steps=4)
     document = run(Pieces(tmp_path / "one", {}, ENVIRONMENT), tmp_path, size, arms=[PLAIN])
     assert asked == [(3, "1e-4"), (4, "1e-4")], "nothing is to be chosen between"
     assert document["arms"][PLAIN]["rate"] == "1e-4"
+    assert "--num_iterations=4" in document["flags"]
+    assert "30 steps with 4 optimizer steps each" in markdown(ENVIRONMENT | document)
     file = tmp_path / "one.json"
     file.write_text(json.dumps(ENVIRONMENT | document))
     paired_with = run(
@@ -144,6 +146,11 @@ def test_each_arm_takes_the_rate_that_was_best_on_seeds_of_their_own(tmp_path, m
     assert "against_plain" in paired_with["arms"]["CF where right"]
     assert asked[2:] == [(3, "1e-4"), (4, "1e-4")], "plain DAPO is not run again"
     assert f"Runs at other commits: {PLAIN} abc." in markdown(ENVIRONMENT | paired_with)
+    file.write_text(json.dumps({"environment": {"commit": "def"}} | paired_with))
+    older = {name: value for name, value in paired_with["settings"].items() if name != "inner_steps"}
+    file.write_text(json.dumps({"environment": {"commit": "def"}} | paired_with | {"settings": older}))
+    with pytest.raises(ValueError, match="has inner_steps=1, these runs 4"):
+        run(Pieces(tmp_path / "5", {}, ENVIRONMENT), tmp_path, replace(size, beside=str(file)), arms=["OAR-P"])
     file.write_text(json.dumps({"environment": {"commit": "def"}} | paired_with))
     third = run(Pieces(tmp_path / "4", {}, ENVIRONMENT), tmp_path, replace(size, beside=str(file)), arms=["OAR-P"])
     assert third["beside"] == {PLAIN: "abc", "CF where right": "def"}, "each arm keeps the commit of its own runs"

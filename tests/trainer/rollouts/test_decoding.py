@@ -57,7 +57,7 @@ def test_completions_on_a_gpu_are_those_of_transformers_on_the_host(options, how
         assert ours.texts == theirs.texts
         assert not theirs.truncated.any()
         assert ours.ids() == theirs.ids()
-        torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-6)
+        torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
         greedy = {"max_completion_length": 6}
         assert engine(prompts, **greedy).texts == by_generate(host, prompts, **greedy).texts
     assert bool(replays) == (how == "captured")
@@ -78,7 +78,7 @@ def test_prompts_that_repeat_are_fed_once_and_their_completions_stay_the_same(op
         for b, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
             single = engine([prompt], **sampled | {"keys": [key]})
             assert together.texts[b] == single.texts[0]
-            torch.testing.assert_close(together.logprobs[b], single.logprobs[0], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(together.logprobs[b], single.logprobs[0], rtol=1e-6, atol=1e-5)
 
 
 def long_run(tokens: int) -> dict:
