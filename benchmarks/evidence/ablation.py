@@ -294,8 +294,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"{settings['steps']} steps{_inner(settings)}, {settings['seeds']} seeds, {settings['eval_problems']} held-out "
         "problems decoded greedily. All arms at mean weight 1 but the one named otherwise and 80/20, whose kept tokens "
         "weigh 1 and the others 0, as in its paper; `prefix_tree` changes advantages, not weights; compare and correct "
-        f"raises rewards, too{_corrections(document)}.{_earlier(document)} Plus-minus is one standard deviation over seeds; "
-        "differences are paired by seed, with their standard error and the p of a paired t-test. Accuracy in "
+        f"raises rewards, too{_corrections(document)}.{_earlier(document)} Plus-minus is one standard deviation over "
+        "seeds; differences are paired by seed, with their standard error and the p of a paired t-test. Accuracy in "
         "percent.\n",
         table(head, rows),
         *_beyond_placebo(document),
