@@ -1,7 +1,8 @@
 """Decode completions with a cache that stays: prompts are fed once each, then one step makes a token of each row.
 
 A step is the forward of the last tokens, the draw of the next ones and the flags of rows that have ended. It reads and
-writes only tensors that keep their place, so that on a GPU a CUDA graph of it is replayed, in later calls too.
+writes only tensors that keep their place, so that on a GPU a CUDA graph of it is replayed, in later calls too. Once a
+quarter of the rows have ended, or half of those of a graph, they leave.
 """
 
 import functools
@@ -49,6 +50,7 @@ class _State(NamedTuple):
     missed: Tensor  # (1,) bool, whether a nucleus was larger than the candidates
 
 
+_BY_ROW = 6  # fields
 _DTYPES = torch.int64, torch.int64, torch.bool, torch.int64, torch.float32, torch.float64, torch.int64, torch.bool
 
 
@@ -97,9 +99,8 @@ class Decoder:
             Tokens and log-probs, (B, T) or up to where all rows have ended. Log-probs are fp32, nats; 0 if greedy, nan
             where logits were not finite.
         """
-        (count, length), rows, multiple = uniforms.shape, len(ids), 1
-        if self._captured:
-            rows, multiple = max(_FEWEST_ROWS, 1 << (count - 1).bit_length()), _LENGTHS
+        (count, length), multiple = uniforms.shape, _LENGTHS if self._captured else 1
+        rows = self._rows_for(count)
         width, fill = -(-max(1, ids.shape[1] - 1) // multiple) * multiple, torch.arange(rows).clamp(max=count - 1)
         prompts = nn.functional.pad(torch.stack([ids, mask])[:, fill], (width + 1 - ids.shape[1], 0))
         prefixes, own = prompts[:, :, :-1].unique(dim=1, return_inverse=True)  # a group's prompt is fed once
@@ -122,6 +123,9 @@ class Decoder:
             state.uniforms[:, width : width + length] = uniforms
             made = self._decode(state, width, length, sampling, progress)
         return state.tokens[:count, width : width + made], state.logprobs[:count, width : width + made]
+
+    def _rows_for(self, count: int) -> int:
+        return max(_FEWEST_ROWS, 1 << (count - 1).bit_length()) if self._captured else count
 
     def _state_of(self, rows: int, places: int, fed: list[tuple[Tensor, Tensor]]) -> _State:
         """State of so many rows, with room for so many places; graphs stay if all that they read stays in place."""
@@ -150,6 +154,7 @@ class Decoder:
         """Decode from place `width` on until all rows have ended, or `length` tokens; give the number of tokens."""
         deferred = self._captured or state.token.device.type == "cuda"  # a look at results is a wait
         made, candidates = 0, CANDIDATES if deferred else None
+        whole, order = state, torch.arange(len(state.token), device=state.token.device)
         while made < length:
             times, before = min(_LOOK if deferred else 1, length - made), (state.token.clone(), state.ended.clone())
             state.place.fill_(width + made)
@@ -157,7 +162,7 @@ class Decoder:
             live = width + made + times
             live = min(-(-live // _LENGTHS) * _LENGTHS, self._places) if self._captured else live
             self._run(times, state, live, sampling, candidates)
-            ended, missed = torch.cat([state.ended.all().view(1), state.missed]).tolist()
+            *ended, missed = torch.cat([state.ended.view(-1), state.missed]).tolist()
             if missed and candidates == CANDIDATES:  # the same draws once more, among all tokens
                 candidates = sys.maxsize
                 state.token.copy_(before[0])
@@ -165,10 +170,25 @@ class Decoder:
                 continue
             made += times
             progress(made)
-            if ended:
+            if all(ended):
                 break
             candidates = candidates and (sys.maxsize if missed else CANDIDATES)
+            if 4 * (rows := self._rows_for(ended.count(False))) <= 3 * len(ended):
+                state = self._without_ended(state, order[: len(ended)], rows, width + made)
+        for part in (whole.tokens, whole.logprobs):
+            part.copy_(part[order.argsort()])
         return made
+
+    def _without_ended(self, state: _State, order: Tensor, rows: int, live: int) -> _State:
+        """Move rows that have ended behind the others, in `order` too; give the state of the first `rows`."""
+        place = state.ended.view(-1).byte().argsort(stable=True)
+        by_row = state[:_BY_ROW]
+        for part in (order, *by_row):
+            part.copy_(part[place])
+        for layer in self._layers:
+            for store in (layer.keys, layer.values):
+                store[:rows, :, :live] = store[place[:rows], :, :live]
+        return _State(*(part[:rows] for part in by_row), *state[_BY_ROW:])
 
     def _run(self, times: int, state: _State, *options: Any) -> None:
         step, key = functools.partial(self._step, state, *options), (len(state.token), *options)

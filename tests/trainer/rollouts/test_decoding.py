@@ -116,6 +116,27 @@ def test_a_token_is_one_replay(replays) -> None:
     assert launches[1] - launches[0] < 32  # operators around 32 tokens
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_rows_that_have_ended_leave_and_completions_stay_in_their_places(captured, replays) -> None:
+    model, rows = tiny(), []
+    model.generation_config.eos_token_id = [*range(0, 512, 16)]  # one in 16 tokens ends
+    prompts, keys = [*EIGHT, LONG] * 4, [(5, i) for i in range(36)]
+    sampled = SAMPLED | {"keys": keys, "max_completion_length": 80}
+    expected = by_generate(model, prompts, **sampled)
+    model.register_forward_pre_hook(lambda _, __, inputs: rows.append(len(inputs["input_ids"])), with_kwargs=True)
+    ours = TransformersEngine(model, tokenizer(), captured=captured)(prompts, **sampled)
+    assert ours.ids() == expected.ids()
+    assert ours.truncated.tolist() == expected.truncated.tolist()
+    torch.testing.assert_close(ours.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    rows = [count for count, *_ in replays] if captured else rows
+    assert rows == sorted(rows, reverse=True)
+    if captured:
+        assert {*rows} == {64, 16, 8}
+    else:  # as many as go on, or a third more
+        alive = [sum(length > t for length in ours.rows.lengths) for t in range(len(rows))]
+        assert all(going <= count < max(4 / 3 * going, going + 1) for count, going in zip(rows, alive, strict=True))
+
+
 def test_nuclei_larger_than_the_candidates_are_drawn_again_from_all_tokens(replays) -> None:
     model = tiny()
     model.model.norm.weight.data.mul_(0.02)

@@ -110,9 +110,9 @@ def poison(trainer):
         seen = []
 
         def spoil(_module, _inputs, logits):
-            seen.append(1)
-            rows = torch.arange(len(logits))[:, None, None]
-            return logits.masked_fill((rows == row) & (len(seen) > start), value)
+            seen.append(len(logits))
+            rows = torch.arange(len(logits))[:, None, None]  # until rows that have ended leave
+            return logits.masked_fill((rows == row) & (len(seen) > start) & (seen[-1] == seen[0]), value)
 
         hooks.append(trainer.policy.lm_head.register_forward_hook(spoil))
 
