@@ -25,7 +25,9 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
 
     colours = dict(zip(LINES, ("C7", "C0", "C1", "C3", "C5", "C2"), strict=True))
     lines = -(-len(chosen) // 3)
-    sizes, panels = pyplot.subplots(lines, 3, figsize=(9.6, 3.2 * lines), squeeze=False, sharey=True)
+    sizes, panels = pyplot.subplots(
+        lines, 3, figsize=(9.6, 3.2 * lines), squeeze=False, sharey=True, layout="constrained"
+    )
     for spare in panels.flat[len(chosen) :]:
         spare.set_axis_off()
     for panel, one in zip(panels.flat, chosen, strict=False):
@@ -41,8 +43,10 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         panel.set_title(f"{one['settings']['regime']}: {one['density']:.0%} of tokens in steps", fontsize=9)
         panel.set_xlabel("completions in a batch")
         panel.set_ylabel("cosine with the true gradient")
-    panels[0, 0].legend(fontsize=7)
-    canvas, panel = pyplot.subplots(figsize=(5.2, 3.6))
+    parts = {name: part for panel in panels.flat for part, name in zip(*panel.get_legend_handles_labels(), strict=True)}
+    shown = [name for name in LINES if name in parts]
+    sizes.legend([parts[name] for name in shown], shown, fontsize=8, ncols=3, loc="outside lower center")
+    canvas, panel = pyplot.subplots(figsize=(5.2, 3.6), layout="constrained")
     densities = [one["density"] for one in chosen]
     for name in LINES[1:]:
         found = [(one["density"], one["arms"][name][str(ADAM)]) for one in chosen if name in one["arms"]]
@@ -62,7 +66,6 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     panel.legend(fontsize=7)
     paths = [folder / "evidence-alignment-sizes.png", folder / "evidence-alignment-density.png"]
     for drawn, path in zip((sizes, canvas), paths, strict=True):
-        drawn.tight_layout()
         drawn.savefig(path, dpi=120)
         pyplot.close(drawn)
     return paths
