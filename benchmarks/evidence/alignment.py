@@ -335,6 +335,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"each arm's gradient divided by the root of its own mean square over {MOMENTS} earlier batches, whose draw "
         "the errors do not count. *Aim* is the cosine of the arm's mean gradient (1 is no bias; an estimate may exceed "
         "it), *noise to signal* the variance of a group's gradient over the squared norm of that mean, *cost* the "
-        "processor's seconds for the credit over those of a plain step: sampling, forward and backward.\n"
+        "processor's seconds (on a GPU those by the wall) for the credit over those of a plain step: sampling, forward "
+        "and backward.\n"
     )
     return "\n".join(["# Alignment with the true gradient\n", note, table(head, rows)])

@@ -272,8 +272,8 @@ SETS = {
     "main": _NAMES[: _NAMES.index("CF, as the paper")], "ideas": _NAMES[_NAMES.index("CF, as the paper") : -2],
     "tokens": [PLAIN, "CF where right", "entropy where right", "OAR-G where right", *_NAMES[-2:]],
 }  # fmt: skip
-ARMS["prefix gain permuted where right, spans open"] = Arm(_mean(PrefixGain(), control="permuted", open_spans=True))
 """Arms that are measured by default, what else was tried, and by token, of which the last two cost several steps."""
+ARMS["prefix gain permuted where right, spans open"] = Arm(_mean(PrefixGain(), control="permuted", open_spans=True))
 
 
 def arms_of(names: Sequence[str]) -> Mapping[str, Arm]:
