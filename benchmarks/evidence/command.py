@@ -46,11 +46,13 @@ ALL = (
             ("training-free8", "free8", "1e-4", IDLE),
             ("training-decoys8", "decoys8", "1e-4", OPEN),
             ("training-decoys8-tuned", "decoys8", '"5e-5 1e-4 2e-4"', CREDIT),
-            ("training-decoys8-inner", "decoys8", "5e-5 --inner-steps 4", CREDIT),
             ("ablation-levels", "plain", "1e-4", '"two levels"'),
         )
     ),
-    f"ablation --regime free8 --arms {CREDIT} --rates 5e-5 --seeds 6 {RUN} --name evidence-training-free8-half-rate",
+    *(
+        f"ablation --regime {regime} --arms {CREDIT} --rates 5e-5 --seeds 6 {RUN} --name evidence-training-{name}"
+        for regime, name in (("free8", "free8-half-rate"), ("decoys8 --inner-steps 4", "decoys8-inner"))
+    ),
     "model --kind corrects",
     'ablation --model runs/corrects/model --arms "plain DAPO" "compare and correct" --name evidence-corrects',
     f"alignment --truth-groups 4096 --blocks 10 --arms {FEW}",
