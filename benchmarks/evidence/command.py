@@ -82,7 +82,7 @@ ALL = (
         f"alignment --regime idle8 {of} --truth-groups 2048 --blocks 6 --arms {FEW} --name evidence-alignment-{name}"
         for name, of in (
             ("cooler", "--temperature 0.7"),
-            ("trained", '--model "{folder}/evidence-training-idle8-sampled/plain DAPO-seed3-1e-4/checkpoint"'),
+            ("trained", '--model "{folder}/training-idle8-1/plain DAPO-seed3-1e-4/checkpoint"'),
         )
     ),
 )  # fmt: skip
@@ -117,7 +117,7 @@ MEASURES = {
     "ablation": Measure(
         ablation.AblationSettings, ablation.run, ablation.markdown,
         "the training program under every kind of credit, seed by seed", [*ablation.SETS, *ablation.ARMS],
-        ("seeds", "jobs", "arms", "beside"),
+        ("seeds", "rates", "jobs", "arms", "beside"),
     ),
     "alignment": Measure(
         alignment.AlignmentSettings, alignment.run, alignment.markdown,
@@ -228,7 +228,10 @@ def _all(options: argparse.Namespace, head: Head) -> list[Path]:
     for i, line in enumerate(one.format(folder=options.folder) for one in ALL):
         print(f"-- {i + 1} of {len(ALL)}: {line}", flush=True)
         command = shlex.split(line)
-        place = options.folder / getattr(_parser().parse_args(command), "name", command[0])
+        given = _parser().parse_args(command)
+        place = options.folder / getattr(given, "name", command[0])
+        if command[0] == "ablation" and given.regime:  # so that a run is made once for all results that have it
+            place = options.folder / f"training-{given.regime}-{given.inner_steps}"
         common = ["--folder", str(place), "--results", str(options.results)]
         common += ["--commit", options.commit] if options.commit else []
         if not options.show and main([*command, *common]):

@@ -269,12 +269,25 @@ def test_all_names_commands_that_there_are_and_every_result_once():
                 assert set(options.arms) <= set(measure.names)
 
 
-def test_all_gives_each_command_a_folder_of_its_own(tmp_path, monkeypatch):
-    folders = []
-    monkeypatch.setattr(command, "main", lambda arguments: folders.append(arguments[arguments.index("--folder") + 1]))
+def test_all_gives_each_command_a_folder_of_its_own_but_ablations_whose_runs_are_the_same(tmp_path, monkeypatch):
+    folders, asked = {}, []
+
+    def note(arguments):
+        options = command._parser().parse_args(arguments)
+        measure = getattr(options, "measure", None)
+        known = vars(command._filled(options, measure.settings)) if measure else {}
+        own = {name: value for name, value in known.items() if name not in measure.extent}
+        assert folders.setdefault(options.folder, own) == own
+        assert options.folder not in asked or arguments[0] == "ablation"
+        asked.append(options.folder)
+        if arguments[0] == "alignment" and options.model:
+            assert any(str(folder) in options.model for folder in folders)  # of a run that was made before
+
+    monkeypatch.setattr(command, "main", note)
     options = command._parser().parse_args(["all", "--folder", str(tmp_path), "--results", str(tmp_path)])
     assert command._all(options, {}) == []
-    assert len(set(folders)) == len(folders) == len(command.ALL)
+    assert len(asked) == len(command.ALL)
+    assert len(folders) < len(asked)
 
 
 def test_density_is_the_share_of_tokens_that_steps_have(policy):
