@@ -33,8 +33,9 @@ DECODE_SHARE, CACHE_SHARE = 0.57, 0.54
 PLACES = 64
 """Prompts and what a step reads of the cache are a multiple of so many places."""
 
-HOST = {"rollouts": 2e-3, "forward": 4.3e-3, "backward": 8.3e-3}
-"""Seconds in which Python launches a layer (fitted): of the prompts', and of training's forward and backward."""
+HOST = {"rollouts": 2e-3, "forward": 4.3e-3, "backward": 5e-3}
+"""Seconds in which Python launches a layer: of the prompts', and of training's forward and backward (fitted, the last
+to the second run that is shown there)."""
 
 MERGE_BYTES = 28
 """Read and written for each weight with an adapter: its product in float32, a copy, the sum, and the copy back."""
