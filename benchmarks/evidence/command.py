@@ -86,7 +86,7 @@ ALL = (
         )
     ),
 )  # fmt: skip
-"""Commands that make every result, in some twenty-six hours of one core by the times of their parts."""
+"""Commands that make every result, in some twenty-four hours of one core by the times of their parts."""
 
 MAKERS = {"regimes": regimes.train, "corrects": corrects.train}
 
