@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from benchmarks.harness.counting import attention_flops, counted, tree_pairs
 from benchmarks.harness.environment import REPOSITORY
 from benchmarks.harness.race import Absent, Budget, Contender, WrongAnswer, race
 from benchmarks.harness.workloads import Job, Span, gsm8k_job, random_model, shaped_job
-from benchmarks.speed import command
+from benchmarks.speed import bench_kernels, command
+from benchmarks.speed.loss_jobs import LINEAR, LOGITS
 from benchmarks.speed.peers import PEERS, REFERENCE, Peer, packed_forest, per_span
 from benchmarks.speed.reference import Reference
 
@@ -235,3 +237,21 @@ def test_a_killed_session_leaves_the_races_it_had_finished_beside_other_parts(tm
     assert parts.keys() == {"loss", "step"}
     assert [(f["group"], f["seconds"]["median"]) for f in parts["step"]["figures"]] == [("finished", 2.0)]
     assert [name.rpartition("::")[2] for name in parts["step"]["failed"]] == ["test_a_failure"]
+
+
+def test_a_workload_is_raced_once_for_all_its_contenders():
+    """Contenders of several races would not have taken turns."""
+    line = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *(f"benchmarks/speed/bench_{part}.py" for part in ("kernels", "loss", "step")),
+    ]
+    line += ["-p", "no:cacheprovider", "--bench-device=cpu", "--bench-smoke", "--setup-plan"]
+    plan = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    made = [words[2] for line in plan.splitlines() if len(words := line.split()) > 2 and words[:2] == ["SETUP", "M"]]
+    assert {name: made.count(name) for name in ("kernel_race", "laps", "step_race")} == {
+        "kernel_race": len(bench_kernels.KERNELS["smoke"]),
+        "laps": len(LINEAR["smoke"]) + len(LOGITS["smoke"]),
+        "step_race": 1,
+    }
