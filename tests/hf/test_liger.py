@@ -68,7 +68,8 @@ def liger_kernels() -> Iterator[list[str]]:
 
 def adapted(name, liger, **checkpointing):
     """Adapters inside the attention and the gated MLP, off the identity they start as."""
-    model = make_model(name, num_hidden_layers=1, hidden_size=32, intermediate_size=48, head_dim=8)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}  # a program of a norm for each
+    model = make_model(name, num_hidden_layers=1, hidden_size=32, intermediate_size=48, **heads)
     if liger is not None:
         apply_liger_kernel(model, liger)
     torch.manual_seed(3)
