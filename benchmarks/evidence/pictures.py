@@ -46,7 +46,7 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     parts = {name: part for panel in panels.flat for part, name in zip(*panel.get_legend_handles_labels(), strict=True)}
     shown = [name for name in LINES if name in parts]
     sizes.legend([parts[name] for name in shown], shown, fontsize=8, ncols=3, loc="outside lower center")
-    canvas, panel = pyplot.subplots(figsize=(5.2, 3.6), layout="constrained")
+    canvas, panel = pyplot.subplots(figsize=(7.2, 3.6), layout="constrained")
     densities = [one["density"] for one in chosen]
     for name in LINES[1:]:
         found = [(one["density"], one["arms"][name][str(ADAM)]) for one in chosen if name in one["arms"]]
@@ -59,7 +59,7 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     law = np.sqrt(densities[0] / places)
     panel.plot(places, law, color="black", linewidth=0.8, linestyle="--", label="root of the inverse density")
     panel.set_xscale("log")
-    panel.set_xticks(densities, [f"{one['settings']['regime']}\n{one['density']:.0%}" for one in chosen], fontsize=8)
+    panel.set_xticks(densities, [f"{one['settings']['regime']}\n{one['density']:.0%}" for one in chosen], fontsize=7)
     panel.minorticks_off()
     panel.set_xlabel("share of tokens in steps and answer")
     panel.set_ylabel(f"cosine, ratio to plain's, {ADAM * chosen[0]['settings']['group']} completions")
