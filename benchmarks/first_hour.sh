@@ -17,8 +17,8 @@ PY=${PY:-python3}
 SMOKE=${SMOKE:-}
 DEVICE=${DEVICE:-${SMOKE:+cpu}}
 DEVICE=${DEVICE:-cuda}
-lights="" race="1.7B and 4x8 and 110" profile="1.7B and 8x8" jobs=12 tests="tests/ops tests/scoring tests/hf/test_lora.py"
-[ -z "$SMOKE" ] || lights="entropy" race="ours" profile="ours" jobs=0 tests="tests/ops/test_adapted_linear.py"
+race="1.7B and 4x8 and 110" profile="1.7B and 8x8" jobs=12 tests="tests/ops tests/scoring tests/hf/test_lora.py"
+[ -z "$SMOKE" ] || race="ours" profile="ours" jobs=0 tests="tests/ops/test_adapted_linear.py"
 export PYTHONPATH=$PWD:${PYTHONPATH:-}
 failed=()
 
@@ -45,7 +45,7 @@ run() { # STEP SECONDS COMMAND
 
 step() {
   case $1 in
-    1) bench 1 240 first-light ${lights:+--select "$lights"} ;;
+    1) bench 1 240 first-light ;;
     2) bench 2 330 rollouts --seconds 15 ;;
     3) bench 3 240 trainer-step --seconds 20 ;;
     4) bench 4 240 step --select "$race" --seconds 20 --peers 'TRL,"TRL, all rows at a time",ours,"ours counterfactual, one pass"' ;;

@@ -241,13 +241,9 @@ def test_a_killed_session_leaves_the_races_it_had_finished_beside_other_parts(tm
 
 def test_a_workload_is_raced_once_for_all_its_contenders():
     """Contenders of several races would not have taken turns."""
-    line = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *(f"benchmarks/speed/bench_{part}.py" for part in ("kernels", "loss", "step")),
-    ]
-    line += ["-p", "no:cacheprovider", "--bench-device=cpu", "--bench-smoke", "--setup-plan"]
+    files = [f"benchmarks/speed/bench_{part}.py" for part in ("kernels", "loss", "step")]
+    line = [sys.executable, "-m", "pytest", *files, "-p", "no:cacheprovider", "--bench-device=cpu"]
+    line += ["--bench-smoke", "--setup-plan"]
     plan = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     made = [words[2] for line in plan.splitlines() if len(words := line.split()) > 2 and words[:2] == ["SETUP", "M"]]
     assert {name: made.count(name) for name in ("kernel_race", "laps", "step_race")} == {
