@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ..ops.attention_options import EVERYTHING, Reach
 from ..ops.segment_table import SegmentTable
-from ..ops.tree_attention import tree_attention
+from ..ops.tree_attention import tree_attention, tree_attention_op
 from ..ops.upload import upload
 from ..packing.prefix_tree import Pack
 from .head import Head
@@ -43,6 +43,19 @@ class TreeMask:
         self.table, self.reach = table, reach
 
 
+class TracedMask:
+    """Stand-in for the attention mask of a compiled layer: all that its attention reads of the forward, by name.
+
+    `kept` takes the layer's own keys and values, which the graph returns.
+    """
+
+    def __init__(self, mask: TreeMask, first_row: int, before: tuple[Tensor, Tensor] | None) -> None:
+        table, self.first_row, self.before = mask.table, first_row, before
+        self.handle, self.segments, self.contexts = table.handle, table.segments, table.contexts
+        self.window, self.chunk = mask.reach
+        self.kept: tuple[Tensor, Tensor] | None = None
+
+
 class KeyValueStore:
     """Keys and values of a packed forward, layer by layer, for branches that continue its rows later.
 
@@ -62,20 +75,25 @@ class KeyValueStore:
         """Read from the first call of each layer again."""
         self._num_read.clear()
 
-    def before(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the stored keys and values of this call of `layer`, followed by `key` and `value`."""
+    def read(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return the stored keys and values of this call of `layer`."""
         call = self._num_read.get(layer, 0)
         self._num_read[layer] = call + 1
-        first_key, first_value = self._calls[layer][call]
-        joined = _in_rows(first_key, key), _in_rows(first_value, value)
+        return self._calls[layer][call]
+
+    def before(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the stored keys and values of this call of `layer`, followed by `key` and `value`."""
+        joined = _joined(self.read(layer), (key, value))
         if self._grows:
-            self._calls[layer][call] = joined
+            self._calls[layer][self._num_read[layer] - 1] = joined
         return joined
 
 
-def _in_rows(first: Tensor, second: Tensor) -> Tensor:
-    """Join (1, Hkv, N, D) along rows, whose heads lie side by side in memory: as a whole they are copied far faster."""
-    return torch.cat([first.transpose(1, 2), second.transpose(1, 2)], dim=1).transpose(1, 2)
+def _joined(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Join keys and values (1, Hkv, N, D) along rows, whose heads are side by side in memory: copied as a whole."""
+    parts = zip(first, second, strict=True)
+    keys, values = (torch.cat([a.transpose(1, 2), b.transpose(1, 2)], dim=1).transpose(1, 2) for a, b in parts)
+    return keys, values
 
 
 @dataclass
@@ -93,7 +111,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: TreeMask | Tensor | None,
+    attention_mask: TreeMask | TracedMask | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -106,7 +124,7 @@ def _attention(
     name = type(module).__name__
     if query.shape[0] != 1:
         raise NotImplementedError(f"{name} runs on a batch of {query.shape[0]}; a packed tree is one sequence")
-    if not isinstance(attention_mask, TreeMask):
+    if not isinstance(attention_mask, (TreeMask, TracedMask)):
         if attention_mask is not None:
             raise NotImplementedError(f"{name} is given an attention mask that transformers' mask builder did not make")
         if sliding_window is not None:
@@ -125,6 +143,8 @@ def _attention(
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # as PyTorch's own attention: norms and rotary embeddings left float32
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    if isinstance(attention_mask, TracedMask):
+        return _traced_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
     first_row = 0
     if (running := _FORWARD.get()) is not None:  # else the mask was passed without a packed forward
         first_row = running.first_row
@@ -133,9 +153,7 @@ def _attention(
         elif running.store is not None:
             running.store.write(module, key, value)
     out = tree_attention(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        *map(_by_rows, (query, key, value)),
         attention_mask.table,
         scale=scaling,
         sliding_window=attention_mask.reach.window,
@@ -145,6 +163,28 @@ def _attention(
         first_query_row=first_row,
     )
     return out.unsqueeze(0), None
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """View (1, H, N, D) as (N, H, D)."""
+    return x.squeeze(0).transpose(0, 1)  # not x[0], whose gradient is a copy into zeros
+
+
+def _traced_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: TracedMask, scale: float | None, softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attend as one node of a compiled layer's graph."""
+    mask.kept = key.detach(), value.detach()
+    if mask.before is not None:
+        key, value = _joined(mask.before, (key, value))
+    wants_gradient = torch.is_grad_enabled() and query.requires_grad
+    out, _ = tree_attention_op(
+        *map(_by_rows, (query, key, value)), sinks, mask.handle, mask.segments, mask.contexts,
+        query.shape[-1] ** -0.5 if scale is None else scale, softcap, mask.window, mask.chunk, mask.first_row,
+        wants_gradient,
+    )  # fmt: skip
+    return out.unsqueeze(0)
 
 
 def _build_mask(
