@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .estimators.siblings import SiblingEdits as SiblingEdits
     from .estimators.total_effects import total_effects as total_effects
     from .hf.accuracy import noise_floor as noise_floor
+    from .hf.compile_layers import compile_layers as compile_layers
     from .hf.sharding import run_inside as run_inside
     from .hf.verify import check_model as check_model
     from .integrations.credit import fold_weights as fold_weights
@@ -86,6 +87,7 @@ _PUBLIC = {
     "estimators.total_effects": "total_effects",
     "hf.sharding": "run_inside",
     "hf.accuracy": "noise_floor",
+    "hf.compile_layers": "compile_layers",
     "hf.verify": "check_model",
     "integrations.credit": "fold_weights",
     "losses.ragged": "LossBatch",

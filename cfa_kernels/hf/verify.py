@@ -24,12 +24,19 @@ from ..ops.matmul import ieee_products
 from ..ops.row_softmax import FLOAT32_NOISE
 from ..packing.packs import lay_out
 from ..packing.prefix_tree import Pack, Query
+from .compiled import EAGER
 from .fsdp import without_casts
 from .head import Head, read_head
 from .memory import is_out_of_memory
 from .model import active_noise, backbone, causal_lm, computation, configs, input_device, noise_remedy, vocab_size
 from .model_walk import Model, ModelWalk
-from .modes import attention_implementation, checkpointed_modules, evaluation_mode, without_accelerates_autocast
+from .modes import (
+    attention_implementation,
+    checkpointed_modules,
+    evaluation_mode,
+    value_of,
+    without_accelerates_autocast,
+)
 from .probe_mode import HALVES, float32_weights, layers_skipped, small_windows
 from .ranks import inside
 from .router_loss import packed_router_loss, uses_of_rows
@@ -402,6 +409,7 @@ def run_probe(
             stack.enter_context(attention_implementation(model, "eager"))
         stack.enter_context(small_windows(model))
         stack.enter_context(layers_skipped(repeated or {}))
+        stack.enter_context(value_of(EAGER, True))
         stack.enter_context(ieee_products())
         stack.enter_context(without_accelerates_autocast(model))
         stack.enter_context(torch.autocast(input_device(model).type, enabled=False))

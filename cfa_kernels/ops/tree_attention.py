@@ -405,4 +405,4 @@ class _TreeAttention(torch.autograd.Function):
         _setup_context(ctx, inputs, output)  # by itself torch would inspect signatures at each call
         return output
 
-    backward = staticmethod(once_differentiable(_backward))
+    backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..hf.attention import KeyValueStore
 from ..hf.head import Head
 from ..hf.limits import rope_lengths, rows_per_forward
 from ..hf.model import causal_lm
@@ -20,7 +21,7 @@ from ..hf.model_walk import ModelWalk
 from ..hf.router_loss import packed_router_loss, uses_of_rows
 from ..hf.sharding import run_inside
 from ..hf.stateful_layers import has_cells
-from ..hf.tree_forward import KeyValueStore, packed_hidden, tree_training_mode
+from ..hf.tree_forward import packed_hidden, tree_training_mode
 from ..hf.verify import check_trainable
 from ..losses.policy import linear_policy_loss
 from ..losses.ragged import LossBatch

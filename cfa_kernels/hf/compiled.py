@@ -1,0 +1,117 @@
+"""Run decoder layers compiled inside packed forwards: one graph serves all layers of a kind, whatever the pack.
+
+A model's own forward, its decoding and the self-check run the layers as they are.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.fx.experimental._config
+from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+from .attention import RUNNING, TracedMask, TreeMask
+from .modes import exchanged
+
+_LOG = logging.getLogger(__name__)
+
+EAGER: ContextVar[bool] = ContextVar("cfa_eager_layers", default=False)
+"""Whether layers run as they are, compiled or not."""
+
+
+class CompiledKind:
+    """Layers that share one compiled function."""
+
+    def __init__(self, layers: Iterable[nn.Module], backend: Any) -> None:
+        first, *_ = layers = list(layers)
+        self.obstacle: str | None = None  # why they run as they are
+        self.name = type(first).__name__
+        inner = _without_checkpointing(type(first).forward)
+
+        def step(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return inner(layer, *args, **kwargs)
+
+        # torch limits the graphs of a code object, so each kind gets one of its own.
+        step.__code__ = step.__code__.replace(co_name=f"{self.name}_{id(self)}")
+        self._step = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
+        _KINDS.update(dict.fromkeys(layers, self))
+
+    def stop(self, reason: str) -> None:
+        """Run layers of this kind as they are from now on, and say why."""
+        self.obstacle = reason
+        _LOG.warning("layers of %s run as they are, not compiled: %s", self.name, reason)
+
+    def run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer of this kind, checkpointed where transformers would."""
+        forward, running = type(layer).forward, RUNNING.get()
+        is_tree = isinstance(kwargs.get("attention_mask"), TreeMask) and running is not None
+        if self.obstacle or not is_tree or running.grows or _is_hooked(layer):  # type: ignore[union-attr]
+            return forward(layer, *args, **kwargs)
+        if _without_checkpointing(forward) is not forward and layer.gradient_checkpointing and layer.training:
+            return layer._gradient_checkpointing_func(partial(self._run, layer, **kwargs), *args)
+        return self._run(layer, *args, **kwargs)
+
+    def _run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        running, attention = RUNNING.get(), layer.self_attn
+        assert running is not None
+        store = running.store
+        continued = store if running.first_row else None
+        before = None if continued is None else continued.stored(attention)
+        mask = TracedMask(kwargs["attention_mask"], running.first_row, before)
+        try:
+            out = self._step(layer, args, {**kwargs, "attention_mask": mask})
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            first, _, more = str(error).strip().partition("\n")
+            self.stop(f"{type(error).__name__}: {first} {more.strip().partition(chr(10))[0]}")
+            return type(layer).forward(layer, *args, **kwargs)
+        if continued is not None:
+            continued.next_call(attention)
+        elif store is not None:
+            assert mask.kept is not None
+            store.write(attention, *mask.kept)
+        return out
+
+
+_KINDS: WeakKeyDictionary[nn.Module, CompiledKind] = WeakKeyDictionary()
+
+
+def to_compile(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, CompiledKind]]:
+    """List those of `layers` that run compiled, with their kinds."""
+    some = [] if EAGER.get() else [(layer, _KINDS.get(layer)) for layer in layers]
+    return [(layer, kind) for layer, kind in some if kind is not None and kind.obstacle is None]
+
+
+@contextmanager
+def compiled_layers(some: Sequence[tuple[nn.Module, CompiledKind]]) -> Iterator[None]:
+    """Run what `to_compile` has listed compiled inside."""
+    if not some:
+        yield
+        return
+    # Sizes that happen to be equal in one pack, of its segments and of an adapter say, are not equal in the next.
+    apart = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with apart, exchanged((layer, {"forward": partial(kind.run, layer)}) for layer, kind in some):
+        yield
+
+
+def _without_checkpointing(forward: Any) -> Any:
+    """Return a layer's forward inside the one by which transformers checkpoints it."""
+    while forward.__code__.co_name == "forward_with_checkpointing":
+        forward = forward.__wrapped__
+    return forward
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in _inside(layer))
+
+
+def _inside(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _inside(child)
