@@ -156,9 +156,9 @@ def step_contenders(
             stopwatch = Stopwatch(replay.device)
             if notes.fed:
                 loss, weights = peer.run(used, stopwatch)
-                for part in ("credit", "update"):
-                    notes.seconds[part].append(stopwatch.seconds[part])
-                    notes.cpu_seconds[part].append(stopwatch.cpu_seconds[part])
+                for own, sums in ((notes.seconds, stopwatch.seconds()), (notes.cpu_seconds, stopwatch.cpu_seconds())):
+                    own["credit"].append(sums.pop("credit"))
+                    own["update"].append(sum(sums.values()))
             else:
                 peer.prepare(used)
                 with rows_fed(causal_lm(used.policy)) as rows:

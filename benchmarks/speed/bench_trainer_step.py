@@ -20,8 +20,8 @@ from transformers.utils import is_liger_kernel_available
 
 from benchmarks.harness.race import Budget, Contender, Figures, Lap, WrongAnswer, race, release_memory, replay_clock
 from benchmarks.harness.workloads import SEED, JobRollouts, policy, shaped_rollouts
-from benchmarks.speed.bench_profile import device_events, summarize
 from benchmarks.speed.command import workload_set
+from benchmarks.speed.profiles import device_events, summarize
 from cfa_kernels.hf.model import causal_lm
 from trainer.config import TrainConfig
 from trainer.data import Row

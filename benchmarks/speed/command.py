@@ -30,6 +30,10 @@ FAILED, NO_DEVICE = 1, 2
 
 def main(argv: list[str] | None = None) -> int:
     """Run the parts asked for; 0 if all of them passed."""
+    if argv[:1] == ["ab"]:
+        from benchmarks.speed import ab
+
+        return ab.main(argv[1:])
     options = parse_options(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(

@@ -4,11 +4,12 @@
 """
 
 import contextlib
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,44 +72,66 @@ class Replay:
         return self._trl[key]
 
 
-class Stopwatch:
-    """Seconds by the wall and of the processor, of credit and of update, of one step.
+class Mark(NamedTuple):
+    """A change of part: what runs from here on, and when, on the host and in the device's queue."""
 
-    A part within another counts to the inner one only.
-    """
+    part: str | None
+    wall: float
+    cpu: float
+    event: Any
+
+
+class Stopwatch:
+    """Seconds of each part of one step, without a wait in between; a part within another counts to the inner only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.seconds = {"credit": 0.0, "update": 0.0}
-        self.cpu_seconds = {"credit": 0.0, "update": 0.0}
-        self._running: str | None = None
-        self._since = (0.0, 0.0)
+        self._marks: list[Mark] = []
 
     def credit(self) -> contextlib.AbstractContextManager[None]:
-        return self._part("credit")
+        return self.part("credit")
 
     def update(self) -> contextlib.AbstractContextManager[None]:
-        return self._part("update")
+        return self.part("update")
 
     @contextlib.contextmanager
-    def _part(self, name: str) -> Iterator[None]:
-        outer = self._run(name)
+    def part(self, name: str) -> Iterator[None]:
+        outer = self._marks[-1].part if self._marks else None
+        self._marks.append(self._mark(name))
         yield
-        self._run(outer)
+        self._marks.append(self._mark(outer))
 
-    def _run(self, name: str | None) -> str | None:
-        """Credit the time since the last change to the part that was running; returns that part."""
-        now, before = self._now(), self._running
-        if before is not None:
-            self.seconds[before] += now[0] - self._since[0]
-            self.cpu_seconds[before] += now[1] - self._since[1]
-        self._running, self._since = name, now
-        return before
+    def _mark(self, part: str | None) -> Mark:
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        return Mark(part, *self._now(), event)
 
     def _now(self) -> tuple[float, float]:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         return time.perf_counter(), time.process_time()
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each part until the device has done it; waits for the device."""
+        if self._device.type != "cuda":
+            return self._sums(lambda begin, end: end.wall - begin.wall)
+        torch.cuda.synchronize(self._device)
+        return self._sums(lambda begin, end: begin.event.elapsed_time(end.event) / 1e3)
+
+    def host_seconds(self) -> dict[str, float]:
+        """Seconds that the host took to launch each part."""
+        return self._sums(lambda begin, end: end.wall - begin.wall)
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Seconds of the processor in each part."""
+        return self._sums(lambda begin, end: end.cpu - begin.cpu)
+
+    def _sums(self, between: Callable[[Mark, Mark], float]) -> dict[str, float]:
+        sums = {"credit": 0.0, "update": 0.0}
+        for begin, end in itertools.pairwise(self._marks):
+            if begin.part is not None:
+                sums[begin.part] = sums.get(begin.part, 0.0) + between(begin, end)
+        return sums
 
 
 Step = Callable[[Replay, Stopwatch], tuple[Tensor, Weights | None]]
@@ -145,12 +168,13 @@ def _trl_trainer(
     *,
     credited: bool = False,
     log_entropy: bool = True,
+    liger: bool = False,
 ) -> Any:
     """A `GRPOTrainer` that finds `recorded` where it would sample and score completions.
 
     It is never asked to `train`, so what that does to the model first is done here. With `credited` it is a
     `CounterfactualGRPOTrainer(packed_loss=True)`, with `log_entropy` or without, which assigns credit to what was
-    recorded by its defaults.
+    recorded by its defaults. `liger` is TRL's own `use_liger_kernel`.
     """
     try:
         from datasets import Dataset
@@ -189,6 +213,7 @@ def _trl_trainer(
         beta=0.0,
         temperature=1.0,
         report_to=[],
+        use_liger_kernel=liger,
     )
     trainer = (_credited(Replaying, log_entropy) if credited else Replaying)(
         model=policy,

@@ -35,7 +35,8 @@ from cfa_kernels.hf.model import backbone
 from cfa_kernels.hf.verify import check_supported
 from cfa_kernels.losses.policy import linear_policy_loss
 from cfa_kernels.losses.ragged import LossBatch
-from cfa_kernels.scoring.training_forward import packed_forward, packed_policy_loss
+from cfa_kernels.packing.packs import groups_within
+from cfa_kernels.scoring.training_forward import packed_forward
 
 # TRL
 
@@ -136,7 +137,7 @@ def varlen(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     causal, head, total = replay.causal, check_supported(replay.causal), torch.zeros((), device=replay.device)
     with stopwatch.update(), using_attention(causal, "benchmark_per_sequence"):
         sequences = _sequences(replay)
-        for rows in _in_budget([len(ids) for ids, _ in sequences], default_token_budget(causal)):
+        for rows in _in_budget([len(ids) for ids, _ in sequences], default_token_budget(causal, training=True)):
             lengths = [len(sequences[b][0]) for b in rows]
             ends = torch.tensor([0, *lengths]).cumsum(0)
             hidden = _forward(
@@ -159,16 +160,45 @@ def varlen(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
 # Ours
 
 
-def ours_plain(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
-    """`packed_policy_loss`: one tree, the head fused into the loss."""
-    job = replay.job
-    with stopwatch.update():
-        loss = packed_policy_loss(
-            replay.policy, Rows(job.prompts, job.completions), None, replay.rollouts.advantages, epsilon=EPSILON,
-            epsilon_high=EPSILON_HIGH,
-        ).loss  # fmt: skip
-        loss.backward()
-    return loss.detach(), None
+def micro_batches(replay: Replay) -> list[list[int]]:
+    """Cut the rows with an advantage into micro-batches of whole groups, on a GPU as the training program does."""
+    active, job, size = set(replay.rollouts.active), replay.job, replay.rollouts.group
+    groups = [[b for b in range(i, i + size) if b in active] for i in range(0, len(job.prompts), size)]
+    groups = [group for group in groups if group]
+    if replay.device.type != "cuda":
+        return [[b for group in groups for b in group]]
+    sizes = [len(job.prompts[group[0]]) + sum(len(job.completions[b]) for b in group) for group in groups]
+    parts = groups_within(sizes, default_token_budget(replay.causal, training=True))
+    return [[b for i in part for b in groups[i]] for part in parts]
+
+
+def ours(replay: Replay, stopwatch: Stopwatch, *, credited: bool) -> tuple[Tensor, Weights | None]:
+    """One tree for each micro-batch: the scores read off its forward, then the loss, fused with the head."""
+    job, total = replay.job, torch.zeros((), device=replay.device)
+    weights = [torch.ones(len(completion)) for completion in job.completions] if credited else None
+    options = {
+        "epsilon": EPSILON, "epsilon_high": EPSILON_HIGH, "num_items_in_batch": replay.rollouts.tokens,
+        "num_sequences_in_batch": len(job.prompts),
+    }  # fmt: skip
+    for index in micro_batches(replay):
+        with stopwatch.part("forward"):
+            part = job.part(index)
+            rows, advantages = Rows(part.prompts, part.completions, index), replay.rollouts.advantages[index]
+            forward = packed_forward(replay.causal, rows, token_budget=1 << 30, keep_states=credited)
+        own = None
+        if weights is not None:
+            with stopwatch.credit():
+                drops = forward.score(part.spans, part.answers, mask=job.placeholder_id).drop
+                columns = zip(drops, part.spans, part.answers, map(len, part.completions), strict=True)
+                own = [span_weights(*column) for column in columns]
+                for b, line in zip(index, own, strict=True):
+                    weights[b] = line
+        with stopwatch.part("loss"):
+            loss = forward.policy_loss(LossBatch.of(rows, None, advantages, weights=own, **options)).loss
+        with stopwatch.part("backward"):
+            loss.backward()
+            total += loss.detach()
+    return total, weights
 
 
 def _separate_credit(replay: Replay, rows: Sequence[int]) -> Weights:
@@ -231,31 +261,6 @@ def counterfactual_padded(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor,
         return _padded_update(replay, weights, rows), weights
 
 
-def counterfactual_one_pass(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
-    """Scores read off the training forward, whose keys and values the masked branches continue."""
-    job, advantages, options = (
-        replay.job,
-        replay.rollouts.advantages,
-        {"epsilon": EPSILON, "epsilon_high": EPSILON_HIGH},
-    )
-    active = set(replay.rollouts.active)
-    with stopwatch.update():
-        rows = Rows(job.prompts, job.completions)
-        needed = LossBatch.of(rows, None, advantages, **options).needed()
-        forward = packed_forward(replay.causal, rows, needed=needed, keep_states=True)
-    with stopwatch.credit():
-        scores = forward.score(
-            [job.spans[b] if b in active else [] for b in range(len(rows))],
-            [job.answers[b] if b in active else None for b in range(len(rows))],
-            mask=job.placeholder_id,
-        )
-        weights = _weights(job, {b: scores.drop[b] for b in replay.rollouts.active})
-    with stopwatch.update():
-        loss = forward.policy_loss(LossBatch.of(rows, None, advantages, weights=weights, **options)).loss
-        loss.backward()
-    return loss.detach(), weights
-
-
 # The authors' scoring
 
 
@@ -299,8 +304,8 @@ STEP_PEERS: dict[str, StepPeer] = {
     VARLEN: StepPeer(varlen, "plain", 2, "active"),
     CREDITED: _credited("tokens"),
     NO_ENTROPY: _credited("active", log_entropy=False),
-    PLAIN: StepPeer(ours_plain, "plain", 2, "active"),
+    PLAIN: StepPeer(functools.partial(ours, credited=False), "plain", 2, "active"),
     PADDED: StepPeer(counterfactual_padded, "counterfactual", 3, "active"),
-    EXACT: StepPeer(counterfactual_one_pass, "counterfactual", 2, "active"),
+    EXACT: StepPeer(functools.partial(ours, credited=True), "counterfactual", 2, "active"),
     AUTHORS: StepPeer(authors_then_trl, "authors", 3, "positions"),
 }

@@ -88,8 +88,8 @@ def test_a_part_within_a_part_counts_to_itself_only(monkeypatch):
     now[0] += 100
     with stopwatch.credit():
         now[0] += 5
-    assert stopwatch.seconds == {"credit": 15, "update": 3}
-    assert stopwatch.cpu_seconds == {"credit": 30, "update": 6}
+    assert stopwatch.seconds() == {"credit": 15, "update": 3}
+    assert stopwatch.cpu_seconds() == {"credit": 30, "update": 6}
 
 
 @pytest.fixture(scope="module")
