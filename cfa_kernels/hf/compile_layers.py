@@ -10,14 +10,15 @@ from .compiled import EAGER, CompiledKind
 from .model import backbone, causal_lm, input_device
 from .model_walk import ModelWalk
 from .modes import one_mode, value_of
+from .probe_mode import layers_skipped
 from .sharding import is_sharded
-from .structure import kinds_of_layers
+from .structure import kinds_of_layers, repeated_layers
 from .tree_forward import packed_hidden, tree_training_mode
 from .verify import ProbeTree, check_trainable
 
 _LOG = logging.getLogger(__name__)
 
-_ALLOWED = {torch.bfloat16: 0.05, torch.float16: 0.02}  # by dtype, else `_EXACT`: share of a result's norm
+_ALLOWED = {torch.bfloat16: 0.05, torch.float16: 0.02}  # of two layers, by dtype, else `_EXACT`: share of a norm
 _EXACT = 1e-4
 
 
@@ -70,7 +71,8 @@ def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
 def _results(walk: ModelWalk, probe: ProbeTree, layers: nn.ModuleList) -> list[Tensor]:
     """Compute the hidden states of a probe, and the gradient of weights in the first and the last layer, as one."""
     ends = [p for layer in (layers[0], layers[-1]) for p in layer.parameters() if p.requires_grad]
-    with tree_training_mode(walk), torch.set_grad_enabled(bool(ends)):
+    # Layers in between hand on their input, as rounding grows from layer to layer.
+    with tree_training_mode(walk), layers_skipped(repeated_layers(walk)), torch.set_grad_enabled(bool(ends)):
         hidden = packed_hidden(walk, probe.pack).float()
         direction = torch.arange(hidden.numel(), device=hidden.device).cos().view_as(hidden)
         gradients = torch.autograd.grad((hidden * direction).mean(), ends, allow_unused=True) if ends else ()

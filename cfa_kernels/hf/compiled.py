@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch._dynamo.config
 import torch.fx.experimental._config
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -64,6 +65,9 @@ class CompiledKind:
         continued = store if running.first_row else None
         before = None if continued is None else continued.stored(attention)
         mask = TracedMask(kwargs["attention_mask"], running.first_row, before)
+        hidden, *others = args
+        if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layer.parameters()):
+            args = hidden.detach().requires_grad_(), *others  # the first layer runs by the graph of the others
         try:
             out = self._step(layer, args, {**kwargs, "attention_mask": mask})
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -83,7 +87,7 @@ _KINDS: WeakKeyDictionary[nn.Module, CompiledKind] = WeakKeyDictionary()
 
 def to_compile(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, CompiledKind]]:
     """List those of `layers` that run compiled, with their kinds."""
-    some = [] if EAGER.get() else [(layer, _KINDS.get(layer)) for layer in layers]
+    some = [] if EAGER.get() else [(layer, _KINDS.get(layer)) for layer in layers if "forward" not in vars(layer)]
     return [(layer, kind) for layer, kind in some if kind is not None and kind.obstacle is None]
 
 
@@ -93,9 +97,11 @@ def compiled_layers(some: Sequence[tuple[nn.Module, CompiledKind]]) -> Iterator[
     if not some:
         yield
         return
-    # Sizes that happen to be equal in one pack, of its segments and of an adapter say, are not equal in the next.
+    # Sizes that happen to be equal in one pack, of its segments and of an adapter say, are not equal in the next. A
+    # number with a fraction is a constant: as a symbol each graph would be traced twice.
     apart = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    with apart, exchanged((layer, {"forward": partial(kind.run, layer)}) for layer, kind in some):
+    constant = torch._dynamo.config.patch(specialize_float=True)
+    with apart, constant, exchanged((layer, {"forward": partial(kind.run, layer)}) for layer, kind in some):
         yield
 
 
