@@ -46,7 +46,7 @@ from cfa_kernels.hf.verify import check_trainable
 from cfa_kernels.scoring import plan as scoring_plan
 from trainer.rollouts.merged import merged_adapters
 
-AS_RACED, LIGER, COMPILED, COMPILED_LIGER = "HF's layers", "Liger", "compiled", "compiled, Liger"
+AS_RACED, LIGER, COMPILED = "HF's layers", "Liger", "compiled"  # Liger's kernels cannot be traced
 TRL_LIGER = "TRL, all rows at a time, use_liger_kernel"
 
 PREDICTED = {
@@ -356,7 +356,7 @@ def compiled(bench: Bench) -> Any:
     began = time.perf_counter()
     kinds = bench.compile()
     facts = {"kinds": kinds, "compile_seconds": time.perf_counter() - began}
-    variants = (LIGER, COMPILED, COMPILED_LIGER) if bench.has_liger else (AS_RACED,)
+    variants = (LIGER, COMPILED) if bench.has_liger else (AS_RACED,)
     lines = race_steps(bench, "4x8", steps_of(bench, "4x8", (PLAIN, EXACT), variants), bench.rounds)
     counts = [graphs()]
     lines += race_steps(bench, "8x8", steps_of(bench, "8x8", (PLAIN, EXACT), variants[:2]), max(bench.rounds // 2, 1))
@@ -493,11 +493,11 @@ def trainer(bench: Bench) -> Any:
 
     load = program.LOADS["smoke" if bench.smoke else "cuda"]
     load = load if bench.smoke else dataclasses.replace(load, longest=64)
-    made = program.make_trainer(load, bench.device)
+    made = program.make_trainer(load, bench.device, liger=False)
     release_memory(bench.device)
     gc.freeze()
     steppers = {preset: program.stepper(load, made, preset) for preset in program.CREDITED}
-    lines, eager = list[Any](), {True: LIGER, False: COMPILED_LIGER}
+    lines, eager = list[Any](), {True: LIGER, False: COMPILED}
     compile_seconds = None
     for is_eager in (True, False):
         if not is_eager:
@@ -506,7 +506,11 @@ def trainer(bench: Bench) -> Any:
             began = time.perf_counter()
             compile_layers(made.policy)
             compile_seconds = time.perf_counter() - began
-        with value_of(EAGER, is_eager):
+        has_liger = is_eager and bench.has_liger
+        with (
+            value_of(EAGER, is_eager),
+            liger_kernels(causal_lm(made.policy)) if has_liger else contextlib.nullcontext(),
+        ):
             for i in range(2 + max(bench.rounds // 2, 1)):
                 for preset, (contender, _) in steppers.items():
                     metrics = contender.run()

@@ -86,7 +86,7 @@ class Recorded:
         return Rollouts.of(prompts, completions, [-torch.ones(len(row)) for row in completions], ends, job.tokenizer)
 
 
-def make_trainer(load: Load, device: torch.device) -> Trainer:
+def make_trainer(load: Load, device: torch.device, *, liger: bool = True) -> Trainer:
     """Set the program up around a model of random weights, as `trainer.run.set_up` does around a loaded one."""
     rollouts, count = load.rollouts(), load.problems * load.group
     config = TrainConfig(
@@ -95,7 +95,7 @@ def make_trainer(load: Load, device: torch.device) -> Trainer:
     )  # fmt: skip
     model = policy(load.model, lora=True, device=device, dtype=config.precision.weights).eval()
     causal = causal_lm(model)
-    if device.type == "cuda" and is_liger_kernel_available():
+    if liger and device.type == "cuda" and is_liger_kernel_available():
         apply_liger_kernel(causal, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     with torch.no_grad():
         causal.model.norm.weight.mul_(SHARPNESS)

@@ -65,7 +65,7 @@ def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
     if not error <= allowed:
         for kind in kinds:
             kind.stop(f"a small tree's results differ by {error:.2g} of their norm, allowed are {allowed:g}")
-    return [kind.name for kind in kinds if kind.obstacle is None]
+    return [kind.name for kind in kinds if True not in kind.obstacles]
 
 
 def _results(walk: ModelWalk, probe: ProbeTree, layers: nn.ModuleList) -> list[Tensor]:

@@ -31,7 +31,7 @@ class CompiledKind:
 
     def __init__(self, layers: Iterable[nn.Module], backend: Any) -> None:
         first, *_ = layers = list(layers)
-        self.obstacle: str | None = None  # why they run as they are
+        self.obstacles: dict[bool, str] = {}  # why they run as they are, with gradients or without
         self.name = type(first).__name__
         inner = _without_checkpointing(type(first).forward)
 
@@ -43,16 +43,18 @@ class CompiledKind:
         self._step = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
         _KINDS.update(dict.fromkeys(layers, self))
 
-    def stop(self, reason: str) -> None:
-        """Run layers of this kind as they are from now on, and say why."""
-        self.obstacle = reason
-        _LOG.warning("layers of %s run as they are, not compiled: %s", self.name, reason)
+    def stop(self, reason: str, *, with_gradients: bool | None = None) -> None:
+        """Run layers of this kind as they are from now on, with or without gradients or both, and say why."""
+        self.obstacles |= dict.fromkeys((True, False) if with_gradients is None else (with_gradients,), reason)
+        where = {None: "", True: " where gradients are taken", False: " where none are taken"}[with_gradients]
+        _LOG.warning("layers of %s run as they are%s, not compiled: %s", self.name, where, reason)
 
     def run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a layer of this kind, checkpointed where transformers would."""
         forward, running = type(layer).forward, RUNNING.get()
         is_tree = isinstance(kwargs.get("attention_mask"), TreeMask) and running is not None
-        if self.obstacle or not is_tree or running.grows or _is_hooked(layer):  # type: ignore[union-attr]
+        stopped = torch.is_grad_enabled() in self.obstacles
+        if stopped or not is_tree or running.grows or _is_hooked(layer):  # type: ignore[union-attr]
             return forward(layer, *args, **kwargs)
         if _without_checkpointing(forward) is not forward and layer.gradient_checkpointing and layer.training:
             return layer._gradient_checkpointing_func(partial(self._run, layer, **kwargs), *args)
@@ -72,7 +74,8 @@ class CompiledKind:
             out = self._step(layer, args, {**kwargs, "attention_mask": mask})
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             first, _, more = str(error).strip().partition("\n")
-            self.stop(f"{type(error).__name__}: {first} {more.strip().partition(chr(10))[0]}")
+            reason = f"{type(error).__name__}: {first} {more.strip().partition(chr(10))[0]}"
+            self.stop(reason, with_gradients=torch.is_grad_enabled())
             return type(layer).forward(layer, *args, **kwargs)
         if continued is not None:
             continued.next_call(attention)
@@ -88,7 +91,7 @@ _KINDS: WeakKeyDictionary[nn.Module, CompiledKind] = WeakKeyDictionary()
 def to_compile(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, CompiledKind]]:
     """List those of `layers` that run compiled, with their kinds."""
     some = [] if EAGER.get() else [(layer, _KINDS.get(layer)) for layer in layers if "forward" not in vars(layer)]
-    return [(layer, kind) for layer, kind in some if kind is not None and kind.obstacle is None]
+    return [(layer, kind) for layer, kind in some if kind is not None and torch.is_grad_enabled() not in kind.obstacles]
 
 
 @contextmanager

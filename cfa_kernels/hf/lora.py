@@ -52,6 +52,9 @@ class _Parts(NamedTuple):
 _KEPT: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
 """Parts of adapters, by the first layer of those that run together, as long as no weight has been written to."""
 
+_OF_WALK: WeakKeyDictionary[ModelWalk, list["_Group"]] = WeakKeyDictionary()
+"""Groups of the layers of a walk, which further forwards of the same call run by."""
+
 # Some optimizers write without a trace: those of wrappers that hold the weights in pieces.
 register_optimizer_step_post_hook(lambda *_: _KEPT.clear())
 
@@ -68,7 +71,11 @@ def one_pass_adapters(model: Model | nn.Module, rows: int, *, compiled: bool = F
     few = rows < FEW_ROWS and not compiled
     if layers and few and is_on_gpu(weight := layers[0].base_layer.weight) and weight.dtype not in _FULL:
         layers = []
-    groups = _groups(walk, layers)
+    groups = _OF_WALK.get(walk, []) if layers else []
+    if layers and not groups:
+        _OF_WALK[walk] = groups = _groups(walk, layers)
+    for group in groups:
+        group.forget()
     _take_parts(groups)
     # One function for all, and numbers instead of modules: so a graph of one decoder layer fits the next.
     return exchanged(
@@ -139,6 +146,10 @@ class _Group:
         self.layers.append(layer)
         self.members.append(modules)
         self._ahead.append(None)
+
+    def forget(self) -> None:
+        """Drop what an earlier forward, which failed, has left."""
+        self._ahead = [None] * len(self.members)
 
     def run(self, layer: Any, place: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the layer at `place`, or return its result if an earlier call has run it on the same rows."""

@@ -53,6 +53,11 @@ class ModelWalk:
         return list({id(config): config for config in all_of_them}.values())
 
     @cached_property
+    def adapted(self) -> list[tuple[str, Any]]:
+        """Modules, by name, with adapters of PEFT."""
+        return [(name, module) for name, module in self.modules.items() if "_disable_adapters" in module.__dict__]
+
+    @cached_property
     def forwards(self) -> int:
         """Equal as long as the model has the same modules, of the same classes, and runs the same `forward` in each."""
         of_class = {kind: _function(kind.forward) for kind in self.by_class}

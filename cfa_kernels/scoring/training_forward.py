@@ -207,6 +207,7 @@ class PackedForward:
         state: ModelState | None,
     ) -> None:
         self.causal, self.head, self.rows, self.counts, self.packs = walk.model, head, rows, counts, packs
+        self._walk = walk
         self._without_gradient = without_gradient
         self.device = head.weight.device
         self._head = TensorMarks(_parts(head))
@@ -341,16 +342,15 @@ class PackedForward:
         return collect_logprobs(values, plan), work
 
     def _same_model(self) -> ModelWalk:
-        """Walk over the model; raise unless it is that of this forward, whose states were kept."""
+        """Return the model's walk; raise if the model has changed since this forward, or its states were not kept."""
         if self._model is None:
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
-        walk = ModelWalk(self.causal)
-        if (change := self._model.change(walk)) is not None:
+        if (change := self._model.change(self._walk)) is not None:
             raise RuntimeError(
                 f"this forward's rows cannot be continued: {change} since it ran, so scores would mix two models; ask "
                 "before the weights or adapters change, or run packed_forward again"
             )
-        return walk
+        return self._walk
 
     def _require_same_head(self) -> None:
         if (change := self._head.change(_parts(self.head))) is not None:
