@@ -38,6 +38,10 @@ class TracedMask:
         self.handle, self.segments, self.contexts = table.handle, table.segments, table.contexts
         self.window, self.chunk = mask.reach
         self.kept: tuple[Tensor, Tensor] | None = None
+        torch._dynamo.maybe_mark_dynamic(self.segments, 0)
+        torch._dynamo.maybe_mark_dynamic(self.contexts, 0)
+        for part in before or ():
+            torch._dynamo.maybe_mark_dynamic(part, 2)
 
 
 class KeyValueStore:

@@ -40,7 +40,8 @@ class CompiledKind:
 
         # torch limits the graphs of a code object, so each kind gets one of its own.
         step.__code__ = step.__code__.replace(co_name=f"{self.name}_{id(self)}")
-        self._step = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
+        self._step = torch.compile(step, backend=backend, fullgraph=True)
+        self._hooks = {id(layer): [*_hooks_inside(layer)] for layer in layers}
         _KINDS.update(dict.fromkeys(layers, self))
 
     def stop(self, reason: str, *, with_gradients: bool | None = None) -> None:
@@ -54,7 +55,7 @@ class CompiledKind:
         forward, running = type(layer).forward, RUNNING.get()
         is_tree = isinstance(kwargs.get("attention_mask"), TreeMask) and running is not None
         stopped = torch.is_grad_enabled() in self.obstacles
-        if stopped or not is_tree or running.grows or _is_hooked(layer):  # type: ignore[union-attr]
+        if stopped or not is_tree or running.grows or any(self._hooks[id(layer)]):  # type: ignore[union-attr]
             return forward(layer, *args, **kwargs)
         if _without_checkpointing(forward) is not forward and layer.gradient_checkpointing and layer.training:
             return layer._gradient_checkpointing_func(partial(self._run, layer, **kwargs), *args)
@@ -70,6 +71,7 @@ class CompiledKind:
         hidden, *others = args
         if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layer.parameters()):
             args = hidden.detach().requires_grad_(), *others  # the first layer runs by the graph of the others
+        _mark_rows((args, kwargs), hidden.shape[1])
         try:
             out = self._step(layer, args, {**kwargs, "attention_mask": mask})
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -115,12 +117,18 @@ def _without_checkpointing(forward: Any) -> Any:
     return forward
 
 
-def _is_hooked(layer: nn.Module) -> bool:
-    return any(module._forward_hooks or module._forward_pre_hooks for module in _inside(layer))
+def _mark_rows(inputs: Any, rows: int) -> None:
+    """Say which sizes differ from pack to pack; all others, of adapters say, are constants of a graph."""
+    if isinstance(inputs, torch.Tensor):
+        if inputs.dim() > 1 and inputs.shape[1] == rows and not hasattr(inputs, "_dynamo_weak_dynamic_indices"):
+            torch._dynamo.maybe_mark_dynamic(inputs, 1)
+    elif isinstance(inputs, (tuple, list, dict)):
+        for one in inputs.values() if isinstance(inputs, dict) else inputs:
+            _mark_rows(one, rows)
 
 
-def _inside(module: nn.Module) -> Iterator[nn.Module]:
-    yield module
-    for child in module._modules.values():
-        if child is not None:
-            yield from _inside(child)
+def _hooks_inside(module: nn.Module) -> Iterator[dict[int, Any]]:
+    """Yield the stores of a module's hooks, and of those inside it."""
+    for one in module.modules():
+        yield one._forward_hooks
+        yield one._forward_pre_hooks
