@@ -36,7 +36,7 @@ class _Layer(NamedTuple):
     base: nn.Linear
     down: nn.Linear
     up: nn.Linear
-    dropout: nn.Module | None  # if it may draw
+    dropout: Any
     scale: float
 
     def weights(self) -> AdaptedLayer:
@@ -51,9 +51,6 @@ class _Parts(NamedTuple):
 
 _KEPT: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
 """Parts of adapters, by the first layer of those that run together, as long as no weight has been written to."""
-
-_OF_WALK: WeakKeyDictionary[ModelWalk, list["_Group"]] = WeakKeyDictionary()
-"""Groups of the layers of a walk, which further forwards of the same call run by."""
 
 # Some optimizers write without a trace: those of wrappers that hold the weights in pieces.
 register_optimizer_step_post_hook(lambda *_: _KEPT.clear())
@@ -71,9 +68,7 @@ def one_pass_adapters(model: Model | nn.Module, rows: int, *, compiled: bool = F
     few = rows < FEW_ROWS and not compiled
     if layers and few and is_on_gpu(weight := layers[0].base_layer.weight) and weight.dtype not in _FULL:
         layers = []
-    groups = _OF_WALK.get(walk, []) if layers else []
-    if layers and not groups:
-        _OF_WALK[walk] = groups = _groups(walk, layers)
+    groups = _groups(walk, layers)
     for group in groups:
         group.forget()
     _take_parts(groups)
@@ -91,6 +86,11 @@ def _run_member(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _groups(walk: ModelWalk, layers: list[Any]) -> list["_Group"]:
+    """Return `layers` by what they read; those of an earlier forward unless an adapter has changed since."""
+    state = [*map(_state, layers)]
+    before, members, kept = walk.kept.get("groups", (None, [], []))
+    if before == state and not any(map(_is_watched, members)):
+        return kept  # type: ignore[no-any-return]
     plain = {layer: modules for layer in layers if (modules := _plain(layer))}
     groups = dict[Any, _Group]()
     for name, layer in walk.modules.items() if plain else ():
@@ -99,7 +99,19 @@ def _groups(walk: ModelWalk, layers: list[Any]) -> list["_Group"]:
             down = modules.down.weight
             kind = parent, _ONE_INPUT.get(own, own), modules.scale, down.shape, down.dtype, modules.base.weight.dtype
             groups.setdefault(kind, _Group(modules.scale)).add(layer, modules)
-    return list(groups.values())
+    if len(plain) == len(layers):
+        members = [module for modules in plain.values() for module in modules[:4]]
+        walk.kept["groups"] = state, members, [*groups.values()]
+    return [*groups.values()]
+
+
+def _state(layer: Any) -> tuple[Any, ...]:
+    """Return what decides about a layer's group, besides its modules and who watches them."""
+    adapters = [*layer.active_adapters], layer._disable_adapters, [*layer.merged_adapters], [*layer.lora_variant]
+    modules, name = layer._modules, next(iter(layer.active_adapters), None)
+    down = modules["lora_A"]._modules.get(name)
+    weights = [one._parameters["weight"] for one in (modules["base_layer"], down) if type(one) is nn.Linear]
+    return layer, *adapters, dict(layer.scaling), [(one.dtype, one.shape) for one in weights if one is not None]
 
 
 def _lora_layers(walk: ModelWalk) -> list[Any]:
@@ -148,8 +160,8 @@ class _Group:
         self._ahead.append(None)
 
     def forget(self) -> None:
-        """Drop what an earlier forward, which failed, has left."""
-        self._ahead = [None] * len(self.members)
+        """Drop what an earlier forward has left."""
+        self._ahead, self.parts = [None] * len(self.members), None
 
     def run(self, layer: Any, place: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the layer at `place`, or return its result if an earlier call has run it on the same rows."""
@@ -160,7 +172,7 @@ class _Group:
         members = [self.members[i] for i in places]
         weights = [modules.weights() for modules in members]
         casts = torch.is_autocast_enabled(x.device.type)
-        draws = any(modules.dropout is not None and modules.dropout.training for modules in members)
+        draws = any(modules.dropout.training and getattr(modules.dropout, "p", 0) for modules in members)
         if args or kwargs or draws or not _dtypes_fit(x, weights[0], casts):
             return type(layer).forward(layer, x, *args, **kwargs)
         wider = waiting is None and weights[0].down.dtype != x.dtype  # not while weights are float32 for a check
@@ -194,8 +206,7 @@ def _plain(layer: Any) -> _Layer | None:
         return None
     if down.bias is not None or up.bias is not None or down.weight.dtype != up.weight.dtype:
         return None
-    may_draw = type(dropout) is not nn.Identity and dropout.p
-    return _Layer(base, down, up, dropout if may_draw else None, layer.scaling[name])
+    return _Layer(base, down, up, dropout, layer.scaling[name])
 
 
 def _dtypes_fit(x: Tensor, weights: AdaptedLayer, casts: bool) -> bool:

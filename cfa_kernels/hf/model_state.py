@@ -60,44 +60,34 @@ class ModelState:
 
     def __init__(self, model: Model | nn.Module) -> None:
         self._walk = ModelWalk.of(model)
-        weights, self._adapters = _weights_and_adapters(self._walk)
-        self._weights = TensorMarks(weights)
-        self._stores = [
-            (store, list(store.values()), [*map(id, store.values())])
-            for module in self._walk.modules.values()
-            for store in (module._modules, module._parameters, module._buffers)
-            if store
-        ]
+        self._weights, self._adapters = TensorMarks(_weights(self._walk)), _adapters(self._walk)
 
     def change(self, model: Model | nn.Module) -> str | None:
         """Describe the first difference between `model` as it is now and as it was; None for none.
 
-        The walk that this record was made of stands for its model, however that has changed since.
+        A walk stands for its model, however that has changed since.
         """
-        if model is self._walk and all(
-            [*map(id, now.values())] == ids for now, _, ids in self._stores
-        ):  # the same modules and tensors
-            weights, adapters = self._weights.tensors, _adapters(self._walk)
-        else:
-            weights, adapters = _weights_and_adapters(ModelWalk(ModelWalk.of(model).model))
+        walk = ModelWalk.of(model)
+        walk = walk if walk.holds() else ModelWalk(walk.model)
+        adapters = _adapters(walk)
         for name, before in self._adapters.items():
             for key, value in adapters.get(name, before).items():
                 if value != before[key]:
                     return f"the adapters of {name} have changed ({key}: {before[key]} then, {value} now)"
-        return self._weights.change(weights)
+        return self._weights.change(_weights(walk))
 
 
-def _weights_and_adapters(walk: ModelWalk) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    tensors = dict[str, Tensor]()
-    for prefix, module in walk.modules.items():
-        if not (module._parameters or module._buffers):
-            continue
-        dot = "." if prefix else ""
-        for store in (module._parameters, module._buffers):
-            for name, tensor in store.items():
-                if tensor is not None and name not in module._non_persistent_buffers_set:
-                    tensors[f"{prefix}{dot}{name}"] = tensor
-    return tensors, _adapters(walk)
+def _weights(walk: ModelWalk) -> dict[str, Tensor]:
+    """Name the parameters of a model, and the buffers of its checkpoint."""
+    if "weights" not in walk.kept:
+        walk.kept["weights"] = [
+            (f"{prefix}{'.' if prefix else ''}{name}", store, name)
+            for prefix, module in walk.modules.items()
+            for store in (module._parameters, module._buffers)
+            for name, tensor in store.items()
+            if tensor is not None and name not in module._non_persistent_buffers_set
+        ]
+    return {full: store[name] for full, store, name in walk.kept["weights"]}
 
 
 def _adapters(walk: ModelWalk) -> dict[str, dict[str, Any]]:
