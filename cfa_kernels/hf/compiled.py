@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from .attention import RUNNING, TracedMask, TreeMask
+from .model_walk import own_forward
 from .modes import exchanged
 
 _LOG = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ class CompiledKind:
         step.__code__ = step.__code__.replace(co_name=f"{self.name}_{id(self)}")
         self._step = torch.compile(step, backend=backend, fullgraph=True)
         self._hooks = {id(layer): [*_hooks_inside(layer)] for layer in layers}
+        # What is traced is the models' own formula, which a compiler fuses; Liger's kernels cannot be.
+        self.without_liger = {layer: [*filter(runs_liger, layer.modules())] for layer in layers}
         _KINDS.update(dict.fromkeys(layers, self))
 
     def stop(self, reason: str, *, with_gradients: bool | None = None) -> None:
@@ -96,6 +100,12 @@ def to_compile(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, CompiledKin
     return [(layer, kind) for layer, kind in some if kind is not None and torch.is_grad_enabled() not in kind.obstacles]
 
 
+def train_compiled(modules: Iterable[nn.Module]) -> bool:
+    """Whether some of `modules` are layers that run compiled where gradients are taken."""
+    with torch.enable_grad():
+        return bool(to_compile(modules))
+
+
 @contextmanager
 def compiled_layers(some: Sequence[tuple[nn.Module, CompiledKind]]) -> Iterator[None]:
     """Run what `to_compile` has listed compiled inside."""
@@ -106,8 +116,16 @@ def compiled_layers(some: Sequence[tuple[nn.Module, CompiledKind]]) -> Iterator[
     # number with a fraction is a constant: as a symbol each graph would be traced twice.
     apart = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     constant = torch._dynamo.config.patch(specialize_float=True)
-    with apart, constant, exchanged((layer, {"forward": partial(kind.run, layer)}) for layer, kind in some):
+    own = ((m, {"forward": MethodType(type(m).forward, m)}) for layer, kind in some for m in kind.without_liger[layer])
+    ours = ((layer, {"forward": partial(kind.run, layer)}) for layer, kind in some)
+    with apart, constant, exchanged((*own, *ours)):
         yield
+
+
+def runs_liger(module: nn.Module) -> bool:
+    """Whether a module runs a kernel of Liger's."""
+    forward = own_forward(module) or type(module).forward
+    return bool(forward.__module__.startswith("liger_kernel"))
 
 
 def _without_checkpointing(forward: Any) -> Any:

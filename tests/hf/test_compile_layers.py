@@ -2,13 +2,17 @@
 
 import logging
 from importlib import import_module
+from types import MethodType
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from peft import LoraConfig, get_peft_model
+from torch._dynamo.backends.common import aot_autograd
 
 from cfa_kernels import Rows, Span, packed_forward
 from cfa_kernels.hf.compile_layers import compile_layers
+from cfa_kernels.hf.limits import kept_per_row
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.ops import adapted_linear, matmul
 from cfa_kernels.ops.attention_options import AttentionRule
@@ -114,6 +118,53 @@ def test_compiled_layers_give_the_same_bits_by_few_graphs(name, adapters, change
         counts.append(graphs() - before)
     assert counts[-1] <= 4 * len(kinds)
     assert counts[-1] == counts[0], "later packs need no graph of their own"
+
+
+RAN = []
+
+
+def kernel(self, hidden):
+    torch._dynamo.graph_break()  # as a launch of Liger's is
+    RAN.append(self)
+    return type(self).forward(self, hidden)
+
+
+def test_what_runs_ligers_kernels_is_compiled_as_its_class_has_it(monkeypatch):
+    model = policy("Qwen3", head_dim=8)
+    expected = step(model, BATCHES[0])
+    monkeypatch.setattr(kernel, "__module__", "liger_kernel.transformers.rms_norm")
+    for layer in model.model.layers:
+        layer.input_layernorm.forward = MethodType(kernel, layer.input_layernorm)
+    assert compile_layers(model, backend="aot_eager") == ["Qwen3DecoderLayer"]
+    RAN.clear()
+    result = step(model, BATCHES[0])
+    assert not RAN
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value)
+    model(tokens(5)[0][None])
+    assert len(RAN) == 2
+
+
+def test_compiled_layers_count_on_less_memory():
+    model = policy("Qwen3", head_dim=8)
+    own = kept_per_row(model)
+    compile_layers(model, backend="aot_eager")
+    assert kept_per_row(model) < own
+
+
+def test_autocast_is_held_to_what_it_multiplies_in():
+    """Graphs of an inductor round other sums."""
+    model = policy("Qwen3", head_dim=8)
+
+    def off(out):
+        return out * 1.001 if isinstance(out, torch.Tensor) and out.is_floating_point() else out
+
+    def rounded(graph, inputs):
+        return lambda *args: [off(out) for out in graph(*args)]
+
+    rounds = aot_autograd(fw_compiler=lambda *args: make_boxed_func(rounded(*args)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compile_layers(model, backend=rounds) == ["Qwen3DecoderLayer"]
 
 
 def test_what_does_not_compile_is_named_and_runs_as_it_is(caplog):
