@@ -199,6 +199,9 @@ class TrainConfig(DataConfig):
     holds, and a fixed number on a CPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    torch_compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the decoder layers for training and credit, which takes half a minute once; auto does on a GPU, unless
+    the weights are in pieces. Layers that do not compile run as they are, and the log names them."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""

@@ -58,8 +58,8 @@ def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTra
     return tokenizer, architecture
 
 
-def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """Load the model to train, on its device and in eval mode.
+def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, compiles: bool = False) -> nn.Module:
+    """Load the model to train, on its device and in eval mode, with kernels that suit layers that will be compiled.
 
     Raises:
         ValueError: the model cannot be loaded, its checkpoint does not hold exactly its tensors, or neither it nor the
@@ -70,7 +70,8 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> nn.M
     model.to(config.precision.device)
     require_finite_weights(dict(model.named_parameters()))
     if config.precision.device.type == "cuda" and is_liger_kernel_available():
-        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+        # Compiled layers put Liger's norms and gates aside, but cannot its rotary embeddings.
+        apply_liger_kernel(model, {"rope": not compiles, "cross_entropy": False, "fused_linear_cross_entropy": False})
     # Sampling must follow the distribution that the loss differentiates: a repetition penalty or a top-k that the
     # model's own generation settings carry would bend it.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)

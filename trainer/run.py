@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import get_scheduler, set_seed
 
+from cfa_kernels.hf.compile_layers import compile_layers
 from cfa_kernels.hf.model import context_length
 
 from . import processes
@@ -55,12 +56,14 @@ def set_up(config: TrainConfig) -> Trainer:
     limit = context_length(architecture)
     prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
     set_seed(config.seed)
-    policy = load_policy(config, tokenizer)
+    moving = processes.count() > 1 and config.parallel == "fsdp2"  # CUDA graphs do not follow weights that move
+    auto = config.precision.device.type == "cuda" and not moving
+    compiles = auto if config.torch_compile == "auto" else config.torch_compile == "on"
+    policy = load_policy(config, tokenizer, compiles=compiles)
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
     with config.precision.autocast():
         require_supported(policy, longest)
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
-    moving = processes.count() > 1 and config.parallel == "fsdp2"  # CUDA graphs do not follow weights that move
     rounded = config.precision.products if config.precision.is_mixed else None
     engine = (
         VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy))
@@ -69,6 +72,9 @@ def set_up(config: TrainConfig) -> Trainer:
     )
     for model in [policy] if reference in (None, policy) else [policy, reference]:
         processes.distribute(model, config)
+        if compiles:
+            with config.precision.autocast():
+                compile_layers(model)
     if moving:  # as it runs from now on
         with config.precision.autocast():
             require_supported(policy, longest)

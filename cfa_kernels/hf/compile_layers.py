@@ -46,7 +46,7 @@ def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
     name, device = type(causal).__name__, input_device(causal)
     layers: Any = getattr(backbone(causal), "layers", None)
     obstacle = None
-    if device.type == "cpu" and backend == "inductor":
+    if device.type == "cpu" and backend in ("inductor", "eager"):
         obstacle = "on a CPU its attention is no single operator; leave it as it is there"
     elif is_sharded(model):
         obstacle = "its weights are in pieces on several processes, and gathered layer by layer by hooks"

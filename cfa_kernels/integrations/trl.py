@@ -20,6 +20,7 @@ from .. import CounterfactualConfig
 from ..credit.assign import FIGURES
 from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
+from ..hf.compile_layers import compile_layers
 from ..hf.model import causal_lm
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
@@ -145,6 +146,12 @@ class CounterfactualMixin(_Trainer):
                         run_inside(model, partial(check, causal_lm(model)))
                     except NotImplementedError as error:
                         raise NotImplementedError(f"{error}; {remedy}") from error
+        if self.packed_loss and self.args.torch_compile:
+            with self.accelerator.autocast():
+                try:
+                    compile_layers(self.accelerator.unwrap_model(self.model), backend=self.args.torch_compile_backend)
+                except NotImplementedError as error:
+                    _LOG.warning(f"torch_compile=True: packed forwards run as they are: {error}")
         self._model_is_checked = True
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def test_layers_that_compile_to_other_results_run_as_they_are(caplog):
 
 def test_a_layer_with_hooks_runs_as_it_is():
     model, seen = policy("Qwen3", head_dim=8), []
-    compile_layers(model, backend="eager")
+    compile_layers(model, backend="aot_eager")
     before = graphs()
     with model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1)):
         step(model, BATCHES[0])
@@ -211,4 +211,4 @@ def test_what_cannot_be_compiled_is_refused_by_name():
         compile_layers(small_model())
     model = policy("Qwen3", {"lora_dropout": 0.1}, head_dim=8)
     with pytest.raises(NotImplementedError, match="lora_dropout"):
-        compile_layers(model, backend="eager")
+        compile_layers(model, backend="aot_eager")

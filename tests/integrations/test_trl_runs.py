@@ -50,12 +50,14 @@ def test_a_resumed_run_draws_what_the_run_it_resumes_would_have(tmp_path, config
 
 
 @packs
-def test_a_compiled_model_trains_to_the_same_weights(train):
+def test_a_compiled_model_trains_to_the_same_weights(train, caplog):
+    """On a CPU only TRL's own forwards are compiled, which the log says."""
     options = {"optim": "sgd", "learning_rate": 0.3}
     given = {"counterfactual": UNIFORM, "packed_loss": True}
     plain = parameters(train(trainer=given, **options))
     compiled = train(trainer=given, torch_compile=True, torch_compile_backend="eager", **options)
     assert hasattr(compiled.model_wrapped, "_orig_mod")
+    assert caplog.text.count("torch_compile=True: packed forwards run as they are: model: the layers of") == 1
     weights = {name.removeprefix("_orig_mod."): value for name, value in parameters(compiled).items()}
     torch.testing.assert_close(weights, plain, rtol=1e-5, atol=1e-7)
 
