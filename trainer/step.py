@@ -36,6 +36,7 @@ from .microbatch import (
     halved,
     micro_batches,
     on_host,
+    own_rows,
 )
 from .rewards.calls import arguments, compute_rewards, group_advantages
 from .rollouts import Rollouts
@@ -102,6 +103,7 @@ def update(
     policy.train()
     parts = with_idle(micro_batches(config, batch, policy), policy)
     credit = batch_credit(config, trainer.tokenizer, batch, shaped, step=step)
+    assign_at_once(trainer, credit, own_rows(config, batch), parts, times)
     objective = Objective(trainer, batch, credit, times, reference_logprobs(trainer, batch, parts))
     for iteration in range(config.num_iterations):
         passes, norm = backward(trainer, parts, objective)
@@ -120,6 +122,15 @@ def update(
     metrics.add({"learning_rate": trainer.scheduler.get_last_lr()[0]})
     trainer.scheduler.step()
     return gather_credit(credit), metrics.values()
+
+
+def assign_at_once(
+    trainer: Trainer, credit: DeferredCredit, rows: list[int], parts: Sequence[MicroBatch], times: StageTimes
+) -> None:
+    """Assign the credit of this process's rows if it compares completions that no one micro-batch has all of."""
+    if credit.compares_beyond(parts):
+        with times.during("credit"), trainer.config.precision.autocast():
+            credit.by_model(trainer.policy, rows=rows)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from .. import CounterfactualConfig
 from ..credit.assign import FIGURES
 from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
+from ..estimators.base import SIBLINGS
 from ..hf.model import causal_lm
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
@@ -161,11 +162,12 @@ class CounterfactualMixin(_Trainer):
         count = len(output["advantages"])
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         batch = batch_credit(
-            self.counterfactual, tokenizer, output, self._own_rewards(count),
+            self.counterfactual, tokenizer, output, self._own_rewards(count), self._sampled,
             first=self.accelerator.process_index * count, group_size=self.num_generations,  # type: ignore[arg-type]
             seed=self._draws.key(self.state.global_step), temperature=self.temperature,
+            gather=None if self.accelerator.num_processes == 1 else lambda value: gather_object([value]),
         )  # fmt: skip
-        if self._is_deferred():
+        if self._is_deferred(batch):
             self._deferred = batch
             output[ROW] = torch.arange(count, device=output["advantages"].device)
             return output
@@ -185,13 +187,13 @@ class CounterfactualMixin(_Trainer):
     def _feeds_for_credit(self) -> bool:
         return self.counterfactual.asks_model or self.counterfactual.reads_entropies
 
-    def _is_deferred(self) -> bool:
+    def _is_deferred(self, batch: DeferredCredit) -> bool:
         """Whether credit is assigned from the training forwards; says once why not, where that would save work."""
         if not self.packed_loss or not self._feeds_for_credit:
             return False
         micro_batches = self.args.steps_per_generation
         one_update = self.args.gradient_accumulation_steps % (micro_batches * self.num_iterations) == 0
-        reason = why_at_once(self.counterfactual, micro_batches, one_update)
+        reason = why_at_once(batch, micro_batches, one_update)
         if reason is not None and not self._has_said_why:
             self._has_said_why = True
             _LOG.warning(f"packed_loss=True: credit takes a forward of its own, before the update: {reason}")
@@ -214,8 +216,9 @@ class CounterfactualMixin(_Trainer):
         if self.log_completions and "extra" in self._logs:
             self._logs["extra"]["weighed"].extend(gather_object(list(texts)))  # type: ignore[index]
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._rewards_by_function = super()._calculate_rewards(*args, **kwargs)
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        self._sampled = completion_ids_list
+        self._rewards_by_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return self._rewards_by_function
 
     def _own_rewards(self, rows: int) -> Tensor:
@@ -387,7 +390,7 @@ def _credit_obstacles(trainer: Any) -> list[str]:
             (is_gmpo, "GMPOTrainer: its loss takes one advantage per sequence"),
             (weights_sequences(trainer.loss_type, trainer.importance_sampling_level), _AT_SEQUENCES),
             (
-                config.compares and processes > 1 and rows % group,
+                SIBLINGS in config.needs and processes > 1 and rows % group,
                 f"estimator={config.estimator.name!r} on {processes} processes of {rows} completions: groups of "
                 f"{group} are split between them; give each process whole groups",
             ),
