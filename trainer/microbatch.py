@@ -55,11 +55,18 @@ def halved(micro: MicroBatch, group_size: int) -> list[MicroBatch]:
     return [[b for group in half for b in group] for half in (groups[:middle], groups[middle:]) if half]
 
 
+class Moving(NamedTuple):
+    """Counts of what moves the loss of a micro-batch: tokens with a weight and an advantage, and rows with any."""
+
+    tokens: int = 0
+    rows: int = 0
+
+
 class Pass(NamedTuple):
     """Results of forward, loss and backward of one micro-batch."""
 
     micro: MicroBatch
-    moving: float  # tokens that move the loss
+    moving: Moving
     loss: Tensor  # ()
     norm: Tensor  # (), of the gradients summed so far
     metrics: dict[str, Tensor]  # ()

@@ -185,7 +185,7 @@ class Report:
             self._print(
                 f"  step {step:>4}   reward {metrics['reward']:.2f}   "
                 f"mixed groups {1 - metrics['frac_reward_zero_std']:4.0%}   "
-                f"spans {metrics['credit/spans_mean']:.1f}   {metrics['step_time']:4.1f} s, {share}   {left}"
+                f"spans {metrics.get('credit/spans_mean', 0.0):.1f}   {metrics['step_time']:4.1f} s, {share}   {left}"
             )
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:

@@ -27,6 +27,7 @@ from .metrics import Averages, StageTimes, Step, length_metrics, reward_metrics
 from .microbatch import (
     ByRow,
     MicroBatch,
+    Moving,
     Pass,
     UpdateBatch,
     batch_credit,
@@ -42,7 +43,7 @@ from .rewards.calls import arguments, compute_rewards, group_advantages
 from .rollouts import Rollouts
 from .state import Batch, Shaped, Trainer
 
-_Launched = tuple[MicroBatch, float, PackedLoss]  # its rows, how many of its tokens move the loss, and the loss
+_Launched = tuple[MicroBatch, Moving, PackedLoss]  # its rows, what of them moves the loss, and the loss
 
 
 def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
@@ -153,7 +154,7 @@ class Objective:
         policy = self.trainer.policy
         with self.trainer.config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
             if not micro:
-                return micro, 0.0, idle_loss(policy)
+                return micro, Moving(), idle_loss(policy)
             return run_inside(policy, lambda: self._launch(micro), trains=True)
 
     def _launch(self, index: MicroBatch) -> _Launched:
@@ -184,8 +185,8 @@ class Objective:
                 rows, old, advantages, weights=weights, ref_logprobs=reference, sampling_logprobs=sampled, **options
             )
         )  # fmt: skip
-        moving = sum(((row != 0) & (signed != 0)).sum() for row, signed in zip(weights, advantages, strict=True))
-        return index, float(moving), loss
+        moving = [int(((row != 0) & (own != 0)).sum()) for row, own in zip(weights, advantages, strict=True)]
+        return index, Moving(sum(moving), sum(count > 0 for count in moving)), loss
 
 
 def with_idle(parts: list[MicroBatch], policy: nn.Module) -> list[MicroBatch]:
@@ -198,13 +199,18 @@ def measure(
     metrics: Averages, trainer: Trainer, batch: UpdateBatch, passes: Sequence[Pass], *, is_sampler: bool
 ) -> None:
     """Check passes and add what they measured to `metrics`; `is_sampler` if their policy is the one that sampled."""
+    config = trainer.config
+    corrects_rows = config.importance_sampling_mode.startswith(("sequence", "geometric"))
     for done in passes:
         require_finite(done, trainer.policy)
-        counts = {name: done.moving for name in done.metrics if name == "ratio_mean" or name.startswith("sampling/")}
-        if trainer.config.importance_sampling_level != "token":
-            counts |= {name: float(len(done.micro)) for name in done.metrics if "clip_ratio" in name}
+        counts = {name: done.moving.tokens for name in done.metrics if name == "ratio_mean" or "sampling/" in name}
+        counts["vespo/phi_seq_mean"] = done.moving.rows
+        if corrects_rows:
+            counts["sampling/importance_sampling_ratio/mean"] = done.moving.rows
+        if config.importance_sampling_level != "token" and config.loss_type != "gmpo":
+            counts |= {name: len(done.micro) for name in done.metrics if "clip_ratio" in name}
         own = {name: x for name, x in done.metrics.items() if is_sampler or not name.startswith("sampling/")}
-        metrics.add(own, batch.tokens(done.micro), counts)
+        metrics.add({name: x for name, x in own.items() if not x.isnan()}, batch.tokens(done.micro), counts)
     if is_sampler and passes:
         metrics.add({"sampling/gap": check_sampling_gap(passes, batch, trainer.policy, trainer.config)})
 

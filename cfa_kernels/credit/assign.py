@@ -114,7 +114,7 @@ class Credit:
         return whole
 
     def metrics(self, counted: Sequence[Tensor] | None = None) -> dict[str, float]:
-        """Compute figures to log. Drops are in nats; one below 0 is a distractor's.
+        """Compute figures to log; one over nothing is left out. Drops are in nats; one below 0 is a distractor's.
 
         For signed credit the figures describe what is added to the advantages, instead of weights and drops.
         `counted` are B tensors (T_b,), 1 on tokens that the loss counts; default all.
@@ -127,21 +127,23 @@ class Credit:
 
         scored = [spans for spans in self.spans if spans]
         figures = {
-            "credit/scored_fraction": len(scored) / max(len(self.spans), 1),
-            "credit/spans_mean": sum(map(len, scored)) / max(len(scored), 1),
             "credit/tokens_fed": float(self.work.tokens_fed if self.work else 0),
             "credit/forwards": float(self.work.forwards if self.work else 0),
         }
-        if self.added is not None:
-            added = tokens(self.added)
-            return figures | {
-                "credit/added_abs_mean": added.abs().mean().item() if len(added) else 0.0,
-                "credit/added_fraction": (added != 0).float().mean().item() if len(added) else 0.0,
-            }
-        weights = tokens(self.weights)
-        figures["credit/weight_mean"] = weights.mean().item() if len(weights) else 1.0
-        figures["credit/weight_std"] = weights.std(correction=0).item() if len(weights) else 0.0
-        if any(map(len, self.drop)):
+        if self.spans:
+            figures["credit/scored_fraction"] = len(scored) / len(self.spans)
+        if scored:
+            figures["credit/spans_mean"] = sum(map(len, scored)) / len(scored)
+        if len(values := tokens(self.weights if self.added is None else self.added)):
+            figures |= (
+                {"credit/weight_mean": values.mean().item(), "credit/weight_std": values.std(correction=0).item()}
+                if self.added is None
+                else {
+                    "credit/added_abs_mean": values.abs().mean().item(),
+                    "credit/added_fraction": (values != 0).float().mean().item(),
+                }
+            )
+        if self.added is None and any(map(len, self.drop)):
             drops = torch.cat(self.drop)
             figures |= {
                 "credit/drop_mean": drops.mean().item(),

@@ -276,7 +276,7 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tu
     if options.level == "sequence":
         via_ratio = via_ratio.sum(1, keepdim=True) / length * counted
     if options.loss_type == "gmpo":
-        terms, via_ratio = terms._replace(clip=clip), torch.where(clip == 0, via_ratio, 0)
+        terms, via_ratio = terms._replace(clip=clip * tokens.moved()), torch.where(clip == 0, via_ratio, 0)
     return terms, direct + via_ratio
 
 
