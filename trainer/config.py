@@ -40,7 +40,7 @@ class DataConfig:
     dataset: str = GENERATED
     """Worked problems: a .json, .jsonl or .parquet file, a hub name, or "generated" (arithmetic word problems)."""
     dataset_config: str | None = None
-    """Configuration of a hub data set; by default its only one, or "main"."""
+    """Configuration of a hub data set; by default "main", or else its only one."""
     eval_dataset: str | None = None
     """Held-out problems (file, or hub name with a "test" split). By default the "test" split of a hub data set or of
     "generated"; for a file, eval_problems of its rows are set aside and not trained on."""
