@@ -322,6 +322,7 @@ def token_terms_triton(
         slope = -weighted
         loss = slope * logprob
     else:
+        tl.static_assert(LOSS_TYPE == "sapo", "a loss type without a branch of `token_terms_triton`")
         tau = tl.where(advantage > 0, sapo_pos, sapo_neg)
         gate = 1.0 / (1.0 + tl.exp(-tau * (ratio - 1.0)))
         loss = -4.0 / tau * gate * weighted
@@ -339,6 +340,7 @@ def token_terms_triton(
             kl = -gap
             kl_slope = gap * 0.0 + 1.0
         else:
+            tl.static_assert(KL == "abs", "a KL estimator without a branch of `token_terms_triton`")
             kl = tl.abs(gap)
             kl_slope = tl.where(gap > 0, -1.0, tl.where(gap < 0, 1.0, 0.0))
         kl_slope = tl.where(gap < log_ratio_max, kl_slope, 0.0)
