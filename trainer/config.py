@@ -83,7 +83,7 @@ class TrainConfig(DataConfig):
     `answer`, is the answer, or "module:function" of a text that gives the answer's start and end."""
     eval_reward: str | None = None
     """Reward function that evaluation counts by: a problem is solved if it gives 1 or more. By default the first of
-    reward_funcs that comes with the program, else exact_match. Rows must be of the kind that it judges."""
+    reward_funcs that comes with the program and grades, else exact_match. Rows must be of the kind that it judges."""
     eval_samples: _Amount = 0
     """Completions sampled for each held-out problem, beside the greedy one, for pass@k up to that many."""
 
@@ -255,7 +255,8 @@ class TrainConfig(DataConfig):
     @property
     def grader(self) -> str:
         """Name of the reward function that evaluation counts by."""
-        return self.eval_reward or next((name for name in self.reward_funcs if name in BUILT_IN), "exact_match")
+        graders = (name for name in self.reward_funcs if name in BUILT_IN and BUILT_IN[name].grades)
+        return self.eval_reward or next(graders, "exact_match")
 
     @property
     def kind(self) -> str:
