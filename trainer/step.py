@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cfa_kernels import Credit, DeferredCredit, LossBatch, Rows, packed_forward, packed_logprobs, packed_policy_loss
+from cfa_kernels.credit.nothing import Nothing, why_nothing
 from cfa_kernels.hf.fsdp import is_piece
 from cfa_kernels.hf.memory import run_in_memory
 from cfa_kernels.hf.model import causal_lm
@@ -61,7 +62,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     counted = ~(rollouts.truncated & config.mask_truncated_completions)  # (B,)
 
     with times.during("update"):
-        credit, losses = update(trainer, step, UpdateBatch(rollouts, counted, advantages), shaped, times)
+        credit, nothing, losses = update(trainer, step, UpdateBatch(rollouts, counted, advantages), shaped, times)
     metrics = {
         **reward_metrics(batch.rewards, batch.by_function, config.num_generations),
         **length_metrics(rollouts),
@@ -70,7 +71,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
         **shaped.metrics,
         **times.metrics(),
     }
-    return Step(metrics, batch, advantages, credit, shaped.notes)
+    return Step(metrics, batch, advantages, credit, shaped.notes, nothing)
 
 
 def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
@@ -91,7 +92,7 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
 
 def update(
     trainer: Trainer, step: int, batch: UpdateBatch, shaped: Shaped, times: StageTimes
-) -> tuple[Credit, dict[str, float]]:
+) -> tuple[Credit, Nothing | None, dict[str, float]]:
     """Take `num_iterations` optimizer steps on one batch of rollouts.
 
     `shaped.edits` multiply the credit weights, `shaped.rewards` (B,) feed estimators that compare completions; credit
@@ -122,7 +123,8 @@ def update(
     policy.eval()
     metrics.add({"learning_rate": trainer.scheduler.get_last_lr()[0]})
     trainer.scheduler.step()
-    return gather_credit(credit), metrics.values()
+    together = gather_credit(credit)
+    return together, why_nothing(credit, together, batch.rollouts.truncated.tolist()), metrics.values()
 
 
 def assign_at_once(

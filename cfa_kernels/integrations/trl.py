@@ -20,6 +20,7 @@ from .. import CounterfactualConfig
 from ..credit.assign import FIGURES
 from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
+from ..credit.nothing import NOT_MIXED, why_nothing
 from ..estimators.base import SIBLINGS
 from ..hf.model import causal_lm
 from ..hf.sharding import is_sharded, run_inside
@@ -29,7 +30,7 @@ from ..losses.checks import LEVELS, LEVELS_OF, LossOptions, weights_sequences
 from ..scoring.access import GRADIENTS
 from . import require
 from .credit import OFFERS, ONE_RATIO, obstacles, refuse, unmet_needs
-from .trl_credit import ROW, batch_credit, loss_mask, weighed, why_at_once, why_nothing
+from .trl_credit import ROW, batch_credit, loss_mask, weighed, why_at_once
 from .trl_losses import check_trains_packed, loss_of_packed_rows, prompts_together
 
 OLDEST = "1.0.0"
@@ -121,7 +122,8 @@ class CounterfactualMixin(_Trainer):
         self._corrects = packed_loss and getattr(self, "vllm_importance_sampling_correction", False)
         if self._corrects:
             self.vllm_importance_sampling_correction = False
-        self._model_is_checked = self._has_warned = self._has_said_why = False
+        self._model_is_checked = self._has_said_why = False
+        self._warned = set[str]()
         self._deferred: DeferredCredit | None = None
         if self._model_is_placed():
             self._check_model()
@@ -206,9 +208,13 @@ class CounterfactualMixin(_Trainer):
             return
         figures = credit.metrics(batch.counted) | {"credit/seconds": batch.seconds}
         self._log_gathered({name: figures.get(name, float("nan")) for name in _CREDIT_FIGURES}, "train")
-        if not self._has_warned and (problem := why_nothing(batch, credit)) is not None:
-            self._has_warned = True
-            warnings.warn(problem, stacklevel=2)
+        # Before 1.16 TRL knew the tokenizer's own end only.
+        ends = {batch.tokenizer.pad_token_id, *getattr(self, "eos_token_ids", [batch.tokenizer.eos_token_id])}
+        truncated = [len(row) > 0 and int(row[-1]) not in ends for row in batch.rows.completions]
+        problem = why_nothing(batch, credit, truncated)
+        if problem not in (None, NOT_MIXED) and problem.what not in self._warned:  # TRL logs frac_reward_zero_std
+            self._warned.add(problem.what)
+            warnings.warn(problem.sentence, stacklevel=2)
         if self.log_completions:
             self._log_weighed(weighed(batch, credit))
 

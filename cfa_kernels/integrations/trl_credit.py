@@ -86,27 +86,6 @@ def weighed(batch: DeferredCredit, credit: Credit) -> list[str]:
     return texts
 
 
-def why_nothing(batch: DeferredCredit, credit: Credit) -> str | None:
-    """Explain why no completion that is to be judged got credit; None if one did, or none was due."""
-    due = batch.to_judge()
-    if not due or not batch.config.runs_estimator or any(credit.spans):
-        return None
-    if any(answer is not None for answer in credit.answers):
-        reason = "answers were found, but no span before them; see CounterfactualConfig's detector and units"
-    else:
-        own = batch.config.answers.answer_format
-        looked = f"Only answer_format={own!r} says what is one"
-        if own is None:
-            looked = (
-                "Answers are read after ####, in \\boxed{} and after words such as 'the answer is'; for others give "
-                "CounterfactualConfig(answer_format=...) or answer_fallback='last_number'"
-            )
-        ends = batch.tokenizer.decode(batch.rows.completions[due[0]])[-60:]
-        reason = f"no answer was found. {looked}. The first of these completions ends with {ends!r}"
-    an = "a positive" if batch.config.completions == "positive" else "an"
-    return f"credit/scored_fraction is 0: of {len(due)} completions with {an} advantage none was judged: {reason}"
-
-
 def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
     """Return what the loss counts of TRL's completions, (B, T): not a tool's tokens."""
     mask = inputs["completion_mask"]

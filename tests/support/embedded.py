@@ -58,7 +58,8 @@ def updated(
 ) -> tuple[Credit, dict[str, float]]:  # fmt: skip
     """The first step's update on rollouts: by made-up advantages, all counted, rewards of 0, unless told."""
     shaped = Shaped(torch.zeros(len(rollouts.texts)) if rewards is None else rewards, edits)
-    return update(trainer, 1, all_counted(rollouts, advantages), shaped, StageTimes())
+    credit, _, metrics = update(trainer, 1, all_counted(rollouts, advantages), shaped, StageTimes())
+    return credit, metrics
 
 
 def all_counted(rollouts: Rollouts, advantages: torch.Tensor | None = None) -> UpdateBatch:

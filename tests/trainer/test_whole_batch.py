@@ -36,7 +36,7 @@ def test_micro_batches_and_rows_left_out_change_no_credit(fresh, rollouts, case,
         trainer.policy, trainer.tokenizer, rollouts.rows, advantages=advantages, config=config, rewards=rewards,
         seed=Draws(trainer.config.seed).key(1), groups=GROUPS, entropies=entropies, mask=mask,
     )  # fmt: skip
-    credit, _ = update(trainer, 1, UpdateBatch(rollouts, counted, advantages), Shaped(rewards), StageTimes())
+    credit, *_ = update(trainer, 1, UpdateBatch(rollouts, counted, advantages), Shaped(rewards), StageTimes())
     fed = (counted & (advantages != 0)).nonzero().flatten().tolist()
     some = [False]
     for b in fed:
