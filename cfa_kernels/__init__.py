@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .estimators.base import Importances as Importances
     from .estimators.base import OwnFunction as OwnFunction
     from .estimators.entropy import Entropy as Entropy
+    from .estimators.entropy import EntropyShaping as EntropyShaping
     from .estimators.external import External as External
     from .estimators.gradient import Gradient as Gradient
     from .estimators.masking import Masking as Masking
@@ -77,7 +78,7 @@ _PUBLIC = {
     "credit.config": "AnswerRules CounterfactualConfig SpanRules",
     "credit.weights": "Bilevel Identity OwnWeights Range TopShare span_weights",
     "estimators.base": "Estimator Importances OwnFunction",
-    "estimators.entropy": "Entropy",
+    "estimators.entropy": "Entropy EntropyShaping",
     "estimators.external": "External",
     "estimators.gradient": "Gradient",
     "estimators.masking": "Masking",

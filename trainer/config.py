@@ -40,7 +40,7 @@ class DataConfig:
     dataset: str = GENERATED
     """Worked problems: a .json, .jsonl or .parquet file, a hub name, or "generated" (arithmetic word problems)."""
     dataset_config: str | None = None
-    """Configuration of a hub data set; by default its only one, or "main"."""
+    """Configuration of a hub data set; by default "main", or else its only one."""
     eval_dataset: str | None = None
     """Held-out problems (file, or hub name with a "test" split). By default the "test" split of a hub data set or of
     "generated"; for a file, eval_problems of its rows are set aside and not trained on."""
@@ -83,7 +83,7 @@ class TrainConfig(DataConfig):
     `answer`, is the answer, or "module:function" of a text that gives the answer's start and end."""
     eval_reward: str | None = None
     """Reward function that evaluation counts by: a problem is solved if it gives 1 or more. By default the first of
-    reward_funcs that comes with the program, else exact_match. Rows must be of the kind that it judges."""
+    reward_funcs that comes with the program and grades, else exact_match. Rows must be of the kind that it judges."""
     eval_samples: _Amount = 0
     """Completions sampled for each held-out problem, beside the greedy one, for pass@k up to that many."""
 
@@ -258,7 +258,8 @@ class TrainConfig(DataConfig):
     @property
     def grader(self) -> str:
         """Name of the reward function that evaluation counts by."""
-        return self.eval_reward or next((name for name in self.reward_funcs if name in BUILT_IN), "exact_match")
+        graders = (name for name in self.reward_funcs if name in BUILT_IN and BUILT_IN[name].grades)
+        return self.eval_reward or next(graders, "exact_match")
 
     @property
     def kind(self) -> str:

@@ -2,8 +2,10 @@
 
 import itertools
 import random
+import string
 import tempfile
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,26 +69,47 @@ def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tu
     return train, test
 
 
-def encode_prompt(question: str, tokenizer: PreTrainedTokenizerBase, *, instruction: str | None = "") -> list[int]:
-    """Encode the prompt: by the chat template if the tokenizer has one (without thinking), else `Question: ...`."""
+def encode_prompt(
+    question: str, tokenizer: PreTrainedTokenizerBase, *, instruction: str | None = "", at: datetime | None = None
+) -> list[int]:
+    """Encode the prompt: by the chat template if the tokenizer has one (without thinking), else `Question: ...`.
+
+    A template that writes the date writes that of `at`, by default today's.
+    """
     content = f"{question}\n{instruction}" if instruction else question
     if tokenizer.chat_template is None:
         return tokenizer(f"Question: {content}\nAnswer:")["input_ids"]
+    dated = {}
+    if at is not None and "strftime_now" in str(tokenizer.chat_template):
+        dated["chat_template"] = _clock(at) + str(tokenizer.get_chat_template())
+    message = [{"role": "user", "content": content}]
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        message, tokenize=False, add_generation_prompt=True, enable_thinking=False, **dated
     )
     # The template writes the special tokens itself.
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def _clock(at: datetime) -> str:
+    """Write a macro for a chat template that takes the place of transformers' `strftime_now`, which is today's."""
+    # Functions among a template's variables reach it as text.
+    codes = [f"%{flag}{code}" for code in string.ascii_letters for flag in ("", "-")]
+    parts = "".join(f"|replace({code!r}, {at.strftime(code)!r})" for code in codes if at.strftime(code) != code)
+    return "{% macro strftime_now(format) %}{{ format" + parts + " }}{% endmacro %}\n"
+
+
 def encode_prompts(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainConfig, context: int | None
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    context: int | None,
+    at: datetime | None = None,
 ) -> list[list[int]]:
     """Encode the prompts of all rows; `ValueError` names the first that the template or the context does not take."""
     completion, prompts = config.max_completion_length, []
     for row in rows:
         try:
-            prompts.append(encode_prompt(row["question"], tokenizer, instruction=config.instruction))
+            prompts.append(encode_prompt(row["question"], tokenizer, instruction=config.instruction, at=at))
         except Exception as problem:  # a chat template raises what it likes
             said = f"{type(problem).__name__}: {problem}"
             raise ValueError(f"{row.where}: the chat template of model {config.model} fails: {said}") from problem
@@ -110,15 +133,21 @@ def _load(name: str, split: str, config: str | None) -> list[Any]:
         if kind:
             with tempfile.TemporaryDirectory() as cache:
                 return datasets.load_dataset(kind, data_files=name, split="train", cache_dir=cache).to_list()
-        configs = [config] if config is not None else datasets.get_dataset_config_names(name)
-        return datasets.load_dataset(name, configs[0] if len(configs) == 1 else "main", split=split).to_list()
+        try:
+            return datasets.load_dataset(name, config or "main", split=split).to_list()
+        except ValueError:  # it has no such configuration
+            if config is not None:
+                raise
+        return datasets.load_dataset(name, None, split=split).to_list()  # its only one, or its own default
     except StopIteration:  # of a file without rows
         return []
     except Exception as problem:  # of every kind
         cause: BaseException = problem
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        raise ValueError(f"dataset {name}: cannot be read: {type(cause).__name__}: {cause}") from problem
+        said = " ".join(str(cause).split())
+        advice = "; name it by dataset_config" * (not kind and config is None and "config" in said.lower())
+        raise ValueError(f"dataset {name}: cannot be read: {type(cause).__name__}: {said}{advice}") from problem
 
 
 def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:

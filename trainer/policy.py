@@ -115,11 +115,23 @@ def _load_whole(name: str, dtype: torch.dtype) -> Any:
         for tensor, saved, own in info["mismatched_keys"]
     ]
     faults = {"lacks": info["missing_keys"], "has no place for": info["unexpected_keys"], "holds": sizes}
+    is_more = not (info["missing_keys"] or sizes)  # than the model needs, and nothing else is wrong
     if said := [
         f"{fault} {', '.join(sorted(names)[:5])} ({len(names)} in all)" for fault, names in faults.items() if names
     ]:
-        raise ValueError(f"model {name}: its checkpoint does not fit {type(model).__name__}: it {'; it '.join(said)}")
+        fitting = f"model {name}: its checkpoint does not fit {type(model).__name__}: it {'; it '.join(said)}"
+        raise ValueError(
+            fitting + (_WITHOUT.format(source=model_path(name), to=f"{Path(name).name}-without") * is_more)
+        )
     return model
+
+
+# Value heads and layers that predict further tokens are not used; transformers leaves them out where it loads.
+_WITHOUT = (
+    '; to leave them out, run python -c "from transformers import *; '
+    "[kind.from_pretrained('{source}').save_pretrained('{to}') for kind in (AutoModelForCausalLM, AutoTokenizer)]\" "
+    "and take --model {to}"
+)
 
 
 def require_finite_weights(weights: Mapping[str, Tensor]) -> None:

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
             with needed_by(program("trainer"), "trainer"):
                 processes.start(config)
                 with open_run(config) as folder:
-                    trainer = set_up(config)
+                    trainer = set_up(config, folder.started)
                     expected = _PROBLEMS
                     gc.collect()
                     gc.freeze()  # to look at what stays, modules and tokenizer, takes a fifth of a second each time

@@ -62,6 +62,7 @@ class Report:
         self._id: str = state.get("id", uuid.uuid4().hex)
         self._tokens: int = state.get("tokens", 0)
         self._last: Step | None = None
+        self._explained = set[str]()
 
     def state(self) -> dict[str, Any]:
         """Sync the files to the disk, and return as JSON what a report needs to go on from here."""
@@ -175,7 +176,12 @@ class Report:
         entries = [{"step": step, **one, **result.notes.get(b, {})} for b, one in zip(logged, records, strict=True)]
         self._write(self._completions_file, entries)
         share = f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
-        note = f"reward {metrics['reward']:.2f}  {share} of the time"
+        note, what = f"reward {metrics['reward']:.2f}  {share} of the time", ""
+        if result.nothing is not None:
+            what = f"   {result.nothing.what}"
+            if result.nothing.what not in self._explained:
+                self._explained.add(result.nothing.what)
+                self._warn(f"step {step}: {result.nothing.sentence}")
         self._progress.update(self._bar, advance=1, visible=True, note=note)
         if step % self._config.page_steps == 0:
             self._write_page()
@@ -185,7 +191,7 @@ class Report:
             self._print(
                 f"  step {step:>4}   reward {metrics['reward']:.2f}   "
                 f"mixed groups {1 - metrics['frac_reward_zero_std']:4.0%}   "
-                f"spans {metrics['credit/spans_mean']:.1f}   {metrics['step_time']:4.1f} s, {share}   {left}"
+                f"spans {metrics.get('credit/spans_mean', 0.0):.1f}   {metrics['step_time']:4.1f} s, {share}{what}   {left}"
             )
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -29,8 +30,10 @@ from .state import Trainer
 from .step import problem_batches, training_step
 
 
-def set_up(config: TrainConfig) -> Trainer:
+def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     """Set up everything a run needs, checked before it starts.
+
+    `started` is when the run began, by which chat templates write dates; by default it begins now.
 
     Raises:
         ValueError, OSError, ImportError: a setting, a row of data, a checkpoint or a reward function is not what it
@@ -40,6 +43,7 @@ def set_up(config: TrainConfig) -> Trainer:
             model and the reason.
     """
     processes.start(config)
+    started = started or datetime.now()
     keep_few_kernels()
     for name in config.report_to:
         tracker_library(name)
@@ -54,7 +58,7 @@ def set_up(config: TrainConfig) -> Trainer:
     require_callable({config.grader: grader}, held_out[0])
     tokenizer, architecture = load_tokenizer(config)
     limit = context_length(architecture)
-    prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
+    prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit, started) for part in (rows, held_out))
     set_seed(config.seed)
     moving = processes.count() > 1 and config.parallel == "fsdp2"  # CUDA graphs do not follow weights that move
     auto = config.precision.device.type == "cuda" and not moving
@@ -87,7 +91,7 @@ def set_up(config: TrainConfig) -> Trainer:
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 0, config.max_steps)
     trainer = Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
-        held_out_prompts, grader,
+        held_out_prompts, grader, started,
     )  # fmt: skip
     require_fitting_prompt(trainer)
     return trainer

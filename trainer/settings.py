@@ -8,6 +8,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from cfa_kernels import __version__
 
@@ -58,6 +59,7 @@ def _print_settings(*, every: bool) -> None:
     show("config", f"YAML file of settings, or one that ships: {', '.join(preset_names())}. Flags win over it.")
     source, group = Path(__file__).with_name("config.py").read_text("utf-8"), ""
     lines, tree = source.split("\n"), ast.parse(source)
+    hints = get_type_hints(importlib.import_module(f"{__package__}.config").TrainConfig) if every else {}  # seconds
     for entry, text in (row for part in tree.body if isinstance(part, ast.ClassDef) for row in documented(part)):
         name, default = ast.unparse(entry.target), entry.value
         if every and (heading := re.fullmatch(r" {4}# (.+)", lines[entry.lineno - 2])) and heading[1] != group:
@@ -66,7 +68,7 @@ def _print_settings(*, every: bool) -> None:
         if isinstance(default, ast.Name) or (isinstance(default, ast.Constant) and default.value is not None):
             text += f" [{default.id.lower() if isinstance(default, ast.Name) else default.value!s}]"
         if every:
-            show(name, text + _choices(ast.unparse(entry.annotation), tree))
+            show(name, text + _choices(hints[name]))
         elif name in _FIRST:
             show(name, re.sub(r"(?<=\.) [^[].*?(?= \[|$)", "", text))
     print()
@@ -74,11 +76,7 @@ def _print_settings(*, every: bool) -> None:
     show("version", "Version of the package.")
 
 
-def _choices(annotation: str, tree: ast.Module) -> str:
-    """Write out the choices of a `Literal`, here or in the module that declares them."""
-    if not (inside := re.search(r"Literal\[(.+?)\]", annotation)):
-        return ""
-    home = {name.name: node for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names}
-    if (names := inside[1]) in home:
-        names = getattr(importlib.import_module(home[names].module or ""), names)
-    return " One of " + ", ".join(re.findall(r"'(.+?)'", str(names))) + "."
+def _choices(hint: Any) -> str:
+    """Write out the choices of a type that has some."""
+    parts = (part for part in (hint, *get_args(hint)) if get_origin(part) is Literal)
+    return next((f" One of {', '.join(get_args(part))}." for part in parts), "")

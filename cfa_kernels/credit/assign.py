@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..estimators.base import ANSWER, Importances
+from ..estimators.base import ANSWER, SIBLINGS, Importances, OwnFunction
 from ..estimators.probes import Probe
 from ..hf.accuracy import ACCURACY
 from ..hf.model import vocab_size
@@ -22,8 +22,8 @@ from ..span import Span
 from ..text.find import Reasoning
 from .config import CounterfactualConfig, as_config
 from .shown import as_html, as_table
-from .units import CreditInputs, find_units, placeholder_of, scored_as, special_ids
-from .weights import WeightInputs, normalized_weights, opened, spread_over_tokens, with_draws
+from .units import CreditInputs, find_units, of_all_processes, placeholder_of, scored_as, special_ids
+from .weights import Gather, WeightInputs, normalized_weights, opened, spread_over_tokens, with_draws
 
 FIGURES: dict[str, str] = {
     "credit/weight_mean": "mean",
@@ -81,6 +81,15 @@ class Credit:
         """Pad the weights with 1 to (B, width), by default as wide as the longest completion."""
         return pad_rows(self.weights, width, value=1)
 
+    def take(self, rows: Sequence[int]) -> "Credit":
+        """Copy the credit of some rows, in the order of `rows`; the work stays that of all."""
+        texts, columns = self.texts, {}
+        for name in _COLUMNS:
+            column = getattr(self, name)
+            columns[name] = None if column is None else [column[b] for b in rows]
+        base = self.base[list(rows)]
+        return replace(self, **columns, base=base, texts=texts and (lambda i: texts(rows[i])))  # type: ignore[arg-type]
+
     @staticmethod
     def joined(lengths: Sequence[int], parts: Sequence[tuple[Sequence[int], "Credit"]]) -> "Credit":
         """Join the credit of parts of a batch, each with its rows; rows in no part get weight 1 and are not scored."""
@@ -98,14 +107,14 @@ class Credit:
             added=list(nothing) if signed else None,
         )
         for rows, credit in parts:
-            for name in ("weights", "answers", "spans", "drop", "base", "advantages", "added"):
+            for name in (*_COLUMNS, "base"):
                 if (values := getattr(credit, name)) is not None:
                     for b, value in zip(rows, values, strict=True):
                         getattr(whole, name)[b] = value
         return whole
 
     def metrics(self, counted: Sequence[Tensor] | None = None) -> dict[str, float]:
-        """Compute figures to log. Drops are in nats; one below 0 is a distractor's.
+        """Compute figures to log; one over nothing is left out. Drops are in nats; one below 0 is a distractor's.
 
         For signed credit the figures describe what is added to the advantages, instead of weights and drops.
         `counted` are B tensors (T_b,), 1 on tokens that the loss counts; default all.
@@ -118,21 +127,23 @@ class Credit:
 
         scored = [spans for spans in self.spans if spans]
         figures = {
-            "credit/scored_fraction": len(scored) / max(len(self.spans), 1),
-            "credit/spans_mean": sum(map(len, scored)) / max(len(scored), 1),
             "credit/tokens_fed": float(self.work.tokens_fed if self.work else 0),
             "credit/forwards": float(self.work.forwards if self.work else 0),
         }
-        if self.added is not None:
-            added = tokens(self.added)
-            return figures | {
-                "credit/added_abs_mean": added.abs().mean().item() if len(added) else 0.0,
-                "credit/added_fraction": (added != 0).float().mean().item() if len(added) else 0.0,
-            }
-        weights = tokens(self.weights)
-        figures["credit/weight_mean"] = weights.mean().item() if len(weights) else 1.0
-        figures["credit/weight_std"] = weights.std(correction=0).item() if len(weights) else 0.0
-        if any(map(len, self.drop)):
+        if self.spans:
+            figures["credit/scored_fraction"] = len(scored) / len(self.spans)
+        if scored:
+            figures["credit/spans_mean"] = sum(map(len, scored)) / len(scored)
+        if len(values := tokens(self.weights if self.added is None else self.added)):
+            figures |= (
+                {"credit/weight_mean": values.mean().item(), "credit/weight_std": values.std(correction=0).item()}
+                if self.added is None
+                else {
+                    "credit/added_abs_mean": values.abs().mean().item(),
+                    "credit/added_fraction": (values != 0).float().mean().item(),
+                }
+            )
+        if self.added is None and any(map(len, self.drop)):
             drops = torch.cat(self.drop)
             figures |= {
                 "credit/drop_mean": drops.mean().item(),
@@ -140,6 +151,9 @@ class Credit:
                 "credit/distractor_fraction": (drops < 0).float().mean().item(),
             }
         return figures
+
+
+_COLUMNS = ("weights", "answers", "spans", "drop", "advantages", "added")  # of `Credit`, lists of B
 
 
 def counterfactual_weights(
@@ -175,6 +189,8 @@ def counterfactual_credit(
     external: Sequence[Tensor | Sequence[float]] | None = None,
     probes: Sequence[Probe | None] | None = None,
     targets: Sequence[Tensor | None] | None = None,
+    mask: Sequence[Tensor] | None = None,
+    gather: Gather | None = None,
 ) -> Credit:
     """Find answers and units of completions, estimate importances, and weigh every token.
 
@@ -195,32 +211,45 @@ def counterfactual_credit(
         probes: for each completion a `Probe` to append and score in place of its own answer, or None. Gives units to
             completions without an answer; nothing is trained on it.
         targets: for each completion 1-D int64 tokens to score in place of its own answer, which it must have, or None.
+        mask: B tensors (T_b,), 1 on tokens that the loss counts. A row without any is compared with others, not judged.
+        gather: function that returns its argument of each process, by rank, where `rows` are a part of the batch. The
+            threshold of `weights="top"` is then that of all parts, and an estimator that is a function is given all
+            rows, which need a number of their own in `rows.index`. All processes must call this.
 
     Raises:
         ValueError: columns that are not as described; an estimator that lacks a column, or gives values of the wrong
             number or that are not finite; names the row. Also rows of other numbers or lengths than those of the
-            `TrainingForward`; their tokens are not compared.
+            `TrainingForward`, whose tokens are not compared, and rows of two processes with one number.
         TypeError: `config` is not a configuration.
         NotImplementedError: an estimator needs what this access to the model does not offer.
         Also what the estimator itself raises.
     """
     config, access = as_config(config), as_access(model)
 
-    def assign() -> Credit:
-        inputs = CreditInputs.of(
+    def checked() -> CreditInputs:
+        return CreditInputs.of(
             rows, advantages, credited_rows=config.completions, groups=groups, rewards=rewards, entropies=entropies,
-            external=external, probes=probes, targets=targets,
+            external=external, probes=probes, targets=targets, mask=mask,
         )  # fmt: skip
+
+    shows_all = config.runs_estimator and isinstance(config.estimator, OwnFunction)
+    whole = of_all_processes(checked(), gather) if gather is not None and shows_all else None
+
+    def estimate() -> tuple[_Assignment, _Estimate]:
+        inputs = checked() if whole is None else whole
         if isinstance(access, TrainingForward):
             access.forward.require_rows(rows)
         try:
             keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
         except TypeError as error:
             raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
-        reasoning = find_units(config, tokenizer, inputs)
-        return _Assignment(config, access, tokenizer, inputs, reasoning, keys).credit()
+        assignment = _Assignment(config, access, tokenizer, inputs, find_units(config, tokenizer, inputs), keys)
+        return assignment, assignment.estimate()
 
-    return access.run(assign) if config.asks_model else assign()
+    assignment, result = access.run(estimate) if config.asks_model else estimate()
+    if whole is not None:
+        return assignment.credit(result).take(list(map(whole.rows.index.index, rows.index)))
+    return assignment.credit(result, gather)  # outside of `run`, where processes meet in forwards only
 
 
 class _Estimate(NamedTuple):
@@ -243,10 +272,10 @@ class _Assignment:
     reasoning: Mapping[int, Reasoning]
     seed: tuple[int, ...]
 
-    def credit(self) -> Credit:
+    def credit(self, estimate: _Estimate, gather: Gather | None = None) -> Credit:
         """Turn importances into weights or, if they are signed, into additions to the advantages."""
         config, inputs, reasoning = self.config, self.inputs, self.reasoning
-        estimate, index, rows = self._estimate(), inputs.rows.index, range(len(inputs.rows))
+        index, rows = inputs.rows.index, range(len(inputs.rows))
         rule = None if estimate.importances.signed else config.weights
         inverted, is_random = config.control == "inverted", config.control == "random"
         weights = [torch.ones(length) for length in inputs.rows.lengths]
@@ -261,7 +290,7 @@ class _Assignment:
                 generator = keyed_generator(*self.seed, index[b], "weights")
                 weighed[b] = with_draws(weighed[b], rule, config.control, generator)
         if rule is not None:
-            for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted), strict=True):
+            for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted, gather=gather), strict=True):
                 weights[b] = normalized_weights(line, config.normalize) if line.any() else line
         elif config.control != "off":
             added = [torch.zeros(length) for length in inputs.rows.lengths]
@@ -281,7 +310,7 @@ class _Assignment:
             texts=lambda b: [self.tokenizer.decode([token]) for token in inputs.rows.completions[b].tolist()],
         )
 
-    def _estimate(self) -> _Estimate:
+    def estimate(self) -> _Estimate:
         """Run the estimator on the units of credited rows."""
         config, access, inputs = self.config, self.access, self.inputs
         units = {b: row.spans for b, row in self.reasoning.items() if row.spans}
@@ -311,6 +340,9 @@ class _Assignment:
         has_model = self.access.module is not None and config.needs & set(CAPABILITIES)
         model = self.access.model if has_model else None
         vocab = None if model is None else vocab_size(model)
+        groups = torch.tensor(equal_prompts(inputs.rows.prompts)) if inputs.groups is None else inputs.groups
+        if SIBLINGS in config.needs and len(groups.unique()) == len(groups):  # with those that have no reward
+            raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
         scored = {b: scored_as(inputs, b, self.reasoning.get(b, none), special, vocab) for b in rows}
         batch = ScoredBatch.of(
             model,
@@ -336,7 +368,7 @@ class _Assignment:
             lengths=[len(inputs.rows.completions[b]) for b in places],
             reasoning_ends=[scored[b][1].end for b in places],
             seed=self.seed,
-            groups=column(torch.tensor(equal_prompts(inputs.rows.prompts)) if inputs.groups is None else inputs.groups),
+            groups=column(groups),
             special_ids=special,
             **{name: column(getattr(inputs, name)) for name in ("rewards", "advantages", "entropies", "external")},
         )

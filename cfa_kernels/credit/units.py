@@ -1,7 +1,8 @@
 """Find the answers and units of a batch's rows, and append probes; check the columns that come with them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..rows import Rows, check_columns, check_finite, check_floating, check_toke
 from ..span import Span
 from ..text.find import Reasoning, find_reasoning
 from .config import CounterfactualConfig
+from .weights import Gather
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class CreditInputs:
     external: Sequence[Any] | None = None
     probes: Sequence[Probe | None] | None = None
     targets: Sequence[Tensor | None] | None = None
+    mask: Sequence[Tensor] | None = None  # B tensors (T_b,)
     credited_rows: str = "all"  # `CounterfactualConfig.completions`
 
     @classmethod
@@ -40,8 +43,8 @@ class CreditInputs:
         check_class(Rows, rows=rows)
         columns = {name: column for name, column in columns.items() if column is not None}
         own = None if advantages is None else _on_host("advantages", advantages, rows)
-        if "entropies" in columns:
-            columns["entropies"] = _on_host("entropies", columns["entropies"], rows)
+        for name in {"entropies", "mask"} & columns.keys():
+            columns[name] = _on_host(name, columns[name], rows)
         if "rewards" in columns:
             columns["rewards"] = as_numbers(columns["rewards"], "rewards", f"{len(rows)} completions")
         if "groups" in columns:
@@ -62,17 +65,42 @@ class CreditInputs:
 
     @property
     def credited(self) -> list[int]:
-        """List the rows that get credit: those of `with_tokens` with an advantage that is not 0, or positive in sum."""
-        advantages = self.advantages
+        """List the rows that get credit: counted ones with an advantage that is not 0, or positive in sum."""
+        rows, advantages = self.with_tokens, self.advantages
+        if self.mask is not None:
+            rows = [b for b in rows if self.mask[b].any()]
         if advantages is None:
-            return self.with_tokens
+            return rows
         if self.credited_rows == "positive":
-            return [b for b in self.with_tokens if advantages[b].sum() > 0]
-        return [b for b in self.with_tokens if (advantages[b] != 0).any()]
+            return [b for b in rows if advantages[b].sum() > 0]
+        return [b for b in rows if (advantages[b] != 0).any()]
 
     def probe(self, b: int) -> Probe | None:
         """Return the probe of a row, if any."""
         return None if self.probes is None else self.probes[b]
+
+
+def of_all_processes(inputs: CreditInputs, gather: Gather) -> CreditInputs:
+    """Join the rows of all processes, by rank; raise `ValueError` unless each has a number of its own."""
+    parts: list[CreditInputs] = gather(inputs)
+    index = [number for part in parts for number in part.rows.index]
+    if len({*index}) < len(index):
+        twice = next(number for b, number in enumerate(index) if number in index[:b])
+        raise ValueError(
+            f"rows: number {twice} is of two rows; with gather, Rows(index=...) must number those of all processes"
+        )
+    prompts, completions = ([ids for part in parts for ids in getattr(part.rows, name)] for name in _IDS)
+    columns: dict[str, Any] = {}
+    for name in vars(inputs).keys() - {"rows", "credited_rows"}:
+        values = [getattr(part, name) for part in parts]
+        if all(isinstance(value, Tensor) for value in values):
+            columns[name] = torch.cat(values)
+        elif values[0] is not None:
+            columns[name] = list(chain.from_iterable(values))
+    return replace(inputs, rows=Rows(prompts, completions, index), **columns)
+
+
+_IDS = ("prompts", "completions")
 
 
 def _on_host(name: str, column: Any, rows: Rows) -> Any:

@@ -19,6 +19,9 @@ Control = Literal["inverted", "permuted", "random", "off"]
 NORMALIZATIONS = (None, "mean")
 _EQUAL = 1e-6  # difference up to which importances under "range" count as equal
 
+Gather = Callable[[Any], list[Any]]
+"""Function that returns its argument of each process, by rank; all processes call it equally often."""
+
 Reshape = Callable[[Tensor, Sequence[Span], Span | None, int], Tensor]
 """Function from importances (K,), their K units, the answer and the completion's length to weights (length,) fp32."""
 
@@ -140,8 +143,8 @@ class WeightRule:
     compares: ClassVar[bool] = False
     token_draws: ClassVar[tuple[float, float] | None] = None
 
-    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
-        """Weigh the tokens of every completion of a batch, (T_b,) fp32 each."""
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
+        """Weigh the tokens of every completion of a batch, (T_b,) fp32 each; `gather` finds the rest of the batch."""
         return [self.weigh(row, inverted=inverted) for row in rows]
 
     def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
@@ -242,12 +245,13 @@ class TopShare(WeightRule):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
-        """Weigh all completions by one threshold, as TRL's `top_entropy_quantile` in one process."""
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
+        """Weigh all completions, those of other processes too, by one threshold, as TRL's `top_entropy_quantile`."""
         spread = [spread_over_tokens(row.importances, row.units, row.length) for row in rows]
-        tokens = torch.cat([torch.zeros(0), *(row[~row.isnan()] for row in spread)]).double().numpy()
+        tokens = torch.cat([torch.zeros(0), *(row[~row.isnan()] for row in spread)])
+        tokens = tokens if gather is None else torch.cat(gather(tokens))
         # torch.quantile takes 2**24 values at most.
-        threshold = float(np.quantile(tokens, 1 - self.fraction)) if len(tokens) else 0.0
+        threshold = float(np.quantile(tokens.double().numpy(), 1 - self.fraction)) if len(tokens) else 0.0
         return [torch.where(row.isnan(), 1.0, ((row >= threshold) ^ inverted).float()) for row in spread]
 
 
@@ -278,7 +282,7 @@ class OwnWeights(WeightRule):
         """Return the function's own name."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
-    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
         """Call the function for every completion and check its result."""
         return [_checked(self.function(*_inverted(row, inverted)[:4]), b, row.length) for b, row in enumerate(rows)]
 

@@ -37,7 +37,8 @@ from .modes import (
     value_of,
     without_accelerates_autocast,
 )
-from .probe_mode import HALVES, float32_weights, layers_skipped, small_windows
+from .probe_mode import float32_weights, layers_skipped, small_windows
+from .quantised import HALVES, is_quantised
 from .ranks import inside
 from .router_loss import packed_router_loss, uses_of_rows
 from .stateful_layers import has_cells, refuse_older_cells
@@ -397,7 +398,9 @@ def run_probe(
     The model is in evaluation mode, or for `training` in the modes of its modules. Trainable adapters are shifted if
     `moved`. Layers that are `repeated` hand their input on.
     """
-    halves = any(parameter.dtype in HALVES for parameter in model.parameters())
+    narrow = any(parameter.dtype in HALVES for parameter in model.parameters()) or any(
+        map(is_quantised, model.modules())
+    )
     with ExitStack() as stack:
         if training:
             devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
@@ -420,7 +423,7 @@ def run_probe(
                 return measure()
         except (NotImplementedError, FloatingPointError):
             raise
-        except Exception:  # a quantised layer, or a kernel for halves only
-            if not halves:
+        except Exception:  # a kernel for halves only
+            if not narrow:
                 raise
         return measure()

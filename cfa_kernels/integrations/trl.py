@@ -20,6 +20,8 @@ from .. import CounterfactualConfig
 from ..credit.assign import FIGURES
 from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
+from ..credit.nothing import NOT_MIXED, why_nothing
+from ..estimators.base import SIBLINGS
 from ..hf.compile_layers import compile_layers
 from ..hf.model import causal_lm
 from ..hf.sharding import is_sharded, run_inside
@@ -29,7 +31,7 @@ from ..losses.checks import LEVELS, LEVELS_OF, LossOptions, weights_sequences
 from ..scoring.access import GRADIENTS
 from . import require
 from .credit import OFFERS, ONE_RATIO, obstacles, refuse, unmet_needs
-from .trl_credit import ROW, batch_credit, loss_mask, weighed, why_at_once, why_nothing
+from .trl_credit import ROW, batch_credit, loss_mask, weighed, why_at_once
 from .trl_losses import check_trains_packed, loss_of_packed_rows, prompts_together
 
 OLDEST = "1.0.0"
@@ -121,7 +123,8 @@ class CounterfactualMixin(_Trainer):
         self._corrects = packed_loss and getattr(self, "vllm_importance_sampling_correction", False)
         if self._corrects:
             self.vllm_importance_sampling_correction = False
-        self._model_is_checked = self._has_warned = self._has_said_why = False
+        self._model_is_checked = self._has_said_why = False
+        self._warned = set[str]()
         self._deferred: DeferredCredit | None = None
         if self._model_is_placed():
             self._check_model()
@@ -168,11 +171,12 @@ class CounterfactualMixin(_Trainer):
         count = len(output["advantages"])
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         batch = batch_credit(
-            self.counterfactual, tokenizer, output, self._own_rewards(count),
+            self.counterfactual, tokenizer, output, self._own_rewards(count), self._sampled,
             first=self.accelerator.process_index * count, group_size=self.num_generations,  # type: ignore[arg-type]
             seed=self._draws.key(self.state.global_step), temperature=self.temperature,
+            gather=None if self.accelerator.num_processes == 1 else lambda value: gather_object([value]),
         )  # fmt: skip
-        if self._is_deferred():
+        if self._is_deferred(batch):
             self._deferred = batch
             output[ROW] = torch.arange(count, device=output["advantages"].device)
             return output
@@ -192,13 +196,13 @@ class CounterfactualMixin(_Trainer):
     def _feeds_for_credit(self) -> bool:
         return self.counterfactual.asks_model or self.counterfactual.reads_entropies
 
-    def _is_deferred(self) -> bool:
+    def _is_deferred(self, batch: DeferredCredit) -> bool:
         """Whether credit is assigned from the training forwards; says once why not, where that would save work."""
         if not self.packed_loss or not self._feeds_for_credit:
             return False
         micro_batches = self.args.steps_per_generation
         one_update = self.args.gradient_accumulation_steps % (micro_batches * self.num_iterations) == 0
-        reason = why_at_once(self.counterfactual, micro_batches, one_update)
+        reason = why_at_once(batch, micro_batches, one_update)
         if reason is not None and not self._has_said_why:
             self._has_said_why = True
             _LOG.warning(f"packed_loss=True: credit takes a forward of its own, before the update: {reason}")
@@ -211,9 +215,13 @@ class CounterfactualMixin(_Trainer):
             return
         figures = credit.metrics(batch.counted) | {"credit/seconds": batch.seconds}
         self._log_gathered({name: figures.get(name, float("nan")) for name in _CREDIT_FIGURES}, "train")
-        if not self._has_warned and (problem := why_nothing(batch, credit)) is not None:
-            self._has_warned = True
-            warnings.warn(problem, stacklevel=2)
+        # Before 1.16 TRL knew the tokenizer's own end only.
+        ends = {batch.tokenizer.pad_token_id, *getattr(self, "eos_token_ids", [batch.tokenizer.eos_token_id])}
+        truncated = [len(row) > 0 and int(row[-1]) not in ends for row in batch.rows.completions]
+        problem = why_nothing(batch, credit, truncated)
+        if problem not in (None, NOT_MIXED) and problem.what not in self._warned:  # TRL logs frac_reward_zero_std
+            self._warned.add(problem.what)
+            warnings.warn(problem.sentence, stacklevel=2)
         if self.log_completions:
             self._log_weighed(weighed(batch, credit))
 
@@ -221,8 +229,9 @@ class CounterfactualMixin(_Trainer):
         if self.log_completions and "extra" in self._logs:
             self._logs["extra"]["weighed"].extend(gather_object(list(texts)))  # type: ignore[index]
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._rewards_by_function = super()._calculate_rewards(*args, **kwargs)
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        self._sampled = completion_ids_list
+        self._rewards_by_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return self._rewards_by_function
 
     def _own_rewards(self, rows: int) -> Tensor:
@@ -394,7 +403,7 @@ def _credit_obstacles(trainer: Any) -> list[str]:
             (is_gmpo, "GMPOTrainer: its loss takes one advantage per sequence"),
             (weights_sequences(trainer.loss_type, trainer.importance_sampling_level), _AT_SEQUENCES),
             (
-                config.compares and processes > 1 and rows % group,
+                SIBLINGS in config.needs and processes > 1 and rows % group,
                 f"estimator={config.estimator.name!r} on {processes} processes of {rows} completions: groups of "
                 f"{group} are split between them; give each process whole groups",
             ),

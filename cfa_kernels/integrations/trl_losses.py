@@ -105,7 +105,7 @@ def loss_of_packed_rows(
         metrics |= {"bonus/entropy": (entropies * high).sum() / high.sum().clamp(min=1), "bonus/tokens": high.sum()}
         loss = loss - entropy_coef * scale * metrics["bonus/entropy"]
     elif "entropy" in metrics:
-        metrics |= {"bonus/entropy": metrics["entropy"], "bonus/tokens": torch.tensor(counted)}
+        metrics |= {"bonus/entropy": metrics["entropy"].nan_to_num(nan=0.0), "bonus/tokens": torch.tensor(counted)}
     metrics["policy_loss"] = loss + entropy_coef * scale * metrics.get("bonus/entropy", 0.0)
     if router_coef is not None:
         routers = forward.router_loss()

@@ -189,7 +189,7 @@ def test_no_rows_get_no_credit(estimator):
     assert (credit.spans, credit.base.shape, credit.work) == ([], (0,), None)
     assert (credit.advantages is not None) == (ESTIMATORS[estimator].weights is None)
     assert credit.padded(6).shape == (0, 6)
-    assert credit.metrics([]).items() >= {"credit/scored_fraction": 0.0}.items()
+    assert credit.metrics([]) == {"credit/tokens_fed": 0.0, "credit/forwards": 0.0}  # others would be over nothing
 
 
 def test_credit_metrics_describe_the_scored_rows(scored):
@@ -449,6 +449,20 @@ def test_signed_credit_has_advantages_even_where_no_row_has_one(scored):
     credit = credited(scored, rows=SIBLINGS, config=config, advantages=torch.zeros(4), rewards=rewards)
     assert [row.tolist() for row in credit.advantages] == [[0.0] * n for n in SIBLINGS.lengths]
     assert credit.metrics()["credit/added_fraction"] == 0
+
+
+@pytest.mark.parametrize("estimator", ["masking", "prefix_tree"])
+def test_a_figure_over_nothing_is_left_out(scored, estimator):
+    """No row is judged, then no token is counted; one row has figures."""
+    config, rewards = CounterfactualConfig(estimator=estimator), torch.tensor([1.0, 0, 1, 0])
+    idle = credited(scored, rows=SIBLINGS, config=config, advantages=torch.zeros(4), rewards=rewards)
+    kind = "weight" if estimator == "masking" else "added"
+    figures = idle.metrics()
+    assert figures["credit/scored_fraction"] == 0
+    assert not {"credit/spans_mean", "credit/drop_mean"} & figures.keys()
+    assert any(kind in name for name in figures)
+    nothing = idle.metrics([torch.zeros(n) for n in SIBLINGS.lengths])
+    assert {name for name in nothing if "weight" in name or "added" in name} == set()
 
 
 def test_a_completion_without_a_reward_is_neither_compared_nor_credited(scored):

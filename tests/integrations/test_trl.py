@@ -15,10 +15,11 @@ from cfa_kernels import (
     Rows,
     counterfactual_credit,
     counterfactual_weights,
+    credited_advantages,
     policy_loss,
 )
 from cfa_kernels.credit import deferred
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
@@ -37,6 +38,7 @@ from tests.support.trl_training import (  # noqa: E402
     parameters,
     record_generations,
     rollouts,
+    seven,
     uneven,
     with_vllm,
 )
@@ -316,6 +318,44 @@ def test_rows_that_no_function_rewards_are_no_siblings(train):
     config = CounterfactualConfig(estimator=estimate, units="tokens", weights="identity")
     train(trainer={"counterfactual": config, "reward_funcs": some})
     assert seen[0].rewards.tolist() == [0.0, 1.0] * 3
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("estimator", ["prefix_tree", "sibling_edits"])
+def test_completions_masked_as_truncated_are_siblings_of_the_others(train, estimator, packed):
+    """Their rewards are in the group's advantages, so their tokens are in its comparison."""
+
+    def cut(prompts, trainer):
+        made = rollouts(prompts, trainer)
+        other = tiny_tokenizer().get_vocab()[PHRASES[3]]
+        for i in (2, 4, 5, 7):  # correct, and further from the wrong ones than the one without an end
+            made["completion_ids"][i][:2] = [other, other]
+        for name in ("completion_ids", "logprobs"):
+            made[name][1] = made[name][1][:4]
+        return {name: made[name] for name in ("prompt_ids", "completion_ids", "logprobs")}
+
+    if packed and RELEASE < (1, 10):
+        pytest.skip("the packed loss needs TRL 1.10")
+    config = CounterfactualConfig(estimator=estimator)
+    cls, record = record_generations()
+    options = {"rollout_func": cut, "packed_loss": packed, "counterfactual": config}
+    trained = train(cls, trainer=options, mask_truncated_completions=True)
+    ((before, output, _),) = record
+    assert output["completion_mask"].any(1).tolist() == [b != 1 for b in range(8)]
+    made = cut([0] * 8, None)
+    rows = Rows(*([torch.tensor(ids) for ids in made[name]] for name in ("prompt_ids", "completion_ids")))
+    rewards = torch.tensor(seven(trained.processing_class.batch_decode(made["completion_ids"])))
+
+    def credited(some: list[int]) -> list[torch.Tensor]:
+        own = {"advantages": before[some], "rewards": rewards[some], "config": config}
+        return credited_advantages(before[some], counterfactual_credit(None, tiny_tokenizer(), rows.take(some), **own))
+
+    others = [0, *range(2, 8)]
+    expected = [credited(list(range(8)))[b] for b in others]
+    alone = credited(others)
+    assert any(not torch.equal(*pair) for pair in zip(expected, alone, strict=True))
+    for b, row in zip(others, expected, strict=True):
+        torch.testing.assert_close(output["advantages"][b, :5], row)
 
 
 def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_are_refused(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
@@ -129,6 +130,10 @@ def test_help_is_a_screen_and_all_of_it_names_every_setting_once_with_its_group_
     text = " ".join(every.split())
     assert "Completions per problem (G), the group that advantages compare. [8]" in text
     assert "One of token_truncate, token_mask, sequence_truncate" in text
+    for name, hint in get_type_hints(TrainConfig).items():
+        for choices in (get_args(part) for part in (hint, *get_args(hint)) if get_origin(part) is Literal):
+            about = text.partition(f" --{name} ")[2].partition(" --")[0]
+            assert about.endswith(f" One of {', '.join(choices)}."), name
 
 
 def test_help_and_version_wait_for_no_import() -> None:

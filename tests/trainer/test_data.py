@@ -3,16 +3,20 @@
 import itertools
 import json
 import re
+import shutil
+from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from transformers import AutoTokenizer
 
 from tests.support.tiny import jsonl
-from trainer.config import DataConfig, TrainConfig
-from trainer.data import Row, encode_prompts, load_rows, train_and_eval_rows
+from trainer.config import ASSETS, DataConfig, TrainConfig
+from trainer.data import Row, encode_prompt, encode_prompts, load_rows, train_and_eval_rows
 from trainer.embedded.problems import generate
 from trainer.rewards.numbers import gold_number
 
@@ -114,12 +118,14 @@ class Hub:
 
     def __init__(self, monkeypatch, configs, error=None) -> None:
         self.configs, self.calls, self.error = configs, [], error
-        monkeypatch.setattr(datasets, "get_dataset_config_names", lambda _: configs)
         monkeypatch.setattr(datasets, "load_dataset", self.load)
 
     def load(self, name, config, split):
+        if config is None and len(self.configs) == 1:
+            config = self.configs[0]
         if self.error or config not in self.configs:
-            raise self.error or ValueError(f"BuilderConfig {config!r} not found. Available: {self.configs}")
+            missing = f"BuilderConfig {config!r} not found. " if config else "Config name is missing. "
+            raise self.error or ValueError(f"{missing}Available: {self.configs}")
         self.calls.append((name, config, split))
         return SimpleNamespace(to_list=lambda: [GOOD | {"question": f"{split} problem?"}])
 
@@ -135,7 +141,7 @@ def test_the_paper_data_set_needs_no_configuration_and_is_tested_on_its_own_test
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (None, r"ValueError: BuilderConfig 'main' not found. Available: \['easy', 'hard'\]$"),
+        (None, r"ValueError: Config name is missing. Available: \['easy', 'hard'\]; name it by dataset_config$"),
         (OSError("a file is cut short"), "OSError: a file is cut short$"),
     ],
 )
@@ -143,6 +149,54 @@ def test_a_hub_data_set_that_cannot_be_read_is_named_in_one_line(monkeypatch, er
     Hub(monkeypatch, ["easy", "hard"], error)
     with pytest.raises(ValueError, match=rf"^dataset somebody/problems: cannot be read: {said}"):
         train_and_eval_rows(DataConfig(dataset="somebody/problems"))
+
+
+def in_cache(folder, name: str, configs: dict[str, int]) -> None:
+    """Keep a data set of the hub in a cache as `datasets` does, with a number of rows in each configuration."""
+    for config, count in configs.items():
+        rows = [GOOD | {"question": f"{config} {i}?"} for i in range(count)]
+        files = {split: str(folder / f"{config}-{split}.jsonl") for split in ("train", "test")}
+        for split, file in files.items():
+            Path(file).write_text(jsonl(*({**row, "question": f"{split} {row['question']}"} for row in rows)))
+        builder = datasets.load_dataset_builder("json", data_files=files, cache_dir=str(folder / "made"))
+        builder.download_and_prepare()
+        owner, _, short = name.partition("/")
+        kept = folder / "cache" / f"{owner}___{short}" / config / "0.0.0" / ("0" * 40)
+        shutil.copytree(builder.cache_dir, kept)
+        for file in kept.glob("json-*.arrow"):
+            file.rename(file.with_name(file.name.replace("json-", f"{short}-")))
+        info = json.loads((kept / "dataset_info.json").read_text())
+        version = {"version_str": "0.0.0", "major": 0, "minor": 0, "patch": 0}
+        info |= {"builder_name": "parquet", "dataset_name": short, "config_name": config, "version": version}
+        (kept / "dataset_info.json").write_text(json.dumps(info))
+
+
+@pytest.mark.parametrize(
+    ("configs", "asked", "chosen"),
+    [
+        ({"main": 4}, None, "main"),
+        ({"main": 4, "socratic": 3}, None, "main"),
+        ({"main": 4, "socratic": 3}, "socratic", "socratic"),
+        ({"full": 5}, None, "full"),
+        ({"default": 5}, None, "default"),
+    ],
+    ids=str,
+)
+def test_a_data_set_in_the_cache_of_a_node_without_a_network_is_read(tmp_path, monkeypatch, configs, asked, chosen):
+    in_cache(tmp_path, "owner/sums", configs)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    train, test = train_and_eval_rows(DataConfig(dataset="owner/sums", dataset_config=asked))
+    assert [row["question"] for row in train] == [f"train {chosen} {i}?" for i in range(configs[chosen])]
+    assert len(test) == configs[chosen]
+
+
+def test_a_cache_with_several_configurations_says_which_there_are(tmp_path, monkeypatch):
+    in_cache(tmp_path, "owner/sums", {"easy": 2, "hard": 2})
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"^dataset owner/sums: cannot be read: .*easy.*hard.*name it by dataset_conf"):
+        train_and_eval_rows(DataConfig(dataset="owner/sums"))
 
 
 class WordTokenizer:
@@ -178,3 +232,18 @@ def test_a_prompt_that_does_not_fit_is_named_with_its_data_set_and_its_row_of_th
         encode_prompts(train + test, WordTokenizer(), config, 518)
     with pytest.raises(ValueError, match=rf"^dataset {name}, row \d: the prompt has \d+ tokens, at most 0 fit"):
         encode_prompts(train + test, WordTokenizer(), config, 100)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}: {{ messages[0]['content'] }}", "03 Jan 2025: a"),
+        ("{% set form = '%-d.%m' %}{{ strftime_now(format=form) }}: {{ messages[0]['content'] }}", "3.01: a"),
+        ("{%- macro system() -%}{{ strftime_now('%Y-%m-%d') }}{%- endmacro -%}\n {{ system() }} a", "2025-01-03 a"),
+        ("\n {% if strftime_now is defined %}{% set day = strftime_now('%d') %}{% endif %}\n{{ day }}", "\n03"),
+    ],
+)
+def test_a_template_writes_the_date_of_the_run_whatever_form_it_asks_for(template, text):
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    tokenizer.chat_template = template
+    assert tokenizer.decode(encode_prompt("a", tokenizer, at=datetime(2025, 1, 3, 12))) == text

@@ -110,3 +110,22 @@ def test_a_back_end_that_fails_ends_no_run(monkeypatch, tmp_path, capsys) -> Non
     said = capsys.readouterr().out
     assert "report_to: trackio failed and gets no more: ConnectionError: no answer" in said
     assert "report_to: trackio failed and gets no more: TimeoutError: still no answer" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "what", "said"),
+    [
+        (("--max_completion_length=4",), "all truncated", "all 8 completions were cut off at the length limit"),
+        (("--max_completion_length=4", "--no_mask_truncated_completions"), "no mixed group", "have one reward"),
+    ],
+)
+def test_a_step_that_teaches_nothing_says_why_in_its_line_and_once_in_full(tmp_path, capsys, options, what, said):
+    sizes = ("--max_steps=2", "--eval_problems=1", "--num_generations=4", "--generation_batch_size=8")
+    run(tmp_path / "run", *sizes, *options)
+    printed = capsys.readouterr().out
+    assert printed.count(said) == 1
+    assert "warning: step 1: " in printed
+    lines = [line for line in printed.splitlines() if line.lstrip().startswith("step ") and "mixed groups" in line]
+    assert len(lines) == 2
+    assert all(what in line for line in lines)

@@ -27,11 +27,15 @@ _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an an
 
 
 class BuiltIn(NamedTuple):
-    """Reward function of the program: where it is, the kinds of rows that it judges, its own first, and its options."""
+    """Reward function of the program: where it is, the kinds of rows that it judges, its own first, and its options.
+
+    `grades` says whether 1 means a right answer, so that evaluation may count by it; a shaping reward does not grade.
+    """
 
     function: str
     kinds: tuple[str, ...]
     options: tuple[str, ...]
+    grades: bool = True
 
 
 BUILT_IN = {

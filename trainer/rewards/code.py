@@ -134,20 +134,48 @@ def isolated(command: Sequence[str]) -> list[str]:
     return [*program, "--remount-ro", "/", "--", chroot, *user, _ROOT, *command]
 
 
-def plain(value: Any) -> Any:
-    """Copy a value of the types that a literal can hold; raises `TypeError` for any other."""
-    kinds: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
-    for kind in kinds:
-        if isinstance(value, kind):
-            return kind(value)
-    for several in (list, tuple, set, frozenset):
-        if isinstance(value, several):
-            return several(map(plain, value))
-    if isinstance(value, dict):
-        return {plain(key): plain(part) for key, part in value.items()}
-    if value is not None:
-        raise TypeError(f"a {type(value).__name__} passes neither to a solution nor from it")
-    return None
+_SEVERAL = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
+
+
+def written(value: Any) -> str:
+    """Write a value of the built-in types of data as a literal; raises `TypeError` for any other."""
+
+    def plain(value: Any) -> Any:
+        for kind in (bool, int, str, bytes):
+            if isinstance(value, kind):
+                return kind(value)
+        if isinstance(value, float):
+            return "float", float.__repr__(value)  # inf and nan are no literals
+        if isinstance(value, complex):
+            return "complex", plain(value.real), plain(value.imag)
+        for name, several in _SEVERAL.items():
+            if isinstance(value, several):
+                return name, *map(plain, value)
+        if isinstance(value, dict):
+            return "dict", *((plain(key), plain(part)) for key, part in value.items())
+        if value is not None:
+            raise TypeError(f"a {type(value).__name__} passes neither to a solution nor from it")
+        return None
+
+    return ascii(plain(value))
+
+
+def read(literal: str) -> Any:
+    """Make the value that `written` wrote, of exactly the built-in types."""
+
+    def made(plain: Any) -> Any:
+        if not isinstance(plain, tuple):
+            return plain
+        name, *parts = plain
+        if name == "float":
+            return float(parts[0])
+        if name == "complex":
+            return complex(*map(made, parts))
+        if name == "dict":
+            return {made(key): made(part) for key, part in parts}
+        return _SEVERAL[name](map(made, parts))
+
+    return made(ast.literal_eval(literal))
 
 
 def serve(tests: TextIO) -> None:
@@ -163,14 +191,14 @@ def serve(tests: TextIO) -> None:
             value = value(*arguments[0], **arguments[1])
         elif callable(value):
             return "function", None
-        return ("iterator", plain([*value])) if hasattr(value, "__next__") else ("value", plain(value))
+        return ("iterator", [*value]) if hasattr(value, "__next__") else ("value", value)
 
     for line in tests:
         try:
-            reply = answer(*ast.literal_eval(line))
+            reply = written(answer(*read(line)))
         except BaseException as problem:  # SystemExit as well
-            reply = "raised", f"{type(problem).__name__}: {problem}"[:200]
-        print(ascii(reply), file=tests, flush=True)
+            reply = written(("raised", f"{type(problem).__name__}: {problem}"[:200]))
+        print(reply, file=tests, flush=True)
 
 
 class Names(dict[str, Any]):
@@ -182,8 +210,8 @@ class Names(dict[str, Any]):
 
     def request(self, *words: Any) -> Any:
         """Send a name and perhaps arguments to the solution and give its answer; `RuntimeError` if it raised."""
-        print(ascii(plain(words)), file=self._solution, flush=True)
-        kind, value = ast.literal_eval(self._solution.readline(REPLY_CHARACTERS))
+        print(written(words), file=self._solution, flush=True)
+        kind, value = read(self._solution.readline(REPLY_CHARACTERS))
         if kind == "raised":
             raise RuntimeError(value)
         if kind == "function":

@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.embedded import EVEN, metrics_of, run, settings
 from trainer.config import TrainConfig
+from trainer.rewards.calls import BUILT_IN, BuiltIn
 
 
 @pytest.mark.slow
@@ -52,3 +53,11 @@ def test_rewards_say_what_evaluation_counts_and_what_rows_must_have(argv, grader
     assert (config.grader, config.kind) == (grader, kind)
     assert instruction in config.instruction
     assert settings(*argv, "--instruction=Go.").instruction == "Go."
+
+
+@pytest.mark.parametrize("order", [["short", "math_verify"], ["math_verify", "short"], ["short"]])
+def test_a_reward_of_the_program_that_only_shapes_is_not_what_evaluation_counts_by(order, monkeypatch) -> None:
+    monkeypatch.setitem(BUILT_IN, "short", BuiltIn("math:gcd", ("numbers", "text"), (), grades=False))
+    config = TrainConfig(reward_funcs=order)
+    assert config.grader == ("math_verify" if "math_verify" in order else "exact_match")
+    assert TrainConfig(reward_funcs=order, eval_reward="exact_match").grader == "exact_match"
