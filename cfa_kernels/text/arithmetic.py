@@ -12,6 +12,7 @@ from .patterns import (
     CURRENCY,
     DIGITS,
     EQUALS,
+    FRACTION,
     GROUP,
     MINUS,
     Interval,
@@ -36,7 +37,7 @@ _LEXEMES = {
     ],
     r"(?=[\d.\\])": [
         ("H", r"\d{1,2}:\d\d(?::\d\d)?(?:\s?[apAP]\.?[mM]\b\.?)?(?![\d:])"),
-        ("N", rf"{DIGITS}|\\[cdt]?(?:frac|binom|sqrt)\s?(?:\[\w{{1,6}}\])?{GROUP}(?:\s?{GROUP})?"),
+        ("N", rf"{DIGITS}|{FRACTION}|\\[cdt]?(?:frac|binom|sqrt)\s?(?:\[\w{{1,6}}\])?{GROUP}(?:\s?{GROUP})?"),
     ],
     "": [
         ("A", ANNOTATION),
