@@ -40,7 +40,7 @@ class DeferredCredit:
 
     Args:
         config, tokenizer, rows, advantages, seed, groups, rewards: as in `counterfactual_credit`.
-        counted: B tensors (T_b,), 1 on tokens that the loss counts; default all.
+        mask: B tensors (T_b,), 1 on tokens that the policy wrote and the loss counts; default all.
         factors: B tensors (T_b,), by which weights are multiplied before they are normalised; default 1.
         temperature: that of sampling, for entropies.
 
@@ -59,14 +59,14 @@ class DeferredCredit:
         seed: int | Sequence[int],
         groups: Tensor | None = None,
         rewards: Tensor | Sequence[float] | None = None,
-        counted: Sequence[Tensor] | None = None,
+        mask: Sequence[Tensor] | None = None,
         factors: Sequence[Tensor] | None = None,
         temperature: float = 1.0,
     ) -> None:
         self.config, self.tokenizer, self.rows, self.temperature = config, tokenizer, rows, temperature
-        inputs = CreditInputs.of(rows, advantages, groups=groups, rewards=rewards)
+        inputs = CreditInputs.of(rows, advantages, groups=groups, rewards=rewards, mask=mask)
         self.advantages: Any = inputs.advantages
-        self.counted, self.factors = counted, factors
+        self.mask, self.factors = inputs.mask, factors
         self.parts: list[tuple[list[int], Credit]] = []
         self.seconds = 0.0
         self._seed = seed
@@ -113,16 +113,18 @@ class DeferredCredit:
         rows = list(rows)
         some = model.forward.rows if isinstance(model, TrainingForward) else self.rows.take(rows)
         columns = {name: None if column is None else column[rows] for name, column in self._columns.items()}
+        mask = None if self.mask is None else _some(self.mask, rows)
         credit = counterfactual_credit(
             model, self.tokenizer, some, advantages=_some(self.advantages, rows), config=self.config, seed=self._seed,
-            entropies=entropies, **columns,
+            entropies=entropies, mask=mask, **columns,
         )  # fmt: skip
         for i, b in enumerate(rows if self.factors is not None else ()):
             factors = self.factors[b].to(credit.weights[i])  # type: ignore[index]
             weights = credit.weights[i] * factors
             # Weights that remain are normalised if some were taken away; if none remain, there is no credit.
             partly = not factors.all() and weights.any()
-            credit.weights[i] = normalized_weights(weights, self.config.normalize) if partly else weights
+            own = None if mask is None else mask[i]
+            credit.weights[i] = normalized_weights(weights, self.config.normalize, own) if partly else weights
         self.parts.append((rows, credit))
         self._place |= {b: (credit, i) for i, b in enumerate(rows)}
 

@@ -20,12 +20,13 @@ from .. import CounterfactualConfig
 from ..credit.assign import FIGURES
 from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
-from ..hf.model import causal_lm
+from ..hf.model import causal_lm, vocab_size
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
 from ..hf.verify import check_supported, check_trainable
 from ..losses.checks import LEVELS, LEVELS_OF, LossOptions, weights_sequences
 from ..scoring.access import GRADIENTS
+from ..text.offsets import describe_spare_ids
 from . import require
 from .credit import OFFERS, ONE_RATIO, obstacles, refuse, unmet_needs
 from .trl_credit import ROW, batch_credit, loss_mask, weighed, why_at_once, why_nothing
@@ -112,6 +113,9 @@ class CounterfactualMixin(_Trainer):
         super().__init__(*args, **kwargs)
         self.packed_loss, self.log_entropy = packed_loss, log_entropy
         self._draws = Draws(self.args.seed)
+        spare = describe_spare_ids(vocab_size(causal_lm(self.model)), _tokenizer_of(self))
+        if spare and self.counterfactual.control != "off":
+            _LOG.warning(spare)
         if self.counterfactual.control != "off":
             refuse(_credit_obstacles(self))
         if packed_loss:
@@ -159,9 +163,8 @@ class CounterfactualMixin(_Trainer):
                 self._log_weighed([None] * len(output["completion_ids"]))
             return output
         count = len(output["advantages"])
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         batch = batch_credit(
-            self.counterfactual, tokenizer, output, self._own_rewards(count),
+            self.counterfactual, _tokenizer_of(self), output, self._own_rewards(count),
             first=self.accelerator.process_index * count, group_size=self.num_generations,  # type: ignore[arg-type]
             seed=self._draws.key(self.state.global_step), temperature=self.temperature,
         )  # fmt: skip
@@ -202,7 +205,7 @@ class CounterfactualMixin(_Trainer):
         credit = batch.finished()
         if credit is None:
             return
-        figures = credit.metrics(batch.counted) | {"credit/seconds": batch.seconds}
+        figures = credit.metrics(batch.mask) | {"credit/seconds": batch.seconds}
         self._log_gathered({name: figures.get(name, float("nan")) for name in _CREDIT_FIGURES}, "train")
         if not self._has_warned and (problem := why_nothing(batch, credit)) is not None:
             self._has_warned = True
@@ -363,6 +366,10 @@ class CounterfactualMixin(_Trainer):
 
 class CounterfactualGRPOTrainer(CounterfactualMixin, GRPOTrainer):
     """Trainer of TRL, `GRPOTrainer`, with counterfactual credit; see `CounterfactualMixin` for what it adds."""
+
+
+def _tokenizer_of(trainer: Any) -> Any:
+    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
 def _zero_stage(trainer: Any) -> int:

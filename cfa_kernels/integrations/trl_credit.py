@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig, Credit, DeferredCredit, Rows
+from ..text.offsets import known_ids
 
 ROW = "credit_row"
 """Name, among the inputs of the loss, of the (b,) places of a micro-batch's rows in their generation batch."""
@@ -51,7 +52,7 @@ def batch_credit(
     rows = Rows.from_padded(**padded, index=index)
     return DeferredCredit(
         config, tokenizer, rows, unpadded(output["advantages"], rows), groups=torch.tensor(index) // group_size,
-        rewards=rewards, counted=unpadded(loss_mask(output), rows), **options,
+        rewards=rewards, mask=unpadded(loss_mask(output), rows), **options,
     )  # fmt: skip
 
 
@@ -72,7 +73,8 @@ def weighed(batch: DeferredCredit, credit: Credit) -> list[str]:
         plain = float(batch.advantages[b]) if signed else 1.0
         levels, counts = values.unique_consecutive(return_counts=True)
         runs = [one for one in zip(levels.tolist(), ids.split(counts.tolist()), strict=True) if one[0] != plain]
-        texts.append(" | ".join(f"{batch.tokenizer.decode(run).strip()} ({value:.2f})" for value, run in runs))
+        spelled = ((value, batch.tokenizer.decode(known_ids(run, batch.tokenizer)).strip()) for value, run in runs)
+        texts.append(" | ".join(f"{text} ({value:.2f})" for value, text in spelled))
     return texts
 
 
@@ -91,7 +93,7 @@ def why_nothing(batch: DeferredCredit, credit: Credit) -> str | None:
                 "Answers are read after ####, in \\boxed{} and after words such as 'the answer is'; for others give "
                 "CounterfactualConfig(answer_format=...) or answer_fallback='last_number'"
             )
-        ends = batch.tokenizer.decode(batch.rows.completions[due[0]])[-60:]
+        ends = batch.tokenizer.decode(known_ids(batch.rows.completions[due[0]], batch.tokenizer))[-60:]
         reason = f"no answer was found. {looked}. The first of these completions ends with {ends!r}"
     an = "a positive" if batch.config.completions == "positive" else "an"
     return f"credit/scored_fraction is 0: of {len(due)} completions with {an} advantage none was judged: {reason}"

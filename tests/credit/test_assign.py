@@ -465,7 +465,7 @@ def test_drops_within_rounding_weigh_alike_and_make_no_distractors(outcome, dtyp
     def credit(drop):
         return counterfactual_credit(
             Scored(drop, base=-10.0, dtype=dtype), get_tokenizer("characters"), rows,
-            config=CounterfactualConfig(outcome=outcome, selection="last", max_spans=2),
+            config=CounterfactualConfig(outcome=outcome, selection="last", max_spans=2, min_spread=0.0),
         )  # fmt: skip
 
     ids = torch.tensor(encode(get_tokenizer("characters"), "1 + 1 = 2\n1 + 2 = 3\n#### 18"))
