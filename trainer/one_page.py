@@ -154,7 +154,7 @@ def until_end(completion: Tensor, eos_id: int) -> Tensor:
 
 def reward(completion: Tensor, problem: Problem, tokenizer: Any) -> float:
     """Return 1 if the completion's answer is the problem's, else 0."""
-    span = find_answer(completion, tokenizer)
+    span = find_answer(completion, tokenizer, prompt=problem.prompt)
     return float(span is not None and number(tokenizer.decode(completion[slice(*span)])) == problem.answer)
 
 
