@@ -6,7 +6,7 @@ import torch
 from cfa_kernels.credit.assign import counterfactual_credit
 from cfa_kernels.credit.config import CounterfactualConfig
 from cfa_kernels.rows import Rows
-from tests.credit.test_assign import Scored, importances_of
+from tests.support.scored import Scored, importances_of
 from tests.support.small_tokenizers import encode, get_tokenizer
 
 CHARACTERS = get_tokenizer("characters")
