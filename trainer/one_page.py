@@ -29,6 +29,7 @@ from cfa_kernels import (
 )
 
 from .embedded.problems import generate
+from .rewards.numbers import parse_number
 
 INSTRUCTION = "Solve the problem step by step. End with a line of the form: #### <number>"
 
@@ -187,8 +188,9 @@ def encode(question: str, tokenizer: Any) -> list[int]:
 
 
 def number(text: str) -> str:
-    """Write a number without what people put around it."""
-    return text.strip().strip("$%. ").replace(",", "")
+    """Write a number in one way, whatever its form; a text that is none stays."""
+    value = parse_number(text.strip().rstrip("%. "))
+    return text.strip() if value is None else str(value)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import rounding
 from ..span import Span
 from ..text.find import Reasoning
-from ..text.offsets import token_texts
+from ..text.offsets import decoded
 from .config import CounterfactualConfig, as_config
 from .shown import as_html, as_table
 from .units import CreditInputs, find_units, placeholder_of, scored_as, special_ids
@@ -290,7 +290,7 @@ class _Assignment:
             work=estimate.importances.work,
             advantages=None if added is None else self._advantages(added),
             added=added,
-            texts=lambda b: token_texts(inputs.rows.completions[b], self.tokenizer),
+            texts=lambda b: [decoded([i], self.tokenizer) for i in inputs.rows.completions[b].tolist()],
         )
 
     def _estimate(self) -> _Estimate:

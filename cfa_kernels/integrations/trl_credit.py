@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig, Credit, DeferredCredit, Rows
-from ..text.offsets import known_ids
+from ..text.offsets import decoded
 
 ROW = "credit_row"
 """Name, among the inputs of the loss, of the (b,) places of a micro-batch's rows in their generation batch."""
@@ -73,8 +73,7 @@ def weighed(batch: DeferredCredit, credit: Credit) -> list[str]:
         plain = float(batch.advantages[b]) if signed else 1.0
         levels, counts = values.unique_consecutive(return_counts=True)
         runs = [one for one in zip(levels.tolist(), ids.split(counts.tolist()), strict=True) if one[0] != plain]
-        spelled = ((value, batch.tokenizer.decode(known_ids(run, batch.tokenizer)).strip()) for value, run in runs)
-        texts.append(" | ".join(f"{text} ({value:.2f})" for value, text in spelled))
+        texts.append(" | ".join(f"{decoded(run, batch.tokenizer).strip()} ({value:.2f})" for value, run in runs))
     return texts
 
 
@@ -93,7 +92,7 @@ def why_nothing(batch: DeferredCredit, credit: Credit) -> str | None:
                 "Answers are read after ####, in \\boxed{} and after words such as 'the answer is'; for others give "
                 "CounterfactualConfig(answer_format=...) or answer_fallback='last_number'"
             )
-        ends = batch.tokenizer.decode(known_ids(batch.rows.completions[due[0]], batch.tokenizer))[-60:]
+        ends = decoded(batch.rows.completions[due[0]], batch.tokenizer)[-60:]
         reason = f"no answer was found. {looked}. The first of these completions ends with {ends!r}"
     an = "a positive" if batch.config.completions == "positive" else "an"
     return f"credit/scored_fraction is 0: of {len(due)} completions with {an} advantage none was judged: {reason}"

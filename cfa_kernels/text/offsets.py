@@ -266,16 +266,14 @@ def token_offsets(
     return TokenOffsets(text, *(np.append(edges, [len(text)] * count).astype(np.int64) for edges in (starts, ends)))
 
 
-def known_ids(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Leave out the ids that the tokenizer has no token for; some tokenizers raise an error where they decode one."""
-    vocabulary = _vocabulary(tokenizer)
-    return [i for i in _as_ids(token_ids) if vocabulary.knows(i, tokenizer)]
-
-
-def token_texts(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Decode each token by itself, special tokens by their names; "" for an id that the tokenizer has no token for."""
-    vocabulary = _vocabulary(tokenizer)
-    return [str(tokenizer.decode([i])) if vocabulary.knows(i, tokenizer) else "" for i in _as_ids(token_ids)]
+def decoded(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
+    """Decode ids as the tokenizer does, to show them, without those that it has no token for."""
+    ids = _as_ids(token_ids)
+    try:
+        return str(tokenizer.decode(ids, **options))
+    except Exception:  # some raise an error for an id that is no token
+        vocabulary = _vocabulary(tokenizer)
+        return str(tokenizer.decode([i for i in ids if vocabulary.knows(i, tokenizer)], **options))
 
 
 def describe_spare_ids(rows: int, tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -116,6 +116,27 @@ def test_figures_leave_a_tools_tokens_out(train):
     assert logged(trained, "credit/weight_mean")[0] == pytest.approx(expected.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("loss", [{}, {"packed_loss": True}], ids=str)
+def test_an_id_that_the_tokenizer_has_no_token_for_ends_no_training(train, loss):
+    spare = len(tiny_tokenizer()) + 3
+    model = tiny_model()
+    model.resize_token_embeddings(spare + 5, mean_resizing=False)
+
+    def with_spare(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        made = rollouts(prompts, trainer)
+        for row, mask, logprobs in zip(made["completion_ids"], made["env_mask"], made["logprobs"], strict=True):
+            for column, value in ((row, spare), (mask, 1), (logprobs, -1.0)):
+                column.insert(3, value)
+        return made
+
+    recorded, record = record_generations()
+    trained = train(recorded, trainer={"rollout_func": with_spare, "model": model} | loss, log_completions=True)
+    ((_, output, _),) = record
+    assert (output["completion_ids"] == spare).any(1).all()
+    assert logged(trained, "credit/scored_fraction") == [1.0]
+    assert logged(trained, "credit/spans_mean") == [2.0]
+
+
 @pytest.mark.parametrize(
     ("name", "here", "there", "expected"),
     [

@@ -8,7 +8,7 @@ import pytest
 
 from cfa_kernels import detect_spans, find_answer
 from cfa_kernels.text.find import content_text
-from cfa_kernels.text.offsets import describe_spare_ids, known_ids, token_offsets, token_texts
+from cfa_kernels.text.offsets import decoded, describe_spare_ids, token_offsets
 from tests.support.small_tokenizers import CORPUS
 from trainer.data import encode_prompt, require_whole_prompt
 
@@ -76,8 +76,10 @@ def test_ids_that_are_no_token_and_special_ones_have_an_empty_place(tokenizer, t
     assert offsets.text == expected.text
     assert offsets.starts[own].tolist() == expected.starts.tolist()
     assert offsets.ends[own].tolist() == expected.ends.tolist()
-    assert known_ids(mixed, tokenizer) == [*ids[:7], tokenizer.eos_token_id, *ids[7:]]
-    assert len(token_texts(mixed, tokenizer)) == len(mixed)
+    for skip in (False, True):
+        known = [*ids[:7], tokenizer.eos_token_id, *ids[7:]]
+        assert decoded(mixed, tokenizer, skip_special_tokens=skip) == tokenizer.decode(known, skip_special_tokens=skip)
+    assert decoded([10**6], tokenizer) == ""
     assert describe_spare_ids(len(tokenizer) + 3, tokenizer).startswith("3 of the model's")
 
 

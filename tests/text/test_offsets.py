@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cfa_kernels.text.find import detect_spans, find_answer
-from cfa_kernels.text.offsets import _BYTE_OF, describe_spare_ids, known_ids, token_offsets, token_texts
+from cfa_kernels.text.offsets import _BYTE_OF, decoded, describe_spare_ids, token_offsets
 from tests.support.small_tokenizers import (
     CORPUS,
     FAST,
@@ -124,8 +124,8 @@ def test_ids_that_are_no_token_have_an_empty_place_wherever_they_are_drawn(name:
     assert offsets.text == expected.text
     assert offsets.starts[known].tolist() == expected.starts.tolist()
     assert offsets.ends[known].tolist() == expected.ends.tolist()
-    assert known_ids(mixed, tokenizer) == ids
-    assert token_texts(mixed, tokenizer) == [tokenizer.decode([i]) if i < len(tokenizer) else "" for i in mixed]
+    assert decoded(mixed, tokenizer) == tokenizer.decode(ids)
+    assert [decoded([i], tokenizer) for i in spare] == [""] * len(spare)
     by_place = {place: t for place, t in enumerate(known)}
     answer, own = find_answer(mixed, tokenizer), find_answer(ids, tokenizer)
     assert (answer is None) == (own is None)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from cfa_kernels import AnswerRules
 from cfa_kernels.rows import Rows
 from cfa_kernels.text.find import content_text
-from cfa_kernels.text.offsets import known_ids
+from cfa_kernels.text.offsets import decoded
 
 _NAMES_SHOWN = 8
 
@@ -49,7 +49,7 @@ class Rollouts:
         # By position, as pad may be the same id as end.
         lengths = [next((t + 1 for t, token in enumerate(row) if token in ends), len(row)) for row in completions]
         ids = [list(row[:length]) for row, length in zip(completions, lengths, strict=True)]
-        texts = tokenizer.batch_decode([known_ids(row, tokenizer) for row in ids], skip_special_tokens=True)
+        texts = [decoded(row, tokenizer, skip_special_tokens=True) for row in ids]
         rules = AnswerRules(thought_tags=thought_tags)
         spoken = [content_text(row, tokenizer, rules, prompt=prompt) for prompt, row in zip(prompts, ids, strict=True)]
         return cls(
