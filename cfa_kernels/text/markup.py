@@ -17,8 +17,8 @@ def _xml(*names: str) -> dict[str, str]:
 
 
 THOUGHTS = {
-    **_xml("think", "thinking", "thought", "thoughts", "reasoning", "scratchpad", "seed:think", "mm:think"),
-    **_xml("longcat_think"),
+    **_xml("think", "thinking", "thought", "thoughts", "reasoning", "analysis", "reflection", "scratchpad", "cot"),
+    **_xml("seed:think", "mm:think", "longcat_think"),
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",
     "<|START_THINKING|>": "<|END_THINKING|>",
@@ -26,6 +26,7 @@ THOUGHTS = {
     "<|inner_prefix|>": "<|inner_suffix|>",
     "<|channel>": "<channel|>",
     "Here is my thought process:": "Here is my response:",
+    "Here are my reasoning steps:": "[BEGIN FINAL RESPONSE]",
 }
 """Signs between which models think, closers by openers; `AnswerRules` may add to them. Harmony's are in `_TURN`."""
 
@@ -77,8 +78,9 @@ _FIRST_CHANNEL = re.compile(
 _OTHER = re.compile(
     r"(?i)(?<![a-z])(?:user|human|system|developer|tool|functions?|ipython|observation|environment)(?![a-z])"
 )
+_ROLES = ("user", "assistant", "system", "tool", "ipython", "model")
 _LABEL = re.compile(
-    r"^(?:user|assistant|system|tool|ipython|model)[ \t]*$|<[|｜][\w▁/]{1,40}[|｜]>|<(?:end_of_turn|turn\|)>",
+    rf"^(?:{'|'.join(_ROLES)})[ \t]*$|<[|｜][\w▁/]{{1,40}}[|｜]>|<(?:end_of_turn|turn\|)>",
     re.MULTILINE,
 )
 
@@ -86,6 +88,7 @@ _LABEL = re.compile(
 class _Signs(NamedTuple):
     kinds: list[str]  # of each pair of signs
     pattern: re.Pattern[str]  # group `o3` is the opener of pair 3, `c3` its closer
+    hint: re.Pattern[str]  # what a text without turns and signs does not hold, quick to search
     names: frozenset[str]
 
     def of(self, sign: re.Match[str]) -> tuple[bool, int]:
@@ -109,9 +112,13 @@ def _signs(thought_tags: str) -> _Signs:
         for i, (_, opener, closer) in enumerate(pairs)
     )
     names = {sign for _, *pair in pairs for sign in pair}
+    begins = {sign[: 8 if sign[0].isalpha() else 2] for sign in names.union(_TURN_NAMES)}
+    begins = {case(one) for one in begins for case in (str, str.lower, str.upper, str.capitalize)}
+    begins |= {"<end_of_turn>", *(f"\n{role}" for role in _ROLES)}
+    hint = re.compile("|".join(map(re.escape, sorted(begins))) + f"|assistant{_CHANNEL}")
     firsts = "".join(re.escape(first) for first in sorted({sign[0] for sign in names}))
     pattern = re.compile(f"(?=[{firsts}])(?:{either})", re.IGNORECASE)
-    return _Signs([kind for kind, _, _ in pairs], pattern, frozenset(names).union(_TURN_NAMES))
+    return _Signs([kind for kind, _, _ in pairs], pattern, hint, frozenset(names).union(_TURN_NAMES))
 
 
 def sign_names(thought_tags: str = "") -> frozenset[str]:
@@ -138,7 +145,11 @@ def read_speech(text: str, *, prompt: str = "", foreign: Sequence[Interval] = ()
         foreign: disjoint characters that the policy did not write, in order.
         thought_tags: as in `AnswerRules`.
     """
-    regions = _regions(text, prompt, foreign, _signs(thought_tags))
+    signs, state = _signs(thought_tags), _after_prompt(prompt, thought_tags)
+    has_signs = signs.hint.search(text) or _FIRST_CHANNEL.match(text) or text.startswith(_ROLES)
+    if not (foreign or state.thought is not None or has_signs):
+        return Speech(text, text, text, text, [])
+    regions = _regions(text, state, foreign, signs)
     others = [*foreign, *regions["response"], *regions["turn"]]
     no_reasoning = merged([*others, *regions["call"], *regions["sign"]])
     content = blanked(text, [*others, *regions["thought"]])
@@ -180,7 +191,12 @@ def _after_others(state: _State, text: str, signs: _Signs) -> _State:
     return state
 
 
-def _regions(text: str, prompt: str, foreign: Sequence[Interval], signs: _Signs) -> dict[str, list[Interval]]:
+@lru_cache(maxsize=256)
+def _after_prompt(prompt: str, thought_tags: str) -> _State:
+    return _after_others(_State(), prompt, _signs(thought_tags))
+
+
+def _regions(text: str, state: _State, foreign: Sequence[Interval], signs: _Signs) -> dict[str, list[Interval]]:
     """Find the regions of a text by kind."""
     written = blanked(text, foreign)
     turns = [*_TURN.finditer(written), *filter(None, [_FIRST_CHANNEL.match(written)])]
@@ -189,7 +205,7 @@ def _regions(text: str, prompt: str, foreign: Sequence[Interval], signs: _Signs)
     regions: dict[str, list[Interval]] = {kind: [] for kind in ("thought", "call", "response")}
     regions["turn"] = [turn.span() for turn in turns]
     regions["sign"] = [label.span() for label in _LABEL.finditer(written)]
-    state, owner, at = _after_others(_State(), prompt, signs), "content", 0
+    owner, at = "content", 0
     for start, end, turn in [*sorted(cuts, key=lambda cut: cut[:2]), (len(text), len(text), None)]:
         if owner == "response":
             regions[owner].append((at, start))

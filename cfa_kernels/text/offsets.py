@@ -261,7 +261,8 @@ def token_offsets(
     if ends_shown or not shown:
         return vocabulary.offsets(ids, tokenizer, shown)
     silent = itertools.takewhile(lambda i: i in vocabulary.special or not vocabulary.knows(i, tokenizer), reversed(ids))
-    count = len(list(silent))
+    if not (count := len(list(silent))):
+        return vocabulary.offsets(ids, tokenizer, shown)
     text, starts, ends = vocabulary.offsets(ids[: len(ids) - count], tokenizer, shown)
     return TokenOffsets(text, *(np.append(edges, [len(text)] * count).astype(np.int64) for edges in (starts, ends)))
 

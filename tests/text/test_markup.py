@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels import AnswerRules, SpanRules, answer_text_span, detect_spans, find_answer
+from cfa_kernels.text import markup
 from cfa_kernels.text.find import content_text, find_reasoning
 from cfa_kernels.text.markup import THOUGHTS, sign_names
 from cfa_kernels.text.offsets import token_offsets
@@ -316,6 +317,18 @@ def test_a_mask_that_is_no_mask_is_named() -> None:
 
 
 SIGNS = [*itertools.chain(*THOUGHTS.items()), "<tool_call>", "</tool_call>", "<|im_end|>"]
+BITS = [
+    "assistant",
+    "final",
+    "analysis",
+    "commentary to=functions.f json",
+    "user\n",
+    "\nuser\n",
+    "<end_of_turn>",
+    "<|",
+    "[",
+    "<",
+]
 SIGN = re.compile("|".join(map(re.escape, SIGNS)))
 
 
@@ -334,6 +347,19 @@ def test_signs_are_no_spans(name, detector, parts) -> None:
     stated, answer = answer_text_span(content), find_answer(ids, tokenizer)
     assert (stated is None) == (answer is None)
     assert stated is None or tuple(offsets.tokens([stated])[0]) == answer
+
+
+@property_test
+@given(st.lists(st.one_of(st.sampled_from([*POLICY, *SIGNS, *sign_names(), *BITS]), st.text(max_size=3)), max_size=8))
+def test_a_text_that_is_taken_for_plain_holds_no_sign(parts) -> None:
+    for text in ("".join(parts), "".join(parts).upper(), "".join(parts).lower()):
+        speech, signs = markup.read_speech(text), markup._signs("")
+        regions = markup._regions(text, markup._State(), [], signs)
+        left_out = [interval for kind in ("turn", "sign", "call", "response") for interval in regions[kind]]
+        assert speech.no_reasoning == markup.merged(left_out)
+        others = [interval for kind in ("turn", "response", "thought") for interval in regions[kind]]
+        assert speech.content == markup.blanked(text, others)
+        assert len(speech.content) == len(speech.statement) == len(speech.reasoning) == len(text)
 
 
 def test_tokenizers_with_special_signs_spell_what_others_decode() -> None:
