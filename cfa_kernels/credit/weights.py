@@ -166,8 +166,8 @@ class Range(WeightRule):
     """Weight of the answer's tokens."""
     min_spread: NotNegative | None = None
     """Least difference between the largest and the smallest importance for the whole range; below it, weights come
-    nearer to 1 in proportion. None takes it for changes of an answer's log-prob (nats) or probability: 0.1, or what
-    rounding may explain if that is more; for other importances, and in the CF paper, it is 0."""
+    nearer to 1 in proportion. None takes it for changes of an answer's log-prob (nats) or probability: `0.1`, or
+    what rounding may explain if that is more; for other importances, and in the CF paper, it is 0."""
 
     def __post_init__(self) -> None:
         check_fields(self)
