@@ -39,22 +39,27 @@ _LEAD = (
 )
 _SIGN = rf"(?:[+{MINUS}]{BLANK}?(?:{CURRENCY}{BLANK}?)?)?"
 _POWER_OF_TEN = (
-    rf"(?:[eE][+{MINUS}]?\d{{1,3}}(?![\w.])"
+    rf"(?:[eE][+{MINUS}]?\d{{1,3}}(?!\w|\.\d)"
     rf"|{BLANK}?(?:[×*x·⋅]|\\times|\\cdot){BLANK}?10\^(?:\d{{1,3}}|\{{[{MINUS}]?\d{{1,3}}\}}))"
 )
 _VALUE = (
-    rf"{_SIGN}(?:\d+{BLANK}(?:and{BLANK})?\d+/\d+|\d+(?:{BLANK}|\\,)?{FRACTION}|\d{{1,4}}(?::\d{{1,4}}){{1,3}}(?![\d:])"
+    rf"{_SIGN}(?:\d+{BLANK}(?:and{BLANK})?\d+/\d+|\d+(?:{BLANK}|\\[,;:! ])?{FRACTION}|\d{{1,4}}(?::\d{{1,4}}){{1,3}}(?![\d:])"
     rf"|{DIGITS}(?:{_POWER_OF_TEN}|{BLANK}?/{BLANK}?{DIGITS})?|{FRACTION}|[¼-¾⅐-⅞])"
 )
-# What makes a number behind which it stands another one, or none: "1,2,3", "1.234.567", "5²", "1½", "2π".
-_TAIL = r"(?:(?:[,.;'’_]?\d+){1,20}|[⁰¹²³⁴-⁹¼-¾⅐-⅞]|\s?(?:[π√∞]|\\(?:pi|sqrt|infty)(?![a-zA-Z])))"
+# What makes a number behind which it stands another one, or none: "1,2,3", "1.234.567", "5²", "1½", "2π", "2n", "1.5k".
+_TAIL = (
+    r"(?:(?:(?:[,.;'’_]|\{,\}|,?\\[,;:! ]|\*\*|[eE][+-]?)?\d+){1,20}|(?: \d{3}){1,4},\d+|[⁰¹²³⁴-⁹¼-¾⅐-⅞]"
+    r"|\.\(\d{1,20}\)|\.?\\(?:overline|bar|dot)\s?(?:\{\d{1,20}\}|\d)|[iknxyzKMB](?![^\W_])"
+    r"|\s?(?:[π√∞]|\\(?:pi|sqrt|infty|choose)(?![a-zA-Z])))"
+)
+_SCRIPT = rf"(?:[\^_](?!\{{(?:\\text\{{)?(?:\\circ|st|nd|rd|th)\b){GROUP})?"  # a power or a base, but no "5^{th}"
 _OPERATOR = rf"(?:[+*×·⋅÷/^xX{MINUS}]|\\(?:times|cdot|div))"
-_SUM = rf"{_VALUE}(?:{BLANK}?{_OPERATOR}{BLANK}?{CURRENCY}?{_VALUE}){{0,20}}"
+_SUM = rf"{_VALUE}{_SCRIPT}(?:{BLANK}?{_OPERATOR}{BLANK}?{CURRENCY}?{_VALUE}{_SCRIPT}){{0,20}}"
 _VALUE_TAIL = re.compile(_TAIL)
 _UNITS = rf"(?:(?:{BLANK}|{BLANK}?/{BLANK}?)[^\W\d_]{{1,20}}){{0,3}}"
 _LEAD_AND_VALUE = re.compile(rf"{_LEAD}(?P<value>{_SUM})")
 _EQUALS_VALUE = re.compile(
-    rf"(?:{_UNITS}{BLANK}?{_OPERATOR}{BLANK}?{CURRENCY}?{_VALUE}){{0,6}}{_UNITS}{BLANK}?{EQUALS}{_LEAD}(?P<value>{_SUM})"
+    rf"!?(?:{_UNITS}{BLANK}?{_OPERATOR}{BLANK}?{CURRENCY}?{_VALUE}){{0,6}}{_UNITS}{BLANK}?{EQUALS}{_LEAD}(?P<value>{_SUM})"
 )
 _VALUE_IN_TEXT = re.compile(rf"(?<![a-zA-ZÀ-ɏ\d_.,^/:\\])(?<![\^_]\{{)(?P<value>{_SUM})")
 _UNITS_ONLY = re.compile(
@@ -97,7 +102,7 @@ def _content(text: str, start: int, end: int) -> Interval | None:
 _HASHES = re.compile(rf"#{{4,}}{BLANK}*\n?")
 _OR_FACTORIAL = re.compile(rf"{_TAIL}|!")
 _BRACE = re.compile(
-    rf"\\(?:boxed|fbox)\s{{0,3}}(?:\{{|(?P<bare>{_SUM}(?:{_TAIL}|!)?|[a-zA-Z](?![a-zA-Z])))|\\.|[{{}}]", re.DOTALL
+    rf"\\(?:boxed|fbox)\s{{0,3}}(?:\{{|(?:\\\$)?(?P<bare>{_SUM}(?:{_TAIL}|!)?|[a-zA-Z](?![a-zA-Z])))|\\.|[{{}}]", re.DOTALL
 )
 _NAMED = (
     r"(?<![/\w-])(?i:(?:\b(?:so|thus|therefore|hence),?\s)?(?:\b(?:the|our|my|your)\s)?"

@@ -84,6 +84,18 @@ def test_a_right_answer_is_recognised_in_every_form(text: str) -> None:
         ("The answer is 5, since 2 + 3 = 5.", 5),
         ("The answer is 18!", 18),
         ("#### 5 cm²", 5),
+        (r"#### 10,\!080", 10080),
+        (r"\boxed{1,\!234,\!567}", 1234567),
+        (r"The answer is $3\;\frac{1}{2}$.", Fraction(7, 2)),
+        (r"\boxed{3\!\tfrac12}", Fraction(7, 2)),
+        (r"So it is \boxed \$18.", 18),
+        ("The answer is 1e5.", 100000),
+        ("The answer is 2^{10} = 1024.", 1024),
+        ("#### 3! = 6", 6),
+        (r"#### 90^{\circ}", 90),
+        (r"The answer is the 5^{th} day", 5),
+        ("The answer is 18...", 18),
+        ("The answer is _18_.", 18),
     ],
 )
 def test_a_written_number_has_its_exact_value(text: str, value: Fraction) -> None:
@@ -95,7 +107,8 @@ def test_a_written_number_has_its_exact_value(text: str, value: Fraction) -> Non
     [
         "1,2,3", "99,0", "1,234,5", "1234,567", "0,123", "12,34", "1,23,4567", "3,14", "1.234.567", "1'000", "1_000",
         "10!", "5²", r"2\pi", "2π", r"2\sqrt{3}", "5^2", r"\frac123", "1/2/3", "12/05/2020", "2 4/3", "3+4", "1,2/3",
-        "5;6",
+        "5;6", "2^{10}", "10^{-3}", "5**2", "12_8", "12_{8}", r"12_{\text{eight}}", r"0.\overline{3}", r"0.1\bar6", "0.(3)",
+        "1e5.5", "1{,}23", r"1,\!23", r"1\ 23", "1 234,5", "5x", "2n", "5i", "1.5k", r"5\choose 2",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
