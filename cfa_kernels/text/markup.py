@@ -18,7 +18,7 @@ def _xml(*names: str) -> dict[str, str]:
 
 THOUGHTS = {
     **_xml("think", "thinking", "thought", "thoughts", "reasoning", "analysis", "reflection", "scratchpad", "cot"),
-    **_xml("seed:think", "mm:think", "longcat_think"),
+    **_xml("reason", "rationale", "chain_of_thought", "seed:think", "mm:think", "longcat_think"),
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",
     "<|START_THINKING|>": "<|END_THINKING|>",
@@ -31,7 +31,8 @@ THOUGHTS = {
 """Signs between which models think, closers by openers; `AnswerRules` may add to them. Harmony's are in `_TURN`."""
 
 _CALLS = {
-    **_xml("tool_call", "tool_calls", "tool", "function_call", "function_calls"),
+    **_xml("tool_call", "tool_calls", "tool", "function_call", "function_calls", "minimax:tool_call"),
+    "<function=": "</function>",
     "[TOOL_CALLS]": "[/TOOL_CALLS]",
     "<|tool_call>": "<tool_call|>",
     "<|tool_call|>": "<|/tool_call|>",
@@ -42,14 +43,15 @@ _CALLS = {
 }
 _RESPONSES = {
     **_xml("tool_response", "tool_responses", "tool_result", "tool_results", "function_results", "information"),
-    **_xml("interpreter", "observation"),
+    **_xml("interpreter", "observation", "tool_output", "tool_outputs", "execution_result", "execution_results"),
     "[TOOL_RESULTS]": "[/TOOL_RESULTS]",
     "<|tool_response>": "<tool_response|>",
+    "<|tool_response|>": "<|/tool_response|>",
     "<|START_TOOL_RESULT|>": "<|END_TOOL_RESULT|>",
     "<｜tool▁outputs▁begin｜>": "<｜tool▁outputs▁end｜>",
 }
 _TURN_NAMES = (
-    "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<|header_start|>", "<|header_end|>", "<start_of_turn>",
+    "<|im_start|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|start_header_id|>", "<|end_header_id|>", "<|header_start|>", "<|header_end|>", "<start_of_turn>",
     "<|turn>", "<|start_of_role|>", "<|end_of_role|>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
     "<|SYSTEM_TOKEN|>", "<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "<|tool|>", "<｜User｜>",
     "<｜Assistant｜>", "[INST]", "[/INST]", "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>",
@@ -60,6 +62,7 @@ _AUTHOR = r"(?:assistant|user|system|developer|tool|functions\.[\w.]{1,60})?(?: 
 # Headers of turns, the last two forms as harmony's are once special tokens were dropped: "...= 18.assistantfinal18".
 _TURN = re.compile(
     r"<\|im_start\|>\w{0,30}[^\n<]{0,60}\n?"
+    r"|<\|im_(?:user|assistant|system)\|>[^\n<]{0,60}(?:<\|im_middle\|>)?"
     r"|<\|(?:start_header_id|header_start)\|>[^\n<]{0,60}(?:<\|(?:end_header_id|header_end)\|>\s{0,4})?"
     r"|<(?:start_of_turn|\|turn)>\w{0,30}\n?"
     r"|<\|start_of_role\|>[^<]{0,200}(?:<\|end_of_role\|>)?"
@@ -187,7 +190,8 @@ def _after_others(state: _State, text: str, signs: _Signs) -> _State:
         if tool is not None or signs.kinds[pair] != "thought":
             tool = tool if tool not in (None, pair) else pair if opens else None
         elif not opens or sign.end() >= end or (turns and sign.start() == start):
-            state = _State(pair if opens else None, True)
+            has_thought = opens or bool(turns) or sign.end() >= end or state.has_thought
+            state = _State(pair if opens else None, has_thought)
     return state
 
 

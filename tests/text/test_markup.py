@@ -180,6 +180,12 @@ def test_a_runs_own_format_is_given_no_thought(answer_format, text, prompt, answ
         "<start_of_turn>user\n#### 17<end_of_turn>\n<start_of_turn>model\n",
         "<｜User｜>9 * 2 = 17 #### 17<｜Assistant｜>",
         "[INST] 9 * 2 = 17 #### 17 [/INST]",
+        '<function=calc>{"x": "#### 17"}</function>',
+        '<minimax:tool_call><invoke name="calc">#### 17</invoke></minimax:tool_call>',
+        "<tool_output>\n9 * 2 = 17 #### 17\n</tool_output>",
+        "<execution_results>9 * 2 = 17 #### 17</execution_results>",
+        "<|tool_response|>9 * 2 = 17 #### 17<|/tool_response|>",
+        "<|im_system|>tool<|im_middle|>9 * 2 = 17 #### 17<|im_end|><|im_assistant|>assistant<|im_middle|>",
     ],
 )
 @pytest.mark.parametrize("as_special", [False, True])
@@ -190,6 +196,13 @@ def test_calls_responses_and_roles_are_neither_answers_nor_spans(call, as_specia
     assert read(text, tokenizer) == ("18", ["I ask.", "So 9 * 2 = 18."])
     assert read(f"#### 18 {call}", tokenizer)[0] == "18"
     assert read(f"<think>{call} Hm.</think> #### 18", tokenizer) == ("18", ["Hm."])
+
+
+def test_a_prompt_that_only_speaks_of_a_closer_leaves_the_first_thought_to_the_completion() -> None:
+    prompt = "Think within <think> </think>, then answer.\nUser: 9 * 2?\nAssistant:"
+    text = "#### 17\n</think>\nThe answer is 18."
+    assert answer_text_span(text, prompt=prompt) == answer_text_span(text) == (len(text) - 3, len(text) - 1)
+    assert answer_text_span("#### 18 </think>", prompt="A: <think>\n\n</think>\n\n") == (5, 7)
 
 
 def test_a_cut_call_ends_with_its_turn_and_a_pattern_may_read_it() -> None:
