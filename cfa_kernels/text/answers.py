@@ -14,6 +14,7 @@ from .patterns import (
     EQUALS,
     FRACTION,
     GROUP,
+    HEADING,
     MINUS,
     Interval,
     label_length,
@@ -243,10 +244,31 @@ _PAUSE = re.compile(r"(?<!\\\\)[,;:]")
 
 
 def lead_in_start(text: str, marker: int) -> int:
-    """Find where the words of a sentence begin that lead to a marker: behind its last other number, if it has one."""
+    """Find where the words begin that lead to a marker: behind the last other number of its sentence, if it has one.
+
+    A line above that ends in a colon, or in a word before a display, leads to the marker too, and so does a heading.
+    """
+    for _ in range(3):  # sentence, line above, heading
+        marker = _heading_start(text, _clause_start(text, marker))
+    return marker
+
+
+def _heading_start(text: str, position: int) -> int:
+    """Include a heading without numbers that stands right above a position."""
+    head = text[:position].rstrip()
+    start = head.rfind("\n") + 1
+    line = head[start:]
+    is_above = "\n" in text[len(head) : position] and HEADING.fullmatch(line)
+    return start if is_above and not re.search(r"\d", line[label_length(line) :]) else position
+
+
+def _clause_start(text: str, marker: int) -> int:
     head = text[:marker].rstrip(_OPENING)
     start = sentence_intervals(f"{head} x")[-1][0]  # of the sentence that goes on at the marker
-    if start > len(head) or ("\n" in text[len(head) : marker] and not head.endswith(":")):
+    gap = text[len(head) : marker]
+    has_display = any(sign in text[len(head) : marker + 2] for sign in ("$$", r"\["))
+    is_led_to = head.endswith(":") or (has_display and head[-1:].isalpha())
+    if start > len(head) or ("\n" in gap and not is_led_to):
         return marker
     behind = max([start + label_length(head[start:]), *(end.end() for end in _DISPLAY_END.finditer(head, start))])
     numbers = list(re.finditer(r"\d", head[behind:]))
@@ -254,7 +276,7 @@ def lead_in_start(text: str, marker: int) -> int:
         behind += numbers[-1].end()
     elif behind == start + label_length(head[start:]):
         return start
-    words = (_PAUSE.search(head, behind) if numbers else None) or _WORD.search(head, behind)
+    words = (_PAUSE.search(head.rstrip(":"), behind) if numbers else None) or _WORD.search(head, behind)
     return marker if words is None else words.end() if words.group() in ",;:" else words.start()
 
 

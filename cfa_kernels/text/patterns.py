@@ -44,7 +44,7 @@ def sentence_intervals(text: str) -> list[Interval]:
 _NUMBER_OF_PART = re.compile(
     r"[\W_]{0,8}(?:(?i:step|part|case|stage)\s{1,2})?\d{1,3}\s?[*_]{0,3}[.):][\s*_]{0,8}(?!\d)"
 )
-_HEADING = re.compile(r"\s*(?:#{1,6}\s.*|[*_]{2}[^*_\n]*[*_]{2}\W*)", re.DOTALL)
+HEADING = re.compile(r"\s*(?:#{1,6}\s.*|[*_]{2}[^*_\n]*[*_]{2}\W*)", re.DOTALL)
 
 
 def label_length(sentence: str) -> int:
@@ -55,7 +55,7 @@ def label_length(sentence: str) -> int:
 
 def holds_number(sentence: str) -> bool:
     """Tell whether a sentence computes or states something: it has a digit beyond its label and is not a heading."""
-    return bool(re.search(r"\d", sentence[label_length(sentence) :])) and not _HEADING.fullmatch(sentence)
+    return bool(re.search(r"\d", sentence[label_length(sentence) :])) and not HEADING.fullmatch(sentence)
 
 
 def clear_of(intervals: Iterable[Interval], occupied: list[Interval], length: int) -> Iterator[Interval]:

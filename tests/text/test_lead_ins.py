@@ -71,6 +71,15 @@ def test_no_span_holds_a_word_that_leads_to_the_answer(lead_in: str, form: str) 
         ("We see this. That is all! \\boxed{5}", ["We see this.", "That is all!"]),
         ("Take \\(x\\): \\[ x + 1 = 6 \\] so that it is \\boxed{5}", ["\\[ x + 1 = 6 \\]"]),
         ("1. She eats 3.\n2. So \\boxed{5}", ["1. She eats 3."]),
+        ("She has 5.\n## Final Answer\n\nThe total is $\\boxed{5}$", ["She has 5."]),
+        ("She has 5.\n\n**Conclusion**\n\n\\boxed{5}", ["She has 5."]),
+        ("She has 5.\n### Step 3: State it\nSo \\boxed{5}", ["She has 5."]),
+        ("### Step 1: Add 2 to 3\nSo \\boxed{5}", ["### Step 1: Add 2 to 3"]),
+        ("## Sums\nShe has 5. So \\boxed{5}", ["## Sums", "She has 5."]),
+        ("She has 5.\nHence every day she makes\n$$\\boxed{5}$$", ["She has 5."]),
+        ("She has 5.\nThus the total is\n\n\\[\n\\boxed{5}\n\\]", ["She has 5."]),
+        ("She has 5.\nThus we get:\n\n- Total: \\boxed{5}", ["She has 5."]),
+        ("She has 5.\nOf 7 we keep:\n- Total: \\boxed{5}", ["She has 5.", "Of 7"]),
     ],
 )
 def test_the_words_behind_the_last_other_number_lead_to_the_answer(text: str, spans: list[str]) -> None:
