@@ -48,12 +48,12 @@ _LEXEMES = {
         ("m", rf"[{MINUS}]"),  # a tight minus: a sign, a difference or a range
         ("W", r"(?<=[\w)])/[^\W\d_]+"),
         ("d", r"/"),
-        ("U", CURRENCY),
+        ("U", rf"{CURRENCY}|`"),
         ("N", rf"√\s?(?:{DIGITS}|\([^()\n]{{1,60}}\))"),
         ("I", r"(?:(?<=[\d)}])|(?<=\d[a-z]))(?:\\left\s?)?\("),  # a factor: 2(3 + 4)
         ("P", r"[(\[{~]|\\[(\[{]|\\left\s?[(\[]|(?<![\w|])\|(?=[\d(.-])"),
         ("C", r"[)\]}%°¢²³]|\\[)\]}%]|\\right\s?[)\]]|(?<=[\d)])(?:\||!(?=\s?[=+*/×)-]))"),
-        ("T", rf"\\(?:text|mathrm|mbox)\s?{GROUP}"),
+        ("T", rf"(?:\\[,;:!]\s?)?\\(?:text|mathrm|mbox)\s?{GROUP}"),
         ("L", r"\n"),
         ("B", r"\S"),
     ],
@@ -68,7 +68,7 @@ _KIND_OF_GROUP = ["", *(kind for group in _LEXEMES.values() for kind, _ in group
 
 # Words belong to an operand only if an operator follows: "16 eggs - 3 eggs = 13", but not "13 eggs left".
 _OPERAND = r"[PIUSm]{0,8}(?:A[Um]{0,2}[NH]|[NAVH])v?[CUS]{0,8}(?:(?:WT?|T)(?=L?[OMmdoE]))?"
-_MEMBERS = rf"(?:(?:[OMmdoSI]|L?E){_OPERAND})+E?"
+_MEMBERS = rf"(?:(?:[OMmdoSI]|L?E){_OPERAND}|OT(?=L?E))+E?"
 _EXPRESSION = re.compile(rf"{_OPERAND}{_MEMBERS}|A(?:[Um]{{0,2}}[NH])?")
 _MEMBERS_AFTER_BRACKET = re.compile(rf"[CUS]{{0,8}}(?:(?:WT?|T)(?=L?[OMmdoE]))?{_MEMBERS}")
 _DIGIT = re.compile(r"\d")
