@@ -44,8 +44,8 @@ _POWER_OF_TEN = (
     rf"|{BLANK}?(?:[×*x·⋅]|\\times|\\cdot){BLANK}?10\^(?:\d{{1,3}}|\{{[{MINUS}]?\d{{1,3}}\}}))"
 )
 _VALUE = (
-    rf"{_SIGN}(?:\d+{BLANK}(?:and{BLANK})?\d+/\d+|\d+(?:{BLANK}|\\[,;:! ])?{FRACTION}|\d{{1,4}}(?::\d{{1,4}}){{1,3}}(?![\d:])"
-    rf"|{DIGITS}(?:{_POWER_OF_TEN}|{BLANK}?/{BLANK}?{DIGITS})?|{FRACTION}|[¼-¾⅐-⅞])"
+    rf"{_SIGN}(?:\d+{BLANK}(?:and{BLANK})?\d+/\d+|\d+(?:{BLANK}|\\[,;:! ])?{FRACTION}"
+    rf"|\d{{1,4}}(?::\d{{1,4}}){{1,3}}(?![\d:])|{DIGITS}(?:{_POWER_OF_TEN}|{BLANK}?/{BLANK}?{DIGITS})?|{FRACTION}|[¼-¾⅐-⅞])"
 )
 # What makes a number behind which it stands another one, or none: "1,2,3", "1.234.567", "5²", "1½", "2π", "2n", "1.5k".
 _TAIL = (
@@ -103,7 +103,8 @@ def _content(text: str, start: int, end: int) -> Interval | None:
 _HASHES = re.compile(rf"#{{4,}}{BLANK}*\n?")
 _OR_FACTORIAL = re.compile(rf"{_TAIL}|!")
 _BRACE = re.compile(
-    rf"\\(?:boxed|fbox)\s{{0,3}}(?:\{{|(?:\\\$)?(?P<bare>{_SUM}(?:{_TAIL}|!)?|[a-zA-Z](?![a-zA-Z])))|\\.|[{{}}]", re.DOTALL
+    rf"\\(?:boxed|fbox)\s{{0,3}}(?:\{{|(?:\\\$)?(?P<bare>{_SUM}(?:{_TAIL}|!)?|[a-zA-Z](?![a-zA-Z])))|\\.|[{{}}]",
+    re.DOTALL,
 )
 _NAMED = (
     r"(?<![/\w-])(?i:(?:\b(?:so|thus|therefore|hence),?\s)?(?:\b(?:the|our|my|your)\s)?"

@@ -51,10 +51,11 @@ _RESPONSES = {
     "<｜tool▁outputs▁begin｜>": "<｜tool▁outputs▁end｜>",
 }
 _TURN_NAMES = (
-    "<|im_start|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|start_header_id|>", "<|end_header_id|>", "<|header_start|>", "<|header_end|>", "<start_of_turn>",
-    "<|turn>", "<|start_of_role|>", "<|end_of_role|>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
-    "<|SYSTEM_TOKEN|>", "<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "<|tool|>", "<｜User｜>",
-    "<｜Assistant｜>", "[INST]", "[/INST]", "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>",
+    "<|im_start|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|start_header_id|>",
+    "<|end_header_id|>", "<|header_start|>", "<|header_end|>", "<start_of_turn>", "<|turn>", "<|start_of_role|>",
+    "<|end_of_role|>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|user|>",
+    "<|assistant|>", "<|system|>", "<|observation|>", "<|tool|>", "<｜User｜>", "<｜Assistant｜>", "[INST]", "[/INST]",
+    "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>",
 )  # fmt: skip
 
 _CHANNEL = r"(?:analysis|commentary|final)(?: to=[\w.]{1,80})?(?: ?(?:json|code)\b)?"
