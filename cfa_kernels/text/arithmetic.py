@@ -48,7 +48,8 @@ _LEXEMES = {
         ("m", rf"[{MINUS}]"),  # a tight minus: a sign, a difference or a range
         ("W", r"(?<=[\w)])/[^\W\d_]+"),
         ("d", r"/"),
-        ("U", rf"{CURRENCY}|`"),
+        ("U", CURRENCY),
+        ("N", rf"(?:(?<=[=≈])|(?<=[=≈]\s))`{CURRENCY}?{DIGITS}`"),
         ("N", rf"√\s?(?:{DIGITS}|\([^()\n]{{1,60}}\))"),
         ("I", r"(?:(?<=[\d)}])|(?<=\d[a-z]))(?:\\left\s?)?\("),  # a factor: 2(3 + 4)
         ("P", r"[(\[{~]|\\[(\[{]|\\left\s?[(\[]|(?<![\w|])\|(?=[\d(.-])"),

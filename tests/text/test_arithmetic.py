@@ -39,6 +39,7 @@ FAR = " ".join(["1,"] * 60)  # too many lexemes between a bracket and its other 
         ),
         (r"5 \text{ apples} and 6\; \text{kg}, or 12 \times \text{price}", []),
         ("The last shelf has 30 - 12 =`18` books, `5` and `6`", ["30 - 12 =`18`"]),
+        ("`1800/6=<<1800/6=300>>300 and `16 - 3 = 13`", ["1800/6=<<1800/6=300>>300", "16 - 3 = 13"]),
         ("so x + 2x = 36, then 3x = 36", ["x + 2x = 36", "3x = 36"]),
         ("2 * (3 + 4) = 14", ["2 * (3 + 4) = 14"]),
         ("2x3 and 4 x 5", ["2x3", "4 x 5"]),
