@@ -18,7 +18,7 @@ from cfa_kernels.ops.token_loss import CORRECTIONS, NUMBERS
 from cfa_kernels.options import NOT_NEGATIVE, POSITIVE, Count, Interval, NotNegative, PositiveShare, check_fields
 
 from .precision import DtypeName, Precision
-from .rewards.calls import BUILT_IN, INSTRUCTIONS, load_answer_format
+from .rewards.calls import ANSWER_OPTIONS, BUILT_IN, INSTRUCTIONS, load_answer_format
 
 EMBEDDED = "embedded"
 GENERATED = "generated"
@@ -278,8 +278,8 @@ class TrainConfig(DataConfig):
 
     def answer_options(self) -> dict[str, Any]:
         """Return the run's own form of answers, by the names of `AnswerRules`."""
-        fallback = self.credit_options.get("answer_fallback")
-        return {"answer_format": load_answer_format(self.answer_format), "answer_fallback": fallback}
+        others = {name: self.credit_options[name] for name in ANSWER_OPTIONS if name in self.credit_options}
+        return {"answer_format": load_answer_format(self.answer_format), **others}
 
     @property
     def reward_options(self) -> dict[str, Any]:

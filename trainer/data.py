@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .config import GENERATED, DataConfig, TrainConfig
 from .embedded.problems import generate
-from .rewards.calls import ARGUMENTS
+from .rewards.calls import ARGUMENTS, CONTENTS
 from .rewards.code import mbpp_row
 from .rewards.numbers import gold_number
 
@@ -43,7 +43,7 @@ def load_rows(
     rows = _load(name, split, columns.dataset_config if name == columns.dataset else None)[:count]
     if not rows:
         raise ValueError(f"dataset {name}: has no rows")
-    if reserved := [column for column in ARGUMENTS if column in rows[0]]:
+    if reserved := [column for column in (*ARGUMENTS, CONTENTS) if column in rows[0]]:
         raise ValueError(f"dataset {name}: has a column {reserved[0]!r}, which reward functions get anyway; rename it")
     return [_checked(row, f"dataset {name}, row {i}", columns) for i, row in enumerate(rows)]
 
@@ -76,18 +76,51 @@ def encode_prompt(
 
     A template that writes the date writes that of `at`, by default today's.
     """
-    content = f"{question}\n{instruction}" if instruction else question
+    messages = [{"role": "user", "content": f"{question}\n{instruction}" if instruction else question}]
+    if _has_own_template(tokenizer):
+        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return encoded["input_ids"]
+    # A template writes the special tokens itself.
+    has_template = tokenizer.chat_template is not None
+    return tokenizer(_rendered(messages, tokenizer, at), add_special_tokens=not has_template)["input_ids"]
+
+
+def _has_own_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return getattr(tokenizer, "backend", None) == "mistral_common"  # its `chat_template` is None
+
+
+def _rendered(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, at: datetime | None = None) -> str:
     if tokenizer.chat_template is None:
-        return tokenizer(f"Question: {content}\nAnswer:")["input_ids"]
-    dated = {}
+        return f"Question: {messages[0]['content']}\nAnswer:"
+    dated: dict[str, Any] = {}
     if at is not None and "strftime_now" in str(tokenizer.chat_template):
         dated["chat_template"] = _clock(at) + str(tokenizer.get_chat_template())
-    message = [{"role": "user", "content": content}]
-    text = tokenizer.apply_chat_template(
-        message, tokenize=False, add_generation_prompt=True, enable_thinking=False, **dated
+    text: Any = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=False, **dated
     )
-    # The template writes the special tokens itself.
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text
+
+
+def require_whole_prompt(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise `ValueError` naming the model if its template drops the question, or prompts end in the end of a text."""
+    question, text = "What is 3 + 4?", ""
+    try:
+        ids = encode_prompt(question, tokenizer)
+        if not _has_own_template(tokenizer):
+            text = _rendered([{"role": "user", "content": question}], tokenizer)
+    except Exception:  # a template that takes no such question is named with a row
+        return
+    if text and question not in text:
+        raise ValueError(
+            f"model {name}: its chat template drops the question {question!r}, it writes {text!r}; change it in "
+            "chat_template.jinja so that it takes a message's content as text, not in parts"
+        )
+    if ids[-1] in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+        last = tokenizer.decode(ids[-1:])
+        raise ValueError(
+            f"model {name}: its prompts end in {last!r}, the token that ends or pads a text; set add_eos_token to "
+            "false in tokenizer_config.json, or take it out of the chat template"
+        )
 
 
 def _clock(at: datetime) -> str:

@@ -104,7 +104,7 @@ def batch_credit(
     counted = [counts.expand(length) for counts, length in zip(batch.counted, batch.rows.lengths, strict=True)]
     return DeferredCredit(
         config.counterfactual(), tokenizer, batch.rows, batch.advantages, seed=Draws(config.seed).key(step),
-        groups=torch.arange(len(batch.rows)) // config.num_generations, rewards=shaped.rewards, counted=counted,
+        groups=torch.arange(len(batch.rows)) // config.num_generations, rewards=shaped.rewards, mask=counted,
         factors=shaped.edits, temperature=config.temperature, gather=gather if count() > 1 else None,
     )  # fmt: skip
 

@@ -29,6 +29,7 @@ from cfa_kernels import (
 )
 
 from .embedded.problems import generate
+from .rewards.numbers import parse_number
 from .rollouts.engine import end_ids
 
 INSTRUCTION = "Solve the problem step by step. End with a line of the form: #### <number>"
@@ -156,7 +157,7 @@ def until_end(completion: Tensor, ends: list[int]) -> Tensor:
 
 def reward(completion: Tensor, problem: Problem, tokenizer: Any) -> float:
     """Return 1 if the completion's answer is the problem's, else 0."""
-    span = find_answer(completion, tokenizer)
+    span = find_answer(completion, tokenizer, prompt=problem.prompt)
     return float(span is not None and number(tokenizer.decode(completion[slice(*span)])) == problem.answer)
 
 
@@ -189,8 +190,9 @@ def encode(question: str, tokenizer: Any) -> list[int]:
 
 
 def number(text: str) -> str:
-    """Write a number without what people put around it."""
-    return text.strip().strip("$%. ").replace(",", "")
+    """Write a number in one way, whatever its form; a text that is none stays."""
+    value = parse_number(text.strip().rstrip("%. "))
+    return text.strip() if value is None else str(value)
 
 
 if __name__ == "__main__":

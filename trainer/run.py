@@ -10,14 +10,15 @@ import torch
 from transformers import get_scheduler, set_seed
 
 from cfa_kernels.hf.compile_layers import compile_layers
-from cfa_kernels.hf.model import context_length
+from cfa_kernels.hf.model import causal_lm, context_length, vocab_size
+from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
 from .checkpoints.files import DiskError, whole_folder
 from .checkpoints.run_folder import RunFolder, open_run
 from .checks import require_supported, sampling_gap_limit
 from .config import TrainConfig
-from .data import encode_prompts, train_and_eval_rows
+from .data import encode_prompts, require_whole_prompt, train_and_eval_rows
 from .endings import Ended, Ending
 from .evaluate import evaluate
 from .experimental.compare_and_correct import require_fitting_prompt
@@ -57,6 +58,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     require_callable(rewards, rows[0])
     require_callable({config.grader: grader}, held_out[0])
     tokenizer, architecture = load_tokenizer(config)
+    require_whole_prompt(tokenizer, config.model)
     limit = context_length(architecture)
     prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit, started) for part in (rows, held_out))
     set_seed(config.seed)
@@ -69,10 +71,13 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
         require_supported(policy, longest)
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
     rounded = config.precision.products if config.precision.is_mixed else None
+    tags = config.counterfactual().answers.thought_tags
     engine = (
-        VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy))
+        VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy), tags)
         if config.rollout_engine == "vllm"
-        else TransformersEngine(policy, tokenizer, rounded, captured=False if moving else None, longest=longest)
+        else TransformersEngine(
+            policy, tokenizer, rounded, captured=False if moving else None, longest=longest, thought_tags=tags
+        )
     )
     for model in [policy] if reference in (None, policy) else [policy, reference]:
         processes.distribute(model, config)
@@ -130,7 +135,8 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     per_step = config.generation_batch_size // config.num_generations
     batches = itertools.islice(problem_batches(len(trainer.rows), per_step, config.seed), start, None)
     with Report(folder.path, config, trainer.tokenizer, report_state) if processes.rank() == 0 else Silence() as report:
-        notes = [*folder.notes, *trainer.engine.notes]
+        spare = describe_spare_ids(vocab_size(causal_lm(trainer.policy)), trainer.tokenizer)
+        notes = [*folder.notes, *trainer.engine.notes, *filter(None, [spare])]
         if report_state:
             notes.insert(0, f"going on from the checkpoint of step {start}; --no_resume starts anew, in a new folder")
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)

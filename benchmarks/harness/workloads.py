@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from benchmarks.harness.environment import SEED, gsm8k_folder
-from cfa_kernels import Span, SpanRules, detect_spans, find_answer
+from cfa_kernels import AnswerRules, Span, SpanRules, detect_spans, find_answer
 from trainer.rewards.calls import group_advantages
 
 # The one of the first dozen or so with a half-mixed draw of four problems whose padding, shared tokens and branch
@@ -214,7 +214,8 @@ def _scorable(text: str, max_spans: int) -> _Scored | None:
     after_marker = int(markers[0]) + 1
     if str(tokenizer().decode(ids[after_marker : answer.start])).strip():
         return None
-    spans = detect_spans(ids, tokenizer(), answer=answer, spans=SpanRules(max_spans=max_spans))
+    rules = SpanRules(max_spans=max_spans, selection="first")  # so that jobs are those of earlier results
+    spans = detect_spans(ids, tokenizer(), answer=answer, spans=rules, answers=AnswerRules(lead_in="statement"))
     return _Scored(ids, spans, Span(after_marker, answer.end)) if spans else None
 
 

@@ -1,5 +1,6 @@
 """Credit rows of sampled tokens: find answers and units, estimate importances, weigh every token."""
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import rounding
 from ..span import Span
 from ..text.find import Reasoning
+from ..text.offsets import decoded
 from .config import CounterfactualConfig, as_config
 from .shown import as_html, as_table
 from .units import CreditInputs, find_units, of_all_processes, placeholder_of, scored_as, special_ids
@@ -164,12 +166,13 @@ def counterfactual_weights(
     advantages: Tensor | Sequence[Tensor] | None = None,
     config: CounterfactualConfig | None = None,
     seed: int | Sequence[int] = 0,
+    mask: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Weigh the tokens of rows, B tensors (T_b,) fp32: `counterfactual_credit(...).weights`.
 
     Also raises `ValueError` if credit is signed, which weights cannot express.
     """
-    credit = counterfactual_credit(model, tokenizer, rows, advantages=advantages, config=config, seed=seed)
+    credit = counterfactual_credit(model, tokenizer, rows, advantages=advantages, config=config, seed=seed, mask=mask)
     if credit.advantages is not None:
         raise ValueError("config: its estimator is signed; use counterfactual_credit and train on its advantages")
     return credit.weights
@@ -211,7 +214,9 @@ def counterfactual_credit(
         probes: for each completion a `Probe` to append and score in place of its own answer, or None. Gives units to
             completions without an answer; nothing is trained on it.
         targets: for each completion 1-D int64 tokens to score in place of its own answer, which it must have, or None.
-        mask: B tensors (T_b,), 1 on tokens that the loss counts. A row without any is compared with others, not judged.
+        mask: B tensors (T_b,), 1 on tokens that the policy wrote, 0 on others, such as a tool's, in any number of runs;
+            by default those whose advantage is not 0, where advantages are per token, else all. Tokens of others are in
+            no answer and no unit, weigh 1, and count in no mean. A row without any is compared with others, not judged.
         gather: function that returns its argument of each process, by rank, where `rows` are a part of the batch. The
             threshold of `weights="top"` is then that of all parts, and an estimator that is a function is given all
             rows, which need a number of their own in `rows.index`. All processes must call this.
@@ -259,6 +264,7 @@ class _Estimate(NamedTuple):
     base: Mapping[int, Tensor]  # ()
     compared: Mapping[int, Tensor]  # (K,), equal throughout a row if they differ by rounding only
     drops: Mapping[int, Tensor]  # (K,) the importances, 0 where rounding may account for them
+    min_spreads: Mapping[int, float]  # `Range.min_spread` of a row that has none
 
 
 @dataclass(frozen=True)
@@ -285,16 +291,20 @@ class _Assignment:
             importances = estimate.compared.get(b, torch.zeros(0))
             spans = row.spans if b in estimate.compared or is_random else []
             spans = opened(spans) if config.open_spans else spans
-            weighed[b] = WeightInputs(importances, spans, row.answer, inputs.rows.lengths[b])
+            weighed[b] = WeightInputs(
+                importances, spans, row.answer, inputs.rows.lengths[b], min_spread=estimate.min_spreads.get(b, 0.0)
+            )
             if config.control in ("permuted", "random"):
                 generator = keyed_generator(*self.seed, index[b], "weights")
                 weighed[b] = with_draws(weighed[b], rule, config.control, generator)
         if rule is not None:
             for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted, gather=gather), strict=True):
-                weights[b] = normalized_weights(line, config.normalize) if line.any() else line
+                written = inputs.writes(b)
+                line = torch.where(written, line, 1.0)
+                weights[b] = normalized_weights(line, config.normalize, written) if line[written].any() else line
         elif config.control != "off":
             added = [torch.zeros(length) for length in inputs.rows.lengths]
-            for b, (importances, units, _, length, _) in weighed.items():
+            for b, (importances, units, _, length, *_) in weighed.items():
                 values = -importances if inverted else importances
                 added[b] = spread_over_tokens(values, units, length).nan_to_num(nan=0.0)
         none, nan = torch.zeros(0), torch.tensor(float("nan"))
@@ -307,7 +317,7 @@ class _Assignment:
             work=estimate.importances.work,
             advantages=None if added is None else self._advantages(added),
             added=added,
-            texts=lambda b: [self.tokenizer.decode([token]) for token in inputs.rows.completions[b].tolist()],
+            texts=lambda b: [decoded([i], self.tokenizer) for i in inputs.rows.completions[b].tolist()],
         )
 
     def estimate(self) -> _Estimate:
@@ -315,7 +325,7 @@ class _Assignment:
         config, access, inputs = self.config, self.access, self.inputs
         units = {b: row.spans for b, row in self.reasoning.items() if row.spans}
         if not config.runs_estimator or not units:
-            return _Estimate(Importances([], signed=config.weights is None), {}, {}, {})
+            return _Estimate(Importances([], signed=config.weights is None), {}, {}, {}, {})
         capabilities = config.estimator.needs & set(CAPABILITIES)
         if missing := sorted(capabilities - access.capabilities):
             raise NotImplementedError(
@@ -329,7 +339,8 @@ class _Assignment:
         importances = replace(importances, signed=importances.signed or config.weights is None)
         compared, drops = _beyond_rounding(importances, batch.answers, ACCURACY[access.dtype])
         base = [] if importances.base is None else list(importances.base.float().cpu())
-        columns = (dict(zip(places, column)) for column in (base, compared, drops))  # noqa: B905
+        spreads = [_min_spread(importances, answer, ACCURACY[access.dtype]) for answer in batch.answers]
+        columns = (dict(zip(places, column)) for column in (base, compared, drops, spreads))  # noqa: B905
         return _Estimate(importances, *columns)
 
     def _batch(self, rows: Sequence[int]) -> ScoredBatch:
@@ -378,6 +389,18 @@ class _Assignment:
         if own is None:
             raise ValueError(f"advantages must be given: estimator={name!r} adds to them, got None")
         return [row.float() + extra for row, extra in zip(own, added, strict=True)]
+
+
+_MIN_SPREAD = 0.1  # nats, or probability
+
+
+def _min_spread(importances: Importances, answer: Span | None, accuracy: float) -> float:
+    """Give the least difference of two changes of an answer that is worth the whole range: more than rounding's."""
+    if answer is None or importances.change_of is None:
+        return 0.0
+    tokens = answer.end - answer.start
+    errors = accuracy * (tokens**0.5 if importances.change_of == "logprob" else 1 / tokens**0.5)
+    return max(_MIN_SPREAD, math.hypot(errors, errors))
 
 
 def _beyond_rounding(

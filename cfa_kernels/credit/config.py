@@ -26,7 +26,7 @@ class UnreadOptions(ValueError):
 
 @dataclass(frozen=True, init=False)
 class CounterfactualConfig:
-    """Configuration of credit; the defaults are the CF paper's.
+    """Configuration of credit; by default spans are masked and their drops mapped to a range, after the CF paper.
 
     Each part is an object, or a name with the part's options as flat keywords:
     `CounterfactualConfig(Gradient(sigma=0.01))` is `CounterfactualConfig(estimator="gradient", sigma=0.01)`.

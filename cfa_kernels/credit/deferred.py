@@ -44,7 +44,7 @@ class DeferredCredit:
 
     Args:
         config, tokenizer, rows, advantages, seed, groups, rewards: as in `counterfactual_credit`.
-        counted: B tensors (T_b,), 1 on tokens that the loss counts; default all. `mask` of `counterfactual_credit`.
+        mask: B tensors (T_b,), 1 on tokens that the policy wrote and the loss counts; default all.
         gather: as in `counterfactual_credit`, where this process assigns credit to a part of the batch only.
         factors: B tensors (T_b,), by which weights are multiplied before they are normalised; default 1.
         temperature: that of sampling, for entropies.
@@ -64,17 +64,17 @@ class DeferredCredit:
         seed: int | Sequence[int],
         groups: Tensor | None = None,
         rewards: Tensor | Sequence[float] | None = None,
-        counted: Sequence[Tensor] | None = None,
+        mask: Sequence[Tensor] | None = None,
         factors: Sequence[Tensor] | None = None,
         temperature: float = 1.0,
         gather: Gather | None = None,
     ) -> None:
         self.config, self.tokenizer, self.rows, self.temperature = config, tokenizer, rows, temperature
         inputs = CreditInputs.of(
-            rows, advantages, credited_rows=config.completions, groups=groups, rewards=rewards, mask=counted
+            rows, advantages, credited_rows=config.completions, groups=groups, rewards=rewards, mask=mask
         )
         self.advantages: Any = inputs.advantages
-        self.counted, self.factors, self._gather = counted, factors, gather
+        self.mask, self.factors, self._gather = inputs.mask, factors, gather
         self._to_judge = inputs.credited
         self.parts: list[tuple[list[int], Credit]] = []
         self.seconds = 0.0
@@ -159,7 +159,8 @@ class DeferredCredit:
             weights = credit.weights[i] * factors
             # Weights that remain are normalised if some were taken away; if none remain, there is no credit.
             partly = not factors.all() and weights.any()
-            credit.weights[i] = normalized_weights(weights, self.config.normalize) if partly else weights
+            own = None if self.mask is None else self.mask[b]
+            credit.weights[i] = normalized_weights(weights, self.config.normalize, own) if partly else weights
         self.parts.append((rows, credit))
         self._place |= {b: (credit, i) for i, b in enumerate(rows)}
 

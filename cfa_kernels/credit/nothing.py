@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..text.offsets import decoded
 from .assign import Credit
 from .deferred import DeferredCredit
 
@@ -32,7 +33,7 @@ def why_nothing(batch: DeferredCredit, credit: Credit, truncated: Sequence[bool]
         truncated: B values, whether a completion was cut off at the length limit.
     """
     config, count = batch.config, len(batch.rows)
-    counted = [batch.counted is None or bool(row.any()) for row in batch.counted or [None] * count]
+    counted = [True] * count if batch.mask is None else [bool(row.any()) for row in batch.mask]
     moved = [bool((row != 0).any()) for row in batch.advantages]
     if count and all(truncated) and not any(counted):
         return Nothing(
@@ -90,5 +91,5 @@ def _why_not_judged(
             "Answers are read after ####, in \\boxed{} and after words such as 'the answer is'; for others give "
             "CounterfactualConfig(answer_format=...) or answer_fallback='last_number'"
         )
-    ends = batch.tokenizer.decode(batch.rows.completions[unanswered[0]])[-60:]
+    ends = decoded(batch.rows.completions[unanswered[0]], batch.tokenizer)[-60:]
     return "no answer", f"no answer was found. {looked}. The first of these completions ends with {ends!r}"

@@ -30,7 +30,7 @@ class CreditInputs:
     external: Sequence[Any] | None = None
     probes: Sequence[Probe | None] | None = None
     targets: Sequence[Tensor | None] | None = None
-    mask: Sequence[Tensor] | None = None  # B tensors (T_b,)
+    mask: list[Tensor] | None = None  # B tensors (T_b,) bool
     credited_rows: str = "all"  # `CounterfactualConfig.completions`
 
     @classmethod
@@ -43,8 +43,10 @@ class CreditInputs:
         check_class(Rows, rows=rows)
         columns = {name: column for name, column in columns.items() if column is not None}
         own = None if advantages is None else _on_host("advantages", advantages, rows)
-        for name in {"entropies", "mask"} & columns.keys():
-            columns[name] = _on_host(name, columns[name], rows)
+        if "entropies" in columns:
+            columns["entropies"] = _on_host("entropies", columns["entropies"], rows)
+        if "mask" in columns:
+            columns["mask"] = _as_mask(columns["mask"], rows)
         if "rewards" in columns:
             columns["rewards"] = as_numbers(columns["rewards"], "rewards", f"{len(rows)} completions")
         if "groups" in columns:
@@ -74,6 +76,14 @@ class CreditInputs:
         if self.credited_rows == "positive":
             return [b for b in rows if advantages[b].sum() > 0]
         return [b for b in rows if (advantages[b] != 0).any()]
+
+    def writes(self, b: int) -> Tensor:
+        """Return (T_b,) bool, which tokens of a row the policy wrote: by the mask, else by advantages per token."""
+        if self.mask is not None:
+            return self.mask[b]
+        if isinstance(self.advantages, list) and self.advantages[b].any():
+            return self.advantages[b] != 0
+        return torch.ones(self.rows.lengths[b], dtype=torch.bool)
 
     def probe(self, b: int) -> Probe | None:
         """Return the probe of a row, if any."""
@@ -108,6 +118,14 @@ def _on_host(name: str, column: Any, rows: Rows) -> Any:
     return column.detach().cpu() if isinstance(column, Tensor) else [row.detach().cpu() for row in column]
 
 
+def _as_mask(mask: Any, rows: Rows) -> list[Tensor]:
+    column = _on_host("mask", mask, rows)
+    for b, row in zip(rows.index, column, strict=True):
+        for t in ((row != 0) & (row != 1)).nonzero().flatten().tolist():
+            raise ValueError(f"mask row {b}, token {t}: must be 1 or 0, got {row[t].item()}")
+    return [row.bool() for row in column]
+
+
 def _group_numbers(groups: Any) -> Tensor:
     try:
         return torch.as_tensor(groups).cpu()
@@ -128,7 +146,8 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, inputs: CreditInput
     tokens = config.units == "tokens"
     reasoning = find_reasoning(
         ids, tokenizer, spans=None if tokens or not config.reads_units else config.spans, answers=config.answers,
-        unanswered=not needs_answer or bool(probed),
+        unanswered=not needs_answer or bool(probed), prompts={b: inputs.rows.prompts[b] for b in ids},
+        masks={b: inputs.writes(b) for b in ids},
     )  # fmt: skip
     with_units = {b for b, row in reasoning.items() if row.answer or b in probed or not needs_answer}
     if not (tokens and config.reads_units):
@@ -137,7 +156,8 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, inputs: CreditInput
     counts = dict.fromkeys(reasoning, 0)  # tokens of each row
     for b in with_units:
         counts[b] = len(ids[b]) if not needs_answer else min(reasoning[b].end, length_without_eos(ids[b], special))
-    return {b: row._replace(spans=[Span(t, t + 1) for t in range(counts[b])]) for b, row in reasoning.items()}
+    places = {b: inputs.writes(b)[: counts[b]].nonzero().flatten().tolist() for b in reasoning}
+    return {b: row._replace(spans=[Span(t, t + 1) for t in places[b]]) for b, row in reasoning.items()}
 
 
 def scored_as(

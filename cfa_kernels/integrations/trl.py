@@ -23,12 +23,13 @@ from ..credit.deferred import DeferredCredit, Draws
 from ..credit.nothing import NOT_MIXED, why_nothing
 from ..estimators.base import SIBLINGS
 from ..hf.compile_layers import compile_layers
-from ..hf.model import causal_lm
+from ..hf.model import causal_lm, vocab_size
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
 from ..hf.verify import check_supported, check_trainable
 from ..losses.checks import LEVELS, LEVELS_OF, LossOptions, weights_sequences
 from ..scoring.access import GRADIENTS
+from ..text.offsets import describe_spare_ids
 from . import require
 from .credit import OFFERS, ONE_RATIO, obstacles, refuse, unmet_needs
 from .trl_credit import ROW, batch_credit, loss_mask, weighed, why_at_once
@@ -115,6 +116,9 @@ class CounterfactualMixin(_Trainer):
         super().__init__(*args, **kwargs)
         self.packed_loss, self.log_entropy = packed_loss, log_entropy
         self._draws = Draws(self.args.seed)
+        spare = describe_spare_ids(vocab_size(causal_lm(self.model)), _tokenizer_of(self))
+        if spare and self.counterfactual.control != "off":
+            _LOG.warning(spare)
         if self.counterfactual.control != "off":
             refuse(_credit_obstacles(self))
         if packed_loss:
@@ -169,9 +173,8 @@ class CounterfactualMixin(_Trainer):
                 self._log_weighed([None] * len(output["completion_ids"]))
             return output
         count = len(output["advantages"])
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         batch = batch_credit(
-            self.counterfactual, tokenizer, output, self._own_rewards(count), self._sampled,
+            self.counterfactual, _tokenizer_of(self), output, self._own_rewards(count), self._sampled,
             first=self.accelerator.process_index * count, group_size=self.num_generations,  # type: ignore[arg-type]
             seed=self._draws.key(self.state.global_step), temperature=self.temperature,
             gather=None if self.accelerator.num_processes == 1 else lambda value: gather_object([value]),
@@ -213,7 +216,7 @@ class CounterfactualMixin(_Trainer):
         credit = batch.finished()
         if credit is None:
             return
-        figures = credit.metrics(batch.counted) | {"credit/seconds": batch.seconds}
+        figures = credit.metrics(batch.mask) | {"credit/seconds": batch.seconds}
         self._log_gathered({name: figures.get(name, float("nan")) for name in _CREDIT_FIGURES}, "train")
         # Before 1.16 TRL knew the tokenizer's own end only.
         ends = {batch.tokenizer.pad_token_id, *getattr(self, "eos_token_ids", [batch.tokenizer.eos_token_id])}
@@ -379,6 +382,10 @@ class CounterfactualMixin(_Trainer):
 
 class CounterfactualGRPOTrainer(CounterfactualMixin, GRPOTrainer):
     """Trainer of TRL, `GRPOTrainer`, with counterfactual credit; see `CounterfactualMixin` for what it adds."""
+
+
+def _tokenizer_of(trainer: Any) -> Any:
+    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
 def _zero_stage(trainer: Any) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig, Credit, DeferredCredit, Rows
+from ..text.offsets import decoded
 
 ROW = "credit_row"
 """Name, among the inputs of the loss, of the (b,) places of a micro-batch's rows in their generation batch."""
@@ -61,7 +62,7 @@ def batch_credit(
     rows = Rows(rows.prompts, whole, index)
     return DeferredCredit(
         config, tokenizer, rows, unpadded(output["advantages"], rows), groups=torch.tensor(index) // group_size,
-        rewards=rewards, counted=unpadded(loss_mask(output), rows), **options,
+        rewards=rewards, mask=unpadded(loss_mask(output), rows), **options,
     )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def weighed(batch: DeferredCredit, credit: Credit) -> list[str]:
         plain = float(batch.advantages[b]) if signed else 1.0
         levels, counts = values.unique_consecutive(return_counts=True)
         runs = [one for one in zip(levels.tolist(), ids.split(counts.tolist()), strict=True) if one[0] != plain]
-        texts.append(" | ".join(f"{batch.tokenizer.decode(run).strip()} ({value:.2f})" for value, run in runs))
+        texts.append(" | ".join(f"{decoded(run, batch.tokenizer).strip()} ({value:.2f})" for value, run in runs))
     return texts
 
 

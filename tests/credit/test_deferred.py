@@ -65,7 +65,7 @@ def comparing(options, rows=range(6), **given):
     columns = {"groups": torch.tensor([0, 0, 0, 1, 1, 1])[rows], "rewards": REWARDS[rows]}
     counted = [COUNTED[b] for b in rows]
     return DeferredCredit(
-        config, tiny_tokenizer(), ROWS.take(rows), ADVANTAGES[rows], seed=0, counted=counted, **columns, **given
+        config, tiny_tokenizer(), ROWS.take(rows), ADVANTAGES[rows], seed=0, mask=counted, **columns, **given
     )
 
 

@@ -19,7 +19,7 @@ def reason(advantages, truncated=NONE, *, masked=False, rewards=1.0, rows=None, 
     counted = [torch.full((n,), float(not (masked and cut))) for n, cut in zip(rows.lengths, truncated, strict=True)]
     config = CounterfactualConfig(**options)
     batch = DeferredCredit(
-        config, tiny_tokenizer(), rows, torch.tensor(advantages), seed=0, rewards=[rewards] * len(rows), counted=counted
+        config, tiny_tokenizer(), rows, torch.tensor(advantages), seed=0, rewards=[rewards] * len(rows), mask=counted
     )
     batch.by_model(tiny_model())
     return why_nothing(batch, batch.finished(), truncated)

@@ -112,9 +112,31 @@ def test_figures_leave_a_tools_tokens_out(train):
     trained = train(recorded, trainer={"rollout_func": rollouts})
     ((before, output, _),) = record
     weights = output["advantages"] / before[:, None]
-    assert weights[:, 1].std() > 0 or (weights[:, 1] != 1).any()
+    assert (weights[:, 1] == 1).all()  # a tool's
+    assert (weights[:, [0, 2]] != 1).all()
     expected = weights[(output["completion_mask"] * output["tool_mask"]).bool()].mean()
     assert logged(trained, "credit/weight_mean")[0] == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", [{}, {"packed_loss": True}], ids=str)
+def test_an_id_that_the_tokenizer_has_no_token_for_ends_no_training(train, loss):
+    spare = len(tiny_tokenizer()) + 3
+    model = tiny_model()
+    model.resize_token_embeddings(spare + 5, mean_resizing=False)
+
+    def with_spare(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        made = rollouts(prompts, trainer)
+        for row, mask, logprobs in zip(made["completion_ids"], made["env_mask"], made["logprobs"], strict=True):
+            for column, value in ((row, spare), (mask, 1), (logprobs, -1.0)):
+                column.insert(3, value)
+        return made
+
+    recorded, record = record_generations()
+    trained = train(recorded, trainer={"rollout_func": with_spare, "model": model} | loss, log_completions=True)
+    ((_, output, _),) = record
+    assert (output["completion_ids"] == spare).any(1).all()
+    assert logged(trained, "credit/scored_fraction") == [1.0]
+    assert logged(trained, "credit/spans_mean") == [2.0]
 
 
 @pytest.mark.parametrize(

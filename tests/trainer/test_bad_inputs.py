@@ -142,7 +142,7 @@ CATALOGUE: dict[str, tuple] = {
             [OWN_DATA], BEFORE, f"rows.jsonl: has a column {name!r}", "rename",
             {"rows.jsonl": jsonl(*(one | {name: 1} for one in ROWS))},
         )
-        for name in ("prompts", "completions", "completion_ids")
+        for name in ("prompts", "completions", "completion_ids", "completion_contents")
     },
     "a folder named as data": (["--dataset={tmp}/a.jsonl"], BEFORE, "a.jsonl: expected a .json", {"a.jsonl/b": ""}),
     "text for Parquet": (
@@ -166,6 +166,22 @@ CATALOGUE: dict[str, tuple] = {
             ("divides by zero", "{{ 1 / 0 }}", "fails: ZeroDivisionError: division by zero"),
         )
     },
+    "a chat template that takes content in parts": (
+        [OWN_MODEL], BEFORE, "model {tmp}/m: its chat template drops the question 'What is 3 + 4?'", "not in parts",
+        {"m/chat_template.jinja": "{% for part in messages[0]['content'] %}{{ part['text'] }}{% endfor %}assistant"},
+    ),
+    "a chat template that ends the text": (
+        [OWN_MODEL], BEFORE, "model {tmp}/m: its prompts end in '<eos>', the token that ends or", "add_eos_token",
+        {"m/chat_template.jinja": "user {{ messages[0]['content'] }} <eos>"},
+    ),
+    "a tokenizer that ends every text": (
+        [OWN_MODEL], BEFORE, "model {tmp}/m: its prompts end in '<eos>', the token that ends or", "add_eos_token",
+        {"ends": "<eos>", "m/chat_template.jinja": None},
+    ),
+    "a tokenizer that pads every text": (
+        [OWN_MODEL], BEFORE, "model {tmp}/m: its prompts end in '<pad>', the token that ", "add_eos_token",
+        {"ends": "<pad>", "m/chat_template.jinja": None},
+    ),
     # The model's folder
     "no such model": (["--model={tmp}/nowhere"], BEFORE, "model {tmp}/nowhere: ", "no such folder"),
     "a model that is a file": (["--model={tmp}/a"], BEFORE, "{tmp}/a: there is no such folder", {"a": "text"}),
@@ -242,7 +258,15 @@ def spoil(folder: Path, good: Path, files: dict) -> None:
         shutil.copytree(good / "model", model)
     for name, content in files.items():
         path = folder / name
-        if name == "cut":
+        if name == "ends":
+            tokenizer = json.loads((folder / TOKENIZER).read_text())
+            last = {"id": content, "ids": [tokenizer["model"]["vocab"][content]], "tokens": [content]}
+            tokenizer["post_processor"] = {
+                "type": "TemplateProcessing", "pair": [], "special_tokens": {content: last},
+                "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": content, "type_id": 0}}],
+            }  # fmt: skip
+            (folder / TOKENIZER).write_text(json.dumps(tokenizer))
+        elif name == "cut":
             whole = (folder / WEIGHTS).read_bytes()
             (folder / WEIGHTS).write_bytes(whole[: int(len(whole) * content)])
         elif name in ("vocabulary", "hidden"):

@@ -157,8 +157,10 @@ def test_a_flag_of_credit_is_true_or_false_as_yaml_writes_it(flag):
 def test_a_flag_that_changes_the_rule_of_a_preset_drops_the_options_of_the_presets_own_and_says_so(capsys) -> None:
     for flags in (["--weights=top"], ["--credit_options", "weights", "top"]):
         config = settings("--config=cf", *flags)
-        assert config.counterfactual() == CounterfactualConfig(weights="top")
-        assert "note: --config cf without w_min=0.5, w_max=4.0, w_answer=1.5" in capsys.readouterr().err
+        others = {"selection": "first", "lead_in": "statement"}  # the preset's, which are read under any rule
+        assert config.counterfactual() == CounterfactualConfig(weights="top", **others)
+        dropped = "w_min=0.5, w_max=4.0, w_answer=1.5, min_spread=0.0"
+        assert f"note: --config cf without {dropped}" in capsys.readouterr().err
     assert settings("--config=cf", "--estimator=entropy_shaping").counterfactual().weights is None
     capsys.readouterr()
     assert "w_max is not read" in message(capsys, "--weights=top", "--w_max=3")  # not a preset's

@@ -21,7 +21,7 @@ class Recorder:
         self.calls.append((prompts, keys, options))
         texts = [str(len(prompt)) for prompt in prompts] if keys is None else [str(key[3]) for key in keys]
         rows = SimpleNamespace(lengths=[4] * len(texts))
-        return SimpleNamespace(texts=texts, rows=rows, ids=lambda: [[1] * 4 for _ in texts])
+        return SimpleNamespace(texts=texts, rows=rows, contents=(), ids=lambda: [[1] * 4 for _ in texts])
 
 
 def even(*, prompts, completions, completion_ids, level, **_):

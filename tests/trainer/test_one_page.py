@@ -58,7 +58,8 @@ def test_problems_of_a_file_are_asked_and_answered(tmp_path):
     right = tokenizer("So it is 2.\n#### 2", return_tensors="pt")["input_ids"][0]
     assert reward(right, train[0], tokenizer) == 1.0
     assert reward(torch.cat([right, right[-1:]]), train[0], tokenizer) == 0.0
-    assert number(" $1,234.") == "1234"
+    assert number(" $1,234.") == number("1234.0") == "1234"
+    assert number("1,2,3") == "1,2,3"
 
 
 @pytest.mark.parametrize(

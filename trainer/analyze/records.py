@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels.credit.weights import unit_weight
 from cfa_kernels.estimators.masking import Masking
+from cfa_kernels.text.offsets import decoded
 
 from ..config import TrainConfig
 from ..metrics import Step
@@ -22,7 +23,7 @@ def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, 
         unit = "nats" if estimator.effect == "direct" else "total effect in nats"
     spans = []
     for span, drop in zip(credit.spans[b], credit.drop[b].tolist()):  # noqa: B905  # no drops where weights are drawn
-        text, weight = tokenizer.decode(ids[span.start : span.end]), unit_weight(credit.weights[b], span)
+        text, weight = decoded(ids[span.start : span.end], tokenizer), unit_weight(credit.weights[b], span)
         drop = round(drop, 4) + 0.0 if isinstance(estimator, Masking) else drop  # + 0.0: no -0.0
         spans.append({"start": span.start, "end": span.end, "text": text, "drop": drop, "weight": weight})
     names = {"counterfactual": estimator.name} | {c: f"{estimator.name}, {c}" for c in ("inverted", "permuted")}
@@ -32,7 +33,7 @@ def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, 
         "reward": batch.rewards[b].item(),
         "advantage": result.advantages[b].item(),
         "truncated": bool(batch.rollouts.truncated[b]),
-        "tokens": [tokenizer.decode([i]) for i in ids],
+        "tokens": [decoded([i], tokenizer) for i in ids],
         **{name: str(row[column]) for name, column in _TEXTS.items() if column in row},
         "drops_unit": unit,
         "answer": None if answer is None else {"start": answer.start, "end": answer.end},

@@ -87,8 +87,9 @@ class CodeReward:
         self._seconds = timeout
 
     def __call__(
-        self, *, completions: Sequence[str], tests: Sequence[Sequence[str]], test_setup: Sequence[str] = (), **_: Any
-    ) -> list[float | None]:
+        self, *, completions: Sequence[str], tests: Sequence[Sequence[str]], test_setup: Sequence[str] = (),
+        completion_contents: Sequence[str] | None = None, **_: Any,
+    ) -> list[float | None]:  # fmt: skip
         """Judge B completions by their rows' tests, as many at a time as there are processors."""
 
         def verdict(completion: str, tests: Sequence[str], setup: str) -> float:
@@ -96,7 +97,9 @@ class CodeReward:
             return float(code is not None and self.passes(code, tests, setup))
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            return list(pool.map(verdict, completions, tests, test_setup or [""] * len(completions)))
+            return list(
+                pool.map(verdict, completion_contents or completions, tests, test_setup or [""] * len(completions))
+            )
 
     def passes(self, solution: str, tests: Sequence[str], setup: str = "") -> bool:
         """Run tests against a solution; `OSError` says why a program could not be started."""
