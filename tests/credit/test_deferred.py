@@ -69,7 +69,7 @@ def comparing(options, rows=range(6), **given):
     )
 
 
-@pytest.mark.parametrize("options", COMPARING, ids=str)
+@pytest.mark.parametrize("options", COMPARING, ids=range(len(COMPARING)))
 def test_completions_are_compared_with_the_whole_batch_whatever_forwards_hold_them(options):
     """Row 3 is not counted: it is no forward's, and is a sibling of rows 4 and 5."""
     model = tiny_model().eval().double()
@@ -86,7 +86,7 @@ def test_completions_are_compared_with_the_whole_batch_whatever_forwards_hold_th
     assert 3 not in whole.to_judge()
 
 
-@pytest.mark.parametrize("options", COMPARING, ids=str)
+@pytest.mark.parametrize("options", COMPARING, ids=range(len(COMPARING)))
 def test_completions_are_compared_with_those_of_other_processes(options):
     model = tiny_model().eval().double()
     whole = comparing(options)

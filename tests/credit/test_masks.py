@@ -35,7 +35,7 @@ ESTIMATORS_OF_TEXT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", ESTIMATORS_OF_TEXT, ids=str)
+@pytest.mark.parametrize("options", ESTIMATORS_OF_TEXT, ids=range(len(ESTIMATORS_OF_TEXT)))
 def test_tokens_of_others_are_no_units_weigh_one_and_set_no_scale(options):
     rows, mask = with_a_tool()
     given = {
