@@ -31,7 +31,7 @@ THOUGHTS = {
 """Signs between which models think, closers by openers; `AnswerRules` may add to them. Harmony's are in `_TURN`."""
 
 _CALLS = {
-    **_xml("tool_call", "tool_calls", "tool", "function_call", "function_calls", "minimax:tool_call"),
+    **_xml("tool_call", "tool_calls", "tool", "function_call", "function_calls", "minimax:tool_call", "search"),
     "<function=": "</function>",
     "[TOOL_CALLS]": "[/TOOL_CALLS]",
     "<|tool_call>": "<tool_call|>",

@@ -181,6 +181,7 @@ def test_a_runs_own_format_is_given_no_thought(answer_format, text, prompt, answ
         "<｜User｜>9 * 2 = 17 #### 17<｜Assistant｜>",
         "[INST] 9 * 2 = 17 #### 17 [/INST]",
         '<function=calc>{"x": "#### 17"}</function>',
+        "<search>Is 9 * 2 = 17?</search>",
         '<minimax:tool_call><invoke name="calc">#### 17</invoke></minimax:tool_call>',
         "<tool_output>\n9 * 2 = 17 #### 17\n</tool_output>",
         "<execution_results>9 * 2 = 17 #### 17</execution_results>",
