@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from ..estimators.probes import Probe
 from ..hf.accuracy import ACCURACY
 from ..hf.model import vocab_size
 from ..options import as_numbers
+from ..packing.prefix_tree import Query
 from ..rows import Rows, equal_prompts, keyed_generator, pad_rows
 from ..scoring.access import CAPABILITIES, ModelAccess, TrainingForward, as_access
 from ..scoring.batch import ScoredBatch
@@ -240,15 +242,10 @@ def counterfactual_credit(
     shows_all = config.runs_estimator and isinstance(config.estimator, OwnFunction)
     whole = of_all_processes(checked(), gather) if gather is not None and shows_all else None
 
-    def estimate() -> tuple[_Assignment, _Estimate]:
-        inputs = checked() if whole is None else whole
+    def estimate() -> tuple[Assignment, Estimate]:
         if isinstance(access, TrainingForward):
             access.forward.require_rows(rows)
-        try:
-            keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
-        except TypeError as error:
-            raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
-        assignment = _Assignment(config, access, tokenizer, inputs, find_units(config, tokenizer, inputs), keys)
+        assignment = Assignment.of(config, access, tokenizer, checked() if whole is None else whole, seed)
         return assignment, assignment.estimate()
 
     assignment, result = access.run(estimate) if config.asks_model else estimate()
@@ -257,7 +254,7 @@ def counterfactual_credit(
     return assignment.credit(result, gather)  # outside of `run`, where processes meet in forwards only
 
 
-class _Estimate(NamedTuple):
+class Estimate(NamedTuple):
     """Importances of the rows that an estimator was given, by row."""
 
     importances: Importances
@@ -267,9 +264,12 @@ class _Estimate(NamedTuple):
     min_spreads: Mapping[int, float]  # `Range.min_spread` of a row that has none
 
 
-@dataclass(frozen=True)
-class _Assignment:
-    """Inputs of one assignment of credit, with the answers and units of credited rows."""
+@dataclass
+class Assignment:
+    """Inputs of one assignment of credit, with the answers and units of credited rows.
+
+    `access` may be another one of the same model when `estimate` is called.
+    """
 
     config: CounterfactualConfig
     access: ModelAccess
@@ -278,7 +278,33 @@ class _Assignment:
     reasoning: Mapping[int, Reasoning]
     seed: tuple[int, ...]
 
-    def credit(self, estimate: _Estimate, gather: Gather | None = None) -> Credit:
+    @classmethod
+    def of(
+        cls,
+        config: CounterfactualConfig,
+        access: ModelAccess,
+        tokenizer: Any,
+        inputs: CreditInputs,
+        seed: int | Sequence[int],
+    ) -> "Assignment":
+        """Find answers and units; nothing is asked of the model."""
+        try:
+            keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
+        except TypeError as error:
+            raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
+        return cls(config, access, tokenizer, inputs, find_units(config, tokenizer, inputs), keys)
+
+    def foreseen(self) -> list[list[Query]] | None:
+        """List for each row the queries that judging it will ask; None for none."""
+        if not self.config.runs_estimator or not self._units:
+            return None
+        queries = self.config.estimator.foreseen(self._batch)
+        if queries is None:
+            return None
+        of_row = {row.place: own for row, own in zip(self._batch.rows, queries, strict=True)}
+        return [of_row.get(b, []) for b in range(len(self.inputs.rows))]
+
+    def credit(self, estimate: Estimate, gather: Gather | None = None) -> Credit:
         """Turn importances into weights or, if they are signed, into additions to the advantages."""
         config, inputs, reasoning = self.config, self.inputs, self.reasoning
         index, rows = inputs.rows.index, range(len(inputs.rows))
@@ -320,19 +346,18 @@ class _Assignment:
             texts=lambda b: [decoded([i], self.tokenizer) for i in inputs.rows.completions[b].tolist()],
         )
 
-    def estimate(self) -> _Estimate:
+    def estimate(self) -> Estimate:
         """Run the estimator on the units of credited rows."""
-        config, access, inputs = self.config, self.access, self.inputs
-        units = {b: row.spans for b, row in self.reasoning.items() if row.spans}
+        config, access, units = self.config, self.access, self._units
         if not config.runs_estimator or not units:
-            return _Estimate(Importances([], signed=config.weights is None), {}, {}, {}, {})
+            return Estimate(Importances([], signed=config.weights is None), {}, {}, {}, {})
         capabilities = config.estimator.needs & set(CAPABILITIES)
         if missing := sorted(capabilities - access.capabilities):
             raise NotImplementedError(
                 f"{config.asked_for}: it needs {CAPABILITIES[missing[0]]}, and the model is asked through "
                 f"{type(access).__name__}"
             )
-        batch = self._batch(inputs.with_tokens if config.compares else list(units))
+        batch = self._batch
         places = [row.place for row in batch.rows]
         result = access.apply(config.estimator, batch) if capabilities else config.estimator(access, batch)
         importances = _checked(result, [units.get(b, []) for b in places], batch.index)
@@ -341,11 +366,17 @@ class _Assignment:
         base = [] if importances.base is None else list(importances.base.float().cpu())
         spreads = [_min_spread(importances, answer, ACCURACY[access.dtype]) for answer in batch.answers]
         columns = (dict(zip(places, column)) for column in (base, compared, drops, spreads))  # noqa: B905
-        return _Estimate(importances, *columns)
+        return Estimate(importances, *columns)
 
-    def _batch(self, rows: Sequence[int]) -> ScoredBatch:
-        """Build the estimator's batch of some rows, in packing order."""
+    @cached_property
+    def _units(self) -> dict[int, list[Span]]:
+        return {b: row.spans for b, row in self.reasoning.items() if row.spans}
+
+    @cached_property
+    def _batch(self) -> ScoredBatch:
+        """Build the estimator's batch of the rows that it judges or compares, in packing order."""
         config, inputs, none = self.config, self.inputs, Reasoning(None, 0, [])
+        rows = inputs.with_tokens if config.compares else list(self._units)
         special, masks = special_ids(self.tokenizer), ANSWER in config.estimator.needs
         some = inputs.rows.take(rows)
         has_model = self.access.module is not None and config.needs & set(CAPABILITIES)

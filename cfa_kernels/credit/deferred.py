@@ -7,13 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
-from ..hf.model import causal_lm
+from ..hf.model import causal_lm, input_device
+from ..hf.model_walk import ModelWalk
 from ..hf.modes import evaluation_mode
+from ..hf.ranks import inside
+from ..packing.prefix_tree import Query
 from ..rows import Rows, check_columns, check_floating
-from ..scoring.access import ModelAccess, TrainingForward
-from ..scoring.training_forward import PackedForward, packed_logprobs
-from .assign import Credit, counterfactual_credit
+from ..scoring.access import InProcess, ModelAccess, TrainingForward
+from ..scoring.training_forward import PackedForward, packed_logprobs, stands_alone
+from .assign import Assignment, Credit, counterfactual_credit
 from .config import CounterfactualConfig
 from .units import CreditInputs
 from .weights import Gather, normalized_weights
@@ -82,6 +86,7 @@ class DeferredCredit:
         self._columns = {name: getattr(inputs, name) for name in ("advantages", "groups", "rewards", "mask")}
         self._place: dict[int, tuple[Credit, int]] = {}  # by row, its credit and its place there
         self._is_reported = False
+        self._prepared: tuple[list[int], Assignment] | None = None  # for the next forward, of these rows
 
     def is_due(self, rows: Sequence[int]) -> bool:
         """Whether any of `rows` has no credit yet."""
@@ -102,6 +107,22 @@ class DeferredCredit:
             return self.config.compares_rows
         others = {*range(len(self.rows))}.difference(*forwards)
         return len(forwards) > 1 or any(self.reads(sorted(others)))
+
+    def foreseen(self, rows: Sequence[int], causal: PreTrainedModel) -> list[list[Query]] | None:
+        """List for each of `rows` the queries that its forward can feed so that its credit needs no forward of its own.
+
+        None for none, and on a CPU, where their backward costs more than another forward. Call it before that forward.
+        """
+        alone = inside(causal) is not None or stands_alone(ModelWalk.of(causal)) or self.config.compares_rows
+        if input_device(causal).type == "cpu" or alone or not self.config.continues or self.config.reads_entropies:
+            return None
+        began, rows = time.perf_counter(), list(rows)
+        columns = {name: None if column is None else _some(column, rows) for name, column in self._columns.items()}
+        inputs = CreditInputs.of(self.rows.take(rows), credited_rows=self.config.completions, **columns)
+        assignment = Assignment.of(self.config, InProcess(causal), self.tokenizer, inputs, self._seed)
+        self._prepared, queries = (rows, assignment), assignment.foreseen()
+        self.seconds += time.perf_counter() - began
+        return queries
 
     def by_forward(self, rows: Sequence[int], forward: PackedForward) -> None:
         """Assign credit to `rows` from their training forward, of `self.rows.take(rows)`, which kept its states.
@@ -148,12 +169,17 @@ class DeferredCredit:
 
     def _assign(self, rows: Sequence[int], model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None) -> None:
         rows = list(rows)
-        some = model.forward.rows if isinstance(model, TrainingForward) else self.rows.take(rows)
-        columns = {name: None if column is None else _some(column, rows) for name, column in self._columns.items()}
-        credit = counterfactual_credit(
-            model, self.tokenizer, some, config=self.config, seed=self._seed, entropies=entropies,
-            gather=self._gather, **columns,
-        )  # fmt: skip
+        (before, assignment), self._prepared = self._prepared or (None, None), None
+        if assignment is not None and before == rows and isinstance(model, TrainingForward):
+            assignment.access = model
+            credit = assignment.credit(assignment.estimate())
+        else:
+            some = model.forward.rows if isinstance(model, TrainingForward) else self.rows.take(rows)
+            columns = {name: None if column is None else _some(column, rows) for name, column in self._columns.items()}
+            credit = counterfactual_credit(
+                model, self.tokenizer, some, config=self.config, seed=self._seed, entropies=entropies,
+                gather=self._gather, **columns,
+            )  # fmt: skip
         for i, b in enumerate(rows if self.factors is not None else ()):
             factors = self.factors[b].to(credit.weights[i])  # type: ignore[index]
             weights = credit.weights[i] * factors
