@@ -79,7 +79,7 @@ def encode_prompt(
     content = f"{question}\n{instruction}" if instruction else question
     if tokenizer.chat_template is None:
         return tokenizer(f"Question: {content}\nAnswer:")["input_ids"]
-    dated = {}
+    dated: dict[str, Any] = {}
     if at is not None and "strftime_now" in str(tokenizer.chat_template):
         dated["chat_template"] = _clock(at) + str(tokenizer.get_chat_template())
     message = [{"role": "user", "content": content}]

@@ -32,7 +32,7 @@ def why_nothing(batch: DeferredCredit, credit: Credit, truncated: Sequence[bool]
         truncated: B values, whether a completion was cut off at the length limit.
     """
     config, count = batch.config, len(batch.rows)
-    counted = [batch.counted is None or bool(row.any()) for row in batch.counted or [None] * count]
+    counted = [True] * count if batch.counted is None else [bool(row.any()) for row in batch.counted]
     moved = [bool((row != 0).any()) for row in batch.advantages]
     if count and all(truncated) and not any(counted):
         return Nothing(
