@@ -186,12 +186,13 @@ class Report:
         if step % self._config.page_steps == 0:
             self._write_page()
         if step % math.ceil(self._config.max_steps / _ROWS_SHOWN) == 0:
+            spans = metrics.get("credit/spans_mean", 0.0)
             seconds = self._progress.tasks[0].time_remaining  # None after the first step, 0 after the last
             left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
             self._print(
                 f"  step {step:>4}   reward {metrics['reward']:.2f}   "
                 f"mixed groups {1 - metrics['frac_reward_zero_std']:4.0%}   "
-                f"spans {metrics.get('credit/spans_mean', 0.0):.1f}   {metrics['step_time']:4.1f} s, {share}{what}   {left}"
+                f"spans {spans:.1f}   {metrics['step_time']:4.1f} s, {share}{what}   {left}"
             )
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:

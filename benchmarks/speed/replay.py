@@ -187,7 +187,7 @@ def _trl_trainer(
         folder: tempfile.TemporaryDirectory[str]
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
-            self._calculate_rewards()
+            self._calculate_rewards(inputs, [], [], [row.tolist() for row in rollouts.job.completions])
             return dict(self.recorded)
 
         def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -144,7 +144,8 @@ def written(value: Any) -> str:
     """Write a value of the built-in types of data as a literal; raises `TypeError` for any other."""
 
     def plain(value: Any) -> Any:
-        for kind in (bool, int, str, bytes):
+        kinds: tuple[Any, ...] = (bool, int, str, bytes)
+        for kind in kinds:
             if isinstance(value, kind):
                 return kind(value)
         if isinstance(value, float):
