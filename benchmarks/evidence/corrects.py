@@ -12,10 +12,10 @@ from pathlib import Path
 
 from benchmarks.demo_model.warmup import careless
 from benchmarks.evidence.regimes import REGIMES, make, problems
-from trainer.config import ASSETS
 from trainer.data import Row
 from trainer.embedded.problems import WordProblem, generate
 from trainer.experimental.compare_and_correct import TEMPLATE
+from trainer.settings import ASSETS
 
 RIGHT = 0.25
 """Share of the corrections to learn from that are right. Of its own attempts the model corrects somewhat fewer."""

@@ -7,10 +7,10 @@ from transformers import AutoTokenizer
 
 from benchmarks.evidence.corrects import RIGHT, attempt, model_rows
 from tests.support.runs import config
-from trainer.config import ASSETS
 from trainer.data import encode_prompt
 from trainer.embedded.problems import generate
 from trainer.experimental.compare_and_correct import correction_prompt
+from trainer.settings import ASSETS
 
 COUNT = 800
 

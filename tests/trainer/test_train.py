@@ -22,11 +22,11 @@ from tests.support.embedded import (
     updated,
 )
 from tests.support.runs import timeless
-from trainer.config import EMBEDDED, model_path
 from trainer.evaluate import Evaluation
 from trainer.report import paired_gain
 from trainer.rewards.calls import group_advantages
 from trainer.run import train
+from trainer.settings import EMBEDDED, model_path
 from trainer.step import problem_batches, training_step
 
 pytestmark = pytest.mark.slow

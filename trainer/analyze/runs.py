@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from ..checkpoints.files import read_mapping
+from ..cli import read_mapping
 from .samples import json_lines
 
 _FORMS = {
