@@ -17,7 +17,7 @@ STARTS = re.compile(r"(?:python3?|\$\(PY\)) -m ((?:benchmarks|trainer)\b[\w.]*)(
 MAINS = {
     "benchmarks": "benchmarks.__main__",
     "trainer": "trainer.cli",
-    "trainer.analyze": "trainer.analyze.analysis",
+    "trainer.analyze": "trainer.analyze.__main__",
     "benchmarks.demo_model": "benchmarks.demo_model.warmup",
 }
 SETTINGS = ("trainer", "benchmarks.demo_model")  # take the fields of a dataclass, by `trainer.cli.parse`
