@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import cfa_kernels
 from cfa_kernels import __version__
 
 from .extras import program
 
-PRESETS = Path(__file__).parent / "presets"
+PRESETS = Path(cfa_kernels.__file__).parent / "credit/presets"
 _DESCRIPTION = """Train a language model by reinforcement with counterfactual credit assignment. With no setting it
 trains the embedded model on generated word problems in a few minutes on a CPU; with --model <hub name or folder> and
 --dataset <hub name or file> it is the CF paper's run."""
