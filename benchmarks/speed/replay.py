@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job, JobRollouts
-from cfa_kernels import Credit
+from cfa_kernels import CounterfactualConfig, Credit
 from cfa_kernels.credit.deferred import DeferredCredit
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.verify import check_trainable
@@ -173,8 +173,8 @@ def _trl_trainer(
     """A `GRPOTrainer` that finds `recorded` where it would sample and score completions.
 
     It is never asked to `train`, so what that does to the model first is done here. With `credited` it is a
-    `CounterfactualGRPOTrainer(packed_loss=True)`, with `log_entropy` or without, which assigns credit to what was
-    recorded by its defaults. `liger` is TRL's own `use_liger_kernel`.
+    `PackedGRPOTrainer`, with `log_entropy` or without, which masks the spans of what was recorded. `liger` is TRL's own
+    `use_liger_kernel`.
     """
     try:
         from datasets import Dataset
@@ -228,7 +228,7 @@ def _trl_trainer(
 
 
 def _credited(replaying: type, log_entropy: bool) -> type:
-    """A class of `CounterfactualGRPOTrainer(packed_loss=True)` that credits what `replaying` recorded."""
+    """A class of `PackedGRPOTrainer` that credits what `replaying` recorded."""
     try:
         from cfa_kernels.integrations.trl import CounterfactualMixin
     except ImportError as error:  # this TRL is older than it takes
@@ -241,7 +241,7 @@ def _credited(replaying: type, log_entropy: bool) -> type:
         weights: Weights
 
         def __init__(self, **options: Any) -> None:
-            super().__init__(**options, packed_loss=True, log_entropy=log_entropy)
+            super().__init__(**options, credit=CounterfactualConfig(), log_entropy=log_entropy)
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
             with self.stopwatch.credit():

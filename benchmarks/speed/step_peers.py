@@ -49,7 +49,7 @@ def trl_plain(replay: Replay, stopwatch: Stopwatch, *, whole: bool = False) -> t
 
 
 def trl_credited(replay: Replay, stopwatch: Stopwatch, *, log_entropy: bool = True) -> tuple[Tensor, Weights]:
-    """`CounterfactualGRPOTrainer(packed_loss=True)` as a TRL user has it: it finds spans and answers, and credits."""
+    """`PackedGRPOTrainer(credit=CounterfactualConfig())` as a TRL user has it: it finds spans and answers."""
     trainer = replay.trl(credited=True, log_entropy=log_entropy)
     trainer.stopwatch = stopwatch
     with stopwatch.update():
