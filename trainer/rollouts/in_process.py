@@ -95,7 +95,7 @@ def generate(
     decode = decoder or (functools.partial(by_transformers, causal) if decoding_obstacle(causal) else Decoder(causal))
     with evaluation_mode(ModelWalk(model)), decoding_head(causal):
         tokens, logprobs = decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling, progress)
-    rollouts = Rollouts.of(prompts, tokens.tolist(), [*logprobs.cpu()], ends, tokenizer)
+    rollouts = Rollouts.of(prompts, tokens.tolist(), [*logprobs.to("cpu", copy=True)], ends, tokenizer)
     require_finite_logits(rollouts.logprobs, names)
     return rollouts
 

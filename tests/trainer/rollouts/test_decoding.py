@@ -81,6 +81,14 @@ def test_prompts_that_repeat_are_fed_once_and_their_completions_stay_the_same(op
             torch.testing.assert_close(together.logprobs[b], single.logprobs[0], rtol=1e-6, atol=1e-5)
 
 
+def test_what_a_call_gave_stays_when_the_next_one_is_made() -> None:
+    engine = TransformersEngine(tiny(), tokenizer())
+    first = engine(PROMPTS, **SAMPLED)
+    kept = [row.clone() for row in first.logprobs]
+    engine(PROMPTS, **SAMPLED | {"keys": [(4, i) for i in range(4)]})
+    assert all(map(torch.equal, first.logprobs, kept))
+
+
 def long_run(tokens: int) -> dict:
     """Eight rows that do not end before `tokens`."""
     return SAMPLED | {"keys": [(3, i) for i in range(8)], "max_completion_length": tokens}
