@@ -67,14 +67,22 @@ def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tu
     return train, test
 
 
-def encode_prompt(question: str, tokenizer: PreTrainedTokenizerBase, *, instruction: str | None = "") -> list[int]:
-    """Encode the prompt: by the chat template if the tokenizer has one (without thinking), else `Question: ...`."""
-    content = f"{question}\n{instruction}" if instruction else question
+def encode_prompt(
+    question: str, tokenizer: PreTrainedTokenizerBase, *, instruction: str | None = "",
+    examples: Sequence[tuple[str, str]] = (),
+) -> list[int]:  # fmt: skip
+    """Encode the prompt: by the chat template if the tokenizer has one (without thinking), else `Question: ...`.
+
+    `examples` are questions with their answers, as earlier turns of the chat.
+    """
+    asked = [f"{text}\n{instruction}" if instruction else text for text in (*(q for q, _ in examples), question)]
     if tokenizer.chat_template is None:
-        return tokenizer(f"Question: {content}\nAnswer:")["input_ids"]
+        return tokenizer(f"Question: {asked[-1]}\nAnswer:")["input_ids"]
+    texts = [text for turn in zip(asked, (answer for _, answer in examples), strict=False) for text in turn]
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
+        [{"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate([*texts, asked[-1]])],
+        tokenize=False, add_generation_prompt=True, enable_thinking=False,
+    )  # fmt: skip
     # The template writes the special tokens itself.
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
