@@ -87,7 +87,7 @@ def test_what_prompts_begin_with_is_fed_once_and_their_completions_stay_the_same
     model.model.register_forward_pre_hook(
         lambda _, __, inputs: shapes.append(inputs["input_ids"].shape), with_kwargs=True
     )
-    engine, begun = TransformersEngine(model, tokenizer()), LONG + [21, 22]
+    engine, begun = TransformersEngine(model, tokenizer()), [*LONG, 21, 22]
     monkeypatch.setattr(decoding, "_SHARED", 5)
     cases = {
         ((1, 21), (3, 5)): [[*begun, 5, 6, 7, 8, 3], [*begun, 4], [*begun, 5, 6], [*begun, 4]],
