@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from docstring_parser import parse_from_object
 
-from benchmarks.evidence import ablation, alignment, arms, demo, pictures, planted, regimes
+from benchmarks.evidence import ablation, alignment, arms, demo, pictures, planted, pretrained, regimes
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
 RUN = "--steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1"
@@ -106,7 +106,18 @@ class Measure(NamedTuple):
     extent: Sequence[str] = ()
 
 
+OWN = (
+    "alignment --name own --examples 4 --max-tokens 256 --dtype bfloat16 --parameters few --truth-groups 512 "
+    '--batch 16 --blocks 4 --moments 0 --arms "prefix gain where right, spans open" "right times 4"'
+)
+"""What `own` measures."""
+
 MEASURES = {
+    "pretrained": Measure(
+        pretrained.PretrainedSettings, pretrained.run, pretrained.markdown,
+        "what a model writes to the problems of a file, what matters in it, and which estimators find that",
+        extent=("judged", "credited"),
+    ),
     "planted": Measure(
         planted.PlantedSettings, planted.run, planted.markdown, "which methods find planted truths"
     ),
@@ -148,6 +159,10 @@ def _parser() -> argparse.ArgumentParser:
         if measure.names:
             one.add_argument("--arms", nargs="+", metavar="NAME", help=f"of: {'; '.join(measure.names)}")
     _command(commands, "demo", _demo, "the demo's run and its analysis", demo.DemoSettings)
+    one = _command(commands, "own", _own, "say whether credit would help a model of one's own on one's own problems")
+    one.add_argument("--model", required=True, help="folder or hub name")
+    one.add_argument("--problems", required=True, help="JSON lines with `question` and `answer`")
+    one.add_argument("more", nargs="*", help="options of `alignment`, behind --")
     _command(commands, "model", _model, "make the regimes' model anew; one comes along")
     _command(commands, "tables", _tables, "write tables and pictures again from the results that are there")
     one = _command(commands, "all", _all, "every result; a folder for each command below the one named")
@@ -191,6 +206,13 @@ def _measured(options: argparse.Namespace, head: Head) -> list[Path]:
 
 def _demo(options: argparse.Namespace, head: Head) -> list[Path]:
     return demo.run(options.folder, _filled(options, demo.DemoSettings), head, options.results)
+
+
+def _own(options: argparse.Namespace, head: Head) -> list[Path]:
+    """Measure the direction at a size that two minutes of a GPU pay for."""
+    line = [*shlex.split(OWN), "--model", options.model, "--problems", options.problems, *options.more]
+    given = _parser().parse_args([*line, "--folder", str(options.folder), "--results", str(options.folder)])
+    return _measured(given, head)
 
 
 def _model(options: argparse.Namespace, head: Head) -> list[Path]:
