@@ -85,7 +85,7 @@ def run(pieces: Pieces, folder: Path, settings: PretrainedSettings) -> dict[str,
         found = list[Any]()
         for start in range(0, count, size):
             part = slice(start, min(start + size, count))
-            found += pieces.get(f"{name} {start}", lambda: work(part))  # noqa: B023
+            found += pieces.get(f"{name} {part.start} to {part.stop}", lambda: work(part))  # noqa: B023
             print(f"{name}: {part.stop} of {count}", flush=True)
         return found
 
