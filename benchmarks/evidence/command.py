@@ -116,7 +116,7 @@ MEASURES = {
     "pretrained": Measure(
         pretrained.PretrainedSettings, pretrained.run, pretrained.markdown,
         "what a model writes to the problems of a file, what matters in it, and which estimators find that",
-        extent=("judged", "credited"),
+        extent=("judged", "costly", "credited", "scored_in"),
     ),
     "planted": Measure(
         planted.PlantedSettings, planted.run, planted.markdown, "which methods find planted truths"

@@ -33,10 +33,12 @@ METHODS: dict[str, Estimator] = {
     "CF": PLANTED["CF"], "prefix gain": PLANTED["prefix gain"], REFERENCE: PLANTED["prefix gain"],
     "CF, spans dropped": Masking(mask="drop"), "CF, total effects": PLANTED["CF, total effect"],
     "position": PLANTED["position"], "length": PLANTED["length"], "entropy": PLANTED["entropy"],
-    "OAR-P": PLANTED["OAR-P, mean"], "OAR-G": PLANTED["OAR-G, mean"],
+    "OAR-G": PLANTED["OAR-G, mean"], "OAR-P": PLANTED["OAR-P, mean"],
 }  # fmt: skip
 """By name. OAR-P judges each token, a span's importance is the mean over its own; for the method of that name the
 reference answer stands in place of the sampled one."""
+COSTLY = "OAR-P"
+"""The method that may score fewer completions than the others: the first ones."""
 PLACES = "last", "last but one", "earlier"
 
 
@@ -119,7 +121,7 @@ def judged(subject: Subject, name: str, cases: Sequence[Case]) -> list[dict[str,
         with torch.no_grad():
             tokens, values = packed_forward(subject.model, rows).tokens_fed, [torch.zeros(0)] * len(cases)
     else:
-        values, tokens = judge(METHODS[name], subject, rows, reasoning, single=name.startswith("OAR-P"))
+        values, tokens = judge(METHODS[name], subject, rows, reasoning, single=name == COSTLY)
     seconds = clock(subject.model.device) - began
     return [{"values": row.tolist(), "tokens": tokens / len(cases), "seconds": seconds / len(cases)} for row in values]
 
@@ -150,7 +152,10 @@ def summed(
             name: [gains(cases[i], answers[i], number) for i, number in zip(some, column, strict=True)]
             for name, column in numbers.items()
         }
-        methods = {name: [judgements[name][i]["values"] for i in some] for name in METHODS}
+        methods = {
+            name: rows for name in METHODS
+            if (rows := [row["values"] for i in some for row in judgements.get(name, ())[i : i + 1]])
+        }  # fmt: skip
         one = result[kind] = {"completions": len(some), "spans": sum(len(cases[i].edges) for i in some), "methods": {}}
         one["places"] = {name: places(rows) for name, rows in methods.items()}
         one["places"] |= {name: places([row.mean(1) for row in rows]) for name, rows in of.items()}
@@ -158,7 +163,7 @@ def summed(
         for name, rows in {**methods, OTHER_HALF: (), CHANCE: None}.items():
             figures = one["methods"][name] = {}
             for truth, halves in truths.items():
-                whole = [row.mean(1) for row in halves]
+                whole = [row.mean(1) for row in halves][: len(rows) if name == COSTLY else None]
                 if name == OTHER_HALF:
                     rows, whole = ([row[:, half::2].mean(1) for row in halves] for half in (0, 1))
                 for key, figure, labels in (
@@ -194,7 +199,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         "a completion, 95 % intervals over completions; AUROC is free of position. *Gain* tells spans that add "
         f"{MOVES} or more from the others, *fall* those that take as much away, high where a method finds them. *Other "
         "half*: what one half of the continuations says of the other, the most that can be asked of a method. *n*: "
-        "completions in which the truth is not constant.\n"
+        f"completions in which the truth is not constant. {COSTLY}: of {document['settings']['costly']} completions "
+        "at most, the first.\n"
     ]  # fmt: skip
     for kind, one in document["truth"].items():
         names = list(one["methods"][CHANCE])

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.evidence import continuations, drops
 from benchmarks.evidence.models import Problem, Subject, read_problems, require_mixed
+from benchmarks.harness.environment import describe_environment
 from benchmarks.harness.results import Pieces, made_by
 from cfa_kernels import CounterfactualConfig, Rows, counterfactual_credit
 from cfa_kernels.options import POSITIVE, Count, Interval, check_fields
@@ -43,6 +44,8 @@ class PretrainedSettings:
     """Most computations of a problem, by GSM8K's marks; 0 for any."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights and of what the model computes."""
+    scored_in: Literal["", "float32", "bfloat16"] = ""
+    """The same for the estimators; by default `dtype`."""
     asked: Count = 128
     """Problems to ask."""
     group: Annotated[int, Interval(2)] = 8
@@ -57,8 +60,10 @@ class PretrainedSettings:
     """Right completions, and as many wrong ones, whose spans are continued from."""
     continuations: Annotated[int, Interval(2)] = 16
     """Continuations before and after each span."""
+    costly: Annotated[int, Interval(0)] = 80
+    """Completions that OAR-P scores, token by token; 0 for none."""
     credited: Count = 1024
-    """Completions that are masked for the tables of section 4.3."""
+    """Completions, of as many problems as can be, that are masked for the tables of section 4.3."""
     at_once: Count = 16
     """Problems of a piece, whose completions are sampled together."""
     seed: int = 0
@@ -70,10 +75,11 @@ class PretrainedSettings:
 
 def run(pieces: Pieces, folder: Path, settings: PretrainedSettings) -> dict[str, Any]:
     """Measure, piece by piece, and sum up: the document that `markdown` writes."""
-    subject = Subject(
-        settings.model or str(ASSETS), max_tokens=settings.max_tokens, temperature=settings.temperature,
-        dtype=settings.dtype,
-    )  # fmt: skip
+    scored_in, model = settings.scored_in or settings.dtype, settings.model or str(ASSETS)
+    subject, scorer = (
+        Subject(model, max_tokens=settings.max_tokens, temperature=settings.temperature, dtype=dtype)
+        for dtype in (settings.dtype, scored_in)
+    )
     problems, held_out = read_problems(
         subject.tokenizer, settings.problems, settings.held_out, examples=settings.examples,
         computations=settings.computations,
@@ -89,6 +95,7 @@ def run(pieces: Pieces, folder: Path, settings: PretrainedSettings) -> dict[str,
             print(f"{name}: {part.stop} of {count}", flush=True)
         return found
 
+    sampled_on = pieces.get("sampled on", lambda: describe_environment(subject.model.device, None)["device"])
     rolled = parts("rollouts", len(problems), lambda part: roll(subject, problems, part, settings))
     accuracy = {
         name: parts(f"held out {name}", len(held_out), lambda part: evaluate(subject, held_out[part], greedy), 128)  # noqa: B023
@@ -102,19 +109,22 @@ def run(pieces: Pieces, folder: Path, settings: PretrainedSettings) -> dict[str,
         few,
     )  # fmt: skip
     scores = {
-        name: parts(name, len(cases), lambda part: continuations.judged(subject, name, cases[part]), few)  # noqa: B023
+        name: parts(
+            f"{name} in {scored_in}", count, lambda part: continuations.judged(scorer, name, cases[part]), few  # noqa: B023
+        )
         for name in (continuations.FORWARD, *continuations.METHODS)
-    }
+        if (count := min(settings.costly, len(cases)) if name == continuations.COSTLY else len(cases))
+    }  # fmt: skip
+    spread = rolled[:: max(1, len(rolled) // settings.credited)][: settings.credited]
     masked = parts(
-        "masked", min(settings.credited, len(rolled)),
-        lambda part: mask(subject, problems, rolled[part]), settings.at_once * settings.group,
-    )  # fmt: skip
-    for one, completion in zip(masked, rolled, strict=False):
+        f"masked in {scored_in}, of {len(spread)}", len(spread), lambda part: mask(scorer, problems, spread[part]), few
+    )
+    for one, completion in zip(masked, spread, strict=True):
         ids = completion["ids"]
         one["texts"] = [subject.tokenizer.decode(ids[slice(*span)]) for span in one["spans"]]
         one["right"] = bool(completion["reward"])
     return {
-        "settings": asdict(settings), "policy": policy(rolled, subject.tokenizer, settings.group),
+        "settings": asdict(settings), "sampled on": sampled_on, "policy": policy(rolled, subject.tokenizer, settings.group),
         "held out": {name: bootstrap_interval(np.mean, rows)._asdict() for name, rows in accuracy.items()},
         "truth": continuations.summed(subject, cases, answers, scores),
         "work": continuations.work(scores),
@@ -193,7 +203,9 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"that end; {policy['spans']:.1f} spans a completion hold {policy['tokens in spans']:.0%} of the tokens.",
     ]
     return "\n".join([
-        f"# A pretrained model\n\n{made_by(document)}. Model `{settings['model']}` in {settings['dtype']}.\n",
+        f"# A pretrained model\n\n{made_by(document)}. Model `{settings['model']}`, sampled in {settings['dtype']} on "
+        f"{document['sampled on']['name']}, scored in {settings['scored_in'] or settings['dtype']} on "
+        f"{document['environment']['device']['name']}.\n",
         *(f"{one}\n" for one in said), continuations.markdown(document), drops.markdown(document["drops"]),
     ])  # fmt: skip
 

@@ -183,11 +183,16 @@ def test_drops_are_cut_at_multiples_of_their_mean():
 def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch, capsys):
     arguments = ["pretrained", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--asked", "12", "--evaluated", "4", "--max-tokens", "70", "--group", "6", "--at-once", "6"]
-    arguments += ["--continuations", "2", "--credited", "24", "--judged"]
+    arguments += ["--continuations", "2", "--credited", "24", "--costly", "2", "--judged"]
     assert main([*arguments, "3"]) == 0
     first = json.loads((tmp_path / "evidence-pretrained.json").read_text())
     assert first["policy"]["completions"] == 72
     assert first["truth"]["right"]["completions"] == first["truth"]["wrong"]["completions"] > 1
+    assert first["sampled on"]["name"] == first["environment"]["device"]["name"]
+    assert first["drops"]["completions"] <= 24
+    for kind in ("right", "wrong"):
+        few, all_of_them = (first["truth"][kind]["methods"][name]["right answer, spearman"][1] for name in ("OAR-P", "CF"))
+        assert few <= 1 < all_of_them
     assert first["work"]["OAR-P"]["tokens"] > first["work"]["CF"]["tokens"] > 0
     text = (tmp_path / "evidence-pretrained.md").read_text()
     assert re.search(r"\| prefix gain, reference answer \| -?\d", text)
@@ -196,6 +201,10 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(continuations, "judge", None)
     assert main([*arguments, "3"]) == 0
     assert json.loads((tmp_path / "evidence-pretrained.json").read_text())["truth"] == first["truth"]
+    assert main([*arguments, "3", "--costly", "0", "--scored-in", "float32"]) == 0
+    other = json.loads((tmp_path / "evidence-pretrained.json").read_text())
+    assert other["truth"]["right"]["methods"].keys() == first["truth"]["right"]["methods"].keys() - {"OAR-P"}
+    assert other["truth"]["wrong"]["methods"]["CF"] == first["truth"]["wrong"]["methods"]["CF"]
     assert main([*arguments, "3", "--asked", "13"]) == 1
     assert "holds pieces of" in capsys.readouterr().err
     assert np.isfinite(first["drops"]["mean"])
