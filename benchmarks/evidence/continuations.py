@@ -3,7 +3,7 @@
 That is what credit claims to measure; estimators are compared with it span by span, within a completion.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from cfa_kernels import Rows as TokenRows
 from cfa_kernels import Span, packed_forward
 from cfa_kernels.estimators import Masking
 from cfa_kernels.estimators.base import Estimator
+from cfa_kernels.scoring.training_forward import PackedForward
 from cfa_kernels.text.find import Reasoning, find_reasoning
 from trainer.rewards.numbers import gold_number
 
@@ -37,8 +38,8 @@ METHODS: dict[str, Estimator] = {
 }  # fmt: skip
 """By name. OAR-P judges each token, a span's importance is the mean over its own; for the method of that name the
 reference answer stands in place of the sampled one."""
-COSTLY = "OAR-P"
-"""The method that may score fewer completions than the others: the first ones."""
+COSTLY = "OAR-G", "OAR-P"
+"""Methods that may score fewer completions than the others: the first ones."""
 PLACES = "last", "last but one", "earlier"
 
 
@@ -105,23 +106,36 @@ def continued(subject: Subject, cases: Sequence[Case], count: int, seed: int) ->
     return answers
 
 
-def judged(subject: Subject, name: str, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Importances of each case's spans by a method, `values`, with an equal share of `tokens` fed and `seconds`."""
+def fed(subject: Subject, cases: Sequence[Case]) -> PackedForward:
+    """Feed completions; estimators continue this forward, as those of a training step do."""
+    rows = TokenRows([torch.tensor(case.problem.prompt) for case in cases], [case.completion for case in cases])
+    with torch.no_grad():
+        return packed_forward(subject.model, rows, keep_states=True)
+
+
+def judged(
+    subject: Subject, name: str, cases: Sequence[Case], forward: Callable[[], PackedForward]
+) -> list[dict[str, Any]]:
+    """Importances of each case's spans by a method, `values`, with an equal share of the `tokens` and `seconds`.
+
+    They are those beyond the forward, or the forward's own.
+    """
     reasoning, completions = [case.reasoning for case in cases], [case.completion for case in cases]
-    prompts = [torch.tensor(case.problem.prompt) for case in cases]
+    if name != FORWARD:
+        own = forward()
     if name == REFERENCE:
-        rows = TokenRows(prompts, completions)
-        for i, target in enumerate(reference_answers(rows, [case.problem for case in cases], subject.tokenizer)):
+        problems = [case.problem for case in cases]
+        for i, target in enumerate(reference_answers(own.rows, problems, subject.tokenizer)):
             start = reasoning[i].answer.start  # type: ignore[union-attr]
             assert target is not None
             completions[i] = torch.cat([completions[i][:start], target])
             reasoning[i] = reasoning[i]._replace(answer=Span(start, start + len(target)))
-    began, rows = clock(subject.model.device), TokenRows(prompts, completions)
+    began = clock(subject.model.device)
     if name == FORWARD:
-        with torch.no_grad():
-            tokens, values = packed_forward(subject.model, rows).tokens_fed, [torch.zeros(0)] * len(cases)
+        tokens, values = forward().tokens_fed, [torch.zeros(0)] * len(cases)
     else:
-        values, tokens = judge(METHODS[name], subject, rows, reasoning, single=name == COSTLY)
+        rows = TokenRows(own.rows.prompts, completions)
+        values, tokens = judge(METHODS[name], subject, rows, reasoning, single=name == "OAR-P", forward=own)
     seconds = clock(subject.model.device) - began
     return [{"values": row.tolist(), "tokens": tokens / len(cases), "seconds": seconds / len(cases)} for row in values]
 
@@ -163,7 +177,7 @@ def summed(
         for name, rows in {**methods, OTHER_HALF: (), CHANCE: None}.items():
             figures = one["methods"][name] = {}
             for truth, halves in truths.items():
-                whole = [row.mean(1) for row in halves][: len(rows) if name == COSTLY else None]
+                whole = [row.mean(1) for row in halves][: len(rows) if name in COSTLY else None]
                 if name == OTHER_HALF:
                     rows, whole = ([row[:, half::2].mean(1) for row in halves] for half in (0, 1))
                 for key, figure, labels in (
@@ -199,8 +213,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         "a completion, 95 % intervals over completions; AUROC is free of position. *Gain* tells spans that add "
         f"{MOVES} or more from the others, *fall* those that take as much away, high where a method finds them. *Other "
         "half*: what one half of the continuations says of the other, the most that can be asked of a method. *n*: "
-        f"completions in which the truth is not constant. {COSTLY}: of {document['settings']['costly']} completions "
-        "at most, the first.\n"
+        f"completions in which the truth is not constant. {' and '.join(COSTLY)}: of "
+        f"{document['settings']['costly']} completions at most, the first.\n"
     ]  # fmt: skip
     for kind, one in document["truth"].items():
         names = list(one["methods"][CHANCE])
@@ -210,5 +224,5 @@ def markdown(document: Mapping[str, Any]) -> str:
         rows = [[name, *(f"{share:.0%}" for share in found.values())] for name, found in one["places"].items() if found]
         parts.append(table(["where what is positive lies", *PLACES], rows))
     rows = [[name, f"{one['tokens']:.0f}", f"{one['seconds']:.3f}"] for name, one in document["work"].items()]
-    parts += ["## Cost, a completion\n", table(["", "tokens fed", "seconds"], rows)]
+    parts += ["## Cost, a completion, beyond the forward\n", table(["", "tokens fed", "seconds"], rows)]
     return "\n".join(parts)

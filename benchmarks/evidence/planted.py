@@ -17,12 +17,13 @@ from benchmarks.evidence.models import Problem, Subject
 from benchmarks.evidence.problems import KINDS, PlantedProblem, generate, training_rows
 from benchmarks.evidence.regimes import make
 from benchmarks.harness.results import Pieces, interval, made_by, table
-from cfa_kernels import Importances, ScoredBatch, Span, SpanRules, token_entropies
+from cfa_kernels import Importances, ScoredBatch, Span, SpanRules, TrainingForward, token_entropies
 from cfa_kernels.estimators import Entropy, Gradient, Masking, PrefixGain
 from cfa_kernels.estimators.base import Estimator, OwnFunction
 from cfa_kernels.options import Count, check_fields
 from cfa_kernels.rows import Rows as TokenRows
 from cfa_kernels.scoring.access import InProcess
+from cfa_kernels.scoring.training_forward import PackedForward
 from cfa_kernels.text.find import Reasoning, find_reasoning
 from trainer.data import encode_prompt
 
@@ -168,9 +169,9 @@ def ask(name: str, subjects: Sequence[Subject], rows: TokenRows, *, tokens: bool
 
 def judge(
     estimator: Estimator, subject: Subject, rows: TokenRows, cases: Sequence[Reasoning], *, single: bool = False,
-    means: bool = True, seed: int = 0,
+    means: bool = True, seed: int = 0, forward: PackedForward | None = None,
 ) -> tuple[list[torch.Tensor], int]:  # fmt: skip
-    """Importances of the spans of each row, and how many tokens were fed for them.
+    """Importances of the spans of each row, and how many tokens were fed for them, beyond those of a `forward`.
 
     If `single`, each token of the reasoning is judged by itself; a span has the mean over its own, with `means`.
     """
@@ -180,9 +181,9 @@ def judge(
     )
     batch = replace(batch, reasoning_ends=[cases[i].end for i in batch.index], seed=(seed,))
     if isinstance(estimator, Entropy):
-        entropies = token_entropies(subject.model, rows)
+        entropies = forward.logprobs(return_entropy=True)[1] if forward else token_entropies(subject.model, rows)
         batch = replace(batch, entropies=[entropies[i] for i in batch.index])
-    result = estimator(InProcess(subject.model), batch)
+    result = estimator(TrainingForward(forward) if forward else InProcess(subject.model), batch)
     found = batch.to_callers_order(result.values)
     if single and means:
         found = [torch.stack([row[unit.start : unit.end].mean() for unit in one.spans])

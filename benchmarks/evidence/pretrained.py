@@ -5,6 +5,7 @@ right answer and what estimators say of it (`continuations.py`), and the tables 
 Credit" (`drops.py`).
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ class PretrainedSettings:
     continuations: Annotated[int, Interval(2)] = 16
     """Continuations before and after each span."""
     costly: Annotated[int, Interval(0)] = 80
-    """Completions that OAR-P scores, token by token; 0 for none."""
+    """Completions that OAR-G and OAR-P score; 0 for none."""
     credited: Count = 1024
     """Completions, of as many problems as can be, that are masked for the tables of section 4.3."""
     at_once: Count = 16
@@ -108,12 +109,14 @@ def run(pieces: Pieces, folder: Path, settings: PretrainedSettings) -> dict[str,
         lambda part: continuations.continued(subject, cases[part], settings.continuations, settings.seed + part.start),
         few,
     )  # fmt: skip
+    forward = functools.cache(lambda start, stop: continuations.fed(scorer, cases[start:stop]))
     scores = {
         name: parts(
-            f"{name} in {scored_in}", count, lambda part: continuations.judged(scorer, name, cases[part]), few  # noqa: B023
+            f"{name} in {scored_in}", count,
+            lambda part: continuations.judged(scorer, name, cases[part], lambda: forward(part.start, part.stop)), few,  # noqa: B023
         )
         for name in (continuations.FORWARD, *continuations.METHODS)
-        if (count := min(settings.costly, len(cases)) if name == continuations.COSTLY else len(cases))
+        if (count := min(settings.costly, len(cases)) if name in continuations.COSTLY else len(cases))
     }  # fmt: skip
     spread = rolled[:: max(1, len(rolled) // settings.credited)][: settings.credited]
     masked = parts(
@@ -124,7 +127,8 @@ def run(pieces: Pieces, folder: Path, settings: PretrainedSettings) -> dict[str,
         one["texts"] = [subject.tokenizer.decode(ids[slice(*span)]) for span in one["spans"]]
         one["right"] = bool(completion["reward"])
     return {
-        "settings": asdict(settings), "sampled on": sampled_on, "policy": policy(rolled, subject.tokenizer, settings.group),
+        "settings": asdict(settings), "sampled on": sampled_on,
+        "policy": policy(rolled, subject.tokenizer, settings.group),
         "held out": {name: bootstrap_interval(np.mean, rows)._asdict() for name, rows in accuracy.items()},
         "truth": continuations.summed(subject, cases, answers, scores),
         "work": continuations.work(scores),

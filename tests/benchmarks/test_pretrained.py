@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.evidence import continuations, drops
 from benchmarks.evidence.command import main
-from benchmarks.evidence.continuations import Case, cases_of, continued, gains, judged, places
+from benchmarks.evidence.continuations import Case, cases_of, continued, fed, gains, judged, places
 from benchmarks.evidence.models import Problem, Subject, read_problems, require_mixed
 from cfa_kernels import Span
 from cfa_kernels.text.find import Reasoning, find_reasoning
@@ -143,7 +143,10 @@ def test_words_between_spans_belong_to_none_of_them(subject):
 def test_by_the_reference_answer_a_wrong_completion_is_judged_by_what_would_be_right(subject):
     right, wrong = cases(subject, 1)
     own, other = (
-        [torch.tensor(one["values"]) for one in judged(subject, name, [right, wrong])]
+        [
+            torch.tensor(one["values"])
+            for one in judged(subject, name, [right, wrong], lambda: fed(subject, [right, wrong]))
+        ]
         for name in ("prefix gain", continuations.REFERENCE)
     )
     assert torch.equal(own[0], other[0])
@@ -151,7 +154,9 @@ def test_by_the_reference_answer_a_wrong_completion_is_judged_by_what_would_be_r
     ids = subject.tokenizer(SOLUTIONS[1].replace("#### 23", "#### 19"))["input_ids"]
     reasoning = find_reasoning({0: ids}, subject.tokenizer)[0]
     swapped = Case(0, wrong.problem, torch.tensor(ids), reasoning, False, [])
-    torch.testing.assert_close(torch.tensor(judged(subject, "prefix gain", [swapped])[0]["values"]), other[1])
+    torch.testing.assert_close(
+        torch.tensor(judged(subject, "prefix gain", [swapped], lambda: fed(subject, [swapped]))[0]["values"]), other[1]
+    )
 
 
 def test_places_share_out_what_is_positive():
@@ -191,7 +196,9 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch, capsys
     assert first["sampled on"]["name"] == first["environment"]["device"]["name"]
     assert first["drops"]["completions"] <= 24
     for kind in ("right", "wrong"):
-        few, all_of_them = (first["truth"][kind]["methods"][name]["right answer, spearman"][1] for name in ("OAR-P", "CF"))
+        few, all_of_them = (
+            first["truth"][kind]["methods"][name]["right answer, spearman"][1] for name in ("OAR-P", "CF")
+        )
         assert few <= 1 < all_of_them
     assert first["work"]["OAR-P"]["tokens"] > first["work"]["CF"]["tokens"] > 0
     text = (tmp_path / "evidence-pretrained.md").read_text()
@@ -203,7 +210,7 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch, capsys
     assert json.loads((tmp_path / "evidence-pretrained.json").read_text())["truth"] == first["truth"]
     assert main([*arguments, "3", "--costly", "0", "--scored-in", "float32"]) == 0
     other = json.loads((tmp_path / "evidence-pretrained.json").read_text())
-    assert other["truth"]["right"]["methods"].keys() == first["truth"]["right"]["methods"].keys() - {"OAR-P"}
+    assert other["truth"]["right"]["methods"].keys() == first["truth"]["right"]["methods"].keys() - {*continuations.COSTLY}
     assert other["truth"]["wrong"]["methods"]["CF"] == first["truth"]["wrong"]["methods"]["CF"]
     assert main([*arguments, "3", "--asked", "13"]) == 1
     assert "holds pieces of" in capsys.readouterr().err
