@@ -70,13 +70,21 @@ def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tu
 
 
 def encode_prompt(
-    question: str, tokenizer: PreTrainedTokenizerBase, *, instruction: str | None = "", at: datetime | None = None
+    question: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    instruction: str | None = "",
+    at: datetime | None = None,
+    examples: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
     """Encode the prompt: by the chat template if the tokenizer has one (without thinking), else `Question: ...`.
 
-    A template that writes the date writes that of `at`, by default today's.
+    A template that writes the date writes that of `at`, by default today's. `examples` are questions with their
+    answers, as earlier turns of the chat; a tokenizer without a template leaves them out.
     """
-    messages = [{"role": "user", "content": f"{question}\n{instruction}" if instruction else question}]
+    asked = [f"{text}\n{instruction}" if instruction else text for text in (*(q for q, _ in examples), question)]
+    turns = [text for turn in zip(asked, (answer for _, answer in examples), strict=False) for text in turn]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate([*turns, asked[-1]])]
     if _has_own_template(tokenizer):
         encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return encoded["input_ids"]
@@ -91,7 +99,7 @@ def _has_own_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def _rendered(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, at: datetime | None = None) -> str:
     if tokenizer.chat_template is None:
-        return f"Question: {messages[0]['content']}\nAnswer:"
+        return f"Question: {messages[-1]['content']}\nAnswer:"
     dated: dict[str, Any] = {}
     if at is not None and "strftime_now" in str(tokenizer.chat_template):
         dated["chat_template"] = _clock(at) + str(tokenizer.get_chat_template())
