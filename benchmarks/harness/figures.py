@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.results import table
+from benchmarks.harness.results import figures_of, table
 
 _FACTS = ("_seconds", "_rows", "idle_share", "tflop_per_s", "gap_nats")  # ends of the names of those that are printed
 
@@ -16,15 +16,16 @@ def page(files: list[Path]) -> str:
     rows, bad = list[list[str]](), list[str]()
     for file in files:
         for part, content in json.loads(file.read_text(encoding="utf-8"))["parts"].items():
-            for one in (*content["figures"], *content.get("profiles", ())):
-                seconds = one["seconds"]["median"] if "seconds" in one else one["seconds_unprofiled"]
+            for one in (*figures_of(content), *content.get("profiles", ())):
+                seconds = (one.get("seconds") or {}).get("median", one.get("seconds_unprofiled", math.nan))
                 facts = [
                     f"{name} {value:.4g}" for name, value in one.items() if name.endswith(_FACTS) and _number(value)
                 ]
                 rows.append([one["group"], one["name"], f"{seconds * 1e3:,.3f}", ", ".join(facts)])
             for kind in ("refused", "absent"):
-                bad += [f"{part}: {one['group']}, {one['name']} is {kind}: {one['reason']}" for one in content[kind]]
-            bad += [f"{part}: {name} failed" for name in content["failed"]]
+                bad += [f"{part}: {one['group']}, {one['name']} is {kind}: {one['reason']}" for one in content.get(kind, ())]
+            failed = content.get("failed", ())
+            bad += [f"{part}: {name} failed" for name in ([failed] if isinstance(failed, str) else failed)]
     return table(["workload", "contender", "ms", "facts"], rows) + "".join(f"- {line}\n" for line in bad)
 
 
