@@ -23,9 +23,10 @@ def page(files: list[Path]) -> str:
                 ]
                 rows.append([one["group"], one["name"], f"{seconds * 1e3:,.3f}", ", ".join(facts)])
             for kind in ("refused", "absent"):
-                bad += [f"{part}: {one['group']}, {one['name']} is {kind}: {one['reason']}" for one in content.get(kind, ())]
-            failed = content.get("failed", ())
-            bad += [f"{part}: {name} failed" for name in ([failed] if isinstance(failed, str) else failed)]
+                some = content.get(kind, ())
+                bad += [f"{part}: {one['group']}, {one['name']} is {kind}: {one['reason']}" for one in some]
+            failed = content.get("failed", [])  # of a block the reason, of a part its tests
+            bad += [f"{part}: {name} failed" for name in (failed if isinstance(failed, list) else [failed])]
     return table(["workload", "contender", "ms", "facts"], rows) + "".join(f"- {line}\n" for line in bad)
 
 

@@ -256,7 +256,7 @@ class Figures:
     """Everything one session measured, in the form that result files keep; each entry names its `group`.
 
     Attributes:
-        figures, ratios, absent, refused, checks, builds, profiles: entries.
+        figures, ratios, absent, refused, profiles: entries.
         workloads: what was measured, by name.
         failed: tests that failed.
     """
@@ -265,8 +265,6 @@ class Figures:
     ratios: list[dict[str, Any]] = field(default_factory=list)
     absent: list[dict[str, str]] = field(default_factory=list)
     refused: list[dict[str, str]] = field(default_factory=list)
-    checks: list[dict[str, Any]] = field(default_factory=list)
-    builds: list[dict[str, Any]] = field(default_factory=list)
     profiles: list[dict[str, Any]] = field(default_factory=list)
     workloads: dict[str, dict[str, Any]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)

@@ -7,7 +7,6 @@ asks for the CPU's figures. It exits with 1 if a part failed.
 
 import argparse
 import csv
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +18,10 @@ from benchmarks.harness.environment import REPOSITORY, describe_environment, slu
 from benchmarks.harness.plots import plot_results
 from benchmarks.harness.results import RESULTS
 
-PARTS = ("first-light", "kernels", "scoring", "rollouts", "trainer-step", "loss", "step", "profile")
-"""Each is a file of this folder; `first-light` is `bench_first_light.py`."""
+PARTS = ("kernels", "scoring", "trainer-step", "loss", "step")
+"""Each is a file of this folder; `trainer-step` is `bench_trainer_step.py`."""
 
-PEERS_OF = ("scoring", "step", "profile")
+PEERS_OF = ("scoring", "step")
 """Parts whose contenders can be chosen."""
 
 FAILED, NO_DEVICE = 1, 2
@@ -49,9 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = []
     for part in options.only or PARTS:
         print(f"== {part} -> {path}", flush=True)
-        interpreted = part == "first-light" and options.device == "cpu"
-        variables = os.environ | ({"TRITON_INTERPRET": "1"} if interpreted else {})
-        if subprocess.run(session(part, options, path), cwd=REPOSITORY, env=variables, check=False).returncode:
+        if subprocess.run(session(part, options, path), cwd=REPOSITORY, check=False).returncode:
             failed.append(part)
     try:
         for picture in plot_results(path) if path.exists() else []:
@@ -73,8 +70,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--select", help="pytest's -k for the part, to measure a piece of it")
     parser.add_argument(
         "--peers",
-        help="race only these in scoring, steps or profiles, comma-separated, a name with a comma in quotes: "
-        "'per span,ours'",
+        help="race only these in scoring or steps, comma-separated, a name with a comma in quotes: 'per span,ours'",
     )
     parser.add_argument("--smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
     parser.add_argument("--seconds", type=float, default=60.0, help="time for the rounds of one workload")
