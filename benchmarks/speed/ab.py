@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
@@ -31,11 +29,11 @@ from transformers.utils import is_liger_kernel_available
 from benchmarks.harness.ceilings import measure_ceilings
 from benchmarks.harness.environment import describe_environment
 from benchmarks.harness.race import release_memory, spread
-from benchmarks.harness.results import RESULTS, table, write_json
+from benchmarks.harness.results import RESULTS, figures_of, table, write_json
 from benchmarks.harness.workloads import MODELS, JobRollouts, policy, shaped_rollouts
 from benchmarks.speed.profiles import device_events, summarize
-from benchmarks.speed.replay import Replay, Stopwatch, trl_update
-from benchmarks.speed.step_peers import EXACT, PLAIN, STEP_PEERS, VARLEN
+from benchmarks.speed.replay import Replay, Stopwatch
+from benchmarks.speed.step_peers import EXACT, PLAIN, STEP_PEERS, TRL, VARLEN, WHOLE
 from benchmarks.speed.step_reference import taken_gradients
 from cfa_kernels import Rows, compile_layers, packed_forward
 from cfa_kernels.hf.compiled import EAGER
@@ -53,12 +51,15 @@ PREDICTED = {
     "4x8": {
         f"{PLAIN}, {AS_RACED}": 0.279, f"{PLAIN}, {LIGER}": 0.165, f"{PLAIN}, {COMPILED}": 0.130,
         f"{EXACT}, {AS_RACED}": 0.592, f"{EXACT}, {LIGER}": 0.39, f"{EXACT}, {COMPILED}": 0.275,
-        "TRL, all rows at a time": 0.433, TRL_LIGER: 0.32,
+        WHOLE: 0.433, TRL_LIGER: 0.32,
     },
-    "long": {f"{PLAIN}, of TRL with all rows": 0.25, f"{PLAIN}, of {VARLEN}": 0.5},
-    "trainer": {"cf": 0.27, "prefix_gain_positive": 0.10},
+    "long": {f"{PLAIN}, of {TRL}": 0.25, f"{PLAIN}, of {VARLEN}": 0.5},
+    "trainer": {f"cf, {COMPILED}": 0.27, f"prefix_gain_positive, {COMPILED}": 0.10},
 }  # fmt: skip
-"""Seconds, or what the name says, written down before the first run; credit's seconds for the trainer's presets."""
+"""Seconds, or shares of a contender's, written down before the first run; credit's seconds of the trainer's presets."""
+
+LEAST = 5.0
+"""Seconds of the budget without which no block begins."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Load:
 
 LOADS = {
     "cuda": {"4x8": Load(4, 8, 110, 220), "8x8": Load(8, 8, 110, 220), "long": Load(8, 8, 2048, 220)},
-    "smoke": {"4x8": Load(2, 2, 9, 60, 2), "8x8": Load(2, 2, 9, 60, 2), "long": Load(2, 2, 40, 60, 2)},
+    "smoke": {"4x8": Load(1, 2, 5, 30, 2), "8x8": Load(2, 2, 5, 30, 2), "long": Load(1, 2, 20, 30, 2)},
 }
 
 
@@ -170,12 +171,12 @@ class Outcome:
     weights: Tensor | None
 
 
-def race_steps(bench: Bench, load: str, contenders: Mapping[str, Callable[[Stopwatch], Any]], rounds: int) -> Any:
-    """Time steps in turns; compare the gradient and weights of each with those of its peer's first variant."""
+def race_steps(bench: Bench, load: str, contenders: Mapping[str, "Step"], rounds: int) -> Any:
+    """Time steps in turns; compare the gradient and weights of each with those of the first of its kind."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     parts: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {name: [] for name in contenders}
     facts: dict[str, dict[str, Any]] = {name: {} for name in contenders}
-    first: dict[str, Outcome] = {}  # by peer
+    first: dict[str, Outcome] = {}  # by kind
     running = dict(contenders)
     for i in range(-2, rounds):
         order = list(running)
@@ -187,23 +188,24 @@ def race_steps(bench: Bench, load: str, contenders: Mapping[str, Callable[[Stopw
                 release_memory(bench.device)
                 torch.cuda.reset_peak_memory_stats(bench.device)
                 facts[name]["bytes_before"] = torch.cuda.memory_allocated(bench.device)
-            began = time.perf_counter()
             try:
-                _, weights = running[name](watch)
-                own = watch.seconds()
+                with running[name].variant():
+                    began = time.perf_counter()
+                    _, weights = running[name](watch)
+                    own = watch.seconds()
+                    took = time.perf_counter() - began
             except (torch.OutOfMemoryError, RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
                 facts[name]["failed"] = f"{type(error).__name__}: {str(error)[:500]}"
                 print(traceback.format_exc(limit=6)[-1500:], flush=True)
                 del running[name]
                 release_memory(bench.device)
                 continue
-            took = time.perf_counter() - began
             gradients = taken_gradients(running[name].policy)
             if i == -1:
                 if bench.device.type == "cuda":
                     facts[name]["peak_bytes"] = torch.cuda.max_memory_allocated(bench.device)
                 outcome = Outcome(flat(gradients), None if weights is None else torch.cat(weights))
-                facts[name] |= compared(outcome, first.setdefault(running[name].peer, outcome))
+                facts[name] |= compared(outcome, first.setdefault(running[name].kind, outcome))
             if i < 0:
                 facts[name][("first_seconds", "second_seconds")[i + 2]] = took
                 continue
@@ -259,9 +261,24 @@ class Step:
     def policy(self) -> nn.Module:
         return self.replay.policy
 
+    @property
+    def kind(self) -> str:
+        return STEP_PEERS[self.peer].kind
+
     def __call__(self, watch: Stopwatch) -> Any:
-        with self.variant():
-            return STEP_PEERS[self.peer].run(self.replay, watch)
+        """Run it, as the variant whose context the caller has entered."""
+        return STEP_PEERS[self.peer].run(self.replay, watch)
+
+
+def trl_step(bench: Bench, load: str, *, rows: int | None = None, liger: bool = False) -> Step:
+    """TRL's step on a policy of its own, all rows at a time or `rows`.
+
+    With its own `use_liger_kernel`, which `train` applies to the layers of a trainer that is there.
+    """
+    rollouts = bench.replay(load).rollouts
+    replay = Replay(bench.fresh(), rollouts, rows or len(rollouts.job.completions))
+    replay.trl()  # which patches the model for good
+    return Step(replay, TRL, functools.partial(liger_kernels, replay.causal) if liger else contextlib.nullcontext)
 
 
 def steps_of(bench: Bench, load: str, peers: Sequence[str], variants: Sequence[str]) -> dict[str, Step]:
@@ -278,30 +295,10 @@ def steps_of(bench: Bench, load: str, peers: Sequence[str], variants: Sequence[s
 # Blocks
 
 
-@triton.jit
-def _nothing_kernel(p_x):
-    tl.store(p_x, 1.0)
-
-
 def host(bench: Bench) -> dict[str, Any]:
-    """What a launch costs the host; rates of the layer's products, also by FP8; the device's ceilings."""
-    device, count = bench.device, 200 if bench.smoke else 2000
-    x, ways = torch.zeros(16, device=device), dict[str, Callable[[], Any]]()
-    ways["aten add"] = lambda: torch.add(x, x)
-    if device.type == "cuda":
-        ways["triton launch"] = lambda: _nothing_kernel[(1,)](x)
-    result: dict[str, Any] = {"ceilings": measure_ceilings(device, smoke=bench.smoke), "launch_microseconds": {}}
-    for name, way in ways.items():
-        way()
-        times = []
-        for _ in range(3):
-            began = time.perf_counter()
-            for _ in range(count):
-                way()
-            times.append((time.perf_counter() - began) / count * 1e6)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        result["launch_microseconds"][name] = min(times)
+    """The device's ceilings and what a launch costs the host; rates of the layer's products, also by FP8."""
+    device = bench.device
+    result: dict[str, Any] = {"ceilings": measure_ceilings(device, smoke=bench.smoke)}
     config, products = MODELS[bench.name], list[dict[str, Any]]()
     width, inner = config.hidden_size, config.intermediate_size
     for rows in (64,) if bench.smoke else (7448, 24432):
@@ -427,20 +424,18 @@ def profile(bench: Bench) -> Any:
             taken_gradients(step.policy)
             return sum(watch.seconds().values())
 
-        run()
-        seconds = statistics.median(run() for _ in range(2))
-        lines.append({"group": "4x8", "name": name, **summarize(device_events(run, bench.device), seconds)})
+        with step.variant():
+            run()
+            seconds = statistics.median(run() for _ in range(2))
+            lines.append({"group": "4x8", "name": name, **summarize(device_events(run, bench.device), seconds)})
     return lines
 
 
 def trl(bench: Bench) -> Any:
     """TRL's step with all rows at a time, with and without its own Liger, beside ours as it is and compiled."""
-    contenders: dict[str, Any] = {}
-    for name, settings in (("TRL, all rows at a time", {}), (TRL_LIGER, {"liger": True})):
-        if settings and not bench.has_liger:
-            continue
-        replay = Replay(bench.fresh(), bench.replay("4x8").rollouts)
-        contenders[name] = Trl(replay, len(replay.job.completions), settings)
+    contenders = {WHOLE: trl_step(bench, "4x8")}
+    if bench.has_liger:
+        contenders[TRL_LIGER] = trl_step(bench, "4x8", liger=True)
     contenders |= steps_of(bench, "4x8", (PLAIN, EXACT), [bench.best])
     lines = race_steps(bench, "4x8", contenders, bench.rounds)
     contenders.clear()
@@ -456,35 +451,17 @@ def long(bench: Bench) -> Any:
     ours[f"{VARLEN}, {plain}"] = Step(shared, VARLEN, functools.partial(bench.variant, plain))
     lines += race_steps(bench, "long", ours, max(bench.rounds // 4, 1))
     for rows in (8, 4, 2) if not bench.smoke else (2,):
-        replay = Replay(bench.fresh(), shared.rollouts)
-        name = f"TRL, {rows} rows at a time, use_liger_kernel"
-        settings = {"liger": True} if bench.has_liger else {}
-        (line,) = race_steps(bench, "long", {name: Trl(replay, rows, settings)}, 1)
+        name = f"TRL, {rows} rows at a time{', use_liger_kernel' * bench.has_liger}"
+        (line,) = race_steps(bench, "long", {name: trl_step(bench, "long", rows=rows, liger=bench.has_liger)}, 1)
         lines.append(line)
-        del replay
         release_memory(bench.device)
         if line["seconds"] is not None:
             break
+    own, _, varlen, *_ = (line["seconds"] and line["seconds"]["median"] for line in lines)
+    for name, seconds in ((TRL, lines[-1]["seconds"] and lines[-1]["seconds"]["median"]), (VARLEN, varlen)):
+        ratio = own / seconds if own and seconds else None
+        lines.append({"group": "long", "name": f"{PLAIN}, of {name}", "ratio": ratio})
     return lines
-
-
-@dataclass
-class Trl:
-    """TRL's step, in micro-batches of so many rows."""
-
-    replay: Replay
-    rows: int
-    settings: dict[str, bool]
-    peer = PLAIN  # whose step it is
-
-    @property
-    def policy(self) -> nn.Module:
-        return self.replay.policy
-
-    def __call__(self, watch: Stopwatch) -> Any:
-        trainer = self.replay.trl(micro_batch=self.rows, **self.settings)
-        with watch.update():
-            return trl_update(self.replay, trainer, None), None
 
 
 def trainer(bench: Bench) -> Any:
@@ -497,7 +474,7 @@ def trainer(bench: Bench) -> Any:
     release_memory(bench.device)
     gc.freeze()
     steppers = {preset: program.stepper(load, made, preset) for preset in program.CREDITED}
-    lines, eager = list[Any](), {True: LIGER, False: COMPILED}
+    lines, eager = list[Any](), {True: LIGER if bench.has_liger else AS_RACED, False: COMPILED}
     compile_seconds = None
     for is_eager in (True, False):
         if not is_eager:
@@ -511,10 +488,10 @@ def trainer(bench: Bench) -> Any:
             value_of(EAGER, is_eager),
             liger_kernels(causal_lm(made.policy)) if has_liger else contextlib.nullcontext(),
         ):
-            for i in range(2 + max(bench.rounds // 2, 1)):
+            for i in range((1 if bench.smoke else 2) + max(bench.rounds // 2, 1)):
                 for preset, (contender, _) in steppers.items():
                     metrics = contender.run()
-                    if i < 2:
+                    if i < (1 if bench.smoke else 2):
                         continue
                     contender.check(metrics)
                     lines.append({"group": "trainer", "name": f"{preset}, {eager[is_eager]}", **metrics})
@@ -554,22 +531,32 @@ def main(argv: list[str] | None = None) -> int:
         print("no CUDA or HIP device here: nothing was run (--device cpu --smoke tries every block)", file=sys.stderr)
         return 2
     bench = Bench(device, smoke=options.smoke, budget=options.budget, rounds=options.rounds)
+    words = [word if word != str(options.into) else options.into.name for word in argv or sys.argv[2:]]
     document = {
         "schema": 1, "environment": describe_environment(device, options.commit), "predicted": PREDICTED,
-        "command": " ".join(["python -m benchmarks speed ab", *(argv or sys.argv[2:])]), "parts": {},
+        "command": " ".join(["python -m benchmarks speed ab", *words]), "parts": {},
     }  # fmt: skip
     failed = []
     for name in options.blocks.split(","):
         run, limit = BLOCKS[name]
         began, limit = time.monotonic(), min(limit, bench.seconds_left)
-        if limit < 5:
+        if limit < LEAST:
             document["parts"][name] = {"skipped": f"{bench.seconds_left:.0f} s of the budget were left"}
+            print(f"== {name} is skipped: {document['parts'][name]['skipped']}", flush=True)
+            write_json(options.into, document)
             failed.append(name)
             continue
         print(f"== {name}, at most {limit:.0f} s", flush=True)
         try:
             with at_most(0 if options.smoke else limit):
                 document["parts"][name] = {"result": run(bench)}
+                for line in figures_of(document["parts"][name]):
+                    line["predicted"] = PREDICTED.get(line["group"], {}).get(line["name"])
+        except TooLong as error:
+            document["parts"][name] = {"skipped": str(error)}
+            print(f"== {name} is skipped: {error}", flush=True)
+            failed.append(name)
+            release_memory(device)
         except Exception as error:
             document["parts"][name] = {"failed": f"{type(error).__name__}: {str(error)[:2000]}"}
             print(traceback.format_exc(limit=12)[-4000:], flush=True)
@@ -588,7 +575,7 @@ def at_most(seconds: float) -> Iterator[None]:
     """Raise `TooLong` in the main thread after so many seconds; 0 is no limit."""
 
     def end(*_: object) -> None:
-        raise TooLong(f"the block ran for more than {seconds:.0f} s")
+        raise TooLong(f"the block ran for more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -601,12 +588,10 @@ def at_most(seconds: float) -> Iterator[None]:
 
 def shown(name: str, part: Mapping[str, Any]) -> str:
     """A table of a block's figures in milliseconds, with what was predicted."""
-    result = part.get("result")
-    lines = result.get("figures", []) if isinstance(result, dict) else result or []
-    rows = []
-    for line in lines:
+    result, rows = part.get("result"), []
+    for line in figures_of(part):
         seconds = (line.get("seconds") or {}).get("median", line.get("seconds_unprofiled", line.get("time/credit")))
-        predicted = PREDICTED.get(line["group"], {}).get(line["name"])
+        predicted = line["predicted"]
         other = {key: value for key, value in line.items() if key in _SHOWN or key.startswith("time/")}
         texts = [f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in other.items()]
         texts += [f"{key} {1e3 * value:.1f}" for key, value in line.get("parts", {}).items() if value]
@@ -618,19 +603,10 @@ def shown(name: str, part: Mapping[str, Any]) -> str:
     return f"{head}\n" * bool(head) + table(["load", "contender", "ms", "predicted", "facts"], rows)
 
 
-_SHOWN = (
-    "failed",
-    "gradient_off",
-    "weights_off",
-    "first_seconds",
-    "idle_share",
-    "busy_seconds",
-    "launches",
-    "step_time",
-    "drops_off",
-    "drops_median",
-    "drops_spearman",
-)
+_SHOWN = {
+    "failed", "gradient_off", "weights_off", "first_seconds", "idle_share", "busy_seconds", "launches", "step_time",
+    "drops_off", "drops_median", "drops_spearman", "ratio",
+}  # fmt: skip
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:

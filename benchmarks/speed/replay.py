@@ -36,16 +36,18 @@ class Replay:
     Attributes:
         policy: the model to train, whose trainable parameters take the gradient.
         rollouts: with ids on the policy's device.
+        most_rows: of a padded micro-batch; by default TRL's.
     """
 
     policy: nn.Module
     rollouts: JobRollouts
+    most_rows: int = 8
     _trl: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
     def micro_batch(self) -> int:
-        """Rows per padded micro-batch: TRL's default."""
-        return min(8, len(self.job.completions))
+        """Rows per padded micro-batch."""
+        return min(self.most_rows, len(self.job.completions))
 
     @property
     def job(self) -> Job:
@@ -168,13 +170,12 @@ def _trl_trainer(
     *,
     credited: bool = False,
     log_entropy: bool = True,
-    liger: bool = False,
 ) -> Any:
     """A `GRPOTrainer` that finds `recorded` where it would sample and score completions.
 
-    It is never asked to `train`, so what that does to the model first is done here. With `credited` it is a
+    It is never asked to `train`, which would put Liger's kernels into the model. With `credited` it is a
     `CounterfactualGRPOTrainer(packed_loss=True)`, with `log_entropy` or without, which assigns credit to what was
-    recorded by its defaults. `liger` is TRL's own `use_liger_kernel`.
+    recorded by its defaults.
     """
     try:
         from datasets import Dataset
@@ -213,7 +214,6 @@ def _trl_trainer(
         beta=0.0,
         temperature=1.0,
         report_to=[],
-        use_liger_kernel=liger,
     )
     trainer = (_credited(Replaying, log_entropy) if credited else Replaying)(
         model=policy,
