@@ -1,6 +1,6 @@
 """Measure what a device can do at most: copy bandwidth and matrix-product rate."""
 
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -22,19 +22,9 @@ def launch_microseconds(device: torch.device, count: int) -> dict[str, float]:
     ways: dict[str, Callable[[], Any]] = {"aten add": lambda: torch.add(x, x)}
     if device.type == "cuda":
         ways["triton launch"] = lambda: _nothing_kernel[(1,)](x)
-    result = {}
-    for name, way in ways.items():
+    for way in ways.values():  # compiled
         way()
-        times = []
-        for _ in range(3):
-            began = time.perf_counter()
-            for _ in range(count):
-                way()
-            times.append((time.perf_counter() - began) / count * 1e6)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        result[name] = min(times)
-    return result
+    return {name: min(timeit.repeat(way, number=count, repeat=3)) / count * 1e6 for name, way in ways.items()}
 
 
 def measure_ceilings(device: torch.device, *, smoke: bool = False) -> dict[str, Any]:

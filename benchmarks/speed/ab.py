@@ -7,7 +7,6 @@ again after each block, with predictions next to measurements and with the reaso
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import gc
 import itertools
@@ -28,21 +27,19 @@ from transformers.utils import is_liger_kernel_available
 
 from benchmarks.harness.ceilings import measure_ceilings
 from benchmarks.harness.environment import describe_environment
-from benchmarks.harness.race import release_memory, spread
-from benchmarks.harness.results import RESULTS, figures_of, table, write_json
+from benchmarks.harness.figures import page
+from benchmarks.harness.race import Budget, Contender, race, release_memory, spread
+from benchmarks.harness.results import RESULTS, figures_of, write_json
 from benchmarks.harness.workloads import MODELS, JobRollouts, policy, shaped_rollouts
 from benchmarks.speed.profiles import device_events, summarize
 from benchmarks.speed.replay import Replay, Stopwatch
 from benchmarks.speed.step_peers import EXACT, PLAIN, STEP_PEERS, TRL, VARLEN, WHOLE
 from benchmarks.speed.step_reference import taken_gradients
-from cfa_kernels import Rows, compile_layers, packed_forward
+from cfa_kernels import compile_layers
 from cfa_kernels.hf.compiled import EAGER
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.model_state import ModelState
 from cfa_kernels.hf.modes import value_of
 from cfa_kernels.hf.verify import check_trainable
-from cfa_kernels.scoring import plan as scoring_plan
-from trainer.rollouts.merged import merged_adapters
 
 AS_RACED, LIGER, COMPILED = "HF's layers", "Liger", "compiled"  # Liger's kernels cannot be traced
 TRL_LIGER = "TRL, all rows at a time, use_liger_kernel"
@@ -62,25 +59,13 @@ LEAST = 5.0
 """Seconds of the budget without which no block begins."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """Shape of a step: problems of `group` completions each, and tokens."""
-
-    problems: int
-    group: int
-    prompt: int
-    completion: int
-    spans: int = 6
-
-    def rollouts(self) -> JobRollouts:
-        return shaped_rollouts(
-            self.problems, group=self.group, prompt=self.prompt, completion=self.completion, spans=self.spans
-        )
+def _shape(problems: int, group: int, prompt: int, completion: int, spans: int = 6) -> Callable[[], JobRollouts]:
+    return functools.partial(shaped_rollouts, problems, group=group, prompt=prompt, completion=completion, spans=spans)
 
 
 LOADS = {
-    "cuda": {"4x8": Load(4, 8, 110, 220), "8x8": Load(8, 8, 110, 220), "long": Load(8, 8, 2048, 220)},
-    "smoke": {"4x8": Load(1, 2, 5, 30, 2), "8x8": Load(2, 2, 5, 30, 2), "long": Load(1, 2, 20, 30, 2)},
+    "cuda": {"4x8": _shape(4, 8, 110, 220), "8x8": _shape(8, 8, 110, 220), "long": _shape(8, 8, 2048, 220)},
+    "smoke": {"4x8": _shape(1, 2, 5, 30, 2), "8x8": _shape(2, 2, 5, 30, 2), "long": _shape(1, 2, 20, 30, 2)},
 }
 
 
@@ -108,7 +93,7 @@ class Bench:
     def replay(self, load: str) -> Replay:
         """The load's rollouts, for the shared policy."""
         if load not in self._replays:
-            self._replays[load] = Replay(self.model, self.loads[load].rollouts().to(self.device))
+            self._replays[load] = Replay(self.model, self.loads[load]().to(self.device))
         return self._replays[load]
 
     @contextlib.contextmanager
@@ -296,7 +281,7 @@ def steps_of(bench: Bench, load: str, peers: Sequence[str], variants: Sequence[s
 
 
 def host(bench: Bench) -> dict[str, Any]:
-    """The device's ceilings and what a launch costs the host; rates of the layer's products, also by FP8."""
+    """The device's ceilings and what a launch costs the host; rates of the layer's products."""
     device = bench.device
     result: dict[str, Any] = {"ceilings": measure_ceilings(device, smoke=bench.smoke)}
     config, products = MODELS[bench.name], list[dict[str, Any]]()
@@ -306,40 +291,11 @@ def host(bench: Bench) -> dict[str, Any]:
             a, b = (torch.randn(n, depth, device=device, dtype=bench.dtype) for n in (rows, columns))
             flops = 2.0 * rows * columns * depth
             line = {"rows": rows, "columns": columns, "depth": depth}
-            line["tflop_per_s"] = flops / timed(device, lambda a=a, b=b: a @ b.t()) / 1e12
-            with contextlib.suppress(Exception):
-                line["fp8_tflop_per_s"] = flops / timed(device, functools.partial(fp8_product, a, b)) / 1e12
+            one = Contender("product", functools.partial(torch.matmul, a, b.t()), lambda _: None)
+            seconds = race([one], device=device, budget=Budget(0.0, 10, 10), clock="device")["product"].median
+            line["tflop_per_s"] = flops / seconds / 1e12
             products.append(line)
     return result | {"products": products}
-
-
-def fp8_product(a: Tensor, b: Tensor) -> Tensor:
-    """A product by rows in FP8, the left side quantised in it."""
-    largest = torch.finfo(torch.float8_e4m3fn).max
-
-    def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-        scale = x.abs().amax(1, keepdim=True).float() / largest
-        return (x / scale).to(torch.float8_e4m3fn), scale
-
-    (left, left_scale), (right, right_scale) = quantised(a), _right_side(b)
-    return torch._scaled_mm(left, right.t(), left_scale, right_scale.t(), out_dtype=a.dtype)
-
-
-@functools.lru_cache(maxsize=1)
-def _right_side(b: Tensor) -> tuple[Tensor, Tensor]:
-    scale = b.abs().amax(1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max
-    return (b / scale).to(torch.float8_e4m3fn), scale
-
-
-def timed(device: torch.device, run: Callable[[], Any], times: int = 10) -> float:
-    """Seconds of a job in a row of them."""
-    for _ in range(3):
-        run()
-    watch = Stopwatch(device)
-    with watch.part("run"):
-        for _ in range(times):
-            run()
-    return watch.seconds()["run"] / times
 
 
 def liger(bench: Bench) -> Any:
@@ -362,55 +318,6 @@ def compiled(bench: Bench) -> Any:
 
 def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def score(bench: Bench) -> Any:
-    """Scores of masked spans by themselves: with adapters, and from weights that they are merged into."""
-    replay, lines = bench.replay("4x8"), list[Any]()
-    variants = list(dict.fromkeys([LIGER if bench.has_liger else AS_RACED, bench.best]))
-    with value_of(EAGER, True):
-        check_trainable(replay.causal)
-    expected: Tensor | None = None
-    for name, is_merged in itertools.product(variants, (False, True)):
-        seconds, drops = list[dict[str, float]](), Tensor()
-        for _ in range(2 + bench.rounds):
-            with bench.variant(name):
-                watch = Stopwatch(bench.device)
-                drops = torch.cat(scored(replay, watch, merged=is_merged))
-                seconds.append(watch.seconds())
-        expected = drops if expected is None else expected
-        lines.append({
-            "group": "score, 4x8", "name": f"{name}{', merged' * is_merged}",
-            "seconds": spread([one["credit"] for one in seconds[2:]]), "parts": medians(seconds[2:]),
-            "drops_off": (drops - expected).abs().median().item(), "drops_median": expected.abs().median().item(),
-            "drops_spearman": spearman(drops, expected),
-        })  # fmt: skip
-    return lines
-
-
-def scored(replay: Replay, watch: Stopwatch, *, merged: bool) -> list[Tensor]:
-    """The drops of the job's spans; merged, the unmasked answers are fed once more, so that both are of one model."""
-    job = replay.job
-    forward = packed_forward(replay.causal, Rows(job.prompts, job.completions), keep_states=True, token_budget=1 << 30)
-    own = scoring_plan.queries_of
-
-    def alone(row: Any, *options: Any) -> list[Any]:
-        queries = own(row, *options)
-        return [dataclasses.replace(query, alone_from=query.first) for query in queries[:1]] + queries[1:]
-
-    with watch.part("merge"), merged_adapters(replay.policy) if merged else contextlib.nullcontext():
-        forward._model = ModelState(replay.causal)
-        scoring_plan.queries_of = alone if merged else own
-        try:
-            with watch.credit():
-                return forward.score(job.spans, job.answers, mask=job.placeholder_id, token_budget=1 << 30).drop
-        finally:
-            scoring_plan.queries_of = own
-
-
-def spearman(a: Tensor, b: Tensor) -> float:
-    ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
-    return torch.corrcoef(ranks)[0, 1].item()
 
 
 def profile(bench: Bench) -> Any:
@@ -466,11 +373,10 @@ def long(bench: Bench) -> Any:
 
 def trainer(bench: Bench) -> Any:
     """Steps of the training program by its stages, eager and compiled: masking and the gain of prefixes."""
-    from benchmarks.speed import bench_trainer_step as program
+    from benchmarks.speed import program_step as program
 
     load = program.LOADS["smoke" if bench.smoke else "cuda"]
-    load = load if bench.smoke else dataclasses.replace(load, longest=64)
-    made = program.make_trainer(load, bench.device, liger=False)
+    made = program.make_trainer(load, bench.device)
     release_memory(bench.device)
     gc.freeze()
     steppers = {preset: program.stepper(load, made, preset) for preset in program.CREDITED}
@@ -489,12 +395,10 @@ def trainer(bench: Bench) -> Any:
             liger_kernels(causal_lm(made.policy)) if has_liger else contextlib.nullcontext(),
         ):
             for i in range((1 if bench.smoke else 2) + max(bench.rounds // 2, 1)):
-                for preset, (contender, _) in steppers.items():
-                    metrics = contender.run()
-                    if i < (1 if bench.smoke else 2):
-                        continue
-                    contender.check(metrics)
-                    lines.append({"group": "trainer", "name": f"{preset}, {eager[is_eager]}", **metrics})
+                for preset, step in steppers.items():
+                    metrics = step()
+                    if i >= (1 if bench.smoke else 2):
+                        lines.append({"group": "trainer", "name": f"{preset}, {eager[is_eager]}", **metrics})
     gc.unfreeze()
     del made, steppers
     release_memory(bench.device)
@@ -514,7 +418,7 @@ def stages_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 BLOCKS: dict[str, tuple[Callable[[Bench], Any], float]] = {
     "host": (host, 25), "liger": (liger, 60), "compile": (compiled, 200), "profile": (profile, 50),
-    "score": (score, 40), "trl": (trl, 70), "long": (long, 90), "trainer": (trainer, 150),
+    "trl": (trl, 70), "long": (long, 90), "trainer": (trainer, 150),
 }  # fmt: skip
 """Function and limit in seconds of each block, in the order in which they decide."""
 
@@ -564,7 +468,7 @@ def main(argv: list[str] | None = None) -> int:
             release_memory(device)
         document["parts"][name]["took"] = time.monotonic() - began
         write_json(options.into, document)
-        print(shown(name, document["parts"][name]), flush=True)
+        print(page({name: document["parts"][name]}), flush=True)
     if failed:
         print(f"failed or skipped: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
@@ -584,29 +488,6 @@ def at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def shown(name: str, part: Mapping[str, Any]) -> str:
-    """A table of a block's figures in milliseconds, with what was predicted."""
-    result, rows = part.get("result"), []
-    for line in figures_of(part):
-        seconds = (line.get("seconds") or {}).get("median", line.get("seconds_unprofiled", line.get("time/credit")))
-        predicted = line["predicted"]
-        other = {key: value for key, value in line.items() if key in _SHOWN or key.startswith("time/")}
-        texts = [f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in other.items()]
-        texts += [f"{key} {1e3 * value:.1f}" for key, value in line.get("parts", {}).items() if value]
-        rows.append([
-            line["group"], line["name"], "-" if seconds is None else f"{seconds * 1e3:.1f}",
-            "" if predicted is None else f"{predicted * 1e3:.0f}", ", ".join(texts),
-        ])  # fmt: skip
-    head = {key: value for key, value in result.items() if key != "figures"} if isinstance(result, dict) else {}
-    return f"{head}\n" * bool(head) + table(["load", "contender", "ms", "predicted", "facts"], rows)
-
-
-_SHOWN = {
-    "failed", "gradient_off", "weights_off", "first_seconds", "idle_share", "busy_seconds", "launches", "step_time",
-    "drops_off", "drops_median", "drops_spearman", "ratio",
-}  # fmt: skip
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:

@@ -18,8 +18,8 @@ from benchmarks.harness.environment import REPOSITORY, describe_environment, slu
 from benchmarks.harness.plots import plot_results
 from benchmarks.harness.results import RESULTS
 
-PARTS = ("kernels", "scoring", "trainer-step", "loss", "step")
-"""Each is a file of this folder; `trainer-step` is `bench_trainer_step.py`."""
+PARTS = ("kernels", "scoring", "loss", "step")
+"""Each is a file of this folder; `step` is `bench_step.py`."""
 
 PEERS_OF = ("scoring", "step")
 """Parts whose contenders can be chosen."""
@@ -90,9 +90,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 def session(part: str, options: argparse.Namespace, path: Path) -> list[str]:
     """The command of a part's session of pytest, which `conftest.py` gives its options."""
-    command = [sys.executable, "-m", "pytest", f"benchmarks/speed/bench_{part.replace('-', '_')}.py"]
-    command += ["-p", "no:cacheprovider", "-s", "--tb=short", "--benchmark-enable"]
-    command += ["--benchmark-columns=median,iqr,min,max,rounds", "--benchmark-sort=name"]
+    command = [sys.executable, "-m", "pytest", f"benchmarks/speed/bench_{part}.py"]
+    command += ["-p", "no:cacheprovider", "-s", "--tb=short"]
     command += [f"--bench-device={options.device}", f"--bench-part={part}", f"--bench-into={path}"]
     command += [f"--bench-seconds={options.seconds}", f"--bench-rounds={options.rounds}"]
     command += [f"--bench-commit={options.commit}"] if options.commit else []
@@ -106,7 +105,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--bench-device", choices=("cpu", "cuda"), help="where to run; default: the GPU if there is one")
     group.addoption("--bench-smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
     group.addoption("--bench-seconds", type=float, default=60.0, help="time for the rounds of one race")
-    group.addoption("--bench-rounds", type=int, default=5, help="fewest rounds of one race")
+    group.addoption("--bench-rounds", type=int, help="fewest rounds of one race; default: a single one")
     group.addoption("--bench-peers", help="contenders to race, comma-separated; default: all")
     group.addoption("--bench-part", default="part", help="name of the part in the result file")
     group.addoption("--bench-into", help="result file")

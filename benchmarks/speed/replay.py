@@ -21,7 +21,6 @@ from cfa_kernels import Credit
 from cfa_kernels.credit.deferred import DeferredCredit
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.verify import check_trainable
-from cfa_kernels.integrations.credit import fold_weights
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
 
@@ -146,8 +145,8 @@ class StepPeer:
 
     Attributes:
         run: does it.
-        kind: which weights it is to use: "plain" (1), "counterfactual" (the CF paper's), "found" (the same, of spans
-            and answers that it finds itself) or "authors" (their code's).
+        kind: which weights it is to use: "plain" (1), "counterfactual" (the CF paper's) or "found" (the same, of spans
+            and answers that it finds itself).
         head_products: products of a row with the head in the update while the head is frozen; one more if it trains.
         head_rows: which rows those are: "active" tokens (with an advantage), all "tokens", or, of padded batches
             and on a CPU only, all "positions".
@@ -288,13 +287,9 @@ def padded_layout(rollouts: JobRollouts) -> dict[str, Tensor]:
     }
 
 
-def trl_update(replay: Replay, trainer: Any, weights: Weights | None) -> Tensor:
+def trl_update(replay: Replay, trainer: Any) -> Tensor:
     """One optimizer step's worth of `GRPOTrainer.training_step`, the optimizer left out."""
-    advantages = replay.rollouts.advantages.to(replay.device)
-    if weights is not None:
-        padded = nn.utils.rnn.pad_sequence(weights, batch_first=True, padding_value=1.0).to(replay.device)
-        advantages = fold_weights(advantages, padded)
-    trainer.recorded["advantages"] = advantages
+    trainer.recorded["advantages"] = replay.rollouts.advantages.to(replay.device)
     trainer._buffered_inputs, trainer._step = None, 0
     steps = trainer.args.gradient_accumulation_steps
     # Each loss comes back divided by the number of micro-batches, only for the log.

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from benchmarks.harness.race import Absent, WrongAnswer
 from benchmarks.harness.workloads import Job, JobRollouts
-from benchmarks.speed.peers import Observed, aligntune_importance, padded_logits_to_keep
+from benchmarks.speed.peers import padded_logits_to_keep
 from benchmarks.speed.replay import Weights
-from benchmarks.speed.step_peers import authors_weights
 from cfa_kernels import Span, detect_spans, find_answer, span_weights
 from cfa_kernels.hf.model import causal_lm
 
@@ -75,8 +74,6 @@ def weights_of_kind(kind: str, model: nn.Module, rollouts: JobRollouts) -> Weigh
         return None
     job = as_found(rollouts.job) if kind == "found" else rollouts.job
     scores = padded_logits_to_keep(ROWS, causal_lm(model), job)
-    if kind == "authors":
-        return authors_weights(job, _authors_importance(scores, rollouts))
     drops = [(row[0] - row[1:]).cpu() for row in scores]
     active = set(rollouts.active)
     return [
@@ -102,10 +99,6 @@ def as_found(job: Job) -> Job:
         answers.append(answer)
         spans.append(result)
     return replace(job, spans=spans, answers=answers)
-
-
-def _authors_importance(scores: Observed, rollouts: JobRollouts) -> Observed:
-    return [aligntune_importance(row.double().cpu(), rollouts.job, b) for b, row in enumerate(scores)]
 
 
 @dataclass(frozen=True)
