@@ -63,8 +63,8 @@ setup(
     ],
     package_dir={"cfa_trainer": "trainer"},
     package_data={
-        "cfa_kernels": ["py.typed", "hf/README.md"],
-        "cfa_trainer": ["presets/*", "embedded/assets/*", "analyze/assets/*"],
+        "cfa_kernels": ["py.typed", "hf/README.md", "credit/presets/*"],
+        "cfa_trainer": ["embedded/assets/*", "analyze/assets/*"],
     },
     entry_points={
         "console_scripts": [

@@ -11,11 +11,13 @@ from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
+import cfa_kernels
+
 EMBEDDED = "embedded"
 GENERATED = "generated"
 ASSETS = Path(__file__).parent / "embedded" / "assets"
 DEFAULTS_FILE = "defaults.yaml"
-PRESETS = Path(__file__).parent / "presets"
+PRESETS = Path(cfa_kernels.__file__).parent / "credit/presets"
 FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """Endings of files of rows, and what `datasets` calls them."""
 
