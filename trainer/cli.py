@@ -27,6 +27,7 @@ from .settings import (
     model_path,
     preset_names,
     require_files,
+    require_ranges,
 )  # fmt: skip
 
 MODEL_SETTINGS = (
@@ -82,6 +83,7 @@ def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
     """Fill the settings of a run whose files are there, in each process of a launcher; the first one prints."""
     with contextlib.redirect_stderr(sys.stderr if _is_first() else io.StringIO()), refusing(prog):
         settings: TrainSettings = parse(TrainSettings, argv, prog=prog)
+        require_ranges(settings)
         require_files(settings)
         return settings
 
