@@ -17,8 +17,6 @@ from cfa_kernels import AnswerRules
 from cfa_kernels.options import imported
 from cfa_kernels.text.rules import AnswerFormat
 
-from ..rollouts import Rollouts
-
 Reward = Callable[..., list[float | None]]
 """TRL's contract: `f(prompts=, completions=, completion_ids=, **others)`; None abstains."""
 
@@ -100,15 +98,6 @@ def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]
         except TypeError as problem:
             said = f"it is called with {', '.join(ARGUMENTS)} and the columns {sorted(columns)} by name"
             raise ValueError(f"reward {name}: {problem}; {said}, so let it take **others") from problem
-
-
-def arguments(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> dict[str, Sequence[Any]]:
-    """Collect the arguments of reward functions: columns of B rows of the data, and the samples for them."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    sampled = columns["question"], rollouts.texts, rollouts.ids()
-    own = rollouts.contents or [None] * len(rows)
-    contents = [text if content is None else content for text, content in zip(rollouts.texts, own, strict=True)]
-    return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns, CONTENTS: contents}
 
 
 def compute_rewards(
