@@ -11,7 +11,7 @@ ifeq ($(PY),$(VENV)/bin/python)
 SETUP := $(VENV)/installed
 endif
 
-.PHONY: demo test test-oldest test-newest quick soak lint docs gpu first-hour bench dist clean
+.PHONY: demo test test-oldest test-newest quick soak lint docs gpu bench dist clean
 
 demo: $(SETUP)
 	$(PY) -m trainer
@@ -50,10 +50,6 @@ docs: $(SETUP)
 gpu: $(SETUP)
 	$(PY) -m pytest -n 12 --dist worksteal
 	$(PY) -m benchmarks
-
-# The same on a GPU that is there for an hour only: in the order in which it pays, each step within nine minutes.
-first-hour: $(SETUP)
-	PY=$(PY) benchmarks/first_hour.sh
 
 bench: $(SETUP)
 	$(PY) -m benchmarks --device cpu

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .credit.deferred import Draws as Draws
     from .credit.deferred import credited_advantages as credited_advantages
     from .credit.deferred import token_entropies as token_entropies
+    from .credit.loss import CreditedLoss as CreditedLoss
+    from .credit.loss import credited_loss as credited_loss
     from .credit.weights import Bilevel as Bilevel
     from .credit.weights import Identity as Identity
     from .credit.weights import OwnWeights as OwnWeights
@@ -29,6 +31,7 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .estimators.base import Importances as Importances
     from .estimators.base import OwnFunction as OwnFunction
     from .estimators.entropy import Entropy as Entropy
+    from .estimators.entropy import EntropyShaping as EntropyShaping
     from .estimators.external import External as External
     from .estimators.gradient import Gradient as Gradient
     from .estimators.masking import Masking as Masking
@@ -38,6 +41,7 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .estimators.siblings import SiblingEdits as SiblingEdits
     from .estimators.total_effects import total_effects as total_effects
     from .hf.accuracy import noise_floor as noise_floor
+    from .hf.compile_layers import compile_layers as compile_layers
     from .hf.sharding import run_inside as run_inside
     from .hf.verify import check_model as check_model
     from .integrations.credit import fold_weights as fold_weights
@@ -74,9 +78,10 @@ _PUBLIC = {
     "credit.assign": "Credit counterfactual_credit counterfactual_weights",
     "credit.deferred": "DeferredCredit Draws credited_advantages token_entropies",
     "credit.config": "AnswerRules CounterfactualConfig SpanRules",
+    "credit.loss": "CreditedLoss credited_loss",
     "credit.weights": "Bilevel Identity OwnWeights Range TopShare span_weights",
     "estimators.base": "Estimator Importances OwnFunction",
-    "estimators.entropy": "Entropy",
+    "estimators.entropy": "Entropy EntropyShaping",
     "estimators.external": "External",
     "estimators.gradient": "Gradient",
     "estimators.masking": "Masking",
@@ -86,6 +91,7 @@ _PUBLIC = {
     "estimators.total_effects": "total_effects",
     "hf.sharding": "run_inside",
     "hf.accuracy": "noise_floor",
+    "hf.compile_layers": "compile_layers",
     "hf.verify": "check_model",
     "integrations.credit": "fold_weights",
     "losses.ragged": "LossBatch",

@@ -19,6 +19,7 @@ class Rows:
         completions: B tensors (T_b,); a completion that is masked as a whole may be empty.
         index: B integers, the number of each row in the whole batch of all processes: errors name it, and what is drawn
             for a row depends on it. Default 0 to B - 1.
+        lengths: B integers, the tokens of each completion.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Rows:
         self.index = list(range(len(prompts))) if index is None else [int(number) for number in index]
         self.prompts = _on_host("prompts", prompts, self.index, at_least=1)
         self.completions = _on_host("completions", completions, self.index, at_least=0)
+        self.lengths = list(map(len, self.completions))
 
     @classmethod
     def from_padded(
@@ -50,11 +52,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.prompts)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Count the tokens of each completion."""
-        return [len(row) for row in self.completions]
 
     def whole(self, row: int) -> np.ndarray:
         """Join prompt and completion of a row."""

@@ -45,8 +45,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 OUTCOMES = ("logprob", "mean_logprob", "last", "mean")
 SUMS = ("dapo", "grpo", "bnpo", "dr_grpo")
 
+CF_PAPER = {"selection": "first", "lead_in": "statement", "min_spread": 0.0}
 CREDIT: dict[str, dict[str, Any]] = {
     "default": {},
+    "CF paper": CF_PAPER,
+    "CF paper, mean": CF_PAPER | {"normalize": "mean"},
+    "CF paper, sentences": CF_PAPER | {"detector": "sentence"},
     "inverted": {"control": "inverted"},
     "random": {"control": "random"},
     "off": {"control": "off"},

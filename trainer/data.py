@@ -2,32 +2,50 @@
 
 import itertools
 import random
+import string
 import tempfile
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .config import GENERATED, DataConfig, TrainConfig
+from .config import DataConfig, TrainConfig
 from .embedded.problems import generate
-from .rewards.calls import ARGUMENTS
+from .rewards.calls import ARGUMENTS, CONTENTS
 from .rewards.code import mbpp_row
 from .rewards.numbers import gold_number
+from .settings import FILES, GENERATED, require_data
 
 GENERATED_TRAIN_PROBLEMS = 8192
 HELD_OUT_PROBLEMS = 256
 # Reinforcement learning's own stream of generated problems, whatever the seed of the run, so that runs compare.
 GENERATED_SEED = 1
-_FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+Messages = list[dict[str, str]]
+"""A prompt as chat templates take it: messages with a `role` and a `content`."""
+
+
+class NoSplitError(ValueError):
+    """A data set of the hub has no split of that name."""
 
 
 class Row(dict[str, Any]):
-    """Columns of a problem: `question`, and `answer` or `tests`; others go to rewards. `where` names it in errors."""
+    """Columns of a problem: `question`, and `answer` or `tests`; others go to rewards. `where` names it in errors.
 
-    def __init__(self, columns: Mapping[str, Any], where: str = "a row") -> None:
+    The question of a row with `messages` is its last one's content.
+    """
+
+    def __init__(self, columns: Mapping[str, Any], where: str = "a row", messages: Messages | None = None) -> None:
         super().__init__(columns)
-        self.where = where
+        self.where, self.messages = where, messages
+
+    @property
+    def prompt(self) -> str | Messages:
+        """The messages, or the question."""
+        return self["question"] if self.messages is None else self.messages
 
 
 def load_rows(
@@ -41,7 +59,7 @@ def load_rows(
     rows = _load(name, split, columns.dataset_config if name == columns.dataset else None)[:count]
     if not rows:
         raise ValueError(f"dataset {name}: has no rows")
-    if reserved := [column for column in ARGUMENTS if column in rows[0]]:
+    if reserved := [column for column in (*ARGUMENTS, CONTENTS) if column in rows[0]]:
         raise ValueError(f"dataset {name}: has a column {reserved[0]!r}, which reward functions get anyway; rename it")
     return [_checked(row, f"dataset {name}, row {i}", columns) for i, row in enumerate(rows)]
 
@@ -49,52 +67,124 @@ def load_rows(
 def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tuple[list[Row], list[Row]]:
     """Load training and held-out problems, disjoint by question; `seed` draws generated training problems only."""
     train = load_rows(config.dataset, split="train", count=config.train_problems, columns=config, seed=seed)
-    held_out = config.eval_problems
-    if config.eval_dataset is None and Path(config.dataset).suffix in _FILES:
+    held_out, test = config.eval_problems, list[Row]()
+    name = config.eval_dataset or config.dataset
+    if config.eval_dataset is not None or Path(name).suffix not in FILES:
+        count = held_out or (HELD_OUT_PROBLEMS if name == GENERATED else None)
+        try:
+            test = load_rows(name, split="test", count=count, columns=config)
+        except NoSplitError:
+            if config.eval_dataset is not None:
+                raise
+    if not test:
         random.Random(0).shuffle(train)
         held_out = held_out or HELD_OUT_PROBLEMS
         if held_out >= len(train):
             raise ValueError(f"eval_problems: cannot set {held_out} of {len(train)} rows of {config.dataset} aside")
         test, train = train[:held_out], train[held_out:]
-    else:
-        name = config.eval_dataset or config.dataset
-        held_out = held_out or (HELD_OUT_PROBLEMS if name == GENERATED else None)
-        test = load_rows(name, split="test", count=held_out, columns=config)
-    questions = {row["question"] for row in test}
-    train = [row for row in train if row["question"] not in questions]
+    prompts = {str(row.prompt) for row in test}
+    train = [row for row in train if str(row.prompt) not in prompts]
     if not train:
         raise ValueError(f"dataset {config.dataset}: every training problem is also held out")
     return train, test
 
 
 def encode_prompt(
-    question: str, tokenizer: PreTrainedTokenizerBase, *, instruction: str | None = "",
+    question: str | Messages, tokenizer: PreTrainedTokenizerBase, *, instruction: str | None = "",
+    system: str | None = None, thinking: bool = False, at: datetime | None = None,
     examples: Sequence[tuple[str, str]] = (),
 ) -> list[int]:  # fmt: skip
-    """Encode the prompt: by the chat template if the tokenizer has one (without thinking), else `Question: ...`.
+    """Encode the prompt: by the chat template if the tokenizer has one, else `Question: ...`.
 
-    `examples` are questions with their answers, as earlier turns of the chat.
+    `instruction` goes behind the last message, `system` in the place of the first. A template that writes the date
+    writes that of `at`, by default today's. `examples` are questions with their answers, as earlier turns of the chat;
+    a tokenizer without a template leaves them out.
     """
-    asked = [f"{text}\n{instruction}" if instruction else text for text in (*(q for q, _ in examples), question)]
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+    turns = [(f"{asked}\n{instruction}" if instruction else asked, answer) for asked, answer in examples]
+    if instruction:
+        messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{instruction}"}
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *(one for one in messages if one["role"] != "system")]
+    if tokenizer.chat_template is not None or _has_own_template(tokenizer):
+        roles = ("user", "assistant")
+        earlier = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+        messages = [*messages[:-1], *earlier, messages[-1]]
+    if _has_own_template(tokenizer):
+        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return encoded["input_ids"]
+    # A template writes the special tokens itself.
+    has_template = tokenizer.chat_template is not None
+    text = _rendered(messages, tokenizer, at, thinking=thinking)
+    return tokenizer(text, add_special_tokens=not has_template)["input_ids"]
+
+
+def _has_own_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return getattr(tokenizer, "backend", None) == "mistral_common"  # its `chat_template` is None
+
+
+def _rendered(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, at: datetime | None = None, *, thinking: bool = False
+) -> str:
     if tokenizer.chat_template is None:
-        return tokenizer(f"Question: {asked[-1]}\nAnswer:")["input_ids"]
-    texts = [text for turn in zip(asked, (answer for _, answer in examples), strict=False) for text in turn]
-    text = tokenizer.apply_chat_template(
-        [{"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate([*texts, asked[-1]])],
-        tokenize=False, add_generation_prompt=True, enable_thinking=False,
-    )  # fmt: skip
-    # The template writes the special tokens itself.
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(messages) > 1:
+            raise ValueError("a tokenizer without a chat template takes one message, no system prompt and no dialogue")
+        return f"Question: {messages[0]['content']}\nAnswer:"
+    dated: dict[str, Any] = {}
+    if at is not None and "strftime_now" in str(tokenizer.chat_template):
+        dated["chat_template"] = _clock(at) + str(tokenizer.get_chat_template())
+    text: Any = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking, **dated
+    )
+    return text
+
+
+def require_whole_prompt(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise `ValueError` naming the model if its template drops the question, or prompts end in the end of a text."""
+    question, text = "What is 3 + 4?", ""
+    try:
+        ids = encode_prompt(question, tokenizer)
+        if not _has_own_template(tokenizer):
+            text = _rendered([{"role": "user", "content": question}], tokenizer)
+    except Exception:  # a template that takes no such question is named with a row
+        return
+    if text and question not in text:
+        raise ValueError(
+            f"model {name}: its chat template drops the question {question!r}, it writes {text!r}; change it in "
+            "chat_template.jinja so that it takes a message's content as text, not in parts"
+        )
+    if ids[-1] in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+        last = tokenizer.decode(ids[-1:])
+        raise ValueError(
+            f"model {name}: its prompts end in {last!r}, the token that ends or pads a text; set add_eos_token to "
+            "false in tokenizer_config.json, or take it out of the chat template"
+        )
+
+
+def _clock(at: datetime) -> str:
+    """Write a macro for a chat template that takes the place of transformers' `strftime_now`, which is today's."""
+    # Functions among a template's variables reach it as text.
+    codes = [f"%{flag}{code}" for code in string.ascii_letters for flag in ("", "-")]
+    parts = "".join(f"|replace({code!r}, {at.strftime(code)!r})" for code in codes if at.strftime(code) != code)
+    return "{% macro strftime_now(format) %}{{ format" + parts + " }}{% endmacro %}\n"
 
 
 def encode_prompts(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainConfig, context: int | None
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    context: int | None,
+    at: datetime | None = None,
 ) -> list[list[int]]:
     """Encode the prompts of all rows; `ValueError` names the first that the template or the context does not take."""
     completion, prompts = config.max_completion_length, []
+    if config.enable_thinking and "enable_thinking" not in str(tokenizer.chat_template):
+        raise ValueError(f"enable_thinking: the chat template of model {config.model} does not read it; leave it out")
+    options: dict[str, Any] = {"system": config.system_prompt, "thinking": config.enable_thinking, "at": at}
     for row in rows:
+        instruction = config.question_instruction if row.messages is None else config.instruction
         try:
-            prompts.append(encode_prompt(row["question"], tokenizer, instruction=config.instruction))
+            prompts.append(encode_prompt(row.prompt, tokenizer, instruction=instruction, **options))
         except Exception as problem:  # a chat template raises what it likes
             said = f"{type(problem).__name__}: {problem}"
             raise ValueError(f"{row.where}: the chat template of model {config.model} fails: {said}") from problem
@@ -106,40 +196,73 @@ def encode_prompts(
 
 
 def _load(name: str, split: str, config: str | None) -> list[Any]:
+    require_data(name)
     import datasets  # slow to import
 
-    kind = _FILES.get(Path(name).suffix)
-    if Path(name).exists() != bool(kind) or Path(name).is_dir():
-        files = "a .json, .jsonl or .parquet file that exists"
-        raise ValueError(f"dataset {name}: expected {files}, a hub name or {GENERATED!r}")
+    kind = FILES.get(Path(name).suffix)
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         if kind:
             with tempfile.TemporaryDirectory() as cache:
                 return datasets.load_dataset(kind, data_files=name, split="train", cache_dir=cache).to_list()
-        configs = [config] if config is not None else datasets.get_dataset_config_names(name)
-        return datasets.load_dataset(name, configs[0] if len(configs) == 1 else "main", split=split).to_list()
+        try:
+            return datasets.load_dataset(name, config or "main", split=split).to_list()
+        except ValueError:  # it has no such configuration
+            if config is not None:
+                raise
+        return datasets.load_dataset(name, None, split=split).to_list()  # its only one, or its own default
     except StopIteration:  # of a file without rows
         return []
     except Exception as problem:  # of every kind
         cause: BaseException = problem
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        raise ValueError(f"dataset {name}: cannot be read: {type(cause).__name__}: {cause}") from problem
+        said = " ".join(str(cause).split())
+        advice = "; name it by dataset_config" * (not kind and config is None and "config" in said.lower())
+        kind_of = NoSplitError if said.startswith("Unknown split") else ValueError
+        raise kind_of(f"dataset {name}: cannot be read: {type(cause).__name__}: {said}{advice}") from problem
 
 
 def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:
     if columns.kind == "mbpp":
         return Row(mbpp_row(row, where), where)
-    row, texts = row.copy(), {}
-    for role, column in (("question", columns.question_column), ("answer", columns.answer_column)):
-        if column not in row:
-            raise ValueError(f"{where}: has no column {column!r}, only {sorted(row)}; name the one by {role}_column")
-        value = row.pop(column)
-        texts[role] = str(value) if role == "answer" and isinstance(value, int | float) else value
-        if not isinstance(texts[role], str) or not texts[role].strip():
-            raise ValueError(f"{where}: column {column!r} must be text that is not empty, got {value!r}")
+    row = row.copy()
+    question, answer = (
+        _taken(row, column, where, role)
+        for role, column in (("question", columns.question_column), ("answer", columns.answer_column))
+    )
+    messages: Messages | None = question if isinstance(question, list) else None
+    if messages is not None:
+        question = _last_content(messages, f"{where}: column {columns.question_column!r}")
+    texts = {"question": question, "answer": str(answer) if isinstance(answer, int | float) else answer}
+    for text, column in zip(texts.values(), (columns.question_column, columns.answer_column), strict=True):
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{where}: column {column!r} must be text that is not empty, got {text!r}")
     if columns.kind == "numbers" and gold_number(texts["answer"]) is None:
         raise ValueError(f"{where}: no number can be read from {columns.answer_column!r}: {texts['answer'][-60:]!r}")
-    return Row(row | texts, where)
+    return Row(row | texts, where, messages)
+
+
+def _taken(row: dict[str, Any], column: str, where: str, role: str) -> Any:
+    """Take a column out of a row, or read a field inside one by a dotted path."""
+    if column in row:
+        return row.pop(column)
+    value: Any = row
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            inside = sorted(value) if isinstance(value, Mapping) else value
+            raise ValueError(f"{where}: has no column {column!r}, only {inside}; name the one by {role}_column")
+        value = value[part]
+    return value
+
+
+def _last_content(messages: Messages, what: str) -> str:
+    """Give the content of the last message, of the user; raise `ValueError` for what is no list of messages."""
+    for i, message in enumerate(messages):
+        fields = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
+        if not all(isinstance(field, str) for field in fields):
+            raise ValueError(f"{what}: message {i} must have a role and a content, both text, got {message!r}")
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError(f"{what}: its last message must be the user's, got {messages[-1:]}")
+    return messages[-1]["content"]

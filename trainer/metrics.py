@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import Credit
+from cfa_kernels.credit.nothing import Nothing
 
 from .rollouts import Rollouts
 from .state import Batch
@@ -24,6 +25,7 @@ class Step:
     advantages: Tensor  # (B,)
     credit: Credit
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by sample, what is logged with it
+    nothing: Nothing | None = None  # why it taught nothing, or got little credit
 
 
 class Averages:

@@ -19,7 +19,7 @@ from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.packing.packs import groups_within
 
 from .config import TrainConfig
-from .processes import gather, own_share
+from .processes import count, gather, own_share
 from .rollouts import Rollouts
 from .state import Shaped
 
@@ -55,15 +55,28 @@ def halved(micro: MicroBatch, group_size: int) -> list[MicroBatch]:
     return [[b for group in half for b in group] for half in (groups[:middle], groups[middle:]) if half]
 
 
+class Moving(NamedTuple):
+    """Counts of what moves the loss of a micro-batch: tokens with a weight and an advantage, and rows with any."""
+
+    tokens: int = 0
+    rows: int = 0
+
+
 class Pass(NamedTuple):
     """Results of forward, loss and backward of one micro-batch."""
 
     micro: MicroBatch
-    moving: float  # tokens that move the loss
+    moving: Moving
     loss: Tensor  # ()
     norm: Tensor  # (), of the gradients summed so far
     metrics: dict[str, Tensor]  # ()
     logprobs: list[Tensor]  # b tensors (t,)
+
+
+def own_rows(config: TrainConfig, batch: UpdateBatch) -> list[int]:
+    """List the rows of this process's groups, by their places in the batch."""
+    size = config.num_generations
+    return [start + g for start in own_share(range(0, len(batch.rows), size)) for g in range(size)]
 
 
 def micro_batches(config: TrainConfig, batch: UpdateBatch, policy: nn.Module) -> list[MicroBatch]:
@@ -74,25 +87,25 @@ def micro_batches(config: TrainConfig, batch: UpdateBatch, policy: nn.Module) ->
     """
     budget = config.token_budget or default_token_budget(causal_lm(policy), training=True)
     groups, sizes = list[list[int]](), list[int]()
-    for start in own_share(range(0, len(batch.rows), config.num_generations)):
-        places = range(start, start + config.num_generations)
+    for _, places in groupby(own_rows(config, batch), lambda b: b // config.num_generations):
         if group := [b for b in places if batch.counted[b] and (config.beta != 0 or batch.advantages[b] != 0)]:
             groups.append(group)
-            sizes.append(len(batch.rows.prompts[start]) + sum(batch.rows.lengths[b] for b in group))
+            sizes.append(len(batch.rows.prompts[group[0]]) + sum(batch.rows.lengths[b] for b in group))
     return [[b for i in part for b in groups[i]] for part in groups_within(sizes, budget)]
 
 
 def batch_credit(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, batch: UpdateBatch, shaped: Shaped, *, step: int
 ) -> DeferredCredit:
-    """Make the credit of a batch, which is assigned to each micro-batch in the first forward over its rows.
+    """Make the credit of a batch, which is assigned to each micro-batch in the first forward over its rows, or at once.
 
     Edits of `shaped` multiply the weights, and credit that compares completions reads its rewards (B,).
     """
+    counted = [counts.expand(length) for counts, length in zip(batch.counted, batch.rows.lengths, strict=True)]
     return DeferredCredit(
         config.counterfactual(), tokenizer, batch.rows, batch.advantages, seed=Draws(config.seed).key(step),
-        groups=torch.arange(len(batch.rows)) // config.num_generations, rewards=shaped.rewards, factors=shaped.edits,
-        temperature=config.temperature,
+        groups=torch.arange(len(batch.rows)) // config.num_generations, rewards=shaped.rewards, mask=counted,
+        factors=shaped.edits, temperature=config.temperature, gather=gather if count() > 1 else None,
     )  # fmt: skip
 
 

@@ -29,6 +29,8 @@ from cfa_kernels import (
 )
 
 from .embedded.problems import generate
+from .rewards.numbers import parse_number
+from .rollouts.engine import end_ids
 
 INSTRUCTION = "Solve the problem step by step. End with a line of the form: #### <number>"
 
@@ -142,19 +144,20 @@ def sample(model: Any, tokenizer: Any, problems: list[Problem], settings: Settin
     options: dict[str, Any] = dict(max_new_tokens=settings.max_tokens, do_sample=not greedy)
     if not greedy:  # without top_k and top_p, generate cuts the distribution off by the model's own configuration
         options |= dict(temperature=settings.temperature, top_k=0, top_p=1.0)
-    ids = model.generate(**batch.to(model.device), **options).cpu()
-    return Rows(prompts, [until_end(row, tokenizer.eos_token_id) for row in ids[:, batch["input_ids"].shape[1] :]])
+    ends = end_ids(model, tokenizer)
+    ids = model.generate(**batch.to(model.device), **options, eos_token_id=ends).cpu()
+    return Rows(prompts, [until_end(row, ends) for row in ids[:, batch["input_ids"].shape[1] :]])
 
 
-def until_end(completion: Tensor, eos_id: int) -> Tensor:
-    """Cut a completion (T,) after its first end-of-text token."""
-    ends = (completion == eos_id).nonzero()
-    return completion[: int(ends[0]) + 1] if len(ends) else completion
+def until_end(completion: Tensor, ends: list[int]) -> Tensor:
+    """Cut a completion (T,) after the first token that ends one."""
+    places = torch.isin(completion, torch.tensor(ends)).nonzero()
+    return completion[: int(places[0]) + 1] if len(places) else completion
 
 
 def reward(completion: Tensor, problem: Problem, tokenizer: Any) -> float:
     """Return 1 if the completion's answer is the problem's, else 0."""
-    span = find_answer(completion, tokenizer)
+    span = find_answer(completion, tokenizer, prompt=problem.prompt)
     return float(span is not None and number(tokenizer.decode(completion[slice(*span)])) == problem.answer)
 
 
@@ -187,8 +190,9 @@ def encode(question: str, tokenizer: Any) -> list[int]:
 
 
 def number(text: str) -> str:
-    """Write a number without what people put around it."""
-    return text.strip().strip("$%. ").replace(",", "")
+    """Write a number in one way, whatever its form; a text that is none stays."""
+    value = parse_number(text.strip().rstrip("%. "))
+    return text.strip() if value is None else str(value)
 
 
 if __name__ == "__main__":

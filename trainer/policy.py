@@ -22,8 +22,9 @@ from transformers import (
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
 
-from .config import TrainConfig, model_path
+from .config import TrainConfig
 from .processes import rank
+from .settings import model_path, require_model
 
 # On the host; one copy of tensors that are sharded, by the process of rank 0. Frozen and tied weights are not there.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
@@ -34,9 +35,8 @@ def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTra
 
     Raises `ValueError` naming the model if one cannot be loaded or they do not belong together.
     """
-    name, folder = config.model, Path(model_path(config.model))
-    if (folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2) and not folder.is_dir():
-        raise FileNotFoundError(f"model {name}: there is no such folder")
+    name = config.model
+    require_model(name)
     with _loading(name, "configuration"):
         architecture = AutoConfig.from_pretrained(model_path(name))
     with _loading(name, "tokenizer"):
@@ -58,8 +58,8 @@ def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTra
     return tokenizer, architecture
 
 
-def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """Load the model to train, on its device and in eval mode.
+def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, compiles: bool = False) -> nn.Module:
+    """Load the model to train, on its device and in eval mode, with kernels that suit layers that will be compiled.
 
     Raises:
         ValueError: the model cannot be loaded, its checkpoint does not hold exactly its tensors, or neither it nor the
@@ -70,7 +70,8 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> nn.M
     model.to(config.precision.device)
     require_finite_weights(dict(model.named_parameters()))
     if config.precision.device.type == "cuda" and is_liger_kernel_available():
-        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+        # Compiled layers put Liger's norms and gates aside, but cannot its rotary embeddings.
+        apply_liger_kernel(model, {"rope": not compiles, "cross_entropy": False, "fused_linear_cross_entropy": False})
     # Sampling must follow the distribution that the loss differentiates: a repetition penalty or a top-k that the
     # model's own generation settings carry would bend it.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
@@ -114,11 +115,23 @@ def _load_whole(name: str, dtype: torch.dtype) -> Any:
         for tensor, saved, own in info["mismatched_keys"]
     ]
     faults = {"lacks": info["missing_keys"], "has no place for": info["unexpected_keys"], "holds": sizes}
+    is_more = not (info["missing_keys"] or sizes)  # than the model needs, and nothing else is wrong
     if said := [
         f"{fault} {', '.join(sorted(names)[:5])} ({len(names)} in all)" for fault, names in faults.items() if names
     ]:
-        raise ValueError(f"model {name}: its checkpoint does not fit {type(model).__name__}: it {'; it '.join(said)}")
+        fitting = f"model {name}: its checkpoint does not fit {type(model).__name__}: it {'; it '.join(said)}"
+        raise ValueError(
+            fitting + (_WITHOUT.format(source=model_path(name), to=f"{Path(name).name}-without") * is_more)
+        )
     return model
+
+
+# Value heads and layers that predict further tokens are not used; transformers leaves them out where it loads.
+_WITHOUT = (
+    '; to leave them out, run python -c "from transformers import *; '
+    "[kind.from_pretrained('{source}').save_pretrained('{to}') for kind in (AutoModelForCausalLM, AutoTokenizer)]\" "
+    "and take --model {to}"
+)
 
 
 def require_finite_weights(weights: Mapping[str, Tensor]) -> None:

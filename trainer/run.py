@@ -3,33 +3,38 @@
 import contextlib
 import itertools
 import os
+from datetime import datetime
 from pathlib import Path
 
 import torch
 from transformers import get_scheduler, set_seed
 
-from cfa_kernels.hf.model import context_length
+from cfa_kernels.hf.compile_layers import compile_layers
+from cfa_kernels.hf.model import causal_lm, context_length, vocab_size
+from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
 from .checkpoints.files import DiskError, whole_folder
 from .checkpoints.run_folder import RunFolder, open_run
 from .checks import require_supported, sampling_gap_limit
 from .config import TrainConfig
-from .data import encode_prompts, train_and_eval_rows
+from .data import encode_prompts, require_whole_prompt, train_and_eval_rows
 from .endings import Ended, Ending
 from .evaluate import evaluate
 from .experimental.compare_and_correct import require_fitting_prompt
 from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
-from .report import Report, Silence, tracker_library
+from .report import Report, Silence, announce, tracker_library
 from .rewards.calls import RewardError, load_reward, load_rewards, require_callable
 from .rollouts import TransformersEngine, VllmEngine, await_server
 from .state import Trainer
 from .step import problem_batches, training_step
 
 
-def set_up(config: TrainConfig) -> Trainer:
+def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     """Set up everything a run needs, checked before it starts.
+
+    `started` is when the run began, by which chat templates write dates; by default it begins now.
 
     Raises:
         ValueError, OSError, ImportError: a setting, a row of data, a checkpoint or a reward function is not what it
@@ -39,6 +44,7 @@ def set_up(config: TrainConfig) -> Trainer:
             model and the reason.
     """
     processes.start(config)
+    started = started or datetime.now()
     keep_few_kernels()
     for name in config.report_to:
         tracker_library(name)
@@ -52,23 +58,33 @@ def set_up(config: TrainConfig) -> Trainer:
     require_callable(rewards, rows[0])
     require_callable({config.grader: grader}, held_out[0])
     tokenizer, architecture = load_tokenizer(config)
+    require_whole_prompt(tokenizer, config.model)
     limit = context_length(architecture)
-    prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
+    prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit, started) for part in (rows, held_out))
     set_seed(config.seed)
-    policy = load_policy(config, tokenizer)
+    moving = processes.count() > 1 and config.parallel == "fsdp2"  # CUDA graphs do not follow weights that move
+    auto = config.precision.device.type == "cuda" and not moving
+    compiles = auto if config.torch_compile == "auto" else config.torch_compile == "on"
+    policy = load_policy(config, tokenizer, compiles=compiles)
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
+    announce("checking the model's log-probs and gradients")
     with config.precision.autocast():
         require_supported(policy, longest)
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
-    moving = processes.count() > 1 and config.parallel == "fsdp2"  # CUDA graphs do not follow weights that move
     rounded = config.precision.products if config.precision.is_mixed else None
+    tags = config.counterfactual().answers.thought_tags
     engine = (
-        VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy))
+        VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy), tags)
         if config.rollout_engine == "vllm"
-        else TransformersEngine(policy, tokenizer, rounded, captured=False if moving else None, longest=longest)
+        else TransformersEngine(
+            policy, tokenizer, rounded, captured=False if moving else None, longest=longest, thought_tags=tags
+        )
     )
     for model in [policy] if reference in (None, policy) else [policy, reference]:
         processes.distribute(model, config)
+        if compiles:
+            with config.precision.autocast():
+                compile_layers(model)
     if moving:  # as it runs from now on
         with config.precision.autocast():
             require_supported(policy, longest)
@@ -81,7 +97,7 @@ def set_up(config: TrainConfig) -> Trainer:
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 0, config.max_steps)
     trainer = Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
-        held_out_prompts, grader,
+        held_out_prompts, grader, started,
     )  # fmt: skip
     require_fitting_prompt(trainer)
     return trainer
@@ -120,7 +136,8 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     per_step = config.generation_batch_size // config.num_generations
     batches = itertools.islice(problem_batches(len(trainer.rows), per_step, config.seed), start, None)
     with Report(folder.path, config, trainer.tokenizer, report_state) if processes.rank() == 0 else Silence() as report:
-        notes = [*folder.notes, *trainer.engine.notes]
+        spare = describe_spare_ids(vocab_size(causal_lm(trainer.policy)), trainer.tokenizer)
+        notes = [*folder.notes, *trainer.engine.notes, *filter(None, [spare])]
         if report_state:
             notes.insert(0, f"going on from the checkpoint of step {start}; --no_resume starts anew, in a new folder")
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
@@ -128,6 +145,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
         try:
             for step in range(start, config.max_steps + 1):
                 if step > start:
+                    report.sampling(step)
                     report.stepped(step, training_step(trainer, step, next(batches)))
                 if is_due(step, config.eval_steps, config) and step not in evaluated:
                     evaluate_at(trainer, report, step, ending)

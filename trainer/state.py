@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class Trainer:
     held_out: list[Row]
     held_out_prompts: list[list[int]]
     grader: Reward  # solved where it gives 1 or more
+    started: datetime = field(default_factory=datetime.now)  # of the run: the date that chat templates write
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:

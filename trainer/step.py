@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cfa_kernels import Credit, DeferredCredit, LossBatch, Rows, packed_forward, packed_logprobs, packed_policy_loss
+from cfa_kernels.credit.nothing import Nothing, why_nothing
 from cfa_kernels.hf.fsdp import is_piece
 from cfa_kernels.hf.memory import run_in_memory
 from cfa_kernels.hf.model import causal_lm
@@ -27,6 +28,7 @@ from .metrics import Averages, StageTimes, Step, length_metrics, reward_metrics
 from .microbatch import (
     ByRow,
     MicroBatch,
+    Moving,
     Pass,
     UpdateBatch,
     batch_credit,
@@ -36,12 +38,13 @@ from .microbatch import (
     halved,
     micro_batches,
     on_host,
+    own_rows,
 )
 from .rewards.calls import arguments, compute_rewards, group_advantages
 from .rollouts import Rollouts
 from .state import Batch, Shaped, Trainer
 
-_Launched = tuple[MicroBatch, float, PackedLoss]  # its rows, how many of its tokens move the loss, and the loss
+_Launched = tuple[MicroBatch, Moving, PackedLoss]  # its rows, what of them moves the loss, and the loss
 
 
 def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
@@ -59,7 +62,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     counted = ~(rollouts.truncated & config.mask_truncated_completions)  # (B,)
 
     with times.during("update"):
-        credit, losses = update(trainer, step, UpdateBatch(rollouts, counted, advantages), shaped, times)
+        credit, nothing, losses = update(trainer, step, UpdateBatch(rollouts, counted, advantages), shaped, times)
     metrics = {
         **reward_metrics(batch.rewards, batch.by_function, config.num_generations),
         **length_metrics(rollouts),
@@ -68,7 +71,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
         **shaped.metrics,
         **times.metrics(),
     }
-    return Step(metrics, batch, advantages, credit, shaped.notes)
+    return Step(metrics, batch, advantages, credit, shaped.notes, nothing)
 
 
 def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
@@ -89,7 +92,7 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
 
 def update(
     trainer: Trainer, step: int, batch: UpdateBatch, shaped: Shaped, times: StageTimes
-) -> tuple[Credit, dict[str, float]]:
+) -> tuple[Credit, Nothing | None, dict[str, float]]:
     """Take `num_iterations` optimizer steps on one batch of rollouts.
 
     `shaped.edits` multiply the credit weights, `shaped.rewards` (B,) feed estimators that compare completions; credit
@@ -102,6 +105,7 @@ def update(
     policy.train()
     parts = with_idle(micro_batches(config, batch, policy), policy)
     credit = batch_credit(config, trainer.tokenizer, batch, shaped, step=step)
+    assign_at_once(trainer, credit, own_rows(config, batch), parts, times)
     objective = Objective(trainer, batch, credit, times, reference_logprobs(trainer, batch, parts))
     for iteration in range(config.num_iterations):
         passes, norm = backward(trainer, parts, objective)
@@ -119,7 +123,17 @@ def update(
     policy.eval()
     metrics.add({"learning_rate": trainer.scheduler.get_last_lr()[0]})
     trainer.scheduler.step()
-    return gather_credit(credit), metrics.values()
+    together = gather_credit(credit)
+    return together, why_nothing(credit, together, batch.rollouts.truncated.tolist()), metrics.values()
+
+
+def assign_at_once(
+    trainer: Trainer, credit: DeferredCredit, rows: list[int], parts: Sequence[MicroBatch], times: StageTimes
+) -> None:
+    """Assign the credit of this process's rows if it compares completions that no one micro-batch has all of."""
+    if credit.compares_beyond(parts):
+        with times.during("credit"), trainer.config.precision.autocast():
+            credit.by_model(trainer.policy, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -142,17 +156,19 @@ class Objective:
         policy = self.trainer.policy
         with self.trainer.config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
             if not micro:
-                return micro, 0.0, idle_loss(policy)
+                return micro, Moving(), idle_loss(policy)
             return run_inside(policy, lambda: self._launch(micro), trains=True)
 
     def _launch(self, index: MicroBatch) -> _Launched:
         config, batch, credit = self.trainer.config, self.batch, self.credit
         rows, is_due = batch.rows.take(index), credit.is_due(index)
+        causal = causal_lm(self.trainer.policy)
         forward = packed_forward(
-            causal_lm(self.trainer.policy),
+            causal,
             rows,
             token_budget=config.token_budget,
             keep_states=is_due and credit.config.continues,
+            foreseen=credit.foreseen(index, causal) if is_due else None,
         )
         if is_due:
             with self.times.during("credit"):
@@ -173,8 +189,8 @@ class Objective:
                 rows, old, advantages, weights=weights, ref_logprobs=reference, sampling_logprobs=sampled, **options
             )
         )  # fmt: skip
-        moving = sum(((row != 0) & (signed != 0)).sum() for row, signed in zip(weights, advantages, strict=True))
-        return index, float(moving), loss
+        moving = [int(((row != 0) & (own != 0)).sum()) for row, own in zip(weights, advantages, strict=True)]
+        return index, Moving(sum(moving), sum(count > 0 for count in moving)), loss
 
 
 def with_idle(parts: list[MicroBatch], policy: nn.Module) -> list[MicroBatch]:
@@ -187,13 +203,18 @@ def measure(
     metrics: Averages, trainer: Trainer, batch: UpdateBatch, passes: Sequence[Pass], *, is_sampler: bool
 ) -> None:
     """Check passes and add what they measured to `metrics`; `is_sampler` if their policy is the one that sampled."""
+    config = trainer.config
+    corrects_rows = config.importance_sampling_mode.startswith(("sequence", "geometric"))
     for done in passes:
         require_finite(done, trainer.policy)
-        counts = {name: done.moving for name in done.metrics if name == "ratio_mean" or name.startswith("sampling/")}
-        if trainer.config.importance_sampling_level != "token":
-            counts |= {name: float(len(done.micro)) for name in done.metrics if "clip_ratio" in name}
+        counts = {name: done.moving.tokens for name in done.metrics if name == "ratio_mean" or "sampling/" in name}
+        counts["vespo/phi_seq_mean"] = done.moving.rows
+        if corrects_rows:
+            counts["sampling/importance_sampling_ratio/mean"] = done.moving.rows
+        if config.importance_sampling_level != "token" and config.loss_type != "gmpo":
+            counts |= {name: len(done.micro) for name in done.metrics if "clip_ratio" in name}
         own = {name: x for name, x in done.metrics.items() if is_sampler or not name.startswith("sampling/")}
-        metrics.add(own, batch.tokens(done.micro), counts)
+        metrics.add({name: x for name, x in own.items() if not x.isnan()}, batch.tokens(done.micro), counts)
     if is_sampler and passes:
         metrics.add({"sampling/gap": check_sampling_gap(passes, batch, trainer.policy, trainer.config)})
 

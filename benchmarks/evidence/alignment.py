@@ -28,7 +28,7 @@ from benchmarks.harness.results import Pieces, made_by, table
 from cfa_kernels import Rows, packed_forward
 from cfa_kernels.options import POSITIVE, Count, Interval
 from cfa_kernels.rows import keyed_generator
-from trainer.config import ASSETS as SMALL
+from trainer.settings import ASSETS as SMALL
 
 SIZES = (1, 4, 16, 64)
 """Groups of a batch, in smallest batches."""

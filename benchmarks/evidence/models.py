@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.config import GENERATED
 from trainer.data import Row, encode_prompt, load_rows
 from trainer.rewards.calls import INSTRUCTIONS
 from trainer.rewards.numbers import final_number, gold_number
 from trainer.rollouts import TransformersEngine
+from trainer.settings import GENERATED
 
 INSTRUCTION = INSTRUCTIONS["numbers"]
 _COMPUTATION = re.compile(r"<<[^<>\n]*>>")  # as GSM8K marks it

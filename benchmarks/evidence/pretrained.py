@@ -22,8 +22,8 @@ from cfa_kernels import CounterfactualConfig, Rows, counterfactual_credit
 from cfa_kernels.options import POSITIVE, Count, Interval, check_fields
 from cfa_kernels.text.find import find_reasoning
 from trainer.analyze.statistics import bootstrap_interval
-from trainer.config import ASSETS
 from trainer.rollouts.engine import end_ids
+from trainer.settings import ASSETS
 
 Rolled = Sequence[Mapping[str, Any]]
 """Completions, each with its `problem`'s number, `ids`, `ended`, and `reward`."""

@@ -209,6 +209,15 @@ from cfa_kernels import check_model
 check_model(model)  # NotImplementedError names the model and the reason
 ```
 
+Vision-language classes are scored and trained on text as they are: Gemma 3, Mistral 3, Qwen3-VL and Qwen3.5 give their
+own log-probs and gradients (`tests/hf/test_vision_language.py`). Llama 4's class has no head of its own: pass
+`model.language_model`. Images are not supported.
+
+Quantised bases with adapters are scored and trained: bitsandbytes in 4 bit (nf4 and fp4; bfloat16, float16 or float32
+compute) and in 8 bit. Tests run those on a CPU (`tests/hf/test_quantised.py`); quanto's int8 was tried by hand, also on
+a CPU. Nothing quantised was run on a GPU, and GPTQ and AWQ, whose kernels need one, were not run at all. The check
+multiplies by the layers' own matrices in float32, so that their rounding is not taken for a wrong tree.
+
 | Type | Model | Layers | Scores | Trains | Off by less than, nats | Gradients, of their norm | Why |
 |---|---|---|---|---|--:|--:|---|
 """

@@ -4,11 +4,12 @@
 """
 
 import contextlib
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,10 @@ from transformers import PreTrainedModel
 
 from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job, JobRollouts
-from cfa_kernels import Credit
+from cfa_kernels import CounterfactualConfig, Credit
 from cfa_kernels.credit.deferred import DeferredCredit
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.verify import check_trainable
-from cfa_kernels.integrations.credit import fold_weights
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
 
@@ -35,16 +35,18 @@ class Replay:
     Attributes:
         policy: the model to train, whose trainable parameters take the gradient.
         rollouts: with ids on the policy's device.
+        most_rows: of a padded micro-batch; by default TRL's.
     """
 
     policy: nn.Module
     rollouts: JobRollouts
+    most_rows: int = 8
     _trl: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
     def micro_batch(self) -> int:
-        """Rows per padded micro-batch: TRL's default."""
-        return min(8, len(self.job.completions))
+        """Rows per padded micro-batch."""
+        return min(self.most_rows, len(self.job.completions))
 
     @property
     def job(self) -> Job:
@@ -71,44 +73,66 @@ class Replay:
         return self._trl[key]
 
 
-class Stopwatch:
-    """Seconds by the wall and of the processor, of credit and of update, of one step.
+class Mark(NamedTuple):
+    """A change of part: what runs from here on, and when, on the host and in the device's queue."""
 
-    A part within another counts to the inner one only.
-    """
+    part: str | None
+    wall: float
+    cpu: float
+    event: Any
+
+
+class Stopwatch:
+    """Seconds of each part of one step, without a wait in between; a part within another counts to the inner only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.seconds = {"credit": 0.0, "update": 0.0}
-        self.cpu_seconds = {"credit": 0.0, "update": 0.0}
-        self._running: str | None = None
-        self._since = (0.0, 0.0)
+        self._marks: list[Mark] = []
 
     def credit(self) -> contextlib.AbstractContextManager[None]:
-        return self._part("credit")
+        return self.part("credit")
 
     def update(self) -> contextlib.AbstractContextManager[None]:
-        return self._part("update")
+        return self.part("update")
 
     @contextlib.contextmanager
-    def _part(self, name: str) -> Iterator[None]:
-        outer = self._run(name)
+    def part(self, name: str) -> Iterator[None]:
+        outer = self._marks[-1].part if self._marks else None
+        self._marks.append(self._mark(name))
         yield
-        self._run(outer)
+        self._marks.append(self._mark(outer))
 
-    def _run(self, name: str | None) -> str | None:
-        """Credit the time since the last change to the part that was running; returns that part."""
-        now, before = self._now(), self._running
-        if before is not None:
-            self.seconds[before] += now[0] - self._since[0]
-            self.cpu_seconds[before] += now[1] - self._since[1]
-        self._running, self._since = name, now
-        return before
+    def _mark(self, part: str | None) -> Mark:
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        return Mark(part, *self._now(), event)
 
     def _now(self) -> tuple[float, float]:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         return time.perf_counter(), time.process_time()
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each part until the device has done it; waits for the device."""
+        if self._device.type != "cuda":
+            return self._sums(lambda begin, end: end.wall - begin.wall)
+        torch.cuda.synchronize(self._device)
+        return self._sums(lambda begin, end: begin.event.elapsed_time(end.event) / 1e3)
+
+    def host_seconds(self) -> dict[str, float]:
+        """Seconds that the host took to launch each part."""
+        return self._sums(lambda begin, end: end.wall - begin.wall)
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Seconds of the processor in each part."""
+        return self._sums(lambda begin, end: end.cpu - begin.cpu)
+
+    def _sums(self, between: Callable[[Mark, Mark], float]) -> dict[str, float]:
+        sums = {"credit": 0.0, "update": 0.0}
+        for begin, end in itertools.pairwise(self._marks):
+            if begin.part is not None:
+                sums[begin.part] = sums.get(begin.part, 0.0) + between(begin, end)
+        return sums
 
 
 Step = Callable[[Replay, Stopwatch], tuple[Tensor, Weights | None]]
@@ -121,8 +145,8 @@ class StepPeer:
 
     Attributes:
         run: does it.
-        kind: which weights it is to use: "plain" (1), "counterfactual" (the CF paper's), "found" (the same, of spans
-            and answers that it finds itself) or "authors" (their code's).
+        kind: which weights it is to use: "plain" (1), "counterfactual" (the CF paper's) or "found" (the same, of spans
+            and answers that it finds itself).
         head_products: products of a row with the head in the update while the head is frozen; one more if it trains.
         head_rows: which rows those are: "active" tokens (with an advantage), all "tokens", or, of padded batches
             and on a CPU only, all "positions".
@@ -148,9 +172,8 @@ def _trl_trainer(
 ) -> Any:
     """A `GRPOTrainer` that finds `recorded` where it would sample and score completions.
 
-    It is never asked to `train`, so what that does to the model first is done here. With `credited` it is a
-    `CounterfactualGRPOTrainer(packed_loss=True)`, with `log_entropy` or without, which assigns credit to what was
-    recorded by its defaults.
+    It is never asked to `train`, which would put Liger's kernels into the model. With `credited` it is a
+    `PackedGRPOTrainer`, with `log_entropy` or without, which masks the spans of what was recorded.
     """
     try:
         from datasets import Dataset
@@ -163,7 +186,7 @@ def _trl_trainer(
         folder: tempfile.TemporaryDirectory[str]
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
-            self._calculate_rewards()
+            self._calculate_rewards(inputs, [], [], [row.tolist() for row in rollouts.job.completions])
             return dict(self.recorded)
 
         def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -203,7 +226,7 @@ def _trl_trainer(
 
 
 def _credited(replaying: type, log_entropy: bool) -> type:
-    """A class of `CounterfactualGRPOTrainer(packed_loss=True)` that credits what `replaying` recorded."""
+    """A class of `PackedGRPOTrainer` that credits what `replaying` recorded."""
     try:
         from cfa_kernels.integrations.trl import CounterfactualMixin
     except ImportError as error:  # this TRL is older than it takes
@@ -216,7 +239,7 @@ def _credited(replaying: type, log_entropy: bool) -> type:
         weights: Weights
 
         def __init__(self, **options: Any) -> None:
-            super().__init__(**options, packed_loss=True, log_entropy=log_entropy)
+            super().__init__(**options, credit=CounterfactualConfig(), log_entropy=log_entropy)
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
             with self.stopwatch.credit():
@@ -263,13 +286,9 @@ def padded_layout(rollouts: JobRollouts) -> dict[str, Tensor]:
     }
 
 
-def trl_update(replay: Replay, trainer: Any, weights: Weights | None) -> Tensor:
+def trl_update(replay: Replay, trainer: Any) -> Tensor:
     """One optimizer step's worth of `GRPOTrainer.training_step`, the optimizer left out."""
-    advantages = replay.rollouts.advantages.to(replay.device)
-    if weights is not None:
-        padded = nn.utils.rnn.pad_sequence(weights, batch_first=True, padding_value=1.0).to(replay.device)
-        advantages = fold_weights(advantages, padded)
-    trainer.recorded["advantages"] = advantages
+    trainer.recorded["advantages"] = replay.rollouts.advantages.to(replay.device)
     trainer._buffered_inputs, trainer._step = None, 0
     steps = trainer.args.gradient_accumulation_steps
     # Each loss comes back divided by the number of micro-batches, only for the log.

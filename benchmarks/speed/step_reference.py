@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from benchmarks.harness.race import Absent, WrongAnswer
 from benchmarks.harness.workloads import Job, JobRollouts
-from benchmarks.speed.peers import Observed, aligntune_importance, padded_logits_to_keep
+from benchmarks.speed.peers import Observed, padded_logits_to_keep
 from benchmarks.speed.replay import Weights
-from benchmarks.speed.step_peers import authors_weights
 from cfa_kernels import Span, detect_spans, find_answer, span_weights
 from cfa_kernels.hf.model import causal_lm
 
@@ -69,14 +68,16 @@ def taken_gradients(model: nn.Module) -> Gradients:
     return result
 
 
-def weights_of_kind(kind: str, model: nn.Module, rollouts: JobRollouts) -> Weights | None:
-    """The weights a kind of contender should use, from padded forwards of whole rows in the model's precision."""
+def answer_scores(kind: str, model: nn.Module, rollouts: JobRollouts) -> Observed | None:
+    """Log-probs of answers, of a row and its branches, by padded forwards of whole rows in the model's precision."""
     if kind == "plain":
         return None
+    return padded_logits_to_keep(ROWS, causal_lm(model), as_found(rollouts.job) if kind == "found" else rollouts.job)
+
+
+def weights_of_scores(kind: str, scores: Observed, rollouts: JobRollouts) -> Weights:
+    """The weights that a kind of contender should use, given the log-probs of answers."""
     job = as_found(rollouts.job) if kind == "found" else rollouts.job
-    scores = padded_logits_to_keep(ROWS, causal_lm(model), job)
-    if kind == "authors":
-        return authors_weights(job, _authors_importance(scores, rollouts))
     drops = [(row[0] - row[1:]).cpu() for row in scores]
     active = set(rollouts.active)
     return [
@@ -84,6 +85,23 @@ def weights_of_kind(kind: str, model: nn.Module, rollouts: JobRollouts) -> Weigh
         else torch.ones(len(completion))
         for b, completion in enumerate(job.completions)
     ]  # fmt: skip
+
+
+def weight_budgets(kind: str, exact: Observed, low: Observed, rollouts: JobRollouts, eps: float) -> Weights:
+    """How far each token's weight may be off: as far as rounding may move the scores, each by itself, that it is of.
+
+    A score may be off by its own last place and by the largest error of any score in the policy's precision; weights
+    that divide by the spread of a row's drops may be off by more the smaller that is.
+    """
+    worst = max((abs(x.double() - y.double()).max().item() for x, y in zip(exact, low, strict=True)), default=0.0)
+    shifts = [SLACK * (worst + eps * row.abs().max().item()) for row in exact]
+    weights = weights_of_scores(kind, exact, rollouts)
+    budgets = [torch.zeros(len(row), dtype=torch.float64) for row in weights]
+    for place in range(max(map(len, exact))):
+        moved = [row + shift * (torch.arange(len(row)) == place) for row, shift in zip(exact, shifts, strict=True)]
+        for budget, row, other in zip(budgets, weights, weights_of_scores(kind, moved, rollouts), strict=True):
+            budget += (row.double() - other.double()).abs().cpu()
+    return budgets
 
 
 def as_found(job: Job) -> Job:
@@ -104,10 +122,6 @@ def as_found(job: Job) -> Job:
     return replace(job, spans=spans, answers=answers)
 
 
-def _authors_importance(scores: Observed, rollouts: JobRollouts) -> Observed:
-    return [aligntune_importance(row.double().cpu(), rollouts.job, b) for b, row in enumerate(scores)]
-
-
 @dataclass(frozen=True)
 class Truth:
     """Loss, weights and gradients of one kind of step in higher precision, and how far the policy's own is off."""
@@ -116,14 +130,18 @@ class Truth:
     weights: Weights | None
     gradients: Gradients
     loss_error: float
-    weight_error: float
+    weight_budgets: Weights | None
     gradient_error: float  # the worst parameter's
     active: list[int]  # the rows whose weights matter
 
     @staticmethod
     def of(kind: str, model: nn.Module, exact: nn.Module, rollouts: JobRollouts) -> "Truth":
         """By the definition, in `model`'s precision and with `exact`, the same model in a higher one."""
-        weights, low_weights = (weights_of_kind(kind, m, rollouts) for m in (exact, model))
+        scores, low_scores = (answer_scores(kind, m, rollouts) for m in (exact, model))
+        weights = low_weights = budgets = None
+        if scores is not None and low_scores is not None:
+            weights, low_weights = (weights_of_scores(kind, part, rollouts) for part in (scores, low_scores))
+            budgets = weight_budgets(kind, scores, low_scores, rollouts, torch.finfo(torch.float32).eps)
         loss, gradients = padded_autograd(exact, rollouts, weights)
         low_loss, low = padded_autograd(model, rollouts, low_weights)
         errors = {name: relative_error(low[name], gradient) for name, gradient in gradients.items()}
@@ -137,7 +155,7 @@ class Truth:
             weights,
             gradients,
             abs(low_loss - loss),
-            largest_difference(low_weights, weights, rollouts.active),
+            budgets,
             max(errors.values()),
             rollouts.active,
         )
@@ -147,9 +165,13 @@ class Truth:
         if result.gradients.keys() != self.gradients.keys():
             raise WrongAnswer(f"gradients of {sorted(self.gradients.keys() ^ result.gradients.keys())[:3]} differ")
         weight_error = largest_difference(result.weights, self.weights, self.active)
-        allowed_weight = SLACK * (self.weight_error + 4 * eps)
-        if not weight_error <= allowed_weight:
-            raise WrongAnswer(f"a token weight is off by {weight_error:.2g}, allowed are {allowed_weight:.2g}")
+        for b in self.active if weight_error else ():
+            if result.weights is None or self.weights is None or self.weight_budgets is None:
+                raise WrongAnswer(f"a token weight is off by {weight_error:.2g}")
+            excess = (result.weights[b].double().cpu() - self.weights[b].double().cpu()).abs()
+            excess = (excess - self.weight_budgets[b] - 4 * SLACK * eps).max().item()
+            if not excess <= 0:
+                raise WrongAnswer(f"row {b}: a token weight is off by {excess:.2g} more than rounding accounts for")
         allowed = SLACK * (self.gradient_error + eps)
         errors = {name: relative_error(result.gradients[name], truth) for name, truth in self.gradients.items()}
         worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else torch.inf)

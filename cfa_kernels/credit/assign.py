@@ -1,18 +1,21 @@
 """Credit rows of sampled tokens: find answers and units, estimate importances, weigh every token."""
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..estimators.base import ANSWER, Importances
+from ..estimators.base import ANSWER, SIBLINGS, Importances, OwnFunction
 from ..estimators.probes import Probe
 from ..hf.accuracy import ACCURACY
 from ..hf.model import vocab_size
 from ..options import as_numbers
+from ..packing.prefix_tree import Query
 from ..rows import Rows, equal_prompts, keyed_generator, pad_rows
 from ..scoring.access import CAPABILITIES, ModelAccess, TrainingForward, as_access
 from ..scoring.batch import ScoredBatch
@@ -20,10 +23,11 @@ from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import rounding
 from ..span import Span
 from ..text.find import Reasoning
+from ..text.offsets import decoded
 from .config import CounterfactualConfig, as_config
 from .shown import as_html, as_table
-from .units import CreditInputs, find_units, placeholder_of, scored_as, special_ids
-from .weights import WeightInputs, normalized_weights, opened, spread_over_tokens, with_draws
+from .units import CreditInputs, find_units, of_all_processes, placeholder_of, scored_as, special_ids
+from .weights import Gather, WeightInputs, normalized_weights, opened, spread_over_tokens, with_draws
 
 FIGURES: dict[str, str] = {
     "credit/weight_mean": "mean",
@@ -81,6 +85,15 @@ class Credit:
         """Pad the weights with 1 to (B, width), by default as wide as the longest completion."""
         return pad_rows(self.weights, width, value=1)
 
+    def take(self, rows: Sequence[int]) -> "Credit":
+        """Copy the credit of some rows, in the order of `rows`; the work stays that of all."""
+        texts, columns = self.texts, {}
+        for name in _COLUMNS:
+            column = getattr(self, name)
+            columns[name] = None if column is None else [column[b] for b in rows]
+        base = self.base[list(rows)]
+        return replace(self, **columns, base=base, texts=texts and (lambda i: texts(rows[i])))  # type: ignore[arg-type]
+
     @staticmethod
     def joined(lengths: Sequence[int], parts: Sequence[tuple[Sequence[int], "Credit"]]) -> "Credit":
         """Join the credit of parts of a batch, each with its rows; rows in no part get weight 1 and are not scored."""
@@ -98,14 +111,14 @@ class Credit:
             added=list(nothing) if signed else None,
         )
         for rows, credit in parts:
-            for name in ("weights", "answers", "spans", "drop", "base", "advantages", "added"):
+            for name in (*_COLUMNS, "base"):
                 if (values := getattr(credit, name)) is not None:
                     for b, value in zip(rows, values, strict=True):
                         getattr(whole, name)[b] = value
         return whole
 
     def metrics(self, counted: Sequence[Tensor] | None = None) -> dict[str, float]:
-        """Compute figures to log. Drops are in nats; one below 0 is a distractor's.
+        """Compute figures to log; one over nothing is left out. Drops are in nats; one below 0 is a distractor's.
 
         For signed credit the figures describe what is added to the advantages, instead of weights and drops.
         `counted` are B tensors (T_b,), 1 on tokens that the loss counts; default all.
@@ -118,21 +131,23 @@ class Credit:
 
         scored = [spans for spans in self.spans if spans]
         figures = {
-            "credit/scored_fraction": len(scored) / max(len(self.spans), 1),
-            "credit/spans_mean": sum(map(len, scored)) / max(len(scored), 1),
             "credit/tokens_fed": float(self.work.tokens_fed if self.work else 0),
             "credit/forwards": float(self.work.forwards if self.work else 0),
         }
-        if self.added is not None:
-            added = tokens(self.added)
-            return figures | {
-                "credit/added_abs_mean": added.abs().mean().item() if len(added) else 0.0,
-                "credit/added_fraction": (added != 0).float().mean().item() if len(added) else 0.0,
-            }
-        weights = tokens(self.weights)
-        figures["credit/weight_mean"] = weights.mean().item() if len(weights) else 1.0
-        figures["credit/weight_std"] = weights.std(correction=0).item() if len(weights) else 0.0
-        if any(map(len, self.drop)):
+        if self.spans:
+            figures["credit/scored_fraction"] = len(scored) / len(self.spans)
+        if scored:
+            figures["credit/spans_mean"] = sum(map(len, scored)) / len(scored)
+        if len(values := tokens(self.weights if self.added is None else self.added)):
+            figures |= (
+                {"credit/weight_mean": values.mean().item(), "credit/weight_std": values.std(correction=0).item()}
+                if self.added is None
+                else {
+                    "credit/added_abs_mean": values.abs().mean().item(),
+                    "credit/added_fraction": (values != 0).float().mean().item(),
+                }
+            )
+        if self.added is None and any(map(len, self.drop)):
             drops = torch.cat(self.drop)
             figures |= {
                 "credit/drop_mean": drops.mean().item(),
@@ -140,6 +155,9 @@ class Credit:
                 "credit/distractor_fraction": (drops < 0).float().mean().item(),
             }
         return figures
+
+
+_COLUMNS = ("weights", "answers", "spans", "drop", "advantages", "added")  # of `Credit`, lists of B
 
 
 def counterfactual_weights(
@@ -150,12 +168,13 @@ def counterfactual_weights(
     advantages: Tensor | Sequence[Tensor] | None = None,
     config: CounterfactualConfig | None = None,
     seed: int | Sequence[int] = 0,
+    mask: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Weigh the tokens of rows, B tensors (T_b,) fp32: `counterfactual_credit(...).weights`.
 
     Also raises `ValueError` if credit is signed, which weights cannot express.
     """
-    credit = counterfactual_credit(model, tokenizer, rows, advantages=advantages, config=config, seed=seed)
+    credit = counterfactual_credit(model, tokenizer, rows, advantages=advantages, config=config, seed=seed, mask=mask)
     if credit.advantages is not None:
         raise ValueError("config: its estimator is signed; use counterfactual_credit and train on its advantages")
     return credit.weights
@@ -175,6 +194,8 @@ def counterfactual_credit(
     external: Sequence[Tensor | Sequence[float]] | None = None,
     probes: Sequence[Probe | None] | None = None,
     targets: Sequence[Tensor | None] | None = None,
+    mask: Sequence[Tensor] | None = None,
+    gather: Gather | None = None,
 ) -> Credit:
     """Find answers and units of completions, estimate importances, and weigh every token.
 
@@ -195,46 +216,60 @@ def counterfactual_credit(
         probes: for each completion a `Probe` to append and score in place of its own answer, or None. Gives units to
             completions without an answer; nothing is trained on it.
         targets: for each completion 1-D int64 tokens to score in place of its own answer, which it must have, or None.
+        mask: B tensors (T_b,), 1 on tokens that the policy wrote, 0 on others, such as a tool's, in any number of runs;
+            by default those whose advantage is not 0, where advantages are per token, else all. Tokens of others are in
+            no answer and no unit, weigh 1, and count in no mean. A row without any is compared with others, not judged.
+        gather: function that returns its argument of each process, by rank, where `rows` are a part of the batch. The
+            threshold of `weights="top"` is then that of all parts, and an estimator that is a function is given all
+            rows, which need a number of their own in `rows.index`. All processes must call this.
 
     Raises:
         ValueError: columns that are not as described; an estimator that lacks a column, or gives values of the wrong
             number or that are not finite; names the row. Also rows of other numbers or lengths than those of the
-            `TrainingForward`; their tokens are not compared.
+            `TrainingForward`, whose tokens are not compared, and rows of two processes with one number.
         TypeError: `config` is not a configuration.
         NotImplementedError: an estimator needs what this access to the model does not offer.
         Also what the estimator itself raises.
     """
     config, access = as_config(config), as_access(model)
 
-    def assign() -> Credit:
-        inputs = CreditInputs.of(
+    def checked() -> CreditInputs:
+        return CreditInputs.of(
             rows, advantages, credited_rows=config.completions, groups=groups, rewards=rewards, entropies=entropies,
-            external=external, probes=probes, targets=targets,
+            external=external, probes=probes, targets=targets, mask=mask,
         )  # fmt: skip
+
+    shows_all = config.runs_estimator and isinstance(config.estimator, OwnFunction)
+    whole = of_all_processes(checked(), gather) if gather is not None and shows_all else None
+
+    def estimate() -> tuple[Assignment, Estimate]:
         if isinstance(access, TrainingForward):
             access.forward.require_rows(rows)
-        try:
-            keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
-        except TypeError as error:
-            raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
-        reasoning = find_units(config, tokenizer, inputs)
-        return _Assignment(config, access, tokenizer, inputs, reasoning, keys).credit()
+        assignment = Assignment.of(config, access, tokenizer, checked() if whole is None else whole, seed)
+        return assignment, assignment.estimate()
 
-    return access.run(assign) if config.asks_model else assign()
+    assignment, result = access.run(estimate) if config.asks_model else estimate()
+    if whole is not None:
+        return assignment.credit(result).take(list(map(whole.rows.index.index, rows.index)))
+    return assignment.credit(result, gather)  # outside of `run`, where processes meet in forwards only
 
 
-class _Estimate(NamedTuple):
+class Estimate(NamedTuple):
     """Importances of the rows that an estimator was given, by row."""
 
     importances: Importances
     base: Mapping[int, Tensor]  # ()
     compared: Mapping[int, Tensor]  # (K,), equal throughout a row if they differ by rounding only
     drops: Mapping[int, Tensor]  # (K,) the importances, 0 where rounding may account for them
+    min_spreads: Mapping[int, float]  # `Range.min_spread` of a row that has none
 
 
-@dataclass(frozen=True)
-class _Assignment:
-    """Inputs of one assignment of credit, with the answers and units of credited rows."""
+@dataclass
+class Assignment:
+    """Inputs of one assignment of credit, with the answers and units of credited rows.
+
+    `access` may be another one of the same model when `estimate` is called.
+    """
 
     config: CounterfactualConfig
     access: ModelAccess
@@ -243,10 +278,36 @@ class _Assignment:
     reasoning: Mapping[int, Reasoning]
     seed: tuple[int, ...]
 
-    def credit(self) -> Credit:
+    @classmethod
+    def of(
+        cls,
+        config: CounterfactualConfig,
+        access: ModelAccess,
+        tokenizer: Any,
+        inputs: CreditInputs,
+        seed: int | Sequence[int],
+    ) -> "Assignment":
+        """Find answers and units; nothing is asked of the model."""
+        try:
+            keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
+        except TypeError as error:
+            raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
+        return cls(config, access, tokenizer, inputs, find_units(config, tokenizer, inputs), keys)
+
+    def foreseen(self) -> list[list[Query]] | None:
+        """List for each row the queries that judging it will ask; None for none."""
+        if not self.config.runs_estimator or not self._units:
+            return None
+        queries = self.config.estimator.foreseen(self._batch)
+        if queries is None:
+            return None
+        of_row = {row.place: own for row, own in zip(self._batch.rows, queries, strict=True)}
+        return [of_row.get(b, []) for b in range(len(self.inputs.rows))]
+
+    def credit(self, estimate: Estimate, gather: Gather | None = None) -> Credit:
         """Turn importances into weights or, if they are signed, into additions to the advantages."""
         config, inputs, reasoning = self.config, self.inputs, self.reasoning
-        estimate, index, rows = self._estimate(), inputs.rows.index, range(len(inputs.rows))
+        index, rows = inputs.rows.index, range(len(inputs.rows))
         rule = None if estimate.importances.signed else config.weights
         inverted, is_random = config.control == "inverted", config.control == "random"
         weights = [torch.ones(length) for length in inputs.rows.lengths]
@@ -256,16 +317,20 @@ class _Assignment:
             importances = estimate.compared.get(b, torch.zeros(0))
             spans = row.spans if b in estimate.compared or is_random else []
             spans = opened(spans) if config.open_spans else spans
-            weighed[b] = WeightInputs(importances, spans, row.answer, inputs.rows.lengths[b])
+            weighed[b] = WeightInputs(
+                importances, spans, row.answer, inputs.rows.lengths[b], min_spread=estimate.min_spreads.get(b, 0.0)
+            )
             if config.control in ("permuted", "random"):
                 generator = keyed_generator(*self.seed, index[b], "weights")
                 weighed[b] = with_draws(weighed[b], rule, config.control, generator)
         if rule is not None:
-            for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted), strict=True):
-                weights[b] = normalized_weights(line, config.normalize) if line.any() else line
+            for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted, gather=gather), strict=True):
+                written = inputs.writes(b)
+                line = torch.where(written, line, 1.0)
+                weights[b] = normalized_weights(line, config.normalize, written) if line[written].any() else line
         elif config.control != "off":
             added = [torch.zeros(length) for length in inputs.rows.lengths]
-            for b, (importances, units, _, length, _) in weighed.items():
+            for b, (importances, units, _, length, *_) in weighed.items():
                 values = -importances if inverted else importances
                 added[b] = spread_over_tokens(values, units, length).nan_to_num(nan=0.0)
         none, nan = torch.zeros(0), torch.tensor(float("nan"))
@@ -278,39 +343,48 @@ class _Assignment:
             work=estimate.importances.work,
             advantages=None if added is None else self._advantages(added),
             added=added,
-            texts=lambda b: [self.tokenizer.decode([token]) for token in inputs.rows.completions[b].tolist()],
+            texts=lambda b: [decoded([i], self.tokenizer) for i in inputs.rows.completions[b].tolist()],
         )
 
-    def _estimate(self) -> _Estimate:
+    def estimate(self) -> Estimate:
         """Run the estimator on the units of credited rows."""
-        config, access, inputs = self.config, self.access, self.inputs
-        units = {b: row.spans for b, row in self.reasoning.items() if row.spans}
+        config, access, units = self.config, self.access, self._units
         if not config.runs_estimator or not units:
-            return _Estimate(Importances([], signed=config.weights is None), {}, {}, {})
+            return Estimate(Importances([], signed=config.weights is None), {}, {}, {}, {})
         capabilities = config.estimator.needs & set(CAPABILITIES)
         if missing := sorted(capabilities - access.capabilities):
             raise NotImplementedError(
                 f"{config.asked_for}: it needs {CAPABILITIES[missing[0]]}, and the model is asked through "
                 f"{type(access).__name__}"
             )
-        batch = self._batch(inputs.with_tokens if config.compares else list(units))
+        batch = self._batch
         places = [row.place for row in batch.rows]
         result = access.apply(config.estimator, batch) if capabilities else config.estimator(access, batch)
         importances = _checked(result, [units.get(b, []) for b in places], batch.index)
         importances = replace(importances, signed=importances.signed or config.weights is None)
         compared, drops = _beyond_rounding(importances, batch.answers, ACCURACY[access.dtype])
         base = [] if importances.base is None else list(importances.base.float().cpu())
-        columns = (dict(zip(places, column)) for column in (base, compared, drops))  # noqa: B905
-        return _Estimate(importances, *columns)
+        spreads = [_min_spread(importances, answer, ACCURACY[access.dtype]) for answer in batch.answers]
+        columns = (dict(zip(places, column)) for column in (base, compared, drops, spreads))  # noqa: B905
+        return Estimate(importances, *columns)
 
-    def _batch(self, rows: Sequence[int]) -> ScoredBatch:
-        """Build the estimator's batch of some rows, in packing order."""
+    @cached_property
+    def _units(self) -> dict[int, list[Span]]:
+        return {b: row.spans for b, row in self.reasoning.items() if row.spans}
+
+    @cached_property
+    def _batch(self) -> ScoredBatch:
+        """Build the estimator's batch of the rows that it judges or compares, in packing order."""
         config, inputs, none = self.config, self.inputs, Reasoning(None, 0, [])
+        rows = inputs.with_tokens if config.compares else list(self._units)
         special, masks = special_ids(self.tokenizer), ANSWER in config.estimator.needs
         some = inputs.rows.take(rows)
         has_model = self.access.module is not None and config.needs & set(CAPABILITIES)
         model = self.access.model if has_model else None
         vocab = None if model is None else vocab_size(model)
+        groups = torch.tensor(equal_prompts(inputs.rows.prompts)) if inputs.groups is None else inputs.groups
+        if SIBLINGS in config.needs and len(groups.unique()) == len(groups):  # with those that have no reward
+            raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
         scored = {b: scored_as(inputs, b, self.reasoning.get(b, none), special, vocab) for b in rows}
         batch = ScoredBatch.of(
             model,
@@ -336,7 +410,7 @@ class _Assignment:
             lengths=[len(inputs.rows.completions[b]) for b in places],
             reasoning_ends=[scored[b][1].end for b in places],
             seed=self.seed,
-            groups=column(torch.tensor(equal_prompts(inputs.rows.prompts)) if inputs.groups is None else inputs.groups),
+            groups=column(groups),
             special_ids=special,
             **{name: column(getattr(inputs, name)) for name in ("rewards", "advantages", "entropies", "external")},
         )
@@ -346,6 +420,18 @@ class _Assignment:
         if own is None:
             raise ValueError(f"advantages must be given: estimator={name!r} adds to them, got None")
         return [row.float() + extra for row, extra in zip(own, added, strict=True)]
+
+
+_MIN_SPREAD = 0.1  # nats, or probability
+
+
+def _min_spread(importances: Importances, answer: Span | None, accuracy: float) -> float:
+    """Give the least difference of two changes of an answer that is worth the whole range: more than rounding's."""
+    if answer is None or importances.change_of is None:
+        return 0.0
+    tokens = answer.end - answer.start
+    errors = accuracy * (tokens**0.5 if importances.change_of == "logprob" else 1 / tokens**0.5)
+    return max(_MIN_SPREAD, math.hypot(errors, errors))
 
 
 def _beyond_rounding(

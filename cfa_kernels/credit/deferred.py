@@ -6,16 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
 
-from ..hf.model import causal_lm
+from ..hf.model import causal_lm, input_device
+from ..hf.model_walk import ModelWalk
 from ..hf.modes import evaluation_mode
+from ..hf.ranks import inside
+from ..packing.prefix_tree import Query
 from ..rows import Rows, check_columns, check_floating
-from ..scoring.access import ModelAccess, TrainingForward
-from ..scoring.training_forward import PackedForward, packed_logprobs
-from .assign import Credit, counterfactual_credit
+from ..scoring.access import InProcess, ModelAccess, TrainingForward
+from ..scoring.training_forward import PackedForward, packed_logprobs, stands_alone
+from .assign import Assignment, Credit, counterfactual_credit
 from .config import CounterfactualConfig
 from .units import CreditInputs
-from .weights import normalized_weights
+from .weights import Gather, normalized_weights
 
 
 class Draws:
@@ -38,9 +43,13 @@ class Draws:
 class DeferredCredit:
     """Credit of the rows of a batch.
 
+    Where completions are compared, by the estimator, a function of the caller's or `weights="top"`, they are those of
+    the whole batch, whatever forwards and processes it is split over: credit is then assigned at once, by `by_model`.
+
     Args:
         config, tokenizer, rows, advantages, seed, groups, rewards: as in `counterfactual_credit`.
-        counted: B tensors (T_b,), 1 on tokens that the loss counts; default all.
+        mask: B tensors (T_b,), 1 on tokens that the policy wrote and the loss counts; default all.
+        gather: as in `counterfactual_credit`, where this process assigns credit to a part of the batch only.
         factors: B tensors (T_b,), by which weights are multiplied before they are normalised; default 1.
         temperature: that of sampling, for entropies.
 
@@ -59,20 +68,25 @@ class DeferredCredit:
         seed: int | Sequence[int],
         groups: Tensor | None = None,
         rewards: Tensor | Sequence[float] | None = None,
-        counted: Sequence[Tensor] | None = None,
+        mask: Sequence[Tensor] | None = None,
         factors: Sequence[Tensor] | None = None,
         temperature: float = 1.0,
+        gather: Gather | None = None,
     ) -> None:
         self.config, self.tokenizer, self.rows, self.temperature = config, tokenizer, rows, temperature
-        inputs = CreditInputs.of(rows, advantages, groups=groups, rewards=rewards)
+        inputs = CreditInputs.of(
+            rows, advantages, credited_rows=config.completions, groups=groups, rewards=rewards, mask=mask
+        )
         self.advantages: Any = inputs.advantages
-        self.counted, self.factors = counted, factors
+        self.mask, self.factors, self._gather = inputs.mask, factors, gather
+        self._to_judge = inputs.credited
         self.parts: list[tuple[list[int], Credit]] = []
         self.seconds = 0.0
         self._seed = seed
-        self._columns: dict[str, Any] = {"groups": inputs.groups, "rewards": inputs.rewards}
+        self._columns = {name: getattr(inputs, name) for name in ("advantages", "groups", "rewards", "mask")}
         self._place: dict[int, tuple[Credit, int]] = {}  # by row, its credit and its place there
         self._is_reported = False
+        self._prepared: tuple[list[int], Assignment] | None = None  # for the next forward, of these rows
 
     def is_due(self, rows: Sequence[int]) -> bool:
         """Whether any of `rows` has no credit yet."""
@@ -80,49 +94,99 @@ class DeferredCredit:
 
     def to_judge(self) -> list[int]:
         """List the rows that are to be judged, whether or not they have an answer and units."""
-        options = {"rewards": self._columns["rewards"], "credited_rows": self.config.completions}
-        return CreditInputs(self.rows, self.advantages, **options).credited
+        return self._to_judge
 
     def reads(self, rows: Sequence[int]) -> list[bool]:
         """Say of each of `rows` whether assigning credit reads a forward of it, to its end."""
-        return [
-            bool(self.rows.lengths[b]) and (self.config.compares or bool((self.advantages[b] != 0).any())) for b in rows
-        ]
+        judged = {*self._to_judge}
+        return [b in judged or (self.config.compares and self.rows.lengths[b] > 0) for b in rows]
+
+    def compares_beyond(self, forwards: Sequence[Sequence[int]]) -> bool:
+        """Whether completions are compared that no single one of the `forwards`, each of some rows, has all of."""
+        if not self.config.compares_rows or self._gather is not None:
+            return self.config.compares_rows
+        others = {*range(len(self.rows))}.difference(*forwards)
+        return len(forwards) > 1 or any(self.reads(sorted(others)))
+
+    def foreseen(self, rows: Sequence[int], causal: PreTrainedModel) -> list[list[Query]] | None:
+        """List for each of `rows` the queries that its forward can feed so that its credit needs no forward of its own.
+
+        None for none, and on a CPU, where their backward costs more than another forward. Call it before that forward.
+        """
+        alone = inside(causal) is not None or stands_alone(ModelWalk.of(causal)) or self.config.compares_rows
+        if input_device(causal).type == "cpu" or alone or not self.config.continues or self.config.reads_entropies:
+            return None
+        began, rows = time.perf_counter(), list(rows)
+        columns = {name: None if column is None else _some(column, rows) for name, column in self._columns.items()}
+        inputs = CreditInputs.of(self.rows.take(rows), credited_rows=self.config.completions, **columns)
+        assignment = Assignment.of(self.config, InProcess(causal), self.tokenizer, inputs, self._seed)
+        self._prepared, queries = (rows, assignment), assignment.foreseen()
+        self.seconds += time.perf_counter() - began
+        return queries
 
     def by_forward(self, rows: Sequence[int], forward: PackedForward) -> None:
-        """Assign credit to `rows` from their training forward, of `self.rows.take(rows)`, which kept its states."""
+        """Assign credit to `rows` from their training forward, of `self.rows.take(rows)`, which kept its states.
+
+        If others are compared with them, credit is assigned to all rows, with the forward's model (`compares_beyond`).
+        """
+        if self.compares_beyond([rows]):
+            return self.by_model(forward.causal)
         began = time.perf_counter()
         entropies: Sequence[Tensor] | None = None
         if self.config.reads_entropies:
             with torch.no_grad():
-                entropies = list(forward.logprobs(self.temperature, return_entropy=True)[1])
+                values = list(forward.logprobs(self.temperature, return_entropy=True)[1])
+            entropies = self._whole(rows, values)
         self._assign(rows, TrainingForward(forward), entropies)
         self.seconds += time.perf_counter() - began
 
-    def by_model(self, model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None = None) -> None:
-        """Assign credit to all rows with `model`; entropies are computed with it, if read and not given."""
+    def by_model(
+        self,
+        model: nn.Module | ModelAccess,
+        entropies: Sequence[Tensor] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> None:
+        """Assign credit to `rows`, default all, with `model`.
+
+        `entropies`, one row for each of `rows`, are computed with the model if they are read and not given.
+        """
         began = time.perf_counter()
+        rows = range(len(self.rows)) if rows is None else rows
         if self.config.reads_entropies and entropies is None:
             assert isinstance(model, nn.Module)
-            budget = self.config.token_budget
-            entropies = token_entropies(model, self.rows, temperature=self.temperature, token_budget=budget)
-        self._assign(range(len(self.rows)), model, entropies)
+            read = [b for b, some in zip(rows, self.reads(rows), strict=True) if some] or rows[:1]
+            values = token_entropies(
+                model, self.rows.take(read), temperature=self.temperature, token_budget=self.config.token_budget
+            )
+            known = dict(zip(read, values, strict=True))
+            entropies = self._whole(rows, [known.get(b, torch.zeros(0)) for b in rows])
+        self._assign(rows, model, entropies)
         self.seconds += time.perf_counter() - began
+
+    def _whole(self, rows: Sequence[int], values: Sequence[Tensor]) -> list[Tensor]:
+        """Extend values of the first tokens of `rows` by 0 to all of them: what was not computed is not read."""
+        return [functional.pad(row, (0, self.rows.lengths[b] - len(row))) for b, row in zip(rows, values, strict=True)]
 
     def _assign(self, rows: Sequence[int], model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None) -> None:
         rows = list(rows)
-        some = model.forward.rows if isinstance(model, TrainingForward) else self.rows.take(rows)
-        columns = {name: None if column is None else column[rows] for name, column in self._columns.items()}
-        credit = counterfactual_credit(
-            model, self.tokenizer, some, advantages=_some(self.advantages, rows), config=self.config, seed=self._seed,
-            entropies=entropies, **columns,
-        )  # fmt: skip
+        (before, assignment), self._prepared = self._prepared or (None, None), None
+        if assignment is not None and before == rows and isinstance(model, TrainingForward):
+            assignment.access = model
+            credit = assignment.credit(assignment.estimate())
+        else:
+            some = model.forward.rows if isinstance(model, TrainingForward) else self.rows.take(rows)
+            columns = {name: None if column is None else _some(column, rows) for name, column in self._columns.items()}
+            credit = counterfactual_credit(
+                model, self.tokenizer, some, config=self.config, seed=self._seed, entropies=entropies,
+                gather=self._gather, **columns,
+            )  # fmt: skip
         for i, b in enumerate(rows if self.factors is not None else ()):
             factors = self.factors[b].to(credit.weights[i])  # type: ignore[index]
             weights = credit.weights[i] * factors
             # Weights that remain are normalised if some were taken away; if none remain, there is no credit.
             partly = not factors.all() and weights.any()
-            credit.weights[i] = normalized_weights(weights, self.config.normalize) if partly else weights
+            own = None if self.mask is None else self.mask[b]
+            credit.weights[i] = normalized_weights(weights, self.config.normalize, own) if partly else weights
         self.parts.append((rows, credit))
         self._place |= {b: (credit, i) for i, b in enumerate(rows)}
 
@@ -149,7 +213,7 @@ class DeferredCredit:
         return Credit.joined(self.rows.lengths, self.parts)
 
 
-def _some(column: Tensor | list[Tensor], rows: Sequence[int]) -> Any:
+def _some(column: Tensor | Sequence[Tensor], rows: Sequence[int]) -> Any:
     return column[list(rows)] if isinstance(column, Tensor) else [column[b] for b in rows]
 
 

@@ -1,7 +1,8 @@
 """Find the answers and units of a batch's rows, and append probes; check the columns that come with them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..rows import Rows, check_columns, check_finite, check_floating, check_toke
 from ..span import Span
 from ..text.find import Reasoning, find_reasoning
 from .config import CounterfactualConfig
+from .weights import Gather
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class CreditInputs:
     external: Sequence[Any] | None = None
     probes: Sequence[Probe | None] | None = None
     targets: Sequence[Tensor | None] | None = None
+    mask: list[Tensor] | None = None  # B tensors (T_b,) bool
     credited_rows: str = "all"  # `CounterfactualConfig.completions`
 
     @classmethod
@@ -42,6 +45,8 @@ class CreditInputs:
         own = None if advantages is None else _on_host("advantages", advantages, rows)
         if "entropies" in columns:
             columns["entropies"] = _on_host("entropies", columns["entropies"], rows)
+        if "mask" in columns:
+            columns["mask"] = _as_mask(columns["mask"], rows)
         if "rewards" in columns:
             columns["rewards"] = as_numbers(columns["rewards"], "rewards", f"{len(rows)} completions")
         if "groups" in columns:
@@ -62,22 +67,63 @@ class CreditInputs:
 
     @property
     def credited(self) -> list[int]:
-        """List the rows that get credit: those of `with_tokens` with an advantage that is not 0, or positive in sum."""
-        advantages = self.advantages
+        """List the rows that get credit: counted ones with an advantage that is not 0, or positive in sum."""
+        rows, advantages = self.with_tokens, self.advantages
+        if self.mask is not None:
+            rows = [b for b in rows if self.mask[b].any()]
         if advantages is None:
-            return self.with_tokens
+            return rows
         if self.credited_rows == "positive":
-            return [b for b in self.with_tokens if advantages[b].sum() > 0]
-        return [b for b in self.with_tokens if (advantages[b] != 0).any()]
+            return [b for b in rows if advantages[b].sum() > 0]
+        return [b for b in rows if (advantages[b] != 0).any()]
+
+    def writes(self, b: int) -> Tensor:
+        """Return (T_b,) bool, which tokens of a row the policy wrote: by the mask, else by advantages per token."""
+        if self.mask is not None:
+            return self.mask[b]
+        if isinstance(self.advantages, list) and self.advantages[b].any():
+            return self.advantages[b] != 0
+        return torch.ones(self.rows.lengths[b], dtype=torch.bool)
 
     def probe(self, b: int) -> Probe | None:
         """Return the probe of a row, if any."""
         return None if self.probes is None else self.probes[b]
 
 
+def of_all_processes(inputs: CreditInputs, gather: Gather) -> CreditInputs:
+    """Join the rows of all processes, by rank; raise `ValueError` unless each has a number of its own."""
+    parts: list[CreditInputs] = gather(inputs)
+    index = [number for part in parts for number in part.rows.index]
+    if len({*index}) < len(index):
+        twice = next(number for b, number in enumerate(index) if number in index[:b])
+        raise ValueError(
+            f"rows: number {twice} is of two rows; with gather, Rows(index=...) must number those of all processes"
+        )
+    prompts, completions = ([ids for part in parts for ids in getattr(part.rows, name)] for name in _IDS)
+    columns: dict[str, Any] = {}
+    for name in vars(inputs).keys() - {"rows", "credited_rows"}:
+        values = [getattr(part, name) for part in parts]
+        if all(isinstance(value, Tensor) for value in values):
+            columns[name] = torch.cat(values)
+        elif values[0] is not None:
+            columns[name] = list(chain.from_iterable(values))
+    return replace(inputs, rows=Rows(prompts, completions, index), **columns)
+
+
+_IDS = ("prompts", "completions")
+
+
 def _on_host(name: str, column: Any, rows: Rows) -> Any:
     check_tokens(name, column, rows)
     return column.detach().cpu() if isinstance(column, Tensor) else [row.detach().cpu() for row in column]
+
+
+def _as_mask(mask: Any, rows: Rows) -> list[Tensor]:
+    column = _on_host("mask", mask, rows)
+    for b, row in zip(rows.index, column, strict=True):
+        for t in ((row != 0) & (row != 1)).nonzero().flatten().tolist():
+            raise ValueError(f"mask row {b}, token {t}: must be 1 or 0, got {row[t].item()}")
+    return [row.bool() for row in column]
 
 
 def _group_numbers(groups: Any) -> Tensor:
@@ -100,7 +146,8 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, inputs: CreditInput
     tokens = config.units == "tokens"
     reasoning = find_reasoning(
         ids, tokenizer, spans=None if tokens or not config.reads_units else config.spans, answers=config.answers,
-        unanswered=not needs_answer or bool(probed),
+        unanswered=not needs_answer or bool(probed), prompts={b: inputs.rows.prompts[b] for b in ids},
+        masks={b: inputs.writes(b) for b in ids},
     )  # fmt: skip
     with_units = {b for b, row in reasoning.items() if row.answer or b in probed or not needs_answer}
     if not (tokens and config.reads_units):
@@ -109,7 +156,8 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, inputs: CreditInput
     counts = dict.fromkeys(reasoning, 0)  # tokens of each row
     for b in with_units:
         counts[b] = len(ids[b]) if not needs_answer else min(reasoning[b].end, length_without_eos(ids[b], special))
-    return {b: row._replace(spans=[Span(t, t + 1) for t in range(counts[b])]) for b, row in reasoning.items()}
+    places = {b: inputs.writes(b)[: counts[b]].nonzero().flatten().tolist() for b in reasoning}
+    return {b: row._replace(spans=[Span(t, t + 1) for t in places[b]]) for b, row in reasoning.items()}
 
 
 def scored_as(

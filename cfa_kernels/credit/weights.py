@@ -19,6 +19,9 @@ Control = Literal["inverted", "permuted", "random", "off"]
 NORMALIZATIONS = (None, "mean")
 _EQUAL = 1e-6  # difference up to which importances under "range" count as equal
 
+Gather = Callable[[Any], list[Any]]
+"""Function that returns its argument of each process, by rank; all processes call it equally often."""
+
 Reshape = Callable[[Tensor, Sequence[Span], Span | None, int], Tensor]
 """Function from importances (K,), their K units, the answer and the completion's length to weights (length,) fp32."""
 
@@ -33,6 +36,7 @@ def span_weights(
     w_min: float = 0.5,
     w_max: float = 4.0,
     w_answer: float = 1.5,
+    min_spread: float = 0.0,
     normalize: str | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -47,7 +51,7 @@ def span_weights(
         answer: the answer's tokens, or None.
         length: completion tokens.
         control: as in `CounterfactualConfig`; "off" makes all weights 1, the answer's too.
-        w_min, w_max, w_answer: as in `Range`.
+        w_min, w_max, w_answer, min_spread: as in `Range`; the paper's has no least spread.
         normalize: "mean" rescales the result to mean 1.
         generator: source of the controls "permuted" and "random", on the CPU; default torch's global one.
 
@@ -61,7 +65,7 @@ def span_weights(
         raise ValueError(f"control must be None or one of {get_args(Control)}, got {control!r}")
     if normalize not in NORMALIZATIONS:
         raise ValueError(f"normalize must be one of {NORMALIZATIONS}, got {normalize!r}")
-    rule = Range(w_min, w_max, w_answer)
+    rule = Range(w_min, w_max, w_answer, min_spread)
     values = as_numbers(drop, "drop", f"{len(spans)} spans")
     if len(values) != len(spans):
         raise ValueError(f"drop must hold one value per span: got shape {tuple(values.shape)} for {len(spans)} spans")
@@ -102,14 +106,15 @@ def unit_weight(weights: Tensor, unit: Span) -> float:
     return weights[unit.end - 1].item()
 
 
-def normalized_weights(weights: Tensor, normalize: str | None) -> Tensor:
-    """Rescale weights to mean 1 where `normalize` is "mean". Raises `ValueError` if all are 0."""
-    if normalize is None or not len(weights):
+def normalized_weights(weights: Tensor, normalize: str | None, mask: Tensor | None = None) -> Tensor:
+    """Rescale weights to mean 1, over the tokens of `mask`, where `normalize` is "mean"; `ValueError` if all are 0."""
+    counted = weights if mask is None else weights[mask]
+    if normalize is None or not len(counted):
         return weights
-    mean = weights.mean()
+    mean = counted.mean()
     if mean == 0:
         raise ValueError("normalize='mean' needs a weight above 0, all are 0")
-    return weights / mean
+    return weights / mean if mask is None else torch.where(mask, weights / mean, weights)
 
 
 def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,6 +129,7 @@ class WeightInputs(NamedTuple):
     answer: Span | None
     length: int
     are_weights: bool = False  # the importances are a weight for each token, (length,)
+    min_spread: float = 0.0  # `Range.min_spread` for them, if it is None
 
 
 class WeightRule:
@@ -140,8 +146,8 @@ class WeightRule:
     compares: ClassVar[bool] = False
     token_draws: ClassVar[tuple[float, float] | None] = None
 
-    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
-        """Weigh the tokens of every completion of a batch, (T_b,) fp32 each."""
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
+        """Weigh the tokens of every completion of a batch, (T_b,) fp32 each; `gather` finds the rest of the batch."""
         return [self.weigh(row, inverted=inverted) for row in rows]
 
     def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
@@ -161,6 +167,10 @@ class Range(WeightRule):
     """Weight of its most important span."""
     w_answer: NotNegative = 1.5
     """Weight of the answer's tokens."""
+    min_spread: NotNegative | None = None
+    """Least difference between the largest and the smallest importance for the whole range; below it, weights come
+    nearer to 1 in proportion. None takes it for changes of an answer's log-prob (nats) or probability: `0.1`, or
+    what rounding may explain if that is more; for other importances, and in the CF paper, it is 0."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -179,7 +189,9 @@ class Range(WeightRule):
         if not row.are_weights and high - low > _EQUAL:
             share = spread_over_tokens((row.importances - low) / (high - low), row.units, row.length)
             covered = ~share.isnan()
-            weights[covered] = self.w_min + (1 - share if inverted else share)[covered] * (self.w_max - self.w_min)
+            whole = self.w_min + (1 - share if inverted else share)[covered] * (self.w_max - self.w_min)
+            least = row.min_spread if self.min_spread is None else self.min_spread
+            weights[covered] = whole if high - low >= least else 1 + (whole - 1) * ((high - low) / least)
         if row.answer is not None:
             weights[slice(*row.answer)] = self.w_answer
         return weights
@@ -242,12 +254,13 @@ class TopShare(WeightRule):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
-        """Weigh all completions by one threshold, as TRL's `top_entropy_quantile` in one process."""
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
+        """Weigh all completions, those of other processes too, by one threshold, as TRL's `top_entropy_quantile`."""
         spread = [spread_over_tokens(row.importances, row.units, row.length) for row in rows]
-        tokens = torch.cat([torch.zeros(0), *(row[~row.isnan()] for row in spread)]).double().numpy()
+        tokens = torch.cat([torch.zeros(0), *(row[~row.isnan()] for row in spread)])
+        tokens = tokens if gather is None else torch.cat(gather(tokens))
         # torch.quantile takes 2**24 values at most.
-        threshold = float(np.quantile(tokens, 1 - self.fraction)) if len(tokens) else 0.0
+        threshold = float(np.quantile(tokens.double().numpy(), 1 - self.fraction)) if len(tokens) else 0.0
         return [torch.where(row.isnan(), 1.0, ((row >= threshold) ^ inverted).float()) for row in spread]
 
 
@@ -278,7 +291,7 @@ class OwnWeights(WeightRule):
         """Return the function's own name."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
-    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
         """Call the function for every completion and check its result."""
         return [_checked(self.function(*_inverted(row, inverted)[:4]), b, row.length) for b, row in enumerate(rows)]
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..packing.prefix_tree import Query
 from ..scoring.access import CAPABILITIES, ModelAccess
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
@@ -71,6 +72,13 @@ class Estimator:
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Judge the units of a batch."""
         raise NotImplementedError
+
+    def foreseen(self, batch: ScoredBatch) -> list[list[Query]] | None:
+        """List for each completion the queries that judging it will ask, so that its own forward can feed them.
+
+        None where they are better fed by a later forward, which no backward follows.
+        """
+        return None
 
 
 ESTIMATORS: dict[str, type[Estimator]] = {}

@@ -42,10 +42,17 @@ class PrefixGain(Estimator):
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Judge disjoint units in order of position; raises `ValueError` naming row and unit of others."""
-        ends = required("reasoning_ends", batch.reasoning_ends)
-        cuts = [_cuts(row, end) for row, end in zip(batch.rows, ends, strict=True)]
-        means, work = (_by_queries if MODEL in access.capabilities else _by_scores)(access, batch, cuts)
+        means, work = (_by_queries if MODEL in access.capabilities else _by_scores)(access, batch, _cuts_of(batch))
         return Importances([row.exp().diff() for row in means], work=work, change_of="probability")
+
+    def foreseen(self, batch: ScoredBatch) -> list[list[Query]]:
+        """List every query: they are few tokens, and need nothing but the text."""
+        return [[queries_of(cut)[0] for cut in reversed(row)] for row in _cuts_of(batch)]
+
+
+def _cuts_of(batch: ScoredBatch) -> list[list[ScoredRow]]:
+    ends = required("reasoning_ends", batch.reasoning_ends)
+    return [_cuts(row, end) for row, end in zip(batch.rows, ends, strict=True)]
 
 
 def _cuts(row: ScoredRow, reasoning_end: int) -> list[ScoredRow]:

@@ -7,13 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..hf.attention import KeyValueStore
 from ..hf.head import Head
 from ..hf.limits import refuse_length_dependent_rope, rows_per_forward
 from ..hf.memory import rows_at_once, run_in_memory
 from ..hf.model import vocab_size
 from ..hf.model_walk import ModelWalk
 from ..hf.stateful_layers import has_cells
-from ..hf.tree_forward import KeyValueStore, packed_hidden, tree_attention_mode
+from ..hf.tree_forward import packed_hidden, tree_attention_mode
 from ..hf.verify import check_supported
 from ..ops.head_matmul import write_logits
 from ..ops.row_softmax import compute_dtype

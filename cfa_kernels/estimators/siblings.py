@@ -69,12 +69,10 @@ class SiblingEdits(Estimator):
 
 
 def _siblings(batch: ScoredBatch) -> Tensor:
-    """Return the groups; raise `ValueError` where no completion has another one to be compared with."""
-    groups = batch.groups
-    if groups is not None and (groups.is_floating_point() or groups.dtype == torch.bool):
+    """Return the groups; raise `ValueError` naming a dtype that is not integer."""
+    groups: Tensor = required("groups", batch.groups)
+    if groups.is_floating_point() or groups.dtype == torch.bool:
         raise ValueError(f"groups must hold one integer for each of {len(batch)} completions, got {groups.dtype}")
-    if groups is None or len(groups.unique()) == len(groups):
-        raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
     return groups
 
 

@@ -27,7 +27,7 @@ def _instance_of(package: str, name: str) -> Callable[[object], bool]:
 is_fsdp1 = _instance_of("torch.distributed.fsdp", "FullyShardedDataParallel")
 is_fsdp2 = _instance_of("torch.distributed.fsdp", "FSDPModule")  # `fully_shard` was called on it
 is_engine = _instance_of("deepspeed", "DeepSpeedEngine")  # of any stage
-_is_dtensor = _instance_of("torch.distributed.tensor", "DTensor")
+is_dtensor = _instance_of("torch.distributed.tensor", "DTensor")
 
 
 def is_zero3(module: Any) -> bool:
@@ -39,7 +39,7 @@ def is_piece(weight: Tensor) -> bool:
     """Whether this process holds only a piece of a weight, by FSDP2, ZeRO-3 or tensor parallelism."""
     if is_zero3_weight(weight):
         return weight.ds_status.name == "NOT_AVAILABLE"  # type: ignore[attr-defined, no-any-return]
-    return _is_dtensor(weight)
+    return is_dtensor(weight)
 
 
 def holds_pieces(module: nn.Module) -> bool:

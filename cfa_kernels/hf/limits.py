@@ -7,8 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..packing.prefix_tree import Query
+from .compiled import runs_liger, train_compiled
 from .model import input_device
-from .model_walk import Model, ModelWalk, own_forward
+from .model_walk import Model, ModelWalk
 from .modes import checkpointed_modules
 
 
@@ -118,11 +119,10 @@ def default_token_budget(model: Model, *, training: bool = False) -> int:
 def kept_per_row(model: Model) -> int:
     """Estimate the bytes that all layers keep of a row for a backward; adapters are in the margin."""
     walk = ModelWalk.of(model)
-    # A model's own norms and gates keep float32 copies and every intermediate result; Liger's do not.
+    # A model's own norms and gates keep float32 copies and every intermediate result; Liger's and compiled ones do not.
     layers: int = walk.model.config.get_text_config().num_hidden_layers
-    forwards = (own_forward(module) or type(module).forward for module in walk.modules.values())
-    liger = any(forward.__module__.startswith("liger_kernel") for forward in forwards)
-    return layers * _layer_per_row(walk.model, whole=not liger)
+    lean = any(map(runs_liger, walk.modules.values())) or train_compiled(walk.modules.values())
+    return layers * _layer_per_row(walk.model, whole=not lean)
 
 
 def _layer_per_row(model: PreTrainedModel, *, whole: bool) -> int:

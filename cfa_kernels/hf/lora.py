@@ -36,7 +36,7 @@ class _Layer(NamedTuple):
     base: nn.Linear
     down: nn.Linear
     up: nn.Linear
-    dropout: nn.Module | None  # if it may draw
+    dropout: Any
     scale: float
 
     def weights(self) -> AdaptedLayer:
@@ -56,33 +56,62 @@ _KEPT: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
 register_optimizer_step_post_hook(lambda *_: _KEPT.clear())
 
 
-def one_pass_adapters(model: Model | nn.Module, rows: int) -> AbstractContextManager[None]:
+def one_pass_adapters(model: Model | nn.Module, rows: int, *, compiled: bool = False) -> AbstractContextManager[None]:
     """Run the LoRA layers of `model` as ops inside; their own `forward` comes back, also after an error.
 
-    Those in halves on a GPU keep it for forwards of fewer than `FEW_ROWS` rows.
+    Those in halves on a GPU keep it for forwards of fewer than `FEW_ROWS` rows, unless their layers are `compiled`.
     On a GPU bfloat16 rows meet float32 adapters as two bfloat16 parts, 6 bytes a weight, which are kept until a weight
     is written to. Weights must not change inside.
     """
     walk = ModelWalk.of(model)
     layers = _lora_layers(walk)
-    if layers and rows < FEW_ROWS and is_on_gpu(weight := layers[0].base_layer.weight) and weight.dtype not in _FULL:
+    few = rows < FEW_ROWS and not compiled
+    if layers and few and is_on_gpu(weight := layers[0].base_layer.weight) and weight.dtype not in _FULL:
         layers = []
     groups = _groups(walk, layers)
+    for group in groups:
+        group.forget()
     _take_parts(groups)
-    return exchanged((layer, {"forward": MethodType(group.run, layer)}) for group in groups for layer in group.layers)
+    # One function for all, and numbers instead of modules: so a graph of one decoder layer fits the next.
+    return exchanged(
+        (layer, {"forward": MethodType(_run_member, layer), "cfa_member": (group, place)})
+        for group in groups
+        for place, layer in enumerate(group.layers)
+    )
+
+
+def _run_member(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    group, place = layer.cfa_member
+    return group.run(layer, place, x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _groups(walk: ModelWalk, layers: list[Any]) -> list["_Group"]:
+    """Return `layers` by what they read; those of an earlier forward unless an adapter has changed since."""
+    state = [*map(_state, layers)]
+    before, members, kept = walk.kept.get("groups", (None, [], []))
+    if before == state and not any(map(_is_watched, members)):
+        return kept  # type: ignore[no-any-return]
     plain = {layer: modules for layer in layers if (modules := _plain(layer))}
-    groups, ahead = dict[Any, _Group](), dict[nn.Module, tuple[Tensor, Tensor]]()
+    groups = dict[Any, _Group]()
     for name, layer in walk.modules.items() if plain else ():
         if layer in plain:
             (parent, _, own), modules = name.rpartition("."), plain[layer]
             down = modules.down.weight
             kind = parent, _ONE_INPUT.get(own, own), modules.scale, down.shape, down.dtype, modules.base.weight.dtype
-            group = groups.get(kind) or groups.setdefault(kind, _Group(layer, modules.scale, ahead))
-            group.layers[layer] = modules
-    return list(groups.values())
+            groups.setdefault(kind, _Group(modules.scale)).add(layer, modules)
+    if len(plain) == len(layers):
+        members = [module for modules in plain.values() for module in modules[:4]]
+        walk.kept["groups"] = state, members, [*groups.values()]
+    return [*groups.values()]
+
+
+def _state(layer: Any) -> tuple[Any, ...]:
+    """Return what decides about a layer's group, besides its modules and who watches them."""
+    adapters = [*layer.active_adapters], layer._disable_adapters, [*layer.merged_adapters], [*layer.lora_variant]
+    modules, name = layer._modules, next(iter(layer.active_adapters), None)
+    down = modules["lora_A"]._modules.get(name)
+    weights = [one._parameters["weight"] for one in (modules["base_layer"], down) if type(one) is nn.Linear]
+    return layer, *adapters, dict(layer.scaling), [(one.dtype, one.shape) for one in weights if one is not None]
 
 
 def _lora_layers(walk: ModelWalk) -> list[Any]:
@@ -95,7 +124,7 @@ def _take_parts(groups: Iterable["_Group"]) -> None:
     """Give groups whose weights are here the parts of their adapters, split anew where a weight has changed."""
     changed = defaultdict[torch.dtype, list[tuple[_Group, list[Any], list[AdaptedLayer]]]](list)
     for group in groups:
-        first, *_ = weights = [modules.weights() for modules in group.layers.values()]
+        first, *_ = weights = [modules.weights() for modules in group.members]
         if first.down.dtype == first.weight.dtype or not is_on_gpu(first.down):
             continue
         if any(is_piece(one.down) or one.down.dim() != 2 for one in weights):
@@ -103,7 +132,7 @@ def _take_parts(groups: Iterable["_Group"]) -> None:
         marks: list[Any] = [group.scale, first.weight.dtype]
         for one in weights:
             marks += [id(one.down), mark(one.down), id(one.up), mark(one.up)]
-        kept = _KEPT.get(group.first)
+        kept = _KEPT.get(group.layers[0])
         if kept is not None and kept.marks == marks:
             group.parts = kept.parts
         else:
@@ -111,29 +140,42 @@ def _take_parts(groups: Iterable["_Group"]) -> None:
     for dtype, some in changed.items():
         parts = split_adapters([(weights, group.scale) for group, _, weights in some], dtype)
         for (group, marks, weights), group.parts in zip(some, parts, strict=True):
-            _KEPT[group.first] = _Parts(marks, weights, group.parts)
+            _KEPT[group.layers[0]] = _Parts(marks, weights, group.parts)
 
 
 class _Group:
     """LoRA layers of one op: the first that is called runs all, whose results await the other calls."""
 
-    def __init__(self, first: nn.Module, scale: float, ahead: dict[nn.Module, tuple[Tensor, Tensor]]) -> None:
-        self.first, self.scale = first, scale
-        self.layers: dict[nn.Module, _Layer] = {}
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.layers: list[nn.Module] = []
+        self.members: list[_Layer] = []
         self.parts: AdapterParts | None = None
-        self._ahead = ahead  # rows and result of layers that have run; of one group at a time
+        self._ahead: list[tuple[Tensor, Tensor] | None] = []  # rows and result of members that have run
 
-    def run(self, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        rows, out = self._ahead.pop(layer, (None, None))
-        if rows is x and out is not None and not args and not kwargs:
-            return out
-        layers = self.layers if rows is None else {layer: self.layers[layer]}
-        weights = [modules.weights() for modules in layers.values()]
+    def add(self, layer: nn.Module, modules: _Layer) -> None:
+        """Add a layer."""
+        self.layers.append(layer)
+        self.members.append(modules)
+        self._ahead.append(None)
+
+    def forget(self) -> None:
+        """Drop what an earlier forward has left."""
+        self._ahead, self.parts = [None] * len(self.members), None
+
+    def run(self, layer: Any, place: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the layer at `place`, or return its result if an earlier call has run it on the same rows."""
+        waiting, self._ahead[place] = self._ahead[place], None
+        if waiting is not None and waiting[0] is x and not args and not kwargs:
+            return waiting[1]
+        places = range(len(self.members)) if waiting is None else [place]
+        members = [self.members[i] for i in places]
+        weights = [modules.weights() for modules in members]
         casts = torch.is_autocast_enabled(x.device.type)
-        draws = any(modules.dropout is not None and modules.dropout.training for modules in layers.values())
+        draws = any(modules.dropout.training and getattr(modules.dropout, "p", 0) for modules in members)
         if args or kwargs or draws or not _dtypes_fit(x, weights[0], casts):
             return type(layer).forward(layer, x, *args, **kwargs)
-        wider = rows is None and weights[0].down.dtype != x.dtype  # not while weights are float32 for a check
+        wider = waiting is None and weights[0].down.dtype != x.dtype  # not while weights are float32 for a check
         if wider and self.parts is None:
             (self.parts,) = split_adapters([(weights, self.scale)], x.dtype)
         if casts:  # it has nothing to cast here and would cast float32 sums
@@ -144,10 +186,10 @@ class _Group:
         finally:
             if casts:
                 torch.set_autocast_enabled(x.device.type, True)
-        self._ahead.clear()
-        for one, out in zip(layers, outs, strict=True):
-            self._ahead[one] = x, out.view(*x.shape[:-1], out.shape[-1])  # also of no rows
-        return self._ahead.pop(layer)[1]
+        for i, out in zip(places, outs, strict=True):
+            self._ahead[i] = x, out.view(*x.shape[:-1], out.shape[-1])  # also of no rows
+        own, self._ahead[place] = self._ahead[place], None
+        return own[1]  # type: ignore[index]
 
 
 def _plain(layer: Any) -> _Layer | None:
@@ -164,8 +206,7 @@ def _plain(layer: Any) -> _Layer | None:
         return None
     if down.bias is not None or up.bias is not None or down.weight.dtype != up.weight.dtype:
         return None
-    may_draw = type(dropout) is not nn.Identity and dropout.p
-    return _Layer(base, down, up, dropout if may_draw else None, layer.scaling[name])
+    return _Layer(base, down, up, dropout, layer.scaling[name])
 
 
 def _dtypes_fit(x: Tensor, weights: AdaptedLayer, casts: bool) -> bool:

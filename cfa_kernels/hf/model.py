@@ -44,9 +44,17 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     weight = None if isinstance(embeddings, nn.Embedding) else getattr(embeddings, "weight", None)
     if not isinstance(embeddings, nn.Embedding) and not (isinstance(weight, Tensor) and weight.ndim == 2):
         raise NotImplementedError(f"model: {type(inner).__name__} has no single token-embedding matrix")
-    if inner.get_output_embeddings() is None or backbone(inner) is inner:
-        raise NotImplementedError(f"model: {type(inner).__name__} has no LM head separate from its backbone")
+    if not _has_head(inner):
+        parts = [(name, part) for name, part in inner.named_children() if _has_head(part)]
+        remedy = "".join(f"; pass model.{name}, a {type(part).__name__}, for text" for name, part in parts)
+        raise NotImplementedError(f"model: {type(inner).__name__} has no LM head separate from its backbone{remedy}")
     return inner
+
+
+def _has_head(model: nn.Module) -> bool:
+    if not isinstance(model, PreTrainedModel):
+        return False
+    return model.get_output_embeddings() is not None and backbone(model) is not model
 
 
 def _refuse_adapters(model: nn.Module) -> None:

@@ -28,11 +28,11 @@ class TensorMarks:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors, self._marks = tensors, [mark(tensor) for tensor in tensors.values()]
+        self.tensors, self._marks = tensors, [mark(tensor) for tensor in tensors.values()]
 
     def change(self, now: Mapping[str, Tensor]) -> str | None:
         """Describe the first difference between the tensors `now` and then; None for none."""
-        for (name, before), (version, address) in zip(self._tensors.items(), self._marks, strict=True):
+        for (name, before), (version, address) in zip(self.tensors.items(), self._marks, strict=True):
             if name not in now:
                 return f"{name} has been taken out"
             if now[name] is not before:
@@ -42,7 +42,7 @@ class TensorMarks:
                 return f"{name} has been written to"
             if new_address != address:
                 return f"{name} has been moved"
-        added = now.keys() - self._tensors.keys()
+        added = now.keys() - self.tensors.keys()
         return f"{min(added)} has been added" if added else None
 
 
@@ -59,33 +59,46 @@ class ModelState:
     """Record of a model's parameters, the buffers of its checkpoint, and which adapters act and how strongly."""
 
     def __init__(self, model: Model | nn.Module) -> None:
-        weights, self._adapters = _weights_and_adapters(model)
-        self._weights = TensorMarks(weights)
+        self._walk = ModelWalk.of(model)
+        self._weights, self._adapters = TensorMarks(_weights(self._walk)), _adapters(self._walk)
 
     def change(self, model: Model | nn.Module) -> str | None:
-        """Describe the first difference between `model` as it is now and as it was; None for none."""
-        weights, adapters = _weights_and_adapters(model)
+        """Describe the first difference between `model` as it is now and as it was; None for none.
+
+        A walk stands for its model, however that has changed since.
+        """
+        walk = ModelWalk.of(model)
+        walk = walk if walk.holds() else ModelWalk(walk.model)
+        adapters = _adapters(walk)
         for name, before in self._adapters.items():
             for key, value in adapters.get(name, before).items():
                 if value != before[key]:
                     return f"the adapters of {name} have changed ({key}: {before[key]} then, {value} now)"
-        return self._weights.change(weights)
+        return self._weights.change(_weights(walk))
 
 
-def _weights_and_adapters(model: Model | nn.Module) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    tensors, adapters = dict[str, Tensor](), dict[str, dict[str, Any]]()
-    for prefix, module in ModelWalk.of(model).modules.items():
-        own, dot = module.__dict__, "." if prefix else ""
-        for kind in ("_parameters", "_buffers"):
-            for name, tensor in own[kind].items():
-                if tensor is not None and name not in own["_non_persistent_buffers_set"]:
-                    tensors[f"{prefix}{dot}{name}"] = tensor
-        if "_disable_adapters" in own:
-            active, scaling = own.get("_active_adapter"), own.get("scaling")
-            adapters[prefix] = {
-                "disabled": own["_disable_adapters"],
-                "active": [active] if isinstance(active, str) else list(active or ()),
-                "merged": list(own.get("merged_adapters") or ()),
-                "scaling": dict(scaling) if isinstance(scaling, dict) else {},
-            }
-    return tensors, adapters
+def _weights(walk: ModelWalk) -> dict[str, Tensor]:
+    """Name the parameters of a model, and the buffers of its checkpoint."""
+    if "weights" not in walk.kept:
+        walk.kept["weights"] = [
+            (f"{prefix}{'.' if prefix else ''}{name}", store, name)
+            for prefix, module in walk.modules.items()
+            for store in (module._parameters, module._buffers)
+            for name, tensor in store.items()
+            if tensor is not None and name not in module._non_persistent_buffers_set
+        ]
+    return {full: store[name] for full, store, name in walk.kept["weights"]}
+
+
+def _adapters(walk: ModelWalk) -> dict[str, dict[str, Any]]:
+    adapters = dict[str, dict[str, Any]]()
+    for prefix, module in walk.adapted:
+        own = module.__dict__
+        active, scaling = own.get("_active_adapter"), own.get("scaling")
+        adapters[prefix] = {
+            "disabled": own["_disable_adapters"],
+            "active": [active] if isinstance(active, str) else list(active or ()),
+            "merged": list(own.get("merged_adapters") or ()),
+            "scaling": dict(scaling) if isinstance(scaling, dict) else {},
+        }
+    return adapters

@@ -1,13 +1,15 @@
-"""Walk over the modules of a model once, for everything that a call reads of them.
+"""Walk over the modules of a model once, for everything that calls read of them.
 
-A public call walks once and hands the walk down, so that the next call sees a change of the model. torch's own
-`named_modules` takes several times as long.
+A model keeps its walk, which each public call takes up again if the model still has the very modules and tensors: a
+second walk takes four times as long as to see that, torch's `named_modules` longer still, and a step needs several.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
+from operator import is_
 from typing import Any, TypeAlias
+from weakref import ref
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,7 +18,7 @@ from transformers import PreTrainedModel
 class ModelWalk:
     """Modules of a model by name, in the order of `named_modules`, each once.
 
-    Holds as long as no module is added, taken out or exchanged and no `forward` is overwritten.
+    Attributes of modules, their `forward` among them, are read anew by each public call.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -24,6 +26,7 @@ class ModelWalk:
         self.modules: dict[str, nn.Module] = {}
         self.by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
         self._having: dict[str, list[Any]] = {}
+        self.kept: dict[str, Any] = {}  # what callers derive from modules and tensors
         seen, todo = set[nn.Module](), [("", model)]
         while todo:
             name, module = todo.pop()
@@ -36,10 +39,39 @@ class ModelWalk:
                 prefix = f"{name}." if name else ""
                 todo += reversed([(prefix + key, child) for key, child in children.items() if child is not None])
 
+        each = [*self.modules.values()]
+        self._classes = [*map(type, each)]
+        self._children = [(m._modules, dict(m._modules)) for m in each if m._modules]
+        stores = [store for m in each for store in (m._parameters, m._buffers)]
+        self._empty = [store for store in (*stores, *(m._modules for m in each)) if not store]
+        self._stores = [store for store in stores if store]
+        self._names = [*map(tuple, self._stores)]
+        # Not the tensors themselves: one that its model has given up, for a piece of it say, is freed.
+        self._tensors = [ref(one) for store in self._stores for one in store.values() if one is not None]
+
     @classmethod
     def of(cls, model: "Model | nn.Module") -> "ModelWalk":
-        """Walk over `model`; return a walk as it is."""
-        return model if isinstance(model, ModelWalk) else cls(model)
+        """Return the walk over `model` as it is now; a walk as it is."""
+        if isinstance(model, ModelWalk):
+            return model
+        walk: ModelWalk | None = vars(model).get(_WALK)
+        if walk is None or not walk.holds():
+            walk = vars(model)[_WALK] = cls(model)
+        walk.__dict__.pop("forwards", None)
+        walk._having.clear()
+        return walk
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_walk, ()  # a copy of a model, or one that is read from a file, walks by itself
+
+    def holds(self) -> bool:
+        """Whether the model has the very modules, of the same classes, parameters and buffers that it had."""
+        if any(self._empty) or [*map(type, self.modules.values())] != self._classes:
+            return False
+        if any(store != before for store, before in self._children) or [*map(tuple, self._stores)] != self._names:
+            return False
+        now = [one for store in self._stores for one in store.values() if one is not None]
+        return len(now) == len(self._tensors) and all(map(is_, now, [one() for one in self._tensors]))
 
     @property
     def model(self) -> PreTrainedModel:
@@ -51,6 +83,11 @@ class ModelWalk:
         """Configurations of the transformers models among the modules, each once."""
         all_of_them = (m.config for kind, ms in self.by_class.items() if issubclass(kind, PreTrainedModel) for m in ms)
         return list({id(config): config for config in all_of_them}.values())
+
+    @cached_property
+    def adapted(self) -> list[tuple[str, Any]]:
+        """Modules, by name, with adapters of PEFT."""
+        return [(name, module) for name, module in self.modules.items() if "_disable_adapters" in module.__dict__]
 
     @cached_property
     def forwards(self) -> int:
@@ -74,6 +111,12 @@ class ModelWalk:
                 for module in (each if hasattr(kind, name) else [m for m in each if name in m.__dict__])
             ]
         return self._having[name]
+
+
+_WALK = "_cfa_walk"
+
+
+def _no_walk() -> None: ...
 
 
 Model: TypeAlias = PreTrainedModel | ModelWalk

@@ -71,11 +71,18 @@ def evaluation_mode(model: Model) -> Iterator[None]:
         yield
 
 
-def one_mode(model: Model, *, training: bool) -> AbstractContextManager[None]:
+@contextmanager
+def one_mode(model: Model, *, training: bool) -> Iterator[None]:
     """Set every module to training mode, or to evaluation mode; each mode comes back, also after an error."""
-    modules = ModelWalk.of(model).modules.values()
     # Past `nn.Module.__setattr__`, which takes several times as long, for each of thousands of modules.
-    return exchanged((module, {"training": training}) for module in modules if module.training != training)
+    others = [m.__dict__ for m in ModelWalk.of(model).modules.values() if m.training != training]
+    try:
+        for own in others:
+            own["training"] = training
+        yield
+    finally:
+        for own in others:
+            own["training"] = not training
 
 
 def attention_implementation(model: Model, name: str) -> AbstractContextManager[None]:

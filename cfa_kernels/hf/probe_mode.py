@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from .fsdp import gather_zero3, holds_pieces, is_fsdp2, is_zero3_weight
 from .modes import attributes_set, exchanged
+from .quantised import HALVES, in_float32, is_quantised
 
-HALVES = (torch.bfloat16, torch.float16)
 _SMALL = 5  # tokens: the window and chunk during a probe
 
 
@@ -33,6 +33,7 @@ def float32_weights(model: PreTrainedModel, moved: bool, skipped: Collection[nn.
     """Run with half-precision weights in float32, one layer at a time; shift trainable adapters a little if `moved`.
 
     Parameters are never touched; under ZeRO-3 their memory is exchanged. Layers that are `skipped` keep theirs.
+    Quantised ones keep theirs too and multiply in float32.
     """
     names = {module: name for name, module in model.named_modules()}
     adapted = moved and any(type(module).__module__.startswith("peft.") for module in names)
@@ -42,6 +43,9 @@ def float32_weights(model: PreTrainedModel, moved: bool, skipped: Collection[nn.
     def widen(modules: list[nn.Module], undo: ExitStack) -> None:
         gather_zero3(modules, undo)
         for module in modules:
+            if is_quantised(module):
+                undo.enter_context(exchanged([(module, {"forward": in_float32(module)})]))
+                continue
             # Inside its call, torch's first FSDP has the weights as plain attributes.
             for store in (module._parameters, module._buffers, vars(module)):
                 for name, tensor in [(name, x) for name, x in store.items() if isinstance(x, Tensor)]:

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any
 
@@ -26,16 +26,21 @@ def repeated_layers(walk: ModelWalk) -> dict[nn.Module, nn.Module]:
     """Find the layers that lie between the first and the last one of their kind; each with the first."""
     repeated: dict[nn.Module, nn.Module] = {}
     for layers in _lists_of_layers(walk.model):
-        kinds: dict[tuple, list[nn.Module]] = defaultdict(list)
-        for i, layer in enumerate(layers):
-            entries = (x[i] for config in walk.configs for x in _lists_of(config, len(layers)))
-            kinds[*map(repr, entries), *_described(layer.named_modules())].append(layer)
-        for first, *between in kinds.values():
+        for first, *between in kinds_of_layers(walk, layers):
             repeated |= dict.fromkeys(between[:-1], first)
     return repeated
 
 
-def _lists_of_layers(module: nn.Module) -> Iterator[nn.ModuleList]:
+def kinds_of_layers(walk: ModelWalk, layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Group the layers of a list by what they compute, apart from the values of their weights."""
+    kinds: dict[tuple, list[nn.Module]] = defaultdict(list)
+    for i, layer in enumerate(layers):
+        entries = (x[i] for config in walk.configs for x in _lists_of(config, len(layers)))
+        kinds[*map(repr, entries), *_described(layer.named_modules())].append(layer)
+    return list(kinds.values())
+
+
+def _lists_of_layers(module: nn.Module) -> Iterator[Any]:
     for child in module.children():
         if not isinstance(child, nn.ModuleList):
             yield from _lists_of_layers(child)

@@ -1,11 +1,10 @@
-"""Run a packed tree through a transformers model: its attention, its masks, and one forward over the tree's rows.
+"""Run a packed tree through a transformers model: one forward over the tree's rows.
 
 `verify.py` checks once per model that this gives the model's own results.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..ops.attention_options import EVERYTHING, Reach
-from ..ops.segment_table import SegmentTable
-from ..ops.tree_attention import tree_attention
 from ..ops.upload import upload
 from ..packing.prefix_tree import Pack
+from .attention import ATTENTION, RUNNING, KeyValueStore, Running
+from .compiled import compiled_layers, to_compile
 from .head import Head
 from .limits import largest_forward
 from .lora import one_pass_adapters
@@ -28,168 +26,6 @@ from .model_walk import Model, ModelWalk
 from .modes import attention_implementation, attention_of, checkpointed_modules, evaluation_mode, exchanged, value_of
 from .ranks import inside
 from .stateful_layers import tree_states
-
-ATTENTION = "cfa_tree"
-# Arguments that some models pass to attention, that change its result and that tree attention does not implement.
-_UNSUPPORTED_ARGUMENTS = ("position_bias", "cache_position_bias", "head_mask", "block_mask", "score_mod", "indices")
-
-
-class TreeMask:
-    """Stand-in for a layer's attention mask: the pack's segments and the reach of that layer's rows."""
-
-    # Not a dataclass: wrappers that cast a module's inputs rebuild those, and would upload the table in every layer.
-
-    def __init__(self, table: SegmentTable, reach: Reach) -> None:
-        self.table, self.reach = table, reach
-
-
-class KeyValueStore:
-    """Keys and values of a packed forward, layer by layer, for branches that continue its rows later.
-
-    A store that `grows` adds those of the branches.
-    """
-
-    def __init__(self, *, grows: bool = False) -> None:
-        self._grows = grows
-        self._calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-        self._num_read: dict[nn.Module, int] = {}
-
-    def write(self, layer: nn.Module, key: Tensor, value: Tensor) -> None:
-        """Keep key and value, (1, Hkv, N, D), of one call of `layer`."""
-        self._calls.setdefault(layer, []).append((key.detach(), value.detach()))
-
-    def rewind(self) -> None:
-        """Read from the first call of each layer again."""
-        self._num_read.clear()
-
-    def before(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the stored keys and values of this call of `layer`, followed by `key` and `value`."""
-        call = self._num_read.get(layer, 0)
-        self._num_read[layer] = call + 1
-        first_key, first_value = self._calls[layer][call]
-        joined = _in_rows(first_key, key), _in_rows(first_value, value)
-        if self._grows:
-            self._calls[layer][call] = joined
-        return joined
-
-
-def _in_rows(first: Tensor, second: Tensor) -> Tensor:
-    """Join (1, Hkv, N, D) along rows, whose heads lie side by side in memory: as a whole they are copied far faster."""
-    return torch.cat([first.transpose(1, 2), second.transpose(1, 2)], dim=1).transpose(1, 2)
-
-
-@dataclass
-class _PackedForward:
-    table: SegmentTable
-    store: KeyValueStore | None
-    first_row: int  # rows before it are in the store
-
-
-_FORWARD: ContextVar[_PackedForward | None] = ContextVar("cfa_packed_forward", default=None)
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: TreeMask | Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    **kwargs: object,
-) -> tuple[Tensor, None]:
-    """Attend, in transformers' calling convention: q (1, H, N, D), k, v (1, Hkv, N, D or Dv) -> (1, N, H, Dv)."""
-    name = type(module).__name__
-    if query.shape[0] != 1:
-        raise NotImplementedError(f"{name} runs on a batch of {query.shape[0]}; a packed tree is one sequence")
-    if not isinstance(attention_mask, TreeMask):
-        if attention_mask is not None:
-            raise NotImplementedError(f"{name} is given an attention mask that transformers' mask builder did not make")
-        if sliding_window is not None:
-            raise NotImplementedError(f"{name} has a sliding window and no attention mask that says which")
-        forward = _FORWARD.get()
-        if forward is None:
-            raise RuntimeError(f"{name} runs tree attention outside a packed forward")
-        attention_mask = TreeMask(forward.table, EVERYTHING)
-    if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise NotImplementedError(f"{name} attends in both directions; a causal model is needed")
-    unsupported = [argument for argument in _UNSUPPORTED_ARGUMENTS if kwargs.get(argument) is not None]
-    unsupported += ["an indexer of its own to pick keys"] if getattr(module, "indexer", None) is not None else []
-    unsupported += [f"attention dropout {dropout}"] if dropout else []
-    if unsupported:
-        raise NotImplementedError(f"{name} uses {unsupported[0]}, which tree attention does not have")
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # as PyTorch's own attention: norms and rotary embeddings left float32
-        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    first_row = 0
-    if (running := _FORWARD.get()) is not None:  # else the mask was passed without a packed forward
-        first_row = running.first_row
-        if running.store is not None and first_row:
-            key, value = running.store.before(module, key, value)
-        elif running.store is not None:
-            running.store.write(module, key, value)
-    out = tree_attention(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        attention_mask.table,
-        scale=scaling,
-        sliding_window=attention_mask.reach.window,
-        attention_chunk_size=attention_mask.reach.chunk,
-        softcap=softcap,
-        sinks=s_aux,
-        first_query_row=first_row,
-    )
-    return out.unsqueeze(0), None
-
-
-def _build_mask(
-    *, mask_function: Callable[..., Any], local_size: int | None = None, device: torch.device | None = None, **_: object
-) -> TreeMask:
-    """Make a layer's mask for transformers' mask builder, whose `mask_function` says which keys a query sees."""
-    forward = _FORWARD.get()
-    if forward is None:
-        raise RuntimeError(f"attn_implementation={ATTENTION!r} runs only inside a packed forward")
-    return TreeMask(forward.table, read_visibility(mask_function, local_size, device))
-
-
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _build_mask)
-
-
-def read_visibility(
-    mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None = None
-) -> Reach:
-    """Find the rule that `mask_function(batch, head, query position, key position)` follows, by calling it.
-
-    Raises `NotImplementedError` for a rule that is not causal, a causal window or a causal chunk.
-    """
-    size = local_size or 8
-    near = [edge * size + step for edge in range(4) for step in range(-3, 4)]
-    positions = torch.tensor(sorted({p for p in [*near, *range(8)] if p >= 0}))
-    query, key = positions[:, None], positions[None, :]
-    try:
-        try:
-            seen = mask_function(0, 0, query, key)
-        except Exception:  # the function holds tensors of its own, on the device
-            seen = mask_function(0, 0, query.to(device), key.to(device))
-    except Exception as error:  # a rule that looks at tokens, or at a table of this very batch
-        raise NotImplementedError(
-            f"its attention mask does not depend on positions only ({type(error).__name__}: {error})"
-        ) from error
-    seen = torch.as_tensor(seen).cpu().expand(len(positions), len(positions))
-    causal = key <= query
-    if torch.equal(seen, causal):
-        return EVERYTHING
-    if local_size is not None and torch.equal(seen, causal & (query - key < local_size)):
-        return Reach(window=local_size)
-    if local_size is not None and torch.equal(seen, causal & (query // local_size == key // local_size)):
-        return Reach(chunk=local_size)
-    raise NotImplementedError("its attention mask is neither causal nor a causal window or chunk")
 
 
 @contextmanager
@@ -236,7 +72,8 @@ def _stage(model: PreTrainedModel, pack: Pack) -> _Staged:
     one = np.ones(1, np.int64)
     arrays = [pack.input_ids, pack.position_ids, one, own, before, order, np.unique(own), pack.targets]
     ids, positions, ones, *rest = upload(arrays, input_device(model))
-    return _Staged(ids[None], positions[None], ones.expand(1, pack.num_tokens), *rest)
+    # Positions by themselves: graphs of compiled layers depend on where in its storage a tensor begins.
+    return _Staged(ids[None], positions.clone()[None], ones.expand(1, pack.num_tokens), *rest)
 
 
 def packed_hidden(
@@ -266,10 +103,12 @@ def packed_hidden(
         )
     if store is not None:
         store.rewind()
-    running = _PackedForward(pack.table, store, pack.first_row)
+    running = Running(pack.table, store, pack.first_row)
     rows, states = pack.num_tokens, tree_states(walk, pack.table)
     again = _recomputed_on_trees(walk, running, rows)
-    with value_of(_FORWARD, running), states, again, one_pass_adapters(walk, rows):
+    layers = to_compile(() if inside(model) else getattr(backbone(model), "layers", ()))
+    adapters = one_pass_adapters(walk, rows, compiled=bool(layers))
+    with value_of(RUNNING, running), states, again, adapters, compiled_layers(layers):
         output = backbone(model)(
             input_ids=staged.input_ids,
             # An all-ones mask stops transformers from inferring packed sequences from restarting position ids.
@@ -287,7 +126,7 @@ _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Attributes that hold a module's checkpoint function: of transformers, and of torch's wrapper that FSDP uses."""
 
 
-def _recomputed_on_trees(walk: ModelWalk, running: _PackedForward, rows: int) -> AbstractContextManager[None]:
+def _recomputed_on_trees(walk: ModelWalk, running: Running, rows: int) -> AbstractContextManager[None]:
     """Make checkpointed modules run again, in a backward, exactly as they run inside.
 
     Each checkpointed function restores attention, pack and modules of this forward by itself, because one backward may
@@ -299,10 +138,11 @@ def _recomputed_on_trees(walk: ModelWalk, running: _PackedForward, rows: int) ->
     def checkpointing(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def on_trees(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             def run(*inputs: Any, **named: Any) -> Any:
-                if _FORWARD.get() is running:
+                if RUNNING.get() is running:
                     return function(*inputs, **named)
-                adapters = one_pass_adapters(module, rows)
-                with value_of(_FORWARD, again), attention_of(configs, ATTENTION), adapters:
+                layers = to_compile([module])
+                adapters, compiled = one_pass_adapters(module, rows, compiled=bool(layers)), compiled_layers(layers)
+                with value_of(RUNNING, again), attention_of(configs, ATTENTION), adapters, compiled:
                     return function(*inputs, **named)
 
             return checkpoint(run, *args, **kwargs)

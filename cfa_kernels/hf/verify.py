@@ -24,13 +24,21 @@ from ..ops.matmul import ieee_products
 from ..ops.row_softmax import FLOAT32_NOISE
 from ..packing.packs import lay_out
 from ..packing.prefix_tree import Pack, Query
+from .compiled import EAGER
 from .fsdp import without_casts
 from .head import Head, read_head
 from .memory import is_out_of_memory
 from .model import active_noise, backbone, causal_lm, computation, configs, input_device, noise_remedy, vocab_size
 from .model_walk import Model, ModelWalk
-from .modes import attention_implementation, checkpointed_modules, evaluation_mode, without_accelerates_autocast
-from .probe_mode import HALVES, float32_weights, layers_skipped, small_windows
+from .modes import (
+    attention_implementation,
+    checkpointed_modules,
+    evaluation_mode,
+    value_of,
+    without_accelerates_autocast,
+)
+from .probe_mode import float32_weights, layers_skipped, small_windows
+from .quantised import HALVES, is_quantised
 from .ranks import inside
 from .router_loss import packed_router_loss, uses_of_rows
 from .stateful_layers import has_cells, refuse_older_cells
@@ -390,7 +398,9 @@ def run_probe(
     The model is in evaluation mode, or for `training` in the modes of its modules. Trainable adapters are shifted if
     `moved`. Layers that are `repeated` hand their input on.
     """
-    halves = any(parameter.dtype in HALVES for parameter in model.parameters())
+    narrow = any(parameter.dtype in HALVES for parameter in model.parameters()) or any(
+        map(is_quantised, model.modules())
+    )
     with ExitStack() as stack:
         if training:
             devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
@@ -402,6 +412,7 @@ def run_probe(
             stack.enter_context(attention_implementation(model, "eager"))
         stack.enter_context(small_windows(model))
         stack.enter_context(layers_skipped(repeated or {}))
+        stack.enter_context(value_of(EAGER, True))
         stack.enter_context(ieee_products())
         stack.enter_context(without_accelerates_autocast(model))
         stack.enter_context(torch.autocast(input_device(model).type, enabled=False))
@@ -412,7 +423,7 @@ def run_probe(
                 return measure()
         except (NotImplementedError, FloatingPointError):
             raise
-        except Exception:  # a quantised layer, or a kernel for halves only
-            if not halves:
+        except Exception:  # a kernel for halves only
+            if not narrow:
                 raise
         return measure()

@@ -126,7 +126,8 @@ def credit_rows(
 
     Args:
         tokenizer, rows, **options: as in `DeferredCredit`.
-        counted: B tensors (T_b,), 1 on tokens that are trained on, 0 on others, such as a tool's.
+        counted: B tensors (T_b,), 1 on tokens that are trained on, 0 on others, such as a tool's, which are no answer
+            and no unit.
         advantages: B tensors (T_b,), float; estimators get (B,) where each row has one value on the counted tokens.
         entropies: B tensors (T_b,), nats.
 
@@ -135,7 +136,7 @@ def credit_rows(
     """
     advantages, masks = [row.cpu() for row in advantages], [row.cpu().bool() for row in counted]
     own = _row_advantages([row * mask for row, mask in zip(advantages, masks, strict=True)], masks)
-    batch = DeferredCredit(tokenizer=tokenizer, rows=rows, advantages=own, **options)
+    batch = DeferredCredit(tokenizer=tokenizer, rows=rows, advantages=own, mask=masks, **options)
     batch.by_model(access, entropies)
     credit = batch.finished()
     assert credit is not None

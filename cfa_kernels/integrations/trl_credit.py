@@ -1,22 +1,24 @@
 """Credit of TRL's generation batches: when to assign it, and a warning if none came. Nothing here imports TRL."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig, Credit, DeferredCredit, Rows
+from ..text.offsets import decoded
 
 ROW = "credit_row"
 """Name, among the inputs of the loss, of the (b,) places of a micro-batch's rows in their generation batch."""
 
 
-def why_at_once(config: CounterfactualConfig, micro_batches: int, one_update: bool) -> str | None:
+def why_at_once(batch: DeferredCredit, micro_batches: int, one_update: bool) -> str | None:
     """Say why credit cannot be assigned from the training forwards of a batch, one per micro-batch; None if it can.
 
     `one_update` says whether the policy changes only after all of them.
     """
+    config = batch.config
     if not (config.continues or config.reads_entropies):
         return f"{config.asked_for} reads nothing that a training forward has fed"
     if not one_update:
@@ -24,10 +26,10 @@ def why_at_once(config: CounterfactualConfig, micro_batches: int, one_update: bo
             "the policy changes between training forwards over one generation batch (gradient_accumulation_steps is no "
             "multiple of steps_per_generation * num_iterations), and credit is that of the policy before"
         )
-    if micro_batches > 1 and config.compares_rows:
+    if batch.compares_beyond([range(len(batch.rows))] * micro_batches):
         return (
             f"{config.asked_for} with weights={getattr(config.weights, 'name', None)!r} compares completions of the "
-            f"whole generation batch, and training forwards hold a {micro_batches}th of it each (steps_per_generation)"
+            "whole generation batch, and a training forward holds a part of it (steps_per_generation, processes)"
         )
     return None
 
@@ -37,6 +39,7 @@ def batch_credit(
     tokenizer: Any,
     output: Mapping[str, Any],
     rewards: Tensor,
+    sampled: Sequence[Sequence[int]],
     *,
     first: int,
     group_size: int,
@@ -44,14 +47,22 @@ def batch_credit(
 ) -> DeferredCredit:
     """Make the credit of a process's share of TRL's generation batch, `output`, with groups side by side.
 
-    `rewards` are (B,), nan for completions to leave out; `first` counts the rows of the processes before this one.
+    Args:
+        rewards: (B,), nan for completions to leave out.
+        sampled: ids of the B completions: those that are masked as truncated are still compared with others.
+        first: rows of the processes before this one.
     """
     index = range(first, first + len(rewards))
     padded = {name: output[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
-    rows = Rows.from_padded(**padded, index=index)
+    rows = Rows.from_padded(**padded)
+    whole = [
+        row if len(row) else torch.tensor(ids, dtype=torch.int64)
+        for row, ids in zip(rows.completions, sampled, strict=True)
+    ]
+    rows = Rows(rows.prompts, whole, index)
     return DeferredCredit(
         config, tokenizer, rows, unpadded(output["advantages"], rows), groups=torch.tensor(index) // group_size,
-        rewards=rewards, counted=unpadded(loss_mask(output), rows), **options,
+        rewards=rewards, mask=unpadded(loss_mask(output), rows), **options,
     )  # fmt: skip
 
 
@@ -72,29 +83,8 @@ def weighed(batch: DeferredCredit, credit: Credit) -> list[str]:
         plain = float(batch.advantages[b]) if signed else 1.0
         levels, counts = values.unique_consecutive(return_counts=True)
         runs = [one for one in zip(levels.tolist(), ids.split(counts.tolist()), strict=True) if one[0] != plain]
-        texts.append(" | ".join(f"{batch.tokenizer.decode(run).strip()} ({value:.2f})" for value, run in runs))
+        texts.append(" | ".join(f"{decoded(run, batch.tokenizer).strip()} ({value:.2f})" for value, run in runs))
     return texts
-
-
-def why_nothing(batch: DeferredCredit, credit: Credit) -> str | None:
-    """Explain why no completion that is to be judged got credit; None if one did, or none was due."""
-    due = batch.to_judge()
-    if not due or not batch.config.runs_estimator or any(credit.spans):
-        return None
-    if any(answer is not None for answer in credit.answers):
-        reason = "answers were found, but no span before them; see CounterfactualConfig's detector and units"
-    else:
-        own = batch.config.answers.answer_format
-        looked = f"Only answer_format={own!r} says what is one"
-        if own is None:
-            looked = (
-                "Answers are read after ####, in \\boxed{} and after words such as 'the answer is'; for others give "
-                "CounterfactualConfig(answer_format=...) or answer_fallback='last_number'"
-            )
-        ends = batch.tokenizer.decode(batch.rows.completions[due[0]])[-60:]
-        reason = f"no answer was found. {looked}. The first of these completions ends with {ends!r}"
-    an = "a positive" if batch.config.completions == "positive" else "an"
-    return f"credit/scored_fraction is 0: of {len(due)} completions with {an} advantage none was judged: {reason}"
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> Tensor:

@@ -76,8 +76,9 @@ def loss_of_packed_rows(
         trained = [one or whole for one, whole in zip(trained, reads, strict=True)]
     keep_states = due is not None and due.config.continues
     forward = packed_forward(
-        model, rows, needed=needed, trained=trained, keep_states=keep_states, router_loss=router_coef is not None
-    )
+        model, rows, needed=needed, trained=trained, keep_states=keep_states, router_loss=router_coef is not None,
+        foreseen=None if due is None else due.foreseen(places, model),
+    )  # fmt: skip
     in_heads_mode = partial(torch.autocast, forward.device.type, enabled=False) if head_in_float32 else nullcontext
     if high_entropies is not None:  # before branches, of which processes feed different numbers
         with in_heads_mode(), torch.set_grad_enabled(torch.is_grad_enabled() and entropy_coef != 0):
@@ -105,7 +106,7 @@ def loss_of_packed_rows(
         metrics |= {"bonus/entropy": (entropies * high).sum() / high.sum().clamp(min=1), "bonus/tokens": high.sum()}
         loss = loss - entropy_coef * scale * metrics["bonus/entropy"]
     elif "entropy" in metrics:
-        metrics |= {"bonus/entropy": metrics["entropy"], "bonus/tokens": torch.tensor(counted)}
+        metrics |= {"bonus/entropy": metrics["entropy"].nan_to_num(nan=0.0), "bonus/tokens": torch.tensor(counted)}
     metrics["policy_loss"] = loss + entropy_coef * scale * metrics.get("bonus/entropy", 0.0)
     if router_coef is not None:
         routers = forward.router_loss()

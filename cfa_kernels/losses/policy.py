@@ -106,7 +106,7 @@ def policy_loss(
         over tokens, of clip ratios at a sequence level over sequences, but for gmpo, which clips tokens. With
         `sampling_logprobs` also `sampling/sampling_logp_difference/mean` and `/max`, and with a correction or a mask
         `sampling/importance_sampling_ratio/mean`, `/min` and `/max` of the factor, over tokens or sequences with a
-        weighted advantage.
+        weighted advantage. A figure over no token or sequence at all is nan: leave it out of what you log.
 
     Raises:
         ValueError: a wrong option, shape or value, naming row and token.
@@ -357,38 +357,35 @@ def _metrics(
     batch: CheckedBatch, logprobs: Tensor, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Tensor | None
 ) -> dict[str, Tensor]:
     keep, tokens = batch.keep, batch.tokens
-    per_sequence = keep.sum(1)
-    count = per_sequence.sum().clamp(min=1)
-    moving = keep & tokens.moved()
-    metrics = {"ratio_mean": torch.where(moving, ratio, 0).sum() / moving.sum().clamp(min=1)}
+    per_sequence, moving = keep.sum(1), keep & tokens.moved()  # where rows are left out, those alone have log-probs
+    metrics = {"ratio_mean": _mean(ratio, moving)}
     if tokens.ref_logprobs is not None:
-        metrics["kl"] = torch.where(keep, kl, 0).sum() / count
+        metrics["kl"] = _mean(kl, keep)
     if entropy is not None:
-        metrics["entropy"] = torch.where(keep, entropy, 0).sum() / count
+        metrics["entropy"] = _mean(entropy, keep)
 
     if tokens.sampling_logprobs is not None:
-        seen = keep & tokens.moved()  # where rows are left out, others have no log-prob
-        gap = torch.where(seen, logprobs - tokens.sampling_logprobs, 0).abs().nan_to_num(nan=0.0)
-        metrics["sampling/sampling_logp_difference/mean"] = gap.sum() / seen.sum().clamp(min=1)
-        metrics["sampling/sampling_logp_difference/max"] = gap.max()
+        gap, known = (logprobs - tokens.sampling_logprobs).abs(), moving & ~tokens.sampling_logprobs.isnan()
+        metrics["sampling/sampling_logp_difference/mean"] = _mean(gap, known)
+        metrics["sampling/sampling_logp_difference/max"] = _largest(gap, known)
         if batch.options.correction or batch.options.off_policy_mask_threshold != math.inf:
             factor = off_policy_factor(logprobs, tokens, batch.options._replace(loss_type="reinforce"))
             assert factor is not None
-            factor, name = factor.expand_as(keep), "sampling/importance_sampling_ratio"
+            factor, seen, name = factor.expand_as(keep), moving, "sampling/importance_sampling_ratio"
             if batch.options.correction.startswith(("sequence", "geometric")):
                 factor, seen = factor[:, :1], seen.any(1, keepdim=True)
-            metrics[f"{name}/mean"] = torch.where(seen, factor, 0).sum() / seen.sum().clamp(min=1)
-            metrics[f"{name}/min"] = torch.where(seen, factor, math.inf).min()
-            metrics[f"{name}/max"] = torch.where(seen, factor, 0).max()
+            metrics[f"{name}/mean"] = _mean(factor, seen)
+            metrics[f"{name}/min"] = -_largest(-factor, seen)
+            metrics[f"{name}/max"] = _largest(factor, seen)
 
-    loss_type = batch.options.loss_type
+    loss_type, nonempty = batch.options.loss_type, per_sequence > 0
 
     def clip_ratio(flag: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the overall mean, and the share of each sequence (B,)."""
-        clipped = (flag & keep).sum(1)
-        share = clipped / per_sequence.clamp(min=1)
-        by_token = batch.options.level == "token" or loss_type == "gmpo"
-        return (clipped.sum() / count if by_token else share.mean()), share
+        share = (flag & keep).sum(1) / per_sequence.clamp(min=1)
+        if batch.options.level == "token" or loss_type == "gmpo":
+            return _mean(flag.float(), keep), share
+        return _mean(share, torch.ones_like(nonempty) & nonempty.any()), share
 
     high_mean, high = clip_ratio(clip > 0)
     if loss_type == "cispo":
@@ -397,13 +394,22 @@ def _metrics(
         phi = off_policy_factor(logprobs, tokens, batch.options)
         assert phi is not None
         of_rows = torch.where(moving, phi, 0).sum(1) / moving.sum(1).clamp(min=1)
-        metrics["vespo/phi_seq_mean"] = of_rows.sum() / moving.any(1).sum().clamp(min=1)
+        metrics["vespo/phi_seq_mean"] = _mean(of_rows, moving.any(1))
     elif loss_type in ("dapo", "dppo", "cispo_two_sided", "gmpo"):
         low_mean, low = clip_ratio(clip < 0)
-        nonempty = per_sequence > 0
         metrics["clip_ratio/low_mean"] = low_mean
         metrics["clip_ratio/high_mean"] = high_mean
         metrics["clip_ratio/region_mean"] = clip_ratio(clip != 0)[0]
-        metrics["clip_ratio/low_min"] = torch.where(nonempty, low, low.max()).min()
-        metrics["clip_ratio/high_max"] = high.max()
+        metrics["clip_ratio/low_min"] = -_largest(-low, nonempty)
+        metrics["clip_ratio/high_max"] = _largest(high, nonempty)
     return metrics
+
+
+def _mean(values: Tensor, where: Tensor) -> Tensor:
+    """Average the values at some places, (); nan if there is none."""
+    return torch.where(where, values, 0).sum() / where.sum()
+
+
+def _largest(values: Tensor, where: Tensor) -> Tensor:
+    """Find the largest of the values at some places, (); nan if there is none."""
+    return torch.where(where.any(), torch.where(where, values, -math.inf).max(), math.nan)

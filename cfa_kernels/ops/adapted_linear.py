@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 from torch.nn import functional
 
-from .matmul import add_product, multiply, product
+from .matmul import add_product, multiply, product, wide_product
 
 
 class AdaptedLayer(NamedTuple):
@@ -87,18 +87,16 @@ def _results(x: Tensor, scale: float, parts: AdapterParts | None, *tensors: Any)
         down, up = torch.cat(downs) * scale, ups
         low = x @ down.t()  # (N, G R)
         outs = [product(x, weight.t()) for weight in weights]
-        for out, bias in zip(outs, biases, strict=True):
-            if bias is not None:
-                out += bias
+        outs = [out if bias is None else out.add_(bias) for out, bias in zip(outs, biases, strict=True)]
     else:
         down, up = parts
         # A row's parts (high, high, low) times the adapter's (high, low, high): all products but low by low.
         columns = 2 * count * rank
-        sums = _sum(multiply(x, down.narrow(0, 0, columns).t(), x.new_empty(len(x), columns, dtype=downs[0].dtype)))
+        sums = _sum(_products([(x, down.narrow(0, 0, columns).t())], downs[0].dtype, along=1))
         low = _split(sums.view(-1, count, rank), x.dtype, along=2, low=2).view(-1, 3 * count * rank)
         outs = [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    for out, own, one in zip(outs, low.chunk(count, 1), up, strict=True):
-        add_product(out, own, one.t())
+    parts_of = zip(outs, low.chunk(count, 1), up, strict=True)
+    outs = [add_product(out, own, one.t()) for out, own, one in parts_of]
     return tuple(outs), (x, low, down, *up, *weights)
 
 
@@ -112,8 +110,9 @@ class _AdaptedLinear(torch.autograd.Function):
         return outs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *by_outs: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not is_compiling():
+            raise RuntimeError("adapted_linear has first derivatives only: run its backward without create_graph=True")
         x, low, down, *others = ctx.saved_tensors
         count, rank, wide = len(by_outs), ctx.rank, ctx.wide
         up, weights = others[:count], others[count:]
@@ -126,40 +125,57 @@ class _AdaptedLinear(torch.autograd.Function):
             if wide is None:
                 by_low = torch.cat([by @ one for by, one in zip(by_outs, up, strict=True)], 1)  # (N, G R)
             else:
-                halves = x.new_empty(len(x), 2 * count * rank, dtype=wide)
-                for by, one, own in zip(by_outs, up, halves.chunk(count, 1), strict=True):
-                    multiply(by, one.narrow(1, 0, 2 * rank), own)
-                sums = _sum(halves.view(-1, count, 2 * rank))
+                pairs = [(by, one.narrow(1, 0, 2 * rank)) for by, one in zip(by_outs, up, strict=True)]
+                sums = _sum(_products(pairs, wide, along=1).view(-1, count, 2 * rank))
                 by_low = _split(sums, x.dtype, along=1, low=2).view(-1, 3 * count * rank)
         if needs_x:
             by_x = product(by_outs[0], weights[0])
             for by, weight in zip(by_outs[1:], weights[1:], strict=True):
-                multiply(by, weight, by_x, add=True)
-            add_product(by_x, by_low, down)
+                by_x = _added(by_x, by, weight)
+            by_x = add_product(by_x, by_low, down)
         if needs_down:
             if wide is None:
                 by_down = by_low.t() @ x
             else:
                 halves = by_low.narrow(1, count * rank, 2 * count * rank)
-                by_down = _sum(multiply(halves.t(), x, x.new_empty(halves.shape[1], x.shape[1], dtype=wide)), 0)
+                by_down = _sum(_products([(halves.t(), x)], wide, along=0), 0)
             by_downs = by_down.mul_(ctx.scale).chunk(count)
         if needs_up and wide is None:
             by_ups = [by.t() @ own for by, own in zip(by_outs, low.chunk(count, 1), strict=True)]
         elif needs_up:
-            sizes = [len(one) for one in up]
-            halves = x.new_empty(sum(sizes), 2 * rank, dtype=wide)
-            for by, own, some in zip(by_outs, low.chunk(count, 1), halves.split_with_sizes(sizes), strict=True):
-                multiply(by.t(), own.narrow(1, rank, 2 * rank), some)
-            by_ups = _sum(halves).split_with_sizes(sizes)
-        by_layers = list[Tensor | None]()
+            owns = (own.narrow(1, rank, 2 * rank) for own in low.chunk(count, 1))
+            halves = _products([(by.t(), own) for by, own in zip(by_outs, owns, strict=True)], wide, along=0)
+            by_ups = _sum(halves).split_with_sizes([len(one) for one in up])
+        by_layers: list[Tensor | None] = []
         for i, by in enumerate(by_outs):
             by_layers += [by.t() @ x if needs[4 * i] else None, by.sum(0) if needs[4 * i + 1] else None]
             by_layers += [by_downs[i], by_ups[i]]
         return by_x, None, None, *by_layers
 
 
+def _products(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, along: int) -> Tensor:
+    """Put products of pairs of matrices side by side, summed and rounded in `dtype` only."""
+    if is_compiling():
+        return torch.cat([wide_product(left, right, dtype) for left, right in pairs], along)
+    shapes = [(len(left), right.size(1)) for left, right in pairs]
+    sizes = [shape[along] for shape in shapes]
+    size = (sum(sizes), shapes[0][1]) if along == 0 else (shapes[0][0], sum(sizes))
+    out = pairs[0][0].new_empty(size, dtype=dtype)
+    for (left, right), place in zip(pairs, out.split_with_sizes(sizes, along), strict=True):
+        multiply(left, right, place)
+    return out
+
+
+def _added(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return out + left @ right if is_compiling() else multiply(left, right, out, add=True)
+
+
 def _split(matrix: Tensor, dtype: torch.dtype, *, along: int, low: int) -> Tensor:
     """Lay high, low and high part of a matrix side by side `along` a new dimension, the low one at place `low`."""
+    if is_compiling():
+        high = matrix.to(dtype)
+        rest = (matrix - high).to(dtype)
+        return torch.stack([rest if i == low else high for i in range(3)], along)
     parts = matrix.new_empty([*matrix.shape[:along], 3, *matrix.shape[along:]], dtype=dtype)
     parts.copy_(matrix.unsqueeze(along))
     places = parts.unbind(along)

@@ -71,3 +71,18 @@ class AttentionRule:
     def reach(self) -> Reach:
         """Reach of the rows."""
         return Reach(self.sliding_window, self.attention_chunk_size)
+
+    @property
+    def kinds(self) -> "RuleKinds":
+        """Say which options there are."""
+        given = (self.sliding_window, self.attention_chunk_size, self.softcap, self.sinks)
+        return RuleKinds(*(value is not None for value in given))
+
+
+class RuleKinds(NamedTuple):
+    """Options that an `AttentionRule` has, as far as they choose a kernel's build."""
+
+    window: bool = False
+    chunk: bool = False
+    softcap: bool = False
+    sinks: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 _BLOCK_ELEMENTS = 2**20  # elements of a product that exist twice at a time: as oneDNN gave them, and where they belong
 
@@ -34,8 +35,17 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
     return torch.mm(left, right, out_dtype=out.dtype, out=out)
 
 
+def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `left @ right`, summed and rounded in `dtype` only; for graphs, which write into no given tensor."""
+    if dtype == left.dtype:
+        return left @ right
+    return torch.mm(left, right, out_dtype=dtype) if _keeps_sums(left) else left.to(dtype) @ right.to(dtype)
+
+
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Compute `out += left @ right`, all of one dtype; return `out`. cuBLAS rounds the product before it adds it."""
+    if is_compiling():  # a compiled addition joins what reads it; cuBLAS would first copy `out`
+        return out + left @ right
     if _keeps_sums(out) or out.dtype not in (torch.bfloat16, torch.float16):
         return out.addmm_(left, right)
     return out.copy_(torch.addmm(out.float(), left.float(), right.float()))
@@ -46,7 +56,7 @@ def _keeps_sums(tensor: Tensor) -> bool:
 
 
 def _has_onednn(tensor: Tensor) -> bool:
-    if not tensor.is_cpu or tensor.dtype != torch.float32:
+    if not tensor.is_cpu or tensor.dtype != torch.float32 or is_compiling():
         return False
     return bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
 

@@ -53,16 +53,18 @@ class SegmentTable:
         default_factory=_new_handle, repr=False, compare=False
     )  # (2,) int64, unique in all processes
     num_rows: int = field(init=False, repr=False, compare=False)  # N, the rows of the packed sequence
-    segments: Tensor = field(init=False, repr=False, compare=False)  # (S, 4) int32 on the CPU: the first four fields
-    contexts: Tensor = field(init=False, repr=False, compare=False)  # context_rows as a tensor on the CPU
+    segments: Tensor = field(init=False, repr=False, compare=False)  # (4 S,) int32 on the CPU: the first four fields
+    contexts: Tensor = field(init=False, repr=False, compare=False)  # context_rows on the CPU, at least two entries
     _on_device: dict = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check()
         fields = [self.row_start, self.length, self.context_start, self.context_length]
         object.__setattr__(self, "num_rows", int(self.row_start[-1] + self.length[-1]))
-        object.__setattr__(self, "segments", torch.from_numpy(np.stack(fields, axis=1)))
-        object.__setattr__(self, "contexts", torch.from_numpy(self.context_rows))
+        # No tensor has a size of 0 or 1, for which torch.compile would make a graph of its own.
+        unread = np.zeros(max(2 - len(self.context_rows), 0), np.int32)
+        object.__setattr__(self, "segments", torch.from_numpy(np.stack(fields, axis=1).reshape(-1)))
+        object.__setattr__(self, "contexts", torch.from_numpy(np.concatenate([self.context_rows, unread])))
         _ALIVE[tuple(self.handle.tolist())] = self
 
     @classmethod
@@ -72,7 +74,7 @@ class SegmentTable:
         table = _ALIVE.get(tuple(handle.tolist()))
         if table is not None:
             return table
-        row_start, length, context_start, context_length = np.ascontiguousarray(segments.numpy().T)
+        row_start, length, context_start, context_length = np.ascontiguousarray(segments.numpy().reshape(-1, 4).T)
         _REBUILT.append(cls(row_start, length, context_start, context_length, contexts.numpy(), handle))
         return _REBUILT[-1]
 
@@ -132,7 +134,7 @@ class SegmentTable:
         first = (ordinal * tokens_per_tile).astype(np.int32)
         keys = self.context_length[segment] + first
         order = np.argsort(-keys, kind="stable")
-        return np.column_stack([self.segments.numpy()[segment], first])[order]
+        return np.column_stack([self.segments.numpy().reshape(-1, 4)[segment], first])[order]
 
     def on_device(self, device: torch.device, tokens_per_tile: int, first_row: int = 0) -> tuple[Tensor, Tensor]:
         """Return `(work_list (W, 5), context_rows (C,))` on `device`, copied once a stream and kept."""

@@ -276,7 +276,7 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tu
     if options.level == "sequence":
         via_ratio = via_ratio.sum(1, keepdim=True) / length * counted
     if options.loss_type == "gmpo":
-        terms, via_ratio = terms._replace(clip=clip), torch.where(clip == 0, via_ratio, 0)
+        terms, via_ratio = terms._replace(clip=clip * tokens.moved()), torch.where(clip == 0, via_ratio, 0)
     return terms, direct + via_ratio
 
 
@@ -322,6 +322,7 @@ def token_terms_triton(
         slope = -weighted
         loss = slope * logprob
     else:
+        tl.static_assert(LOSS_TYPE == "sapo", "a loss type without a branch of `token_terms_triton`")
         tau = tl.where(advantage > 0, sapo_pos, sapo_neg)
         gate = 1.0 / (1.0 + tl.exp(-tau * (ratio - 1.0)))
         loss = -4.0 / tau * gate * weighted
@@ -339,6 +340,7 @@ def token_terms_triton(
             kl = -gap
             kl_slope = gap * 0.0 + 1.0
         else:
+            tl.static_assert(KL == "abs", "a KL estimator without a branch of `token_terms_triton`")
             kl = tl.abs(gap)
             kl_slope = tl.where(gap > 0, -1.0, tl.where(gap < 0, 1.0, 0.0))
         kl_slope = tl.where(gap < log_ratio_max, kl_slope, 0.0)

@@ -4,17 +4,21 @@ Rows of one packed sequence form *segments*. A segment's rows attend to the segm
 the order of their positions, and causally to the segment itself.
 """
 
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from .attention_options import AttentionRule
 from .dispatch import architecture, resolve_backend
-from .operator_arguments import arguments_of
+from .operator_arguments import arguments_of, call, is_traced
 from .segment_table import SegmentTable
 from .tree_attention_backward import (
     load_columns,
@@ -86,11 +90,14 @@ def tree_attention(
     if chosen == "torch":
         return tree_attention_reference(q, k, v, table, rule, first_query_row)
     _check_triton(q, k, v)
-    return tree_attention_op(
-        q=q, k=k, v=v, sinks=sinks, handle=table.handle, segments=table.segments, contexts=table.contexts,
-        scale=rule.scale, softcap=softcap, sliding_window=sliding_window, attention_chunk_size=attention_chunk_size,
-        first_query_row=first_query_row, with_lse=wants_gradient,
-    )[0]  # fmt: skip
+    arguments = {
+        "q": q, "k": k, "v": v, "sinks": sinks, "handle": table.handle, "segments": table.segments,
+        "contexts": table.contexts, "scale": rule.scale, "softcap": softcap, "sliding_window": sliding_window,
+        "attention_chunk_size": attention_chunk_size, "first_query_row": first_query_row, "with_lse": wants_gradient,
+    }  # fmt: skip
+    if wants_gradient and not is_traced():
+        return _TreeAttention.apply(*arguments.values())[0]  # type: ignore[no-any-return]
+    return (tree_attention_op(**arguments) if wants_gradient else call(tree_attention_op, **arguments))[0]  # type: ignore[no-any-return]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, sinks: Tensor | None, first_query_row: int) -> None:
@@ -281,14 +288,15 @@ def tree_attention_kernel(
         tl.store(p_out + o_dv_rest[None, :], b_out, mask=m_token[:, None] & (o_dv_rest < VALUE_DIM)[None, :])
 
 
-def launch_options(*sizes: Any, lse: bool = False) -> dict[str, Any]:
+@cache
+def launch_options(*sizes: Any, lse: bool = False) -> Mapping[str, Any]:
     """Return `shared_options` of `sizes` for the kernel, and its own constexprs."""
     options = shared_options("tree_attention_kernel", *sizes)
     key_block, key_rest = column_blocks(options["KEY_DIM"])
     # Two accumulators beyond 128 columns take more registers than padding costs.
     value_block, value_rest = column_blocks(options["VALUE_DIM"]) if options["VALUE_DIM"] <= 128 else (256, 0)
     options |= {"KEY_BLOCK": key_block, "KEY_REST": key_rest, "VALUE_BLOCK": value_block, "VALUE_REST": value_rest}
-    return options | {"HAS_SINKS": sizes[-1].sinks is not None, "WITH_LSE": lse}
+    return MappingProxyType(options | {"HAS_SINKS": sizes[-1].sinks, "WITH_LSE": lse})
 
 
 def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -334,7 +342,7 @@ def tree_attention_op(
     rule = AttentionRule(scale, sliding_window, attention_chunk_size, softcap, sinks)
     # A span also where it hides nothing in this pack: another build might round a row differently.
     sizes = (q.shape[2], v.shape[2], q.shape[1] // k.shape[1])
-    options = launch_options(architecture(q.device), q.dtype, *sizes, rule, lse=with_lse)
+    options = launch_options(architecture(q.device), q.dtype, *sizes, rule.kinds, lse=with_lse)
     sinks = None if sinks is None else sinks.contiguous()
     tokens = options["BLOCK_M"] // options["GROUP"]
     work, device_rows = table.on_device(q.device, tokens, first_query_row)
@@ -380,8 +388,21 @@ def _backward(ctx: Any, by_out: Tensor | None, _: Tensor | None) -> tuple[Tensor
         return tuple(_Arguments())
     out, lse, *saved = ctx.saved_tensors  # once: a checkpoint unpacks them no second time
     inputs = dict(zip(_SAVED, saved, strict=True))
-    by_q, by_k, by_v, by_sinks = tree_attention_backward_op(by_out=by_out, out=out, lse=lse, **inputs, **ctx.options)
+    inputs |= {"by_out": by_out, "out": out, "lse": lse, **ctx.options}
+    by_q, by_k, by_v, by_sinks = call(tree_attention_backward_op, **inputs)
     return tuple(_Arguments(q=by_q, k=by_k, v=by_v, sinks=None if inputs["sinks"] is None else by_sinks))
 
 
 tree_attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _TreeAttention(torch.autograd.Function):
+    """The operator with its gradient, without the wrappers of one that `torch.compile` can see."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output: tuple[Tensor, Tensor] = tree_attention_op._init_fn(*inputs)
+        _setup_context(ctx, inputs, output)  # by itself torch would inspect signatures at each call
+        return output
+
+    backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]

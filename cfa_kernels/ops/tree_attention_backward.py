@@ -4,7 +4,9 @@ With `P` the probabilities by the forward's log-sum-exp, `delta = rowsum(dO * O)
 gradients are `dS K`, `dS^T Q` and `P^T dO`. Nothing is added atomically, so a pack gives the same bits every time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_options import AttentionRule
+from .attention_options import AttentionRule, RuleKinds
 from .dispatch import TRITON_BEFORE_3_7, architecture
 from .segment_table import SegmentTable
 from .triton_math import LOG2E, tanh
@@ -306,7 +308,7 @@ def sum_parts_kernel(
 
 
 def shared_options(
-    kernel: str, architecture: str, dtype: torch.dtype, key_dim: int, value_dim: int, group: int, rule: AttentionRule
+    kernel: str, architecture: str, dtype: torch.dtype, key_dim: int, value_dim: int, group: int, kinds: RuleKinds
 ) -> dict[str, Any]:
     """Return the constexprs that all kernels have, and the compiler's options, by `TUNED`."""
     options = tuned(kernel, architecture, dtype, key=key_dim, value=value_dim, group=group)
@@ -318,16 +320,23 @@ def shared_options(
         "KEY_BLOCK": triton.next_power_of_2(max(key_dim, 16)),
         "VALUE_DIM": value_dim,
         "VALUE_BLOCK": triton.next_power_of_2(max(value_dim, 16)),
-        "HAS_WINDOW": rule.sliding_window is not None,
-        "HAS_CHUNK": rule.attention_chunk_size is not None,
-        "HAS_SOFTCAP": rule.softcap is not None,
+        "HAS_WINDOW": kinds.window,
+        "HAS_CHUNK": kinds.chunk,
+        "HAS_SOFTCAP": kinds.softcap,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "LOG2E": LOG2E,
         "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
     }
 
 
-def key_options(architecture: str, *sizes: Any) -> list[dict[str, Any]]:
+@cache
+def query_options(*sizes: Any) -> Mapping[str, Any]:
+    """Return `shared_options` for the launch of `query_gradient_kernel`."""
+    return MappingProxyType(shared_options("query_gradient_kernel", *sizes))
+
+
+@cache
+def key_options(architecture: str, *sizes: Any) -> Sequence[Mapping[str, Any]]:
     """Return `shared_options` of each launch of `key_gradient_kernel`; all of them together make all gradients."""
     options = shared_options("key_gradient_kernel", architecture, *sizes)
     # The older compiler loads a row's two numbers once for every lane that has a column of the row, and spills them.
@@ -335,10 +344,11 @@ def key_options(architecture: str, *sizes: Any) -> list[dict[str, Any]]:
     # The sums for keys and for values of wide heads do not fit the registers together.
     wide = max(options["KEY_DIM"], options["VALUE_DIM"]) > 128
     parts = [(True, False), (False, True)] if wide else [(True, True)]
-    return [options | {"OF_KEYS": of_keys, "OF_VALUES": of_values} for of_keys, of_values in parts]
+    both = ({"OF_KEYS": of_keys, "OF_VALUES": of_values} for of_keys, of_values in parts)
+    return tuple(MappingProxyType(options | part) for part in both)
 
 
-def sum_options(key: dict[str, Any]) -> dict[str, Any]:
+def sum_options(key: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `sum_parts_kernel` after launches of `key_gradient_kernel` with the options `key`."""
     names = ("BLOCK_N", "KEY_DIM", "KEY_BLOCK", "VALUE_DIM", "VALUE_BLOCK")
     return {name: key[name] for name in names} | tuned("sum_parts_kernel")
@@ -367,8 +377,8 @@ def tree_attention_backward_op(
     if by_out.stride(-1) != 1:
         by_out = by_out.contiguous()
     heads, key_heads = q.shape[1], k.shape[1]
-    sizes = (architecture(q.device), q.dtype, q.shape[2], v.shape[2], heads // key_heads, rule)
-    by_query, by_key = shared_options("query_gradient_kernel", *sizes), key_options(*sizes)
+    sizes = (architecture(q.device), q.dtype, q.shape[2], v.shape[2], heads // key_heads, rule.kinds)
+    by_query, by_key = query_options(*sizes), key_options(*sizes)
     keys_per_tile, tokens = by_key[0]["BLOCK_N"], max(QUERY_ROWS_PER_PROGRAM * key_heads // heads, 1)
     width = by_key[0]["KEY_BLOCK"] + by_key[0]["VALUE_BLOCK"]
     most_parts = PARTIAL_SUM_BYTES // (4 * key_heads * keys_per_tile * width)

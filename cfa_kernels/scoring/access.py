@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..hf.model import causal_lm, input_device
+from ..hf.quantised import product_dtype
 from ..hf.ranks import Ranks, inside
 from ..hf.sharding import is_sharded, run_inside
 from ..options import as_numbers
@@ -96,11 +97,11 @@ class InProcess(ModelAccess):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return that of the weights, or of autocast where it is on."""
+        """Return that of the weights, of autocast where it is on, or of quantised layers."""
         if self.module is None:
             return torch.float32
         device = input_device(self.model).type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.model.dtype
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else product_dtype(self.model)
 
 
 class Sharded(InProcess):

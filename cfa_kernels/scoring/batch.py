@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ class ScoredRow:
     place: int = 0  # in the caller's `Rows`
     index: int = 0  # by which errors name it and draws are keyed
 
-    @property
+    @cached_property
     def tokens(self) -> np.ndarray:
         """Prompt and completion, (P + T,) int64."""
         return np.concatenate([self.prompt, self.completion])

@@ -2,6 +2,7 @@
 
 import numbers
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -17,20 +18,26 @@ from ..rows import Rows, check_columns
 
 def packs_of(
     rows: Rows, groups: Sequence[int], counts: np.ndarray, walk: ModelWalk, order: Sequence[int], budget: int,
-    whole: bool = False,
+    whole: bool = False, foreseen: Sequence[Sequence[Query]] | None = None,
 ) -> Iterator[Pack]:  # fmt: skip
     """Lay out the first `counts` tokens of each row in `order`, a group together; the queries of packs are rows.
 
-    Tokens that no target needs are fed if `whole`: the last one, those after `counts`, and prompts by themselves.
+    Tokens that no target needs are fed if `whole`: the last one, those after `counts`, and prompts by themselves. Those
+    of the queries `foreseen` for a row are fed with it, under numbers below 0, and without targets.
     """
     lengths = [len(rows.prompts[b]) + len(rows.completions[b]) for b in order]
     bundles, parts = apart_by_length(
         walk, [_sequence(rows, b, int(counts[b]), whole) for b in order], lengths, [rows.index[b] for b in order]
     )
     queries = {b: query for b, bundle in zip(order, bundles, strict=True) for query in bundle}
+    with_row: dict[int, list[int]] = {b: [b] for b in order}
+    for b in order:
+        for query in () if foreseen is None else foreseen[b]:
+            with_row[b].append(-1 - len(queries))
+            queries[with_row[b][-1]] = replace(query, targets=query.targets[:0])
     for part in parts:
         together = groupby([order[i] for i in part], groups.__getitem__)
-        yield from lay_out(queries, [list(group) for _, group in together], budget)
+        yield from lay_out(queries, [[n for b in group for n in with_row[b]] for _, group in together], budget)
 
 
 def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least: int = 0) -> Iterable[Pack]:

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..hf.attention import KeyValueStore
 from ..hf.head import Head
 from ..hf.memory import run_in_memory
 from ..hf.model import causal_lm
 from ..hf.model_walk import Model, ModelWalk
 from ..hf.sharding import run_inside
-from ..hf.tree_forward import KeyValueStore, pack_states, packed_hidden, tree_attention_mode
+from ..hf.tree_forward import pack_states, packed_hidden, tree_attention_mode
 from ..hf.verify import check_supported
 from ..packing.packs import lay_out, lay_out_split
 from ..packing.prefix_tree import Pack, Query

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..hf.attention import KeyValueStore
 from ..hf.head import Head
 from ..hf.limits import rope_lengths, rows_per_forward
 from ..hf.model import causal_lm
@@ -20,7 +21,7 @@ from ..hf.model_walk import ModelWalk
 from ..hf.router_loss import packed_router_loss, uses_of_rows
 from ..hf.sharding import run_inside
 from ..hf.stateful_layers import has_cells
-from ..hf.tree_forward import KeyValueStore, packed_hidden, tree_training_mode
+from ..hf.tree_forward import packed_hidden, tree_training_mode
 from ..hf.verify import check_trainable
 from ..losses.policy import linear_policy_loss
 from ..losses.ragged import LossBatch
@@ -139,6 +140,7 @@ def packed_forward(
     token_budget: int | None = None,
     keep_states: bool = False,
     router_loss: bool = False,
+    foreseen: Sequence[Sequence[Query]] | None = None,
 ) -> "PackedForward":
     """Run `causal` on the packed trees of a batch, with gradients.
 
@@ -151,10 +153,12 @@ def packed_forward(
             backward still runs, and leaves zeros.
         keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
         router_loss: for `PackedForward.router_loss`, feed all rows whole and with gradient, and keep routers' logits.
+        foreseen: for each row, queries that will be asked of the result, which are then fed with the row.
 
     The result cannot be read once the weights that it came from have changed. Liger's gated MLPs, where the model has
     them, overwrite what a backward reads: call it once.
     """
+    foreseen = None if router_loss else foreseen  # what is not of the batch is not in its routers' loss
     check_ids(causal, rows)
     counts = checked_needed(needed, rows.lengths)
     walk = ModelWalk.of(causal)
@@ -171,11 +175,16 @@ def packed_forward(
             states.append(_PackStates(pack, hidden, store, *routers))
 
     with tree_training_mode(walk):
-        packs = packs_of(rows, groups, counts, walk, with_gradient, budget, whole=router_loss)
+        packs = packs_of(rows, groups, counts, walk, with_gradient, budget, whole=router_loss, foreseen=foreseen)
         feed(as_many_as_others(causal, packs, at_least=int(trained is not None)))
         with torch.no_grad():
-            feed(packs_of(rows, groups, counts, walk, without, budget))
+            feed(packs_of(rows, groups, counts, walk, without, budget, foreseen=foreseen))
     return PackedForward(walk, head, rows, counts, states, without, ModelState(walk) if keep_states else None)
+
+
+def stands_alone(walk: ModelWalk) -> bool:
+    """Whether later rows cannot continue a forward's, and no other rows may be fed with it."""
+    return has_cells(walk) or bool(rope_lengths(walk)[0])
 
 
 def _parts(head: Head) -> dict[str, Tensor]:
@@ -206,14 +215,16 @@ class PackedForward:
         state: ModelState | None,
     ) -> None:
         self.causal, self.head, self.rows, self.counts, self.packs = walk.model, head, rows, counts, packs
+        self._walk = walk
         self._without_gradient = without_gradient
         self.device = head.weight.device
         self._head = TensorMarks(_parts(head))
         self._model = state
         predicting, offset = [np.zeros(0, np.int64)] * (len(rows) + 1), 0
         for one in packs:
-            parts = np.split(one.pack.rows[one.pack.query_index] + offset, np.cumsum(counts[one.pack.queries]))
-            for b, part in zip(one.pack.queries, parts, strict=False):  # the last part is empty
+            own = [b for b in one.pack.queries if b >= 0]
+            parts = np.split(one.pack.rows[one.pack.query_index] + offset, np.cumsum(counts[own]))
+            for b, part in zip(own, parts, strict=False):  # the last part is empty
                 predicting[b] = part
             offset += one.pack.num_tokens
         self._predicting = np.concatenate(predicting)  # packed row of each fed token, row by row, packs laid end to end
@@ -312,7 +323,7 @@ class PackedForward:
     def score_batch(self, batch: ScoredBatch, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Score a batch of this forward's rows as `score` does, some or all of them, in the batch's order."""
         walk = self._same_model()
-        if self._stands_alone(walk):
+        if stands_alone(walk):
             return score_batch(walk, batch, outcome)
         order = batch.to_callers_order(range(len(batch)))  # as fed, for packs that do not depend on the batch's order
         plan = plan_scoring(walk, batch.take(order), outcome)
@@ -333,23 +344,22 @@ class PackedForward:
     ) -> tuple[list[list[Tensor]], ScoringWork]:
         """Answer queries as `masked.query_logprobs` does, from the states of this forward; errors as in `score`."""
         walk = self._same_model()
-        if not self.packs or self._stands_alone(walk):
+        if not self.packs or stands_alone(walk):
             return query_logprobs(model, bundles, index=index, token_budget=token_budget)
         plan = plan_queries(walk, bundles, index=index, token_budget=token_budget)
         values, work = self._run(walk, plan, [self._nearest(b[0].tokens) if b else None for b in plan.bundles])
         return collect_logprobs(values, plan), work
 
     def _same_model(self) -> ModelWalk:
-        """Walk over the model; raise unless it is that of this forward, whose states were kept."""
+        """Return the model's walk; raise if the model has changed since this forward, or its states were not kept."""
         if self._model is None:
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
-        walk = ModelWalk(self.causal)
-        if (change := self._model.change(walk)) is not None:
+        if (change := self._model.change(self._walk)) is not None:
             raise RuntimeError(
                 f"this forward's rows cannot be continued: {change} since it ran, so scores would mix two models; ask "
                 "before the weights or adapters change, or run packed_forward again"
             )
-        return walk
+        return self._walk
 
     def _require_same_head(self) -> None:
         if (change := self._head.change(_parts(self.head))) is not None:
@@ -357,11 +367,6 @@ class PackedForward:
                 f"this forward's log-probs cannot be read: the head's {change} since it ran, so they would mix two "
                 "models; ask before the optimizer step, or run packed_forward again"
             )
-
-    @staticmethod
-    def _stands_alone(walk: ModelWalk) -> bool:
-        """Whether later rows cannot continue this forward's."""
-        return has_cells(walk) or bool(rope_lengths(walk)[0])
 
     def _nearest(self, tokens: np.ndarray) -> Pack:
         """Find the pack that has fed most of a sequence."""

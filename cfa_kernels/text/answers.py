@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..options import check_class
+from .markup import Speech, read_speech
 from .patterns import (
     ANNOTATION,
     BLANK,
@@ -13,8 +14,10 @@ from .patterns import (
     EQUALS,
     FRACTION,
     GROUP,
+    HEADING,
     MINUS,
     Interval,
+    label_length,
     sentence_intervals,
     trimmed,
 )
@@ -37,23 +40,31 @@ _LEAD = (
 )
 _SIGN = rf"(?:[+{MINUS}]{BLANK}?(?:{CURRENCY}{BLANK}?)?)?"
 _POWER_OF_TEN = (
-    rf"(?:[eE][+{MINUS}]?\d{{1,3}}(?![\w.])"
+    rf"(?:[eE][+{MINUS}]?\d{{1,3}}(?!\w|\.\d)"
     rf"|{BLANK}?(?:[×*x·⋅]|\\times|\\cdot){BLANK}?10\^(?:\d{{1,3}}|\{{[{MINUS}]?\d{{1,3}}\}}))"
 )
 _VALUE = (
-    rf"{_SIGN}(?:\d+{BLANK}\d+/\d+|\d{{1,4}}(?::\d{{1,4}}){{1,3}}(?![\d:])"
-    rf"|{DIGITS}(?:{_POWER_OF_TEN}|{BLANK}?/{BLANK}?{DIGITS})?|{FRACTION})"
+    rf"{_SIGN}(?:\d+{BLANK}(?:and{BLANK})?\d+/\d+|\d+(?:{BLANK}|\\[,;:! ])?{FRACTION}"
+    rf"|\d{{1,4}}(?::\d{{1,4}}){{1,3}}(?![\d:])|{DIGITS}(?:{_POWER_OF_TEN}|{BLANK}?/{BLANK}?{DIGITS})?|{FRACTION}|[¼-¾⅐-⅞])"
 )
+# What makes a number behind which it stands another one, or none: "1,2,3", "1.234.567", "5²", "1½", "2π", "2n", "1.5k".
+_TAIL = (
+    r"(?:(?:(?:[,.;'’_]|\{,\}|,?\\[,;:! ]|\*\*|[eE][+-]?)?\d+){1,20}|(?: \d{3}){1,4},\d+|[⁰¹²³⁴-⁹¼-¾⅐-⅞]"
+    r"|\.\(\d{1,20}\)|\.?\\(?:overline|bar|dot)\s?(?:\{\d{1,20}\}|\d)|[iknxyzKMB](?![^\W_])"
+    r"|\s?(?:[π√∞]|\\(?:pi|sqrt|infty|choose)(?![a-zA-Z])))"
+)
+_SCRIPT = rf"(?:[\^_](?!\{{(?:\\text\{{)?(?:\\circ|st|nd|rd|th)\b){GROUP})?"  # a power or a base, but no "5^{th}"
 _OPERATOR = rf"(?:[+*×·⋅÷/^xX{MINUS}]|\\(?:times|cdot|div))"
-_SUM = rf"{_VALUE}(?:{BLANK}?{_OPERATOR}{BLANK}?{CURRENCY}?{_VALUE}){{0,20}}"
+_SUM = rf"{_VALUE}{_SCRIPT}(?:{BLANK}?{_OPERATOR}{BLANK}?{CURRENCY}?{_VALUE}{_SCRIPT}){{0,20}}"
+_VALUE_TAIL = re.compile(_TAIL)
 _UNITS = rf"(?:(?:{BLANK}|{BLANK}?/{BLANK}?)[^\W\d_]{{1,20}}){{0,3}}"
 _LEAD_AND_VALUE = re.compile(rf"{_LEAD}(?P<value>{_SUM})")
 _EQUALS_VALUE = re.compile(
-    rf"(?:{_UNITS}{BLANK}?{_OPERATOR}{BLANK}?{CURRENCY}?{_VALUE}){{0,6}}{_UNITS}{BLANK}?{EQUALS}{_LEAD}(?P<value>{_SUM})"
+    rf"!?(?:{_UNITS}{BLANK}?{_OPERATOR}{BLANK}?{CURRENCY}?{_VALUE}){{0,6}}{_UNITS}{BLANK}?{EQUALS}{_LEAD}(?P<value>{_SUM})"
 )
 _VALUE_IN_TEXT = re.compile(rf"(?<![a-zA-ZÀ-ɏ\d_.,^/:\\])(?<![\^_]\{{)(?P<value>{_SUM})")
 _UNITS_ONLY = re.compile(
-    rf"(?:[\s*_.,;:!)\]}}°¢\"'”’]|{CURRENCY}|\\?%|\\[,;!)\] ]|\^\{{?\\circ\}}?|(?<=[a-zA-Z}}])\^\{{?[23]\}}?"
+    rf"(?:[\s*_.,;:)\]}}°¢\"'”’]|(?<!\d)!|{CURRENCY}|\\?%|\\[,;!)\] ]|\^\{{?\\circ\}}?|(?<=[a-zA-Z}}])\^\{{?[23]\}}?"
     rf"|\\(?:text|mathrm|mbox)\s?{GROUP}|/?(?<![^\W\d_])[^\W\d_]{{2,}}(?![^\W\d_])){{0,60}}"
 )
 _ONLY_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathbf|mathrm|mbox)\s?\{([^{}]{1,200})\}")
@@ -70,6 +81,13 @@ def _value_after(pattern: re.Pattern[str], text: str, position: int, limit: int)
     return value
 
 
+def _spoken_value(text: str, position: int, tail: re.Pattern[str] = _VALUE_TAIL) -> Interval | None:
+    """Find the value in a sentence or on a line, with what makes it another number or none."""
+    value = _value_after(_LEAD_AND_VALUE, text, position, len(text))
+    rest = tail.match(text, value[1]) if value else None
+    return (value[0], rest.end()) if value and rest else value
+
+
 def _content(text: str, start: int, end: int) -> Interval | None:
     r"""Read a box, a tag or a formula: one number without its units, else all that is not blanks or `\text`."""
     start, end = trimmed(text, start, end)
@@ -82,9 +100,12 @@ def _content(text: str, start: int, end: int) -> Interval | None:
     return (start, end) if start < end else None
 
 
-_THOUGHT = re.compile(r"<think>.*?(?=</think>|\Z)", re.DOTALL)
 _HASHES = re.compile(rf"#{{4,}}{BLANK}*\n?")
-_BRACE = re.compile(r"\\(?:boxed|fbox)\s{0,3}\{|\\.|[{}]", re.DOTALL)
+_OR_FACTORIAL = re.compile(rf"{_TAIL}|!")
+_BRACE = re.compile(
+    rf"\\(?:boxed|fbox)\s{{0,3}}(?:\{{|(?:\\\$)?(?P<bare>{_SUM}(?:{_TAIL}|!)?|[a-zA-Z](?![a-zA-Z])))|\\.|[{{}}]",
+    re.DOTALL,
+)
 _NAMED = (
     r"(?<![/\w-])(?i:(?:\b(?:so|thus|therefore|hence),?\s)?(?:\b(?:the|our|my|your)\s)?"
     r"(?:\b(?:final|correct|numerical)\s)?\banswer\b)[*_]{0,3}"
@@ -100,17 +121,9 @@ _FORMULA = re.compile(
 )
 
 
-def _without_thoughts(text: str) -> str:
-    """Replace a model's thoughts, also one that the prompt opened, by as many line breaks."""
-    opened_before, closed, rest = text.partition("</think>")
-    if closed and "<think>" not in opened_before:
-        text = "\n" * len(opened_before) + closed + rest
-    return _THOUGHT.sub(lambda thought: "\n" * len(thought.group()), text)
-
-
 def _hashes_answer(text: str) -> AnswerText | None:
     for hashes in reversed(list(_HASHES.finditer(text))):
-        value = _value_after(_LEAD_AND_VALUE, text, hashes.end(), len(text))
+        value = _spoken_value(text, hashes.end(), _OR_FACTORIAL)
         if value and not _OPENS_PART.match(text, value[1]):  # "#### 2. Add the tips"
             return AnswerText(hashes.start(), *value)
     return None
@@ -122,7 +135,9 @@ def _boxed_answer(text: str) -> AnswerText | None:
     open_braces: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text) if r"\boxed" in text or r"\fbox" in text else ():
         sign = brace.group()
-        if sign == "}" and open_braces:
+        if brace["bare"]:
+            boxes.append((brace.start(), *brace.span("bare")))
+        elif sign == "}" and open_braces:
             opening = open_braces.pop()
             if opening.group() != "{":
                 boxes.append((opening.start(), opening.end(), brace.start()))
@@ -160,7 +175,7 @@ def _value_below(text: str, position: int) -> Interval | None:
     start = gap.end() if gap else position
     if formula := _FORMULA.match(text, start):
         return _content(text, *formula.span(formula.lastindex or 0))
-    value = _value_after(_LEAD_AND_VALUE, text, start, len(text))
+    value = _spoken_value(text, start)
     if value and "\n" in text[position - 1 : start] and _OPENS_PART.match(text, value[1]):
         return None
     return value
@@ -171,32 +186,45 @@ def _last_number(text: str) -> AnswerText | None:
         value = None
         while match := _VALUE_IN_TEXT.search(text, position, end):
             value = _value_after(_VALUE_IN_TEXT, text, match.start(), end) or match.span("value")
+            rest = _VALUE_TAIL.match(text, value[1], end)
+            value = (value[0], rest.end()) if rest else value
             position = value[1]
         if value:
             return AnswerText(value[0], *value)
     return None
 
 
-def _pattern_answer(text: str, pattern: str | re.Pattern[str]) -> AnswerText | None:
+def _pattern_answer(speech: Speech, pattern: str | re.Pattern[str]) -> AnswerText | None:
     compiled, group = answer_pattern(pattern)
-    for match in reversed(list(compiled.finditer(text))):
-        start, end = match.span(group)
-        if start < end:
-            return AnswerText(min(match.start(), start), start, end)
+    for match in reversed(list(compiled.finditer(speech.content))):
+        if part := _content_part(speech, match.span(group)):
+            return AnswerText(min(match.start(), part[0]), *part)
     return None
 
 
-def _function_answer(text: str, function: Callable[[str], Interval | None]) -> AnswerText | None:
-    interval = function(text)
+def _function_answer(speech: Speech, function: Callable[[str], Interval | None]) -> AnswerText | None:
+    interval = function(speech.content)
     if interval is None:
         return None
     is_pair = isinstance(interval, tuple | list) and list(map(type, interval)) == [int, int]
-    if not is_pair or not 0 <= interval[0] < interval[1] <= len(text):
+    if not is_pair or not 0 <= interval[0] < interval[1] <= len(speech.text):
         raise ValueError(
-            f"answer_format must return None or (start, end), not empty and inside the text's {len(text)} characters, "
-            f"got {interval!r}"
+            f"answer_format must return None or (start, end), not empty and inside the text's {len(speech.text)} "
+            f"characters, got {interval!r}"
         )
-    return AnswerText(interval[0], *interval)
+    part = _content_part(speech, (interval[0], interval[1]))
+    return None if part is None else AnswerText(part[0], *part)
+
+
+def _content_part(speech: Speech, interval: Interval) -> Interval | None:
+    """Cut what is no content off the ends of an interval; `None` if some is in the middle, or nothing is left."""
+
+    def is_whole() -> bool:
+        return speech.content[slice(*interval)] == speech.text[slice(*interval)]
+
+    if not is_whole():
+        interval = trimmed(speech.content, *interval)
+    return interval if interval[0] < interval[1] and is_whole() else None
 
 
 def _marker_start(text: str, marker: int) -> int:
@@ -210,29 +238,73 @@ def _marker_start(text: str, marker: int) -> int:
         marker = window + words.start()
 
 
-def locate_answer(text: str, rules: AnswerRules = USUAL_ANSWERS) -> AnswerText | None:
+_OPENING = " \t\n*_$([{\\#>"  # signs between words and what they lead to
+_WORD = re.compile(r"(?<![\\\\a-zA-Z])[^\W\d_]")  # but no command's name
+_DISPLAY_END = re.compile(r"\\\]|\$\$|\\end\{\w{1,20}\*?\}")
+_PAUSE = re.compile(r"(?<!\\\\)[,;:]")
+
+
+def lead_in_start(text: str, marker: int) -> int:
+    """Find where the words begin that lead to a marker: behind the last other number of its sentence, if it has one.
+
+    A line above that ends in a colon, or in a word before a display, leads to the marker too, and so does a heading.
+    """
+    for _ in range(3):  # sentence, line above, heading
+        marker = _heading_start(text, _clause_start(text, marker))
+    return marker
+
+
+def _heading_start(text: str, position: int) -> int:
+    """Include a heading without numbers that stands right above a position."""
+    head = text[:position].rstrip()
+    start = head.rfind("\n") + 1
+    line = head[start:]
+    is_above = "\n" in text[len(head) : position] and HEADING.fullmatch(line)
+    return start if is_above and not re.search(r"\d", line[label_length(line) :]) else position
+
+
+def _clause_start(text: str, marker: int) -> int:
+    head = text[:marker].rstrip(_OPENING)
+    start = sentence_intervals(f"{head} x")[-1][0]  # of the sentence that goes on at the marker
+    gap = text[len(head) : marker]
+    has_display = any(sign in text[len(head) : marker + 2] for sign in ("$$", r"\["))
+    is_led_to = head.endswith(":") or (has_display and head[-1:].isalpha())
+    if start > len(head) or ("\n" in gap and not is_led_to):
+        return marker
+    behind = max([start + label_length(head[start:]), *(end.end() for end in _DISPLAY_END.finditer(head, start))])
+    numbers = list(re.finditer(r"\d", head[behind:]))
+    if numbers:
+        behind += numbers[-1].end()
+    elif behind == start + label_length(head[start:]):
+        return start
+    words = (_PAUSE.search(head.rstrip(":"), behind) if numbers else None) or _WORD.search(head, behind)
+    return marker if words is None else words.end() if words.group() in ",;:" else words.start()
+
+
+def locate_answer(text: str | Speech, rules: AnswerRules = USUAL_ANSWERS) -> AnswerText | None:
     """Find the answer as `answer_text_span` defines it, and where its marker begins; raises what that does."""
     check_class(AnswerRules, answers=rules)
-    answer_format = rules.answer_format
-    speech = _without_thoughts(text)
+    speech = text if isinstance(text, Speech) else read_speech(text, thought_tags=rules.thought_tags)
+    answer_format, answer = rules.answer_format, None
     if answer_format is None:
-        answer = _hashes_answer(speech) or _boxed_answer(speech) or _stated_answer(speech)
+        answer = _hashes_answer(speech.statement) or _boxed_answer(speech.statement) or _stated_answer(speech.statement)
     elif isinstance(answer_format, str | re.Pattern):
         answer = _pattern_answer(speech, answer_format)
-    else:
-        answer = _function_answer(text, answer_format)
+    elif speech.content.strip():  # in a thought that never ended there is none
+        answer = _function_answer(speech, answer_format)
     if answer is None:
-        return _last_number(speech) if rules.answer_fallback == "last_number" else None
-    return answer._replace(marker=_marker_start(speech, answer.marker))
+        return _last_number(speech.statement) if rules.answer_fallback == "last_number" else None
+    return answer._replace(marker=_marker_start(speech.statement, answer.marker))
 
 
-def answer_text_span(text: str, answers: AnswerRules = USUAL_ANSWERS) -> Interval | None:
+def answer_text_span(text: str, answers: AnswerRules = USUAL_ANSWERS, *, prompt: str = "") -> Interval | None:
     r"""Find the final answer in a completion's text, right or wrong: half-open characters, or `None`.
 
     The answer follows the last `####` that a number follows; else it is inside the box (`\boxed{}`, `\fbox{}`) that
     opens last; else it follows the last statement: "the answer is 18", "Answer: 18", "A: 18" at the start of a line,
-    `<answer>18</answer>`. Thoughts (`<think>`) hold no answer. `answers` may replace these forms; raises `ValueError`
-    if a function of its returns no interval.
+    `<answer>18</answer>`. Thoughts (`<think>` and the like, also one that the `prompt` before the text opens), calls of
+    tools and their results hold no answer. `answers` may replace these forms; raises `ValueError` if a function of its
+    returns no interval.
     """
-    answer = locate_answer(text, answers)
+    answer = locate_answer(read_speech(text, prompt=prompt, thought_tags=answers.thought_tags), answers)
     return None if answer is None else (answer.start, answer.end)

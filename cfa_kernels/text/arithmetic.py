@@ -12,6 +12,7 @@ from .patterns import (
     CURRENCY,
     DIGITS,
     EQUALS,
+    FRACTION,
     GROUP,
     MINUS,
     Interval,
@@ -36,7 +37,7 @@ _LEXEMES = {
     ],
     r"(?=[\d.\\])": [
         ("H", r"\d{1,2}:\d\d(?::\d\d)?(?:\s?[apAP]\.?[mM]\b\.?)?(?![\d:])"),
-        ("N", rf"{DIGITS}|\\[cdt]?(?:frac|binom|sqrt)\s?(?:\[\w{{1,6}}\])?{GROUP}(?:\s?{GROUP})?"),
+        ("N", rf"{DIGITS}|{FRACTION}|\\[cdt]?(?:frac|binom|sqrt)\s?(?:\[\w{{1,6}}\])?{GROUP}(?:\s?{GROUP})?"),
     ],
     "": [
         ("A", ANNOTATION),
@@ -48,11 +49,12 @@ _LEXEMES = {
         ("W", r"(?<=[\w)])/[^\W\d_]+"),
         ("d", r"/"),
         ("U", CURRENCY),
+        ("N", rf"(?:(?<=[=≈])|(?<=[=≈]\s))`{CURRENCY}?{DIGITS}`"),
         ("N", rf"√\s?(?:{DIGITS}|\([^()\n]{{1,60}}\))"),
         ("I", r"(?:(?<=[\d)}])|(?<=\d[a-z]))(?:\\left\s?)?\("),  # a factor: 2(3 + 4)
         ("P", r"[(\[{~]|\\[(\[{]|\\left\s?[(\[]|(?<![\w|])\|(?=[\d(.-])"),
         ("C", r"[)\]}%°¢²³]|\\[)\]}%]|\\right\s?[)\]]|(?<=[\d)])(?:\||!(?=\s?[=+*/×)-]))"),
-        ("T", rf"\\(?:text|mathrm|mbox)\s?{GROUP}"),
+        ("T", rf"(?:\\[,;:!]\s?)?\\(?:text|mathrm|mbox)\s?{GROUP}"),
         ("L", r"\n"),
         ("B", r"\S"),
     ],
@@ -67,7 +69,7 @@ _KIND_OF_GROUP = ["", *(kind for group in _LEXEMES.values() for kind, _ in group
 
 # Words belong to an operand only if an operator follows: "16 eggs - 3 eggs = 13", but not "13 eggs left".
 _OPERAND = r"[PIUSm]{0,8}(?:A[Um]{0,2}[NH]|[NAVH])v?[CUS]{0,8}(?:(?:WT?|T)(?=L?[OMmdoE]))?"
-_MEMBERS = rf"(?:(?:[OMmdoSI]|L?E){_OPERAND})+E?"
+_MEMBERS = rf"(?:(?:[OMmdoSI]|L?E){_OPERAND}|OT(?=L?E))+E?"
 _EXPRESSION = re.compile(rf"{_OPERAND}{_MEMBERS}|A(?:[Um]{{0,2}}[NH])?")
 _MEMBERS_AFTER_BRACKET = re.compile(rf"[CUS]{{0,8}}(?:(?:WT?|T)(?=L?[OMmdoE]))?{_MEMBERS}")
 _DIGIT = re.compile(r"\d")

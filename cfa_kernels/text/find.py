@@ -1,7 +1,8 @@
 """Find the answer and the reasoning spans of a completion, in sampled tokens."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,12 +10,14 @@ from transformers import PreTrainedTokenizerBase
 
 from ..options import check_class
 from ..span import Span, span_inside
-from .answers import AnswerText, locate_answer
+from .answers import AnswerText, lead_in_start, locate_answer
+from .markup import Speech, merged, read_speech, sign_names
 from .offsets import TokenOffsets, token_offsets
-from .patterns import LETTER_OR_DIGIT, Interval
+from .patterns import LETTER_OR_DIGIT, Interval, holds_number
 from .rules import USUAL_ANSWERS, USUAL_SPANS, AnswerRules, SpanRules
 
 TokenIds = Sequence[int] | torch.Tensor
+Mask = Sequence[float] | torch.Tensor
 
 
 class Reasoning(NamedTuple):
@@ -26,10 +29,22 @@ class Reasoning(NamedTuple):
 
 
 def find_answer(
-    token_ids: TokenIds, tokenizer: PreTrainedTokenizerBase, answers: AnswerRules = USUAL_ANSWERS
+    token_ids: TokenIds,
+    tokenizer: PreTrainedTokenizerBase,
+    answers: AnswerRules = USUAL_ANSWERS,
+    *,
+    prompt: TokenIds | None = None,
+    mask: Mask | None = None,
 ) -> Span | None:
-    """Find every token of (T,) sampled ids that touches the `answer_text_span` of their text; None if it has none."""
-    return _reasoning(token_ids, tokenizer, None, answers).answer
+    """Find every token of (T,) sampled ids that touches the `answer_text_span` of their text; None if it has none.
+
+    Args:
+        token_ids, tokenizer: what was sampled, and the tokenizer of its model.
+        answers: rules for answers.
+        prompt: (P,) ids before them, in which a thought may be open.
+        mask: (T,) 1 on tokens that the policy wrote, 0 on others, such as a tool's; default all 1.
+    """
+    return _reasoning(_Completion(token_ids, prompt, mask), tokenizer, None, answers).answer
 
 
 def detect_spans(
@@ -39,17 +54,22 @@ def detect_spans(
     answer: Span | None = None,
     spans: SpanRules = USUAL_SPANS,
     answers: AnswerRules = USUAL_ANSWERS,
+    prompt: TokenIds | None = None,
+    mask: Mask | None = None,
 ) -> list[Span]:
     """Find the reasoning spans of (T,) sampled ids, which counterfactual scoring masks one at a time.
 
     Spans end before the marker (`####`, `\\boxed{`, "the answer is") of `answer`, by default that of `find_answer`. A
     detector's intervals are widened to whole tokens in the detector's order; a token that an earlier interval or the
     marker holds is cut from a later one, which is dropped if no letter or digit remains or if an earlier one is inside.
+    Thoughts are reasoning like other text. No span holds a token of `mask` 0, of a tool call, or of a sign of thoughts,
+    tools and turns: an interval around some falls into parts. `prompt` and `mask` as in `find_answer`.
 
     Returns disjoint non-empty spans in order of position (CF paper, section 3).
     """
     check_class(SpanRules, spans=spans)
-    return _reasoning(token_ids, tokenizer, spans, answers, answer, unanswered=True).spans
+    completion = _Completion(token_ids, prompt, mask)
+    return _reasoning(completion, tokenizer, spans, answers, answer, unanswered=True).spans
 
 
 def find_reasoning(
@@ -59,22 +79,78 @@ def find_reasoning(
     spans: SpanRules | None = USUAL_SPANS,
     answers: AnswerRules = USUAL_ANSWERS,
     unanswered: bool = False,
+    prompts: Mapping[int, TokenIds] | None = None,
+    masks: Mapping[int, Mask] | None = None,
 ) -> dict[int, Reasoning]:
     """Find answer, end of the reasoning and spans of completions by row; errors name the row.
 
-    `spans=None` looks for no spans; `unanswered` also looks for spans in completions without an answer.
+    `spans=None` looks for no spans; `unanswered` also looks for spans in completions without an answer. `prompts` and
+    `masks` are those of `find_answer` by row.
     """
     reasoning = {}
     for row, token_ids in rows.items():
+        completion = _Completion(token_ids, (prompts or {}).get(row), (masks or {}).get(row))
         try:
-            reasoning[row] = _reasoning(token_ids, tokenizer, spans, answers, unanswered=unanswered)
+            reasoning[row] = _reasoning(completion, tokenizer, spans, answers, unanswered=unanswered)
         except (TypeError, ValueError) as error:
             raise type(error)(f"row {row}: {error}") from error
     return reasoning
 
 
-def _reasoning(
+def content_text(
     token_ids: TokenIds,
+    tokenizer: PreTrainedTokenizerBase,
+    answers: AnswerRules = USUAL_ANSWERS,
+    *,
+    prompt: TokenIds | None = None,
+    mask: Mask | None = None,
+) -> str:
+    """Decode what a completion says: line breaks take the place of its thoughts and of what the policy did not write.
+
+    `answer_text_span` finds the answer of this text where `find_answer`, with the same arguments, finds the tokens'.
+    """
+    return _read(_Completion(token_ids, prompt, mask), tokenizer, answers)[1].content
+
+
+class _Completion(NamedTuple):
+    token_ids: TokenIds
+    prompt: TokenIds | None
+    mask: Mask | None
+
+
+def _read(
+    completion: _Completion, tokenizer: PreTrainedTokenizerBase, answers: AnswerRules
+) -> tuple[TokenOffsets, Speech, bytearray]:
+    """Decode a completion; the last item is 1 for tokens that the policy did not write."""
+    check_class(AnswerRules, answers=answers)
+    names = sign_names(answers.thought_tags)
+    offsets = token_offsets(completion.token_ids, tokenizer, names, ends_shown=False)
+    others = _others(completion.mask, len(offsets.starts))
+    foreign = merged((int(offsets.starts[run.start]), int(offsets.ends[run.stop - 1])) for run in _runs(others))
+    prompt = "" if completion.prompt is None else token_offsets(completion.prompt, tokenizer, names).text
+    return offsets, read_speech(offsets.text, prompt=prompt, foreign=foreign, thought_tags=answers.thought_tags), others
+
+
+def _others(mask: Mask | None, length: int) -> bytearray:
+    if mask is None:
+        return bytearray(length)
+    values = mask.tolist() if isinstance(mask, torch.Tensor) else list(mask)
+    if len(values) != length or not {*map(float, values)} <= {0.0, 1.0}:
+        raise ValueError(f"mask must be 1 or 0 for each of {length} tokens, got {values!r:.200}")
+    return bytearray(not value for value in values)
+
+
+def _runs(flags: bytearray) -> Iterator[range]:
+    """Yield the places of each run of 1."""
+    end = 0
+    while (start := flags.find(1, end)) >= 0:
+        end = flags.find(0, start)
+        end = len(flags) if end < 0 else end
+        yield range(start, end)
+
+
+def _reasoning(
+    completion: _Completion,
     tokenizer: PreTrainedTokenizerBase,
     spans: SpanRules | None,
     answers: AnswerRules,
@@ -82,34 +158,48 @@ def _reasoning(
     *,
     unanswered: bool = False,
 ) -> Reasoning:
-    offsets = token_offsets(token_ids, tokenizer)
-    located = locate_answer(offsets.text, answers)
+    offsets, speech, others = _read(completion, tokenizer, answers)
+    located = locate_answer(speech, answers)
     if answer is None and located:
         answer = Span(*offsets.tokens([(located.start, located.end)])[0])
-    limit, token_limit = _reasoning_end(offsets, located, answer)
+        if others.find(1, *answer) >= 0:  # a token without text in its middle
+            answer = located = None
+    lead_in = partial(lead_in_start, speech.statement) if answers.lead_in == "sentence" else None
+    limit, token_limit = _reasoning_end(offsets, located, answer, lead_in)
     if spans is None or not (answer or unanswered):
         return Reasoning(answer, token_limit, [])
-    ranks = _disjoint_spans(offsets, spans.ranked_intervals(offsets.text[:limit]), token_limit)
-    return Reasoning(answer, token_limit, sorted(_selected(ranks, spans)))
+    for start, end in offsets.tokens(speech.no_reasoning):
+        others[start:end] = b"\1" * (end - start)
+    ranks = _disjoint_spans(offsets, spans.ranked_intervals(speech.reasoning[:limit]), others[:token_limit])
+    return Reasoning(answer, token_limit, sorted(_selected(ranks, spans, offsets)))
 
 
-def _reasoning_end(offsets: TokenOffsets, located: AnswerText | None, answer: Span | None) -> tuple[int, int]:
+def _reasoning_end(
+    offsets: TokenOffsets, located: AnswerText | None, answer: Span | None, lead_in: Callable[[int], int] | None
+) -> tuple[int, int]:
     """Find the end of the reasoning, in characters and in tokens: the answer's marker."""
     length = len(offsets.starts)
     if answer is None:
         return len(offsets.text), length
     start, end = span_inside("answer", answer, length)
-    limit = int(offsets.starts[start])
-    if not located or limit >= located.end or located.start >= offsets.ends[end - 1]:
-        return limit, start  # the caller's answer is not the one marked in the text
-    return min(limit, located.marker), min(start, offsets.tokens([(located.marker, located.end)])[0][0])
+    limit = marker = int(offsets.starts[start])
+    if located and limit < located.end and located.start < offsets.ends[end - 1]:
+        marker = located.marker  # else the caller's answer is not the one marked in the text
+    marker = lead_in(marker) if lead_in else marker
+    return min(limit, marker), min(start, offsets.tokens([(marker, limit + 1)])[0][0])
 
 
-def _selected(ranks: list[list[Span]], rules: SpanRules) -> list[Span]:
+def _selected(ranks: list[list[Span]], rules: SpanRules, offsets: TokenOffsets) -> list[Span]:
+    if rules.selection == "nearest" and not callable(rules.detector) and rules.detector != "python":
+
+        def has_number(span: Span) -> bool:
+            return holds_number(offsets.text[offsets.starts[span.start] : offsets.ends[span.end - 1]].strip())
+
+        ranks = [sorted(rank, key=lambda span: (has_number(span), span), reverse=True) for rank in ranks]
     spans = list(itertools.chain.from_iterable(ranks))
     if rules.selection == "longest":
         spans.sort(key=lambda span: (span.start - span.end, span.start))
-    if rules.selection in ("first", "longest"):
+    if rules.selection in ("nearest", "first", "longest"):
         return spans[: rules.max_spans]
     spans = []
     for rank in map(sorted, ranks):
@@ -124,21 +214,35 @@ def _selected(ranks: list[list[Span]], rules: SpanRules) -> list[Span]:
     return spans
 
 
-def _disjoint_spans(offsets: TokenOffsets, ranks: Sequence[list[Interval]], token_limit: int) -> list[list[Span]]:
-    """Widen intervals to whole tokens in order of rank, each token to the first interval that wants it."""
-    occupied = bytearray(token_limit)
+def _disjoint_spans(offsets: TokenOffsets, ranks: Sequence[list[Interval]], occupied: bytearray) -> list[list[Span]]:
+    """Widen intervals to whole tokens in order of rank, each token to the first interval that wants it.
+
+    `occupied` is 1 for the tokens of the reasoning that no interval gets.
+    """
+    barred = bytes(occupied)
     spans: list[list[Span]] = [[] for _ in ranks]
     rank_of = [rank for rank, intervals in enumerate(ranks) for _ in intervals]
     for rank, wide in zip(rank_of, offsets.tokens([*itertools.chain.from_iterable(ranks)]), strict=True):
-        start, end = wide[0], min(wide[1], token_limit)
-        while start < end and occupied[start]:
-            start += 1
-        while start < end and occupied[end - 1]:
-            end -= 1
-        if start >= end or occupied.find(1, start, end) >= 0:
-            continue
-        rest = offsets.text[offsets.starts[start] : offsets.ends[end - 1]]
-        if (start, end) == wide or LETTER_OR_DIGIT.search(rest):
-            occupied[start:end] = b"\1" * (end - start)
-            spans[rank].append(Span(start, end))
+        for start, end in _parts(barred, wide[0], min(wide[1], len(occupied))):
+            while start < end and occupied[start]:
+                start += 1
+            while start < end and occupied[end - 1]:
+                end -= 1
+            if start >= end or occupied.find(1, start, end) >= 0:
+                continue
+            rest = offsets.text[offsets.starts[start] : offsets.ends[end - 1]]
+            if (start, end) == wide or LETTER_OR_DIGIT.search(rest):
+                occupied[start:end] = b"\1" * (end - start)
+                spans[rank].append(Span(start, end))
     return spans
+
+
+def _parts(barred: bytes, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of 0 between two places."""
+    while start < end:
+        stop = barred.find(1, start, end)
+        stop = end if stop < 0 else stop
+        if start < stop:
+            yield start, stop
+        start = barred.find(0, stop, end)
+        start = end if start < 0 else start

@@ -5,7 +5,7 @@ import json
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ class TokenOffsets(NamedTuple):
     """Text of a completion, and the characters `text[starts[t]:ends[t]]` that token `t` helps to spell.
 
     `starts` and `ends` are (T,) int64, non-decreasing. Tokens that share a multi-byte character all hold it. A token
-    without text of its own (EOS, padding) has an empty interval, or the character that it interrupts.
+    without text of its own (EOS, padding, an id that the tokenizer has no token for) has an empty interval, or the
+    character that it interrupts.
     """
 
     text: str
@@ -55,39 +56,56 @@ class _Vocabulary:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+        added: Any = getattr(tokenizer, "added_tokens_decoder", None)
+        added = added if isinstance(added, Mapping) else {}  # mistral-common's tokenizers have a method that raises
+        special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
         tokens = {i: token for token, i in tokenizer.get_vocab().items()}
         tokens |= {i: str(token) for i, token in added.items()}
+        self.special = {i: tokens.get(i, "") for i in special}
         self.fallback_bytes = {i for i, token in tokens.items() if _FALLBACK_BYTE.fullmatch(token)}
         self.style, self.strips_blank = _style(tokenizer)
-        self.pieces = {i: b"" if i in self.special else self._bytes(token) for i, token in tokens.items()}
+        self.pieces = {i: b"" if i in special else self._bytes(token) for i, token in tokens.items()}
+        self._has_text: dict[int, bool] = {}  # of ids that `get_vocab` leaves out
         # A subclass may decode in its own way.
         probe = sorted(tokens.keys() - self.fallback_bytes)[:: max(1, len(tokens) // 500)]
-        if self.style != "opaque" and self.offsets(probe, tokenizer).text != self.decode(probe, tokenizer):
+        if self.style != "opaque" and self.offsets(probe, tokenizer).text != self._decode(probe, tokenizer, {}):
             self.style = "opaque"
 
-    def decode(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-        spoken = [i for i in ids if i not in self.special]
-        return str(tokenizer.decode(spoken, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    def knows(self, i: int, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Tell whether an id is a token of the tokenizer; models may have more output rows than it has tokens."""
+        if i in self.pieces or self.style != "opaque":
+            return i in self.pieces
+        if i not in self._has_text:
+            try:
+                self._has_text[i] = bool(tokenizer.decode([i]))
+            except Exception:  # each tokenizer raises what it likes
+                self._has_text[i] = False
+        return self._has_text[i]
 
-    def offsets(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> TokenOffsets:
-        try:
-            pieces = [self.pieces[i] for i in ids]
-        except KeyError as error:
-            i = error.args[0]
-            raise ValueError(
-                f"token_ids[{ids.index(i)}] is {i}, outside the tokenizer's vocabulary of {len(tokenizer)} ids"
-            ) from None
+    def offsets(
+        self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, shown: Set[str] = frozenset()
+    ) -> TokenOffsets:
+        spelled = {i: self.special[i] for i in {*ids} if self.special.get(i) in shown}
         if self.style == "opaque":
-            return _incremental_offsets(ids, self.special, lambda part: self.decode(part, tokenizer))
+            silent = {i for i in ids if (i in self.special or not self.knows(i, tokenizer)) and i not in spelled}
+            return _incremental_offsets(ids, silent, lambda part: self._decode(part, tokenizer, spelled))
+        pieces = [self.pieces.get(i, b"") for i in ids]
+        for t, i in enumerate(ids) if spelled else ():
+            pieces[t] = spelled[i].encode() if i in spelled else pieces[t]
         offsets = _byte_offsets(pieces, self.strips_blank)
         if self.style == "byte_fallback" and REPLACEMENT in offsets.text:
             return _byte_offsets(self._with_replacements(ids, pieces), self.strips_blank)
         return offsets
 
+    def _decode(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, spelled: Mapping[int, str]) -> str:
+        parts = []
+        for name, run in itertools.groupby(ids, spelled.get):
+            same = [i for i in run if i in spelled or i not in self.special]
+            parts.append(name * len(same) if name else _text_of(same, tokenizer))
+        return "".join(parts)
+
     def _with_replacements(self, ids: Sequence[int], pieces: list[bytes]) -> list[bytes]:
-        spoken = [t for t, i in enumerate(ids) if i not in self.special]
+        spoken = [t for t, piece in enumerate(pieces) if piece]
         for is_byte, run in itertools.groupby(spoken, lambda t: ids[t] in self.fallback_bytes):
             places = list(run)
             data = b"".join(pieces[t] for t in places)
@@ -171,9 +189,9 @@ def _prefix_texts(
             lead = decode(ids[context:read])
 
 
-def _incremental_offsets(ids: Sequence[int], special: set[int], decode: Callable[[Sequence[int]], str]) -> TokenOffsets:
+def _incremental_offsets(ids: Sequence[int], silent: set[int], decode: Callable[[Sequence[int]], str]) -> TokenOffsets:
     """Compute offsets by incremental decoding, for any tokenizer: a token holds what it adds to the text."""
-    spoken = [i for i in ids if i not in special]
+    spoken = [i for i in ids if i not in silent]
     text = decode(spoken)
     for windowed in (True, False):
         prefixes = list(_prefix_texts(spoken, decode, windowed))
@@ -190,9 +208,14 @@ def _incremental_offsets(ids: Sequence[int], special: set[int], decode: Callable
         agreed.append(max(agreed[-1], settled + sum(same)))
         begun = agreed[-1] + (settled + len(tail) > agreed[-1])
         reached.append(max(reached[-1], min(begun, len(text))))
-    after = list(accumulate((i not in special for i in ids), initial=0))  # which prefix each token extends
+    after = list(accumulate((i not in silent for i in ids), initial=0))  # which prefix each token extends
     starts, ends = [agreed[n] for n in after[:-1]], [reached[n] for n in after[1:]]
     return TokenOffsets(text, np.array(starts, np.int64), np.array(ends, np.int64))
+
+
+def _text_of(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    # mistral-common's tokenizers decode to pieces ("▁She") unless special tokens are skipped.
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)) if ids else ""
 
 
 # Per tokenizer, with its size and special ids when the entry was made: added tokens make it stale.
@@ -207,17 +230,58 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
     return entry[1]
 
 
-def token_offsets(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> TokenOffsets:
-    """Decode a completion and find the characters that each sampled token spells.
-
-    The text is the tokenizer's decoding of the (T,) ids without special tokens and without clean-up of blanks. A token
-    holds the characters that its arrival completes or begins; U+FFFD, for bytes that are not UTF-8, belongs to the
-    token that begins it. Raises `TypeError` for ids that are not 1-D integers, `ValueError` for unknown ones.
-    """
-    if tokenizer is None:
-        raise ValueError("tokenizer must be the one that sampled the ids, got None")
+def _as_ids(token_ids: Sequence[int] | torch.Tensor) -> list[int]:
     try:
         ids = list(map(operator.index, token_ids.tolist() if isinstance(token_ids, torch.Tensor) else token_ids))
     except TypeError as error:
         raise TypeError(f"token_ids must be 1-D and integers: {error}") from error
-    return _vocabulary(tokenizer).offsets(ids, tokenizer)
+    if ids and min(ids) < 0:
+        raise ValueError(f"token_ids[{ids.index(min(ids))}] is {min(ids)}: an id is not negative; take padding off")
+    return ids
+
+
+def token_offsets(
+    token_ids: Sequence[int] | torch.Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    shown: Set[str] = frozenset(),
+    *,
+    ends_shown: bool = True,
+) -> TokenOffsets:
+    """Decode a completion and find the characters that each sampled token spells.
+
+    The text is the tokenizer's decoding of the (T,) ids without clean-up of blanks and without special tokens, but for
+    those with a name in `shown`; at the end of the text these are left out too unless `ends_shown`. A token holds the
+    characters that its arrival completes or begins; U+FFFD, for bytes that are not UTF-8, belongs to the token that
+    begins it. An id that the tokenizer has no token for, as models with more output rows than their tokenizer has
+    tokens may draw, has no text. Raises `TypeError` for ids that are not 1-D integers, `ValueError` for negative ones.
+    """
+    if tokenizer is None:
+        raise ValueError("tokenizer must be the one that sampled the ids, got None")
+    ids, vocabulary = _as_ids(token_ids), _vocabulary(tokenizer)
+    if ends_shown or not shown:
+        return vocabulary.offsets(ids, tokenizer, shown)
+    silent = itertools.takewhile(lambda i: i in vocabulary.special or not vocabulary.knows(i, tokenizer), reversed(ids))
+    if not (count := len(list(silent))):
+        return vocabulary.offsets(ids, tokenizer, shown)
+    text, starts, ends = vocabulary.offsets(ids[: len(ids) - count], tokenizer, shown)
+    return TokenOffsets(text, *(np.append(edges, [len(text)] * count).astype(np.int64) for edges in (starts, ends)))
+
+
+def decoded(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
+    """Decode ids as the tokenizer does, to show them, without those that it has no token for."""
+    ids = _as_ids(token_ids)
+    try:
+        return str(tokenizer.decode(ids, **options))
+    except Exception:  # some raise an error for an id that is no token
+        vocabulary = _vocabulary(tokenizer)
+        return str(tokenizer.decode([i for i in ids if vocabulary.knows(i, tokenizer)], **options))
+
+
+def describe_spare_ids(rows: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Describe the ids of a model with so many output rows that its tokenizer has no token for; None without any."""
+    vocabulary = _vocabulary(tokenizer)
+    if not (spare := sum(not vocabulary.knows(i, tokenizer) for i in range(rows))):
+        return None
+    return (
+        f"{spare} of the model's {rows} output rows are no token of its tokenizer; an id of them, if drawn, has no text"
+    )

@@ -13,9 +13,9 @@ GROUP = r"\{(?:[^{}\n]|\{[^{}\n]{0,60}\}){1,60}\}"
 DIGITS = (
     r"(?:\d{1,2}(?:,\d\d){1,4},\d{3}(?!\d)"  # 12,34,567
     r"|\d{1,3}(?:[ \u00a0\u202f]\d{3}){1,4}(?![\d,])"  # 12 345
-    r"|\d+(?:(?:,|\{,\}|\\,)\d{3}(?!\d)){0,9}(?:\.\d+)?|\.\d+)"
+    r"|\d+(?:(?:,(?:\\!)?|\{,\}|\\,)\d{3}(?!\d)){0,9}(?:\.\d+)?|\.\d+)"
 )
-FRACTION = rf"\\[dtc]?frac\s?{GROUP}\s?{GROUP}"
+FRACTION = rf"\\[dtc]?frac\s?(?:{GROUP}|\d)\s?(?:{GROUP}|\d)"
 MINUS = r"\-−–－"  # for use inside [...]
 CURRENCY = r"(?:\\?\$|[€£¥₹])"
 ANNOTATION = r"<<[^<>\n]{0,200}>>"
@@ -39,6 +39,23 @@ def sentence_intervals(text: str) -> list[Interval]:
     ]
     sentences = zip([0, *ends], [*ends, len(text)], strict=True)
     return [trimmed(text, *sentence) for sentence in sentences if LETTER_OR_DIGIT.search(text, *sentence)]
+
+
+_NUMBER_OF_PART = re.compile(
+    r"[\W_]{0,8}(?:(?i:step|part|case|stage)\s{1,2})?\d{1,3}\s?[*_]{0,3}[.):][\s*_]{0,8}(?!\d)"
+)
+HEADING = re.compile(r"\s*(?:#{1,6}\s.*|[*_]{2}[^*_\n]*[*_]{2}\W*)", re.DOTALL)
+
+
+def label_length(sentence: str) -> int:
+    """Count the characters of the number of a list's item or a solution's part that a sentence begins with."""
+    label = _NUMBER_OF_PART.match(sentence)
+    return label.end() if label else 0
+
+
+def holds_number(sentence: str) -> bool:
+    """Tell whether a sentence computes or states something: it has a digit beyond its label and is not a heading."""
+    return bool(re.search(r"\d", sentence[label_length(sentence) :])) and not HEADING.fullmatch(sentence)
 
 
 def clear_of(intervals: Iterable[Interval], occupied: list[Interval], length: int) -> Iterator[Interval]:

@@ -14,7 +14,7 @@ from .python_code import ranked_python_intervals
 
 Detector = Callable[[str], Iterable[Interval]]
 DetectorName = Literal["math", "sentence", "latex", "python"]
-Selection = Literal["first", "longest", "even", "last"]
+Selection = Literal["nearest", "first", "longest", "even", "last"]
 Fallback = Literal["last_number"]
 
 AnswerFormat = str | re.Pattern[str] | Callable[[str], Interval | None]
@@ -38,9 +38,11 @@ class SpanRules:
     most wanted first."""
     max_spans: Count = 10
     """Maximum spans per completion (K_max)."""
-    selection: Selection = "first"
-    """Spans that stay when there are more: "first" in the detector's order, "longest" in tokens, "last" in position, or
-    "even", spread over the positions; "last" and "even" take arithmetic before sentences."""
+    selection: Selection = "nearest"
+    """Spans that stay when there are more: "nearest" to the answer, those with numbers before others and headings;
+    "first" in the detector's order, as in the CF paper and for programs and a detector of your own under "nearest";
+    "longest" in tokens; "last" in position; "even", spread over the positions. All but "longest" take arithmetic before
+    sentences."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -67,9 +69,17 @@ class AnswerRules:
     to half-open characters or None."""
     answer_fallback: Fallback | None = None
     """\"last_number\" takes the last number if no answer is marked; None takes nothing."""
+    lead_in: Literal["sentence", "statement"] = "sentence"
+    """Words before an answer that are not reasoning: those of its sentence, behind its last other number, whatever they
+    are, or, as in the CF paper, "statement", known ones alone, such as "the answer is"."""
+    thought_tags: str = ""
+    """Further signs between which the model thinks, openers and closers in turn with blanks between them: "<plan>
+    </plan>". Those of common models are known."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if len(self.thought_tags.split()) % 2:
+            raise ValueError(f"thought_tags must be openers and closers in turn, in pairs, got {self.thought_tags!r}")
         if isinstance(self.answer_format, str | re.Pattern):
             answer_pattern(self.answer_format)
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.harness.results import figures_of
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -141,7 +142,7 @@ def numbers(path: Path) -> set[float]:
     document = json.loads(path.read_text("utf-8"))
     result = set(leaves(document))
     for part in document.get("parts", {}).values():
-        for _, group in itertools.groupby(part.get("figures", []), lambda figure: figure["group"]):
+        for _, group in itertools.groupby(figures_of(part), lambda figure: figure["group"]):
             for one, other in itertools.permutations(group, 2):
                 for key in ("seconds", "cpu_seconds", "flops"):
                     a, b = (x["median"] if isinstance(x, dict) else x for x in (one.get(key), other.get(key)))

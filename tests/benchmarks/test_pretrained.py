@@ -14,7 +14,7 @@ from benchmarks.evidence.continuations import Case, cases_of, continued, fed, ga
 from benchmarks.evidence.models import Problem, Subject, read_problems, require_mixed
 from cfa_kernels import Span
 from cfa_kernels.text.find import Reasoning, find_reasoning
-from trainer.config import ASSETS
+from trainer.settings import ASSETS
 
 pytestmark = pytest.mark.slow
 

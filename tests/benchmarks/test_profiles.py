@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.speed.bench_profile import Event, busy_microseconds, device_events, summarize
+from benchmarks.speed.profiles import Event, busy_microseconds, device_events, summarize
 
 pytestmark = pytest.mark.slow
 

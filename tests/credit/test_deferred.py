@@ -1,11 +1,16 @@
 """Credit that is kept by row: the same whatever micro-batches it is assigned in, and in whichever host."""
 
+import copy
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, Credit, DeferredCredit, Draws, packed_forward
+from cfa_kernels import CounterfactualConfig, Credit, DeferredCredit, Draws, Importances, packed_forward
+from cfa_kernels.credit import deferred
 from cfa_kernels.credit.deferred import credited_advantages
 from cfa_kernels.integrations import trl_credit
 from tests.support.log_prob_hosts import batch_rows
@@ -36,6 +41,108 @@ def test_micro_batches_change_neither_weights_nor_draws(options):
     assert parts.finished() is None
 
 
+@pytest.mark.parametrize("trained", [None, [True, True, False, False, False, True]])
+def test_what_is_foreseen_is_fed_with_the_rows_on_a_gpu(trained, monkeypatch):
+    """Prefix gain's values then need no forward of their own, and log-probs and gradients stay as they were."""
+    # The sentence before an answer belongs to its marker, so that something is fed.
+    config = CounterfactualConfig(estimator="prefix_gain", answer_format=r"\S+ #### (\d+)")
+    model, both = tiny_model().eval().double(), {}
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(deferred, "input_device", lambda _, device=device: torch.device(device))
+        credit = DeferredCredit(config, tiny_tokenizer(), ROWS, ADVANTAGES, seed=0)
+        foreseen = credit.foreseen(range(6), model)
+        assert (foreseen is None) == (device == "cpu")
+        forward = packed_forward(model, ROWS, keep_states=True, trained=trained, foreseen=foreseen)
+        credit.by_forward(range(6), forward)
+        logprobs = forward.logprobs()
+        kept = [row for b, row in enumerate(logprobs) if trained is None or trained[b]]
+        leaves = torch.autograd.grad(sum(row.square().sum() for row in kept), model.parameters())
+        both[device] = credit.weights(range(6)), [row.detach() for row in logprobs], leaves
+        work = credit.finished().work
+        assert work.forwards == (0 if foreseen else 1)
+        assert (work.tokens_fed == 0) == (device == "cuda")
+    torch.testing.assert_close(both["cuda"], both["cpu"], rtol=0, atol=1e-6)
+    assert any((row != 1).any() for row in both["cpu"][0])
+
+
+def beside_others(model, batch):
+    """Importances by the place of a unit, of which each completion's share depends on the batch and its group."""
+    lengths = torch.tensor(batch.lengths).float()
+    groups = [lengths[batch.groups == group].sum() for group in batch.groups]
+    places = [torch.arange(len(units)).float() for units in batch.units]
+    return Importances([row * group / lengths.sum() for row, group in zip(places, groups, strict=True)])
+
+
+COMPARING = [
+    {"estimator": "prefix_tree"},
+    {"estimator": "sibling_edits"},
+    {"estimator": "entropy"},
+    {"weights": "top", "fraction": 0.4},
+    {"estimator": "prefix_gain", "weights": "top", "fraction": 0.4, "control": "inverted"},
+    {"estimator": beside_others, "weights": "identity", "units": "tokens"},
+]
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
+COUNTED = [torch.full((n,), float(b != 3)) for b, n in enumerate(ROWS.lengths)]
+
+
+def comparing(options, rows=range(6), **given):
+    rows, config = list(rows), CounterfactualConfig(**options)
+    columns = {"groups": torch.tensor([0, 0, 0, 1, 1, 1])[rows], "rewards": REWARDS[rows]}
+    counted = [COUNTED[b] for b in rows]
+    return DeferredCredit(
+        config, tiny_tokenizer(), ROWS.take(rows), ADVANTAGES[rows], seed=0, mask=counted, **columns, **given
+    )
+
+
+@pytest.mark.parametrize("options", COMPARING, ids=range(len(COMPARING)))
+def test_completions_are_compared_with_the_whole_batch_whatever_forwards_hold_them(options):
+    """Row 3 is not counted: it is no forward's, and is a sibling of rows 4 and 5."""
+    model = tiny_model().eval().double()
+    whole, parts = comparing(options), comparing(options)
+    whole.by_model(model)
+    assert parts.compares_beyond([[0, 1, 2], [4, 5]])
+    for part in ([4, 1], [0, 2, 5]):
+        if parts.is_due(part):
+            parts.by_forward(part, packed_forward(model, ROWS.take(part), keep_states=True))
+    ours, theirs = (one.credited(range(6)) for one in (parts, whole))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert theirs is not whole.advantages, "this credit does nothing"
+    assert whole.finished().spans[3] == []
+    assert 3 not in whole.to_judge()
+
+
+@pytest.mark.parametrize("options", COMPARING, ids=range(len(COMPARING)))
+def test_completions_are_compared_with_those_of_other_processes(options):
+    model = tiny_model().eval().double()
+    whole = comparing(options)
+    whole.by_model(model)
+    places, met, brought = [[0, 1, 2], [3, 4, 5]], threading.Barrier(2, timeout=60), [None, None]
+
+    def of_process(rank):
+        def gather(value):
+            brought[rank] = pickle.dumps(value)
+            met.wait()
+            values = [pickle.loads(one) for one in brought]
+            met.wait()
+            return values
+
+        own = comparing(options, places[rank], gather=gather)
+        assert own.compares_beyond([range(3)])
+        own.by_model(copy.deepcopy(model))
+        return own.credited(range(3)), own.finished()
+
+    with ThreadPoolExecutor(2) as pool:
+        parts = [task.result() for task in [pool.submit(of_process, rank) for rank in (0, 1)]]
+    torch.testing.assert_close([row for rows, _ in parts for row in rows], whole.credited(range(6)), rtol=0, atol=1e-6)
+    assert [row for _, credit in parts for row in credit.spans] == whole.finished().spans
+
+
+def test_rows_of_several_processes_need_numbers_of_their_own():
+    own = comparing(COMPARING[-1], gather=lambda value: [value, value])
+    with pytest.raises(ValueError, match=r"rows: number 0 is of two rows; with gather, Rows\(index=\.\.\.\) must"):
+        own.by_model(tiny_model().eval())
+
+
 @pytest.mark.parametrize("signed", [False, True])
 def test_integer_advantages_are_not_credited_as_their_products_with_weights_would_be_cut_to_integers(signed):
     half = [torch.full((2,), 0.5), torch.ones(2)]
@@ -52,7 +159,7 @@ def test_the_trainer_and_trl_draw_alike(options):
     """For one seed, one step and the same rows, of which TRL's second process has the last group."""
     model, config = tiny_model().eval().double(), CounterfactualConfig(**options)
     settings = SimpleNamespace(seed=7, num_generations=3, temperature=1.0, counterfactual=lambda: config)
-    batch = SimpleNamespace(rows=ROWS, advantages=ADVANTAGES)
+    batch = SimpleNamespace(rows=ROWS, advantages=ADVANTAGES, counted=torch.ones(6, dtype=torch.bool))
     ours = microbatch.batch_credit(settings, tiny_tokenizer(), batch, Shaped(torch.zeros(6)), step=4)
     ours.by_model(model)
 
@@ -64,8 +171,8 @@ def test_the_trainer_and_trl_draw_alike(options):
     columns = [*padded(some.prompts, "left"), *padded(some.completions, "right"), ADVANTAGES[3:]]
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
     trl = trl_credit.batch_credit(
-        config, tiny_tokenizer(), dict(zip(names, columns, strict=True)), torch.zeros(3), first=3, group_size=3,
-        seed=Draws(7).key(4), temperature=1.0,
+        config, tiny_tokenizer(), dict(zip(names, columns, strict=True)), torch.zeros(3), some.completions, first=3,
+        group_size=3, seed=Draws(7).key(4), temperature=1.0,
     )  # fmt: skip
     trl.by_model(model)
     torch.testing.assert_close(trl.weights(range(3)), ours.weights([3, 4, 5]), rtol=0, atol=1e-6)

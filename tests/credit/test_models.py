@@ -65,7 +65,7 @@ def test_a_probe_gives_an_answer_to_a_completion_without_one(model, batch):
     prompts, completions, _ = batch
     ids = torch.tensor(encode(TOKENIZER, "#### 4"))
     probe = Probe(ids, Span(len(ids) - 1, len(ids)))
-    credit = credit_of(model, batch, probes=[None, None, probe])
+    credit = credit_of(model, batch, probes=[None, None, probe], config=CounterfactualConfig(min_spread=0.0))
     assert len(credit.spans[2]) > 1
     assert credit.answers[2] is None
     kept = completions[2][:-1]  # without its end of text

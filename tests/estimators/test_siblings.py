@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cfa_kernels import CounterfactualConfig, counterfactual_credit, credited_advantages
 from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import (
     PrefixTreeValues,
@@ -22,6 +23,7 @@ from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.batch import ScoredBatch
 from tests.support.edit_table import edits_by_table, table
+from tests.support.small_tokenizers import get_tokenizer
 
 ROW = st.lists(st.integers(0, 2), max_size=7)
 BATCH = st.lists(st.tuples(ROW, st.integers(0, 1), st.booleans(), st.sampled_from([0.0, 0.1, 0.5, 1.0])), max_size=8)
@@ -148,8 +150,7 @@ def test_long_groups_are_aligned_in_time_linear_in_their_length() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"groups": None}, "groups: no two completions are of one group"),
-        ({"groups": torch.arange(3)}, "groups: no two completions are of one group"),
+        ({"groups": None}, "groups must be given to an estimator that reads them, got None"),
         ({"groups": torch.tensor([0.0, 0, 1])}, "one integer for each of 3 completions, got torch.float32"),
         ({"rewards": None}, "rewards must be given to an estimator that reads them, got None"),
         ({"rewards": torch.tensor([1, math.nan, 0])}, "rewards row 5: must be finite, got nan"),
@@ -161,3 +162,21 @@ def test_bad_groups_and_rewards_are_named(estimator, change, message) -> None:
     given_by_a_host = {"groups": torch.tensor([0, 0, 1]), "rewards": torch.tensor([1.0, 0, 1])}
     with pytest.raises(ValueError, match=message):
         estimator(InProcess(None), replace(batch, **given_by_a_host | change))
+
+
+@pytest.mark.parametrize("name", ["prefix_tree", "sibling_edits"])
+def test_a_batch_without_siblings_is_named_and_one_whose_siblings_have_no_reward_is_neutral(name) -> None:
+    rows = Rows([ids("q")] * 4, [ids("ab"), ids("c"), ids("ad"), ids("ae")])
+    advantages, config = torch.tensor([1.0, -1.0, 0.5, -0.5]), CounterfactualConfig(estimator=name)
+
+    def credited(groups: torch.Tensor, rewards: list[float]) -> list[torch.Tensor]:
+        columns = {"advantages": advantages, "groups": groups, "rewards": rewards, "config": config}
+        credit = counterfactual_credit(None, get_tokenizer("byte-level, single digits"), rows, **columns)
+        return [
+            row * torch.ones(n) for row, n in zip(credited_advantages(advantages, credit), rows.lengths, strict=True)
+        ]
+
+    with pytest.raises(ValueError, match="groups: no two completions are of one group"):
+        credited(torch.arange(4), [1.0, 0.0, 1.0, 0.0])
+    alone = credited(torch.tensor([0, 0, 1, 1]), [1.0, math.nan, math.nan, 0.0])
+    assert [row.tolist() for row in alone] == [[1.0, 1.0], [-1.0], [0.5, 0.5], [-0.5, -0.5]]

@@ -231,9 +231,14 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("ran_before", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_than_plain_adapters_run_as_peft_has_them(change, monkeypatch):
+def test_other_than_plain_adapters_run_as_peft_has_them(change, ran_before, monkeypatch):
     model, made = adapted(), calls(monkeypatch)
+    if ran_before:
+        with one_pass_adapters(causal_lm(model), 9):
+            layer_of(model)(torch.randn(1, 3, 48))
+        assert made.pop()
     CHANGES[change](model)
     layer = layer_of(model)
     x = torch.randn(1, 3, 48, dtype=next(model.parameters()).dtype)
@@ -241,6 +246,19 @@ def test_other_than_plain_adapters_run_as_peft_has_them(change, monkeypatch):
     with one_pass_adapters(causal_lm(model), 9):
         assert torch.equal(layer(x), expected)
     assert not made
+
+
+@pytest.mark.parametrize("change", [lambda layer: layer.set_scale("default", 3.0), lambda layer: layer.double()])
+def test_a_change_between_calls_shows_in_the_next(change, monkeypatch):
+    model, made = adapted(), calls(monkeypatch)
+    layer = layer_of(model)
+    for _ in range(2):
+        x = torch.randn(1, 3, 48, dtype=layer.lora_A["default"].weight.dtype)
+        expected = layer(x)
+        with one_pass_adapters(causal_lm(model), 9):
+            torch.testing.assert_close(layer(x), expected)
+        change(layer)
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("make", [adapted, in_halves])

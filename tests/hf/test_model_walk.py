@@ -1,4 +1,7 @@
-"""A model's modules are walked over once per call, and what a call needs to know of them comes from that walk."""
+"""A model keeps the walk over its modules until they change; what calls need to know of them comes from that walk."""
+
+import copy
+import weakref
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -37,16 +40,14 @@ def walks(monkeypatch):
     return taken
 
 
-def test_a_packed_forward_its_scores_and_scores_apart_take_one_walk_each(adapted, walks):
+def test_calls_share_the_walk_of_the_first(adapted, walks):
     causal = causal_lm(adapted)
     packed_forward(causal, Rows(*SMALL_ROWS), keep_states=True)  # verified
     walks.clear()
     forward = packed_forward(causal, Rows(*SMALL_ROWS), keep_states=True)
-    assert walks == ["ours"]
     forward.score(*SMALL_SPANS, mask=PLACEHOLDER)
-    assert walks == ["ours"] * 2
     score_columns(adapted, *SMALL_ROWS, *SMALL_SPANS, mask=PLACEHOLDER)
-    assert walks == ["ours"] * 3
+    assert not walks
 
 
 def test_a_walk_meets_the_modules_that_torch_meets_in_its_order(adapted):
@@ -73,6 +74,39 @@ CHANGES = {
     "a forward overwritten": lambda model: setattr(model.model.norm, "forward", lambda x: x),
     "a class exchanged": lambda model: setattr(model.model.norm, "__class__", type("Norm", (nn.Module,), {})),
 }
+
+
+TENSORS = {
+    "a weight exchanged": lambda model: setattr(model.model.norm, "weight", nn.Parameter(model.model.norm.weight.data)),
+    "a weight renamed": lambda model: setattr(model.model.norm, "scale", model.model.norm._parameters.pop("weight")),
+    "a buffer added": lambda model: model.model.norm.register_buffer("more", model.model.norm.weight.data),
+    "a weight added": lambda model: model.model.register_parameter("more", model.model.norm.weight),
+    "the last module renamed": lambda model: setattr(model.model, "turn", model.model._modules.pop("rotary_emb")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES | TENSORS)
+def test_a_model_keeps_its_walk_until_it_changes(change, walks):
+    model = make_model("Qwen3", num_hidden_layers=1)
+    walks.clear()
+    kept = ModelWalk.of(model)
+    forwards = kept.forwards
+    assert ModelWalk.of(model) is kept
+    assert walks == ["ours"]
+    (CHANGES | TENSORS)[change](model)
+    now = ModelWalk.of(model)
+    assert now is not kept or now.forwards != forwards
+    assert list(now.modules.items()) == list(model.named_modules())
+
+
+def test_a_copy_walks_by_itself_and_a_walk_keeps_no_weight_that_its_model_has_given_up():
+    model = make_model("Qwen3", num_hidden_layers=1)
+    walk, twin = ModelWalk.of(model), copy.deepcopy(model)
+    assert ModelWalk.of(twin).model is twin
+    given_up = weakref.ref(model.model.norm.weight)
+    model.model.norm.weight = None
+    assert given_up() is None
+    assert not walk.holds()
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -8,7 +8,7 @@ import transformers
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
-from cfa_kernels.hf import limits, tree_forward, verify
+from cfa_kernels.hf import attention, limits, verify
 from cfa_kernels.ops.attention_options import EVERYTHING, Reach
 from cfa_kernels.span import Span
 from tests.support.models import (
@@ -347,7 +347,7 @@ def test_masks_are_read_from_the_function_that_builds_them(size):
         (lambda b, h, q, k: (k <= q) & (q - k < size), Reach(window=size)),
         (lambda b, h, q, k: (k <= q) & (q // size == k // size), Reach(chunk=size)),
     ):
-        assert tree_forward.read_visibility(rule, size) == reach
+        assert attention.read_visibility(rule, size) == reach
 
 
 @pytest.mark.parametrize(
@@ -361,4 +361,4 @@ def test_masks_are_read_from_the_function_that_builds_them(size):
 )
 def test_a_mask_of_any_other_rule_is_refused(rule):
     with pytest.raises(NotImplementedError, match="its attention mask"):
-        tree_forward.read_visibility(rule, 5)
+        attention.read_visibility(rule, 5)

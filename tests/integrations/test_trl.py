@@ -15,10 +15,11 @@ from cfa_kernels import (
     Rows,
     counterfactual_credit,
     counterfactual_weights,
+    credited_advantages,
     policy_loss,
 )
 from cfa_kernels.credit import deferred
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
@@ -37,6 +38,7 @@ from tests.support.trl_training import (  # noqa: E402
     parameters,
     record_generations,
     rollouts,
+    seven,
     uneven,
     with_vllm,
 )
@@ -63,7 +65,7 @@ def test_with_weights_of_one_training_is_trls_own_to_the_last_bit(train, tmp_pat
     model = {"model": str(tmp_path / "model")}
     stock = train(GRPOTrainer, trainer=model, **options)
     for config in (ONES, CounterfactualConfig(control="off")):
-        trained = train(trainer=model | {"counterfactual": config}, **options)
+        trained = train(trainer=model | {"credit": config}, **options)
         assert not changed(stock, trained)
         for name in ("loss", "grad_norm", "reward", "kl", "entropy"):
             assert logged(stock, name) == logged(trained, name)
@@ -110,9 +112,31 @@ def test_figures_leave_a_tools_tokens_out(train):
     trained = train(recorded, trainer={"rollout_func": rollouts})
     ((before, output, _),) = record
     weights = output["advantages"] / before[:, None]
-    assert weights[:, 1].std() > 0 or (weights[:, 1] != 1).any()
+    assert (weights[:, 1] == 1).all()  # a tool's
+    assert (weights[:, [0, 2]] != 1).all()
     expected = weights[(output["completion_mask"] * output["tool_mask"]).bool()].mean()
     assert logged(trained, "credit/weight_mean")[0] == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", [{}, {"packed_loss": True}], ids=str)
+def test_an_id_that_the_tokenizer_has_no_token_for_ends_no_training(train, loss):
+    spare = len(tiny_tokenizer()) + 3
+    model = tiny_model()
+    model.resize_token_embeddings(spare + 5, mean_resizing=False)
+
+    def with_spare(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        made = rollouts(prompts, trainer)
+        for row, mask, logprobs in zip(made["completion_ids"], made["env_mask"], made["logprobs"], strict=True):
+            for column, value in ((row, spare), (mask, 1), (logprobs, -1.0)):
+                column.insert(3, value)
+        return made
+
+    recorded, record = record_generations()
+    trained = train(recorded, trainer={"rollout_func": with_spare, "model": model} | loss, log_completions=True)
+    ((_, output, _),) = record
+    assert (output["completion_ids"] == spare).any(1).all()
+    assert logged(trained, "credit/scored_fraction") == [1.0]
+    assert logged(trained, "credit/spans_mean") == [2.0]
 
 
 @pytest.mark.parametrize(
@@ -277,7 +301,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("options", [*({"estimator": name} for name in NAMED), *OTHERS], ids=str)
 def test_an_estimator_by_name_trains(train, theirs, options):
-    mine = train(trainer={"counterfactual": CounterfactualConfig(**options)})
+    mine = train(trainer={"credit": CounterfactualConfig(**options)})
     assert changed(mine, theirs)
     assert torch.isfinite(torch.tensor(logged(mine, "loss"))).all()
     assert logged(mine, "credit/scored_fraction")[0] > 0
@@ -291,7 +315,7 @@ def test_an_estimator_sees_the_rewards_and_groups_of_this_step(train):
         return Importances([torch.ones(len(units)) for units in batch.units], signed=True)
 
     cls, record = record_generations()
-    train(cls, trainer={"counterfactual": CounterfactualConfig(estimator=estimate, units="tokens")})
+    train(cls, trainer={"credit": CounterfactualConfig(estimator=estimate, units="tokens")})
     (batch,), ((before, output, _),) = seen, record
     assert len(batch.groups.unique()) == 1
     rewards = batch.rewards
@@ -314,14 +338,52 @@ def test_rows_that_no_function_rewards_are_no_siblings(train):
         return Importances([torch.zeros(len(units)) for units in batch.units])
 
     config = CounterfactualConfig(estimator=estimate, units="tokens", weights="identity")
-    train(trainer={"counterfactual": config, "reward_funcs": some})
+    train(trainer={"credit": config, "reward_funcs": some})
     assert seen[0].rewards.tolist() == [0.0, 1.0] * 3
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("estimator", ["prefix_tree", "sibling_edits"])
+def test_completions_masked_as_truncated_are_siblings_of_the_others(train, estimator, packed):
+    """Their rewards are in the group's advantages, so their tokens are in its comparison."""
+
+    def cut(prompts, trainer):
+        made = rollouts(prompts, trainer)
+        other = tiny_tokenizer().get_vocab()[PHRASES[3]]
+        for i in (2, 4, 5, 7):  # correct, and further from the wrong ones than the one without an end
+            made["completion_ids"][i][:2] = [other, other]
+        for name in ("completion_ids", "logprobs"):
+            made[name][1] = made[name][1][:4]
+        return {name: made[name] for name in ("prompt_ids", "completion_ids", "logprobs")}
+
+    if packed and RELEASE < (1, 10):
+        pytest.skip("the packed loss needs TRL 1.10")
+    config = CounterfactualConfig(estimator=estimator)
+    cls, record = record_generations()
+    options = {"rollout_func": cut, "packed_loss": packed, "credit": config}
+    trained = train(cls, trainer=options, mask_truncated_completions=True)
+    ((before, output, _),) = record
+    assert output["completion_mask"].any(1).tolist() == [b != 1 for b in range(8)]
+    made = cut([0] * 8, None)
+    rows = Rows(*([torch.tensor(ids) for ids in made[name]] for name in ("prompt_ids", "completion_ids")))
+    rewards = torch.tensor(seven(trained.processing_class.batch_decode(made["completion_ids"])))
+
+    def credited(some: list[int]) -> list[torch.Tensor]:
+        own = {"advantages": before[some], "rewards": rewards[some], "config": config}
+        return credited_advantages(before[some], counterfactual_credit(None, tiny_tokenizer(), rows.take(some), **own))
+
+    others = [0, *range(2, 8)]
+    expected = [credited(list(range(8)))[b] for b in others]
+    alone = credited(others)
+    assert any(not torch.equal(*pair) for pair in zip(expected, alone, strict=True))
+    for b, row in zip(others, expected, strict=True):
+        torch.testing.assert_close(output["advantages"][b, :5], row)
 
 
 def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_are_refused(tmp_path, monkeypatch):
     with pytest.raises(NotImplementedError, match=r"estimator='external': .*; give a function"):
-        build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="external")})
-    made = build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="prefix_tree")})
+        build(str(tmp_path), trainer={"credit": CounterfactualConfig(estimator="external")})
+    made = build(str(tmp_path), trainer={"credit": CounterfactualConfig(estimator="prefix_tree")})
     monkeypatch.setattr(type(made.accelerator), "num_processes", 2)
     made.args.per_device_train_batch_size = 4
     made.args.steps_per_generation = 1

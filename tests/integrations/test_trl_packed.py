@@ -1,5 +1,6 @@
 """`packed_loss=True`: losses and gradients are those of TRL's padded batch, from fewer tokens."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,18 @@ from cfa_kernels.integrations import trl_losses
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
 from tests.support.models import MOE, assert_same_gradients, make_model, skip_before
 from tests.support.policy_problem import OF_TRL
-from tests.support.trl_training import LORA, build, forwards, logged, packs, parameters, rollouts, uneven
+from tests.support.trl_training import (
+    LORA,
+    RELEASE,
+    build,
+    forwards,
+    logged,
+    packs,
+    parameters,
+    rollouts,
+    uneven,
+    with_vllm,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]
 UNIFORM = CounterfactualConfig(control="off")
@@ -45,7 +57,7 @@ def in_float64() -> Any:
 def both(folder: Path, model: Any = in_float64, **options: Any) -> tuple[Any, Any]:
     """A trainer with TRL's own loss and one with the packed loss, of equal models; ready to compute a loss."""
     options |= {"max_completion_length": 12}
-    arguments = {"counterfactual": UNIFORM, "packed_loss": True}
+    arguments = {"credit": UNIFORM, "packed_loss": True}
     plain = build(str(folder), Exact, trainer={"model": model()}, **options)
     packed = build(str(folder), trainer=arguments | {"model": model()}, **options)
     for trainer in (plain, packed):
@@ -284,7 +296,7 @@ def assert_trained_alike(plain: Any, packed: Any) -> None:
     "options",
     [
         {},
-        {"trainer": {"counterfactual": UNIFORM}},
+        {"trainer": {"credit": UNIFORM}},
         {"gradient_checkpointing": False, "loss_type": "cispo", "num_iterations": 2, "max_steps": 2},
         {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"loss_type": "grpo", "gradient_accumulation_steps": 2, "max_steps": 2},
@@ -336,6 +348,41 @@ def test_without_the_entropy_rows_without_advantage_are_not_fed_and_training_is_
     assert logged(without, "clip_ratio/region_mean") == logged(with_entropy, "clip_ratio/region_mean")
 
 
+def first_of_three(completions: list[Any], **_: Any) -> list[float]:
+    """Advantages in the first of three micro-batches only."""
+    return [float(i % 2) if i < 8 else 1.0 for i in range(len(completions))]
+
+
+@pytest.mark.skipif(RELEASE < (1, 14), reason="the stand-in for vLLM speaks TRL 1.14's interface")
+@pytest.mark.parametrize("log_entropy", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"vllm_importance_sampling_mode": "token_truncate"},
+        {"vllm_importance_sampling_mode": "sequence_mask"},
+        {"loss_type": "cispo"},
+        {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_mask"},
+        {"top_entropy_quantile": 0.5},
+        {"entropy_coef": 0.1, "off_policy_mask_threshold": 0.5},
+    ],
+    ids=str,
+)
+def test_a_micro_batch_without_an_advantage_brings_no_figure_of_tokens_that_move_the_loss(train, options, log_entropy):
+    options = {"steps_per_generation": 3, "gradient_accumulation_steps": 3, "shuffle_dataset": False} | options
+    arguments = {"credit": UNIFORM, "packed_loss": True, "log_entropy": log_entropy}
+    vllm, alone = with_vllm(CounterfactualGRPOTrainer), {"gradient_accumulation_steps": 1, "steps_per_generation": 1}
+    some = train(vllm, trainer=arguments | {"reward_funcs": first_of_three}, **options)
+    one = train(vllm, trainer=arguments | {"reward_funcs": first_of_three}, **options | alone)
+    (figures, *_), (expected, *_) = some.state.log_history, one.state.log_history
+    for name, value in figures.items():
+        assert math.isfinite(float(value)), name
+    moving = [name for name in figures if name.startswith(("sampling/", "vespo/"))]
+    assert moving
+    by_prompt = not {"top_entropy_quantile", "entropy_coef"} & options.keys()  # else rows stay in TRL's micro-batches
+    for name in moving if by_prompt else ():
+        assert float(figures[name]) == pytest.approx(float(expected[name]), rel=1e-3), name
+
+
 @pytest.mark.parametrize(
     ("options", "together"),
     [
@@ -359,7 +406,7 @@ def test_the_rows_of_one_optimizer_step_lie_by_prompt_in_its_micro_batches(train
     def rows(packed: bool) -> list[Any]:
         """What each optimizer step is made of."""
         seen.clear()
-        arguments = {"packed_loss": packed, "counterfactual": UNIFORM}
+        arguments = {"packed_loss": packed, "credit": UNIFORM}
         trained = train(Watched, max_steps=3, learning_rate=0.0, trainer=arguments, **options)
         each = [
             (micro["prompt_ids"][b][micro["prompt_mask"][b] == 1].tolist(),

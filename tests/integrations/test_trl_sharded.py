@@ -108,14 +108,20 @@ def failing_in_one(rank: int, folder: str, how: str) -> None:
             raise ValueError("nothing to say")
         return Importances([torch.ones(len(row)) for row in batch.units])
 
-    credit = {"counterfactual": CounterfactualConfig(estimator=estimator, weights="range")}
+    credit = {"credit": CounterfactualConfig(estimator=estimator, weights="range")}
     with pytest.raises(ValueError, match=f"^{'' if rank else 'rank 1: '}nothing to say"):
         train(how, 2, credit, {"num_generations": 4})  # whole groups in each process
 
 
+def beside_others(model: Any, batch: Any) -> Importances:
+    """Importances that depend on all completions of the batch."""
+    longest = max(batch.lengths)
+    return Importances([torch.arange(len(units)) * len(batch) / longest for units in batch.units])
+
+
 PACKED: dict[str, Any] = {"packed_loss": True}
 IDLE: dict[str, Any] = {"reward_funcs": first_half}  # the second process has nothing to judge or to feed
-OFF: dict[str, Any] = {"counterfactual": CounterfactualConfig(control="off")}
+OFF: dict[str, Any] = {"credit": CounterfactualConfig(control="off")}
 ONCE = {"max_steps": 1}
 GRADIENT = CounterfactualConfig(estimator="gradient", outcome="mean_logprob", sigma=0)
 # by name: arguments of the trainer, and of TRL's configuration
@@ -130,7 +136,14 @@ CASES: Cases = {
         {"beta": 0.1, "gradient_accumulation_steps": 2, **ONCE},
     ),
 }
-GATHERED: Cases = {"gradients through the model, which is gathered": ({"counterfactual": GRADIENT}, ONCE)}
+COMPARED: Cases = {  # whole groups are split between the processes
+    "top of all": ({"credit": CounterfactualConfig(estimator="entropy"), **IDLE}, ONCE),
+    "a function, given all": (
+        {"credit": CounterfactualConfig(estimator=beside_others, weights="identity", units="tokens")},
+        {**ONCE, "num_generations": 4},
+    ),
+}
+GATHERED: Cases = {"gradients through the model, which is gathered": ({"credit": GRADIENT}, ONCE)}
 EVALUATED = {**OFF, "eval_dataset": Dataset.from_dict({"prompt": [PROMPT]})}
 HALVES = {"bf16": True, "eval_strategy": "steps", "eval_steps": 1, **ONCE}
 IN_HALVES: Cases = {"TRL's loss": (EVALUATED, HALVES), "packed": ({**EVALUATED, **PACKED}, HALVES)}
@@ -149,7 +162,7 @@ IN_HALVES: Cases = {"TRL's loss": (EVALUATED, HALVES), "packed": ({**EVALUATED, 
 )
 def test_sharded_processes_train_as_one(tmp_path, how, kind):
     skip_unless_deepspeed(how)
-    alike = CASES | GATHERED if how == "ZeRO-3" else CASES
+    alike = {"ZeRO-3": GATHERED, "DDP": COMPARED, "FSDP2": COMPARED}.get(how, {}) | CASES
     run(2, as_one_of_two, str(tmp_path), how, alike | IN_HALVES)
     together = torch.load(tmp_path / "two.pt", weights_only=False)
     for name, case in alike.items():

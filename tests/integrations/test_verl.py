@@ -20,7 +20,16 @@ from torch import Tensor
 
 from cfa_kernels import CounterfactualConfig, counterfactual_weights
 from tests.support import sharded, verl_engine
-from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, batch_rows, completions, credited
+from tests.support.log_prob_hosts import (
+    CREDIT,
+    IMPOSSIBLE,
+    PROMPTS,
+    REWARDS,
+    batch_mask,
+    batch_rows,
+    completions,
+    credited,
+)
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 REASON = "verl (with ray, TransferQueue and tensordict) is not installed"
@@ -176,7 +185,7 @@ def test_the_advantages_are_verls_times_the_weights_of_the_completions(
     batch = build(config, workers)._compute_advantage(put(transfer_queue), metrics)
 
     check_credited(batch, own, {})
-    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), batch_rows())
+    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), batch_rows(), mask=batch_mask())
     weights[1][1] = float("nan")  # the tool's token
     assert metrics["credit/weight_mean"] == pytest.approx(torch.cat(weights).nanmean().item(), rel=1e-4)
     assert metrics["credit/scored_fraction"] == 5 / 6  # one has no answer

@@ -44,7 +44,7 @@ def build(kernel: str, target: str, dtype: torch.dtype, options: dict, label: st
 
 
 def sizes_of(target: str, dtype: torch.dtype, dims: tuple[int, int], group: int, rule: dict) -> tuple:
-    return "hip" if target == "gfx942" else target, dtype, *dims, group, AttentionRule(scale=1.0, **rule)
+    return "hip" if target == "gfx942" else target, dtype, *dims, group, AttentionRule(scale=1.0, **rule).kinds
 
 
 def label(dtype: torch.dtype, dims: tuple[int, int], group: int, rule: dict) -> str:

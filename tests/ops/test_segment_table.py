@@ -33,7 +33,7 @@ reaches = st.one_of(
 def pairs_that_see_each_other(table: SegmentTable, reach: Reach) -> list[tuple[int, int]]:
     """(query row, key row), read from the contexts as the forward reads them."""
     pairs = []
-    for row, length, start, before in table.segments.tolist():
+    for row, length, start, before in table.segments.view(-1, 4).tolist():
         path = [*table.context_rows[start : start + before].tolist(), *range(row, row + length)]
         for position in range(before, before + length):
             oldest = int(reach.oldest_visible(torch.tensor(position)))

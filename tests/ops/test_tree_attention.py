@@ -186,7 +186,7 @@ def test_a_rows_result_is_bitwise_the_same_in_any_pack(option, device):
     What is summed within a block of keys is exact here, so the bits show where blocks are cut and in which order
     they come, and nothing of how a matrix product on a CPU rounds.
     """
-    block = module.launch_options(module.architecture(device), torch.float32, 16, 16, 2, RULE)["BLOCK_N"]
+    block = module.launch_options(module.architecture(device), torch.float32, 16, 16, 2, RULE.kinds)["BLOCK_N"]
     assert_the_same_bits_in_any_pack(exact_values(block, device), scale=SCALE_OF_ONE, **option)
 
 

@@ -295,6 +295,7 @@ def counted(monkeypatch) -> list[str]:
     return ran
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "selective"])
 def test_a_checkpoint_keeps_the_gradients(kind, monkeypatch, device):
     """And a selective one that is told to keep attention's result does not compute it again."""

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from cfa_kernels import Credit
+from cfa_kernels import Credit, Importances
 from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.metrics import StageTimes
@@ -57,7 +58,8 @@ def updated(
 ) -> tuple[Credit, dict[str, float]]:  # fmt: skip
     """The first step's update on rollouts: by made-up advantages, all counted, rewards of 0, unless told."""
     shaped = Shaped(torch.zeros(len(rollouts.texts)) if rewards is None else rewards, edits)
-    return update(trainer, 1, all_counted(rollouts, advantages), shaped, StageTimes())
+    credit, _, metrics = update(trainer, 1, all_counted(rollouts, advantages), shaped, StageTimes())
+    return credit, metrics
 
 
 def all_counted(rollouts: Rollouts, advantages: torch.Tensor | None = None) -> UpdateBatch:
@@ -91,3 +93,26 @@ def even(completions, **_):
 
 EVERY_OTHER = f"--reward_funcs={__name__}:reward_every_other"
 EVEN = f"--reward_funcs={__name__}:even"
+
+
+def beside_its_group(model: Any, batch: Any) -> Importances:
+    """Importances by how much shorter a completion is than the longest of its group, and than the batch's mean."""
+    lengths = torch.tensor(batch.lengths).float()
+    longest = [lengths[batch.groups == group].max() for group in batch.groups]
+    return Importances(
+        [
+            torch.arange(len(units)) * (longest[b] - lengths[b] + 1) / lengths.mean()
+            for b, units in enumerate(batch.units)
+        ]
+    )
+
+
+COMPARING = {
+    "prefix tree": ["--estimator=prefix_tree"],
+    "sibling edits": ["--estimator=sibling_edits"],
+    "top of entropies": ["--estimator=entropy"],
+    "top of gains": ["--estimator=prefix_gain", "--weights=top", "--fraction=0.4"],
+    "a function": [
+        f"--estimator={__name__}:beside_its_group", "--weights=identity", "--units=tokens",
+    ],
+}  # fmt: skip

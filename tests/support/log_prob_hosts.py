@@ -47,12 +47,19 @@ def batch_rows() -> Rows:
     return Rows([torch.tensor(row) for row in PROMPTS], [torch.tensor(row) for row in completions()])
 
 
+def batch_mask() -> list[Tensor]:
+    """1 on what the policy wrote; one token is a tool's."""
+    masks = [torch.ones(len(row)) for row in completions()]
+    masks[1][1] = 0
+    return masks
+
+
 def credited(advantages: Tensor, options: dict[str, object], temperature: float = 1.0) -> Tensor:
     """(6, T) advantages of the batch with credit by the model itself, 0 on padding; `advantages` are (6,)."""
     model, config, rows = tiny_model().eval(), CounterfactualConfig(**options), batch_rows()
     batch = DeferredCredit(
         config, tiny_tokenizer(), rows, advantages, seed=Draws(0).key(0), rewards=torch.tensor(REWARDS),
-        temperature=temperature,
+        temperature=temperature, mask=batch_mask(),
     )  # fmt: skip
     batch.by_model(model)
     assert batch.credited(range(6)) is not advantages, "this credit does nothing"

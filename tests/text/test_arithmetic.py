@@ -29,6 +29,17 @@ FAR = " ".join(["1,"] * 60)  # too many lexemes between a bracket and its other 
         ("20% of 50 = 10 and 5 boxes of 12 = 60", ["20% of 50 = 10", "5 boxes of 12 = 60"]),
         (r"\frac{1}{6} \times 36 = 6", [r"\frac{1}{6} \times 36 = 6"]),
         (r"16 \text{ eggs} - 3 \text{ eggs} = 13", [r"16 \text{ eggs} - 3 \text{ eggs} = 13"]),
+        (
+            r"\[ 3 \, \text{litres} \times 0.25 = 0.75 \, \text{litres} = 750 \, \text{ml} \]",
+            [r"3 \, \text{litres} \times 0.25 = 0.75 \, \text{litres} = 750"],
+        ),
+        (
+            r"\( (7 + 2) \times \text{rounds} = 9 \times 4 = 36 \)",
+            [r"\( (7 + 2) \times \text{rounds} = 9 \times 4 = 36 \)"],
+        ),
+        (r"5 \text{ apples} and 6\; \text{kg}, or 12 \times \text{price}", []),
+        ("The last shelf has 30 - 12 =`18` books, `5` and `6`", ["30 - 12 =`18`"]),
+        ("`1800/6=<<1800/6=300>>300 and `16 - 3 = 13`", ["1800/6=<<1800/6=300>>300", "16 - 3 = 13"]),
         ("so x + 2x = 36, then 3x = 36", ["x + 2x = 36", "3x = 36"]),
         ("2 * (3 + 4) = 14", ["2 * (3 + 4) = 14"]),
         ("2x3 and 4 x 5", ["2x3", "4 x 5"]),

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from cfa_kernels.text.find import detect_spans
-from cfa_kernels.text.offsets import _BYTE_OF, token_offsets
+from cfa_kernels.text.find import detect_spans, find_answer
+from cfa_kernels.text.offsets import _BYTE_OF, decoded, describe_spare_ids, token_offsets
 from tests.support.small_tokenizers import (
     CORPUS,
     FAST,
@@ -108,11 +108,42 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_believed() -> None:
     assert token_offsets(encode(tokenizer, "She has 3 eggs"), tokenizer).text == "SHE HAS 3 EGGS"
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@property_test
+@given(data=st.data())
+def test_ids_that_are_no_token_have_an_empty_place_wherever_they_are_drawn(name: str, data: st.DataObject) -> None:
+    tokenizer = get_tokenizer(name)
+    ids = data.draw(completions(name))
+    places = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=5)))
+    spare = data.draw(st.lists(st.integers(len(tokenizer), 200_000), min_size=len(places), max_size=len(places)))
+    mixed = [*ids]
+    for place, i in zip(reversed(places), spare, strict=True):
+        mixed.insert(place, i)
+    offsets, expected = token_offsets(mixed, tokenizer), token_offsets(ids, tokenizer)
+    known = [t for t, i in enumerate(mixed) if i < len(tokenizer)]
+    assert offsets.text == expected.text
+    assert offsets.starts[known].tolist() == expected.starts.tolist()
+    assert offsets.ends[known].tolist() == expected.ends.tolist()
+    assert decoded(mixed, tokenizer) == tokenizer.decode(ids)
+    assert [decoded([i], tokenizer) for i in spare] == [""] * len(spare)
+    by_place = {place: t for place, t in enumerate(known)}
+    answer, own = find_answer(mixed, tokenizer), find_answer(ids, tokenizer)
+    assert (answer is None) == (own is None)
+    assert answer is None or answer == (by_place[own.start], by_place[own.end - 1] + 1)
+    expected_spans = [(by_place[start], by_place[end - 1] + 1) for start, end in detect_spans(ids, tokenizer)]
+    assert detect_spans(mixed, tokenizer) == expected_spans
+
+
+def test_what_a_models_rows_hold_beyond_the_tokens_is_described() -> None:
+    tokenizer = get_tokenizer(FAST[0])
+    assert describe_spare_ids(len(tokenizer), tokenizer) is None
+    assert describe_spare_ids(len(tokenizer) + 7, tokenizer).startswith("7 of the model's")
+
+
 def test_tokens_added_later_are_known() -> None:
     tokenizer = wrap(byte_level(None))
     ids = encode(tokenizer, "She has 3")
-    with pytest.raises(ValueError, match="outside the tokenizer's vocabulary"):
-        token_offsets([*ids, len(tokenizer)], tokenizer)
+    assert token_offsets([*ids, len(tokenizer)], tokenizer).text == "She has 3"
     tokenizer.add_tokens(["<extra>"])
     assert token_offsets([*ids, len(tokenizer) - 1], tokenizer).text == "She has 3<extra>"
     tokenizer.add_special_tokens({"bos_token": "<extra>"})

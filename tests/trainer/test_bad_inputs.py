@@ -117,9 +117,9 @@ CATALOGUE: dict[str, tuple] = {
         ["--reward_funcs=own:another_column"], BEFORE, "reward another_column: ", "'difficulty'", "'question'",
     ),
     # Data
-    "no such data": (["--dataset={tmp}/no.jsonl"], BEFORE, "dataset {tmp}/no.jsonl: expected a .json", "that exists"),
-    "a folder of data": (["--dataset={tmp}"], BEFORE, "dataset {tmp}: expected a .json"),
-    "a table of data": (["--dataset={tmp}/a.csv"], BEFORE, "a.csv: expected a .json", {"a.csv": "a"}),
+    "no such data": (["--dataset={tmp}/no.jsonl"], PARSE, "dataset {tmp}/no.jsonl: expected a .json", "that exists"),
+    "a folder of data": (["--dataset={tmp}"], PARSE, "dataset {tmp}: expected a .json"),
+    "a table of data": (["--dataset={tmp}/a.csv"], PARSE, "a.csv: expected a .json", {"a.csv": "a"}),
     "data in Latin-1": (
         [OWN_DATA], BEFORE, "rows.jsonl: cannot be read: UnicodeDecodeError",
         {"rows.jsonl": (jsonl(ROWS[0]) + '{"question": "café?", "answer": "1"}\n').encode("latin-1")},
@@ -142,9 +142,9 @@ CATALOGUE: dict[str, tuple] = {
             [OWN_DATA], BEFORE, f"rows.jsonl: has a column {name!r}", "rename",
             {"rows.jsonl": jsonl(*(one | {name: 1} for one in ROWS))},
         )
-        for name in ("prompts", "completions", "completion_ids")
+        for name in ("prompts", "completions", "completion_ids", "completion_contents")
     },
-    "a folder named as data": (["--dataset={tmp}/a.jsonl"], BEFORE, "a.jsonl: expected a .json", {"a.jsonl/b": ""}),
+    "a folder named as data": (["--dataset={tmp}/a.jsonl"], PARSE, "a.jsonl: expected a .json", {"a.jsonl/b": ""}),
     "text for Parquet": (
         ["--dataset={tmp}/a.parquet"], BEFORE, "dataset {tmp}/a.parquet: cannot be read", {"a.parquet": "x"},
     ),
@@ -166,9 +166,25 @@ CATALOGUE: dict[str, tuple] = {
             ("divides by zero", "{{ 1 / 0 }}", "fails: ZeroDivisionError: division by zero"),
         )
     },
+    "a chat template that takes content in parts": (
+        [OWN_MODEL], BEFORE, "model {tmp}/m: its chat template drops the question 'What is 3 + 4?'", "not in parts",
+        {"m/chat_template.jinja": "{% for part in messages[0]['content'] %}{{ part['text'] }}{% endfor %}assistant"},
+    ),
+    "a chat template that ends the text": (
+        [OWN_MODEL], BEFORE, "model {tmp}/m: its prompts end in '<eos>', the token that ends or", "add_eos_token",
+        {"m/chat_template.jinja": "user {{ messages[0]['content'] }} <eos>"},
+    ),
+    "a tokenizer that ends every text": (
+        [OWN_MODEL], BEFORE, "model {tmp}/m: its prompts end in '<eos>', the token that ends or", "add_eos_token",
+        {"ends": "<eos>", "m/chat_template.jinja": None},
+    ),
+    "a tokenizer that pads every text": (
+        [OWN_MODEL], BEFORE, "model {tmp}/m: its prompts end in '<pad>', the token that ", "add_eos_token",
+        {"ends": "<pad>", "m/chat_template.jinja": None},
+    ),
     # The model's folder
-    "no such model": (["--model={tmp}/nowhere"], BEFORE, "model {tmp}/nowhere: ", "no such folder"),
-    "a model that is a file": (["--model={tmp}/a"], BEFORE, "{tmp}/a: there is no such folder", {"a": "text"}),
+    "no such model": (["--model={tmp}/nowhere"], PARSE, "model {tmp}/nowhere: ", "no such folder"),
+    "a model that is a file": (["--model={tmp}/a"], PARSE, "{tmp}/a: there is no such folder", {"a": "text"}),
     "no configuration": ([OWN_MODEL], BEFORE, "{tmp}/m: its configuration cannot be loaded", {CONFIG: None}),
     "a configuration that is not JSON": ([OWN_MODEL], BEFORE, "model {tmp}/m: ", "config.json", {CONFIG: "{"}),
     "a model of no known kind": (
@@ -242,7 +258,15 @@ def spoil(folder: Path, good: Path, files: dict) -> None:
         shutil.copytree(good / "model", model)
     for name, content in files.items():
         path = folder / name
-        if name == "cut":
+        if name == "ends":
+            tokenizer = json.loads((folder / TOKENIZER).read_text())
+            last = {"id": content, "ids": [tokenizer["model"]["vocab"][content]], "tokens": [content]}
+            tokenizer["post_processor"] = {
+                "type": "TemplateProcessing", "pair": [], "special_tokens": {content: last},
+                "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": content, "type_id": 0}}],
+            }  # fmt: skip
+            (folder / TOKENIZER).write_text(json.dumps(tokenizer))
+        elif name == "cut":
             whole = (folder / WEIGHTS).read_bytes()
             (folder / WEIGHTS).write_bytes(whole[: int(len(whole) * content)])
         elif name in ("vocabulary", "hidden"):

@@ -4,19 +4,24 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
 
 from cfa_kernels import CounterfactualConfig, __version__
+from cfa_kernels.credit.config import flat_options
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.masking import Masking
-from docs.options import option_docs
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
+from cfa_kernels.ops.token_loss import CORRECTIONS
 from tests.conftest import REPOSITORY
 from tests.support.runs import config as settings
 from trainer.__main__ import main
 from trainer.cli import to_yaml
-from trainer.config import DataConfig, TrainConfig
+from trainer.config import TrainConfig
+from trainer.help import documented
+from trainer.settings import CREDIT_OPTIONS, Correction, DataSettings, Level, LossType, TrainSettings
 
 
 def message(capsys, *argv: str) -> str:
@@ -114,7 +119,7 @@ def test_settings_written_to_a_file_read_back_the_same(tmp_path) -> None:
 
 
 def test_every_setting_is_documented() -> None:
-    texts = option_docs(DataConfig) | option_docs(TrainConfig)
+    texts = documented(DataSettings) | documented(TrainSettings)
     assert set(texts) == {field.name for field in fields(TrainConfig)}
     assert [name for name, text in texts.items() if not text.endswith((".", ".)", "`."))] == []
 
@@ -129,16 +134,43 @@ def test_help_is_a_screen_and_all_of_it_names_every_setting_once_with_its_group_
     text = " ".join(every.split())
     assert "Completions per problem (G), the group that advantages compare. [8]" in text
     assert "One of token_truncate, token_mask, sequence_truncate" in text
+    for name, hint in get_type_hints(TrainConfig).items():
+        for choices in (get_args(part) for part in (hint, *get_args(hint)) if get_origin(part) is Literal):
+            about = text.partition(f" --{name} ")[2].partition(" --")[0]
+            assert about.endswith(f" One of {', '.join(choices)}."), name
 
 
-def test_help_and_version_wait_for_no_import() -> None:
-    code = (
-        "import sys; from trainer.__main__ import main; main(sys.argv[1:]); print({'torch', 'tyro'} & {*sys.modules})"
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["--help-all"], 0, "usage: python -m trainer [--SETTING VALUE ...]"),
+        (["--version"], 0, f"cfa_kernels {__version__}"),
+        (["--bogus", "3"], 2, "Unrecognized options: --bogus, 3"),
+        (["--config=cf", "--weights=top", "--bogus"], 2, "Unrecognized options: --bogus"),
+        (["--max_steps=ten"], 2, "--max_steps: invalid literal for int() with base 10: 'ten'"),
+        (["--config=nowhere.yaml"], 2, "--config nowhere.yaml: there is no such file"),
+        (["--dataset=nowhere.jsonl"], 2, "dataset nowhere.jsonl: expected a .json, .jsonl or .parquet file"),
+        (["--model=./nowhere"], 2, "model ./nowhere: there is no such folder"),
+    ],
+)
+def test_help_wrong_flags_and_missing_files_wait_for_no_import_of_torch(argv, code, said) -> None:
+    program = (
+        "import atexit, sys; atexit.register(lambda: print({'torch', 'transformers', 'datasets'} & {*sys.modules})); "
+        "from trainer.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
-    for flag in ("--help", "--version"):
-        done = subprocess.run([sys.executable, "-c", code, flag], cwd=REPOSITORY, capture_output=True, text=True)
-        assert done.stdout.splitlines()[-1] == "set()", done.stderr
-    assert done.stdout.splitlines()[0] == f"cfa_kernels {__version__}"
+    command = [sys.executable, "-c", program, *argv]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
+    assert done.returncode == code
+    assert said in (done.stderr if code else done.stdout.splitlines()[0])
+
+
+def test_names_that_are_written_without_torch_are_the_librarys() -> None:
+    assert get_args(LossType) == tuple(name for name in LOSS_TYPES if name != "bnpo")
+    assert (get_args(Level), get_args(Correction)) == (LEVELS, CORRECTIONS)
+    whole = {"weights", "units", "completions", "normalize", "open_spans"}
+    assert {*CREDIT_OPTIONS} == {name for name, _, _ in flat_options()} | whole
+    assert len({*CREDIT_OPTIONS}) == len(CREDIT_OPTIONS)
 
 
 @pytest.mark.parametrize("flag", ["--open_spans={}", "--credit_options open_spans {}"])
@@ -152,8 +184,10 @@ def test_a_flag_of_credit_is_true_or_false_as_yaml_writes_it(flag):
 def test_a_flag_that_changes_the_rule_of_a_preset_drops_the_options_of_the_presets_own_and_says_so(capsys) -> None:
     for flags in (["--weights=top"], ["--credit_options", "weights", "top"]):
         config = settings("--config=cf", *flags)
-        assert config.counterfactual() == CounterfactualConfig(weights="top")
-        assert "note: --config cf without w_min=0.5, w_max=4.0, w_answer=1.5" in capsys.readouterr().err
+        others = {"selection": "first", "lead_in": "statement"}  # the preset's, which are read under any rule
+        assert config.counterfactual() == CounterfactualConfig(weights="top", **others)
+        dropped = "w_min=0.5, w_max=4.0, w_answer=1.5, min_spread=0.0"
+        assert f"note: --config cf without {dropped}" in capsys.readouterr().err
     assert settings("--config=cf", "--estimator=entropy_shaping").counterfactual().weights is None
     capsys.readouterr()
     assert "w_max is not read" in message(capsys, "--weights=top", "--w_max=3")  # not a preset's
@@ -223,7 +257,7 @@ def test_a_wrong_setting_in_a_file_is_named(capsys, tmp_path, text, said) -> Non
 
 
 def test_the_embedded_settings_are_valid_yaml_of_known_settings() -> None:
-    from trainer.config import DEFAULTS_FILE, EMBEDDED, model_path
+    from trainer.settings import DEFAULTS_FILE, EMBEDDED, model_path
 
     with open(f"{model_path(EMBEDDED)}/{DEFAULTS_FILE}", encoding="utf-8") as file:
         assert set(yaml.safe_load(file)) <= {field.name for field in fields(TrainConfig)}

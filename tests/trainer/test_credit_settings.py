@@ -74,7 +74,8 @@ def test_a_papers_settings_are_found_by_name_and_flags_win_over_them(name) -> No
     config = settings("--config", name, "--credit_options", "normalize", "mean")
     assert config == settings("--config", str(PRESETS / f"{name}.yaml"), "--credit_options", "normalize", "mean")
     assert config.credit_options["normalize"] == "mean"
-    assert (config.counterfactual() == CounterfactualConfig(normalize="mean")) == (name == "cf")
+    papers = {"min_spread": 0.0, "selection": "first", "lead_in": "statement"}
+    assert (config.counterfactual() == CounterfactualConfig(normalize="mean", **papers)) == (name == "cf")
 
 
 def test_an_option_that_nothing_reads_is_refused_by_name(capsys) -> None:

@@ -3,18 +3,23 @@
 import itertools
 import json
 import re
+import shutil
+from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from transformers import AutoTokenizer
 
 from tests.support.tiny import jsonl
 from trainer.config import DataConfig, TrainConfig
-from trainer.data import Row, encode_prompts, load_rows, train_and_eval_rows
+from trainer.data import Row, encode_prompt, encode_prompts, load_rows, train_and_eval_rows
 from trainer.embedded.problems import generate
 from trainer.rewards.numbers import gold_number
+from trainer.settings import ASSETS
 
 GOOD = {"question": "How many?", "answer": "2+3=5\n#### 5"}
 
@@ -67,6 +72,57 @@ def test_columns_can_be_named_and_bare_numbers_are_answers(tmp_path) -> None:
     assert rows == [{"question": "How many?", "answer": "5"}]
 
 
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_prompts_in_chat_format_and_answers_inside_a_column_are_read_as_dapo_math_has_them(tmp_path, suffix) -> None:
+    row = {"prompt": CHAT, "reward_model": {"ground_truth": "5", "style": "rule"}, "ability": "MATH"}
+    name = write(tmp_path / f"data{suffix}", [row])
+    columns = DataConfig(question_column="prompt", answer_column="reward_model.ground_truth")
+    (read,) = load_rows(name, split="train", columns=columns)
+    assert read == {"question": "How many?", "answer": "5", "reward_model": row["reward_model"], "ability": "MATH"}
+    assert read.messages == CHAT
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("prompt", [], "its last message must be the user's, got \\[\\]"),
+        ("prompt", [CHAT[1], {"role": "assistant", "content": "5"}], "its last message must be the user's, got .*'5'"),
+        ("prompt", [{"role": "user"}], "message 0 must have a role and a content, both text, got {'role': 'user'}"),
+        ("prompt", ["How many?"], "message 0 must have a role and a content, both text, got 'How many\\?'"),
+        ("prompt", [{"role": "user", "content": [{"text": "a"}]}], "message 0 must have a role and a content, both"),
+        ("prompt", [{"role": "user", "content": " "}], "column 'prompt' must be text that is not empty, got ' '"),
+        ("gold", {"other": "5"}, r"has no column 'gold.truth', only \['other'\]; name the one by answer_column"),
+        ("gold", "5", "has no column 'gold.truth', only 5; name the one by answer_column"),
+        ("gold", {"truth": {"value": 5}}, "column 'gold.truth' must be text that is not empty, got {'value': 5}"),
+    ],
+)
+def test_a_row_in_chat_format_that_is_wrong_is_named(tmp_path, column, value, reason) -> None:
+    rows = [{"prompt": CHAT, "gold": {"truth": 5}}] * 2
+    columns = DataConfig(question_column="prompt", answer_column="gold.truth")
+    name = write(tmp_path / "data.jsonl", rows)
+    assert load_rows(name, split="train", columns=columns)[1]["answer"] == "5"
+    # Alone in its file, where columns of one type need not agree.
+    name = write(tmp_path / "data.jsonl", [rows[0] | {column: value}])
+    with pytest.raises(ValueError, match=f"row 0: .*{reason}"):
+        load_rows(name, split="train", columns=columns)
+
+
+def test_a_hub_data_set_without_a_test_split_gives_some_rows_up_for_one(tmp_path, monkeypatch) -> None:
+    def load(name, config, split):
+        if split == "test":
+            raise ValueError("Unknown split \"test\". Should be one of ['train'].")
+        return SimpleNamespace(to_list=lambda: [GOOD | {"question": f"{i}?"} for i in range(9)])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    train, test = train_and_eval_rows(DataConfig(dataset="owner/sums", eval_problems=2))
+    assert (len(train), len(test)) == (7, 2)
+    with pytest.raises(ValueError, match="dataset owner/sums: cannot be read: ValueError: Unknown split"):
+        train_and_eval_rows(DataConfig(dataset="owner/sums", eval_dataset="owner/sums"))
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize(
     ("bad", "reason"),
@@ -114,12 +170,14 @@ class Hub:
 
     def __init__(self, monkeypatch, configs, error=None) -> None:
         self.configs, self.calls, self.error = configs, [], error
-        monkeypatch.setattr(datasets, "get_dataset_config_names", lambda _: configs)
         monkeypatch.setattr(datasets, "load_dataset", self.load)
 
     def load(self, name, config, split):
+        if config is None and len(self.configs) == 1:
+            config = self.configs[0]
         if self.error or config not in self.configs:
-            raise self.error or ValueError(f"BuilderConfig {config!r} not found. Available: {self.configs}")
+            missing = f"BuilderConfig {config!r} not found. " if config else "Config name is missing. "
+            raise self.error or ValueError(f"{missing}Available: {self.configs}")
         self.calls.append((name, config, split))
         return SimpleNamespace(to_list=lambda: [GOOD | {"question": f"{split} problem?"}])
 
@@ -135,7 +193,7 @@ def test_the_paper_data_set_needs_no_configuration_and_is_tested_on_its_own_test
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (None, r"ValueError: BuilderConfig 'main' not found. Available: \['easy', 'hard'\]$"),
+        (None, r"ValueError: Config name is missing. Available: \['easy', 'hard'\]; name it by dataset_config$"),
         (OSError("a file is cut short"), "OSError: a file is cut short$"),
     ],
 )
@@ -143,6 +201,54 @@ def test_a_hub_data_set_that_cannot_be_read_is_named_in_one_line(monkeypatch, er
     Hub(monkeypatch, ["easy", "hard"], error)
     with pytest.raises(ValueError, match=rf"^dataset somebody/problems: cannot be read: {said}"):
         train_and_eval_rows(DataConfig(dataset="somebody/problems"))
+
+
+def in_cache(folder, name: str, configs: dict[str, int]) -> None:
+    """Keep a data set of the hub in a cache as `datasets` does, with a number of rows in each configuration."""
+    for config, count in configs.items():
+        rows = [GOOD | {"question": f"{config} {i}?"} for i in range(count)]
+        files = {split: str(folder / f"{config}-{split}.jsonl") for split in ("train", "test")}
+        for split, file in files.items():
+            Path(file).write_text(jsonl(*({**row, "question": f"{split} {row['question']}"} for row in rows)))
+        builder = datasets.load_dataset_builder("json", data_files=files, cache_dir=str(folder / "made"))
+        builder.download_and_prepare()
+        owner, _, short = name.partition("/")
+        kept = folder / "cache" / f"{owner}___{short}" / config / "0.0.0" / ("0" * 40)
+        shutil.copytree(builder.cache_dir, kept)
+        for file in kept.glob("json-*.arrow"):
+            file.rename(file.with_name(file.name.replace("json-", f"{short}-")))
+        info = json.loads((kept / "dataset_info.json").read_text())
+        version = {"version_str": "0.0.0", "major": 0, "minor": 0, "patch": 0}
+        info |= {"builder_name": "parquet", "dataset_name": short, "config_name": config, "version": version}
+        (kept / "dataset_info.json").write_text(json.dumps(info))
+
+
+@pytest.mark.parametrize(
+    ("configs", "asked", "chosen"),
+    [
+        ({"main": 4}, None, "main"),
+        ({"main": 4, "socratic": 3}, None, "main"),
+        ({"main": 4, "socratic": 3}, "socratic", "socratic"),
+        ({"full": 5}, None, "full"),
+        ({"default": 5}, None, "default"),
+    ],
+    ids=str,
+)
+def test_a_data_set_in_the_cache_of_a_node_without_a_network_is_read(tmp_path, monkeypatch, configs, asked, chosen):
+    in_cache(tmp_path, "owner/sums", configs)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    train, test = train_and_eval_rows(DataConfig(dataset="owner/sums", dataset_config=asked))
+    assert [row["question"] for row in train] == [f"train {chosen} {i}?" for i in range(configs[chosen])]
+    assert len(test) == configs[chosen]
+
+
+def test_a_cache_with_several_configurations_says_which_there_are(tmp_path, monkeypatch):
+    in_cache(tmp_path, "owner/sums", {"easy": 2, "hard": 2})
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"^dataset owner/sums: cannot be read: .*easy.*hard.*name it by dataset_conf"):
+        train_and_eval_rows(DataConfig(dataset="owner/sums"))
 
 
 class WordTokenizer:
@@ -169,6 +275,38 @@ def test_prompts_follow_the_chat_template_if_there_is_one() -> None:
     assert plain.text == "Question: How many?\nThink.\nAnswer:"
 
 
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}{{ '<think>' if enable_thinking else '' }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "text"),
+    [
+        ({}, Row(GOOD, messages=CHAT), "<system> Be brief. <user> How many? "),
+        ({"instruction": "Go."}, Row(GOOD, messages=CHAT), "<system> Be brief. <user> How many?\nGo. "),
+        ({"system_prompt": "Think."}, Row(GOOD, messages=CHAT), "<system> Think. <user> How many? "),
+        (
+            {"system_prompt": "Think.", "instruction": "", "enable_thinking": True},
+            Row(GOOD),
+            "<system> Think. <user> How many? <think>",
+        ),
+    ],
+)
+def test_a_system_prompt_and_thinking_are_settings_and_messages_keep_what_they_say(options, row, text) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    tokenizer.chat_template = TEMPLATE
+    (ids,) = encode_prompts([row], tokenizer, TrainConfig(**options), 1024)
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_settings_of_chat_that_a_tokenizer_cannot_follow_are_named() -> None:
+    with pytest.raises(ValueError, match="enable_thinking: the chat template of model embedded does not read it"):
+        encode_prompts([Row(GOOD)], WordTokenizer("template"), TrainConfig(enable_thinking=True), 1024)
+    with pytest.raises(ValueError, match="a tokenizer without a chat template takes one message, no system prompt"):
+        encode_prompts([Row(GOOD)], WordTokenizer(), TrainConfig(system_prompt="Think."), 1024)
+
+
 def test_a_prompt_that_does_not_fit_is_named_with_its_data_set_and_its_row_of_the_file(tmp_path) -> None:
     long = GOOD | {"question": "How many is far too many for this one?"}
     name = write(tmp_path / "data.jsonl", [GOOD | {"question": f"How {i}?"} for i in range(9)] + [long])
@@ -178,3 +316,18 @@ def test_a_prompt_that_does_not_fit_is_named_with_its_data_set_and_its_row_of_th
         encode_prompts(train + test, WordTokenizer(), config, 518)
     with pytest.raises(ValueError, match=rf"^dataset {name}, row \d: the prompt has \d+ tokens, at most 0 fit"):
         encode_prompts(train + test, WordTokenizer(), config, 100)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}: {{ messages[0]['content'] }}", "03 Jan 2025: a"),
+        ("{% set form = '%-d.%m' %}{{ strftime_now(format=form) }}: {{ messages[0]['content'] }}", "3.01: a"),
+        ("{%- macro system() -%}{{ strftime_now('%Y-%m-%d') }}{%- endmacro -%}\n {{ system() }} a", "2025-01-03 a"),
+        ("\n {% if strftime_now is defined %}{% set day = strftime_now('%d') %}{% endif %}\n{{ day }}", "\n03"),
+    ],
+)
+def test_a_template_writes_the_date_of_the_run_whatever_form_it_asks_for(template, text):
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    tokenizer.chat_template = template
+    assert tokenizer.decode(encode_prompt("a", tokenizer, at=datetime(2025, 1, 3, 12))) == text

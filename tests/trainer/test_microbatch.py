@@ -12,7 +12,7 @@ from cfa_kernels.scoring import training_forward as packed_loss
 from tests.support.embedded import all_counted, sample, settings, updated
 from tests.support.waits import a_device, put_on_device
 from trainer.checks import check_sampling_gap
-from trainer.microbatch import Pass, UpdateBatch, micro_batches
+from trainer.microbatch import Moving, Pass, UpdateBatch, micro_batches
 
 
 def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(trainer, rollouts) -> None:
@@ -94,19 +94,34 @@ def test_a_micro_batch_without_memory_is_done_in_halves_to_the_same_update(fresh
         updated_by(7)  # a group is never cut
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_figures_of_several_micro_batches_are_those_of_one(fresh, rollouts, level) -> None:
+@pytest.mark.parametrize(
+    ("level", "loss_type", "mode"),
+    [
+        ("token", "dapo", "token_truncate"),
+        ("sequence", "dapo", "sequence_mask"),
+        ("sequence_token", "gmpo", "geometric_mask"),
+        ("token", "vespo", None),
+        ("token", "cispo", "sequence_truncate"),
+    ],
+)
+def test_the_figures_of_several_micro_batches_are_those_of_one(fresh, rollouts, level, loss_type, mode) -> None:
     """Two groups are mixed, and two have no advantage, so that the figures are means over other tokens in each."""
+    gaps = [0.3 * (torch.arange(n) % 3 - 1) - 0.25 * (b % 2) for b, n in enumerate(rollouts.rows.lengths)]
+    sampled = [row + gap for row, gap in zip(rollouts.logprobs, gaps, strict=True)]
+    rollouts = replace(rollouts, logprobs=sampled)
+    correction = [] if mode is None else ["--importance_sampling_clip_max=1.2", f"--importance_sampling_mode={mode}"]
     actual = []
     for budget in (1, 100_000):
         trainer = fresh(
             f"--token_budget={budget}", "--beta=0.1", "--num_iterations=2", "--credit=uniform",
-            f"--importance_sampling_level={level}", "--learning_rate=1e-3",
-            *["--importance_sampling_clip_max=3"] * (level == "token"),
+            f"--importance_sampling_level={level}", "--learning_rate=1e-3", f"--loss_type={loss_type}", *correction,
+            "--max_sampling_gap=1000",
         )  # fmt: skip
         actual.append(updated(trainer, rollouts)[1])
     assert actual[0] == pytest.approx(actual[1], rel=2e-3, abs=1e-5)
     assert actual[1]["ratio_mean"] == pytest.approx(1, abs=0.2)
+    assert all(math.isfinite(value) for value in actual[0].values())
+    assert mode is None or actual[0]["sampling/importance_sampling_ratio/min"] < 1
 
 
 def update_on_a_group(trainer) -> dict[str, float]:
@@ -140,7 +155,7 @@ def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts) -> No
     config = settings("--token_budget=100000")
     batch = all_counted(rollouts, torch.ones(32))
     logprobs = [x - 2.0 * (b == 5) for b, x in enumerate(packed_logprobs(trainer.policy, batch.rows))]
-    only = Pass([*range(32)], 0.0, torch.ones(()), torch.ones(()), {}, logprobs)
+    only = Pass([*range(32)], Moving(), torch.ones(()), torch.ones(()), {}, logprobs)
     with pytest.raises(FloatingPointError, match=r"^samples \[5\]: .* in sample 5, and max_sampling_gap is 0.0"):
         check_sampling_gap([only], batch, trainer.policy, config)
 

@@ -58,4 +58,26 @@ def test_problems_of_a_file_are_asked_and_answered(tmp_path):
     right = tokenizer("So it is 2.\n#### 2", return_tensors="pt")["input_ids"][0]
     assert reward(right, train[0], tokenizer) == 1.0
     assert reward(torch.cat([right, right[-1:]]), train[0], tokenizer) == 0.0
-    assert number(" $1,234.") == "1234"
+    assert number(" $1,234.") == number("1234.0") == "1234"
+    assert number("1,2,3") == "1,2,3"
+
+
+@pytest.mark.parametrize(
+    "ends", [lambda eos, newline: newline, lambda eos, newline: [eos, newline], lambda eos, _: eos]
+)
+def test_a_completion_ends_with_the_first_of_the_models_ends_and_keeps_no_padding(ends):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SHORT.model)
+    model = AutoModelForCausalLM.from_pretrained(SHORT.model).eval()
+    newline = tokenizer("\n", add_special_tokens=False)["input_ids"][-1]  # plays the end of a turn
+    model.generation_config.eos_token_id = ends(tokenizer.eos_token_id, newline)
+    known = {tokenizer.eos_token_id} | ({newline} if ends(0, 1) != 0 else set())
+    _, held_out = load(replace(SHORT, held_out=6), tokenizer)
+    torch.manual_seed(0)
+    for greedy in (False, True):
+        rows = one_page.sample(model, tokenizer, held_out, SHORT, greedy=greedy)
+        for row in rows.completions:
+            assert not known & {*row[:-1].tolist()}
+            assert int(row[-1]) in known or len(row) == SHORT.max_tokens
+        assert len({len(row) for row in rows.completions}) > 1

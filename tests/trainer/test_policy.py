@@ -1,5 +1,10 @@
 """Loading and saving: a policy is exactly what its checkpoint holds, and what is saved is finite."""
 
+import re
+import shlex
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -59,6 +64,22 @@ def test_a_checkpoint_that_does_not_hold_the_models_tensors_ends_the_program(fol
     assert main([*SMALL, f"--model={folder}", f"--output_dir={run}", "--max_completion_length=4"]) == 1
     assert said in capsys.readouterr().err
     assert not run.exists()
+
+
+def test_extra_tensors_are_left_out_as_the_message_says(folder, capsys) -> None:
+    """A value head, as trainers of PPO save it, and layers that predict further tokens."""
+    change(folder, **{"v_head.summary.weight": torch.zeros(1, 32), "model.mtp_layers.0.weight": torch.zeros(4, 4)})
+    with pytest.raises(
+        ValueError, match=r"no place for model\.mtp_layers\.0\.weight, v_head\.summary\.weight"
+    ) as refused:
+        loaded(folder)
+    _, code, where = re.fullmatch(
+        r"(.+); to leave them out, run python -c (\".+\") and take --model (\S+)", str(refused.value)
+    ).groups()
+    subprocess.run([sys.executable, *shlex.split(f"-c {code}")], check=True, cwd=folder.parent, capture_output=True)
+    policy, _ = loaded(folder.parent / where, "--no_use_peft")
+    saved = load_file(folder / "model.safetensors")
+    assert all(torch.equal(p, saved[name]) for name, p in policy.named_parameters())
 
 
 def test_many_missing_tensors_are_counted(folder) -> None:

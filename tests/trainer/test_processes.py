@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import sharded
-from tests.support.embedded import SMALL, metrics_of, run, samples_of, settings
+from tests.support.embedded import COMPARING, SMALL, metrics_of, run, samples_of, settings
 from tests.support.runs import main
 from trainer import processes
 from trainer.checkpoints.run_folder import open_run
@@ -111,6 +111,8 @@ COMMON = [f"--learning_rate={LEARNING_RATE}", "--num_iterations=2", "--beta=0.05
 CASES = {
     "all": ["--no_use_peft", "--scale_rewards=batch", "--importance_sampling_clip_max=3", *COMMON],
     "adapters": ["--use_peft", "--lora_r=4", "--loss_type=grpo", *COMMON],
+    "top": ["--max_completion_length=16", *COMPARING["top of entropies"]],
+    "a function": ["--max_completion_length=16", *COMPARING["a function"]],
 }
 
 

@@ -52,6 +52,12 @@ def test_a_model_whose_logits_are_not_its_heads_output_is_refused_under_every_cr
     assert not run.exists()
 
 
+def test_compilation_that_is_asked_for_where_it_cannot_be_is_refused(tmp_path, capsys) -> None:
+    assert main([*SMALL, "--torch_compile=on", f"--output_dir={tmp_path / 'run'}"]) == 1
+    assert "error: model: the layers of" in (printed := capsys.readouterr().err)
+    assert "cannot be compiled: on a CPU" in printed
+
+
 @pytest.mark.parametrize("credit", ["counterfactual", "uniform"])
 def test_a_model_that_cannot_run_on_a_packed_tree_is_refused_under_every_credit(saved, monkeypatch, credit) -> None:
     folder = saved("Phi3")

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from filelock import FileLock, Timeout
 from cfa_kernels.hf.fsdp import is_piece
 
 from ..checks import sampling_gap_limit
-from ..cli import to_yaml
+from ..cli import read_mapping, to_yaml
 from ..config import TrainConfig
 from ..policy import require_finite_weights
 from ..processes import on_first
 from ..provenance import made_by
 from ..state import Trainer
-from .files import DamageError, DiskError, naming, read_mapping, seal, whole_folder, write_whole
+from .files import DamageError, DiskError, naming, seal, whole_folder, write_whole
 from .state import collect, restore
 
 RUNS = Path("runs")
@@ -55,6 +56,8 @@ class RunFolder:
 
     path: Path
     notes: list[str] = field(default_factory=list)
+    started: datetime = field(default_factory=lambda: datetime.now())
+    """When the run began: the date in prompts whose chat template writes one."""
     _facts: dict[str, str] = field(default_factory=dict)
 
     def begin(self, trainer: Trainer) -> tuple[int, dict[str, Any]]:
@@ -64,7 +67,7 @@ class RunFolder:
             Refused: no checkpoint is good, or the run was begun with other data, weights or kind of device.
             DiskError: the settings cannot be written.
         """
-        config, self._facts = trainer.config, _facts(trainer)
+        config, self._facts, self.started = trainer.config, _facts(trainer), trainer.started
         is_begun, steps = on_first(lambda: (_is_begun(self.path), sorted(_steps(self.path), reverse=True)))
         for step in steps:
             try:
@@ -121,6 +124,7 @@ class RunFolder:
             files = {name: seal(self.path / name, size) for name, size in report["bytes"].items()}
             files[f"{folder.relative_to(self.path)}/state.pt"] = seal(aside / "state.pt")
             content = {"step": step, "facts": self._facts, "report": report, "files": files}
+            content["started"] = self.started.isoformat()
             text = json.dumps(content).encode()
             (aside / "run.json").write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
         newest = sorted(one for one in _steps(self.path) if one <= step)[-_CHECKPOINTS:]
@@ -150,7 +154,16 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
         DiskError: it cannot be written to, or another process has it.
     """
     with contextlib.ExitStack() as stack:
-        yield on_first(lambda: RunFolder(_own_folder(config, stack)))
+        yield on_first(lambda: _folder_of(_own_folder(config, stack)))
+
+
+def _folder_of(path: Path) -> RunFolder:
+    """Make the folder of a new run, or of one that has begun, with the time of its beginning."""
+    for step in sorted(_steps(path), reverse=True) if _is_begun(path) else []:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # `begin` finds what is wrong with it
+            content = json.loads((path / "checkpoints" / f"step-{step}" / "run.json").read_bytes().partition(b"\n")[2])
+            return RunFolder(path, started=datetime.fromisoformat(content["started"]))
+    return RunFolder(path)
 
 
 def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
@@ -216,13 +229,17 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     for weight in [p for model in models for p in model.parameters() if not p.requires_grad]:
         whole = weight.full_tensor() if is_piece(weight) else weight  # type: ignore[attr-defined]
         weights.update(whole.flatten()[:256].float().cpu().numpy().tobytes())
-    problems = {"training": (trainer.prompts, trainer.rows), "held-out": (trainer.held_out_prompts, trainer.held_out)}
+    texts = "prompts (instruction, chat template, tokenizer)"
+    parts = {
+        "training problems": trainer.rows, f"training {texts}": trainer.prompts,
+        "held-out problems": trainer.held_out, f"held-out {texts}": trainer.held_out_prompts,
+    }  # fmt: skip
     return {
         "kind of device": trainer.config.precision.device.type,
         "SHA-256 of the first 256 values of each of the model's own weights": weights.hexdigest()[:12],
     } | {
-        f"SHA-256 of the {name} problems": hashlib.sha256(json.dumps(part, default=str).encode()).hexdigest()[:12]
-        for name, part in problems.items()
+        f"SHA-256 of the {name}": hashlib.sha256(json.dumps(part, default=str).encode()).hexdigest()[:12]
+        for name, part in parts.items()
     }
 
 
@@ -238,6 +255,7 @@ def _resolved(trainer: Trainer) -> dict[str, Any]:
         "train_problems": len(trainer.rows),
         "eval_problems": len(trainer.held_out),
         "eval_reward": config.grader,
+        "instruction": config.question_instruction,
         "max_sampling_gap": sampling_gap_limit(config, trainer.policy),
         "credit_options": ", ".join(f"{name}={value}" for name, value in options.items() if value is not None),
     }

@@ -7,6 +7,7 @@ no credit (m_t = 0). A wrong correction does nothing, which the notes leave open
 edits no token, and an empty m would spare the attempt every gradient.
 """
 
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -87,18 +88,28 @@ def _prompts(trainer: Trainer, batch: Batch, ids: list[Tensor]) -> dict[int, lis
     siblings = correct_siblings(ids, torch.arange(len(ids)) // config.num_generations, batch.rewards >= CORRECT)
     left_out = batch.rollouts.truncated & config.mask_truncated_completions
     return {
-        b: correction_prompt(batch.rows[b]["question"], texts[b], texts[near[0]], trainer.tokenizer, config)
+        b: correction_prompt(
+            batch.rows[b]["question"], texts[b], texts[near[0]], trainer.tokenizer, config, trainer.started
+        )
         for b, near in enumerate(siblings)
         if near and not left_out[b]
     }
 
 
 def correction_prompt(
-    question: str, attempt: str, reference: str, tokenizer: PreTrainedTokenizerBase, config: TrainConfig
+    question: str,
+    attempt: str,
+    reference: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    at: datetime | None = None,
 ) -> list[int]:
     """Encode the prompt that asks for a correction: `TEMPLATE` filled, then as any other prompt."""
     request = TEMPLATE.format(question=question, attempt=attempt, reference=reference)
-    return encode_prompt(request, tokenizer, instruction=config.instruction)
+    return encode_prompt(
+        request, tokenizer, instruction=config.question_instruction, system=config.system_prompt,
+        thinking=config.enable_thinking, at=at,
+    )  # fmt: skip
 
 
 def _longest_prompt(trainer: Trainer) -> int | None:

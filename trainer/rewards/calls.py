@@ -5,6 +5,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,30 +13,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cfa_kernels import AnswerRules
 from cfa_kernels.options import imported
 from cfa_kernels.text.rules import AnswerFormat
 
 from ..rollouts import Rollouts
 
 Reward = Callable[..., list[float | None]]
-"""TRL's contract: `f(prompts=, completions=, completion_ids=, **columns)`; None abstains."""
+"""TRL's contract: `f(prompts=, completions=, completion_ids=, **others)`; None abstains."""
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
+CONTENTS = "completion_contents"
+"""A further argument of functions that take it: completions without their thoughts, which prompts may open."""
+
 FAILURES = (Exception, SystemExit)  # of a user's code; not signals
 
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an answer: it has no group
 
 
+ANSWER_OPTIONS = tuple(entry.name for entry in fields(AnswerRules))
+
+
 class BuiltIn(NamedTuple):
-    """Reward function of the program: where it is, the kinds of rows that it judges, its own first, and its options."""
+    """Reward function of the program: where it is, the kinds of rows that it judges, its own first, and its options.
+
+    `grades` says whether 1 means a right answer, so that evaluation may count by it; a shaping reward does not grade.
+    """
 
     function: str
     kinds: tuple[str, ...]
     options: tuple[str, ...]
+    grades: bool = True
 
 
 BUILT_IN = {
-    "exact_match": BuiltIn(f"{__package__}.numbers:exact_match", ("numbers",), ("answer_format", "answer_fallback")),
+    "exact_match": BuiltIn(f"{__package__}.numbers:exact_match", ("numbers",), ANSWER_OPTIONS),
     "math_verify": BuiltIn(f"{__package__}.math:MathReward", ("text", "numbers"), ("timeout",)),
     "code": BuiltIn(f"{__package__}.code:CodeReward", ("mbpp",), ("timeout", "isolation")),
 }
@@ -94,7 +106,9 @@ def arguments(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> dict[str
     """Collect the arguments of reward functions: columns of B rows of the data, and the samples for them."""
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     sampled = columns["question"], rollouts.texts, rollouts.ids()
-    return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns}
+    own = rollouts.contents or [None] * len(rows)
+    contents = [text if content is None else content for text, content in zip(rollouts.texts, own, strict=True)]
+    return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns, CONTENTS: contents}
 
 
 def compute_rewards(
@@ -127,6 +141,7 @@ def rewards_by(
     Raises `RewardError` that names function, line and sample, the first for which the function also raises alone;
     `FloatingPointError` for a reward that is not finite in float32.
     """
+    columns = {name: column for name, column in columns.items() if name != CONTENTS or _takes(function, name)}
     try:
         values: Any = function(**{argument: [*column] for argument, column in columns.items()})
     except FAILURES as problem:
@@ -139,6 +154,14 @@ def rewards_by(
     if len(values) != len(samples):
         raise RewardError(f"reward {name}: returned {len(values)} values for {len(samples)} completions")
     return [v if v is None else _real(v, f"{samples[i]}: reward {name}") for i, v in enumerate(values)]
+
+
+def _takes(function: Reward, name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # of a builtin that does not say
+        return False
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _first_raising(function: Reward, samples: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> str:

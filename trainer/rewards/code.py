@@ -87,8 +87,9 @@ class CodeReward:
         self._seconds = timeout
 
     def __call__(
-        self, *, completions: Sequence[str], tests: Sequence[Sequence[str]], test_setup: Sequence[str] = (), **_: Any
-    ) -> list[float | None]:
+        self, *, completions: Sequence[str], tests: Sequence[Sequence[str]], test_setup: Sequence[str] = (),
+        completion_contents: Sequence[str] | None = None, **_: Any,
+    ) -> list[float | None]:  # fmt: skip
         """Judge B completions by their rows' tests, as many at a time as there are processors."""
 
         def verdict(completion: str, tests: Sequence[str], setup: str) -> float:
@@ -96,7 +97,9 @@ class CodeReward:
             return float(code is not None and self.passes(code, tests, setup))
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            return list(pool.map(verdict, completions, tests, test_setup or [""] * len(completions)))
+            return list(
+                pool.map(verdict, completion_contents or completions, tests, test_setup or [""] * len(completions))
+            )
 
     def passes(self, solution: str, tests: Sequence[str], setup: str = "") -> bool:
         """Run tests against a solution; `OSError` says why a program could not be started."""
@@ -134,20 +137,49 @@ def isolated(command: Sequence[str]) -> list[str]:
     return [*program, "--remount-ro", "/", "--", chroot, *user, _ROOT, *command]
 
 
-def plain(value: Any) -> Any:
-    """Copy a value of the types that a literal can hold; raises `TypeError` for any other."""
-    kinds: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
-    for kind in kinds:
-        if isinstance(value, kind):
-            return kind(value)
-    for several in (list, tuple, set, frozenset):
-        if isinstance(value, several):
-            return several(map(plain, value))
-    if isinstance(value, dict):
-        return {plain(key): plain(part) for key, part in value.items()}
-    if value is not None:
-        raise TypeError(f"a {type(value).__name__} passes neither to a solution nor from it")
-    return None
+_SEVERAL = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
+
+
+def written(value: Any) -> str:
+    """Write a value of the built-in types of data as a literal; raises `TypeError` for any other."""
+
+    def plain(value: Any) -> Any:
+        kinds: tuple[Any, ...] = (bool, int, str, bytes)
+        for kind in kinds:
+            if isinstance(value, kind):
+                return kind(value)
+        if isinstance(value, float):
+            return "float", float.__repr__(value)  # inf and nan are no literals
+        if isinstance(value, complex):
+            return "complex", plain(value.real), plain(value.imag)
+        for name, several in _SEVERAL.items():
+            if isinstance(value, several):
+                return name, *map(plain, value)
+        if isinstance(value, dict):
+            return "dict", *((plain(key), plain(part)) for key, part in value.items())
+        if value is not None:
+            raise TypeError(f"a {type(value).__name__} passes neither to a solution nor from it")
+        return None
+
+    return ascii(plain(value))
+
+
+def read(literal: str) -> Any:
+    """Make the value that `written` wrote, of exactly the built-in types."""
+
+    def made(plain: Any) -> Any:
+        if not isinstance(plain, tuple):
+            return plain
+        name, *parts = plain
+        if name == "float":
+            return float(parts[0])
+        if name == "complex":
+            return complex(*map(made, parts))
+        if name == "dict":
+            return {made(key): made(part) for key, part in parts}
+        return _SEVERAL[name](map(made, parts))
+
+    return made(ast.literal_eval(literal))
 
 
 def serve(tests: TextIO) -> None:
@@ -163,14 +195,14 @@ def serve(tests: TextIO) -> None:
             value = value(*arguments[0], **arguments[1])
         elif callable(value):
             return "function", None
-        return ("iterator", plain([*value])) if hasattr(value, "__next__") else ("value", plain(value))
+        return ("iterator", [*value]) if hasattr(value, "__next__") else ("value", value)
 
     for line in tests:
         try:
-            reply = answer(*ast.literal_eval(line))
+            reply = written(answer(*read(line)))
         except BaseException as problem:  # SystemExit as well
-            reply = "raised", f"{type(problem).__name__}: {problem}"[:200]
-        print(ascii(reply), file=tests, flush=True)
+            reply = written(("raised", f"{type(problem).__name__}: {problem}"[:200]))
+        print(reply, file=tests, flush=True)
 
 
 class Names(dict[str, Any]):
@@ -182,8 +214,8 @@ class Names(dict[str, Any]):
 
     def request(self, *words: Any) -> Any:
         """Send a name and perhaps arguments to the solution and give its answer; `RuntimeError` if it raised."""
-        print(ascii(plain(words)), file=self._solution, flush=True)
-        kind, value = ast.literal_eval(self._solution.readline(REPLY_CHARACTERS))
+        print(written(words), file=self._solution, flush=True)
+        kind, value = read(self._solution.readline(REPLY_CHARACTERS))
         if kind == "raised":
             raise RuntimeError(value)
         if kind == "function":

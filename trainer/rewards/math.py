@@ -37,9 +37,14 @@ class MathReward:
         self._child: subprocess.Popen[bytes] | None = None
         self._unreadable: set[str] = set()
 
-    def __call__(self, *, completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float | None]:
+    def __call__(
+        self, *, completions: Sequence[str], answer: Sequence[str], completion_contents: Sequence[str] | None = None,
+        **_: Any,
+    ) -> list[float | None]:  # fmt: skip
         """Compare B completions with their rows' answers, one after the other; `OSError` if the child cannot start."""
-        return [self._compare(gold, text) for gold, text in zip(answer, completions, strict=True)]
+        return [
+            self._compare(gold, text) for gold, text in zip(answer, completion_contents or completions, strict=True)
+        ]
 
     def _compare(self, answer: str, completion: str) -> float:
         from cfa_kernels import answer_text_span  # not in the child

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from cfa_kernels import AnswerRules
 from cfa_kernels.rows import Rows
+from cfa_kernels.text.find import content_text
+from cfa_kernels.text.offsets import decoded
 
 _NAMES_SHOWN = 8
 
@@ -23,6 +26,8 @@ class Rollouts:
         texts: B decoded completions without special tokens.
         logprobs: B tensors (T_b,) fp32, nats: what the sampler gave each token; of no use if greedy.
         nucleus: least probability of the tokens that `logprobs` are normalised over: 1 for the whole vocabulary.
+        contents: B texts with line breaks in place of thoughts, also those that prompts open; None for a completion
+            without thoughts, empty if there is none with some.
     """
 
     rows: Rows
@@ -30,20 +35,28 @@ class Rollouts:
     texts: list[str]
     logprobs: list[Tensor]
     nucleus: float = 1.0
+    contents: Sequence[str | None] = ()
 
     @classmethod
     def of(
         cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], logprobs: Sequence[Tensor],
-        ends: Sequence[int], tokenizer: PreTrainedTokenizerBase, nucleus: float = 1.0,
+        ends: Sequence[int], tokenizer: PreTrainedTokenizerBase, nucleus: float = 1.0, thought_tags: str = "",
     ) -> "Rollouts":  # fmt: skip
-        """Hold lists of token ids and their log-probs, each completion up to its first end token."""
+        """Hold lists of token ids and their log-probs, each completion up to its first end token.
+
+        `thought_tags` as in `AnswerRules`.
+        """
         # By position, as pad may be the same id as end.
         lengths = [next((t + 1 for t, token in enumerate(row) if token in ends), len(row)) for row in completions]
         ids = [list(row[:length]) for row, length in zip(completions, lengths, strict=True)]
+        texts = [decoded(row, tokenizer, skip_special_tokens=True) for row in ids]
+        rules = AnswerRules(thought_tags=thought_tags)
+        spoken = [content_text(row, tokenizer, rules, prompt=prompt) for prompt, row in zip(prompts, ids, strict=True)]
         return cls(
             Rows([torch.tensor(row) for row in prompts], [torch.tensor(row) for row in ids]),
-            torch.tensor([row[-1] not in ends for row in ids]), tokenizer.batch_decode(ids, skip_special_tokens=True),
+            torch.tensor([row[-1] not in ends for row in ids]), texts,
             [row[:length] for row, length in zip(logprobs, lengths, strict=True)], nucleus,
+            [None if content == text else content for content, text in zip(spoken, texts, strict=True)],
         )  # fmt: skip
 
     @classmethod
@@ -55,7 +68,7 @@ class Rollouts:
         return cls(
             Rows(prompts, completions), torch.cat([part.truncated for part in parts]),
             [text for part in parts for text in part.texts], [row for part in parts for row in part.logprobs],
-            parts[0].nucleus,
+            parts[0].nucleus, [text for part in parts for text in part.contents],
         )  # fmt: skip
 
     def ids(self) -> list[list[int]]:

@@ -31,15 +31,15 @@ class TransformersEngine:
 
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | None = None, *,
-        captured: bool | None = None, longest: int = 0,
+        captured: bool | None = None, longest: int = 0, thought_tags: str = "",
     ) -> None:  # fmt: skip
         """Find out what `model`, the policy, can do.
 
         With `dtype` a copy of it in that type samples, rounded anew from its weights at every call. If `captured`, by
         default on a GPU, a decoding step is one CUDA graph. The cache begins with room for `longest` tokens, of a
-        prompt and its completion.
+        prompt and its completion. `thought_tags` as in `AnswerRules`.
         """
-        self._policy, self._tokenizer = model, tokenizer
+        self._policy, self._tokenizer, self._thought_tags = model, tokenizer, thought_tags
         self._model = model = model if dtype is None else frozen_copy(model, dtype)
         self.notes: list[str] = []
         try:
@@ -63,7 +63,8 @@ class TransformersEngine:
                 for rounded, weight in zip(self._model.parameters(), self._policy.parameters(), strict=True):
                     rounded.copy_(weight)
         with merged_adapters(self._model) if self._merges else contextlib.nullcontext():
-            return generate(self._model, self._tokenizer, prompts, **options, decoder=self._decoder)
+            options |= {"decoder": self._decoder, "thought_tags": self._thought_tags}
+            return generate(self._model, self._tokenizer, prompts, **options)
 
     def weights_changed(self) -> None:
         """Do nothing: the policy's own weights sample."""
@@ -84,7 +85,7 @@ def generate(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], *,
     max_completion_length: int, keys: Sequence[Sequence[int]] | None = None, temperature: float = 1.0,
     top_p: float = 1.0, names: Sequence[str] | None = None, progress: Progress = lambda tokens: None,
-    decoder: Decode | None = None,
+    decoder: Decode | None = None, thought_tags: str = "",
 ) -> Rollouts:  # fmt: skip
     """Complete B prompts with `model` as it is, as `Engine` says; `decoder` is one of the model that is kept."""
     causal, ends = causal_lm(model), end_ids(model, tokenizer)
@@ -95,7 +96,9 @@ def generate(
     decode = decoder or (functools.partial(by_transformers, causal) if decoding_obstacle(causal) else Decoder(causal))
     with evaluation_mode(ModelWalk(model)), decoding_head(causal):
         tokens, logprobs = decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling, progress)
-    rollouts = Rollouts.of(prompts, tokens.tolist(), [*logprobs.to("cpu", copy=True)], ends, tokenizer)
+    rollouts = Rollouts.of(
+        prompts, tokens.tolist(), [*logprobs.to("cpu", copy=True)], ends, tokenizer, thought_tags=thought_tags
+    )
     require_finite_logits(rollouts.logprobs, names)
     return rollouts
 

@@ -34,13 +34,18 @@ _MODE = "processed_logprobs"
 class VllmEngine:
     """A vLLM server as an engine: weights are sent before sampling if they have changed."""
 
-    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, url: str, limit: float = math.inf) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, url: str, limit: float = math.inf,
+        thought_tags: str = "",
+    ) -> None:  # fmt: skip
         """Reach the server at `url`, open the channel for weights, and see that it computes with those it is sent.
 
-        `limit` is the largest gap between the server's log-probs and those of `model`, a policy in eval mode, nats.
+        `limit` is the largest gap between the server's log-probs and those of `model`, a policy in eval mode, nats;
+        `thought_tags` as in `AnswerRules`.
         Raises `ImportError`, `NotImplementedError` without a GPU, `ConnectionError` and `ValueError`, which say why.
         """
         self._model, self._tokenizer, self._url = model, tokenizer, url.rstrip("/")
+        self._thought_tags = thought_tags
         self._ends, self._stale = end_ids(model, tokenizer), True
         self.notes = ["rollout_engine: a run with vLLM does not repeat to the token (docs/rollouts.md)"]
         try:
@@ -86,7 +91,7 @@ class VllmEngine:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             completions, logprobs = zip(*pool.map(complete, range(len(prompts))), strict=True)
         sampled = [torch.tensor(row, dtype=torch.float32) for row in logprobs]
-        rollouts = Rollouts.of(prompts, completions, sampled, self._ends, self._tokenizer, top_p)
+        rollouts = Rollouts.of(prompts, completions, sampled, self._ends, self._tokenizer, top_p, self._thought_tags)
         require_finite_logits(rollouts.logprobs, names)
         return rollouts
 

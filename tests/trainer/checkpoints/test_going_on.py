@@ -1,5 +1,6 @@
 """A run that was killed, at whatever moment, ends by the same command as one that was not."""
 
+import datetime
 import json
 import random
 import shutil
@@ -217,3 +218,58 @@ def test_what_a_killed_process_left_half_written_is_deleted(stopped, tmp_path) -
     run.save(trainer, 0, lambda: {"bytes": {}})
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0"]
     assert run.begin(trainer) == (0, {"bytes": {}})
+
+
+# On an odd day a prompt has one word more.
+DATED = (
+    "{% set day = strftime_now('%d') %}{% if strftime_now is defined and strftime_now('%j')|int % 2 %}Add{% endif %}"
+    "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if day == '27' %}halve{% endif %}"
+)
+
+
+def clock(monkeypatch, day: int) -> None:
+    """Let transformers' chat templates, and the program, take it for a day of November 2026."""
+
+    class Day(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.datetime(2026, 11, day, 23, 50, tzinfo=tz)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Day)
+    monkeypatch.setattr("trainer.checkpoints.run_folder.datetime", Day)
+
+
+def test_a_run_whose_template_writes_the_date_goes_on_the_next_day_with_its_first_prompts(tmp_path, monkeypatch):
+    argv = flags(tmp_path / "model", tmp_path / "whole")
+    (tmp_path / "model" / "chat_template.jinja").write_text(DATED)
+    clock(monkeypatch, 26)
+    code, _, wrong = main(argv)
+    assert (code, wrong) == (0, "")
+
+    def stop(call: int) -> None:
+        if call == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    stopped = flags(tmp_path / "model", tmp_path / "stopped")
+    assert main(stopped, stop)[0] == 0
+    assert not (tmp_path / "stopped" / "summary.json").exists()
+    clock(monkeypatch, 27)
+    code, said, wrong = main(stopped)
+    assert (code, wrong) == (0, "")
+    assert "going on from the checkpoint of step" in said
+    assert outcome(tmp_path / "stopped")["weights"] == outcome(tmp_path / "whole")["weights"]
+    assert outcome(tmp_path / "stopped")["samples"] == outcome(tmp_path / "whole")["samples"]
+    code, _, wrong = main(flags(tmp_path / "model", tmp_path / "new"))
+    assert (code, wrong) == (0, "")
+    assert outcome(tmp_path / "new")["samples"] != outcome(tmp_path / "whole")["samples"]
+
+
+def test_other_prompts_of_the_same_problems_are_named_as_such(stopped) -> None:
+    trainer, folder = stopped
+    first = trainer.prompts[0]
+    trainer.prompts[0] = first[1:]
+    with pytest.raises(
+        ValueError, match=r"SHA-256 of the training prompts \(instruction, chat template, tokenizer\) was"
+    ):
+        RunFolder(folder).begin(trainer)
+    trainer.prompts[0] = first

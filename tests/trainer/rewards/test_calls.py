@@ -7,16 +7,20 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from trainer.metrics import reward_metrics
 from trainer.rewards.calls import (
     RewardError,
+    arguments,
     compute_rewards,
     load_reward,
     load_rewards,
     require_callable,
     rewards_by,
 )
+from trainer.rollouts import Rollouts
+from trainer.settings import ASSETS
 
 SAMPLES = [f"sample {b} (row {10 * b})" for b in range(3)]
 COLUMNS = {"prompts": ["q"] * 3, "completions": ["a", "b", "c"], "completion_ids": [[1], [2], [3]], "level": [1, 2, 0]}
@@ -86,6 +90,49 @@ def test_a_function_that_does_not_take_the_columns_is_named_with_them(function, 
 )
 def test_a_function_that_takes_them_is_not_refused(function) -> None:
     require_callable({"mine": function}, {"question": "Q", "answer": "7", "level": 1})
+
+
+def test_contents_are_for_functions_that_take_them() -> None:
+    given = {name: COLUMNS[name] for name in list(COLUMNS)[:3]} | {
+        "answer": ["1"] * 3,
+        "completion_contents": ["a", "b", "c"],
+    }
+    seen = {}
+
+    def strict(prompts, completions, completion_ids, answer):
+        return [0, 0, 0]
+
+    def any_columns(**columns):
+        seen.update(columns)
+        return [0, 0, 0]
+
+    def by_name(completions, completion_contents, prompts, completion_ids, answer):
+        return [float(content == "b") for content in completion_contents]
+
+    assert compute_rewards({"strict": strict, "any": any_columns}, given)[0].tolist() == [0, 0, 0]
+    assert seen == given
+    assert rewards_by("mine", by_name, SAMPLES, given) == [0, 1, 0]
+    assert rewards_by("mine", functools.partial(by_name), SAMPLES, given) == [0, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["exact_match", "math_verify"])
+def test_no_reward_of_the_programs_is_for_what_stands_in_a_thought_that_the_prompt_opened(name) -> None:
+    if name == "math_verify":
+        pytest.importorskip("math_verify")
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    prompt = tokenizer("9 * 2? Assistant: <think>\n")["input_ids"]
+    texts = [
+        "9 * 2 = 18, so \\boxed{18}? Wait",
+        "Is it \\boxed{17}?</think>It is \\boxed{18}.",
+        "Is it \\boxed{18}?</think>\\boxed{17}",
+    ]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    for before, expected in ((prompt, [0, 1, 0]), (tokenizer("9 * 2?")["input_ids"], [1, 1, 0])):
+        rollouts = Rollouts.of([before] * 3, ids, [torch.zeros(len(row)) for row in ids], [0], tokenizer)
+        columns = arguments([{"question": "9 * 2?", "answer": "18"}] * 3, rollouts)
+        assert columns["completions"] == texts
+        assert rewards_by(name, load_reward(name), SAMPLES, columns) == expected
+    assert (rollouts.contents[0], Rollouts.joined([rollouts, rollouts]).contents[3]) == (None, None)
 
 
 @pytest.mark.parametrize(

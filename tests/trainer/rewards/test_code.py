@@ -53,6 +53,27 @@ RIGHT_ANSWERS = {
         "import collections\nlimit = 3\ndef f(x): return collections.Counter(x)",
         ["assert f('aab') == {'a': 2, 'b': 1} and limit == 3"],
     ),
+    "frozensets, at any depth and both ways": (
+        "def f(x): return {frozenset(x), frozenset({frozenset()})}, {frozenset(x): [frozenset([1])]}\n"
+        "def g(x): return isinstance(x[0], frozenset)",
+        [
+            "assert f([1, 2]) == ({frozenset({2, 1}), frozenset({frozenset()})}, {frozenset({1, 2}): [{1}]})",
+            "assert g([frozenset('ab')]) and not g([set('ab')])",
+            "assert f([1])[0] != {1} and isinstance(f([1])[1][frozenset([1])][0], frozenset)",
+        ],
+    ),
+    "numbers that have no literal": (
+        "def f(x): return [float('inf'), -float('inf'), float('nan'), -0.0, complex(float('inf'), -0.0), x]",
+        [
+            "a, b, c, d, e, g = f(math.inf)",
+            "assert a == g == math.inf and b == -math.inf and math.isnan(c)",
+            "assert str(d) == '-0.0' and e == complex(math.inf, -0.0)",
+        ],
+    ),
+    "tuples that look like others": (
+        "def f(x): return ('list', 1), x, ()",
+        ["assert f(('float', 'x')) == (('list', 1), ('float', 'x'), ())"],
+    ),
     "iterators": ("def f(n): yield from range(n)", ["assert list(f(3)) == [0, 1, 2]", "assert f(3) != [0, 1, 2]"]),
     "modules that only the solution imports": ("import math\ndef f(r): return r", ["assert math.isclose(f(1.0), 1.0)"]),
     "tests with functions": (RIGHT, ["def check(g):\n  assert all(g(i) == 2 * i for i in range(3))", "check(f)"]),

@@ -1,30 +1,17 @@
-"""Profile one training step of a contender on the device, under `torch.profiler`: kernels by class, and idle time.
+"""Profile a job on the device, under `torch.profiler`: kernels by class, and idle time."""
 
-Gradients are checked where steps are raced, in `bench_step.py`; here they are not.
-"""
-
-import functools
 import re
-import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness.race import Absent, Figures, release_memory
-from benchmarks.harness.workloads import policy
-from benchmarks.speed.bench_step import WORKLOADS
-from benchmarks.speed.command import chosen_peers, workload_set
-from benchmarks.speed.replay import Replay, Stopwatch
-from benchmarks.speed.step_peers import EXACT, STEP_PEERS
-from benchmarks.speed.step_reference import taken_gradients
-
 CLASSES = (
     ("attention", r"attention|query_gradient|key_gradient|sum_parts|flash|fmha|attn"),
+    ("fused by the compiler", r"^triton_(poi|per|red|tem)_"),
     ("head and loss", r"tile_statistics|merge_tiles|row_logprobs|row_gradients|policy_rows|scale_rows|softmax|entropy"),
     ("norms, rotary, gates", r"rms|layer_?norm|rope|rotary|swiglu|geglu|silu"),
     ("matrix products", r"gemm|nvjet|cutlass|xmma|cublas|matmul|wgmma|splitk|aten::(mm|addmm|bmm|linear|einsum)"),
@@ -111,45 +98,3 @@ def device_events(run: Callable[[], Any], device: torch.device) -> list[Event]:
         and not getattr(event, "is_user_annotation", False)
         and (on_gpu or (event.cpu_parent is None and event.name.startswith("aten::")))
     ]
-
-
-# The benchmark
-
-WARM, TIMED = 2, 3
-"""Steps before any is timed, and steps timed without the profiler."""
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    chosen = metafunc.config.getoption("--bench-peers")
-    names = chosen_peers(metafunc.config, list(STEP_PEERS)) if chosen else [EXACT]
-    metafunc.parametrize("workload", list(WORKLOADS[workload_set(metafunc.config)]))
-    metafunc.parametrize("name", names)
-
-
-@pytest.fixture
-def replay(request: pytest.FixtureRequest, workload: str, device: torch.device) -> Iterator[Replay]:
-    chosen = WORKLOADS[workload_set(request.config)][workload]
-    make = functools.partial(policy, chosen.model, lora=chosen.lora, device=device, dtype=chosen.dtype)
-    yield Replay(make(), chosen.rollouts().to(device))
-    release_memory(device)
-
-
-def test_where_a_step_takes_its_time(replay: Replay, workload: str, name: str, figures: Figures) -> None:
-    def step() -> float:
-        stopwatch = Stopwatch(replay.device)
-        STEP_PEERS[name].run(replay, stopwatch)
-        taken_gradients(replay.policy)
-        return sum(stopwatch.seconds.values())
-
-    try:
-        for _ in range(WARM):
-            step()
-    except Absent as error:
-        pytest.skip(str(error))
-    seconds = statistics.median(step() for _ in range(TIMED))
-    result = summarize(device_events(step, replay.device), seconds)
-    figures.profiles.append({"group": f"profile, {workload}", "name": name, **result})
-    print(f"{workload}, {name}: {seconds:.3f} s, the device idle for {result['idle_share']:.0%}")
-    for line in result["classes"]:
-        print(f"  {line['name']}: {line['seconds']:.3f} s, {line['share']:.0%}, {line['launches']} launches")
-    assert result["launches"] > 0

@@ -1,0 +1,95 @@
+"""Explain why a batch taught nothing, or why few of its completions got credit: for logs and warnings of trainers."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..text.offsets import decoded
+from .assign import Credit
+from .deferred import DeferredCredit
+
+_FEW = 0.2  # share of the completions that are to be judged, below which it is said why others were not
+
+
+class Nothing(NamedTuple):
+    """Reason for which a batch taught nothing or got little credit: in a few words, and with what to change."""
+
+    what: str
+    sentence: str
+
+
+NOT_MIXED = Nothing(
+    "no mixed group",
+    "all completions of each group have one reward, so none has an advantage and rewards teach nothing: take problems "
+    "that the policy solves sometimes, or more completions of each (num_generations)",
+)
+
+
+def why_nothing(batch: DeferredCredit, credit: Credit, truncated: Sequence[bool]) -> Nothing | None:
+    """Explain why rewards taught nothing, credit changed nothing or few completions were judged; None if all is well.
+
+    Args:
+        batch: B completions, all assigned.
+        credit: theirs.
+        truncated: B values, whether a completion was cut off at the length limit.
+    """
+    config, count = batch.config, len(batch.rows)
+    counted = [True] * count if batch.mask is None else [bool(row.any()) for row in batch.mask]
+    moved = [bool((row != 0).any()) for row in batch.advantages]
+    if count and all(truncated) and not any(counted):
+        return Nothing(
+            "all truncated",
+            f"all {count} completions were cut off at the length limit and are left out of the loss "
+            "(mask_truncated_completions), so nothing is learnt: let completions be longer (max_completion_length), or "
+            "count those that are cut off",
+        )
+    if not any(moved):
+        return NOT_MIXED
+    if not any(c and m for c, m in zip(counted, moved, strict=True)):
+        return Nothing(
+            "advantages on truncated only",
+            "only completions that the loss leaves out, cut off at the length limit, have an advantage, so nothing is "
+            "learnt: let completions be longer (max_completion_length)",
+        )
+    due = batch.to_judge()
+    if not due or not config.runs_estimator:
+        return None
+    judged = [b for b in due if credit.spans[b]]
+    if len(judged) < _FEW * len(due):
+        what, reason = _why_not_judged(batch, credit, [b for b in due if not credit.spans[b]], truncated)
+        number = f"only {len(judged)}" if judged else "none"
+        an = "a positive" if config.completions == "positive" else "an"
+        share = f"credit/scored_fraction is {len(judged) / count:.2g}"
+        few = f"of {len(due)} completions with {an} advantage {number} was judged"
+        return Nothing(f"{what} in most" if judged else what, f"{share}: {few}: {reason}")
+    values = credit.weights if credit.added is None else [row + 1 for row in credit.added]
+    if all(bool(((values[b] - 1).abs() <= 1e-6).all()) for b in judged):
+        return Nothing(
+            "all weights 1",
+            f"the credit of all {len(judged)} judged completions changes nothing, as their units do not differ in "
+            "importance by more than rounding: take smaller units (units, detector), or a policy whose answers depend "
+            "on its reasoning",
+        )
+    return None
+
+
+def _why_not_judged(
+    batch: DeferredCredit, credit: Credit, rows: Sequence[int], truncated: Sequence[bool]
+) -> tuple[str, str]:
+    unanswered = [b for b in rows if credit.answers[b] is None]
+    if 2 * len(unanswered) < len(rows):
+        return "no span", "answers were found, but no span before them; see CounterfactualConfig's detector and units"
+    if 2 * sum(truncated[b] for b in unanswered) >= len(unanswered):
+        cut = sum(truncated[b] for b in unanswered)
+        return "no answer, cut off", (
+            f"no answer was found, and {cut} of the {len(unanswered)} without one were cut off at the length limit: "
+            "let completions be longer (max_completion_length)"
+        )
+    own = batch.config.answers.answer_format
+    looked = f"Only answer_format={own!r} says what is one"
+    if own is None:
+        looked = (
+            "Answers are read after ####, in \\boxed{} and after words such as 'the answer is'; for others give "
+            "CounterfactualConfig(answer_format=...) or answer_fallback='last_number'"
+        )
+    ends = decoded(batch.rows.completions[unanswered[0]], batch.tokenizer)[-60:]
+    return "no answer", f"no answer was found. {looked}. The first of these completions ends with {ends!r}"

@@ -1,0 +1,134 @@
+"""What credit takes from text that the policy did not write, or only thought; and importances that hardly differ."""
+
+import pytest
+import torch
+
+from cfa_kernels.credit.assign import counterfactual_credit
+from cfa_kernels.credit.config import CounterfactualConfig
+from cfa_kernels.rows import Rows
+from tests.support.scored import Scored, importances_of
+from tests.support.small_tokenizers import encode, get_tokenizer
+
+CHARACTERS = get_tokenizer("characters")
+TURNS = [
+    ("1 + 1 = 2. ", 1),
+    ("3 * 6 = 18\n#### 18\n", 0),
+    ("16 - 3 = 13. ", 1),
+    ("#### 5", 1),
+    (" eggs", 0),
+    (" a day", 1),
+]
+
+
+def with_a_tool() -> tuple[Rows, list[torch.Tensor]]:
+    row = torch.tensor([i for text, _ in TURNS for i in encode(CHARACTERS, text)])
+    mask = torch.tensor([written for text, written in TURNS for _ in encode(CHARACTERS, text)])
+    other = torch.tensor(encode(CHARACTERS, "1 + 2 = 3. #### 3"))
+    return Rows([row[:2]] * 2, [row, other]), [mask, torch.ones(len(other))]
+
+
+ESTIMATORS_OF_TEXT = [
+    {}, {"normalize": "mean"}, {"weights": "bilevel"}, {"weights": "top"}, {"units": "tokens"}, {"control": "random"},
+    {"control": "random", "normalize": "mean"}, {"control": "inverted"}, {"estimator": "prefix_gain"},
+    {"estimator": "entropy"}, {"estimator": "entropy_shaping"}, {"estimator": "prefix_tree"},
+    {"weights": lambda importances, units, answer, length: torch.full((length,), 2.0)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", ESTIMATORS_OF_TEXT, ids=range(len(ESTIMATORS_OF_TEXT)))
+def test_tokens_of_others_are_no_units_weigh_one_and_set_no_scale(options):
+    rows, mask = with_a_tool()
+    given = {
+        "config": CounterfactualConfig(**options), "advantages": torch.tensor([1.0, -1.0]), "rewards": [1.0, 0.0],
+        "entropies": [torch.rand(n, generator=torch.Generator().manual_seed(n)) for n in rows.lengths],
+    }  # fmt: skip
+    access = Scored(torch.arange(60.0))
+    credit = counterfactual_credit(access, CHARACTERS, rows, mask=mask, **given)
+    written = mask[0].bool()
+    units = [*credit.spans[0], *[credit.answers[0]] * (credit.answers[0] is not None)]
+    assert all(written[slice(*unit)].all() for unit in units)
+    if credit.added is not None:
+        assert credit.added[0][~written].eq(0).all()
+        return
+    assert credit.weights[0][~written].eq(1).all()
+    if options.get("normalize") == "mean":
+        assert credit.weights[0][written].mean().item() == pytest.approx(1)
+    if credit.answers[0] is not None:
+        assert CHARACTERS.decode(rows.completions[0][slice(*credit.answers[0])]) == "5"
+    whole = counterfactual_credit(access, CHARACTERS, rows, mask=[torch.ones(n) for n in rows.lengths], **given)
+    without = counterfactual_credit(access, CHARACTERS, rows, **given)
+    if "estimator" not in options:
+        assert all(map(torch.equal, whole.weights, without.weights))
+
+
+def test_advantages_of_zero_on_a_tools_tokens_say_as_much_as_a_mask():
+    rows, mask = with_a_tool()
+    advantages = [row * sign for row, sign in zip(mask, (1.0, -1.0), strict=True)]
+    by_mask, by_advantages = (
+        counterfactual_credit(Scored((2.0, 1.0)), CHARACTERS, rows, advantages=column, **given)
+        for column, given in ((torch.tensor([1.0, -1.0]), {"mask": mask}), (advantages, {}))
+    )
+    assert by_mask.spans == by_advantages.spans
+    assert by_mask.answers == by_advantages.answers
+    assert all(map(torch.equal, by_mask.weights, by_advantages.weights))
+    assert [CHARACTERS.decode(rows.completions[0][slice(*span)]) for span in by_mask.spans[0]] == [
+        "1 + 1 = 2", "16 - 3 = 13",
+    ]  # fmt: skip
+
+
+def test_a_thought_that_the_prompt_opens_holds_no_answer_to_be_credited():
+    tokenizer = get_tokenizer("byte-level, single digits")
+    prompt = torch.tensor(encode(tokenizer, "What is 3 + 4? <think>\n"))
+    texts = ["3 + 4 = 7. So it may be 7. #### 7", "3 + 4 = 8?</think> 3 + 4 = 7. #### 7"]
+    rows = Rows([prompt] * 2, [torch.tensor(encode(tokenizer, text)) for text in texts])
+    credit = counterfactual_credit(Scored(), tokenizer, rows)
+    assert credit.answers[0] is None
+    assert tokenizer.decode(rows.completions[1][slice(*credit.answers[1])]) == "7"
+    assert [tokenizer.decode(rows.completions[1][slice(*span)]) for span in credit.spans[1]] == [
+        "3 + 4 = 8", "3 + 4 = 7",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (lambda rows: [torch.ones(n) for n in rows.lengths][:1], "mask has 1 rows, prompts has 2"),
+        (lambda rows: [torch.ones(n + 1) for n in rows.lengths], "mask row 0: must be a tensor"),
+        (lambda rows: [torch.full((n,), 0.5) for n in rows.lengths], "mask row 0, token 0: must be 1 or 0, got 0.5"),
+    ],
+)
+def test_a_mask_that_is_none_is_named(mask, message):
+    rows, _ = with_a_tool()
+    with pytest.raises(ValueError, match=message):
+        counterfactual_credit(Scored(), CHARACTERS, rows, mask=mask(rows))
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "least"),
+    [
+        ({}, torch.float32, 0.1),
+        ({}, torch.float16, 0.1),
+        ({}, torch.bfloat16, 0.2),  # of two tokens each, the roots of 2 multiply
+        ({"outcome": "mean_logprob"}, torch.bfloat16, 0.1),
+        ({"min_spread": 0.5}, torch.float32, 0.5),
+        ({"min_spread": 0.0}, torch.float32, 0.0),
+    ],
+)
+@pytest.mark.parametrize("spread", [0.02, 0.05, 0.15, 0.4, 3.0])
+def test_importances_that_hardly_differ_get_weights_that_hardly_do(options, dtype, least, spread):
+    ids = torch.tensor(encode(CHARACTERS, "1 + 1 = 2\n1 + 2 = 3\n#### 18"))
+    access = Scored([0.0, spread], base=-1e-4, dtype=dtype)  # a likely answer, which hardly rounds
+    config = CounterfactualConfig(**options)
+    credit = counterfactual_credit(access, CHARACTERS, Rows([ids[:2]], [ids]), config=config)
+    low, high = (credit.weights[0][span.start].item() for span in credit.spans[0])
+    share = min(1.0, spread / least) if least else 1.0
+    assert (low, high) == (pytest.approx(1 - 0.5 * share), pytest.approx(1 + 3 * share))
+
+
+def test_importances_in_no_known_unit_get_the_whole_range_unless_the_option_says_otherwise():
+    ids = torch.tensor(encode(CHARACTERS, "1 + 1 = 2\n1 + 2 = 3\n#### 18"))
+    estimator = importances_of(lambda batch: [[0.0, 1e-3] for _ in batch.units])
+    for options, expected in (({}, [0.5, 4.0]), ({"min_spread": 2e-3}, [0.75, 2.5])):
+        config = CounterfactualConfig(estimator, **options)
+        credit = counterfactual_credit(Scored(), CHARACTERS, Rows([ids[:2]], [ids]), config=config)
+        assert [credit.weights[0][span.start].item() for span in credit.spans[0]] == pytest.approx(expected)

@@ -1,0 +1,47 @@
+"""Credit that compares completions sees the whole batch, however it is cut into micro-batches and processes."""
+
+import pytest
+import torch
+
+from cfa_kernels import Draws, counterfactual_credit, token_entropies
+from tests.support.embedded import COMPARING, advantages_of
+from trainer.metrics import StageTimes
+from trainer.microbatch import UpdateBatch
+from trainer.state import Shaped
+from trainer.step import update
+
+GROUPS = torch.arange(32) // 8
+
+
+def left_out() -> torch.Tensor:
+    """One row of the first group and all but one of the last are not counted; groups 1 and 2 have no advantage."""
+    counted = torch.ones(32, dtype=torch.bool)
+    counted[[1, *range(24, 31)]] = False
+    return counted
+
+
+@pytest.mark.parametrize("budget", [1, 100_000])
+@pytest.mark.parametrize("counted", [torch.ones(32, dtype=torch.bool), left_out()], ids=["all", "some"])
+@pytest.mark.parametrize("case", COMPARING)
+def test_micro_batches_and_rows_left_out_change_no_credit(fresh, rollouts, case, counted, budget) -> None:
+    trainer = fresh(f"--token_budget={budget}", "--no_use_peft", *COMPARING[case])
+    rewards = (torch.arange(32) % 3 == 0).float()
+    advantages = advantages_of(rollouts)
+    mask = [some.expand(n).float() for some, n in zip(counted, rollouts.rows.lengths, strict=True)]
+    config = trainer.config.counterfactual()
+    entropies = None
+    if config.reads_entropies:
+        entropies = token_entropies(trainer.policy, rollouts.rows, temperature=trainer.config.temperature)
+    expected = counterfactual_credit(
+        trainer.policy, trainer.tokenizer, rollouts.rows, advantages=advantages, config=config, rewards=rewards,
+        seed=Draws(trainer.config.seed).key(1), groups=GROUPS, entropies=entropies, mask=mask,
+    )  # fmt: skip
+    credit, *_ = update(trainer, 1, UpdateBatch(rollouts, counted, advantages), Shaped(rewards), StageTimes())
+    fed = (counted & (advantages != 0)).nonzero().flatten().tolist()
+    some = [False]
+    for b in fed:
+        ours, theirs = ((one.advantages or one.weights)[b] for one in (credit, expected))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
+        some.append(bool((theirs != (advantages[b] if expected.advantages else 1)).any()))
+    assert any(some), "this credit does nothing"
+    assert [len(row) > 0 for row in credit.spans] == [b in fed and bool(expected.spans[b]) for b in range(32)]
