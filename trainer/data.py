@@ -97,8 +97,8 @@ def encode_prompt(
     """Encode the prompt: by the chat template if the tokenizer has one, else `Question: ...`.
 
     `instruction` goes behind the last message, `system` in the place of the first. A template that writes the date
-    writes that of `at`, by default today's. `examples` are questions with their answers, as earlier turns of the chat;
-    a tokenizer without a template leaves them out.
+    writes that of `at`, by default today's. `examples` are questions with their answers, as earlier turns of the chat,
+    which a tokenizer without a template leaves out.
     """
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
     turns = [(f"{asked}\n{instruction}" if instruction else asked, answer) for asked, answer in examples]
