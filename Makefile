@@ -54,15 +54,18 @@ gpu: $(SETUP)
 bench: $(SETUP)
 	$(PY) -m benchmarks --device cpu
 
-# The sdist, the wheel that is built from it, and a step of each in an empty environment, with its packages: gigabytes.
+# The sdist and the wheel that is built from it, their metadata, and a step of each in an empty environment with its
+# packages, which are gigabytes. TORCH=torch==2.11.0 takes the oldest torch in place of the newest.
+TORCH := torch
 dist:
 	rm -rf dist
 	$(PYTHON) -m venv dist/empty
-	dist/empty/bin/python -m pip install --quiet build
+	dist/empty/bin/python -m pip install --quiet build twine
 	dist/empty/bin/python -m build
+	dist/empty/bin/python -m twine check --strict dist/*.tar.gz dist/*.whl
 	set -e; for file in dist/*.tar.gz dist/*.whl; do \
 	  $(PYTHON) -m venv --clear dist/empty; cd dist/empty; \
-	  bin/python -m pip install --quiet "../../$$file[trainer]"; \
+	  bin/python -m pip install --quiet $(TORCH) "../../$$file[trainer]"; \
 	  bin/cfa-train --version; bin/cfa-train --max_steps 1 --eval_problems 4 --output_dir run; \
 	  bin/cfa-analyze run; bin/cfa-compare run; cd ../..; \
 	done

@@ -36,7 +36,6 @@ TESTING = [
     "matplotlib>=3.9",
     "trl>=1.16",
     "pytest>=8",
-    "pytest-benchmark>=5",
     "docstring-parser>=0.15",  # the benchmarks' options
     "pytest-xdist>=3.7",
     "pytest-timeout>=2.3",
@@ -47,15 +46,27 @@ TESTING = [
 ]
 
 ROOT = Path(__file__).parent
+# A picture, or the link of a text: beside the package there are no files that they could lead to.
+RELATIVE_LINK = r"!\[[^\]]*\]\((?!https?:)[^)]*\)|\[([^\]]*)\]\((?!https?:)[^)]*\)"
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "cfa_kernels/__init__.py").read_text("utf-8"), re.MULTILINE)
 
 setup(
     name="cfa_kernels",
     version=VERSION[1],
     description="Counterfactual credit assignment for the reinforcement learning of language models",
-    long_description=(ROOT / "README.md").read_text("utf-8"),
+    long_description=re.sub(RELATIVE_LINK, r"\1", (ROOT / "README.md").read_text("utf-8")),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    author="The maintainers of cfa_kernels",
+    keywords="GRPO, DAPO, RLVR, credit assignment, Triton, language models",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     python_requires=">=3.11",
     packages=[
         *find_packages(include=["cfa_kernels", "cfa_kernels.*"]),

@@ -41,4 +41,5 @@ def _links(page: Path) -> Iterator[tuple[str, Path]]:
 def _place(file: Path) -> str:
     """Say where a file of the repository is in the site's sources."""
     path = file.relative_to(ROOT).as_posix()
-    return "index.md" if path == "README.md" else path.removeprefix("docs/")
+    places = {"README.md": "index.md", "benchmarks/README.md": "benchmarks/folder.md"}  # benchmarks/ is benchmarks.md's
+    return places.get(path, path.removeprefix("docs/"))

@@ -50,6 +50,11 @@ def test_the_two_commands_of_the_readme_install_every_extra_that_their_code_impo
     assert _requirements("trainer", "trl").keys() <= _requirements("test", "lint").keys()
 
 
+def test_a_commit_is_checked_by_the_linter_of_make_lint():
+    (hook,) = re.findall(r"rev: v(\S+)", (REPOSITORY / ".pre-commit-config.yaml").read_text())
+    assert f"\nruff=={hook}\n" in (REPOSITORY / "constraints.txt").read_text()
+
+
 @pytest.mark.parametrize("host", ["trl", "verl", "openrlhf"])
 def test_an_extra_asks_for_the_oldest_version_that_its_integration_takes(host):
     source = (REPOSITORY / "cfa_kernels" / "integrations" / f"{host}.py").read_text()
@@ -65,5 +70,5 @@ def test_verl_is_not_installed_beside_trl():
 
 def test_every_extra_is_tried_by_default():
     (tried,) = re.findall(r"set -- (.+)$", (REPOSITORY / ".ci" / "extras").read_text(), re.MULTILINE)
-    beside = {"quantised"}  # the tests with a package of models that no extra brings
+    beside = {"quantised", "mistral"}  # the tests with packages that no extra brings
     assert set(tried.split()) == _setup()["extras_require"].keys() | beside

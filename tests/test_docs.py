@@ -16,6 +16,8 @@ import yaml
 
 from cfa_kernels import CounterfactualConfig, Rows, counterfactual_weights
 from cfa_kernels.credit.config import flat_options
+from cfa_kernels.estimators import ESTIMATORS
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
 from docs import options
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
@@ -124,6 +126,19 @@ def test_tables_of_options_and_hosts_are_those_of_the_code():
         assert written == made, f"{page.name}: run python -m docs.options"
     own = {entry.name for entry in fields(CounterfactualConfig)} - {"spans", "answers"}
     assert own == set(options.OWN)
+
+
+def test_every_loss_type_and_estimator_has_its_row_among_the_papers():
+    text = (REPOSITORY / "docs" / "papers.md").read_text(encoding="utf-8")
+    credit, losses = text.partition("## CF and its authors' code")[0], text.partition("## Losses")[2]
+    named = set(re.findall(r"`([\w.]+)`", "".join(re.findall(r"^\| (`.*?) \|", losses, flags=re.MULTILINE))))
+    assert named >= set(LOSS_TYPES)
+    assert all(f'"{level}"' in losses for level in LEVELS if level != "token")
+    presets = {path.stem: yaml.safe_load(path.read_text()) for path in REPOSITORY.glob("*/**/presets/*.yaml")}
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|", credit, flags=re.MULTILINE)
+    shown = {name for row in rows for name in re.findall(r'`(?:estimator=)?"?(\w+)"?`', row)}
+    used = {presets[name].get("estimator", "masking") if name in presets else name for name in shown}
+    assert used >= set(ESTIMATORS)
 
 
 def sampled() -> dict[str, Any]:

@@ -120,7 +120,7 @@ def test_the_wheel_holds_the_library_and_the_program_and_the_sdist_the_checkout(
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     with zipfile.ZipFile(build("wheel", unpacked)) as archive:
-        files = set(archive.namelist())
+        files, wheel = set(archive.namelist()), archive.infolist()
         archive.extractall(tmp_path / "installed")
     assert {name.partition("/")[0] for name in files if ".dist-info/" not in name} == {"cfa_kernels", "cfa_trainer"}
     assert files >= {path.relative_to(REPOSITORY).as_posix() for path in sources()}
@@ -130,6 +130,10 @@ def test_the_wheel_holds_the_library_and_the_program_and_the_sdist_the_checkout(
     assert "entropy_80_20" in run(help_of, PYTHONPATH=str(tmp_path / "installed"))
     assert files >= {"cfa_kernels/py.typed", "cfa_kernels/hf/README.md"}
     assert inside >= {"setup.py", "pyproject.toml", "constraints.txt", "Makefile", "LICENSE", "tests/conftest.py"}
+    others = (each for each in wheel if not each.filename.endswith(".safetensors"))
+    assert sum(each.compress_size for each in others) < 1e6
+    (metadata,) = (tmp_path / "installed").glob("*.dist-info/METADATA")
+    assert not re.search(r"\]\((?!https?:)", metadata.read_text("utf-8"))  # a link that leads nowhere
     data = [path for path in (REPOSITORY / "trainer").rglob("*.*") if path.suffix in (".safetensors", ".yaml")]
     assert len(data) > 1
     assert inside >= {path.relative_to(REPOSITORY).as_posix() for path in data}

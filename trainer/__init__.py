@@ -1,4 +1,4 @@
-"""Train a language model by reinforcement with counterfactual credit: `python -m trainer`.
+"""Train a language model by reinforcement with counterfactual credit: `cfa-train`.
 
 Read `step.py`, one step, then `microbatch.py`, the inputs of the model and of credit, then `run.py`, the way from the
 settings to the saved model. Beside them are `rollouts/`, `rewards/`, `checkpoints/` and `report.py`. `config.py` checks

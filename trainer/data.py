@@ -28,9 +28,6 @@ Messages = list[dict[str, str]]
 """A prompt as chat templates take it: messages with a `role` and a `content`."""
 
 
-_ROLES = ("user", "assistant")
-
-
 class NoSplitError(ValueError):
     """A data set of the hub has no split of that name."""
 
@@ -100,19 +97,19 @@ def encode_prompt(
     """Encode the prompt: by the chat template if the tokenizer has one, else `Question: ...`.
 
     `instruction` goes behind the last message, `system` in the place of the first. A template that writes the date
-    writes that of `at`, by default today's. `examples` are questions with their answers, as earlier turns of the chat;
-    a tokenizer without a template leaves them out.
+    writes that of `at`, by default today's. `examples` are questions with their answers, as earlier turns of the chat,
+    which a tokenizer without a template leaves out.
     """
-    asked = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
-    turns = [{"role": role, "content": text} for one in examples for role, text in zip(_ROLES, one, strict=True)]
-    messages = [*turns, *asked]
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+    turns = [(f"{asked}\n{instruction}" if instruction else asked, answer) for asked, answer in examples]
     if instruction:
-        for i in {*range(0, len(turns), 2), len(messages) - 1}:
-            messages[i] = {**messages[i], "content": f"{messages[i]['content']}\n{instruction}"}
+        messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{instruction}"}
     if system is not None:
         messages = [{"role": "system", "content": system}, *(one for one in messages if one["role"] != "system")]
-    if tokenizer.chat_template is None and not _has_own_template(tokenizer) and len(messages) > 1 + len(turns):
-        raise ValueError("a tokenizer without a chat template takes one message, no system prompt and no dialogue")
+    if tokenizer.chat_template is not None or _has_own_template(tokenizer):
+        roles = ("user", "assistant")
+        earlier = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+        messages = [*messages[:-1], *earlier, messages[-1]]
     if _has_own_template(tokenizer):
         encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return encoded["input_ids"]
@@ -130,7 +127,9 @@ def _rendered(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, at: datetime | None = None, *, thinking: bool = False
 ) -> str:
     if tokenizer.chat_template is None:
-        return f"Question: {messages[-1]['content']}\nAnswer:"
+        if len(messages) > 1:
+            raise ValueError("a tokenizer without a chat template takes one message, no system prompt and no dialogue")
+        return f"Question: {messages[0]['content']}\nAnswer:"
     dated: dict[str, Any] = {}
     if at is not None and "strftime_now" in str(tokenizer.chat_template):
         dated["chat_template"] = _clock(at) + str(tokenizer.get_chat_template())

@@ -14,6 +14,12 @@ def program(module: str) -> str:
     return entry[module] if Path(sys.argv[0]).name in entry.values() else f"python -m {module}"
 
 
+def installing(extra: str) -> str:
+    """Give the command that installs an `extra`: of the package that is installed, or of the checkout that runs."""
+    package = "cfa_kernels" if __name__.startswith("cfa_trainer") else "."
+    return f"pip install '{package}[{extra}]'"
+
+
 @contextmanager
 def needed_by(program: str, extra: str) -> Iterator[None]:
     """End `program` where an import finds no package, with one line that names the `extra` to install; or at Ctrl-C."""
@@ -24,7 +30,4 @@ def needed_by(program: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as absent:
         if not absent.name or absent.name.partition(".")[0] in _OURS:
             raise
-        sys.exit(
-            f"error: {program} needs {absent.name}, which is not installed: pip install 'cfa_kernels[{extra}]', or "
-            f"'.[{extra}]' in the checkout"
-        )
+        sys.exit(f"error: {program} needs {absent.name}, which is not installed: {installing(extra)}")

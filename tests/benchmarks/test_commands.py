@@ -35,8 +35,5 @@ def test_a_command_without_its_packages_is_one_line_that_names_the_extra(tmp_pat
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     with pytest.raises(SystemExit) as ended:
         command.main(["plots", "results.json"])
-    line = (
-        "error: python -m benchmarks needs matplotlib, which is not installed: pip install 'cfa_kernels[bench]', or "
-        "'.[bench]' in the checkout"
-    )
+    line = "error: python -m benchmarks needs matplotlib, which is not installed: pip install '.[bench]'"
     assert ended.value.code == line

@@ -1,4 +1,4 @@
-"""Write tables and a page of logged completions and their credit, or compare runs: `python -m trainer.analyze`."""
+"""Write tables and a page of logged completions and their credit, or compare runs: `cfa-analyze`, `cfa-compare`."""
 
 import json
 import sys

@@ -31,8 +31,9 @@ class MathReward:
     def __init__(self, timeout: float = 10.0) -> None:
         """Raise `ImportError` unless math-verify is installed."""
         if importlib.util.find_spec("math_verify") is None:
-            said = "math-verify is not installed; in the checkout: pip install '.[math]'"
-            raise ImportError(f"reward math_verify: {said}")
+            from ..extras import installing  # not at the top: the child runs this file by its path
+
+            raise ImportError(f"reward math_verify: math-verify is not installed: {installing('math')}")
         self._timeout = timeout
         self._child: subprocess.Popen[bytes] | None = None
         self._unreadable: set[str] = set()

@@ -22,6 +22,7 @@ from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_logprobs
 
+from ..extras import installing
 from .engine import Rollouts, end_ids, require_finite_logits
 from .merged import CannotMerge, merged_adapters
 
@@ -54,7 +55,7 @@ class VllmEngine:
             with self._named("say which model it serves"):
                 self._client = VLLMClient(base_url=self._url)
         except ImportError as absent:
-            raise ImportError(f"rollout_engine: vllm: {absent}; in the checkout: pip install '.[vllm]'") from absent
+            raise ImportError(f"rollout_engine: vllm: {absent}: {installing('vllm')}") from absent
         request = functools.partial(self._client.session.request, timeout=_REQUEST_SECONDS)
         self._client.session.request = request  # type: ignore[method-assign]
         with self._named("tell its configuration"):
