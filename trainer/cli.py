@@ -18,6 +18,7 @@ from typing import Any
 import tyro
 import yaml
 
+from .rewards.built_in import require_rewards
 from .settings import (
     CREDIT_OPTIONS,
     DEFAULTS_FILE,
@@ -84,6 +85,7 @@ def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
     with contextlib.redirect_stderr(sys.stderr if _is_first() else io.StringIO()), refusing(prog):
         settings: TrainSettings = parse(TrainSettings, argv, prog=prog)
         require_ranges(settings)
+        require_rewards([*settings.reward_funcs, *filter(None, [settings.eval_reward])])
         require_files(settings)
         return settings
 

@@ -12,7 +12,8 @@ from cfa_kernels.options import Interval, check_fields
 
 from .precision import Precision
 from .refusals import refuse
-from .rewards.calls import ANSWER_OPTIONS, BUILT_IN, INSTRUCTIONS, load_answer_format
+from .rewards.built_in import BUILT_IN, INSTRUCTIONS
+from .rewards.calls import ANSWER_OPTIONS, load_answer_format
 from .settings import DataSettings, Range, TrainSettings
 
 _CONTROLS: dict[str, Control | None] = {

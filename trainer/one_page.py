@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cfa_kernels import CounterfactualConfig, Rows, credited_loss, find_answer
 
 from .embedded.problems import generate
+from .rewards.built_in import INSTRUCTIONS
 from .rewards.numbers import parse_number
 from .rollouts.engine import end_ids
 from .settings import ASSETS
 
-INSTRUCTION = "Solve the problem step by step. End with a line of the form: #### <number>"
 CREDIT = {"counterfactual": CounterfactualConfig(normalize="mean"), "uniform": CounterfactualConfig(control="off")}
 
 
@@ -131,7 +131,7 @@ def load(settings: Settings, tokenizer: Any) -> tuple[list[Problem], list[Proble
         pairs = [(one.question, one.solution()) for one in some]
     else:
         lines = [json.loads(line) for line in Path(settings.dataset).read_text("utf-8").splitlines()]
-        pairs = [(f"{line['question']}\n{INSTRUCTION}", line["answer"]) for line in lines]
+        pairs = [(f"{line['question']}\n{INSTRUCTIONS['numbers']}", line["answer"]) for line in lines]
     chats = [[{"role": "user", "content": question}] for question, _ in pairs]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
     problems = [Problem(ids, number(a.rsplit("####")[-1])) for ids, (_, a) in zip(prompts, pairs, strict=True)]

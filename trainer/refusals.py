@@ -9,7 +9,7 @@ from cfa_kernels.estimators.base import EXTERNAL
 from cfa_kernels.losses.checks import weights_sequences
 from cfa_kernels.scoring.access import GRADIENTS
 
-from .rewards.calls import BUILT_IN
+from .rewards.built_in import BUILT_IN
 from .settings import GENERATED, TrainSettings
 
 if TYPE_CHECKING:

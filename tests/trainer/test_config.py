@@ -22,6 +22,8 @@ from trainer.__main__ import main
 from trainer.cli import to_yaml
 from trainer.config import TrainConfig
 from trainer.help import documented
+from trainer.rewards.built_in import BUILT_IN
+from trainer.rewards.calls import ANSWER_OPTIONS
 from trainer.settings import CREDIT_OPTIONS, Correction, DataSettings, Level, LossType, TrainSettings, require_ranges
 
 
@@ -151,6 +153,7 @@ def test_help_is_a_screen_and_all_of_it_names_every_setting_once_with_its_group_
         (["--max_steps=ten"], 2, "--max_steps: invalid literal for int() with base 10: 'ten'"),
         (["--max_steps=0"], 2, "error: max_steps must be an integer, at least 1, got 0"),
         (["--top_p=0"], 2, "error: top_p must be in (0, 1], got 0.0"),
+        (["--reward_funcs", "own:f", "exact"], 2, "reward_funcs: 'exact' is neither one of exact_match, math_verify, "),
         (["--config=nowhere.yaml"], 2, "--config nowhere.yaml: there is no such file"),
         (["--dataset=nowhere.jsonl"], 2, "dataset nowhere.jsonl: expected a .json, .jsonl or .parquet file"),
         (["--model=./nowhere"], 2, "model ./nowhere: there is no such folder"),
@@ -193,6 +196,7 @@ def test_names_that_are_written_without_torch_are_the_librarys() -> None:
     whole = {"weights", "units", "completions", "normalize", "open_spans"}
     assert {*CREDIT_OPTIONS} == {name for name, _, _ in flat_options()} | whole
     assert len({*CREDIT_OPTIONS}) == len(CREDIT_OPTIONS)
+    assert BUILT_IN["exact_match"].options == ANSWER_OPTIONS
 
 
 @pytest.mark.parametrize("flag", ["--open_spans={}", "--credit_options open_spans {}"])
