@@ -1,5 +1,6 @@
 """Train from flags, YAML or nothing at all: set up, run, and say in one line what is wrong."""
 
+import atexit
 import contextlib
 import gc
 import io
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> int:
                     expected = _PROBLEMS
                     gc.collect()
                     gc.freeze()  # to look at what stays, modules and tokenizer, takes a fifth of a second each time
+                    atexit.register(gc.unfreeze)  # else modules outlive the interpreter; Triton 3.9 calls that a leak
                     train(trainer, folder, ending)
         except Finished as finished:
             _say(str(finished), sys.stdout)
