@@ -17,7 +17,7 @@ DEMO_PY := $(DEMO)/bin/python
 endif
 endif
 
-.PHONY: demo test test-oldest test-newest quick soak lint docs gpu first-hour bench dist clean
+.PHONY: demo test test-oldest test-newest quick soak lint docs gpu bench dist clean
 
 demo: $(DEMO_SETUP)
 	@echo "Training the small model of the checkout for 40 steps on generated word problems. The run ends with the path of its page."
@@ -57,10 +57,6 @@ docs: $(SETUP)
 gpu: $(SETUP)
 	$(PY) -m pytest -n 12 --dist worksteal
 	$(PY) -m benchmarks
-
-# The same on a GPU that is there for an hour only: in the order in which it pays, each step within nine minutes.
-first-hour: $(SETUP)
-	PY=$(PY) benchmarks/first_hour.sh
 
 bench: $(SETUP)
 	$(PY) -m benchmarks --device cpu

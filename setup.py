@@ -36,7 +36,6 @@ TESTING = [
     "matplotlib>=3.9",
     "trl>=1.16",
     "pytest>=8",
-    "pytest-benchmark>=5",
     "docstring-parser>=0.15",  # the benchmarks' options
     "pytest-xdist>=3.7",
     "pytest-timeout>=2.3",
@@ -75,8 +74,8 @@ setup(
     ],
     package_dir={"cfa_trainer": "trainer"},
     package_data={
-        "cfa_kernels": ["py.typed", "hf/README.md"],
-        "cfa_trainer": ["presets/*", "embedded/assets/*", "analyze/assets/*"],
+        "cfa_kernels": ["py.typed", "hf/README.md", "credit/presets/*"],
+        "cfa_trainer": ["embedded/assets/*", "analyze/assets/*"],
     },
     entry_points={
         "console_scripts": [

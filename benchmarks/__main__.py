@@ -11,7 +11,7 @@ from trainer.extras import needed_by
 
 COMMANDS = {
     "speed": ("benchmarks.speed.command", "test on the device, measure its ceilings, time everything"),
-    "explain": ("benchmarks.explain", "predict the parts of a training step on a GPU, for docs/planning.md"),
+    "launches": ("benchmarks.launches", "count what a compiled layer launches and moves on a GPU, without one"),
     "scale": ("benchmarks.scale", "predict how long ranks that share a model wait for each other, by their number"),
     "evidence": ("benchmarks.evidence.command", "what credit finds and what it is good for, NAME by NAME"),
     "models": ("benchmarks.models.table", "which model types are scored and trained exactly, for docs/models.md"),

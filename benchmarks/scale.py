@@ -5,15 +5,28 @@ the rank with the most rows in it. Nothing runs on a device. The tables are in `
 """
 
 import argparse
+import copy
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.explain import FLOAT, GPUS, HALF, configuration, run, sizes
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from benchmarks.harness.results import table
 from benchmarks.harness.workloads import MODELS, SEED, JobRollouts, gsm8k_rollouts
 from cfa_kernels.packing.balance import deal, rows_to_score
+
+MATMUL_SHARE = 0.73
+"""Share of a data sheet's rate that large matrix products reach."""
+
+RATES = {
+    name: tflops * MATMUL_SHARE * 1e12
+    for name, tflops in {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "MI300X": 1307.4}.items()
+}
+"""Multiply-adds, twice, per second: NVIDIA's and AMD's data sheets, SXM where there is one, dense bfloat16."""
 
 RANKS = tuple(2**power for power in range(11))
 
@@ -27,7 +40,7 @@ in 32 nodes with eight adapters each (NVIDIA/nccl issue 1218, reported there as 
 BACKWARD = 2
 """Products of a backward in which all weights train, relative to its forward."""
 
-INT64 = 8
+HALF, FLOAT, INT64 = 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,29 @@ class GroupRows:
     def rows(self) -> int:
         """Rows that scoring feeds."""
         return self.prompt + sum(self.scored)
+
+
+def weights_of(model: str) -> tuple[int, int]:
+    """Count a dense model's weights that a row is multiplied by, the head left out, and all of them; it gets no memory.
+
+    Args:
+        model: a preset, a `config.json`, or the folder that it is in.
+
+    Raises:
+        ValueError: neither of them, or a model with experts, whose rows do not meet all weights.
+    """
+    try:
+        known = MODELS.get(model)
+        config = AutoConfig.from_pretrained(model, local_files_only=True) if known is None else copy.deepcopy(known)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model: must be one of {', '.join(MODELS)}, or a config.json; got {model!r}") from error
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config)
+    if experts := [name for name, module in made.named_modules() if hasattr(module, "num_experts")]:
+        raise ValueError(f"--model: experts ({experts[0]}) are not counted; name a dense model")
+    head = made.get_output_embeddings()
+    layers = [m for m in made.modules() if isinstance(m, nn.Linear) and m is not head]
+    return sum(m.weight.numel() for m in layers), made.num_parameters()
 
 
 def groups_of(rollouts: JobRollouts) -> list[GroupRows]:
@@ -184,10 +220,10 @@ def page(options: argparse.Namespace) -> str:
     per_rank, left = divmod(options.completions, rollouts.group)
     if left or not per_rank:
         raise ValueError(f"--completions: {options.completions} are not whole groups of {rollouts.group}")
-    groups, model, gpu = groups_of(rollouts), sizes(configuration(options.model)), GPUS[options.gpu]
-    one, job = ShardedRanks(1, model.products, model.weights, gpu.products), rollouts.job.describe()
+    groups, (products, weights) = groups_of(rollouts), weights_of(options.model)
+    one, job = ShardedRanks(1, products, weights, RATES[options.gpu]), rollouts.job.describe()
     parts = [
-        f"{options.model}, {model.weights / 1e9:.2f} G weights, all of them train; {gpu.name}. {len(groups)} problems "
+        f"{options.model}, {weights / 1e9:.2f} G weights, all of them train; {options.gpu}. {len(groups)} problems "
         f"({job['source']}), {rollouts.group} completions each, of {job['completion_tokens_mean']:.0f} tokens and "
         f"{job['spans_mean']:.1f} spans in the mean; {sum(group.live for group in groups)} have rewards that differ. "
         f"{options.completions} completions sampled by each rank, at most {options.rows:,} rows in a forward.\n"
@@ -215,13 +251,13 @@ def _row(ranks: ShardedRanks, groups: Sequence[GroupRows], per_rank: int, most: 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of the command but `--write`."""
+    """Options of the command."""
     made = argparse.ArgumentParser(
         prog="python -m benchmarks scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--model", default="Qwen3-1.7B", help=f"{', '.join(MODELS)}, or a config.json or its folder")
     made.add_argument(
-        "--gpu", default="H200", choices=list(GPUS), help="GPU whose rates are used (default: %(default)s)"
+        "--gpu", default="H200", choices=list(RATES), help="GPU whose rates are used (default: %(default)s)"
     )
     made.add_argument("--ranks", type=int, nargs="+", default=RANKS, metavar="N", help="default: 1, 2, 4, ... 1024")
     made.add_argument("--completions", type=int, default=64, help="completions of each rank (default: %(default)s)")
@@ -236,4 +272,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Print the tables; returns the exit status."""
-    return run(parser(), argv, page)
+    options = parser().parse_args(argv)
+    try:
+        print(page(options))
+    except ValueError as error:
+        parser().error(str(error))
+    return 0

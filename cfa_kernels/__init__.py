@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .credit.deferred import Draws as Draws
     from .credit.deferred import credited_advantages as credited_advantages
     from .credit.deferred import token_entropies as token_entropies
+    from .credit.loss import CreditedLoss as CreditedLoss
+    from .credit.loss import credited_loss as credited_loss
     from .credit.weights import Bilevel as Bilevel
     from .credit.weights import Identity as Identity
     from .credit.weights import OwnWeights as OwnWeights
@@ -76,6 +78,7 @@ _PUBLIC = {
     "credit.assign": "Credit counterfactual_credit counterfactual_weights",
     "credit.deferred": "DeferredCredit Draws credited_advantages token_entropies",
     "credit.config": "AnswerRules CounterfactualConfig SpanRules",
+    "credit.loss": "CreditedLoss credited_loss",
     "credit.weights": "Bilevel Identity OwnWeights Range TopShare span_weights",
     "estimators.base": "Estimator Importances OwnFunction",
     "estimators.entropy": "Entropy EntropyShaping",

@@ -1,9 +1,6 @@
 """Write the tables of options and of hosts into the pages, from their declarations: `python -m docs.options`."""
 
-import ast
-import inspect
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ from cfa_kernels.credit.config import AnswerRules, SpanRules, flat_options
 from cfa_kernels.credit.weights import WEIGHTS
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERS
-from trainer.settings import documented
+from trainer.help import documented
 
 FOLDER = Path(__file__).parent
 OWN = ("estimator", "weights", "control", "completions", "units", "normalize", "open_spans", "token_budget")
@@ -35,21 +32,15 @@ ROWS: dict[str, dict[str, Any]] = {
 """Configurations that differ in what they need of a host."""
 
 
-def option_docs(part: type) -> dict[str, str]:
-    """Read the string under each field of a dataclass, on one line."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
-    return {ast.unparse(entry.target): text for entry, text in documented(body)}  # type: ignore[arg-type]
-
-
 def options() -> str:
     """The table of every option: flat name, part, default, meaning."""
     lines = ["| option | part | default | meaning |", "|---|---|---|---|"]
-    docs = option_docs(CounterfactualConfig)
+    docs = documented(CounterfactualConfig)
     default = CounterfactualConfig()
     for name in OWN:
         value = getattr(default, name)
         lines.append(_line(name, "", "by the estimator" if name in ("weights", "units") else value, docs[name]))
-    lines += [_line(name, _owner(part), entry.default, option_docs(part)[name]) for name, part, entry in flat_options()]
+    lines += [_line(name, _owner(part), entry.default, documented(part)[name]) for name, part, entry in flat_options()]
     return "\n".join(lines)
 
 

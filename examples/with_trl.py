@@ -6,8 +6,7 @@ import tempfile
 from datasets import Dataset
 from trl import GRPOConfig
 
-from cfa_kernels import CounterfactualConfig
-from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
+from cfa_kernels.integrations.trl import PackedGRPOTrainer
 from trainer.embedded.problems import generate
 
 problems = [
@@ -26,15 +25,14 @@ arguments = GRPOConfig(
     tempfile.mkdtemp(), max_steps=2, per_device_train_batch_size=32, num_generations=8, max_completion_length=80,
     learning_rate=2e-4, logging_steps=1, disable_tqdm=True, report_to=[], use_cpu=True, bf16=False,
 )  # fmt: skip
-trainer = CounterfactualGRPOTrainer(  # was GRPOTrainer
+trainer = PackedGRPOTrainer(  # was GRPOTrainer
     "trainer/embedded/assets",
     exact,
     args=arguments,
     train_dataset=Dataset.from_list(problems),
-    counterfactual=CounterfactualConfig(w_max=4.0),  # may be left out: the paper's values
-    packed_loss=True,
+    credit="prefix_gain_positive",  # without it the step is TRL's own, faster
 )
 trainer.train()
 for entry in trainer.state.log_history[:-1]:
-    step, reward, weight, spans = (entry[key] for key in ("step", "reward", "credit/weight_mean", "credit/spans_mean"))
-    print(f"step {step}: reward {reward:.2f}, mean weight {weight:.2f}, {spans:.1f} spans in each completion")
+    step, reward, spread, spans = (entry[key] for key in ("step", "reward", "credit/weight_std", "credit/spans_mean"))
+    print(f"step {step}: reward {reward:.2f}, weights 1 ± {spread:.2f}, {spans:.1f} spans in each completion")

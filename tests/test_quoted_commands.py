@@ -8,6 +8,9 @@ import shlex
 import pytest
 
 from tests.conftest import REPOSITORY
+from trainer.__main__ import main
+from trainer.config import TrainConfig
+from trainer.settings import TrainSettings
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 STARTS = re.compile(
@@ -20,8 +23,8 @@ PROGRAMS = {
 }  # fmt: skip
 MAINS = {
     "benchmarks": "benchmarks.__main__",
-    "trainer": "trainer.program",
-    "trainer.analyze": "trainer.analyze.analysis",
+    "trainer": "trainer.cli",
+    "trainer.analyze": "trainer.analyze.__main__",
     "benchmarks.demo_model": "benchmarks.demo_model.warmup",
 }
 SETTINGS = ("trainer", "benchmarks.demo_model")  # take the fields of a dataclass, by `trainer.cli.parse`
@@ -52,6 +55,8 @@ def raising(parse):
 
     def parsed(*args, **kwargs):
         result = parse(*args, **kwargs)
+        if isinstance(result, TrainSettings):
+            TrainConfig(**vars(result))
         if not getattr(args[0], "prog", "").endswith("-m benchmarks"):  # which passes on to its commands
             raise ParsedError(result)
         return result
@@ -68,4 +73,4 @@ def test_a_quoted_command_parses(command, monkeypatch):
     else:
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", raising(argparse.ArgumentParser.parse_args))
     with pytest.raises(ParsedError):
-        module.main(arguments)
+        (main if name == "trainer" else module.main)(arguments)

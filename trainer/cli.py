@@ -1,11 +1,16 @@
-"""Fill a dataclass of settings from its defaults, the model folder's file, `--config` and flags, by tyro."""
+"""Fill a dataclass of settings from its defaults, the model folder's file, `--config` and flags, by tyro.
+
+It imports torch only for flags that put other parts in the place of a preset's, as seconds of imports come after this.
+"""
 
 import argparse
 import contextlib
 import io
+import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -13,11 +18,16 @@ from typing import Any
 import tyro
 import yaml
 
-from cfa_kernels.credit.config import CounterfactualConfig, UnreadOptions, flat_options
-
-from .checkpoints.files import read_mapping
-from .config import DEFAULTS_FILE, EMBEDDED, model_path
-from .settings import PRESETS, preset_names
+from .settings import (
+    CREDIT_OPTIONS,
+    DEFAULTS_FILE,
+    EMBEDDED,
+    PRESETS,
+    TrainSettings,
+    model_path,
+    preset_names,
+    require_files,
+)  # fmt: skip
 
 MODEL_SETTINGS = (
     "temperature", "top_p", "max_completion_length", "instruction", "use_peft", "learning_rate",
@@ -38,12 +48,10 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str = "") -
     before.add_argument("--estimator", default=argparse.SUPPRESS)
     before.add_argument("--credit_options", nargs=2, action="append", default=[])
     known = {entry.name for entry in fields(kind)}
-    whole = {"weights", "units", "completions", "normalize", "open_spans"}
-    options = ({name for name, _, _ in flat_options()} | whole) - known
-    for name in options if "credit_options" in known else ():
+    options = {*CREDIT_OPTIONS} - known if "credit_options" in known else set()
+    for name in options:
         before.add_argument(f"--{name}", default=argparse.SUPPRESS)
-    refusal = io.StringIO()  # tyro's is a box of several lines
-    try:
+    with refusing(prog):
         chosen, flags = before.parse_known_args(argv)
         file = _config_file(chosen.config) if chosen.config else None
         settings = _read_yaml(file, kind) if file else {}
@@ -54,21 +62,45 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str = "") -
             suits = _model_settings(_read_yaml(suited, kind), suited, model)
             settings = settings | suits if preset else suits | settings
         pairs = [*chosen.credit_options, *((name, value) for name, value in vars(chosen).items() if name in options)]
-        if preset:
+        unknown = [flag for flag in re.findall(r"(?<!\S)--(?:no_)?(\w+)", " ".join(flags)) if flag not in known]
+        if preset and (pairs or "estimator" in vars(chosen)) and not unknown:
             _drop_unread(preset.stem, settings, {name: yaml.safe_load(value) for name, value in pairs})
         written = {"true": "True", "false": "False"}  # as YAML and Hydra have them, and as tyro does
         flags += [word for k, v in pairs for word in ("--credit_options", k, written.get(v, v))]
-        with contextlib.redirect_stderr(refusal):
-            return tyro.cli(
-                kind, args=[*_as_flags(settings), *flags], prog=prog, description=description, use_underscores=True
-            )
+        args = [*_as_flags(settings), *flags]
+        box = io.StringIO()  # several lines
+        try:
+            with contextlib.redirect_stderr(box):
+                return tyro.cli(kind, args=args, prog=prog, description=description, use_underscores=True)
+        except SystemExit as ended:
+            if not ended.code:
+                raise
+            raise ValueError(_in_one_line(box.getvalue())) from None
+
+
+def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
+    """Fill the settings of a run whose files are there, in each process of a launcher; the first one prints."""
+    with contextlib.redirect_stderr(sys.stderr if _is_first() else io.StringIO()), refusing(prog):
+        settings: TrainSettings = parse(TrainSettings, argv, prog=prog)
+        require_files(settings)
+        return settings
+
+
+@contextlib.contextmanager
+def refusing(prog: str) -> Iterator[None]:
+    """End the program with exit code 2 and one line for settings that are wrong."""
+    try:
+        yield
     except (ValueError, OSError, argparse.ArgumentError) as problem:
-        print(f"{prog}: error: {' '.join(str(problem).split())}", file=sys.stderr)
-    except SystemExit as ended:
-        if not ended.code:
-            raise
-        print(f"{prog}: error: {_in_one_line(refusal.getvalue())}", file=sys.stderr)
-    sys.exit(2)
+        if _is_first():
+            print(f"{prog}: error: {' '.join(str(problem).split())}", file=sys.stderr)
+        else:
+            time.sleep(30)  # the launcher ends this one when the first has said why it ends
+        sys.exit(2)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _in_one_line(box: str) -> str:
@@ -88,6 +120,8 @@ def _model_settings(settings: dict[str, Any], path: Path, model: str) -> dict[st
 
 def _drop_unread(preset: str, settings: dict[str, Any], own: dict[str, Any]) -> None:
     """Drop the options of a preset that no part reads which flags with `own` options choose in its place; say so."""
+    from cfa_kernels.credit.config import CounterfactualConfig, UnreadOptions
+
     options, dropped = {k: v for k, v in settings.get("credit_options", {}).items() if k not in own}, list[str]()
     settings["credit_options"] = options
     with contextlib.suppress(ValueError):  # which tyro reports
@@ -144,3 +178,14 @@ def _as_flags(settings: dict[str, Any]) -> list[str]:
         elif value is not None:
             flags.append(f"--{name}={value}")
     return flags
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read a mapping from YAML or JSON, nothing from an empty file; raises `ValueError` naming another file."""
+    try:
+        content = yaml.safe_load(path.read_text("utf-8")) or {}
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:  # a ValueError: of a date like 2026-13-45
+        raise ValueError(f"{path}: is not YAML of plain values: {problem}") from problem
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must hold settings as 'name: value', got {type(content).__name__}")
+    return content

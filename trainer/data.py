@@ -11,25 +11,41 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .config import GENERATED, DataConfig, TrainConfig
+from .config import DataConfig, TrainConfig
 from .embedded.problems import generate
 from .rewards.calls import ARGUMENTS, CONTENTS
 from .rewards.code import mbpp_row
 from .rewards.numbers import gold_number
+from .settings import FILES, GENERATED, require_data
 
 GENERATED_TRAIN_PROBLEMS = 8192
 HELD_OUT_PROBLEMS = 256
 # Reinforcement learning's own stream of generated problems, whatever the seed of the run, so that runs compare.
 GENERATED_SEED = 1
-_FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+Messages = list[dict[str, str]]
+"""A prompt as chat templates take it: messages with a `role` and a `content`."""
+
+
+class NoSplitError(ValueError):
+    """A data set of the hub has no split of that name."""
 
 
 class Row(dict[str, Any]):
-    """Columns of a problem: `question`, and `answer` or `tests`; others go to rewards. `where` names it in errors."""
+    """Columns of a problem: `question`, and `answer` or `tests`; others go to rewards. `where` names it in errors.
 
-    def __init__(self, columns: Mapping[str, Any], where: str = "a row") -> None:
+    The question of a row with `messages` is its last one's content.
+    """
+
+    def __init__(self, columns: Mapping[str, Any], where: str = "a row", messages: Messages | None = None) -> None:
         super().__init__(columns)
-        self.where = where
+        self.where, self.messages = where, messages
+
+    @property
+    def prompt(self) -> str | Messages:
+        """The messages, or the question."""
+        return self["question"] if self.messages is None else self.messages
 
 
 def load_rows(
@@ -51,52 +67,74 @@ def load_rows(
 def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tuple[list[Row], list[Row]]:
     """Load training and held-out problems, disjoint by question; `seed` draws generated training problems only."""
     train = load_rows(config.dataset, split="train", count=config.train_problems, columns=config, seed=seed)
-    held_out = config.eval_problems
-    if config.eval_dataset is None and Path(config.dataset).suffix in _FILES:
+    held_out, test = config.eval_problems, list[Row]()
+    name = config.eval_dataset or config.dataset
+    if config.eval_dataset is not None or Path(name).suffix not in FILES:
+        count = held_out or (HELD_OUT_PROBLEMS if name == GENERATED else None)
+        try:
+            test = load_rows(name, split="test", count=count, columns=config)
+        except NoSplitError:
+            if config.eval_dataset is not None:
+                raise
+    if not test:
         random.Random(0).shuffle(train)
         held_out = held_out or HELD_OUT_PROBLEMS
         if held_out >= len(train):
             raise ValueError(f"eval_problems: cannot set {held_out} of {len(train)} rows of {config.dataset} aside")
         test, train = train[:held_out], train[held_out:]
-    else:
-        name = config.eval_dataset or config.dataset
-        held_out = held_out or (HELD_OUT_PROBLEMS if name == GENERATED else None)
-        test = load_rows(name, split="test", count=held_out, columns=config)
-    questions = {row["question"] for row in test}
-    train = [row for row in train if row["question"] not in questions]
+    prompts = {str(row.prompt) for row in test}
+    train = [row for row in train if str(row.prompt) not in prompts]
     if not train:
         raise ValueError(f"dataset {config.dataset}: every training problem is also held out")
     return train, test
 
 
 def encode_prompt(
-    question: str, tokenizer: PreTrainedTokenizerBase, *, instruction: str | None = "", at: datetime | None = None
-) -> list[int]:
-    """Encode the prompt: by the chat template if the tokenizer has one (without thinking), else `Question: ...`.
+    question: str | Messages, tokenizer: PreTrainedTokenizerBase, *, instruction: str | None = "",
+    system: str | None = None, thinking: bool = False, at: datetime | None = None,
+    examples: Sequence[tuple[str, str]] = (),
+) -> list[int]:  # fmt: skip
+    """Encode the prompt: by the chat template if the tokenizer has one, else `Question: ...`.
 
-    A template that writes the date writes that of `at`, by default today's.
+    `instruction` goes behind the last message, `system` in the place of the first. A template that writes the date
+    writes that of `at`, by default today's. `examples` are questions with their answers, as earlier turns of the chat,
+    which a tokenizer without a template leaves out.
     """
-    messages = [{"role": "user", "content": f"{question}\n{instruction}" if instruction else question}]
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+    turns = [(f"{asked}\n{instruction}" if instruction else asked, answer) for asked, answer in examples]
+    if instruction:
+        messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{instruction}"}
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *(one for one in messages if one["role"] != "system")]
+    if tokenizer.chat_template is not None or _has_own_template(tokenizer):
+        roles = ("user", "assistant")
+        earlier = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+        messages = [*messages[:-1], *earlier, messages[-1]]
     if _has_own_template(tokenizer):
         encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return encoded["input_ids"]
     # A template writes the special tokens itself.
     has_template = tokenizer.chat_template is not None
-    return tokenizer(_rendered(messages, tokenizer, at), add_special_tokens=not has_template)["input_ids"]
+    text = _rendered(messages, tokenizer, at, thinking=thinking)
+    return tokenizer(text, add_special_tokens=not has_template)["input_ids"]
 
 
 def _has_own_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return getattr(tokenizer, "backend", None) == "mistral_common"  # its `chat_template` is None
 
 
-def _rendered(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, at: datetime | None = None) -> str:
+def _rendered(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, at: datetime | None = None, *, thinking: bool = False
+) -> str:
     if tokenizer.chat_template is None:
+        if len(messages) > 1:
+            raise ValueError("a tokenizer without a chat template takes one message, no system prompt and no dialogue")
         return f"Question: {messages[0]['content']}\nAnswer:"
     dated: dict[str, Any] = {}
     if at is not None and "strftime_now" in str(tokenizer.chat_template):
         dated["chat_template"] = _clock(at) + str(tokenizer.get_chat_template())
     text: Any = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, enable_thinking=False, **dated
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking, **dated
     )
     return text
 
@@ -140,9 +178,13 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Encode the prompts of all rows; `ValueError` names the first that the template or the context does not take."""
     completion, prompts = config.max_completion_length, []
+    if config.enable_thinking and "enable_thinking" not in str(tokenizer.chat_template):
+        raise ValueError(f"enable_thinking: the chat template of model {config.model} does not read it; leave it out")
+    options: dict[str, Any] = {"system": config.system_prompt, "thinking": config.enable_thinking, "at": at}
     for row in rows:
+        instruction = config.question_instruction if row.messages is None else config.instruction
         try:
-            prompts.append(encode_prompt(row["question"], tokenizer, instruction=config.instruction, at=at))
+            prompts.append(encode_prompt(row.prompt, tokenizer, instruction=instruction, **options))
         except Exception as problem:  # a chat template raises what it likes
             said = f"{type(problem).__name__}: {problem}"
             raise ValueError(f"{row.where}: the chat template of model {config.model} fails: {said}") from problem
@@ -154,12 +196,10 @@ def encode_prompts(
 
 
 def _load(name: str, split: str, config: str | None) -> list[Any]:
+    require_data(name)
     import datasets  # slow to import
 
-    kind = _FILES.get(Path(name).suffix)
-    if Path(name).exists() != bool(kind) or Path(name).is_dir():
-        files = "a .json, .jsonl or .parquet file that exists"
-        raise ValueError(f"dataset {name}: expected {files}, a hub name or {GENERATED!r}")
+    kind = FILES.get(Path(name).suffix)
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
@@ -180,20 +220,49 @@ def _load(name: str, split: str, config: str | None) -> list[Any]:
             cause = cause.__cause__
         said = " ".join(str(cause).split())
         advice = "; name it by dataset_config" * (not kind and config is None and "config" in said.lower())
-        raise ValueError(f"dataset {name}: cannot be read: {type(cause).__name__}: {said}{advice}") from problem
+        kind_of = NoSplitError if said.startswith("Unknown split") else ValueError
+        raise kind_of(f"dataset {name}: cannot be read: {type(cause).__name__}: {said}{advice}") from problem
 
 
 def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:
     if columns.kind == "mbpp":
         return Row(mbpp_row(row, where), where)
-    row, texts = row.copy(), {}
-    for role, column in (("question", columns.question_column), ("answer", columns.answer_column)):
-        if column not in row:
-            raise ValueError(f"{where}: has no column {column!r}, only {sorted(row)}; name the one by {role}_column")
-        value = row.pop(column)
-        texts[role] = str(value) if role == "answer" and isinstance(value, int | float) else value
-        if not isinstance(texts[role], str) or not texts[role].strip():
-            raise ValueError(f"{where}: column {column!r} must be text that is not empty, got {value!r}")
+    row = row.copy()
+    question, answer = (
+        _taken(row, column, where, role)
+        for role, column in (("question", columns.question_column), ("answer", columns.answer_column))
+    )
+    messages: Messages | None = question if isinstance(question, list) else None
+    if messages is not None:
+        question = _last_content(messages, f"{where}: column {columns.question_column!r}")
+    texts = {"question": question, "answer": str(answer) if isinstance(answer, int | float) else answer}
+    for text, column in zip(texts.values(), (columns.question_column, columns.answer_column), strict=True):
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{where}: column {column!r} must be text that is not empty, got {text!r}")
     if columns.kind == "numbers" and gold_number(texts["answer"]) is None:
         raise ValueError(f"{where}: no number can be read from {columns.answer_column!r}: {texts['answer'][-60:]!r}")
-    return Row(row | texts, where)
+    return Row(row | texts, where, messages)
+
+
+def _taken(row: dict[str, Any], column: str, where: str, role: str) -> Any:
+    """Take a column out of a row, or read a field inside one by a dotted path."""
+    if column in row:
+        return row.pop(column)
+    value: Any = row
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            inside = sorted(value) if isinstance(value, Mapping) else value
+            raise ValueError(f"{where}: has no column {column!r}, only {inside}; name the one by {role}_column")
+        value = value[part]
+    return value
+
+
+def _last_content(messages: Messages, what: str) -> str:
+    """Give the content of the last message, of the user; raise `ValueError` for what is no list of messages."""
+    for i, message in enumerate(messages):
+        fields = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
+        if not all(isinstance(field, str) for field in fields):
+            raise ValueError(f"{what}: message {i} must have a role and a content, both text, got {message!r}")
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError(f"{what}: its last message must be the user's, got {messages[-1:]}")
+    return messages[-1]["content"]

@@ -12,6 +12,7 @@ from .rewards.calls import Reward, arguments, rewards_by
 from .rewards.numbers import exact_match
 from .rollouts import Engine
 
+_NORMAL = 1.959964  # quantile of the normal distribution, for 95 %
 _STREAM = 2  # at the end of a sample's key: evaluation draws numbers of its own
 
 
@@ -30,9 +31,9 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Figures to report; the standard error is that of a mean over problems drawn at random."""
-        error = math.sqrt(self.accuracy * (1 - self.accuracy) / max(len(self.correct) - 1, 1))
-        figures = {"eval_accuracy": self.accuracy, "eval_accuracy_stderr": error}
+        """Figures to report; accuracy with its 95 % interval over problems drawn at random."""
+        low, high = wilson_interval(sum(self.correct), len(self.correct))
+        figures = {"eval_accuracy": self.accuracy, "eval_accuracy_low": low, "eval_accuracy_high": high}
         passes = {f"eval_pass@{k}": share for k, share in self.pass_at.items()}
         return {**figures, "eval_completions/mean_length": self.mean_length, **passes}
 
@@ -83,6 +84,28 @@ def evaluate(
         sizes = sorted({n, *(2**i for i in range(n.bit_length()))})
         passes = {k: sum(pass_at(k, right, n) for right in solved) / len(rows) for k in sizes}
     return Evaluation(correct, sum(lengths) / len(rows), passes)
+
+
+def wilson_interval(right: float, count: int) -> tuple[float, float]:
+    """Compute the 95 % interval of a share, `right` of `count`: it has a width for none and for all (Wilson, 1927)."""
+    share, spread = right / count, _NORMAL**2 / count
+    centre = (share + spread / 2) / (1 + spread)
+    half = math.sqrt(share * (1 - share) * spread + spread**2 / 4) / (1 + spread)
+    return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def paired_gain(before: Evaluation, after: Evaluation) -> tuple[float, float, float]:
+    """Compute the change in accuracy, problem by problem, and its 95 % interval; all are shares.
+
+    Half a problem is added to each of the four counts of right and wrong before and after, so that no change is not
+    certain either (Agresti and Min, 2005).
+    """
+    pairs = list(zip(before.correct, after.correct, strict=True))
+    won, lost = (sum(a == old and b != old for a, b in pairs) for old in (False, True))
+    count, gain = len(pairs) + 2, (won - lost) / len(pairs)
+    centre = (won - lost) / count
+    half = _NORMAL * math.sqrt(((won + lost + 1) / count - centre**2) / count)
+    return gain, max(centre - half, -1.0), min(centre + half, 1.0)
 
 
 def pass_at(k: int, right: int, samples: int) -> float:

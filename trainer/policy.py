@@ -22,8 +22,9 @@ from transformers import (
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
 
-from .config import TrainConfig, model_path
+from .config import TrainConfig
 from .processes import rank
+from .settings import model_path, require_model
 
 # On the host; one copy of tensors that are sharded, by the process of rank 0. Frozen and tied weights are not there.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
@@ -34,9 +35,8 @@ def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTra
 
     Raises `ValueError` naming the model if one cannot be loaded or they do not belong together.
     """
-    name, folder = config.model, Path(model_path(config.model))
-    if (folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2) and not folder.is_dir():
-        raise FileNotFoundError(f"model {name}: there is no such folder")
+    name = config.model
+    require_model(name)
     with _loading(name, "configuration"):
         architecture = AutoConfig.from_pretrained(model_path(name))
     with _loading(name, "tokenizer"):

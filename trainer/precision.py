@@ -2,12 +2,12 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-DtypeName = Literal["auto", "float32", "mixed", "bfloat16"]
+from .settings import DtypeName
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,8 @@
-"""Train from flags, YAML or nothing at all: set up, run, and say in one line what is wrong."""
+"""Train by settings: check them, set up, run, and say in one line what is wrong."""
 
 import atexit
-import contextlib
 import gc
-import io
-import os
 import sys
-import time
 from typing import TextIO
 
 from transformers.utils import logging
@@ -15,28 +11,22 @@ from cfa_kernels.hf.memory import is_out_of_memory
 
 from . import processes
 from .checkpoints.run_folder import Finished, Refused, open_run
-from .cli import parse
+from .cli import refusing
 from .config import TrainConfig
 from .endings import Ended, Ending
 from .extras import needed_by, program
 from .rewards.calls import RewardError
 from .run import set_up, train
+from .settings import TrainSettings
 
 # Problems that one line explains; others, and a ValueError elsewhere than in set-up, are mistakes of ours.
 _PROBLEMS = (Refused, RewardError, OSError, ImportError, FloatingPointError, NotImplementedError)
 
 
-def main(argv: list[str]) -> int:
+def main(settings: TrainSettings) -> int:
     """Run the program: exit code 0; 1 or 2 and one line on stderr for what is wrong with settings, data or the disk."""
-    is_first = os.environ.get("RANK", "0") == "0"
-    out, err = (sys.stdout, sys.stderr) if is_first else (io.StringIO(), io.StringIO())
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            config = parse(TrainConfig, argv, prog=program("trainer"))
-    except SystemExit as refusal:
-        if not is_first and refusal.code:
-            time.sleep(30)  # the launcher ends this one when the first has said why it ends
-        raise
+    with refusing(program("trainer")):
+        config = TrainConfig(**vars(settings))
     logging.disable_progress_bar()
     expected: tuple[type[Exception], ...] = (ValueError, *_PROBLEMS)
     with Ending() as ending:

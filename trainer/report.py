@@ -1,5 +1,6 @@
-"""Show a run's progress on the console; write `metrics.jsonl`, `completions.jsonl`, `report.html`, `summary.json`.
+"""Show a run's progress; write `metrics.jsonl`, `completions.jsonl`, `report.html`, `summary.json`.
 
+A terminal shows a bar and ten lines of steps. A log file gets a line when something long begins and one for each step.
 The first process reports for all. Further logging back-ends are imported only on request.
 """
 
@@ -8,13 +9,13 @@ import importlib
 import json
 import math
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -30,9 +31,10 @@ from .analyze.page import write_run_page
 from .analyze.records import completion_record
 from .checkpoints.files import naming, write_whole
 from .config import TrainConfig
-from .evaluate import Evaluation
+from .evaluate import Evaluation, paired_gain
 from .extras import program
 from .metrics import Step
+from .processes import rank
 from .provenance import made_by
 
 _ROWS_SHOWN = 10
@@ -53,6 +55,7 @@ class Report:
     ) -> None:
         """Begin a report, or go on with one from its `state` at a checkpoint."""
         self.console = Console(highlight=False)
+        self._is_log = not self.console.is_terminal
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
         self._title = f"{_TITLES[config.credit]}{config.loss_type.upper()}, seed {config.seed}"
         self._started = time.perf_counter() - state.get("seconds", 0.0)
@@ -93,8 +96,10 @@ class Report:
             self._stack.callback(self._track, name, close)
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
         columns += [TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn()]
-        bars = Progress(*columns, console=self.console, speed_estimate_period=math.inf)  # steps may take minutes
-        self._progress = self._stack.enter_context(bars)
+        self._progress = self._stack.enter_context(
+            # Steps may take minutes.
+            Progress(*columns, console=self.console, speed_estimate_period=math.inf, disable=self._is_log)
+        )
         steps = self._config.max_steps
         self._bar = self._progress.add_task("training", total=steps, completed=last or 0, note="", visible=False)
         return self
@@ -146,26 +151,38 @@ class Report:
 
     @contextlib.contextmanager
     def evaluating(self, step: int, problems: int) -> Iterator[Callable[[float], None]]:
-        """Show a bar for an evaluation; yields the function that advances it."""
+        """Show a bar for an evaluation, or a line in a log file; yields the function that advances it."""
+        self._begins(step, f"evaluating, {problems:,} completions of held-out problems")
         task = self._progress.add_task(f"held-out, step {step}", total=problems, note="")
         try:
             yield lambda n: self._progress.advance(task, n)
         finally:
             self._progress.remove_task(task)
 
+    def sampling(self, step: int) -> None:
+        """Tell a log file that a step begins, the first of this process."""
+        if self._last is None:
+            self._begins(step, f"sampling {self._config.generation_batch_size:,} completions")
+
+    def _begins(self, step: int, what: str) -> None:
+        if self._is_log:
+            self._print(f"  step {step:>4}   {what} ...")
+
     def evaluated(self, step: int, result: Evaluation) -> None:
         """Record held-out accuracy after `step` steps."""
         self._evaluations[step] = result
-        self._record(step, result.metrics)
+        figures = result.metrics
+        self._record(step, figures)
         sampled = "".join(f", pass@{k} {share:.1%}" for k, share in result.pass_at.items())
         self._print(
             f"  step {step:>4}   [bold]held-out accuracy {result.accuracy:6.1%}[/bold]  "
-            f"({sum(result.correct)} of {len(result.correct)}, greedy{sampled})"
+            f"({sum(result.correct)} of {len(result.correct)}, 95 % interval {figures['eval_accuracy_low']:.1%} to "
+            f"{figures['eval_accuracy_high']:.1%}, greedy{sampled})"
         )
         self._write_page()
 
     def stepped(self, step: int, result: Step) -> None:
-        """Record a training step: files, bar, and every tenth part of the run a line."""
+        """Record a training step: files, bar, and a line: in a log file always, else every tenth part of the run."""
         self._last, metrics = result, result.metrics
         self._tokens += result.batch.rollouts.tokens()
         self._record(step, metrics | {"num_tokens": self._tokens})
@@ -185,7 +202,7 @@ class Report:
         self._progress.update(self._bar, advance=1, visible=True, note=note)
         if step % self._config.page_steps == 0:
             self._write_page()
-        if step % math.ceil(self._config.max_steps / _ROWS_SHOWN) == 0:
+        if self._is_log or step % math.ceil(self._config.max_steps / _ROWS_SHOWN) == 0:
             spans = metrics.get("credit/spans_mean", 0.0)
             seconds = self._progress.tasks[0].time_remaining  # None after the first step, 0 after the last
             left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
@@ -221,13 +238,13 @@ class Report:
         """Print by how much held-out accuracy moved, and where all files are."""
         before, *_, after = self._evaluations.values()
         seconds = time.perf_counter() - self._started
-        gain, error = paired_gain(before, after)
+        gain, low, high = paired_gain(before, after)
         summary = {
             "made_by": made_by(),
             "accuracy_before": before.accuracy,
             "accuracy_after": after.accuracy,
             "gain": gain,
-            "gain_standard_error": error,
+            "gain_interval": [low, high],
             "held_out_problems": len(after.correct),
             "steps": self._config.max_steps,
             "seconds": round(seconds, 1),
@@ -238,8 +255,9 @@ class Report:
             self._show_weights(self._last)
         self._print(
             f"\n[bold]Held-out accuracy {before.accuracy:.1%} -> {after.accuracy:.1%}, "
-            f"{100 * gain:+.1f} points[/bold] (standard error {100 * error:.1f}; {len(after.correct)} problems, "
-            f"greedy decoding; {seconds:.0f} s)\n\n  open {escape(str(self._folder / 'report.html'))}"
+            f"{100 * gain:+.1f} points[/bold] (95 % interval {100 * low:+.1f} to {100 * high:+.1f}; "
+            f"{len(after.correct)} problems, greedy decoding; {seconds:.0f} s)\n\n"
+            f"  open {escape(str(self._folder / 'report.html'))}"
         )
         for module, other in (("trainer.analyze", ""), ("trainer.analyze compare", " OTHER_RUN")):
             self._print(f"  {program(module)} {escape(str(self._folder))}{other}")
@@ -261,6 +279,12 @@ class Report:
         self.console.print(Padding(table, (0, 1)))
 
 
+def announce(what: str) -> None:
+    """Tell a log file what begins, before there is a report."""
+    if rank() == 0 and not sys.stdout.isatty():
+        print(f"{what} ...", flush=True)
+
+
 class Silence(contextlib.AbstractContextManager[Any]):
     """Report of a process that is not the first: nothing is shown or written."""
 
@@ -275,12 +299,6 @@ class Silence(contextlib.AbstractContextManager[Any]):
 
 def _weight_style(weight: float) -> str:
     return next((style for bound, style in _STYLES if weight < bound), "white on red3")
-
-
-def paired_gain(before: Evaluation, after: Evaluation) -> tuple[float, float]:
-    """Compute mean and standard error of the change in correctness, problem by problem."""
-    changes = [float(b) - float(a) for a, b in zip(before.correct, after.correct, strict=True)]
-    return fmean(changes), stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else 0.0
 
 
 def tracker_library(name: str) -> Any:

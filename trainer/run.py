@@ -24,7 +24,7 @@ from .evaluate import evaluate
 from .experimental.compare_and_correct import require_fitting_prompt
 from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
-from .report import Report, Silence, tracker_library
+from .report import Report, Silence, announce, tracker_library
 from .rewards.calls import RewardError, load_reward, load_rewards, require_callable
 from .rollouts import TransformersEngine, VllmEngine, await_server
 from .state import Trainer
@@ -67,6 +67,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     compiles = auto if config.torch_compile == "auto" else config.torch_compile == "on"
     policy = load_policy(config, tokenizer, compiles=compiles)
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
+    announce("checking the model's log-probs and gradients")
     with config.precision.autocast():
         require_supported(policy, longest)
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
@@ -144,6 +145,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
         try:
             for step in range(start, config.max_steps + 1):
                 if step > start:
+                    report.sampling(step)
                     report.stepped(step, training_step(trainer, step, next(batches)))
                 if is_due(step, config.eval_steps, config) and step not in evaluated:
                     evaluate_at(trainer, report, step, ending)

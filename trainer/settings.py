@@ -1,82 +1,253 @@
-"""Print the settings of the training program from the text of `config.py`, as its imports take seconds."""
+"""Declare every setting of the training program as one flat dataclass; this imports no torch, which takes seconds.
 
-import ast
-import importlib
-import itertools
-import re
-import shutil
-import textwrap
-from collections.abc import Iterator, Sequence
+Names are TRL's where TRL has one. Class defaults are the CF paper's run; a model folder may hold a `defaults.yaml` with
+settings that suit it better. `cli` fills the dataclass from YAML and flags, `config` checks what came of it.
+"""
+
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, NamedTuple
 
-from cfa_kernels import __version__
+import tyro
 
-from .extras import program
+import cfa_kernels
 
-PRESETS = Path(__file__).parent / "presets"
-_DESCRIPTION = """Train a language model by reinforcement with counterfactual credit assignment. With no setting it
-trains the embedded model on generated word problems in a few minutes on a CPU; with --model <hub name or folder> and
---dataset <hub name or file> it is the CF paper's run."""
-_FIRST = (
-    "model", "dataset", "reward_funcs", "output_dir", "max_steps", "learning_rate", "generation_batch_size",
-    "num_generations", "max_completion_length", "credit", "estimator", "seed",
+EMBEDDED = "embedded"
+GENERATED = "generated"
+ASSETS = Path(__file__).parent / "embedded" / "assets"
+DEFAULTS_FILE = "defaults.yaml"
+PRESETS = Path(cfa_kernels.__file__).parent / "credit/presets"
+FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+"""Endings of files of rows, and what `datasets` calls them."""
+
+# Names that modules with torch declare; tests/trainer/test_config.py compares them.
+LossType = Literal[
+    "grpo", "dr_grpo", "dapo", "dppo", "reinforce", "luspo", "cispo", "cispo_two_sided", "vespo", "gmpo", "sapo"
+]
+"""All of the library's but bnpo, whose divisor is that of a part cut by memory."""
+Level = Literal["token", "sequence", "sequence_token"]
+Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
+DtypeName = Literal["auto", "float32", "mixed", "bfloat16"]
+CREDIT_OPTIONS = (
+    "weights", "units", "completions", "normalize", "open_spans", "outcome", "effect", "mask", "samples", "preselect",
+    "preselect_by", "placeholder_id", "sigma", "alpha", "kappa", "correct_threshold", "w_min", "w_max", "w_answer",
+    "min_spread", "tau", "boost", "floor", "fraction", "detector", "max_spans", "selection", "answer_format",
+    "answer_fallback", "lead_in", "thought_tags",
 )  # fmt: skip
-"""Settings that people set, which `--help` shows."""
+"""Options of credit, which are flags too."""
+
+
+class Range(NamedTuple):
+    """Range of a number; `config` has it checked by the library's `Interval`, whose module imports torch."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above_low: bool = False
+
+
+Count = Annotated[int, Range(1)]
+Amount = Annotated[int, Range(0)]
+Positive = Annotated[float, Range(1e-38, 1e38)]
+NotNegative = Annotated[float, Range(0.0)]
+PositiveShare = Annotated[float, Range(0.0, 1.0, above_low=True)]
+
+
+@dataclass
+class DataSettings:
+    """Settings of the problems that a program learns from and is tested on; equal settings give equal problems."""
+
+    # data
+    dataset: str = GENERATED
+    """Worked problems: a .json, .jsonl or .parquet file, a hub name, or "generated" (arithmetic word problems)."""
+    dataset_config: str | None = None
+    """Configuration of a hub data set; by default "main", or else its only one."""
+    eval_dataset: str | None = None
+    """Held-out problems (file, or hub name with a "test" split). By default the "test" split of a hub data set or of
+    "generated"; of a file or a data set without one, eval_problems rows are set aside and not trained on."""
+    eval_problems: Count | None = None
+    """How many held-out problems to evaluate on; all by default (256 for "generated" and for a file)."""
+    question_column: str = "question"
+    """Column that holds the problem: text, or messages with a role and a content, as chat formats have them."""
+    answer_column: str = "answer"
+    """Column that holds the solution ("... #### 72") or the bare number; reward_model.ground_truth is that field of a
+    column reward_model."""
+    train_problems: Count | None = None
+    """How many training problems to use; all by default (for "generated" 8192, or in warm-up one per sequence)."""
+
+
+@dataclass
+class TrainSettings(DataSettings):
+    """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
+
+    reward_funcs: list[str] = field(default_factory=lambda: ["exact_match"])
+    """Reward functions, added up: exact_match, math_verify, code, or "module:function" of your own. The first is right
+    for an equal number, the second by math-verify, code for a program that passes its row's tests; yours has TRL's
+    signature f(prompts=, completions=, completion_ids=, **columns) -> list of float or None."""
+    reward_weights: list[float] = field(default_factory=list)
+    """Factors of reward_funcs in the sum, one for each; by default 1. Metrics of each function leave them out."""
+    reward_timeout: Positive = 10.0
+    """Seconds after which math_verify and code give up on a completion, with reward 0."""
+    code_isolation: Literal["bubblewrap", "none"] = "bubblewrap"
+    """Isolation of tested programs from this machine: bubblewrap, or none, which lets them do all that you may do."""
+    answer_format: str | None = None
+    """Form of answers in place of those that docs/spans.md lists: a regular expression whose one group, or group
+    `answer`, is the answer, or "module:function" of a text that gives the answer's start and end."""
+    eval_reward: str | None = None
+    """Reward function that evaluation counts by: a problem is solved if it gives 1 or more. By default the first of
+    reward_funcs that comes with the program and grades, else exact_match. Rows must be of the kind that it judges."""
+    eval_samples: Amount = 0
+    """Completions sampled for each held-out problem, beside the greedy one, for pass@k up to that many."""
+
+    # run
+    output_dir: str | None = None
+    """Run folder, by default one of its own under runs/. It is new, empty, or that of this run, stopped; the run's own
+    is named by date, model, credit and seed."""
+    resume: bool = True
+    """The same command again goes on from the last good checkpoint of its output_dir, or by default of the newest
+    unfinished run under runs/ with the same settings. --no_resume starts anew, in a new folder."""
+    save_steps: Count = 10
+    """Save a checkpoint to go on from every so many steps, at the beginning and at the end; the newest two stay."""
+    eval_steps: Count | None = None
+    """Also evaluate every so many steps; by default before and after only."""
+    max_steps: Count = 500
+    """Steps of the run: rollouts, credit, and num_iterations optimizer steps in each."""
+    num_iterations: Count = 1
+    """Optimizer steps taken on each set of rollouts."""
+    learning_rate: Positive = 2.5e-5
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """Learning rate over the run."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this norm."""
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
+    """Seed of everything drawn at random."""
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
+    """Further logging back-ends; each must be installed."""
+    log_completions: Amount = 4
+    """Completions written to completions.jsonl per step, with their tokens and weights."""
+    page_steps: Count = 5
+    """Write report.html anew every so many steps, to watch the run by, as after each evaluation and at the end."""
+
+    # model
+    model: str = EMBEDDED
+    """Model folder or hub name; "embedded" is the small model that comes with the program. Settings of sampling, prompt
+    and schedule in the folder's defaults.yaml replace the defaults shown here and those of a --config that ships with
+    the program; a --config of yours and flags win over them."""
+    use_peft: bool = True
+    """Train a LoRA adapter instead of all weights."""
+    lora_r: Count = 32
+    """Rank of the adapter, on every linear layer but the head; its scale is 32 / lora_r."""
+    instruction: str | None = None
+    """Text after the question, on a line of its own; may be empty. By default it asks for the form of answers that
+    evaluation's reward reads: a line "#### <number>", \\boxed{}, or a fenced block of Python. Messages of the data have
+    their own, so nothing is added to them by default."""
+    system_prompt: str | None = None
+    """Text of a system message before the question, in place of the data's; by default theirs, or none."""
+    enable_thinking: bool = False
+    """Let the chat template open a thought, or ask for one, as those of Qwen3 do."""
+
+    # credit
+    credit: Literal["counterfactual", "inverted", "permuted", "random", "uniform"] = "counterfactual"
+    """Spread of credit over tokens: by importance, its inverse, that of other units, at random, or evenly (DAPO)."""
+    estimator: str = "masking"
+    """Estimator of the importance of a unit: one that docs/credit.md lists, or "module:name" of your own."""
+    credit_options: tyro.conf.UseAppendAction[dict[str, bool | int | float | str]] = field(default_factory=dict)
+    """An option of the estimator, of the rule for weights or of spans, and its value: --credit_options max_spans 5, or
+    for short --max_spans 5. docs/credit.md lists them; by default what the estimator's source does."""
+    compare_and_correct: NotNegative = 0.0
+    """After IBPO: the policy rewrites wrong completions beside the nearest correct sibling. A correct rewrite raises
+    their reward by this much (lambda times rho) before the group is compared, and only tokens that it edits get credit.
+    0 leaves completions as they are."""
+
+    # loss
+    loss_type: LossType = "dapo"
+    """Loss type: how token losses are formed and summed."""
+    importance_sampling_level: Level = "token"
+    """Whether probability ratios are per token or per completion (GSPO)."""
+    epsilon: NotNegative = 0.2
+    """Lower clip: ratios below 1 - epsilon get no gradient. DAPO."""
+    epsilon_high: NotNegative = 0.28
+    """Upper clip: ratios above 1 + epsilon_high get no gradient. DAPO."""
+    beta: NotNegative = 0.0
+    """Weight of the KL term towards the model as it was loaded; 0 needs no reference model."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Standard deviation that divides a group's centred rewards."""
+    mask_truncated_completions: bool = True
+    """Leave completions that hit max_completion_length out of the loss."""
+    importance_sampling_clip_max: Positive | None = None
+    """Correct the loss for the engine's log-probs: each token's policy term is multiplied by its probability in the
+    update over the one it was sampled with, at most this much (TRL: 3.0). By default it is not."""
+    importance_sampling_mode: Correction = "token_truncate"
+    """How it corrects, with that maximum: the modes of the losses' `sampling_mode`."""
+    max_sampling_gap: Positive | None = None
+    """Largest gap, in nats, between the log-probs a batch was sampled with and those its first update computes, as
+    docs/rollouts.md defines it; a run with a larger one stops. By default what rounding explains: 0.02 in float32, 0.3
+    in bfloat16 and mixed, over the temperature if that is below 1."""
+
+    # rollouts
+    generation_batch_size: Count = 64
+    """Completions that a step samples, on however many devices; evaluation samples as many at a time."""
+    num_generations: int = 8
+    """Completions per problem (G), the group that advantages compare."""
+    temperature: Positive = 0.6
+    """Sampling temperature; log-probs in the loss are taken at the same one."""
+    top_p: PositiveShare = 0.95
+    """Nucleus sampling: the smallest set of tokens with this much probability."""
+    max_completion_length: Count = 512
+    """Maximum tokens sampled per completion."""
+    rollout_engine: Literal["transformers", "vllm"] = "transformers"
+    """Engine that samples: transformers, in the training process, or a vLLM server, reached through TRL's client."""
+    vllm_server_base_url: str = "http://localhost:8000"
+    """Address of the vLLM server."""
+
+    # devices
+    device: str = "auto"
+    """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
+    dtype: DtypeName = "auto"
+    """Arithmetic: float32 throughout; mixed, which keeps weights in float32 and multiplies them in bfloat16 (autocast);
+    or bfloat16 weights, beside which adapters are float32. On a GPU auto is bfloat16 under LoRA and mixed if all
+    weights train; on a CPU it is float32."""
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    """With several processes, as torchrun starts them: ddp keeps a whole model in each and sums gradients once a
+    step; fsdp2 keeps a piece of every weight in each, whole only while it is needed (torch's fully_shard)."""
+    token_budget: Count | None = None
+    """Maximum packed tokens per forward; a larger group is fed whole. By default as many as half of a GPU's free memory
+    holds, and a fixed number on a CPU."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    torch_compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the decoder layers for training and credit, which takes half a minute once; auto does on a GPU, unless
+    the weights are in pieces. Layers that do not compile run as they are, and the log names them."""
 
 
 def preset_names() -> list[str]:
-    """List the names that `--config` takes beside files."""
+    """List the names that `--config` takes in addition to files."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def documented(part: ast.ClassDef) -> Iterator[tuple[ast.AnnAssign, str]]:
-    """Yield the fields of a class, each with the string under it, on one line."""
-    for entry, following in itertools.pairwise(part.body):
-        if isinstance(entry, ast.AnnAssign) and isinstance(following, ast.Expr):
-            yield entry, " ".join(ast.literal_eval(following.value).split())
+def model_path(model: str) -> str:
+    """Folder of the embedded model, or `model` itself (a folder or hub name)."""
+    return str(ASSETS) if model == EMBEDDED else model
 
 
-def print_help(argv: Sequence[str]) -> bool:
-    """Print the version, the settings that people set, or all of them by group, if `argv` asks for one of these."""
-    if "--version" in argv:
-        print(f"cfa_kernels {__version__}")
-    elif not {"-h", "--help", "--help-all"}.isdisjoint(argv):
-        _print_settings(every="--help-all" in argv)
-    else:
-        return False
-    return True
+def require_files(settings: DataSettings) -> None:
+    """Raise `ValueError` or `FileNotFoundError` for a file of rows, or a model's folder, that is not there."""
+    for name in filter(None, (settings.dataset, settings.eval_dataset)):
+        require_data(name)
+    if (model := getattr(settings, "model", None)) is not None:
+        require_model(model)
 
 
-def _print_settings(*, every: bool) -> None:
-    width = min(shutil.get_terminal_size().columns, 110)
-
-    def show(name: str, text: str) -> None:
-        head = f"  --{name:<24} "
-        print(textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * 29, break_on_hyphens=False))
-
-    print(f"usage: {program('trainer')} [--SETTING VALUE ...]\n\n{textwrap.fill(_DESCRIPTION, width)}\n")
-    show("config", f"YAML file of settings, or one that ships: {', '.join(preset_names())}. Flags win over it.")
-    source, group = Path(__file__).with_name("config.py").read_text("utf-8"), ""
-    lines, tree = source.split("\n"), ast.parse(source)
-    hints = get_type_hints(importlib.import_module(f"{__package__}.config").TrainConfig) if every else {}  # seconds
-    for entry, text in (row for part in tree.body if isinstance(part, ast.ClassDef) for row in documented(part)):
-        name, default = ast.unparse(entry.target), entry.value
-        if every and (heading := re.fullmatch(r" {4}# (.+)", lines[entry.lineno - 2])) and heading[1] != group:
-            group = heading[1]
-            print(f"\n{group}")
-        if isinstance(default, ast.Name) or (isinstance(default, ast.Constant) and default.value is not None):
-            text += f" [{default.id.lower() if isinstance(default, ast.Name) else default.value!s}]"
-        if every:
-            show(name, text + _choices(hints[name]))
-        elif name in _FIRST:
-            show(name, re.sub(r"(?<=\.) [^[].*?(?= \[|$)", "", text))
-    print()
-    show("help-all", "Every setting: data, run, model, credit, loss, rollouts, devices.")
-    show("version", "Version of the package.")
+def require_data(name: str) -> None:
+    """Raise `ValueError` for a name of data that is neither a file of rows, nor one of the hub, nor "generated"."""
+    if name != GENERATED and (Path(name).exists() != (Path(name).suffix in FILES) or Path(name).is_dir()):
+        files = "a .json, .jsonl or .parquet file that exists"
+        raise ValueError(f"dataset {name}: expected {files}, a hub name or {GENERATED!r}")
 
 
-def _choices(hint: Any) -> str:
-    """Write out the choices of a type that has some."""
-    parts = (part for part in (hint, *get_args(hint)) if get_origin(part) is Literal)
-    return next((f" One of {', '.join(get_args(part))}." for part in parts), "")
+def require_model(name: str) -> None:
+    """Raise `FileNotFoundError` for a model that can only be a folder, and is none."""
+    folder = Path(model_path(name))
+    if (folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2) and not folder.is_dir():
+        raise FileNotFoundError(f"model {name}: there is no such folder")

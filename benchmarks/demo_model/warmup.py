@@ -37,13 +37,14 @@ from transformers.utils import logging
 
 from cfa_kernels.options import Count
 from trainer.cli import parse
-from trainer.config import DEFAULTS_FILE, GENERATED, DataConfig, TrainConfig
+from trainer.config import DataConfig, TrainConfig
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
 from trainer.embedded.problems import WordProblem, generate
 from trainer.endings import ignore_broken_pipe
 from trainer.evaluate import evaluate
 from trainer.policy import save_policy
 from trainer.rollouts import TransformersEngine
+from trainer.settings import DEFAULTS_FILE, GENERATED
 
 DESCRIPTION = """Train a byte-level BPE tokenizer and a small Qwen3-architecture language model from scratch on worked
 solutions. The result is a model folder for python -m trainer --model."""

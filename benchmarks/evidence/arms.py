@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.evidence.models import clock
+from benchmarks.evidence.models import Problem, clock
 from benchmarks.evidence.planted import length, position
 from cfa_kernels import (
     CounterfactualConfig,
@@ -29,19 +29,24 @@ from cfa_kernels import (
     find_answer,
     packed_forward,
 )
-from trainer import one_page
 from trainer.rewards.calls import group_advantages
 
 PLAIN = "plain"
 
 
 @dataclass(frozen=True)
-class Group:
-    """Completions of a problem."""
+class Groups:
+    """Completions of N problems that each have right and wrong ones, G of each problem, one problem after the other."""
 
-    rows: Rows
-    rewards: Tensor  # (G,)
-    problem: one_page.Problem
+    rows: Rows  # N G of them
+    rewards: Tensor  # (N G,)
+    problems: list[Problem]  # N G, that of each completion
+    size: int  # G
+
+    @property
+    def means(self) -> Tensor:
+        """Mean reward of each completion's problem, (N G,)."""
+        return self.rewards.view(-1, self.size).mean(1).repeat_interleave(self.size)
 
 
 @dataclass(frozen=True)
@@ -66,21 +71,21 @@ class Arm:
 
 
 class Judged:
-    """A group with right and wrong completions, the policy's forward of it, and what arms share."""
+    """Groups, the policy's forward of them, and what arms share."""
 
-    def __init__(self, policy: Any, group: Group) -> None:
+    def __init__(self, policy: Any, groups: Groups) -> None:
         self.seconds: dict[Any, float] = {}
         """Seconds by `clock`: "forward", "backward", and by configuration or function those of its credit."""
-        self.policy, self.group = policy, group
-        self.plain = group_advantages(group.rewards, len(group.rewards))
+        self.policy, self.groups = policy, groups
+        self.plain = group_advantages(groups.rewards, groups.size)
         self._credits = dict[Any, Credit]()
-        self.forward = self._timed("forward", lambda: packed_forward(policy.model, group.rows, keep_states=True))
+        self.forward = self._timed("forward", lambda: packed_forward(policy.model, groups.rows, keep_states=True))
 
     def gradient(self, arm: Arm) -> Tensor:
         """Compute the gradient of the sum over tokens of log-prob times an arm's advantage.
 
         Returns:
-            (1, D) on the CPU, or (2, D): the arm's own and its twin's.
+            (1, D), or (2, D): the arm's own and its twin's.
         """
         rows = [self.token_advantages(arm) for _ in range(1 + arm.twin)]
         return torch.stack([
@@ -97,20 +102,15 @@ class Judged:
         return [arm.times[0] * r if a > 0 else arm.times[1] * w for r, w, a in rows]
 
     def credit(self, config: CounterfactualConfig, gold: bool = False) -> Credit:
-        """Compute the credit of the group, once for each configuration; `gold`: by the right answer."""
+        """Compute the credit of the groups, once for each configuration; `gold`: by the right answer."""
         key = (config, gold)
         if key not in self._credits:
-            rows, targets = self.group.rows, None
-            if gold:
-                ids = torch.tensor(self.policy.tokenizer(f"#### {self.group.problem.answer}")["input_ids"])
-                span = find_answer(ids, self.policy.tokenizer)
-                assert span is not None
-                answered = [find_answer(row, self.policy.tokenizer) for row in rows.completions]
-                targets = [None if own is None else ids[slice(*span)] for own in answered]
+            rows = self.groups.rows
+            targets = reference_answers(rows, self.groups.problems, self.policy.tokenizer) if gold else None
             access = TrainingForward(self.forward) if config.estimator.continues else self.policy.model
             self._credits[key] = self._timed(key, lambda: counterfactual_credit(
-                access, self.policy.tokenizer, rows, advantages=self.plain, rewards=self.group.rewards, config=config,
-                groups=torch.zeros(len(rows), dtype=torch.int64), targets=targets, seed=rows.lengths,
+                access, self.policy.tokenizer, rows, advantages=self.plain, rewards=self.groups.rewards, config=config,
+                groups=torch.arange(len(rows)) // self.groups.size, targets=targets, seed=rows.lengths,
                 entropies=self._entropies() if config.reads_entropies else None,
             ))  # fmt: skip
         return self._credits[key]
@@ -122,11 +122,11 @@ class Judged:
 
     def _credited(self, config: CounterfactualConfig | None, gold: bool = False) -> list[Tensor]:
         rows = self.plain if config is None else credited_advantages(self.plain, self.credit(config, gold))
-        return [row.expand(n) for row, n in zip(rows, self.group.rows.lengths, strict=True)]
+        return [row.expand(n) for row, n in zip(rows, self.groups.rows.lengths, strict=True)]
 
     def _entropies(self) -> list[Tensor]:
         with torch.no_grad():
-            return self.forward.logprobs(self.policy.settings.temperature, return_entropy=True)[1]
+            return self.forward.logprobs(self.policy.temperature, return_entropy=True)[1]
 
     def _timed(self, key: Any, work: Callable[[], Any]) -> Any:
         start = clock(self.policy.model.device)
@@ -135,18 +135,29 @@ class Judged:
         return result
 
 
+def reference_answers(rows: Rows, problems: Sequence[Problem], tokenizer: Any) -> list[Tensor | None]:
+    """Tokens of the right answer for each completion, to score in place of its own; None where it has none."""
+    targets = list[Tensor | None]()
+    for row, problem in zip(rows.completions, problems, strict=True):
+        ids = torch.tensor(tokenizer(f"#### {problem.answer}")["input_ids"])
+        span, own = find_answer(ids, tokenizer), find_answer(row, tokenizer)
+        targets.append(None if own is None or span is None else ids[slice(*span)])
+    return targets
+
+
 def by_prefix(judged: Judged) -> list[Tensor]:
     """Reward less a baseline that knows the prefix: the group's mean and what the right answer's probe has gained.
 
     The baseline of a token depends on what stands before it alone, so the gradient stays unbiased.
     """
-    credit, rewards = judged.credit(GAIN, gold=True), judged.group.rewards
+    credit, groups = judged.credit(GAIN, gold=True), judged.groups
+    columns = groups.rewards, groups.means, credit.spans, credit.drop, groups.rows.lengths
     rows = []
-    for reward, spans, drop, n in zip(rewards, credit.spans, credit.drop, judged.group.rows.lengths, strict=True):
+    for reward, mean, spans, drop, n in zip(*columns, strict=True):
         value = torch.zeros(n)
         for span, gain in zip(spans, drop.tolist(), strict=True):
             value[span.end :] += gain
-        rows.append(reward - (rewards.mean() + value).clamp(0, 1))
+        rows.append(reward - (mean + value).clamp(0, 1))
     return rows
 
 
@@ -158,14 +169,14 @@ def by_prefix_and_credit(judged: Judged) -> list[Tensor]:
 
 def unscaled(judged: Judged) -> list[Tensor]:
     """Reward less the group's mean, not divided by its spread (Dr. GRPO)."""
-    rewards = judged.group.rewards
-    return [(reward - rewards.mean()).expand(n) for reward, n in zip(rewards, judged.group.rows.lengths, strict=True)]
+    rewards, rows = judged.groups.rewards - judged.groups.means, judged.groups.rows
+    return [reward.expand(n) for reward, n in zip(rewards, rows.lengths, strict=True)]
 
 
 def steps_only(judged: Judged) -> list[Tensor]:
     """Weights of 0 on lines without a digit, rescaled to mean 1: what one who knows the text would write down."""
     rows = []
-    for row, a in zip(judged.group.rows.completions, judged.plain, strict=True):
+    for row, a in zip(judged.groups.rows.completions, judged.plain, strict=True):
         weights, start = torch.ones(len(row)), 0
         for end, counts in line_ends(row, judged.policy.tokenizer):
             weights[start:end], start = float(counts), end
@@ -178,12 +189,13 @@ def ceiling(judged: Judged) -> list[Tensor]:
 
     A step ends where a line with a number ends, so idle lines belong to the step behind them.
     """
-    policy, group, completions = judged.policy, judged.group, judged.group.rows.completions
+    policy, groups, completions = judged.policy, judged.groups, judged.groups.rows.completions
     ends = [[end for end, counts in line_ends(row, policy.tokenizer) if counts] for row in completions]
     begun = [row[:end] for row, own in zip(completions, ends, strict=True) for end in own]
-    values, advantages = iter(policy.values(group.problem, begun, policy.continuations)), []
-    for row, own, reward in zip(completions, ends, group.rewards, strict=True):
-        value = torch.stack([group.rewards.mean(), *(next(values) for _ in own), reward])
+    asked = [problem for problem, own in zip(groups.problems, ends, strict=True) for _ in own]
+    values, advantages = iter(policy.values(asked, begun, policy.continuations)), []
+    for row, own, reward, mean in zip(completions, ends, groups.rewards, groups.means, strict=True):
+        value = torch.stack([mean, *(next(values) for _ in own), reward])
         advantages.append(value.diff().repeat_interleave(torch.tensor([0, *own, len(row)]).diff()))
     return advantages
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from docstring_parser import parse_from_object
 
-from benchmarks.evidence import ablation, alignment, arms, corrects, demo, papers, pictures, planted, programs, regimes
+from benchmarks.evidence import ablation, alignment, arms, demo, pictures, planted, pretrained, regimes
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
 RUN = "--steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1"
@@ -35,7 +35,7 @@ RIGHT = (
     '"position where right" "right times 4"'
 )
 ALL = (
-    "planted", "programs", "papers", "demo", "ablation",
+    "planted", "demo", "ablation",
     *(
         f"ablation --regime {regime} --arms {chosen} --rates {rates} {SIZE} --name evidence-{name}"
         for name, regime, rates, chosen in (
@@ -53,8 +53,6 @@ ALL = (
         f"ablation --regime {regime} --arms {CREDIT} --rates 5e-5 --seeds 6 {RUN} --name evidence-training-{name}"
         for regime, name in (("free8", "free8-half-rate"), ("decoys8 --inner-steps 4", "decoys8-inner"))
     ),
-    "model --kind corrects",
-    'ablation --model runs/corrects/model --arms "plain DAPO" "compare and correct" --name evidence-corrects',
     f"alignment --truth-groups 4096 --blocks 10 --arms {FEW}",
     *(
         f"alignment --regime {name} --truth-groups 2048 --blocks 10 --arms {chosen} --name evidence-alignment-{name}"
@@ -88,8 +86,6 @@ ALL = (
 )  # fmt: skip
 """Commands that make every result, in some twenty-four hours of one core by the times of their parts."""
 
-MAKERS = {"regimes": regimes.train, "corrects": corrects.train}
-
 _KINDS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
 
 Head = Document
@@ -110,7 +106,18 @@ class Measure(NamedTuple):
     extent: Sequence[str] = ()
 
 
+OWN = (
+    "alignment --name own --examples 4 --max-tokens 256 --dtype bfloat16 --parameters few --truth-groups 512 "
+    '--batch 16 --blocks 4 --moments 0 --arms "prefix gain where right, spans open" "right times 4"'
+)
+"""What `own` measures."""
+
 MEASURES = {
+    "pretrained": Measure(
+        pretrained.PretrainedSettings, pretrained.run, pretrained.markdown,
+        "what a model writes to the problems of a file, what matters in it, and which estimators find that",
+        extent=("judged", "costly", "credited", "scored_in"),
+    ),
     "planted": Measure(
         planted.PlantedSettings, planted.run, planted.markdown, "which methods find planted truths"
     ),
@@ -124,11 +131,6 @@ MEASURES = {
         "how well a small batch's step points at the true gradient, by kind of credit",
         ["module:name", *arms.SETS, *arms.ARMS], ("blocks",),
     ),
-    "programs": Measure(
-        programs.ProgramsSettings, programs.run, programs.markdown,
-        "which lines of a small program get the credit for the value that it returns",
-    ),
-    "papers": Measure(papers.PapersSettings, papers.run, papers.markdown, "smaller tables of the source papers"),
 }  # fmt: skip
 
 
@@ -157,8 +159,11 @@ def _parser() -> argparse.ArgumentParser:
         if measure.names:
             one.add_argument("--arms", nargs="+", metavar="NAME", help=f"of: {'; '.join(measure.names)}")
     _command(commands, "demo", _demo, "the demo's run and its analysis", demo.DemoSettings)
-    one = _command(commands, "model", _model, "make a model anew: the regimes', one comes along, or one that corrects")
-    one.add_argument("--kind", choices=MAKERS, default="regimes")
+    one = _command(commands, "own", _own, "say whether credit would help a model of one's own on one's own problems")
+    one.add_argument("--model", required=True, help="folder or hub name")
+    one.add_argument("--problems", required=True, help="JSON lines with `question` and `answer`")
+    one.add_argument("more", nargs="*", help="options of `alignment`, behind --")
+    _command(commands, "model", _model, "make the regimes' model anew; one comes along")
     _command(commands, "tables", _tables, "write tables and pictures again from the results that are there")
     one = _command(commands, "all", _all, "every result; a folder for each command below the one named")
     one.add_argument("--show", action="store_true", help="print the commands and end")
@@ -203,8 +208,15 @@ def _demo(options: argparse.Namespace, head: Head) -> list[Path]:
     return demo.run(options.folder, _filled(options, demo.DemoSettings), head, options.results)
 
 
+def _own(options: argparse.Namespace, head: Head) -> list[Path]:
+    """Measure the direction at a size that two minutes of a GPU pay for."""
+    line = [*shlex.split(OWN), "--model", options.model, "--problems", options.problems, *options.more]
+    given = _parser().parse_args([*line, "--folder", str(options.folder), "--results", str(options.folder)])
+    return _measured(given, head)
+
+
 def _model(options: argparse.Namespace, head: Head) -> list[Path]:
-    return [MAKERS[options.kind](Path("runs") / options.kind)]
+    return [regimes.train(Path("runs") / "regimes")]
 
 
 def _tables(options: argparse.Namespace, head: Head) -> list[Path]:

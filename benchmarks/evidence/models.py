@@ -1,15 +1,97 @@
-"""A small model that is asked: it answers problems, from their beginning or from some tokens on."""
+"""A model that is asked: it answers problems, from their beginning or from some tokens on."""
 
+import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer import one_page
+from trainer.data import Row, encode_prompt, load_rows
+from trainer.rewards.calls import INSTRUCTIONS
+from trainer.rewards.numbers import final_number, gold_number
 from trainer.rollouts import TransformersEngine
+from trainer.settings import GENERATED
+
+INSTRUCTION = INSTRUCTIONS["numbers"]
+_COMPUTATION = re.compile(r"<<[^<>\n]*>>")  # as GSM8K marks it
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt, as token ids, the number that answers it, as text, and what it asks."""
+
+    prompt: list[int]
+    answer: str
+    question: str = ""
+
+
+def posed(rows: Sequence[Row], tokenizer: Any, *, examples: Sequence[Row] = (), instruction: str = "") -> list[Problem]:
+    """Write questions as the tokenizer's chat template asks them, behind solved examples as earlier turns."""
+    solved = [(row["question"], _COMPUTATION.sub("", row["answer"])) for row in examples]
+    return [
+        Problem(
+            encode_prompt(row["question"], tokenizer, instruction=instruction, examples=solved),
+            row["answer"].rpartition("####")[2].strip(), row["question"],
+        )
+        for row in rows
+    ]  # fmt: skip
+
+
+def read_problems(
+    tokenizer: Any, *files: str, examples: int = 0, computations: int = 0, count: int | None = None
+) -> list[list[Problem]]:
+    """Read and pose the problems of files with `question` and `answer`; "" stands for generated ones.
+
+    Args:
+        tokenizer: of the model that is asked.
+        files: JSON lines, or what `trainer.data.load_rows` reads.
+        examples: solved problems before every question, not asked: the shortest of the first file's first 256.
+        computations: most computations of a solution, by GSM8K's marks; 0 for any.
+        count: most problems of a file.
+
+    Raises:
+        ValueError: rows that cannot be read, or too few; a tokenizer that writes no chat, or ends no text.
+    """
+    for name, meaning in (("chat_template", "chat template"), ("eos_token", "end-of-text token")):
+        if getattr(tokenizer, name) is None:
+            raise ValueError(
+                f"model {tokenizer.name_or_path}: its tokenizer has no {meaning}, so it cannot be asked; name an "
+                f"instruct model, or set {name} in its tokenizer_config.json"
+            )
+    solved, posed_files = list[Row](), list[list[Problem]]()
+    for i, file in enumerate(files):
+        rows = load_rows(file or GENERATED, split="test" if i else "train", count=None if file else count or 2048)
+        sizes = [len(_COMPUTATION.findall(row["answer"])) for row in rows]
+        kept = [
+            row for row, n in zip(rows, sizes, strict=True) if not file or not computations or 0 < n <= computations
+        ]
+        if len(kept) <= (0 if i else examples):
+            raise ValueError(
+                f"problems {file}: {len(kept)} of its {len(rows)} rows can be asked (computations={computations}), "
+                f"and {examples} are examples; name a larger file, or raise computations"
+            )
+        if i == 0:
+            solved = sorted(kept[:256], key=lambda row: len(row["question"]) + len(row["answer"]))[:examples]
+            kept = [row for row in kept if row not in solved]
+        posed_files.append(posed(kept[:count], tokenizer, examples=solved, instruction=bool(file) * INSTRUCTION))
+    return posed_files
+
+
+def require_mixed(rewards: Tensor) -> dict[str, float]:
+    """Shares of right completions and of mixed groups, of rewards (N, G); raises `ValueError` if no group is mixed."""
+    right, mixed = float(rewards.mean()), float((rewards != rewards[:, :1]).any(1).float().mean())
+    if not mixed:
+        easier = "ask easier ones (computations), behind examples, with more max_tokens, or train it on solutions first"
+        raise ValueError(
+            f"model: {right:.0%} of {rewards.numel()} completions of {len(rewards)} problems are right, and no problem "
+            f"has right and wrong ones, so there is nothing to learn; {easier if right < 0.5 else 'ask harder ones'}"
+        )
+    return {"right": right, "mixed": mixed}
 
 
 def clock(device: torch.device) -> float:
@@ -23,29 +105,47 @@ def clock(device: torch.device) -> float:
 class Subject:
     """A model in eval mode, its tokenizer, and how it is sampled."""
 
-    def __init__(self, settings: one_page.Settings) -> None:
-        self.settings, self.tokenizer = settings, AutoTokenizer.from_pretrained(settings.model)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
-        self.model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-        self.engine = TransformersEngine(self.model, self.tokenizer)
+    def __init__(self, model: str, *, max_tokens: int = 80, temperature: float = 1.0, dtype: str = "float32") -> None:
+        self.max_tokens, self.temperature = max_tokens, temperature
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        on_gpu = torch.cuda.is_available()
+        self.model.to("cuda" if on_gpu else "cpu").eval()
+        self.engine, self.rows_at_once = TransformersEngine(self.model, self.tokenizer), 1024 if on_gpu else 256
 
-    def answered(
-        self, problems: Sequence[one_page.Problem], begun: Sequence[Tensor] | None = None, *, greedy: bool = False
-    ) -> tuple[list[Tensor], list[float]]:
-        """Complete prompts, or what has begun behind them, 256 at a time; whole completions and their rewards."""
-        begun = [torch.zeros(0, dtype=torch.int64)] * len(problems) if begun is None else begun
-        rows, pairs = list[Tensor](), list(zip(problems, begun, strict=True))
-        for start in range(0, len(pairs), 256):
-            some = pairs[start : start + 256]
+    def completed(
+        self, prompts: Sequence[list[int]], begun: Sequence[Tensor] | None = None, *, greedy: bool = False
+    ) -> list[Tensor]:
+        """Complete prompts, or what has begun behind them; whole completions, each with what it began with."""
+        begun = [torch.zeros(0, dtype=torch.int64)] * len(prompts) if begun is None else begun
+        rows, pairs = list[Tensor](), list(zip(prompts, begun, strict=True))
+        for start in range(0, len(pairs), self.rows_at_once):
+            some = pairs[start : start + self.rows_at_once]
             drawn = self.engine(
-                [[*problem.prompt, *row.tolist()] for problem, row in some],
-                max_completion_length=self.settings.max_tokens, temperature=self.settings.temperature,
+                [[*prompt, *row.tolist()] for prompt, row in some],
+                max_completion_length=self.max_tokens, temperature=self.temperature,
                 keys=None if greedy else torch.randint(2**31, (len(some), 1)).tolist(),
             )  # fmt: skip
             rows += [torch.cat([row, torch.tensor(ids)]) for (_, row), ids in zip(some, drawn.ids(), strict=True)]
-        return rows, [one_page.reward(row, it, self.tokenizer) for row, it in zip(rows, problems, strict=True)]
+        return rows
 
-    def values(self, problem: one_page.Problem, begun: Sequence[Tensor], count: int) -> Tensor:
+    def answered(
+        self, problems: Sequence[Problem], begun: Sequence[Tensor] | None = None, *, greedy: bool = False
+    ) -> tuple[list[Tensor], list[float]]:
+        """Complete problems as `completed` does; completions and their rewards."""
+        rows = self.completed([problem.prompt for problem in problems], begun, greedy=greedy)
+        return rows, [self.reward(row, problem) for row, problem in zip(rows, problems, strict=True)]
+
+    def number(self, completion: Tensor) -> Fraction | None:
+        """Read the number that a completion gives as its answer."""
+        return final_number(self.tokenizer.decode(completion, skip_special_tokens=True))
+
+    def reward(self, completion: Tensor, problem: Problem) -> float:
+        """Return 1 if the completion's answer is the problem's, else 0."""
+        own = self.number(completion)
+        return float(own is not None and own == gold_number(problem.answer))
+
+    def values(self, problems: Sequence[Problem], begun: Sequence[Tensor], count: int) -> Tensor:
         """Share of `count` continuations of each beginning that are right, (len(begun),)."""
-        again = [row for row in begun for _ in range(count)]
-        return torch.tensor(self.answered([problem] * len(again), again)[1]).view(len(begun), count).mean(1)
+        asked, again = ([one for one in column for _ in range(count)] for column in (problems, begun))
+        return torch.tensor(self.answered(asked, again)[1]).view(len(begun), count).mean(1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence.alignment import ADAM, SIZES
+from benchmarks.evidence.alignment import MAIN, sizes_of
 from benchmarks.evidence.arms import PLAIN
 
 LINES = (PLAIN, "CF", "CF where right", "prefix gain where right, spans open", "permuted where right", "ceiling")
@@ -31,9 +31,10 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     for spare in panels.flat[len(chosen) :]:
         spare.set_axis_off()
     for panel, one in zip(panels.flat, chosen, strict=False):
-        counts = [size * one["settings"]["group"] for size in SIZES]
+        groups = sizes_of(one["arms"][PLAIN])
+        counts = [size * one["settings"]["group"] for size in groups]
         for name in (name for name in LINES if name in one["arms"]):
-            points = [one["arms"][name][str(size)] for size in SIZES]
+            points = [one["arms"][name][str(size)] for size in groups]
             panel.errorbar(
                 counts, [at["cosine"] for at in points], [at["error"] for at in points], label=name,
                 color=colours[name], marker="o", markersize=3, linewidth=1.2, capsize=2,
@@ -49,7 +50,7 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     canvas, panel = pyplot.subplots(figsize=(7.2, 3.6), layout="constrained")
     densities = [one["density"] for one in chosen]
     for name in LINES[1:]:
-        found = [(one["density"], one["arms"][name][str(ADAM)]) for one in chosen if name in one["arms"]]
+        found = [(one["density"], one["arms"][name][str(MAIN)]) for one in chosen if name in one["arms"]]
         ratios, errors = ([at[key] for _, at in found] for key in ("ratio", "ratio_error"))
         panel.errorbar(
             [x for x, _ in found], ratios, errors, label=name, color=colours[name], marker="o", markersize=4,
@@ -62,7 +63,7 @@ def draw(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     panel.set_xticks(densities, [f"{one['settings']['regime']}\n{one['density']:.0%}" for one in chosen], fontsize=7)
     panel.minorticks_off()
     panel.set_xlabel("share of tokens in steps and answer")
-    panel.set_ylabel(f"cosine, ratio to plain's, {ADAM * chosen[0]['settings']['group']} completions")
+    panel.set_ylabel(f"cosine, ratio to plain's, {MAIN * chosen[0]['settings']['group']} completions")
     panel.legend(fontsize=7)
     paths = [folder / "evidence-alignment-sizes.png", folder / "evidence-alignment-density.png"]
     for drawn, path in zip((sizes, canvas), paths, strict=True):

@@ -13,18 +13,18 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.evidence.agreement import AUROC, LINES, SPEARMAN, TOKENS, Rows, agreement
-from benchmarks.evidence.models import Subject
+from benchmarks.evidence.models import Problem, Subject
 from benchmarks.evidence.problems import KINDS, PlantedProblem, generate, training_rows
 from benchmarks.evidence.regimes import make
 from benchmarks.harness.results import Pieces, interval, made_by, table
-from cfa_kernels import Importances, ScoredBatch, Span, SpanRules, token_entropies
+from cfa_kernels import Importances, ScoredBatch, Span, SpanRules, TrainingForward, token_entropies
 from cfa_kernels.estimators import Entropy, Gradient, Masking, PrefixGain
 from cfa_kernels.estimators.base import Estimator, OwnFunction
 from cfa_kernels.options import Count, check_fields
 from cfa_kernels.rows import Rows as TokenRows
 from cfa_kernels.scoring.access import InProcess
+from cfa_kernels.scoring.training_forward import PackedForward
 from cfa_kernels.text.find import Reasoning, find_reasoning
-from trainer import one_page
 from trainer.data import encode_prompt
 
 TRAINED, RANDOM = "trained", "random"
@@ -92,7 +92,7 @@ def train(folder: Path) -> Path:
 
 def load(folder: Path, name: str, seed: int, room: int) -> Subject:
     """The trained model of a folder, or one of its shape with random weights."""
-    subject = Subject(one_page.Settings(model=str(folder), max_tokens=room))
+    subject = Subject(str(folder), max_tokens=room)
     if name == RANDOM:
         torch.manual_seed(seed)
         subject.model = Qwen3ForCausalLM(subject.model.config).eval()
@@ -159,22 +159,36 @@ def ask(name: str, subjects: Sequence[Subject], rows: TokenRows, *, tokens: bool
         part = slice(start, start + BATCH)
         some = TokenRows(rows.prompts[part], rows.completions[part])
         cases = lines_of(some, subject.tokenizer)
-        batch = ScoredBatch.of(
-            subject.model, some, [[Span(t, t + 1) for t in range(one.end)] if single else one.spans for one in cases],
-            [one.answer for one in cases], mask=subject.tokenizer.pad_token_id,
-        )  # fmt: skip
-        batch = replace(batch, reasoning_ends=[cases[i].end for i in batch.index], seed=(start,))
-        if isinstance(estimator, Entropy):
-            entropies = token_entropies(subject.model, some)
-            batch = replace(batch, entropies=[entropies[i] for i in batch.index])
-        found = batch.to_callers_order(estimator(InProcess(subject.model), batch).values)
+        found, _ = judge(estimator, subject, some, cases, single=single, means=not tokens, seed=start)
         for one, row in zip(cases, found, strict=True):
-            if single and not tokens:
-                row = torch.stack([row[unit.start : unit.end].mean() for unit in one.spans])
-            elif tokens and not single:
+            if tokens and not single:
                 row = row.repeat_interleave(torch.tensor([unit.end - unit.start for unit in one.spans]))
             values.append(row.tolist())
     return values
+
+
+def judge(
+    estimator: Estimator, subject: Subject, rows: TokenRows, cases: Sequence[Reasoning], *, single: bool = False,
+    means: bool = True, seed: int = 0, forward: PackedForward | None = None,
+) -> tuple[list[torch.Tensor], int]:  # fmt: skip
+    """Importances of the spans of each row, and how many tokens were fed for them, beyond those of a `forward`.
+
+    If `single`, each token of the reasoning is judged by itself; a span has the mean over its own, with `means`.
+    """
+    units = [[Span(t, t + 1) for t in range(one.end)] if single else one.spans for one in cases]
+    batch = ScoredBatch.of(
+        subject.model, rows, units, [one.answer for one in cases], mask=subject.tokenizer.pad_token_id
+    )
+    batch = replace(batch, reasoning_ends=[cases[i].end for i in batch.index], seed=(seed,))
+    if isinstance(estimator, Entropy):
+        entropies = forward.logprobs(return_entropy=True)[1] if forward else token_entropies(subject.model, rows)
+        batch = replace(batch, entropies=[entropies[i] for i in batch.index])
+    result = estimator(TrainingForward(forward) if forward else InProcess(subject.model), batch)
+    found = batch.to_callers_order(result.values)
+    if single and means:
+        found = [torch.stack([row[unit.start : unit.end].mean() for unit in one.spans])
+                 for one, row in zip(cases, found, strict=True)]  # fmt: skip
+    return found, result.work.tokens_fed if result.work else 0
 
 
 def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: PlantedSettings) -> dict[str, Any]:
@@ -197,8 +211,8 @@ def step_advantages(
     result = []
     for b, one in enumerate(lines_of(rows, subject.tokenizer)):
         begun = [rows.completions[b][:end] for end in (0, *(unit.end for unit in one.spans))]
-        asked = one_page.Problem(rows.prompts[b].tolist(), str(problems[b].answer))
-        result.append(subject.values(asked, begun, settings.samples).diff().tolist())
+        asked = Problem(rows.prompts[b].tolist(), str(problems[b].answer))
+        result.append(subject.values([asked] * len(begun), begun, settings.samples).diff().tolist())
     return result
 
 
@@ -210,7 +224,7 @@ def right_chains(subject: Subject, settings: PlantedSettings) -> list[dict[str, 
     "Outcome-Grounded Advantage Reshaping"). Of each chain: `question`, `completion` and `critical`.
     """
     problems = list(itertools.islice(generate("test", settings.seed + 1), 8 * settings.chains))
-    asked = [one_page.Problem(encode_prompt(one.question, subject.tokenizer), str(one.gold)) for one in problems]
+    asked = [Problem(encode_prompt(one.question, subject.tokenizer), str(one.gold)) for one in problems]
     greedy, rewards = subject.answered(asked, greedy=True)
     chains, right = list[dict[str, Any]](), [i for i, reward in enumerate(rewards) if reward][: settings.chains]
     rows = rows_of([(problems[i].question, greedy[i].tolist()) for i in right], subject.tokenizer)

@@ -1,14 +1,34 @@
 """Measure what a device can do at most: copy bandwidth and matrix-product rate."""
 
+import timeit
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from benchmarks.harness.race import Budget, Contender, race, spread
 
 
+@triton.jit
+def _nothing_kernel(p_x):
+    tl.store(p_x, 1.0)
+
+
+def launch_microseconds(device: torch.device, count: int) -> dict[str, float]:
+    """What a launch costs the host, by PyTorch and by Triton: the least of three rows of `count` without a wait."""
+    x = torch.zeros(16, device=device)
+    ways: dict[str, Callable[[], Any]] = {"aten add": lambda: torch.add(x, x)}
+    if device.type == "cuda":
+        ways["triton launch"] = lambda: _nothing_kernel[(1,)](x)
+    for way in ways.values():  # compiled
+        way()
+    return {name: min(timeit.repeat(way, number=count, repeat=3)) / count * 1e6 for name, way in ways.items()}
+
+
 def measure_ceilings(device: torch.device, *, smoke: bool = False) -> dict[str, Any]:
-    """GB/s of a large copy within the device (bytes read plus written) and TFLOP/s of a large matrix product.
+    """GB/s of a large copy within the device (bytes read plus written), TFLOP/s of a large matrix product, launches.
 
     On a GPU: 4 GiB and bf16 8192 x 8192 x 8192. On a CPU: 256 MiB and fp32 2048 x 2048 x 2048, on the threads torch
     uses. Operands are random: zeros run faster. `smoke`: far smaller, no ceiling at all.
@@ -39,4 +59,5 @@ def measure_ceilings(device: torch.device, *, smoke: bool = False) -> dict[str, 
         "gemm_tflop_per_s": flops / laps["gemm"].median / 1e12,
         "gemm_seconds": spread(laps["gemm"].seconds),
         "gemm": f"{side} x {side} x {side} {str(dtype).removeprefix('torch.')}",
+        "launch_microseconds": launch_microseconds(device, 200 if smoke else 2000),
     }

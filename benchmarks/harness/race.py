@@ -256,7 +256,7 @@ class Figures:
     """Everything one session measured, in the form that result files keep; each entry names its `group`.
 
     Attributes:
-        figures, ratios, absent, refused, checks, builds, profiles: entries.
+        figures, ratios, absent, refused: entries.
         workloads: what was measured, by name.
         failed: tests that failed.
     """
@@ -265,34 +265,5 @@ class Figures:
     ratios: list[dict[str, Any]] = field(default_factory=list)
     absent: list[dict[str, str]] = field(default_factory=list)
     refused: list[dict[str, str]] = field(default_factory=list)
-    checks: list[dict[str, Any]] = field(default_factory=list)
-    builds: list[dict[str, Any]] = field(default_factory=list)
-    profiles: list[dict[str, Any]] = field(default_factory=list)
     workloads: dict[str, dict[str, Any]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
-
-
-class ReplayClock:
-    """A clock that moves only when a round measured earlier is replayed.
-
-    Races take turns, which pytest-benchmark cannot do by itself; replaying the rounds to it keeps its table,
-    its comparison and its JSON.
-    """
-
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def __call__(self) -> float:
-        return self._now
-
-    def rounds(self, seconds: Sequence[float]) -> Callable[[], None]:
-        """A target for `benchmark.pedantic` that takes each of `seconds` in turn."""
-        left = iter(seconds)
-
-        def one_round() -> None:
-            self._now += next(left)
-
-        return one_round
-
-
-replay_clock = ReplayClock()

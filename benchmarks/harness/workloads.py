@@ -112,8 +112,6 @@ class Corpus:
     problems: list[tuple[str, list[str]]]
     correct: dict[str, list[bool]]
     """By prompt, whether each of its completions gives the right answer."""
-    is_real: bool
-    """Whether these are GSM8K's, and not generated text."""
 
 
 def _prompt(question: str) -> str:
@@ -134,7 +132,7 @@ def corpus() -> Corpus:
         correct[_prompt(row["question"])] = [cell["is_correct"] for cell in row.values() if isinstance(cell, dict)]
         # The models wrote "A: 18" on the last line; "#### 18" is what GSM8K itself and its trainers use.
         problems.append((_prompt(row["question"]), [re.sub(r"\nA: ", f"\n{MARKER} ", text) for text in solutions]))
-    return Corpus("real: GSM8K model solutions", texts, problems, correct, is_real=True)
+    return Corpus("real: GSM8K model solutions", texts, problems, correct)
 
 
 def _generated_corpus() -> Corpus:
@@ -161,9 +159,8 @@ def _generated_corpus() -> Corpus:
     correct = {
         prompt: [rng.random() < 0.5 for _ in row] if rng.random() < 0.6 else [True] * 4 for prompt, row in problems
     }
-    return Corpus(
-        "generated: no real data here", [t for q, row in problems for t in (q, *row)], problems, correct, is_real=False
-    )
+    texts = [text for prompt, row in problems for text in (prompt, *row)]
+    return Corpus("generated: no real data here", texts, problems, correct)
 
 
 @functools.cache
@@ -245,29 +242,6 @@ def _drawn_problems(problems: int | None, seed: int, wanted: Callable[[str], boo
 def _job_of_problems(name: str, drawn: Sequence[tuple[str, list[_Scored]]]) -> Job:
     prompts = [torch.tensor(tokenizer().encode(question), dtype=torch.long) for question, rows in drawn for _ in rows]
     return _job(name, corpus().source, prompts, [row for _, rows in drawn for row in rows])
-
-
-def long_job(problems: int, *, length: int = 2000, spans: int = 10, seed: int = SEED) -> Job:
-    """Long completions: solutions one after the other up to `length` tokens, then the last one's answer.
-
-    Two completions per problem. Only `spans` spans at even distances are scored, as saliency over a long
-    solution would be spread.
-    """
-    rng = random.Random(seed)
-    texts = [text for _, solutions in corpus().problems for text in solutions]
-    prompts, rows = [], []
-    for question, _ in rng.sample(corpus().problems, problems):
-        prompts += [torch.tensor(tokenizer().encode(question), dtype=torch.long)] * 2
-        for _ in range(2):
-            # A few solutions stop in the middle; one of those cannot be the last.
-            text = next(text for text in iter(lambda: rng.choice(texts), None) if _scorable(text, 1) is not None)
-            while len(tokenizer().encode(text)) < length:
-                text = rng.choice(texts).rsplit(f"\n{MARKER}", 1)[0] + "\n" + text
-            scored = _scorable(text, 10_000)
-            assert scored is not None
-            step = len(scored.spans) / spans
-            rows.append(_Scored(scored.completion, [scored.spans[int(i * step)] for i in range(spans)], scored.answer))
-    return _job(f"long-{length}x{spans}", f"composed of {corpus().source}", prompts, rows)
 
 
 def _job(name: str, source: str, prompts: list[Tensor], rows: Sequence[_Scored]) -> Job:

@@ -7,7 +7,6 @@ again after each block, with predictions next to measurements and with the reaso
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import gc
 import itertools
@@ -22,29 +21,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
 
 from benchmarks.harness.ceilings import measure_ceilings
 from benchmarks.harness.environment import describe_environment
-from benchmarks.harness.race import release_memory, spread
-from benchmarks.harness.results import RESULTS, table, write_json
+from benchmarks.harness.figures import page
+from benchmarks.harness.race import Budget, Contender, race, release_memory, spread
+from benchmarks.harness.results import RESULTS, figures_of, write_json
 from benchmarks.harness.workloads import MODELS, JobRollouts, policy, shaped_rollouts
 from benchmarks.speed.profiles import device_events, summarize
-from benchmarks.speed.replay import Replay, Stopwatch, trl_update
-from benchmarks.speed.step_peers import EXACT, PLAIN, STEP_PEERS, VARLEN
+from benchmarks.speed.replay import Replay, Stopwatch
+from benchmarks.speed.step_peers import EXACT, PLAIN, STEP_PEERS, TRL, VARLEN, WHOLE
 from benchmarks.speed.step_reference import taken_gradients
-from cfa_kernels import Rows, compile_layers, packed_forward
+from cfa_kernels import compile_layers
 from cfa_kernels.hf.compiled import EAGER
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.model_state import ModelState
 from cfa_kernels.hf.modes import value_of
 from cfa_kernels.hf.verify import check_trainable
-from cfa_kernels.scoring import plan as scoring_plan
-from trainer.rollouts.merged import merged_adapters
 
 AS_RACED, LIGER, COMPILED = "HF's layers", "Liger", "compiled"  # Liger's kernels cannot be traced
 TRL_LIGER = "TRL, all rows at a time, use_liger_kernel"
@@ -53,33 +48,24 @@ PREDICTED = {
     "4x8": {
         f"{PLAIN}, {AS_RACED}": 0.279, f"{PLAIN}, {LIGER}": 0.165, f"{PLAIN}, {COMPILED}": 0.130,
         f"{EXACT}, {AS_RACED}": 0.592, f"{EXACT}, {LIGER}": 0.39, f"{EXACT}, {COMPILED}": 0.275,
-        "TRL, all rows at a time": 0.433, TRL_LIGER: 0.32,
+        WHOLE: 0.433, TRL_LIGER: 0.32,
     },
-    "long": {f"{PLAIN}, of TRL with all rows": 0.25, f"{PLAIN}, of {VARLEN}": 0.5},
-    "trainer": {"cf": 0.27, "prefix_gain_positive": 0.10},
+    "long": {f"{PLAIN}, of {TRL}": 0.25, f"{PLAIN}, of {VARLEN}": 0.5},
+    "trainer": {f"cf, {COMPILED}": 0.27, f"prefix_gain_positive, {COMPILED}": 0.10},
 }  # fmt: skip
-"""Seconds, or what the name says, written down before the first run; credit's seconds for the trainer's presets."""
+"""Seconds, or shares of a contender's, written down before the first run; credit's seconds of the trainer's presets."""
+
+LEAST = 5.0
+"""Seconds of the budget without which no block begins."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """Shape of a step: problems of `group` completions each, and tokens."""
-
-    problems: int
-    group: int
-    prompt: int
-    completion: int
-    spans: int = 6
-
-    def rollouts(self) -> JobRollouts:
-        return shaped_rollouts(
-            self.problems, group=self.group, prompt=self.prompt, completion=self.completion, spans=self.spans
-        )
+def _shape(problems: int, group: int, prompt: int, completion: int, spans: int = 6) -> Callable[[], JobRollouts]:
+    return functools.partial(shaped_rollouts, problems, group=group, prompt=prompt, completion=completion, spans=spans)
 
 
 LOADS = {
-    "cuda": {"4x8": Load(4, 8, 110, 220), "8x8": Load(8, 8, 110, 220), "long": Load(8, 8, 2048, 220)},
-    "smoke": {"4x8": Load(2, 2, 9, 60, 2), "8x8": Load(2, 2, 9, 60, 2), "long": Load(2, 2, 40, 60, 2)},
+    "cuda": {"4x8": _shape(4, 8, 110, 220), "8x8": _shape(8, 8, 110, 220), "long": _shape(8, 8, 2048, 220)},
+    "smoke": {"4x8": _shape(1, 2, 5, 30, 2), "8x8": _shape(2, 2, 5, 30, 2), "long": _shape(1, 2, 20, 30, 2)},
 }
 
 
@@ -107,7 +93,7 @@ class Bench:
     def replay(self, load: str) -> Replay:
         """The load's rollouts, for the shared policy."""
         if load not in self._replays:
-            self._replays[load] = Replay(self.model, self.loads[load].rollouts().to(self.device))
+            self._replays[load] = Replay(self.model, self.loads[load]().to(self.device))
         return self._replays[load]
 
     @contextlib.contextmanager
@@ -170,12 +156,12 @@ class Outcome:
     weights: Tensor | None
 
 
-def race_steps(bench: Bench, load: str, contenders: Mapping[str, Callable[[Stopwatch], Any]], rounds: int) -> Any:
-    """Time steps in turns; compare the gradient and weights of each with those of its peer's first variant."""
+def race_steps(bench: Bench, load: str, contenders: Mapping[str, "Step"], rounds: int) -> Any:
+    """Time steps in turns; compare the gradient and weights of each with those of the first of its kind."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     parts: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {name: [] for name in contenders}
     facts: dict[str, dict[str, Any]] = {name: {} for name in contenders}
-    first: dict[str, Outcome] = {}  # by peer
+    first: dict[str, Outcome] = {}  # by kind
     running = dict(contenders)
     for i in range(-2, rounds):
         order = list(running)
@@ -187,23 +173,24 @@ def race_steps(bench: Bench, load: str, contenders: Mapping[str, Callable[[Stopw
                 release_memory(bench.device)
                 torch.cuda.reset_peak_memory_stats(bench.device)
                 facts[name]["bytes_before"] = torch.cuda.memory_allocated(bench.device)
-            began = time.perf_counter()
             try:
-                _, weights = running[name](watch)
-                own = watch.seconds()
+                with running[name].variant():
+                    began = time.perf_counter()
+                    _, weights = running[name](watch)
+                    own = watch.seconds()
+                    took = time.perf_counter() - began
             except (torch.OutOfMemoryError, RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
                 facts[name]["failed"] = f"{type(error).__name__}: {str(error)[:500]}"
                 print(traceback.format_exc(limit=6)[-1500:], flush=True)
                 del running[name]
                 release_memory(bench.device)
                 continue
-            took = time.perf_counter() - began
             gradients = taken_gradients(running[name].policy)
             if i == -1:
                 if bench.device.type == "cuda":
                     facts[name]["peak_bytes"] = torch.cuda.max_memory_allocated(bench.device)
                 outcome = Outcome(flat(gradients), None if weights is None else torch.cat(weights))
-                facts[name] |= compared(outcome, first.setdefault(running[name].peer, outcome))
+                facts[name] |= compared(outcome, first.setdefault(running[name].kind, outcome))
             if i < 0:
                 facts[name][("first_seconds", "second_seconds")[i + 2]] = took
                 continue
@@ -259,9 +246,24 @@ class Step:
     def policy(self) -> nn.Module:
         return self.replay.policy
 
+    @property
+    def kind(self) -> str:
+        return STEP_PEERS[self.peer].kind
+
     def __call__(self, watch: Stopwatch) -> Any:
-        with self.variant():
-            return STEP_PEERS[self.peer].run(self.replay, watch)
+        """Run it, as the variant whose context the caller has entered."""
+        return STEP_PEERS[self.peer].run(self.replay, watch)
+
+
+def trl_step(bench: Bench, load: str, *, rows: int | None = None, liger: bool = False) -> Step:
+    """TRL's step on a policy of its own, all rows at a time or `rows`.
+
+    With its own `use_liger_kernel`, which `train` applies to the layers of a trainer that is there.
+    """
+    rollouts = bench.replay(load).rollouts
+    replay = Replay(bench.fresh(), rollouts, rows or len(rollouts.job.completions))
+    replay.trl()  # which patches the model for good
+    return Step(replay, TRL, functools.partial(liger_kernels, replay.causal) if liger else contextlib.nullcontext)
 
 
 def steps_of(bench: Bench, load: str, peers: Sequence[str], variants: Sequence[str]) -> dict[str, Step]:
@@ -278,30 +280,10 @@ def steps_of(bench: Bench, load: str, peers: Sequence[str], variants: Sequence[s
 # Blocks
 
 
-@triton.jit
-def _nothing_kernel(p_x):
-    tl.store(p_x, 1.0)
-
-
 def host(bench: Bench) -> dict[str, Any]:
-    """What a launch costs the host; rates of the layer's products, also by FP8; the device's ceilings."""
-    device, count = bench.device, 200 if bench.smoke else 2000
-    x, ways = torch.zeros(16, device=device), dict[str, Callable[[], Any]]()
-    ways["aten add"] = lambda: torch.add(x, x)
-    if device.type == "cuda":
-        ways["triton launch"] = lambda: _nothing_kernel[(1,)](x)
-    result: dict[str, Any] = {"ceilings": measure_ceilings(device, smoke=bench.smoke), "launch_microseconds": {}}
-    for name, way in ways.items():
-        way()
-        times = []
-        for _ in range(3):
-            began = time.perf_counter()
-            for _ in range(count):
-                way()
-            times.append((time.perf_counter() - began) / count * 1e6)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        result["launch_microseconds"][name] = min(times)
+    """The device's ceilings and what a launch costs the host; rates of the layer's products."""
+    device = bench.device
+    result: dict[str, Any] = {"ceilings": measure_ceilings(device, smoke=bench.smoke)}
     config, products = MODELS[bench.name], list[dict[str, Any]]()
     width, inner = config.hidden_size, config.intermediate_size
     for rows in (64,) if bench.smoke else (7448, 24432):
@@ -309,40 +291,11 @@ def host(bench: Bench) -> dict[str, Any]:
             a, b = (torch.randn(n, depth, device=device, dtype=bench.dtype) for n in (rows, columns))
             flops = 2.0 * rows * columns * depth
             line = {"rows": rows, "columns": columns, "depth": depth}
-            line["tflop_per_s"] = flops / timed(device, lambda a=a, b=b: a @ b.t()) / 1e12
-            with contextlib.suppress(Exception):
-                line["fp8_tflop_per_s"] = flops / timed(device, functools.partial(fp8_product, a, b)) / 1e12
+            one = Contender("product", functools.partial(torch.matmul, a, b.t()), lambda _: None)
+            seconds = race([one], device=device, budget=Budget(0.0, 10, 10), clock="device")["product"].median
+            line["tflop_per_s"] = flops / seconds / 1e12
             products.append(line)
     return result | {"products": products}
-
-
-def fp8_product(a: Tensor, b: Tensor) -> Tensor:
-    """A product by rows in FP8, the left side quantised in it."""
-    largest = torch.finfo(torch.float8_e4m3fn).max
-
-    def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-        scale = x.abs().amax(1, keepdim=True).float() / largest
-        return (x / scale).to(torch.float8_e4m3fn), scale
-
-    (left, left_scale), (right, right_scale) = quantised(a), _right_side(b)
-    return torch._scaled_mm(left, right.t(), left_scale, right_scale.t(), out_dtype=a.dtype)
-
-
-@functools.lru_cache(maxsize=1)
-def _right_side(b: Tensor) -> tuple[Tensor, Tensor]:
-    scale = b.abs().amax(1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max
-    return (b / scale).to(torch.float8_e4m3fn), scale
-
-
-def timed(device: torch.device, run: Callable[[], Any], times: int = 10) -> float:
-    """Seconds of a job in a row of them."""
-    for _ in range(3):
-        run()
-    watch = Stopwatch(device)
-    with watch.part("run"):
-        for _ in range(times):
-            run()
-    return watch.seconds()["run"] / times
 
 
 def liger(bench: Bench) -> Any:
@@ -367,55 +320,6 @@ def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def score(bench: Bench) -> Any:
-    """Scores of masked spans by themselves: with adapters, and from weights that they are merged into."""
-    replay, lines = bench.replay("4x8"), list[Any]()
-    variants = list(dict.fromkeys([LIGER if bench.has_liger else AS_RACED, bench.best]))
-    with value_of(EAGER, True):
-        check_trainable(replay.causal)
-    expected: Tensor | None = None
-    for name, is_merged in itertools.product(variants, (False, True)):
-        seconds, drops = list[dict[str, float]](), Tensor()
-        for _ in range(2 + bench.rounds):
-            with bench.variant(name):
-                watch = Stopwatch(bench.device)
-                drops = torch.cat(scored(replay, watch, merged=is_merged))
-                seconds.append(watch.seconds())
-        expected = drops if expected is None else expected
-        lines.append({
-            "group": "score, 4x8", "name": f"{name}{', merged' * is_merged}",
-            "seconds": spread([one["credit"] for one in seconds[2:]]), "parts": medians(seconds[2:]),
-            "drops_off": (drops - expected).abs().median().item(), "drops_median": expected.abs().median().item(),
-            "drops_spearman": spearman(drops, expected),
-        })  # fmt: skip
-    return lines
-
-
-def scored(replay: Replay, watch: Stopwatch, *, merged: bool) -> list[Tensor]:
-    """The drops of the job's spans; merged, the unmasked answers are fed once more, so that both are of one model."""
-    job = replay.job
-    forward = packed_forward(replay.causal, Rows(job.prompts, job.completions), keep_states=True, token_budget=1 << 30)
-    own = scoring_plan.queries_of
-
-    def alone(row: Any, *options: Any) -> list[Any]:
-        queries = own(row, *options)
-        return [dataclasses.replace(query, alone_from=query.first) for query in queries[:1]] + queries[1:]
-
-    with watch.part("merge"), merged_adapters(replay.policy) if merged else contextlib.nullcontext():
-        forward._model = ModelState(replay.causal)
-        scoring_plan.queries_of = alone if merged else own
-        try:
-            with watch.credit():
-                return forward.score(job.spans, job.answers, mask=job.placeholder_id, token_budget=1 << 30).drop
-        finally:
-            scoring_plan.queries_of = own
-
-
-def spearman(a: Tensor, b: Tensor) -> float:
-    ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
-    return torch.corrcoef(ranks)[0, 1].item()
-
-
 def profile(bench: Bench) -> Any:
     """One step of each variant under the profiler: kernels by class, launches, idle share."""
     variants, lines = list(dict.fromkeys([AS_RACED, *[LIGER] * bench.has_liger, bench.best])), list[Any]()
@@ -427,20 +331,18 @@ def profile(bench: Bench) -> Any:
             taken_gradients(step.policy)
             return sum(watch.seconds().values())
 
-        run()
-        seconds = statistics.median(run() for _ in range(2))
-        lines.append({"group": "4x8", "name": name, **summarize(device_events(run, bench.device), seconds)})
+        with step.variant():
+            run()
+            seconds = statistics.median(run() for _ in range(2))
+            lines.append({"group": "4x8", "name": name, **summarize(device_events(run, bench.device), seconds)})
     return lines
 
 
 def trl(bench: Bench) -> Any:
     """TRL's step with all rows at a time, with and without its own Liger, beside ours as it is and compiled."""
-    contenders: dict[str, Any] = {}
-    for name, settings in (("TRL, all rows at a time", {}), (TRL_LIGER, {"liger": True})):
-        if settings and not bench.has_liger:
-            continue
-        replay = Replay(bench.fresh(), bench.replay("4x8").rollouts)
-        contenders[name] = Trl(replay, len(replay.job.completions), settings)
+    contenders = {WHOLE: trl_step(bench, "4x8")}
+    if bench.has_liger:
+        contenders[TRL_LIGER] = trl_step(bench, "4x8", liger=True)
     contenders |= steps_of(bench, "4x8", (PLAIN, EXACT), [bench.best])
     lines = race_steps(bench, "4x8", contenders, bench.rounds)
     contenders.clear()
@@ -456,48 +358,29 @@ def long(bench: Bench) -> Any:
     ours[f"{VARLEN}, {plain}"] = Step(shared, VARLEN, functools.partial(bench.variant, plain))
     lines += race_steps(bench, "long", ours, max(bench.rounds // 4, 1))
     for rows in (8, 4, 2) if not bench.smoke else (2,):
-        replay = Replay(bench.fresh(), shared.rollouts)
-        name = f"TRL, {rows} rows at a time, use_liger_kernel"
-        settings = {"liger": True} if bench.has_liger else {}
-        (line,) = race_steps(bench, "long", {name: Trl(replay, rows, settings)}, 1)
+        name = f"TRL, {rows} rows at a time{', use_liger_kernel' * bench.has_liger}"
+        (line,) = race_steps(bench, "long", {name: trl_step(bench, "long", rows=rows, liger=bench.has_liger)}, 1)
         lines.append(line)
-        del replay
         release_memory(bench.device)
         if line["seconds"] is not None:
             break
+    own, _, varlen, *_ = (line["seconds"] and line["seconds"]["median"] for line in lines)
+    for name, seconds in ((TRL, lines[-1]["seconds"] and lines[-1]["seconds"]["median"]), (VARLEN, varlen)):
+        ratio = own / seconds if own and seconds else None
+        lines.append({"group": "long", "name": f"{PLAIN}, of {name}", "ratio": ratio})
     return lines
-
-
-@dataclass
-class Trl:
-    """TRL's step, in micro-batches of so many rows."""
-
-    replay: Replay
-    rows: int
-    settings: dict[str, bool]
-    peer = PLAIN  # whose step it is
-
-    @property
-    def policy(self) -> nn.Module:
-        return self.replay.policy
-
-    def __call__(self, watch: Stopwatch) -> Any:
-        trainer = self.replay.trl(micro_batch=self.rows, **self.settings)
-        with watch.update():
-            return trl_update(self.replay, trainer, None), None
 
 
 def trainer(bench: Bench) -> Any:
     """Steps of the training program by its stages, eager and compiled: masking and the gain of prefixes."""
-    from benchmarks.speed import bench_trainer_step as program
+    from benchmarks.speed import program_step as program
 
     load = program.LOADS["smoke" if bench.smoke else "cuda"]
-    load = load if bench.smoke else dataclasses.replace(load, longest=64)
-    made = program.make_trainer(load, bench.device, liger=False)
+    made = program.make_trainer(load, bench.device)
     release_memory(bench.device)
     gc.freeze()
     steppers = {preset: program.stepper(load, made, preset) for preset in program.CREDITED}
-    lines, eager = list[Any](), {True: LIGER, False: COMPILED}
+    lines, eager = list[Any](), {True: LIGER if bench.has_liger else AS_RACED, False: COMPILED}
     compile_seconds = None
     for is_eager in (True, False):
         if not is_eager:
@@ -511,13 +394,11 @@ def trainer(bench: Bench) -> Any:
             value_of(EAGER, is_eager),
             liger_kernels(causal_lm(made.policy)) if has_liger else contextlib.nullcontext(),
         ):
-            for i in range(2 + max(bench.rounds // 2, 1)):
-                for preset, (contender, _) in steppers.items():
-                    metrics = contender.run()
-                    if i < 2:
-                        continue
-                    contender.check(metrics)
-                    lines.append({"group": "trainer", "name": f"{preset}, {eager[is_eager]}", **metrics})
+            for i in range((1 if bench.smoke else 2) + max(bench.rounds // 2, 1)):
+                for preset, step in steppers.items():
+                    metrics = step()
+                    if i >= (1 if bench.smoke else 2):
+                        lines.append({"group": "trainer", "name": f"{preset}, {eager[is_eager]}", **metrics})
     gc.unfreeze()
     del made, steppers
     release_memory(bench.device)
@@ -537,7 +418,7 @@ def stages_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 BLOCKS: dict[str, tuple[Callable[[Bench], Any], float]] = {
     "host": (host, 25), "liger": (liger, 60), "compile": (compiled, 200), "profile": (profile, 50),
-    "score": (score, 40), "trl": (trl, 70), "long": (long, 90), "trainer": (trainer, 150),
+    "trl": (trl, 70), "long": (long, 90), "trainer": (trainer, 150),
 }  # fmt: skip
 """Function and limit in seconds of each block, in the order in which they decide."""
 
@@ -554,22 +435,32 @@ def main(argv: list[str] | None = None) -> int:
         print("no CUDA or HIP device here: nothing was run (--device cpu --smoke tries every block)", file=sys.stderr)
         return 2
     bench = Bench(device, smoke=options.smoke, budget=options.budget, rounds=options.rounds)
+    words = [word if word != str(options.into) else options.into.name for word in argv or sys.argv[2:]]
     document = {
         "schema": 1, "environment": describe_environment(device, options.commit), "predicted": PREDICTED,
-        "command": " ".join(["python -m benchmarks speed ab", *(argv or sys.argv[2:])]), "parts": {},
+        "command": " ".join(["python -m benchmarks speed ab", *words]), "parts": {},
     }  # fmt: skip
     failed = []
     for name in options.blocks.split(","):
         run, limit = BLOCKS[name]
         began, limit = time.monotonic(), min(limit, bench.seconds_left)
-        if limit < 5:
+        if limit < LEAST:
             document["parts"][name] = {"skipped": f"{bench.seconds_left:.0f} s of the budget were left"}
+            print(f"== {name} is skipped: {document['parts'][name]['skipped']}", flush=True)
+            write_json(options.into, document)
             failed.append(name)
             continue
         print(f"== {name}, at most {limit:.0f} s", flush=True)
         try:
             with at_most(0 if options.smoke else limit):
                 document["parts"][name] = {"result": run(bench)}
+                for line in figures_of(document["parts"][name]):
+                    line["predicted"] = PREDICTED.get(line["group"], {}).get(line["name"])
+        except TooLong as error:
+            document["parts"][name] = {"skipped": str(error)}
+            print(f"== {name} is skipped: {error}", flush=True)
+            failed.append(name)
+            release_memory(device)
         except Exception as error:
             document["parts"][name] = {"failed": f"{type(error).__name__}: {str(error)[:2000]}"}
             print(traceback.format_exc(limit=12)[-4000:], flush=True)
@@ -577,7 +468,7 @@ def main(argv: list[str] | None = None) -> int:
             release_memory(device)
         document["parts"][name]["took"] = time.monotonic() - began
         write_json(options.into, document)
-        print(shown(name, document["parts"][name]), flush=True)
+        print(page({name: document["parts"][name]}), flush=True)
     if failed:
         print(f"failed or skipped: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
@@ -588,7 +479,7 @@ def at_most(seconds: float) -> Iterator[None]:
     """Raise `TooLong` in the main thread after so many seconds; 0 is no limit."""
 
     def end(*_: object) -> None:
-        raise TooLong(f"the block ran for more than {seconds:.0f} s")
+        raise TooLong(f"the block ran for more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -597,40 +488,6 @@ def at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def shown(name: str, part: Mapping[str, Any]) -> str:
-    """A table of a block's figures in milliseconds, with what was predicted."""
-    result = part.get("result")
-    lines = result.get("figures", []) if isinstance(result, dict) else result or []
-    rows = []
-    for line in lines:
-        seconds = (line.get("seconds") or {}).get("median", line.get("seconds_unprofiled", line.get("time/credit")))
-        predicted = PREDICTED.get(line["group"], {}).get(line["name"])
-        other = {key: value for key, value in line.items() if key in _SHOWN or key.startswith("time/")}
-        texts = [f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in other.items()]
-        texts += [f"{key} {1e3 * value:.1f}" for key, value in line.get("parts", {}).items() if value]
-        rows.append([
-            line["group"], line["name"], "-" if seconds is None else f"{seconds * 1e3:.1f}",
-            "" if predicted is None else f"{predicted * 1e3:.0f}", ", ".join(texts),
-        ])  # fmt: skip
-    head = {key: value for key, value in result.items() if key != "figures"} if isinstance(result, dict) else {}
-    return f"{head}\n" * bool(head) + table(["load", "contender", "ms", "predicted", "facts"], rows)
-
-
-_SHOWN = (
-    "failed",
-    "gradient_off",
-    "weights_off",
-    "first_seconds",
-    "idle_share",
-    "busy_seconds",
-    "launches",
-    "step_time",
-    "drops_off",
-    "drops_median",
-    "drops_spearman",
-)
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:

@@ -29,13 +29,12 @@ from benchmarks.harness.race import (
     Lap,
     race,
     release_memory,
-    replay_clock,
     times_ours,
 )
-from benchmarks.harness.workloads import SEED, STEP_SEED, JobRollouts, gsm8k_rollouts, policy, shaped_rollouts
+from benchmarks.harness.workloads import SEED, STEP_SEED, JobRollouts, gsm8k_rollouts, policy
 from benchmarks.speed.command import chosen_peers, workload_set
 from benchmarks.speed.replay import Replay, StepPeer, Stopwatch
-from benchmarks.speed.step_peers import AUTHORS, EXACT, STEP_PEERS, TRL
+from benchmarks.speed.step_peers import EXACT, STEP_PEERS, TRL
 from benchmarks.speed.step_reference import StepResult, Truth, taken_gradients
 from cfa_kernels.hf.model import backbone, causal_lm
 from cfa_kernels.hf.verify import check_trainable
@@ -53,33 +52,19 @@ class StepWorkload:
     """Least times of contenders, in units of our counterfactual step."""
 
 
-# Promises by what trains and whether all groups are mixed.
-_CPU: dict[tuple[str, str], dict[str, float]] = {
-    ("LoRA", "all mixed"): {TRL: 1 / 0.35, AUTHORS: 5.0},
-    ("LoRA", "as they come"): {TRL: 5.0, AUTHORS: 5.0},
-    ("full", "all mixed"): {},
-    ("full", "as they come"): {},
-}
-_GPU = {key: {TRL: 1.0} for key in _CPU}
+_FLOORS = {"all mixed": 1 / 0.35, "as they come": 5.0}
+"""Promises on a CPU against TRL, with adapters, by whether all groups are mixed."""
 
 
-def _gsm8k(
-    model: str,
-    problems: int,
-    dtype: torch.dtype,
-    promises: dict[tuple[str, str], dict[str, float]],
-) -> dict[str, StepWorkload]:
+def _gsm8k(model: str, problems: int, dtype: torch.dtype, *, promised: bool) -> dict[str, StepWorkload]:
     """Adapters and full training, all groups mixed and groups as they come."""
     return {
         f"{model} {trains}, {groups}": StepWorkload(
-            model,
-            trains == "LoRA",
-            functools.partial(gsm8k_rollouts, problems, mixed=groups == "all mixed"),
-            dtype,
-            floors,
+            model, trains == "LoRA", functools.partial(gsm8k_rollouts, problems, mixed=groups == "all mixed"), dtype,
+            {TRL: floor} if promised and trains == "LoRA" else {},
         )
-        for (trains, groups), floors in promises.items()
-    }
+        for trains in ("LoRA", "full") for groups, floor in _FLOORS.items()
+    }  # fmt: skip
 
 
 WORKLOADS: dict[str, dict[str, StepWorkload]] = {
@@ -88,24 +73,8 @@ WORKLOADS: dict[str, dict[str, StepWorkload]] = {
             "qwen3-tiny", True, functools.partial(gsm8k_rollouts, 2, mixed=False), torch.float32
         )
     },
-    "cpu": _gsm8k("qwen3-40m", 4, torch.float32, _CPU),
-    "cuda": {
-        **{
-            name: workload
-            for model in ("Qwen3-1.7B", "Qwen2.5-3B", "Llama-3.2-3B")
-            for name, workload in _gsm8k(model, 8, torch.bfloat16, _GPU).items()
-        },
-        **{
-            f"Qwen3-1.7B LoRA, {problems}x8, P {prompt}, T {completion}": StepWorkload(
-                "Qwen3-1.7B",
-                True,
-                functools.partial(shaped_rollouts, problems, group=8, prompt=prompt, completion=completion, spans=6),
-                torch.bfloat16,
-                {TRL: 1.0},
-            )
-            for problems, prompt, completion in ((8, 110, 220), (4, 110, 220), (4, 512, 512))
-        },
-    },
+    "cpu": _gsm8k("qwen3-40m", 4, torch.float32, promised=True),
+    "cuda": _gsm8k("Qwen3-1.7B", 8, torch.bfloat16, promised=False),
 }
 
 
@@ -298,7 +267,6 @@ def run_race(replay: Replay, fresh: Callable[[], nn.Module], names: Sequence[str
     return laps
 
 
-@pytest.mark.benchmark(timer=replay_clock)
 @pytest.mark.parametrize("name", list(STEP_PEERS))
 def test_step_time(step_race: dict[str, Lap], workload: str, name: str, report: Callable[..., None]) -> None:
     if name not in step_race:

@@ -7,7 +7,6 @@ asks for the CPU's figures. It exits with 1 if a part failed.
 
 import argparse
 import csv
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +18,10 @@ from benchmarks.harness.environment import REPOSITORY, describe_environment, slu
 from benchmarks.harness.plots import plot_results
 from benchmarks.harness.results import RESULTS
 
-PARTS = ("first-light", "kernels", "scoring", "rollouts", "trainer-step", "loss", "step", "profile")
-"""Each is a file of this folder; `first-light` is `bench_first_light.py`."""
+PARTS = ("kernels", "scoring", "loss", "step")
+"""Each is a file of this folder; `step` is `bench_step.py`."""
 
-PEERS_OF = ("scoring", "step", "profile")
+PEERS_OF = ("scoring", "step")
 """Parts whose contenders can be chosen."""
 
 FAILED, NO_DEVICE = 1, 2
@@ -49,9 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = []
     for part in options.only or PARTS:
         print(f"== {part} -> {path}", flush=True)
-        interpreted = part == "first-light" and options.device == "cpu"
-        variables = os.environ | ({"TRITON_INTERPRET": "1"} if interpreted else {})
-        if subprocess.run(session(part, options, path), cwd=REPOSITORY, env=variables, check=False).returncode:
+        if subprocess.run(session(part, options, path), cwd=REPOSITORY, check=False).returncode:
             failed.append(part)
     try:
         for picture in plot_results(path) if path.exists() else []:
@@ -73,8 +70,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--select", help="pytest's -k for the part, to measure a piece of it")
     parser.add_argument(
         "--peers",
-        help="race only these in scoring, steps or profiles, comma-separated, a name with a comma in quotes: "
-        "'per span,ours'",
+        help="race only these in scoring or steps, comma-separated, a name with a comma in quotes: 'per span,ours'",
     )
     parser.add_argument("--smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
     parser.add_argument("--seconds", type=float, default=60.0, help="time for the rounds of one workload")
@@ -94,9 +90,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 def session(part: str, options: argparse.Namespace, path: Path) -> list[str]:
     """The command of a part's session of pytest, which `conftest.py` gives its options."""
-    command = [sys.executable, "-m", "pytest", f"benchmarks/speed/bench_{part.replace('-', '_')}.py"]
-    command += ["-p", "no:cacheprovider", "-s", "--tb=short", "--benchmark-enable"]
-    command += ["--benchmark-columns=median,iqr,min,max,rounds", "--benchmark-sort=name"]
+    command = [sys.executable, "-m", "pytest", f"benchmarks/speed/bench_{part}.py"]
+    command += ["-p", "no:cacheprovider", "-s", "--tb=short"]
     command += [f"--bench-device={options.device}", f"--bench-part={part}", f"--bench-into={path}"]
     command += [f"--bench-seconds={options.seconds}", f"--bench-rounds={options.rounds}"]
     command += [f"--bench-commit={options.commit}"] if options.commit else []
@@ -110,7 +105,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--bench-device", choices=("cpu", "cuda"), help="where to run; default: the GPU if there is one")
     group.addoption("--bench-smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
     group.addoption("--bench-seconds", type=float, default=60.0, help="time for the rounds of one race")
-    group.addoption("--bench-rounds", type=int, default=5, help="fewest rounds of one race")
+    group.addoption("--bench-rounds", type=int, help="fewest rounds of one race; default: a single one")
     group.addoption("--bench-peers", help="contenders to race, comma-separated; default: all")
     group.addoption("--bench-part", default="part", help="name of the part in the result file")
     group.addoption("--bench-into", help="result file")

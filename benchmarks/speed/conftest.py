@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.harness.ceilings import measure_ceilings
 from benchmarks.harness.environment import describe_environment
-from benchmarks.harness.race import Absent, Budget, Figures, Lap, replay_clock, spread
+from benchmarks.harness.race import Absent, Budget, Figures, Lap, spread
 from benchmarks.harness.results import write_json
 from benchmarks.harness.workloads import SEED
 from benchmarks.speed.command import add_options, device_name, workload_set
@@ -100,16 +100,14 @@ def ceilings(request: pytest.FixtureRequest, device: torch.device) -> dict[str, 
 
 @pytest.fixture(scope="session")
 def budget(request: pytest.FixtureRequest) -> Budget:
-    """Rounds of a race; a single one when pytest-benchmark is switched off, as it is in plain test runs."""
-    config = request.config
-    if config.getoption("benchmark_disable") and not config.getoption("benchmark_enable"):
-        return Budget(0.0, 1, 1)
-    return Budget(config.getoption("--bench-seconds"), config.getoption("--bench-rounds"))
+    """Rounds of a race; a single one in plain test runs."""
+    rounds = request.config.getoption("--bench-rounds")
+    return Budget(request.config.getoption("--bench-seconds"), rounds) if rounds else Budget(0.0, 1, 1)
 
 
 @pytest.fixture
-def report(benchmark: Any, figures: Figures, ceilings: dict[str, Any]) -> Callable[..., None]:
-    """Report a lap: to pytest-benchmark and to the figures. Fails on a refused one, skips an absent one.
+def report(figures: Figures, ceilings: dict[str, Any]) -> Callable[..., None]:
+    """Report a lap: print it, and keep its figures. Fails on a refused one, skips an absent one.
 
     `group` says what the contenders have in common (the workload); `facts` are numbers to keep beside the time:
     `flops` (operations of one run) and `bytes` (moved by one run) become rates and shares of the ceilings.
@@ -131,9 +129,7 @@ def report(benchmark: Any, figures: Figures, ceilings: dict[str, Any]) -> Callab
             facts["share_of_copy"] = facts["gb_per_s"] / ceilings["copy_gb_per_s"]
         seconds = {"seconds": spread(lap.seconds), "peak_extra_bytes": lap.peak_extra_bytes}
         figures.figures.append({"group": group, "name": lap.name, **seconds, **facts})
-        benchmark.group = group
-        benchmark.extra_info.update(facts)
-        benchmark.pedantic(replay_clock.rounds(lap.seconds), rounds=len(lap.seconds), iterations=1)
+        print(f"{group}: {lap.name}, median of {len(lap.seconds)}: {lap.median * 1e3:,.3f} ms")
 
     return report_lap
 

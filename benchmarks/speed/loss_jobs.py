@@ -1,11 +1,10 @@
-"""Inputs and references of the loss benchmark: one training step's loss from hidden states, or from logits.
+"""Inputs and references of the loss benchmark: one training step's loss from hidden states.
 
 The loss is the weighted, clipped, token-level (dapo) one. A `LossReference` is float64's result with an error budget.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from benchmarks.harness.race import WrongAnswer
 from benchmarks.harness.workloads import HEADS, SEED
 from benchmarks.speed.reference import ErrorBudget, max_error
-from cfa_kernels.losses.policy import logits_policy_loss, policy_loss
+from cfa_kernels.losses.policy import policy_loss
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
 SEQUENCES = 8
@@ -24,15 +23,13 @@ Result = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens, hidden size, vocabulary, whether the head trains, and by what factors ours is to beat which peers."""
+    """Tokens, hidden size, vocabulary, and whether the head trains."""
 
     tokens: int
     hidden: int
     vocabulary: int
     dtype: torch.dtype
     head_trains: bool = True
-    fastest_peer: float | None = None
-    """Floor of the fastest peer's time over ours."""
 
     @property
     def gemms(self) -> int:
@@ -52,22 +49,10 @@ LINEAR: dict[str, dict[str, Shape]] = {
         for how, trains in _TRAINS.items()
     },
     "cuda": {
-        f"{model} {tokens // 1024}k tokens, {how}": Shape(
-            tokens, *sizes, torch.bfloat16, trains, (1.5 if trains else 2.0) if tokens >= 8192 else None
-        )
+        f"{model} {tokens // 1024}k tokens, {how}": Shape(tokens, *sizes, torch.bfloat16, trains)
         for model, sizes in HEADS.items()
         for tokens in (2048, 8192, 32_768)
         for how, trains in _TRAINS.items()
-    },
-}
-
-LOGITS: dict[str, dict[str, Shape]] = {
-    "smoke": {"smoke": Shape(48, 0, 160, torch.float32)},
-    "cpu": {"512 tokens, V 16k": Shape(512, 0, 16_384, torch.float32)},
-    "cuda": {
-        f"{tokens // 1024}k tokens, V {vocabulary}": Shape(tokens, 0, vocabulary, torch.bfloat16)
-        for vocabulary in (128_256, 151_936)
-        for tokens in (2048, 8192, 32_768)
     },
 }
 
@@ -192,56 +177,3 @@ class LossReference:
 
 def linear_reference(job: LossJob) -> LossReference:
     return LossReference.of(chunked(job, torch.float64, 1024), chunked(job, job.shape.dtype, 1024), job.shape.dtype)
-
-
-@dataclass(frozen=True)
-class LogitsJob:
-    """Input of one step from logits (B, T + 1, V), whose last position predicts nothing; on-policy.
-
-    On-policy, no row is ever clipped: so a contender that writes the gradient over its logits has the same work to
-    do in the next round, on whatever stands there.
-    """
-
-    logits: Tensor
-    targets: Tensor
-    advantages: Tensor
-    mask: Tensor
-    weights: Tensor
-
-    def loss(self, logits: Tensor, **options: Any) -> Tensor:
-        return logits_policy_loss(
-            logits[:, :-1], self.targets, None, self.advantages, self.mask, weights=self.weights, validate=False,
-            **options,
-        )[0]  # fmt: skip
-
-    def own_logits(self) -> Tensor:
-        return self.logits.clone().requires_grad_()
-
-
-def make_logits_job(shape: Shape, device: torch.device) -> LogitsJob:
-    options = {"generator": torch.Generator(device).manual_seed(SEED), "device": device}
-    b, t = SEQUENCES, shape.tokens // SEQUENCES
-    logits = torch.empty(b, t + 1, shape.vocabulary, dtype=shape.dtype, device=device).normal_(
-        std=2, generator=options["generator"]
-    )
-    return LogitsJob(
-        logits, torch.randint(shape.vocabulary, (b, t), **options), 0.5 + torch.rand(b, **options),
-        torch.ones(b, t, device=device), 0.1 + torch.rand(b, t, **options),
-    )  # fmt: skip
-
-
-def logits_truth(job: LogitsJob, dtype: torch.dtype) -> Result:
-    """Loss and gradient (B, T, V) by autograd in `dtype`; a float64 gradient is kept in float32, to fit."""
-    losses = []
-    b, t, v = job.logits[:, :-1].shape
-    chosen_rows = torch.float32 if dtype == torch.float64 else dtype
-    gradients = torch.empty(b, t, v, dtype=chosen_rows, device=job.logits.device)
-    count = job.mask.sum()
-    for row in range(b):  # one sequence at a time: float64 logits are large
-        logits = job.logits[row, :-1].detach().to(dtype).requires_grad_()
-        wide = logits.to(torch.promote_types(dtype, torch.float32))
-        logprobs = wide.log_softmax(-1).gather(-1, job.targets[row, :, None])[:, 0]
-        loss = -(torch.exp(logprobs - logprobs.detach()) * job.advantages[row] * job.weights[row]).sum() / count
-        losses.append(loss.detach())
-        gradients[row] = torch.autograd.grad(loss, logits)[0]
-    return torch.stack(losses).sum(), gradients

@@ -16,30 +16,23 @@ from benchmarks.harness.race import Absent, Contender
 from benchmarks.speed.loss_jobs import (
     EPSILON,
     EPSILON_HIGH,
-    SEQUENCES,
-    LogitsJob,
     LossJob,
-    LossReference,
     Result,
     chunked,
     linear_reference,
-    logits_truth,
 )
-from cfa_kernels.losses.policy import contributing_rows, linear_policy_loss, policy_loss
+from cfa_kernels.losses.policy import linear_policy_loss, policy_loss
 
 CHUNK = {"cpu": 256, "cuda": 4096}
-BOUND, OURS, HALF = "bare GEMMs (the bound)", "ours", "ours, half the groups at zero advantage"
+BOUND, OURS = "bare GEMMs (the bound)", "ours"
 CORRECTED = {f"ours, {mode}": mode for mode in ("token_truncate", "sequence_mask")}
 """Ours with corrections for rollouts of another policy, which are to cost nearly nothing."""
 
 
-# From hidden states
-
-
-def ours(job: LossJob, rows: Tensor | None = None, **options: Any) -> Result:
+def ours(job: LossJob, **options: Any) -> Result:
     hidden, head = job.leaves()
     loss, _ = linear_policy_loss(
-        hidden, head, job.targets, job.old, job.advantages, job.mask, weights=job.weights, rows=rows,
+        hidden, head, job.targets, job.old, job.advantages, job.mask, weights=job.weights,
         epsilon=EPSILON, epsilon_high=EPSILON_HIGH, drop_inactive=False, validate=False, **options,
     )  # fmt: skip
     return job.gradients(loss, hidden, head)
@@ -125,9 +118,6 @@ PEERS: dict[str, Callable[[LossJob], Result]] = {
 def linear_contenders(job: LossJob) -> list[Contender]:
     reference = linear_reference(job)
     contenders = [Contender(name, functools.partial(run, job), reference.check) for name, run in PEERS.items()]
-    half = replace(job, advantages=job.advantages * (torch.arange(SEQUENCES, device=job.mask.device) % 2))
-    rows = contributing_rows(half.mask, half.advantages, weights=half.weights)
-    contenders.append(Contender(HALF, functools.partial(ours, half, rows), linear_reference(half).check))
     sampled = job.old - torch.tensor([0.3, -0.3], device=job.mask.device).repeat(job.mask.size(1) // 2)
     options, gaps = {"sampling_logprobs": sampled, "sampling_clip_max": 1.2}, job.old.double() - sampled
     for name, mode in CORRECTED.items():  # a sequence's ratio is near 1
@@ -136,53 +126,3 @@ def linear_contenders(job: LossJob) -> list[Contender]:
         contenders.append(Contender(name, functools.partial(ours, job, sampling_mode=mode, **options), check))
     contenders.append(Contender(BOUND, functools.partial(bare_gemms, job), lambda result: None))
     return contenders
-
-
-# From logits
-
-
-def ours_in_place(job: LogitsJob, logits: Tensor) -> Result:
-    loss = job.loss(logits, inplace=True)
-    return loss.detach(), torch.autograd.grad(loss, logits)[0][:, :-1]
-
-
-def ours_out_of_place(job: LogitsJob, logits: Tensor) -> Result:
-    loss = job.loss(logits)
-    return loss.detach(), torch.autograd.grad(loss, logits)[0][:, :-1]
-
-
-def eager_logits(job: LogitsJob, logits: Tensor) -> Result:
-    logprobs = logits[:, :-1].float().log_softmax(-1).gather(-1, job.targets[..., None])[..., 0]
-    loss, _ = policy_loss(logprobs, None, job.advantages, job.mask, weights=job.weights, validate=False)
-    return loss.detach(), torch.autograd.grad(loss, logits)[0][:, :-1]
-
-
-def liger_logits(job: LogitsJob, logits: Tensor) -> Result:
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise Absent("liger-kernel is not installed")
-    if not logits.is_cuda:
-        raise Absent("Liger's logits-level loss runs on a GPU")
-    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
-
-    loss, _ = triton_grpo_loss(
-        logits, None, None, job.targets, job.advantages, job.mask, temperature=1.0, beta=0.0, eps_low=EPSILON,
-        eps_high=EPSILON_HIGH, inplace=True, loss_type="dapo", reduce=True, vllm_is_ratio=job.weights,
-    )  # fmt: skip
-    return loss.detach(), torch.autograd.grad(loss, logits)[0][:, :-1]
-
-
-LOGITS_PEERS: dict[str, Callable[[LogitsJob, Tensor], Result]] = {
-    OURS: ours_in_place,
-    "ours, out of place": ours_out_of_place,
-    "eager": eager_logits,
-    "Liger logits-level": liger_logits,
-}
-
-
-def logits_contenders(job: LogitsJob) -> list[Contender]:
-    truth, low = logits_truth(job, torch.float64), logits_truth(job, job.logits.dtype)
-    reference = LossReference.of(truth, low, job.logits.dtype)
-    return [
-        Contender(name, functools.partial(run, job, job.own_logits()), reference.check)
-        for name, run in LOGITS_PEERS.items()
-    ]

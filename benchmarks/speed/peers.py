@@ -107,16 +107,15 @@ class _PaddedRow:
     targets: Tensor
 
 
-def _padded_batches(batch_size: int, job: Job, *, whole: bool) -> Iterator[tuple[list[_PaddedRow], Tensor]]:
-    """Rows sorted by length, padded on the right; `whole` or up to the last one that predicts a target.
+def _padded_batches(batch_size: int, job: Job) -> Iterator[tuple[list[_PaddedRow], Tensor]]:
+    """Rows sorted by length, padded on the right, up to the last one that predicts a target.
 
     Rows of one batch never see the padding of another, which comes after them, so no mask is needed.
     """
     rows = []
     for b, (prompt, answer) in enumerate(zip(job.prompts, job.answers, strict=True)):
-        end = None if whole else answer.end - 1
         for k, row in enumerate(variants(job, b)):
-            ids = torch.cat([prompt, row[:end]])
+            ids = torch.cat([prompt, row[: answer.end - 1]])
             rows.append(_PaddedRow(b, k, ids, len(prompt) + answer.start - 1, _targets(job, b)))
     rows.sort(key=lambda row: -len(row.ids))
     for i in range(0, len(rows), batch_size):
@@ -126,22 +125,10 @@ def _padded_batches(batch_size: int, job: Job, *, whole: bool) -> Iterator[tuple
 
 
 @torch.no_grad()
-def padded(batch_size: int, model: PreTrainedModel, job: Job) -> Observed:
-    """Batches of `batch_size` rows, sorted by length: the model called as it comes, logits of every row."""
-    observed = [[torch.empty(0)] * (1 + len(spans)) for spans in job.spans]
-    for batch, ids in _padded_batches(batch_size, job, whole=True):
-        logits = model(ids, use_cache=False).logits
-        for r, row in enumerate(batch):
-            wanted = logits[r, row.first : row.first + len(row.targets)]
-            observed[row.b][row.k] = _answer_logprob(wanted, row.targets)
-    return [torch.stack(scores) for scores in observed]
-
-
-@torch.no_grad()
 def padded_logits_to_keep(batch_size: int, model: PreTrainedModel, job: Job) -> Observed:
-    """The same, with logits of the positions that predict an answer in some row of the batch, and no token more."""
+    """Batches of rows sorted by length, with logits of the positions that predict an answer in some row of a batch."""
     observed = [[torch.empty(0)] * (1 + len(spans)) for spans in job.spans]
-    for batch, ids in _padded_batches(batch_size, job, whole=False):
+    for batch, ids in _padded_batches(batch_size, job):
         chosen_rows = sorted({t for row in batch for t in range(row.first, row.first + len(row.targets))})
         column = {t: j for j, t in enumerate(chosen_rows)}
         logits = model(ids, use_cache=False, logits_to_keep=torch.tensor(chosen_rows, device=ids.device)).logits
@@ -422,8 +409,6 @@ def ours(model: PreTrainedModel, job: Job) -> Observed:
 PEERS: dict[str, Peer] = {
     "per span": Peer(per_span, as_is),
     "per span with logits_to_keep": Peer(per_span_logits_to_keep, as_is),
-    "padded batches of 8": Peer(functools.partial(padded, 8), as_is),
-    "padded batches of 8 with logits_to_keep": Peer(functools.partial(padded_logits_to_keep, 8), as_is),
     "KV reuse": Peer(kv_reuse, as_is),
     "FlexAttention tree": Peer(flex_tree, as_is, packed=True),
     "aligntune batched": Peer(aligntune_batched, aligntune_importance, scores_in_model_dtype=True),
@@ -432,8 +417,5 @@ PEERS: dict[str, Peer] = {
 }
 REFERENCE = "per span"
 
-BEST_PADDED: dict[str, Padded] = {
-    "best padded batch": padded,
-    "best padded batch with logits_to_keep": padded_logits_to_keep,
-}
+BEST_PADDED: dict[str, Padded] = {"best padded batch with logits_to_keep": padded_logits_to_keep}
 """Peers whose batch size is searched for each model and job before the race."""

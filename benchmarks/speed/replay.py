@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 
 from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job, JobRollouts
-from cfa_kernels import Credit
+from cfa_kernels import CounterfactualConfig, Credit
 from cfa_kernels.credit.deferred import DeferredCredit
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.verify import check_trainable
-from cfa_kernels.integrations.credit import fold_weights
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
 
@@ -36,16 +35,18 @@ class Replay:
     Attributes:
         policy: the model to train, whose trainable parameters take the gradient.
         rollouts: with ids on the policy's device.
+        most_rows: of a padded micro-batch; by default TRL's.
     """
 
     policy: nn.Module
     rollouts: JobRollouts
+    most_rows: int = 8
     _trl: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
     def micro_batch(self) -> int:
-        """Rows per padded micro-batch: TRL's default."""
-        return min(8, len(self.job.completions))
+        """Rows per padded micro-batch."""
+        return min(self.most_rows, len(self.job.completions))
 
     @property
     def job(self) -> Job:
@@ -144,8 +145,8 @@ class StepPeer:
 
     Attributes:
         run: does it.
-        kind: which weights it is to use: "plain" (1), "counterfactual" (the CF paper's), "found" (the same, of spans
-            and answers that it finds itself) or "authors" (their code's).
+        kind: which weights it is to use: "plain" (1), "counterfactual" (the CF paper's) or "found" (the same, of spans
+            and answers that it finds itself).
         head_products: products of a row with the head in the update while the head is frozen; one more if it trains.
         head_rows: which rows those are: "active" tokens (with an advantage), all "tokens", or, of padded batches
             and on a CPU only, all "positions".
@@ -168,13 +169,11 @@ def _trl_trainer(
     *,
     credited: bool = False,
     log_entropy: bool = True,
-    liger: bool = False,
 ) -> Any:
     """A `GRPOTrainer` that finds `recorded` where it would sample and score completions.
 
-    It is never asked to `train`, so what that does to the model first is done here. With `credited` it is a
-    `CounterfactualGRPOTrainer(packed_loss=True)`, with `log_entropy` or without, which assigns credit to what was
-    recorded by its defaults. `liger` is TRL's own `use_liger_kernel`.
+    It is never asked to `train`, which would put Liger's kernels into the model. With `credited` it is a
+    `PackedGRPOTrainer`, with `log_entropy` or without, which masks the spans of what was recorded.
     """
     try:
         from datasets import Dataset
@@ -213,7 +212,6 @@ def _trl_trainer(
         beta=0.0,
         temperature=1.0,
         report_to=[],
-        use_liger_kernel=liger,
     )
     trainer = (_credited(Replaying, log_entropy) if credited else Replaying)(
         model=policy,
@@ -228,7 +226,7 @@ def _trl_trainer(
 
 
 def _credited(replaying: type, log_entropy: bool) -> type:
-    """A class of `CounterfactualGRPOTrainer(packed_loss=True)` that credits what `replaying` recorded."""
+    """A class of `PackedGRPOTrainer` that credits what `replaying` recorded."""
     try:
         from cfa_kernels.integrations.trl import CounterfactualMixin
     except ImportError as error:  # this TRL is older than it takes
@@ -241,7 +239,7 @@ def _credited(replaying: type, log_entropy: bool) -> type:
         weights: Weights
 
         def __init__(self, **options: Any) -> None:
-            super().__init__(**options, packed_loss=True, log_entropy=log_entropy)
+            super().__init__(**options, credit=CounterfactualConfig(), log_entropy=log_entropy)
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
             with self.stopwatch.credit():
@@ -288,13 +286,9 @@ def padded_layout(rollouts: JobRollouts) -> dict[str, Tensor]:
     }
 
 
-def trl_update(replay: Replay, trainer: Any, weights: Weights | None) -> Tensor:
+def trl_update(replay: Replay, trainer: Any) -> Tensor:
     """One optimizer step's worth of `GRPOTrainer.training_step`, the optimizer left out."""
-    advantages = replay.rollouts.advantages.to(replay.device)
-    if weights is not None:
-        padded = nn.utils.rnn.pad_sequence(weights, batch_first=True, padding_value=1.0).to(replay.device)
-        advantages = fold_weights(advantages, padded)
-    trainer.recorded["advantages"] = advantages
+    trainer.recorded["advantages"] = replay.rollouts.advantages.to(replay.device)
     trainer._buffered_inputs, trainer._step = None, 0
     steps = trainer.args.gradient_accumulation_steps
     # Each loss comes back divided by the number of micro-batches, only for the log.

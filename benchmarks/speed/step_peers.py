@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
-from benchmarks.harness.workloads import Job
-from benchmarks.speed.peers import Observed, aligntune_batched, authors_package, using_attention
+from benchmarks.speed.peers import using_attention
 from benchmarks.speed.replay import (
     EPSILON,
     EPSILON_HIGH,
@@ -24,11 +23,10 @@ from benchmarks.speed.replay import (
     StepPeer,
     Stopwatch,
     Weights,
-    padded_ids,
     trl_update,
 )
 from benchmarks.speed.varlen import causal_varlen_attention
-from cfa_kernels import Rows, policy_loss, score_counterfactuals, span_weights
+from cfa_kernels import Rows, span_weights
 from cfa_kernels.hf.head import Head
 from cfa_kernels.hf.limits import default_token_budget
 from cfa_kernels.hf.model import backbone
@@ -45,15 +43,15 @@ def trl_plain(replay: Replay, stopwatch: Stopwatch, *, whole: bool = False) -> t
     """TRL's dapo step: padded, with its chunked head and its metrics; without activation checkpointing, as all here."""
     trainer = replay.trl(micro_batch=len(replay.job.completions) if whole else None)
     with stopwatch.update():
-        return trl_update(replay, trainer, None), None
+        return trl_update(replay, trainer), None
 
 
 def trl_credited(replay: Replay, stopwatch: Stopwatch, *, log_entropy: bool = True) -> tuple[Tensor, Weights]:
-    """`CounterfactualGRPOTrainer(packed_loss=True)` as a TRL user has it: it finds spans and answers, and credits."""
+    """`PackedGRPOTrainer(credit=CounterfactualConfig())` as a TRL user has it: it finds spans and answers."""
     trainer = replay.trl(credited=True, log_entropy=log_entropy)
     trainer.stopwatch = stopwatch
     with stopwatch.update():
-        loss = trl_update(replay, trainer, None)
+        loss = trl_update(replay, trainer)
     return loss, trainer.weights
 
 
@@ -201,94 +199,9 @@ def ours(replay: Replay, stopwatch: Stopwatch, *, credited: bool) -> tuple[Tenso
     return total, weights
 
 
-def _separate_credit(replay: Replay, rows: Sequence[int]) -> Weights:
-    """Weights from a scoring call of some rows; 1 for the others."""
-    job = replay.job.part(rows)
-    scores = score_counterfactuals(
-        replay.policy, Rows(job.prompts, job.completions), job.spans, job.answers, mask=job.placeholder_id
-    )
-    return _weights(replay.job, dict(zip(rows, scores.drop, strict=True)))
-
-
-def _weights(job: Job, drops: dict[int, Tensor]) -> Weights:
-    """The CF paper's, on the host, for the rows that have drops; 1 for the others."""
-    weights = [torch.ones(len(completion)) for completion in job.completions]
-    for b, drop in drops.items():
-        weights[b] = span_weights(drop.cpu(), job.spans[b], job.answers[b], len(weights[b]))
-    return weights
-
-
-def _padded_update(replay: Replay, weights: Weights, rows: Sequence[int]) -> Tensor:
-    """Micro-batches of rows of like length, padded, the head only on counted rows; log-probs, then `policy_loss`."""
-    job, head = replay.job, check_supported(replay.causal)
-    total = torch.zeros((), device=replay.device)
-    ordered = sorted(rows, key=lambda b: len(job.completions[b]))
-    for start in range(0, len(ordered), replay.micro_batch):
-        part = ordered[start : start + replay.micro_batch]
-        prompt_ids, prompt_mask = padded_ids([job.prompts[b] for b in part], side="left")
-        completion_ids, completion_mask = padded_ids([job.completions[b] for b in part])
-        mask = torch.cat([prompt_mask, completion_mask], 1)
-        hidden = backbone(replay.causal)(
-            input_ids=torch.cat([prompt_ids, completion_ids], 1),
-            attention_mask=mask,
-            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-            use_cache=False,
-        ).last_hidden_state[:, prompt_ids.shape[1] - 1 : -1]
-        counted = completion_mask.bool()
-        logprobs = torch.zeros(counted.shape, device=replay.device).masked_scatter(
-            counted, head.logprobs(hidden[counted], completion_ids[counted])
-        )
-        loss = _policy_loss(replay, logprobs, counted, weights, part)
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
-def _policy_loss(replay: Replay, logprobs: Tensor, mask: Tensor, weights: Weights, rows: Sequence[int]) -> Tensor:
-    padded = nn.utils.rnn.pad_sequence([weights[b] for b in rows], batch_first=True).to(replay.device)
-    return policy_loss(
-        logprobs, None, replay.advantages(rows), mask, weights=padded, epsilon=EPSILON, epsilon_high=EPSILON_HIGH,
-        num_items_in_batch=replay.rollouts.tokens,
-    )[0]  # fmt: skip
-
-
-def counterfactual_padded(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
-    """A separate scoring, then a padded update, as in verl and OpenRLHF; rows without an advantage are left out."""
-    rows = replay.rollouts.active
-    with stopwatch.credit():
-        weights = _separate_credit(replay, rows)
-    with stopwatch.update():
-        return _padded_update(replay, weights, rows), weights
-
-
-# The authors' scoring
-
-
-def authors_then_trl(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
-    """aligntune's batched importance and its weights for every row, then TRL's update."""
-    trainer = replay.trl()
-    with stopwatch.credit():
-        weights = authors_weights(replay.job, aligntune_batched(replay.causal, replay.job))
-    with stopwatch.update():
-        return trl_update(replay, trainer, weights), weights
-
-
-def authors_weights(job: Job, importance: Observed) -> Weights:
-    """aligntune's `compute_soft_weights` of what it reports per completion token."""
-    soften = authors_package().compute_soft_weights
-    result = []
-    for b, values in enumerate(importance):
-        ids = torch.cat([job.prompts[b], job.completions[b]]).cpu()
-        length = len(job.prompts[b])
-        padded = torch.cat([torch.zeros(length, dtype=torch.float64), values.double().cpu()]).numpy()
-        weights = soften(padded, length, tokenizer=job.tokenizer, input_ids=ids[None])
-        result.append(torch.from_numpy(weights[length:]).float())
-    return result
-
-
 TRL, WHOLE = "TRL", "TRL, all rows at a time"
-PLAIN, EXACT, AUTHORS = "ours", "ours counterfactual, one pass", "authors' scoring, TRL"
-VARLEN, PADDED = "varlen without sharing", "ours counterfactual, padded"
+PLAIN, EXACT = "ours", "ours counterfactual, one pass"
+VARLEN = "varlen without sharing"
 CREDITED = "CounterfactualGRPOTrainer, packed loss"
 NO_ENTROPY = "CounterfactualGRPOTrainer, packed loss, log_entropy=False"
 
@@ -305,7 +218,5 @@ STEP_PEERS: dict[str, StepPeer] = {
     CREDITED: _credited("tokens"),
     NO_ENTROPY: _credited("active", log_entropy=False),
     PLAIN: StepPeer(functools.partial(ours, credited=False), "plain", 2, "active"),
-    PADDED: StepPeer(counterfactual_padded, "counterfactual", 3, "active"),
     EXACT: StepPeer(functools.partial(ours, credited=True), "counterfactual", 2, "active"),
-    AUTHORS: StepPeer(authors_then_trl, "authors", 3, "positions"),
 }

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from benchmarks.harness.race import Absent, WrongAnswer
 from benchmarks.harness.workloads import Job, JobRollouts
-from benchmarks.speed.peers import Observed, aligntune_importance, padded_logits_to_keep
+from benchmarks.speed.peers import Observed, padded_logits_to_keep
 from benchmarks.speed.replay import Weights
-from benchmarks.speed.step_peers import authors_weights
 from cfa_kernels import Span, detect_spans, find_answer, span_weights
 from cfa_kernels.hf.model import causal_lm
 
@@ -79,8 +78,6 @@ def answer_scores(kind: str, model: nn.Module, rollouts: JobRollouts) -> Observe
 def weights_of_scores(kind: str, scores: Observed, rollouts: JobRollouts) -> Weights:
     """The weights that a kind of contender should use, given the log-probs of answers."""
     job = as_found(rollouts.job) if kind == "found" else rollouts.job
-    if kind == "authors":
-        return authors_weights(job, _authors_importance(scores, rollouts))
     drops = [(row[0] - row[1:]).cpu() for row in scores]
     active = set(rollouts.active)
     return [
@@ -123,10 +120,6 @@ def as_found(job: Job) -> Job:
         answers.append(answer)
         spans.append(result)
     return replace(job, spans=spans, answers=answers)
-
-
-def _authors_importance(scores: Observed, rollouts: JobRollouts) -> Observed:
-    return [aligntune_importance(row.double().cpu(), rollouts.job, b) for b, row in enumerate(scores)]
 
 
 @dataclass(frozen=True)

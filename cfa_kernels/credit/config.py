@@ -6,7 +6,10 @@ Each part declares its fields once; flags, YAML, hosts and `docs/credit.md` deri
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from ..estimators import ESTIMATORS
 from ..estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
@@ -14,6 +17,10 @@ from ..options import Count, check_fields, imported
 from ..scoring.access import CAPABILITIES
 from ..text.rules import AnswerRules, SpanRules
 from .weights import WEIGHTS, Control, Identity, OwnWeights, WeightRule
+
+PRESETS = Path(__file__).parent / "presets"
+RECOMMENDED = "prefix_gain_positive"
+"""Name of the preset that trained best of all that was tried where most of a completion cannot matter."""
 
 
 class UnreadOptions(ValueError):
@@ -112,6 +119,21 @@ class CounterfactualConfig:
         names = {name for name, _, _ in flat_options()} | {entry.name for entry in fields(cls)}
         return cls(**{name: value for name, value in settings.items() if value is not None or name not in names})
 
+    @classmethod
+    def preset(cls, name: str) -> "CounterfactualConfig":
+        """Build a configuration that ships, by name: those of the papers, and `RECOMMENDED`.
+
+        Raises `ValueError` for an unknown name, and for one that only the training program can run.
+        """
+        names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+        if name not in names:
+            near = _near(name, dict.fromkeys(names))
+            raise ValueError(f"credit must be a CounterfactualConfig or one of {', '.join(names)}, got {name!r}{near}")
+        settings = yaml.safe_load((PRESETS / f"{name}.yaml").read_text("utf-8"))
+        if "estimator" not in settings:
+            raise ValueError(f"credit={name!r} is run by the training program alone: cfa-train --config {name}")
+        return cls.from_flat({"estimator": settings["estimator"], **settings.get("credit_options", {})})
+
     @property
     def asked_for(self) -> str:
         """Write out the estimator and its options that are not the default, for messages."""
@@ -167,12 +189,14 @@ class CounterfactualConfig:
 
 
 def as_config(value: Any) -> CounterfactualConfig:
-    """Return `value`, or the default configuration for None; raise `TypeError` for anything else."""
+    """Return `value`, the preset of a name, or the default configuration for None; `TypeError` for anything else."""
     if value is None:
         return CounterfactualConfig()
+    if isinstance(value, str):
+        return CounterfactualConfig.preset(value)
     if not isinstance(value, CounterfactualConfig):
         remedy = "; make one by CounterfactualConfig.from_flat" if isinstance(value, Mapping) else ""
-        raise TypeError(f"the configuration of credit must be a CounterfactualConfig, got {value!r}{remedy}")
+        raise TypeError(f"the configuration of credit must be a CounterfactualConfig or a name, got {value!r}{remedy}")
     return value
 
 

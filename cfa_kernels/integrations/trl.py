@@ -1,4 +1,4 @@
-"""Counterfactual credit in TRL: `CounterfactualGRPOTrainer` in place of `GRPOTrainer`.
+"""Packed trees and counterfactual credit in TRL: `PackedGRPOTrainer` in place of `GRPOTrainer`.
 
 TRL generates, rewards and computes advantages; credit of the generation batch (`trl_credit.py`) is multiplied into
 them. Then TRL's own loss runs, or the packed one (`trl_losses.py`), which may assign credit from its own forward.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import CounterfactualConfig
 from ..credit.assign import FIGURES
-from ..credit.config import as_config
+from ..credit.config import RECOMMENDED, as_config
 from ..credit.deferred import DeferredCredit, Draws
 from ..credit.nothing import NOT_MIXED, why_nothing
 from ..estimators.base import SIBLINGS
@@ -64,6 +64,9 @@ _COMBINE = _CREDIT_FIGURES | {
     "sampling/importance_sampling_ratio/max": "max",
 }
 
+FEW_ROWS = 4000
+"""Packed rows below which a GPU waits for the launches of a forward (counted; docs/trl.md has the table)."""
+
 _AT_SEQUENCES = f"importance_sampling_level='sequence': {ONE_RATIO}; use importance_sampling_level='token'"
 _WHOLE = "layers, sequences and the head must be whole; use DDP, FSDP or DeepSpeed"
 
@@ -74,15 +77,14 @@ _RUNS = {DistributedType.NO, DistributedType.DEEPSPEED, DistributedType.FSDP} | 
 
 
 class CounterfactualMixin(_Trainer):
-    """Add credit to `GRPOTrainer` or a subclass of it: `class Mine(CounterfactualMixin, TheirTrainer)`.
+    """Add packed trees and credit to `GRPOTrainer` or a subclass: `class Mine(CounterfactualMixin, TheirTrainer)`.
 
     Args:
         *args, **kwargs: the trainer's own.
-        counterfactual: configuration of credit; default the CF paper's. `control="off"` switches credit off, and the
-            trainer is TRL's to the bit.
+        credit: credit of tokens: a `CounterfactualConfig` or the name of a preset; None for none.
         packed_loss: compute TRL's loss from one packed forward of each micro-batch, which feeds equal prompts once
             and no padding, with or without credit. The rows of an optimizer step are sorted by prompt (not for `bnpo`,
-            whose micro-batches are its denominators).
+            whose micro-batches are its denominators). False, without credit, is TRL's trainer to the bit.
         log_entropy: False leaves TRL's `entropy` out of the metrics of the packed loss; completions without an
             advantage are then not fed, if there is no KL term.
 
@@ -105,21 +107,20 @@ class CounterfactualMixin(_Trainer):
     def __init__(
         self,
         *args: Any,
-        counterfactual: CounterfactualConfig | None = None,
-        packed_loss: bool = False,
+        credit: CounterfactualConfig | str | None = None,
+        packed_loss: bool = True,
         log_entropy: bool = True,
         **kwargs: Any,
     ) -> None:
         if not log_entropy and not packed_loss:
             raise ValueError("log_entropy=False needs packed_loss=True; TRL's loss logs it always")
-        self.counterfactual = as_config(counterfactual)
+        self.credit = CounterfactualConfig(control="off") if credit is None else as_config(credit)
         super().__init__(*args, **kwargs)
         self.packed_loss, self.log_entropy = packed_loss, log_entropy
         self._draws = Draws(self.args.seed)
-        spare = describe_spare_ids(vocab_size(causal_lm(self.model)), _tokenizer_of(self))
-        if spare and self.counterfactual.control != "off":
-            _LOG.warning(spare)
-        if self.counterfactual.control != "off":
+        if self.credit.control != "off":
+            if spare := describe_spare_ids(vocab_size(causal_lm(self.model)), _tokenizer_of(self)):
+                _LOG.warning(spare)
             refuse(_credit_obstacles(self))
         if packed_loss:
             refuse(_packing_obstacles(self), "packed_loss=True")
@@ -127,7 +128,7 @@ class CounterfactualMixin(_Trainer):
         self._corrects = packed_loss and getattr(self, "vllm_importance_sampling_correction", False)
         if self._corrects:
             self.vllm_importance_sampling_correction = False
-        self._model_is_checked = self._has_said_why = False
+        self._model_is_checked = self._has_said_why = self._has_said_few = False
         self._warned = set[str]()
         self._deferred: DeferredCredit | None = None
         if self._model_is_placed():
@@ -142,10 +143,10 @@ class CounterfactualMixin(_Trainer):
     def _check_model(self) -> None:
         checks: list[tuple[Any, str]] = []
         if self._feeds_for_credit:
-            checks.append((check_supported, "CounterfactualConfig(control='off') trains it as TRL does"))
+            checks.append((check_supported, "credit=None trains it without"))
         if self.packed_loss:
             trains = partial(check_trains_packed, router_loss=self.aux_loss_enabled)
-            checks.append((trains, "leave out packed_loss=True"))
+            checks.append((trains, "packed_loss=False leaves the loss to TRL"))
         if checks:
             with self._queried_model() as model, self.accelerator.autocast():
                 for check, remedy in checks:
@@ -165,16 +166,16 @@ class CounterfactualMixin(_Trainer):
         if not self._model_is_checked:
             self._check_model()
         output = super()._generate_and_score_completions(inputs)
-        credited = self.model.training and self.counterfactual.control != "off"
+        credited = self.model.training and self.credit.control != "off"
         if "pixel_values" in output and (credited or self.packed_loss):
             refuse(["images (pixel_values)"], "packed_loss=True" if self.packed_loss else "counterfactual credit")
         if not credited:
-            if self.counterfactual.control != "off":  # the table is filled in evaluation too
+            if self.credit.control != "off":  # the table is filled in evaluation too
                 self._log_weighed([None] * len(output["completion_ids"]))
             return output
         count = len(output["advantages"])
         batch = batch_credit(
-            self.counterfactual, _tokenizer_of(self), output, self._own_rewards(count), self._sampled,
+            self.credit, _tokenizer_of(self), output, self._own_rewards(count), self._sampled,
             first=self.accelerator.process_index * count, group_size=self.num_generations,  # type: ignore[arg-type]
             seed=self._draws.key(self.state.global_step), temperature=self.temperature,
             gather=None if self.accelerator.num_processes == 1 else lambda value: gather_object([value]),
@@ -197,7 +198,7 @@ class CounterfactualMixin(_Trainer):
 
     @property
     def _feeds_for_credit(self) -> bool:
-        return self.counterfactual.asks_model or self.counterfactual.reads_entropies
+        return self.credit.asks_model or self.credit.reads_entropies
 
     def _is_deferred(self, batch: DeferredCredit) -> bool:
         """Whether credit is assigned from the training forwards; says once why not, where that would save work."""
@@ -271,7 +272,7 @@ class CounterfactualMixin(_Trainer):
     @contextmanager
     def _queried_model(self) -> Iterator[nn.Module]:
         """Yield the model that credit queries: with its wrapper if that shards it; every process enters."""
-        if _zero_stage(self) == 3 and GRADIENTS in self.counterfactual.needs:
+        if _zero_stage(self) == 3 and GRADIENTS in self.credit.needs:
             # For gradients through it DeepSpeed gathers the model, as TRL does for generation.
             with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model:
                 yield model
@@ -331,8 +332,21 @@ class CounterfactualMixin(_Trainer):
             metrics["policy_loss"] = others["policy_loss"] / (normalizer if sums else 1)
             if mode == "train":
                 self._follow_entropy(others["bonus/entropy"], others["bonus/tokens"])
+        self._say_few_rows(int(metrics["packed/tokens_fed"]))
         self._log_gathered(metrics, mode, tokens=others["tokens"])
         return loss / normalizer
+
+    def _say_few_rows(self, fed: int) -> None:
+        """Say once that a forward on a GPU has fewer rows than its launches are worth, and the size that would fit."""
+        size = self.args.per_device_train_batch_size
+        fits = min(-(-FEW_ROWS * size // max(fed, 1)), size * self.args.gradient_accumulation_steps)
+        if self._has_said_few or self.accelerator.device.type != "cuda" or fed >= FEW_ROWS or fits <= size:
+            return
+        self._has_said_few = True
+        _LOG.warning(
+            f"packed_loss=True: a forward of {fed} packed rows takes a GPU as long to launch as one of {FEW_ROWS}; "
+            f"per_device_train_batch_size={fits}, with as many fewer gradient_accumulation_steps, trains faster"
+        )
 
     def _follow_entropy(self, entropy: Tensor, tokens: Tensor) -> None:
         """Log the bonus's coefficient, adapted as TRL does to the mean entropy of the tokens of a step."""
@@ -380,8 +394,15 @@ class CounterfactualMixin(_Trainer):
         return options
 
 
-class CounterfactualGRPOTrainer(CounterfactualMixin, GRPOTrainer):
-    """Trainer of TRL, `GRPOTrainer`, with counterfactual credit; see `CounterfactualMixin` for what it adds."""
+class PackedGRPOTrainer(CounterfactualMixin, GRPOTrainer):
+    """TRL's `GRPOTrainer` on packed trees, with the same losses and gradients; `credit=` adds credit."""
+
+
+class CounterfactualGRPOTrainer(PackedGRPOTrainer):
+    """The same with the preset of credit that trained best where it was tried; see `CounterfactualMixin`."""
+
+    def __init__(self, *args: Any, credit: CounterfactualConfig | str | None = RECOMMENDED, **kwargs: Any) -> None:
+        super().__init__(*args, credit=credit, **kwargs)
 
 
 def _tokenizer_of(trainer: Any) -> Any:
@@ -394,7 +415,7 @@ def _zero_stage(trainer: Any) -> int:
 
 
 def _credit_obstacles(trainer: Any) -> list[str]:
-    config, args, processes = trainer.counterfactual, trainer.args, trainer.accelerator.num_processes
+    config, args, processes = trainer.credit, trainer.args, trainer.accelerator.num_processes
     rows, group = args.per_device_train_batch_size * args.steps_per_generation, trainer.num_generations
     is_sharded_in_training = trainer.accelerator.distributed_type == DistributedType.FSDP or (
         _zero_stage(trainer) == 3 and not args.ds3_gather_for_generation

@@ -1,18 +1,21 @@
 """Alignment: gradients by a plain forward, placebos, figures by brute force, runs that resume."""
 
+import itertools
 import json
 import math
+import re
 import shlex
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.evidence import alignment, arms, command, pictures
-from benchmarks.evidence.alignment import ADAM, PARTS, SIZES, AlignmentSettings, Policy
+from benchmarks.evidence import alignment, arms, command, models, pictures
+from benchmarks.evidence.alignment import MAIN, PARTS, SIZES, AlignmentSettings, Policy
 from benchmarks.evidence.arms import ARMS, CF, GAIN, PERMUTED, PLAIN, SETS, Judged, arms_of
 from benchmarks.evidence.command import main
 from benchmarks.evidence.regimes import REGIMES, density
+from trainer.embedded.problems import generate
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +29,8 @@ def policy():
 
 @pytest.fixture(scope="module")
 def group(policy):
-    """A group with right and wrong completions."""
-    return next(group for group in policy.groups(0, 9, count=16) if 0 < group.rewards.mean() < 1)
+    """Completions of a problem that has right and wrong ones."""
+    return next(group for group in policy.groups(0, 9, count=16) if group.problems)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,7 @@ def test_every_arm_gives_each_token_a_number_and_says_what_it_cost(judged):
     plain = judged.gradient(ARMS[PLAIN])
     for name in [one for names in SETS.values() for one in names]:
         rows = judged.token_advantages(ARMS[name])
-        assert [len(row) for row in rows] == list(judged.group.rows.lengths)
+        assert [len(row) for row in rows] == list(judged.groups.rows.lengths)
         assert all(row.isfinite().all() for row in rows)
         gradient = judged.gradient(ARMS[name])
         assert gradient.isfinite().all()
@@ -70,7 +73,7 @@ def test_arms_weigh_the_completions_that_they_name_and_placebos_find_the_same(ju
         judged.token_advantages(ARMS[name])
         for name in (PLAIN, "CF", "CF where right", "CF where wrong", "right times 4")
     )
-    for b, reward in enumerate(judged.group.rewards.tolist()):
+    for b, reward in enumerate(judged.groups.rewards.tolist()):
         weighed, other = (right, wrong) if reward else (wrong, right)
         assert torch.equal(weighed[b], cf[b])
         assert torch.equal(other[b], plain[b])
@@ -82,19 +85,19 @@ def test_arms_weigh_the_completions_that_they_name_and_placebos_find_the_same(ju
 
 
 def test_a_baseline_by_prefix_is_the_mean_at_first_and_knows_the_right_answer_at_the_end(judged):
-    credit, mean = judged.credit(GAIN, gold=True), judged.group.rewards.mean()
+    credit, mean = judged.credit(GAIN, gold=True), judged.groups.rewards.mean()
     for row, spans, drop, reward in zip(
         judged.token_advantages(ARMS["baseline by prefix"]),
         credit.spans,
         credit.drop,
-        judged.group.rewards,
+        judged.groups.rewards,
         strict=True,
     ):
         first = spans[0].end if spans else len(row)
         torch.testing.assert_close(row[:first], (reward - mean).expand(first))
         torch.testing.assert_close(row[-1], reward - (mean + drop.sum()).clamp(0, 1))
     own = judged.credit(GAIN)
-    wrong = judged.group.rewards == 0
+    wrong = judged.groups.rewards == 0
     assert any(w and not torch.equal(a, b) for w, a, b in zip(wrong, own.drop, credit.drop, strict=True))
 
 
@@ -139,7 +142,7 @@ def test_figures_are_those_of_the_vectors():
                 steps = (mean + noise).reshape(-1, size, 4).sum(1)
                 lines = [[*parts @ step, step @ step] for step in steps]
                 products[str(size)][name] = lines
-                if size == ADAM:
+                if size == MAIN:
                     products["adam"][name] = lines
                     cosines[name] += [step @ truth / np.linalg.norm(step) for step in steps]
         blocks.append(products)
@@ -148,18 +151,85 @@ def test_figures_are_those_of_the_vectors():
         for size in SIZES:
             pairs = zip(*(part.reshape(-1, size, 4).sum(1) for part in (one, other)), strict=True)
             block[str(size)]["ceiling"] = [[*parts @ (a + b) / 2, a @ b] for a, b in pairs]
-        block["adam"]["ceiling"] = block[str(ADAM)]["ceiling"]
+        block["adam"]["ceiling"] = block[str(MAIN)]["ceiling"]
     figures = alignment.summary(blocks, parts @ parts.T)
     for size in SIZES:  # without its draws the gradient is the truth's
         assert abs(figures["ceiling"][str(size)]["cosine"] - 1) < 3 * figures["ceiling"][str(size)]["error"] < 0.5
     for name, values in cosines.items():
-        assert figures[name][str(ADAM)]["cosine"] == pytest.approx(np.mean(values))
+        assert figures[name][str(MAIN)]["cosine"] == pytest.approx(np.mean(values))
     ratio = np.mean(cosines["CF"]) / np.mean(cosines[PLAIN])
-    assert figures["CF"][str(ADAM)]["ratio"] == pytest.approx(ratio)
+    assert figures["CF"][str(MAIN)]["ratio"] == pytest.approx(ratio)
     assert figures["CF"]["adam"]["difference"] == pytest.approx(np.mean(cosines["CF"]) - np.mean(cosines[PLAIN]))
     for name, truths in {"CF": (1, 4 / 0.25), PLAIN: (0.5 / 0.29**0.5, 4 / 0.29)}.items():
         for key, value in zip(("aim", "noise to signal"), truths, strict=True):
             assert abs(figures[name][key]["value"] - value) < 3 * figures[name][key]["error"] < 0.3 * value
+
+
+def test_figures_of_batches_that_are_smaller_than_any_follow_from_the_larger_ones():
+    random, truth = np.random.default_rng(0), np.eye(4)[0]
+    parts, blocks = np.stack([truth] * PARTS), []
+    for _ in range(200):
+        steps = {name: truth * mean + random.normal(size=(SIZES[-1], 4)) for name, mean in ((PLAIN, 0.5), ("CF", 1.0))}
+        blocks.append({
+            str(size): {
+                name: [[*parts @ step, step @ step] for step in own.reshape(-1, size, 4).sum(1)]
+                for name, own in steps.items()
+            }
+            for size in SIZES
+        })  # fmt: skip
+    large = [{key: block[key] for key in ("16", "64")} for block in blocks]
+    known, found = (alignment.summary(some, parts @ parts.T)["CF"] for some in (blocks, large))
+    assert str(MAIN) not in large[0]
+    root = (1 + 4 / MAIN) ** -0.5, 0.5 * (0.25 + 4 / MAIN) ** -0.5  # product over the root of the mean square
+    for figure, truth_of in ((found[str(MAIN)]["cosine"], root[0]), (found[str(MAIN)]["ratio"], root[0] / root[1])):
+        assert figure == pytest.approx(truth_of, rel=0.05)
+    assert found[str(MAIN)]["cosine"] == pytest.approx(known[str(MAIN)]["cosine"], rel=0.1)
+    assert 0 < found[str(MAIN)]["ratio_error"] < 0.1
+
+
+def test_groups_that_go_through_the_model_together_have_the_sum_of_their_gradients(policy):
+    single = [one for one in policy.groups(0, 9, count=16) if one.problems][:2]
+    prompts, completions = (
+        [row for one in single for row in getattr(one.rows, name)] for name in ("prompts", "completions")
+    )
+    both = arms.Groups(
+        arms.Rows(prompts, completions), torch.cat([one.rewards for one in single]),
+        [problem for one in single for problem in one.problems], single[0].size,
+    )  # fmt: skip
+    for name in ("CF where right", "unscaled", "baseline by prefix", "sibling edits where wrong"):
+        apart = sum(Judged(policy, one).gradient(ARMS[name]) for one in single)
+        together = Judged(policy, both).gradient(ARMS[name])
+        assert (together - apart).norm() < 1e-3 * apart.norm(), name
+    batches = list(policy.groups(0, 9, count=16, batch=8))
+    assert len(batches) == 2
+    assert sum(len(one.problems) for one in batches) == sum(len(one.problems) for one in policy.groups(0, 9, count=16))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "error", "said"),
+    [(1.5, 0.1, "credit would help here: a step from 32 completions has 1.50 (1.30 to 1.70) of"),
+     (1.0, 0.04, "credit would not help here: "), (1.1, 0.1, "credit may or may not help here: ")],
+)  # fmt: skip
+def test_the_verdict_says_help_only_beyond_its_interval(ratio, error, said):
+    one = document("plain", 1.0)
+    one["arms"][alignment.CREDIT] = {str(MAIN): {"ratio": ratio, "ratio_error": error}}
+    assert alignment.verdict(one).startswith(said)
+    assert ("more truth_groups" in alignment.verdict(one)) == ("may or" in said)
+
+
+def test_a_model_of_ones_own_is_measured_by_one_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(models, "INSTRUCTION", "")  # which the small model has never read
+    file = tmp_path / "problems.jsonl"
+    rows = [{"question": one.question, "answer": one.solution()} for one in itertools.islice(generate("train", 1), 64)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    small = ["--truth-groups", "64", "--batch", "4", "--blocks", "2", "--dtype", "float32", "--block", "16"]
+    small += ["--examples", "0", "--group", "4", "--max-tokens", "70"]
+    arguments = ["own", "--folder", str(tmp_path), "--commit", "none", "--model", str(alignment.SMALL)]
+    assert main([*arguments, "--problems", str(file), "--", *small]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"first look: \d+% right", out)
+    assert re.search(r"credit (would|may).* help here: a step from 16 completions has", out)
+    assert json.loads((tmp_path / "own.json").read_text())["settings"]["parameters"] == "few"
 
 
 def test_errors_hold_how_well_the_truth_is_known():
@@ -175,7 +245,7 @@ def test_errors_hold_how_well_the_truth_is_known():
                          for name, own in steps.items()} for size in SIZES}
             for start in (0, SIZES[-1])
         ]  # fmt: skip
-        figure = alignment.summary(blocks, parts @ parts.T)["CF"][str(ADAM)]
+        figure = alignment.summary(blocks, parts @ parts.T)["CF"][str(MAIN)]
         found.append(figure["ratio"])
         errors.append(figure["ratio_error"])
     assert np.std(found) > 0.04  # several times what the batches alone give
@@ -184,11 +254,10 @@ def test_errors_hold_how_well_the_truth_is_known():
 
 def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
-    monkeypatch.setattr(alignment, "ADAM", 2)
-    monkeypatch.setattr(alignment, "MOMENTS", 3)
+    monkeypatch.setattr(alignment, "MAIN", 2)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
-    arguments += ["--truth-groups", "32", "--blocks", "3", "--arms", "CF where right", "right times 2", "ceiling"]
-    arguments += ["--continuations", "1", "--group", "4"]
+    arguments += ["--truth-groups", "96", "--blocks", "3", "--arms", "CF where right", "right times 2", "ceiling"]
+    arguments += ["--continuations", "1", "--group", "4", "--moments", "3"]
     assert main([*arguments, "--blocks", "4"]) == 0
     assert main(arguments) == 0  # with fewer blocks
     first = json.loads((tmp_path / "evidence-alignment.json").read_text())
@@ -202,18 +271,18 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
 
 def test_a_truth_whose_parts_do_not_agree_is_refused(tmp_path, monkeypatch, capsys):
     parts = torch.eye(PARTS)  # alike in nothing
-    monkeypatch.setattr(alignment, "true_gradient", lambda *_: parts)
+    monkeypatch.setattr(alignment, "true_gradient", lambda *arguments: parts[arguments[-1]])
     assert main(["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]) == 1
     assert "truth_groups: the parts of the true gradient do not agree; raise it" in capsys.readouterr().err
 
 
 def test_a_regime_brings_its_model_its_problems_and_its_room():
     policy = Policy(AlignmentSettings(regime="idle8", group=4))
-    group = next(policy.groups(0, 9, count=1))
+    group = next(one for one in policy.groups(0, 9, count=16) if one.problems)
     lines = policy.tokenizer.decode(group.rows.completions[0]).count("\n")
-    assert policy.tokenizer.decode(group.problem.prompt).count("Talk 8.") == 1
+    assert policy.tokenizer.decode(group.problems[0].prompt).count("Talk 8.") == 1
     assert 8 < lines < 16
-    assert policy.settings.max_tokens > 200
+    assert policy.max_tokens > 200
     with pytest.raises(ValueError, match=r"regime must be one of plain, .*, got 'idle9'"):
         AlignmentSettings(regime="idle9")
     with pytest.raises(ValueError, match=r"problems: regime='idle8' has its own, got 'x\.jsonl'"):

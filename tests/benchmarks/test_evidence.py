@@ -20,7 +20,6 @@ from benchmarks.evidence.planted import METHODS, PlantedSettings, ask, lines_of,
 from benchmarks.evidence.problems import KINDS, LENGTH, WORDS, generate, training_rows
 from benchmarks.harness.results import Pieces
 from cfa_kernels import SpanRules
-from trainer import one_page
 from trainer.analyze.statistics import bootstrap_interval
 from trainer.rewards.numbers import final_number
 
@@ -175,7 +174,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def subject(folder):
-    return Subject(one_page.Settings(model=str(folder)))
+    return Subject(str(folder))
 
 
 def rows(subject, problems):

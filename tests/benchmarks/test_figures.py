@@ -6,7 +6,8 @@ a table, a paper or its authors. All others must be in a linked file of `benchma
 - `0.89 (0.85 to 0.92)` and `-1.2 ± 0.6` as a whole, a number of a Markdown file as it is written there;
 - a number of a JSON file rounded to the digits quoted, as a percentage where a `%` follows, or the ratio of two
   contenders' numbers of one group, for tables that give ratios;
-- all figures of a table's row in the rows of one label, where a linked Markdown file has such a label.
+- all figures of a table's row in the rows of one label, where a linked Markdown file has such a label; those of a cell
+  that links to such a file in the rows of one label of that file.
 """
 
 import functools
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.harness.results import figures_of
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -43,11 +45,14 @@ OF_OTHERS = re.compile(r"table \d|Table \d|et al\.|\barXiv\b")
 
 
 class Quote(NamedTuple):
-    """A figure on a page: its text, whether a percent sign follows, the line of its table's row, its line."""
+    """A figure on a page: its text, whether a percent sign follows, its table's row, its line.
+
+    A row is a line, and the link of the cell that has one.
+    """
 
     text: str
     percent: bool
-    row: int | None
+    row: tuple[int, str] | None
     line: int
 
 
@@ -69,16 +74,17 @@ def blocks(page: Path) -> Iterator[tuple[list[Quote], list[Path]]]:
 def quotes_of(block: str, line: int) -> Iterator[Quote]:
     table = block.lstrip().startswith("|")
     block = re.sub(r"`[^`]*`", lambda code: "\n" * code[0].count("\n"), block)  # may hold what ends a sentence
-    for piece in block.split("\n") if table else re.split(r"(?<=[.:;])\s", block):
+    for piece in re.split(r"(?<=[\n|])", block) if table else re.split(r"(?<=[.:;])\s", block):
         if table or not OF_OTHERS.search(piece):
+            row = (line, "".join(LINK.findall(piece))) if table else None
             plain = NOT_FIGURES.sub(" ", re.sub(LINK, "]", piece).replace("\n", " "))
             for match in COMPOUND.finditer(plain):
-                yield Quote(match[0], False, line if table else None, line)
+                yield Quote(match[0], False, row, line)
             rest = COMPOUND.sub(" ", plain)
             for match in BARE.finditer(rest):
                 percent = rest[match.end() :].lstrip().startswith("%")
-                yield Quote(match[0], percent, line if table else None, line)
-        line += 1 if table else piece.count("\n")
+                yield Quote(match[0], percent, row, line)
+        line += piece.count("\n")
 
 
 def missing(page: Path) -> list[str]:
@@ -90,10 +96,15 @@ def missing(page: Path) -> list[str]:
         notes = [path for path in files if path.suffix == ".md"]
         if not notes or absent:
             continue
-        for line, row in itertools.groupby((q for q in quotes if q.row is not None), lambda q: q.row):
-            figures = [quote.text for quote in row]
-            if not any(all(written(x, rows) for x in figures) for path in notes for rows in labels(path).values()):
-                result.append(f"line {line}: no one row of {', '.join(p.name for p in notes)} has {figures}")
+        for (line, link), row in itertools.groupby(
+            sorted((q for q in quotes if q.row), key=lambda q: q.row), lambda q: q.row
+        ):
+            figures, own = (
+                [quote.text for quote in row],
+                [path for path in notes if path.name == Path(link).name] or notes,
+            )
+            if not any(all(written(x, rows) for x in figures) for path in own for rows in labels(path).values()):
+                result.append(f"line {line}: no one row of {', '.join(p.name for p in own)} has {figures}")
     return result
 
 
@@ -131,7 +142,7 @@ def numbers(path: Path) -> set[float]:
     document = json.loads(path.read_text("utf-8"))
     result = set(leaves(document))
     for part in document.get("parts", {}).values():
-        for _, group in itertools.groupby(part.get("figures", []), lambda figure: figure["group"]):
+        for _, group in itertools.groupby(figures_of(part), lambda figure: figure["group"]):
             for one, other in itertools.permutations(group, 2):
                 for key in ("seconds", "cpu_seconds", "flops"):
                     a, b = (x["median"] if isinstance(x, dict) else x for x in (one.get(key), other.get(key)))
@@ -188,6 +199,12 @@ TABLE = """| method | direct | more |
         ("4.0 times", "0.25 times", []),
         ("4.0 times", "0.26 times", ["line 7: 0.26"]),
         ("[file]", "file ", ["line 7: 12.3", "line 7: 4.0", "line 7: 10,293"]),
+        ("CF | 0.89", "CF | [0.50 (0.45 to 0.55)](benchmarks/results/a.md) | 0.89", []),
+        (
+            "CF | 0.89 (0.85 to 0.92)",
+            "CF | [0.89 (0.85 to 0.92), 1.06](benchmarks/results/a.md)",
+            ["line 12: no one row of a.md"],
+        ),
         # Each is in the file, but not in the rows of one method.
         ("| CF | 0.89 (0.85 to 0.92) |", "| CF | 0.89 (0.85 to 0.92), 1.06 |", ["line 12: no one row of a.md has"]),
     ],

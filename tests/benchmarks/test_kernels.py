@@ -7,7 +7,6 @@ import torch
 from benchmarks.harness.race import Absent, WrongAnswer
 from benchmarks.harness.workloads import gsm8k_job
 from benchmarks.speed import attention_jobs as benchmark
-from benchmarks.speed import bench_kernels
 
 pytestmark = pytest.mark.slow
 
@@ -43,26 +42,6 @@ def test_the_equal_sequences_have_about_as_many_tokens_and_pairs_as_the_trees(jo
     batch, length = job.flash_shape
     assert batch * length == pytest.approx(job.table.num_rows, rel=0.25)
     assert job.flash_flops == pytest.approx(job.flops, rel=0.25)
-
-
-def test_wrong_logprobs_are_refused():
-    for contender in bench_kernels.logprob_contenders(5, 24, 160, torch.float32, CPU):
-        right = contender.run()
-        contender.check(right)
-        for spoil in (lambda x: x + 1e-3, lambda x: x.roll(1), lambda x: x[:-1], lambda x: x * torch.nan):
-            if isinstance(right, torch.Tensor):
-                wrongs = [spoil(right)]
-            else:
-                wrongs = [(spoil(right[0]), right[1]), (right[0], spoil(right[1]))]
-            for wrong in wrongs:
-                with pytest.raises(WrongAnswer):
-                    contender.check(wrong)
-
-
-@pytest.mark.parametrize(("rows", "bound"), [(3, 2 * 24 * 163 / 4.3e9), (500, 2 * 500 * 24 * 160 / 79e9)])
-def test_the_bound_is_the_slower_of_reading_the_head_and_multiplying_by_it(rows, bound):
-    ceilings = {"copy_gb_per_s": 4.3, "gemm_tflop_per_s": 79e-3}
-    assert bench_kernels.logprobs(rows, 24, 160, torch.bfloat16, CPU, ceilings).bound == pytest.approx(bound)
 
 
 def test_gradients_a_segment_at_a_time_are_autograds(job):

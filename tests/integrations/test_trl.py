@@ -65,7 +65,7 @@ def test_with_weights_of_one_training_is_trls_own_to_the_last_bit(train, tmp_pat
     model = {"model": str(tmp_path / "model")}
     stock = train(GRPOTrainer, trainer=model, **options)
     for config in (ONES, CounterfactualConfig(control="off")):
-        trained = train(trainer=model | {"counterfactual": config}, **options)
+        trained = train(trainer=model | {"credit": config}, **options)
         assert not changed(stock, trained)
         for name in ("loss", "grad_norm", "reward", "kl", "entropy"):
             assert logged(stock, name) == logged(trained, name)
@@ -301,7 +301,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("options", [*({"estimator": name} for name in NAMED), *OTHERS], ids=str)
 def test_an_estimator_by_name_trains(train, theirs, options):
-    mine = train(trainer={"counterfactual": CounterfactualConfig(**options)})
+    mine = train(trainer={"credit": CounterfactualConfig(**options)})
     assert changed(mine, theirs)
     assert torch.isfinite(torch.tensor(logged(mine, "loss"))).all()
     assert logged(mine, "credit/scored_fraction")[0] > 0
@@ -315,7 +315,7 @@ def test_an_estimator_sees_the_rewards_and_groups_of_this_step(train):
         return Importances([torch.ones(len(units)) for units in batch.units], signed=True)
 
     cls, record = record_generations()
-    train(cls, trainer={"counterfactual": CounterfactualConfig(estimator=estimate, units="tokens")})
+    train(cls, trainer={"credit": CounterfactualConfig(estimator=estimate, units="tokens")})
     (batch,), ((before, output, _),) = seen, record
     assert len(batch.groups.unique()) == 1
     rewards = batch.rewards
@@ -338,7 +338,7 @@ def test_rows_that_no_function_rewards_are_no_siblings(train):
         return Importances([torch.zeros(len(units)) for units in batch.units])
 
     config = CounterfactualConfig(estimator=estimate, units="tokens", weights="identity")
-    train(trainer={"counterfactual": config, "reward_funcs": some})
+    train(trainer={"credit": config, "reward_funcs": some})
     assert seen[0].rewards.tolist() == [0.0, 1.0] * 3
 
 
@@ -360,7 +360,7 @@ def test_completions_masked_as_truncated_are_siblings_of_the_others(train, estim
         pytest.skip("the packed loss needs TRL 1.10")
     config = CounterfactualConfig(estimator=estimator)
     cls, record = record_generations()
-    options = {"rollout_func": cut, "packed_loss": packed, "counterfactual": config}
+    options = {"rollout_func": cut, "packed_loss": packed, "credit": config}
     trained = train(cls, trainer=options, mask_truncated_completions=True)
     ((before, output, _),) = record
     assert output["completion_mask"].any(1).tolist() == [b != 1 for b in range(8)]
@@ -382,8 +382,8 @@ def test_completions_masked_as_truncated_are_siblings_of_the_others(train, estim
 
 def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_are_refused(tmp_path, monkeypatch):
     with pytest.raises(NotImplementedError, match=r"estimator='external': .*; give a function"):
-        build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="external")})
-    made = build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="prefix_tree")})
+        build(str(tmp_path), trainer={"credit": CounterfactualConfig(estimator="external")})
+    made = build(str(tmp_path), trainer={"credit": CounterfactualConfig(estimator="prefix_tree")})
     monkeypatch.setattr(type(made.accelerator), "num_processes", 2)
     made.args.per_device_train_batch_size = 4
     made.args.steps_per_generation = 1

@@ -67,12 +67,12 @@ def test_a_step_feeds_every_completion_once(tmp_path):
 
 
 def config(**options: Any) -> dict[str, Any]:
-    return {"trainer": {"counterfactual": CounterfactualConfig(**options)}}
+    return {"trainer": {"credit": CounterfactualConfig(**options)}}
 
 
 def entropies(estimator: str) -> dict[str, Any]:
     """One group of three has an advantage, and only its completions are fed."""
-    parts = {"counterfactual": CounterfactualConfig(estimator=estimator), "reward_funcs": uneven, "log_entropy": False}
+    parts = {"credit": CounterfactualConfig(estimator=estimator), "reward_funcs": uneven, "log_entropy": False}
     return {"trainer": parts, "per_device_train_batch_size": 24}
 
 

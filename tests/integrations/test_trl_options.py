@@ -11,11 +11,21 @@ from cfa_kernels import CounterfactualConfig
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
+from datasets import Dataset  # noqa: E402
 from transformers import TrainingArguments  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from tests.support.tiny import tiny_model  # noqa: E402
-from tests.support.trl_training import build, experts, logged, packs, parameters, rollouts  # noqa: E402
+from tests.support.tiny import tiny_model, tiny_tokenizer  # noqa: E402
+from tests.support.trl_training import (  # noqa: E402
+    PROMPT,
+    build,
+    experts,
+    logged,
+    packs,
+    parameters,
+    rollouts,
+    seven,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]
 UNIFORM = CounterfactualConfig(control="off")
@@ -90,7 +100,7 @@ def test_training_is_trls_under(train, options):
     made = given.pop("model", tiny_model)
     settings = {"optim": "sgd", "learning_rate": 0.3} | options
     stock = train(GRPOTrainer, trainer=given | {"model": made()}, **settings)
-    ours = train(trainer=given | {"model": made(), "counterfactual": UNIFORM, "packed_loss": True}, **settings)
+    ours = train(trainer=given | {"model": made(), "credit": UNIFORM, "packed_loss": True}, **settings)
     start = parameters(SimpleNamespace(model=made()))
     torch.testing.assert_close(parameters(ours), parameters(stock), rtol=1e-4, atol=1e-6)
     assert any(not torch.equal(value, start[name]) for name, value in parameters(stock).items())
@@ -100,7 +110,7 @@ def test_training_is_trls_under(train, options):
 
 def test_noise_and_dropout_of_training_have_no_part_in_credit(train):
     """`entropy` asks the model in training, as TRL leaves it, and reads what the other estimators would."""
-    given = {"counterfactual": CounterfactualConfig(estimator="entropy"), "rollout_func": rollouts}
+    given = {"credit": CounterfactualConfig(estimator="entropy"), "rollout_func": rollouts}
     plain = train(trainer=given)
     for noisy in ({"neftune_noise_alpha": 5.0}, {"model": tiny_model(attention_dropout=0.5)}):
         model = {name: noisy.pop(name) for name in ("model",) if name in noisy}
@@ -113,7 +123,42 @@ def test_log_probs_of_a_trainers_own_are_refused_as_they_would_not_be_used(tmp_p
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     cls = type("CounterfactualOther", (integration.CounterfactualMixin, Other), {})
-    build(str(tmp_path), cls, trainer={"counterfactual": UNIFORM})
+    build(str(tmp_path), cls, trainer={"credit": UNIFORM})
     message = r"Other: it has log-probs of its own \(_get_per_token_logps_and_entropies\), which would not run"
     with pytest.raises(NotImplementedError, match=message):
-        build(str(tmp_path), cls, trainer={"counterfactual": UNIFORM, "packed_loss": True})
+        build(str(tmp_path), cls, trainer={"credit": UNIFORM, "packed_loss": True})
+
+
+def test_the_packed_trainer_has_no_credit_unless_it_is_named(tmp_path):
+    """And the one that is named after credit has the recommended preset."""
+
+    def made(cls, **given):
+        own = {"train_dataset": Dataset.from_dict({"prompt": [PROMPT] * 8}), "processing_class": tiny_tokenizer()}
+        options = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
+        return getattr(integration, cls)(tiny_model(), seven, args=options, **own, **given)
+
+    plain, credited = made("PackedGRPOTrainer"), made("CounterfactualGRPOTrainer")
+    assert plain.packed_loss and credited.packed_loss  # noqa: PT018
+    assert plain.credit.control == "off"
+    assert credited.credit == CounterfactualConfig.preset("prefix_gain_positive")
+    assert made("PackedGRPOTrainer", credit="cf").credit == CounterfactualConfig.preset("cf")
+    with pytest.raises(ValueError, match=r"credit must be a CounterfactualConfig or one of cf, .*, got 'cff'; did you"):
+        made("PackedGRPOTrainer", credit="cff")
+    with pytest.raises(ValueError, match="by the training program alone: cfa-train --config ibpo"):
+        made("PackedGRPOTrainer", credit="ibpo")
+
+
+@pytest.mark.parametrize(
+    ("fed", "device", "accumulation", "said"),
+    [(900, "cuda", 8, "per_device_train_batch_size=36,"), (900, "cuda", 2, "=16,"), (900, "cpu", 8, None),
+     (5000, "cuda", 8, None), (900, "cuda", 1, None)],
+)  # fmt: skip
+def test_forwards_that_a_gpu_waits_for_are_named_once_with_the_size_that_fills_it(
+    fed, device, accumulation, said, caplog
+):
+    trainer = object.__new__(integration.PackedGRPOTrainer)
+    trainer.args = SimpleNamespace(per_device_train_batch_size=8, gradient_accumulation_steps=accumulation)
+    trainer.accelerator, trainer._has_said_few = SimpleNamespace(device=torch.device(device)), False
+    for _ in range(2):
+        trainer._say_few_rows(fed)
+    assert [said in record.getMessage() for record in caplog.records] == ([] if said is None else [True])

@@ -57,7 +57,7 @@ def in_float64() -> Any:
 def both(folder: Path, model: Any = in_float64, **options: Any) -> tuple[Any, Any]:
     """A trainer with TRL's own loss and one with the packed loss, of equal models; ready to compute a loss."""
     options |= {"max_completion_length": 12}
-    arguments = {"counterfactual": UNIFORM, "packed_loss": True}
+    arguments = {"credit": UNIFORM, "packed_loss": True}
     plain = build(str(folder), Exact, trainer={"model": model()}, **options)
     packed = build(str(folder), trainer=arguments | {"model": model()}, **options)
     for trainer in (plain, packed):
@@ -296,7 +296,7 @@ def assert_trained_alike(plain: Any, packed: Any) -> None:
     "options",
     [
         {},
-        {"trainer": {"counterfactual": UNIFORM}},
+        {"trainer": {"credit": UNIFORM}},
         {"gradient_checkpointing": False, "loss_type": "cispo", "num_iterations": 2, "max_steps": 2},
         {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"loss_type": "grpo", "gradient_accumulation_steps": 2, "max_steps": 2},
@@ -369,7 +369,7 @@ def first_of_three(completions: list[Any], **_: Any) -> list[float]:
 )
 def test_a_micro_batch_without_an_advantage_brings_no_figure_of_tokens_that_move_the_loss(train, options, log_entropy):
     options = {"steps_per_generation": 3, "gradient_accumulation_steps": 3, "shuffle_dataset": False} | options
-    arguments = {"counterfactual": UNIFORM, "packed_loss": True, "log_entropy": log_entropy}
+    arguments = {"credit": UNIFORM, "packed_loss": True, "log_entropy": log_entropy}
     vllm, alone = with_vllm(CounterfactualGRPOTrainer), {"gradient_accumulation_steps": 1, "steps_per_generation": 1}
     some = train(vllm, trainer=arguments | {"reward_funcs": first_of_three}, **options)
     one = train(vllm, trainer=arguments | {"reward_funcs": first_of_three}, **options | alone)
@@ -406,7 +406,7 @@ def test_the_rows_of_one_optimizer_step_lie_by_prompt_in_its_micro_batches(train
     def rows(packed: bool) -> list[Any]:
         """What each optimizer step is made of."""
         seen.clear()
-        arguments = {"packed_loss": packed, "counterfactual": UNIFORM}
+        arguments = {"packed_loss": packed, "credit": UNIFORM}
         trained = train(Watched, max_steps=3, learning_rate=0.0, trainer=arguments, **options)
         each = [
             (micro["prompt_ids"][b][micro["prompt_mask"][b] == 1].tolist(),

@@ -36,7 +36,7 @@ def test_a_resumed_run_draws_what_the_run_it_resumes_would_have(tmp_path, config
         recorded, record = record_generations()
         options = {"save_strategy": "steps", "save_steps": 2, "max_steps": steps, "gradient_accumulation_steps": 2}
         options |= {"steps_per_generation": 1, "lr_scheduler_type": "constant"}
-        trainer = build(str(tmp_path), recorded, trainer={"counterfactual": config}, **options)
+        trainer = build(str(tmp_path), recorded, trainer={"credit": config}, **options)
         trainer.train(resume_from_checkpoint=checkpoint)
         return trainer, [output["advantages"] for _, output, _ in record]
 
@@ -53,7 +53,7 @@ def test_a_resumed_run_draws_what_the_run_it_resumes_would_have(tmp_path, config
 def test_a_compiled_model_trains_to_the_same_weights(train, caplog):
     """On a CPU only TRL's own forwards are compiled, which the log says."""
     options = {"optim": "sgd", "learning_rate": 0.3}
-    given = {"counterfactual": UNIFORM, "packed_loss": True}
+    given = {"credit": UNIFORM, "packed_loss": True}
     plain = parameters(train(trainer=given, **options))
     compiled = train(trainer=given, torch_compile=True, torch_compile_backend="eager", **options)
     assert hasattr(compiled.model_wrapped, "_orig_mod")
@@ -81,7 +81,7 @@ def without_answers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     ids=["usual forms", "own form"],
 )
 def test_training_without_any_credit_warns_once_and_says_which_answers_are_read(train, config, looked_for):
-    given = {"rollout_func": without_answers, "reward_funcs": reward_every_other, "counterfactual": config}
+    given = {"rollout_func": without_answers, "reward_funcs": reward_every_other, "credit": config}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trained = train(trainer=given, max_steps=2)
@@ -94,7 +94,7 @@ def test_training_without_any_credit_warns_once_and_says_which_answers_are_read(
 
 @pytest.mark.parametrize("config", [CounterfactualConfig(), UNIFORM, CounterfactualConfig(control="random")], ids=str)
 def test_where_there_is_credit_or_none_is_wanted_nothing_is_warned_of(train, config):
-    given = {"counterfactual": config} | ({} if config.control is None else {"rollout_func": without_answers})
+    given = {"credit": config} | ({} if config.control is None else {"rollout_func": without_answers})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(trainer=given)
@@ -132,7 +132,7 @@ def test_the_page_names_what_is_logged_and_no_more(train, monkeypatch):
 
     monkeypatch.setattr(Credit, "metrics", metrics)
     for config in (CounterfactualConfig(), CounterfactualConfig(estimator="prefix_tree")):
-        trained = train(trainer={"counterfactual": config, "packed_loss": True})
+        trained = train(trainer={"credit": config, "packed_loss": True})
         found |= {name for entry in trained.state.log_history for name in entry}
     assert named == {name for name in found if name.startswith(("credit/", "packed/"))}
     assert computed - found == set()

@@ -108,7 +108,7 @@ def failing_in_one(rank: int, folder: str, how: str) -> None:
             raise ValueError("nothing to say")
         return Importances([torch.ones(len(row)) for row in batch.units])
 
-    credit = {"counterfactual": CounterfactualConfig(estimator=estimator, weights="range")}
+    credit = {"credit": CounterfactualConfig(estimator=estimator, weights="range")}
     with pytest.raises(ValueError, match=f"^{'' if rank else 'rank 1: '}nothing to say"):
         train(how, 2, credit, {"num_generations": 4})  # whole groups in each process
 
@@ -121,7 +121,7 @@ def beside_others(model: Any, batch: Any) -> Importances:
 
 PACKED: dict[str, Any] = {"packed_loss": True}
 IDLE: dict[str, Any] = {"reward_funcs": first_half}  # the second process has nothing to judge or to feed
-OFF: dict[str, Any] = {"counterfactual": CounterfactualConfig(control="off")}
+OFF: dict[str, Any] = {"credit": CounterfactualConfig(control="off")}
 ONCE = {"max_steps": 1}
 GRADIENT = CounterfactualConfig(estimator="gradient", outcome="mean_logprob", sigma=0)
 # by name: arguments of the trainer, and of TRL's configuration
@@ -137,13 +137,13 @@ CASES: Cases = {
     ),
 }
 COMPARED: Cases = {  # whole groups are split between the processes
-    "top of all": ({"counterfactual": CounterfactualConfig(estimator="entropy"), **IDLE}, ONCE),
+    "top of all": ({"credit": CounterfactualConfig(estimator="entropy"), **IDLE}, ONCE),
     "a function, given all": (
-        {"counterfactual": CounterfactualConfig(estimator=beside_others, weights="identity", units="tokens")},
+        {"credit": CounterfactualConfig(estimator=beside_others, weights="identity", units="tokens")},
         {**ONCE, "num_generations": 4},
     ),
 }
-GATHERED: Cases = {"gradients through the model, which is gathered": ({"counterfactual": GRADIENT}, ONCE)}
+GATHERED: Cases = {"gradients through the model, which is gathered": ({"credit": GRADIENT}, ONCE)}
 EVALUATED = {**OFF, "eval_dataset": Dataset.from_dict({"prompt": [PROMPT]})}
 HALVES = {"bf16": True, "eval_strategy": "steps", "eval_steps": 1, **ONCE}
 IN_HALVES: Cases = {"TRL's loss": (EVALUATED, HALVES), "packed": ({**EVALUATED, **PACKED}, HALVES)}

@@ -7,7 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from trainer.config import ASSETS
+from trainer.settings import ASSETS
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15]]
 SAMPLED = {"max_completion_length": 12, "keys": [(3, i) for i in range(4)], "top_p": 0.9}

@@ -54,13 +54,16 @@ def write_run(folder: Path, seed: int = 0, steps: int = 4, completions: Sequence
     """Write the folder of a run that evaluated before its first step and after its last one."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"seed": seed, "output_dir": str(folder), **settings}))
-    entries: list[dict] = [{"step": 0, "eval_accuracy": 0.25, "eval_accuracy_stderr": 0.0625}]
+    entries: list[dict] = [{"step": 0, "eval_accuracy": 0.25, "eval_accuracy_low": 0.2, "eval_accuracy_high": 0.35}]
     for step in range(1, steps + 1):
         times = {"generate": 1.0 + seed, "credit": 0.1 * step, "update": 0.7, "other": 0.01}
         entry = {"step": step, "reward": 0.1 * step + 0.01 * seed, "entropy": 1 / 3, "num_tokens": 100 * step}
         entry |= {"step_time": sum(times.values())} | {f"time/{name}": value for name, value in times.items()}
         entries.append(entry)
-    entries.append({"step": steps, "eval_accuracy": 0.5 + 0.1 * seed, "eval_accuracy_stderr": 0.05})
+    ends = {"low": 0.45, "": 0.5, "high": 0.55}
+    entries.append(
+        {"step": steps, **{f"eval_accuracy_{end}".rstrip("_"): value + 0.1 * seed for end, value in ends.items()}}
+    )
     write_lines(folder / "metrics.jsonl", entries)
     write_lines(folder / "completions.jsonl", completions)
     return folder

@@ -12,6 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 import cfa_kernels.integrations.trl as integration
+from cfa_kernels import CounterfactualConfig
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 RELEASE = integration._TRL.release
@@ -59,7 +60,10 @@ def build(
     trainer: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A trainer for one step, if `options` (TRL's configuration) do not say otherwise; `trainer`: its arguments."""
+    """A trainer for one step, if `options` (TRL's configuration) do not say otherwise; `trainer`: its arguments.
+
+    With our mixin it masks spans and leaves the loss to TRL, so that each test says what it packs.
+    """
     settings = {
         "use_cpu": True, "bf16": False, "per_device_train_batch_size": 8, "num_generations": 8,
         "max_completion_length": 16, "max_steps": 1, "report_to": [], "logging_steps": 1, "save_strategy": "no",
@@ -70,7 +74,10 @@ def build(
         "train_dataset": Dataset.from_dict({"prompt": [PROMPT, "Add 3 and 4", "halve 4 and 3"] * 8}),
         "processing_class": tiny_tokenizer(),
         "args": GRPOConfig(folder, **(settings | options)),
-    } | (trainer or {})
+    }
+    if issubclass(cls, integration.CounterfactualMixin):
+        made |= {"credit": CounterfactualConfig(), "packed_loss": False}
+    made |= trainer or {}
     return cls(**({"model": tiny_model()} | made))
 
 

@@ -117,9 +117,9 @@ CATALOGUE: dict[str, tuple] = {
         ["--reward_funcs=own:another_column"], BEFORE, "reward another_column: ", "'difficulty'", "'question'",
     ),
     # Data
-    "no such data": (["--dataset={tmp}/no.jsonl"], BEFORE, "dataset {tmp}/no.jsonl: expected a .json", "that exists"),
-    "a folder of data": (["--dataset={tmp}"], BEFORE, "dataset {tmp}: expected a .json"),
-    "a table of data": (["--dataset={tmp}/a.csv"], BEFORE, "a.csv: expected a .json", {"a.csv": "a"}),
+    "no such data": (["--dataset={tmp}/no.jsonl"], PARSE, "dataset {tmp}/no.jsonl: expected a .json", "that exists"),
+    "a folder of data": (["--dataset={tmp}"], PARSE, "dataset {tmp}: expected a .json"),
+    "a table of data": (["--dataset={tmp}/a.csv"], PARSE, "a.csv: expected a .json", {"a.csv": "a"}),
     "data in Latin-1": (
         [OWN_DATA], BEFORE, "rows.jsonl: cannot be read: UnicodeDecodeError",
         {"rows.jsonl": (jsonl(ROWS[0]) + '{"question": "café?", "answer": "1"}\n').encode("latin-1")},
@@ -144,7 +144,7 @@ CATALOGUE: dict[str, tuple] = {
         )
         for name in ("prompts", "completions", "completion_ids", "completion_contents")
     },
-    "a folder named as data": (["--dataset={tmp}/a.jsonl"], BEFORE, "a.jsonl: expected a .json", {"a.jsonl/b": ""}),
+    "a folder named as data": (["--dataset={tmp}/a.jsonl"], PARSE, "a.jsonl: expected a .json", {"a.jsonl/b": ""}),
     "text for Parquet": (
         ["--dataset={tmp}/a.parquet"], BEFORE, "dataset {tmp}/a.parquet: cannot be read", {"a.parquet": "x"},
     ),
@@ -183,8 +183,8 @@ CATALOGUE: dict[str, tuple] = {
         {"ends": "<pad>", "m/chat_template.jinja": None},
     ),
     # The model's folder
-    "no such model": (["--model={tmp}/nowhere"], BEFORE, "model {tmp}/nowhere: ", "no such folder"),
-    "a model that is a file": (["--model={tmp}/a"], BEFORE, "{tmp}/a: there is no such folder", {"a": "text"}),
+    "no such model": (["--model={tmp}/nowhere"], PARSE, "model {tmp}/nowhere: ", "no such folder"),
+    "a model that is a file": (["--model={tmp}/a"], PARSE, "{tmp}/a: there is no such folder", {"a": "text"}),
     "no configuration": ([OWN_MODEL], BEFORE, "{tmp}/m: its configuration cannot be loaded", {CONFIG: None}),
     "a configuration that is not JSON": ([OWN_MODEL], BEFORE, "model {tmp}/m: ", "config.json", {CONFIG: "{"}),
     "a model of no known kind": (

@@ -10,14 +10,18 @@ import pytest
 import yaml
 
 from cfa_kernels import CounterfactualConfig, __version__
+from cfa_kernels.credit.config import flat_options
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.masking import Masking
-from docs.options import option_docs
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
+from cfa_kernels.ops.token_loss import CORRECTIONS
 from tests.conftest import REPOSITORY
 from tests.support.runs import config as settings
 from trainer.__main__ import main
 from trainer.cli import to_yaml
-from trainer.config import DataConfig, TrainConfig
+from trainer.config import TrainConfig
+from trainer.help import documented
+from trainer.settings import CREDIT_OPTIONS, Correction, DataSettings, Level, LossType, TrainSettings
 
 
 def message(capsys, *argv: str) -> str:
@@ -115,7 +119,7 @@ def test_settings_written_to_a_file_read_back_the_same(tmp_path) -> None:
 
 
 def test_every_setting_is_documented() -> None:
-    texts = option_docs(DataConfig) | option_docs(TrainConfig)
+    texts = documented(DataSettings) | documented(TrainSettings)
     assert set(texts) == {field.name for field in fields(TrainConfig)}
     assert [name for name, text in texts.items() if not text.endswith((".", ".)", "`."))] == []
 
@@ -136,14 +140,37 @@ def test_help_is_a_screen_and_all_of_it_names_every_setting_once_with_its_group_
             assert about.endswith(f" One of {', '.join(choices)}."), name
 
 
-def test_help_and_version_wait_for_no_import() -> None:
-    code = (
-        "import sys; from trainer.__main__ import main; main(sys.argv[1:]); print({'torch', 'tyro'} & {*sys.modules})"
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["--help-all"], 0, "usage: python -m trainer [--SETTING VALUE ...]"),
+        (["--version"], 0, f"cfa_kernels {__version__}"),
+        (["--bogus", "3"], 2, "Unrecognized options: --bogus, 3"),
+        (["--config=cf", "--weights=top", "--bogus"], 2, "Unrecognized options: --bogus"),
+        (["--max_steps=ten"], 2, "--max_steps: invalid literal for int() with base 10: 'ten'"),
+        (["--config=nowhere.yaml"], 2, "--config nowhere.yaml: there is no such file"),
+        (["--dataset=nowhere.jsonl"], 2, "dataset nowhere.jsonl: expected a .json, .jsonl or .parquet file"),
+        (["--model=./nowhere"], 2, "model ./nowhere: there is no such folder"),
+    ],
+)
+def test_help_wrong_flags_and_missing_files_wait_for_no_import_of_torch(argv, code, said) -> None:
+    program = (
+        "import atexit, sys; atexit.register(lambda: print({'torch', 'transformers', 'datasets'} & {*sys.modules})); "
+        "from trainer.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
-    for flag in ("--help", "--version"):
-        done = subprocess.run([sys.executable, "-c", code, flag], cwd=REPOSITORY, capture_output=True, text=True)
-        assert done.stdout.splitlines()[-1] == "set()", done.stderr
-    assert done.stdout.splitlines()[0] == f"cfa_kernels {__version__}"
+    command = [sys.executable, "-c", program, *argv]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
+    assert done.returncode == code
+    assert said in (done.stderr if code else done.stdout.splitlines()[0])
+
+
+def test_names_that_are_written_without_torch_are_the_librarys() -> None:
+    assert get_args(LossType) == tuple(name for name in LOSS_TYPES if name != "bnpo")
+    assert (get_args(Level), get_args(Correction)) == (LEVELS, CORRECTIONS)
+    whole = {"weights", "units", "completions", "normalize", "open_spans"}
+    assert {*CREDIT_OPTIONS} == {name for name, _, _ in flat_options()} | whole
+    assert len({*CREDIT_OPTIONS}) == len(CREDIT_OPTIONS)
 
 
 @pytest.mark.parametrize("flag", ["--open_spans={}", "--credit_options open_spans {}"])
@@ -230,7 +257,7 @@ def test_a_wrong_setting_in_a_file_is_named(capsys, tmp_path, text, said) -> Non
 
 
 def test_the_embedded_settings_are_valid_yaml_of_known_settings() -> None:
-    from trainer.config import DEFAULTS_FILE, EMBEDDED, model_path
+    from trainer.settings import DEFAULTS_FILE, EMBEDDED, model_path
 
     with open(f"{model_path(EMBEDDED)}/{DEFAULTS_FILE}", encoding="utf-8") as file:
         assert set(yaml.safe_load(file)) <= {field.name for field in fields(TrainConfig)}

@@ -15,10 +15,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support.tiny import jsonl
-from trainer.config import ASSETS, DataConfig, TrainConfig
+from trainer.config import DataConfig, TrainConfig
 from trainer.data import Row, encode_prompt, encode_prompts, load_rows, train_and_eval_rows
 from trainer.embedded.problems import generate
 from trainer.rewards.numbers import gold_number
+from trainer.settings import ASSETS
 
 GOOD = {"question": "How many?", "answer": "2+3=5\n#### 5"}
 
@@ -69,6 +70,57 @@ def test_columns_can_be_named_and_bare_numbers_are_answers(tmp_path) -> None:
     columns = DataConfig(question_column="problem", answer_column="result")
     rows = load_rows(name, split="train", columns=columns)
     assert rows == [{"question": "How many?", "answer": "5"}]
+
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_prompts_in_chat_format_and_answers_inside_a_column_are_read_as_dapo_math_has_them(tmp_path, suffix) -> None:
+    row = {"prompt": CHAT, "reward_model": {"ground_truth": "5", "style": "rule"}, "ability": "MATH"}
+    name = write(tmp_path / f"data{suffix}", [row])
+    columns = DataConfig(question_column="prompt", answer_column="reward_model.ground_truth")
+    (read,) = load_rows(name, split="train", columns=columns)
+    assert read == {"question": "How many?", "answer": "5", "reward_model": row["reward_model"], "ability": "MATH"}
+    assert read.messages == CHAT
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("prompt", [], "its last message must be the user's, got \\[\\]"),
+        ("prompt", [CHAT[1], {"role": "assistant", "content": "5"}], "its last message must be the user's, got .*'5'"),
+        ("prompt", [{"role": "user"}], "message 0 must have a role and a content, both text, got {'role': 'user'}"),
+        ("prompt", ["How many?"], "message 0 must have a role and a content, both text, got 'How many\\?'"),
+        ("prompt", [{"role": "user", "content": [{"text": "a"}]}], "message 0 must have a role and a content, both"),
+        ("prompt", [{"role": "user", "content": " "}], "column 'prompt' must be text that is not empty, got ' '"),
+        ("gold", {"other": "5"}, r"has no column 'gold.truth', only \['other'\]; name the one by answer_column"),
+        ("gold", "5", "has no column 'gold.truth', only 5; name the one by answer_column"),
+        ("gold", {"truth": {"value": 5}}, "column 'gold.truth' must be text that is not empty, got {'value': 5}"),
+    ],
+)
+def test_a_row_in_chat_format_that_is_wrong_is_named(tmp_path, column, value, reason) -> None:
+    rows = [{"prompt": CHAT, "gold": {"truth": 5}}] * 2
+    columns = DataConfig(question_column="prompt", answer_column="gold.truth")
+    name = write(tmp_path / "data.jsonl", rows)
+    assert load_rows(name, split="train", columns=columns)[1]["answer"] == "5"
+    # Alone in its file, where columns of one type need not agree.
+    name = write(tmp_path / "data.jsonl", [rows[0] | {column: value}])
+    with pytest.raises(ValueError, match=f"row 0: .*{reason}"):
+        load_rows(name, split="train", columns=columns)
+
+
+def test_a_hub_data_set_without_a_test_split_gives_some_rows_up_for_one(tmp_path, monkeypatch) -> None:
+    def load(name, config, split):
+        if split == "test":
+            raise ValueError("Unknown split \"test\". Should be one of ['train'].")
+        return SimpleNamespace(to_list=lambda: [GOOD | {"question": f"{i}?"} for i in range(9)])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    train, test = train_and_eval_rows(DataConfig(dataset="owner/sums", eval_problems=2))
+    assert (len(train), len(test)) == (7, 2)
+    with pytest.raises(ValueError, match="dataset owner/sums: cannot be read: ValueError: Unknown split"):
+        train_and_eval_rows(DataConfig(dataset="owner/sums", eval_dataset="owner/sums"))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -221,6 +273,38 @@ def test_prompts_follow_the_chat_template_if_there_is_one() -> None:
     assert chat.text == "<user> How many?\nThink. <assistant>"
     assert encode_prompts([Row(GOOD)], plain, config, 1024) == [[1] + [2] * 5]
     assert plain.text == "Question: How many?\nThink.\nAnswer:"
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}{{ '<think>' if enable_thinking else '' }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "text"),
+    [
+        ({}, Row(GOOD, messages=CHAT), "<system> Be brief. <user> How many? "),
+        ({"instruction": "Go."}, Row(GOOD, messages=CHAT), "<system> Be brief. <user> How many?\nGo. "),
+        ({"system_prompt": "Think."}, Row(GOOD, messages=CHAT), "<system> Think. <user> How many? "),
+        (
+            {"system_prompt": "Think.", "instruction": "", "enable_thinking": True},
+            Row(GOOD),
+            "<system> Think. <user> How many? <think>",
+        ),
+    ],
+)
+def test_a_system_prompt_and_thinking_are_settings_and_messages_keep_what_they_say(options, row, text) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    tokenizer.chat_template = TEMPLATE
+    (ids,) = encode_prompts([row], tokenizer, TrainConfig(**options), 1024)
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_settings_of_chat_that_a_tokenizer_cannot_follow_are_named() -> None:
+    with pytest.raises(ValueError, match="enable_thinking: the chat template of model embedded does not read it"):
+        encode_prompts([Row(GOOD)], WordTokenizer("template"), TrainConfig(enable_thinking=True), 1024)
+    with pytest.raises(ValueError, match="a tokenizer without a chat template takes one message, no system prompt"):
+        encode_prompts([Row(GOOD)], WordTokenizer(), TrainConfig(system_prompt="Think."), 1024)
 
 
 def test_a_prompt_that_does_not_fit_is_named_with_its_data_set_and_its_row_of_the_file(tmp_path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.embedded import metrics_of, run, settings
 from trainer.config import TrainConfig
-from trainer.evaluate import evaluate, pass_at
+from trainer.evaluate import evaluate, pass_at, wilson_interval
 
 
 class Recorder:
@@ -34,11 +34,20 @@ ROWS = [{"question": f"{i}?", "level": i} for i in range(3)]
 PROMPTS = [[1] * 4, [1] * 3, [1] * 5]
 
 
+@pytest.mark.parametrize(
+    ("right", "count", "ends"),
+    [(81, 263, (0.2553, 0.3662)), (1, 29, (0.0061, 0.1718)), (0, 2, (0.0, 0.6576)), (2, 2, (0.3424, 1.0))],
+)
+def test_an_accuracy_has_wilsons_interval_as_newcombe_1998_tabulates_it(right, count, ends) -> None:
+    assert wilson_interval(right, count) == pytest.approx(ends, abs=1e-4)
+
+
 def test_a_problem_is_solved_where_the_runs_reward_gives_one_or_more() -> None:
     result = evaluate(Recorder(), ROWS, PROMPTS, TrainConfig(generation_batch_size=2, num_generations=2), match=even)
     assert (result.correct, result.mean_length) == ([True, False, False], 4.0)
     assert result.metrics == {
-        "eval_accuracy": 1 / 3, "eval_accuracy_stderr": pytest.approx(1 / 3), "eval_completions/mean_length": 4.0,
+        "eval_accuracy": 1 / 3, "eval_accuracy_low": pytest.approx(0.0615, abs=1e-4),
+        "eval_accuracy_high": pytest.approx(0.7923, abs=1e-4), "eval_completions/mean_length": 4.0,
     }  # fmt: skip
 
 

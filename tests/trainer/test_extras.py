@@ -18,9 +18,11 @@ runpy.run_module(sys.argv.pop(), run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("package", "module"), [("tyro", "trainer"), ("yaml", "trainer.analyze")])
-def test_a_program_without_its_packages_is_one_line_that_names_the_extra(package, module):
-    command = [sys.executable, "-c", START, package, module]
+@pytest.mark.parametrize(
+    ("package", "module", "argv"), [("tyro", "trainer", []), ("yaml", "trainer.analyze", [__file__])]
+)
+def test_a_program_without_its_packages_is_one_line_that_names_the_extra(package, module, argv):
+    command = [sys.executable, "-c", START, package, *argv, module]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert ended.returncode == 1
     said = f"error: python -m {module} needs {package}, which is not installed: pip install '.[trainer]'\n"

@@ -1,5 +1,6 @@
 """Reports of a run: its page after each evaluation and at its end, and logging back-ends."""
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +52,8 @@ def test_the_page_is_there_after_each_evaluation_and_one_that_cannot_be_written_
         report.evaluated(0, result)
         (first,) = Page(page.read_text("utf-8")).data["runs"]
         assert first["metrics"]["eval_accuracy"] == [0.75]
-        assert first["metrics"]["eval_accuracy_stderr"] == [0.25]  # sqrt(3/4 * 1/4 / 3)
+        ends = [first["metrics"][f"eval_accuracy_{end}"][0] for end in ("low", "high")]
+        assert ends == pytest.approx([0.3006, 0.9544], abs=1e-4)
         page.unlink()
         page.mkdir()
         report.evaluated(2, result)
@@ -108,6 +110,12 @@ def test_a_back_end_that_fails_ends_no_run(monkeypatch, tmp_path, capsys) -> Non
     assert [entry["step"] for entry in metrics_of(folder)] == [0, 1, 2, 2]
     assert steps == [0, 1]
     said = capsys.readouterr().out
+    # A file gets a line for what begins and for each step, and nothing that overwrites a line.
+    begun = ["checking the model's", "held-out problems ...", "sampling 16 completions ...", "reward 0."]
+    places = [said.find(words) for words in begun]
+    assert -1 < places[0] < places[1] < places[2] < places[3]
+    assert len(re.findall(r"^  step    \d   reward ", said, re.MULTILINE)) == 2
+    assert not re.search(r"[\r\x1b]", said)
     assert "report_to: trackio failed and gets no more: ConnectionError: no answer" in said
     assert "report_to: trackio failed and gets no more: TimeoutError: still no answer" in said
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.embedded import metrics_of, run, samples_of
-from trainer.config import ASSETS
+from trainer.settings import ASSETS
 
 pytestmark = pytest.mark.slow
 

@@ -94,7 +94,7 @@ def test_the_bar_shows_reward_credits_share_and_the_time_left_also_when_steps_ta
     with Report(tmp_path, settings("--max_steps=10"), None, {}) as report:
         for step in range(1, 6):
             report._progress.get_time = lambda now=100 * step: now
-            report.stepped(step, SimpleNamespace(metrics=metrics, batch=batch, advantages=[]))
+            report.stepped(step, SimpleNamespace(metrics=metrics, batch=batch, advantages=[], nothing=None))
         with report.console.capture() as bar:
             report.console.print(report._progress.get_renderable())
     assert "5/10 reward 0.50  credit 30% of the time" in bar.get()

@@ -22,11 +22,10 @@ from tests.support.embedded import (
     updated,
 )
 from tests.support.runs import timeless
-from trainer.config import EMBEDDED, model_path
-from trainer.evaluate import Evaluation
-from trainer.report import paired_gain
+from trainer.evaluate import Evaluation, paired_gain
 from trainer.rewards.calls import group_advantages
 from trainer.run import train
+from trainer.settings import EMBEDDED, model_path
 from trainer.step import problem_batches, training_step
 
 pytestmark = pytest.mark.slow
@@ -217,9 +216,9 @@ def test_problems_come_in_shuffled_passes() -> None:
     assert next(problem_batches(10, 4, seed=1)) != drawn[:4]
 
 
-def test_the_gain_comes_with_its_paired_standard_error() -> None:
+def test_the_gain_comes_with_its_paired_interval_which_has_a_width_where_nothing_changed() -> None:
     before = Evaluation([True, False, False, False], 1.0)
     after = Evaluation([True, True, True, False], 1.0)
-    gain, error = paired_gain(before, after)
-    assert gain == 0.5
-    assert error == pytest.approx(math.sqrt((2 * 0.25 + 2 * 0.25) / 3 / 4))
+    # 2 / 6 +- 1.96 sqrt((3 - 4 / 6) / 6 / 6).
+    assert paired_gain(before, after) == pytest.approx((0.5, -0.1656, 0.8323), abs=1e-4)
+    assert paired_gain(before, before) == pytest.approx((0.0, -0.3267, 0.3267), abs=1e-4)

@@ -1,6 +1,5 @@
 """Write tables and a page of logged completions and their credit, or compare runs: `cfa-analyze`, `cfa-compare`."""
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,58 +10,32 @@ from rich.markup import escape
 from rich.table import Column
 from rich.table import Table as Shown
 
-from ..extras import program
 from ..provenance import made_by
 from .page import page_of, write_run_page
 from .runs import comparison
 from .samples import read_samples
 from .tables import Cell, Table, analyse
 
-DESCRIPTION = """Analyse the credit of logged completions: how much masked spans matter, which contents do, where weight
-and gradient gather. RUN_OR_FILE is a folder that the training program wrote (log more with --log_completions) or a file
-with one JSON object per completion. Writes analysis.json, analysis.md and page.html. `compare RUN ...`, or
-`cfa-compare RUN ...`, compares."""
-COMPARISON = """Compare runs of the training program: final held-out accuracy with its standard error, reward, tokens,
-time per step and by stage, with means of runs that differ in their seeds only. Writes a page of the runs."""
+_WIDTH = 20
+"""Columns of a terminal that a run takes; an accuracy with its interval takes 17."""
 
 _MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_|[]$~#"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the program; an error gives one line on stderr and exit code 1, or 2 for flags."""
-    if argv is None:
-        argv = ["compare"] * (Path(sys.argv[0]).name == "cfa-compare") + sys.argv[1:]
-    compares = argv[:1] == ["compare"]
-    prog = program("trainer.analyze" + " compare" * compares)
-    parser = argparse.ArgumentParser(prog=prog, description=COMPARISON if compares else DESCRIPTION)
-    if compares:
-        parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder that the training program wrote")
-        parser.add_argument("--out", type=Path, default=Path("compare.html"), help="page to write (compare.html)")
-    else:
-        parser.add_argument("source", type=Path, metavar="RUN_OR_FILE")
-        parser.add_argument("--out", type=Path, help="folder to write to: analysis in the run, or NAME-analysis")
-    options = vars(parser.parse_args(argv[compares:]))
-    try:
-        if compares:
-            compare(**options)
-        else:
-            folder = write_analysis(**options)
-            print(f"{folder / 'analysis.md'}\n{folder / 'page.html'}")
-    except (ValueError, OSError) as problem:
-        print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def compare(runs: Sequence[Path], out: Path) -> None:
-    """Print a table of runs and write a page of them."""
-    columns, rows = comparison(write_run_page(out, runs, "Runs compared"))
-    heads = [Column(name, justify="left" if i < 2 else "right") for i, name in enumerate(columns)]
-    table = Shown(*heads, box=None, header_style="dim")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
-    console.print(table)
+    """Print a table of runs, as many side by side as there is room for, and write a page of them."""
+    names, rows = comparison(write_run_page(out, runs, "Runs compared"))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 80)
+    first = max(map(len, names))
+    beside = max(1, (console.width - first) // _WIDTH)
+    for block in (rows[start : start + beside] for start in range(0, len(rows), beside)):
+        table = Shown(
+            Column(no_wrap=True), *(Column(justify="right", overflow="fold") for _ in block),
+            box=None, show_header=False, padding=(0, 2, 0, 0),
+        )  # fmt: skip
+        for name, *cells in zip(names, *block, strict=True):
+            table.add_row(name, *map(escape, cells), style="bold" if name == "held-out accuracy" else "")
+        console.print(table, "")
     console.print(escape(str(out)), soft_wrap=True)
 
 

@@ -57,6 +57,9 @@ def run_page(runs: Sequence[Run], title: str) -> str:
         for run, group in zip(runs, groups_of(runs), strict=True)
     ]  # fmt: skip
     notes = [f"One in {n} of the completions in {files[name]} is on this page. " for name, n in every.items() if n > 1]
+    subjects = {tuple(str(run.settings.get(name, "")) for name in ("model", "dataset")) for run in runs}
+    if len(subjects) == 1 and all(subject := subjects.pop()):
+        title += f": {' on '.join(Path(part).name for part in subject)}"
     return _page(samples, title, {"runs": drawn, "table": comparison(runs), "notes": "".join(notes)})
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pandas
 
-from ..checkpoints.files import read_mapping
+from ..cli import read_mapping
 from .samples import json_lines
 
 _FORMS = {
     "steps": "{:g}", "accuracy at step 0": "{:.1%}", "held-out accuracy": "{:.1%}", "reward": "{:.3f}",
-    "tokens": "{:,.0f}",
+    "tokens": "{:,.0f}", "low": "{:.1%}", "high": "{:.1%}",
 }  # fmt: skip
 
 
@@ -36,11 +36,12 @@ class Run:
             "steps": self.metrics.index[-1],
             "accuracy at step 0": self.metrics.iloc[0].get("eval_accuracy", math.nan),
             "held-out accuracy": last.get("eval_accuracy", math.nan),
-            "error": last.get("eval_accuracy_stderr", math.nan),
+            "low": last.get("eval_accuracy_low", math.nan),
+            "high": last.get("eval_accuracy_high", math.nan),
             "reward": rewards.tail(max(1, len(rewards) // 10)).mean(),
             "tokens": last.get("num_tokens", math.nan),
             "seconds per step": means.get("step_time", math.nan),
-            **{name.removeprefix("time/"): mean for name, mean in means.items() if name.startswith("time/")},
+            **{name.replace("time/", "seconds, "): mean for name, mean in means.items() if name.startswith("time/")},
         }
 
 
@@ -93,34 +94,44 @@ def groups_of(runs: Sequence[Run]) -> list[int]:
 def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Tabulate runs, a row each, and the mean of those that differ in their seeds only; returns columns and rows.
 
-    The standard error after ± is over held-out problems in a run's row, over runs in that of a mean.
+    Each setting that differs has a column. Behind an accuracy is its 95 % interval over held-out problems, behind that
+    of a mean the lowest and the highest run.
     """
-    names = dict.fromkeys(name for run in runs for name in run.settings if name != "output_dir")
-    differing = [name for name in names if len({repr(run.settings.get(name)) for run in runs}) > 1]
-    own = [{name: run.settings[name] for name in differing if name in run.settings} for run in runs]
-    heads = [(run.name, _settled(settings)) for run, settings in zip(runs, own, strict=True)]
+    settings = [_flat(run.settings) for run in runs]
+    names = dict.fromkeys(name for own in settings for name in own if name != "output_dir")
+    differing = [name for name in names if len({repr(own.get(name)) for own in settings}) > 1]
+    heads = [
+        [run.name, *(str(own.get(name, "-")) for name in differing)] for run, own in zip(runs, settings, strict=True)
+    ]
     table, groups = pandas.DataFrame([run.figures() for run in runs]), np.array(groups_of(runs))
     for group in range(max(groups) + 1):
         members = np.flatnonzero(groups == group).tolist()
         if len(members) > 1:
+            seeds = [str(runs[k].settings.get("seed")) for k in members]
+            twice, accuracies = len({*seeds}) < len(seeds), table["held-out accuracy"].iloc[members]
+            ends = [math.nan, math.nan] if twice else [accuracies.min(), accuracies.max()]
             mean = table.iloc[members].mean()
-            twice = len({runs[k].settings.get("seed") for k in members}) < len(members)
-            mean["error"] = math.nan if twice else table["held-out accuracy"].iloc[members].sem()
+            mean["low"], mean["high"] = ends
             table.loc[len(table)] = mean
             name = "same seed twice" if twice else f"mean of {len(members)} seeds"
-            seeds = " and ".join(str(runs[k].settings.get("seed")) for k in members)
-            heads.append((name, _settled(own[members[0]] | {"seed": seeds})))
+            shared = dict(zip(differing, heads[members[0]][1:], strict=True)) | {"seed": ", ".join(seeds)}
+            heads.append([name, *(shared[one] for one in differing)])
     cells = {name: [_text(value, _FORMS.get(name, "{:.3g}")) for value in table[name]] for name in table}
-    errors = [_text(value, " ± {:.1%}", "") for value in table["error"]]
-    cells["held-out accuracy"] = [a + b for a, b in zip(cells["held-out accuracy"], errors, strict=True)]
-    del cells["error"]
+    lows, highs = cells.pop("low"), cells.pop("high")
+    cells["held-out accuracy"] = [
+        accuracy if "-" in (low, high) else f"{accuracy} ({low[:-1]}-{high[:-1]})"
+        for accuracy, low, high in zip(cells["held-out accuracy"], lows, highs, strict=True)
+    ]
     rows = [[*head, *row] for head, row in zip(heads, zip(*cells.values(), strict=True), strict=True)]
-    return ["run", "differs in" if differing else "", *cells], rows
+    return ["run", *differing, *cells], rows
 
 
-def _settled(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items())
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Give each option of a setting that holds several its own name, as flags do."""
+    inside = [value for value in settings.values() if isinstance(value, dict)]
+    single = {name: value for name, value in settings.items() if not isinstance(value, dict)}
+    return {**single, **{name: value for options in inside for name, value in options.items()}}
 
 
-def _text(value: float, form: str, absent: str = "-") -> str:
-    return absent if math.isnan(value) else form.format(value)
+def _text(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else form.format(value)

@@ -42,6 +42,8 @@ class Sample:
     correct: bool | None = None
     advantage: float | None = None
     truncated: bool = False
+    counted: bool = True  # by the loss
+    uncredited: str | None = None  # why all its tokens weigh the same
     step: int | None = None
     problem: Any = None
     question: str | None = None
@@ -94,7 +96,7 @@ def _sample(entry: dict[str, Any]) -> Sample:
     for name, one in credit.items():
         if len(one.values) != len(tokens):
             raise ValueError(f"{name} has {len(one.values)} numbers for {len(tokens)} tokens")
-    own = ("advantage", "truncated", "step", "problem", "question", "reference", "drops_unit")
+    own = ("advantage", "truncated", "counted", "uncredited", "step", "problem", "question", "reference", "drops_unit")
     return Sample(
         tokens=tokens,
         spans=[_span(span, tokens) for span in entry.get("spans", [])],

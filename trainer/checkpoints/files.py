@@ -1,4 +1,4 @@
-"""Write files and folders whole: aside, on the disk, then under their name; measure them to see damage; read YAML."""
+"""Write files and folders whole: aside, on the disk, then under their name; measure them to see damage."""
 
 import contextlib
 import hashlib
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
 from safetensors import SafetensorError
 
 
@@ -34,17 +33,6 @@ def naming(path: Path, setting: str = "") -> Iterator[None]:
             problem = problem.__context__
         cause = getattr(problem, "strerror", None) or problem
         raise DiskError(f"{setting}{path} cannot be written: {cause}") from problem
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a mapping from YAML or JSON, nothing from an empty file; raises `ValueError` naming another file."""
-    try:
-        content = yaml.safe_load(path.read_text("utf-8")) or {}
-    except (yaml.YAMLError, ValueError, RecursionError) as problem:  # a ValueError: of a date like 2026-13-45
-        raise ValueError(f"{path}: is not YAML of plain values: {problem}") from problem
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must hold settings as 'name: value', got {type(content).__name__}")
-    return content
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -22,13 +22,13 @@ from filelock import FileLock, Timeout
 from cfa_kernels.hf.fsdp import is_piece
 
 from ..checks import sampling_gap_limit
-from ..cli import to_yaml
+from ..cli import read_mapping, to_yaml
 from ..config import TrainConfig
 from ..policy import require_finite_weights
 from ..processes import on_first
 from ..provenance import made_by
 from ..state import Trainer
-from .files import DamageError, DiskError, naming, read_mapping, seal, whole_folder, write_whole
+from .files import DamageError, DiskError, naming, seal, whole_folder, write_whole
 from .state import collect, restore
 
 RUNS = Path("runs")
@@ -255,6 +255,7 @@ def _resolved(trainer: Trainer) -> dict[str, Any]:
         "train_problems": len(trainer.rows),
         "eval_problems": len(trainer.held_out),
         "eval_reward": config.grader,
+        "instruction": config.question_instruction,
         "max_sampling_gap": sampling_gap_limit(config, trainer.policy),
         "credit_options": ", ".join(f"{name}={value}" for name, value in options.items() if value is not None),
     }

@@ -106,7 +106,10 @@ def correction_prompt(
 ) -> list[int]:
     """Encode the prompt that asks for a correction: `TEMPLATE` filled, then as any other prompt."""
     request = TEMPLATE.format(question=question, attempt=attempt, reference=reference)
-    return encode_prompt(request, tokenizer, instruction=config.instruction, at=at)
+    return encode_prompt(
+        request, tokenizer, instruction=config.question_instruction, system=config.system_prompt,
+        thinking=config.enable_thinking, at=at,
+    )  # fmt: skip
 
 
 def _longest_prompt(trainer: Trainer) -> int | None:

@@ -96,7 +96,9 @@ def generate(
     decode = decoder or (functools.partial(by_transformers, causal) if decoding_obstacle(causal) else Decoder(causal))
     with evaluation_mode(ModelWalk(model)), decoding_head(causal):
         tokens, logprobs = decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling, progress)
-    rollouts = Rollouts.of(prompts, tokens.tolist(), [*logprobs.cpu()], ends, tokenizer, thought_tags=thought_tags)
+    rollouts = Rollouts.of(
+        prompts, tokens.tolist(), [*logprobs.to("cpu", copy=True)], ends, tokenizer, thought_tags=thought_tags
+    )
     require_finite_logits(rollouts.logprobs, names)
     return rollouts
 

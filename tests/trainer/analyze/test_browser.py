@@ -102,6 +102,15 @@ def test_tokens_are_shaded_by_weight_and_their_numbers_show_on_hover_and_with_th
     assert not browser.get_log("browser")
 
 
+def test_a_completion_without_shades_says_why_and_one_left_out_of_the_loss_shows_no_advantage(browser, show) -> None:
+    show(completion(1, 1.0, counted=False, truncated=True, uncredited="no answer was found in it"), completion(2, 0.0))
+    assert texts(browser, "#list details > p") == ["Not shaded: no answer was found in it."]
+    assert texts(browser, "#list summary") == [
+        "step 2 · problem 7 · reward 0 · wrong · advantage -0.5",
+        "step 1 · problem 7 · reward 1 · correct · truncated · left out of the loss",
+    ]
+
+
 def test_several_estimators_stand_side_by_side_beside_the_importance_of_spans(browser, show) -> None:
     show(
         completion(1, 1.0, estimators={"entropy": {"importances": [*range(9), None]}}),
@@ -141,10 +150,14 @@ def test_completions_come_ten_at_a_time_in_an_order_and_by_step_or_verdict(brows
 
 
 def test_runs_are_drawn_over_each_other_and_the_numbers_read_off_are_those_of_their_metrics(browser, tmp_path) -> None:
-    folders = [write_run(tmp_path / f"seed{seed}", seed, completions=[completion(1, seed)]) for seed in (0, 1)]
+    own = {"model": "org/small", "dataset": "sums.jsonl"}
+    folders = [write_run(tmp_path / f"seed{seed}", seed, completions=[completion(1, seed)], **own) for seed in (0, 1)]
     write_run_page(tmp_path / "page.html", folders, "Two seeds")
     open_page(browser, tmp_path / "page.html")
     entries = [[json.loads(line) for line in (folder / "metrics.jsonl").open()] for folder in folders]
+    assert browser.find_element("tag name", "h1").text == "Two seeds: small on sums.jsonl"
+    top = [browser.find_element("id", part).location["y"] for part in ("figures", "curves", "search")]
+    assert top == sorted(top)  # the comparison comes first
     assert texts(browser, "#curves strong") == ["Held-out accuracy", "Reward", "Time", "Time of credit"]
     assert "Entropy (nats per token): 0.333 at each step." in browser.find_element("id", "notes").text
     assert texts(browser, "#figures tr:first-child td") == ["seed0", "seed1", "mean of 2 seeds"]
@@ -156,7 +169,7 @@ def test_runs_are_drawn_over_each_other_and_the_numbers_read_off_are_those_of_th
             assert press(browser, curve, key, index=index) == f"{title}, step {step}: {wanted}"
     assert (
         press(browser, curve, webdriver.Keys.END)
-        == "Held-out accuracy (%, greedy), step 4: seed0 50.0 ± 5.0 · seed1 60.0 ± 5.0"
+        == "Held-out accuracy (%, greedy), step 4: seed0 50.0 (45.0-55.0) · seed1 60.0 (55.0-65.0)"
     )
     assert hover(browser, curve, 1).startswith("Reward (mean over completions), step ")
     own = [f"figure:nth-child(2) path[style]{faint}" for faint in (".faint", ":not(.faint)")]
@@ -175,7 +188,7 @@ def test_runs_are_drawn_over_each_other_and_the_numbers_read_off_are_those_of_th
 
 def test_eight_curves_are_drawn_inside_their_axes_of_a_run_that_goes_on(browser, tmp_path) -> None:
     folder = write_run(tmp_path / "run", max_steps=9)
-    names = ("eval_accuracy", "eval_accuracy_stderr", "reward", "frac_reward_zero_std", "credit/drop_mean", "grad_norm",
+    names = ("eval_accuracy", "eval_accuracy_low", "reward", "frac_reward_zero_std", "credit/drop_mean", "grad_norm",
              "completions/mean_length", "step_time", "time/credit", "credit/weight_std")  # fmt: skip
     entries = [{"step": step, "entropy": 1, **dict.fromkeys(names, step)} for step in range(1, 5)]
     write_lines(folder / "metrics.jsonl", entries)

@@ -1,14 +1,13 @@
 """Runs side by side: their figures and page, and messages about folders that are not runs."""
 
 import json
-import math
 import re
 
 import pytest
 
 from tests.support.pages import Page, completion, write_lines, write_run
 from trainer.analyze import page as pages
-from trainer.analyze.analysis import main
+from trainer.analyze.__main__ import main
 from trainer.analyze.runs import comparison, groups_of, read_runs
 
 
@@ -27,25 +26,28 @@ def test_figures_are_those_of_the_runs_files_and_means_are_over_seeds(folders, t
     runs, page = read_runs(folders), tmp_path / "all.html"
     assert groups_of(runs) == [0, 0, 1]
     figures = runs[1].figures()
-    names = ("steps", "accuracy at step 0", "held-out accuracy", "error", "tokens")
-    assert [figures[name] for name in names] == [20, 0.25, 0.6, 0.05, 2000]
+    names = ("steps", "accuracy at step 0", "held-out accuracy", "low", "high", "tokens")
+    assert [figures[name] for name in names] == pytest.approx([20, 0.25, 0.6, 0.55, 0.65, 2000])
     assert figures["reward"] == pytest.approx((1.9 + 2.0) / 2 + 0.01)  # of two steps, the last tenth
-    stages = {name: figures[name] for name in ("generate", "credit", "update", "other")}
+    stages = {name: figures[f"seconds, {name}"] for name in ("generate", "credit", "update", "other")}
     assert stages == pytest.approx({"generate": 2, "credit": 1.05, "update": 0.7, "other": 0.01})
     assert sum(stages.values()) == pytest.approx(figures["seconds per step"])
 
     assert compared(*folders, "--out", page) == 0
-    lines = capsys.readouterr().out.splitlines()
-    columns, rows = comparison(runs)
-    assert lines[-1] == str(page)
-    assert [re.split(r" {2,}", line.strip()) for line in lines[:-1]] == [columns, *rows]
+    *lines, last = capsys.readouterr().out.splitlines()
+    names, rows = comparison(runs)
+    assert last == str(page)
     assert rows[1] == [
-        "cf-1", "credit counterfactual, seed 1", "20", "25.0%", "60.0% ± 5.0%", "1.960", "2,000", "3.76", "2",
-        "1.05", "0.7", "0.01",
+        "cf-1", "counterfactual", "1", "20", "25.0%", "60.0% (55.0-65.0)", "1.960", "2,000", "3.76", "2", "1.05", "0.7",
+        "0.01",
     ]  # fmt: skip
-    mean = rows[3]
-    assert mean[:2] == ["mean of 2 seeds", "credit counterfactual, seed 0 and 1"]
-    assert mean[4] == f"55.0% ± {math.sqrt(0.005) / math.sqrt(2):.1%}"
+    assert rows[3][:3] == ["mean of 2 seeds", "counterfactual", "0, 1"]
+    assert rows[3][5] == "55.0% (50.0-60.0)"  # of the lowest and the highest seed
+    # A line for each setting that differs and each figure, in 80 columns: three runs, then the mean.
+    assert max(map(len, lines)) <= 80
+    shown = [re.split(r" {2,}", line.strip()) for line in lines if line.strip()]
+    blocks = [[name, *cells] for part in (rows[:3], rows[3:]) for name, *cells in zip(names, *part, strict=True)]
+    assert shown == blocks
     drawn = Page(page.read_text("utf-8")).data["runs"]
     assert [run["group"] for run in drawn] == [0, 0, 1]
     for folder, run in zip(folders, drawn, strict=True):
@@ -79,7 +81,7 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path) -> None:
     runs = read_runs(folders)
     assert [run.name for run in runs] == list(map(str, folders))
     mean = comparison(runs)[1][-1]  # of one seed: no spread over seeds
-    assert (mean[0], mean[4]) == ("same seed twice", "50.0%")
+    assert (mean[0], mean[3]) == ("same seed twice", "50.0%")
 
 
 def test_a_page_that_cannot_hold_all_completions_holds_some_of_each_part_and_says_so(tmp_path, monkeypatch) -> None:

@@ -19,7 +19,8 @@ def test_the_page_holds_every_estimator_with_its_numbers_spans_and_facts_and_equ
     shown, other = Page(page_of(read_samples(file), "Example")).data["completions"]
     assert shown == {
         "run": None, "step": 3, "problem": 7, "question": "2+3?", "reference": "5", "reward": 1.0, "correct": True,
-        "advantage": 0.5, "truncated": False, "tokens": list("Step1=2+3."), "answer": [9, 10], "drops_unit": "nats",
+        "advantage": 0.5, "truncated": False, "counted": True, "uncredited": None,
+        "tokens": list("Step1=2+3."), "answer": [9, 10], "drops_unit": "nats",
         "spans": [{**span, "text": text} for span, text in zip(entry["spans"], ("St", "1=2"), strict=True)],
         "credit": {
             "masking": {"kind": "weights", "values": entry["weights"]},

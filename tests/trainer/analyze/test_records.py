@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from cfa_kernels import Credit, Span
@@ -10,14 +11,17 @@ from tests.support.embedded import settings
 from trainer.analyze.records import completion_record
 
 
-def record_of(drop: list[float]) -> dict[str, Any]:
-    spans, weights = [Span(0, 2), Span(2, 3)], torch.tensor([1.0, 4.0, 0.5])
-    credit = Credit([weights], [None], [spans], [torch.tensor(drop)], torch.zeros(1), None)
-    rollouts = SimpleNamespace(ids=lambda: [[5, 6, 7]], texts=["567"], truncated=[False])
+def record_of(
+    drop: list[float], *flags: str, weights: tuple[float, ...] = (1.0, 4.0, 0.5), answer: Span | None = None,
+    advantage: float = 1.0, truncated: bool = False, masked: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    spans = [Span(0, 2), Span(2, 3)] if masked else []
+    credit = Credit([torch.tensor(weights)], [answer], [spans], [torch.tensor(drop)], torch.zeros(1), None)
+    rollouts = SimpleNamespace(ids=lambda: [[5, 6, 7]], texts=["567"], truncated=[truncated])
     batch = SimpleNamespace(rows=[{}], problems=[0], rewards=torch.ones(1), rollouts=rollouts)
-    result = SimpleNamespace(batch=batch, credit=credit, advantages=torch.ones(1))
+    result = SimpleNamespace(batch=batch, credit=credit, advantages=torch.tensor([advantage]))
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(str, ids)))
-    return completion_record(result, 0, tokenizer, settings())
+    return completion_record(result, 0, tokenizer, settings(*flags))
 
 
 def test_a_record_holds_the_weight_of_a_spans_last_token_as_its_first_may_count_as_outside() -> None:
@@ -28,3 +32,27 @@ def test_a_record_holds_the_weight_of_a_spans_last_token_as_its_first_may_count_
 def test_units_whose_weights_are_drawn_have_no_drop_to_record() -> None:
     record = record_of([])
     assert (record["spans"], record["weights"]) == ([], [1.0, 4.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "reason"),
+    [
+        ([], {"truncated": True}, "it was cut off at the length limit, and the loss leaves it out"),
+        (["--no_mask_truncated_completions"], {"truncated": True}, "no answer was found in it"),
+        ([], {"advantage": 0.0, "answer": Span(2, 3)}, "it has no advantage: all completions of its group have one"),
+        ([], {}, "no answer was found in it"),
+        ([], {"answer": Span(2, 3)}, "no span was found before its answer"),
+        ([], {"answer": Span(2, 3), "masked": True}, "its spans do not differ in importance"),
+        (
+            ["--completions=positive"],
+            {"advantage": -1.0, "answer": Span(2, 3)},
+            "it is wrong, and completions=positive",
+        ),
+        (["--credit=uniform"], {"answer": Span(2, 3)}, "credit=uniform gives every token the same weight"),
+    ],
+)
+def test_a_completion_whose_tokens_weigh_the_same_says_why(flags, options, reason) -> None:
+    record = record_of([], *flags, **{"masked": False, "weights": (1.0, 1.0, 1.0)} | options)
+    assert record["uncredited"].startswith(reason)
+    assert record["counted"] is not record["uncredited"].endswith("the loss leaves it out")
+    assert record_of([], *flags, **options)["uncredited"] is None

@@ -141,8 +141,9 @@ def test_a_folder_is_free_again_when_the_process_that_had_it_was_killed(argv, tm
         assert folder.path == tmp_path / "run"
 
 
-@pytest.mark.parametrize("more", [["--model=nowhere/to/be/found"], ["--dataset=absent.jsonl"], ["--reward_funcs=a:b"]])
-def test_a_start_that_fails_leaves_no_folder_behind(argv, tmp_path, more) -> None:
+@pytest.mark.parametrize("more", [["--eval_dataset=owner/absent"], ["--reward_funcs=a:b"]])
+def test_a_start_that_fails_leaves_no_folder_behind(argv, tmp_path, monkeypatch, more) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     code, _, said = main(argv("run", *more))
     assert code == 1
     assert said.startswith("error: ")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from trainer.config import ASSETS
 from trainer.metrics import reward_metrics
 from trainer.rewards.calls import (
     RewardError,
@@ -21,6 +20,7 @@ from trainer.rewards.calls import (
     rewards_by,
 )
 from trainer.rollouts import Rollouts
+from trainer.settings import ASSETS
 
 SAMPLES = [f"sample {b} (row {10 * b})" for b in range(3)]
 COLUMNS = {"prompts": ["q"] * 3, "completions": ["a", "b", "c"], "completion_ids": [[1], [2], [3]], "level": [1, 2, 0]}

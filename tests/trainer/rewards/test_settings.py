@@ -43,7 +43,7 @@ def test_a_setting_of_rewards_that_cannot_be_is_named(options, message) -> None:
         ([], "exact_match", "numbers", ""),  # the embedded model's own
         (["--reward_funcs", "math:gcd", "exact_match"], "exact_match", "numbers", ""),
         (["--model=other", "--reward_funcs", "math_verify"], "math_verify", "text", r"\boxed{}"),
-        (["--model=other", "--reward_funcs", "code", "--dataset=a.jsonl"], "code", "mbpp", "```python"),
+        (["--model=other", "--reward_funcs", "code", "--dataset=owner/mbpp"], "code", "mbpp", "```python"),
         (["--reward_funcs", "math:gcd", "--eval_reward", "math:gcd"], "math:gcd", "text", ""),
         (["--reward_funcs", "math:gcd"], "exact_match", "numbers", ""),
     ],
@@ -51,7 +51,7 @@ def test_a_setting_of_rewards_that_cannot_be_is_named(options, message) -> None:
 def test_rewards_say_what_evaluation_counts_and_what_rows_must_have(argv, grader, kind, instruction) -> None:
     config = settings(*argv)
     assert (config.grader, config.kind) == (grader, kind)
-    assert instruction in config.instruction
+    assert instruction in config.question_instruction
     assert settings(*argv, "--instruction=Go.").instruction == "Go."
 
 

@@ -1,8 +1,8 @@
 // Runs: their figures, curves over steps (the numbers of metrics.jsonl), and settings.
 const WIDTH = 320, HEIGHT = 200, LEFT = 60, RIGHT = 8, TOP = 8, BOTTOM = 36, MOST = 8;
-// Title, unit, metric, factor, metric of the error; the first eight that vary are drawn.
+// Title, unit, metric, factor, metrics of its interval's ends; the first eight that vary are drawn.
 const PANELS = [
-  ['Held-out accuracy', '%, greedy', 'eval_accuracy', 100, 'eval_accuracy_stderr'],
+  ['Held-out accuracy', '%, greedy', 'eval_accuracy', 100, 'eval_accuracy_low', 'eval_accuracy_high'],
   ['Reward', 'mean over completions', 'reward'],
   ['Groups without an advantage', '%', 'frac_reward_zero_std', 100],
   ['Entropy', 'nats per token', 'entropy'],
@@ -20,9 +20,10 @@ function ticks(low, high, count) {
   for (let i = Math.ceil(low / by - 1e-9); i * by <= high + by * 1e-9; i++) made.push(Number((i * by).toPrecision(6)));
   return made;
 }
-function pointsOf(run, [, , metric, factor = 1, error]) {
-  return run.steps.map((step, i) => [step, run.metrics[metric]?.[i] ?? null, run.metrics[error]?.[i] ?? 0])
-    .filter(([, value]) => value !== null).map(([step, value, by]) => [step, value * factor, by * factor]);
+function pointsOf(run, [, , metric, factor = 1, ...ends]) {
+  const at = i => [metric, ends[0] ?? metric, ends[1] ?? metric].map(name => run.metrics[name]?.[i] ?? run.metrics[metric]?.[i] ?? null);
+  return run.steps.map((step, i) => [step, ...at(i)]).filter(([, value]) => value !== null)
+    .map(([step, ...values]) => [step, ...values.map(value => value * factor)]);
 }
 const figureOf = (value, [, , , factor]) => factor ? value.toFixed(1) : digits(value, 3);
 const mean = values => values.reduce((sum, value) => sum + value, 0) / values.length;
@@ -37,7 +38,7 @@ function meanOf(lines) {
 }
 function curve(panel, constants) {
   const [title, unit] = panel, name = title + (unit && ` (${unit})`), lines = data.runs.map(run => pointsOf(run, panel)), all = lines.flat();
-  const [least, most] = extent(all.flatMap(([, value, by]) => [value - by, value + by])), room = .05 * (most - least);
+  const [least, most] = extent(all.flatMap(([, , low, high]) => [low, high])), room = .05 * (most - least);
   if (!(most > least)) {
     if (all.length) constants.append(`${name}: ${figureOf(least, panel)} at each step. `);
     return [];
@@ -60,8 +61,8 @@ function curve(panel, constants) {
     const own = { style: `--own: var(--r${group % 8})` }, members = lines.filter((_, k) => data.runs[k].group === group);
     for (const points of members) {
       svg.append(path(points, { ...own, class: 'faint' }));
-      for (const [step, value, by] of points.filter(point => point[2]))
-        svg.append(path([[step, value - by], [step, value + by]], own), make('circle', { ...own, cx: x(step), cy: y(value), r: 3 }));
+      for (const [step, value, low, high] of points.filter(point => point[3] > point[2]))
+        svg.append(path([[step, low], [step, high]], own), make('circle', { ...own, cx: x(step), cy: y(value), r: 3 }));
     }
     svg.append(path(meanOf(panel[4] ? members : members.map(trailing)), own));
   }
@@ -70,8 +71,8 @@ function curve(panel, constants) {
   const point = index => {
     at = Math.max(0, Math.min(steps.length - 1, index));
     cursor.setAttribute('d', `M${x(steps[at])} ${TOP}V${HEIGHT - BOTTOM}`);
-    const values = data.runs.flatMap((run, k) => lines[k].filter(([step]) => step === steps[at]).map(([, value, by]) =>
-      (data.runs.length > 1 ? run.name + ' ' : '') + figureOf(value, panel) + (by ? ` \u00b1 ${figureOf(by, panel)}` : '')));
+    const values = data.runs.flatMap((run, k) => lines[k].filter(([step]) => step === steps[at]).map(([, value, from, to]) =>
+      (data.runs.length > 1 ? run.name + ' ' : '') + figureOf(value, panel) + (to > from ? ` (${figureOf(from, panel)}-${figureOf(to, panel)})` : '')));
     reading.textContent = printed(`${name}, step ${steps[at]}: ${values.join(' \u00b7 ')}`);
   };
   svg.addEventListener('mousemove', event => {
@@ -98,11 +99,11 @@ if (data.runs) {
     setInterval(() => follow.checked && location.reload(), 10000);
   }
   const [columns, rows] = data.table, section = document.getElementById('runs'), more = document.getElementById('more');
-  section.hidden = false;
+  section.hidden = document.getElementById('logged').hidden = false;
   const key = run => run ? [make('i', { style: `--own: var(--r${run.group % 8})` })] : [];
   document.getElementById('figures').append(...columns.flatMap((name, i) => name ? [make('tr', {}, make('th', {}, name),
     ...rows.map((row, k) => make('td', {}, ...i ? [] : key(data.runs[k]), printed(row[i]))))] : []));
-  const notes = document.getElementById('notes'), drawn = [], known = ['eval_accuracy_stderr'];
+  const notes = document.getElementById('notes'), drawn = [], known = ['eval_accuracy_low', 'eval_accuracy_high'];
   for (const panel of PANELS)
     if (drawn.length < MOST) known.push(panel[2]) && drawn.push(...curve(panel, notes));
   notes.append(data.notes);

@@ -61,9 +61,11 @@ function completion(sample, open) {
   const facts = [
     sample.run, known(sample.step) && `step ${sample.step}`, known(sample.problem) && `problem ${sample.problem}`,
     known(sample.reward) && `reward ${digits(sample.reward, 6)}`, known(sample.correct) && (sample.correct ? 'correct' : 'wrong'),
-    known(sample.advantage) && `advantage ${digits(sample.advantage, 3)}`, sample.truncated && 'truncated',
+    known(sample.advantage) && sample.counted && `advantage ${digits(sample.advantage, 3)}`, sample.truncated && 'truncated',
+    !sample.counted && 'left out of the loss',
     sample.times > 1 && `\u00d7${sample.times}`].filter(Boolean).map(printed).join(' \u00b7 ');
-  const made = make('details', { open }, make('summary', {}, facts || 'completion'), make('div', { class: 'sides' }));
+  const why = sample.uncredited === null ? [] : [make('p', { class: 'soft' }, printed(`Not shaded: ${sample.uncredited}.`))];
+  const made = make('details', { open }, make('summary', {}, facts || 'completion'), ...why, make('div', { class: 'sides' }));
   if (sample.question !== null)
     made.lastChild.append(make('aside', {}, sample.question, make('p', { class: 'soft' }, sample.reference ? `Right answer: ${sample.reference}` : '')));
   made.lastChild.append(make('div', { class: 'row' }, ...columns.map(column => figure(sample, column))));

@@ -1,0 +1,150 @@
+"""`python -m benchmarks launches`: count what a compiled decoder layer launches and moves on a GPU; none is needed.
+
+The library's packed forward, its backward and its scores run on a CPU as on a GPU: bfloat16 rows, float32 adapters as
+one operator, attention as another. Inductor schedules the graphs of a layer, which are counted, not run: all are zeros.
+"""
+
+import copy
+import functools
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch._inductor import compile_fx
+from torch._inductor.debug import DebugContext
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from transformers import AutoModelForCausalLM
+
+from benchmarks.harness.results import table
+from benchmarks.harness.workloads import MODELS
+from cfa_kernels import Rows, Span, packed_forward
+from cfa_kernels.hf import lora
+from cfa_kernels.hf.compiled import CompiledKind
+from cfa_kernels.hf.head import read_head
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.ops import adapted_linear, matmul
+from cfa_kernels.scoring import masked, training_forward
+
+MODEL, PASSES = "Qwen3-1.7B", ("forward", "backward", "scoring")
+PROBLEMS, GROUP, PROMPT, COMPLETION, SPANS = 4, 8, 110, 220, 6
+ATTENTION = {"cfa_kernels.tree_attention.default": 1, "cfa_kernels.tree_attention_backward.default": 3}  # on an H100
+
+
+@torch.library.custom_op("benchmarks::wide_mm", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+def wide_mm(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Stand in for a product with wider sums, which a CPU does not have."""
+    return left.to(dtype) @ right.to(dtype)
+
+
+@wide_mm.register_fake
+def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
+
+
+def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+    """Stand in for `ops.matmul.multiply`, of which only layers that are not counted read the result."""
+    return out.copy_(wide_mm(left, right, out.dtype))
+
+
+def count_nodes(nodes: Sequence[Any]) -> Counter[str]:
+    """Count a schedule's products, kernels of attention, fused kernels, and the bytes that these last move."""
+    count: Counter[str] = Counter()
+    for node in nodes:
+        name = str(getattr(node.node, "op_overload", None) or getattr(node.node, "python_kernel_name", ""))
+        if name in ATTENTION:
+            count["attention"] += ATTENTION[name]
+        elif "mm" in name:
+            count["products"] += 1
+        elif type(node.node).__name__ != "MultiOutput" and type(node).__name__ != "NopKernelSchedulerNode":
+            count["fused"] += len(getattr(node, "get_outer_nodes", lambda: [0])())  # joined for a CPU's loops only
+            count["moved"] += node.get_read_write_buffers_sizes()
+    return count
+
+
+def counting(counts: dict[str, Counter[str]], graph: Any, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """Stand in for inductor's inner compiler: schedule a graph, count that, return zeros in its place."""
+    backward, inference = options.get("is_backward", False), options.get("is_inference", False)
+    outs = [out.meta["val"] if isinstance(out, torch.fx.Node) else out for out in graph.graph.output_node().args[0]]
+    fake: Any = torch._guards.detect_fake_mode(inputs)
+    compile_fx.record_original_output_strides(graph)
+    with V.set_fake_mode(fake), torch.no_grad(), DebugContext():
+        compile_fx.view_to_reshape(graph)
+        compile_fx.fake_tensor_prop(graph, inputs)
+        compile_fx._recursive_post_grad_passes(graph, inference)
+        kind = {"is_inference": inference, "is_backward": backward}
+        lowered = GraphLowering(graph, example_inputs=inputs, shape_env=fake.shape_env, **kind)
+        with V.set_graph_handler(lowered), V.set_extern_kernel_nodes([]):
+            lowered.run(*inputs)
+            lowered._update_scheduler()
+            counts[PASSES[1 if backward else 2 * inference]] = count_nodes(lowered.scheduler.nodes)
+
+    def run(args: list[Any]) -> list[Any]:
+        sizes = dict[Any, int]()  # of this pack
+        for known, given in zip(inputs, args, strict=True):
+            pairs = zip(known.shape, given.shape, strict=True) if isinstance(known, Tensor) else [(known, given)]
+            sizes |= {one.node.expr: int(size) for one, size in pairs if isinstance(one, torch.SymInt)}
+        args.clear()
+
+        def value(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return torch.empty_strided([*map(value, x.shape)], [*map(value, x.stride())], dtype=x.dtype).zero_()
+            return int(x.node.expr.subs(sizes)) if isinstance(x, torch.SymInt) else x
+
+        return [*map(value, outs)]
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def count_layer() -> dict[str, Counter[str]]:
+    """Count each of `PASSES` through a layer with LoRA of rank 32; `RuntimeError` where it does not compile."""
+    config, counts = copy.deepcopy(MODELS[MODEL]), dict[str, Counter[str]]()
+    config.num_hidden_layers, config.vocab_size, config.layer_types = 2, 256, config.layer_types[:2]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = get_peft_model(model, LoraConfig(r=32, target_modules="all-linear")).to_empty(device="cpu").train()
+    torch._foreach_zero_([weight.data for weight in model.parameters()])
+    prompts = [torch.full((PROMPT,), i) for i in range(PROBLEMS) for _ in range(GROUP)]
+    completions = [torch.arange(i, i + COMPLETION) % 256 for i in range(PROBLEMS * GROUP)]
+    spans = [Span(k * (COMPLETION - 4) // SPANS, k * (COMPLETION - 4) // SPANS + 12) for k in range(SPANS)]
+    inner, causal = functools.partial(counting, counts), causal_lm(model)
+    modules = (lora, "is_on_gpu"), (matmul, "_keeps_sums"), (matmul, "_has_onednn")
+    stand_ins = [(*name, lambda _, truth=name[1] != "_has_onednn": truth) for name in modules]
+    stand_ins += [(adapted_linear, "wide_product", wide_mm), (adapted_linear, "multiply", multiply)]
+    checks = (training_forward, "check_trainable"), (masked, "check_supported")  # of layers that are not run
+    with ExitStack() as stack:
+        for place in [*stand_ins, *((*one, lambda walk, **_: read_head(walk.model)) for one in checks)]:
+            stack.enter_context(mock.patch.object(*place))
+        kind = CompiledKind(causal.model.layers, functools.partial(compile_fx.compile_fx, inner_compile=inner))
+        forward = packed_forward(causal, Rows(prompts, completions), token_budget=1 << 30)
+        # The last layer of branches has hooks and runs as it is: those of two completions will do.
+        few = packed_forward(causal, Rows(prompts[:2], completions[:2]), keep_states=True)
+        few.score([spans] * 2, [Span(COMPLETION - 3, COMPLETION)] * 2, mask=0)
+        torch.cat(forward.logprobs()).sum().backward()
+    if kind.obstacles:
+        raise RuntimeError(f"the layers of {MODEL} do not compile: {kind.obstacles}")
+    counts["scoring"]["moved"] *= PROBLEMS * GROUP // 2
+    return counts
+
+
+def page(counts: dict[str, Counter[str]]) -> str:
+    """The table of docs/benchmarks.md; gigabytes are those of all layers."""
+    rows, kinds = list[list[str]](), ("products", "attention", "fused")
+    for name in PASSES:
+        numbers, moved = [counts[name][kind] for kind in kinds], counts[name]["moved"] * MODELS[MODEL].num_hidden_layers
+        rows.append([name, *map(str, [sum(numbers), *numbers]), f"{moved / 1e9:.0f}"])
+    return table(["pass", "launches a layer", *kinds, "GB beside products"], rows)
+
+
+def main(argv: list[str]) -> int:
+    """Print the table; returns the exit status."""
+    ArgumentParser(prog="python -m benchmarks launches", description=__doc__).parse_args(argv)
+    print(page(count_layer()))
+    return 0
