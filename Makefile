@@ -1,20 +1,27 @@
-# `make demo` trains a small model, `make test` runs the suite; each sets up .venv first and uses a GPU if there is one.
+# `make demo` trains a small model in .venv-demo, `make test` runs the suite in .venv; each uses a GPU if there is one.
 # With an interpreter that already has everything, skip the set-up: `make test PY=python3`.
 
 PYTHON ?= python3
 VENV := .venv
 PY ?= $(VENV)/bin/python
+DEMO := .venv-demo
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 ON_MODELS := tests/scoring tests/losses tests/hf tests/integrations
+DEMO_PY := $(PY)
 ifeq ($(PY),$(VENV)/bin/python)
 SETUP := $(VENV)/installed
+ifeq ($(wildcard $(SETUP)),) # else the demo runs in the environment that is there
+DEMO_SETUP := $(DEMO)/installed
+DEMO_PY := $(DEMO)/bin/python
+endif
 endif
 
 .PHONY: demo test test-oldest test-newest quick soak lint docs gpu bench dist clean
 
-demo: $(SETUP)
-	$(PY) -m trainer
+demo: $(DEMO_SETUP)
+	@echo "Training the small model of the checkout for 40 steps on generated word problems. The run ends with the path of its page."
+	$(DEMO_PY) -m trainer
 
 # Files in their order: those with the fewest tests, which would come last, are among the longest.
 test: $(SETUP)
@@ -70,10 +77,14 @@ dist:
 	  bin/cfa-analyze run; bin/cfa-compare run; cd ../..; \
 	done
 
-define SET_UP
+define NEW_ENVIRONMENT
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "Python 3.11 or newer is needed, $(PYTHON) is `$(PYTHON) --version`; try make PYTHON=python3.11"; exit 1; }
 $(PYTHON) -m venv $(1)
+endef
+
+define SET_UP
+$(call NEW_ENVIRONMENT,$(1))
 $(1)/bin/python -m pip install --quiet --upgrade pip
 $(1)/bin/python -m pip install --quiet $(2) torch
 $(1)/bin/python -m pip install --quiet $(2) -e '.[test,lint,docs]'
@@ -83,10 +94,18 @@ $(VENV)/installed: setup.py constraints.txt
 	$(call SET_UP,$(VENV),-c constraints.txt)
 	touch $@
 
+# No linters, tests or site builders: torch, Triton and what the training program imports.
+$(DEMO)/installed: setup.py constraints.txt
+	@echo "Setting up $(DEMO), once: torch, and 1.6 GB of other packages, of which Triton is 0.7 GB."
+	$(call NEW_ENVIRONMENT,$(DEMO))
+	$(DEMO)/bin/python -m pip install -c constraints.txt torch
+	$(DEMO)/bin/python -m pip install -c constraints.txt -e '.[trainer]'
+	touch $@
+
 $(OLDEST)/installed: setup.py constraints.txt constraints-oldest.txt
 	$(call SET_UP,$(OLDEST),-c constraints.txt)
 	$(OLDEST)/bin/python -m pip install --quiet --no-deps -r constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) build site *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(DEMO) $(OLDEST) $(NEWEST) build site *.egg-info .pytest_cache .ruff_cache .mypy_cache

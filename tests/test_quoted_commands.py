@@ -13,7 +13,14 @@ from trainer.config import TrainConfig
 from trainer.settings import TrainSettings
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-STARTS = re.compile(r"(?:python3?|\$\(PY\)) -m ((?:benchmarks|trainer)\b[\w.]*)(.*)")
+STARTS = re.compile(
+    r"(?:python3?|\$\(PY\)|torchrun .*?|accelerate launch .*?) -m ((?:benchmarks|trainer|cfa_trainer)\b[\w.]*)(.*)"
+    r"|^(?:[A-Z_]+=\S+ )*(cfa-(?:train|analyze|compare))( .+)"
+)
+PROGRAMS = {
+    "cfa-train": "trainer", "cfa_trainer": "trainer", "cfa-analyze": "trainer.analyze",
+    "cfa-compare": "trainer.analyze compare",
+}  # fmt: skip
 MAINS = {
     "benchmarks": "benchmarks.__main__",
     "trainer": "trainer.cli",
@@ -33,7 +40,9 @@ def quoted() -> list[str]:
         result += [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
         result += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
     result += (REPOSITORY / "Makefile").read_text().splitlines()
-    commands = [f"{match[1]}{match[2]}" for line in result if (match := STARTS.search(line))]
+    found = [match.groups() for line in result if (match := STARTS.search(line))]
+    parts = [(module or program, options or rest or "") for module, options, program, rest in found]
+    commands = [PROGRAMS.get(name, name) + rest for name, rest in parts]
     return sorted({re.sub(r"evidence(?: NAME)?$", "evidence planted", command) for command in commands})
 
 

@@ -1,5 +1,6 @@
 """Train by settings: check them, set up, run, and say in one line what is wrong."""
 
+import atexit
 import gc
 import sys
 from typing import TextIO
@@ -37,6 +38,7 @@ def main(settings: TrainSettings) -> int:
                     expected = _PROBLEMS
                     gc.collect()
                     gc.freeze()  # to look at what stays, modules and tokenizer, takes a fifth of a second each time
+                    atexit.register(gc.unfreeze)  # else modules outlive the interpreter; Triton 3.9 calls that a leak
                     train(trainer, folder, ending)
         except Finished as finished:
             _say(str(finished), sys.stdout)

@@ -179,18 +179,19 @@ def _counts(rows: Iterable[ModelRow], column: str) -> dict[str, int]:
 
 # Description of the columns, kept in the result: a page tells of the run that it was written from.
 COMPARED = f"""\
-"Scores" compares `score_counterfactuals` with one full forward of the model per span, over ragged batches of shared
-prompts and prefixes, pieces of one token, equal completions and some that begin alike; "trains" compares what the
-trainer differentiates with the model's own forward and backward of each row: log-probs, and the gradient of every
-parameter by value. That may be off by {GRADIENT_TOLERANCE:g} of its norm, or by {ROUNDINGS} times what the model's own
-moves by when every weight goes to a neighbouring float32 number, at most by {MOST:g}."""
+"Scores" compares `score_counterfactuals` with one full forward of the model per span. Batches are ragged: shared
+prompts and prefixes, pieces of one token, equal completions and some that begin alike. "Trains" compares the
+trainer's log-probs, and the gradient of every parameter by value, with the model's own forward and backward of each
+row. A gradient may be off by `{GRADIENT_TOLERANCE:g}` of its norm. It may be off by more, at most by `{MOST:g}`,
+where rounding explains the difference: {ROUNDINGS} times the change of the model's own gradient when every weight
+moves to a neighbouring float32 number."""
 INTRODUCTION = """\
 # Which models
 
-Written by `python -m benchmarks models`; edit that, not this. Every causal model type of transformers, built
-small with random weights, on the CPU in float32: at least a whole period of the layers of its default
-configuration, windows of {window} tokens under sequences of up to {longest}. A row with
-a comma is the type with something switched on that its default leaves off.
+`python -m benchmarks models` writes this page; edit the command, not the page. It builds every causal model type of
+transformers small, with random weights, on the CPU in float32. A model has at least one period of its default layers,
+and windows of {window} tokens under sequences of up to {longest}. A row with a comma is the type with an option
+switched on that is off by default.
 
 {compared}
 
@@ -201,7 +202,7 @@ a comma is the type with something switched on that its default leaves off.
 |---|--:|--:|---|
 {counts}
 
-A model of your own answers for itself, before any work is done:
+Check your own model before any work is done:
 
 ```python
 from cfa_kernels import check_model
@@ -209,14 +210,12 @@ from cfa_kernels import check_model
 check_model(model)  # NotImplementedError names the model and the reason
 ```
 
-Vision-language classes are scored and trained on text as they are: Gemma 3, Mistral 3, Qwen3-VL and Qwen3.5 give their
-own log-probs and gradients (`tests/hf/test_vision_language.py`). Llama 4's class has no head of its own: pass
+Vision-language classes are scored and trained on text as they are. Gemma 3, Mistral 3, Qwen3-VL and Qwen3.5 give
+their own log-probs and gradients (`tests/hf/test_vision_language.py`). Llama 4's class has no head: pass
 `model.language_model`. Images are not supported.
 
-Quantised bases with adapters are scored and trained: bitsandbytes in 4 bit (nf4 and fp4; bfloat16, float16 or float32
-compute) and in 8 bit. Tests run those on a CPU (`tests/hf/test_quantised.py`); quanto's int8 was tried by hand, also on
-a CPU. Nothing quantised was run on a GPU, and GPTQ and AWQ, whose kernels need one, were not run at all. The check
-multiplies by the layers' own matrices in float32, so that their rounding is not taken for a wrong tree.
+Bases that bitsandbytes holds in 4 or 8 bit, with adapters, are scored and trained. [Quantised bases](quantised.md) says
+which forms were tested on a CPU. Nothing quantised was run on a GPU.
 
 | Type | Model | Layers | Scores | Trains | Off by less than, nats | Gradients, of their norm | Why |
 |---|---|---|---|---|--:|--:|---|

@@ -1,6 +1,8 @@
 """A run that is asked to end keeps what it has; one whose disk fills loses nothing it had kept."""
 
+import atexit
 import errno
+import gc
 import itertools
 import os
 import re
@@ -11,6 +13,7 @@ import sys
 import pytest
 from safetensors import SafetensorError
 
+from tests.support.embedded import SMALL
 from tests.support.runs import child, flags, main, outcome
 from trainer import __main__, program, run
 from trainer.checkpoints.files import DiskError, naming, whole_folder, write_whole
@@ -31,6 +34,17 @@ def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> t
     if step == 0:
         run.evaluate = lambda *args, **options: (send(), evaluate(*args, **options))[1]
     return main(argv, lambda call: send() if call == step else None)
+
+
+def test_a_run_keeps_no_object_from_the_interpreters_end(monkeypatch, tmp_path):
+    """Objects that stay frozen outlive the interpreter, and bindings print each of theirs as leaked."""
+    at_exit: list[object] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(program, "set_up", lambda *_: None)
+    monkeypatch.setattr(program, "train", lambda *_: None)
+    program.main([*SMALL, f"--output_dir={tmp_path / 'run'}"])
+    assert gc.get_freeze_count() > 0
+    assert gc.unfreeze in at_exit
 
 
 @pytest.mark.slow

@@ -1,0 +1,92 @@
+"""README and docs/ in plain English: no house words, short sentences, at most two figures in each.
+
+Code, tables, headings and the targets of links do not count. The limits of a page may only fall.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+LONG = 25
+"""Words above which a sentence is long."""
+MANY = 2
+"""Figures above which a sentence should be a table."""
+
+HOUSE_WORDS = re.compile(
+    r"\b(?:judg(?:e|es|ed|ing)|anew|beside|but for|of (?:its|their|your|our|one's) own|go(?:es|ing)? on|told|"
+    r"as they come|lea(?:ve|ves|ving) out|left out)\b",
+    re.IGNORECASE,
+)
+"""Score, again, next to, except, own, continue, pass, as sampled, omit: STYLE's words in their place."""
+
+NOT_PROSE = re.compile(
+    r"^```.*?^```$|^<!--.*?-->$|^\|.*?$|^#+ .*?$|!\[[^\]]*\]\([^)]*\)", re.DOTALL | re.MULTILINE
+)  # code, comments, tables, headings, pictures
+LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+FIGURE = re.compile(r"(?<![\w.-])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w.-]*\w)")  # no versions, no dates
+SENTENCE_ENDS = re.compile(r"(?<=[.?!])(?<!eq\.)(?<!eqs\.)(?<!al\.)(?<!\.\.)[)\"]? |(?<=:) (?=[A-Z])")
+
+
+class English(NamedTuple):
+    """Counts of a page, or its limits: house words, and shares of sentences in percent."""
+
+    house_words: int
+    long: float
+    figures: float
+
+
+GOAL = English(0, 4, 2)
+"""Limits of a page that is not below."""
+LIMITS = {
+    "README.md": English(0, 12, 12),
+    "analysis.md": English(5, 30, 14),
+    "benchmarks.md": English(11, 50, 36),
+    "evidence-direction.md": English(10, 41, 28),
+    "evidence-findings.md": English(10, 32, 29),
+    "evidence-training.md": English(10, 42, 37),
+    "evidence.md": English(0, 20, 5),
+    "models.md": English(0, 13, 7),  # a description that came with its results
+    "planning.md": English(2, 14, 14),
+    "training.md": English(3, 27, 2),
+}
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a page; code in backticks and formulas are one word each."""
+    prose = LINK.sub(r"\1", re.sub(r"`[^`]*`", "code", NOT_PROSE.sub("\n\n", text)))
+    blocks = re.split(r"\n\s*\n|\n(?=- |\d+\. |\* )", prose)
+    plain = (re.sub(r"^(?:- |\d+\. |\* )", "", " ".join(block.split())).replace("**", "") for block in blocks)
+    return [each for block in plain for each in SENTENCE_ENDS.split(block) if each]
+
+
+def count(text: str) -> English:
+    every = sentences(text)
+    share = 100 / max(len(every), 1)
+    long = sum(len(each.split()) > LONG for each in every)
+    figures = sum(len(FIGURE.findall(each)) > MANY for each in every)
+    return English(sum(len(HOUSE_WORDS.findall(each)) for each in every), long * share, figures * share)
+
+
+def test_sentences_are_counted_as_a_reader_would():
+    text = (
+        "# Title 1 2 3\n\nOne `a b` of its own. Two [links](x.md#1)\nare 2 or 0.5.\n\n- 1, 2 and 3 on an H100.\n\n|a|\n"
+    )
+    assert sentences(text) == ["One code of its own.", "Two links are 2 or 0.5.", "1, 2 and 3 on an H100."]
+    assert count(text) == English(1, 0, 100 / 3)
+    assert count("word " * 26).long == 100
+    assert count("word " * 25).long == 0
+
+
+@pytest.mark.parametrize(
+    "page", [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_a_page_is_plain_english(page: Path):
+    found, limit = count(page.read_text(encoding="utf-8")), LIMITS.get(page.name, GOAL)
+    every = sentences(page.read_text(encoding="utf-8"))
+    worst = [each for each in every if HOUSE_WORDS.search(each)]
+    worst += [each for each in every if len(each.split()) > LONG or len(FIGURE.findall(each)) > MANY]
+    assert all(a <= b for a, b in zip(found, limit, strict=True)), "\n".join([f"{found}, limit {limit}:", *worst])
