@@ -30,7 +30,7 @@ def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> t
 
     if step < 0:
         set_up = program.set_up
-        program.set_up = lambda config: (send(), set_up(config))[1]
+        program.set_up = lambda *args: (send(), set_up(*args))[1]
     if step == 0:
         run.evaluate = lambda *args, **options: (send(), evaluate(*args, **options))[1]
     return main(argv, lambda call: send() if call == step else None)
