@@ -18,6 +18,7 @@ from typing import Any
 import tyro
 import yaml
 
+from .rewards.built_in import require_rewards
 from .settings import (
     CREDIT_OPTIONS,
     DEFAULTS_FILE,
@@ -27,6 +28,7 @@ from .settings import (
     model_path,
     preset_names,
     require_files,
+    require_ranges,
 )  # fmt: skip
 
 MODEL_SETTINGS = (
@@ -82,6 +84,8 @@ def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
     """Fill the settings of a run whose files are there, in each process of a launcher; the first one prints."""
     with contextlib.redirect_stderr(sys.stderr if _is_first() else io.StringIO()), refusing(prog):
         settings: TrainSettings = parse(TrainSettings, argv, prog=prog)
+        require_ranges(settings)
+        require_rewards([*settings.reward_funcs, *filter(None, [settings.eval_reward])])
         require_files(settings)
         return settings
 

@@ -6,14 +6,15 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.weights import Control
-from cfa_kernels.estimators.base import EXTERNAL
-from cfa_kernels.losses.checks import check_correction, check_level, weights_sequences
+from cfa_kernels.losses.checks import check_correction, check_level
 from cfa_kernels.ops.token_loss import NUMBERS
 from cfa_kernels.options import Interval, check_fields
 
 from .precision import Precision
-from .rewards.calls import ANSWER_OPTIONS, BUILT_IN, INSTRUCTIONS, load_answer_format
-from .settings import GENERATED, DataSettings, Range, TrainSettings
+from .refusals import refuse
+from .rewards.built_in import BUILT_IN, INSTRUCTIONS
+from .rewards.calls import ANSWER_OPTIONS, load_answer_format
+from .settings import DataSettings, Range, TrainSettings
 
 _CONTROLS: dict[str, Control | None] = {
     "counterfactual": None, "inverted": "inverted", "permuted": "permuted", "random": "random", "uniform": "off",
@@ -45,48 +46,11 @@ class TrainConfig(TrainSettings, DataConfig):
             Precision.of(self.dtype, self.device, adapters=self.use_peft)
         except RuntimeError as problem:
             raise ValueError(f"device must be auto, cpu or a GPU such as cuda:0, got {self.device!r}") from problem
-        if self.num_generations < 2:
-            raise ValueError(f"num_generations must be at least 2 for a group to compare, got {self.num_generations}")
-        if self.generation_batch_size % self.num_generations:
-            sizes = f"{self.generation_batch_size} and {self.num_generations}"
-            raise ValueError(f"generation_batch_size must be a multiple of num_generations, got {sizes}")
-        if self.importance_sampling_mode != "token_truncate" and self.importance_sampling_clip_max is None:
-            raise ValueError("importance_sampling_mode is read with importance_sampling_clip_max only, which is None")
         check_level(vars(self))
-        config = self.counterfactual()  # checks the settings of credit
-        if EXTERNAL in config.needs:
-            raise ValueError(f"estimator: {self.estimator} needs importances from a caller; give 'module:name'")
-        credit = config.control != "off"
-        if weights_sequences(self.loss_type, self.importance_sampling_level):
-            weighing = {
-                f"credit={self.credit}": credit,
-                "compare_and_correct": self.compare_and_correct > 0,
-                "importance_sampling_clip_max": self.importance_sampling_clip_max is not None
-                and self.importance_sampling_mode.startswith("token"),
-            }
-            if names := [name for name, weighs in weighing.items() if weighs]:
-                raise ValueError(
-                    f"importance_sampling_level must be token or sequence_token with {' and '.join(names)}, got "
-                    "sequence: a completion has one ratio there, so that only the sum of its tokens' weights acts"
-                )
+        refuse(self)
         if (high := self.importance_sampling_clip_max) is not None:
             correction = {"sampling_mode": self.importance_sampling_mode, "sampling_clip_max": high}
             check_correction(correction | {"sampling_logprobs": ...}, self.loss_type, self.importance_sampling_level)
-        if not (url := self.vllm_server_base_url).startswith(("http://", "https://")):
-            raise ValueError(f"vllm_server_base_url must begin with http:// or https://, got {url!r}")
-        if self.rollout_engine != "vllm" and url != TrainConfig.vllm_server_base_url:
-            raise ValueError("vllm_server_base_url: only rollout_engine=vllm reads it; name both or neither")
-        if not self.reward_funcs:
-            raise ValueError("reward_funcs must name at least one function, got none")
-        if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
-            sizes = f"{len(self.reward_weights)} weights for {len(self.reward_funcs)} reward_funcs"
-            raise ValueError(f"reward_weights: {sizes}; give one for each, or none at all")
-        for name in self.reward_funcs:
-            if name in BUILT_IN and self.kind not in BUILT_IN[name].kinds:
-                own, other = " or ".join(BUILT_IN[name].kinds), f"eval_reward {self.grader} {self.kind}"
-                raise ValueError(f"reward_funcs: {name} judges rows of {own}, and {other}")
-        if self.dataset == GENERATED and self.kind == "mbpp":
-            raise ValueError("dataset: 'generated' has no tests; name a file or hub data set with MBPP's columns")
 
     @property
     def grader(self) -> str:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from .config import TrainConfig
 from .data import Row
 from .processes import count, gather, own_share
-from .rewards.calls import Reward, arguments, rewards_by
+from .rewards.calls import Reward, rewards_by
 from .rewards.numbers import exact_match
 from .rollouts import Engine
+from .state import arguments
 
 _NORMAL = 1.959964  # quantile of the normal distribution, for 95 %
 _STREAM = 2  # at the end of a sample's key: evaluation draws numbers of its own

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 
 from cfa_kernels.hf.fsdp import give_back, holds_pieces, is_fsdp2
 from cfa_kernels.hf.model import backbone, causal_lm
-from cfa_kernels.scoring.access import GRADIENTS
+
+from .refusals import refuse
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -41,7 +42,7 @@ def start(config: "TrainConfig") -> None:
     """
     if (processes := int(os.environ.get("WORLD_SIZE", 1))) == 1:
         return
-    _require_possible(config, processes)
+    refuse(config, processes)
     if dist.is_initialized():
         return
     try:
@@ -172,27 +173,3 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
         for unit in units[1:]:  # the outermost one keeps its weights until the backward
             unit.set_reshard_after_forward(True, recurse=False)
         give_back(model)
-
-
-def _require_possible(config: "TrainConfig", processes: int) -> None:
-    """Refuse settings, by name, that several processes cannot follow."""
-    problems, device = config.generation_batch_size // config.num_generations, config.precision.device
-    place, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    on_gpu, in_pieces = device.type == "cuda", config.parallel == "fsdp2"
-    refusals = {
-        f"generation_batch_size must give each of {processes} processes as many problems; it is "
-        f"{config.generation_batch_size} completions of {problems} problems": problems % processes != 0,
-        f"rollout_engine: {config.rollout_engine} serves one process, and there are {processes}; take transformers": (
-            config.rollout_engine != "transformers"
-        ),
-        f"compare_and_correct: runs in one process, and there are {processes}": config.compare_and_correct > 0,
-        f"device: {device} is one GPU, and there are {processes} processes; leave it out or say cuda": (
-            on_gpu and device.index is not None
-        ),
-        f"device: process {place} of this machine has no GPU; it has {gpus}; start {gpus}": on_gpu and place >= gpus,
-        f"estimator: {config.estimator} takes gradients through a model that is whole in one process, which "
-        "parallel=fsdp2 does not keep; take parallel=ddp": in_pieces and GRADIENTS in config.counterfactual().needs,
-    }
-    for refusal, holds in refusals.items():
-        if holds:
-            raise ValueError(refusal)

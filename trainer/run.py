@@ -21,7 +21,6 @@ from .config import TrainConfig
 from .data import encode_prompts, require_whole_prompt, train_and_eval_rows
 from .endings import Ended, Ending
 from .evaluate import evaluate
-from .experimental.compare_and_correct import require_fitting_prompt
 from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
 from .report import Report, Silence, announce, tracker_library
@@ -99,7 +98,11 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
         held_out_prompts, grader, started,
     )  # fmt: skip
-    require_fitting_prompt(trainer)
+    if config.compare_and_correct:
+        from .experimental import compare_and_correct as experiment  # which no other run reads
+
+        experiment.require_fitting_prompt(trainer)
+        trainer.shape = experiment.compare_and_correct
     return trainer
 
 

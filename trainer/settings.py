@@ -7,7 +7,7 @@ settings that suit it better. `cli` fills the dataclass from YAML and flags, `co
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -39,11 +39,23 @@ CREDIT_OPTIONS = (
 
 
 class Range(NamedTuple):
-    """Range of a number; `config` has it checked by the library's `Interval`, whose module imports torch."""
+    """Range of a number: the library's `Interval`, by which `config` checks it, without the torch of its module."""
 
     low: float = -math.inf
     high: float = math.inf
     above_low: bool = False
+
+    def refusal(self, value: float, hint: Any) -> str | None:
+        """Say what a number should be, in the words of `Interval`, if it is not in the range."""
+        if abs(value) <= 1e38 and self.low <= value <= self.high and not (self.above_low and value == self.low):
+            return None
+        words = f"in {'(' if self.above_low else '['}{self.low:g}, {self.high:g}]".replace("+", "")
+        if self.high == math.inf:
+            words = f"finite and at least {self.low:g}"
+        kind, *others = get_args(hint) if get_origin(hint) is not Annotated else (hint,)
+        if get_args(kind)[0] is int:
+            words = f"an integer, {words.removeprefix('finite and ')}"
+        return f"{words} or None" if others else words
 
 
 Count = Annotated[int, Range(1)]
@@ -229,6 +241,15 @@ def preset_names() -> list[str]:
 def model_path(model: str) -> str:
     """Folder of the embedded model, or `model` itself (a folder or hub name)."""
     return str(ASSETS) if model == EMBEDDED else model
+
+
+def require_ranges(settings: DataSettings) -> None:
+    """Raise `ValueError` naming the first setting that is outside its range."""
+    for name, hint in get_type_hints(type(settings), include_extras=True).items():
+        value = getattr(settings, name)
+        for mark in (mark for part in (hint, *get_args(hint)) for mark in get_args(part) if isinstance(mark, Range)):
+            if value is not None and (expected := mark.refusal(value, hint)) is not None:
+                raise ValueError(f"{name} must be {expected}, got {value!r}")
 
 
 def require_files(settings: DataSettings) -> None:

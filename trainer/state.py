@@ -1,6 +1,6 @@
 """Hold the setup of a run, and the rollouts that one step trains on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -11,8 +11,17 @@ from transformers import PreTrainedTokenizerBase
 
 from .config import TrainConfig
 from .data import Row
-from .rewards.calls import Reward
+from .rewards.calls import ARGUMENTS, CONTENTS, Reward
 from .rollouts import Engine, Rollouts
+
+
+def arguments(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> dict[str, Sequence[Any]]:
+    """Collect the arguments of reward functions: columns of B rows of the data, and the samples for them."""
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    sampled = columns["question"], rollouts.texts, rollouts.ids()
+    own = rollouts.contents or [None] * len(rows)
+    contents = [text if content is None else content for text, content in zip(rollouts.texts, own, strict=True)]
+    return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns, CONTENTS: contents}
 
 
 @dataclass
@@ -33,6 +42,7 @@ class Trainer:
     held_out_prompts: list[list[int]]
     grader: Reward  # solved where it gives 1 or more
     started: datetime = field(default_factory=datetime.now)  # of the run: the date that chat templates write
+    shape: Callable[["Trainer", "Batch"], "Shaped"] | None = None  # an experiment on rewards and credit
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:

@@ -1,6 +1,13 @@
 """Train one step: sample, reward, compare within groups, assign credit, update.
 
-`training_step` is a step from top to bottom; `update` changes the policy.
+For problem x with completions y_1 .. y_G, tokens t and the policy p, which sampled as q:
+    y_b ~ q(. | x)                                                                            `draw`
+    r_b = sum over reward functions f of weight_f f(x, y_b)                                   `rewarded`
+    A_b = (r_b - mean of r) / (standard deviation of r + 1e-4), over the group                `group_advantages`
+    w_bt = a rule's weight for the drop of log p(answer of y_b) when t's span is masked       `batch_credit`
+    L = - sum_bt w_bt min(u_bt A_b, clip(u_bt, 1 - eps, 1 + eps_high) A_b) / N,  u = p / q    `Objective`
+    p <- AdamW(p, gradient of L cut to max_grad_norm), num_iterations times                   `update`
+`training_step` is a step from top to bottom. N is DAPO's number of tokens of the batch that the loss counts.
 """
 
 import contextlib
@@ -23,7 +30,6 @@ from cfa_kernels.scoring.training_forward import PackedLoss
 
 from . import processes
 from .checks import check_sampling_gap, require_finite
-from .experimental.compare_and_correct import shape_rewards
 from .metrics import Averages, StageTimes, Step, length_metrics, reward_metrics
 from .microbatch import (
     ByRow,
@@ -40,9 +46,9 @@ from .microbatch import (
     on_host,
     own_rows,
 )
-from .rewards.calls import arguments, compute_rewards, group_advantages
+from .rewards.calls import compute_rewards, group_advantages
 from .rollouts import Rollouts
-from .state import Batch, Shaped, Trainer
+from .state import Batch, Shaped, Trainer, arguments
 
 _Launched = tuple[MicroBatch, Moving, PackedLoss]  # its rows, what of them moves the loss, and the loss
 
@@ -57,7 +63,10 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
 
     batch = Batch.joined(processes.gather(rewarded(trainer, keys, rollouts)))  # what each process sampled, on each
     rollouts = batch.rollouts
-    shaped = shape_rewards(trainer, batch, times)  # rewards (B,), edits B tensors (T_b,)
+    shaped = Shaped(batch.rewards)  # rewards (B,), edits B tensors (T_b,)
+    if trainer.shape is not None:
+        with times.during("correct"):
+            shaped = trainer.shape(trainer, batch)
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)  # (B,)
     counted = ~(rollouts.truncated & config.mask_truncated_completions)  # (B,)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.data import Row, encode_prompt, load_rows
-from trainer.rewards.calls import INSTRUCTIONS
+from trainer.rewards.built_in import INSTRUCTIONS
 from trainer.rewards.numbers import final_number, gold_number
 from trainer.rollouts import TransformersEngine
 from trainer.settings import GENERATED

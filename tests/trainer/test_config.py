@@ -15,13 +15,16 @@ from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
 from cfa_kernels.ops.token_loss import CORRECTIONS
+from cfa_kernels.options import check_fields
 from tests.conftest import REPOSITORY
 from tests.support.runs import config as settings
 from trainer.__main__ import main
 from trainer.cli import to_yaml
 from trainer.config import TrainConfig
 from trainer.help import documented
-from trainer.settings import CREDIT_OPTIONS, Correction, DataSettings, Level, LossType, TrainSettings
+from trainer.rewards.built_in import BUILT_IN
+from trainer.rewards.calls import ANSWER_OPTIONS
+from trainer.settings import CREDIT_OPTIONS, Correction, DataSettings, Level, LossType, TrainSettings, require_ranges
 
 
 def message(capsys, *argv: str) -> str:
@@ -148,6 +151,9 @@ def test_help_is_a_screen_and_all_of_it_names_every_setting_once_with_its_group_
         (["--bogus", "3"], 2, "Unrecognized options: --bogus, 3"),
         (["--config=cf", "--weights=top", "--bogus"], 2, "Unrecognized options: --bogus"),
         (["--max_steps=ten"], 2, "--max_steps: invalid literal for int() with base 10: 'ten'"),
+        (["--max_steps=0"], 2, "error: max_steps must be an integer, at least 1, got 0"),
+        (["--top_p=0"], 2, "error: top_p must be in (0, 1], got 0.0"),
+        (["--reward_funcs", "own:f", "exact"], 2, "reward_funcs: 'exact' is neither one of exact_match, math_verify, "),
         (["--config=nowhere.yaml"], 2, "--config nowhere.yaml: there is no such file"),
         (["--dataset=nowhere.jsonl"], 2, "dataset nowhere.jsonl: expected a .json, .jsonl or .parquet file"),
         (["--model=./nowhere"], 2, "model ./nowhere: there is no such folder"),
@@ -165,12 +171,32 @@ def test_help_wrong_flags_and_missing_files_wait_for_no_import_of_torch(argv, co
     assert said in (done.stderr if code else done.stdout.splitlines()[0])
 
 
+@pytest.mark.parametrize("value", [-1, 0, 0.0, 1e-39, 1.5, 2**32, 1e39, float("nan"), -0.5])
+def test_a_range_is_refused_in_the_words_of_the_librarys_check(value) -> None:
+    hints = get_type_hints(TrainSettings, include_extras=True)
+    kinds = {name: int if "int" in str(hint) else float for name, hint in hints.items() if "Range(" in str(hint)}
+    assert len(kinds) > 20
+    for name in (name for name, kind in kinds.items() if isinstance(value, kind)):
+        settings, checked = TrainSettings(), object.__new__(TrainConfig)
+        setattr(settings, name, value)
+        vars(checked).update(vars(settings))
+        refusals = []
+        for check in (lambda: require_ranges(settings), lambda: check_fields(checked)):  # noqa: B023 (called at once)
+            try:
+                check()
+                refusals.append("")
+            except ValueError as refusal:
+                refusals.append(str(refusal))
+        assert refusals[0] == refusals[1]
+
+
 def test_names_that_are_written_without_torch_are_the_librarys() -> None:
     assert get_args(LossType) == tuple(name for name in LOSS_TYPES if name != "bnpo")
     assert (get_args(Level), get_args(Correction)) == (LEVELS, CORRECTIONS)
     whole = {"weights", "units", "completions", "normalize", "open_spans"}
     assert {*CREDIT_OPTIONS} == {name for name, _, _ in flat_options()} | whole
     assert len({*CREDIT_OPTIONS}) == len(CREDIT_OPTIONS)
+    assert BUILT_IN["exact_match"].options == ANSWER_OPTIONS
 
 
 @pytest.mark.parametrize("flag", ["--open_spans={}", "--credit_options open_spans {}"])

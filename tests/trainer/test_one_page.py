@@ -6,19 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import REPOSITORY
 from trainer import one_page
 from trainer.one_page import Settings, load, main, number, reward
 
 pytestmark = [pytest.mark.slow, pytest.mark.traced]  # a run on the host, with or without a GPU elsewhere
 
-SHORT = Settings(steps=2, prompts_per_step=4, group=4, held_out=8, max_tokens=60)
+SHORT = Settings(max_steps=2, generation_batch_size=16, num_generations=4, eval_problems=8, max_completion_length=60)
 
 
-def test_it_fits_on_its_page():
-    assert len(Path(one_page.__file__).read_text("utf-8").splitlines()) <= 200
+def test_it_fits_on_its_page_and_no_module_needs_it():
+    modules = [path for folder in ("trainer", "benchmarks") for path in (REPOSITORY / folder).rglob("*.py")]
+    assert not [path for path in modules if "one_page" in path.read_text("utf-8") and path.name != "one_page.py"]
+    assert len(Path(one_page.__file__).read_text("utf-8").splitlines()) <= 150
 
 
-@pytest.mark.parametrize("credit", [True, False])
+@pytest.mark.parametrize("credit", ["counterfactual", "uniform"])
 def test_a_short_run_trains_and_says_how_it_went(credit, monkeypatch, capsys):
     losses = []
     step = one_page.training_step
@@ -26,11 +29,11 @@ def test_a_short_run_trains_and_says_how_it_went(credit, monkeypatch, capsys):
     accuracies = main(replace(SHORT, credit=credit))
     assert len(accuracies) == 2
     assert all(0 <= accuracy <= 1 for accuracy in accuracies)
-    assert len(losses) == SHORT.steps
+    assert len(losses) == SHORT.max_steps
     assert any(loss for _, loss in losses)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == SHORT.steps + 2
-    assert lines[0].endswith("% of 8 held-out problems")
+    assert len(lines) == SHORT.max_steps + 2
+    assert lines[0].endswith("% of 8 problems")
 
 
 def test_credit_changes_the_first_loss_and_a_seed_repeats_it(monkeypatch):
@@ -39,11 +42,11 @@ def test_credit_changes_the_first_loss_and_a_seed_repeats_it(monkeypatch):
         step = one_page.training_step
         with monkeypatch.context() as patch:
             patch.setattr(one_page, "training_step", lambda *args: losses.append(step(*args)) or losses[-1])
-            main(replace(settings, steps=1))
+            main(replace(settings, max_steps=1))
         return losses[0][1]
 
-    plain = first_loss(replace(SHORT, credit=False))
-    assert plain == first_loss(replace(SHORT, credit=False)) != first_loss(SHORT)
+    plain = first_loss(replace(SHORT, credit="uniform"))
+    assert plain == first_loss(replace(SHORT, credit="uniform")) != first_loss(SHORT)
 
 
 def test_problems_of_a_file_are_asked_and_answered(tmp_path):
@@ -52,7 +55,7 @@ def test_problems_of_a_file_are_asked_and_answered(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(SHORT.model)
     path = tmp_path / "problems.jsonl"
     path.write_text('{"question": "1 + 1?", "answer": "That is 2.\\n#### 2"}\n' * 3, "utf-8")
-    train, held_out = load(replace(SHORT, problems=str(path), held_out=1), tokenizer)
+    train, held_out = load(replace(SHORT, dataset=str(path), eval_problems=1), tokenizer)
     assert (len(train), len(held_out)) == (2, 1)
     assert train[0].answer == "2"
     right = tokenizer("So it is 2.\n#### 2", return_tensors="pt")["input_ids"][0]
@@ -73,11 +76,11 @@ def test_a_completion_ends_with_the_first_of_the_models_ends_and_keeps_no_paddin
     newline = tokenizer("\n", add_special_tokens=False)["input_ids"][-1]  # plays the end of a turn
     model.generation_config.eos_token_id = ends(tokenizer.eos_token_id, newline)
     known = {tokenizer.eos_token_id} | ({newline} if ends(0, 1) != 0 else set())
-    _, held_out = load(replace(SHORT, held_out=6), tokenizer)
+    _, held_out = load(replace(SHORT, eval_problems=6), tokenizer)
     torch.manual_seed(0)
     for greedy in (False, True):
         rows = one_page.sample(model, tokenizer, held_out, SHORT, greedy=greedy)
         for row in rows.completions:
             assert not known & {*row[:-1].tolist()}
-            assert int(row[-1]) in known or len(row) == SHORT.max_tokens
+            assert int(row[-1]) in known or len(row) == SHORT.max_completion_length
         assert len({len(row) for row in rows.completions}) > 1

@@ -16,8 +16,8 @@ from .runs import comparison
 from .samples import read_samples
 from .tables import Cell, Table, analyse
 
-_WIDTH = 20
-"""Columns of a terminal that a run takes; an accuracy with its interval takes 17."""
+_WIDTH = 19
+"""Columns of a terminal that a run takes; an accuracy with its interval takes up to 17."""
 
 _MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_|[]$~#"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
@@ -29,10 +29,8 @@ def compare(runs: Sequence[Path], out: Path) -> None:
     first = max(map(len, names))
     beside = max(1, (console.width - first) // _WIDTH)
     for block in (rows[start : start + beside] for start in range(0, len(rows), beside)):
-        table = Shown(
-            Column(no_wrap=True), *(Column(justify="right", overflow="fold") for _ in block),
-            box=None, show_header=False, padding=(0, 2, 0, 0),
-        )  # fmt: skip
+        columns = [Column(justify="right", overflow="fold", max_width=_WIDTH - 2) for _ in block]
+        table = Shown(Column(no_wrap=True), *columns, box=None, show_header=False, padding=(0, 0, 0, 2), pad_edge=False)
         for name, *cells in zip(names, *block, strict=True):
             table.add_row(name, *map(escape, cells), style="bold" if name == "held-out accuracy" else "")
         console.print(table, "")

@@ -14,7 +14,7 @@ from .samples import json_lines
 
 _FORMS = {
     "steps": "{:g}", "accuracy at step 0": "{:.1%}", "held-out accuracy": "{:.1%}", "reward": "{:.3f}",
-    "tokens": "{:,.0f}", "low": "{:.1%}", "high": "{:.1%}",
+    "tokens": "{:,.0f}", "low": "{:.3g}", "high": "{:.3g}",
 }  # fmt: skip
 
 
@@ -36,8 +36,8 @@ class Run:
             "steps": self.metrics.index[-1],
             "accuracy at step 0": self.metrics.iloc[0].get("eval_accuracy", math.nan),
             "held-out accuracy": last.get("eval_accuracy", math.nan),
-            "low": last.get("eval_accuracy_low", math.nan),
-            "high": last.get("eval_accuracy_high", math.nan),
+            "low": 100 * last.get("eval_accuracy_low", math.nan),
+            "high": 100 * last.get("eval_accuracy_high", math.nan),
             "reward": rewards.tail(max(1, len(rewards) // 10)).mean(),
             "tokens": last.get("num_tokens", math.nan),
             "seconds per step": means.get("step_time", math.nan),
@@ -109,7 +109,8 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         if len(members) > 1:
             seeds = [str(runs[k].settings.get("seed")) for k in members]
             twice, accuracies = len({*seeds}) < len(seeds), table["held-out accuracy"].iloc[members]
-            ends = [math.nan, math.nan] if twice else [accuracies.min(), accuracies.max()]
+            is_spread = not twice and accuracies.min() < accuracies.max()
+            ends = [100 * accuracies.min(), 100 * accuracies.max()] if is_spread else [math.nan, math.nan]
             mean = table.iloc[members].mean()
             mean["low"], mean["high"] = ends
             table.loc[len(table)] = mean
@@ -119,7 +120,7 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     cells = {name: [_text(value, _FORMS.get(name, "{:.3g}")) for value in table[name]] for name in table}
     lows, highs = cells.pop("low"), cells.pop("high")
     cells["held-out accuracy"] = [
-        accuracy if "-" in (low, high) else f"{accuracy} ({low[:-1]}-{high[:-1]})"
+        accuracy if "-" in (low, high) else f"{accuracy} ({low}-{high})"
         for accuracy, low, high in zip(cells["held-out accuracy"], lows, highs, strict=True)
     ]
     rows = [[*head, *row] for head, row in zip(heads, zip(*cells.values(), strict=True), strict=True)]

@@ -1,22 +1,16 @@
-"""Write files and folders whole: aside, on the disk, then under their name; measure them to see damage."""
+"""Write files and folders whole: aside, on the disk, then under their name."""
 
 import contextlib
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
 
 class DiskError(OSError):
     """A file could not be written; the message names it and the cause."""
-
-
-class DamageError(ValueError):
-    """A checkpoint is not as it was written; the message names the file and what is wrong with it."""
 
 
 @contextlib.contextmanager
@@ -64,16 +58,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             _sync(folder.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def seal(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Measure a file, or its first `size` bytes: how many there are, and their SHA-256."""
-    digest, left = hashlib.sha256(), path.stat().st_size if size is None else size
-    with path.open("rb") as file:
-        while part := file.read(min(left, 1 << 20)):
-            digest.update(part)
-            left -= len(part)
-        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
 def _sync(path: Path) -> None:

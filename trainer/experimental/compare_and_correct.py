@@ -20,10 +20,9 @@ from cfa_kernels.hf.model import causal_lm, context_length
 
 from ..config import TrainConfig
 from ..data import encode_prompt
-from ..metrics import StageTimes
-from ..rewards.calls import arguments, compute_rewards
+from ..rewards.calls import compute_rewards
 from ..rollouts import Rollouts
-from ..state import Batch, Shaped, Trainer
+from ..state import Batch, Shaped, Trainer, arguments
 
 TEMPLATE = (
     "{question}\n\nThis attempt is wrong:\n{attempt}\n\nThis is correct:\n{reference}\n\n"
@@ -31,14 +30,6 @@ TEMPLATE = (
 )
 CORRECT = 0.5  # least reward of a correct completion
 _STREAM = 1  # at the end of a sample's key: its correction draws numbers of its own
-
-
-def shape_rewards(trainer: Trainer, batch: Batch, times: StageTimes) -> Shaped:
-    """Shape the rewards of a batch by corrections if the settings ask for them."""
-    if not trainer.config.compare_and_correct:
-        return Shaped(batch.rewards)
-    with times.during("correct"):
-        return compare_and_correct(trainer, batch)
 
 
 def compare_and_correct(trainer: Trainer, batch: Batch) -> Shaped:
@@ -121,8 +112,6 @@ def _longest_prompt(trainer: Trainer) -> int | None:
 def require_fitting_prompt(trainer: Trainer) -> None:
     """Raise `ValueError` if not even an empty attempt at the shortest problem could be corrected within the limits."""
     config, limit = trainer.config, _longest_prompt(trainer)
-    if not config.compare_and_correct:
-        return
     shortest = min(range(len(trainer.rows)), key=lambda i: len(trainer.prompts[i]))
     least = len(correction_prompt(trainer.rows[shortest]["question"], "", "", trainer.tokenizer, config))
     if limit is not None and least > limit:

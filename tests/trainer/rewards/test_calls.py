@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from trainer.metrics import reward_metrics
 from trainer.rewards.calls import (
     RewardError,
-    arguments,
     compute_rewards,
     load_reward,
     load_rewards,
@@ -21,6 +20,7 @@ from trainer.rewards.calls import (
 )
 from trainer.rollouts import Rollouts
 from trainer.settings import ASSETS
+from trainer.state import arguments
 
 SAMPLES = [f"sample {b} (row {10 * b})" for b in range(3)]
 COLUMNS = {"prompts": ["q"] * 3, "completions": ["a", "b", "c"], "completion_ids": [[1], [2], [3]], "level": [1, 2, 0]}

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.embedded import EVEN, metrics_of, run, settings
 from trainer.config import TrainConfig
-from trainer.rewards.calls import BUILT_IN, BuiltIn
+from trainer.rewards.built_in import BUILT_IN, BuiltIn
 
 
 @pytest.mark.slow
