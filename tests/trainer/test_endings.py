@@ -42,7 +42,7 @@ def test_a_run_keeps_no_object_from_the_interpreters_end(monkeypatch, tmp_path):
     monkeypatch.setattr(atexit, "register", at_exit.append)
     monkeypatch.setattr(program, "set_up", lambda *_: None)
     monkeypatch.setattr(program, "train", lambda *_: None)
-    program.main([*SMALL, f"--output_dir={tmp_path / 'run'}"])
+    __main__.main([*SMALL, f"--output_dir={tmp_path / 'run'}"])
     assert gc.get_freeze_count() > 0
     assert gc.unfreeze in at_exit
 
