@@ -29,12 +29,17 @@ class KeptTokens(NamedTuple):
         """Take the ids of N tokens one by one, as lists or 1-D tensors."""
         parts = [torch.as_tensor(ids, dtype=torch.int64) for ids in tokens]
         counts = torch.tensor([len(ids) for ids in parts], dtype=torch.int64)
-        return cls(_offsets(counts), torch.cat(parts) if parts else counts)
+        return cls.of_counts(counts, torch.cat(parts) if parts else counts)
+
+    @classmethod
+    def of_counts(cls, counts: Tensor, ids: Tensor) -> "KeptTokens":
+        """Cut ids (K,) into those of N tokens by their numbers (N,)."""
+        return cls(torch.nn.functional.pad(counts.cumsum(0), (1, 0)), ids)
 
     @classmethod
     def joined(cls, parts: Sequence["KeptTokens"]) -> "KeptTokens":
         """Put several together, one after the other."""
-        return cls(_offsets(torch.cat([one.counts for one in parts])), torch.cat([one.ids for one in parts]))
+        return cls.of_counts(torch.cat([one.counts for one in parts]), torch.cat([one.ids for one in parts]))
 
     @property
     def counts(self) -> Tensor:
@@ -47,9 +52,8 @@ class KeptTokens(NamedTuple):
             offsets = self.offsets[index.start : index.stop + 1]
             return KeptTokens(offsets - offsets[0], self.ids[offsets[0] : offsets[-1]])
         counts, starts = self.counts[index], self.offsets[:-1][index]
-        offsets = _offsets(counts)
-        first = torch.repeat_interleave(starts - offsets[:-1], counts)
-        return KeptTokens(offsets, self.ids[first + torch.arange(len(first))])
+        first = torch.repeat_interleave(starts - counts.cumsum(0) + counts, counts)
+        return self.of_counts(counts, self.ids[first + torch.arange(len(first))])
 
     def tokens(self) -> Tensor:
         """Number the token of each id, (K,)."""
@@ -103,7 +107,7 @@ def padded_kept_tokens(rows: Sequence[KeptTokens], width: int) -> KeptTokens:
     counts = torch.zeros(len(rows), width, dtype=torch.int64)
     for line, one in zip(counts, rows, strict=True):
         line[: len(one.offsets) - 1] = one.counts
-    return KeptTokens(_offsets(counts.flatten()), torch.cat([one.ids for one in rows]))
+    return KeptTokens.of_counts(counts.flatten(), torch.cat([one.ids for one in rows]))
 
 
 class Support(NamedTuple):
@@ -148,7 +152,3 @@ class Support(NamedTuple):
         if self.columns is None or not total.numel():
             return total
         return total.new_zeros(vocabulary, *total.shape[1:]).index_copy_(0, self.columns, total)
-
-
-def _offsets(counts: Tensor) -> Tensor:
-    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
