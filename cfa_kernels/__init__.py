@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .losses.policy import logits_policy_loss as logits_policy_loss
     from .losses.policy import policy_loss as policy_loss
     from .losses.ragged import LossBatch as LossBatch
+    from .ops.kept_tokens import KeptTokens as KeptTokens
     from .ops.linear_logprob import linear_logprob as linear_logprob
     from .rows import Rows as Rows
     from .rows import pad_rows as pad_rows
@@ -96,6 +97,7 @@ _PUBLIC = {
     "integrations.credit": "fold_weights",
     "losses.ragged": "LossBatch",
     "losses.policy": "contributing_rows linear_policy_loss logits_policy_loss policy_loss",
+    "ops.kept_tokens": "KeptTokens",
     "ops.linear_logprob": "linear_logprob",
     "rows": "Rows pad_rows",
     "scoring.access": "InProcess LogprobService ModelAccess Sharded TrainingForward",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels import Credit, DeferredCredit, Draws, Rows
+from cfa_kernels import Credit, DeferredCredit, Draws, KeptTokens, Rows
 from cfa_kernels.hf.limits import default_token_budget
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.packing.packs import groups_within
@@ -42,6 +42,11 @@ class UpdateBatch:
     def rows(self) -> Rows:
         """Prompts and completions."""
         return self.rollouts.rows
+
+    def kept_tokens(self, index: Sequence[int]) -> list[KeptTokens] | None:
+        """Give the ids that the tokens of some rows were drawn from; None if the engine does not tell."""
+        kept = self.rollouts.kept_tokens
+        return None if kept is None else [kept[b] for b in index]
 
     def tokens(self, index: Sequence[int]) -> float:
         """Count the tokens of some rows that the loss counts."""

@@ -141,6 +141,11 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     with Report(folder.path, config, trainer.tokenizer, report_state) if processes.rank() == 0 else Silence() as report:
         spare = describe_spare_ids(vocab_size(causal_lm(trainer.policy)), trainer.tokenizer)
         notes = [*folder.notes, *trainer.engine.notes, *filter(None, [spare])]
+        if config.rollout_engine == "vllm" and config.top_p < 1:
+            notes.append(
+                f"rollout_engine: TRL's client tells no ids that vLLM kept at top_p={config.top_p}, so the loss is "
+                "over the whole vocabulary; --top_p=1 samples from that distribution"
+            )
         if report_state:
             notes.insert(0, f"going on from the checkpoint of step {start}; --no_resume starts anew, in a new folder")
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)

@@ -191,11 +191,12 @@ class Objective:
         if config.importance_sampling_clip_max is not None:
             options["sampling_mode"] = config.importance_sampling_mode
             options["sampling_clip_max"] = config.importance_sampling_clip_max
-        sampled = [batch.rollouts.logprobs[b] for b in index]
+        sampled, kept = [batch.rollouts.logprobs[b] for b in index], batch.kept_tokens(index)
         old, reference = ([column[b] for b in index] if column else None for column in (self.old, self.reference))
         loss = forward.policy_loss(
             LossBatch.of(
-                rows, old, advantages, weights=weights, ref_logprobs=reference, sampling_logprobs=sampled, **options
+                rows, old, advantages, weights=weights, ref_logprobs=reference, sampling_logprobs=sampled,
+                kept_tokens=kept, **options,
             )
         )  # fmt: skip
         moving = [int(((row != 0) & (own != 0)).sum()) for row, own in zip(weights, advantages, strict=True)]
@@ -289,7 +290,10 @@ def reference_logprobs(trainer: Trainer, batch: UpdateBatch, parts: Sequence[Mic
     adapter_off = reference.disable_adapter() if trainer.config.use_peft else contextlib.nullcontext()
     options: dict[str, Any] = {name: getattr(trainer.config, name) for name in ("temperature", "token_budget")}
     with adapter_off, trainer.config.precision.autocast():
-        rows: list[Any] = [packed_logprobs(reference, batch.rows.take(micro), **options) for micro in parts]
+        rows: list[Any] = [
+            packed_logprobs(reference, batch.rows.take(micro), kept_tokens=batch.kept_tokens(micro), **options)
+            for micro in parts
+        ]
     return by_row(parts, on_host([row for part in rows for row in part]))
 
 

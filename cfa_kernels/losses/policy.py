@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..ops.dispatch import resolve_backend
 from ..ops.head_matmul import autocast_operands
+from ..ops.kept_tokens import KeptTokens
 from ..ops.linear_policy_loss import contributing, linear_policy_loss_op
 from ..ops.logits_policy_loss import LogitsArguments, LogitsPolicyLoss, logits_policy_loss_op
 from ..ops.row_softmax import Softmax, check_logits_dtype
@@ -24,6 +25,7 @@ from ..ops.token_loss import (
     spread_correction,
 )
 from ..ops.upload import upload
+from ..options import check_class
 from .checks import (
     LEVELS,
     CheckedBatch,
@@ -206,6 +208,7 @@ def linear_policy_loss(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     compute_entropy: bool = False,
+    kept_tokens: KeptTokens | None = None,
     rows: Tensor | None = None,
     return_logprobs: bool = False,
     drop_inactive: bool | None = None,
@@ -224,6 +227,9 @@ def linear_policy_loss(
         lm_head, bias: (V, H) and (V,), of that dtype, cast likewise.
         targets, old_logprobs, advantages, mask, temperature, softcap, logit_scale, compute_entropy, backend, **options:
             as in `logits_policy_loss`.
+        kept_tokens: the ids that each of the B * T tokens was drawn from, if the sampler cut its distribution off
+            (top-p, top-k, min-p): log-probs, entropies and gradients are normalised over these ids. `rows` on a GPU,
+            and `drop_inactive` there, make the host wait then.
         rows: (M,) flattened indices from `contributing_rows`, on any device: on the host and in order, sequences are
             known, and a loss that judges them makes their logits once if `chunk_size` holds them.
         return_logprobs: also return the log-probs (B, T), detached, in the compute dtype; nan where dropped.
@@ -255,6 +261,15 @@ def linear_policy_loss(
     with_entropy = compute_entropy or batch.entropy_scale is not None
     if rows is not None:
         check_rows(rows, batch, with_entropy, checked)
+    kept = dict.fromkeys(("kept_offsets", "kept_ids"))
+    if kept_tokens is not None:
+        check_class(KeptTokens, kept_tokens=kept_tokens)
+        columns: dict[str, Any] = {"targets": targets.flatten(), "counted": batch.keep.flatten()} if checked else {}
+        kept_tokens = kept_tokens.checked(
+            lambda n: f"kept_tokens row {n // shape[1]}, token {n % shape[1]}", batch.keep.numel(),
+            vocabulary=len(lm_head), **columns,
+        )  # fmt: skip
+        kept = dict(zip(kept, kept_tokens, strict=True))
     loss, stats, *_ = linear_policy_loss_op(
         hidden=hidden.reshape(-1, hidden.size(-1)),
         head=lm_head,
@@ -264,6 +279,7 @@ def linear_policy_loss(
         needs_gradient=[torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, lm_head, bias)],
         drop_rows=drop_inactive,
         chunk_size=chunk_size,
+        **kept,
         **_arguments(batch, targets, Tensor.contiguous, softmax, with_entropy, chosen),
     )
     metrics = _metrics_of_rows(batch, stats, with_entropy, checked, "hidden and lm_head")

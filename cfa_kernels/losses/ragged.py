@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.kept_tokens import KeptTokens
 from ..ops.upload import upload
 from ..options import check_class
-from ..rows import Rows, check_tokens, pad_rows
+from ..rows import Rows, check_columns, check_tokens, pad_rows
 from .checks import by_sequence, check_correction, check_level, check_ranges, check_tensor, check_weights
 from .policy import contributing_rows
 
@@ -28,6 +29,7 @@ class LossBatch:
     sampling_logprobs: Tensor | None  # (B, T)
     needed_tokens: Tensor  # (M,) int64: the flattened tokens whose log-prob the loss needs
     trained: Tensor  # (B,) bool: rows that get a gradient, of others the loss or a metric needs values only
+    kept_tokens: list[KeptTokens] | None = None  # B, of the tokens of each row
     options: dict[str, Any] = field(default_factory=dict)  # of `linear_policy_loss`
 
     @staticmethod
@@ -40,6 +42,7 @@ class LossBatch:
         mask: Sequence[Tensor] | None = None,
         ref_logprobs: Sequence[Tensor] | None = None,
         sampling_logprobs: Sequence[Tensor] | None = None,
+        kept_tokens: Sequence[KeptTokens] | None = None,
         **options: Any,
     ) -> "LossBatch":
         """Check the columns of `rows` and pad them; arguments as in `packed_policy_loss`."""
@@ -81,9 +84,11 @@ class LossBatch:
             is_needed = torch.zeros(counted.numel(), dtype=torch.bool).index_fill_(0, needed, True).view_as(counted)
             old = torch.where(is_needed, old, 0.0)
         targets = pad_rows(rows.completions, counted.shape[1])
+        kept = None if kept_tokens is None else checked_kept_tokens(kept_tokens, rows, counted)
         return LossBatch(
-            targets, counted, signed, old_logprobs=old, **padded, needed_tokens=needed, trained=trained, options=options
-        )
+            targets, counted, signed, old_logprobs=old, **padded, needed_tokens=needed, trained=trained,
+            kept_tokens=kept, options=options,
+        )  # fmt: skip
 
     def needed(self) -> list[int]:
         """Count the tokens of each row that must be fed: up to the last one whose log-prob the loss needs."""
@@ -93,10 +98,31 @@ class LossBatch:
 
     def to(self, device: torch.device, *others: Tensor) -> tuple[dict[str, Tensor | None], tuple[Tensor, ...]]:
         """Copy the tensors that the loss reads to `device`, and other tensors of the host with them, by one copy."""
-        names = [name for name in vars(self) if name not in ("needed_tokens", "trained", "options")]
+        names = [name for name in vars(self) if name not in ("needed_tokens", "trained", "kept_tokens", "options")]
         own = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
         there = upload([*own.values(), *others], device)
         return dict.fromkeys(names) | dict(zip(own, there, strict=False)), there[len(own) :]
+
+
+def checked_kept_tokens(
+    kept_tokens: Sequence[KeptTokens],
+    rows: Rows,
+    counted: Sequence[Tensor] | Tensor | None = None,
+    vocabulary: int | None = None,
+) -> list[KeptTokens]:
+    """Return the kept ids of each of `rows` on the host; raise `ValueError` naming row, token and value if they differ.
+
+    They must hold the tokens of `counted` (B, T) bool, by default all.
+    """
+    check_columns(rows.prompts, kept_tokens=kept_tokens)
+    checked = list[KeptTokens]()
+    for b, (row, one) in enumerate(zip(rows.index, kept_tokens, strict=True)):
+        name, ids = f"kept_tokens row {row}", rows.completions[b]
+        check_class(KeptTokens, **{name: one})
+        own = None if counted is None else counted[b][: len(ids)]
+        place = f"{name}, token {{}}".format
+        checked.append(one.checked(place, len(ids), name=name, targets=ids, counted=own, vocabulary=vocabulary))
+    return checked
 
 
 def _padded(name: str, column: Sequence[Tensor], rows: Rows) -> Tensor:

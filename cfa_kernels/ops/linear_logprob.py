@@ -4,6 +4,7 @@ One Triton kernel multiplies tiles of hidden states and head and keeps a few sum
 sums; the backward recomputes strips of logits and takes the row gradient of the policy loss.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..options import check_class
 from .dispatch import architecture, resolve_backend
 from .head_matmul import HeadGradients, autocast_operands, empty_strip, write_logits
+from .kept_tokens import KeptTokens, Support
 from .matmul import multiply
 from .operator_arguments import arguments_of
-from .policy_rows import row_gradients
+from .policy_rows import row_gradients, row_logprobs
 from .row_softmax import LogitRows, Softmax, check_logits_dtype, compute_dtype
 from .triton_math import LOG2E, minimum, tanh
 from .tuning import tuned
@@ -37,6 +39,7 @@ def linear_logprob(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
+    kept_tokens: KeptTokens | None = None,
     backend: str | None = None,
 ) -> Any:
     """Compute the log-prob (nats) of `targets[n]` under `softmax(logits[n] / temperature)`, for each of N rows.
@@ -51,6 +54,8 @@ def linear_logprob(
         bias: (V,), any of those dtypes.
         temperature, softcap, logit_scale: > 0, within float32 as their inverses are.
         return_entropy: also return the entropy of each row's distribution.
+        kept_tokens: the ids that each row's target was drawn from, its own among them: the distribution is normalised
+            over them, as are entropies and gradients. Logits are then made in strips, as in the backward.
         backend: `"triton"` or `"torch"`; by default what the device has.
 
     Returns:
@@ -59,8 +64,9 @@ def linear_logprob(
         where TF32 is allowed it differs from `linear_policy_loss`, which follows it, by some 0.02 nats.
 
     Raises:
-        ValueError: what is no tensor, shapes, devices, strides or numbers that do not fit, or, on a CPU, a target
-            outside [0, V); on a GPU such a row gives nan, as a check would wait for the device.
+        ValueError: what is no tensor, shapes, devices, strides or numbers that do not fit, kept ids outside [0, V), or,
+            on a CPU, a target outside [0, V) or its kept ids; on a GPU such a row gives nan or -inf, as a check would
+            wait for the device.
         TypeError: wrong dtypes.
     """
     check_class(Tensor, hidden=hidden, lm_head=lm_head, targets=targets)
@@ -68,7 +74,14 @@ def linear_logprob(
     chosen = resolve_backend(backend, hidden)
     _check(hidden, lm_head, targets, bias, chosen)
     softmax = Softmax.of(temperature, softcap, logit_scale)
-    rows = linear_logprob_op(hidden, lm_head, targets.long(), bias, *softmax, return_entropy, chosen)
+    kept: tuple[Tensor | None, Tensor | None] = (None, None)
+    if kept_tokens is not None:
+        check_class(KeptTokens, kept_tokens=kept_tokens)
+        kept = kept_tokens.checked(
+            "kept_tokens[{}]".format, len(hidden), vocabulary=len(lm_head),
+            targets=targets if targets.device.type == "cpu" else None,
+        )  # fmt: skip
+    rows = linear_logprob_op(hidden, lm_head, targets.long(), bias, *kept, *softmax, return_entropy, chosen)
     return (rows[0], rows[1]) if return_entropy else rows[0]
 
 
@@ -346,12 +359,17 @@ def linear_logprob_op(
     lm_head: Tensor,
     targets: Tensor,
     bias: Tensor | None,
+    kept_offsets: Tensor | None,
+    kept_ids: Tensor | None,
     temperature: float,
     softcap: float,
     with_entropy: bool,
     backend: str,
 ) -> Tensor:
-    """Return (2, N): log-probs and entropies (0 without `with_entropy`), by a `Softmax` of those numbers."""
+    """Return (2, N): log-probs and entropies (0 without `with_entropy`), by a `Softmax` of those numbers.
+
+    kept_offsets and kept_ids, on the host, are the rows' `KeptTokens`.
+    """
     if targets.device.type == "cpu":
         outside = ((targets < 0) | (targets >= len(lm_head))).nonzero()
         if len(outside):
@@ -359,12 +377,40 @@ def linear_logprob_op(
             raise ValueError(f"targets[{row}] must be in [0, {len(lm_head)}), got {int(targets[row])}")
     run = linear_logprob_triton if backend == "triton" else linear_logprob_reference
     softmax = Softmax(temperature, softcap)
-    bias = None if bias is None else bias.contiguous()
+    bias, targets = None if bias is None else bias.contiguous(), targets.contiguous()
     with torch.autocast(hidden.device.type, enabled=False):
-        return run(hidden, lm_head, targets.contiguous(), bias, softmax, with_entropy)
+        if kept_offsets is None or kept_ids is None:
+            return run(hidden, lm_head, targets, bias, softmax, with_entropy)
+        out = hidden.new_zeros(2, len(hidden), dtype=compute_dtype(hidden.dtype))
+        counted = torch.ones_like(targets, dtype=torch.bool)
+        support = Support.of(lm_head, bias, targets, KeptTokens(kept_offsets, kept_ids))
+        for part, _, rows, _ in _strips(hidden, support, softmax, backend):
+            out[0, part], out[1, part], *_ = row_logprobs(rows, counted[part], with_entropy=with_entropy)
+        return out
+
+
+def _strips(
+    hidden: Tensor, support: Support, softmax: Softmax, backend: str
+) -> Iterator[tuple[slice, Tensor, LogitRows, Tensor]]:
+    """Yield which n rows, their states, logits (1, n, U) with targets, and memory for the gradient (n, U)."""
+    size = STRIP_BYTES.get(hidden.device.type, STRIP_BYTES["cpu"])
+    vocabulary, restricted = len(support.head), support.kept is not None
+    height = (
+        max(size // (16 * vocabulary * compute_dtype(hidden.dtype).itemsize), 1) * 16
+    )  # every strip's slices are aligned alike
+    logits, gradient = empty_strip(min(height, max(len(hidden), 1)), vocabulary, hidden.dtype, hidden.device)
+    for start in range(0, len(hidden), height):
+        part = slice(start, min(start + height, len(hidden)))
+        states = hidden[part]
+        strip = logits[: len(states)]
+        write_logits(states, support.head, strip)
+        support.restrict(strip, part)
+        rows = LogitRows(strip.unsqueeze(0), support.bias, support.targets[part], softmax, backend, restricted)
+        yield part, states, rows, gradient[: len(states)]
 
 
 _Arguments = arguments_of(linear_logprob_op)
+_SAVED = ("hidden", "lm_head", "targets", "bias", "kept_offsets", "kept_ids")
 
 
 @linear_logprob_op.register_fake
@@ -380,6 +426,8 @@ def linear_logprob_backward_op(
     lm_head: Tensor,
     targets: Tensor,
     bias: Tensor | None,
+    kept_offsets: Tensor | None,
+    kept_ids: Tensor | None,
     temperature: float,
     softcap: float,
     with_entropy: bool,
@@ -398,24 +446,17 @@ def linear_logprob_backward_op(
         # Gradients of a mean over many rows are below what float16 resolves: take a power of two out of them.
         unit = torch.ldexp(by_rows.new_ones(()), torch.frexp(by_rows.abs().amax())[1])
         by_rows = by_rows / unit
-    vocabulary, gradients = len(lm_head), HeadGradients(hidden, lm_head, needs_gradient)
-    size = STRIP_BYTES.get(hidden.device.type, STRIP_BYTES["cpu"])
-    height = (
-        max(size // (16 * vocabulary * compute_dtype(hidden.dtype).itemsize), 1) * 16
-    )  # every strip's slices are aligned alike
-    logits, gradient = empty_strip(min(height, max(len(hidden), 1)), vocabulary, hidden.dtype, hidden.device)
-    for start in range(0, len(hidden), height):
-        part = slice(start, min(start + height, len(hidden)))
-        states = hidden[part]
-        strip, by_logits = logits[: len(states)], gradient[: len(states)]
-        write_logits(states, lm_head, strip)
-        rows = LogitRows(strip.unsqueeze(0), bias, targets[part], Softmax(temperature, softcap), backend)
+    kept = None if kept_offsets is None or kept_ids is None else KeptTokens(kept_offsets, kept_ids)
+    support = Support.of(lm_head, bias, targets, kept)
+    gradients = HeadGradients(hidden, support.head, needs_gradient)
+    for part, states, rows, by_logits in _strips(hidden, support, Softmax(temperature, softcap), backend):
         by_logprob, by_entropy = by_rows[:, part].contiguous()
         row_gradients(rows, by_logits.unsqueeze(0), by_logprob, by_entropy if with_entropy else None)
         gradients.add(part, states, by_logits)
+    by_hidden, *by_others = gradients.finish()
+    sums = by_hidden, *(support.widened(total, len(lm_head)) for total in by_others)
     by_hidden, by_head, by_bias = (
-        (total if unit is None else total.mul_(unit)).to(dtype)
-        for total, dtype in zip(gradients.finish(), dtypes, strict=True)
+        (total if unit is None else total.mul_(unit)).to(dtype) for total, dtype in zip(sums, dtypes, strict=True)
     )
     return by_hidden, by_head, by_bias
 
@@ -432,23 +473,15 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     arguments = _Arguments(*inputs)
-    ctx.save_for_backward(arguments.hidden, arguments.lm_head, arguments.targets, arguments.bias)
+    ctx.save_for_backward(*(getattr(arguments, name) for name in _SAVED))
     ctx.options = {name: getattr(arguments, name) for name in ("temperature", "softcap", "with_entropy", "backend")}
 
 
 def _backward(ctx: Any, by_rows: Tensor) -> tuple[Tensor | None, ...]:
     names, needed = ("hidden", "lm_head", "bias"), _Arguments(*ctx.needs_input_grad)
     needs_gradient = [getattr(needed, name) for name in names]
-    hidden, lm_head, targets, bias = ctx.saved_tensors
-    gradients = linear_logprob_backward_op(
-        by_rows=by_rows,
-        hidden=hidden,
-        lm_head=lm_head,
-        targets=targets,
-        bias=bias,
-        **ctx.options,
-        needs_gradient=needs_gradient,
-    )
+    saved = dict(zip(_SAVED, ctx.saved_tensors, strict=True))
+    gradients = linear_logprob_backward_op(by_rows=by_rows, **saved, **ctx.options, needs_gradient=needs_gradient)
     return tuple(_Arguments(**{name: g for name, g, one in zip(names, gradients, needs_gradient, strict=True) if one}))
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .head_matmul import HeadGradients, Index, empty_strip, write_logits
+from .kept_tokens import KeptTokens, Support
 from .logits_policy_loss import scaled_rows
 from .operator_arguments import arguments_of
 from .policy_rows import STATS, policy_of_logprobs, policy_rows, row_gradients, row_logprobs, to_unit_scale
@@ -59,7 +60,7 @@ def _sequences(rows: Tensor | None, shape: torch.Size, size: int) -> Iterator[tu
 
 def _strips(
     hidden: Tensor,
-    head: Tensor,
+    support: Support,
     counted: Tensor,
     rows: Tensor | None,
     rows_alone: bool,
@@ -79,7 +80,8 @@ def _strips(
         # Padding may hold nan; rows that do not count are 0, so that they add 0 to the head's gradient.
         states = torch.where(counted[tokens].unsqueeze(1), hidden[places], 0)
         logits, gradient = (memory[: len(states)] for memory in strip)
-        write_logits(states, head, logits)
+        write_logits(states, support.head, logits)
+        support.restrict(logits, part)
         yield tokens, places, states, logits.unsqueeze(0), gradient.unsqueeze(0)
 
 
@@ -103,6 +105,8 @@ def linear_policy_loss_op(
     weights: Tensor | None,
     ref_logprobs: Tensor | None,
     sampling_logprobs: Tensor | None,
+    kept_offsets: Tensor | None,
+    kept_ids: Tensor | None,
     scale: Tensor,
     entropy_scale: Tensor | None,
     rows: Tensor | None,
@@ -120,7 +124,8 @@ def linear_policy_loss_op(
 
     hidden is (N, H), or with `rows_alone` (M, H), the states of `rows`; targets and token tensors are (B, T),
     contiguous, N = B * T. Gradients that are not needed are empty. `rows`, on any device, are the flattened tokens to
-    look at; None with `drop_rows` waits for the device and takes those that `contributing` finds.
+    look at; None with `drop_rows` waits for the device and takes those that `contributing` finds. kept_offsets and
+    kept_ids, on the host, are `KeptTokens` of the N tokens; with them `rows` on the device are waited for.
     """
     options, cap = PolicyOptions.of(kinds, numbers), Softmax(*softmax)
     shape = scale.shape
@@ -132,15 +137,20 @@ def linear_policy_loss_op(
     tokens, targets = grid.map(torch.flatten), targets.flatten()
     counted, count = tokens.scale > 0, len(hidden if rows is None else rows)
     runs = _sequences(rows, shape, chunk_size) if options.joins_tokens else iter(())
+    kept = None
+    if kept_offsets is not None and kept_ids is not None:
+        kept = KeptTokens(kept_offsets, kept_ids)
+        kept = kept if rows is None else kept.take(rows.cpu())
     if rows is not None and rows.device != hidden.device:
         (rows,) = upload([rows], hidden.device)
-    strip = empty_strip(min(chunk_size, max(count, 1)), len(head), hidden.dtype, hidden.device)
-    strips = partial(_strips, hidden, head, counted, rows, rows_alone, strip)
-    gradients, learns = HeadGradients(hidden, head, needs_gradient), any(needs_gradient)
+    support = Support.of(head, bias, targets, kept)
+    strip = empty_strip(min(chunk_size, max(count, 1)), len(support.head), hidden.dtype, hidden.device)
+    strips = partial(_strips, hidden, support, counted, rows, rows_alone, strip)
+    gradients, learns = HeadGradients(hidden, support.head, needs_gradient), any(needs_gradient)
     loss, stats = scale.new_zeros(()), scale.new_zeros(len(STATS), targets.numel())
 
     def rows_of(index: Index, logits: Tensor) -> LogitRows:
-        return LogitRows(logits, bias, targets[index], cap, backend)
+        return LogitRows(logits, support.bias, support.targets[index], cap, backend, kept is not None)
 
     def add_gradients(index: Index, states: Tensor, gradient: Tensor, by_logprob: Tensor) -> None:
         if drop_rows and entropy_scale is None and rows is not None:
@@ -180,7 +190,9 @@ def linear_policy_loss_op(
                 by_entropies = None if entropy_scale is None else by_entropy[index]
                 row_gradients(rows_of(index, logits), gradient, by_logprob[index], by_entropies, values)
                 add_gradients(place, states, gradient[0], by_logprob[index])
-    return loss * unit, stats, *gradients.finish(), unit
+    by_hidden, by_head, by_bias = gradients.finish()
+    by_head, by_bias = (support.widened(total, len(head)) for total in (by_head, by_bias))
+    return loss * unit, stats, by_hidden, by_head, by_bias, unit
 
 
 _Arguments = arguments_of(linear_policy_loss_op)

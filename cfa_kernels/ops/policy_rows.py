@@ -216,7 +216,8 @@ def _run_softmax(
         constexprs["OVERLAPS"] = gradient.dtype != logits.dtype and gradient.data_ptr() == logits.data_ptr()
     _run(
         kernel, logits, logits, bias, *tensors, b * t, t, v, *strides, 1 / softmax.temperature, softmax.softcap,
-        *numbers, HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, LOG2E=LOG2E, **constexprs,
+        *numbers, HAS_BIAS=bias is not None, HAS_SOFTCAP=(softmax.softcap != 0) * (1 + rows.restricted), LOG2E=LOG2E,
+        **constexprs,
     )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ class LogitRows(NamedTuple):
     targets: Tensor  # (N,) int64
     softmax: Softmax = Softmax()
     backend: str = "torch"
+    restricted: bool = False  # some logits are -inf, and stay so under the softcap
 
 
 class Probabilities(NamedTuple):
@@ -94,7 +95,7 @@ def probabilities(
     perhaps the logits' own memory, has the compute dtype, `p` goes there unless `below` is kept.
     """
     # Allocating memory of the size of the logits takes longer than all the arithmetic, hence `out`.
-    logits, bias, targets, softmax, _ = rows
+    logits, bias, targets, softmax, _, restricted = rows
     z = logits.to(compute_dtype(logits.dtype))
     if out is not None and out.dtype != z.dtype:
         out = None
@@ -102,9 +103,12 @@ def probabilities(
         z = torch.add(z, bias.to(z.dtype), out=out)
     slope = None
     if softmax.softcap:
+        closed = z == -torch.inf if restricted else None
         squashed = torch.div(z, softmax.softcap, out=out).tanh_()
         slope = 1 - squashed * squashed
         z = squashed.mul_(softmax.softcap)
+        if closed is not None:
+            z.masked_fill_(closed, -torch.inf)
     row_max = z.amax(-1, keepdim=True)
     below = torch.sub(z, row_max, out=out)
     if softmax.temperature != 1:
@@ -185,7 +189,10 @@ def load_logits(
     b_slope = 1.0
     if HAS_SOFTCAP:
         b_squashed = tanh(b_z / softcap)
-        b_z = tl.where(m_v, softcap * b_squashed, float("-inf"))
+        m_open = m_v
+        if HAS_SOFTCAP == 2:  # `LogitRows.restricted`
+            m_open = m_v & (b_z != float("-inf"))
+        b_z = tl.where(m_open, softcap * b_squashed, float("-inf"))
         b_slope = 1.0 - b_squashed * b_squashed
     return b_z, b_slope
 

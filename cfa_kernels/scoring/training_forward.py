@@ -24,7 +24,8 @@ from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import packed_hidden, tree_training_mode
 from ..hf.verify import check_trainable
 from ..losses.policy import linear_policy_loss
-from ..losses.ragged import LossBatch
+from ..losses.ragged import LossBatch, checked_kept_tokens
+from ..ops.kept_tokens import KeptTokens, padded_kept_tokens
 from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
 from ..options import POSITIVE
@@ -61,6 +62,7 @@ def packed_logprobs(
     *,
     temperature: float = 1.0,
     return_entropy: bool = False,
+    kept_tokens: Sequence[KeptTokens] | None = None,
     token_budget: int | None = None,
 ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
     """Compute log-probs of every completion token by one forward that feeds each prompt once; differentiable.
@@ -70,6 +72,8 @@ def packed_logprobs(
         rows: prompts and completions. Equal prompts, and longer common prefixes, are fed once.
         temperature: divides the logits.
         return_entropy: also return the entropy of the distribution that each token was drawn from.
+        kept_tokens: for each row, the ids that the sampler kept at each of its tokens: log-probs and entropies are then
+            normalised over them.
         token_budget: maximum tokens per forward; default by free memory. Completions of one prompt stay together.
 
     Returns:
@@ -85,7 +89,7 @@ def packed_logprobs(
     def body() -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
         POSITIVE.check(temperature=temperature)
         return packed_forward(causal, rows, token_budget=token_budget).logprobs(
-            temperature, return_entropy=return_entropy
+            temperature, return_entropy=return_entropy, kept_tokens=kept_tokens
         )
 
     return run_inside(model, body, trains=True)
@@ -100,6 +104,7 @@ def packed_policy_loss(
     weights: Sequence[Tensor] | None = None,
     mask: Sequence[Tensor] | None = None,
     ref_logprobs: Sequence[Tensor] | None = None,
+    kept_tokens: Sequence[KeptTokens] | None = None,
     token_budget: int | None = None,
     **options: Any,
 ) -> PackedLoss:
@@ -115,14 +120,16 @@ def packed_policy_loss(
         weights: B tensors (T_b,), finite and >= 0, on the clipped policy term; None for 1.
         mask: B tensors (T_b,) of 0 and 1, the tokens that the loss counts; None for all.
         ref_logprobs: B tensors (T_b,), needed when `beta != 0`.
+        kept_tokens: as in `packed_logprobs`; old and reference log-probs should be normalised over the same ids.
         **options: those of `linear_policy_loss`, `temperature` and `compute_entropy` among them.
     """
     causal = causal_lm(model)
 
     def body() -> PackedLoss:
         batch = LossBatch.of(
-            rows, old_logprobs, advantages, weights=weights, mask=mask, ref_logprobs=ref_logprobs, **options
-        )
+            rows, old_logprobs, advantages, weights=weights, mask=mask, ref_logprobs=ref_logprobs,
+            kept_tokens=kept_tokens, **options,
+        )  # fmt: skip
         forward = packed_forward(
             causal, rows, needed=batch.needed(), trained=batch.trained.tolist(), token_budget=token_budget
         )
@@ -235,7 +242,11 @@ class PackedForward:
         return sum(one.pack.num_tokens for one in self.packs)
 
     def logprobs(
-        self, temperature: float = 1.0, *, return_entropy: bool = False
+        self,
+        temperature: float = 1.0,
+        *,
+        return_entropy: bool = False,
+        kept_tokens: Sequence[KeptTokens] | None = None,
     ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
         """Compute log-probs, as `packed_logprobs` does, of the fed tokens of each row.
 
@@ -247,11 +258,14 @@ class PackedForward:
         targets.append(np.zeros(0, np.int64))
         predicting, predicted = upload([self._predicting, np.concatenate(targets)], self.device)
         hidden = self._hidden(predicting)
+        kept = None
+        if kept_tokens is not None and counts:
+            own = checked_kept_tokens(kept_tokens, self.rows, vocabulary=len(self.head.weight))
+            kept = KeptTokens.joined([one.take(slice(0, n)) for one, n in zip(own, counts, strict=True)])
+        options = {"temperature": temperature, "kept_tokens": kept, **self.head.options}
         if not return_entropy:
-            return list(self.head.logprobs(hidden, predicted, temperature).split(counts))
-        values, entropies = linear_logprob(
-            hidden, self.head.weight, predicted, temperature=temperature, return_entropy=True, **self.head.options
-        )
+            return list(linear_logprob(hidden, self.head.weight, predicted, **options).split(counts))
+        values, entropies = linear_logprob(hidden, self.head.weight, predicted, return_entropy=True, **options)
         return list(values.split(counts)), list(entropies.split(counts))
 
     def policy_loss(self, batch: LossBatch) -> PackedLoss:
@@ -273,10 +287,15 @@ class PackedForward:
         row, token = np.divmod(batch.needed_tokens.numpy(), batch.mask.shape[1])
         starts = np.cumsum(self.counts) - self.counts
         there, (index,) = batch.to(self.device, torch.from_numpy(self._predicting[starts[row] + token]))
+        kept = None
+        if batch.kept_tokens is not None:
+            own = checked_kept_tokens(batch.kept_tokens, self.rows, batch.mask, len(self.head.weight))
+            kept = padded_kept_tokens(own, batch.mask.shape[1])
         loss, metrics, logprobs = linear_policy_loss(
             self._hidden(index),
             self.head.weight,
             rows=batch.needed_tokens,
+            kept_tokens=kept,
             return_logprobs=True,
             **there,  # type: ignore[arg-type]
             **self.head.options,

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from cfa_kernels.ops.kept_tokens import KeptTokens
 from cfa_kernels.ops.linear_logprob import (
     linear_logprob,
     linear_logprob_backward_op,
@@ -329,18 +330,19 @@ def test_a_second_derivative_is_refused(device):
         gradient.sum().backward()
 
 
+@pytest.mark.parametrize("kept", [(None, None), KeptTokens.of([range(40)] * 6)], ids=["all", "kept"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_operators_pass_opcheck(backend, device):
+def test_the_operators_pass_opcheck(backend, kept, device):
     (hidden, lm_head, targets), keywords = example((6, 8, 40), device, bias=True)
     leaves = [leaf.requires_grad_() for leaf in (hidden, lm_head, keywords["bias"])]
-    arguments = (leaves[0], leaves[1], targets, leaves[2], 0.7, 2.0, True, backend)
+    arguments = (leaves[0], leaves[1], targets, leaves[2], *kept, 0.7, 2.0, True, backend)
     torch.library.opcheck(linear_logprob_op, arguments)
     rows = linear_logprob_op(*arguments)
     for wanted in ([True, True, True], [True, False, False]):
         torch.library.opcheck(
             linear_logprob_backward_op,
             (torch.randn_like(rows), hidden.detach(), lm_head.detach(), targets, keywords["bias"].detach(),
-             0.7, 2.0, True, wanted, backend),
+             *kept, 0.7, 2.0, True, wanted, backend),
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from cfa_kernels.losses.checks import LEVELS
 from cfa_kernels.losses.policy import contributing_rows, linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops import head_matmul, row_softmax
+from cfa_kernels.ops.kept_tokens import KeptTokens
 from cfa_kernels.ops.linear_policy_loss import linear_policy_loss_op
 from cfa_kernels.ops.logits_policy_loss import logits_policy_loss_op, scale_rows_op
 from cfa_kernels.ops.token_loss import PolicyOptions
@@ -367,10 +368,24 @@ def test_operators_pass_opcheck(backend, dtype, level, device, small_tiles):
         torch.library.opcheck(logits_policy_loss_op, (source, rows, *token, *options, backend), **mutating)
         torch.library.opcheck(scale_rows_op, (source, factor, rows, backend), **mutating)
     leaves = [tensors[name].clone().requires_grad_() for name in ("hidden", "head", "bias")]
+    kept = KeptTokens.of([range(V)] * B * T) if level == "token" else (None, None)
     grid = [tensor.view(B, T) if isinstance(tensor, Tensor) and tensor.numel() == B * T else tensor for tensor in token]
     torch.library.opcheck(
         linear_policy_loss_op,
-        (leaves[0].view(-1, H), *leaves[1:], *grid, None, False, *options, [True] * 3, True, 4, backend),
+        (
+            leaves[0].view(-1, H),
+            *leaves[1:],
+            *grid[:6],
+            *kept,
+            *grid[6:],
+            None,
+            False,
+            *options,
+            [True] * 3,
+            True,
+            4,
+            backend,
+        ),
         test_utils=checks,
     )
 

@@ -26,7 +26,8 @@ DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cp
 
 # Functions that take tensors of both sides, and give what is where their first one is.
 _BY_FIRST = {Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__, torch._has_compatible_shallow_copy_type}
-_HOST_ARGUMENTS = {"handle", "segments", "contexts", "linear_policy_loss.rows"}  # of the library's operators
+# Of the library's operators.
+_HOST_ARGUMENTS = {"handle", "segments", "contexts", "kept_offsets", "kept_ids", "linear_policy_loss.rows"}
 
 Tensor._as_on_gpu = False  # type: ignore[attr-defined]
 

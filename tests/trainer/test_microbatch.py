@@ -138,6 +138,21 @@ def test_a_policy_that_trains_as_it_samples_is_not_stopped(fresh, dtype, roundin
     assert all(update_on_a_group(trainer)["sampling/gap"] < rounding / temperature for _ in range(2))
 
 
+def test_the_update_is_over_the_ids_of_the_nucleus_and_no_run_goes_on_without_them(fresh) -> None:
+    options = {"temperature": 1.0, "top_p": 0.8, "max_completion_length": 20}
+    trainer = fresh("--dtype=float32", "--temperature=1", "--top_p=0.8")
+    rollouts = sample(trainer, [0], **options)
+    assert all(
+        len(kept.offsets) == len(row) + 1 for kept, row in zip(rollouts.kept_tokens, rollouts.logprobs, strict=True)
+    )
+    assert all(row.max() <= 0 for row in rollouts.logprobs)
+    with pytest.raises(FloatingPointError, match="their log-probs in the update are not those they were sampled with"):
+        updated(trainer, replace(rollouts, kept_tokens=None))
+    assert updated(trainer, rollouts)[1]["sampling/gap"] < 1e-4
+    whole = sample(trainer, [0], **options | {"top_p": 1.0})
+    assert whole.kept_tokens is None
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probs_that_are_not_those_sampled_with_stop_the_run_before_a_step(fresh, dtype, monkeypatch) -> None:
     # Logits at half their size: about what a scale that the model's configuration names otherwise does.

@@ -11,15 +11,17 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
+from cfa_kernels import KeptTokens
 from cfa_kernels.hf.decode_attention import cache_argument, decoding_attention
 from cfa_kernels.ops.upload import upload
 
-from .sampling import CANDIDATES, draw
+from .sampling import CANDIDATES, KeptRecord, draw
 
 _LOOK = 16  # tokens between two looks at a GPU's results
 _LENGTHS = 64  # of prompts, caches and what a graph reads of them are a multiple of it, so that shapes repeat
@@ -37,6 +39,11 @@ class Sampling(NamedTuple):
     ends: tuple[int, ...]
     pad: int
 
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are drawn from a nucleus."""
+        return not self.greedy and self.top_p < 1
+
 
 class _State(NamedTuple):
     """Tensors that a step reads and writes, for R rows and L places; a column holds what follows that place."""
@@ -47,12 +54,16 @@ class _State(NamedTuple):
     tokens: Tensor  # (R, L) int64
     logprobs: Tensor  # (R, L) fp32, nan where logits were not finite
     uniforms: Tensor  # (R, L) float64
+    kept: Tensor  # (R, _LOOK, CANDIDATES) int32, `Draws.kept` of the last places, each at its remainder by _LOOK
     place: Tensor  # (1,) int64, of the last token
     missed: Tensor  # (1,) bool, whether a nucleus was larger than the candidates
 
 
-_BY_ROW = 6  # fields
-_DTYPES = torch.int64, torch.int64, torch.bool, torch.int64, torch.float32, torch.float64, torch.int64, torch.bool
+_BY_ROW = 7  # fields
+_DTYPES = (
+    torch.int64, torch.int64, torch.bool, torch.int64, torch.float32, torch.float64, torch.int32,
+    torch.int64, torch.bool,
+)  # fmt: skip
 
 
 class _Layer(StaticLayer):
@@ -89,18 +100,19 @@ class Decoder:
         self._layers: list[_Layer] = []
         self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._pool, self._addresses = None, list[int]()
+        self._wide: Tensor | None = None  # (R, 1, C) `Draws.kept` of the last step, if too many for the state
 
     def __call__(
         self, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling,
         progress: Callable[[int], None] = lambda tokens: None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, list[KeptTokens] | None]:  # fmt: skip
         """Complete prompts (B, P), padded on the left, with `uniforms` (B, T) for as many tokens, all on the host.
 
         `progress` is told how many tokens each completion has, after every look at them.
 
         Returns:
             Tokens and log-probs, (B, T) or up to where all rows have ended. Log-probs are fp32, nats; 0 if greedy, nan
-            where logits were not finite.
+            where logits were not finite. Then the ids of each completion's nuclei, None without a nucleus.
         """
         (count, length), multiple = uniforms.shape, _LENGTHS if self._captured else 1
         rows = self._rows_for(count)
@@ -121,8 +133,10 @@ class Decoder:
             for part, column in zip(state, columns, strict=False):
                 part.copy_(column)
             state.uniforms[:, width : width + length] = uniforms
-            made = self._decode(state, width, length, sampling, progress)
-        return state.tokens[:count, width : width + made], state.logprobs[:count, width : width + made]
+            record = KeptRecord()
+            made = self._decode(state, width, length, sampling, progress, record)
+        part = slice(width, width + made)
+        return state.tokens[:count, part], state.logprobs[:count, part], record.rows(count, made)
 
     def _prefill(self, beginning: Tensor, rest: Tensor, places: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Feed N prompts as `_beginning_and_rest` gives them; keys and values of each layer, padded on the left."""
@@ -156,7 +170,7 @@ class Decoder:
         if self._state is None or grows:
             self._state, self._layers = None, []  # freed before the next are made
             most, self._places = max(rows, old), -(-max(places, self._places) // _LENGTHS) * _LENGTHS
-            sizes = [(most, 1)] * 3 + [(most, self._places)] * 3 + [(1,)] * 2
+            sizes = [(most, 1)] * 3 + [(most, self._places)] * 3 + [(most, _LOOK, CANDIDATES)] + [(1,)] * 2
             new = functools.partial(torch.zeros, device=fed[0][0].device)
             self._state = _State(*(new(size, dtype=dtype) for size, dtype in zip(sizes, _DTYPES, strict=True)))
             for pair in fed:
@@ -165,35 +179,60 @@ class Decoder:
         return _State(*(part[:rows] for part in self._state))
 
     def _decode(
-        self, state: _State, width: int, length: int, sampling: Sampling, progress: Callable[[int], None]
-    ) -> int:
+        self, state: _State, width: int, length: int, sampling: Sampling, progress: Callable[[int], None],
+        record: KeptRecord,
+    ) -> int:  # fmt: skip
         """Decode from place `width` on until all rows have ended, or `length` tokens; give the number of tokens."""
         deferred = self._captured or state.token.device.type == "cuda"  # a look at results is a wait
-        made, candidates = 0, CANDIDATES if deferred else None
+        made, wide_until, candidates = 0, 0, CANDIDATES if deferred else None
         whole, order = state, torch.arange(len(state.token), device=state.token.device)
         while made < length:
-            times, before = min(_LOOK if deferred else 1, length - made), (state.token.clone(), state.ended.clone())
+            # Nuclei of more ids than the state has places for are looked at after every token.
+            steps = _LOOK if deferred and (candidates == CANDIDATES or not sampling.cuts) else 1
+            times, before = min(steps, length - made), (state.token.clone(), state.ended.clone())
             state.place.fill_(width + made)
             state.missed.fill_(False)
+            self._wide = None
             live = width + made + times
             live = min(-(-live // _LENGTHS) * _LENGTHS, self._places) if self._captured else live
             self._run(times, state, live, sampling, candidates)
-            *ended, missed = torch.cat([state.ended.view(-1), state.missed]).tolist()
+            flags, kept = self._look(state, order, slice(width + made, width + made + times), sampling)
+            *ended, missed = flags
+            if missed:
+                wide_until = made + _LOOK
             if missed and candidates == CANDIDATES:  # the same draws once more, among all tokens
                 candidates = sys.maxsize
                 state.token.copy_(before[0])
                 state.ended.copy_(before[1])
                 continue
+            if kept is not None:
+                record.add(*kept, made)
             made += times
             progress(made)
             if all(ended):
                 break
-            candidates = candidates and (sys.maxsize if missed else CANDIDATES)
+            candidates = candidates and (sys.maxsize if made < wide_until else CANDIDATES)
             if 4 * (rows := self._rows_for(ended.count(False))) <= 3 * len(ended):
                 state = self._without_ended(state, order[: len(ended)], rows, width + made)
         for part in (whole.tokens, whole.logprobs):
             part.copy_(part[order.argsort()])
         return made
+
+    def _look(
+        self, state: _State, order: Tensor, places: slice, sampling: Sampling
+    ) -> tuple[list[int], tuple[np.ndarray, np.ndarray] | None]:
+        """Bring `ended` and `missed` to the host, and, of a nucleus, rows (R,) and ids (R, t, C); one wait for all."""
+        rows, flags = len(state.token), [state.ended.view(-1), state.missed]
+        if not sampling.cuts:
+            return torch.cat(flags).tolist(), None
+        kept = self._wide
+        if kept is None:
+            kept = state.kept[:, torch.arange(places.start, places.stop, device=order.device) % _LOOK]
+        elif kept.is_cuda:  # most of it is empty
+            kept = kept.sort(-1, descending=True).values[..., : int((kept >= 0).sum(-1).max())]
+        host = torch.cat([*flags, order[:rows], kept.flatten()]).cpu().numpy()
+        own, ids = np.split(host[rows + 1 :], [rows])
+        return host[: rows + 1].tolist(), (own, ids.reshape(kept.shape))
 
     def _without_ended(self, state: _State, order: Tensor, rows: int, live: int) -> _State:
         """Move rows that have ended behind the others, in `order` too; give the state of the first `rows`."""
@@ -227,7 +266,12 @@ class Decoder:
         options = {"position_ids": state.place - state.padding, self._cache: cache, "use_cache": True}
         scores = self._model(input_ids=state.token, attention_mask=seen, **options).logits[:, -1].float()
         uniforms = None if sampling.greedy else state.uniforms.index_select(1, state.place)
-        token, logprobs, narrow = draw(scores, uniforms, sampling.temperature, sampling.top_p, candidates)
+        token, logprobs, narrow, kept = draw(scores, uniforms, sampling.temperature, sampling.top_p, candidates)
+        if kept is not None and (more := CANDIDATES - kept.shape[1]) >= 0:
+            kept = nn.functional.pad(kept, (0, more), value=-1).int()
+            state.kept.index_copy_(1, state.place % _LOOK, kept[:, None])
+        elif kept is not None:  # in steps that are looked at one by one
+            self._wide = kept[:, None]
         state.missed.logical_or_((~narrow & ~state.ended).any())
         state.token.copy_(token)  # behind an end, too, where nothing counts
         state.tokens.index_copy_(1, state.place, token)

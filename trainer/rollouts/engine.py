@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels import AnswerRules
+from cfa_kernels import AnswerRules, KeptTokens
 from cfa_kernels.rows import Rows
 from cfa_kernels.text.find import content_text
 from cfa_kernels.text.offsets import decoded
@@ -25,9 +25,12 @@ class Rollouts:
         truncated: (B,) bool, completions that were cut off at the length limit.
         texts: B decoded completions without special tokens.
         logprobs: B tensors (T_b,) fp32, nats: what the sampler gave each token; of no use if greedy.
-        nucleus: least probability of the tokens that `logprobs` are normalised over: 1 for the whole vocabulary.
+        nucleus: least probability of the tokens that `logprobs` are normalised over, if the engine does not tell which:
+            else, and for the whole vocabulary, 1.
         contents: B texts with line breaks in place of thoughts, also those that prompts open; None for a completion
             without thoughts, empty if there is none with some.
+        kept_tokens: for each completion, the ids that each of its tokens was drawn from, over which `logprobs` are
+            normalised and the loss is to be; None for the whole vocabulary, or if the engine does not tell.
     """
 
     rows: Rows
@@ -36,11 +39,13 @@ class Rollouts:
     logprobs: list[Tensor]
     nucleus: float = 1.0
     contents: Sequence[str | None] = ()
+    kept_tokens: Sequence[KeptTokens] | None = None
 
     @classmethod
     def of(
         cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], logprobs: Sequence[Tensor],
         ends: Sequence[int], tokenizer: PreTrainedTokenizerBase, nucleus: float = 1.0, thought_tags: str = "",
+        kept_tokens: Sequence[KeptTokens] | None = None,
     ) -> "Rollouts":  # fmt: skip
         """Hold lists of token ids and their log-probs, each completion up to its first end token.
 
@@ -57,6 +62,7 @@ class Rollouts:
             torch.tensor([row[-1] not in ends for row in ids]), texts,
             [row[:length] for row, length in zip(logprobs, lengths, strict=True)], nucleus,
             [None if content == text else content for content, text in zip(spoken, texts, strict=True)],
+            kept_tokens and [row.take(slice(0, length)) for row, length in zip(kept_tokens, lengths, strict=True)],
         )  # fmt: skip
 
     @classmethod
@@ -69,6 +75,7 @@ class Rollouts:
             Rows(prompts, completions), torch.cat([part.truncated for part in parts]),
             [text for part in parts for text in part.texts], [row for part in parts for row in part.logprobs],
             parts[0].nucleus, [text for part in parts for text in part.contents],
+            [row for part in parts for row in part.kept_tokens or ()] or None,
         )  # fmt: skip
 
     def ids(self) -> list[list[int]]:

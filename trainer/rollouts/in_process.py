@@ -5,11 +5,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from cfa_kernels import KeptTokens
 from cfa_kernels.hf.head import decoding_head
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.model_walk import ModelWalk
@@ -19,11 +21,11 @@ from ..precision import frozen_copy
 from .decoding import Decoder, Sampling
 from .engine import Rollouts, end_ids, require_finite_logits
 from .merged import CannotMerge, merged_adapters
-from .sampling import draw, keyed_uniforms
+from .sampling import KeptRecord, draw, keyed_uniforms
 
 Progress = Callable[[int], None]
-Decode = Callable[[Tensor, Tensor, Tensor, Sampling, Progress], tuple[Tensor, Tensor]]
-"""From prompts, their mask and draws to tokens and log-probs, as `Decoder` says."""
+Decode = Callable[[Tensor, Tensor, Tensor, Sampling, Progress], tuple[Tensor, Tensor, list[KeptTokens] | None]]
+"""From prompts, their mask and draws to tokens, log-probs and nuclei, as `Decoder` says."""
 
 
 class TransformersEngine:
@@ -95,9 +97,10 @@ def generate(
     uniforms = torch.zeros(size, dtype=torch.float64) if keys is None else keyed_uniforms(keys, max_completion_length)
     decode = decoder or (functools.partial(by_transformers, causal) if decoding_obstacle(causal) else Decoder(causal))
     with evaluation_mode(ModelWalk(model)), decoding_head(causal):
-        tokens, logprobs = decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling, progress)
+        tokens, logprobs, kept = decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling, progress)
+    values = [*logprobs.to("cpu", copy=True)]
     rollouts = Rollouts.of(
-        prompts, tokens.tolist(), [*logprobs.to("cpu", copy=True)], ends, tokenizer, thought_tags=thought_tags
+        prompts, tokens.tolist(), values, ends, tokenizer, kept_tokens=kept, thought_tags=thought_tags
     )
     require_finite_logits(rollouts.logprobs, names)
     return rollouts
@@ -105,14 +108,16 @@ def generate(
 
 def by_transformers(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling, progress: Progress
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, list[KeptTokens] | None]:
     """Complete prompts as `Decoder` does, by transformers' `generate` and a cache that grows."""
-    logprobs: list[Tensor] = []
+    logprobs, record = list[Tensor](), KeptRecord()
     ids, mask, uniforms = (part.to(next(model.parameters()).device) for part in (ids, mask, uniforms))
 
     def pick(_: Tensor, scores: Tensor) -> Tensor:  # leaves one token, which greedy decoding takes
         column = None if sampling.greedy else uniforms[:, len(logprobs) : len(logprobs) + 1]
         draws = draw(scores, column, sampling.temperature, sampling.top_p)
+        if draws.kept is not None:
+            record.add(np.arange(len(scores)), draws.kept[:, None].cpu().numpy(), len(logprobs))
         logprobs.append(draws.logprobs)
         progress(len(logprobs))
         return torch.full_like(scores, -torch.inf).scatter_(1, draws.tokens, 0.0)
@@ -121,4 +126,4 @@ def by_transformers(
         input_ids=ids, attention_mask=mask, max_new_tokens=uniforms.shape[1], do_sample=False,
         logits_processor=LogitsProcessorList([pick]), eos_token_id=list(sampling.ends), pad_token_id=sampling.pad,
     )  # fmt: skip
-    return sequences[:, ids.shape[1] :], torch.cat(logprobs, 1)
+    return sequences[:, ids.shape[1] :], torch.cat(logprobs, 1), record.rows(len(ids), len(logprobs))

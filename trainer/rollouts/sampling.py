@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cfa_kernels import KeptTokens
+
 CANDIDATES = 256  # likeliest tokens that are looked at first; a nucleus is rarely larger
 
 
@@ -23,8 +25,9 @@ class Draws(NamedTuple):
     """One token of each of B rows."""
 
     tokens: Tensor  # (B, 1) int64; any for a row with a nan
-    logprobs: Tensor  # (B, 1) fp32, nats, before the nucleus; 0 if greedy, nan where the scores are not finite
+    logprobs: Tensor  # (B, 1) fp32, nats, over the nucleus; 0 if greedy, nan where the scores are not finite
     narrow: Tensor  # (B, 1) bool: the nucleus is among the `CANDIDATES` likeliest tokens
+    kept: Tensor | None = None  # (B, C) int64, the ids of the nucleus among others of -1; None without one
 
 
 def draw(
@@ -41,20 +44,26 @@ def draw(
         return Draws(scores.argmax(-1, keepdim=True), torch.zeros_like(largest).masked_fill(unknown, torch.nan), narrow)
     scaled = scores.float() / temperature
     weights = (scaled - scaled.amax(-1, keepdim=True).double()).exp_()
+    kept = None
     if top_p < 1:
         share = top_p * weights.sum(-1, keepdim=True)
-        tokens, narrow = _nucleus(scaled, weights, share, uniforms, candidates)
+        tokens, narrow, kept = _nucleus(scaled, weights, share, uniforms, candidates)
     else:
         tokens = _inverse_cdf(weights, uniforms)
     tokens = tokens.clamp(max=scores.shape[1] - 1)  # beyond it are only sums that are nan
-    logprobs = torch.log_softmax(scaled, -1).gather(1, tokens)  # rounded as those of a training forward are
-    return Draws(tokens, logprobs.masked_fill(unknown, torch.nan), narrow)
+    if kept is None:
+        logprobs = torch.log_softmax(scaled, -1).gather(1, tokens)  # rounded as those of a training forward are
+    else:
+        below = scaled - scaled.amax(-1, keepdim=True)
+        inside = below.gather(1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf)
+        logprobs = below.gather(1, tokens) - inside.logsumexp(-1, keepdim=True)
+    return Draws(tokens, logprobs.masked_fill(unknown, torch.nan), narrow, kept)
 
 
 def _nucleus(
     scaled: Tensor, weights: Tensor, share: Tensor, uniforms: Tensor, candidates: int | None
-) -> tuple[Tensor, Tensor]:
-    """Draw tokens (B, 1), each of the likeliest that make up `share` (B, 1) of weights (B, V), and give `narrow`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw tokens (B, 1), each of the likeliest that make up `share` (B, 1) of weights (B, V); give `narrow`, `kept`.
 
     Among equally likely tokens the last of the vocabulary come first.
     """
@@ -67,11 +76,39 @@ def _nucleus(
     values, order = by_token.sort(dim=-1, descending=True, stable=True)
     inside = torch.zeros_like(narrow.expand_as(order)).scatter(1, order, values.cumsum(-1) - values < share)
     place = _inverse_cdf((by_token * inside).flip(-1), uniforms).clamp(max=tokens.shape[1] - 1)
-    drawn = tokens.flip(-1).gather(1, place)
+    drawn, kept = tokens.flip(-1).gather(1, place), torch.where(inside, tokens, -1)
     if candidates is None and size > CANDIDATES and not narrow.all():
         rows = (~narrow).nonzero()[:, 0]
-        drawn[rows] = _nucleus(scaled[rows], weights[rows], share[rows], uniforms[rows], size)[0]
-    return drawn, narrow | (size <= CANDIDATES)
+        kept = torch.nn.functional.pad(kept, (0, size - kept.shape[1]), value=-1)
+        drawn[rows], _, kept[rows] = _nucleus(scaled[rows], weights[rows], share[rows], uniforms[rows], size)
+    return drawn, narrow | (size <= CANDIDATES), kept
+
+
+class KeptRecord:
+    """Ids that draws kept, collected on the host while completions are made."""
+
+    def __init__(self) -> None:
+        self._ids, self._counts, self._places = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+
+    def add(self, rows: np.ndarray, kept: np.ndarray, first: int) -> None:
+        """Add `Draws.kept` (R, t, C) of t tokens, from number `first` on, of the completions `rows` (R,)."""
+        inside = kept >= 0
+        self._ids.append(kept[inside].astype(np.int32))
+        self._counts.append(inside.sum(-1).ravel())
+        tokens = first + np.arange(kept.shape[1])
+        self._places.append(np.stack(np.broadcast_arrays(rows[:, None], tokens)).reshape(2, -1))
+
+    def rows(self, count: int, length: int) -> list[KeptTokens] | None:
+        """Give the ids of each of so many completions and tokens, none where none were added; None for nothing."""
+        if not self._places:
+            return None
+        row, token = np.concatenate(self._places, 1)
+        own = (row < count).nonzero()[0]
+        index = np.zeros((count, length), np.int64)  # number 0 has no ids
+        index[row[own], token[own]] = own + 1
+        counts, ids = np.concatenate([np.zeros(1, np.int64), *self._counts]), np.concatenate(self._ids)
+        every = KeptTokens.of_counts(torch.from_numpy(counts), torch.from_numpy(ids))
+        return [every.take(line) for line in torch.from_numpy(index)]
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Our own decoding: the completions of transformers' `generate`, in steps that a CUDA graph can hold."""
 
 import functools
-import sys
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from tests.support.operator_calls import OperatorCalls
 from tests.support.waits import a_device, put_on_device
 from trainer.rollouts import TransformersEngine, decoding, generate
 from trainer.rollouts.in_process import by_transformers, decoding_obstacle
+from trainer.rollouts.sampling import CANDIDATES
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 MODELS = pytest.mark.parametrize("options", [{}, WINDOWED], ids=["full attention", "one layer with a window"])
@@ -58,6 +58,10 @@ def test_completions_on_a_gpu_are_those_of_transformers_on_the_host(options, how
         assert not theirs.truncated.any()
         assert ours.ids() == theirs.ids()
         torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
+        for own, other, row in zip(ours.kept_tokens, theirs.kept_tokens, theirs.ids(), strict=True):
+            assert torch.equal(own.offsets, other.offsets)
+            pairs = zip(own.ids.split(own.counts.tolist()), other.ids.split(own.counts.tolist()), row, strict=True)
+            assert all({*a.tolist()} == {*b.tolist()} >= {token} for a, b, token in pairs)
         greedy = {"max_completion_length": 6}
         assert engine(prompts, **greedy).texts == by_generate(host, prompts, **greedy).texts
     assert bool(replays) == (how == "captured")
@@ -174,7 +178,8 @@ def test_nuclei_larger_than_the_candidates_are_drawn_again_from_all_tokens(repla
     model.generation_config.eos_token_id = [*range(0, 512, 8)]  # the first draws end rows that go on
     sampled = TransformersEngine(model, tokenizer(), captured=True)(EIGHT, **long_run(40))
     assert sampled.ids() == by_generate(model, EIGHT, **long_run(40)).ids()
-    assert [candidates for *_, candidates, _ in replays] == [256] * 15 + [sys.maxsize] * (15 + 16)
+    assert max(int(kept.counts.max()) for kept in sampled.kept_tokens) > CANDIDATES
+    assert [candidates for *_, candidates, _ in replays] == [256] * 15  # those of all tokens are looked at one by one
 
 
 def test_the_cache_and_the_graphs_stay_until_it_must_grow_or_weights_move(replays, caplog) -> None:

@@ -61,14 +61,24 @@ def test_the_same_draws_give_the_tokens_that_a_sort_in_float64_gives(kind, size)
     differ = total = 0
     for temperature in (0.05, 0.6, 3.0):
         for top_p in (1e-6, 0.3, 0.95, 1.0):
-            picked, logprobs, _ = draw(scores.clone(), uniforms, temperature, top_p)
+            picked, logprobs, _, kept = draw(scores.clone(), uniforms, temperature, top_p)
             differ += int((picked != by_sorting(scores, uniforms, temperature, top_p)).sum())
             total += len(scores)
-            assert torch.equal(logprobs, torch.log_softmax(scores / temperature, -1).gather(1, picked))
+            inside = torch.zeros(len(scores), size + 1, dtype=torch.bool)
+            inside = inside.scatter_(1, kept % (size + 1), True)[:, :size] if top_p < 1 else ~inside[:, :size]
+            logp = torch.log_softmax(scores / temperature, -1)
+            mass = torch.where(inside, logp.double().exp(), 0).sum(1, keepdim=True)
+            assert (mass >= top_p - 1e-6).all()  # and it is the smallest: without its least likely id it is too little
+            least = logp.masked_fill(~inside, torch.inf).amin(1, keepdim=True).double().exp()
+            assert (mass - least < top_p + 1e-6).all()
+            torch.testing.assert_close(logprobs.double(), logp.gather(1, picked) - mass.log(), rtol=1e-5, atol=1e-5)
+            assert inside.gather(1, picked).all()
             everywhere = draw(scores, uniforms, temperature, top_p, candidates=size)
             few = draw(scores, uniforms, temperature, top_p, candidates=CANDIDATES)
             assert torch.equal(everywhere.tokens, picked)
             assert torch.equal(everywhere.narrow, few.narrow)
+            if top_p < 1:
+                assert all({*a.tolist(), -1} == {*b.tolist(), -1} for a, b in zip(everywhere.kept, kept, strict=True))
             assert torch.equal(few.tokens[few.narrow], picked[few.narrow])
     assert differ <= total / 900  # a nucleus whose edge is nearer to top_p than float32 tells apart
 
@@ -80,7 +90,7 @@ def test_rows_that_are_not_numbers_leave_the_draws_of_others_from_large_nuclei_a
     expected = draw(scores, uniforms, 1.0, 0.95).tokens
     for broken in (scores.clone(), torch.full_like(scores, value)):
         broken[1] = value
-        tokens, logprobs, _ = draw(broken, uniforms, 1.0, 0.95)
+        tokens, logprobs, *_ = draw(broken, uniforms, 1.0, 0.95)
         assert ((tokens == expected) | (broken != scores).any(1, keepdim=True)).all()
         assert logprobs[1].isnan()
 

@@ -1,0 +1,188 @@
+"""Log-probs and losses normalised over the ids that a sampler kept, against float64 over the whole logits."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from cfa_kernels.losses.policy import linear_policy_loss, policy_loss
+from cfa_kernels.ops.kept_tokens import KeptTokens, Support
+from cfa_kernels.ops.linear_logprob import linear_logprob
+from tests.support.budget import assert_within_budget
+from tests.support.operator_calls import OperatorCalls
+
+BACKENDS = ["torch", "triton"]
+B, T, H, V = 3, 5, 24, 523
+KINDS = {  # of what each token keeps: ids are below a limit; some tokens have none, and are over the whole vocabulary
+    "narrow": (90, False),
+    "wide": (V, False),
+    "mixed": (V, True),
+}
+TRANSFORMS = [{}, {"bias": True, "softcap": 3.0, "logit_scale": 0.6, "temperature": 0.7}]
+
+
+def example(kind, dtype=torch.float64, device="cpu", *, bias=False, seed=0, **transform):
+    """Hidden states (B * T, H), head, targets, options, and lists of kept ids, unsorted and with repetitions."""
+    limit, some_without = KINDS[kind]
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    hidden, head, shift = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        for shape in ((B * T, H), (V, H), (V,))
+    )
+    lists = []
+    for n in range(B * T):
+        ids = [draw.randrange(limit) for _ in range(draw.choice([1, 2, 7, 40]))]
+        lists.append([] if some_without and n % 3 == 1 else [*ids, ids[0]])
+    targets = torch.tensor([draw.choice(ids or range(V)) for ids in lists], device=device)
+    return hidden, head, targets, transform | ({"bias": shift} if bias else {}), lists
+
+
+def dense(hidden, head, targets, lists, dtype, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0):
+    """Log-probs and entropies of a softmax over all logits, of which those that are not kept are -inf."""
+    logits = hidden.to(dtype) @ head.to(dtype).T + (0 if bias is None else bias.to(dtype))
+    logits = logit_scale * logits.to(torch.promote_types(dtype, torch.float32))
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    closed = torch.tensor([[bool(ids) and v not in ids for v in range(V)] for ids in map(set, lists)])
+    closed = closed.to(logits.device)
+    logp = (logits / temperature).masked_fill(closed, -math.inf).log_softmax(-1).masked_fill(closed, -1e4)
+    entropy = -(logp.exp() * logp).sum(-1)
+    return logp.gather(-1, targets[:, None])[:, 0], entropy
+
+
+def leaves_of(hidden, head, options, dtype=None):
+    tensors = [hidden, head, *([options["bias"]] if "bias" in options else [])]
+    leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in tensors]
+    return leaves, options | ({"bias": leaves[2]} if "bias" in options else {})
+
+
+@pytest.mark.parametrize(("kind", "transform"), [("narrow", 1), ("wide", 0), ("mixed", 1)])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("torch", torch.float64), ("torch", torch.bfloat16), ("triton", torch.float32), ("triton", torch.bfloat16)],
+)
+def test_log_probs_entropies_and_gradients_are_those_over_the_kept_ids(
+    backend, dtype, kind, transform, device, poisoned_memory
+):
+    hidden, head, targets, options, lists = example(kind, dtype, device, **TRANSFORMS[transform])
+    results = []
+    for form, in_dtype in (("ours", dtype), ("plain", dtype), ("plain", torch.float64)):
+        leaves, own = leaves_of(hidden, head, options, in_dtype)
+        if form == "ours":
+            kept = KeptTokens.of(lists)
+            values = linear_logprob(*leaves[:2], targets, kept_tokens=kept, return_entropy=True, backend=backend, **own)
+        else:
+            values = dense(*leaves[:2], targets, lists, in_dtype, **own)
+        weight = torch.linspace(-1, 2, B * T, device=device, dtype=values[0].dtype)
+        (weight @ values[0] + weight.flip(0) @ values[1]).backward()
+        results.append([*(value.detach() for value in values), *(leaf.grad for leaf in leaves)])
+    for ours, low, exact in zip(*results, strict=True):
+        if dtype == torch.float64:
+            torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-12)
+        else:
+            assert_within_budget(ours, low, exact, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "level"),
+    [
+        *(("torch", kind, level) for kind in KINDS for level in ("token", "sequence")),
+        ("triton", "narrow", "token"),
+        ("triton", "mixed", "sequence"),
+    ],
+)
+def test_loss_and_gradients_are_those_over_the_kept_ids(backend, kind, level, device, poisoned_memory):
+    dtype = torch.float64 if backend == "torch" else torch.float32
+    hidden, head, targets, options, lists = example(kind, dtype, device, **TRANSFORMS[1])
+    mask = torch.arange(T) < torch.tensor([5, 2, 4])[:, None]
+    advantages, old = torch.tensor([1.0, -0.7, 0.4]), torch.linspace(-3, -0.2, B * T).view(B, T)
+    loss_options = {"importance_sampling_level": level, "epsilon": 3.0, "epsilon_high": 3.0, "entropy_coef": 0.1}
+    old, advantages, mask = (tensor.to(device) for tensor in (old, advantages, mask))
+    results = []
+    for form in ("ours", "plain"):
+        leaves, own = leaves_of(hidden, head, options, torch.float64 if form == "plain" else None)
+        if form == "ours":
+            rows = mask.cpu().flatten().nonzero().flatten()
+            for chunk in (4, 64):
+                loss, _, logprobs = linear_policy_loss(
+                    leaves[0][rows.to(device)], leaves[1], targets.view(B, T), old, advantages, mask, rows=rows,
+                    kept_tokens=KeptTokens.of(lists), return_logprobs=True, chunk_size=chunk, backend=backend,
+                    **own, **loss_options,
+                )  # fmt: skip
+                loss.backward()
+            logprobs = logprobs[mask]
+        else:
+            logp, entropy = (v.view(B, T) for v in dense(*leaves[:2], targets, lists, torch.float64, **own))
+            loss, _ = policy_loss(logp, old, advantages, mask, entropies=entropy, **loss_options)
+            (2 * loss).backward()
+            logprobs = logp[mask]
+        results.append([loss.detach(), logprobs.detach(), *(leaf.grad for leaf in leaves)])
+    tolerance = {"rtol": 1e-11, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-6}
+    torch.testing.assert_close(*results, check_dtype=False, **tolerance)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_rows_that_the_loss_finds_itself_keep_their_own_ids(drop):
+    hidden, head, targets, _, lists = example("narrow")
+    advantages, mask = torch.tensor([1.0, 0.0, -1.0]), torch.ones(B, T)
+    _, _, logprobs = linear_policy_loss(
+        hidden.view(B, T, H), head, targets.view(B, T), None, advantages, mask, kept_tokens=KeptTokens.of(lists),
+        drop_inactive=drop, return_logprobs=True,
+    )  # fmt: skip
+    expected = dense(hidden, head, targets, lists, torch.float64)[0].view(B, T)
+    moved = slice(None, None, 2) if drop else slice(None)
+    torch.testing.assert_close(logprobs[moved], expected[moved], rtol=1e-12, atol=1e-12)
+    assert logprobs[1].isnan().all() == drop
+
+
+def test_every_id_of_the_vocabulary_gives_the_numbers_without_kept_ids():
+    hidden, head, targets, *_ = example("wide")
+    for kept in ([range(V)] * B * T, [[]] * B * T):
+        torch.testing.assert_close(
+            linear_logprob(hidden, head, targets, kept_tokens=KeptTokens.of(kept)),
+            linear_logprob(hidden, head, targets),
+        )
+
+
+@pytest.mark.parametrize(("kind", "columns"), [("narrow", 128), ("mixed", V)])
+def test_logits_are_made_of_the_columns_that_are_kept_and_never_of_rows_by_vocabulary(kind, columns, monkeypatch):
+    monkeypatch.setitem(linear_logprob.__globals__["STRIP_BYTES"], "cpu", 4 * V * 8)
+    hidden, head, targets, _, lists = example(kind)
+    assert Support.of(head, None, targets, KeptTokens.of(lists)).head.shape == (columns, H)
+    leaves = [hidden.repeat(60, 1).requires_grad_(), head.requires_grad_()]
+    with OperatorCalls() as operators:
+        linear_logprob(*leaves, targets.repeat(60), kept_tokens=KeptTokens.of(lists * 60)).sum().backward()
+    assert max(size for _, size in operators.calls) < 60 * B * T * V / 10
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (
+            KeptTokens.of([[1, 2], [4]]),
+            r"kept_tokens: must hold offsets \(4,\) and ids \(K,\) for 3 tokens, got \(3,\)",
+        ),
+        (KeptTokens.of([[1, 2], [4, 5], []]), r"kept_tokens\[1\]: must hold the sampled token 3, got 2 other ids"),
+        (KeptTokens.of([[1, 9], [3], []]), r"kept_tokens\[0\]: ids must be in the vocabulary \[0, 9\), got 9"),
+        (KeptTokens.of([[1], [3, -1], []]), r"kept_tokens\[1\]: ids must be in the vocabulary \[0, 9\), got -1"),
+        (KeptTokens(torch.tensor([0, 2, 1, 3]), torch.tensor([1, 3, 3])), "offsets must rise from 0 to 3"),
+        (KeptTokens(torch.tensor([0, 2, 3, 4]), torch.tensor([1, 3, 3])), "offsets must rise from 0 to 3"),
+        ([[1, 2], [3], []], "kept_tokens must be of class KeptTokens, got list"),
+        (KeptTokens(torch.tensor([0, 2, 3, 3]), torch.tensor([1.0, 2, 3])), "ids must be integers, got torch.float32"),
+    ],
+)
+def test_kept_ids_that_do_not_fit_are_refused_by_token_and_value(kept, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        linear_logprob(torch.zeros(3, 4), torch.zeros(9, 4), torch.tensor([1, 3, 5]), kept_tokens=kept)
+
+
+def test_the_loss_names_row_and_token_and_asks_nothing_of_tokens_that_do_not_count():
+    hidden, head, targets, _, lists = example("wide")
+    mask = torch.ones(B, T)
+    arguments = (hidden.view(B, T, H), head, targets.view(B, T), None, torch.ones(B))
+    lists[7] = [(int(targets[7]) + 1) % V]
+    message = rf"kept_tokens row 1, token 2: must hold the sampled token {targets[7]}, got 1 other ids"
+    with pytest.raises(ValueError, match=message):
+        linear_policy_loss(*arguments, mask, kept_tokens=KeptTokens.of(lists))
+    mask[1, 2] = 0
+    assert linear_policy_loss(*arguments, mask, kept_tokens=KeptTokens.of(lists))[0].isfinite()
