@@ -135,8 +135,8 @@ class Decoder:
             state.uniforms[:, width : width + length] = uniforms
             record = KeptRecord()
             made = self._decode(state, width, length, sampling, progress, record)
-        part = slice(width, width + made)
-        return state.tokens[:count, part], state.logprobs[:count, part], record.rows(count, made)
+        drawn = slice(width, width + made)
+        return state.tokens[:count, drawn], state.logprobs[:count, drawn], record.rows(count, made)
 
     def _prefill(self, beginning: Tensor, rest: Tensor, places: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Feed N prompts as `_beginning_and_rest` gives them; keys and values of each layer, padded on the left."""
