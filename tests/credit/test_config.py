@@ -130,7 +130,12 @@ def test_where_weights_are_drawn_only_signed_estimators_and_functions_run(estima
 
 def test_what_is_no_configuration_is_refused_with_what_makes_one():
     assert as_config(None) == CounterfactualConfig()
-    with pytest.raises(TypeError, match=r"CounterfactualConfig, got {'w_max': 3.0}; make one by .*from_flat"):
+    assert as_config("oar_p") == CounterfactualConfig.preset("oar_p")
+    with pytest.raises(TypeError, match=r"CounterfactualConfig or a name, got {'w_max': 3.0}; make one by .*from_flat"):
         as_config({"w_max": 3.0})
-    with pytest.raises(TypeError, match=r"must be a CounterfactualConfig, got 'oar_p'$"):
-        as_config("oar_p")
+    with pytest.raises(TypeError, match=r"must be a CounterfactualConfig or a name, got 3$"):
+        as_config(3)
+    with pytest.raises(
+        ValueError, match=r"must be a CounterfactualConfig or one of cf, .*, got 'oar'; did you mean 'oar_"
+    ):
+        as_config("oar")
