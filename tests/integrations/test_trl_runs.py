@@ -75,7 +75,7 @@ def without_answers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "looked_for"),
     [
-        (None, ["####", r"\boxed{}", "answer_format", "So we add them up."]),
+        (CounterfactualConfig(), ["####", r"\boxed{}", "answer_format", "So we add them up."]),
         (CounterfactualConfig(answer_format="X(.)"), ["Only answer_format='X(.)' says", "So we add them up."]),
     ],
     ids=["usual forms", "own form"],
