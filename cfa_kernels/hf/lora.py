@@ -110,8 +110,8 @@ def _state(layer: Any) -> tuple[Any, ...]:
     adapters = [*layer.active_adapters], layer._disable_adapters, [*layer.merged_adapters], [*layer.lora_variant]
     modules, name = layer._modules, next(iter(layer.active_adapters), None)
     down = modules["lora_A"]._modules.get(name)
-    weights = [one._parameters["weight"] for one in (modules["base_layer"], down) if type(one) is nn.Linear]
-    return layer, *adapters, dict(layer.scaling), [(one.dtype, one.shape) for one in weights if one is not None]
+    weights = [one.weight for one in (modules["base_layer"], down) if type(one) is nn.Linear]  # FSDP1's: no parameters
+    return layer, *adapters, dict(layer.scaling), [(one.dtype, one.shape) for one in weights]
 
 
 def _lora_layers(walk: ModelWalk) -> list[Any]:

@@ -59,22 +59,27 @@ class ModelState:
     """Record of a model's parameters, the buffers of its checkpoint, and which adapters act and how strongly."""
 
     def __init__(self, model: Model | nn.Module) -> None:
-        self._walk = ModelWalk.of(model)
-        self._weights, self._adapters = TensorMarks(_weights(self._walk)), _adapters(self._walk)
+        walk = _as_it_is(model)
+        self._weights, self._adapters = TensorMarks(_weights(walk)), _adapters(walk)
 
     def change(self, model: Model | nn.Module) -> str | None:
         """Describe the first difference between `model` as it is now and as it was; None for none.
 
         A walk stands for its model, however that has changed since.
         """
-        walk = ModelWalk.of(model)
-        walk = walk if walk.holds() else ModelWalk(walk.model)
+        walk = _as_it_is(model)
         adapters = _adapters(walk)
         for name, before in self._adapters.items():
             for key, value in adapters.get(name, before).items():
                 if value != before[key]:
                     return f"the adapters of {name} have changed ({key}: {before[key]} then, {value} now)"
         return self._weights.change(_weights(walk))
+
+
+def _as_it_is(model: Model | nn.Module) -> ModelWalk:
+    """Return the walk over a model as it is now, also where a walk was taken before FSDP gathered weights."""
+    walk = ModelWalk.of(model)
+    return walk if walk.holds() else ModelWalk(walk.model)
 
 
 def _weights(walk: ModelWalk) -> dict[str, Tensor]:
