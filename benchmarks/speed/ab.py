@@ -1,4 +1,4 @@
-"""`python -m benchmarks speed ab`: race variants of one model in turns, in one process, on a GPU that is there for minutes.
+"""`python -m benchmarks speed ab`: race variants of one model in turns, in one process, in minutes of a GPU.
 
 Two machines of a kind may differ by a factor of two in how fast the host launches, so only what takes turns in one
 process compares. Each block has a limit in seconds and is skipped when the budget ends. The result file is written

@@ -243,9 +243,10 @@ def counterfactual_credit(
     whole = of_all_processes(checked(), gather) if gather is not None and shows_all else None
 
     def estimate() -> tuple[Assignment, Estimate]:
+        inputs = checked() if whole is None else whole
         if isinstance(access, TrainingForward):
             access.forward.require_rows(rows)
-        assignment = Assignment.of(config, access, tokenizer, checked() if whole is None else whole, seed)
+        assignment = Assignment.of(config, access, tokenizer, inputs, seed)
         return assignment, assignment.estimate()
 
     assignment, result = access.run(estimate) if config.asks_model else estimate()
