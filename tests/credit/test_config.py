@@ -135,7 +135,5 @@ def test_what_is_no_configuration_is_refused_with_what_makes_one():
         as_config({"w_max": 3.0})
     with pytest.raises(TypeError, match=r"must be a CounterfactualConfig or a name, got 3$"):
         as_config(3)
-    with pytest.raises(
-        ValueError, match=r"must be a CounterfactualConfig or one of cf, .*, got 'oar'; did you"
-    ):
+    with pytest.raises(ValueError, match=r"must be a CounterfactualConfig or one of cf, .*, got 'oar'; did you"):
         as_config("oar")
