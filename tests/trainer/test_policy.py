@@ -100,12 +100,15 @@ def test_a_model_with_a_weight_that_is_not_finite_is_not_saved(folder, peft, val
     assert not (folder.parent / "saved").exists()
 
 
+@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize(("device", "applied"), [("cuda", 1), ("cpu", 0)])
-def test_liger_is_applied_once_to_a_policy_on_a_gpu_without_its_loss(monkeypatch, device, applied) -> None:
+def test_liger_is_applied_once_to_a_policy_on_a_gpu_without_its_loss(monkeypatch, device, applied, compiles) -> None:
+    """And without its rotary embeddings where layers will be compiled."""
     calls = []
     monkeypatch.setattr(module, "is_liger_kernel_available", lambda: True)
     monkeypatch.setattr(module, "apply_liger_kernel", lambda model, options: calls.append(options))
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, *args, **options: self)
     monkeypatch.setattr(TrainConfig, "precision", Precision(torch.device(device), torch.float32, torch.float32))
-    load_policy(TrainConfig(), load_tokenizer(TrainConfig())[0])
-    assert calls == [{"cross_entropy": False, "fused_linear_cross_entropy": False}] * applied
+    load_policy(TrainConfig(), load_tokenizer(TrainConfig())[0], compiles=compiles)
+    options = {"rope": not compiles, "cross_entropy": False, "fused_linear_cross_entropy": False}
+    assert calls == [options] * applied
