@@ -2,11 +2,13 @@
 
 import contextlib
 import itertools
+import logging
 import os
 from datetime import datetime
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import get_scheduler, set_seed
 
 from cfa_kernels.hf.compile_layers import compile_layers
@@ -28,6 +30,8 @@ from .rewards.calls import RewardError, load_reward, load_rewards, require_calla
 from .rollouts import TransformersEngine, VllmEngine, await_server
 from .state import Trainer
 from .step import problem_batches, training_step
+
+_LOG = logging.getLogger(__name__)
 
 
 def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
@@ -83,7 +87,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
         processes.distribute(model, config)
         if compiles:
             with config.precision.autocast():
-                compile_layers(model)
+                compile_or_say(model, must=config.torch_compile == "on")
     if moving:  # as it runs from now on
         with config.precision.autocast():
             require_supported(policy, longest)
@@ -104,6 +108,16 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
         experiment.require_fitting_prompt(trainer)
         trainer.shape = experiment.compare_and_correct
     return trainer
+
+
+def compile_or_say(model: nn.Module, *, must: bool) -> None:
+    """Compile the decoder layers; where that cannot be, raise if they `must`, else say that they run as they are."""
+    try:
+        compile_layers(model)
+    except NotImplementedError as obstacle:
+        if must:
+            raise
+        _LOG.warning("torch_compile=auto: nothing is compiled: %s", obstacle)
 
 
 def keep_few_kernels() -> None:
