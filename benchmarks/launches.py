@@ -37,7 +37,7 @@ PROBLEMS, GROUP, PROMPT, COMPLETION, SPANS = 4, 8, 110, 220, 6
 ATTENTION = {"cfa_kernels.tree_attention.default": 1, "cfa_kernels.tree_attention_backward.default": 3}  # on an H100
 
 
-@torch.library.custom_op("benchmarks::wide_mm", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+@torch.library.custom_op("cfa_kernels::wide_mm", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def wide_mm(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Stand in for a product with wider sums, which a CPU does not have."""
     return left.to(dtype) @ right.to(dtype)

@@ -171,13 +171,16 @@ class Objective:
     def _launch(self, index: MicroBatch) -> _Launched:
         config, batch, credit = self.trainer.config, self.batch, self.credit
         rows, is_due = batch.rows.take(index), credit.is_due(index)
-        causal = causal_lm(self.trainer.policy)
+        causal, foreseen = causal_lm(self.trainer.policy), None
+        if is_due:
+            with self.times.during("credit"):
+                foreseen = credit.foreseen(index, causal)
         forward = packed_forward(
             causal,
             rows,
             token_budget=config.token_budget,
             keep_states=is_due and credit.config.continues,
-            foreseen=credit.foreseen(index, causal) if is_due else None,
+            foreseen=foreseen,
         )
         if is_due:
             with self.times.during("credit"):

@@ -11,6 +11,7 @@ from cfa_kernels import CounterfactualConfig
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
+from accelerate import PartialState  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import TrainingArguments  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
@@ -150,12 +151,14 @@ def test_the_packed_trainer_has_no_credit_unless_it_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("fed", "device", "accumulation", "said"),
-    [(900, "cuda", 8, "per_device_train_batch_size=36,"), (900, "cuda", 2, "=16,"), (900, "cpu", 8, None),
+    [(900, "cuda", 8, "size=64 with gradient_accumulation_steps=1 "), (1100, "cuda", 12, "size=32 with gradient_accum"),
+     (900, "cuda", 2, "size=16 with gradient_accumulation_steps=1 "), (900, "cpu", 8, None),
      (5000, "cuda", 8, None), (900, "cuda", 1, None)],
 )  # fmt: skip
 def test_forwards_that_a_gpu_waits_for_are_named_once_with_the_size_that_fills_it(
     fed, device, accumulation, said, caplog
 ):
+    PartialState(cpu=True)  # without which accelerate's logger raises
     trainer = object.__new__(integration.PackedGRPOTrainer)
     trainer.args = SimpleNamespace(per_device_train_batch_size=8, gradient_accumulation_steps=accumulation)
     trainer.accelerator, trainer._has_said_few = SimpleNamespace(device=torch.device(device)), False
