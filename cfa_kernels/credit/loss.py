@@ -30,7 +30,7 @@ def credited_loss(
     rows: Rows,
     advantages: Tensor | Sequence[Tensor],
     *,
-    credit: CounterfactualConfig | str | None = None,
+    credit: CounterfactualConfig | str,
     old_logprobs: Sequence[Tensor] | None = None,
     ref_logprobs: Sequence[Tensor] | None = None,
     mask: Sequence[Tensor] | None = None,
@@ -50,7 +50,7 @@ def credited_loss(
         tokenizer: the one that sampled the ids.
         rows: prompts and completions; equal prompts, and longer common prefixes, are fed once.
         advantages: (B,), or B tensors (T_b,).
-        credit: configuration of credit, or the name of a preset; None for the CF paper's masking.
+        credit: configuration of credit, or the name of a preset.
         old_logprobs: B tensors (T_b,) under the sampling policy; None means on-policy.
         ref_logprobs: B tensors (T_b,), needed when `beta != 0`.
         mask: B tensors (T_b,) of 0 and 1, the tokens that the policy wrote and the loss counts; None for all.

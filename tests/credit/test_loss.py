@@ -14,13 +14,13 @@ ROWS, ADVANTAGES = batch_rows(), torch.tensor([1.0, -0.5, 0.0, 0.7, -1.0, 1.0])
 OTHERS = {"loss_type": "dapo", "epsilon_high": 0.28, "temperature": 0.9, "num_items_in_batch": 20}
 
 
-@pytest.mark.parametrize("credit", ["cf", "prefix_gain_positive", "prefix_tree", "entropy_80_20", None])
+@pytest.mark.parametrize("credit", ["cf", "prefix_gain_positive", "prefix_tree", "entropy_80_20"])
 def test_it_is_credit_and_then_the_packed_loss(credit):
     model, tokenizer = tiny_model().eval().double(), tiny_tokenizer()
     mask = [torch.ones(n) for n in ROWS.lengths]
     mask[4][1] = 0
     given = {"mask": mask, "rewards": torch.tensor(REWARDS)}
-    config = CounterfactualConfig() if credit is None else CounterfactualConfig.preset(credit)
+    config = CounterfactualConfig.preset(credit)
     entropies = None
     if config.reads_entropies:
         entropies = token_entropies(model, ROWS, temperature=0.9)
