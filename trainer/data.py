@@ -11,12 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .config import DataConfig, TrainConfig
+from .config import TrainConfig
 from .embedded.problems import generate
-from .rewards.calls import ARGUMENTS, CONTENTS
+from .rewards.built_in import ARGUMENTS, CONTENTS
 from .rewards.code import mbpp_row
 from .rewards.numbers import gold_number
-from .settings import FILES, GENERATED, require_data
+from .settings import FILES, GENERATED, DataConfig, require_data
 
 GENERATED_TRAIN_PROBLEMS = 8192
 HELD_OUT_PROBLEMS = 256

@@ -46,7 +46,8 @@ from .microbatch import (
     on_host,
     own_rows,
 )
-from .rewards.calls import compute_rewards, group_advantages
+from .rewards.advantages import group_advantages
+from .rewards.calls import compute_rewards
 from .rollouts import Rollouts
 from .state import Batch, Shaped, Trainer, arguments
 

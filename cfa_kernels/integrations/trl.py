@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from .. import CounterfactualConfig
 from ..credit.assign import FIGURES
-from ..credit.config import RECOMMENDED, as_config
+from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
 from ..credit.nothing import NOT_MIXED, why_nothing
+from ..credit.presets import RECOMMENDED
 from ..estimators.base import SIBLINGS
 from ..loss.checks import LEVELS, LEVELS_OF, LossOptions, weights_sequences
 from ..model.check.verify import check_supported, check_trainable
