@@ -16,7 +16,7 @@ from cfa_kernels.model.parts import causal_lm, context_length, vocab_size
 from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
-from .checkpoints.files import DiskError, whole_folder
+from .disk import DiskError, whole_folder
 from .checkpoints.run_folder import RunFolder, open_run
 from .checks import require_supported, sampling_gap_limit
 from .config import TrainConfig
@@ -25,7 +25,7 @@ from .endings import Ended, Ending
 from .evaluate import evaluate
 from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
-from .report import Report, Silence, announce, tracker_library
+from .report.report import Report, Silence, announce, tracker_library
 from .rewards.calls import RewardError, load_reward, load_rewards, require_callable
 from .rollouts import TransformersEngine, VllmEngine, await_server
 from .state import Trainer

@@ -315,7 +315,7 @@ def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeyp
     finally:
         sys.modules.pop("trackio", None)  # the case's own
     said = capsys.readouterr()
-    line = " ".join(re.sub("[─│╭╮╰╯]", " ", said.err).split())  # without the frame of tyro's messages
+    line = " ".join(re.sub("[─│╭╮╰╯]|-{4,}", " ", said.err).split())  # without the frame of tyro's messages
     assert code == EXIT[stage], line
     assert "Traceback" not in said.out + said.err
     if stage != PARSE:

@@ -28,7 +28,7 @@ from trainer.settings import CREDIT_OPTIONS, Correction, DataConfig, Level, Loss
 
 def unboxed(text: str) -> str:
     """The words of a message, without the frame and the line breaks of tyro's."""
-    return " ".join(re.sub("[─│╭╮╰╯]", " ", text).split())
+    return " ".join(re.sub("[─│╭╮╰╯]|-{4,}", " ", text).split())
 
 
 def message(capsys, *argv: str) -> str:

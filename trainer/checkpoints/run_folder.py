@@ -30,7 +30,7 @@ from ..policy import require_finite_weights
 from ..processes import on_first
 from ..provenance import made_by
 from ..state import Trainer
-from .files import DiskError, naming, whole_folder, write_whole
+from ..disk import DiskError, naming, whole_folder, write_whole
 from .state import collect, restore
 
 RUNS = Path("runs")

@@ -27,15 +27,15 @@ from rich.text import Text
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from .analyze.page import write_run_page
-from .analyze.records import completion_record
-from .checkpoints.files import naming, write_whole
-from .config import TrainConfig
-from .evaluate import Evaluation, paired_gain
-from .extras import program
-from .metrics import Step
-from .processes import rank
-from .provenance import made_by
+from .page import write_run_page
+from .records import completion_record
+from ..disk import naming, write_whole
+from ..config import TrainConfig
+from ..evaluate import Evaluation, paired_gain
+from ..extras import program
+from ..metrics import Step
+from ..processes import rank
+from ..provenance import made_by
 
 _ROWS_SHOWN = 10
 _TITLES = {
