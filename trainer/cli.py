@@ -35,7 +35,9 @@ class _Yaml(yaml.SafeLoader):
     """Plain values; unlike YAML 1.1 it reads 1e-6, without a point, as a number."""
 
 
-_Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+\Z"), [*"-+0123456789"])
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+\Z"), [*"-+0123456789"]
+)
 
 
 def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str = "") -> Any:
@@ -174,7 +176,7 @@ def _read_settings(path: Path, kind: type) -> dict[str, Any]:
 def read_mapping(path: Path) -> dict[str, Any]:
     """Read a mapping from YAML or JSON, nothing from an empty file; raises `ValueError` naming another file."""
     try:
-        content = yaml.load(path.read_text("utf-8"), _Yaml) or {}  # noqa: S506 (safe)
+        content = yaml.load(path.read_text("utf-8"), _Yaml) or {}
     except (yaml.YAMLError, ValueError, RecursionError) as problem:  # a ValueError: of a date like 2026-13-45
         raise ValueError(f"{path}: is not YAML of plain values: {problem}") from problem
     if not isinstance(content, dict):

@@ -16,7 +16,7 @@ from cfa_kernels.options import check_fields, imported
 from cfa_kernels.scoring.access import GRADIENTS
 
 from .precision import Precision
-from .rewards.built_in import BUILT_IN, INSTRUCTIONS
+from .rewards.built_in import BUILT_IN
 from .settings import GENERATED, TrainSettings
 
 _CONTROLS: dict[str, Control | None] = {
@@ -58,11 +58,6 @@ class TrainConfig(TrainSettings):
     def kind(self) -> str:
         """Kind of the rows: the one that the grader judges."""
         return BUILT_IN[self.grader].kinds[0] if self.grader in BUILT_IN else "text"
-
-    @property
-    def question_instruction(self) -> str:
-        """Text after a question that is no list of messages."""
-        return INSTRUCTIONS[self.kind] if self.instruction is None else self.instruction
 
     @property
     def precision(self) -> Precision:

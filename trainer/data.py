@@ -11,12 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .config import TrainConfig
 from .embedded.problems import generate
-from .rewards.built_in import ARGUMENTS, CONTENTS
+from .rewards.built_in import ARGUMENTS, CONTENTS, INSTRUCTIONS
 from .rewards.code import mbpp_row
 from .rewards.numbers import gold_number
-from .settings import FILES, GENERATED, DataConfig, require_data
+from .settings import FILES, GENERATED, DataConfig, TrainSettings, require_data
 
 GENERATED_TRAIN_PROBLEMS = 8192
 HELD_OUT_PROBLEMS = 256
@@ -169,10 +168,15 @@ def _clock(at: datetime) -> str:
     return "{% macro strftime_now(format) %}{{ format" + parts + " }}{% endmacro %}\n"
 
 
+def question_instruction(config: TrainSettings) -> str:
+    """Give the text after a question that is no list of messages."""
+    return INSTRUCTIONS[config.kind] if config.instruction is None else config.instruction
+
+
 def encode_prompts(
     rows: Sequence[Row],
     tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
+    config: TrainSettings,
     context: int | None,
     at: datetime | None = None,
 ) -> list[list[int]]:
@@ -182,7 +186,7 @@ def encode_prompts(
         raise ValueError(f"enable_thinking: the chat template of model {config.model} does not read it; leave it out")
     options: dict[str, Any] = {"system": config.system_prompt, "thinking": config.enable_thinking, "at": at}
     for row in rows:
-        instruction = config.question_instruction if row.messages is None else config.instruction
+        instruction = question_instruction(config) if row.messages is None else config.instruction
         try:
             prompts.append(encode_prompt(row.prompt, tokenizer, instruction=instruction, **options))
         except Exception as problem:  # a chat template raises what it likes

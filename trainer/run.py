@@ -16,11 +16,11 @@ from cfa_kernels.model.parts import causal_lm, context_length, vocab_size
 from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
-from .disk import DiskError, whole_folder
 from .checkpoints.run_folder import RunFolder, open_run
 from .checks import require_supported, sampling_gap_limit
 from .config import TrainConfig
 from .data import encode_prompts, require_whole_prompt, train_and_eval_rows
+from .disk import DiskError, whole_folder
 from .endings import Ended, Ending
 from .evaluate import evaluate
 from .policy import load_policy, load_tokenizer, save_policy
@@ -154,7 +154,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     batches = itertools.islice(problem_batches(len(trainer.rows), per_step, config.seed), start, None)
     with Report(folder.path, config, trainer.tokenizer, report_state) if processes.rank() == 0 else Silence() as report:
         spare = describe_spare_ids(vocab_size(causal_lm(trainer.policy)), trainer.tokenizer)
-        notes = [*folder.notes, *trainer.engine.notes, *filter(None, [spare])]
+        notes = [*trainer.engine.notes, *filter(None, [spare])]
         if config.rollout_engine == "vllm" and config.top_p < 1:
             notes.append(
                 f"rollout_engine: TRL's client tells no ids that vLLM kept at top_p={config.top_p}, so the loss is "

@@ -220,7 +220,7 @@ def measure(
     config = trainer.config
     corrects_rows = config.importance_sampling_mode.startswith(("sequence", "geometric"))
     for done in passes:
-        require_finite(done, trainer.policy)
+        require_finite(done.micro, done.logprobs, done.norm, trainer.policy)
         counts = {name: done.moving.tokens for name in done.metrics if name == "ratio_mean" or "sampling/" in name}
         counts["vespo/phi_seq_mean"] = done.moving.rows
         if corrects_rows:
@@ -230,7 +230,8 @@ def measure(
         own = {name: x for name, x in done.metrics.items() if is_sampler or not name.startswith("sampling/")}
         metrics.add({name: x for name, x in own.items() if not x.isnan()}, batch.tokens(done.micro), counts)
     if is_sampler and passes:
-        metrics.add({"sampling/gap": check_sampling_gap(passes, batch, trainer.policy, trainer.config)})
+        logprobs = by_row([done.micro for done in passes], [row for done in passes for row in done.logprobs])
+        metrics.add({"sampling/gap": check_sampling_gap(logprobs, batch.rollouts, trainer.policy, trainer.config)})
 
 
 def backward(

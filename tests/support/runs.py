@@ -44,7 +44,8 @@ def flags(model: Path, folder: Path | None, *more: str) -> list[str]:
         f"--model={model}", "--device=cpu", "--train_problems=6", "--eval_problems=2", "--no_use_peft",
         "--generation_batch_size=8", "--num_generations=4", "--max_steps=6",
         "--save_steps=2", "--eval_steps=3", "--num_iterations=2", "--learning_rate=1e-3", "--log_completions=2",
-        "--max_completion_length=8", "--no_mask_truncated_completions", f"--reward_funcs={__name__}:reward", "--estimator=masking",
+        "--max_completion_length=8", "--no_mask_truncated_completions", f"--reward_funcs={__name__}:reward",
+        "--estimator=masking",
         *([] if folder is None else [f"--output_dir={folder}"]), *more,
     ]  # fmt: skip
 

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields, replace
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import get_args
 
 import pytest
 import yaml
@@ -272,7 +272,10 @@ def test_a_wrong_setting_ends_the_program_and_is_named(capsys, argv, said) -> No
         ("use_peft: 'no'", "use_peft must be a bool, got 'no'"),
         ("reward_funcs: exact_match", "reward_funcs must be a list, got 'exact_match'"),
         ("temperature: {high: 1}", "temperature must be in [1e-38, 1e38], got {'high': 1}"),
-        ("credit: reversed", "credit must be one of 'counterfactual', 'inverted', 'permuted', 'random', 'uniform', got"),
+        (
+            "credit: reversed",
+            "credit must be one of 'counterfactual', 'inverted', 'permuted', 'random', 'uniform', got",
+        ),
         ("- max_steps", "must hold settings as 'name: value', got list"),
     ],
 )

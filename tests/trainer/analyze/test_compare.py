@@ -6,8 +6,8 @@ import re
 import pytest
 
 from tests.support.pages import Page, completion, write_lines, write_run
-from trainer.report import page as pages
 from trainer.analyze.__main__ import main
+from trainer.report import page as pages
 from trainer.report.runs import comparison, groups_of, read_runs
 
 
