@@ -60,8 +60,8 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str = "") -
     with refusing(prog):
         chosen, flags = before.parse_known_args(argv)
         early = {name: value for name, value in vars(chosen).items() if name in ("model", "estimator")}
-        name = chosen.config or (RECOMMENDED if with_credit and _names_no_credit(argv) else None)
-        file = _config_file(name) if name else None
+        source = chosen.config or (RECOMMENDED if with_credit and _names_no_credit(argv) else None)
+        file = _config_file(source) if source else None
         preset = file if file and file.resolve().parent == PRESETS.resolve() else None
         settings = (_read_settings(file, kind) if file else {}) | early
         model = settings.get("model", getattr(kind, "model", None))
