@@ -91,24 +91,17 @@ def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tu
 def encode_prompt(
     question: str | Messages, tokenizer: PreTrainedTokenizerBase, *, instruction: str | None = "",
     system: str | None = None, thinking: bool = False, at: datetime | None = None,
-    examples: Sequence[tuple[str, str]] = (),
 ) -> list[int]:  # fmt: skip
     """Encode the prompt: by the chat template if the tokenizer has one, else `Question: ...`.
 
     `instruction` goes behind the last message, `system` in the place of the first. A template that writes the date
-    writes that of `at`, by default today's. `examples` are questions with their answers, as earlier turns of the chat,
-    which a tokenizer without a template leaves out.
+    writes that of `at`, by default today's.
     """
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
-    turns = [(f"{asked}\n{instruction}" if instruction else asked, answer) for asked, answer in examples]
     if instruction:
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{instruction}"}
     if system is not None:
         messages = [{"role": "system", "content": system}, *(one for one in messages if one["role"] != "system")]
-    if tokenizer.chat_template is not None or _has_own_template(tokenizer):
-        roles = ("user", "assistant")
-        earlier = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
-        messages = [*messages[:-1], *earlier, messages[-1]]
     if _has_own_template(tokenizer):
         encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return encoded["input_ids"]
