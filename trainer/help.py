@@ -8,14 +8,15 @@ import textwrap
 from collections.abc import Sequence
 
 from cfa_kernels import __version__
-from cfa_kernels.credit.presets import RECOMMENDED, preset_names
+from cfa_kernels.credit.presets import PRESETS, RECOMMENDED, preset_names
 
+from .cli import read_mapping
 from .extras import program
 from .settings import TrainSettings
 
 DESCRIPTION = """Train a language model by reinforcement with counterfactual credit assignment. With no setting it
-trains the embedded model on generated word problems in a few minutes on a CPU; with --model <hub name or folder> and
---dataset <hub name or file> it is the CF paper's run."""
+trains the embedded model on generated word problems in a few minutes on a CPU; with --config cf,
+--model <hub name or folder> and --dataset <hub name or file> it is the CF paper's run."""
 _FIRST = (
     "model", "dataset", "reward_funcs", "output_dir", "max_steps", "learning_rate", "generation_batch_size",
     "num_generations", "max_completion_length", "credit", "estimator", "seed",
@@ -54,9 +55,10 @@ def _print_settings() -> None:
     names = ", ".join(preset_names())
     show("config", f"YAML file of settings, or one that ships: {names}. Flags win over it. [{RECOMMENDED}]")
     texts = {name: text for part in TrainSettings.__mro__[-2::-1] for name, text in documented(part).items()}
+    defaults = vars(TrainSettings(**read_mapping(PRESETS / f"{RECOMMENDED}.yaml")))
     for name in _FIRST:
         first, dot, _ = texts[name].partition(". ")
-        default = getattr(TrainSettings, name, None)
+        default = defaults[name]
         show(name, first + dot.strip() + (f" [{default}]" if isinstance(default, str | int | float) else ""))
     print()
     show("help-all", "Every setting: data, run, model, credit, loss, rollouts, devices.")

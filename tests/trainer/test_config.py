@@ -43,7 +43,7 @@ def message(capsys, *argv: str) -> str:
 
 
 def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
-    config = settings("--model", "Qwen/Qwen3-1.7B", "--dataset", "openai/gsm8k")
+    config = settings("--config", "cf", "--model", "Qwen/Qwen3-1.7B", "--dataset", "openai/gsm8k")
     expected = {
         "credit": "counterfactual", "loss_type": "dapo", "num_generations": 8, "use_peft": True, "lora_r": 32,
         "learning_rate": 2.5e-5, "generation_batch_size": 64,
@@ -52,7 +52,7 @@ def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
     }  # fmt: skip
     assert {name: getattr(config, name) for name in expected} == expected
     credit = config.counterfactual()
-    assert (credit.estimator, credit.weights, credit.spans.max_spans) == (Masking(), Range(0.5, 4.0, 1.5), 10)
+    assert (credit.estimator, credit.weights, credit.spans.max_spans) == (Masking(), Range(0.5, 4.0, 1.5, 0.0), 10)
 
 
 @pytest.mark.parametrize(
