@@ -78,6 +78,7 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str = "") -
         result = tyro.cli(kind, args=flags, default=bare, prog=prog, description=description, use_underscores=True)
         check_fields(result)
         if with_credit:
+            # A preset is a whole: what another estimator or rule does not read would otherwise be refused.
             options, own = dict(defaults.credit_options), result.credit_options
             if preset and (own or "estimator" in early):
                 _drop_unread(preset.stem, result.estimator, options, own)

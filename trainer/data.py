@@ -76,11 +76,12 @@ def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tu
             if config.eval_dataset is not None:
                 raise
     if not test:
-        random.Random(0).shuffle(train)
+        random.Random(0).shuffle(train)  # whatever the run's seed: runs that compare are tested on the same rows
         held_out = held_out or HELD_OUT_PROBLEMS
         if held_out >= len(train):
             raise ValueError(f"eval_problems: cannot set {held_out} of {len(train)} rows of {config.dataset} aside")
         test, train = train[:held_out], train[held_out:]
+    # Data sets repeat questions, within a file and across splits; a repeated one would be trained and tested on.
     prompts = {str(row.prompt) for row in test}
     train = [row for row in train if str(row.prompt) not in prompts]
     if not train:
@@ -201,7 +202,7 @@ def _load(name: str, split: str, config: str | None) -> list[Any]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         if kind:
-            with tempfile.TemporaryDirectory() as cache:
+            with tempfile.TemporaryDirectory() as cache:  # the usual one would serve a file's old rows once it changes
                 return datasets.load_dataset(kind, data_files=name, split="train", cache_dir=cache).to_list()
         try:
             return datasets.load_dataset(name, config or "main", split=split).to_list()

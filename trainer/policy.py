@@ -88,7 +88,7 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, comp
 
         adapter = LoraConfig(r=config.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, adapter)
-    return model.eval()
+    return model.eval()  # dropout would make the update's log-probs other than those that were sampled with
 
 
 @contextlib.contextmanager

@@ -70,6 +70,7 @@ def rank() -> int:
 
 def own_share(items: _Items) -> _Items:
     """Pick this process's share of what all see in the same order; shares, by rank, are side by side."""
+    # Contiguous, so that the completions of a group stay in one process.
     first, end = (len(items) * share // count() for share in (rank(), rank() + 1))
     return items[first:end]  # type: ignore[return-value]
 

@@ -194,6 +194,7 @@ def _locked(path: Path, stack: contextlib.ExitStack) -> Path:
             if [entry.name for entry in path.iterdir()] == [_LOCK]:
                 shutil.rmtree(path)
 
+    # A file lock, and not a file that is there: it ends with the process, however that ends.
     with naming(path, "output_dir: "):
         path.mkdir(parents=True, exist_ok=True)
         try:

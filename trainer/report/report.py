@@ -58,7 +58,7 @@ class Report:
         self._evaluations = {step: Evaluation(**result) for step, result in state.get("evaluations", [])}
         self.evaluated_steps = [*self._evaluations]  # before this process
         self._bytes: dict[str, int] = state.get("bytes", {})
-        self._id: str = state.get("id", uuid.uuid4().hex)
+        self._id: str = state.get("id", uuid.uuid4().hex)  # by which a tracker knows a run that goes on
         self._tokens: int = state.get("tokens", 0)
         self._has_stepped = False
         self._explained = set[str]()

@@ -15,5 +15,6 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     if scale_rewards != "none":
         deviation = groups.std(1, keepdim=True) if scale_rewards == "group" else rewards.float().std()
         centred = centred / (deviation + 1e-4)  # TRL's, so that advantages agree with its own
+    # Rounding of the mean may leave 1e-8 where all rewards are equal, which the division would blow up.
     mixed = groups.amax(1, keepdim=True) > groups.amin(1, keepdim=True)
     return torch.where(mixed, centred, torch.zeros_like(centred)).flatten()

@@ -89,6 +89,7 @@ def rewards_by(
     """
     columns = {name: column for name, column in columns.items() if name != CONTENTS or _takes(function, name)}
     try:
+        # Copies, for a function may empty or sort the lists that it gets.
         values: Any = function(**{argument: [*column] for argument, column in columns.items()})
     except FAILURES as problem:
         where = "" if isinstance(problem, OSError) else _first_raising(function, samples, columns)
