@@ -96,8 +96,8 @@ def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
         require_model(settings.model)
         if _names_no_credit(argv) and settings.credit != "uniform":
             others = ", ".join(name for name in preset_names() if name != RECOMMENDED)
-            said = f"credit by --config {RECOMMENDED}, the recommended one of {RECOMMENDED}, {others}"
-            print(f"note: {said}; --credit uniform assigns none", file=sys.stderr)
+            said = f"note: credit by {RECOMMENDED}, the recommended preset; --config also takes {others}"
+            print(f"{said}; --credit uniform assigns none", file=sys.stderr)
         return settings
 
 

@@ -4,17 +4,14 @@ A case is a line of `CATALOGUE`. What can be known before the model is loaded is
 """
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import REPOSITORY
 from tests.support.tiny import ROWS, TINY_RUN, jsonl, tiny_model
 from trainer import run
 from trainer.__main__ import main
@@ -307,19 +304,6 @@ def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeyp
         assert filled(words) in line
     if stage != LATER:
         assert not out.exists()
-
-
-@pytest.mark.slow
-def test_a_reward_that_raises_ends_the_program_itself_with_one_line_and_without_weights(good, tmp_path) -> None:
-    command = [sys.executable, "-m", "trainer", *flags_of(good, tmp_path / "out"), "--reward_funcs=own:raises"]
-    path = os.pathsep.join([str(REPOSITORY), str(good)])
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 1
-    assert "Traceback" not in ended.stderr
-    assert "reward raises raised KeyError: 'difficulty' (in own.py, line 2)" in ended.stderr.splitlines()[-1]
-    assert not (tmp_path / "out" / "adapter").exists()
 
 
 @pytest.mark.parametrize("problem", [torch.OutOfMemoryError("CUDA out of memory.\nTried 3 GiB"), MemoryError("host")])

@@ -237,7 +237,9 @@ def test_credit_is_the_recommended_preset_unless_one_is_named_and_a_line_says_so
     }.items():
         config = TrainConfig(**vars(of_rank(["--device=cpu", *flags], prog="cfa-train")))
         assert config.counterfactual() == expected
-        says = f"note: credit by --config {RECOMMENDED}, the recommended one of" in capsys.readouterr().err
+        says = (
+            f"note: credit by {RECOMMENDED}, the recommended preset; --config also takes cf," in capsys.readouterr().err
+        )
         assert says == (flags in ((), ("--max_spans=5",)))
 
 
