@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.tiny import ROWS, TINY_RUN, jsonl, tiny_model
+from tests.support.tiny import ROWS, TINY_RUN, jsonl
 from trainer import run
 from trainer.__main__ import main
 
@@ -21,11 +21,8 @@ EXIT = {PARSE: 2, BEFORE: 1, LATER: 1}
 REWARDS = """
 def raises(completions, **_): raise KeyError("difficulty")
 def too_few(completions, **_): return [1.0]
-def words(completions, **_): return ["good"] * len(completions)
 def not_a_number(completions, **_): return [float("nan")] * len(completions)
 def abstains(completions, **_): return [None] * len(completions)
-def ends(completions, **_): raise SystemExit(3)
-def one_argument(completions): return [1.0] * len(completions)
 def another_column(completions, difficulty, **_): return difficulty
 """
 
@@ -59,14 +56,9 @@ CATALOGUE: dict[str, tuple] = {
         {"m/defaults.yaml": "code_isolation: none"},
     ),
     # The run folder
-    "a run folder with files": (["--output_dir={tmp}/old"], BEFORE, "old is not empty", {"old/metrics.jsonl": "{}"}),
     "a run folder that is a file": (
         ["--output_dir={tmp}/a"], BEFORE, "output_dir: ", "/a cannot be written: File exists", {"a": "text"},
     ),
-    "a run folder under a file": (
-        ["--output_dir={tmp}/a/b/c"], BEFORE, "output_dir: ", "/a/b/c cannot be written: Not a dir", {"a": "text"},
-    ),
-    "a run folder in /proc": (["--output_dir=/proc/run"], BEFORE, "/proc/run cannot be written: No such file"),
     # What is not there
     "a tracker that is not installed": (["--report_to=wandb"], BEFORE, "report_to: wandb is not installed", "pip"),
     "TensorBoard not installed": (
@@ -76,10 +68,6 @@ CATALOGUE: dict[str, tuple] = {
         ["--report_to=trackio"], LATER, "report_to: trackio cannot start: RuntimeError: no account",
         {"trackio.py": "def init(**_): raise RuntimeError('no account')"},
     ),
-    "a server that does not answer": (
-        ["--rollout_engine=vllm", "--vllm_server_base_url=http://127.0.0.1:9"], BEFORE,
-        "vllm_server_base_url: no vLLM server answers at http://127.0.0.1:9 within 0.1 seconds",
-    ),
     "a GPU that is not there": (["--device=cuda:99"], BEFORE, "device: cuda:99 cannot be used"),
     "a device without memory": (["--device=meta"], BEFORE, "device: meta cannot be used"),
     # Reward functions as they are named
@@ -87,12 +75,6 @@ CATALOGUE: dict[str, tuple] = {
         ["--reward_funcs=raising:f"], BEFORE, "cannot import 'raising:f'", "RuntimeError: no key", {
             "raising.py": "raise RuntimeError('no key')",
         },
-    ),
-    "two rewards of one name": (
-        ["--reward_funcs", "own:raises", "own:raises"], BEFORE, "would be reported by one name",
-    ),
-    "a reward of one argument": (
-        ["--reward_funcs=own:one_argument"], BEFORE, "reward one_argument: ", "'prompts'", "**",
     ),
     "a reward of a column that is not there": (
         ["--reward_funcs=own:another_column"], BEFORE, "reward another_column: ", "'difficulty'", "'question'",
@@ -132,9 +114,6 @@ CATALOGUE: dict[str, tuple] = {
     "a prompt that the context does not hold": (
         [OWN_DATA, "--max_completion_length=100"], BEFORE, "rows.jsonl, row 5: the prompt has 42 tokens, at most 28",
         {"rows.jsonl": jsonl(*ROWS[:5], row(question="What is 3 + 4 ?" + " 3" * 35), *ROWS[5:])},
-    ),
-    "completions that fill the context": (
-        ["--max_completion_length=128"], BEFORE, "at most 0 fit", "context 128", "max_completion_length 128",
     ),
     **{
         f"a chat template that {what}": (
@@ -196,26 +175,17 @@ CATALOGUE: dict[str, tuple] = {
             },
         }.items()
     },
-    "weights of another size": ([OWN_MODEL], LATER, "model {tmp}/m: its checkpoint does not fit", {"hidden": 64}),
-    "weights that are nan": ([OWN_MODEL], LATER, "model: parameter model.norm.weight is not finite", {"nan": True}),
     # What reward functions give
     "a reward that raises": (
         ["--reward_funcs=own:raises"], LATER, "row ", "reward raises raised KeyError: 'difficulty' (in own.py, line 2)",
     ),
-    "a word for a reward": (
-        ["--reward_funcs=own:words"], LATER, "sample 0 (dataset {data}, row ", "reward words is 'good', expected",
-    ),
     "a reward of nan": (["--reward_funcs=own:not_a_number"], LATER, "reward not_a_number is nan", "step is not saved"),
-    "a reward that ends the program": (
-        ["--reward_funcs=own:ends"], LATER, "reward ends raised SystemExit: 3", "(in own.py",
-    ),
     "too few rewards in evaluation": (
         ["--eval_reward=own:too_few", ANY], LATER, "step 0, reward of evaluation: returned 1 values for 2 completions",
     ),
     "a reward of nan in evaluation": (
         ["--eval_reward=own:not_a_number", ANY], LATER, "held-out problem 0: reward of evaluation is nan",
     ),
-    "a reward of none": (["--reward_funcs=own:abstains"], LATER, "sample 0 (", "every reward function returned None"),
 }  # fmt: skip
 
 
@@ -248,15 +218,9 @@ def spoil(folder: Path, good: Path, files: dict) -> None:
         elif name == "cut":
             whole = (folder / WEIGHTS).read_bytes()
             (folder / WEIGHTS).write_bytes(whole[: int(len(whole) * content)])
-        elif name in ("vocabulary", "hidden"):
+        elif name == "vocabulary":
             config = json.loads((folder / CONFIG).read_text())
-            (folder / CONFIG).write_text(
-                json.dumps(config | {{"vocabulary": "vocab_size", "hidden": "hidden_size"}[name]: content})
-            )
-        elif name == "nan":
-            broken = tiny_model()
-            broken.model.norm.weight.data[3] = torch.nan
-            broken.save_pretrained(model)
+            (folder / CONFIG).write_text(json.dumps(config | {"vocab_size": content}))
         elif name == "no end":
             for file in ("config.json", "generation_config.json"):
                 (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | {"eos_token_id": None}))
@@ -280,10 +244,8 @@ def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeyp
     flags = [*flags_of(good, out), *map(filled, argv)]
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.syspath_prepend(good)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("trainer.rollouts.vllm.START_SECONDS", 0.1)
     if stage != LATER:
         monkeypatch.setattr(run, "load_policy", lambda *_: pytest.fail("the model was loaded before"))
     try:
