@@ -1,4 +1,4 @@
-"""Draw README's picture from a run by `--estimator masking`: `python -m docs.picture RUN` writes docs/completion.png."""
+"""Draw README's picture, docs/completion.png, from a run by `--estimator masking`: `python -m docs.picture RUN`."""
 
 import json
 import sys

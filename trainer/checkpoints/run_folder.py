@@ -72,7 +72,8 @@ class RunFolder:
             step = 0
         else:
             with self._reading(step):
-                restore(trainer, torch.load(self._checkpoint(step) / "state.pt", "cpu", weights_only=True))
+                state = torch.load(self._checkpoint(step) / "state.pt", "cpu", weights_only=True)
+            restore(trainer, state)
         if step > config.max_steps:
             raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
         on_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config, made_by(), _resolved(trainer))))
