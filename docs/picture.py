@@ -1,4 +1,4 @@
-"""Draw the picture of the README from a run of the trainer, `python -m docs.picture RUN`: docs/completion.png."""
+"""Draw README's picture, docs/completion.png, from a run by `--estimator masking`: `python -m docs.picture RUN`."""
 
 import json
 import sys

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from .config import TrainConfig
 from .data import Row
-from .rewards.calls import ARGUMENTS, CONTENTS, Reward
+from .rewards.built_in import ARGUMENTS, CONTENTS
+from .rewards.calls import Reward
 from .rollouts import Engine, Rollouts
 
 

@@ -55,7 +55,8 @@ from .microbatch import (
     own_rows,
     update_batch,
 )
-from .rewards.calls import compute_rewards, group_advantages
+from .rewards.advantages import group_advantages
+from .rewards.calls import compute_rewards
 from .rollouts import Rollouts
 from .state import Samples, Shaped, Trainer, arguments
 
@@ -220,7 +221,7 @@ def measure(
     config = trainer.config
     corrects_rows = config.importance_sampling_mode.startswith(("sequence", "geometric"))
     for done in passes:
-        require_finite(done, trainer.policy)
+        require_finite(done.micro, done.logprobs, done.norm, trainer.policy)
         counts = {name: done.moving.tokens for name in done.metrics if name == "ratio_mean" or "sampling/" in name}
         counts["vespo/phi_seq_mean"] = done.moving.rows
         if corrects_rows:
@@ -230,7 +231,8 @@ def measure(
         own = {name: x for name, x in done.metrics.items() if is_sampler or not name.startswith("sampling/")}
         metrics.add({name: x for name, x in own.items() if not x.isnan()}, counted_tokens(batch, done.micro), counts)
     if is_sampler and passes:
-        metrics.add({"sampling/gap": check_sampling_gap(passes, rollouts, trainer.policy, trainer.config)})
+        logprobs = by_row([done.micro for done in passes], [row for done in passes for row in done.logprobs])
+        metrics.add({"sampling/gap": check_sampling_gap(logprobs, rollouts, trainer.policy, trainer.config)})
 
 
 def backward(

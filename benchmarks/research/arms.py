@@ -27,7 +27,7 @@ from cfa_kernels import (
     find_answer,
     packed_forward,
 )
-from trainer.rewards.calls import group_advantages
+from trainer.rewards.advantages import group_advantages
 
 PLAIN = "plain"
 

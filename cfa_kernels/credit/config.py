@@ -6,7 +6,6 @@ Each part declares its fields once; flags, YAML, hosts and `docs/credit.md` deri
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -16,11 +15,8 @@ from ..estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
 from ..options import Count, check_fields, imported
 from ..scoring.access import CAPABILITIES
 from ..text.rules import AnswerRules, SpanRules
+from .presets import PRESETS, preset_names
 from .weights import WEIGHTS, Control, Identity, OwnWeights, WeightRule
-
-PRESETS = Path(__file__).parent / "presets"
-RECOMMENDED = "prefix_gain_positive"
-"""Name of the preset that trained best of all that was tried where most of a completion cannot matter."""
 
 
 class UnreadOptions(ValueError):
@@ -121,11 +117,11 @@ class CounterfactualConfig:
 
     @classmethod
     def preset(cls, name: str) -> "CounterfactualConfig":
-        """Build a configuration that ships, by name: those of the papers, and `RECOMMENDED`.
+        """Build a configuration that ships, by name: those of the papers, and `presets.RECOMMENDED`.
 
         Raises `ValueError` for an unknown name, and for one that only the training program can run.
         """
-        names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+        names = preset_names()
         if name not in names:
             near = _near(name, dict.fromkeys(names))
             raise ValueError(f"credit must be a CounterfactualConfig or one of {', '.join(names)}, got {name!r}{near}")

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from .. import CounterfactualConfig
 from ..credit.assign import FIGURES
-from ..credit.config import RECOMMENDED, as_config
+from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
 from ..credit.nothing import NOT_MIXED, why_nothing
+from ..credit.presets import RECOMMENDED
 from ..estimators.base import SIBLINGS
 from ..loss.checks import LossOptions, weights_sequences
 from ..loss.types import LEVELS, LOSS_TYPES

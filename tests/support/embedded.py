@@ -8,11 +8,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from cfa_kernels import Batch, Credit, Importances
-from trainer.cli import parse
+from tests.support.runs import config
 from trainer.config import TrainConfig
 from trainer.metrics import StageTimes
 from trainer.microbatch import update_batch
-from trainer.rewards.calls import group_advantages
+from trainer.rewards.advantages import group_advantages
 from trainer.rollouts import Rollouts, generate
 from trainer.run import set_up, train
 from trainer.state import Shaped, Trainer
@@ -24,7 +24,7 @@ SMALL = [
 
 
 def settings(*argv: str) -> TrainConfig:
-    return parse(TrainConfig, [*SMALL, *argv], prog="python -m trainer", description="")
+    return config(*SMALL, *argv)
 
 
 def run(folder: Path, *argv: str) -> Path:

@@ -19,7 +19,7 @@ from cfa_kernels.estimators.siblings import correct_siblings
 from cfa_kernels.model.parts import causal_lm, context_length
 
 from ..config import TrainConfig
-from ..data import encode_prompt
+from ..data import encode_prompt, question_instruction
 from ..rewards.calls import compute_rewards
 from ..rollouts import Rollouts
 from ..state import Samples, Shaped, Trainer, arguments
@@ -98,7 +98,7 @@ def correction_prompt(
     """Encode the prompt that asks for a correction: `TEMPLATE` filled, then as any other prompt."""
     request = TEMPLATE.format(question=question, attempt=attempt, reference=reference)
     return encode_prompt(
-        request, tokenizer, instruction=config.question_instruction, system=config.system_prompt,
+        request, tokenizer, instruction=question_instruction(config), system=config.system_prompt,
         thinking=config.enable_thinking, at=at,
     )  # fmt: skip
 
