@@ -26,7 +26,16 @@ from ..text.offsets import decoded
 from ..tree.prefix_tree import Query
 from .config import CounterfactualConfig, as_config
 from .shown import as_html, as_table
-from .units import CreditInputs, find_units, of_all_processes, placeholder_of, scored_as, special_ids
+from .units import (
+    CreditInputs,
+    find_units,
+    judged_spans,
+    of_all_processes,
+    placeholder_of,
+    scored_as,
+    special_ids,
+    target_ids,
+)
 from .weights import Gather, WeightInputs, normalized_weights, opened, spread_over_tokens, with_draws
 
 FIGURES: dict[str, str] = {
@@ -191,9 +200,11 @@ def counterfactual_credit(
     groups: Tensor | None = None,
     rewards: Tensor | Sequence[float] | None = None,
     entropies: Sequence[Tensor] | None = None,
+    logprobs: Sequence[Tensor] | None = None,
+    ref_logprobs: Sequence[Tensor] | None = None,
     external: Sequence[Tensor | Sequence[float]] | None = None,
     probes: Sequence[Probe | None] | None = None,
-    targets: Sequence[Tensor | None] | None = None,
+    targets: Sequence[Tensor | str | None] | None = None,
     mask: Sequence[Tensor] | None = None,
     gather: Gather | None = None,
 ) -> Credit:
@@ -212,10 +223,13 @@ def counterfactual_credit(
         groups: (B,) int64, equal for completions that are compared with each other; default by equal prompts.
         rewards: (B,) float, for estimators that compare completions; one of nan is neither compared nor credited.
         entropies: B tensors (T_b,) of the distribution of each sampled token, nats, for `entropy`.
+        logprobs, ref_logprobs: B tensors (T_b,) of each sampled token under the policy and under a reference, nats, for
+            `progress`.
         external: B tensors or lists with a number for each unit or each token of the completion, for `external`.
         probes: for each completion a `Probe` to append and score in place of its own answer, or None. Gives units to
             completions without an answer; nothing is trained on it.
-        targets: for each completion 1-D int64 tokens to score in place of its own answer, which it must have, or None.
+        targets: for each completion 1-D int64 tokens or a text to score in place of its own answer, which it must have,
+            or None. With `target="gold"` each judged completion needs one; it follows the end of one without answer.
         mask: B tensors (T_b,), 1 on tokens that the policy wrote, 0 on others, such as a tool's, in any number of runs;
             by default those whose advantage is not 0, where advantages are per token, else all. Tokens of others are in
             no answer and no unit, weigh 1, and count in no mean. A row without any is compared with others, not judged.
@@ -236,7 +250,7 @@ def counterfactual_credit(
     def checked() -> CreditInputs:
         return CreditInputs.of(
             rows, advantages, credited_rows=config.completions, groups=groups, rewards=rewards, entropies=entropies,
-            external=external, probes=probes, targets=targets, mask=mask,
+            logprobs=logprobs, ref_logprobs=ref_logprobs, external=external, probes=probes, targets=targets, mask=mask,
         )  # fmt: skip
 
     shows_all = config.runs_estimator and isinstance(config.estimator, OwnFunction)
@@ -293,6 +307,9 @@ class Assignment:
             keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
         except TypeError as error:
             raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
+        if config.target == "gold" and config.runs_estimator and inputs.targets is None:
+            raise ValueError("targets must be given with target='gold': a gold answer for each row, got None")
+        inputs = replace(inputs, targets=target_ids(inputs.targets, tokenizer))
         return cls(config, access, tokenizer, inputs, find_units(config, tokenizer, inputs), keys)
 
     def foreseen(self) -> list[list[Query]] | None:
@@ -316,15 +333,22 @@ class Assignment:
         weighed: dict[int, WeightInputs] = {}
         for b, row in reasoning.items() if config.control != "off" else ():
             importances = estimate.compared.get(b, torch.zeros(0))
+            if config.rewards_units and inputs.advantage(b) < 0:
+                importances = -importances  # what is good in itself deserves less of a negative advantage
             spans = row.spans if b in estimate.compared or is_random else []
             spans = opened(spans) if config.open_spans else spans
             weighed[b] = WeightInputs(
-                importances, spans, row.answer, inputs.rows.lengths[b], min_spread=estimate.min_spreads.get(b, 0.0)
-            )
+                importances, spans, row.answer, inputs.rows.lengths[b],
+                min_spread=estimate.min_spreads.get(b, 0.0), advantage=inputs.advantage(b),
+            )  # fmt: skip
             if config.control in ("permuted", "random"):
                 generator = keyed_generator(*self.seed, index[b], "weights")
                 weighed[b] = with_draws(weighed[b], rule, config.control, generator)
-        if rule is not None:
+        if rule is not None and rule.signed:
+            added = [torch.zeros(length) for length in inputs.rows.lengths]
+            for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted, gather=gather), strict=True):
+                added[b] = line
+        elif rule is not None:
             for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted, gather=gather), strict=True):
                 written = inputs.writes(b)
                 line = torch.where(written, line, 1.0)
@@ -378,7 +402,7 @@ class Assignment:
         """Build the estimator's batch of the rows that it judges or compares, in packing order."""
         config, inputs, none = self.config, self.inputs, Reasoning(None, 0, [])
         rows = inputs.with_tokens if config.compares else list(self._units)
-        special, masks = special_ids(self.tokenizer), ANSWER in config.estimator.needs
+        special, masks, gold = special_ids(self.tokenizer), ANSWER in config.estimator.needs, config.target == "gold"
         some = inputs.rows.take(rows)
         has_model = self.access.module is not None and config.needs & set(CAPABILITIES)
         model = self.access.model if has_model else None
@@ -386,7 +410,11 @@ class Assignment:
         groups = torch.tensor(equal_prompts(inputs.rows.prompts)) if inputs.groups is None else inputs.groups
         if SIBLINGS in config.needs and len(groups.unique()) == len(groups):  # with those that have no reward
             raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
-        scored = {b: scored_as(inputs, b, self.reasoning.get(b, none), special, vocab) for b in rows}
+        scored = dict[int, tuple[Tensor, Reasoning]]()
+        for b in rows:
+            row = self.reasoning.get(b, none)
+            row = row._replace(spans=judged_spans(config, inputs, b, row, special))
+            scored[b] = scored_as(inputs, b, row, special, model, gold)
         batch = ScoredBatch.of(
             model,
             Rows(some.prompts, [scored[b][0] for b in rows], some.index),
@@ -413,16 +441,18 @@ class Assignment:
             seed=self.seed,
             groups=column(groups),
             special_ids=special,
-            **{name: column(getattr(inputs, name)) for name in ("rewards", "advantages", "entropies", "external")},
+            **{name: column(getattr(inputs, name)) for name in _OF_INPUTS},
         )
 
     def _advantages(self, added: Sequence[Tensor]) -> list[Tensor]:
         own, name = self.inputs.advantages, self.config.estimator.name
         if own is None:
-            raise ValueError(f"advantages must be given: estimator={name!r} adds to them, got None")
+            cause = f"estimator={name!r}" if self.config.weights is None else f"weights={self.config.weights.name!r}"
+            raise ValueError(f"advantages must be given: {cause} adds to them, got None")
         return [row.float() + extra for row, extra in zip(own, added, strict=True)]
 
 
+_OF_INPUTS = ("rewards", "advantages", "entropies", "logprobs", "ref_logprobs", "external")
 _MIN_SPREAD = 0.1  # nats, or probability
 
 

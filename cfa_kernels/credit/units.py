@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..estimators.base import ANSWER
 from ..estimators.probes import Probe, length_without_eos, with_probe
+from ..model.parts import context_length, vocab_size
 from ..options import as_numbers, check_class
 from ..rows import Rows, check_columns, check_finite, check_floating, check_tokens, token_ids
 from ..span import Span
 from ..text.find import Reasoning, find_reasoning
+from ..text.turns import find_turns
 from .config import CounterfactualConfig
 from .weights import Gather
 
@@ -27,9 +30,11 @@ class CreditInputs:
     groups: Tensor | None = None  # (B,) int64
     rewards: Tensor | None = None  # (B,)
     entropies: Sequence[Tensor] | None = None  # B tensors (T_b,)
+    logprobs: Sequence[Tensor] | None = None  # B tensors (T_b,)
+    ref_logprobs: Sequence[Tensor] | None = None  # B tensors (T_b,)
     external: Sequence[Any] | None = None
     probes: Sequence[Probe | None] | None = None
-    targets: Sequence[Tensor | None] | None = None
+    targets: Sequence[Tensor | str | None] | None = None
     mask: list[Tensor] | None = None  # B tensors (T_b,) bool
     credited_rows: str = "all"  # `CounterfactualConfig.completions`
 
@@ -43,8 +48,8 @@ class CreditInputs:
         check_class(Rows, rows=rows)
         columns = {name: column for name, column in columns.items() if column is not None}
         own = None if advantages is None else _on_host("advantages", advantages, rows)
-        if "entropies" in columns:
-            columns["entropies"] = _on_host("entropies", columns["entropies"], rows)
+        for name in {"entropies", "logprobs", "ref_logprobs"} & columns.keys():
+            columns[name] = _on_host(name, columns[name], rows)
         if "mask" in columns:
             columns["mask"] = _as_mask(columns["mask"], rows)
         if "rewards" in columns:
@@ -84,6 +89,13 @@ class CreditInputs:
         if isinstance(self.advantages, list) and self.advantages[b].any():
             return self.advantages[b] != 0
         return torch.ones(self.rows.lengths[b], dtype=torch.bool)
+
+    def advantage(self, b: int) -> float:
+        """Return the mean advantage of the tokens that the policy wrote; 1 without advantages."""
+        if self.advantages is None:
+            return 1.0
+        own = self.advantages[b]
+        return float(own[self.writes(b)].mean() if own.ndim else own)
 
     def probe(self, b: int) -> Probe | None:
         """Return the probe of a row, if any."""
@@ -136,50 +148,113 @@ def _group_numbers(groups: Any) -> Tensor:
 def find_units(config: CounterfactualConfig, tokenizer: Any, inputs: CreditInputs) -> dict[int, Reasoning]:
     """Find answers, ends of reasoning and units of credited rows, as far as control and estimator need them.
 
-    Completions with a probe have units even without an answer.
+    Completions with a probe, and all of them with gold answers, have units even without an answer. Turns are whole;
+    `judged_spans` gives the part of each that an estimator judges.
     """
     ids = {b: inputs.rows.completions[b].tolist() for b in inputs.credited}
     probed = {b for b in ids if inputs.probe(b) is not None}
     if config.control == "off":
         return {b: Reasoning(None, len(row), []) for b, row in ids.items()}
     needs_answer = ANSWER in config.estimator.needs
-    tokens = config.units == "tokens"
+    if config.target == "gold":
+        probed = {*ids}
+    if config.units == "turns":
+        _require_turns(inputs)
+    spans = config.spans if config.units == "spans" and config.reads_units else None
     reasoning = find_reasoning(
-        ids, tokenizer, spans=None if tokens or not config.reads_units else config.spans, answers=config.answers,
-        unanswered=not needs_answer or bool(probed), prompts={b: inputs.rows.prompts[b] for b in ids},
-        masks={b: inputs.writes(b) for b in ids},
+        ids, tokenizer, spans=spans, answers=config.answers, unanswered=not needs_answer or bool(probed),
+        prompts={b: inputs.rows.prompts[b] for b in ids}, masks={b: inputs.writes(b) for b in ids},
     )  # fmt: skip
     with_units = {b for b, row in reasoning.items() if row.answer or b in probed or not needs_answer}
-    if not (tokens and config.reads_units):
+    if config.units == "spans" or not config.reads_units:
         return {b: row if b in with_units else row._replace(spans=[]) for b, row in reasoning.items()}
-    special = special_ids(tokenizer)
-    counts = dict.fromkeys(reasoning, 0)  # tokens of each row
+    special, units = special_ids(tokenizer), dict[int, list[Span]]()
     for b in with_units:
-        counts[b] = len(ids[b]) if not needs_answer else min(reasoning[b].end, length_without_eos(ids[b], special))
-    places = {b: inputs.writes(b)[: counts[b]].nonzero().flatten().tolist() for b in reasoning}
-    return {b: row._replace(spans=[Span(t, t + 1) for t in places[b]]) for b, row in reasoning.items()}
+        limit = min(reasoning[b].end, length_without_eos(ids[b], special)) if needs_answer else len(ids[b])
+        if config.units == "turns":
+            units[b] = [turn.written for turn in find_turns(inputs.writes(b)) if turn.written.start < limit]
+        else:
+            units[b] = [Span(t, t + 1) for t in inputs.writes(b)[:limit].nonzero().flatten().tolist()]
+    return {b: row._replace(spans=units.get(b, [])) for b, row in reasoning.items()}
+
+
+def _require_turns(inputs: CreditInputs) -> None:
+    """Raise `ValueError` without a column that says what the policy wrote, or where that is nothing in any row."""
+    if inputs.mask is None and not isinstance(inputs.advantages, list):
+        raise ValueError("mask must be given with units='turns', 1 on tokens that the policy wrote, got None")
+    if inputs.mask is not None and len(inputs.mask) and not any(row.any() for row in inputs.mask):
+        b = max(range(len(inputs.rows)), key=inputs.rows.lengths.__getitem__)
+        raise ValueError(
+            f"mask row {inputs.rows.index[b]}: holds no token of the policy among {inputs.rows.lengths[b]}, nor does "
+            "any other row, so there are no turns; it must be 1 on tokens that the policy wrote"
+        )
+
+
+def judged_spans(
+    config: CounterfactualConfig, inputs: CreditInputs, b: int, row: Reasoning, special: Sequence[int]
+) -> list[Span]:
+    """List what an estimator judges for each unit of a row: the unit or, of a turn, what stands before the answer.
+
+    An estimator that `observes` judges a turn with its observation.
+    """
+    if config.units != "turns" or not row.spans:
+        return row.spans
+    limit = inputs.rows.lengths[b]
+    if ANSWER in config.estimator.needs:
+        limit = min(row.end, length_without_eos(inputs.rows.completions[b], special))
+    ends = {turn.written: turn.observation.end for turn in find_turns(inputs.writes(b))}
+    return [Span(own.start, min(ends[own] if config.estimator.observes else own.end, limit)) for own in row.spans]
+
+
+def target_ids(targets: Sequence[Tensor | str | None] | None, tokenizer: Any) -> list[Tensor | None] | None:
+    """Convert the targets that are text to ids, without special ones."""
+
+    def ids(target: Any) -> Any:
+        if not isinstance(target, str):
+            return target
+        return torch.tensor(tokenizer(target, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+
+    return None if targets is None else list(map(ids, targets))
 
 
 def scored_as(
-    inputs: CreditInputs, b: int, row: Reasoning, eos_ids: Sequence[int], vocab: int | None
+    inputs: CreditInputs, b: int, row: Reasoning, eos_ids: Sequence[int], model: PreTrainedModel | None, gold: bool
 ) -> tuple[Tensor, Reasoning]:
-    """Append its probe to a row's completion, or replace its answer by its target; `vocab` limits their ids."""
-    completion, probe = inputs.rows.completions[b], inputs.probe(b)
-    target, name = None if inputs.targets is None else inputs.targets[b], inputs.rows.index[b]
-    if not row.spans or (probe is None and target is None):
+    """Append its probe to a row's completion, or replace its answer by its target; `model` limits their ids.
+
+    A `gold` target is required, and appended where there is no answer to replace.
+    """
+    completion, probe, target = inputs.rows.completions[b], inputs.probe(b), None
+    vocab, name = None if model is None else vocab_size(model), inputs.rows.index[b]
+    if inputs.targets is not None:
+        target = inputs.targets[b]
+    if not row.spans or (probe is None and target is None and not gold):
         return completion, row
     if probe is not None and target is not None:
         raise ValueError(f"targets row {name}: has a probe too; give one of them")
-    if probe is not None:
-        longer, answer = with_probe(name, completion, row.spans, probe, eos_ids, vocab)
-        return longer, row._replace(answer=answer, end=len(longer) - len(probe.tokens))
-    assert target is not None
-    if row.answer is None:
-        raise ValueError(f"targets row {name}: the completion has no answer to replace; give a probe instead")
-    token_ids(f"targets row {name}", target, vocab)
-    start = row.answer.start
-    other = torch.cat([completion[:start], target.cpu()])
-    return other, row._replace(answer=Span(start, start + len(target)))
+    if target is None and probe is None:
+        raise ValueError(
+            f"targets row {name}: is None, but the row has {len(row.spans)} units, the first at token "
+            f"{row.spans[0].start}, to be judged by a gold answer; give one, or an advantage of 0"
+        )
+    if probe is None:
+        token_ids(f"targets row {name}", target, vocab)
+        assert target is not None
+        fits = len(inputs.rows.prompts[b]) + (len(completion) if row.answer is None else row.answer.start) + len(target)
+        if model is not None and (longest := context_length(model)) is not None and fits > longest:
+            raise ValueError(
+                f"targets row {name}: {len(target)} tokens after {fits - len(target)} of prompt and completion exceed "
+                f"the model's context of {longest}"
+            )
+        if row.answer is not None:
+            start = row.answer.start
+            other = torch.cat([completion[:start], target.cpu()])
+            return other, row._replace(answer=Span(start, start + len(target)))
+        if not gold:
+            raise ValueError(f"targets row {name}: the completion has no answer to replace; give a probe instead")
+        probe = Probe(target.cpu(), Span(0, len(target)))
+    longer, answer = with_probe(name, completion, row.spans, probe, eos_ids, vocab)
+    return longer, row._replace(answer=answer, end=len(longer) - len(probe.tokens))
 
 
 def special_ids(tokenizer: Any) -> tuple[int, ...]:

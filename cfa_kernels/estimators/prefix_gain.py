@@ -29,7 +29,7 @@ class PrefixGain(Estimator):
     The value of a beginning of the completion is the exponential of the mean log-prob of the answer's tokens after
     `completion[:t]` and the marker: the completion's own tokens from the end of the reasoning to the answer. A unit's
     gain is the value after it less that after the unit before; the first unit's is from its own start. Text between two
-    units counts towards the later one.
+    units counts towards the later one; a turn's observation counts towards the turn, whose value is asked after it.
 
     All are queries of one packed tree: the cost is the completion up to its last unit, and marker and answer once for
     each value. A log-prob service gets a sequence of its own for each.
@@ -39,6 +39,7 @@ class PrefixGain(Estimator):
     negative = True
     needs = frozenset({ANSWER, LOGPROBS})
     continues = True
+    observes = True
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Judge disjoint units in order of position; raises `ValueError` naming row and unit of others."""

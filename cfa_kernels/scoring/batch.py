@@ -87,6 +87,8 @@ class ScoredBatch:
     rewards: Tensor | None = None  # (B,)
     advantages: Tensor | list[Tensor] | None = None  # (B,), or B tensors (T_b,)
     entropies: list[Tensor] | None = None  # B tensors (T_b,) of each sampled token's distribution, nats
+    logprobs: list[Tensor] | None = None  # B tensors (T_b,) of sampled tokens under the policy, nats
+    ref_logprobs: list[Tensor] | None = None  # B tensors (T_b,), the same under a reference
     external: list[Tensor | Sequence[float]] | None = None  # B tensors (K_b,) or (T_b,), the caller's own importances
     special_ids: tuple[int, ...] = ()  # ids that end a text or pad a batch, and are not content
 
@@ -177,7 +179,10 @@ class ScoredBatch:
         return [column[i] for i in np.argsort([row.place for row in self.rows], kind="stable")]
 
 
-_COLUMNS = ("rows", "lengths", "reasoning_ends", "groups", "rewards", "advantages", "entropies", "external")
+_COLUMNS = (
+    "rows", "lengths", "reasoning_ends", "groups", "rewards", "advantages", "entropies", "logprobs", "ref_logprobs",
+    "external",
+)  # fmt: skip
 
 
 def _checked_mask(
