@@ -25,6 +25,7 @@ from ..text.find import Reasoning
 from ..text.offsets import decoded
 from ..tree.prefix_tree import Query
 from .config import CounterfactualConfig, as_config
+from .rollouts import shared_nodes, shared_out, with_relatives
 from .shown import as_html, as_table
 from .units import (
     CreditInputs,
@@ -341,23 +342,26 @@ class Assignment:
                 importances, spans, row.answer, inputs.rows.lengths[b],
                 min_spread=estimate.min_spreads.get(b, 0.0), advantage=inputs.advantage(b),
             )  # fmt: skip
-            if config.control in ("permuted", "random"):
-                generator = keyed_generator(*self.seed, index[b], "weights")
-                weighed[b] = with_draws(weighed[b], rule, config.control, generator)
-        if rule is not None and rule.signed:
+        nodes = shared_nodes(inputs.rows)
+        weighed = with_relatives(weighed, nodes, inputs.rows.rollouts)
+        for b in weighed if config.control in ("permuted", "random") else ():
+            generator = keyed_generator(*self.seed, index[b], "weights")
+            weighed[b] = with_draws(weighed[b], rule, config.control, generator)  # type: ignore[arg-type]
+        if rule is not None:
+            lines = rule(list(weighed.values()), inverted=inverted, gather=gather)
+        else:
+            signs = [-row.importances if inverted else row.importances for row in weighed.values()]
+            rows_of = zip(signs, weighed.values(), strict=True)
+            lines = [spread_over_tokens(own, row.units, row.length).nan_to_num(nan=0.0) for own, row in rows_of]
+        if config.control != "off" and (rule is None or rule.signed):
             added = [torch.zeros(length) for length in inputs.rows.lengths]
-            for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted, gather=gather), strict=True):
-                added[b] = line
-        elif rule is not None:
-            for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted, gather=gather), strict=True):
-                written = inputs.writes(b)
-                line = torch.where(written, line, 1.0)
-                weights[b] = normalized_weights(line, config.normalize, written) if line[written].any() else line
-        elif config.control != "off":
-            added = [torch.zeros(length) for length in inputs.rows.lengths]
-            for b, (importances, units, _, length, *_) in weighed.items():
-                values = -importances if inverted else importances
-                added[b] = spread_over_tokens(values, units, length).nan_to_num(nan=0.0)
+        result = weights if added is None else added
+        for b, line in zip(weighed, lines, strict=True):
+            written = inputs.writes(b)
+            line = torch.where(written, line[: len(written)], 1.0 if added is None else 0.0)
+            scaled = added is None and line[written].any()
+            result[b] = normalized_weights(line, config.normalize, written) if scaled else line
+        result[:] = shared_out(result, nodes, list(map(inputs.writes, rows)), list(weighed))
         none, nan = torch.zeros(0), torch.tensor(float("nan"))
         return Credit(
             weights=weights,
@@ -417,7 +421,7 @@ class Assignment:
             scored[b] = scored_as(inputs, b, row, special, model, gold)
         batch = ScoredBatch.of(
             model,
-            Rows(some.prompts, [scored[b][0] for b in rows], some.index),
+            Rows(some.prompts, [scored[b][0] for b in rows], some.index, some.rollouts),
             [scored[b][1].spans for b in rows],
             [scored[b][1].answer if scored[b][1].spans else None for b in rows],
             mask=placeholder_of(config, self.tokenizer, vocab) if masks else None,

@@ -18,6 +18,7 @@ from ..span import Span
 from ..text.find import Reasoning, find_reasoning
 from ..text.turns import find_turns
 from .config import CounterfactualConfig
+from .rollouts import check_traces
 from .weights import Gather
 
 
@@ -62,6 +63,7 @@ class CreditInputs:
             check_floating("advantages", own)
             compared = inputs.with_tokens
             check_finite("advantages", [rows.index[b] for b in compared], [own[b] for b in compared])
+        check_traces(rows, list(map(inputs.writes, range(len(rows)))), own)
         return inputs
 
     @property
@@ -111,7 +113,7 @@ def of_all_processes(inputs: CreditInputs, gather: Gather) -> CreditInputs:
         raise ValueError(
             f"rows: number {twice} is of two rows; with gather, Rows(index=...) must number those of all processes"
         )
-    prompts, completions = ([ids for part in parts for ids in getattr(part.rows, name)] for name in _IDS)
+    prompts, completions, rollouts = (list(chain.from_iterable(getattr(p.rows, name) for p in parts)) for name in _IDS)
     columns: dict[str, Any] = {}
     for name in vars(inputs).keys() - {"rows", "credited_rows"}:
         values = [getattr(part, name) for part in parts]
@@ -119,10 +121,10 @@ def of_all_processes(inputs: CreditInputs, gather: Gather) -> CreditInputs:
             columns[name] = torch.cat(values)
         elif values[0] is not None:
             columns[name] = list(chain.from_iterable(values))
-    return replace(inputs, rows=Rows(prompts, completions, index), **columns)
+    return replace(inputs, rows=Rows(prompts, completions, index, rollouts), **columns)
 
 
-_IDS = ("prompts", "completions")
+_IDS = ("prompts", "completions", "rollouts")
 
 
 def _on_host(name: str, column: Any, rows: Rows) -> Any:
@@ -238,8 +240,7 @@ def scored_as(
             f"{row.spans[0].start}, to be judged by a gold answer; give one, or an advantage of 0"
         )
     if probe is None:
-        token_ids(f"targets row {name}", target, vocab)
-        assert target is not None
+        target = token_ids(f"targets row {name}", target, vocab).cpu()
         fits = len(inputs.rows.prompts[b]) + (len(completion) if row.answer is None else row.answer.start) + len(target)
         if model is not None and (longest := context_length(model)) is not None and fits > longest:
             raise ValueError(
@@ -248,11 +249,11 @@ def scored_as(
             )
         if row.answer is not None:
             start = row.answer.start
-            other = torch.cat([completion[:start], target.cpu()])
+            other = torch.cat([completion[:start], target])
             return other, row._replace(answer=Span(start, start + len(target)))
         if not gold:
             raise ValueError(f"targets row {name}: the completion has no answer to replace; give a probe instead")
-        probe = Probe(target.cpu(), Span(0, len(target)))
+        probe = Probe(target, Span(0, len(target)))
     longer, answer = with_probe(name, completion, row.spans, probe, eos_ids, vocab)
     return longer, row._replace(answer=answer, end=len(longer) - len(probe.tokens))
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..model.parts import context_length, vocab_size
 from ..options import check_class
-from ..rows import Rows, check_columns, equal_prompts, token_ids
+from ..rows import Rows, check_columns, fed_together, token_ids
 from ..span import Span, span_inside
 
 
@@ -124,7 +124,7 @@ class ScoredBatch:
             place = b if places is None else places[b]
             scored.append(ScoredRow(prompt.numpy(), completion.numpy(), spans, answer, place, index))
         rule = _checked_mask(mask, scored, None if model is None else vocab_size(model))
-        groups = equal_prompts(rows.prompts)
+        groups = fed_together(rows)
         scored = [scored[b] for b in sorted(range(len(rows)), key=groups.__getitem__)]
         return cls(scored, rule, token_budget, [len(row.completion) for row in scored])
 

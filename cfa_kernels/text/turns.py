@@ -27,5 +27,5 @@ def find_turns(mask: Sequence[float] | torch.Tensor) -> list[Turn]:
         raise ValueError(f"mask, token {t}: must be 1 or 0, got {values[t]}")
     edges = np.flatnonzero(np.diff(values, prepend=0, append=0)).tolist()
     starts, ends = edges[::2], edges[1::2]
-    following = [*starts[1:], len(values)]
-    return [Turn(Span(*own), Span(own[1], later)) for *own, later in zip(starts, ends, following, strict=True)]
+    stops = [*starts, len(values)][1:] if starts else []
+    return [Turn(Span(*own), Span(own[1], later)) for *own, later in zip(starts, ends, stops, strict=True)]
