@@ -342,7 +342,7 @@ class Assignment:
                 importances, spans, row.answer, inputs.rows.lengths[b],
                 min_spread=estimate.min_spreads.get(b, 0.0), advantage=inputs.advantage(b),
             )  # fmt: skip
-        nodes = shared_nodes(inputs.rows)
+        nodes, judged = shared_nodes(inputs.rows), [b for b, row in weighed.items() if row.units]
         weighed = with_relatives(weighed, nodes, inputs.rows.rollouts)
         for b in weighed if config.control in ("permuted", "random") else ():
             generator = keyed_generator(*self.seed, index[b], "weights")
@@ -361,7 +361,7 @@ class Assignment:
             line = torch.where(written, line[: len(written)], 1.0 if added is None else 0.0)
             scaled = added is None and line[written].any()
             result[b] = normalized_weights(line, config.normalize, written) if scaled else line
-        result[:] = shared_out(result, nodes, list(map(inputs.writes, rows)), list(weighed))
+        result[:] = shared_out(result, nodes, list(map(inputs.writes, rows)), judged)
         none, nan = torch.zeros(0), torch.tensor(float("nan"))
         return Credit(
             weights=weights,

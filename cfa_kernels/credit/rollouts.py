@@ -111,12 +111,10 @@ def _key(nodes: np.ndarray, unit: Span) -> tuple[int, int]:
     return int(nodes[unit.start]), int(nodes[unit.end - 1])
 
 
-def shared_out(
-    lines: Sequence[Tensor], nodes: Nodes, written: Sequence[Tensor], credited: Sequence[int]
-) -> list[Tensor]:
-    """Give every token that the policy wrote the mean of `lines`, B tensors (T_b,), over the credited rows with it."""
+def shared_out(lines: Sequence[Tensor], nodes: Nodes, written: Sequence[Tensor], judged: Sequence[int]) -> list[Tensor]:
+    """Give every token that the policy wrote the mean of `lines`, B tensors (T_b,), over the `judged` rows with it."""
     result, masks = list(lines), {b: written[b].numpy() for b in nodes}
-    own = [b for b in credited if b in nodes]
+    own = [b for b in judged if b in nodes]
     if not own:
         return result
     places = np.concatenate([nodes[b][masks[b]] for b in own])

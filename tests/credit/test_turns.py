@@ -157,7 +157,9 @@ def test_redistributed_advantages_keep_their_sum_and_are_constant_in_a_turn(stre
     largest = max(abs(value - mean) for value in (3.0, 1.0, -0.5))
     for turn, value in zip(credit.spans[0], (3.0, 1.0, -0.5), strict=True):
         expected = advantage * (1 + strength * (value - mean) / largest)
-        assert credit.advantages[0][slice(*turn)].tolist() == pytest.approx([expected] * (turn.end - turn.start), abs=1e-6)
+        assert credit.advantages[0][slice(*turn)].tolist() == pytest.approx(
+            [expected] * (turn.end - turn.start), abs=1e-6
+        )
     assert credit.advantages[0][masks[0].bool()].sum().item() == pytest.approx(advantage * int(masks[0].sum()))
     assert credit.added[0][~masks[0].bool()].eq(0).all()
     assert credit.weights[0].eq(1).all()
