@@ -1,4 +1,4 @@
-"""Rows of one rollout: gradients of unshared rows, one credit for a shared token, traces that disagree, what is saved."""
+"""Rows of one rollout: gradients of rows fed apart, one credit for a shared token, rows that disagree, the savings."""
 
 import pytest
 import torch
