@@ -236,7 +236,7 @@ def judged(policy: Player, reference: Player, turns: int, settings: TurnsSetting
         masks.append(torch.tensor([own for ids, own in parts for _ in ids]))
     rows, columns = Rows(prompts, completions), dict[str, Any]()
     with torch.no_grad():
-        for name, player in (("logprobs", policy), ("ref_logprobs", reference)):
+        for name, player in (("old_logprobs", policy), ("ref_logprobs", reference)):
             columns[name] = [row.detach() for row in packed_logprobs(player.model, rows)]  # type: ignore[union-attr]
     scores = {}
     for name, options in ARMS.items():

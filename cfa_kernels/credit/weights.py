@@ -315,6 +315,19 @@ class Redistribute(WeightRule):
 
 
 @dataclass(frozen=True)
+class Added(WeightRule):
+    """Rule of signed estimators, which adds importances to the advantages; no configuration names it."""
+
+    name = "added"
+    signed = True
+
+    def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
+        """Take every importance, or its opposite, as the addition to its unit's advantage; 0 on tokens of no unit."""
+        values = -row.importances if inverted else row.importances
+        return spread_over_tokens(values, row.units, row.length).nan_to_num(nan=0.0)
+
+
+@dataclass(frozen=True)
 class OwnWeights(WeightRule):
     """Rule of the caller: a function from importances (K,), units, answer and length to weights (length,)."""
 

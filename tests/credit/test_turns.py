@@ -121,7 +121,7 @@ def test_progress_is_the_log_ratio_of_policy_and_reference_summed_over_a_turn():
     rows, masks = problem()
     draws = torch.Generator().manual_seed(0)
     own, reference = ([-torch.rand(n, generator=draws) for n in rows.lengths] for _ in range(2))
-    columns = {"mask": masks, "logprobs": own, "ref_logprobs": reference}
+    columns = {"mask": masks, "old_logprobs": own, "ref_logprobs": reference}
     credit = counterfactual_credit(
         None, CHARACTERS, rows, advantages=torch.tensor([1.0, -1.0, 1.0]), config=CounterfactualConfig("progress"),
         **columns,
@@ -134,7 +134,7 @@ def test_progress_is_the_log_ratio_of_policy_and_reference_summed_over_a_turn():
     assert credit.weights[0][credit.spans[0][right].start] == 4  # most of a right rollout's advantage
     assert credit.weights[1][credit.spans[1][wrong].start] == 0.5  # least of a wrong one's
     own[1][8] = float("nan")
-    with pytest.raises(ValueError, match="logprobs - ref_logprobs, row 1, token 8: must be finite, got nan"):
+    with pytest.raises(ValueError, match="old_logprobs - ref_logprobs, row 1, token 8: must be finite, got nan"):
         counterfactual_credit(None, CHARACTERS, rows, config=CounterfactualConfig("progress"), **columns)
     del columns["ref_logprobs"]
     with pytest.raises(ValueError, match="ref_logprobs must be given"):
@@ -203,7 +203,7 @@ def test_a_rollout_of_more_turns_gets_no_more_in_sum():
         ({"target": "gold"}, {"targets": ["6" * 300, "5", "5"]}, "targets row 10: 300 tokens after .* context of 256"),
         ({"target": "gold"}, {"targets": ["6", "5" * 300, "5"]}, "targets row 11: 300 tokens after .* context of 256"),
         ({"target": "gold"}, {"targets": [torch.tensor([9999])] * 3}, "targets row 10: id 9999 at position 0 is outs"),
-        ({"estimator": "progress", "weights": "redistribute"}, {"logprobs": 0, "ref_logprobs": 0}, "advantages must"),
+        ({"estimator": "progress", "weights": "redistribute"}, {"old_logprobs": 0, "ref_logprobs": 0}, "advantages"),
     ],
 )  # fmt: skip
 def test_bad_columns_are_named_by_row_before_anything_is_fed(model, options, columns, message):
