@@ -10,6 +10,7 @@ from ..loss.ragged import LossBatch
 from ..model.parts import causal_lm
 from ..model.run_inside import run_inside
 from ..rows import Rows
+from ..scoring.access import ModelAccess
 from ..scoring.packed import packed_forward
 from .assign import Credit
 from .config import CounterfactualConfig, as_config
@@ -37,6 +38,8 @@ def credited_loss(
     mask: Sequence[Tensor] | None = None,
     groups: Tensor | None = None,
     rewards: Tensor | Sequence[float] | None = None,
+    targets: Sequence[Tensor | str | None] | None = None,
+    scorer: nn.Module | ModelAccess | None = None,
     seed: int | Sequence[int] = 0,
     token_budget: int | None = None,
     **options: Any,
@@ -55,7 +58,8 @@ def credited_loss(
         old_logprobs: B tensors (T_b,) under the sampling policy; None means on-policy.
         ref_logprobs: B tensors (T_b,), needed when `beta != 0`.
         mask: B tensors (T_b,) of 0 and 1, the tokens that the policy wrote and the loss counts; None for all.
-        groups, rewards, seed: as in `counterfactual_credit`.
+        groups, rewards, targets, seed: as in `counterfactual_credit`.
+        scorer: model that judges in place of `model`, such as a frozen reference; credit then takes forwards of its own.
         token_budget: maximum tokens of each forward; default by free memory.
         **options: those of `linear_policy_loss`, `loss_type` and `temperature` among them.
 
@@ -68,20 +72,26 @@ def credited_loss(
         columns: dict[str, Any] = {"mask": mask, "ref_logprobs": ref_logprobs, **options}
         plain = LossBatch.of(rows, old_logprobs, advantages, **columns)
         temperature = options.get("temperature", 1.0)
-        inputs = Batch(rows, advantages=advantages, groups=groups, rewards=rewards, mask=mask)
+        inputs = Batch(
+            rows, advantages=advantages, groups=groups, rewards=rewards, mask=mask, targets=targets,
+            old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
+        )  # fmt: skip
         assigned = DeferredCredit(config, tokenizer, inputs, seed=seed, temperature=temperature)
         every = range(len(rows))
-        reads = assigned.reads(every)  # also a completion without an advantage, where completions are compared
+        if scorer is not None:
+            assigned.by_model(scorer)
+        reads = [one and scorer is None for one in assigned.reads(every)]  # also one without an advantage, if compared
         forward = packed_forward(
             causal,
             rows,
             needed=[n if read else need for n, need, read in zip(rows.lengths, plain.needed(), reads, strict=True)],
             trained=[one or read for one, read in zip(plain.trained.tolist(), reads, strict=True)],
             token_budget=token_budget,
-            keep_states=config.continues,
-            foreseen=assigned.foreseen(every, causal),
+            keep_states=config.continues and scorer is None,
+            foreseen=assigned.foreseen(every, causal) if scorer is None else None,
         )
-        assigned.by_forward(every, forward)
+        if scorer is None:
+            assigned.by_forward(every, forward)
         batch = LossBatch.of(rows, old_logprobs, assigned.signed(every), weights=assigned.weights(every), **columns)
         loss, metrics, logprobs = forward.policy_loss(batch)
         found = assigned.finished()

@@ -148,6 +148,19 @@ def test_the_packed_step_credits_turns_of_traces_as_apart():
     assert_same_gradients(gradients(model, result.loss), gradients(model, theirs))
 
 
+def test_a_frozen_reference_judges_in_the_models_place():
+    model, reference = (make_model("Qwen3", vocab_size=128, num_hidden_layers=layers) for layers in (3, 2))
+    config = CounterfactualConfig(units="turns", target="gold", weights="redistribute", strength=2.0)
+    columns = {"mask": MASKS, "targets": ["81"] * 5}
+    result = credited_loss(
+        model, CHARACTERS, ROWS, ADVANTAGES, credit=config, scorer=reference, loss_type="dapo", **columns
+    )
+    alone = counterfactual_credit(reference, CHARACTERS, ROWS, advantages=ADVANTAGES, config=config, **columns)
+    torch.testing.assert_close(result.credit.advantages, alone.advantages, rtol=0, atol=0)
+    ours = packed_policy_loss(model, ROWS, None, alone.advantages, mask=MASKS, loss_type="dapo").loss
+    assert_same_gradients(gradients(model, result.loss), gradients(model, ours))
+
+
 def test_traces_that_disagree_on_their_own_prefix_are_named_by_rollout_rows_and_turn():
     config, partly = CounterfactualConfig(units="turns"), MASKS[1].clone()
     partly[3:6] = 0
