@@ -22,10 +22,13 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .credit.deferred import token_entropies as token_entropies
     from .credit.loss import CreditedLoss as CreditedLoss
     from .credit.loss import credited_loss as credited_loss
+    from .credit.rollouts import Sharing as Sharing
+    from .credit.rollouts import rollout_sharing as rollout_sharing
     from .credit.weights import Bilevel as Bilevel
     from .credit.weights import Identity as Identity
     from .credit.weights import OwnWeights as OwnWeights
     from .credit.weights import Range as Range
+    from .credit.weights import Redistribute as Redistribute
     from .credit.weights import TopShare as TopShare
     from .credit.weights import span_weights as span_weights
     from .estimators.base import Estimator as Estimator
@@ -38,6 +41,7 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .estimators.masking import Masking as Masking
     from .estimators.prefix_gain import PrefixGain as PrefixGain
     from .estimators.probes import Probe as Probe
+    from .estimators.progress import Progress as Progress
     from .estimators.siblings import PrefixTreeValues as PrefixTreeValues
     from .estimators.siblings import SiblingEdits as SiblingEdits
     from .estimators.total_effects import total_effects as total_effects
@@ -72,6 +76,8 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .text.answers import answer_text_span as answer_text_span
     from .text.find import detect_spans as detect_spans
     from .text.find import find_answer as find_answer
+    from .text.turns import Turn as Turn
+    from .text.turns import find_turns as find_turns
 
 __version__ = "0.1.0"
 
@@ -81,7 +87,8 @@ _PUBLIC = {
     "credit.deferred": "DeferredCredit Draws credited_advantages token_entropies",
     "credit.config": "AnswerRules CounterfactualConfig SpanRules",
     "credit.loss": "CreditedLoss credited_loss",
-    "credit.weights": "Bilevel Identity OwnWeights Range TopShare span_weights",
+    "credit.rollouts": "Sharing rollout_sharing",
+    "credit.weights": "Bilevel Identity OwnWeights Range Redistribute TopShare span_weights",
     "estimators.base": "Estimator Importances OwnFunction",
     "estimators.entropy": "Entropy EntropyShaping",
     "estimators.external": "External",
@@ -89,6 +96,7 @@ _PUBLIC = {
     "estimators.masking": "Masking",
     "estimators.prefix_gain": "PrefixGain",
     "estimators.probes": "Probe",
+    "estimators.progress": "Progress",
     "estimators.siblings": "PrefixTreeValues SiblingEdits",
     "estimators.total_effects": "total_effects",
     "model.run_inside": "run_inside",
@@ -107,6 +115,7 @@ _PUBLIC = {
     "span": "Span",
     "text.answers": "answer_text_span",
     "text.find": "detect_spans find_answer",
+    "text.turns": "Turn find_turns",
 }
 """The public names by the module that each is imported from."""
 

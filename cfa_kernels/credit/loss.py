@@ -59,7 +59,7 @@ def credited_loss(
         ref_logprobs: B tensors (T_b,), needed when `beta != 0`.
         mask: B tensors (T_b,) of 0 and 1, the tokens that the policy wrote and the loss counts; None for all.
         groups, rewards, targets, seed: as in `counterfactual_credit`.
-        scorer: model that judges in place of `model`, such as a frozen reference; credit then takes forwards of its own.
+        scorer: model that judges in place of `model`, such as a frozen reference, by forwards of its own.
         token_budget: maximum tokens of each forward; default by free memory.
         **options: those of `linear_policy_loss`, `loss_type` and `temperature` among them.
 
