@@ -157,6 +157,13 @@ LOSS_COLUMNS = ("weights", "old_logprobs", "ref_logprobs", "sampling_logprobs", 
 _SETTINGS = ("placeholder", "token_budget", "seed", "special_ids")
 
 
+def batch_and_options(rows: Rows | Batch, given: Mapping[str, Any]) -> tuple[Batch, dict[str, Any]]:
+    """Make a batch of rows with the columns among the keyword arguments `given`; return what is left of them too."""
+    columns = {name: column for name, column in given.items() if name in _READ}
+    batch = rows.with_columns(**columns) if isinstance(rows, Batch) else Batch(rows, **columns)
+    return batch, {name: value for name, value in given.items() if name not in columns}
+
+
 def _taken(value: Any, rows: list[int]) -> Any:
     if isinstance(value, Rows):
         return value.take(rows)
@@ -178,7 +185,11 @@ def _listed(name: str, column: Any, batch: Batch) -> Any:
 
 def _tokens(name: str, column: Any, batch: Batch) -> Any:
     check_tokens(name, column, batch.rows)
-    return column.detach().cpu() if isinstance(column, Tensor) else [row.detach().cpu() for row in column]
+    if isinstance(column, Tensor):
+        return column.detach().cpu()
+    if len(devices := {row.device for row in column}) == 1 and devices != {torch.device("cpu")}:  # one copy for all
+        column = torch.cat(list(column)).cpu().split(batch.rows.lengths)
+    return [row.detach().cpu() for row in column]
 
 
 def _advantages(name: str, column: Any, batch: Batch) -> Any:

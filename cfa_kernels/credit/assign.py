@@ -15,7 +15,7 @@ from ..estimators.base import ANSWER, LOG_RATIOS, SIBLINGS, Importances, OwnFunc
 from ..model.check.accuracy import ACCURACY
 from ..model.parts import vocab_size
 from ..options import as_numbers
-from ..rows import Rows, equal_prompts, keyed_generator, pad_rows
+from ..rows import Rows, check_columns, check_floating, equal_prompts, keyed_generator, pad_rows
 from ..scoring.access import CAPABILITIES, ModelAccess, as_access
 from ..scoring.branches import check_ids
 from ..scoring.masked import ScoringWork
@@ -93,6 +93,26 @@ class Credit:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"texts": None}
+
+    def applied_to(self, advantages: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+        """Multiply advantages, (B,) or B tensors (T_b,), by the weights, or replace them by signed credit; same dtype.
+
+        Returns B tensors (T_b,), or (B,) as they are if every weight is 1. Raises `ValueError` for a dtype that is not
+        floating point.
+        """
+        check_columns(self.weights, advantages=advantages)
+        check_floating("advantages", advantages)
+        if self.advantages is None and isinstance(advantages, Tensor) and all((row == 1).all() for row in self.weights):
+            return advantages
+        # As weighing each token's clipped loss: min(r A, clip(r) A) w = min(r A w, clip(r) A w) for w >= 0.
+        signed = zip(advantages, self.advantages or advantages, self.weights, strict=True)
+        return [(row * weights.to(row)).to(own) for own, row, weights in signed]
+
+    def as_weights(self) -> list[Tensor]:
+        """Return the weights; raise `ValueError` if credit is signed, which weights cannot express."""
+        if self.advantages is not None:
+            raise ValueError("credit is signed, which weights cannot express: train on credit.applied_to(advantages)")
+        return self.weights
 
     def padded(self, width: int | None = None) -> Tensor:
         """Pad the weights with 1 to (B, width), by default as wide as the longest completion."""
@@ -173,26 +193,6 @@ class Credit:
 _COLUMNS = ("weights", "answers", "spans", "drop", "advantages", "added")  # of `Credit`, lists of B
 
 
-def counterfactual_weights(
-    model: nn.Module | ModelAccess,
-    tokenizer: Any,
-    rows: Rows,
-    *,
-    advantages: Tensor | Sequence[Tensor] | None = None,
-    config: CounterfactualConfig | None = None,
-    seed: int | Sequence[int] = 0,
-    mask: Sequence[Tensor] | None = None,
-) -> list[Tensor]:
-    """Weigh the tokens of rows, B tensors (T_b,) fp32: `counterfactual_credit(...).weights`.
-
-    Also raises `ValueError` if credit is signed, which weights cannot express.
-    """
-    credit = counterfactual_credit(model, tokenizer, rows, advantages=advantages, config=config, seed=seed, mask=mask)
-    if credit.advantages is not None:
-        raise ValueError("config: its estimator is signed; use counterfactual_credit and train on its advantages")
-    return credit.weights
-
-
 def counterfactual_credit(
     model: nn.Module | ModelAccess,
     tokenizer: Any,
@@ -206,8 +206,8 @@ def counterfactual_credit(
     """Find answers and units of completions, estimate importances, and weigh every token.
 
     Args:
-        model: as in `score_counterfactuals`, or another `ModelAccess`: `LogprobService`, or the `TrainingForward` of a
-            forward that was given the same `rows`. Estimators that only compare completions do not use it.
+        model: as in `score_counterfactuals`, or another `ModelAccess`: `LogprobService`, or the `PackedForward` of
+            these `rows`, with `keep_states`. Estimators that only compare completions do not use it.
         tokenizer: the one that sampled the ids.
         rows: prompts and completions, or a batch with its columns; an empty completion gets no credit.
         config: default `CounterfactualConfig()`.
@@ -236,7 +236,7 @@ def counterfactual_credit(
     Raises:
         ValueError: columns that are not as described; an estimator that lacks a column, or gives values of the wrong
             number or that are not finite; names the row. Also rows of other numbers or lengths than those of the
-            `TrainingForward`, whose tokens are not compared, and rows of two processes with one number.
+            `PackedForward`, whose tokens are not compared, and rows of two processes with one number.
         TypeError: `config` is not a configuration.
         NotImplementedError: an estimator needs what this access to the model does not offer.
         Also what the estimator itself raises.

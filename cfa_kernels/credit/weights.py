@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..ops.row_softmax import FLOAT32_NOISE
-from ..options import NotNegative, Share, as_numbers, check_fields
+from ..options import NotNegative, Share, as_numbers, check_class, check_fields
+from ..rows import check_finite, check_floating
 from ..span import Span, span_inside
 
 Control = Literal["inverted", "permuted", "random", "off"]
@@ -115,6 +116,31 @@ def normalized_weights(weights: Tensor, normalize: str | None, mask: Tensor | No
     if mean == 0:
         raise ValueError("normalize='mean' needs a weight above 0, all are 0")
     return weights / mean if mask is None else torch.where(mask, weights / mean, weights)
+
+
+def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
+    """Multiply advantages by token weights: the same as weighing the clipped loss of each token, but for a KL term.
+
+    Args:
+        advantages: (B,) or (B, T), float; others are a `ValueError`.
+        weights: (B, T), finite and >= 0; others are a `ValueError`.
+
+    Returns:
+        (B, T) in advantages' dtype; `advantages` itself if every weight is 1, so that a host's own arithmetic is
+        bitwise unchanged.
+    """
+    check_class(Tensor, advantages=advantages, weights=weights)
+    if weights.dim() != 2 or advantages.shape not in (weights.shape, weights.shape[:1]):
+        raise ValueError(
+            f"advantages must be (B,) or (B, T) for weights (B, T), got {tuple(advantages.shape)} and "
+            f"{tuple(weights.shape)}"
+        )
+    check_floating("advantages", advantages)
+    check_finite("weights", range(len(weights)), weights, low=0.0)
+    if (weights == 1).all():
+        return advantages
+    columns = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
+    return columns * weights.to(columns)
 
 
 def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,8 @@ from ..credit.config import RECOMMENDED, as_config
 from ..credit.deferred import DeferredCredit, Draws
 from ..credit.nothing import NOT_MIXED, why_nothing
 from ..estimators.base import SIBLINGS
-from ..loss.checks import LEVELS, LEVELS_OF, LossOptions, weights_sequences
+from ..loss.checks import LossOptions, weights_sequences
+from ..loss.types import LEVELS, LOSS_TYPES
 from ..model.check.verify import check_supported, check_trainable
 from ..model.compile_layers import compile_layers
 from ..model.parts import causal_lm, vocab_size
@@ -459,7 +460,7 @@ def _packing_obstacles(trainer: Any) -> list[str]:
             f"loss_type={trainer.loss_type!r}: it is not one of {', '.join(_OF_TRL)}",
         ),
         (
-            trainer.importance_sampling_level not in LEVELS_OF.get(trainer.loss_type, LEVELS),
+            trainer.importance_sampling_level not in getattr(LOSS_TYPES.get(trainer.loss_type), "levels", LEVELS),
             f"importance_sampling_level={trainer.importance_sampling_level!r} with loss_type={trainer.loss_type!r}",
         ),
         *(

@@ -11,7 +11,6 @@ import torch
 
 from cfa_kernels import Batch, CounterfactualConfig, Credit, DeferredCredit, Draws, Importances, packed_forward
 from cfa_kernels.credit import deferred
-from cfa_kernels.credit.deferred import credited_advantages
 from cfa_kernels.integrations import trl_credit
 from tests.support.log_prob_hosts import batch_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -146,11 +145,11 @@ def test_rows_of_several_processes_need_numbers_of_their_own():
 def test_integer_advantages_are_not_credited_as_their_products_with_weights_would_be_cut_to_integers(signed):
     half = [torch.full((2,), 0.5), torch.ones(2)]
     credit = Credit(half, [None] * 2, [[], []], half, torch.zeros(2), None, advantages=half if signed else None)
-    assert torch.stack(credited_advantages(torch.tensor([1.0, -1.0]), credit))[0].tolist() == [0.5 - 0.25 * signed] * 2
+    assert torch.stack(credit.applied_to(torch.tensor([1.0, -1.0])))[0].tolist() == [0.5 - 0.25 * signed] * 2
     for advantages in (torch.tensor([1, -1]), [torch.ones(2), torch.tensor([1, -1])]):
         message = r"advantages must be floating point, got torch.int64; convert them with \.float\(\)"
         with pytest.raises(ValueError, match=message):
-            credited_advantages(advantages, credit)
+            credit.applied_to(advantages)
 
 
 @pytest.mark.parametrize("options", DRAWN, ids=str)

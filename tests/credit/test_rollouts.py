@@ -64,7 +64,7 @@ def test_gradients_of_rows_that_share_prefixes_are_those_of_rows_fed_apart(name,
         model.set_attn_implementation("eager")
     weights = [torch.rand(n, generator=torch.Generator().manual_seed(n)) * 3 for n in ROWS.lengths]
     options = {"weights": weights, "mask": MASKS, "loss_type": "dapo", "token_budget": budget}
-    ours = packed_policy_loss(model, ROWS, None, ADVANTAGES, **options).loss
+    ours = packed_policy_loss(model, ROWS, advantages=ADVANTAGES, **options).loss
     theirs = loss_of_plain_rows(model, weights)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
     assert_same_gradients(gradients(model, ours), gradients(model, theirs))
@@ -140,7 +140,7 @@ def test_a_trace_without_an_answer_gets_the_credit_of_what_others_share_with_it(
 def test_the_packed_step_credits_turns_of_traces_as_apart():
     model = make_model("Qwen3", vocab_size=128)
     config = CounterfactualConfig(units="turns", mask_observation=True)
-    result = credited_loss(model, CHARACTERS, ROWS, ADVANTAGES, credit=config, mask=MASKS, loss_type="dapo")
+    result = credited_loss(model, CHARACTERS, ROWS, advantages=ADVANTAGES, credit=config, mask=MASKS, loss_type="dapo")
     apart = counterfactual_credit(model, CHARACTERS, ROWS, advantages=ADVANTAGES, config=config, mask=MASKS)
     torch.testing.assert_close(result.credit.weights, apart.weights, rtol=0, atol=1e-3)
     theirs = loss_of_plain_rows(model, result.credit.weights)
@@ -153,11 +153,11 @@ def test_a_frozen_reference_judges_in_the_models_place():
     config = CounterfactualConfig(units="turns", target="gold", weights="redistribute", strength=2.0)
     columns = {"mask": MASKS, "targets": ["81"] * 5}
     result = credited_loss(
-        model, CHARACTERS, ROWS, ADVANTAGES, credit=config, scorer=reference, loss_type="dapo", **columns
+        model, CHARACTERS, ROWS, advantages=ADVANTAGES, credit=config, scorer=reference, loss_type="dapo", **columns
     )
     alone = counterfactual_credit(reference, CHARACTERS, ROWS, advantages=ADVANTAGES, config=config, **columns)
     torch.testing.assert_close(result.credit.advantages, alone.advantages, rtol=0, atol=0)
-    ours = packed_policy_loss(model, ROWS, None, alone.advantages, mask=MASKS, loss_type="dapo").loss
+    ours = packed_policy_loss(model, ROWS, advantages=alone.advantages, mask=MASKS, loss_type="dapo").loss
     assert_same_gradients(gradients(model, result.loss), gradients(model, ours))
 
 
