@@ -11,10 +11,13 @@ from .credit.deferred import Draws as Draws
 from .credit.deferred import token_entropies as token_entropies
 from .credit.loss import CreditedLoss as CreditedLoss
 from .credit.loss import credited_loss as credited_loss
+from .credit.rollouts import Sharing as Sharing
+from .credit.rollouts import rollout_sharing as rollout_sharing
 from .credit.weights import Bilevel as Bilevel
 from .credit.weights import Identity as Identity
 from .credit.weights import OwnWeights as OwnWeights
 from .credit.weights import Range as Range
+from .credit.weights import Redistribute as Redistribute
 from .credit.weights import TopShare as TopShare
 from .credit.weights import fold_weights as fold_weights
 from .credit.weights import span_weights as span_weights
@@ -28,6 +31,7 @@ from .estimators.gradient import Gradient as Gradient
 from .estimators.masking import Masking as Masking
 from .estimators.prefix_gain import PrefixGain as PrefixGain
 from .estimators.probes import Probe as Probe
+from .estimators.progress import Progress as Progress
 from .estimators.siblings import PrefixTreeValues as PrefixTreeValues
 from .estimators.siblings import SiblingEdits as SiblingEdits
 from .estimators.total_effects import total_effects as total_effects
@@ -59,5 +63,7 @@ from .span import Span as Span
 from .text.answers import answer_text_span as answer_text_span
 from .text.find import detect_spans as detect_spans
 from .text.find import find_answer as find_answer
+from .text.turns import Turn as Turn
+from .text.turns import find_turns as find_turns
 
 __version__: str

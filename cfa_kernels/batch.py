@@ -58,7 +58,7 @@ class Batch:
         entropies: B tensors (T_b,) of the distribution of each sampled token, nats.
         external: B tensors or lists with a number for each unit or each token, the caller's own importances.
         probes: B `Probe`s to append and score in place of the completion's own answer, or None.
-        targets: B 1-D int64 tensors of tokens to score in place of its own answer, or None.
+        targets: B 1-D int64 tensors of tokens, or texts, to score in place of its own answer, or None.
         mask: B tensors (T_b,) bool, given as 0 and 1: the tokens that the policy wrote and the loss counts.
         weights: B tensors (T_b,), factors of each token's loss; credit multiplies its own by them.
         old_logprobs, ref_logprobs, sampling_logprobs: B tensors (T_b,), nats, under the sampling policy, the reference
@@ -80,7 +80,7 @@ class Batch:
     entropies: list[Tensor] | None = None
     external: Sequence[Any] | None = None
     probes: Sequence[Any] | None = None
-    targets: Sequence[Tensor | None] | None = None
+    targets: Sequence[Tensor | str | None] | None = None
     mask: list[Tensor] | None = None
     weights: list[Tensor] | None = None
     old_logprobs: list[Tensor] | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import LOSS_COLUMNS, Batch
-from ..estimators.base import ANSWER, SIBLINGS, Importances, OwnFunction
+from ..estimators.base import ANSWER, LOG_RATIOS, SIBLINGS, Importances, OwnFunction
 from ..model.check.accuracy import ACCURACY
 from ..model.parts import vocab_size
 from ..options import as_numbers
@@ -25,18 +25,22 @@ from ..text.find import Reasoning
 from ..text.offsets import decoded
 from ..tree.prefix_tree import Query
 from .config import CounterfactualConfig, as_config
+from .rollouts import shared_nodes, shared_out, with_relatives
 from .shown import as_html, as_table
 from .units import (
+    advantage_of,
     check_advantages,
     compared_rows,
     find_units,
+    judged_spans,
     of_all_processes,
     placeholder_of,
     scored_as,
     special_ids,
+    target_ids,
     written,
 )
-from .weights import Gather, WeightInputs, normalized_weights, opened, spread_over_tokens, with_draws
+from .weights import Added, Gather, WeightInputs, normalized_weights, opened, with_draws
 
 FIGURES: dict[str, str] = {
     "credit/weight_mean": "mean",
@@ -221,7 +225,10 @@ def counterfactual_credit(
         external: B tensors or lists with a number for each unit or each token of the completion, for `external`.
         probes: for each completion a `Probe` to append and score in place of its own answer, or None. Gives units to
             completions without an answer; nothing is trained on it.
-        targets: for each completion 1-D int64 tokens to score in place of its own answer, which it must have, or None.
+        targets: for each completion 1-D int64 tokens or a text to score in place of its own answer, which it must have,
+            or None. With `target="gold"` each judged completion needs one; it follows the end of one without answer.
+        old_logprobs, ref_logprobs: B tensors (T_b,) of each sampled token under the policy and under a reference, nats,
+            for `progress`.
         mask: B tensors (T_b,), 1 on tokens that the policy wrote, 0 on others, such as a tool's, in any number of runs;
             by default those whose advantage is not 0, where advantages are per token, else all. Tokens of others are in
             no answer and no unit, weigh 1, and count in no mean. A row without any is compared with others, not judged.
@@ -238,7 +245,8 @@ def counterfactual_credit(
 
     def checked() -> Batch:
         batch = rows.with_columns(**columns) if isinstance(rows, Batch) else Batch(rows, **columns)
-        batch = batch.with_columns(**dict.fromkeys(LOSS_COLUMNS))
+        unread = {*LOSS_COLUMNS} - ({"old_logprobs", "ref_logprobs"} if LOG_RATIOS in config.needs else set())
+        batch = batch.with_columns(**dict.fromkeys(unread))
         check_advantages(batch, config.completions)
         return batch
 
@@ -293,6 +301,9 @@ class Assignment:
             keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
         except TypeError as error:
             raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
+        if config.target == "gold" and config.runs_estimator and batch.targets is None:
+            raise ValueError("targets must be given with target='gold': a gold answer for each row, got None")
+        batch = batch.with_columns(targets=target_ids(batch.targets, tokenizer))
         return cls(config, access, tokenizer, batch, find_units(config, tokenizer, batch), keys)
 
     def foreseen(self) -> list[list[Query]] | None:
@@ -317,24 +328,29 @@ class Assignment:
         weighed: dict[int, WeightInputs] = {}
         for b, row in reasoning.items() if config.control != "off" else ():
             importances = estimate.compared.get(b, torch.zeros(0))
+            if config.rewards_units and advantage_of(batch, b) < 0:
+                importances = -importances  # what is good in itself deserves less of a negative advantage
             spans = row.spans if b in estimate.compared or is_random else []
             spans = opened(spans) if config.open_spans else spans
             weighed[b] = WeightInputs(
-                importances, spans, row.answer, lengths[b], min_spread=estimate.min_spreads.get(b, 0.0)
-            )
-            if config.control in ("permuted", "random"):
-                generator = keyed_generator(*self.seed, batch.index[b], "weights")
-                weighed[b] = with_draws(weighed[b], rule, config.control, generator)
-        if rule is not None:
-            for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted, gather=gather), strict=True):
-                own = written(batch, b)
-                line = torch.where(own, line, 1.0)
-                weights[b] = normalized_weights(line, config.normalize, own) if line[own].any() else line
-        elif config.control != "off":
+                importances, spans, row.answer, lengths[b],
+                min_spread=estimate.min_spreads.get(b, 0.0), advantage=advantage_of(batch, b),
+            )  # fmt: skip
+        nodes, judged = shared_nodes(batch.rows), [b for b, row in weighed.items() if row.units]
+        weighed = with_relatives(weighed, nodes, batch.rows.rollouts)
+        for b in weighed if config.control in ("permuted", "random") else ():
+            generator = keyed_generator(*self.seed, batch.index[b], "weights")
+            weighed[b] = with_draws(weighed[b], rule, config.control, generator)  # type: ignore[arg-type]
+        lines = (rule or Added())(list(weighed.values()), inverted=inverted, gather=gather)
+        if config.control != "off" and (rule is None or rule.signed):
             added = [torch.zeros(length) for length in lengths]
-            for b, (importances, units, _, length, *_) in weighed.items():
-                values = -importances if inverted else importances
-                added[b] = spread_over_tokens(values, units, length).nan_to_num(nan=0.0)
+        result = weights if added is None else added
+        for b, line in zip(weighed, lines, strict=True):
+            own = written(batch, b)
+            line = torch.where(own, line[: len(own)], 1.0 if added is None else 0.0)
+            scaled = added is None and line[own].any()
+            result[b] = normalized_weights(line, config.normalize, own) if scaled else line
+        result[:] = shared_out(result, nodes, [written(batch, b) for b in rows], judged)
         none, nan = torch.zeros(0), torch.tensor(float("nan"))
         return Credit(
             weights=weights,
@@ -378,7 +394,7 @@ class Assignment:
         """List the rows that the estimator judges or compares, and make its batch of them."""
         config, none, masks = self.config, Reasoning(None, 0, []), ANSWER in self.config.estimator.needs
         rows = compared_rows(self.batch) if config.compares else list(self._units)
-        special = special_ids(self.tokenizer)
+        special, gold = special_ids(self.tokenizer), config.target == "gold"
         has_model = self.access.module is not None and config.needs & set(CAPABILITIES)
         model = self.access.model if has_model else None
         vocab = None if model is None else vocab_size(model)
@@ -386,9 +402,13 @@ class Assignment:
         groups = torch.tensor(equal_prompts(self.batch.rows.prompts)) if groups is None else groups
         if SIBLINGS in config.needs and len(groups.unique()) == len(groups):  # with those that have no reward
             raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
-        columns = [scored_as(self.batch, b, self.reasoning.get(b, none), special, vocab) for b in rows]
+        columns = []
+        for b in rows:
+            row = self.reasoning.get(b, none)
+            row = row._replace(spans=judged_spans(config, self.batch, b, row, special))
+            columns.append(scored_as(self.batch, b, row, special, model, gold))
         part = self.batch.take(rows)  # a copy: an estimator may write
-        scored = Rows(part.rows.prompts, [completion for completion, _ in columns], part.index)
+        scored = Rows(part.rows.prompts, [completion for completion, _ in columns], part.index, part.rows.rollouts)
         check_ids(model, scored)
         return rows, part.with_columns(
             groups=groups[rows],
@@ -405,7 +425,8 @@ class Assignment:
     def _advantages(self, added: Sequence[Tensor]) -> list[Tensor]:
         own, name = self.batch.advantages, self.config.estimator.name
         if own is None:
-            raise ValueError(f"advantages must be given: estimator={name!r} adds to them, got None")
+            cause = f"estimator={name!r}" if self.config.weights is None else f"weights={self.config.weights.name!r}"
+            raise ValueError(f"advantages must be given: {cause} adds to them, got None")
         return [row.float() + extra for row, extra in zip(own, added, strict=True)]
 
 

@@ -77,6 +77,7 @@ class DeferredCredit:
         self.seconds = 0.0
         self._seed = seed
         self._assigned = set[int]()
+        self._compares = config.compares_rows or len({*batch.rows.rollouts}) < len(batch)  # also rows of one rollout
         self._is_reported = False
         self._prepared: tuple[list[int], Assignment] | None = None  # for the next forward, of these rows
 
@@ -95,8 +96,8 @@ class DeferredCredit:
 
     def compares_beyond(self, forwards: Sequence[Sequence[int]]) -> bool:
         """Whether completions are compared that no single one of the `forwards`, each of some rows, has all of."""
-        if not self.config.compares_rows or self._gather is not None:
-            return self.config.compares_rows
+        if not self._compares or self._gather is not None:
+            return self._compares
         others = {*range(len(self.batch))}.difference(*forwards)
         return len(forwards) > 1 or any(self.reads(sorted(others)))
 
@@ -105,7 +106,7 @@ class DeferredCredit:
 
         None for none, and on a CPU, where their backward costs more than another forward. Call it before that forward.
         """
-        alone = inside(causal) is not None or stands_alone(ModelWalk.of(causal)) or self.config.compares_rows
+        alone = inside(causal) is not None or stands_alone(ModelWalk.of(causal)) or self._compares
         if input_device(causal).type == "cpu" or alone or not self.config.continues or self.config.reads_entropies:
             return None
         began, rows = time.perf_counter(), list(rows)

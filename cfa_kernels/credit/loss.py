@@ -10,6 +10,7 @@ from ..loss.ragged import LossBatch
 from ..model.parts import causal_lm
 from ..model.run_inside import run_inside
 from ..rows import Rows
+from ..scoring.access import ModelAccess
 from ..scoring.packed import packed_forward
 from .assign import Credit
 from .config import CounterfactualConfig, as_config
@@ -31,6 +32,7 @@ def credited_loss(
     rows: Rows | Batch,
     *,
     credit: CounterfactualConfig | str,
+    scorer: nn.Module | ModelAccess | None = None,
     seed: int | Sequence[int] = 0,
     token_budget: int | None = None,
     **options: Any,
@@ -45,6 +47,7 @@ def credited_loss(
         tokenizer: the one that sampled the ids.
         rows: prompts and completions, or a batch with its columns.
         credit: configuration of credit, or the name of a preset.
+        scorer: model that judges in place of `model`, such as a frozen reference, by forwards of its own.
         seed: as in `counterfactual_credit`.
         token_budget: maximum tokens of each forward; default by free memory.
         **options: columns of `Batch` by name, `advantages` among them, as `packed_policy_loss` and
@@ -59,7 +62,9 @@ def credited_loss(
         batch, others = batch_and_options(rows, options)
         plain, every = LossBatch.of(batch, **others), range(len(batch))
         assigned = DeferredCredit(config, tokenizer, batch, seed=seed, temperature=others.get("temperature", 1.0))
-        reads = assigned.reads(every)  # also a completion without an advantage, where completions are compared
+        if scorer is not None:
+            assigned.by_model(scorer)
+        reads = [one and scorer is None for one in assigned.reads(every)]  # also one without an advantage, if compared
         needed = zip(batch.rows.lengths, plain.needed(), reads, strict=True)
         forward = packed_forward(
             causal,
@@ -67,10 +72,11 @@ def credited_loss(
             needed=[length if read else count for length, count, read in needed],
             trained=[one or read for one, read in zip(plain.trained.tolist(), reads, strict=True)],
             token_budget=token_budget,
-            keep_states=config.continues,
-            foreseen=assigned.foreseen(every, causal),
+            keep_states=config.continues and scorer is None,
+            foreseen=assigned.foreseen(every, causal) if scorer is None else None,
         )
-        assigned.by_forward(every, forward)
+        if scorer is None:
+            assigned.by_forward(every, forward)
         loss, metrics, logprobs = forward.policy_loss(batch.with_columns(**assigned.columns(every)), **others)
         found = assigned.of(every)
         return CreditedLoss(loss, {**metrics, **found.metrics(batch.mask)}, logprobs, found)

@@ -12,16 +12,18 @@ from .. import CounterfactualConfig
 from ..batch import Batch
 from ..credit.deferred import DeferredCredit
 from ..estimators import ESTIMATORS
-from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, NEEDS, REWARDS, SIBLINGS, Estimator
+from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, LOG_RATIOS, NEEDS, REWARDS, SIBLINGS, TARGETS, Estimator
 from ..rows import Rows
 from ..scoring.access import DISTRIBUTIONS, GRADIENTS, LOGPROBS, MODEL, ModelAccess, Sharded
 
 OFFERED_BY_A_SERVICE = frozenset({ANSWER, SIBLINGS, REWARDS, LOGPROBS})
 """Names of `NEEDS` offered by a host that gives only log-probs of sampled tokens of its model."""
 
+_COLUMNS = frozenset({EXTERNAL, LOG_RATIOS, TARGETS})  # that only a loop of the caller's passes in
+
 OFFERS = {
-    "TRL": frozenset(NEEDS) - {EXTERNAL},
-    "TRL, FSDP": frozenset(NEEDS) - {EXTERNAL, GRADIENTS},
+    "TRL": frozenset(NEEDS) - _COLUMNS,
+    "TRL, FSDP": frozenset(NEEDS) - _COLUMNS - {GRADIENTS},
     "verl": OFFERED_BY_A_SERVICE | {ENTROPIES} | Sharded.capabilities,
     "verl, by log-prob requests": OFFERED_BY_A_SERVICE | {ENTROPIES},
     "OpenRLHF": OFFERED_BY_A_SERVICE | Sharded.capabilities,
@@ -54,6 +56,7 @@ def unmet_needs(config: CounterfactualConfig, offers: Collection[str]) -> list[s
 _INSTEAD = {
     EXTERNAL: "give a function (model, Batch) -> Importances for estimator",
     SIBLINGS: "sample more than one completion of each prompt",
+    TARGETS: "take target='answer'",
 }
 """Remedies for needs that another estimator would not remove."""
 
@@ -62,7 +65,7 @@ def _sentence(need: str, estimator: Estimator, offers: Collection[str]) -> str:
     causes = _options_that_need(need, estimator)
     does, instead = ("each needs", "leave them out") if len(causes) > 1 else ("it needs", "leave it out")
     if not causes:
-        causes = [f"estimator={estimator.name!r}"]
+        causes = ["target='gold'" if need == TARGETS else f"estimator={estimator.name!r}"]
         able = [name for name, kind in ESTIMATORS.items() if kind().needs <= set(offers)]
         instead = _INSTEAD.get(need, f"take one of {', '.join(able)}")
     return f"{' and '.join(causes)}: {does} {NEEDS[need]}, which this trainer does not give; {instead}"

@@ -31,7 +31,7 @@ from ..ops.kept_tokens import KeptTokens, padded_kept_tokens
 from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
 from ..options import POSITIVE
-from ..rows import Rows, equal_prompts
+from ..rows import Rows, fed_together
 from ..tree.packs import lay_out
 from ..tree.prefix_tree import Pack, Query
 from .access import InProcess, Sharded
@@ -71,12 +71,14 @@ def packed_logprobs(
 
     Args:
         model: as in `score_counterfactuals`, in any mode without dropout. If processes share it, each needs a row.
-        rows: prompts and completions. Equal prompts, and longer common prefixes, are fed once.
+        rows: prompts and completions. Equal prompts, longer common prefixes, and what the rows of a rollout share are
+            fed once.
         temperature: divides the logits.
         return_entropy: also return the entropy of the distribution that each token was drawn from.
         kept_tokens: for each row, the ids that the sampler kept at each of its tokens: log-probs and entropies are then
             normalised over them.
-        token_budget: maximum tokens per forward; default by free memory. Completions of one prompt stay together.
+        token_budget: maximum tokens per forward; default by free memory. Completions of one prompt, and rows of one
+            rollout, stay together.
 
     Returns:
         B tensors (T_b,) in nats on the head's device, float32, or float64 from a model in float64. With
@@ -162,7 +164,7 @@ def packed_forward(
     walk = ModelWalk.of(causal)
     budget = rows_per_forward(walk, token_budget)
     head = check_trainable(walk, router_loss=router_loss)
-    groups = equal_prompts(rows.prompts)
+    groups = fed_together(rows)
     with_gradient, without = trained_first(causal, groups, counts, None if router_loss else trained)
     states = list[_PackStates]()
 

@@ -12,7 +12,7 @@ from ..model.limits import apart_by_length, largest_forward, rows_per_forward
 from ..model.parts import vocab_size
 from ..model.stateful_layers import has_cells
 from ..model.walk import Model, ModelWalk
-from ..rows import equal_prompts
+from ..rows import fed_together
 from ..tree.packs import Limits, lay_out_split
 from ..tree.prefix_tree import Pack, Query
 from .branches import branch, checked_masks
@@ -62,7 +62,7 @@ def plan_scoring(model: Model, batch: Batch, outcome: Outcome = "logprob", mask:
     masks = checked_masks(mask, batch, vocab_size(walk.model))
     bundles = [queries_of(row, outcome, rule) for row, rule in zip(rows, masks, strict=True)]
     lengths = [len(row.prompt) + len(row.completion) for row in rows]
-    groups = equal_prompts(batch.rows.prompts)
+    groups = fed_together(batch.rows)
     return _lay_out(walk, batch.index, bundles, lengths, groups, batch.token_budget, rows)
 
 
