@@ -14,7 +14,7 @@ from ..model.modes import evaluation_mode
 from ..model.parts import causal_lm, input_device
 from ..model.sharded.ranks import inside
 from ..model.walk import ModelWalk
-from ..rows import Rows
+from ..rows import Rows, traces
 from ..scoring.access import InProcess, ModelAccess
 from ..scoring.packed import PackedForward, packed_logprobs, stands_alone
 from ..tree.prefix_tree import Query
@@ -44,8 +44,9 @@ class Draws:
 class DeferredCredit:
     """Credit of the rows of a batch.
 
-    Where completions are compared, by the estimator, a function of the caller's or `weights="top"`, they are those of
-    the whole batch, whatever forwards and processes it is split over: credit is then assigned at once, by `by_model`.
+    Where completions are compared, by the estimator, a function of the caller's or `weights="top"`, and where rollouts have
+    several rows, they are those of the whole batch, whatever forwards and processes it is split over: credit is then
+    assigned at once, by `by_model`.
 
     Args:
         config, tokenizer, seed: as in `counterfactual_credit`.
@@ -77,7 +78,7 @@ class DeferredCredit:
         self.seconds = 0.0
         self._seed = seed
         self._assigned = set[int]()
-        self._compares = config.compares_rows or len({*batch.rows.rollouts}) < len(batch)  # also rows of one rollout
+        self._compares = config.compares_rows or bool(traces(batch.rows))  # of which a token has one credit
         self._is_reported = False
         self._prepared: tuple[list[int], Assignment] | None = None  # for the next forward, of these rows
 
