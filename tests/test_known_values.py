@@ -122,8 +122,8 @@ def _of_model(name: str, model: Any) -> Iterator[tuple[str, Iterable[Tensor]]]:
     old = [_draw(70 + b, len(row), low=-8, high=-2).float() for b, row in enumerate(completions)]
     for loss_type in SUMS if name == "full attention" else SUMS[:1]:
         packed = packed_policy_loss(
-            model, Rows(prompts, completions), old_logprobs=old, advantages=advantages, weights=weights, loss_type=loss_type,
-            max_completion_length=50, temperature=0.7, compute_entropy=True,
+            model, Rows(prompts, completions), old_logprobs=old, advantages=advantages, weights=weights,
+            loss_type=loss_type, max_completion_length=50, temperature=0.7, compute_entropy=True,
         )  # fmt: skip
         metrics = torch.stack([torch.as_tensor(packed.metrics[key]).double() for key in sorted(packed.metrics)])
         yield (

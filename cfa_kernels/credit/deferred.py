@@ -44,9 +44,9 @@ class Draws:
 class DeferredCredit:
     """Credit of the rows of a batch.
 
-    Where completions are compared, by the estimator, a function of the caller's or `weights="top"`, and where rollouts have
-    several rows, they are those of the whole batch, whatever forwards and processes it is split over: credit is then
-    assigned at once, by `by_model`.
+    Where completions are compared, by the estimator, a function of the caller's or `weights="top"`, and where a rollout
+    has several rows, they are those of the whole batch, whatever forwards and processes it is split over: credit is
+    then assigned at once, by `by_model`.
 
     Args:
         config, tokenizer, seed: as in `counterfactual_credit`.

@@ -165,8 +165,8 @@ def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, lev
         columns["sampling_logprobs"], features["sampling_mode"] = near[2], mode
     mask, options = [(row > -0.6).long() for row in drawn(2)], features | {"max_completion_length": 50}
     ours = packed_policy_loss(
-        model, ROWS, old_logprobs=old, advantages=advantages, mask=mask, temperature=temperature, token_budget=60, **columns,
-        **options,
+        model, ROWS, old_logprobs=old, advantages=advantages, mask=mask, temperature=temperature, token_budget=60,
+        **columns, **options,
     )  # fmt: skip
     found = gradients(model, ours.loss)
     logprobs, entropies = plain_logprobs(model, PROMPTS, COMPLETIONS, temperature, with_entropies=True)
