@@ -219,9 +219,10 @@ def counterfactual_credit(
             are not judged and get weight 1, nor are those of a sum of at most 0 with `completions="positive"`, which
             needs advantages, as signed values do. Groups are by default those of equal prompts. A probe gives units to
             a completion without an answer, and nothing is trained on it; a target replaces an answer, which must be
-            there; with `target="gold"` each judged row needs one, which follows the end of a completion without an
-            answer. `progress` reads `old_logprobs` and `ref_logprobs`. Tokens that the mask leaves out, by default those whose own advantage is 0, are in no answer and no
-            unit, weigh 1, and count in no mean; a row without any other is compared with others, not judged.
+            there. With `target="gold"` each judged row needs a target, which follows the end of a completion without an
+            answer. `progress` reads `old_logprobs` and `ref_logprobs`. Tokens that the mask leaves out, by default
+            those whose own advantage is 0, are in no answer and no unit, weigh 1, and count in no mean; a row without
+            any other is compared with others, not judged.
 
     Raises:
         ValueError: columns that are not as described; an estimator that lacks a column, or gives values of the wrong
