@@ -58,9 +58,7 @@ class Batch:
     entropies: list[Tensor] | None = None  # B tensors (T_b,) of each sampled token's distribution, nats
     external: Sequence[Any] | None = None  # B tensors or lists, a number for each unit or each token
     probes: Sequence[Any] | None = None  # B `Probe`s to append and score in place of the own answer, or None
-    targets: Sequence[Tensor | str | None] | None = (
-        None  # B 1-D int64 ids, or texts, to score in its place
-    )
+    targets: Sequence[Tensor | str | None] | None = None  # B 1-D int64 ids, or texts, to score in its place
     mask: list[Tensor] | None = None  # B tensors (T_b,) bool, given as 0 and 1: the policy's tokens, which count
     weights: list[Tensor] | None = None  # B tensors (T_b,), factors of each token's loss, and of credit's own
     old_logprobs: list[Tensor] | None = None  # B tensors (T_b,) under the sampling policy, nats
