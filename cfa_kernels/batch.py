@@ -126,7 +126,8 @@ class Batch:
         for name in sorted(columns, key="scored".__ne__):  # units and answers are spans of it
             if name not in _READ and name not in _SETTINGS:
                 raise TypeError(f"a batch has no column {name!r}; it has {', '.join(_READ)}")
-            column = columns[name]
+            if (column := columns[name]) is None and name in ("scored", "units", "answers"):
+                continue  # as they are by default
             if column is not None and name in _READ:
                 column = _READ[name](name, column, self)
             setattr(self, name, column)

@@ -182,25 +182,25 @@ class DeferredCredit:
         self.parts.append((rows, credit))
         self._assigned.update(rows)
 
-    def of(self, rows: Sequence[int]) -> Credit:
+    def take(self, rows: Sequence[int]) -> Credit:
         """Return the credit of `rows`, which must be assigned."""
         return Credit.joined(self.batch.rows.lengths, self.parts).take(rows)
 
     def columns(self, rows: Sequence[int]) -> dict[str, Any]:
         """Give the weights of `rows` and the advantages that they multiply, which signed credit has of its own."""
-        credit = self.of(rows)
+        credit = self.take(rows)
         return {"weights": credit.weights, "advantages": credit.advantages or self.batch.take(rows).advantages}
 
     def credited(self, rows: Sequence[int]) -> Tensor | list[Tensor]:
         """Return the advantages to train `rows` on: (b,) as given if credit changes nothing, else b tensors (T_b,)."""
-        return self.of(rows).applied_to(self.batch.take(rows).advantages)
+        return self.take(rows).applied_to(self.batch.take(rows).advantages)
 
     def finished(self) -> Credit | None:
         """Join the credit of all rows, in their order, at the first call after all is assigned; else None."""
         if self._is_reported or self.is_due(range(len(self.batch))):
             return None
         self._is_reported = True
-        return self.of(range(len(self.batch)))
+        return self.take(range(len(self.batch)))
 
 
 def token_entropies(
