@@ -22,7 +22,7 @@ class Rows:
             for a row depends on it. Default 0 to B - 1.
         rollouts: B ids of the rollouts that rows are of. One whose history was rewritten, or that called other agents,
             has several rows, its traces: what they share is fed once, and a token that they share has one credit.
-            Default the row's number: each row is a rollout.
+            Default None: a row that is a rollout by itself.
         lengths: B integers, the tokens of each completion.
     """
 
@@ -31,13 +31,13 @@ class Rows:
         prompts: Sequence[Tensor],
         completions: Sequence[Tensor],
         index: Sequence[int] | None = None,
-        rollouts: Sequence[Hashable] | None = None,
+        rollouts: Sequence[Hashable | None] | None = None,
     ) -> None:
         columns: dict[str, Any] = {"completions": completions, "index": index, "rollouts": rollouts}
         check_columns(prompts, **{name: column for name, column in columns.items() if column is not None})
         self.index = list(range(len(prompts))) if index is None else [int(number) for number in index]
-        own = self.index if rollouts is None else rollouts.tolist() if isinstance(rollouts, Tensor) else rollouts
-        self.rollouts: list[Hashable] = list(own)
+        own = rollouts.tolist() if isinstance(rollouts, Tensor) else rollouts
+        self.rollouts: list[Hashable | None] = [None] * len(prompts) if own is None else list(own)
         self.prompts = _on_host("prompts", prompts, self.index, at_least=1)
         self.completions = _on_host("completions", completions, self.index, at_least=0)
         self.lengths = list(map(len, self.completions))
@@ -111,12 +111,21 @@ def equal_prompts(prompts: Sequence[Tensor]) -> list[int]:
     return [group_of.setdefault(prompt.numpy().tobytes(), len(group_of)) for prompt in prompts]
 
 
+def traces(rows: Rows) -> dict[Hashable, list[int]]:
+    """List the rows of each rollout that has several."""
+    members: dict[Hashable, list[int]] = {}
+    for b, rollout in enumerate(rows.rollouts):
+        if rollout is not None:
+            members.setdefault(rollout, []).append(b)
+    return {rollout: own for rollout, own in members.items() if len(own) > 1}
+
+
 def fed_together(rows: Rows) -> list[int]:
     """Number rows of one prompt, and rows of one rollout, equally, in order of appearance."""
-    numbers, first = equal_prompts(rows.prompts), dict[Hashable, int]()
-    for b, rollout in enumerate(rows.rollouts):
-        kept, joined = sorted((numbers[first.setdefault(rollout, b)], numbers[b]))
-        if kept != joined:
+    numbers = equal_prompts(rows.prompts)
+    for first, *others in traces(rows).values():
+        for b in others:
+            kept, joined = sorted((numbers[first], numbers[b]))
             numbers = [kept if number == joined else number for number in numbers]
     return numbers
 

@@ -257,7 +257,7 @@ def _credited(replaying: type, log_entropy: bool) -> type:
 
         def _report(self, batch: DeferredCredit) -> None:
             super()._report(batch)
-            self.weights = batch.of(range(len(batch.batch))).weights
+            self.weights = batch.take(range(len(batch.batch))).weights
 
     return Crediting
 

@@ -215,23 +215,14 @@ def counterfactual_credit(
         gather: function that returns its argument of each process, by rank, where `rows` are a part of the batch. The
             threshold of `weights="top"` is then that of all parts, and an estimator that is a function is given all
             rows, which need a number of their own in `rows.index`. All processes must call this.
-        **columns: those of `Batch`, by name, of which credit reads these:
-        advantages: (B,) or B tensors (T_b,), float; finite, but for completions that are empty or have a reward of nan.
-            Those where they are all zero are not judged and get weight 1, nor are those of a sum of at most 0 with
-            `completions="positive"`. Required by that and by signed values.
-        groups: (B,) int64, equal for completions that are compared with each other; default by equal prompts.
-        rewards: (B,) float, for estimators that compare completions; one of nan is neither compared nor credited.
-        entropies: B tensors (T_b,) of the distribution of each sampled token, nats, for `entropy`.
-        external: B tensors or lists with a number for each unit or each token of the completion, for `external`.
-        probes: for each completion a `Probe` to append and score in place of its own answer, or None. Gives units to
-            completions without an answer; nothing is trained on it.
-        targets: for each completion 1-D int64 tokens or a text to score in place of its own answer, which it must have,
-            or None. With `target="gold"` each judged completion needs one; it follows the end of one without answer.
-        old_logprobs, ref_logprobs: B tensors (T_b,) of each sampled token under the policy and under a reference, nats,
-            for `progress`.
-        mask: B tensors (T_b,), 1 on tokens that the policy wrote, 0 on others, such as a tool's, in any number of runs;
-            by default those whose advantage is not 0, where advantages are per token, else all. Tokens of others are in
-            no answer and no unit, weigh 1, and count in no mean. A row without any is compared with others, not judged.
+        **columns: those of `Batch` by name, instead of or on top of a batch's own. Rows whose advantages are all zero
+            are not judged and get weight 1, nor are those of a sum of at most 0 with `completions="positive"`, which
+            needs advantages, as signed values do. Groups are by default those of equal prompts. A probe gives units to
+            a completion without an answer, and nothing is trained on it; a target replaces an answer, which must be
+            there. With `target="gold"` each judged row needs a target, which follows the end of a completion without an
+            answer. `progress` reads `old_logprobs` and `ref_logprobs`. Tokens that the mask leaves out, by default
+            those whose own advantage is 0, are in no answer and no unit, weigh 1, and count in no mean; a row without
+            any other is compared with others, not judged.
 
     Raises:
         ValueError: columns that are not as described; an estimator that lacks a column, or gives values of the wrong

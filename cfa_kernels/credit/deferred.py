@@ -14,7 +14,7 @@ from ..model.modes import evaluation_mode
 from ..model.parts import causal_lm, input_device
 from ..model.sharded.ranks import inside
 from ..model.walk import ModelWalk
-from ..rows import Rows
+from ..rows import Rows, traces
 from ..scoring.access import InProcess, ModelAccess
 from ..scoring.packed import PackedForward, packed_logprobs, stands_alone
 from ..tree.prefix_tree import Query
@@ -44,8 +44,9 @@ class Draws:
 class DeferredCredit:
     """Credit of the rows of a batch.
 
-    Where completions are compared, by the estimator, a function of the caller's or `weights="top"`, they are those of
-    the whole batch, whatever forwards and processes it is split over: credit is then assigned at once, by `by_model`.
+    Where completions are compared, by the estimator, a function of the caller's or `weights="top"`, and where a rollout
+    has several rows, they are those of the whole batch, whatever forwards and processes it is split over: credit is
+    then assigned at once, by `by_model`.
 
     Args:
         config, tokenizer, seed: as in `counterfactual_credit`.
@@ -77,7 +78,7 @@ class DeferredCredit:
         self.seconds = 0.0
         self._seed = seed
         self._assigned = set[int]()
-        self._compares = config.compares_rows or len({*batch.rows.rollouts}) < len(batch)  # also rows of one rollout
+        self._compares = config.compares_rows or bool(traces(batch.rows))  # of which a token has one credit
         self._is_reported = False
         self._prepared: tuple[list[int], Assignment] | None = None  # for the next forward, of these rows
 
@@ -181,25 +182,25 @@ class DeferredCredit:
         self.parts.append((rows, credit))
         self._assigned.update(rows)
 
-    def of(self, rows: Sequence[int]) -> Credit:
+    def take(self, rows: Sequence[int]) -> Credit:
         """Return the credit of `rows`, which must be assigned."""
         return Credit.joined(self.batch.rows.lengths, self.parts).take(rows)
 
     def columns(self, rows: Sequence[int]) -> dict[str, Any]:
         """Give the weights of `rows` and the advantages that they multiply, which signed credit has of its own."""
-        credit = self.of(rows)
+        credit = self.take(rows)
         return {"weights": credit.weights, "advantages": credit.advantages or self.batch.take(rows).advantages}
 
     def credited(self, rows: Sequence[int]) -> Tensor | list[Tensor]:
         """Return the advantages to train `rows` on: (b,) as given if credit changes nothing, else b tensors (T_b,)."""
-        return self.of(rows).applied_to(self.batch.take(rows).advantages)
+        return self.take(rows).applied_to(self.batch.take(rows).advantages)
 
     def finished(self) -> Credit | None:
         """Join the credit of all rows, in their order, at the first call after all is assigned; else None."""
         if self._is_reported or self.is_due(range(len(self.batch))):
             return None
         self._is_reported = True
-        return self.of(range(len(self.batch)))
+        return self.take(range(len(self.batch)))
 
 
 def token_entropies(

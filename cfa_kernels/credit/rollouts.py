@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..rows import Rows
+from ..rows import Rows, traces
 from ..span import Span
 from ..text.offsets import decoded
 from ..text.turns import find_turns
@@ -24,19 +24,12 @@ _COMPARED = 16  # tokens whose text tells a new tokenization from new text
 def shared_nodes(rows: Rows) -> Nodes:
     """Number the completion tokens of rows that are not their rollout's only one."""
     nodes, count = dict[int, np.ndarray](), 0
-    for members in _traces(rows).values():
+    for members in traces(rows).values():
         tree = PrefixTree()
         for b in members:
             nodes[b] = tree.insert(rows.whole(b))[len(rows.prompts[b]) :] + count
         count += tree.num_tokens
     return nodes
-
-
-def _traces(rows: Rows) -> dict[Hashable, list[int]]:
-    members = defaultdict[Hashable, list[int]](list)
-    for b, rollout in enumerate(rows.rollouts):
-        members[rollout].append(b)
-    return {rollout: of for rollout, of in members.items() if len(of) > 1}
 
 
 def check_traces(rows: Rows, written: Sequence[Tensor], advantages: Tensor | Sequence[Tensor] | None) -> None:
@@ -45,7 +38,7 @@ def check_traces(rows: Rows, written: Sequence[Tensor], advantages: Tensor | Seq
     A row may hold the whole turn as context (mask 0), but no part of it; where both rows hold it as the policy's, its
     advantages must be equal. `written` are B tensors (T_b,) bool, `advantages` (B,), B tensors (T_b,) or None.
     """
-    for rollout, members in _traces(rows).items():
+    for rollout, members in traces(rows).items():
         whole = {b: rows.whole(b) for b in members}
         for b in members:
             for k, (turn, _) in enumerate(find_turns(written[b])):
@@ -73,7 +66,7 @@ def check_traces(rows: Rows, written: Sequence[Tensor], advantages: Tensor | Seq
 
 
 def with_relatives(
-    weighed: Mapping[int, WeightInputs], nodes: Nodes, rollouts: Sequence[Hashable]
+    weighed: Mapping[int, WeightInputs], nodes: Nodes, rollouts: Sequence[Hashable | None]
 ) -> dict[int, WeightInputs]:
     """Let each row be weighed among all units of its rollout; one in several rows has the mean of its importances.
 
@@ -156,7 +149,7 @@ def rollout_sharing(rows: Rows, mask: Sequence[Tensor], tokenizer: Any) -> Shari
         total += len(rows.whole(b))
         places = nodes.get(b, -1 - np.arange(rows.lengths[b]) - total)  # a row by itself shares no number
         turns |= {_key(places, turn.written) for turn in find_turns(mask[b])}
-    for members in _traces(rows).values():
+    for members in traces(rows).values():
         tree = PrefixTree()
         for i, b in enumerate(members):
             tokens = rows.whole(b)

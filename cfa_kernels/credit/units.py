@@ -114,7 +114,7 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, batch: Batch) -> di
 
 def _require_turns(batch: Batch) -> None:
     """Raise `ValueError` without a column that says what the policy wrote, or where that is nothing in any row."""
-    if batch.mask is None and not isinstance(batch.advantages, list):
+    if len(batch) and batch.mask is None and not isinstance(batch.advantages, list):
         raise ValueError("mask must be given with units='turns', 1 on tokens that the policy wrote, got None")
     if batch.mask and not any(row.any() for row in batch.mask):
         b = max(range(len(batch)), key=batch.rows.lengths.__getitem__)
@@ -159,7 +159,8 @@ def scored_as(
     A `gold` target is required, and appended where there is no answer to replace.
     """
     completion, name, vocab = batch.rows.completions[b], batch.index[b], None if model is None else vocab_size(model)
-    probe, target = (None if column is None else column[b] for column in (batch.probes, batch.targets))
+    probe: Probe | None = None if batch.probes is None else batch.probes[b]
+    target: Any = None if batch.targets is None else batch.targets[b]
     if not row.spans or (probe is None and target is None and not gold):
         return completion, row
     if probe is not None and target is not None:
@@ -171,7 +172,8 @@ def scored_as(
         )
     if probe is None:
         target = token_ids(f"targets row {name}", target, vocab).cpu()
-        before = len(batch.rows.prompts[b]) + (len(completion) if row.answer is None else row.answer.start)
+        kept = length_without_eos(completion, eos_ids) if row.answer is None else row.answer.start
+        before = len(batch.rows.prompts[b]) + kept
         longest = None if model is None else context_length(model)
         if longest is not None and before + len(target) > longest:
             raise ValueError(

@@ -112,8 +112,8 @@ def _by_scores(
     rows = [cut for row in cuts for cut in row]
     if not rows:
         return [torch.zeros(0) for _ in cuts], ScoringWork()
-    ids = ([torch.from_numpy(getattr(row, name)) for row in rows] for name in ("prompt", "completion"))
-    scored = Rows(*ids, [row.index for row in rows])
+    prompts, completions = ([torch.from_numpy(getattr(row, name)) for row in rows] for name in ("prompt", "completion"))
+    scored = Rows(prompts, completions, [row.index for row in rows])
     scores = access.score(Batch(scored, answers=[row.answer for row in rows], token_budget=batch.token_budget))
     sizes = torch.tensor([row.answer.end - row.answer.start for row in rows if row.answer])
     return list((scores.base.float().cpu() / sizes).split([len(row) for row in cuts])), scores.work

@@ -36,7 +36,6 @@ from ..tree.packs import lay_out
 from ..tree.prefix_tree import Pack, Query
 from .access import InProcess, Sharded
 from .branches import check_ids
-from .layout import as_many_as_others, checked_needed, packs_of, trained_first
 from .masked import (
     CounterfactualScores,
     ScoringWork,
@@ -47,7 +46,15 @@ from .masked import (
     score_batch,
 )
 from .outcomes import Outcome
-from .plan import ScoringPlan, plan_queries, plan_scoring
+from .plan import (
+    ScoringPlan,
+    as_many_as_others,
+    checked_needed,
+    packs_of,
+    plan_queries,
+    plan_scoring,
+    trained_first,
+)
 
 
 class PackedLoss(NamedTuple):

@@ -35,7 +35,7 @@ def test_micro_batches_change_neither_weights_nor_draws(options):
         assert parts.finished() is None
         parts.by_forward(part, packed_forward(model, ROWS.take(part), keep_states=True))
         assert not parts.is_due(part)
-    torch.testing.assert_close(parts.weights(range(6)), whole.weights(range(6)), rtol=0, atol=1e-4)
+    torch.testing.assert_close(parts.take(range(6)).weights, whole.take(range(6)).weights, rtol=0, atol=1e-4)
     assert parts.finished().spans == whole.finished().spans
     assert parts.finished() is None
 
@@ -56,7 +56,7 @@ def test_what_is_foreseen_is_fed_with_the_rows_on_a_gpu(trained, monkeypatch):
         logprobs = forward.logprobs()
         kept = [row for b, row in enumerate(logprobs) if trained is None or trained[b]]
         leaves = torch.autograd.grad(sum(row.square().sum() for row in kept), model.parameters())
-        both[device] = credit.weights(range(6)), [row.detach() for row in logprobs], leaves
+        both[device] = credit.take(range(6)).weights, [row.detach() for row in logprobs], leaves
         work = credit.finished().work
         assert work.forwards == (0 if foreseen else 1)
         assert (work.tokens_fed == 0) == (device == "cuda")
@@ -172,7 +172,7 @@ def test_the_trainer_and_trl_draw_alike(options):
         group_size=3, seed=Draws(7).key(4), temperature=1.0,
     )  # fmt: skip
     trl.by_model(model)
-    torch.testing.assert_close(trl.weights(range(3)), ours.weights([3, 4, 5]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(trl.take(range(3)).weights, ours.take([3, 4, 5]).weights, rtol=0, atol=1e-6)
 
 
 def test_factors_multiply_the_weights_and_what_is_left_is_normalised():
@@ -182,7 +182,7 @@ def test_factors_multiply_the_weights_and_what_is_left_is_normalised():
     factors[4][:] = 0
     batch = DeferredCredit(config, tiny_tokenizer(), BATCH.with_columns(weights=factors), seed=0)
     batch.by_model(tiny_model().eval())
-    first, fifth = batch.weights([0, 4])
+    first, fifth = batch.take([0, 4]).weights
     assert first[:2].eq(0).all()
     assert first.mean() == pytest.approx(1)
     assert fifth.eq(0).all()

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels import Batch, CounterfactualConfig, Credit, Rows, Span
+from cfa_kernels import Batch, CounterfactualConfig, Credit, Rows, Span, fold_weights
 from cfa_kernels.estimators.base import ENTROPIES, NEEDS, SIBLINGS, Importances
 from cfa_kernels.integrations.credit import (
     OFFERED_BY_A_SERVICE,
     credit_rows,
-    fold_weights,
     unmet_needs,
 )
 from cfa_kernels.scoring.access import LogprobService
