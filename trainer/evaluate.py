@@ -10,7 +10,7 @@ from .data import Row
 from .processes import count, gather, own_share
 from .rewards.calls import Reward, rewards_by
 from .rewards.numbers import exact_match
-from .rollouts import Engine
+from .rollouts.engine import Engine
 from .state import arguments
 
 _NORMAL = 1.959964  # quantile of the normal distribution, for 95 %

@@ -12,7 +12,7 @@ from torch import Tensor
 from cfa_kernels import Credit
 from cfa_kernels.credit.nothing import Nothing
 
-from .rollouts import Rollouts
+from .rollouts.engine import Rollouts
 from .state import Samples
 
 

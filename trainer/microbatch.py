@@ -19,7 +19,7 @@ from cfa_kernels.tree.packs import groups_within
 
 from .config import TrainConfig
 from .processes import count, gather, own_share
-from .rollouts import Rollouts
+from .rollouts.engine import Rollouts
 from .state import Shaped
 
 MicroBatch = list[int]

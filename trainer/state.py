@@ -13,7 +13,7 @@ from .config import TrainConfig
 from .data import Row
 from .rewards.built_in import ARGUMENTS, CONTENTS
 from .rewards.calls import Reward
-from .rollouts import Engine, Rollouts
+from .rollouts.engine import Engine, Rollouts
 
 
 def arguments(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> dict[str, Sequence[Any]]:

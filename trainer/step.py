@@ -57,7 +57,7 @@ from .microbatch import (
 )
 from .rewards.advantages import group_advantages
 from .rewards.calls import compute_rewards
-from .rollouts import Rollouts
+from .rollouts.engine import Rollouts
 from .state import Samples, Shaped, Trainer, arguments
 
 _Launched = tuple[MicroBatch, Moving, PackedLoss]  # its rows, what of them moves the loss, and the loss

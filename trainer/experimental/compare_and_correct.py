@@ -21,7 +21,7 @@ from cfa_kernels.model.parts import causal_lm, context_length
 from ..config import TrainConfig
 from ..data import encode_prompt, question_instruction
 from ..rewards.calls import compute_rewards
-from ..rollouts import Rollouts
+from ..rollouts.engine import Rollouts
 from ..state import Samples, Shaped, Trainer, arguments
 
 TEMPLATE = (
