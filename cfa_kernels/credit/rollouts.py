@@ -25,11 +25,16 @@ def shared_nodes(rows: Rows) -> Nodes:
     """Number the completion tokens of rows that are not their rollout's only one."""
     nodes, count = dict[int, np.ndarray](), 0
     for members in traces(rows).values():
-        tree = PrefixTree()
-        for b in members:
-            nodes[b] = tree.insert(rows.whole(b))[len(rows.prompts[b]) :] + count
+        tree, paths = _paths(rows, members)
+        nodes |= {b: path[len(rows.prompts[b]) :] + count for b, path in paths.items()}
         count += tree.num_tokens
     return nodes
+
+
+def _paths(rows: Rows, members: Sequence[int]) -> tuple[PrefixTree, dict[int, np.ndarray]]:
+    """Lay rows out as a tree, and give the number of each of their tokens, prompts included."""
+    tree = PrefixTree()
+    return tree, {b: tree.insert(rows.whole(b)) for b in members}
 
 
 def check_traces(rows: Rows, written: Sequence[Tensor], advantages: Tensor | Sequence[Tensor] | None) -> None:
@@ -39,12 +44,12 @@ def check_traces(rows: Rows, written: Sequence[Tensor], advantages: Tensor | Seq
     advantages must be equal. `written` are B tensors (T_b,) bool, `advantages` (B,), B tensors (T_b,) or None.
     """
     for rollout, members in traces(rows).items():
-        whole = {b: rows.whole(b) for b in members}
+        _, paths = _paths(rows, members)
         for b in members:
             for k, (turn, _) in enumerate(find_turns(written[b])):
                 start, end = (len(rows.prompts[b]) + edge for edge in turn)
                 for other in members:
-                    if other == b or not np.array_equal(whole[b][:end], whole[other][:end]):
+                    if other == b or end > len(paths[other]) or paths[b][end - 1] != paths[other][end - 1]:
                         continue
                     where = f"rollouts {rollout!r}: rows {rows.index[b]} and {rows.index[other]} disagree on turn {k}"
                     first = start - len(rows.prompts[other])
@@ -58,7 +63,7 @@ def check_traces(rows: Rows, written: Sequence[Tensor], advantages: Tensor | Seq
                         ours, theirs = advantages[b], advantages[other]
                         if ours.ndim:
                             ours, theirs = ours[slice(*turn)], theirs[first : first + len(own)]
-                        if not torch.equal(ours, theirs):
+                        if not torch.equal(ours.nan_to_num(), theirs.nan_to_num()):
                             raise ValueError(
                                 f"{where} of the former, tokens {tuple(turn)}: their advantages are "
                                 f"{ours.tolist()!r:.60} and {theirs.tolist()!r:.60}; a shared token has one"
