@@ -74,6 +74,9 @@ CREDIT: dict[str, dict[str, Any]] = {
     "resampled": {"mask": "resampled", "samples": 2},
     "preselected": {"preselect": 0.5},
     "preselected by gain": {"preselect": 0.5, "preselect_by": "prefix_gain"},
+    "redistributed": {"weights": "redistribute", "strength": 1.5},
+    "progress": {"estimator": "progress"},
+    "turns": {"units": "turns", "mask_observation": True},
 }
 
 
@@ -177,10 +180,14 @@ def _of_credit() -> Iterator[tuple[str, Iterable[Tensor]]]:
     }
     external = [_draw(20 + b, int(mask[b].sum()), low=0, high=1).float() for b in range(n)]
     rows = Rows.from_padded(prompts, torch.ones_like(prompts), completions, mask)
+    turns: dict[str, Any] = {"mask": [(torch.arange(k) % 5 != 2) | (torch.arange(k) > k - 4) for k in rows.lengths]}
+    for seed, name in enumerate(("old_logprobs", "ref_logprobs"), 40):
+        turns[name] = [-_draw(seed + b, k, low=0, high=1).float() for b, k in enumerate(rows.lengths)]
     for name, options in CREDIT.items():
+        config = CounterfactualConfig(**options)
         credit = counterfactual_credit(
-            model, tokenizer, rows, config=CounterfactualConfig(**options), seed=3,
-            external=external if name == "external" else None, **known,
+            model, tokenizer, rows, config=config, seed=3, external=external if name == "external" else None,
+            **known, **(turns if config.units == "turns" else {}),
         )  # fmt: skip
         signed = None if credit.advantages is None else (credit.advantages, known["advantages"])
         columns = [credit.padded(t), credit.base, torch.cat(credit.drop), signed and _padded(*signed, t)]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import LOSS_COLUMNS, Batch
-from ..estimators.base import ANSWER, LOG_RATIOS, SIBLINGS, Importances, OwnFunction
+from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, LOG_RATIOS, SIBLINGS, Importances, OwnFunction
 from ..model.check.accuracy import ACCURACY
 from ..model.parts import vocab_size
 from ..options import as_numbers
-from ..rows import Rows, check_columns, check_floating, equal_prompts, keyed_generator, pad_rows
+from ..rows import Rows, check_columns, check_floating, equal_prompts, keyed_generator, pad_rows, traces
 from ..scoring.access import CAPABILITIES, ModelAccess, as_access
 from ..scoring.branches import check_ids
 from ..scoring.masked import ScoringWork
@@ -25,7 +25,7 @@ from ..text.find import Reasoning
 from ..text.offsets import decoded
 from ..tree.prefix_tree import Query
 from .config import CounterfactualConfig, as_config
-from .rollouts import shared_nodes, shared_out, with_relatives
+from .rollouts import as_sampled, shared_nodes, shared_out, with_context, with_relatives
 from .shown import as_html, as_table
 from .units import (
     advantage_of,
@@ -277,6 +277,8 @@ class Assignment:
     batch: Batch
     reasoning: Mapping[int, Reasoning]
     seed: tuple[int, ...]
+    sampled: Batch  # as given
+    gained: Sequence[int]  # tokens of its prompt that each completion of `batch` begins with
 
     @classmethod
     def of(
@@ -295,7 +297,10 @@ class Assignment:
         if config.target == "gold" and config.runs_estimator and batch.targets is None:
             raise ValueError("targets must be given with target='gold': a gold answer for each row, got None")
         batch = batch.with_columns(targets=target_ids(batch.targets, tokenizer))
-        return cls(config, access, tokenizer, batch, find_units(config, tokenizer, batch), keys)
+        whole, gained = batch, [0] * len(batch)
+        if ANSWER in config.needs and not config.needs & {ENTROPIES, EXTERNAL} and traces(batch.rows):
+            whole, gained = with_context(batch, [written(batch, b) for b in range(len(batch))])
+        return cls(config, access, tokenizer, whole, find_units(config, tokenizer, whole), keys, batch, gained)
 
     def foreseen(self) -> list[list[Query]] | None:
         """List for each row the queries that judging it will ask; None for none."""
@@ -342,17 +347,22 @@ class Assignment:
             scaled = added is None and line[own].any()
             result[b] = normalized_weights(line, config.normalize, own) if scaled else line
         result[:] = shared_out(result, nodes, [written(batch, b) for b in rows], judged)
+        own = [written(self.sampled, b) for b in rows]
+        for b, n in enumerate(self.gained):
+            result[b] = torch.where(own[b], result[b][n:], 1.0 if added is None else 0.0)
+        weights = weights if added is None else [torch.ones(len(row)) for row in own]
         none, nan = torch.zeros(0), torch.tensor(float("nan"))
+        units = [as_sampled(reasoning.get(b), estimate.drops.get(b, none), self.gained[b], own[b]) for b in rows]
         return Credit(
             weights=weights,
-            answers=[reasoning[b].answer if b in reasoning else None for b in rows],
-            spans=[reasoning[b].spans if b in reasoning else [] for b in rows],
-            drop=[estimate.drops.get(b, none) for b in rows],
+            answers=[answer for answer, _, _ in units],
+            spans=[spans for _, spans, _ in units],
+            drop=[drop for _, _, drop in units],
             base=torch.stack([estimate.base.get(b, nan) for b in rows]) if len(rows) else none,
             work=estimate.importances.work,
             advantages=None if added is None else self._advantages(added),
             added=added,
-            texts=lambda b: [decoded([i], self.tokenizer) for i in batch.rows.completions[b].tolist()],
+            texts=lambda b: [decoded([i], self.tokenizer) for i in self.sampled.rows.completions[b].tolist()],
         )
 
     def estimate(self) -> Estimate:
@@ -414,7 +424,7 @@ class Assignment:
         )
 
     def _advantages(self, added: Sequence[Tensor]) -> list[Tensor]:
-        own, name = self.batch.advantages, self.config.estimator.name
+        own, name = self.sampled.advantages, self.config.estimator.name
         if own is None:
             cause = f"estimator={name!r}" if self.config.weights is None else f"weights={self.config.weights.name!r}"
             raise ValueError(f"advantages must be given: {cause} adds to them, got None")

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..batch import Batch
 from ..rows import Rows, traces
 from ..span import Span
+from ..text.find import Reasoning
 from ..text.offsets import decoded
 from ..text.turns import find_turns
 from ..tree.prefix_tree import PrefixTree
@@ -25,11 +27,16 @@ def shared_nodes(rows: Rows) -> Nodes:
     """Number the completion tokens of rows that are not their rollout's only one."""
     nodes, count = dict[int, np.ndarray](), 0
     for members in traces(rows).values():
-        tree = PrefixTree()
-        for b in members:
-            nodes[b] = tree.insert(rows.whole(b))[len(rows.prompts[b]) :] + count
+        tree, paths = _paths(rows, members)
+        nodes |= {b: path[len(rows.prompts[b]) :] + count for b, path in paths.items()}
         count += tree.num_tokens
     return nodes
+
+
+def _paths(rows: Rows, members: Sequence[int]) -> tuple[PrefixTree, dict[int, np.ndarray]]:
+    """Lay rows out as a tree, and give the number of each of their tokens, prompts included."""
+    tree = PrefixTree()
+    return tree, {b: tree.insert(rows.whole(b)) for b in members}
 
 
 def check_traces(rows: Rows, written: Sequence[Tensor], advantages: Tensor | Sequence[Tensor] | None) -> None:
@@ -39,12 +46,12 @@ def check_traces(rows: Rows, written: Sequence[Tensor], advantages: Tensor | Seq
     advantages must be equal. `written` are B tensors (T_b,) bool, `advantages` (B,), B tensors (T_b,) or None.
     """
     for rollout, members in traces(rows).items():
-        whole = {b: rows.whole(b) for b in members}
+        _, paths = _paths(rows, members)
         for b in members:
             for k, (turn, _) in enumerate(find_turns(written[b])):
                 start, end = (len(rows.prompts[b]) + edge for edge in turn)
                 for other in members:
-                    if other == b or not np.array_equal(whole[b][:end], whole[other][:end]):
+                    if other == b or end > len(paths[other]) or paths[b][end - 1] != paths[other][end - 1]:
                         continue
                     where = f"rollouts {rollout!r}: rows {rows.index[b]} and {rows.index[other]} disagree on turn {k}"
                     first = start - len(rows.prompts[other])
@@ -58,11 +65,56 @@ def check_traces(rows: Rows, written: Sequence[Tensor], advantages: Tensor | Seq
                         ours, theirs = advantages[b], advantages[other]
                         if ours.ndim:
                             ours, theirs = ours[slice(*turn)], theirs[first : first + len(own)]
-                        if not torch.equal(ours, theirs):
+                        if not torch.equal(ours.nan_to_num(), theirs.nan_to_num()):
                             raise ValueError(
                                 f"{where} of the former, tokens {tuple(turn)}: their advantages are "
                                 f"{ours.tolist()!r:.60} and {theirs.tolist()!r:.60}; a shared token has one"
                             )
+
+
+def with_context(batch: Batch, written: Sequence[Tensor]) -> tuple[Batch, list[int]]:
+    """Let rows of a rollout begin where the first of them does, so that turns in a row's prompt are judged in it too.
+
+    What one row holds as context is the policy's if it is so in another. Returns a batch of rows, advantages and the
+    columns that say how answers are scored, and how many tokens each completion has gained in front.
+    """
+    rows, advantages = batch.rows, batch.advantages
+    prompts, completions, masks = list(rows.prompts), list(rows.completions), list(written)
+    by_token = None if advantages is None or isinstance(advantages, Tensor) else list(advantages)
+    for members in traces(rows).values():
+        tree, paths = _paths(rows, members)
+        values = np.zeros((2, tree.num_tokens))  # whether the policy wrote a token, and its advantage
+        for b in members:
+            own = paths[b][len(rows.prompts[b]) :][written[b].numpy()]
+            values[0, own] = 1
+            values[1, own] = 0 if by_token is None else by_token[b][written[b]].double().numpy()
+        for b in members:
+            lengths = {a: len(rows.prompts[a]) for a in members}
+            inside = (n for a, n in lengths.items() if n <= lengths[b] and paths[a][n - 1] == paths[b][n - 1])
+            whole, start = torch.from_numpy(rows.whole(b)), min(inside)
+            prompts[b], completions[b] = whole[:start], whole[start:]
+            masks[b] = torch.from_numpy(values[0, paths[b][start:]] > 0)
+            if by_token is not None:
+                by_token[b] = torch.from_numpy(values[1, paths[b][start:]]).to(by_token[b].dtype)
+    columns = {name: getattr(batch, name) for name in ("rewards", "groups", "probes", "targets")}
+    longer = Rows(prompts, completions, rows.index, rows.rollouts)
+    own = advantages if by_token is None else by_token
+    gained = [new - old for new, old in zip(longer.lengths, rows.lengths, strict=True)]
+    return Batch(longer, advantages=own, mask=masks, **columns), gained
+
+
+def as_sampled(row: Reasoning | None, drop: Tensor, gained: int, own: Tensor) -> tuple[Span | None, list[Span], Tensor]:
+    """Give the answer, units and drops of a row in tokens of its completion as sampled, and only those that are there.
+
+    The completion of `row` has `gained` tokens in front; `own` (T,) is true on what the policy wrote as sampled.
+    """
+    if row is None or not gained:
+        return (None, [], drop) if row is None else (row.answer, row.spans, drop)
+    kept = [k for k, span in enumerate(row.spans) if span.start >= gained and own[span.start - gained]]
+    spans = [Span(row.spans[k].start - gained, row.spans[k].end - gained) for k in kept]
+    there = row.answer is not None and row.answer.start >= gained
+    answer = Span(row.answer.start - gained, row.answer.end - gained) if there and row.answer else None
+    return answer, spans, drop[kept] if len(drop) else drop
 
 
 def with_relatives(

@@ -148,6 +148,40 @@ def test_the_packed_step_credits_turns_of_traces_as_apart():
     assert_same_gradients(gradients(model, result.loss), gradients(model, theirs))
 
 
+@pytest.mark.parametrize("estimator", ["masking", "prefix_gain"])
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("weights", ["range", "redistribute"])
+def test_rows_of_one_turn_each_get_the_credit_of_one_row_of_all_turns(estimator, by_token, weights):
+    """Only the last of the rows has an answer; the turns before it stand in its prompt."""
+    parts = (*START, ("so ", 1), ("[ok] ", 0), ("#### 6", 1))
+    completion, mask = joined(*parts)
+    prompts, steps, prompt = [], [], PROMPTS[0]
+    for text, own in parts:
+        if own:
+            prompts.append(prompt)
+            steps.append(ids(text))
+        prompt = torch.cat([prompt, ids(text)])
+    model = make_model("Qwen3", vocab_size=128)
+    config = CounterfactualConfig(estimator, units="turns", weights=weights)
+    whole = Rows([PROMPTS[0]], [completion])
+    rows = Rows(prompts, steps, rollouts=["x"] * len(steps))
+    masks = [torch.ones(n, dtype=torch.int64) for n in rows.lengths]
+    values = {True: [2.0 * m for m in masks], False: torch.full((len(rows),), 2.0)}[by_token]
+    one, many = (
+        counterfactual_credit(model, CHARACTERS, of, advantages=value, config=config, mask=own)
+        for of, value, own in ((whole, torch.tensor([2.0]), [mask]), (rows, values, masks))
+    )
+    column = "weights" if weights == "range" else "advantages"
+    expected = getattr(one, column)[0][mask.bool()]
+    torch.testing.assert_close(torch.cat(getattr(many, column)), expected, rtol=0, atol=1e-4)
+    assert (expected - expected[0]).abs().max() > 0.05
+    assert [len(spans) for spans in many.spans] == [0, 0, 0, 0]
+    assert many.answers[:3] == [None] * 3
+    assert torch.equal(steps[3][slice(*many.answers[3])], ids("6"))
+    result = credited_loss(model, CHARACTERS, rows, advantages=values, credit=config, mask=masks, loss_type="dapo")
+    torch.testing.assert_close(torch.cat(getattr(result.credit, column)), expected, rtol=0, atol=1e-3)
+
+
 def test_a_frozen_reference_judges_in_the_models_place():
     model, reference = (make_model("Qwen3", vocab_size=128, num_hidden_layers=layers) for layers in (3, 2))
     config = CounterfactualConfig(units="turns", target="gold", weights="redistribute", strength=2.0)

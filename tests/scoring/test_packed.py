@@ -5,7 +5,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import CounterfactualConfig, Credit, Probe, Span, counterfactual_credit, policy_loss
+from cfa_kernels import Batch, CounterfactualConfig, Credit, Probe, Span, counterfactual_credit, policy_loss
 from cfa_kernels.loss.ragged import LossBatch
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import packed
@@ -345,11 +345,19 @@ def test_credit_on_a_training_forward_is_that_of_a_forward_of_its_own(options, p
             counterfactual_credit(forgetful, tokenizer, rows, config=config, probes=probes)
 
 
-def test_credit_on_a_training_forward_takes_that_forwards_rows_only():
+def test_a_forward_scores_those_of_its_rows_that_a_batch_numbers_and_no_others():
     forward = packed_forward(make_model("Qwen3", num_hidden_layers=1), ROWS, keep_states=True)
-    for other in (ROWS.take([1, 0]), ROWS.take(range(3)), Rows(PROMPTS, [row[:5] for row in COMPLETIONS])):
-        with pytest.raises(ValueError, match=r"rows: must be those of the forward, got \d rows for its 7"):
-            counterfactual_credit(forward, tiny_tokenizer(), other)
+    whole, some = score_forward(forward, SPANS, ANSWERS, mask=PLACEHOLDER), [4, 1]
+    columns = {"units": [SPANS[b] for b in some], "answers": [ANSWERS[b] for b in some]}
+    found = forward.score(Batch(ROWS.take(some), **columns), mask=PLACEHOLDER)
+    torch.testing.assert_close(found.drop, [whole.drop[b] for b in some], rtol=0, atol=1e-4)
+    shorter, numbered = (
+        Rows(PROMPTS[:2], [row[:-1] for row in COMPLETIONS[:2]]),
+        Rows(PROMPTS[:2], COMPLETIONS[:2], [0, 9]),
+    )
+    for other, message in ((shorter, "row 0 of 19 tokens is not"), (numbered, "row 9 of 33 tokens is not")):
+        with pytest.raises(ValueError, match=f"rows: must be those of the forward, and {message}"):
+            forward.score(Batch(other), mask=PLACEHOLDER)
 
 
 @pytest.mark.parametrize(
@@ -358,8 +366,8 @@ def test_credit_on_a_training_forward_takes_that_forwards_rows_only():
         ({"old_logprobs": [torch.zeros(3)] * 7}, r"old_logprobs row 0: must be a tensor \(20,\).*shape \(3,\)"),
         ({"weights": drawn(0)[:3]}, "weights has 3 rows, prompts has 7"),
         ({"mask": [*drawn(0)[:6], None]}, r"mask row 6: must be a tensor \(20,\) like its completion, got NoneType"),
-        ({"mask": [row * 0 + 2 for row in drawn(0)]}, "mask row 0: must be 0 or 1, got 2.0 at token 0"),
-        ({"advantages": torch.zeros(3)}, r"advantages must have shape \(7,\), got \(3,\)"),
+        ({"mask": [row * 0 + 2 for row in drawn(0)]}, "mask row 0, token 0: must be 1 or 0, got 2.0"),
+        ({"advantages": torch.zeros(3)}, "advantages has 3 rows, prompts has 7"),
         ({"advantages": [1.0] * 7}, r"advantages row 0: .* \(20,\) like .*, or all rows one tensor \(7,\), got float"),
         ({"advantages": np.ones(7)}, r"advantages row 0: .*, or all rows one tensor \(7,\), got float64"),
         ({"weights": CREDIT}, "weights: must hold an item for each row, got Credit; give its `weights`"),
