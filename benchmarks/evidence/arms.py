@@ -75,11 +75,14 @@ class Judged:
 
     def __init__(self, policy: Any, groups: Groups) -> None:
         self.seconds: dict[Any, float] = {}
-        """Seconds by `clock`: "forward", "backward", and by configuration or function those of its credit."""
+        """Seconds by `clock`: "forward", "head" (its backward), "backward", and by configuration or function those of its credit."""
         self.policy, self.groups = policy, groups
         self.plain = group_advantages(groups.rewards, groups.size)
         self._credits = dict[Any, Credit]()
-        self.forward = self._timed("forward", lambda: packed_forward(policy.model, groups.rows, keep_states=True))
+        self.forward = self._timed("forward", lambda: packed_forward(
+            policy.model, groups.rows, keep_states=True, token_budget=policy.token_budget
+        ))  # fmt: skip
+        self._gradient = self._timed("head", lambda: policy.gradients(self.forward))
 
     def gradient(self, arm: Arm) -> Tensor:
         """Compute the gradient of the sum over tokens of log-prob times an arm's advantage.
@@ -89,7 +92,7 @@ class Judged:
         """
         rows = [self.token_advantages(arm) for _ in range(1 + arm.twin)]
         return torch.stack([
-            self._timed("backward", lambda: self.policy.gradient(self.forward, own))  # noqa: B023
+            self._timed("backward", lambda: self._gradient(own))  # noqa: B023
             for own in rows
         ])  # fmt: skip
 
@@ -271,8 +274,8 @@ ARMS = {
     "baseline by prefix": Arm(wrong=GAIN, gold=True, advantages=by_prefix),
     "baseline by prefix, CF where right": Arm(CF, GAIN, gold=True, advantages=by_prefix_and_credit),
     "steps only": Arm(advantages=steps_only),
-    "CF where right, spans open": Arm(_mean(Masking(), open_spans=True)),
-    "prefix gain where right, spans open": Arm(_mean(PrefixGain(), open_spans=True)),
+    "CF where right, spans open": Arm(_mean(Masking(), open_spans=True, completions="positive")),
+    "prefix gain where right, spans open": Arm(_mean(PrefixGain(), open_spans=True, completions="positive")),
     "entropy where right": Arm(_mean(Entropy(), "bilevel")),
     "OAR-G where right": Arm(_mean(Gradient("mean", 1e-3, 1), "bilevel")),
     "CF by tokens, where right": Arm(_mean(Masking(), units="tokens")),
@@ -285,7 +288,9 @@ SETS = {
     "tokens": [PLAIN, "CF where right", "entropy where right", "OAR-G where right", *_NAMES[-2:]],
 }  # fmt: skip
 """Arms that are measured by default, what else was tried, and by token, of which the last two cost several steps."""
-ARMS["prefix gain permuted where right, spans open"] = Arm(_mean(PrefixGain(), control="permuted", open_spans=True))
+ARMS["prefix gain permuted where right, spans open"] = Arm(
+    _mean(PrefixGain(), control="permuted", open_spans=True, completions="positive")
+)
 
 
 def arms_of(names: Sequence[str]) -> Mapping[str, Arm]:
