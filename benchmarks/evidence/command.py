@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from docstring_parser import parse_from_object
 
-from benchmarks.evidence import ablation, alignment, arms, demo, pictures, planted, pretrained, regimes
+from benchmarks.evidence import ablation, alignment, arms, demo, pictures, planted, pretrained, regimes, statements
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
 RUN = "--steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1"
@@ -117,6 +117,10 @@ MEASURES = {
         pretrained.PretrainedSettings, pretrained.run, pretrained.markdown,
         "what a model writes to the problems of a file, what matters in it, and which estimators find that",
         extent=("judged", "costly", "credited", "scored_in"),
+    ),
+    "statements": Measure(
+        statements.StatementsSettings, statements.run, statements.markdown,
+        "which statements of a model's programs draw the credit, and which their tests need",
     ),
     "planted": Measure(
         planted.PlantedSettings, planted.run, planted.markdown, "which methods find planted truths"
