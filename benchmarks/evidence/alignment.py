@@ -43,7 +43,7 @@ LOOK = 16
 STEP = "sampling", "forward", "head", "backward"
 """Parts of a plain step's time."""
 PARTS = 8
-"""Parts of the true gradient."""
+"""Parts of the true gradient, unless named."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,10 @@ class AlignmentSettings:
     """Expression for the names of the parameters whose gradients are compared; "few" for those of three layers."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights and of what the model computes."""
-    truth_groups: Annotated[int, Interval(PARTS)] = 8192
-    """Groups of the true gradient, dealt out to eight parts."""
+    truth_groups: Count = 8192
+    """Groups of the true gradient, dealt out to its parts."""
+    parts: Annotated[int, Interval(3)] = PARTS
+    """Parts of the true gradient, from independent draws."""
     blocks: Annotated[int, Interval(2)] = 10
     """Blocks of groups that arms are measured on."""
     batch: Count = 1
@@ -93,6 +95,8 @@ class AlignmentSettings:
             raise ValueError(f"problems: regime={self.regime!r} has its own, got {self.problems!r}; leave one out")
         if self.rollouts and self.moments:
             raise ValueError(f"moments must be 0 with rollouts, which hold no earlier batches, got {self.moments}")
+        if self.truth_groups < self.parts:
+            raise ValueError(f"truth_groups must be at least parts, {self.parts}, got {self.truth_groups}")
         if len(self.sizes) < 2:
             raise ValueError(f"block must be at least {SIZES[1]} batches of {self.batch} groups, got {self.block}")
 
@@ -218,7 +222,7 @@ def first_look(policy: Policy, settings: AlignmentSettings) -> dict[str, float]:
 def true_gradient(policy: Policy, settings: AlignmentSettings, part: int) -> Tensor:
     """Sum REINFORCE's gradient over the groups of a part of the truth, (D,) on the CPU."""
     total = torch.zeros(sum(p.numel() for p in policy.parameters), dtype=torch.float64, device=policy.model.device)
-    count = settings.truth_groups // PARTS
+    count = settings.truth_groups // settings.parts
     for groups in policy.groups(settings.seed, 1, part, count=count, batch=min(settings.batch, count)):
         if groups.problems:
             forward = packed_forward(policy.model, groups.rows, token_budget=policy.token_budget)
@@ -246,10 +250,10 @@ def run(
     known = {name: value for name, value in asdict(settings).items() if name not in ("blocks", "continuations")}
 
     @functools.cache
-    def truth() -> Tensor:  # (PARTS, D)
+    def truth() -> Tensor:  # (parts, D)
         parts = [
             _kept(folder / f"true-{part}.pt", known, lambda: true_gradient(policy, settings, part))  # noqa: B023
-            for part in range(PARTS)
+            for part in range(settings.parts)
         ]
         return torch.stack(parts).to(policy.model.device)
 
@@ -260,7 +264,7 @@ def run(
 
     about = pieces.get("truth", lambda: _agreement(truth()))
     gram = np.array(about["gram"])
-    print(f"true gradient: norm {math.sqrt(_strength(gram)):.3g} for an eighth of the groups")
+    print(f"true gradient: norm {math.sqrt(_strength(gram)):.3g} for each part of the groups")
     blocks = []
     for block in range(settings.blocks):
         blocks.append(pieces.get(f"block {block}", lambda: _block(policy, chosen, block, truth(), squares, settings)))  # noqa: B023
@@ -280,7 +284,7 @@ def run(
 def _agreement(truth: Tensor) -> dict[str, Any]:
     """Products of the truth's parts with each other, and the cosine of its halves."""
     gram = (truth @ truth.T).double().cpu().numpy()
-    if min(_strength(np.delete(np.delete(gram, part, 0), part, 1)) for part in range(PARTS)) <= 0:
+    if min(_strength(np.delete(np.delete(gram, part, 0), part, 1)) for part in range(len(gram))) <= 0:
         raise ValueError("truth_groups: the parts of the true gradient do not agree; raise it")
     halves = torch.cosine_similarity(truth[::2].sum(0), truth[1::2].sum(0), dim=0)
     return {"gram": gram.tolist(), "agreement": float(halves)}

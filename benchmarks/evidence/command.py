@@ -56,7 +56,7 @@ ALL = (
     f"alignment --truth-groups 4096 --blocks 10 --arms {FEW}",
     *(
         f"alignment --regime {name} --truth-groups 2048 --blocks 10 --arms {chosen} --name evidence-alignment-{name}"
-        for name, chosen in {"plain": "main ideas", "idle8": "main ideas"}.items()
+        for name, chosen in {"plain": "main", "idle8": "main"}.items()
     ),
     *(
         f"alignment --regime {name} --truth-groups 4096 --blocks {blocks} --arms {RIGHT} "

@@ -122,7 +122,8 @@ def all_tests(task: Mapping[str, Any]) -> list[str]:
 def probe(task: Mapping[str, Any], tokenizer: Any) -> Probe:
     """Write a task's call behind a program, and its value to be scored."""
     ask, value = (
-        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (f"\n\n`{task['call']}` gives `", task["value"])
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (f"\n\n`{task['call']}` gives `", task["value"])
     )
     return Probe(torch.tensor(ask + value), Span(len(ask), len(ask + value)))
 

@@ -8,14 +8,23 @@ import torch
 from benchmarks.evidence import statements
 from benchmarks.evidence.command import main
 from benchmarks.evidence.models import Subject
-from benchmarks.evidence.statements import TASKS, cut, effect, kind, probe, summed, all_tests
+from benchmarks.evidence.statements import TASKS, all_tests, cut, effect, kind, probe, summed
 from cfa_kernels import detect_spans
 from trainer.rewards.code import fenced_code
 from trainer.settings import ASSETS
 
 pytestmark = pytest.mark.slow
 TASK_LIST = [json.loads(line) for line in TASKS.read_text(encoding="utf-8").splitlines()]
-PROGRAM = 'Here it is:\n```python\ndef half(x):\n    y = x // 2\n    z = 0\n    if x < 0:\n        return 0\n    return y\n```\nDone.'  # fmt: skip
+PROGRAM = """Here it is:
+```python
+def half(x):
+    y = x // 2
+    z = 0
+    if x < 0:
+        return 0
+    return y
+```
+Done."""
 
 
 def run_here(completions, tests, **_):
@@ -79,7 +88,8 @@ def test_the_command_judges_programs_that_pass_and_resumes(tmp_path, monkeypatch
 
     monkeypatch.setattr(Subject, "completed", completed)
     monkeypatch.setattr(statements, "CodeReward", lambda timeout, isolation: run_here)
-    arguments = ["statements", "--group", "1", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
+    arguments = ["statements", "--group", "1", "--commit", "none"]
+    arguments += ["--folder", str(tmp_path), "--results", str(tmp_path)]
     assert main(arguments) == 0
     document = json.loads((tmp_path / "evidence-statements.json").read_text())
     assert (document["programs"], document["passed"], document["judged"]) == (20, 0.45, 9)
