@@ -19,7 +19,16 @@ from benchmarks.evidence.agreement import SPEARMAN, agreement
 from benchmarks.evidence.models import Problem, Subject
 from benchmarks.evidence.planted import METHODS
 from benchmarks.harness.results import Pieces, interval, made_by, table
-from cfa_kernels import CounterfactualConfig, Probe, Rows, Span, SpanRules, counterfactual_credit
+from cfa_kernels import (
+    CounterfactualConfig,
+    Probe,
+    Rows,
+    Span,
+    SpanRules,
+    TrainingForward,
+    counterfactual_credit,
+    packed_forward,
+)
 from cfa_kernels.options import POSITIVE, Count, check_fields
 from trainer.analyze.statistics import bootstrap_interval
 from trainer.data import encode_prompt
@@ -32,7 +41,7 @@ SHOWN = 2
 """Tests of a task that its prompt shows."""
 SECONDS = 2.0
 """For a program's tests; without a statement it may never end."""
-CHOSEN = "CF", "CF, total effect", "prefix gain", "position", "length"
+CHOSEN = "CF", "prefix gain", "position", "length"
 KINDS = {"def": r"(?:async )?def\b", "return, print": r"(?:return|print|yield)\b", "header": r".*:\Z", "other": ""}
 """Kinds of statements, by how they begin; the first that matches."""
 SPANS = SpanRules("python", max_spans=32)
@@ -86,9 +95,11 @@ def run(pieces: Pieces, folder: Path, settings: StatementsSettings) -> dict[str,
         raise ValueError(f"model: none of {len(rows)} programs passes its tests; name another model")
     some = Rows([torch.tensor(prompts[i]) for i in kept], [torch.tensor(rows[i]) for i in kept])
     probes = [probe(asked[i], subject.tokenizer) for i in kept]
+    with torch.no_grad():
+        access = TrainingForward(packed_forward(subject.model, some, keep_states=True))
     methods, spans = dict[str, Any](), list[list[list[int]]]()
     for name in CHOSEN:
-        one = methods[name] = pieces.get(name, lambda: judge(subject, name, some, probes))  # noqa: B023
+        one = methods[name] = pieces.get(name, lambda: judge(subject.tokenizer, access, name, some, probes))  # noqa: B023
         spans = one["spans"]
         print(f"{name}: {len(kept)} programs", flush=True)
     parts = [cut(subject.tokenizer, rows[i], own) for i, own in zip(kept, spans, strict=True)]
@@ -128,10 +139,10 @@ def probe(task: Mapping[str, Any], tokenizer: Any) -> Probe:
     return Probe(torch.tensor(ask + value), Span(len(ask), len(ask + value)))
 
 
-def judge(subject: Subject, name: str, rows: Rows, probes: Sequence[Probe]) -> dict[str, Any]:
+def judge(tokenizer: Any, access: TrainingForward, name: str, rows: Rows, probes: Sequence[Probe]) -> dict[str, Any]:
     """Importances of the statements of programs by a method: `spans`, `drop` and the answers' `base`."""
     config = CounterfactualConfig(METHODS[name], spans=SPANS)
-    credit = counterfactual_credit(subject.model, subject.tokenizer, rows, config=config, probes=probes)
+    credit = counterfactual_credit(access, tokenizer, rows, config=config, probes=probes)
     return {
         "spans": [[list(span) for span in row] for row in credit.spans],
         "drop": [row.tolist() for row in credit.drop], "base": credit.base.tolist(),
