@@ -7,7 +7,7 @@ PY ?= $(VENV)/bin/python
 DEMO := .venv-demo
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
-ON_MODELS := tests/scoring tests/losses tests/hf tests/integrations
+ON_MODELS := tests/scoring tests/loss tests/model tests/integrations
 DEMO_PY := $(PY)
 ifeq ($(PY),$(VENV)/bin/python)
 SETUP := $(VENV)/installed

@@ -25,12 +25,12 @@ from transformers import AutoModelForCausalLM
 from benchmarks.harness.results import table
 from benchmarks.harness.workloads import MODELS
 from cfa_kernels import Rows, Span, packed_forward
-from cfa_kernels.hf import lora
-from cfa_kernels.hf.compiled import CompiledKind
-from cfa_kernels.hf.head import read_head
-from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.model import lora
+from cfa_kernels.model.compiled import CompiledKind
+from cfa_kernels.model.head import read_head
+from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.ops import adapted_linear, matmul
-from cfa_kernels.scoring import masked, training_forward
+from cfa_kernels.scoring import masked, packed
 
 MODEL, PASSES = "Qwen3-1.7B", ("forward", "backward", "scoring")
 PROBLEMS, GROUP, PROMPT, COMPLETION, SPANS = 4, 8, 110, 220, 6
@@ -118,7 +118,7 @@ def count_layer() -> dict[str, Counter[str]]:
     modules = (lora, "is_on_gpu"), (matmul, "_keeps_sums"), (matmul, "_has_onednn")
     stand_ins = [(*name, lambda _, truth=name[1] != "_has_onednn": truth) for name in modules]
     stand_ins += [(adapted_linear, "wide_product", wide_mm), (adapted_linear, "multiply", multiply)]
-    checks = (training_forward, "check_trainable"), (masked, "check_supported")  # of layers that are not run
+    checks = (packed, "check_trainable"), (masked, "check_supported")  # of layers that are not run
     with ExitStack() as stack:
         for place in [*stand_ins, *((*one, lambda walk, **_: read_head(walk.model)) for one in checks)]:
             stack.enter_context(mock.patch.object(*place))

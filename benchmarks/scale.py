@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness.results import table
 from benchmarks.harness.workloads import MODELS, SEED, JobRollouts, gsm8k_rollouts
-from cfa_kernels.packing.balance import deal, rows_to_score
+from cfa_kernels.tree.balance import deal, rows_to_score
 
 MATMUL_SHARE = 0.73
 """Share of a data sheet's rate that large matrix products reach."""

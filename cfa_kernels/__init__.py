@@ -40,16 +40,16 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .estimators.siblings import PrefixTreeValues as PrefixTreeValues
     from .estimators.siblings import SiblingEdits as SiblingEdits
     from .estimators.total_effects import total_effects as total_effects
-    from .hf.accuracy import noise_floor as noise_floor
-    from .hf.compile_layers import compile_layers as compile_layers
-    from .hf.sharding import run_inside as run_inside
-    from .hf.verify import check_model as check_model
     from .integrations.credit import fold_weights as fold_weights
-    from .losses.policy import contributing_rows as contributing_rows
-    from .losses.policy import linear_policy_loss as linear_policy_loss
-    from .losses.policy import logits_policy_loss as logits_policy_loss
-    from .losses.policy import policy_loss as policy_loss
-    from .losses.ragged import LossBatch as LossBatch
+    from .loss.policy import contributing_rows as contributing_rows
+    from .loss.policy import linear_policy_loss as linear_policy_loss
+    from .loss.policy import logits_policy_loss as logits_policy_loss
+    from .loss.policy import policy_loss as policy_loss
+    from .loss.ragged import LossBatch as LossBatch
+    from .model.check.accuracy import noise_floor as noise_floor
+    from .model.check.verify import check_model as check_model
+    from .model.compile_layers import compile_layers as compile_layers
+    from .model.run_inside import run_inside as run_inside
     from .ops.kept_tokens import KeptTokens as KeptTokens
     from .ops.linear_logprob import linear_logprob as linear_logprob
     from .rows import Rows as Rows
@@ -63,11 +63,11 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .scoring.masked import CounterfactualScores as CounterfactualScores
     from .scoring.masked import ScoringWork as ScoringWork
     from .scoring.masked import score_counterfactuals as score_counterfactuals
-    from .scoring.training_forward import PackedForward as PackedForward
-    from .scoring.training_forward import PackedLoss as PackedLoss
-    from .scoring.training_forward import packed_forward as packed_forward
-    from .scoring.training_forward import packed_logprobs as packed_logprobs
-    from .scoring.training_forward import packed_policy_loss as packed_policy_loss
+    from .scoring.packed import PackedForward as PackedForward
+    from .scoring.packed import PackedLoss as PackedLoss
+    from .scoring.packed import packed_forward as packed_forward
+    from .scoring.packed import packed_logprobs as packed_logprobs
+    from .scoring.packed import packed_policy_loss as packed_policy_loss
     from .span import Span as Span
     from .text.answers import answer_text_span as answer_text_span
     from .text.find import detect_spans as detect_spans
@@ -90,20 +90,20 @@ _PUBLIC = {
     "estimators.probes": "Probe",
     "estimators.siblings": "PrefixTreeValues SiblingEdits",
     "estimators.total_effects": "total_effects",
-    "hf.sharding": "run_inside",
-    "hf.accuracy": "noise_floor",
-    "hf.compile_layers": "compile_layers",
-    "hf.verify": "check_model",
+    "model.run_inside": "run_inside",
+    "model.check.accuracy": "noise_floor",
+    "model.compile_layers": "compile_layers",
+    "model.check.verify": "check_model",
     "integrations.credit": "fold_weights",
-    "losses.ragged": "LossBatch",
-    "losses.policy": "contributing_rows linear_policy_loss logits_policy_loss policy_loss",
+    "loss.ragged": "LossBatch",
+    "loss.policy": "contributing_rows linear_policy_loss logits_policy_loss policy_loss",
     "ops.kept_tokens": "KeptTokens",
     "ops.linear_logprob": "linear_logprob",
     "rows": "Rows pad_rows",
     "scoring.access": "InProcess LogprobService ModelAccess Sharded TrainingForward",
     "scoring.batch": "ScoredBatch",
     "scoring.masked": "CounterfactualScores ScoringWork score_counterfactuals",
-    "scoring.training_forward": "PackedForward PackedLoss packed_forward packed_logprobs packed_policy_loss",
+    "scoring.packed": "PackedForward PackedLoss packed_forward packed_logprobs packed_policy_loss",
     "span": "Span",
     "text.answers": "answer_text_span",
     "text.find": "detect_spans find_answer",
@@ -111,7 +111,7 @@ _PUBLIC = {
 """The public names by the module that each is imported from."""
 
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
-_PACKAGES = sorted({module.partition(".")[0] for module in _PUBLIC} | {"packing"})
+_PACKAGES = sorted({module.partition(".")[0] for module in _PUBLIC} | {"tree"})
 
 __all__ = sorted(_MODULES)
 

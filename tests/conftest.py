@@ -57,10 +57,10 @@ def qwen3() -> torch.nn.Module:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Train without the check of the model, which other tests run."""
-    from cfa_kernels.hf.head import read_head
-    from cfa_kernels.scoring import training_forward
+    from cfa_kernels.model.head import read_head
+    from cfa_kernels.scoring import packed
 
-    monkeypatch.setattr(training_forward, "check_trainable", lambda walk, **_: read_head(walk.model))
+    monkeypatch.setattr(packed, "check_trainable", lambda walk, **_: read_head(walk.model))
 
 
 @pytest.fixture(scope="session")
@@ -69,3 +69,22 @@ def gsm8k() -> Path:
     if not SHARED_GSM8K.is_dir():
         pytest.skip("GSM8K is not on this machine; docs/benchmarks.md says how to get it")
     return SHARED_GSM8K
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch):
+    """torch.empty gives nan, so that an output nobody wrote shows."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Rows of a few dozen logits take several tiles and end in a ragged one."""
+    from cfa_kernels.ops import row_logprobs
+
+    tiles = {"BLOCK": 32, "VECTOR": 4, "num_warps": 1}
+    monkeypatch.setattr(row_logprobs, "launch_options", lambda *_, **__: dict(tiles))

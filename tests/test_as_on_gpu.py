@@ -8,9 +8,9 @@ from torch import nn
 
 from cfa_kernels import linear_policy_loss
 from cfa_kernels.ops.linear_logprob import linear_logprob
-from cfa_kernels.ops.policy_rows import row_logprobs
+from cfa_kernels.ops.row_logprobs import row_logprobs
 from cfa_kernels.ops.row_softmax import LogitRows
-from cfa_kernels.ops.tree_attention import tree_attention
+from cfa_kernels.tree.attention import tree_attention
 from tests.support.as_on_gpu import on_gpu
 from tests.support.attention_problem import build, qkv
 from tests.support.models import make_model
@@ -86,7 +86,7 @@ def test_the_default_backend_takes_what_its_kernels_take(device):
 
 @pytest.mark.parametrize(("changes", "message"), [({"head_dim": 12}, "12 and 12"), ({}, "float64")])
 def test_a_model_is_refused_where_its_heads_or_numbers_are_not_the_kernels(changes, message):
-    from cfa_kernels.hf.verify import check_supported
+    from cfa_kernels.model.check.verify import check_supported
 
     model = make_model("Qwen3", num_hidden_layers=1, **changes)
     with pytest.raises(NotImplementedError, match=message):

@@ -17,7 +17,7 @@ import yaml
 from cfa_kernels import CounterfactualConfig, Rows, counterfactual_weights
 from cfa_kernels.credit.config import flat_options
 from cfa_kernels.estimators import ESTIMATORS
-from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
+from cfa_kernels.loss.checks import LEVELS, LOSS_TYPES
 from docs import options
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 

@@ -12,14 +12,14 @@ from cfa_kernels import (
     policy_loss,
 )
 from cfa_kernels.estimators import gradient
-from cfa_kernels.hf import tree_forward
-from cfa_kernels.hf.verify import check_trainable
-from cfa_kernels.losses.ragged import LossBatch
-from cfa_kernels.packing import packs
+from cfa_kernels.loss.ragged import LossBatch
+from cfa_kernels.model import tree_forward
+from cfa_kernels.model.check.verify import check_trainable
 from cfa_kernels.rows import Rows, keyed_generator
 from cfa_kernels.scoring import masked
 from cfa_kernels.scoring.access import InProcess
-from cfa_kernels.scoring.training_forward import packed_forward
+from cfa_kernels.scoring.packed import packed_forward
+from cfa_kernels.tree import packs
 from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns
 from tests.support.waits import DEVICE, Waits, a_device, put_on_device
 

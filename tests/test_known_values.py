@@ -26,7 +26,7 @@ from cfa_kernels import (
 )
 from cfa_kernels.credit.weights import WEIGHTS
 from cfa_kernels.estimators import ESTIMATORS
-from cfa_kernels.losses.checks import LEVELS_OF
+from cfa_kernels.loss.checks import LEVELS_OF
 from tests.support.models import DELTA, MLA, PLACEHOLDER, VOCAB, batch, make_model
 from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 

@@ -128,7 +128,7 @@ def test_the_wheel_holds_the_library_and_the_program_and_the_sdist_the_checkout(
     assert files >= {f"cfa_{path.relative_to(REPOSITORY).as_posix()}" for path in program}
     help_of = "from cfa_trainer.__main__ import main; main(['--help'])"
     assert "entropy_80_20" in run(help_of, PYTHONPATH=str(tmp_path / "installed"))
-    assert files >= {"cfa_kernels/py.typed", "cfa_kernels/hf/README.md"}
+    assert files >= {"cfa_kernels/py.typed", "cfa_kernels/model/README.md"}
     assert inside >= {"setup.py", "pyproject.toml", "constraints.txt", "Makefile", "LICENSE", "tests/conftest.py"}
     others = (each for each in wheel if not each.filename.endswith(".safetensors"))
     assert sum(each.compress_size for each in others) < 1e6

@@ -25,9 +25,9 @@ MAINS = {
     "benchmarks": "benchmarks.__main__",
     "trainer": "trainer.cli",
     "trainer.analyze": "trainer.analyze.__main__",
-    "benchmarks.demo_model": "benchmarks.demo_model.warmup",
+    "benchmarks.research.demo_model": "benchmarks.research.demo_model.warmup",
 }
-SETTINGS = ("trainer", "benchmarks.demo_model")  # take the fields of a dataclass, by `trainer.cli.parse`
+SETTINGS = ("trainer", "benchmarks.research.demo_model")  # take the fields of a dataclass, by `trainer.cli.parse`
 
 
 def quoted() -> list[str]:

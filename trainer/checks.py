@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from cfa_kernels.hf.limits import refuse_length_dependent_rope
-from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.sharding import run_inside
-from cfa_kernels.hf.verify import check_supported, check_trainable
-from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
+from cfa_kernels.loss.off_policy import open_choice, sampling_gaps
+from cfa_kernels.model.check.verify import check_supported, check_trainable
+from cfa_kernels.model.limits import refuse_length_dependent_rope
+from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.model.run_inside import run_inside
 
 from .config import TrainConfig
 from .microbatch import Pass, UpdateBatch

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.weights import Control
-from cfa_kernels.losses.checks import check_correction, check_level
-from cfa_kernels.ops.token_loss import NUMBERS
+from cfa_kernels.loss.checks import check_correction, check_level
+from cfa_kernels.loss.token_loss import NUMBERS
 from cfa_kernels.options import Interval, check_fields
 
 from .precision import Precision

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels import Credit, DeferredCredit, Draws, KeptTokens, Rows
-from cfa_kernels.hf.limits import default_token_budget
-from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.packing.packs import groups_within
+from cfa_kernels.model.limits import default_token_budget
+from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.tree.packs import groups_within
 
 from .config import TrainConfig
 from .processes import count, gather, own_share

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from cfa_kernels.hf.fsdp import give_back, holds_pieces, is_fsdp2
-from cfa_kernels.hf.model import backbone, causal_lm
+from cfa_kernels.model.parts import backbone, causal_lm
+from cfa_kernels.model.sharded.fsdp import give_back, holds_pieces, is_fsdp2
 
 from .refusals import refuse
 

@@ -7,7 +7,7 @@ from typing import TextIO
 
 from transformers.utils import logging
 
-from cfa_kernels.hf.memory import is_out_of_memory
+from cfa_kernels.model.memory import is_out_of_memory
 
 from . import processes
 from .checkpoints.run_folder import Finished, Refused, open_run

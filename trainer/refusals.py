@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cfa_kernels.estimators.base import EXTERNAL
-from cfa_kernels.losses.checks import weights_sequences
+from cfa_kernels.loss.checks import weights_sequences
 from cfa_kernels.scoring.access import GRADIENTS
 
 from .rewards.built_in import BUILT_IN

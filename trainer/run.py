@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import get_scheduler, set_seed
 
-from cfa_kernels.hf.compile_layers import compile_layers
-from cfa_kernels.hf.model import causal_lm, context_length, vocab_size
+from cfa_kernels.model.compile_layers import compile_layers
+from cfa_kernels.model.parts import causal_lm, context_length, vocab_size
 from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from cfa_kernels import Credit, DeferredCredit, LossBatch, Rows, packed_forward, packed_logprobs, packed_policy_loss
 from cfa_kernels.credit.nothing import Nothing, why_nothing
-from cfa_kernels.hf.fsdp import is_piece
-from cfa_kernels.hf.memory import run_in_memory
-from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.sharding import is_sharded, run_inside
-from cfa_kernels.scoring.training_forward import PackedLoss
+from cfa_kernels.model.memory import run_in_memory
+from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.model.run_inside import is_sharded, run_inside
+from cfa_kernels.model.sharded.fsdp import is_piece
+from cfa_kernels.scoring.packed import PackedLoss
 
 from . import processes
 from .checks import check_sampling_gap, require_finite

@@ -211,7 +211,7 @@ check_model(model)  # NotImplementedError names the model and the reason
 ```
 
 Vision-language classes are scored and trained on text as they are. Gemma 3, Mistral 3, Qwen3-VL and Qwen3.5 give
-their own log-probs and gradients (`tests/hf/test_vision_language.py`). Llama 4's class has no head: pass
+their own log-probs and gradients (`tests/model/test_vision_language.py`). Llama 4's class has no head: pass
 `model.language_model`. Images are not supported.
 
 Bases that bitsandbytes holds in 4 or 8 bit, with adapters, are scored and trained. [Quantised bases](quantised.md) says

@@ -36,10 +36,10 @@ from benchmarks.speed.replay import Replay, Stopwatch
 from benchmarks.speed.step_peers import EXACT, PLAIN, STEP_PEERS, TRL, VARLEN, WHOLE
 from benchmarks.speed.step_reference import taken_gradients
 from cfa_kernels import compile_layers
-from cfa_kernels.hf.compiled import EAGER
-from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.modes import value_of
-from cfa_kernels.hf.verify import check_trainable
+from cfa_kernels.model.check.verify import check_trainable
+from cfa_kernels.model.compiled import EAGER
+from cfa_kernels.model.modes import value_of
+from cfa_kernels.model.parts import causal_lm
 
 AS_RACED, LIGER, COMPILED = "HF's layers", "Liger", "compiled"  # Liger's kernels cannot be traced
 TRL_LIGER = "TRL, all rows at a time, use_liger_kernel"

@@ -16,9 +16,9 @@ from benchmarks.harness.workloads import MODELS, SEED, Job, head_dim, random_mod
 from benchmarks.speed.reference import ErrorBudget, max_error
 from benchmarks.speed.varlen import causal_varlen_attention
 from cfa_kernels import Rows, ScoredBatch
-from cfa_kernels.ops.segment_table import SegmentTable
-from cfa_kernels.ops.tree_attention import tree_attention
 from cfa_kernels.scoring.plan import plan_scoring
+from cfa_kernels.tree.attention import tree_attention
+from cfa_kernels.tree.segment_table import SegmentTable
 
 OURS, GATHERED = "ours", "keys gathered, varlen attention"
 FLASH, DEFAULT = "flash attention, equal lengths", "SDPA's own choice, equal lengths"

@@ -36,8 +36,8 @@ from benchmarks.speed.command import chosen_peers, workload_set
 from benchmarks.speed.replay import Replay, StepPeer, Stopwatch
 from benchmarks.speed.step_peers import EXACT, STEP_PEERS, TRL
 from benchmarks.speed.step_reference import StepResult, Truth, taken_gradients
-from cfa_kernels.hf.model import backbone, causal_lm
-from cfa_kernels.hf.verify import check_trainable
+from cfa_kernels.model.check.verify import check_trainable
+from cfa_kernels.model.parts import backbone, causal_lm
 
 
 @dataclass(frozen=True)

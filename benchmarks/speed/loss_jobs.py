@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.harness.race import WrongAnswer
 from benchmarks.harness.workloads import HEADS, SEED
 from benchmarks.speed.reference import ErrorBudget, max_error
-from cfa_kernels.losses.policy import policy_loss
+from cfa_kernels.loss.policy import policy_loss
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
 SEQUENCES = 8

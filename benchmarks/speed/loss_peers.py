@@ -21,7 +21,7 @@ from benchmarks.speed.loss_jobs import (
     chunked,
     linear_reference,
 )
-from cfa_kernels.losses.policy import linear_policy_loss, policy_loss
+from cfa_kernels.loss.policy import linear_policy_loss, policy_loss
 
 CHUNK = {"cpu": 256, "cuda": 4096}
 BOUND, OURS = "bare GEMMs (the bound)", "ours"

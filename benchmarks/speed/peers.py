@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from benchmarks.harness.race import Absent, release_memory
 from benchmarks.harness.workloads import Job, variants
 from cfa_kernels import Rows, score_counterfactuals
-from cfa_kernels.hf.decode_attention import cache_argument
+from cfa_kernels.model.decode_attention import cache_argument
 
 Observed = list[Tensor]
 """One 1-D tensor per completion."""

@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 from benchmarks.harness.race import WrongAnswer
 from benchmarks.harness.workloads import SEED, JobRollouts, policy, shaped_rollouts
-from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.model.parts import causal_lm
 from trainer.config import TrainConfig
 from trainer.data import Row
 from trainer.rollouts import Rollouts, TransformersEngine

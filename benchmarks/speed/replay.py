@@ -19,8 +19,8 @@ from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job, JobRollouts
 from cfa_kernels import CounterfactualConfig, Credit
 from cfa_kernels.credit.deferred import DeferredCredit
-from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.verify import check_trainable
+from cfa_kernels.model.check.verify import check_trainable
+from cfa_kernels.model.parts import causal_lm
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
 

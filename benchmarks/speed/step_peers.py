@@ -27,14 +27,14 @@ from benchmarks.speed.replay import (
 )
 from benchmarks.speed.varlen import causal_varlen_attention
 from cfa_kernels import Rows, span_weights
-from cfa_kernels.hf.head import Head
-from cfa_kernels.hf.limits import default_token_budget
-from cfa_kernels.hf.model import backbone
-from cfa_kernels.hf.verify import check_supported
-from cfa_kernels.losses.policy import linear_policy_loss
-from cfa_kernels.losses.ragged import LossBatch
-from cfa_kernels.packing.packs import groups_within
-from cfa_kernels.scoring.training_forward import packed_forward
+from cfa_kernels.loss.policy import linear_policy_loss
+from cfa_kernels.loss.ragged import LossBatch
+from cfa_kernels.model.check.verify import check_supported
+from cfa_kernels.model.head import Head
+from cfa_kernels.model.limits import default_token_budget
+from cfa_kernels.model.parts import backbone
+from cfa_kernels.scoring.packed import packed_forward
+from cfa_kernels.tree.packs import groups_within
 
 # TRL
 

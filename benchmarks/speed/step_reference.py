@@ -11,7 +11,7 @@ from benchmarks.harness.workloads import Job, JobRollouts
 from benchmarks.speed.peers import Observed, padded_logits_to_keep
 from benchmarks.speed.replay import Weights
 from cfa_kernels import Span, detect_spans, find_answer, span_weights
-from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.model.parts import causal_lm
 
 ROWS = 64
 """Of one forward of the reference: a forward for each span would take longer than all that is timed."""

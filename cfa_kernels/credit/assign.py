@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from ..estimators.base import ANSWER, SIBLINGS, Importances, OwnFunction
 from ..estimators.probes import Probe
-from ..hf.accuracy import ACCURACY
-from ..hf.model import vocab_size
+from ..model.check.accuracy import ACCURACY
+from ..model.parts import vocab_size
 from ..options import as_numbers
-from ..packing.prefix_tree import Query
 from ..rows import Rows, equal_prompts, keyed_generator, pad_rows
 from ..scoring.access import CAPABILITIES, ModelAccess, TrainingForward, as_access
 from ..scoring.batch import ScoredBatch
@@ -24,6 +23,7 @@ from ..scoring.outcomes import rounding
 from ..span import Span
 from ..text.find import Reasoning
 from ..text.offsets import decoded
+from ..tree.prefix_tree import Query
 from .config import CounterfactualConfig, as_config
 from .shown import as_html, as_table
 from .units import CreditInputs, find_units, of_all_processes, placeholder_of, scored_as, special_ids

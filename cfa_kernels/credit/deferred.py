@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ..hf.model import causal_lm, input_device
-from ..hf.model_walk import ModelWalk
-from ..hf.modes import evaluation_mode
-from ..hf.ranks import inside
-from ..packing.prefix_tree import Query
+from ..model.modes import evaluation_mode
+from ..model.parts import causal_lm, input_device
+from ..model.sharded.ranks import inside
+from ..model.walk import ModelWalk
 from ..rows import Rows, check_columns, check_floating
 from ..scoring.access import InProcess, ModelAccess, TrainingForward
-from ..scoring.training_forward import PackedForward, packed_logprobs, stands_alone
+from ..scoring.packed import PackedForward, packed_logprobs, stands_alone
+from ..tree.prefix_tree import Query
 from .assign import Assignment, Credit, counterfactual_credit
 from .config import CounterfactualConfig
 from .units import CreditInputs

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..hf.model import causal_lm
-from ..hf.sharding import run_inside
-from ..losses.ragged import LossBatch
+from ..loss.ragged import LossBatch
+from ..model.parts import causal_lm
+from ..model.run_inside import run_inside
 from ..rows import Rows
-from ..scoring.training_forward import packed_forward
+from ..scoring.packed import packed_forward
 from .assign import Credit
 from .config import CounterfactualConfig, as_config
 from .deferred import DeferredCredit

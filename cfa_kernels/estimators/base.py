@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..packing.prefix_tree import Query
 from ..scoring.access import CAPABILITIES, ModelAccess
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
+from ..tree.prefix_tree import Query
 
 ANSWER = "answer"
 SIBLINGS = "siblings"

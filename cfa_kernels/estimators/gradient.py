@@ -11,23 +11,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..hf.head import Head
-from ..hf.limits import apart_by_length, default_token_budget, rows_per_forward
-from ..hf.memory import rows_at_once, run_in_memory
-from ..hf.model import embedding, input_device
-from ..hf.model_walk import ModelWalk
-from ..hf.tree_forward import last_layer_on_rows, packed_hidden, tree_attention_mode
-from ..hf.verify import check_supported
+from ..model.check.verify import check_supported
+from ..model.head import Head
+from ..model.limits import apart_by_length, default_token_budget, rows_per_forward
+from ..model.memory import rows_at_once, run_in_memory
+from ..model.parts import embedding, input_device
+from ..model.tree_forward import last_layer_on_rows, packed_hidden, tree_attention_mode
+from ..model.walk import ModelWalk
 from ..ops.upload import upload
 from ..options import Count, NotNegative, check_fields
-from ..packing.packs import groups_within, lay_out
-from ..packing.prefix_tree import Pack, Query
 from ..rows import keyed_generator
 from ..scoring.access import GRADIENTS, ModelAccess
 from ..scoring.batch import ScoredBatch, ScoredRow
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome, row_means
 from ..scoring.plan import queries_of
+from ..tree.packs import groups_within, lay_out
+from ..tree.prefix_tree import Pack, Query
 from .base import ANSWER, Estimator, Importances
 
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..hf.limits import rope_lengths
-from ..packing.prefix_tree import Query
+from ..model.limits import rope_lengths
 from ..scoring.access import LOGPROBS, MODEL, ModelAccess
 from ..scoring.batch import ScoredBatch, ScoredRow
 from ..scoring.masked import ScoringWork
 from ..scoring.plan import queries_of
 from ..span import Span
+from ..tree.prefix_tree import Query
 from .base import ANSWER, Estimator, Importances, required
 
 

@@ -7,25 +7,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..hf.attention import KeyValueStore
-from ..hf.head import Head
-from ..hf.limits import refuse_length_dependent_rope, rows_per_forward
-from ..hf.memory import rows_at_once, run_in_memory
-from ..hf.model import vocab_size
-from ..hf.model_walk import ModelWalk
-from ..hf.stateful_layers import has_cells
-from ..hf.tree_forward import packed_hidden, tree_attention_mode
-from ..hf.verify import check_supported
+from ..model.attention import KeyValueStore
+from ..model.check.verify import check_supported
+from ..model.head import Head
+from ..model.limits import refuse_length_dependent_rope, rows_per_forward
+from ..model.memory import rows_at_once, run_in_memory
+from ..model.parts import vocab_size
+from ..model.stateful_layers import has_cells
+from ..model.tree_forward import packed_hidden, tree_attention_mode
+from ..model.walk import ModelWalk
 from ..ops.head_matmul import write_logits
 from ..ops.row_softmax import compute_dtype
-from ..packing.packs import groups_within, pack_of
-from ..packing.prefix_tree import PrefixTree
 from ..rows import keyed_generator
 from ..scoring.access import ModelAccess
 from ..scoring.batch import ScoredBatch, ScoredRow
 from ..scoring.masked import CounterfactualScores, ScoringWork, score_batch
 from ..scoring.outcomes import Outcome
 from ..span import Span
+from ..tree.packs import groups_within, pack_of
+from ..tree.prefix_tree import PrefixTree
 
 
 def draw_fills(access: ModelAccess, batch: ScoredBatch, samples: int) -> tuple[list[list[np.ndarray]], ScoringWork]:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..packing.prefix_tree import Query
 from ..scoring.access import ModelAccess
 from ..scoring.batch import Mask, ScoredBatch, ScoredRow, branch
 from ..span import Span
+from ..tree.prefix_tree import Query
 from .base import Importances
 
 

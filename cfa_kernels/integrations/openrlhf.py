@@ -22,9 +22,9 @@ from torch import Tensor
 from .. import CounterfactualConfig
 from ..credit.config import as_config
 from ..credit.deferred import Draws
-from ..packing.packs import groups_within
 from ..rows import Rows, pad_rows
 from ..scoring.access import LogprobService, ModelAccess
+from ..tree.packs import groups_within
 from . import require
 from .credit import ONE_RATIO, credit_rows, obstacles, refuse
 from .workers import Share, Workers, choose_access, judge_share, ray_class, unmet_needs_of_host

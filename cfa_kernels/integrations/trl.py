@@ -22,12 +22,12 @@ from ..credit.config import RECOMMENDED, as_config
 from ..credit.deferred import DeferredCredit, Draws
 from ..credit.nothing import NOT_MIXED, why_nothing
 from ..estimators.base import SIBLINGS
-from ..hf.compile_layers import compile_layers
-from ..hf.model import causal_lm, vocab_size
-from ..hf.sharding import is_sharded, run_inside
-from ..hf.stateful_layers import has_cells
-from ..hf.verify import check_supported, check_trainable
-from ..losses.checks import LEVELS, LEVELS_OF, LossOptions, weights_sequences
+from ..loss.checks import LEVELS, LEVELS_OF, LossOptions, weights_sequences
+from ..model.check.verify import check_supported, check_trainable
+from ..model.compile_layers import compile_layers
+from ..model.parts import causal_lm, vocab_size
+from ..model.run_inside import is_sharded, run_inside
+from ..model.stateful_layers import has_cells
 from ..scoring.access import GRADIENTS
 from ..text.offsets import describe_spare_ids
 from . import require

@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..credit.deferred import DeferredCredit
-from ..hf.modes import one_mode
-from ..hf.ranks import inside
-from ..hf.verify import check_trainable
-from ..losses.checks import LossOptions, weights_sequences
-from ..losses.policy import policy_loss
-from ..losses.ragged import LossBatch
+from ..loss.checks import LossOptions, weights_sequences
+from ..loss.policy import policy_loss
+from ..loss.ragged import LossBatch
+from ..model.check.verify import check_trainable
+from ..model.modes import one_mode
+from ..model.sharded.ranks import inside
 from ..rows import Rows, pad_rows
-from ..scoring.training_forward import packed_forward
+from ..scoring.packed import packed_forward
 from .trl_credit import ROW, unpadded
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import Rows, packed_forward, packed_logprobs, run_inside
-from ..hf.model import causal_lm
+from ..model.parts import causal_lm
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1 import PPOTrainer as _Trainer

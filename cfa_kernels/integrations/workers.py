@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from .. import CounterfactualConfig
 from ..estimators.base import SIBLINGS, OwnFunction
-from ..hf.ranks import raised_by
-from ..hf.verify import check_supported
-from ..packing import balance
+from ..model.check.verify import check_supported
+from ..model.sharded.ranks import raised_by
 from ..rows import Rows, equal_prompts
 from ..scoring.access import LogprobService, ModelAccess, RemoteAccess, Sharded, as_access
 from ..scoring.batch import ScoredBatch, ScoredRow, check_ids
 from ..scoring.masked import CounterfactualScores, ScoringWork
 from ..scoring.outcomes import Outcome
+from ..tree import balance
 from .credit import OFFERS, refuse, unmet_needs
 
 _LOG = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""Kernels and their plain PyTorch references, a file for each family; modules here know torch and triton only."""
+"""Kernels that several concepts share, and their plain PyTorch references; modules know torch and triton only."""

@@ -19,7 +19,7 @@ from .head_matmul import HeadGradients, autocast_operands, empty_strip, write_lo
 from .kept_tokens import KeptTokens, Support
 from .matmul import multiply
 from .operator_arguments import arguments_of
-from .policy_rows import row_gradients, row_logprobs
+from .row_logprobs import row_gradients, row_logprobs
 from .row_softmax import LogitRows, Softmax, check_logits_dtype, compute_dtype
 from .triton_math import LOG2E, minimum, tanh
 from .tuning import tuned

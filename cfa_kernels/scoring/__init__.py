@@ -1,1 +1,1 @@
-"""Log-probs of packed tokens and other outcomes, with or without gradients; modules know models through `hf`."""
+"""Log-probs of packed tokens and other outcomes, with or without gradients; modules know models through `model`."""

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..hf.model import causal_lm, input_device
-from ..hf.quantised import product_dtype
-from ..hf.ranks import Ranks, inside
-from ..hf.sharding import is_sharded, run_inside
+from ..model.parts import causal_lm, input_device
+from ..model.quantised import product_dtype
+from ..model.run_inside import is_sharded, run_inside
+from ..model.sharded.ranks import Ranks, inside
 from ..options import as_numbers
-from ..packing.packs import Limits
-from ..packing.prefix_tree import Query
 from ..rows import check_finite
+from ..tree.packs import Limits
+from ..tree.prefix_tree import Query
 from .batch import ScoredBatch
 from .masked import CounterfactualScores, ScoringWork, collect_scores, query_logprobs, score_batch
 from .outcomes import DIVERGENCES, Outcome
+from .packed import PackedForward
 from .plan import ScoringPlan, queries_of
-from .training_forward import PackedForward
 
 _Result = TypeVar("_Result")
 
@@ -60,7 +60,7 @@ class ModelAccess(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype that the model computes in; `hf.accuracy.ACCURACY` says how exact its scores are."""
+        """Return the dtype that the model computes in; `ACCURACY` says how exact its scores are."""
         ...
 
     def run(self, body: Callable[[], _Result]) -> _Result:

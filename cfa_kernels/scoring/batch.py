@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..hf.model import context_length, vocab_size
+from ..model.parts import context_length, vocab_size
 from ..options import check_class
 from ..rows import Rows, check_columns, equal_prompts, token_ids
 from ..span import Span, span_inside

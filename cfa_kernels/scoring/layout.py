@@ -8,12 +8,12 @@ from itertools import groupby
 import numpy as np
 from transformers import PreTrainedModel
 
-from ..hf.limits import apart_by_length
-from ..hf.model_walk import ModelWalk
-from ..hf.ranks import Ranks, inside
-from ..packing.packs import idle_pack, lay_out
-from ..packing.prefix_tree import Pack, Query
+from ..model.limits import apart_by_length
+from ..model.sharded.ranks import Ranks, inside
+from ..model.walk import ModelWalk
 from ..rows import Rows, check_columns
+from ..tree.packs import idle_pack, lay_out
+from ..tree.prefix_tree import Pack, Query
 
 
 def packs_of(

@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..hf.attention import KeyValueStore
-from ..hf.head import Head
-from ..hf.memory import run_in_memory
-from ..hf.model import causal_lm
-from ..hf.model_walk import Model, ModelWalk
-from ..hf.sharding import run_inside
-from ..hf.tree_forward import pack_states, packed_hidden, tree_attention_mode
-from ..hf.verify import check_supported
-from ..packing.packs import lay_out, lay_out_split
-from ..packing.prefix_tree import Pack, Query
+from ..model.attention import KeyValueStore
+from ..model.check.verify import check_supported
+from ..model.head import Head
+from ..model.memory import run_in_memory
+from ..model.parts import causal_lm
+from ..model.run_inside import run_inside
+from ..model.tree_forward import pack_states, packed_hidden, tree_attention_mode
+from ..model.walk import Model, ModelWalk
 from ..rows import Rows
 from ..span import Span
+from ..tree.packs import lay_out, lay_out_split
+from ..tree.prefix_tree import Pack, Query
 from .batch import Mask, ScoredBatch
 from .outcomes import OUTCOMES, Divergences, Outcome
 from .plan import ScoringPlan, plan_queries, plan_scoring

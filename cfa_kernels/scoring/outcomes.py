@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..hf.head import Head
-from ..hf.memory import columns_at_once
-from ..hf.tree_forward import HeadRows
+from ..model.head import Head
+from ..model.memory import columns_at_once
+from ..model.tree_forward import HeadRows
 from ..ops.head_matmul import write_logits
 from ..ops.row_softmax import FLOAT32_NOISE, LOWEST, compute_dtype
 from ..ops.upload import upload
-from ..packing.prefix_tree import Pack
+from ..tree.prefix_tree import Pack
 
 Outcome = Literal["logprob", "mean_logprob", "last", "mean"]
 """Outcomes: the quantities that can be compared between a completion and its branches.

@@ -7,11 +7,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from ..hf.limits import apart_by_length, largest_forward, rows_per_forward
-from ..hf.model_walk import Model, ModelWalk
-from ..hf.stateful_layers import has_cells
-from ..packing.packs import Limits, lay_out_split
-from ..packing.prefix_tree import Pack, Query
+from ..model.limits import apart_by_length, largest_forward, rows_per_forward
+from ..model.stateful_layers import has_cells
+from ..model.walk import Model, ModelWalk
+from ..tree.packs import Limits, lay_out_split
+from ..tree.prefix_tree import Pack, Query
 from .batch import Mask, ScoredBatch, ScoredRow, branch
 from .outcomes import DIVERGENCES, Outcome
 

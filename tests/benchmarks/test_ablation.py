@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.evidence import ablation
-from benchmarks.evidence.ablation import ARMS, PLACEBO, PLAIN, AblationSettings, compare, markdown, paired, run
 from benchmarks.harness.results import Pieces
+from benchmarks.research import ablation
+from benchmarks.research.ablation import ARMS, PLACEBO, PLAIN, AblationSettings, compare, markdown, paired, run
 from tests.support.embedded import SMALL
 
 pytestmark = pytest.mark.slow
@@ -129,7 +129,7 @@ def test_each_arm_takes_the_rate_that_was_best_on_seeds_of_their_own(tmp_path, m
         + [(seed, rate) for rate in ("1e-4", "2e-4") for seed in (3, 4)]
     )
     assert "Regime plain" in markdown(ENVIRONMENT | document)
-    assert "--model=benchmarks/evidence/assets" in document["flags"]
+    assert "--model=benchmarks/research/assets" in document["flags"]
     del asked[:]
     size = AblationSettings(seeds=2, regime="plain", rates="1e-4", tuning=3, eval_problems=8, inner_steps=4)
     document = run(Pieces(tmp_path / "one", {}, ENVIRONMENT), tmp_path, size, arms=[PLAIN])

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.evidence import alignment, arms, command, models, pictures
-from benchmarks.evidence.alignment import MAIN, PARTS, SIZES, AlignmentSettings, Policy
-from benchmarks.evidence.arms import ARMS, CF, PERMUTED, PLAIN, SETS, Judged, arms_of
-from benchmarks.evidence.command import main
-from benchmarks.evidence.regimes import REGIMES, density
+from benchmarks.research import alignment, arms, command, models, pictures
+from benchmarks.research.alignment import MAIN, PARTS, SIZES, AlignmentSettings, Policy
+from benchmarks.research.arms import ARMS, CF, PERMUTED, PLAIN, SETS, Judged, arms_of
+from benchmarks.research.command import main
+from benchmarks.research.regimes import REGIMES, density
 from trainer.embedded.problems import generate
 
 pytestmark = pytest.mark.slow
@@ -111,9 +111,9 @@ def test_step_advantages_add_up_to_what_the_completion_gained(policy, group, jud
 
 
 def test_arms_of_ones_own_are_named_by_their_module():
-    found = arms_of(["CF", "benchmarks.evidence.arms:TOTAL", "benchmarks.evidence.planted:position"])
-    assert list(found) == [PLAIN, "CF", "benchmarks.evidence.arms:TOTAL", "benchmarks.evidence.planted:position"]
-    assert found["benchmarks.evidence.arms:TOTAL"] == ARMS["CF, total effects"]
+    found = arms_of(["CF", "benchmarks.research.arms:TOTAL", "benchmarks.research.planted:position"])
+    assert list(found) == [PLAIN, "CF", "benchmarks.research.arms:TOTAL", "benchmarks.research.planted:position"]
+    assert found["benchmarks.research.arms:TOTAL"] == ARMS["CF, total effects"]
     assert list(arms_of(["main"])) == SETS["main"]
     with pytest.raises(ValueError, match=r"arms must be among main, tokens, plain, .*, or module:name, got 'CG'"):
         arms_of(["CG"])

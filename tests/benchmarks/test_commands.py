@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks.evidence.command import MEASURES
+from benchmarks.research.command import MEASURES
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)

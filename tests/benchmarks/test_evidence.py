@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.demo_model.warmup import WarmupConfig, small_model, train_tokenizer
-from benchmarks.evidence import planted
-from benchmarks.evidence.agreement import AUROC, SPEARMAN, agreement, recall_at, recall_curve
-from benchmarks.evidence.command import main
-from benchmarks.evidence.models import Subject
-from benchmarks.evidence.planted import METHODS, PlantedSettings, ask, lines_of, rows_of
-from benchmarks.evidence.problems import KINDS, LENGTH, WORDS, generate, training_rows
 from benchmarks.harness.results import Pieces
+from benchmarks.research import planted
+from benchmarks.research.agreement import AUROC, SPEARMAN, agreement, recall_at, recall_curve
+from benchmarks.research.command import main
+from benchmarks.research.demo_model.warmup import WarmupConfig, small_model, train_tokenizer
+from benchmarks.research.models import Subject
+from benchmarks.research.planted import METHODS, PlantedSettings, ask, lines_of, rows_of
+from benchmarks.research.problems import KINDS, LENGTH, WORDS, generate, training_rows
 from cfa_kernels import SpanRules
 from trainer.analyze.statistics import bootstrap_interval
 from trainer.rewards.numbers import final_number

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.evidence import continuations, drops
-from benchmarks.evidence.command import main
-from benchmarks.evidence.continuations import Case, cases_of, continued, fed, gains, judged, places
-from benchmarks.evidence.models import Problem, Subject, read_problems, require_mixed
+from benchmarks.research import continuations, drops
+from benchmarks.research.command import main
+from benchmarks.research.continuations import Case, cases_of, continued, fed, gains, judged, places
+from benchmarks.research.models import Problem, Subject, read_problems, require_mixed
 from cfa_kernels import Span
 from cfa_kernels.text.find import Reasoning, find_reasoning
 from trainer.settings import ASSETS

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks.evidence.regimes import REGIMES, WORDS, Regime, model_rows, problems
+from benchmarks.research.regimes import REGIMES, WORDS, Regime, model_rows, problems
 from trainer.embedded.problems import generate
 
 SOME = list(itertools.islice(generate("train", 3), 40))

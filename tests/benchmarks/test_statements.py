@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from benchmarks.evidence import statements
-from benchmarks.evidence.command import main
-from benchmarks.evidence.models import Subject
-from benchmarks.evidence.statements import TASKS, all_tests, cut, effect, kind, probe, summed
+from benchmarks.research import statements
+from benchmarks.research.command import main
+from benchmarks.research.models import Subject
+from benchmarks.research.statements import TASKS, all_tests, cut, effect, kind, probe, summed
 from cfa_kernels import detect_spans
 from trainer.rewards.code import fenced_code
 from trainer.settings import ASSETS

@@ -10,7 +10,7 @@ from cfa_kernels.credit import units as units_module
 from cfa_kernels.credit.assign import FIGURES, counterfactual_credit, counterfactual_weights
 from cfa_kernels.credit.config import CounterfactualConfig
 from cfa_kernels.estimators.base import ESTIMATORS
-from cfa_kernels.hf.accuracy import ACCURACY
+from cfa_kernels.model.check.accuracy import ACCURACY
 from cfa_kernels.rows import Rows, pad_rows
 from cfa_kernels.scoring.access import LogprobService
 from cfa_kernels.scoring.masked import score_counterfactuals

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig, counterfactual_credit, credited_loss, packed_policy_loss, token_entropies
-from cfa_kernels.hf import tree_forward
-from cfa_kernels.scoring import training_forward
+from cfa_kernels.model import tree_forward
+from cfa_kernels.scoring import packed
 from tests.support.log_prob_hosts import REWARDS, batch_rows
 from tests.support.models import gradients
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -40,7 +40,7 @@ def test_it_is_credit_and_then_the_packed_loss(credit):
 
 def test_masking_continues_the_forward_of_the_loss(monkeypatch, unchecked):
     fed, run = [], tree_forward.packed_hidden
-    for module in (training_forward, tree_forward):
+    for module in (packed, tree_forward):
         monkeypatch.setattr(module, "packed_hidden", lambda *of, **how: fed.append(of[1].num_tokens) or run(*of, **how))
     result = credited_loss(tiny_model(), tiny_tokenizer(), ROWS, ADVANTAGES, credit="cf")
     assert len(fed) == 2

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from cfa_kernels.estimators import gradient
 from cfa_kernels.estimators.gradient import Gradient
-from cfa_kernels.hf.verify import check_supported
+from cfa_kernels.model.check.verify import check_supported
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.span import Span
 from tests.support.models import (

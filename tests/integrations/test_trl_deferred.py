@@ -9,7 +9,7 @@ import torch
 from cfa_kernels import CounterfactualConfig, counterfactual_credit
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import TrainingForward
-from cfa_kernels.scoring.training_forward import packed_forward
+from cfa_kernels.scoring.packed import packed_forward
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 

@@ -30,7 +30,7 @@ def statistics_case(target: str, dtype: torch.dtype, every_feature: bool = True,
     else:
         options["p_bias"] = None
     name = f"{kind} {'aligned' if aligned else 'unaligned'} {'every feature' if every_feature else 'plain'}"
-    return AotCase(name, "linear_logprob:tile_statistics_kernel", target, arguments, options)
+    return AotCase(name, "ops.linear_logprob:tile_statistics_kernel", target, arguments, options)
 
 
 def merge_case(target: str) -> AotCase:
@@ -38,7 +38,7 @@ def merge_case(target: str) -> AotCase:
     arguments |= dict.fromkeys(("p_hidden", "p_head", "p_bias"), "*bf16:16")
     arguments |= dict.fromkeys(("n_rows", "n_out", "n_tiles", "vocabulary"), "i32")
     arguments |= dict.fromkeys(("width", "stride_h", "stride_w"), "i32:16")
-    return AotCase("merge", "linear_logprob:merge_tiles_kernel", target, arguments, MERGE_OPTIONS | EVERY_FEATURE)
+    return AotCase("merge", "ops.linear_logprob:merge_tiles_kernel", target, arguments, MERGE_OPTIONS | EVERY_FEATURE)
 
 
 ALIGNED_SM_80 = statistics_case("sm_80", torch.bfloat16)

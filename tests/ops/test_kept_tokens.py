@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from cfa_kernels.losses.policy import linear_policy_loss, policy_loss
+from cfa_kernels.loss.policy import linear_policy_loss, policy_loss
 from cfa_kernels.ops.kept_tokens import KeptTokens, Support
 from cfa_kernels.ops.linear_logprob import linear_logprob
 from tests.support.budget import assert_within_budget

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from cfa_kernels.ops import linear_logprob, linear_policy_loss, logits_policy_loss
-from cfa_kernels.ops import tree_attention as attention
+from cfa_kernels.loss import linear as linear_policy_loss
+from cfa_kernels.loss import logits as logits_policy_loss
+from cfa_kernels.ops import linear_logprob
 from cfa_kernels.ops.operator_arguments import arguments_of
+from cfa_kernels.tree import attention
 
 OPERATORS = (
     linear_logprob.linear_logprob_op,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.upload import ALIGNMENT, upload
+from cfa_kernels.tree.segment_table import SegmentTable
 from tests.support.waits import DEVICE, OnDevice, a_device
 
 ARRAYS = [

@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels.hf import head, tree_forward, verify
-from cfa_kernels.packing.prefix_tree import Query
+from cfa_kernels.model import head, tree_forward
+from cfa_kernels.model.check import verify
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import masked
 from cfa_kernels.scoring.access import LogprobService
 from cfa_kernels.scoring.batch import ScoredBatch
 from cfa_kernels.scoring.masked import ScoringWork, query_logprobs, score_counterfactuals
-from cfa_kernels.scoring.training_forward import packed_forward
+from cfa_kernels.scoring.packed import packed_forward
 from cfa_kernels.span import Span
+from cfa_kernels.tree.prefix_tree import Query
 from tests.support.models import (
     ARCHITECTURES,
     PLACEHOLDER,

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from cfa_kernels.hf.head import Head
+from cfa_kernels.model.head import Head
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.outcomes import Divergences
-from cfa_kernels.scoring.training_forward import packed_forward
+from cfa_kernels.scoring.packed import packed_forward
 from cfa_kernels.span import Span
 from tests.support.models import HYBRIDS, PLACEHOLDER, batch, make_model, score_columns, tokens
 

@@ -55,7 +55,7 @@ class AotCase:
     """One launch that is shipped, on one of `TARGETS`."""
 
     name: str
-    kernel: str  # "module of cfa_kernels.ops:function"
+    kernel: str  # "module of cfa_kernels:function"
     target: str
     # Types of run-time arguments: "*bf16", "i32", "fp32", "tensordesc<bf16[128, 64]>"; with ":16" multiples of 16.
     arguments: Mapping[str, str]
@@ -65,7 +65,7 @@ class AotCase:
     def function(self) -> Any:
         """The kernel, perhaps as Triton's interpreter has it."""
         module, _, name = self.kernel.partition(":")
-        return getattr(importlib.import_module(f"cfa_kernels.ops.{module}"), name)
+        return getattr(importlib.import_module(f"cfa_kernels.{module}"), name)
 
     def with_ones(self) -> "AotCase":
         """Return the build for a launch in which every integer is 1, which Triton makes a constant of the kernel."""

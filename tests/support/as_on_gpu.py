@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import GridExecutor
 
-from cfa_kernels.hf import lora
-from cfa_kernels.losses import policy
+from cfa_kernels.loss import policy
+from cfa_kernels.model import lora
 
 linear_logprob, tree_attention = (
-    import_module(f"cfa_kernels.ops.{name}") for name in ("linear_logprob", "tree_attention")
+    import_module(f"cfa_kernels.{name}") for name in ("ops.linear_logprob", "tree.attention")
 )
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu", 0)
 

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from cfa_kernels.ops.segment_table import SegmentTable
-from cfa_kernels.packing.prefix_tree import PrefixTree
+from cfa_kernels.tree.prefix_tree import PrefixTree
+from cfa_kernels.tree.segment_table import SegmentTable
 
 spans = st.sampled_from([1, 3, 17, 2**40])
 options = st.builds(

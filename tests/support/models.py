@@ -8,8 +8,8 @@ import transformers
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.stateful_layers import OLDEST
+from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.model.stateful_layers import OLDEST
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.batch import ScoredBatch
 from cfa_kernels.scoring.masked import score_counterfactuals

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels.losses.checks import LEVELS_OF
-from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss, policy_loss
-from cfa_kernels.ops.token_loss import CORRECTIONS, KL_ESTIMATORS
+from cfa_kernels.loss.checks import LEVELS_OF
+from cfa_kernels.loss.policy import linear_policy_loss, logits_policy_loss, policy_loss
+from cfa_kernels.loss.token_loss import CORRECTIONS, KL_ESTIMATORS
 
 B, T, V, H = 3, 4, 37, 24
 

@@ -20,8 +20,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from cfa_kernels.hf.fsdp import is_zero3
-from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.model.sharded.fsdp import is_zero3
 from tests.support.forking import server
 
 SECONDS = 300  # only a hang takes as long, however busy the machine is

@@ -70,7 +70,7 @@ class Compared:
         from verl.workers.config import FSDPActorConfig
         from verl.workers.utils.losses import ppo_loss
 
-        from cfa_kernels.scoring import training_forward
+        from cfa_kernels.scoring import packed
 
         self.rank, self.engine, self.fed = rank, engine_of(param_dtype), list[int]()
         actor = FSDPActorConfig(
@@ -78,13 +78,13 @@ class Compared:
             entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.1,
         )  # fmt: skip
         self.loss = partial(ppo_loss, config=actor)
-        forward = training_forward.packed_hidden
+        forward = packed.packed_hidden
 
         def counted(walk: Any, pack: Any, **options: Any) -> torch.Tensor:
             self.fed.append(pack.num_tokens)
             return forward(walk, pack, **options)
 
-        training_forward.packed_hidden = counted
+        packed.packed_hidden = counted
 
     def update(self, **changes: Any) -> tuple[list[float], dict[str, Any], dict[str, torch.Tensor]]:
         """Losses of the micro-batches, metrics, and whole gradients."""

@@ -18,9 +18,9 @@ from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cfa_kernels.ops.attention_options import AttentionRule
-from cfa_kernels.ops.segment_table import SegmentTable
-from cfa_kernels.ops.tree_attention import tree_attention_reference
+from cfa_kernels.tree.attention import tree_attention_reference
+from cfa_kernels.tree.attention_options import AttentionRule
+from cfa_kernels.tree.segment_table import SegmentTable
 from tests.support.as_on_gpu import AsOnGpu
 
 DEVICE = torch.device("cuda", 0)

@@ -114,7 +114,7 @@ def test_an_escape_that_python_warns_of_is_nobodys_warning() -> None:
         assert units(fenced("x = '\\d'\nif 1 is 1or 2: y")) == (["x = '\\d'", "if 1 is 1or 2:", "y"], [])
 
 
-@pytest.mark.parametrize("module", ["text/python_code", "text/answers", "hf/verify"])
+@pytest.mark.parametrize("module", ["text/python_code", "text/answers", "model/check/verify"])
 def test_a_real_program_is_all_in_its_units_with_any_line_ends_and_indent(module: str) -> None:
     code = (Path(cfa_kernels.__file__).parent / f"{module}.py").read_text(encoding="utf-8")
     for change in (lambda line: line, lambda line: line + "\r", lambda line: "   " + line if line else line):

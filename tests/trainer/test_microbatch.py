@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cfa_kernels import packed_logprobs
-from cfa_kernels.hf.verify import check_supported
-from cfa_kernels.scoring import training_forward as packed_loss
+from cfa_kernels.model.check.verify import check_supported
+from cfa_kernels.scoring import packed as packed_loss
 from tests.support.embedded import all_counted, sample, settings, updated
 from tests.support.waits import a_device, put_on_device
 from trainer.checks import check_sampling_gap

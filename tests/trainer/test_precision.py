@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cfa_kernels import policy_loss
-from cfa_kernels.hf.verify import check_trainable
+from cfa_kernels.model.check.verify import check_trainable
 from tests.support.adapted import tiny
 from tests.support.budget import assert_within_budget
 from tests.support.embedded import EVERY_OTHER, padded_logprobs, settings, updated

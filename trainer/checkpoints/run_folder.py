@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from cfa_kernels.hf.fsdp import is_piece
+from cfa_kernels.model.sharded.fsdp import is_piece
 
 from ..checks import sampling_gap_limit
 from ..cli import read_mapping, to_yaml

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import correct_siblings
-from cfa_kernels.hf.model import causal_lm, context_length
+from cfa_kernels.model.parts import causal_lm, context_length
 
 from ..config import TrainConfig
 from ..data import encode_prompt

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
 from cfa_kernels import KeptTokens
-from cfa_kernels.hf.decode_attention import cache_argument, decoding_attention
+from cfa_kernels.model.decode_attention import cache_argument, decoding_attention
 from cfa_kernels.ops.upload import upload
 
 from .sampling import CANDIDATES, KeptRecord, draw

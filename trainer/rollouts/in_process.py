@@ -12,10 +12,10 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from cfa_kernels import KeptTokens
-from cfa_kernels.hf.head import decoding_head
-from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.model_walk import ModelWalk
-from cfa_kernels.hf.modes import evaluation_mode
+from cfa_kernels.model.head import decoding_head
+from cfa_kernels.model.modes import evaluation_mode
+from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.model.walk import ModelWalk
 
 from ..precision import frozen_copy
 from .decoding import Decoder, Sampling

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
+from cfa_kernels.loss.off_policy import open_choice, sampling_gaps
+from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.training_forward import packed_logprobs
+from cfa_kernels.scoring.packed import packed_logprobs
 
 from ..extras import installing
 from .engine import Rollouts, end_ids, require_finite_logits

@@ -8,8 +8,8 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.model_state import ModelState
+from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.model.state import ModelState
 from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
 from trainer.rollouts import TransformersEngine, generate
 from trainer.rollouts.merged import CannotMerge, adapted_layers, merged_adapters

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cfa_kernels.scoring.training_forward import packed_logprobs
+from cfa_kernels.scoring.packed import packed_logprobs
 from tests.support.adapted import tokenizer
 from tests.support.embedded import sample
 from trainer.rollouts import Rollouts

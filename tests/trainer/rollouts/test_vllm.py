@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.training_forward import packed_logprobs
+from cfa_kernels.scoring.packed import packed_logprobs
 from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
 from tests.support.embedded import settings, updated
 from trainer.__main__ import main

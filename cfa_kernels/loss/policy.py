@@ -1,0 +1,431 @@
+"""Compute the weighted clipped policy loss from log-probs, logits or hidden states, with token weights.
+
+The loss of a token is `loss.token_loss.token_terms`. Formulas, names and defaults follow TRL 1.16's GRPO trainer.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from ..ops.dispatch import resolve_backend
+from ..ops.head_matmul import autocast_operands
+from ..ops.kept_tokens import KeptTokens
+from ..ops.row_softmax import Softmax, check_logits_dtype
+from ..ops.upload import upload
+from ..options import check_class
+from .checks import (
+    LEVELS,
+    CheckedBatch,
+    LossOptions,
+    check_batch,
+    check_choice,
+    check_linear,
+    check_rows,
+    check_targets,
+    check_tensor,
+    check_values,
+    counted,
+    should_validate,
+)
+from .linear import contributing, linear_policy_loss_op
+from .logits import LogitsArguments, LogitsPolicyLoss, logits_policy_loss_op
+from .token_loss import (
+    PolicyOptions,
+    Tokens,
+    off_policy_factor,
+    policy_terms,
+    refuse_second_derivative,
+    spread_correction,
+)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    entropies: Tensor | None = None,
+    **options: Unpack[LossOptions],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the weighted clipped policy loss from log-probs; differentiable once in `logprobs` and `entropies`.
+
+    Args:
+        logprobs: (B, T) log pi(token), nats, any float dtype; computed in float64 for float64, else in float32.
+        old_logprobs: (B, T) under the sampling policy; None means on-policy.
+        advantages: (B,) or (B, T).
+        mask: (B, T) of 0 and 1, any dtype; tokens with 0 may hold anything, NaN included.
+        entropies: (B, T), nats; `entropy_coef` times their mean over the counted tokens is subtracted.
+        **options: the fields of `LossOptions`, which all three losses share:
+
+    | option | default | what it is |
+    |---|---|---|
+    | weights | None | (B, T), finite, >= 0: factors of the clipped policy term, never of the KL term |
+    | ref_logprobs | None | (B, T), needed when `beta != 0`; without beta they give the `kl` metric only |
+    | sampling_logprobs | None | (B, T) that the engine sampled with, nan where it gave none |
+    | sampling_mode | None | correction for it, see `off_policy_factor`: a mode of TRL's, or "geometric_mask" |
+    | sampling_clip_min, sampling_clip_max | None | its bounds |
+    | off_policy_mask_threshold | None | nats, of `off_policy_factor`'s mask of sequences |
+    | epsilon, epsilon_high | 0.2, 0.28 | bounds: 1 - epsilon, 1 + epsilon_high (cispo, dppo, gmpo: see there) |
+    | delta | None | caps the ratio outside the clip (two-sided clipping), and that of dppo |
+    | beta, kl_estimator | 0.0, "k3" | factor and kind of the KL term: k1, k2, k3 or abs, see `token_terms` |
+    | use_bias_correction_kl | False | multiplies the KL term by the ratio (TRL's default; ours is plain k3) |
+    | loss_type | "dapo" | how tokens are summed, see below |
+    | importance_sampling_level | "token" | "sequence" (GSPO): its sequence's mean; "sequence_token": see below |
+    | num_items_in_batch | None | counted tokens of the whole step: dapo and its like, entropy bonus |
+    | num_sequences_in_batch | None | sequences of the whole step, in place of B |
+    | max_completion_length | None | tokens, needed by dr_grpo |
+    | sapo_temperature_pos, sapo_temperature_neg | 1.0, 1.05 | of sapo's gate, by the sign of the advantage |
+    | vespo_k_pos, vespo_lambda_pos | 2.0, 3.0 | k and lambda of vespo's weight at an advantage >= 0 |
+    | vespo_k_neg, vespo_lambda_neg | 3.0, 2.0 | and below 0 |
+    | entropy_coef | 0.0 | see `entropies`; a 0-d tensor is not read on the host |
+    | validate | None | whether to check values; None checks them on a CPU only, as a GPU would have to be waited for |
+
+    A token of weight 0 stays in every denominator and counts as unclipped. At level "sequence" only the sum of
+    a row's weights acts (but for cispo, dppo and reinforce), so they must be equal within a row. "sequence_token"
+    (GSPO-token) has the same ratios, each with its own token's gradient, and takes any. gmpo needs one of these two
+    levels. vespo needs "token": it multiplies tokens' own gradients, so weights differ as they like.
+
+    | loss_type | sum (l = token loss, m = mask, n = m.sum(1)) |
+    |---|---|
+    | grpo, sapo, gmpo | sum_b( sum_t(l * m) / max(n, 1) ) / B |
+    | bnpo | sum(l * m) / max(sum(m), 1) |
+    | dr_grpo | sum(l * m) / (B * max_completion_length) |
+    | dapo, cispo, cispo_two_sided, vespo, dppo, reinforce | sum(l * m) / max(N, 1), N = num_items_in_batch or sum(m) |
+    | luspo | sum(l * m) / B |
+
+    Gradient accumulation: give every micro-batch the step's totals (`num_items_in_batch`, `num_sequences_in_batch`,
+    numbers or 0-d tensors) and add the losses; if gradients are averaged over processes, divide both by their number.
+    bnpo normalises by its own micro-batch. Log-ratios are cut off at 40 nats; beyond that there is no gradient.
+
+    Returns:
+        The 0-d loss, and metrics as detached 0-d tensors on its device: `ratio_mean` (over counted tokens with a
+        weighted advantage), `kl`, `entropy`, `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`,
+        `/high_max`, or `cispo_clip_ratio`, or `vespo/phi_seq_mean` (over sequences with a weighted advantage); means
+        over tokens, of clip ratios at a sequence level over sequences, but for gmpo, which clips tokens. With
+        `sampling_logprobs` also `sampling/sampling_logp_difference/mean` and `/max`, and with a correction or a mask
+        `sampling/importance_sampling_ratio/mean`, `/min` and `/max` of the factor, over tokens or sequences with a
+        weighted advantage. A figure over no token or sequence at all is nan: leave it out of what you log.
+
+    Raises:
+        ValueError: a wrong option, shape or value, naming row and token.
+        TypeError: a wrong dtype, or an unknown option.
+        RuntimeError: from a backward with `create_graph=True`.
+    """
+    check_tensor("logprobs", logprobs)
+    if logprobs.dim() != 2:
+        raise ValueError(f"logprobs must be (B, T), got shape {tuple(logprobs.shape)}")
+    batch = check_batch("policy_loss", logprobs, logprobs.shape, old_logprobs, advantages, mask, options)
+    if entropies is not None:
+        check_tensor("entropies", entropies, [batch.keep.shape], logprobs.device)
+    elif batch.entropy_scale is not None:
+        raise ValueError(f"entropy_coef={options['entropy_coef']} needs entropies (B, T), got None")
+    if should_validate(options.get("validate"), logprobs):
+        check_values("logprobs", logprobs, batch.keep, "finite")
+        if entropies is not None:
+            check_values("entropies", entropies, batch.keep, "finite")
+
+    with torch.no_grad():
+        dtype = batch.tokens.scale.dtype
+        terms, gradient = policy_terms(counted(logprobs, batch.keep, dtype), batch.tokens, batch.options)
+        value = (terms.loss * batch.tokens.scale).sum()
+    loss = _WithGradient.apply(value, logprobs, gradient)
+    entropy = None
+    if entropies is not None:
+        entropy = counted(entropies, batch.keep, dtype)
+        if batch.entropy_scale is not None:
+            loss = loss - entropy.sum() * batch.entropy_scale
+        entropy = entropy.detach()
+    return loss, _metrics(
+        batch, counted(logprobs.detach(), batch.keep, dtype), terms.ratio, terms.kl, terms.clip, entropy
+    )
+
+
+def logits_policy_loss(
+    logits: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    compute_entropy: bool = False,
+    inplace: bool = False,
+    backend: str | None = None,
+    **options: Unpack[LossOptions],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute `policy_loss` from logits: `log_softmax(softcap * tanh(logit_scale * logits / softcap) / temperature)`.
+
+    Args:
+        logits: (B, T, V) float32, bfloat16 or float16 of any strides (float64 too on the PyTorch backend); the
+            arithmetic is float32.
+        targets: (B, T) int64 in the vocabulary.
+        old_logprobs, advantages, mask, **options: as in `policy_loss`; `entropy_coef` needs no entropies here.
+        temperature, logit_scale, softcap: > 0; a softcap of None for a model without one.
+        compute_entropy: adds the `entropy` metric.
+        inplace: writes the gradient over the logits, which are lost then; backward runs once.
+        backend: `"triton"` or `"torch"`; by default what the device has.
+
+    Returns and raises as `policy_loss`.
+    """
+    check_tensor("logits", logits)
+    if logits.dim() != 3:
+        raise ValueError(f"logits must be (B, T, V), got shape {tuple(logits.shape)}")
+    if not logits.size(2):
+        raise ValueError(f"logits must not be empty, got shape {tuple(logits.shape)}")
+    chosen = resolve_backend(backend, logits)
+    check_logits_dtype("logits", logits, chosen)
+    softmax = Softmax.of(temperature, softcap, logit_scale)
+    batch = check_batch("logits_policy_loss", logits, logits.shape[:2], old_logprobs, advantages, mask, options)
+    checked = should_validate(options.get("validate"), logits)
+    check_targets(targets, batch.keep, logits.size(2), checked)
+    with_entropy = compute_entropy or batch.entropy_scale is not None
+    # Flattening by itself would keep the strides of a single row.
+    arguments = _arguments(batch, targets, lambda t: t.contiguous().flatten(), softmax, with_entropy, chosen)
+    arguments |= {"logits": logits, "gradient": None}
+    if torch.is_grad_enabled() and logits.requires_grad:
+        loss, stats = LogitsPolicyLoss.apply(inplace, *LogitsArguments(**arguments))
+    else:
+        loss, stats, _ = logits_policy_loss_op(**arguments)
+    return loss, _metrics_of_rows(batch, stats, with_entropy, checked, "logits")
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    compute_entropy: bool = False,
+    kept_tokens: KeptTokens | None = None,
+    rows: Tensor | None = None,
+    return_logprobs: bool = False,
+    drop_inactive: bool | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
+    **options: Unpack[LossOptions],
+) -> tuple[Any, ...]:
+    """Compute `logits_policy_loss` of `hidden @ lm_head.T + bias` without ever holding all logits.
+
+    Tokens that add nothing (mask 0; also advantage or weight 0, without ref_logprobs and entropy) need no GEMM: pass
+    `rows`. float32 GEMMs follow torch's TF32 setting, which those of `linear_logprob` do not: take old log-probs from
+    the same function, or train float32 weights with `torch.set_float32_matmul_precision("highest")`.
+
+    Args:
+        hidden: (B, T, H), or (M, H) for only the M tokens of `rows`, in their order; under autocast cast to its dtype.
+        lm_head, bias: (V, H) and (V,), of that dtype, cast likewise.
+        targets, old_logprobs, advantages, mask, temperature, softcap, logit_scale, compute_entropy, backend, **options:
+            as in `logits_policy_loss`.
+        kept_tokens: the ids that each of the B * T tokens was drawn from, if the sampler cut its distribution off
+            (top-p, top-k, min-p): log-probs, entropies and gradients are normalised over these ids. `rows` on a GPU,
+            and `drop_inactive` there, make the host wait then.
+        rows: (M,) flattened indices from `contributing_rows`, on any device: on the host and in order, sequences are
+            known, and a loss that judges them makes their logits once if `chunk_size` holds them.
+        return_logprobs: also return the log-probs (B, T), detached, in the compute dtype; nan where dropped.
+        drop_inactive: finds those tokens here, waiting for a GPU, and drops clipped ones from the gradients' GEMMs too;
+            the default on a CPU.
+        chunk_size: rows of logits that exist at a time; by default 4096, on a CPU 512.
+
+    Returns and raises as `policy_loss`; with `return_logprobs` the log-probs come third.
+    """
+    check_linear(hidden, lm_head, bias, rows)
+    rows_alone = hidden.dim() == 2
+    hidden, lm_head = autocast_operands(hidden, lm_head)
+    if hidden.dtype != lm_head.dtype:
+        raise TypeError(f"hidden and lm_head must share a dtype, got {hidden.dtype} and {lm_head.dtype}")
+    chosen = resolve_backend(backend, hidden)
+    check_logits_dtype("hidden", hidden, chosen)
+    on_cpu = hidden.device.type == "cpu"
+    if chunk_size is None:
+        chunk_size = 512 if on_cpu else 4096
+    if drop_inactive is None:
+        drop_inactive = on_cpu
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    softmax = Softmax.of(temperature, softcap, logit_scale)
+    shape = targets.shape if rows_alone else hidden.shape[:2]
+    batch = check_batch("linear_policy_loss", hidden, shape, old_logprobs, advantages, mask, options)
+    checked = should_validate(options.get("validate"), hidden)
+    check_targets(targets, batch.keep, len(lm_head), checked)
+    with_entropy = compute_entropy or batch.entropy_scale is not None
+    if rows is not None:
+        check_rows(rows, batch, with_entropy, checked)
+    kept = dict.fromkeys(("kept_offsets", "kept_ids"))
+    if kept_tokens is not None:
+        check_class(KeptTokens, kept_tokens=kept_tokens)
+        columns: dict[str, Any] = {"targets": targets.flatten(), "counted": batch.keep.flatten()} if checked else {}
+        kept_tokens = kept_tokens.checked(
+            lambda n: f"kept_tokens row {n // shape[1]}, token {n % shape[1]}", batch.keep.numel(),
+            vocabulary=len(lm_head), **columns,
+        )  # fmt: skip
+        kept = dict(zip(kept, kept_tokens, strict=True))
+    loss, stats, *_ = linear_policy_loss_op(
+        hidden=hidden.reshape(-1, hidden.size(-1)),
+        head=lm_head,
+        bias=None if bias is None else bias.contiguous(),
+        rows=rows,
+        rows_alone=rows_alone,
+        needs_gradient=[torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, lm_head, bias)],
+        drop_rows=drop_inactive,
+        chunk_size=chunk_size,
+        **kept,
+        **_arguments(batch, targets, Tensor.contiguous, softmax, with_entropy, chosen),
+    )
+    metrics = _metrics_of_rows(batch, stats, with_entropy, checked, "hidden and lm_head")
+    if not return_logprobs:
+        return loss, metrics
+    looked_at = batch.keep
+    if rows is not None:
+        there = rows if rows.device == batch.keep.device else upload([rows], batch.keep.device)[0]
+        looked_at = torch.zeros_like(batch.keep).flatten().index_fill_(0, there, True).view_as(batch.keep)
+    elif drop_inactive:
+        looked_at = contributing(*spread_correction(batch.tokens, batch.options), with_entropy=with_entropy)
+    return loss, metrics, stats[0].view_as(batch.keep).masked_fill(~looked_at, math.nan)
+
+
+def contributing_rows(
+    mask: Tensor,
+    advantages: Tensor,
+    *,
+    weights: Tensor | None = None,
+    importance_sampling_level: str = "token",
+    whole_rows: bool = False,
+    all_counted: bool = False,
+) -> Tensor:
+    """Find the flattened indices (M,) of the tokens that `linear_policy_loss` depends on, for its `rows`.
+
+    `mask` (B, T), `advantages` (B,) or (B, T), `weights` (B, T) and the level are those of the loss; `all_counted` is
+    True if ref_logprobs or the entropy are used, `whole_rows` if `sampling_mode`, a mask or vespo judges sequences. On
+    a GPU this waits: call it on the CPU.
+    """
+    level = check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
+    check_tensor("mask", mask, dtype=None)
+    if mask.dim() != 2:
+        raise ValueError(f"mask must be (B, T), got shape {tuple(mask.shape)}")
+    check_tensor("advantages", advantages, [mask.shape[:1], mask.shape], mask.device)
+    if weights is not None:
+        check_tensor("weights", weights, [mask.shape], mask.device)
+    advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+    tokens = Tokens(None, advantages.expand_as(mask), weights, None, None, (mask != 0).float())
+    options = PolicyOptions(level="sequence" if whole_rows else level)
+    return contributing(tokens, options, with_entropy=all_counted).flatten().nonzero().squeeze(1)
+
+
+def _arguments(
+    batch: CheckedBatch,
+    targets: Tensor,
+    layout: Callable[[Tensor], Tensor],
+    softmax: Softmax,
+    with_entropy: bool,
+    backend: str,
+) -> dict[str, Any]:
+    tokens, options = spread_correction(batch.tokens, batch.options)
+    return {
+        "targets": layout(targets),
+        **tokens.map(layout)._asdict(),
+        "entropy_scale": batch.entropy_scale,
+        "kinds": options.kinds(),
+        "numbers": options.numbers(),
+        "softmax": list(softmax),
+        "with_entropy": with_entropy,
+        "backend": backend,
+    }
+
+
+def _metrics_of_rows(
+    batch: CheckedBatch, stats: Tensor, with_entropy: bool, checked: bool, source: str
+) -> dict[str, Tensor]:
+    logprobs, entropy, ratio, kl, clip = stats.detach().view(-1, *batch.keep.shape)
+    if checked:
+        check_values(f"the target's log-prob from {source}", logprobs, batch.keep, "finite")
+    return _metrics(batch, logprobs, ratio, kl, clip, entropy if with_entropy else None)
+
+
+class _WithGradient(torch.autograd.Function):
+    """Identity on a loss whose gradient by `source` is already known."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, source: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = source.dtype
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor, None]:
+        refuse_second_derivative()
+        (gradient,) = ctx.saved_tensors
+        return None, (gradient * upstream).to(ctx.dtype), None
+
+
+@torch.no_grad()
+def _metrics(
+    batch: CheckedBatch, logprobs: Tensor, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Tensor | None
+) -> dict[str, Tensor]:
+    keep, tokens = batch.keep, batch.tokens
+    per_sequence, moving = keep.sum(1), keep & tokens.moved()  # where rows are left out, those alone have log-probs
+    metrics = {"ratio_mean": _mean(ratio, moving)}
+    if tokens.ref_logprobs is not None:
+        metrics["kl"] = _mean(kl, keep)
+    if entropy is not None:
+        metrics["entropy"] = _mean(entropy, keep)
+
+    if tokens.sampling_logprobs is not None:
+        gap, known = (logprobs - tokens.sampling_logprobs).abs(), moving & ~tokens.sampling_logprobs.isnan()
+        metrics["sampling/sampling_logp_difference/mean"] = _mean(gap, known)
+        metrics["sampling/sampling_logp_difference/max"] = _largest(gap, known)
+        if batch.options.correction or batch.options.off_policy_mask_threshold != math.inf:
+            factor = off_policy_factor(logprobs, tokens, batch.options._replace(loss_type="reinforce"))
+            assert factor is not None
+            factor, seen, name = factor.expand_as(keep), moving, "sampling/importance_sampling_ratio"
+            if batch.options.correction.startswith(("sequence", "geometric")):
+                factor, seen = factor[:, :1], seen.any(1, keepdim=True)
+            metrics[f"{name}/mean"] = _mean(factor, seen)
+            metrics[f"{name}/min"] = -_largest(-factor, seen)
+            metrics[f"{name}/max"] = _largest(factor, seen)
+
+    loss_type, nonempty = batch.options.loss_type, per_sequence > 0
+
+    def clip_ratio(flag: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the overall mean, and the share of each sequence (B,)."""
+        share = (flag & keep).sum(1) / per_sequence.clamp(min=1)
+        if batch.options.level == "token" or loss_type == "gmpo":
+            return _mean(flag.float(), keep), share
+        return _mean(share, torch.ones_like(nonempty) & nonempty.any()), share
+
+    high_mean, high = clip_ratio(clip > 0)
+    if loss_type == "cispo":
+        metrics["cispo_clip_ratio"] = high_mean
+    elif loss_type == "vespo":
+        phi = off_policy_factor(logprobs, tokens, batch.options)
+        assert phi is not None
+        of_rows = torch.where(moving, phi, 0).sum(1) / moving.sum(1).clamp(min=1)
+        metrics["vespo/phi_seq_mean"] = _mean(of_rows, moving.any(1))
+    elif loss_type in ("dapo", "dppo", "cispo_two_sided", "gmpo"):
+        low_mean, low = clip_ratio(clip < 0)
+        metrics["clip_ratio/low_mean"] = low_mean
+        metrics["clip_ratio/high_mean"] = high_mean
+        metrics["clip_ratio/region_mean"] = clip_ratio(clip != 0)[0]
+        metrics["clip_ratio/low_min"] = -_largest(-low, nonempty)
+        metrics["clip_ratio/high_max"] = _largest(high, nonempty)
+    return metrics
+
+
+def _mean(values: Tensor, where: Tensor) -> Tensor:
+    """Average the values at some places, (); nan if there is none."""
+    return torch.where(where, values, 0).sum() / where.sum()
+
+
+def _largest(values: Tensor, where: Tensor) -> Tensor:
+    """Find the largest of the values at some places, (); nan if there is none."""
+    return torch.where(where.any(), torch.where(where, values, -math.inf).max(), math.nan)

@@ -1,0 +1,1 @@
+"""Compare a packed forward with the model's own, once per structure."""

@@ -1,0 +1,429 @@
+"""Check, once per structure of a model, that a packed tree and the head give the model's own log-probs.
+
+A short branching tree is run both ways in float32, so that rounding hides nothing; windows and chunks are made small
+enough to matter in it, and adapters that start as the identity are moved off it. This catches layers that mix tokens
+without attention and logits changed after the head. Among equal layers the first and the last run; only a model that
+fails so is run whole.
+"""
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from ...ops.matmul import ieee_products
+from ...ops.row_softmax import FLOAT32_NOISE
+from ...tree.packs import lay_out
+from ...tree.prefix_tree import Pack, Query
+from ..compiled import EAGER
+from ..head import Head, read_head
+from ..memory import is_out_of_memory
+from ..modes import (
+    attention_implementation,
+    checkpointed_modules,
+    evaluation_mode,
+    value_of,
+    without_accelerates_autocast,
+)
+from ..parts import active_noise, backbone, causal_lm, computation, configs, input_device, noise_remedy, vocab_size
+from ..quantised import HALVES, is_quantised
+from ..router_loss import packed_router_loss, uses_of_rows
+from ..sharded.fsdp import without_casts
+from ..sharded.ranks import inside
+from ..stateful_layers import has_cells, refuse_older_cells
+from ..tree_forward import pack_states, packed_hidden, tree_training_mode
+from ..walk import Model, ModelWalk
+from .probe_mode import float32_weights, layers_skipped, small_windows
+from .structure import model_structure, repeated_layers
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class _Verdict:
+    softcap: float | None
+    scale: float  # of logits
+    rounding: float  # of the model's own log-probs, nats
+    trained: bool = False  # a packed tree was right in training mode too
+    routed: bool = False  # so was the loss of its routers
+
+
+_BY_MODEL: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, _Verdict]] = weakref.WeakKeyDictionary()
+_BY_STRUCTURE: dict[tuple, _Verdict] = {}
+
+# Log-probs that differ by more than this many nats are wrong, unless the model's own rounding is worse: float32
+# leaves some 1e-5, a wrong mask, position or transform of logits whole nats.
+_TOLERANCE = 1e-3
+_ROUNDINGS = 8  # tolerated multiple of the difference between the model's own two ways of computing a row
+_SHARE = 0.02  # tolerated share of what masking moves
+_ROUTER_SHARE = 1e-2  # tolerated share of the routers' loss, which jumps where rounding sends a token elsewhere
+_LARGE = 60.0  # the largest logit before scale and cap
+_LORA_DROPOUT = "set lora_dropout=0 in its LoraConfig (TRL's ModelConfig sets 0.05)"
+_ONE_DRAW = "rows that completions share would get one draw for all"
+_LENGTH = 24  # tokens of the probe
+
+_Result = TypeVar("_Result")
+
+
+def check_supported(model: Model) -> Head:
+    """Return the output layer, with the model's scale and cap of logits, after checking it and a packed tree.
+
+    Raises:
+        NotImplementedError: the head is not a plain linear layer, the model's logits are not its head's output, scaled
+            and capped as its configuration says, or a packed tree does not give the model's own log-probs.
+    """
+    walk = ModelWalk.of(model)
+    refuse_older_cells(walk)
+    head, verdict = read_head(walk.model), _verdict(walk)
+    return replace(head, softcap=verdict.softcap, logit_scale=verdict.scale)
+
+
+def check_trainable(model: Model, *, router_loss: bool = False) -> Head:
+    """Check as `check_supported` does, and a packed tree in the mode that the model is in.
+
+    Raises:
+        NotImplementedError: as `check_supported`, and for dropout, jitter and other noise, checkpointed layers with a
+            state, and a loss of routers unless it is taken from the tree (`router_loss`) and the same there.
+    """
+    walk = ModelWalk.of(model)
+    head = check_supported(walk)
+    if obstacle := _training_obstacle(walk, router_loss):
+        raise _not_trainable(walk.model, *obstacle)
+    verdict = _verdict(walk)
+    if not verdict.trained and any(m.training for m in walk.modules.values()):
+        _on_few_layers(walk, lambda repeated: _check_training(walk.model, verdict, repeated))
+        verdict.trained = True
+    if router_loss and not verdict.routed:
+        _on_few_layers(walk, lambda repeated: _check_routers(walk.model, repeated))
+        verdict.routed = True
+    return head
+
+
+def check_model(model: nn.Module) -> None:
+    """Check that a model can be scored and trained on packed trees, in its current mode; once per structure.
+
+    Scoring and training check by themselves; call it before a run to get a refusal at once.
+
+    Args:
+        model: a transformers causal model, or a wrapper of one.
+
+    Raises:
+        NotImplementedError: names the model, the reason and the remedy if there is one.
+        TypeError: it is not a transformers causal model.
+    """
+    check_trainable(causal_lm(model))
+
+
+def _verdict(walk: ModelWalk) -> _Verdict:
+    model, now = walk.model, computation(walk)
+    before, verdict = _BY_MODEL.get(model, (None, None))
+    if verdict is None or before != now:
+        # Processes that share a model must all check it, or none.
+        structure = None if inside(model) else model_structure(walk)
+        verdict = _BY_STRUCTURE.get(structure) if structure else None
+        if verdict is None:
+            verdict = _on_few_layers(walk, lambda repeated: _checked(model, repeated))
+        if structure:
+            _BY_STRUCTURE[structure] = verdict
+        _BY_MODEL[model] = now, verdict
+    return verdict
+
+
+def _on_few_layers(walk: ModelWalk, check: Callable[[Mapping[nn.Module, nn.Module]], _Result]) -> _Result:
+    """Run `check` on the first and last layer of each kind; on all if it fails so, or if processes share the model."""
+    _LOG.info("checking the model %s: a packed tree must give its own log-probs", type(walk.model).__name__)
+    if inside(walk.model) is None and (repeated := repeated_layers(walk)):
+        try:
+            return check(repeated)
+        except Exception as error:
+            _LOG.info("checking all its layers: %s", error)
+    return check({})
+
+
+def _not_trainable(model: PreTrainedModel, what: str, why: str) -> NotImplementedError:
+    return NotImplementedError(f"model: {type(model).__name__} {what}, so it cannot be trained on packed trees: {why}")
+
+
+def _training_obstacle(walk: ModelWalk, router_loss: bool) -> tuple[str, str] | None:
+    for name, what, value in active_noise(walk):
+        remedy = _LORA_DROPOUT if "lora_dropout" in name else f"set it to 0{noise_remedy(walk.model)}"
+        return f"has {what} {value:g} in {name}", f"{_ONE_DRAW}; {remedy}"
+    if not router_loss and getattr(walk.model.config.get_text_config(), "output_router_logits", False):
+        return "adds a loss of its routers (output_router_logits)", "that counts shared rows once; switch it off"
+    if has_cells(walk) and checkpointed_modules(walk):
+        return (
+            "hands states from token to token in checkpointed layers",
+            "the second forward would not find them again; switch checkpointing off",
+        )
+    return None
+
+
+def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) -> _Verdict:
+    probe, name = ProbeTree.of(model), type(model).__name__
+
+    def measure() -> _Verdict:
+        hidden, head = own_output(model, probe.ids[:2], backbone(model)).last_hidden_state, read_head(model)
+        if hidden.shape[-1] != head.weight.shape[-1]:
+            raise NotImplementedError(
+                f"model: {name} has a layer between its body, {hidden.shape[-1]} wide, and its head, "
+                f"{head.weight.shape[-1]} wide, so it can neither be scored nor trained through that head"
+            )
+        factor = _amplification(hidden, head)
+        theirs = _own_logits(model, probe.ids, factor)
+        alone = torch.cat([_own_logits(model, row[None], factor) for row in probe.ids[:2]]).log_softmax(-1)
+        linear = functional.linear(hidden.to(head.weight) * factor, head.weight, head.bias).float()
+        if linear.shape != theirs[:2].shape:
+            raise NotImplementedError(
+                f"model: {name} gives logits of shape {tuple(theirs[:2].shape)}, expected {tuple(linear.shape)}, those "
+                "of its head"
+            )
+        truth = theirs[:2].log_softmax(-1)
+        rounding = _gap(model, truth, alone)
+        gaps = {
+            transform: _gap(model, Head(head.weight, head.bias, *transform).transformed(linear).log_softmax(-1), truth)
+            for transform in _transforms(model)
+        }
+        best = min(gaps, key=lambda transform: gaps[transform])
+        if not gaps[best] <= max(_TOLERANCE, _ROUNDINGS * rounding):
+            raise NotImplementedError(
+                f"model: the logits of {name} are not its head's output, as scaled and capped by its configuration "
+                f"(log-probs differ by {gaps[best]:.3g} nats), so it can neither be scored nor trained through that "
+                "head"
+            )
+        verdict = _Verdict(*best, rounding)
+        if problem := _tree_problem(model, probe, verdict, factor, theirs):
+            raise NotImplementedError(problem)
+        return verdict
+
+    return run_probe(model, measure, repeated=repeated)
+
+
+def _check_training(model: PreTrainedModel, verdict: _Verdict, repeated: Mapping[nn.Module, nn.Module]) -> None:
+    probe = ProbeTree.of(model)
+
+    def measure() -> None:
+        hidden = own_output(model, probe.ids[:2], backbone(model)).last_hidden_state
+        factor = _amplification(hidden, read_head(model))
+        theirs = _own_logits(model, probe.ids, factor)
+        if problem := _tree_problem(model, probe, verdict, factor, theirs):
+            again = _own_logits(model, probe.ids, factor)
+            gap = _gap(model, theirs.log_softmax(-1), again.log_softmax(-1))
+            if gap <= max(_TOLERANCE, _ROUNDINGS * verdict.rounding):
+                raise NotImplementedError(f"{problem} in training mode")
+            raise _not_trainable(
+                model,
+                f"draws at random in training mode (log-probs of two equal calls differ by {gap:.3g} nats)",
+                f"{_ONE_DRAW}; look for draws in its own code or its hooks, such as NEFTune's{noise_remedy(model)}",
+            )
+
+    run_probe(model, measure, training=True, repeated=repeated)
+
+
+def _check_routers(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) -> None:
+    probe, routers, reason = ProbeTree.of(model), list[tuple[Tensor, ...]](), "its own forward gives none (aux_loss)"
+
+    def measure() -> None:
+        nonlocal reason
+        try:
+            theirs = getattr(own_output(model, probe.ids, output_router_logits=True), "aux_loss", None)
+            if isinstance(theirs, Tensor):
+                with tree_training_mode(model):
+                    packed_hidden(model, probe.pack, routers=routers)
+                uses = uses_of_rows(probe.pack, probe.ids.cpu().numpy())
+                ours = packed_router_loss(model, [(routers.pop(), uses)])
+                gap = _gap(model, ours, theirs.to(ours)) / theirs.item()
+                if gap <= _ROUTER_SHARE:
+                    return
+                reason = f"its own forward gives one that differs by {gap:.0%}"
+        except Exception as error:  # anything that a model's own code raises
+            if is_out_of_memory(error):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+        raise NotImplementedError(
+            f"model: {type(model).__name__}: the loss of its routers is not transformers' load_balancing_loss_func of "
+            f"their logits ({reason}), so packed trees cannot have it; train without (router_aux_loss_coef=0.0 in TRL)"
+        )
+
+    run_probe(model, measure, repeated=repeated)
+
+
+def _tree_problem(
+    model: PreTrainedModel, probe: "ProbeTree", verdict: _Verdict, factor: float, theirs: Tensor
+) -> str | None:
+    """Compare a packed tree with the model's own logits; describe a difference, None for none."""
+    name = type(model).__name__
+    head = read_head(model)
+    head = replace(head, weight=head.weight * factor, softcap=verdict.softcap, logit_scale=verdict.scale)
+    try:
+        with tree_training_mode(model):
+            ours = head.logprobs(*pack_states(model, head, probe.pack))
+    except NotImplementedError as error:
+        own = str(error) if str(error).startswith("model:") else f"model: {name}: {error}"
+        raise NotImplementedError(f"{own}, so it cannot be scored") from error
+    except Exception as error:  # anything that a model's own code raises on a sequence that it does not expect
+        if is_out_of_memory(error):
+            raise
+        raise NotImplementedError(
+            f"model: {name} cannot run on a packed tree ({type(error).__name__}: {error}), so it cannot be scored"
+        ) from error
+    truth = probe.target_logprobs(theirs)
+    # A tree can get wrong how earlier tokens change later ones, which is little in an untrained model.
+    tokens, targets = probe.ids[:, probe.first :], probe.targets
+    same = ((tokens == tokens[:1]) & (targets == targets[:1])).to(truth.device)
+    mixing = torch.where(same, truth - truth[:1], 0.0).abs().max().item()
+    gap = _gap(model, probe.unpacked(ours).to(truth), truth)
+    if gap <= max(min(_TOLERANCE, _SHARE * mixing), _ROUNDINGS * verdict.rounding, FLOAT32_NOISE):
+        return None
+    return (
+        f"model: {name} does not compute the same in a packed tree as by itself (log-probs differ by {gap:.3g} nats)"
+        f"{_other_mixers(model)}, so it cannot be scored"
+    )
+
+
+def _transforms(model: PreTrainedModel) -> list[tuple[float | None, float]]:
+    """List softcaps and scales of logits that the configuration names, plain ones first."""
+    config = model.config.get_text_config()
+
+    def numbers(*names: str) -> list[float]:
+        values = [getattr(config, name, None) for name in names]
+        return [float(x) for x in values if isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0]
+
+    caps = numbers("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
+    scales = numbers("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
+    if width := numbers("dim_model_base"):
+        scales.append(width[0] / config.hidden_size)
+    scales = [1.0, *scales, *(1 / scale for scale in scales)]
+    return [(cap, scale) for cap in (None, *caps) for scale in dict.fromkeys(scales)]
+
+
+def _other_mixers(model: PreTrainedModel) -> str:
+    """Name the kinds of layers that look at other tokens without attention, if the configuration tells."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    others = sorted({str(kind) for kind in kinds if "linear" in str(kind) or "attention" not in str(kind)})
+    states = f": its {' and '.join(others)} layers carry a state that several tokens of a branch cannot take up"
+    return states if others else ""
+
+
+class ProbeTree(NamedTuple):
+    """A row and branches that leave it and return, as a batch on the model's device and as one pack."""
+
+    ids: Tensor  # (n, L)
+    first: int  # position of the first token whose successor is a target
+    targets: Tensor  # (n, L - first)
+    pack: Pack
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ProbeTree":
+        """Make a probe with a branch of a branch, two branches one token apart, and one at a last token."""
+        special = {
+            value
+            for config in configs(model)
+            for key, value in config.to_dict().items()
+            if isinstance(value, int) and key.endswith(("_id", "_index"))
+        }
+        usual = [i for i in range(vocab_size(model)) if i not in special][: 4 * _LENGTH] or [0]
+        ids = np.array([usual[(i * 7 + 1) % len(usual)] for i in range(_LENGTH)], dtype=np.int64)
+        other = np.array([usual[(i * 11 + 3) % len(usual)] for i in range(_LENGTH)], dtype=np.int64)
+        rows, first = [ids], 7
+        for row, start, end in ((0, 3, 6), (1, 9, 11), (0, 15, 16), (0, 16, 18), (0, _LENGTH - 2, _LENGTH - 1)):
+            branch = rows[row].copy()
+            branch[start:end] = other[start:end]
+            rows.append(branch)
+        queries = [Query(row[:-1], first, row[first + 1 :]) for row in rows]
+        (pack,) = lay_out(queries, [range(len(rows))], _LENGTH * len(rows))
+        batch = torch.from_numpy(np.stack(rows)).to(input_device(model))
+        return cls(batch[:, :-1].contiguous(), first, batch[:, first + 1 :], pack)
+
+    def target_logprobs(self, logits: Tensor) -> Tensor:
+        """Compute log-probs (n, L - first) of the targets, given logits (n, L, V) of the batch."""
+        logprobs = logits[:, self.first :].log_softmax(-1)
+        return logprobs.gather(-1, self.targets.to(logits.device)[..., None])[..., 0]
+
+    def unpacked(self, logprobs: Tensor) -> Tensor:
+        """Put log-probs (R,) of the pack's logits rows in the form of `target_logprobs`."""
+        return logprobs[torch.from_numpy(self.pack.query_index).to(logprobs.device)].view_as(self.targets)
+
+
+def _amplification(hidden: Tensor, head: Head) -> float:
+    """Find the factor of the head's input by which an untrained model's logits show a cap and effects of tokens."""
+    largest = functional.linear(hidden.to(head.weight), head.weight, head.bias).abs().max().item()
+    return max(1.0, _LARGE / largest) if largest > 0 else 1.0
+
+
+def _own_logits(model: PreTrainedModel, ids: Tensor, factor: float) -> Tensor:
+    """Compute the model's own logits of `ids` (n, L), fp32, with the input of the head multiplied by `factor`."""
+    head = model.get_output_embeddings()
+    with head.register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:])):
+        logits: Tensor = own_output(model, ids).logits.float()
+    if torch.isnan(logits).any():
+        raise FloatingPointError(f"model: {type(model).__name__} gives nan logits on an ordinary row of tokens")
+    return logits
+
+
+def own_output(model: PreTrainedModel, ids: Tensor, body: nn.Module | None = None, **options: Any) -> Any:
+    """Run the model, or its body, on `ids` (n, L); processes that share it meet before, so none runs if one fails."""
+    run: Callable[..., Any] = model if body is None else body
+    if (ranks := inside(model)) is not None:
+        ranks.before_forward()
+        run = model.forward if body is None else body  # without the hooks of its wrapper, which would start it anew
+    return run(input_ids=ids, use_cache=False, **options)
+
+
+def _gap(model: PreTrainedModel, ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference over all processes that share the model; a token excluded in both has none."""
+    gap = torch.where(ours == theirs, 0.0, ours - theirs).abs().max().nan_to_num(math.inf).item()
+    return gap if (ranks := inside(model)) is None else ranks.largest(gap)
+
+
+def run_probe(
+    model: PreTrainedModel,
+    measure: Callable[[], _Result],
+    *,
+    training: bool = False,
+    moved: bool = True,
+    repeated: Mapping[nn.Module, nn.Module] | None = None,
+) -> _Result:
+    """Run `measure()` with the model prepared for a probe, in float32 if its layers run in it, else in its own dtype.
+
+    The model is in evaluation mode, or for `training` in the modes of its modules. Trainable adapters are shifted if
+    `moved`. Layers that are `repeated` hand their input on.
+    """
+    narrow = any(parameter.dtype in HALVES for parameter in model.parameters()) or any(
+        map(is_quantised, model.modules())
+    )
+    with ExitStack() as stack:
+        if training:
+            devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+            stack.enter_context(torch.random.fork_rng(list(devices)))
+            stack.enter_context(torch.no_grad())
+        else:
+            stack.enter_context(evaluation_mode(model))
+        if model._can_set_attn_implementation():
+            stack.enter_context(attention_implementation(model, "eager"))
+        stack.enter_context(small_windows(model))
+        stack.enter_context(layers_skipped(repeated or {}))
+        stack.enter_context(value_of(EAGER, True))
+        stack.enter_context(ieee_products())
+        stack.enter_context(without_accelerates_autocast(model))
+        stack.enter_context(torch.autocast(input_device(model).type, enabled=False))
+        if inside(model) is not None:
+            stack.enter_context(without_casts(model))
+        try:
+            with float32_weights(model, moved, repeated or {}):
+                return measure()
+        except (NotImplementedError, FloatingPointError):
+            raise
+        except Exception:  # a kernel for halves only
+            if not narrow:
+                raise
+        return measure()

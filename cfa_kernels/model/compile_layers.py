@@ -1,0 +1,87 @@
+"""Switch the compilation of a model's decoder layers on, once it has been shown to compute what they compute."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .check.probe_mode import layers_skipped
+from .check.structure import kinds_of_layers, repeated_layers
+from .check.verify import ProbeTree, check_trainable
+from .compiled import EAGER, CompiledKind
+from .modes import one_mode, value_of
+from .parts import backbone, causal_lm, input_device
+from .run_inside import is_sharded
+from .tree_forward import packed_hidden, tree_training_mode
+from .walk import ModelWalk
+
+_LOG = logging.getLogger(__name__)
+
+_ALLOWED = {torch.bfloat16: 0.05, torch.float16: 0.02}  # of two layers, by dtype, else `_EXACT`: share of a norm
+_EXACT = 1e-4
+
+
+def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
+    """Compile the decoder layers of a model, for packed forwards and their backward; call it once, before training.
+
+    The model's own forward and its decoding run as before. The model is checked as by `check_model`, then a small tree
+    runs through its layers both ways, forward and backward. A kind of layer that does not compile, or not to the same
+    results, runs as it is; the log names it and the reason once. A layer with hooks runs as it is, too. Modules that
+    run Liger's kernels, which cannot be traced, run their class's own forward where compiled. Apply Liger with
+    `rope=False`: its rotary embeddings replace a function of transformers', which does not come back.
+
+    Args:
+        model: a transformers causal model on a GPU, bare or under PEFT or DDP.
+        backend: of `torch.compile`.
+
+    Returns:
+        The names of the kinds of layers that run compiled.
+
+    Raises:
+        NotImplementedError: a model on a CPU or in pieces on several processes, one that keeps no list of `layers`, and
+            what `check_model` raises.
+    """
+    causal = causal_lm(model)
+    name, device = type(causal).__name__, input_device(causal)
+    layers: Any = getattr(backbone(causal), "layers", None)
+    obstacle = None
+    if device.type == "cpu" and backend in ("inductor", "eager"):
+        obstacle = "on a CPU its attention is no single operator; leave it as it is there"
+    elif is_sharded(model):
+        obstacle = "its weights are in pieces on several processes, and gathered layer by layer by hooks"
+    elif not isinstance(layers, nn.ModuleList) or not all(hasattr(layer, "self_attn") for layer in layers):
+        obstacle = "it has no list `layers` of modules with a `self_attn`"
+    if obstacle:
+        raise NotImplementedError(f"model: the layers of {name} cannot be compiled: {obstacle}")
+    walk, kinds = ModelWalk(causal), list[CompiledKind]()
+    with one_mode(walk, training=True):
+        check_trainable(walk)
+        probe = ProbeTree.of(causal)
+        with value_of(EAGER, True):
+            expected = _results(walk, probe, layers)
+        kinds = [CompiledKind(group, backend) for group in kinds_of_layers(walk, layers)]
+        results = _results(walk, probe, layers)
+    error = max(_relative_error(*pair) for pair in zip(results, expected, strict=True))
+    casts = torch.is_autocast_enabled(device.type)
+    allowed = _ALLOWED.get(torch.get_autocast_dtype(device.type) if casts else causal.dtype, _EXACT)
+    if not error <= allowed:
+        for kind in kinds:
+            kind.stop(f"a small tree's results differ by {error:.2g} of their norm, allowed are {allowed:g}")
+    return [kind.name for kind in kinds if True not in kind.obstacles]
+
+
+def _results(walk: ModelWalk, probe: ProbeTree, layers: nn.ModuleList) -> list[Tensor]:
+    """Compute the hidden states of a probe, and the gradient of weights in the first and the last layer, as one."""
+    ends = [p for layer in (layers[0], layers[-1]) for p in layer.parameters() if p.requires_grad]
+    # Layers in between hand on their input, as rounding grows from layer to layer.
+    with tree_training_mode(walk), layers_skipped(repeated_layers(walk)), torch.set_grad_enabled(bool(ends)):
+        hidden = packed_hidden(walk, probe.pack).float()
+        direction = torch.arange(hidden.numel(), device=hidden.device).cos().view_as(hidden)
+        gradients = torch.autograd.grad((hidden * direction).mean(), ends, allow_unused=True) if ends else ()
+    parts = [hidden.detach(), *(gradient for gradient in gradients if gradient is not None)]
+    return [parts[0], torch.cat([part.float().flatten() for part in parts[1:] or parts])]
+
+
+def _relative_error(result: Tensor, expected: Tensor) -> float:
+    return ((result - expected).norm() / expected.norm()).item()

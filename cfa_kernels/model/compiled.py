@@ -1,0 +1,152 @@
+"""Run decoder layers compiled inside packed forwards: one graph serves all layers of a kind, whatever the pack.
+
+A model's own forward, its decoding and the self-check run the layers as they are.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch._dynamo.config
+import torch.fx.experimental._config
+from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+from .attention import RUNNING, TracedMask, TreeMask
+from .modes import exchanged
+from .walk import own_forward
+
+_LOG = logging.getLogger(__name__)
+
+EAGER: ContextVar[bool] = ContextVar("cfa_eager_layers", default=False)
+"""Whether layers run as they are, compiled or not."""
+
+
+class CompiledKind:
+    """Layers that share one compiled function."""
+
+    def __init__(self, layers: Iterable[nn.Module], backend: Any) -> None:
+        first, *_ = layers = list(layers)
+        self.obstacles: dict[bool, str] = {}  # why they run as they are, with gradients or without
+        self.name = type(first).__name__
+        inner = _without_checkpointing(type(first).forward)
+
+        def step(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return inner(layer, *args, **kwargs)
+
+        # torch limits the graphs of a code object, so each kind gets one of its own.
+        step.__code__ = step.__code__.replace(co_name=f"{self.name}_{id(self)}")
+        self._step = torch.compile(step, backend=backend, fullgraph=True)
+        self._hooks = {id(layer): [*_hooks_inside(layer)] for layer in layers}
+        # What is traced is the models' own formula, which a compiler fuses; Liger's kernels cannot be.
+        self.without_liger = {layer: [*filter(runs_liger, layer.modules())] for layer in layers}
+        _KINDS.update(dict.fromkeys(layers, self))
+
+    def stop(self, reason: str, *, with_gradients: bool | None = None) -> None:
+        """Run layers of this kind as they are from now on, with or without gradients or both, and say why."""
+        self.obstacles |= dict.fromkeys((True, False) if with_gradients is None else (with_gradients,), reason)
+        where = {None: "", True: " where gradients are taken", False: " where none are taken"}[with_gradients]
+        _LOG.warning("layers of %s run as they are%s, not compiled: %s", self.name, where, reason)
+
+    def run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer of this kind, checkpointed where transformers would."""
+        forward, running = type(layer).forward, RUNNING.get()
+        is_tree = isinstance(kwargs.get("attention_mask"), TreeMask) and running is not None
+        stopped = torch.is_grad_enabled() in self.obstacles
+        if stopped or not is_tree or running.grows or any(self._hooks[id(layer)]):  # type: ignore[union-attr]
+            return forward(layer, *args, **kwargs)
+        if _without_checkpointing(forward) is not forward and layer.gradient_checkpointing and layer.training:
+            return layer._gradient_checkpointing_func(partial(self._run, layer, **kwargs), *args)
+        return self._run(layer, *args, **kwargs)
+
+    def _run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        running, attention = RUNNING.get(), layer.self_attn
+        assert running is not None
+        store = running.store
+        continued = store if running.first_row else None
+        before = None if continued is None else continued.stored(attention)
+        mask = TracedMask(kwargs["attention_mask"], running.first_row, before)
+        hidden, *others = args
+        if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layer.parameters()):
+            args = hidden.detach().requires_grad_(), *others  # the first layer runs by the graph of the others
+        _mark_rows((args, kwargs), hidden.shape[1])
+        try:
+            out = self._step(layer, args, {**kwargs, "attention_mask": mask})
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            first, _, more = str(error).strip().partition("\n")
+            reason = f"{type(error).__name__}: {first} {more.strip().partition(chr(10))[0]}"
+            self.stop(reason, with_gradients=torch.is_grad_enabled())
+            return type(layer).forward(layer, *args, **kwargs)
+        if continued is not None:
+            continued.next_call(attention)
+        elif store is not None:
+            assert mask.kept is not None
+            store.write(attention, *mask.kept)
+        return out
+
+
+_KINDS: WeakKeyDictionary[nn.Module, CompiledKind] = WeakKeyDictionary()
+
+
+def to_compile(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, CompiledKind]]:
+    """List those of `layers` that run compiled, with their kinds."""
+    some = [] if EAGER.get() else [(layer, _KINDS.get(layer)) for layer in layers if "forward" not in vars(layer)]
+    return [(layer, kind) for layer, kind in some if kind is not None and torch.is_grad_enabled() not in kind.obstacles]
+
+
+def train_compiled(modules: Iterable[nn.Module]) -> bool:
+    """Whether some of `modules` are layers that run compiled where gradients are taken."""
+    with torch.enable_grad():
+        return bool(to_compile(modules))
+
+
+@contextmanager
+def compiled_layers(some: Sequence[tuple[nn.Module, CompiledKind]]) -> Iterator[None]:
+    """Run what `to_compile` has listed compiled inside."""
+    if not some:
+        yield
+        return
+    # Sizes that happen to be equal in one pack, of its segments and of an adapter say, are not equal in the next. A
+    # number with a fraction is a constant: as a symbol each graph would be traced twice.
+    apart = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    constant = torch._dynamo.config.patch(specialize_float=True)
+    own = ((m, {"forward": MethodType(type(m).forward, m)}) for layer, kind in some for m in kind.without_liger[layer])
+    ours = ((layer, {"forward": partial(kind.run, layer)}) for layer, kind in some)
+    with apart, constant, exchanged((*own, *ours)):
+        yield
+
+
+def runs_liger(module: nn.Module) -> bool:
+    """Whether a module runs a kernel of Liger's."""
+    forward = own_forward(module) or type(module).forward
+    return bool(forward.__module__.startswith("liger_kernel"))
+
+
+def _without_checkpointing(forward: Any) -> Any:
+    """Return a layer's forward inside the one by which transformers checkpoints it."""
+    while forward.__code__.co_name == "forward_with_checkpointing":
+        forward = forward.__wrapped__
+    return forward
+
+
+def _mark_rows(inputs: Any, rows: int) -> None:
+    """Say which sizes differ from pack to pack; all others, of adapters say, are constants of a graph."""
+    if isinstance(inputs, torch.Tensor):
+        if inputs.dim() > 1 and inputs.shape[1] == rows and not hasattr(inputs, "_dynamo_weak_dynamic_indices"):
+            torch._dynamo.maybe_mark_dynamic(inputs, 1)
+    elif isinstance(inputs, (tuple, list, dict)):
+        for one in inputs.values() if isinstance(inputs, dict) else inputs:
+            _mark_rows(one, rows)
+
+
+def _hooks_inside(module: nn.Module) -> Iterator[dict[int, Any]]:
+    """Yield the stores of a module's hooks, and of those inside it."""
+    for one in module.modules():
+        yield one._forward_hooks
+        yield one._forward_pre_hooks

@@ -1,0 +1,134 @@
+"""Limits of the rows that may share a forward: positions, rotary frequencies, memory."""
+
+import numbers
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from ..tree.prefix_tree import Query
+from .compiled import runs_liger, train_compiled
+from .modes import checkpointed_modules
+from .parts import input_device
+from .walk import Model, ModelWalk
+
+
+def rope_lengths(model: Model) -> tuple[list[int], int | None]:
+    """Find the lengths beyond which rotary frequencies follow the longest sequence of a forward.
+
+    Returns those of longrope, ascending, and that of dynamic scaling (None without it).
+    """
+    switches, dynamic = set(), []
+    for module in ModelWalk.of(model).having("rope_type"):
+        kinds = module.rope_type
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind == "longrope":
+                parameters = module.config.rope_parameters
+                parameters = parameters if layer_type is None else parameters[layer_type]
+                switches.add(int(parameters["original_max_position_embeddings"]))
+            elif isinstance(kind, str) and "dynamic" in kind:
+                dynamic.append(int(module.original_max_seq_len))
+    return sorted(switches), min(dynamic, default=None)
+
+
+def refuse_length_dependent_rope(model: Model, longest: int) -> None:
+    """Raise `NotImplementedError` if rows of up to `longest` tokens change each other's positions in a batch."""
+    walk = ModelWalk.of(model)
+    switches, dynamic = rope_lengths(walk)
+    for length in [*switches, dynamic]:
+        if length is not None and longest > length:
+            raise NotImplementedError(
+                f"model: the rotary frequencies of {type(walk.model).__name__} change for a whole batch once a row is "
+                f"longer than {length} tokens, and rows may reach {longest}: then a row's log-probs would depend on "
+                f"its neighbours; keep prompt and completion within {length} tokens"
+            )
+
+
+def apart_by_length(
+    model: Model, bundles: Sequence[list[Query]], lengths: Sequence[int], order: Sequence[int]
+) -> tuple[Sequence[list[Query]], list[list[int]]]:
+    """Split bundles into parts that must not share a forward; return bundles as fed, and the non-empty ones of a part.
+
+    Each row, of `lengths` tokens in all, keeps the rotary frequencies that it has by itself and whole. `order`
+    holds the caller's number of each row.
+    """
+    walk = ModelWalk.of(model)
+    switches, dynamic = rope_lengths(walk)
+    if dynamic is not None:
+        for bundle, length, b in zip(bundles, lengths, order, strict=True):
+            if bundle and length > dynamic:
+                raise NotImplementedError(
+                    f"completions row {b}: has {length} tokens with its prompt, but beyond {dynamic} the dynamic "
+                    f"rotary frequencies of {type(walk.model).__name__} are another set for every length, so rows "
+                    "cannot share a forward"
+                )
+    sides = [sum(length > switch for switch in switches) for length in lengths]
+    least = [0, *(switch + 1 for switch in switches)]
+    extended = [[q.fed_to(least[side]) for q in bundle] for bundle, side in zip(bundles, sides, strict=True)]
+    parts = [[i for i, bundle in enumerate(bundles) if bundle and sides[i] == side] for side in sorted(set(sides))]
+    return extended, parts
+
+
+def largest_forward(model: Model) -> int | None:
+    """Find the most rows of a forward in which a row's place does not matter; None if it never matters."""
+    # Llama 4 scales the queries of layers without rotary embeddings by a row's place, in steps of this many.
+    steps = [
+        int(module.floor_scale) - 1
+        for module in ModelWalk.of(model).having("attn_temperature_tuning")
+        if module.attn_temperature_tuning and hasattr(module, "floor_scale")
+    ]
+    return min(steps, default=None)
+
+
+# More rows than this make a forward no faster: matrix products are saturated, and a CPU's caches overflow.
+_LARGEST_BUDGET = {"cpu": 2048, "cuda": 65536}
+
+
+def rows_per_forward(model: Model, token_budget: int | None) -> int:
+    """Return `token_budget`, by default `default_token_budget`, capped by `largest_forward`."""
+    if token_budget is None:
+        return default_token_budget(model)
+    if isinstance(token_budget, bool) or not isinstance(token_budget, numbers.Integral):
+        raise ValueError(f"token_budget must be a whole number of tokens, got {token_budget!r}")
+    if token_budget < 1:
+        raise ValueError(f"token_budget must be at least 1, got {token_budget}")
+    return min(token_budget, largest_forward(model) or token_budget)
+
+
+def default_token_budget(model: Model, *, training: bool = False) -> int:
+    """Estimate tokens per packed forward: on a GPU what half of the free memory holds, at least 1,024.
+
+    For `training` it holds the results that layers keep for the backward, or with checkpointing their inputs and one
+    layer's results.
+    """
+    walk = ModelWalk.of(model)
+    model = walk.model
+    device = input_device(model)
+    largest = min(_LARGEST_BUDGET["cuda" if device.type == "cuda" else "cpu"], largest_forward(walk) or 1 << 30)
+    if device.type != "cuda":
+        return largest
+    config = model.config.get_text_config()
+    layers, inputs = config.num_hidden_layers, config.hidden_size * model.dtype.itemsize
+    bytes_per_token = kept_per_row(walk) if training else _layer_per_row(model, whole=False)
+    if training and checkpointed_modules(walk):
+        bytes_per_token = bytes_per_token // layers + layers * inputs
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(min(max(free // 2 // bytes_per_token, 1024), largest))
+
+
+def kept_per_row(model: Model) -> int:
+    """Estimate the bytes that all layers keep of a row for a backward; adapters are in the margin."""
+    walk = ModelWalk.of(model)
+    # A model's own norms and gates keep float32 copies and every intermediate result; Liger's and compiled ones do not.
+    layers: int = walk.model.config.get_text_config().num_hidden_layers
+    lean = any(map(runs_liger, walk.modules.values())) or train_compiled(walk.modules.values())
+    return layers * _layer_per_row(walk.model, whole=not lean)
+
+
+def _layer_per_row(model: PreTrainedModel, *, whole: bool) -> int:
+    """Bytes of a row in a layer: MLP plus attention if `whole`, else the wider of both; and the residual."""
+    config = model.config.get_text_config()
+    width = config.hidden_size
+    heads = config.num_attention_heads * (getattr(config, "head_dim", None) or width // config.num_attention_heads)
+    parts = 4 * (getattr(config, "intermediate_size", None) or 4 * width), 8 * heads
+    return model.dtype.itemsize * ((sum(parts) if whole else max(parts)) + 4 * width) + 12 * width

@@ -1,0 +1,172 @@
+"""Find the causal model inside its wrappers, its parts, and what decides how it computes."""
+
+import re
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .walk import Model, ModelWalk
+
+
+def wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield `model` and the modules inside it, wrapper by wrapper, down to the transformers model."""
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        yield inner
+        if hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        elif isinstance(getattr(inner, "module", None), nn.Module):
+            inner = inner.module
+        else:
+            raise TypeError(f"model must be a transformers causal language model, got {type(model).__name__}")
+    yield inner
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """Find the transformers model inside DDP, torch.compile and PEFT wrappers, adapter layers still in place.
+
+    Raises `NotImplementedError` for adapters that do not act on each token by itself, `TypeError` for other models.
+    """
+    for inner in wrappers(model):
+        _refuse_adapters(inner)
+    assert isinstance(inner, PreTrainedModel)
+    try:
+        embeddings = inner.get_input_embeddings()
+    except NotImplementedError:
+        embeddings = None
+    # The weight of an `nn.Embedding` is not read: under ZeRO-3 that is a gathering, which all processes must join.
+    weight = None if isinstance(embeddings, nn.Embedding) else getattr(embeddings, "weight", None)
+    if not isinstance(embeddings, nn.Embedding) and not (isinstance(weight, Tensor) and weight.ndim == 2):
+        raise NotImplementedError(f"model: {type(inner).__name__} has no single token-embedding matrix")
+    if not _has_head(inner):
+        parts = [(name, part) for name, part in inner.named_children() if _has_head(part)]
+        remedy = "".join(f"; pass model.{name}, a {type(part).__name__}, for text" for name, part in parts)
+        raise NotImplementedError(f"model: {type(inner).__name__} has no LM head separate from its backbone{remedy}")
+    return inner
+
+
+def _has_head(model: nn.Module) -> bool:
+    if not isinstance(model, PreTrainedModel):
+        return False
+    return model.get_output_embeddings() is not None and backbone(model) is not model
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """Refuse adapters whose layers need more than their own input: extra tokens, or the whole prompt."""
+    adapters = getattr(model, "peft_config", None)
+    for config in adapters.values() if isinstance(adapters, dict) else ():
+        method = str(getattr(config.peft_type, "value", config.peft_type))
+        reason = None
+        if getattr(config, "is_prompt_learning", False):
+            reason = f"{method} adds virtual prompt tokens"
+        elif getattr(config, "is_adaption_prompt", False):
+            reason = f"{method} adds virtual tokens to the attention"
+        elif getattr(config, "alora_invocation_tokens", None):
+            reason = "activated LoRA (alora_invocation_tokens) switches on at a position of each prompt"
+        elif method in ("XLORA", "POLY"):
+            reason = f"{method} mixes adapters by the whole input"
+        if reason:
+            raise NotImplementedError(f"model: {type(model).__name__}: {reason}; use plain LoRA instead")
+
+
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a causal model below its head, from ids to hidden states; the model itself if it has none."""
+    body = model.base_model
+    return body if body is not model else getattr(model, "model", model)
+
+
+def embedding(model: PreTrainedModel) -> Tensor:
+    """Weight (V, H) of the input embedding."""
+    return cast(Tensor, model.get_input_embeddings().weight)
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Device that ids must be on."""
+    # The first kind of FSDP keeps flat parameters, in the layers around the embedding.
+    return next(chain(model.get_input_embeddings().parameters(), model.parameters())).device
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Number of rows of the input embedding: ids in [0, this) can be fed."""
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)  # right also for a weight in pieces
+    return len(embedding(model)) if rows is None else int(rows)
+
+
+def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
+    """Longest sequence the model, or one of this configuration, was made for, if it says."""
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
+_SHAPES_LOGITS = re.compile("cap|logit|scale|scaling|multiplier|dim_model_base")
+_NOISE = re.compile("drop|jitter|noise")
+
+
+def computation(model: Model) -> int:
+    """Hash of how a model computes: its modules, their forwards, caps and scales of logits, hooks at its ends."""
+    walk = ModelWalk.of(model)
+    model = walk.model
+    hooked = [model, backbone(model), model.get_input_embeddings(), model.get_output_embeddings()]
+    return hash(
+        (
+            walk.forwards,
+            *(item for owner in (model, *configs(model)) for item in _numbers(owner, _SHAPES_LOGITS)),
+            *(_hook(hook) for module in hooked if module is not None for hook in foreign_hooks(module)),
+        )
+    )
+
+
+def noise_remedy(model: PreTrainedModel) -> str:
+    """Say how to load the model without the noise of its configuration; empty if that has none."""
+    names = {name for config in configs(model) for name, value in _numbers(config, _NOISE) if value > 0}
+    return f" (from_pretrained takes {', '.join(f'{name}=0' for name in sorted(names))})" if names else ""
+
+
+def active_noise(walk: ModelWalk) -> Iterator[tuple[str, str, float]]:
+    """Yield dropout, jitter and other noise above 0 of modules in training mode: module's name, attribute, value."""
+    noisy = {
+        kind: ["p"] if issubclass(kind, nn.modules.dropout._DropoutNd) else [*filter(_NOISE.search, vars(each[0]))]
+        for kind, each in walk.by_class.items()
+    }
+    for name, module in walk.modules.items():
+        for attribute in noisy[type(module)] if module.training else ():
+            value = getattr(module, attribute, None)
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+                yield name, "dropout" if attribute == "p" else attribute, value
+
+
+def configs(model: PreTrainedModel) -> list[Any]:
+    """Return the configuration of a model and that of its text, once if they are one."""
+    return list({id(config): config for config in (model.config, model.config.get_text_config())}.values())
+
+
+def _numbers(owner: object, names: re.Pattern) -> list[tuple[str, float]]:
+    attributes = [(name, value) for name, value in vars(owner).items() if isinstance(value, (int, float))]
+    return [(name, value) for name, value in attributes if not isinstance(value, bool) and names.search(name)]
+
+
+_OWN_HOOKS = (f"{__package__}.probe_mode", f"{__package__}.sharding")
+_NO_CHANGE = "enable_input_require_grads"  # transformers adds a hook of it at every call
+
+
+def foreign_hooks(module: nn.Module) -> list[Any]:
+    """List the hooks that others have put on a module."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [
+        hook
+        for hook in hooks
+        if _NO_CHANGE not in getattr(hook, "__qualname__", "") and getattr(hook, "__module__", "") not in _OWN_HOOKS
+    ]
+
+
+def _hook(hook: Any) -> object:
+    """Key of a hook: equal for hooks that the same code makes from the same numbers."""
+    inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    return id(getattr(hook, "__code__", hook)), *(value for value in inside if isinstance(value, (int, float)))

@@ -1,0 +1,109 @@
+"""Record a model's weights and adapters at a forward, so that code which continues that forward detects a change."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .walk import Model, ModelWalk
+
+
+def _count_fused_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Count the writes of a fused optimizer step, which PyTorch's fused kernels leave out (seen in 2.13)."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            if parameter.grad is not None and not parameter.is_inference():
+                torch.autograd.graph.increment_version(parameter)
+
+
+register_optimizer_step_post_hook(_count_fused_step)
+
+
+class TensorMarks:
+    """Record of tensors by name: how often each had been written to, and its memory. Their values are not read.
+
+    PyTorch counts in-place writes, and the hook above those of a fused optimizer; neither counts writes by `.data`.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors, self._marks = tensors, [mark(tensor) for tensor in tensors.values()]
+
+    def change(self, now: Mapping[str, Tensor]) -> str | None:
+        """Describe the first difference between the tensors `now` and then; None for none."""
+        for (name, before), (version, address) in zip(self.tensors.items(), self._marks, strict=True):
+            if name not in now:
+                return f"{name} has been taken out"
+            if now[name] is not before:
+                return f"{name} has been exchanged"
+            new_version, new_address = mark(before)
+            if new_version != version:
+                return f"{name} has been written to"
+            if new_address != address:
+                return f"{name} has been moved"
+        added = now.keys() - self.tensors.keys()
+        return f"{min(added)} has been added" if added else None
+
+
+def mark(tensor: Tensor) -> tuple[int | None, int | None]:
+    """Return how often a tensor has been written to, and its memory."""
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # a tensor made up of others has no storage of its own
+        address = None
+    return None if tensor.is_inference() else tensor._version, address
+
+
+class ModelState:
+    """Record of a model's parameters, the buffers of its checkpoint, and which adapters act and how strongly."""
+
+    def __init__(self, model: Model | nn.Module) -> None:
+        walk = _as_it_is(model)
+        self._weights, self._adapters = TensorMarks(_weights(walk)), _adapters(walk)
+
+    def change(self, model: Model | nn.Module) -> str | None:
+        """Describe the first difference between `model` as it is now and as it was; None for none.
+
+        A walk stands for its model, however that has changed since.
+        """
+        walk = _as_it_is(model)
+        adapters = _adapters(walk)
+        for name, before in self._adapters.items():
+            for key, value in adapters.get(name, before).items():
+                if value != before[key]:
+                    return f"the adapters of {name} have changed ({key}: {before[key]} then, {value} now)"
+        return self._weights.change(_weights(walk))
+
+
+def _as_it_is(model: Model | nn.Module) -> ModelWalk:
+    """Return the walk over a model as it is now, also where a walk was taken before FSDP gathered weights."""
+    walk = ModelWalk.of(model)
+    return walk if walk.holds() else ModelWalk(walk.model)
+
+
+def _weights(walk: ModelWalk) -> dict[str, Tensor]:
+    """Name the parameters of a model, and the buffers of its checkpoint."""
+    if "weights" not in walk.kept:
+        walk.kept["weights"] = [
+            (f"{prefix}{'.' if prefix else ''}{name}", store, name)
+            for prefix, module in walk.modules.items()
+            for store in (module._parameters, module._buffers)
+            for name, tensor in store.items()
+            if tensor is not None and name not in module._non_persistent_buffers_set
+        ]
+    return {full: store[name] for full, store, name in walk.kept["weights"]}
+
+
+def _adapters(walk: ModelWalk) -> dict[str, dict[str, Any]]:
+    adapters = dict[str, dict[str, Any]]()
+    for prefix, module in walk.adapted:
+        own = module.__dict__
+        active, scaling = own.get("_active_adapter"), own.get("scaling")
+        adapters[prefix] = {
+            "disabled": own["_disable_adapters"],
+            "active": [active] if isinstance(active, str) else list(active or ()),
+            "merged": list(own.get("merged_adapters") or ()),
+            "scaling": dict(scaling) if isinstance(scaling, dict) else {},
+        }
+    return adapters

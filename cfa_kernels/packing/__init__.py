@@ -1,1 +1,0 @@
-"""Layouts of token sequences as prefix trees and packs; modules know neither models nor GPUs."""

@@ -1,0 +1,419 @@
+"""Compute log-probs and the policy loss of whole completions, with gradients, by one packed forward without padding.
+
+`packed_forward` runs the model; log-probs, the loss and, from its keys and values, counterfactual scores are read off.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..loss.policy import linear_policy_loss
+from ..loss.ragged import LossBatch, checked_kept_tokens
+from ..model.attention import KeyValueStore
+from ..model.check.verify import check_trainable
+from ..model.head import Head
+from ..model.limits import rope_lengths, rows_per_forward
+from ..model.parts import causal_lm
+from ..model.router_loss import packed_router_loss, uses_of_rows
+from ..model.run_inside import run_inside
+from ..model.state import ModelState, TensorMarks
+from ..model.stateful_layers import has_cells
+from ..model.tree_forward import packed_hidden, tree_training_mode
+from ..model.walk import ModelWalk
+from ..ops.kept_tokens import KeptTokens, padded_kept_tokens
+from ..ops.linear_logprob import linear_logprob
+from ..ops.upload import upload
+from ..options import POSITIVE
+from ..rows import Rows, equal_prompts
+from ..span import Span
+from ..tree.packs import lay_out
+from ..tree.prefix_tree import Pack, Query
+from .batch import Mask, ScoredBatch, check_ids
+from .layout import as_many_as_others, checked_needed, packs_of, trained_first
+from .masked import (
+    CounterfactualScores,
+    ScoringWork,
+    collect_logprobs,
+    collect_scores,
+    query_logprobs,
+    run_plan,
+    score_batch,
+)
+from .outcomes import Outcome
+from .plan import ScoringPlan, plan_queries, plan_scoring
+
+
+class PackedLoss(NamedTuple):
+    """Result of `packed_policy_loss`."""
+
+    loss: Tensor  # (), differentiable
+    metrics: dict[str, Tensor]  # as from `policy_loss`
+    logprobs: list[Tensor]  # B tensors (T_b,) fp32, detached, for later iterations; nan where the loss needed none
+
+
+def packed_logprobs(
+    model: nn.Module,
+    rows: Rows,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    kept_tokens: Sequence[KeptTokens] | None = None,
+    token_budget: int | None = None,
+) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+    """Compute log-probs of every completion token by one forward that feeds each prompt once; differentiable.
+
+    Args:
+        model: as in `score_counterfactuals`, in any mode without dropout. If processes share it, each needs a row.
+        rows: prompts and completions. Equal prompts, and longer common prefixes, are fed once.
+        temperature: divides the logits.
+        return_entropy: also return the entropy of the distribution that each token was drawn from.
+        kept_tokens: for each row, the ids that the sampler kept at each of its tokens: log-probs and entropies are then
+            normalised over them.
+        token_budget: maximum tokens per forward; default by free memory. Completions of one prompt stay together.
+
+    Returns:
+        B tensors (T_b,) in nats on the head's device, float32, or float64 from a model in float64. With
+        `return_entropy` a second list like it. No rows give an empty list.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+        NotImplementedError: a model that cannot be run this way, by name and reason.
+    """
+    causal = causal_lm(model)
+
+    def body() -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+        POSITIVE.check(temperature=temperature)
+        return packed_forward(causal, rows, token_budget=token_budget).logprobs(
+            temperature, return_entropy=return_entropy, kept_tokens=kept_tokens
+        )
+
+    return run_inside(model, body, trains=True)
+
+
+def packed_policy_loss(
+    model: nn.Module,
+    rows: Rows,
+    old_logprobs: Sequence[Tensor] | None,
+    advantages: Tensor | Sequence[Tensor],
+    *,
+    weights: Sequence[Tensor] | None = None,
+    mask: Sequence[Tensor] | None = None,
+    ref_logprobs: Sequence[Tensor] | None = None,
+    kept_tokens: Sequence[KeptTokens] | None = None,
+    token_budget: int | None = None,
+    **options: Any,
+) -> PackedLoss:
+    """Compute `policy_loss` from token ids, by one forward that feeds each prompt once, the head fused into the loss.
+
+    The loss is that of the unshared batch. Completions, and ends of completions, that it does not need (no advantage,
+    weight or mask there, and neither KL nor entropy wanted) are not fed; their tokens stay in the denominators.
+
+    Args:
+        model, rows, token_budget: as in `packed_logprobs`, with its errors.
+        old_logprobs: B tensors (T_b,) under the sampling policy; None means on-policy.
+        advantages: (B,), or B tensors (T_b,).
+        weights: B tensors (T_b,), finite and >= 0, on the clipped policy term; None for 1.
+        mask: B tensors (T_b,) of 0 and 1, the tokens that the loss counts; None for all.
+        ref_logprobs: B tensors (T_b,), needed when `beta != 0`.
+        kept_tokens: as in `packed_logprobs`; old and reference log-probs should be normalised over the same ids.
+        **options: those of `linear_policy_loss`, `temperature` and `compute_entropy` among them.
+    """
+    causal = causal_lm(model)
+
+    def body() -> PackedLoss:
+        batch = LossBatch.of(
+            rows, old_logprobs, advantages, weights=weights, mask=mask, ref_logprobs=ref_logprobs,
+            kept_tokens=kept_tokens, **options,
+        )  # fmt: skip
+        forward = packed_forward(
+            causal, rows, needed=batch.needed(), trained=batch.trained.tolist(), token_budget=token_budget
+        )
+        return forward.policy_loss(batch)
+
+    return run_inside(model, body, trains=True)
+
+
+def packed_forward(
+    causal: PreTrainedModel,
+    rows: Rows,
+    *,
+    needed: Sequence[int] | None = None,
+    trained: Sequence[bool] | None = None,
+    token_budget: int | None = None,
+    keep_states: bool = False,
+    router_loss: bool = False,
+    foreseen: Sequence[Sequence[Query]] | None = None,
+) -> "PackedForward":
+    """Run `causal` on the packed trees of a batch, with gradients.
+
+    Args:
+        causal: the model that `causal_lm` finds.
+        rows, token_budget: as in `packed_logprobs`, with its errors.
+        needed: for each row, how many of its first tokens will be read; 0 feeds nothing. Default all.
+        trained: for each row, whether a backward is to reach it; default all. Prompts without any such row are fed
+            without gradient, unless processes share the model. If no row is trained, one dummy token is fed so that a
+            backward still runs, and leaves zeros.
+        keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
+        router_loss: for `PackedForward.router_loss`, feed all rows whole and with gradient, and keep routers' logits.
+        foreseen: for each row, queries that will be asked of the result, which are then fed with the row.
+
+    The result cannot be read once the weights that it came from have changed. Liger's gated MLPs, where the model has
+    them, overwrite what a backward reads: call it once.
+    """
+    foreseen = None if router_loss else foreseen  # what is not of the batch is not in its routers' loss
+    check_ids(causal, rows)
+    counts = checked_needed(needed, rows.lengths)
+    walk = ModelWalk.of(causal)
+    budget = rows_per_forward(walk, token_budget)
+    head = check_trainable(walk, router_loss=router_loss)
+    groups = equal_prompts(rows.prompts)
+    with_gradient, without = trained_first(causal, groups, counts, None if router_loss else trained)
+    states = list[_PackStates]()
+
+    def feed(packs: Iterable[Pack]) -> None:
+        for pack in packs:
+            store, routers = KeyValueStore() if keep_states else None, list[tuple[Tensor, ...]]()
+            hidden = packed_hidden(walk, pack, store=store, routers=routers if router_loss else None)
+            states.append(_PackStates(pack, hidden, store, *routers))
+
+    with tree_training_mode(walk):
+        packs = packs_of(rows, groups, counts, walk, with_gradient, budget, whole=router_loss, foreseen=foreseen)
+        feed(as_many_as_others(causal, packs, at_least=int(trained is not None)))
+        with torch.no_grad():
+            feed(packs_of(rows, groups, counts, walk, without, budget, foreseen=foreseen))
+    return PackedForward(walk, head, rows, counts, states, without, ModelState(walk) if keep_states else None)
+
+
+def stands_alone(walk: ModelWalk) -> bool:
+    """Whether later rows cannot continue a forward's, and no other rows may be fed with it."""
+    return has_cells(walk) or bool(rope_lengths(walk)[0])
+
+
+def _parts(head: Head) -> dict[str, Tensor]:
+    return {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+
+
+@dataclass
+class _PackStates:
+    """One pack after its forward; its queries are rows of the batch."""
+
+    pack: Pack
+    hidden: Tensor  # (N, H), with gradient if a row of it is trained
+    store: KeyValueStore | None
+    routers: tuple[Tensor, ...] = ()  # (N, experts) each
+
+
+class PackedForward:
+    """Hidden states of a batch's completions, and everything that is read off them."""
+
+    def __init__(
+        self,
+        walk: ModelWalk,
+        head: Head,
+        rows: Rows,
+        counts: np.ndarray,
+        packs: list[_PackStates],
+        without_gradient: list[int],
+        state: ModelState | None,
+    ) -> None:
+        self.causal, self.head, self.rows, self.counts, self.packs = walk.model, head, rows, counts, packs
+        self._walk = walk
+        self._without_gradient = without_gradient
+        self.device = head.weight.device
+        self._head = TensorMarks(_parts(head))
+        self._model = state
+        predicting, offset = [np.zeros(0, np.int64)] * (len(rows) + 1), 0
+        for one in packs:
+            own = [b for b in one.pack.queries if b >= 0]
+            parts = np.split(one.pack.rows[one.pack.query_index] + offset, np.cumsum(counts[own]))
+            for b, part in zip(own, parts, strict=False):  # the last part is empty
+                predicting[b] = part
+            offset += one.pack.num_tokens
+        self._predicting = np.concatenate(predicting)  # packed row of each fed token, row by row, packs laid end to end
+
+    @property
+    def tokens_fed(self) -> int:
+        """Count the packed tokens that went through the model."""
+        return sum(one.pack.num_tokens for one in self.packs)
+
+    def logprobs(
+        self,
+        temperature: float = 1.0,
+        *,
+        return_entropy: bool = False,
+        kept_tokens: Sequence[KeptTokens] | None = None,
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+        """Compute log-probs, as `packed_logprobs` does, of the fed tokens of each row.
+
+        Raises `RuntimeError` if the head's weights have changed since this forward.
+        """
+        self._require_same_head()
+        counts = self.counts.tolist()
+        targets = [ids.numpy()[:count] for ids, count in zip(self.rows.completions, counts, strict=True)]
+        targets.append(np.zeros(0, np.int64))
+        predicting, predicted = upload([self._predicting, np.concatenate(targets)], self.device)
+        hidden = self._hidden(predicting)
+        kept = None
+        if kept_tokens is not None and counts:
+            own = checked_kept_tokens(kept_tokens, self.rows, vocabulary=len(self.head.weight))
+            kept = KeptTokens.joined([one.take(slice(0, n)) for one, n in zip(own, counts, strict=True)])
+        options = {"temperature": temperature, "kept_tokens": kept, **self.head.options}
+        if not return_entropy:
+            return list(linear_logprob(hidden, self.head.weight, predicted, **options).split(counts))
+        values, entropies = linear_logprob(hidden, self.head.weight, predicted, return_entropy=True, **options)
+        return list(values.split(counts)), list(entropies.split(counts))
+
+    def policy_loss(self, batch: LossBatch) -> PackedLoss:
+        """Compute the loss of `packed_policy_loss` from what this forward has fed.
+
+        Raises:
+            ValueError: other rows, or a row that the loss needs more of, or with a gradient, than was fed.
+            RuntimeError: the head's weights have changed since this forward.
+        """
+        self._require_same_head()
+        if len(batch.mask) != len(self.rows):
+            raise ValueError(f"batch has {len(batch.mask)} rows, this forward has {len(self.rows)}; they must agree")
+        for b, (needed, count) in enumerate(zip(batch.needed(), self.counts.tolist(), strict=True)):
+            if needed > count:
+                raise ValueError(f"batch row {b}: its loss needs {needed} tokens, but {count} were fed (needed[{b}])")
+        for b in self._without_gradient:
+            if batch.trained[b] and torch.is_grad_enabled():
+                raise ValueError(f"batch row {b}: its loss has a gradient, but it was fed without (trained[{b}])")
+        row, token = np.divmod(batch.needed_tokens.numpy(), batch.mask.shape[1])
+        starts = np.cumsum(self.counts) - self.counts
+        there, (index,) = batch.to(self.device, torch.from_numpy(self._predicting[starts[row] + token]))
+        kept = None
+        if batch.kept_tokens is not None:
+            own = checked_kept_tokens(batch.kept_tokens, self.rows, batch.mask, len(self.head.weight))
+            kept = padded_kept_tokens(own, batch.mask.shape[1])
+        loss, metrics, logprobs = linear_policy_loss(
+            self._hidden(index),
+            self.head.weight,
+            rows=batch.needed_tokens,
+            kept_tokens=kept,
+            return_logprobs=True,
+            **there,  # type: ignore[arg-type]
+            **self.head.options,
+            **batch.options,
+        )
+        return PackedLoss(loss, metrics, [line[:n] for line, n in zip(logprobs, self.rows.lengths, strict=True)])
+
+    def router_loss(self) -> Tensor:
+        """Compute transformers' load-balancing loss, (), of the rows as if none were shared."""
+        if not all(one.routers for one in self.packs):
+            raise ValueError("router_loss must be True for a forward whose routers are read, got False")
+        packs = [(one.routers, uses_of_rows(one.pack, map(self.rows.whole, one.pack.queries))) for one in self.packs]
+        return packed_router_loss(self.causal, packs).to(self.device)
+
+    def score(
+        self,
+        spans: Sequence[Sequence[Span]],
+        answers: Sequence[Span | None],
+        *,
+        mask: Mask | Sequence[Sequence[Tensor]],
+        token_budget: int | None = None,
+        outcome: Outcome = "logprob",
+    ) -> CounterfactualScores:
+        """Score the same rows as `score_counterfactuals` does, with its arguments and errors, and feed only branches.
+
+        Layers that carry a state, and rotary frequencies that follow a forward's longest sequence, take forwards of
+        their own.
+
+        Raises:
+            ValueError: also for a row with an answer that was not fed, and for states that were not kept.
+            RuntimeError: a weight or adapter has changed since this forward. A write through `.data` is not noticed.
+        """
+        batch = ScoredBatch.of(self.causal, self.rows, spans, answers, mask=mask, token_budget=token_budget)
+        return self.score_batch(batch, outcome).in_callers_order(batch)
+
+    def require_rows(self, rows: Rows) -> None:
+        """Raise `ValueError` unless `rows` have the numbers and lengths of this forward's; compares no tokens."""
+        if rows is not self.rows and (rows.index, rows.lengths) != (self.rows.index, self.rows.lengths):
+            raise ValueError(
+                f"rows: must be those of the forward, got {len(rows)} rows for its {len(self.rows)}, or other numbers "
+                "or lengths; give counterfactual_credit the Rows that packed_forward was given"
+            )
+
+    def score_batch(self, batch: ScoredBatch, outcome: Outcome = "logprob") -> CounterfactualScores:
+        """Score a batch of this forward's rows as `score` does, some or all of them, in the batch's order."""
+        walk = self._same_model()
+        if stands_alone(walk):
+            return score_batch(walk, batch, outcome)
+        order = batch.to_callers_order(range(len(batch)))  # as fed, for packs that do not depend on the batch's order
+        plan = plan_scoring(walk, batch.take(order), outcome)
+        for row, bundle in zip(plan.rows, plan.bundles, strict=True):
+            if bundle and not self.counts[row.place]:
+                raise ValueError(f"answers row {row.index}: its completion was not fed (needed[{row.place}] was 0)")
+        pack_of = {b: one.pack for one in self.packs for b in one.pack.queries}
+        values, work = self._run(walk, plan, [pack_of.get(row.place) for row in plan.rows])
+        return collect_scores(values, plan, outcome, work).take(np.argsort(order).tolist())
+
+    def query_logprobs(
+        self,
+        model: nn.Module,
+        bundles: Sequence[Sequence[Query]],
+        *,
+        index: Sequence[int] | None = None,
+        token_budget: int | None = None,
+    ) -> tuple[list[list[Tensor]], ScoringWork]:
+        """Answer queries as `masked.query_logprobs` does, from the states of this forward; errors as in `score`."""
+        walk = self._same_model()
+        if not self.packs or stands_alone(walk):
+            return query_logprobs(model, bundles, index=index, token_budget=token_budget)
+        plan = plan_queries(walk, bundles, index=index, token_budget=token_budget)
+        values, work = self._run(walk, plan, [self._nearest(b[0].tokens) if b else None for b in plan.bundles])
+        return collect_logprobs(values, plan), work
+
+    def _same_model(self) -> ModelWalk:
+        """Return the model's walk; raise if the model has changed since this forward, or its states were not kept."""
+        if self._model is None:
+            raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
+        if (change := self._model.change(self._walk)) is not None:
+            raise RuntimeError(
+                f"this forward's rows cannot be continued: {change} since it ran, so scores would mix two models; ask "
+                "before the weights or adapters change, or run packed_forward again"
+            )
+        return self._walk
+
+    def _require_same_head(self) -> None:
+        if (change := self._head.change(_parts(self.head))) is not None:
+            raise RuntimeError(
+                f"this forward's log-probs cannot be read: the head's {change} since it ran, so they would mix two "
+                "models; ask before the optimizer step, or run packed_forward again"
+            )
+
+    def _nearest(self, tokens: np.ndarray) -> Pack:
+        """Find the pack that has fed most of a sequence."""
+        return max((one.pack for one in self.packs), key=lambda pack: pack.tree.common_prefix(tokens))
+
+    def _run(self, walk: ModelWalk, plan: ScoringPlan, trunks: Sequence[Pack | None]) -> tuple[Tensor, ScoringWork]:
+        """Compute the values of a plan's queries; those of each bundle continue its trunk."""
+        states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
+        queries_of = {trunk: [[n] for n, b in enumerate(plan.bundle_of) if trunks[b] is trunk] for trunk in states}
+        packs = (
+            pack
+            for trunk, own in queries_of.items()
+            for pack in lay_out(plan.queries, own, plan.limits.token_budget, trunk=trunk)
+        )
+        with torch.no_grad():
+            return run_plan(walk, self.head, plan, packs, states)
+
+    def states(self) -> list[Tensor]:
+        """List, for each row, the hidden states (T_b, H) that predict its fed tokens; differentiable."""
+        (predicting,) = upload([self._predicting], self.device)
+        return list(self._hidden(predicting).split(self.counts.tolist()))
+
+    def _hidden(self, predicting: Tensor) -> Tensor:
+        """Gather the hidden states (R, H), with gradient, of packed rows (R,), which may repeat."""
+        if not self.packs:
+            return self.head.weight.new_zeros(0, self.head.weight.shape[1])
+        hidden = self.packs[0].hidden if len(self.packs) == 1 else torch.cat([one.hidden for one in self.packs])
+        # As an embedding: where completions share a row, its gradient is a sum in a fixed order. Indexing adds
+        # atomically on a CPU of several threads, `index_select` on a GPU.
+        rows = nn.functional.embedding(predicting.to(hidden.device), hidden).to(self.device)
+        return rows if torch.is_autocast_enabled(rows.device.type) else rows.to(self.head.weight.dtype)

@@ -1,0 +1,453 @@
+"""policy_loss on log-probs: derivatives, corner cases, denominators, clear errors."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from cfa_kernels.loss.checks import LEVELS, LEVELS_OF, LossOptions
+from cfa_kernels.loss.policy import linear_policy_loss, logits_policy_loss, policy_loss
+from cfa_kernels.loss.ragged import LossBatch
+from cfa_kernels.rows import Rows
+from tests.support.policy_problem import KINDS, loss_and_gradient
+
+B, T = 4, 6
+LEVEL = pytest.mark.parametrize("importance_sampling_level", LEVELS)
+KIND = pytest.mark.parametrize(("loss_type", "importance_sampling_level"), KINDS)
+
+
+def make(dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    logprobs = -torch.rand(B, T, generator=g, dtype=torch.float64) - 0.1
+    return {
+        "logprobs": logprobs.to(dtype),
+        "old_logprobs": (logprobs + 0.4 * torch.randn(B, T, generator=g, dtype=torch.float64)).to(dtype),
+        "advantages": torch.tensor([1.5, -0.5, 0.8, -1.1], dtype=dtype),
+        "mask": torch.arange(T) < torch.tensor([6, 3, 1, 5])[:, None],
+    }
+
+
+def options_for(loss_type, **more):
+    return {"loss_type": loss_type, "max_completion_length": 8, **more}
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "importance_sampling_level"), [kind for kind in KINDS if kind[1] != "sequence_token"]
+)
+@pytest.mark.parametrize("corrected", [False, True])
+def test_gradient_passes_gradcheck(loss_type, importance_sampling_level, corrected):
+    data = make()
+    weights = torch.rand(B, T, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3
+    entropies = torch.rand(B, T, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    ref = data["logprobs"] + 0.2
+    current = data["logprobs"].detach()
+    by_factor = loss_type in ("cispo", "cispo_two_sided", "dppo", "vespo")
+
+    def loss_of(logprobs, entropies):
+        # the ratio in a factor of log-probs carries no gradient, so finite differences must not move it
+        old = data["old_logprobs"] + (logprobs - current).detach() if by_factor else data["old_logprobs"]
+        return policy_loss(
+            logprobs,
+            old,
+            data["advantages"],
+            data["mask"],
+            weights=weights,
+            ref_logprobs=ref,
+            beta=0.1,
+            delta=1.5,
+            use_bias_correction_kl=corrected and not by_factor,
+            entropies=entropies,
+            entropy_coef=0.3,
+            validate=False,  # weights differ at the sequence level too
+            **options_for(loss_type, importance_sampling_level=importance_sampling_level),
+        )[0]
+
+    assert torch.autograd.gradcheck(
+        loss_of, (current.clone().requires_grad_(), entropies.requires_grad_()), atol=1e-7, rtol=1e-6
+    )
+
+
+@KIND
+def test_padding_never_leaks_into_loss_or_gradient(loss_type, importance_sampling_level):
+    data = make()
+    extras = {"weights": torch.full((B, T), 2.0), "ref_logprobs": data["logprobs"] - 0.1, "beta": 0.1}
+    extras["entropies"] = torch.ones(B, T, dtype=torch.float64)
+    options = options_for(loss_type, importance_sampling_level=importance_sampling_level, delta=2.0)
+    extras["entropy_coef"] = 0.1
+    mask = data["mask"].clone()
+    mask[2] = False  # a whole row of padding, whose advantage is garbage too
+    clean = loss_and_gradient(data["logprobs"], data["old_logprobs"], data["advantages"], mask, **extras, **options)
+    for garbage in (math.nan, math.inf, -math.inf, 1e30):
+        advantages = data["advantages"].clone()
+        advantages[2] = garbage
+        dirty = {
+            name: torch.where(mask, tensor, garbage) if isinstance(tensor, torch.Tensor) else tensor
+            for name, tensor in extras.items()
+        }
+        logprobs = torch.where(mask, data["logprobs"], garbage)
+        old = torch.where(mask, data["old_logprobs"], garbage)
+        loss, gradient, metrics = loss_and_gradient(logprobs, old, advantages, mask, **dirty, **options)
+        torch.testing.assert_close(loss, clean[0], rtol=0, atol=0)
+        torch.testing.assert_close(gradient, clean[1], rtol=0, atol=0)
+        torch.testing.assert_close(metrics, clean[2], rtol=0, atol=0)
+    assert torch.isfinite(clean[1]).all()
+    assert (clean[1][~mask] == 0).all()
+    nothing = torch.full((B, T), math.nan)
+    loss, gradient, metrics = loss_and_gradient(nothing, None, nothing[:, 0], torch.zeros(B, T), **options)
+    assert loss == 0
+    assert not gradient.any()
+    assert all(torch.isnan(value) for value in metrics.values())
+
+
+@KIND
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shift", [100.0, -100.0])
+def test_log_ratios_of_100_stay_finite(loss_type, importance_sampling_level, dtype, shift):
+    data = make(dtype)
+    loss, gradient, metrics = loss_and_gradient(
+        data["logprobs"],
+        data["logprobs"] - shift,
+        data["advantages"],
+        data["mask"],
+        ref_logprobs=data["logprobs"] + shift,
+        beta=0.1,
+        use_bias_correction_kl=True,
+        **options_for(loss_type, importance_sampling_level=importance_sampling_level),
+    )
+    assert torch.isfinite(loss)
+    assert loss.dtype == torch.float32
+    assert gradient.dtype == dtype
+    assert torch.isfinite(gradient).all()
+    assert all(torch.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "sapo"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_nothing_beyond_the_cut_off_has_a_gradient(loss_type, beta):
+    logprobs = torch.full((1, 3), -1.0, dtype=torch.float64)
+    ref = logprobs + torch.tensor([[100.0, 0.0, 0.0]])  # the first token's KL, and every token's ratio, is cut off
+    options = {"beta": beta, "use_bias_correction_kl": True} if beta else {}
+    sure = torch.tensor([[0.0, -1.0, 0.0]], dtype=torch.float64)
+    loss, gradient, _ = loss_and_gradient(
+        logprobs, logprobs - 100, sure, torch.ones(1, 3), ref_logprobs=ref, loss_type=loss_type, **options
+    )
+    assert torch.isfinite(loss)
+    assert (gradient == 0).all()
+
+
+def test_a_ratio_of_e_to_the_100_is_clipped_for_positive_and_capped_by_delta_for_negative_advantages():
+    logprobs = torch.tensor([[-1.0], [-1.0]])
+    args = (logprobs - 100.0, torch.tensor([1.0, -1.0]), torch.ones(2, 1))
+    loss, gradient, metrics = loss_and_gradient(logprobs, *args, delta=3.0)
+    torch.testing.assert_close(loss, torch.tensor((-1.28 + 3.0) / 2))
+    assert (gradient == 0).all()
+    assert metrics["clip_ratio/high_mean"] == 0.5
+    assert metrics["clip_ratio/low_mean"] == 0
+
+
+def test_unvalidated_old_logprob_of_minus_infinity_gives_a_finite_loss_and_no_gradient():
+    logprobs = torch.tensor([[-1.0, -2.0]])
+    old = torch.tensor([[-math.inf, -2.0]])
+    loss, gradient, _ = loss_and_gradient(logprobs, old, torch.tensor([1.0]), torch.ones(1, 2), validate=False)
+    torch.testing.assert_close(loss, torch.tensor(-(1.28 + 1.0) / 2))
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -0.5]]))
+
+
+@pytest.mark.parametrize(("loss_type", "importance_sampling_level"), [kind for kind in KINDS if kind[0] != "bnpo"])
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 1, 1, 1)])
+def test_micro_batches_given_the_steps_totals_add_up_to_the_step(loss_type, importance_sampling_level, sizes):
+    data = make()
+    options = options_for(
+        loss_type,
+        importance_sampling_level=importance_sampling_level,
+        num_items_in_batch=data["mask"].sum(),
+        num_sequences_in_batch=B,
+        entropy_coef=0.2,
+    )
+    entropies = torch.rand(B, T, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    tensors = [data[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")]
+    whole = loss_and_gradient(*tensors, entropies=entropies, **options)
+    parts = [
+        loss_and_gradient(*chunk[:-1], entropies=chunk[-1], **options)
+        for chunk in zip(*(tensor.split(sizes) for tensor in [*tensors, entropies]), strict=True)
+    ]
+    torch.testing.assert_close(sum(part[0] for part in parts), whole[0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), whole[1], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@KIND
+def test_low_precision_log_probs_are_computed_in_float32(loss_type, importance_sampling_level, dtype):
+    data = make(dtype)
+    options = options_for(loss_type, importance_sampling_level=importance_sampling_level)
+    exact = {name: tensor.double() if name != "mask" else tensor for name, tensor in data.items()}
+    loss, gradient, _ = loss_and_gradient(**data, **options)
+    expected, expected_gradient, _ = loss_and_gradient(**exact, **options)
+    torch.testing.assert_close(loss, expected.float(), rtol=3e-6, atol=1e-7)
+    torch.testing.assert_close(gradient, expected_gradient.to(dtype))
+
+
+def test_no_gradient_is_recorded_under_no_grad_and_upstream_gradients_scale_it():
+    data = make()
+    logprobs = data.pop("logprobs").requires_grad_()
+    with torch.no_grad():
+        assert not policy_loss(logprobs, **data)[0].requires_grad
+    (once,) = torch.autograd.grad(policy_loss(logprobs, **data)[0], logprobs)
+    (thrice,) = torch.autograd.grad(3 * policy_loss(logprobs, **data)[0], logprobs)
+    torch.testing.assert_close(thrice, 3 * once)
+
+
+@LEVEL
+@pytest.mark.traced
+def test_compiles_to_one_graph(importance_sampling_level):
+    data = make(torch.float32)
+    options = {"importance_sampling_level": importance_sampling_level, "delta": 2.0}
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def step(logprobs, old_logprobs, advantages, mask):
+        return policy_loss(logprobs, old_logprobs, advantages, mask, **options)[0]
+
+    logprobs = data["logprobs"].clone().requires_grad_()
+    step(logprobs, data["old_logprobs"], data["advantages"], data["mask"]).backward()
+    expected = loss_and_gradient(**data, **options)[1]
+    torch.testing.assert_close(logprobs.grad, expected)
+
+
+def bad(name, row, token, value):
+    def spoil(data):
+        data[name] = data[name].clone()
+        data[name][row, token] = value
+
+    return spoil
+
+
+def set_to(name, value):
+    return lambda data: data.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "words"),
+    [
+        (bad("logprobs", 1, 2, math.nan), ValueError, "logprobs must be finite.*row 1, token 2 is nan"),
+        (bad("old_logprobs", 3, 0, -math.inf), ValueError, "old_logprobs must be finite.*row 3, token 0 is -inf"),
+        (bad("ref_logprobs", 0, 5, math.inf), ValueError, "ref_logprobs must be finite.*row 0, token 5 is inf"),
+        (bad("weights", 0, 1, -0.5), ValueError, "weights must be >= 0.*row 0, token 1 is -0.5"),
+        (bad("weights", 0, 1, math.nan), ValueError, "weights must be finite.*row 0, token 1 is nan"),
+        (bad("mask", 0, 1, 0.5), ValueError, "mask must be 0 or 1; row 0, token 1 is 0.5"),
+        (
+            set_to("advantages", torch.tensor([0.0, math.nan, 0, 0])),
+            ValueError,
+            "advantages must be finite.*row 1, token 0 is nan",
+        ),
+        (bad("entropies", 3, 1, math.inf), ValueError, "entropies must be finite.*row 3, token 1 is inf"),
+        (
+            set_to("advantages", torch.zeros(3)),
+            ValueError,
+            r"advantages must have shape \(4,\) or \(4, 6\), got \(3,\)",
+        ),
+        (set_to("weights", torch.zeros(4, 5)), ValueError, r"weights must have shape \(4, 6\), got \(4, 5\)"),
+        (set_to("mask", torch.ones(4)), ValueError, r"mask must have shape \(4, 6\), got \(4,\)"),
+        (set_to("logprobs", torch.zeros(6)), ValueError, r"logprobs must be \(B, T\), got shape \(6,\)"),
+        (set_to("logprobs", torch.zeros(4, 6).long()), TypeError, "logprobs must be floating point, got torch.int64"),
+        (set_to("weights", [1.0]), TypeError, "weights must be a tensor, got list"),
+        (set_to("loss_type", "gspo"), ValueError, "loss_type must be one of .*'sapo'.*got 'gspo'"),
+        (set_to("loss_type", "gmpo"), ValueError, "level must be 'sequence' or 'sequence_token' with loss_type='gmpo'"),
+        (set_to("vespo_lambda_neg", -1.0), ValueError, "vespo_lambda_neg must be finite and at least 0, got -1.0"),
+        (set_to("importance_sampling_level", "word"), ValueError, "importance_sampling_level must be .* got 'word'"),
+        (set_to("loss_type", "dr_grpo"), ValueError, "dr_grpo' needs max_completion_length > 0, got None"),
+        (set_to("ref_logprobs", None), ValueError, "beta=0.1 needs ref_logprobs"),
+        (set_to("entropies", None), ValueError, "entropy_coef=0.1 needs entropies"),
+        (set_to("epsilon", -0.1), ValueError, "epsilon must be finite and at least 0, got -0.1"),
+        (set_to("epsilon", "0.2"), ValueError, "epsilon must be finite and at least 0, got '0.2'"),
+        (set_to("max_completion_length", "5"), ValueError, "max_completion_length must be .* at least 0, got '5'"),
+        (set_to("mask", None), TypeError, "mask must be a tensor, got NoneType"),
+        (set_to("advantages", None), TypeError, "advantages must be a tensor, got NoneType"),
+        (set_to("beta", math.inf), ValueError, "beta must be finite and at least 0, got inf"),
+        (set_to("entropy_coef", math.nan), ValueError, "entropy_coef must be a finite number, got nan"),
+        (set_to("epsilon_high", 1e300), ValueError, r"epsilon_high must be finite and at least 0, got 1e\+300"),
+        (set_to("delta", 0.0), ValueError, r"delta must be in \[1e-38, 1e38\], got 0.0"),
+        (set_to("sapo_temperature_neg", math.nan), ValueError, r"sapo_temperature_neg must be in \[.*\], got nan"),
+        (
+            set_to("num_items_in_batch", torch.ones(B)),
+            ValueError,
+            "num_items_in_batch must be a single number, got",
+        ),
+        (set_to("num_sequences_in_batch", "5"), TypeError, "num_sequences_in_batch must be a number or a tensor, got"),
+        (set_to("logprobs", torch.zeros(4, 0)), ValueError, r"at least one row and one token, got \(B, T\) = \(4, 0\)"),
+    ],
+)
+def test_bad_input_is_refused_naming_argument_row_and_value(spoil, error, words):
+    data = make()
+    data |= {"mask": data["mask"].double(), "weights": torch.ones(B, T), "ref_logprobs": data["logprobs"] - 0.1}
+    data |= {"entropies": torch.ones(B, T), "entropy_coef": 0.1, "beta": 0.1}
+    policy_loss(**data)
+    spoil(data)
+    with pytest.raises(error, match=words):
+        policy_loss(**data)
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, torch.tensor], ids=["number", "numpy", "tensor"])
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        *(("num_sequences_in_batch", value, "in .*") for value in (0.0, -2.0, math.inf, math.nan)),
+        *(("num_items_in_batch", value, "finite and at least 0") for value in (-2.0, math.inf, math.nan)),
+    ],
+)
+def test_a_count_of_the_batch_that_would_spoil_the_loss_is_refused(name, value, rule, kind):
+    with pytest.raises(ValueError, match=rf"{name} must be {rule}, got {value}"):
+        policy_loss(**make(), loss_type="grpo", **{name: kind(value)})
+
+
+@pytest.mark.parametrize("name", ["num_items_in_batch", "num_sequences_in_batch"])
+def test_counts_of_the_batch_are_single_numbers(name):
+    one = policy_loss(**make(), loss_type="grpo", **{name: 5})[0]
+    for value in (torch.tensor(5), torch.tensor([5.0]), np.int64(5)):
+        loss = policy_loss(**make(), loss_type="grpo", **{name: value})[0]
+        assert loss.shape == ()
+        assert loss == one
+
+
+def test_a_second_derivative_is_refused():
+    data = make()
+    data["logprobs"].requires_grad_()
+    loss, _ = policy_loss(**data)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(loss, data["logprobs"], create_graph=True)
+
+
+def loss_by(function, weights, mask, **options):
+    """Call a loss on zeros; the packed one checks its weights in `LossBatch`, on the host."""
+    logits, targets = torch.zeros(B, T, 5), torch.zeros(B, T).long()
+    if function is LossBatch.of:
+        lists = {"weights": list(weights), "mask": list(mask)}
+        return function(Rows(list(targets), list(targets)), None, torch.ones(B), **lists, **options)
+    head = {policy_loss: [logits[..., 0]], logits_policy_loss: [logits, targets]}
+    inputs = head.get(function, [logits, torch.zeros(3, 5), targets])
+    return function(*inputs, None, torch.ones(B), mask, weights=weights, **options)
+
+
+@pytest.mark.parametrize("function", [policy_loss, logits_policy_loss, linear_policy_loss, LossBatch.of])
+def test_weights_that_differ_within_a_row_are_refused_where_the_row_has_one_ratio(function):
+    mask = make()["mask"].long()
+    weights = torch.tensor([0.5, 1.0, 2.0, 0.0])[:, None].repeat(1, T)
+    weights[mask == 0] = 7.0  # tokens that are not counted do not decide
+    loss_by(function, weights, mask, importance_sampling_level="sequence")
+    weights[3, 4] = 1.5  # the weight of an answer at the end
+    message = (
+        r"weights must be equal within a row .*'sequence'.*row 3 holds 0.0 to 1.5; "
+        "use importance_sampling_level='sequence_token'"
+    )
+    with pytest.raises(ValueError, match=message):
+        loss_by(function, weights, mask, importance_sampling_level="sequence")
+    loss_by(function, weights, mask, importance_sampling_level="token")
+    loss_by(function, weights, mask, importance_sampling_level="sequence_token")
+    loss_by(function, weights, mask, importance_sampling_level="sequence", loss_type="cispo")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling_mode": "token_mask"}, "sampling_mode='token_mask' needs sampling_logprobs"),
+        ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold=0.5 needs sampling_logprobs"),
+        ({"sampling_mode": "mask", "sampling": True}, "sampling_mode must be one of .*, got 'mask'"),
+        ({"sampling_clip_max": 2.0, "sampling": True}, "sampling_clip_max are not read without a sampling_mode"),
+        (
+            {"sampling_mode": "token_mask", "sampling_clip_min": 2.0, "sampling_clip_max": 1.0, "sampling": True},
+            "sampling_clip_min must not exceed sampling_clip_max, got 2.0 and 1.0",
+        ),
+        (
+            {"sampling_mode": "token_mask", "sampling_clip_max": "2", "sampling": True},
+            r"sampling_clip_max must be in \[.*\], got '2'",
+        ),
+        (
+            {"sampling_mode": "token_truncate", "importance_sampling_level": "sequence", "sampling": True},
+            "sampling_mode='token_truncate' differs from token to token.*'sequence_token'",
+        ),
+        (
+            {"sampling_mode": "sequence_mask", "loss_type": "vespo", "sampling": True},
+            "sampling_mode='sequence_mask' corrects a row, .*'vespo'.*'token_truncate' or 'token_mask'",
+        ),
+        (
+            {"loss_type": "vespo", "importance_sampling_level": "sequence_token"},
+            "importance_sampling_level must be 'token' with loss_type='vespo', got 'sequence_token'",
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_corrections_without_a_meaning_are_refused(options, message, packed):
+    options = dict(options)
+    sampling = torch.zeros(2, 3) if options.pop("sampling", False) else None
+    rows = Rows([torch.zeros(1).long()] * 2, [torch.zeros(3).long()] * 2)
+    if packed:
+        call = partial(LossBatch.of, rows, None, torch.ones(2))
+        options["sampling_logprobs"] = None if sampling is None else list(sampling)
+    else:
+        call = partial(policy_loss, torch.zeros(2, 3), None, torch.ones(2), torch.ones(2, 3))
+        options["sampling_logprobs"] = sampling
+    with pytest.raises(ValueError, match=message):
+        call(**options)
+
+
+KLS = {"k1": lambda gap: -gap, "k2": lambda gap: gap**2 / 2, "k3": lambda gap: gap.exp() - gap - 1, "abs": torch.abs}
+
+
+@pytest.mark.parametrize("kl", KLS)
+@pytest.mark.parametrize("loss_type", ["dppo", "reinforce", "cispo_two_sided", "GSPO-token"])
+def test_losses_are_those_that_their_users_write(loss_type, kl):
+    torch.manual_seed(0)
+    logprobs, old = -2 * torch.rand(4, 6, dtype=torch.float64), -2 * torch.rand(4, 6, dtype=torch.float64)
+    advantages, weights = torch.tensor([-1.0, 0.5, 2.0, -1.0])[:, None].double(), 2 * torch.rand(4, 6).double()
+    own, ref = logprobs.clone().requires_grad_(), logprobs + 0.3 * torch.randn(4, 6).double()
+    ratio, signed = (logprobs - old).exp(), advantages * weights
+    if loss_type == "dppo":  # the mask of verl's dppo_tv and prime-rl: only what moves further the same way is cut
+        moved = logprobs.exp() - old.exp()
+        keep = ~torch.where(advantages > 0, moved > 0.15, moved < -0.1)
+        assert 0 < keep.double().mean() < 1
+        terms = -ratio.clamp(max=1.3) * own * keep * signed
+    elif loss_type == "cispo_two_sided":  # verl's `cispo`
+        keep = ~((ratio < 0.9) & (advantages < 0) | (ratio > 1.15) & (advantages > 0))
+        terms = -ratio.clamp(0.9, 1.15) * own * signed
+    elif loss_type == "GSPO-token":  # the paper's form, `sg[s] * pi / sg[pi]` in place of the ratio
+        ratio = (logprobs - old).mean(1, keepdim=True).exp() * (own - own.detach()).exp()
+        terms = -torch.minimum(ratio * signed, ratio.clamp(0.9, 1.15) * signed)
+        keep = ~((ratio < 0.9) & (advantages < 0) | (ratio > 1.15) & (advantages > 0))
+        assert 0 < keep.double().mean() < 1
+    else:
+        terms = -own * signed
+    expected = (terms + 0.1 * KLS[kl](ref - own)).mean()
+    (gradient,) = torch.autograd.grad(expected, own)
+    options = {"weights": weights, "loss_type": loss_type, "epsilon": 0.1, "epsilon_high": 0.15, "delta": 1.3}
+    if loss_type == "GSPO-token":
+        options |= {"loss_type": "dapo", "importance_sampling_level": "sequence_token", "delta": None}
+    options |= {"beta": 0.1, "ref_logprobs": ref, "kl_estimator": kl}
+    loss, ours, metrics = loss_and_gradient(logprobs, old, advantages[:, 0], torch.ones(4, 6), **options)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(ours, gradient)
+    if loss_type != "reinforce":
+        torch.testing.assert_close(metrics["clip_ratio/region_mean"], (~keep).float().mean())
+
+
+def test_weights_act_token_by_token_at_the_sequence_level_of_cispo_only():
+    """The rule by which weights are refused: elsewhere the gradient depends on their sum alone."""
+    logprobs, weights = torch.full((1, 3), -1.0), torch.tensor([[2.0, 0.5, 0.5]])
+    for loss_type, levels in LEVELS_OF.items():
+        level = "sequence" if "sequence" in levels else "token"
+        options = options_for(loss_type, importance_sampling_level=level, validate=False)
+        old = logprobs - 0.01
+        _, gradient, _ = loss_and_gradient(logprobs, old, torch.ones(1), torch.ones(1, 3), weights=weights, **options)
+        assert (len(gradient.unique()) > 1) == (loss_type in ("cispo", "cispo_two_sided", "dppo", "reinforce", "vespo"))
+
+
+@pytest.mark.parametrize("function", [policy_loss, logits_policy_loss, linear_policy_loss])
+def test_an_unknown_option_is_refused_by_the_function_it_was_given_to(function):
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'epsilom'"):
+        loss_by(function, None, torch.ones(B, T), epsilom=0.1)
+
+
+def test_the_docstring_of_policy_loss_lists_every_option():
+    rows = [line.split("|") for line in policy_loss.__doc__.splitlines() if line.count("|") >= 4]
+    assert {name.strip() for row in rows[2:] for name in row[1].split(",")} == set(LossOptions.__annotations__)

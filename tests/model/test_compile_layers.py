@@ -1,0 +1,214 @@
+"""Compiled layers compute what the layers compute, to the same bits, by few graphs, whatever the packs."""
+
+import logging
+from importlib import import_module
+from types import MethodType
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.backends.common import aot_autograd
+
+from cfa_kernels import Rows, Span, packed_forward
+from cfa_kernels.model.compile_layers import compile_layers
+from cfa_kernels.model.limits import kept_per_row
+from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.ops import adapted_linear, matmul
+from cfa_kernels.tree.attention_options import AttentionRule
+from cfa_kernels.tree.segment_table import SegmentTable
+from tests.support.models import PLACEHOLDER, make_model, small_model, tokens
+
+attention = import_module("cfa_kernels.tree.attention")
+
+pytestmark = [pytest.mark.slow, pytest.mark.traced]
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+
+
+def attend(q, k, v, sinks, handle, segments, contexts, scale, softcap, window, chunk, first):
+    table = SegmentTable.of(handle, segments, contexts)
+    rule = AttentionRule(scale, window, chunk, softcap, sinks)
+    return attention.tree_attention_reference(q, k, v, table, rule, first)
+
+
+def forward_by_definition(q, *inputs):
+    *options, with_lse = inputs
+    return attend(q, *options).contiguous(), q.new_zeros(q.shape[:2] if with_lse else (0,))
+
+
+def backward_by_definition(by_out, q, k, v, sinks, out, lse, *options):
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(keys.AutogradCPU).remove(keys.ADInplaceOrView)
+    included = torch._C._dispatch_tls_local_include_set().add(keys.AutogradCPU)
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        gradients = torch.autograd.grad(attend(*leaves, sinks, *options, 0), leaves, by_out)
+    return *(x.contiguous() for x in gradients), q.new_empty(0)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """Attention is one operator, which computes its definition, and products are torch's."""
+    monkeypatch.setitem(attention.tree_attention_op._backend_fns, None, forward_by_definition)
+    monkeypatch.setitem(attention.tree_attention_backward_op._backend_fns, None, backward_by_definition)
+    monkeypatch.setattr(matmul, "_has_onednn", lambda _: False)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def policy(name, adapters=None, *, checkpointing=False, **changes):
+    model = make_model(name, **SMALL | changes)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if adapters is not None:
+        options = {"r": 4, "lora_alpha": 3, "target_modules": "all-linear", "init_lora_weights": False, **adapters}
+        model = get_peft_model(model, LoraConfig(**options))
+        causal_lm(model).enable_input_require_grads()
+    return model.train()
+
+
+def step(model, lengths):
+    """What a step with credit computes of one prompt's completions: log-probs, drops, gradients."""
+    prompt, completions = tokens(6)[0], tokens(*lengths, seed=1)
+    forward = packed_forward(causal_lm(model), Rows([prompt] * len(lengths), completions), keep_states=True)
+    spans, answers = [[Span(1, 3), Span(4, 5)]] * len(lengths), [Span(8, 10)] * len(lengths)
+    drops = forward.score(spans, answers, mask=PLACEHOLDER).drop
+    logprobs = torch.cat(forward.logprobs())
+    leaves = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad((logprobs * logprobs.detach().cos()).sum(), leaves.values())
+    return {"logprobs": logprobs.detach(), "drops": torch.cat(drops), **dict(zip(leaves, gradients, strict=True))}
+
+
+def assert_same(result, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+BATCHES = (12, 15), (11, 17, 10), (13,)
+WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "adapters", "changes"),
+    [
+        ("Qwen3", {}, {"head_dim": 8, "checkpointing": True}),
+        ("Llama", {"target_modules": ["k_proj"], "lora_bias": True}, {}),
+        ("Gemma3Text", None, {"head_dim": 8, **WINDOWS}),
+        ("Qwen3Moe", None, {"head_dim": 8}),
+    ],
+    ids=["checkpointed, one op", "PEFT", "windows", "experts"],
+)
+def test_compiled_layers_give_the_same_bits_by_few_graphs(name, adapters, changes, monkeypatch):
+    model = policy(name, adapters, **changes)
+    with monkeypatch.context() as formula:  # of graphs, which leave an addition to what reads the sum
+        for module in (matmul, adapted_linear):
+            formula.setattr(module, "is_compiling", lambda: True)
+        expected = [step(model, lengths) for lengths in BATCHES]
+    before = graphs()
+    kinds = compile_layers(model, backend="aot_eager")
+    assert set(kinds) == {type(layer).__name__ for layer in causal_lm(model).model.layers}
+    counts = []
+    for lengths, truth in zip(BATCHES, expected, strict=True):
+        assert_same(step(model, lengths), truth)
+        counts.append(graphs() - before)
+    assert counts[-1] <= 4 * len(kinds)
+    assert counts[-1] == counts[0], "later packs need no graph of their own"
+
+
+RAN = []
+
+
+def kernel(self, hidden):
+    torch._dynamo.graph_break()  # as a launch of Liger's is
+    RAN.append(self)
+    return type(self).forward(self, hidden)
+
+
+def test_what_runs_ligers_kernels_is_compiled_as_its_class_has_it(monkeypatch):
+    model = policy("Qwen3", head_dim=8)
+    expected = step(model, BATCHES[0])
+    monkeypatch.setattr(kernel, "__module__", "liger_kernel.transformers.rms_norm")
+    for layer in model.model.layers:
+        layer.input_layernorm.forward = MethodType(kernel, layer.input_layernorm)
+    assert compile_layers(model, backend="aot_eager") == ["Qwen3DecoderLayer"]
+    RAN.clear()
+    result = step(model, BATCHES[0])
+    assert not RAN
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value)
+    model(tokens(5)[0][None])
+    assert len(RAN) == 2
+
+
+def test_compiled_layers_count_on_less_memory():
+    model = policy("Qwen3", head_dim=8)
+    own = kept_per_row(model)
+    compile_layers(model, backend="aot_eager")
+    assert kept_per_row(model) < own
+
+
+def test_autocast_is_held_to_what_it_multiplies_in():
+    """Graphs of an inductor round other sums."""
+    model = policy("Qwen3", head_dim=8)
+
+    def off(out):
+        return out * 1.001 if isinstance(out, torch.Tensor) and out.is_floating_point() else out
+
+    def rounded(graph, inputs):
+        return lambda *args: [off(out) for out in graph(*args)]
+
+    rounds = aot_autograd(fw_compiler=lambda *args: make_boxed_func(rounded(*args)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compile_layers(model, backend=rounds) == ["Qwen3DecoderLayer"]
+
+
+def test_what_does_not_compile_is_named_and_runs_as_it_is(caplog):
+    model = policy("Qwen3", {"use_dora": True, "target_modules": ["q_proj"]}, head_dim=8)
+    expected = step(model, BATCHES[0])
+
+    def backend(graph, inputs):
+        raise ValueError("no kernel for that")
+
+    with caplog.at_level(logging.WARNING):
+        assert compile_layers(model, backend=backend) == []
+        assert_same(step(model, BATCHES[0]), expected)
+    for where in ("gradients", "none"):
+        text = f"layers of Qwen3DecoderLayer run as they are where {where} are taken, not compiled: "
+        assert sum(text in record.message for record in caplog.records) == 1
+
+
+def test_layers_that_compile_to_other_results_run_as_they_are(caplog):
+    model = policy("Qwen3", head_dim=8)
+    expected = step(model, BATCHES[0])
+    layers = causal_lm(model).model.layers.requires_grad_(False)
+
+    def wrong(graph, inputs):
+        return lambda *args: [out * 1.001 if torch.is_floating_point(out) else out for out in graph(*args)]
+
+    assert compile_layers(model, backend=wrong) == []
+    assert "a small tree's results differ by 0.00" in caplog.text
+    layers.requires_grad_(True)
+    assert_same(step(model, BATCHES[0]), expected)
+
+
+def test_a_layer_with_hooks_runs_as_it_is():
+    model, seen = policy("Qwen3", head_dim=8), []
+    compile_layers(model, backend="aot_eager")
+    before = graphs()
+    with model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1)):
+        step(model, BATCHES[0])
+    assert seen
+    assert graphs() - before <= 2
+
+
+def test_what_cannot_be_compiled_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="layers of Qwen3ForCausalLM cannot be compiled: on a CPU"):
+        compile_layers(small_model())
+    model = policy("Qwen3", {"lora_dropout": 0.1}, head_dim=8)
+    with pytest.raises(NotImplementedError, match="lora_dropout"):
+        compile_layers(model, backend="aot_eager")

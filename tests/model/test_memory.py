@@ -1,0 +1,169 @@
+"""Smaller forwards take the place of one that a device has no memory for, to the same result."""
+
+import functools
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from cfa_kernels.estimators import gradient, resampling
+from cfa_kernels.estimators.resampling import draw_fills
+from cfa_kernels.model import limits, memory, tree_forward
+from cfa_kernels.model.check.verify import check_supported
+from cfa_kernels.model.memory import columns_at_once, rows_at_once, run_in_memory
+from cfa_kernels.rows import Rows
+from cfa_kernels.scoring import masked
+from cfa_kernels.scoring.access import InProcess
+from cfa_kernels.scoring.packed import packed_forward
+from cfa_kernels.span import Span
+from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns, tokens
+
+
+def drops(score, **options):
+    return lambda model, *data: score(model, *data, **options).drop
+
+
+def importances(estimate, **options):
+    def values(model, *data):
+        return estimate(InProcess(model), batch_of(model, *data), **options).values
+
+    return values
+
+
+def filled(model, *data):
+    fills, _ = draw_fills(InProcess(model), batch_of(model, *data, seed=(0,)), 1)
+    return [torch.cat([*map(torch.from_numpy, row), torch.zeros(0)]) for row in fills]
+
+
+def continued(model, prompts, completions, spans, answers):
+    """The branches alone: the forward that they continue has had its memory."""
+    forward = packed_forward(model, Rows(prompts, completions), keep_states=True)
+    return forward.score(spans, answers, mask=PLACEHOLDER).drop
+
+
+CALLS = {
+    "exact": drops(score_columns, mask=PLACEHOLDER),
+    "continued": continued,
+    "fills": filled,
+    "gradient": importances(gradient.Gradient(samples=2, sigma=0.01)),
+}
+
+
+@functools.cache
+def model():
+    made = make_model("Qwen3").cpu().double()  # whose rounding moves no draw from one token to the next
+    check_supported(made)
+    return made
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A function that says when a forward, by its number and rows, runs out of memory; it gives their sizes."""
+    forward, sizes = tree_forward.packed_hidden, []
+
+    def limit(fails):
+        def small_device(model, pack, **options):
+            sizes.append(pack.table.num_rows)
+            if fails(len(sizes), sizes[-1]):
+                raise torch.OutOfMemoryError("pretend")
+            return forward(model, pack, **options)
+
+        for module in (tree_forward, masked, resampling, gradient):
+            monkeypatch.setattr(module, "packed_hidden", small_device)
+        return sizes
+
+    return limit
+
+
+def assert_same(ours, theirs):
+    assert any(row.nan_to_num().abs().max() > 1e-6 for row in theirs if len(row))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("failing", [{1}, {1, 2}, {2, 3}])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_forward_that_runs_out_of_memory_is_done_in_smaller_ones_to_the_same_result(name, failing, device):
+    expected = CALLS[name](model(), *batch())
+    sizes = device(lambda number, _: number in failing)
+    assert_same(CALLS[name](model(), *batch()), expected)
+    if failing != {2, 3} or name in ("fills", "gradient"):  # which take several forwards anyway
+        assert len(sizes) > 2
+        assert sizes[max(failing)] < sizes[0]
+
+
+@pytest.mark.parametrize("name", ["exact", "continued", "fills"])
+def test_branches_of_one_completion_are_parted_where_they_do_not_fit_together(name, device):
+    (prompt,), (completion,) = tokens(9), tokens(30, seed=5)
+    data = ([prompt], [completion], [[Span(t, t + 3) for t in range(0, 24, 3)]], [Span(26, 29)])
+    expected = CALLS[name](model(), *data)
+    most = {"exact": 150, "continued": 150, "fills": 40}[name]
+    sizes = device(lambda _, rows: rows > most)
+    assert_same(CALLS[name](model(), *data), expected)
+    assert max(sizes) > most
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_cannot_be_parted_is_an_error(name, device):
+    sizes = device(lambda *_: True)
+    with pytest.raises(torch.OutOfMemoryError, match="pretend"):
+        CALLS[name](model(), *batch())
+    assert sizes == sorted(sizes, reverse=True)
+
+
+MESSAGES = {
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": True,
+    "Triton Error [CUDA]: out of memory": True,
+    "CUDA error: out of memory": True,
+    "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes": True,
+    "out of resource: shared memory": False,
+    "wrong shape": False,
+}
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_device_without_memory_is_known_by_every_message_that_it_gives(message):
+    def run(work):
+        if len(work) > 1:
+            raise RuntimeError(message)
+        return work
+
+    with nullcontext() if MESSAGES[message] else pytest.raises(RuntimeError, match=message):
+        assert list(run_in_memory(["ab"], run, list)) == ["a", "b"]
+
+
+def test_strips_of_logits_stay_within_what_may_exist_at_once():
+    for vocabulary in (300, 151_936, 1 << 25):
+        assert rows_at_once(vocabulary) == 1 or rows_at_once(vocabulary) * vocabulary <= memory.LOGITS_AT_ONCE
+    for device in map(torch.device, ("cpu", "cuda")):
+        for rows in (0, 7, 5000, 10**6):
+            columns = columns_at_once(rows, device)
+            assert columns == 256 or rows * columns <= memory.LOGITS_AT_ONCE
+
+
+def test_memory_of_a_training_forward_is_estimated_within_its_measure_and_a_third_more(monkeypatch, unchecked):
+    (prompt,), (completion,) = tokens(8), tokens(93, seed=1)
+
+    def made(layers):
+        shape = {"num_hidden_layers": layers, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+        return make_model("Qwen3", **shape).cpu().to(torch.bfloat16).train()
+
+    def measured(model):
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        saved = {}
+
+        def note(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                saved[storage.data_ptr()] = storage.nbytes(), tensor  # which keeps the address from being used again
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            forward = packed_forward(model, Rows([prompt], [completion]))
+        return sum(size for size, _ in saved.values()) / forward.tokens_fed
+
+    one, two = made(1), made(2)
+    estimate, measure = limits.kept_per_row(two) - limits.kept_per_row(one), measured(two) - measured(one)
+    assert measure <= estimate <= 4 / 3 * measure
+    own = limits.kept_per_row(two)
+    monkeypatch.setattr(type(two).forward, "__module__", "liger_kernel.transformers")
+    assert limits.kept_per_row(two) < own

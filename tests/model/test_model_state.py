@@ -1,0 +1,190 @@
+"""A forward whose model has changed since is not continued: its rows and later ones would come from two models."""
+
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from cfa_kernels import ScoredBatch, TrainingForward
+from cfa_kernels.loss.ragged import LossBatch
+from cfa_kernels.model import state as model_state
+from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.model.state import ModelState
+from cfa_kernels.rows import Rows
+from cfa_kernels.scoring.packed import packed_forward
+from cfa_kernels.tree.prefix_tree import Query
+from tests.support.models import PLACEHOLDER, SMALL_ROWS, SMALL_SPANS, small_adapted, small_model
+
+ROWS = Rows(*SMALL_ROWS)
+QUERY = Query(torch.cat([SMALL_ROWS[0][0], SMALL_ROWS[1][0]]).numpy(), 8, SMALL_ROWS[1][0][:2].numpy())
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+def forward_of(model):
+    return packed_forward(causal_lm(model), ROWS, keep_states=True)
+
+
+def drops(forward):
+    return torch.cat(forward.score(*SMALL_SPANS, mask=PLACEHOLDER).drop)
+
+
+def optimizer_step(model, forward, **options):
+    sum(row.sum() for row in forward.logprobs()).backward()
+    torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1, **options).step()
+
+
+def first_layer(model):
+    return causal_lm(model).model.layers[0]
+
+
+def exchanged(model, _):
+    norm = first_layer(model).input_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+
+
+def moved(model, _):
+    weight = first_layer(model).mlp.up_proj.weight
+    weight.data = weight.data.clone()
+
+
+def scaled(model, _):
+    first_layer(model).mlp.down_proj.set_scale("default", 3.0)
+
+
+def other_adapter(model, _):
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.set_adapter("other")
+
+
+def switched_off(model, _):
+    model.base_model.disable_adapter_layers()
+
+
+def merged(model, _):
+    model.merge_adapter()
+
+
+def put_on(model, _):
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+CHANGES = {
+    "an optimizer step": (small_model, optimizer_step, r"embed_tokens.weight has been written to since it ran"),
+    "a fused optimizer step": (small_model, partial(optimizer_step, fused=True), "has been written to since it ran"),
+    "an adapter's step": (small_adapted, optimizer_step, r"q_proj.lora_A.default.weight has been written to"),
+    "a checkpoint": (small_model, lambda model, _: model.load_state_dict(small_model().state_dict()), "written to"),
+    "a weight put in": (small_model, exchanged, r"layers.0.input_layernorm.weight has been exchanged"),
+    "a weight moved": (small_model, moved, r"layers.0.mlp.up_proj.weight has been moved"),
+    "an adapter off": (small_adapted, switched_off, r"q_proj have changed \(disabled: False then, True now"),
+    "an adapter merged": (small_adapted, merged, r"merged: \[\] then, \['default'\] now"),
+    "an adapter's factor": (small_adapted, scaled, r"mlp.down_proj have changed \(scaling: "),
+    "another adapter": (small_adapted, other_adapter, r"active: \['default'\] then, \['other'\] now"),
+    "an adapter put on": (small_model, put_on, "q_proj.weight has been taken out"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_forward_whose_model_has_changed_since_is_not_continued(change):
+    make, do, message = CHANGES[change]
+    model = make()
+    forward = forward_of(model)
+    before = drops(forward)
+    do(model, forward)
+    causal = causal_lm(model)
+    batch = ScoredBatch.of(causal, ROWS, *SMALL_SPANS, mask=PLACEHOLDER)
+    for ask in (
+        lambda: drops(forward),
+        lambda: forward.query_logprobs(causal, [[QUERY]]),
+        lambda: TrainingForward(forward).score(batch),
+    ):
+        with pytest.raises(RuntimeError, match=f"cannot be continued: .*{message}"):
+            ask()
+    if change == "an optimizer step":  # so that before and now are not the same model
+        assert (drops(forward_of(model)) - before).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
+@pytest.mark.parametrize("make", [small_model, small_adapted])
+@pytest.mark.traced  # checkpoints compare devices, which the stand-in names otherwise
+def test_what_leaves_the_weights_alone_leaves_a_forward_valid(make, checkpointing):
+    model = make().train()
+    if checkpointing is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+    first, forward = forward_of(model), forward_of(model)
+    before = drops(forward)
+    sum(row.sum() for row in first.logprobs()).backward()  # gradients of micro-batches add up
+    batch = LossBatch.of(ROWS, None, torch.tensor([1.0, -1.0]))
+    forward.policy_loss(batch).loss.backward()
+    model.zero_grad()
+    model.eval()
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for flag in (False, True):
+        for parameter in trainable:
+            parameter.requires_grad_(flag)
+    if make is small_adapted:
+        with model.disable_adapter():
+            forward_of(model)
+    with torch.autocast(model.device.type, torch.bfloat16):
+        forward_of(model)
+    torch.testing.assert_close(drops(forward), before, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["an optimizer step", "a checkpoint"])
+def test_log_probs_and_loss_are_not_read_by_a_head_that_has_changed_since(change):
+    model = small_model()
+    forward = packed_forward(model, ROWS)
+    CHANGES[change][1](model, forward)
+    for read in (forward.logprobs, lambda: forward.policy_loss(LossBatch.of(ROWS, None, torch.ones(2)))):
+        with pytest.raises(RuntimeError, match=r"the head's weight has been written to since it ran.*two models"):
+            read()
+
+
+def test_under_a_head_that_stays_they_are_those_of_the_forward_however_its_adapters_go_on():
+    model = small_adapted()
+    forward = packed_forward(causal_lm(model), ROWS)
+    before = forward.logprobs()
+    sum(row.sum() for row in before).backward()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0).step()
+    assert all(map(torch.equal, forward.logprobs(), before))
+
+
+def test_a_query_that_reads_only_rows_of_the_forward_runs_adapters_on_none_of_its_own():
+    forward = forward_of(small_adapted())
+    ((logprobs,),), work = forward.query_logprobs(forward.causal, [[QUERY]])
+    assert (len(logprobs), work.tokens_fed) == (2, 1)
+
+
+def test_the_state_is_read_once_by_a_forward_that_is_continued(monkeypatch):
+    """Not by a forward that is not."""
+    reads, read = [], model_state.ModelState.__init__
+    monkeypatch.setattr(model_state.ModelState, "__init__", lambda *of: reads.append(of) or read(*of))
+    causal = causal_lm(small_adapted())
+    packed_forward(causal, ROWS)
+    assert not reads
+    forward = forward_of(causal)
+    assert len(reads) == 1
+    drops(forward)
+    forward.query_logprobs(causal, [[QUERY]])
+    forward.policy_loss(LossBatch.of(ROWS, None, torch.ones(2)))
+    assert len(reads) == 1
+
+
+def test_buffers_that_a_checkpoint_holds_count_and_others_do_not():
+    layer = torch.nn.Module()
+    layer.register_buffer("saved", torch.zeros(2))
+    layer.register_buffer("scratch", torch.zeros(2), persistent=False)
+    state = ModelState(layer)
+    layer.scratch += 1
+    assert state.change(layer) is None
+    layer.saved += 1
+    assert state.change(layer) == "saved has been written to"
+    layer.more = torch.nn.Parameter(torch.zeros(1))
+    assert ModelState(torch.nn.Linear(2, 2)).change(layer) == "weight has been taken out"
+
+
+def test_weights_made_in_inference_mode_are_taken_as_they_are():
+    with torch.inference_mode():
+        layer = torch.nn.Linear(2, 2)
+    assert ModelState(layer).change(layer) is None

@@ -1,0 +1,57 @@
+"""The model comes back from a check exactly as it was, wherever an error or Ctrl-C ends it."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cfa_kernels import check_model
+from cfa_kernels.model.check import verify
+from cfa_kernels.model.check.probe_mode import float32_weights
+from tests.support.models import small_adapted, snapshot
+
+
+class FailsAt(TorchDispatchMode):
+    """Raise an error in place of the operation of this number."""
+
+    def __init__(self, number: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.left, self.error = number, error
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if not self.left:
+            raise self.error("injected")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float32, torch.OutOfMemoryError), (torch.bfloat16, KeyboardInterrupt)]
+)
+def test_an_error_at_any_operation_of_a_probe_leaves_weights_and_flags_as_they_were(dtype, error):
+    model = small_adapted().to(dtype)
+    ids, before = torch.arange(4, 8, device=model.device)[None], snapshot(model)
+    for number in itertools.count(1):
+        mode = FailsAt(number, error)
+        try:
+            with torch.no_grad(), mode, float32_weights(model.get_base_model(), moved=True):
+                model(input_ids=ids)
+        except error:
+            assert snapshot(model) == before
+        else:
+            break
+    assert number > 100
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("number", [20, 110, 400])
+def test_an_interrupted_check_leaves_a_model_that_the_next_one_accepts(number, monkeypatch):
+    monkeypatch.setattr(verify, "_BY_STRUCTURE", {})
+    model = small_adapted().to(torch.bfloat16)
+    before = snapshot(model)
+    with pytest.raises(KeyboardInterrupt), FailsAt(number, KeyboardInterrupt):
+        check_model(model)
+    assert snapshot(model) == before
+    check_model(model)
+    assert snapshot(model) == before

@@ -1,0 +1,375 @@
+"""Models whose weights are in pieces on several processes: results are those of one, and none waits for ever."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from cfa_kernels import (
+    CounterfactualConfig,
+    TrainingForward,
+    counterfactual_credit,
+    packed_forward,
+    packed_logprobs,
+    packed_policy_loss,
+)
+from cfa_kernels.estimators.masking import Masking
+from cfa_kernels.model.check.verify import _BY_MODEL
+from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.model.run_inside import run_inside
+from cfa_kernels.model.sharded.fsdp import is_engine
+from cfa_kernels.rows import Rows
+from cfa_kernels.scoring.access import as_access
+from cfa_kernels.span import Span
+from tests.support.models import HYBRIDS, PLACEHOLDER, batch, batch_of, make_model, score_columns, skip_unless_runs
+from tests.support.sharded import deepspeed_engine, run, skip_unless_deepspeed, values, wrapped
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.slow
+BATCH = PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
+ALL = range(len(PROMPTS))
+ADVANTAGES = torch.tensor([1.0, -0.5, 0.2, 0.7, -1.2, 0.3, 0.4])
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """Put LoRA on a model; its second factor is 0, as it starts."""
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0))
+
+
+def alone_and_shared(how: str) -> tuple[nn.Module, nn.Module]:
+    return make_model("Qwen3"), wrapped(make_model("Qwen3"), how)
+
+
+def mlp_of(model: nn.Module, part: str = "mlp") -> nn.Module:
+    """A part of the second layer of a distributed model."""
+    layer = causal_lm(model).model.layers[1]
+    return getattr(getattr(layer, "_fsdp_wrapped_module", layer), part)
+
+
+def scores(model: nn.Module, rows: Sequence[int] = ALL):
+    return score_columns(model, *([column[b] for b in rows] for column in BATCH), mask=PLACEHOLDER, token_budget=64)
+
+
+def loss(model: nn.Module, rows: Sequence[int] = ALL, processes: int = 1, advantages: torch.Tensor = ADVANTAGES):
+    """Loss of some rows, so that the mean over processes is that of the batch."""
+    return packed_policy_loss(
+        model, Rows([PROMPTS[b] for b in rows], [COMPLETIONS[b] for b in rows]), None, advantages[[*rows]],
+        num_items_in_batch=sum(map(len, COMPLETIONS)) / processes, token_budget=64,
+    )  # fmt: skip
+
+
+def same(result, expected, rows: list[int], tolerance: float = 2e-5) -> None:
+    for i, b in enumerate(rows):
+        torch.testing.assert_close(result.base[i], expected.base[b], atol=tolerance, rtol=0, equal_nan=True)
+        torch.testing.assert_close(result.drop[i], expected.drop[b], atol=2 * tolerance, rtol=0, equal_nan=True)
+
+
+def same_gradients(ours: dict[str, torch.Tensor], alone: nn.Module, tolerance: float = 1e-4) -> None:
+    expected = values(alone, gradients=True)
+    assert ours.keys() == expected.keys()
+    worst = max(((ours[name] - own).norm() / own.norm().clamp(min=1e-3)).item() for name, own in expected.items())
+    assert worst < tolerance, worst
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    if not is_engine(model):
+        return values(model, gradients=True)
+    from deepspeed.utils import safe_get_full_grad
+
+    return {name: safe_get_full_grad(p) for name, p in model.module.named_parameters() if p.requires_grad}
+
+
+def as_one_process(
+    rank: int, how: str, architecture: str, changes: dict, halves: bool = False, lora: bool = False
+) -> None:
+    """Scores, gradients, two optimizer steps and errors of two processes are those of one."""
+    alone, model = (make_model(architecture, **changes) for _ in range(2))
+    if lora:
+        alone, model = adapted(alone), adapted(model)
+    shared, tolerance, expected = wrapped(model, how, halves), 1.0 if halves else 2e-5, scores(alone)
+    for rows in ([[0, 1, 2, 3, 4, 5], [6]], [[], [0, 3]], [[0, 2, 4, 6], [1, 3, 5]]):
+        same(scores(shared, rows[rank]), expected, rows[rank], tolerance)
+    own, ours = (torch.optim.SGD(model.parameters(), lr=0.05) for model in (alone, shared))
+    engine = shared if how.startswith("ZeRO") else None
+    for rows, advantages in (
+        ([[0, 2, 4, 6], [1, 3, 5]], ADVANTAGES),
+        ([[*ALL], [6]], ADVANTAGES * (rank == 0)),  # a row without advantage is not fed
+    ):
+        for optimizer in (own, ours):
+            optimizer.zero_grad()
+        loss(alone).loss.backward()
+        result = loss(shared, rows[rank], 2, advantages).loss
+        (engine or torch.Tensor).backward(result)
+        same_gradients(gradients_of(shared), alone, 0.2 if halves else 1e-4)
+        own.step()
+        (engine or ours).step()
+    expected = scores(alone)
+    same(scores(shared, [rank, 2 + rank]), expected, [rank, 2 + rank], max(tolerance, 1e-4))
+    if how not in ("DDP", "ZeRO-1", "ZeRO-2"):
+        errors(rank, shared)
+    if how == "ZeRO-3":
+        with pytest.raises(NotImplementedError, match="are pieces, and nothing that wraps it gathers them"):
+            scores(shared.module, [rank])
+    same(scores(shared, [rank]), expected, [rank], max(tolerance, 1e-4))
+
+
+def as_one_of_four(rank: int, how: str) -> None:
+    alone, shared = alone_and_shared(how)
+    rows = [[0, 1, 2], [], [3], [4, 5, 6]][rank]
+    same(scores(shared, rows), scores(alone), rows)
+    loss(alone).loss.backward()
+    loss(shared, rows or [0], 4, ADVANTAGES * bool(rows)).loss.backward()
+    same_gradients(gradients_of(shared), alone)
+
+
+def errors(rank: int, shared: nn.Module) -> None:
+    spans = [SPANS[0] if rank == 0 else [Span(0, 999)]]
+    origin = "rank 1: " if rank == 0 else ""
+    with pytest.raises(ValueError, match=f"^{origin}spans row 0, span 0: .0, 999."):
+        score_columns(shared, PROMPTS[:1], COMPLETIONS[:1], spans, ANSWERS[:1], mask=PLACEHOLDER)
+    rows = slice(0, 1 - rank)
+    with pytest.raises(ValueError, match=f"^{origin}this process has no row to call backward on"):
+        packed_logprobs(shared, Rows(PROMPTS[rows], COMPLETIONS[rows]))
+
+
+def failing_layer(rank: int, how: str, error: type[Exception], inside: str) -> None:
+    """A layer that fails once in one process: all raise, or for want of memory that one feeds smaller packs."""
+    alone, shared = alone_and_shared(how)
+    expected = scores(alone)
+    rows = [[0, 1, 2, 4], [5]][rank]
+    same(scores(shared, rows), expected, rows)
+    left = [1]
+
+    def fails(module, args, kwargs):
+        if rank == 0 and left and next(iter([*args, *kwargs.values()])).shape[1] > 20:
+            left.pop()
+            raise error("CUDA out of memory" if error is torch.OutOfMemoryError else "a broken layer")
+
+    hook = mlp_of(shared, inside).register_forward_pre_hook(fails, with_kwargs=True)
+    if error is torch.OutOfMemoryError:
+        same(scores(shared, rows), expected, rows)
+    else:
+        with pytest.raises(RuntimeError, match=f"^{'rank 0: ' if rank else ''}a broken layer"):
+            scores(shared, rows)
+    assert bool(left) == bool(rank)
+    hook.remove()
+    same(scores(shared, rows), expected, rows)
+    (shared if how == "ZeRO-3" else torch.Tensor).backward(loss(shared, rows, 2).loss)
+
+
+def disagreeing(rank: int, how: str) -> None:
+    shared = wrapped(make_model("Qwen3"), how)
+    with pytest.raises(ValueError, match=r"^processes .*: rank 0 has Qwen3.*, with gradients, rank 1 .*, without grad"):
+        loss(shared, [0, 1], 2) if rank == 0 else scores(shared, [2, 3])
+    sizes = causal_lm(shared).config
+    own = sizes.vocab_size
+    sizes.vocab_size = own + rank
+    with pytest.raises(ValueError, match=rf"rank 0 has .*vocab_size={own}, .*rank 1 has .*vocab_size={own + 1}, "):
+        scores(shared, [0, 1])
+    sizes.vocab_size = own
+    scores(shared, [0, 1])
+
+
+def failing_idle_pack(rank: int, how: str) -> None:
+    shared = wrapped(make_model("Qwen3"), how)
+    rows = [[0, 1], []][rank]
+    scores(shared, rows)
+
+    def fails(module, args):
+        if rank:
+            raise ZeroDivisionError("a broken layer")
+
+    hook = mlp_of(shared).register_forward_pre_hook(fails)
+    kind = ZeroDivisionError if rank else RuntimeError
+    with pytest.raises(kind, match=f"^{'' if rank else 'rank 1: ZeroDivisionError: '}a broken layer"):
+        scores(shared, rows)
+    hook.remove()
+    scores(shared, rows)
+
+
+def adapters(rank: int, how: str, halves: bool, dtype: torch.dtype) -> None:
+    alone, shared = (adapted(make_model("Qwen3").to(dtype)) for _ in range(2))
+    shared = wrapped(shared, how, halves)
+    before = values(shared)
+    expected = scores(alone.to(torch.bfloat16) if halves else alone)
+    rows = [[0, 1, 2, 3, 4, 5], [6]][rank]
+    # Mixed precision keeps norms and products apart from those of a model in bfloat16 by some roundings.
+    same(scores(shared, rows), expected, rows, 0.5 if halves else 2e-5)
+    assert all(torch.equal(before[name], after) for name, after in values(shared).items())
+    result = loss(shared, rows, 2)
+    assert result.loss.dtype == result.logprobs[0].dtype == torch.float32
+    result.loss.backward()
+    second = {name: gradient for name, gradient in values(shared, gradients=True).items() if "lora_B" in name}
+    assert second
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in second.values())
+
+
+def ids_of(*texts: str) -> torch.Tensor:
+    return torch.tensor(tiny_tokenizer().convert_tokens_to_ids(texts))
+
+
+QUESTION = "What", "is", "3", "+", "4", "?"
+SOLUTIONS = ("3 + 4 = 7. ", "So we add them up. ", "#### 7"), ("7 - 2 = 5. ", "Then half is left. ", "#### 5")
+
+
+def estimators(rank: int, how: str) -> None:
+    alone, shared = alone_and_shared(how)
+    rows = [[2, 4], []][rank]  # whose units are disjoint
+    columns = [[column[b] for b in rows] for column in BATCH]
+
+    def judged(model: nn.Module, estimator: Masking):
+        access = as_access(model)
+        return access.run(lambda: estimator(access, batch_of(model, *columns)).values if rows else [])
+
+    for options in (
+        {}, {"effect": "total"}, {"outcome": "mean"}, {"mask": "resampled", "samples": 2}, {"preselect": 0.5},
+    ):  # fmt: skip
+        results = (judged(model, Masking(**options)) for model in (alone, shared))
+        torch.testing.assert_close(*results, atol=5e-5, rtol=0, equal_nan=True)
+    tokenizer, ids = tiny_tokenizer(), Rows([ids_of(*QUESTION)] * 2, [ids_of(*SOLUTIONS[0])] * 2)
+    for config in (CounterfactualConfig(), CounterfactualConfig(estimator="prefix_gain")):
+        tiny = wrapped(tiny_model(), how)
+        options = {"advantages": torch.tensor([1.0, -1.0]) * (rank == 0), "config": config}
+        expected, credit = (counterfactual_credit(m, tokenizer, ids, **options).padded() for m in (tiny_model(), tiny))
+        torch.testing.assert_close(credit, expected, atol=1e-3, rtol=0)
+        assert (credit != 1).any() == (rank == 0)
+    with pytest.raises(NotImplementedError, match="gradients through the model itself, whole in this process"):
+        counterfactual_credit(tiny, tokenizer, ids, config=CounterfactualConfig(estimator="gradient"))
+
+
+def zero3_after_ordinary_steps(rank: int, lora: bool) -> None:
+    alone, model = (adapted(make_model("Qwen3")) if lora else make_model("Qwen3") for _ in range(2))
+    shared = deepspeed_engine(model)
+    for _ in range(2):  # the first call registers the head, of which the record knows nothing
+        for _ in range(3):
+            shared.backward(0 * shared(input_ids=COMPLETIONS[0][None]).logits.sum())
+            shared.step()
+        _BY_MODEL.clear()
+        same(scores(shared, [rank]), scores(alone), [rank])
+
+
+def in_one_call(rank: int, how: str) -> None:
+    """The page's function: forward, credit and loss in one call of the wrapper, of one process without credit."""
+    page = (Path(__file__).parents[2] / "docs" / "plain_pytorch.md").read_text(encoding="utf-8")
+    (block,) = [one for one in page.split("```") if one.startswith("python") and "def loss_with_credit" in one]
+    names: dict[str, Callable] = {}
+    exec(block.removeprefix("python"), names)
+    rows = Rows([ids_of(*QUESTION)] * 2, [ids_of(*solution) for solution in SOLUTIONS])
+    advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
+    alone, tiny = tiny_model(), tiny_model()
+    shared = wrapped(tiny, how)
+    for model, which in ((alone, 0), (shared, rank)):
+        names["loss_with_credit"](model, tiny_tokenizer(), rows, advantages[which], 6.0).backward()
+    ours = values(shared, gradients=True)
+    for name, gradient in values(alone, gradients=True).items():  # the mean over processes, one without a gradient
+        torch.testing.assert_close(2 * ours[name], gradient, atol=1e-6, rtol=1e-4)
+
+    def by_gradients() -> None:
+        forward = packed_forward(tiny, rows, keep_states=True)
+        config = CounterfactualConfig("gradient")
+        counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), rows, config=config)
+
+    if how != "DDP":
+        with pytest.raises(NotImplementedError, match=r"^estimator='gradient': it needs gradients through the model"):
+            run_inside(shared, by_gradients, trains=True)
+
+
+def another_model(rank: int, how: str) -> None:
+    reference, policy = make_model("Llama"), make_model("Qwen3")
+    shared, rows = wrapped(policy, how), Rows(PROMPTS[:1], COMPLETIONS[:1])
+    expected = packed_logprobs(reference, rows)[0].detach()
+
+    def body() -> torch.Tensor:
+        for _ in range(2 * rank):
+            torch.testing.assert_close(packed_logprobs(reference, rows)[0], expected)
+        return scores(policy, [rank]).base
+
+    base = run_inside(shared, body)
+    torch.testing.assert_close(base, scores(make_model("Qwen3"), [rank]).base, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("how", "architecture", "changes"),
+    [
+        ("DDP", "Qwen3", {}),
+        ("FSDP1", "Qwen3", {}),
+        ("FSDP2", "Qwen3", {}),
+        ("FSDP2, as accelerate", "Qwen3", {"tie_word_embeddings": True}),
+        ("FSDP2", "Bamba", HYBRIDS["Bamba"]),
+        ("FSDP2", "Qwen3Moe", {}),
+        ("FSDP2, head apart", "Gemma2", {"tie_word_embeddings": False}),
+    ],
+)
+def test_scores_gradients_and_steps_of_two_processes_are_those_of_one(how, architecture, changes):
+    skip_unless_runs(architecture)
+    run(2, as_one_process, how, architecture, changes)
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2, as accelerate", "ZeRO-3"])
+@pytest.mark.parametrize(
+    ("error", "inside"), [(RuntimeError, "self_attn"), (torch.OutOfMemoryError, "mlp")], ids=["error", "memory"]
+)
+def test_a_layer_that_fails_in_one_process_leaves_none_waiting(how, error, inside):
+    skip_unless_deepspeed(how)
+    run(2, failing_layer, how, error, inside)
+
+
+@pytest.mark.parametrize(
+    ("how", "halves", "dtype"),
+    [
+        ("FSDP1", False, torch.float32),
+        ("FSDP1", True, torch.float32),
+        ("FSDP2", False, torch.bfloat16),
+        ("FSDP2, as accelerate", True, torch.float32),
+        ("FSDP2, as accelerate", False, torch.float32),
+    ],
+)
+def test_adapters_and_halves_are_scored_and_no_weight_is_changed_by_the_check(how, halves, dtype):
+    run(2, adapters, how, halves, dtype)
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2, as accelerate"])
+def test_estimators_and_credit_of_two_processes_of_which_one_judges_nothing(how):
+    run(2, estimators, how)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["", "LoRA"])
+@pytest.mark.parametrize("halves", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_gives_what_one_process_gives(stage, halves, lora):
+    skip_unless_deepspeed("ZeRO-3")
+    run(2, as_one_process, f"ZeRO-{stage}", "Qwen3", {}, halves, lora)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_zero_3_scores_after_ordinary_steps_that_gather_weights_ahead(lora):
+    skip_unless_deepspeed("ZeRO-3")
+    run(2, zero3_after_ordinary_steps, lora)
+
+
+@pytest.mark.parametrize("how", ["DDP", "FSDP1", "FSDP2, as accelerate"])
+def test_forward_credit_and_loss_in_one_call_as_the_page_shows(how):
+    run(2, in_one_call, how)
+
+
+def test_another_model_is_asked_inside_the_call_of_one_by_each_process_as_often_as_it_likes():
+    run(2, another_model, "FSDP2")
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2", "ZeRO-3"])
+def test_an_error_in_a_pack_that_is_fed_for_the_others_is_raised_on_all(how):
+    skip_unless_deepspeed(how)
+    run(2, failing_idle_pack, how)
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2"])
+def test_processes_that_call_a_model_differently_are_told_so(how):
+    run(2, disagreeing, how)
+
+
+def test_four_processes_of_which_one_has_no_work_are_one():
+    run(4, as_one_of_four, "FSDP2")

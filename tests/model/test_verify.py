@@ -1,0 +1,365 @@
+"""Which models are scored and trained through our head, and which are refused, by name, before anything is wrong."""
+
+import accelerate
+import peft
+import pytest
+import torch
+import transformers
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+from cfa_kernels.model import attention, limits
+from cfa_kernels.model.check import verify
+from cfa_kernels.span import Span
+from cfa_kernels.tree.attention_options import EVERYTHING, Reach
+from tests.support.models import (
+    HYBRIDS,
+    LONGROPE,
+    MASKED,
+    OTHERS,
+    PLACEHOLDER,
+    VOCAB,
+    assert_equals_naive,
+    batch,
+    make_model,
+    score_columns,
+    tokens,
+)
+
+
+def score(model, data=None):
+    return score_columns(model, *(data or batch()), mask=PLACEHOLDER)
+
+
+@pytest.mark.parametrize("budget", [None, 1])
+@pytest.mark.parametrize("second", [Span(50, 52), Span(9, 11)])  # behind the switch of frequencies, and before it
+def test_a_row_has_the_rotary_frequencies_of_its_own_length_whatever_its_neighbours_and_its_answer(second, budget):
+    model = make_model("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
+    data = (tokens(5, 6), tokens(16, 60, seed=1), [[Span(2, 6)], [Span(3, 8)]], [Span(12, 14), second])
+    scores = score_columns(model, *data, mask=PLACEHOLDER, token_budget=budget)
+    assert_equals_naive(scores, model, *data)
+    assert scores.work.forwards >= 2
+
+
+def test_a_forward_in_which_a_rows_place_would_matter_is_kept_small_or_refused():
+    """Llama 4 scales queries by the place of their row, in steps of `floor_scale`."""
+    model = make_model("Llama4Text", **MASKED["Llama4Text"] | {"floor_scale": 100, "attn_temperature_tuning": True})
+    model.set_attn_implementation("eager")
+    assert limits.default_token_budget(model) == 99
+    data = [list(column) for column in batch()]
+    assert_equals_naive(score(model, data), model, *data)
+    data[1][1] = torch.cat([data[1][1]] * 4)
+    data[3][1] = Span(128, 131)
+    with pytest.raises(NotImplementedError, match="Llama4ForCausalLM scales queries by their place in a forward of"):
+        score(model, data)
+
+
+def test_dynamic_rotary_frequencies_are_refused_by_row_beyond_their_length_and_exact_within():
+    model = make_model("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    model.model.rotary_emb.original_max_seq_len = model.model.rotary_emb.max_seq_len_cached = 64
+    data = batch()
+    assert_equals_naive(score(model), model, *data)
+    data[1][1] = torch.cat([data[1][1]] * 3)
+    data[3][1] = Span(90, 93)
+    with pytest.raises(
+        NotImplementedError, match="completions row 1: has 119 tokens with its prompt, but beyond 64 the dynamic"
+    ):
+        score(model, data)
+
+
+def test_a_padded_batch_that_may_cross_a_switch_of_rotary_frequencies_is_refused():
+    model = make_model("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
+    limits.refuse_length_dependent_rope(model, 32)
+    with pytest.raises(NotImplementedError, match=r"Phi3ForCausalLM .* longer than 32 tokens, and rows may reach 33"):
+        limits.refuse_length_dependent_rope(model, 33)
+    limits.refuse_length_dependent_rope(make_model("Qwen3"), 10_000)
+
+
+@pytest.mark.parametrize("name", MASKED | OTHERS)
+def test_windows_of_the_mask_sinks_latent_attention_and_scaled_heads_are_scored_exactly(name):
+    model = make_model(name, **(MASKED | OTHERS)[name])
+    if not model._can_set_attn_implementation():
+        pytest.skip(f"{name} of transformers {transformers.__version__} does not use the attention interface")
+    model.set_attn_implementation("eager")
+    assert_equals_naive(score(model), model, *batch())
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_with_a_state_take_it_up_where_their_branch_leaves(name):
+    model = make_model(name, **HYBRIDS[name] | {"initializer_range": 0.1})  # their own rounding grows with the weights
+    model.set_attn_implementation("eager")
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    assert_equals_naive(score(model), model, *batch(), tolerance=5e-4)  # chunked sums of delta rules round more
+    assert [module.__dict__.get("forward") for module in model.modules()] == forwards
+
+
+def scaled(model, factor):
+    """The model with every logit times `factor`, after its head."""
+    forward = model.forward
+
+    def louder(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * factor
+        return out
+
+    model.forward = louder
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_changed_after_the_head_are_refused_in_every_dtype(dtype):
+    verify.check_supported(make_model("Qwen3").to(dtype))
+    message = r"logits of Qwen3ForCausalLM are not its head's .* differ by \d\.\d+"
+    with pytest.raises(NotImplementedError, match=message):
+        verify.check_supported(scaled(make_model("Qwen3").to(dtype), 0.99))
+
+
+def test_a_cap_changed_after_a_check_is_read_anew():
+    model = make_model("Gemma2", final_logit_softcapping=30.0)
+    for cap in (30.0, 3.0, None):
+        model.config.final_logit_softcapping = cap
+        assert verify.check_supported(model).softcap == cap
+
+
+def rescaled(model):
+    model.logit_scale = 0.3
+
+
+def hooked(model):
+    model.lm_head.register_forward_hook(lambda _, args, out: 0.9 * out)
+
+
+def shifted(model):
+    forward = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda x: forward(x + 0.05 * x.roll(1, dims=1))
+
+
+CHANGES = {"scale": rescaled, "hook": hooked, "forward": lambda model: scaled(model, 0.9), "inner forward": shifted}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_changed_after_its_self_check_is_checked_again(change):
+    model = make_model("Cohere")
+    verify.check_supported(model)
+    CHANGES[change](model)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="model: "):
+            verify.check_supported(model)
+
+
+def test_a_forward_exchanged_in_the_models_class_is_noticed(monkeypatch):
+    model = make_model("Qwen3")
+    verify.check_supported(model)
+    monkeypatch.setattr(type(model), "forward", type(model).forward)
+    scaled(type(model), 0.9)
+    with pytest.raises(NotImplementedError, match="logits of Qwen3ForCausalLM are not its head's"):
+        verify.check_supported(model)
+
+
+def test_a_self_check_is_kept_while_nothing_changes(monkeypatch):
+    model = make_model("Qwen3")
+
+    def watched():  # made anew, as hooks are where checkpointing goes off and on
+        return model.get_input_embeddings().register_forward_hook(lambda _, args, out: None)
+
+    hook = watched()
+    verify.check_supported(model)
+    for _ in range(2):  # each adds a hook to the embedding, as TRL and PEFT do at every step
+        model.enable_input_require_grads()
+    monkeypatch.setattr(verify, "run_probe", None)
+    hook.remove()
+    hook = watched()
+    verify.check_supported(model)
+
+
+def test_a_model_in_accelerates_autocast_is_checked_by_its_own_forward():
+    model = make_model("Qwen3").cpu()
+    AcceleratorState._reset_state(True)
+    try:
+        accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+        wrapped = accelerator.prepare_model(model)
+        with accelerator.autocast():
+            verify.check_supported(wrapped)
+        assert wrapped(input_ids=torch.arange(4, 9)[None]).logits.dtype == torch.float32  # still accelerate's
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+def test_a_head_of_another_width_than_its_body_is_refused_in_one_line():
+    config = transformers.RemBertConfig(
+        vocab_size=VOCAB, hidden_size=32, input_embedding_size=16, output_embedding_size=48, num_hidden_layers=1,
+        num_attention_heads=4, intermediate_size=48, is_decoder=True,
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"RemBertForCausalLM has a layer between .* 32 wide, .* 48 wide"):
+        score(transformers.RemBertForCausalLM(config))
+
+
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_a_cap_is_noticed_before_training_has_made_the_logits_large_enough_to_show_it(cap):
+    head = verify.check_supported(make_model("Gemma2", initializer_range=0.001, final_logit_softcapping=cap))
+    assert head.softcap == cap
+    assert head.logit_scale == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_looks_at_other_tokens_without_attention_is_refused(dtype):
+    model = make_model("Qwen3").to(dtype)
+    shifted(model)
+    with pytest.raises(NotImplementedError, match="Qwen3ForCausalLM does not compute the same in a packed tree"):
+        verify.check_supported(model)
+
+
+def test_right_models_in_low_precision_pass_the_self_check():
+    for name in ("Qwen2", "Gemma2", "Granite", "Cohere", "Qwen3Moe"):
+        head = verify.check_supported(make_model(name, initializer_range=0.3).bfloat16())
+        assert head.weight.dtype == torch.bfloat16
+
+
+ADAPTERS = {
+    "IA3": lambda: peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
+    "LoRA": lambda: LoraConfig(target_modules=["lm_head"]),
+    "OFT": lambda: peft.OFTConfig(oft_block_size=4, target_modules=["lm_head"], use_cayley_neumann=False),
+}
+
+
+@pytest.mark.parametrize("method", ADAPTERS)
+def test_an_adapter_on_the_head_is_refused_even_while_it_changes_nothing(method):
+    model = get_peft_model(make_model("Qwen3"), ADAPTERS[method]())
+    with pytest.raises(NotImplementedError, match=r"output layer of Qwen3ForCausalLM is peft.* leave lm_head out"):
+        score(model)
+
+
+def test_an_adapter_put_on_the_head_after_a_self_check_is_refused_too():
+    model = make_model("Qwen3")
+    score(model)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(NotImplementedError, match="not a plain linear layer"):
+        score(adapted)
+    adapted.unload()
+    score(model)
+
+
+class OnlyFirstTokens(torch.nn.Module):
+    """An adapter that starts as the identity and may come to look at the row's first token."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.gate = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.inner(x) + self.gate * x.mean(1, keepdim=True)
+
+
+OnlyFirstTokens.__module__ = "peft.tuners.invented"
+
+
+def test_an_adapter_in_the_body_that_starts_as_the_identity_is_checked_as_it_may_become():
+    model = make_model("Qwen3")
+    model.model.layers[0].mlp = OnlyFirstTokens(model.model.layers[0].mlp)
+    with pytest.raises(NotImplementedError, match="does not compute the same in a packed tree"):
+        verify.check_supported(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*((kind, "Qwen3") for kind in ("loha", "ia3", "lora", "oft")), ("lora", "Mistral"), ("lora", "Gemma2")],
+)
+def test_adapters_on_other_layers_are_scored_exactly_without_their_dropout(kind, name):
+    targets = ["q_proj", "v_proj", "down_proj"]
+    config = {
+        "loha": peft.LoHaConfig(r=2, target_modules=targets),
+        "ia3": peft.IA3Config(target_modules=targets, feedforward_modules=["down_proj"]),
+        "lora": LoraConfig(r=2, lora_dropout=0.5, target_modules=targets, modules_to_save=["lm_head"]),
+        "oft": peft.OFTConfig(oft_block_size=4, target_modules=targets, use_cayley_neumann=False),
+    }[kind]
+    model = get_peft_model(make_model(name, tie_word_embeddings=False), config).train()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += (0.05 * torch.randn(parameter.shape, generator=generator)).to(parameter)
+    scores = score(model)
+    assert_equals_naive(scores, model, *batch())
+    with model.disable_adapter():  # a head that was saved beside the adapter goes back to the original one
+        without = score(model)
+        assert_equals_naive(without, model, *batch())
+    assert (scores.base - without.base).abs().nan_to_num().max() > 0.1
+
+
+REFUSED = [
+    (lambda: torch.nn.Linear(2, 2), TypeError, "must be a transformers causal language model, got Linear"),
+    (lambda: make_model("Qwen3").model, NotImplementedError, "Qwen3Model has no LM head"),
+    (
+        lambda: transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_head=2)),
+        NotImplementedError,
+        "BloomForCausalLM does not use transformers' attention interface",
+    ),
+    (
+        lambda: transformers.MambaForCausalLM(
+            transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1)
+        ),
+        NotImplementedError,
+        r"MambaForCausalLM .*(linear_attention layers carry a state|layers with a state \(MambaMixer\))",
+    ),
+    (
+        lambda: get_peft_model(make_model("Qwen3"), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
+        NotImplementedError,
+        "PROMPT_TUNING adds virtual prompt tokens",
+    ),
+    (
+        lambda: get_peft_model(
+            make_model("Qwen3"),
+            LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6]),
+        ),
+        NotImplementedError,
+        "activated LoRA",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
+def test_models_that_cannot_be_scored_are_refused_by_name(make, error, message):
+    with pytest.raises(error, match=message):
+        score(make())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-4])
+def test_a_model_is_refused_also_while_it_is_so_little_trained_that_its_tokens_hardly_matter(scale):
+    model = make_model("Mamba")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(scale)
+    with pytest.raises(NotImplementedError, match=r"MambaForCausalLM (does not compute the same|has layers with a)"):
+        verify.check_supported(model)
+
+
+def test_a_model_that_emits_nan_is_no_unsupported_model():
+    model = make_model("Qwen3", rms_norm_eps=2e-6)  # a structure that was not checked before
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(FloatingPointError, match="Qwen3ForCausalLM gives nan logits"):
+        score(model)
+
+
+@pytest.mark.parametrize("size", [4, 9, 4096])
+def test_masks_are_read_from_the_function_that_builds_them(size):
+    for rule, reach in (
+        (lambda b, h, q, k: k <= q, EVERYTHING),
+        (lambda b, h, q, k: (k <= q) & (q - k < size), Reach(window=size)),
+        (lambda b, h, q, k: (k <= q) & (q // size == k // size), Reach(chunk=size)),
+    ):
+        assert attention.read_visibility(rule, size) == reach
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda b, h, q, k: k >= 0,
+        lambda b, h, q, k: (k <= q) & (q - k < 6),
+        lambda b, h, q, k: (k <= q) | (k < 3),
+        lambda b, h, q, k: torch.zeros(4, dtype=torch.bool)[q],
+    ],
+)
+def test_a_mask_of_any_other_rule_is_refused(rule):
+    with pytest.raises(NotImplementedError, match="its attention mask"):
+        attention.read_visibility(rule, 5)
