@@ -70,7 +70,8 @@ def update_batch(config: TrainConfig, rollouts: Rollouts, advantages: Tensor, sh
 
 def counted_tokens(batch: Batch, rows: Iterable[int]) -> int:
     """Count the tokens of some rows that the loss counts."""
-    return sum(int(batch.mask[b].sum()) for b in rows)  # type: ignore[index]
+    assert batch.mask is not None
+    return sum(int(batch.mask[b].sum()) for b in rows)
 
 
 def own_rows(config: TrainConfig, batch: Batch) -> list[int]:

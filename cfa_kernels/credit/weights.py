@@ -136,7 +136,7 @@ def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
             f"{tuple(weights.shape)}"
         )
     check_floating("advantages", advantages)
-    check_finite("weights", range(len(weights)), weights, low=0.0)
+    check_finite("weights", range(len(weights)), list(weights), low=0.0)
     if (weights == 1).all():
         return advantages
     columns = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
