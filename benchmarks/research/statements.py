@@ -21,11 +21,11 @@ from benchmarks.research.models import Problem, Subject
 from benchmarks.research.planted import METHODS
 from cfa_kernels import (
     CounterfactualConfig,
+    ModelAccess,
     Probe,
     Rows,
     Span,
     SpanRules,
-    TrainingForward,
     counterfactual_credit,
     packed_forward,
 )
@@ -96,7 +96,7 @@ def run(pieces: Pieces, folder: Path, settings: StatementsSettings) -> dict[str,
     some = Rows([torch.tensor(prompts[i]) for i in kept], [torch.tensor(rows[i]) for i in kept])
     probes = [probe(asked[i], subject.tokenizer) for i in kept]
     with torch.no_grad():
-        access = TrainingForward(packed_forward(subject.model, some, keep_states=True))
+        access = packed_forward(subject.model, some, keep_states=True)
     methods, spans = dict[str, Any](), list[list[list[int]]]()
     for name in CHOSEN:
         one = methods[name] = pieces.get(name, lambda: judge(subject.tokenizer, access, name, some, probes))  # noqa: B023
@@ -139,7 +139,7 @@ def probe(task: Mapping[str, Any], tokenizer: Any) -> Probe:
     return Probe(torch.tensor(ask + value), Span(len(ask), len(ask + value)))
 
 
-def judge(tokenizer: Any, access: TrainingForward, name: str, rows: Rows, probes: Sequence[Probe]) -> dict[str, Any]:
+def judge(tokenizer: Any, access: ModelAccess, name: str, rows: Rows, probes: Sequence[Probe]) -> dict[str, Any]:
     """Importances of the statements of programs by a method: `spans`, `drop` and the answers' `base`."""
     config = CounterfactualConfig(METHODS[name], spans=SPANS)
     credit = counterfactual_credit(access, tokenizer, rows, config=config, probes=probes)
