@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from cfa_kernels import LossBatch, Rows, packed_policy_loss
+from cfa_kernels import Rows, packed_policy_loss
 from cfa_kernels.loss.policy import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
+from cfa_kernels.loss.ragged import LossBatch
 from tests.support.policy_problem import KINDS
 
 B, T, V = 4, 5, 11

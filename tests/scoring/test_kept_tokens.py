@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from cfa_kernels import KeptTokens, LossBatch, Rows, packed_forward, packed_logprobs, packed_policy_loss, policy_loss
+from cfa_kernels import KeptTokens, Rows, packed_forward, packed_logprobs, packed_policy_loss, policy_loss
+from cfa_kernels.loss.ragged import LossBatch
 from tests.support.models import assert_same_gradients, batch, gradients, make_model
 
 PROMPTS, COMPLETIONS, *_ = batch()
