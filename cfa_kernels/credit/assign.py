@@ -347,12 +347,12 @@ class Assignment:
             scaled = added is None and line[own].any()
             result[b] = normalized_weights(line, config.normalize, own) if scaled else line
         result[:] = shared_out(result, nodes, [written(batch, b) for b in rows], judged)
-        own = [written(self.sampled, b) for b in rows]
+        sampled = [written(self.sampled, b) for b in rows]
         for b, n in enumerate(self.gained):
-            result[b] = torch.where(own[b], result[b][n:], 1.0 if added is None else 0.0)
-        weights = weights if added is None else [torch.ones(len(row)) for row in own]
+            result[b] = torch.where(sampled[b], result[b][n:], 1.0 if added is None else 0.0)
+        weights = weights if added is None else [torch.ones(len(row)) for row in sampled]
         none, nan = torch.zeros(0), torch.tensor(float("nan"))
-        units = [as_sampled(reasoning.get(b), estimate.drops.get(b, none), self.gained[b], own[b]) for b in rows]
+        units = [as_sampled(reasoning.get(b), estimate.drops.get(b, none), self.gained[b], sampled[b]) for b in rows]
         return Credit(
             weights=weights,
             answers=[answer for answer, _, _ in units],
