@@ -184,7 +184,9 @@ class DeferredCredit:
 
     def take(self, rows: Sequence[int]) -> Credit:
         """Return the credit of `rows`, which must be assigned."""
-        return Credit.joined(self.batch.rows.lengths, self.parts).take(rows)
+        rows = list(rows)
+        whole = [credit for own, credit in self.parts if own == rows]  # as a micro-batch asks for its own
+        return whole[0] if whole else Credit.joined(self.batch.rows.lengths, self.parts).take(rows)
 
     def columns(self, rows: Sequence[int]) -> dict[str, Any]:
         """Give the weights of `rows` and the advantages that they multiply, which signed credit has of its own."""

@@ -75,8 +75,9 @@ def check_traces(rows: Rows, written: Sequence[Tensor], advantages: Tensor | Seq
 def with_context(batch: Batch, written: Sequence[Tensor]) -> tuple[Batch, list[int]]:
     """Let rows of a rollout begin where the first of them does, so that turns in a row's prompt are judged in it too.
 
-    What one row holds as context is the policy's if it is so in another. Returns a batch of rows, advantages and the
-    columns that say how answers are scored, and how many tokens each completion has gained in front.
+    What one row holds as context is the policy's if it is so in another. A row that another one continues is judged
+    there, and its mask is 0. Returns a batch of rows, advantages and the columns that say how answers are scored, and
+    how many tokens each completion has gained in front.
     """
     rows, advantages = batch.rows, batch.advantages
     prompts, completions, masks = list(rows.prompts), list(rows.completions), list(written)
@@ -93,7 +94,9 @@ def with_context(batch: Batch, written: Sequence[Tensor]) -> tuple[Batch, list[i
             inside = (n for a, n in lengths.items() if n <= lengths[b] and paths[a][n - 1] == paths[b][n - 1])
             whole, start = torch.from_numpy(rows.whole(b)), min(inside)
             prompts[b], completions[b] = whole[:start], whole[start:]
-            masks[b] = torch.from_numpy(values[0, paths[b][start:]] > 0)
+            end, last = len(paths[b]), paths[b][-1]
+            goes_on = any(len(paths[a]) > end and paths[a][end - 1] == last for a in members)
+            masks[b] = torch.from_numpy((values[0, paths[b][start:]] > 0) & (not goes_on))
             if by_token is not None:
                 by_token[b] = torch.from_numpy(values[1, paths[b][start:]]).to(by_token[b].dtype)
     columns = {name: getattr(batch, name) for name in ("rewards", "groups", "probes", "targets")}
@@ -157,7 +160,7 @@ def _key(nodes: np.ndarray, unit: Span) -> tuple[int, int]:
 
 
 def shared_out(lines: Sequence[Tensor], nodes: Nodes, written: Sequence[Tensor], judged: Sequence[int]) -> list[Tensor]:
-    """Give every token that the policy wrote the mean of `lines`, B tensors (T_b,), over the `judged` rows with it."""
+    """Give every token that the policy wrote in `judged` rows the mean of `lines`, B tensors (T_b,), over them."""
     result, masks = list(lines), {b: written[b].numpy() for b in nodes}
     own = [b for b in judged if b in nodes]
     if not own:
@@ -167,7 +170,7 @@ def shared_out(lines: Sequence[Tensor], nodes: Nodes, written: Sequence[Tensor],
     counts = np.bincount(places, minlength=size)
     sums = np.bincount(places, np.concatenate([lines[b].double().numpy()[masks[b]] for b in own]), size)
     for b, row in nodes.items():
-        known = masks[b] & (counts[row] > 0)
+        known = counts[row] > 0
         mean = torch.from_numpy(sums[row] / np.maximum(counts[row], 1)).to(lines[b].dtype)
         result[b] = torch.where(torch.from_numpy(known), mean, lines[b])
     return result
