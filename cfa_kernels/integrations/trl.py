@@ -194,7 +194,7 @@ class CounterfactualMixin(_Trainer):
             own = output["advantages"].cpu().view(count, -1).expand(output["completion_ids"].shape).clone()
             for row, values in zip(own, credited, strict=True):
                 row[: len(values)] = values
-            credited = own
+            credited = own * output["tool_mask"].cpu() if "tool_mask" in output else own
         output["advantages"] = credited.to(output["advantages"].device)
         self._report(batch)
         return output

@@ -112,7 +112,7 @@ def test_figures_leave_a_tools_tokens_out(train):
     trained = train(recorded, trainer={"rollout_func": rollouts})
     ((before, output, _),) = record
     weights = output["advantages"] / before[:, None]
-    assert (weights[:, 1] == 1).all()  # a tool's
+    assert (weights[:, 1] == 0).all()  # a tool's
     assert (weights[:, [0, 2]] != 1).all()
     expected = weights[(output["completion_mask"] * output["tool_mask"]).bool()].mean()
     assert logged(trained, "credit/weight_mean")[0] == pytest.approx(expected.item(), rel=1e-4)
