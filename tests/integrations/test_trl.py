@@ -387,4 +387,4 @@ def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_a
     monkeypatch.setattr(type(made.accelerator), "num_processes", 2)
     made.args.per_device_train_batch_size = 4
     made.args.steps_per_generation = 1
-    assert any("groups of 8 are split" in line for line in integration._credit_obstacles(made))
+    assert any("groups of 8 are split" in line for line in integration.credit_obstacles(made))

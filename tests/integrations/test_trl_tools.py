@@ -1,4 +1,4 @@
-"""TRL's tools, environments and rollout functions: what a tool wrote is in no span, and the losses are TRL's by value."""
+"""TRL's tools, environments and rollout functions: a span never holds what a tool wrote, and the losses are TRL's."""
 
 from typing import Any
 
