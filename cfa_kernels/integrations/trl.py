@@ -86,6 +86,7 @@ class CounterfactualMixin(_Trainer):
 
     args: Any
     model: Any
+    _sampling_mask: Any = None  # of the rollouts that are being made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raise `TypeError` where the trainer comes before the mixin, whose methods would then never run."""
@@ -122,7 +123,6 @@ class CounterfactualMixin(_Trainer):
         self._model_is_checked = self._has_said_why = self._has_said_few = False
         self._warned = set[str]()
         self._deferred: DeferredCredit | None = None
-        self._sampling_mask: Any = None
         if packed_loss and getattr(self, "rollout_func", None) is not None:
             self.rollout_func = partial(self._without_mask, self.rollout_func)
         if self._model_is_placed():

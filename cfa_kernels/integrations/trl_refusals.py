@@ -96,8 +96,8 @@ def packing_obstacles(trainer: Any, base: Any) -> list[str]:
         (mode.startswith("token") and weighs_sequences, f"vllm_importance_sampling_mode={mode!r} with {_AT_SEQUENCES}"),
         (
             TRL >= _REPLAYS and args.use_vllm and cut and getattr(trainer, "rollout_func", None) is None,
-            f"{', '.join(cut)} in TRL {TRL}: its correction for cut distributions would not run, and only a rollout_func "
-            "hands on a sampling_mask for ours; set them to 1, 0 and None",
+            f"{', '.join(cut)} in TRL {TRL}: its correction for cut distributions would not run, and ours needs "
+            "the sampling_mask of a rollout_func; set them to 1, 0 and None",
         ),
         (
             args.neftune_noise_alpha,
