@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
+    from .batch import Batch as Batch
     from .credit.assign import Credit as Credit
     from .credit.assign import counterfactual_credit as counterfactual_credit
     from .credit.assign import counterfactual_weights as counterfactual_weights
@@ -59,7 +60,6 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .scoring.access import ModelAccess as ModelAccess
     from .scoring.access import Sharded as Sharded
     from .scoring.access import TrainingForward as TrainingForward
-    from .scoring.batch import ScoredBatch as ScoredBatch
     from .scoring.masked import CounterfactualScores as CounterfactualScores
     from .scoring.masked import ScoringWork as ScoringWork
     from .scoring.masked import score_counterfactuals as score_counterfactuals
@@ -76,6 +76,7 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "batch": "Batch",
     "credit.assign": "Credit counterfactual_credit counterfactual_weights",
     "credit.deferred": "DeferredCredit Draws credited_advantages token_entropies",
     "credit.config": "AnswerRules CounterfactualConfig SpanRules",
@@ -101,7 +102,6 @@ _PUBLIC = {
     "ops.linear_logprob": "linear_logprob",
     "rows": "Rows pad_rows",
     "scoring.access": "InProcess LogprobService ModelAccess Sharded TrainingForward",
-    "scoring.batch": "ScoredBatch",
     "scoring.masked": "CounterfactualScores ScoringWork score_counterfactuals",
     "scoring.packed": "PackedForward PackedLoss packed_forward packed_logprobs packed_policy_loss",
     "span": "Span",

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence, Sized
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,27 @@ class Rows:
         """Join prompt and completion of a row."""
         return np.concatenate([self.prompts[row].numpy(), self.completions[row].numpy()])
 
+    @classmethod
+    def joined(cls, parts: Sequence["Rows"]) -> "Rows":
+        """Put rows together, one after the other, with their index."""
+        columns = zip(*((part.prompts, part.completions, part.index) for part in parts), strict=True)
+        return cls(*(list(chain.from_iterable(column)) for column in columns))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As arrays: a tensor that is a view of others takes all of them along.
+        arrays = {name: [ids.numpy() for ids in getattr(self, name)] for name in ("prompts", "completions")}
+        return vars(self) | arrays
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for name in ("prompts", "completions"):  # copies: what Ray hands over cannot be written
+            setattr(self, name, [torch.tensor(ids) for ids in state[name]])
+
     def take(self, rows: Sequence[int]) -> "Rows":
         """Copy some rows, with their index."""
         part = object.__new__(Rows)  # what was checked is not checked again
         for name, column in vars(self).items():
-            setattr(part, name, [column[b] for b in rows])
+            setattr(part, name, [column[b].clone() if isinstance(column[b], Tensor) else column[b] for b in rows])
         return part
 
 

@@ -13,7 +13,8 @@ from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.run_inside import run_inside
 
 from .config import TrainConfig
-from .microbatch import Pass, UpdateBatch
+from .microbatch import Pass
+from .rollouts import Rollouts
 
 # Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;
 # several times what was seen on models of 4 to 24 layers (float32 6e-6, bfloat16 0.07, adapters merged or not).
@@ -55,7 +56,7 @@ def require_finite(done: Pass, policy: nn.Module) -> None:
         raise FloatingPointError(f"samples {index}: gradient{where} is not finite")
 
 
-def check_sampling_gap(passes: Sequence[Pass], batch: UpdateBatch, policy: nn.Module, config: TrainConfig) -> float:
+def check_sampling_gap(passes: Sequence[Pass], rollouts: Rollouts, policy: nn.Module, config: TrainConfig) -> float:
     """Measure how far log-probs are from those a batch was sampled with, nats, and hold it to `sampling_gap_limit`.
 
     Call it before the first optimizer step on the batch, while `policy` is the one that sampled. The gap is the mean of
@@ -68,8 +69,8 @@ def check_sampling_gap(passes: Sequence[Pass], batch: UpdateBatch, policy: nn.Mo
     limit, sums = sampling_gap_limit(config, policy), dict[int, tuple[float, float]]()
     for done in passes:
         for b, logprobs in zip(done.micro, done.logprobs, strict=True):
-            sampled = batch.rollouts.logprobs[b]
-            gap = sampling_gaps(sampled, logprobs, batch.rollouts.nucleus)
+            sampled = rollouts.logprobs[b]
+            gap = sampling_gaps(sampled, logprobs, rollouts.nucleus)
             sums[b] = float(gap.sum()), float(open_choice(sampled).sum())
     gaps, choices = zip(*sums.values(), strict=True)
     mean = sum(gaps) / sum(choices)

@@ -41,7 +41,7 @@ class CounterfactualConfig:
     """
 
     estimator: Estimator
-    """Estimator of the importance of units: a part or name of `ESTIMATORS`, or a function (model, `ScoredBatch`) ->
+    """Estimator of the importance of units: a part or name of `ESTIMATORS`, or a function (model, `Batch`) ->
     `Importances`; one of your own also by "module:name"."""
     weights: WeightRule | None
     """Rule that turns importances into weights: a part or name of `WEIGHTS`, or a function, or "module:name" of your

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..batch import Batch
 from ..loss.ragged import LossBatch
 from ..model.parts import causal_lm
 from ..model.run_inside import run_inside
@@ -67,10 +68,8 @@ def credited_loss(
         columns: dict[str, Any] = {"mask": mask, "ref_logprobs": ref_logprobs, **options}
         plain = LossBatch.of(rows, old_logprobs, advantages, **columns)
         temperature = options.get("temperature", 1.0)
-        assigned = DeferredCredit(
-            config, tokenizer, rows, advantages, seed=seed, groups=groups, rewards=rewards, mask=mask,
-            temperature=temperature,
-        )  # fmt: skip
+        inputs = Batch(rows, advantages=advantages, groups=groups, rewards=rewards, mask=mask)
+        assigned = DeferredCredit(config, tokenizer, inputs, seed=seed, temperature=temperature)
         every = range(len(rows))
         reads = assigned.reads(every)  # also a completion without an advantage, where completions are compared
         forward = packed_forward(

@@ -1,6 +1,6 @@
 """Estimators of importance: how much a unit matters.
 
-Modules here know `ScoredBatch` and `ModelAccess`. A new estimator is one file and one line below.
+Modules here know `Batch` and `ModelAccess`. A new estimator is one file and one line below.
 """
 
 from .base import ESTIMATORS

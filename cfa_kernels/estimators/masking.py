@@ -1,15 +1,15 @@
 """Mask each unit and see how the answer moves: the reference for the other estimators."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ..batch import Batch
 from ..options import Count, PositiveShare, TokenId, check_fields
 from ..scoring.access import DISTRIBUTIONS, LOGPROBS, MODEL, ModelAccess
-from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome
 from .base import ANSWER, ESTIMATORS, Estimator, Importances
@@ -77,22 +77,21 @@ class Masking(Estimator):
         """Whether branches continue completions as sampled; resampled units are drawn by forwards of their own."""
         return self.mask != "resampled"
 
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge the units of a batch."""
         if self.effect == "total":
             return total_effects(access, batch)
-        if self.mask == "drop":
-            batch = replace(batch, mask="drop")
-        some, work = [list(range(len(units))) for units in batch.units], ScoringWork()
+        part, some, work = batch, [list(range(len(units))) for units in batch.units], ScoringWork()
         if self.preselect < 1:
             estimate = self._estimate(access, batch)
             some = [self._chosen(b, row) for b, row in zip(batch.index, estimate.values, strict=True)]
             work = estimate.work or work
-        part = batch.with_units([[units[k] for k in row] for units, row in zip(batch.units, some, strict=True)])
+            pairs = zip(batch.units, some, strict=True)
+            part = batch.with_columns(units=[[units[k] for k in row] for units, row in pairs])
         if self.mask == "resampled":
             scores = resampled_scores(access, part, self.samples, self.outcome)
         else:
-            scores = access.score(part, outcome=self.outcome)
+            scores = access.score(part, mask="drop" if self.mask == "drop" else None, outcome=self.outcome)
         values = [torch.zeros(len(units)) for units in batch.units]
         for row, numbers, drop in zip(values, some, scores.drop, strict=True):
             row[numbers] = drop.float()
@@ -103,7 +102,7 @@ class Masking(Estimator):
     def _preselector(self) -> Estimator | None:
         return None if self.preselect == 1 or self.preselect_by == "length" else ESTIMATORS[self.preselect_by]()
 
-    def _estimate(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def _estimate(self, access: ModelAccess, batch: Batch) -> Importances:
         """Estimate the importances by which the units worth masking are chosen."""
         if (other := self._preselector) is not None:
             return other(access, batch)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig
+from ..batch import Batch
 from ..credit.deferred import DeferredCredit, credited_advantages
 from ..estimators import ESTIMATORS
 from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, NEEDS, REWARDS, SIBLINGS, Estimator
@@ -82,7 +83,7 @@ def unmet_needs(config: CounterfactualConfig, offers: Collection[str]) -> list[s
 
 
 _INSTEAD = {
-    EXTERNAL: "give a function (model, ScoredBatch) -> Importances for estimator",
+    EXTERNAL: "give a function (model, Batch) -> Importances for estimator",
     SIBLINGS: "sample more than one completion of each prompt",
 }
 """Remedies for needs that another estimator would not remove."""
@@ -120,13 +121,16 @@ def credit_rows(
     advantages: Sequence[Tensor],
     access: ModelAccess,
     *,
+    config: CounterfactualConfig,
+    seed: Sequence[int],
+    groups: Tensor,
+    rewards: Tensor,
     entropies: Sequence[Tensor] | None = None,
-    **options: Any,
 ) -> tuple[list[Tensor], dict[str, float]]:
     """Credit a batch whose model is in other processes.
 
     Args:
-        tokenizer, rows, **options: as in `DeferredCredit`.
+        tokenizer, rows, config, seed, groups, rewards: as in `counterfactual_credit`.
         counted: B tensors (T_b,), 1 on tokens that are trained on, 0 on others, such as a tool's, which are no answer
             and no unit.
         advantages: B tensors (T_b,), float; estimators get (B,) where each row has one value on the counted tokens.
@@ -137,15 +141,16 @@ def credit_rows(
     """
     advantages, masks = [row.cpu() for row in advantages], [row.cpu().bool() for row in counted]
     own = _row_advantages([row * mask for row, mask in zip(advantages, masks, strict=True)], masks)
-    batch = DeferredCredit(tokenizer=tokenizer, rows=rows, advantages=own, mask=masks, **options)
-    batch.by_model(access, entropies)
-    credit = batch.finished()
+    batch = Batch(rows, advantages=own, mask=masks, groups=groups, rewards=rewards)
+    deferred = DeferredCredit(config, tokenizer, batch, seed=seed)
+    deferred.by_model(access, entropies)
+    credit = deferred.finished()
     assert credit is not None
     credited = credited_advantages(own, credit)
     whole = [
         torch.where(mask, row.to(before), before) for row, before, mask in zip(credited, advantages, masks, strict=True)
     ]
-    return whole, credit.metrics(masks) | {"credit/seconds": batch.seconds}
+    return whole, credit.metrics(masks) | {"credit/seconds": deferred.seconds}
 
 
 def _row_advantages(advantages: list[Tensor], masks: Sequence[Tensor]) -> Tensor | list[Tensor]:

@@ -212,7 +212,7 @@ class CounterfactualMixin(_Trainer):
             old = packed_logprobs(
                 model, rows, temperature=self.temperature, kept_tokens=of_first_tokens(output[KEPT], rows)
             )
-        output["old_per_token_logps"] = pad_rows(list(old), output["completion_ids"].shape[1])
+        output["old_per_token_logps"] = pad_rows(old, output["completion_ids"].shape[1])  # type: ignore[arg-type]
 
     @property
     def _feeds_for_credit(self) -> bool:
@@ -235,11 +235,11 @@ class CounterfactualMixin(_Trainer):
         credit = batch.finished()
         if credit is None:
             return
-        figures = credit.metrics(batch.mask) | {"credit/seconds": batch.seconds}
+        figures = credit.metrics(batch.batch.mask) | {"credit/seconds": batch.seconds}
         self._log_gathered({name: figures.get(name, float("nan")) for name in _CREDIT_FIGURES}, "train")
         # Before 1.16 TRL knew the tokenizer's own end only.
         ends = {batch.tokenizer.pad_token_id, *getattr(self, "eos_token_ids", [batch.tokenizer.eos_token_id])}
-        truncated = [len(row) > 0 and int(row[-1]) not in ends for row in batch.rows.completions]
+        truncated = [len(row) > 0 and int(row[-1]) not in ends for row in batch.batch.rows.completions]
         problem = why_nothing(batch, credit, truncated)
         if problem not in (None, NOT_MIXED) and problem.what not in self._warned:  # TRL logs frac_reward_zero_std
             self._warned.add(problem.what)

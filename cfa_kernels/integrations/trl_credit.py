@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig, Credit, DeferredCredit, Rows
+from ..batch import Batch
 from ..ops.kept_tokens import KeptTokens
 from ..text.offsets import decoded
 
@@ -17,12 +18,12 @@ KEPT = "kept_tokens"
 """Name, among the inputs of the loss, of the list of `KeptTokens` of a micro-batch's rows."""
 
 
-def why_at_once(batch: DeferredCredit, micro_batches: int, one_update: bool) -> str | None:
+def why_at_once(deferred: DeferredCredit, micro_batches: int, one_update: bool) -> str | None:
     """Say why credit cannot be assigned from the training forwards of a batch, one per micro-batch; None if it can.
 
     `one_update` says whether the policy changes only after all of them.
     """
-    config = batch.config
+    config = deferred.config
     if not (config.continues or config.reads_entropies):
         return f"{config.asked_for} reads nothing that a training forward has fed"
     if not one_update:
@@ -30,7 +31,7 @@ def why_at_once(batch: DeferredCredit, micro_batches: int, one_update: bool) -> 
             "the policy changes between training forwards over one generation batch (gradient_accumulation_steps is no "
             "multiple of steps_per_generation * num_iterations), and credit is that of the policy before"
         )
-    if batch.compares_beyond([range(len(batch.rows))] * micro_batches):
+    if deferred.compares_beyond([range(len(deferred.batch))] * micro_batches):
         return (
             f"{config.asked_for} with weights={getattr(config.weights, 'name', None)!r} compares completions of the "
             "whole generation batch, and a training forward holds a part of it (steps_per_generation, processes)"
@@ -64,10 +65,11 @@ def batch_credit(
         for row, ids in zip(rows.completions, sampled, strict=True)
     ]
     rows = Rows(rows.prompts, whole, index)
-    return DeferredCredit(
-        config, tokenizer, rows, unpadded(output["advantages"], rows), groups=torch.tensor(index) // group_size,
-        rewards=rewards, mask=unpadded(loss_mask(output), rows), **options,
+    batch = Batch(
+        rows, advantages=unpadded(output["advantages"], rows), groups=torch.tensor(index) // group_size,
+        rewards=rewards, mask=unpadded(loss_mask(output), rows),
     )  # fmt: skip
+    return DeferredCredit(config, tokenizer, batch, **options)
 
 
 def unpadded(column: Tensor, rows: Rows) -> Any:
@@ -76,18 +78,20 @@ def unpadded(column: Tensor, rows: Rows) -> Any:
     return column if column.ndim == 1 else [row[:n] for row, n in zip(column, rows.lengths, strict=True)]
 
 
-def weighed(batch: DeferredCredit, credit: Credit) -> list[str]:
+def weighed(deferred: DeferredCredit, credit: Credit) -> list[str]:
     """Describe the weighed tokens of each completion in runs of one value: "3 + 4 = 7. (4.00) | #### 7 (1.50)".
 
     Values are weights or, for signed credit, advantages.
     """
     signed = credit.advantages is not None
     texts = []
-    for b, (ids, values) in enumerate(zip(batch.rows.completions, credit.advantages or credit.weights, strict=True)):
-        plain = float(batch.advantages[b]) if signed else 1.0
+    for b, (ids, values) in enumerate(
+        zip(deferred.batch.rows.completions, credit.advantages or credit.weights, strict=True)
+    ):
+        plain = float(deferred.batch.advantages[b]) if signed else 1.0
         levels, counts = values.unique_consecutive(return_counts=True)
         runs = [one for one in zip(levels.tolist(), ids.split(counts.tolist()), strict=True) if one[0] != plain]
-        texts.append(" | ".join(f"{decoded(run, batch.tokenizer).strip()} ({value:.2f})" for value, run in runs))
+        texts.append(" | ".join(f"{decoded(run, deferred.tokenizer).strip()} ({value:.2f})" for value, run in runs))
     return texts
 
 

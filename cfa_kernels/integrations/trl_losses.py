@@ -59,7 +59,7 @@ def loss_of_packed_rows(
         rows = Rows.from_padded(inputs["prompt_ids"], inputs["prompt_mask"], padded, inputs["completion_mask"])
     else:
         places = inputs[ROW].tolist()
-        rows = credit.rows.take(places)
+        rows = credit.batch.rows.take(places)
     columns: dict[str, Any] = {
         name: None if (column := options.pop(name)) is None else unpadded(column, rows)
         for name in ("old_logprobs", "advantages", "weights", "mask", "ref_logprobs", "sampling_logprobs")

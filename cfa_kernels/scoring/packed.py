@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..batch import Batch, Masks
 from ..loss.policy import linear_policy_loss
 from ..loss.ragged import LossBatch, checked_kept_tokens
 from ..model.attention import KeyValueStore
@@ -33,7 +34,7 @@ from ..rows import Rows, equal_prompts
 from ..span import Span
 from ..tree.packs import lay_out
 from ..tree.prefix_tree import Pack, Query
-from .batch import Mask, ScoredBatch, check_ids
+from .branches import check_ids
 from .layout import as_many_as_others, checked_needed, packs_of, trained_first
 from .masked import (
     CounterfactualScores,
@@ -315,7 +316,7 @@ class PackedForward:
         spans: Sequence[Sequence[Span]],
         answers: Sequence[Span | None],
         *,
-        mask: Mask | Sequence[Sequence[Tensor]],
+        mask: Masks,
         token_budget: int | None = None,
         outcome: Outcome = "logprob",
     ) -> CounterfactualScores:
@@ -328,30 +329,42 @@ class PackedForward:
             ValueError: also for a row with an answer that was not fed, and for states that were not kept.
             RuntimeError: a weight or adapter has changed since this forward. A write through `.data` is not noticed.
         """
-        batch = ScoredBatch.of(self.causal, self.rows, spans, answers, mask=mask, token_budget=token_budget)
-        return self.score_batch(batch, outcome).in_callers_order(batch)
+        batch = Batch(self.rows, units=spans, answers=answers, token_budget=token_budget)
+        return self.score_batch(batch, outcome, mask)
 
-    def require_rows(self, rows: Rows) -> None:
-        """Raise `ValueError` unless `rows` have the numbers and lengths of this forward's; compares no tokens."""
-        if rows is not self.rows and (rows.index, rows.lengths) != (self.rows.index, self.rows.lengths):
-            raise ValueError(
-                f"rows: must be those of the forward, got {len(rows)} rows for its {len(self.rows)}, or other numbers "
-                "or lengths; give counterfactual_credit the Rows that packed_forward was given"
-            )
-
-    def score_batch(self, batch: ScoredBatch, outcome: Outcome = "logprob") -> CounterfactualScores:
-        """Score a batch of this forward's rows as `score` does, some or all of them, in the batch's order."""
+    def score_batch(
+        self,
+        batch: Batch,
+        outcome: Outcome = "logprob",
+        mask: Masks = None,
+    ) -> CounterfactualScores:
+        """Score a batch of this forward's rows as `score` does, some or all of them, found by their index."""
         walk = self._same_model()
         if stands_alone(walk):
-            return score_batch(walk, batch, outcome)
-        order = batch.to_callers_order(range(len(batch)))  # as fed, for packs that do not depend on the batch's order
-        plan = plan_scoring(walk, batch.take(order), outcome)
-        for row, bundle in zip(plan.rows, plan.bundles, strict=True):
-            if bundle and not self.counts[row.place]:
-                raise ValueError(f"answers row {row.index}: its completion was not fed (needed[{row.place}] was 0)")
+            return score_batch(walk, batch, outcome, mask)
+        plan = plan_scoring(walk, batch, outcome, mask)
+        own = self._own_rows(batch.rows)
+        for index, b, bundle in zip(batch.index, own, plan.bundles, strict=True):
+            if bundle and not self.counts[b]:
+                raise ValueError(f"answers row {index}: its completion was not fed (needed[{b}] was 0)")
         pack_of = {b: one.pack for one in self.packs for b in one.pack.queries}
-        values, work = self._run(walk, plan, [pack_of.get(row.place) for row in plan.rows])
-        return collect_scores(values, plan, outcome, work).take(np.argsort(order).tolist())
+        values, work = self._run(walk, plan, [pack_of.get(b) for b in own])
+        return collect_scores(values, plan, outcome, work)
+
+    def _own_rows(self, rows: Rows) -> list[int]:
+        """Find rows of this forward by their index; raise `ValueError` for others; compares no tokens."""
+        if rows.index == self.rows.index:
+            own: list[int] = list(range(len(rows)))
+        else:
+            row_of = dict(zip(self.rows.index, range(len(self.rows)), strict=True))
+            own = [row_of.get(index, -1) for index in rows.index]
+        for index, b, length in zip(rows.index, own, rows.lengths, strict=True):
+            if b < 0 or length != self.rows.lengths[b]:
+                raise ValueError(
+                    f"rows: must be those of the forward, and row {index} of {length} tokens is not; give "
+                    "counterfactual_credit the Rows that packed_forward was given"
+                )
+        return own
 
     def query_logprobs(
         self,
@@ -359,13 +372,14 @@ class PackedForward:
         bundles: Sequence[Sequence[Query]],
         *,
         index: Sequence[int] | None = None,
+        groups: Sequence[int] | None = None,
         token_budget: int | None = None,
     ) -> tuple[list[list[Tensor]], ScoringWork]:
         """Answer queries as `masked.query_logprobs` does, from the states of this forward; errors as in `score`."""
         walk = self._same_model()
         if not self.packs or stands_alone(walk):
-            return query_logprobs(model, bundles, index=index, token_budget=token_budget)
-        plan = plan_queries(walk, bundles, index=index, token_budget=token_budget)
+            return query_logprobs(model, bundles, index=index, groups=groups, token_budget=token_budget)
+        plan = plan_queries(walk, bundles, index=index, groups=groups, token_budget=token_budget)
         values, work = self._run(walk, plan, [self._nearest(b[0].tokens) if b else None for b in plan.bundles])
         return collect_logprobs(values, plan), work
 
@@ -394,7 +408,10 @@ class PackedForward:
     def _run(self, walk: ModelWalk, plan: ScoringPlan, trunks: Sequence[Pack | None]) -> tuple[Tensor, ScoringWork]:
         """Compute the values of a plan's queries; those of each bundle continue its trunk."""
         states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
-        queries_of = {trunk: [[n] for n, b in enumerate(plan.bundle_of) if trunks[b] is trunk] for trunk in states}
+        order = [b for part in plan.parts for b in part]
+        queries_of = {
+            trunk: [[n] for b in order if trunks[b] is trunk for n in plan.queries_of_bundle[b]] for trunk in states
+        }
         packs = (
             pack
             for trunk, own in queries_of.items()

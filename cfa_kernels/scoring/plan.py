@@ -7,12 +7,15 @@ from itertools import accumulate
 
 import numpy as np
 
+from ..batch import Batch, Mask, Masks, ScoredRow
 from ..model.limits import apart_by_length, largest_forward, rows_per_forward
+from ..model.parts import vocab_size
 from ..model.stateful_layers import has_cells
 from ..model.walk import Model, ModelWalk
+from ..rows import equal_prompts
 from ..tree.packs import Limits, lay_out_split
 from ..tree.prefix_tree import Pack, Query
-from .batch import Mask, ScoredBatch, ScoredRow, branch
+from .branches import branch, checked_masks
 from .outcomes import DIVERGENCES, Outcome
 
 
@@ -22,8 +25,8 @@ class ScoringPlan:
 
     index: list[int]  # by which errors name each row
     bundles: Sequence[list[Query]]  # of each row
-    parts: list[list[int]]  # bundles that may share a forward, by number
-    rows: list[ScoredRow]  # equal prompts side by side; none where only queries are given
+    parts: list[list[int]]  # bundles that may share a forward, by number, equal prompts side by side
+    rows: list[ScoredRow]  # none where only queries are given
     limits: Limits
 
     @cached_property
@@ -53,11 +56,14 @@ class ScoringPlan:
             yield from lay_out_split(self.queries, [self.queries_of_bundle[i] for i in part], self.limits)
 
 
-def plan_scoring(model: Model, batch: ScoredBatch, outcome: Outcome = "logprob") -> ScoringPlan:
+def plan_scoring(model: Model, batch: Batch, outcome: Outcome = "logprob", mask: Masks = None) -> ScoringPlan:
     """Plan the scores of a batch; nothing runs on a device. Packs are laid out one at a time, as they are fed."""
-    bundles = [queries_of(row, outcome, batch.mask) for row in batch.rows]
-    lengths = [len(row.prompt) + len(row.completion) for row in batch.rows]
-    return _lay_out(model, batch.index, bundles, lengths, batch.token_budget, batch.rows)
+    walk, rows = ModelWalk.of(model), batch.scored_rows
+    masks = checked_masks(mask, batch, vocab_size(walk.model))
+    bundles = [queries_of(row, outcome, rule) for row, rule in zip(rows, masks, strict=True)]
+    lengths = [len(row.prompt) + len(row.completion) for row in rows]
+    groups = equal_prompts(batch.rows.prompts)
+    return _lay_out(walk, batch.index, bundles, lengths, groups, batch.token_budget, rows)
 
 
 def plan_queries(
@@ -65,15 +71,18 @@ def plan_queries(
     bundles: Sequence[Sequence[Query]],
     *,
     index: Sequence[int] | None = None,
+    groups: Sequence[int] | None = None,
     token_budget: int | None = None,
 ) -> ScoringPlan:
     """Check the input of `query_logprobs`; nothing runs on a device."""
     listed = [list(bundle) for bundle in bundles]
     lengths = [max((query.length for query in bundle), default=0) for bundle in listed]
     index = list(range(len(listed)) if index is None else index)
-    if len(index) != len(listed):
-        raise ValueError(f"index has {len(index)} rows, bundles has {len(listed)}; they must agree")
-    return _lay_out(model, index, listed, lengths, token_budget, rows=[])
+    groups = [0] * len(listed) if groups is None else groups
+    for name, column in {"index": index, "groups": groups}.items():
+        if len(column) != len(listed):
+            raise ValueError(f"{name} has {len(column)} rows, bundles has {len(listed)}; they must agree")
+    return _lay_out(model, index, listed, lengths, groups, token_budget, rows=[])
 
 
 def _lay_out(
@@ -81,6 +90,7 @@ def _lay_out(
     index: list[int],
     bundles: list[list[Query]],
     lengths: Sequence[int],
+    groups: Sequence[int],
     token_budget: int | None,
     rows: list[ScoredRow],
 ) -> ScoringPlan:
@@ -90,7 +100,8 @@ def _lay_out(
         trunks=not has_cells(walk),  # layers that carry a state do not keep it for branches of a later forward
         most_rows=largest_forward(walk),
     )
-    return ScoringPlan(index, *apart_by_length(walk, bundles, lengths, index), rows, limits)
+    fed, parts = apart_by_length(walk, bundles, lengths, index)
+    return ScoringPlan(index, fed, [sorted(part, key=groups.__getitem__) for part in parts], rows, limits)
 
 
 def queries_of(row: ScoredRow, outcome: Outcome = "logprob", mask: Mask | None = None) -> list[Query]:

@@ -1,12 +1,10 @@
 """Scoring by a host's own log-prob service: its work and what it refuses; folding and padding."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels import CounterfactualConfig, Credit, Rows, ScoredBatch, Span, credited_advantages
+from cfa_kernels import Batch, CounterfactualConfig, Credit, Rows, Span, credited_advantages
 from cfa_kernels.estimators.base import ENTROPIES, NEEDS, SIBLINGS, Importances
 from cfa_kernels.integrations.credit import (
     OFFERED_BY_A_SERVICE,
@@ -33,7 +31,7 @@ def service(prompts: list[Tensor], completions: list[Tensor]) -> list[Tensor]:
     return [naive_row(model, *row) for row in zip(prompts, completions, strict=True)]
 
 
-BATCH = ScoredBatch.of(None, Rows(PROMPTS, COMPLETIONS), SPANS, ANSWERS, mask=0)
+BATCH = Batch(Rows(PROMPTS, COMPLETIONS), units=SPANS, answers=ANSWERS, placeholder=0)
 
 
 def score(logprobs_of=service, **options):
@@ -129,7 +127,7 @@ def test_signed_credit_of_rows_is_in_the_units_of_their_advantages_and_leaves_wh
 
 def test_a_function_of_the_callers_asks_the_service_in_the_models_place():
     def estimate(access, batch):
-        scores = access.score(replace(batch, mask=0))
+        scores = access.score(batch, mask=0)
         return Importances(scores.drop, base=scores.base, change_of="logprob")
 
     rows = Rows(PROMPTS[:2], COMPLETIONS[:2])

@@ -5,7 +5,6 @@ import json
 import re
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +49,7 @@ def test_an_estimator_of_the_callers_sees_openrlhfs_groups_and_rewards_and_asks_
     seen = []
 
     def estimate(model: Any, batch: Any) -> Importances:
-        scores = model.score(replace(batch, mask=0))
+        scores = model.score(batch, mask=0)
         seen.append((batch.groups.tolist(), batch.rewards.tolist(), batch.advantages.shape, scores.base.isfinite()))
         return Importances([torch.ones(len(units)) for units in batch.units], signed=True)
 

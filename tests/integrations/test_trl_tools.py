@@ -162,13 +162,13 @@ def test_a_span_never_holds_what_a_tool_wrote(train, monkeypatch, how, packed):
     ((_, output, _),), (batch,) = record, batches
     mask = output["tool_mask"]
     assert 0 < mask[output["completion_mask"].bool()].float().mean() < 1
-    by_tools = [row[~own.bool()] for row, own in zip(batch.rows.completions, batch.mask, strict=True)]
+    by_tools = [row[~own.bool()] for row, own in zip(batch.batch.rows.completions, batch.batch.mask, strict=True)]
     assert any("= 7. #### 7" in trainer.processing_class.decode(ids) for ids in by_tools)  # it reads like a solution
     ((_, credit),) = batch.parts
-    units = [(own, unit) for own, spans in zip(batch.mask, credit.spans, strict=True) for unit in spans]
+    units = [(own, unit) for own, spans in zip(batch.batch.mask, credit.spans, strict=True) for unit in spans]
     assert len(units) > 8
     assert all(own[unit.start : unit.end].all() for own, unit in units)
-    assert all(own[span.start : span.end].all() for own, span in zip(batch.mask, credit.answers, strict=True))
+    assert all(own[span.start : span.end].all() for own, span in zip(batch.batch.mask, credit.answers, strict=True))
     assert logged(trainer, "credit/scored_fraction") == [1.0]
 
 

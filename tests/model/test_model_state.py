@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import ScoredBatch, TrainingForward
+from cfa_kernels import Batch, TrainingForward
 from cfa_kernels.loss.ragged import LossBatch
 from cfa_kernels.model import state as model_state
 from cfa_kernels.model.parts import causal_lm
@@ -92,11 +92,11 @@ def test_a_forward_whose_model_has_changed_since_is_not_continued(change):
     before = drops(forward)
     do(model, forward)
     causal = causal_lm(model)
-    batch = ScoredBatch.of(causal, ROWS, *SMALL_SPANS, mask=PLACEHOLDER)
+    batch = Batch(ROWS, units=SMALL_SPANS[0], answers=SMALL_SPANS[1])
     for ask in (
         lambda: drops(forward),
         lambda: forward.query_logprobs(causal, [[QUERY]]),
-        lambda: TrainingForward(forward).score(batch),
+        lambda: TrainingForward(forward).score(batch, mask=PLACEHOLDER),
     ):
         with pytest.raises(RuntimeError, match=f"cannot be continued: .*{message}"):
             ask()
