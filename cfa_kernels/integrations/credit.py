@@ -28,6 +28,7 @@ OFFERS = {
     "verl, by log-prob requests": OFFERED_BY_A_SERVICE | {ENTROPIES},
     "OpenRLHF": OFFERED_BY_A_SERVICE | Sharded.capabilities,
     "OpenRLHF, by log-prob requests": OFFERED_BY_A_SERVICE,
+    "prime-rl": OFFERED_BY_A_SERVICE,
     "your loop, `InProcess` or `PackedForward`": frozenset(NEEDS),
     "your loop, `Sharded`": frozenset(NEEDS) - {GRADIENTS},
     "your loop, `LogprobService`": frozenset(NEEDS) - {DISTRIBUTIONS, MODEL, GRADIENTS},

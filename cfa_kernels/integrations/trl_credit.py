@@ -8,10 +8,14 @@ from torch import Tensor
 
 from .. import CounterfactualConfig, Credit, DeferredCredit, Rows
 from ..batch import Batch
+from ..ops.kept_tokens import KeptTokens
 from ..text.offsets import decoded
 
 ROW = "credit_row"
 """Name, among the inputs of the loss, of the (b,) places of a micro-batch's rows in their generation batch."""
+
+KEPT = "kept_tokens"
+"""Name, among the inputs of the loss, of the list of `KeptTokens` of a micro-batch's rows."""
 
 
 def why_at_once(deferred: DeferredCredit, micro_batches: int, one_update: bool) -> str | None:
@@ -95,3 +99,29 @@ def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
     """Return what the loss counts of TRL's completions, (B, T): not a tool's tokens."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def kept_tokens_of(masks: Sequence[Any], sampled: Sequence[Sequence[int]], mask: Tensor) -> list[KeptTokens]:
+    """Check the ids that a sampler kept at each token of B completions, `KeptTokens` or lists of lists of ids.
+
+    Args:
+        sampled: ids of the B completions.
+        mask: (B, T), tokens that the loss counts: their own id must be among those kept, if any are.
+
+    Raises `ValueError` naming row and token.
+    """
+    if len(masks) != len(sampled):
+        raise ValueError(f"sampling_mask: expected the kept ids of {len(sampled)} completions, got {len(masks)}")
+    checked = []
+    for b, (own, ids) in enumerate(zip(masks, sampled, strict=True)):
+        name, counted = f"sampling_mask row {b}", torch.zeros(len(ids), dtype=torch.bool)
+        counted[: mask.shape[1]] = mask[b, : len(ids)].bool().cpu()
+        kept = own if isinstance(own, KeptTokens) else KeptTokens.of(own)
+        place = f"{name}, token {{}}".format
+        checked.append(kept.checked(place, len(ids), name=name, targets=torch.tensor(ids), counted=counted))
+    return checked
+
+
+def of_first_tokens(kept: Sequence[KeptTokens], rows: Rows) -> list[KeptTokens]:
+    """Cut kept ids to the tokens of `rows`, of which those of completions that are masked as truncated have none."""
+    return [one.take(slice(0, n)) for one, n in zip(kept, rows.lengths, strict=True)]

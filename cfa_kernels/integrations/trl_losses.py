@@ -20,7 +20,7 @@ from ..model.modes import one_mode
 from ..model.sharded.ranks import inside
 from ..rows import Rows, pad_rows
 from ..scoring.packed import packed_forward
-from .trl_credit import ROW, unpadded
+from .trl_credit import KEPT, ROW, of_first_tokens, unpadded
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
@@ -41,7 +41,8 @@ def loss_of_packed_rows(
     """Compute the same loss from one packed forward, which feeds each prompt once and no padding.
 
     Args:
-        inputs: TRL's `prompt_ids`, `prompt_mask`, `completion_mask`, padded as TRL pads.
+        inputs: TRL's `prompt_ids`, `prompt_mask`, `completion_mask`, padded as TRL pads; `KEPT`, where a sampler cut
+            its distributions off.
         options: those of `linear_policy_loss`, (B, T) as there; `targets` are TRL's completions.
         head_in_float32: the head's products in float32, outside autocast.
         entropy_coef: factor of the mean entropy, which is subtracted.
@@ -62,7 +63,8 @@ def loss_of_packed_rows(
         rows = credit.batch.rows.take(places)
     names = ("old_logprobs", "advantages", "weights", "mask", "ref_logprobs", "sampling_logprobs")
     columns = {name: column for name in names if (column := options.pop(name)) is not None}
-    batch = Batch(rows, **{name: unpadded(column, rows) for name, column in columns.items()})
+    kept = of_first_tokens(inputs[KEPT], rows) if KEPT in inputs else None
+    batch = Batch(rows, kept_tokens=kept, **{name: unpadded(column, rows) for name, column in columns.items()})
     counted = sum(int(row.sum()) for row in batch.mask or ())
     options["entropy_coef"] = entropy_coef * scale / max(counted, 1) if entropy_coef else 0.0
     due = credit if credit is not None and credit.is_due(places) else None
@@ -82,7 +84,7 @@ def loss_of_packed_rows(
     in_heads_mode = partial(torch.autocast, forward.device.type, enabled=False) if head_in_float32 else nullcontext
     if high_entropies is not None:  # before branches, of which processes feed different numbers
         with in_heads_mode(), torch.set_grad_enabled(torch.is_grad_enabled() and entropy_coef != 0):
-            values = forward.logprobs(options["temperature"], return_entropy=True)
+            values = forward.logprobs(options["temperature"], return_entropy=True, kept_tokens=batch.kept_tokens)
         mask = plain.columns["mask"].to(forward.device)
         logprobs, entropies = (torch.where(mask, pad_rows(each, mask.shape[1]), 0) for each in values)  # type: ignore[arg-type]
         if (ranks := inside(model)) is not None:

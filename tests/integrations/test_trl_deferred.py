@@ -156,7 +156,7 @@ def test_what_keeps_credit_out_of_the_training_forward_is_said_once(train, caplo
     assert (trainer._deferred is not None) == (options == {"trainer": {"packed_loss": True}})
 
 
-@pytest.mark.skipif(integration._TRL.release < (1, 14), reason="the stand-in for vLLM speaks TRL 1.14's interface")
+@pytest.mark.skipif(integration.TRL.release < (1, 14), reason="the stand-in for vLLM speaks TRL 1.14's interface")
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
 def test_vllms_correction_takes_log_probs_beside_and_credit_is_deferred_all_the_same(train, monkeypatch, mode):
     """TRL's padded forward for the log-probs keeps nothing that credit could read."""
