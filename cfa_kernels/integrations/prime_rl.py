@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig
-from ..credit.config import RECOMMENDED, as_config
+from ..credit.config import as_config
+from ..credit.presets import RECOMMENDED
 from ..credit.deferred import Draws
 from ..estimators.base import SIBLINGS
 from ..rows import Rows, equal_prompts
