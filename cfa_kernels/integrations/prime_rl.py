@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .. import CounterfactualConfig
 from ..credit.config import as_config
-from ..credit.presets import RECOMMENDED
 from ..credit.deferred import Draws
+from ..credit.presets import RECOMMENDED
 from ..estimators.base import SIBLINGS
 from ..rows import Rows, equal_prompts
 from ..scoring.access import LogprobService
