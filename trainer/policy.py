@@ -4,8 +4,7 @@ This is the trainer's one contact with PEFT and with files of weights.
 """
 
 import contextlib
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from .config import TrainConfig
 from .processes import rank
 from .settings import model_path, require_model
 
-_LOG = logging.getLogger(__name__)
 # On the host; one copy of tensors that are sharded, by the process of rank 0. Frozen and tied weights are not there.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
@@ -64,8 +62,8 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, comp
     """Load the model to train, on its device and in eval mode, with kernels that suit layers that will be compiled.
 
     Raises:
-        ValueError: the model cannot be loaded, its checkpoint lacks tensors or has some of another size, or neither it
-            nor the tokenizer names a token that ends a completion; the message names model and tensors.
+        ValueError: the model cannot be loaded, its checkpoint does not hold exactly its tensors, or neither it nor the
+            tokenizer names a token that ends a completion; the message names model and tensors.
         FloatingPointError: a weight is not finite; the message names it.
     """
     model = _load_whole(config.model, config.precision.weights)
@@ -106,7 +104,7 @@ def _loading(name: str, part: str) -> Iterator[None]:
 
 
 def _load_whole(name: str, dtype: torch.dtype) -> Any:
-    """Load a causal model whose checkpoint has all its tensors; transformers gives missing ones random values."""
+    """Load a causal model that uses every tensor of its checkpoint; transformers gives missing ones random values."""
     with _loading(name, "weights"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_path(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
@@ -116,16 +114,24 @@ def _load_whole(name: str, dtype: torch.dtype) -> Any:
         f"{tensor} as {tuple(saved)} where the model needs {tuple(own)}"
         for tensor, saved, own in info["mismatched_keys"]
     ]
-    faults = {"lacks": sorted(info["missing_keys"]), "holds": sizes}
-    if said := [f"{fault} {_few(names)}" for fault, names in faults.items() if names]:
-        raise ValueError(f"model {name}: its checkpoint does not fit {type(model).__name__}: it {'; it '.join(said)}")
-    if extra := sorted(info["unexpected_keys"]):  # value heads, and layers that predict further tokens
-        _LOG.warning("model %s: left out, and not saved: %s", name, _few(extra))
+    faults = {"lacks": info["missing_keys"], "has no place for": info["unexpected_keys"], "holds": sizes}
+    is_more = not (info["missing_keys"] or sizes)  # than the model needs, and nothing else is wrong
+    if said := [
+        f"{fault} {', '.join(sorted(names)[:5])} ({len(names)} in all)" for fault, names in faults.items() if names
+    ]:
+        fitting = f"model {name}: its checkpoint does not fit {type(model).__name__}: it {'; it '.join(said)}"
+        raise ValueError(
+            fitting + (_WITHOUT.format(source=model_path(name), to=f"{Path(name).name}-without") * is_more)
+        )
     return model
 
 
-def _few(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:5])} ({len(names)} in all)"
+# Value heads and layers that predict further tokens are not used; transformers leaves them out where it loads.
+_WITHOUT = (
+    '; to leave them out, run python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
+    "[kind.from_pretrained('{source}').save_pretrained('{to}') for kind in (AutoModelForCausalLM, AutoTokenizer)]\" "
+    "and take --model {to}"
+)
 
 
 def require_finite_weights(weights: Mapping[str, Tensor]) -> None:

@@ -1,14 +1,16 @@
 """Loading and saving: a policy is exactly what its checkpoint holds, and what is saved is finite."""
 
 import re
+import shlex
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.embedded import settings
+from tests.support.embedded import SMALL, settings
 from tests.support.tiny import write_tiny
 from trainer import policy as module
+from trainer.__main__ import main
 from trainer.config import TrainConfig
 from trainer.policy import load_policy, load_tokenizer, save_policy
 from trainer.precision import Precision
@@ -46,21 +48,35 @@ def test_a_whole_checkpoint_loads_as_it_was_saved(folder) -> None:
     [
         ({NORM: None}, f"it lacks {NORM}"),
         ({"lm_head.weight": None, NORM: None}, f"it lacks lm_head.weight, {NORM}"),
+        (
+            {"model.layers.0.mlp.gate_proj.bias": torch.zeros(48)},
+            "it has no place for model.layers.0.mlp.gate_proj.bias",
+        ),
         ({NORM: torch.ones(16)}, f"it holds {NORM} as (16,) where the model needs (32,)"),
         ({NORM: torch.tensor([torch.nan] + [1.0] * 31)}, f"parameter {NORM} is not finite"),
     ],
 )
-def test_a_checkpoint_that_does_not_hold_the_models_tensors_is_refused(folder, tensors, said) -> None:
+def test_a_checkpoint_that_does_not_hold_the_models_tensors_ends_the_program(folder, capsys, tensors, said) -> None:
     change(folder, **tensors)
-    with pytest.raises((ValueError, FloatingPointError), match=re.escape(said)):
-        loaded(folder)
+    run = folder.parent / "run"
+    assert main([*SMALL, f"--model={folder}", f"--output_dir={run}", "--max_completion_length=4"]) == 1
+    assert said in capsys.readouterr().err
+    assert not run.exists()
 
 
-def test_tensors_that_the_model_has_no_place_for_are_left_out_and_named(folder, caplog) -> None:
+def test_extra_tensors_are_left_out_as_the_message_says(folder, monkeypatch) -> None:
     """A value head, as trainers of PPO save it, and layers that predict further tokens."""
     change(folder, **{"v_head.summary.weight": torch.zeros(1, 32), "model.mtp_layers.0.weight": torch.zeros(4, 4)})
-    policy, _ = loaded(folder, "--no_use_peft")
-    assert "left out, and not saved: model.mtp_layers.0.weight, v_head.summary.weight (2 in all)" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"no place for model\.mtp_layers\.0\.weight, v_head\.summary\.weight"
+    ) as refused:
+        loaded(folder)
+    _, code, where = re.fullmatch(
+        r"(.+); to leave them out, run python -c (\".+\") and take --model (\S+)", str(refused.value)
+    ).groups()
+    monkeypatch.chdir(folder.parent)
+    exec(shlex.split(code)[0])
+    policy, _ = loaded(folder.parent / where, "--no_use_peft")
     saved = load_file(folder / "model.safetensors")
     assert all(torch.equal(p, saved[name]) for name, p in policy.named_parameters())
 

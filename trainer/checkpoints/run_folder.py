@@ -1,4 +1,4 @@
-"""Find a run's folder, keep it for one process, and go on from its last checkpoint.
+"""Find a run's folder, keep it for one process, and go on from its last good checkpoint.
 
 A run folder holds `config.yaml`, what the report writes, the trained model at the end, and `checkpoints/`, one folder
 for each step that was kept: `state.pt`, and `run.json` with what the run depends on and how far its files were written.
@@ -11,6 +11,7 @@ import itertools
 import json
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+
+from cfa_kernels.model.sharded.fsdp import is_piece
 
 from ..checks import sampling_gap_limit
 from ..cli import read_mapping, to_yaml
@@ -52,59 +55,61 @@ class Refused(ValueError):
 
 @dataclass
 class RunFolder:
-    """Folder of a run, in which no other process writes."""
+    """Folder of a run, in which no other process writes; `notes` name damaged checkpoints."""
 
     path: Path
+    notes: list[str] = field(default_factory=list)
     started: datetime = field(default_factory=lambda: datetime.now())
     """When the run began: the date in prompts whose chat template writes one."""
     _facts: dict[str, str] = field(default_factory=dict)
 
     def begin(self, trainer: Trainer) -> tuple[int, dict[str, Any]]:
-        """Bring a trainer to the last checkpoint; gives its step and the report's state, or step 0 and nothing.
+        """Bring a trainer to the last good checkpoint; gives its step and the report's state, or step 0 and nothing.
 
         Raises:
-            Refused: the checkpoint cannot be read, or the run was begun with other data or another kind of device.
+            Refused: no checkpoint is good, or the run was begun with other data, weights or kind of device.
             DiskError: the settings cannot be written.
         """
-        self._facts, self.started, config = _facts(trainer), trainer.started, trainer.config
-        step, report = on_first(self._last)
-        if step is None:
-            step = 0
-        else:
-            with self._reading(step):
+        config, self._facts, self.started = trainer.config, _facts(trainer), trainer.started
+        is_begun, steps = on_first(lambda: (_is_begun(self.path), sorted(_steps(self.path), reverse=True)))
+        for step in steps:
+            try:
+                report: dict[str, Any] = on_first(lambda: self._read(step))["report"]  # noqa: B023 (called at once)
                 state = torch.load(self._checkpoint(step) / "state.pt", "cpu", weights_only=True)
-            restore(trainer, state)
+            except Refused:
+                if is_begun:
+                    raise
+            except Exception as problem:  # a file that was changed fails in as many ways as it has bytes
+                said = f"{type(problem).__name__}: {problem}"
+                self.notes.append(f"{self._checkpoint(step)} is damaged and was left out: {said}")
+            else:
+                restore(trainer, state)
+                break
+        else:
+            step, report = 0, {}
+            if is_begun:
+                raise Refused("; ".join([f"{self.path}: no checkpoint to go on from", *self.notes, _NEW]))
         if step > config.max_steps:
             raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
         on_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config, made_by(), _resolved(trainer))))
         return step, report
 
-    def _last(self) -> tuple[int | None, dict[str, Any]]:
-        """Read the last checkpoint but for its tensors, and raise unless it is this run's."""
-        if not (steps := _steps(self.path)):
-            if _is_begun(self.path):
-                raise Refused(f"{self.path}: no checkpoint to go on from; {_NEW}")
-            return None, {}
-        with self._reading(step := max(steps)):
-            content: dict[str, Any] = json.loads((self._checkpoint(step) / "run.json").read_bytes())
-            for name, size in content["report"]["bytes"].items():
-                if (now := (self.path / name).stat().st_size) < size:
-                    raise ValueError(f"{self.path / name} has {now} bytes, and had {size} at step {step}")
+    def _read(self, step: int) -> dict[str, Any]:
+        """Read a checkpoint but for its tensors, and raise unless it is whole and this run's."""
+        folder = self._checkpoint(step)
+        content: dict[str, Any] = json.loads((folder / "run.json").read_bytes())
+        if content["step"] != step:
+            raise ValueError(f"it holds step {content['step']}: it was copied or renamed")
+        with zipfile.ZipFile(folder / "state.pt") as parts:  # torch reads a changed byte without a word
+            if (part := parts.testzip()) is not None:
+                raise ValueError(f"state.pt: the CRC of {part} is wrong")
+        for name, size in content["report"]["bytes"].items():
+            if (now := (self.path / name).stat().st_size) < size:
+                raise ValueError(f"{self.path / name} has {now} bytes, and had {size} at step {step}")
         for name, fact in self._facts.items():
             if (then := content["facts"].get(name)) != fact:
-                if step == 0:  # nothing is lost
-                    return None, {}
                 raise Refused(f"{self.path}: {name} was {then} and is {fact} now; {_NEW}")
-        return step, content["report"]
-
-    @contextlib.contextmanager
-    def _reading(self, step: int) -> Iterator[None]:
-        """Name a checkpoint that cannot be read; it was whole when it got its name, so nothing else is tried."""
-        try:
-            yield
-        except Exception as problem:  # a file that was changed fails in as many ways as it has bytes
-            said = f"{self._checkpoint(step)} cannot be read: {type(problem).__name__}: {problem}"
-            raise Refused(f"{said}; remove it to go on from the one before, or {_NEW}") from problem
+        return content
 
     def save(self, trainer: Trainer, step: int, report: Callable[[], dict[str, Any]]) -> None:
         """Keep a checkpoint of a step, with what `report()` gives, and the one before it; all processes call this.
@@ -124,9 +129,9 @@ class RunFolder:
                 torch.save(state, file)
             content = {"step": step, "facts": self._facts, "report": report, "started": self.started.isoformat()}
             (aside / "run.json").write_text(json.dumps(content), encoding="utf-8")
-        newest = {f"step-{one}" for one in sorted(_steps(self.path))[-_CHECKPOINTS:]}
-        for other in folder.parent.iterdir():  # also what a killed process left half written
-            if other.name not in newest:
+        newest = sorted(one for one in _steps(self.path) if one <= step)[-_CHECKPOINTS:]
+        for other in folder.parent.iterdir():  # those beyond this step were damaged
+            if other.name not in {f"step-{one}" for one in newest}:
                 shutil.rmtree(other, ignore_errors=True)
 
     def how_to_go_on(self) -> str:
@@ -151,16 +156,16 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
         DiskError: it cannot be written to, or another process has it.
     """
     with contextlib.ExitStack() as stack:
-        yield on_first(lambda: _opened(_own_folder(config, stack)))
+        yield on_first(lambda: _folder_of(_own_folder(config, stack)))
 
 
-def _opened(path: Path) -> RunFolder:
-    folder = RunFolder(path)
-    if any(steps := _steps(path)):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # `begin` says what is wrong with it
-            content = json.loads((folder._checkpoint(max(steps)) / "run.json").read_bytes())
-            folder.started = datetime.fromisoformat(content["started"])
-    return folder
+def _folder_of(path: Path) -> RunFolder:
+    """Make the folder of a new run, or of one that has begun, with the time of its beginning."""
+    for step in sorted(_steps(path), reverse=True) if _is_begun(path) else []:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # `begin` finds what is wrong with it
+            content = json.loads((path / "checkpoints" / f"step-{step}" / "run.json").read_bytes())
+            return RunFolder(path, started=datetime.fromisoformat(content["started"]))
+    return RunFolder(path)
 
 
 def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
@@ -195,7 +200,6 @@ def _locked(path: Path, stack: contextlib.ExitStack) -> Path:
             if [entry.name for entry in path.iterdir()] == [_LOCK]:
                 shutil.rmtree(path)
 
-    # A file lock, and not a file that is there: it ends with the process, however that ends.
     with naming(path, "output_dir: "):
         path.mkdir(parents=True, exist_ok=True)
         try:
@@ -222,13 +226,20 @@ def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
 
 
 def _facts(trainer: Trainer) -> dict[str, str]:
-    """Name what a run depends on in addition to its settings: kind of device, problems, prompts."""
+    """Name what a run depends on, settings apart: kind of device, problems, weights that are in no checkpoint."""
+    weights, models = hashlib.sha256(), [trainer.policy, *filter(None, [trainer.reference])]
+    for weight in [p for model in models for p in model.parameters() if not p.requires_grad]:
+        whole = weight.full_tensor() if is_piece(weight) else weight  # type: ignore[attr-defined]
+        weights.update(whole.flatten()[:256].float().cpu().numpy().tobytes())
     texts = "prompts (instruction, chat template, tokenizer)"
     parts = {
         "training problems": trainer.rows, f"training {texts}": trainer.prompts,
         "held-out problems": trainer.held_out, f"held-out {texts}": trainer.held_out_prompts,
     }  # fmt: skip
-    return {"kind of device": trainer.config.precision.device.type} | {
+    return {
+        "kind of device": trainer.config.precision.device.type,
+        "SHA-256 of the first 256 values of each of the model's own weights": weights.hexdigest()[:12],
+    } | {
         f"SHA-256 of the {name}": hashlib.sha256(json.dumps(part, default=str).encode()).hexdigest()[:12]
         for name, part in parts.items()
     }
