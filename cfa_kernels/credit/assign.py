@@ -294,8 +294,6 @@ class Assignment:
             keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
         except TypeError as error:
             raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
-        if config.target == "gold" and config.runs_estimator and batch.targets is None:
-            raise ValueError("targets must be given with target='gold': a gold answer for each row, got None")
         batch = batch.with_columns(targets=target_ids(batch.targets, tokenizer))
         whole, gained = batch, [0] * len(batch)
         if ANSWER in config.needs and not config.needs & {ENTROPIES, EXTERNAL} and traces(batch.rows):

@@ -20,7 +20,7 @@ from ..scoring.packed import PackedForward, packed_logprobs, stands_alone
 from ..tree.prefix_tree import Query
 from .assign import Assignment, Credit, counterfactual_credit
 from .config import CounterfactualConfig
-from .units import check_advantages, credited_rows
+from .units import check_advantages, check_needed, credited_rows
 from .weights import Gather, normalized_weights
 
 
@@ -72,6 +72,7 @@ class DeferredCredit:
     ) -> None:
         self.config, self.tokenizer, self.batch, self.temperature = config, tokenizer, batch, temperature
         check_advantages(batch, config.completions)
+        check_needed(config, batch)
         self._gather = gather
         self._to_judge = credited_rows(batch, config.completions)
         self.parts: list[tuple[list[int], Credit]] = []
