@@ -17,7 +17,18 @@ import torch
 from docstring_parser import parse_from_object
 
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
-from benchmarks.research import ablation, alignment, arms, demo, pictures, planted, pretrained, regimes
+from benchmarks.research import (
+    ablation,
+    alignment,
+    arms,
+    demo,
+    pictures,
+    planted,
+    pretrained,
+    regimes,
+    statements,
+    turns,
+)
 
 RUN = "--steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1"
 SIZE = f"--seeds 12 {RUN}"
@@ -35,7 +46,7 @@ RIGHT = (
     '"position where right" "right times 4"'
 )
 ALL = (
-    "planted", "demo", "ablation",
+    "planted", "demo", "turns", "ablation",
     *(
         f"ablation --regime {regime} --arms {chosen} --rates {rates} {SIZE} --name evidence-{name}"
         for name, regime, rates, chosen in (
@@ -56,7 +67,7 @@ ALL = (
     f"alignment --truth-groups 4096 --blocks 10 --arms {FEW}",
     *(
         f"alignment --regime {name} --truth-groups 2048 --blocks 10 --arms {chosen} --name evidence-alignment-{name}"
-        for name, chosen in {"plain": "main ideas", "idle8": "main ideas"}.items()
+        for name, chosen in {"plain": "main", "idle8": "main"}.items()
     ),
     *(
         f"alignment --regime {name} --truth-groups 4096 --blocks {blocks} --arms {RIGHT} "
@@ -118,8 +129,15 @@ MEASURES = {
         "what a model writes to the problems of a file, what matters in it, and which estimators find that",
         extent=("judged", "costly", "credited", "scored_in"),
     ),
+    "statements": Measure(
+        statements.StatementsSettings, statements.run, statements.markdown,
+        "which statements of a model's programs draw the credit, and which their tests need",
+    ),
     "planted": Measure(
         planted.PlantedSettings, planted.run, planted.markdown, "which methods find planted truths"
+    ),
+    "turns": Measure(
+        turns.TurnsSettings, turns.run, turns.markdown, "which estimators find the turns of a rollout that mattered",
     ),
     "ablation": Measure(
         ablation.AblationSettings, ablation.run, ablation.markdown,

@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from benchmarks.research.agreement import AUROC, LINES, SPEARMAN, TOKENS, Rows, 
 from benchmarks.research.models import Problem, Subject
 from benchmarks.research.problems import KINDS, PlantedProblem, generate, training_rows
 from benchmarks.research.regimes import make
-from cfa_kernels import Importances, ScoredBatch, Span, SpanRules, TrainingForward, token_entropies
+from cfa_kernels import Batch, Importances, Span, SpanRules, token_entropies
 from cfa_kernels.estimators import Entropy, Gradient, Masking, PrefixGain
 from cfa_kernels.estimators.base import Estimator, OwnFunction
 from cfa_kernels.options import Count, check_fields
@@ -37,12 +37,12 @@ BATCH = 20  # problems that are judged together
 EVERY_LINE = SpanRules(lambda text: [line.span() for line in re.finditer(".*\n", text)], max_spans=64)
 
 
-def position(model: Any, batch: ScoredBatch) -> Importances:
+def position(model: Any, batch: Batch) -> Importances:
     """Judge units by their place."""
     return Importances([torch.arange(len(units)).float() for units in batch.units])
 
 
-def length(model: Any, batch: ScoredBatch) -> Importances:
+def length(model: Any, batch: Batch) -> Importances:
     """Judge units by their number of tokens."""
     return Importances([torch.tensor([float(unit.end - unit.start) for unit in units]) for units in batch.units])
 
@@ -176,15 +176,15 @@ def judge(
     If `single`, each token of the reasoning is judged by itself; a span has the mean over its own, with `means`.
     """
     units = [[Span(t, t + 1) for t in range(one.end)] if single else one.spans for one in cases]
-    batch = ScoredBatch.of(
-        subject.model, rows, units, [one.answer for one in cases], mask=subject.tokenizer.pad_token_id
-    )
-    batch = replace(batch, reasoning_ends=[cases[i].end for i in batch.index], seed=(seed,))
+    batch = Batch(
+        rows, units=units, answers=[one.answer for one in cases], placeholder=subject.tokenizer.pad_token_id,
+        reasoning_ends=[one.end for one in cases], seed=(seed,),
+    )  # fmt: skip
     if isinstance(estimator, Entropy):
         entropies = forward.logprobs(return_entropy=True)[1] if forward else token_entropies(subject.model, rows)
-        batch = replace(batch, entropies=[entropies[i] for i in batch.index])
-    result = estimator(TrainingForward(forward) if forward else InProcess(subject.model), batch)
-    found = batch.to_callers_order(result.values)
+        batch = batch.with_columns(entropies=entropies)
+    result = estimator(forward if forward else InProcess(subject.model), batch)
+    found = result.values
     if single and means:
         found = [torch.stack([row[unit.start : unit.end].mean() for unit in one.spans])
                  for one, row in zip(cases, found, strict=True)]  # fmt: skip

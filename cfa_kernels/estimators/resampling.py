@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..batch import Batch, ScoredRow
 from ..model.attention import KeyValueStore
 from ..model.check.verify import check_supported
 from ..model.head import Head
@@ -20,7 +21,6 @@ from ..ops.head_matmul import write_logits
 from ..ops.row_softmax import compute_dtype
 from ..rows import keyed_generator
 from ..scoring.access import ModelAccess
-from ..scoring.batch import ScoredBatch, ScoredRow
 from ..scoring.masked import CounterfactualScores, ScoringWork, score_batch
 from ..scoring.outcomes import Outcome
 from ..span import Span
@@ -28,7 +28,7 @@ from ..tree.packs import groups_within, pack_of
 from ..tree.prefix_tree import PrefixTree
 
 
-def draw_fills(access: ModelAccess, batch: ScoredBatch, samples: int) -> tuple[list[list[np.ndarray]], ScoringWork]:
+def draw_fills(access: ModelAccess, batch: Batch, samples: int) -> tuple[list[list[np.ndarray]], ScoringWork]:
     """Sample `samples` replacements of every unit, of equal length, from the model's own distribution at its place.
 
     A fill is drawn given the text before it, by the batch's seed, the row's index and the unit's place (rounding can
@@ -38,8 +38,12 @@ def draw_fills(access: ModelAccess, batch: ScoredBatch, samples: int) -> tuple[l
     Returns the ids, int64, of all units of each completion, draw by draw, and counts of work.
     """
     walk = ModelWalk.of(access.model)
-    refuse_length_dependent_rope(walk, max((len(row.prompt) + len(row.completion) for row in batch.rows), default=0))
-    fills = [[_Fill(row, span, batch.seed, n) for n in range(samples) for span in row.spans] for row in batch.rows]
+    refuse_length_dependent_rope(
+        walk, max((len(row.prompt) + len(row.completion) for row in batch.scored_rows), default=0)
+    )
+    fills = [
+        [_Fill(row, span, batch.seed, n) for n in range(samples) for span in row.spans] for row in batch.scored_rows
+    ]
     head, rows = check_supported(walk), [row for row in fills if row]
     sizes = [max(len(fill.context) for fill in row) + sum(fill.length - 1 for fill in row) for row in rows]
     groups = groups_within(sizes, rows_per_forward(walk, batch.token_budget))
@@ -54,15 +58,15 @@ def draw_fills(access: ModelAccess, batch: ScoredBatch, samples: int) -> tuple[l
     return [[np.array(fill.tokens, dtype=np.int64) for fill in row] for row in fills], work
 
 
-def resampled_scores(access: ModelAccess, batch: ScoredBatch, samples: int, outcome: Outcome) -> CounterfactualScores:
+def resampled_scores(access: ModelAccess, batch: Batch, samples: int, outcome: Outcome) -> CounterfactualScores:
     """Score answers by means over `samples` fills of each unit, all of them branches of the same trees.
 
     Source: resampling as in Thought Anchors (arXiv 2506.19143), the rest of the completion held fixed.
     """
     fills, work = draw_fills(access, batch, samples)
-    by_place = {row.place: of_row for row, of_row in zip(batch.rows, fills, strict=True)}
-    filled = batch.with_units([row.spans * samples for row in batch.rows], lambda row, k: by_place[row.place][k])
-    scores = score_batch(access.model, filled, outcome)
+    filled = batch.with_columns(units=[list(units) * samples for units in batch.units])
+    mask = [[torch.from_numpy(ids) for ids in row] for row in fills]
+    scores = score_batch(access.model, filled, outcome, mask)
     masked = [row.view(samples, -1).mean(0) for row in scores.masked]
     drop = [base - row for row, base in zip(masked, scores.base, strict=True)]
     return CounterfactualScores(scores.base, masked, drop, scores.work + work)

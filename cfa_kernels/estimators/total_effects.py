@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..batch import Batch, Mask, ScoredRow
+from ..rows import fed_together
 from ..scoring.access import ModelAccess
-from ..scoring.batch import Mask, ScoredBatch, ScoredRow, branch
+from ..scoring.branches import branch
 from ..span import Span
 from ..tree.prefix_tree import Query
 from .base import Importances
 
 
-def total_effects(access: ModelAccess, batch: ScoredBatch) -> Importances:
+def total_effects(access: ModelAccess, batch: Batch) -> Importances:
     """Mask each unit, see how the answer and every later unit move, and sum all paths from the unit to the answer.
 
     Units are disjoint; else raises `ValueError` naming row and units, and otherwise as `score_counterfactuals`. The
@@ -32,11 +34,13 @@ def total_effects(access: ModelAccess, batch: ScoredBatch) -> Importances:
         tokens are with unit i masked, by the mean of their log-probs, at least 0, and 0 unless j is between i and the
         answer. A completion without an answer has nan throughout.
     """
-    if not isinstance(batch.mask, int):
-        raise ValueError(f"mask={batch.mask!r} cannot be combined with total effects: units after it would move")
-    rows, orders = batch.rows, [_order(row) for row in batch.rows]
-    queries = [_queries(row, order, batch.mask) for row, order in zip(rows, orders, strict=True)]
-    logprobs, work = access.query(queries, index=batch.index, token_budget=batch.token_budget)
+    if not isinstance(batch.placeholder, int):
+        raise ValueError(f"mask={batch.placeholder!r} cannot be combined with total effects: units after it would move")
+    rows, orders = batch.scored_rows, [_order(row) for row in batch.scored_rows]
+    queries = [_queries(row, order, batch.placeholder) for row, order in zip(rows, orders, strict=True)]
+    logprobs, work = access.query(
+        queries, index=batch.index, groups=fed_together(batch.rows), token_budget=batch.token_budget
+    )
     base = torch.full((len(rows),), float("nan"))
     total, direct = ([torch.full((len(row.spans),), float("nan")) for row in rows] for _ in range(2))
     links = [torch.full((len(row.spans),) * 2, float("nan")) for row in rows]

@@ -37,16 +37,16 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from cfa_kernels.options import Count
+from cfa_kernels.options import Count, check_fields
 from trainer.cli import parse
-from trainer.config import DataConfig, TrainConfig
+from trainer.config import TrainConfig
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
 from trainer.embedded.problems import WordProblem, generate
 from trainer.endings import ignore_broken_pipe
 from trainer.evaluate import evaluate
 from trainer.policy import save_policy
 from trainer.rollouts import TransformersEngine
-from trainer.settings import DEFAULTS_FILE, GENERATED
+from trainer.settings import DEFAULTS_FILE, GENERATED, DataConfig
 
 DESCRIPTION = """Train a byte-level BPE tokenizer and a small Qwen3-architecture language model from scratch on worked
 solutions. The result is a model folder for python -m trainer --model."""
@@ -114,7 +114,7 @@ class WarmupConfig(DataConfig):
 
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""
-        super().__post_init__()
+        check_fields(self)
         if self.num_attention_heads < 2 or self.num_attention_heads % 2:
             raise ValueError(f"num_attention_heads must be even, got {self.num_attention_heads}")
 
