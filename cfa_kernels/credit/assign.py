@@ -363,9 +363,10 @@ class Assignment:
         result = access.apply(config.estimator, batch) if capabilities else config.estimator(access, batch)
         importances = _checked(result, [units.get(b, []) for b in places], batch.index)
         importances = replace(importances, signed=importances.signed or config.weights is None)
-        compared, drops = _beyond_rounding(importances, batch.answers, ACCURACY[access.dtype])
+        accuracy = ACCURACY[access.dtype]
+        compared, drops = _beyond_rounding(importances, batch.answers, accuracy)
         base = [] if importances.base is None else list(importances.base.float().cpu())
-        spreads = [_min_spread(importances, answer, ACCURACY[access.dtype]) for answer in batch.answers]
+        spreads = [_min_spread(importances, answer, accuracy) for answer in batch.answers]
         columns = (dict(zip(places, column)) for column in (base, compared, drops, spreads))  # noqa: B905
         return Estimate(importances, *columns)
 
