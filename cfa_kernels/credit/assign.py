@@ -300,8 +300,6 @@ class Assignment:
         if not self.config.runs_estimator or not self._units:
             return None
         queries = self.config.estimator.foreseen(self._batch)
-        if queries is None:
-            return None
         of_row = {row.place: own for row, own in zip(self._batch.rows, queries, strict=True)}
         return [of_row.get(b, []) for b in range(len(self.inputs.rows))]
 
@@ -443,23 +441,30 @@ def _beyond_rounding(
 
     Importances round only if they are changes of an answer's log-prob or probability.
     """
-    compared, drops = [], []
-    for i, (values, answer) in enumerate(zip(importances.values, answers, strict=True)):
-        compared.append(values)
-        drops.append(values)
-        if not len(values) or answer is None or importances.change_of is None:
-            continue
-        tokens = answer.end - answer.start
-        scale = tokens if importances.change_of == "mean_logprob" else 1
-        if importances.base is not None:
-            base = importances.base[i].float().cpu() * scale
-            errors = rounding(torch.cat([base[None], base - values * scale]), tokens, accuracy) / scale
-        else:  # of a probability by the mean over the answer's tokens
-            errors = torch.full((1 + len(values),), accuracy / tokens**0.5)
-        most, least = int(values.argmax()), int(values.argmin())
-        if values[most] - values[least] <= torch.hypot(errors[1 + most], errors[1 + least]):
-            compared[-1] = values.mean().expand(len(values))
-        drops[-1] = values.where(values.abs() > torch.hypot(errors[:1], errors[1:]), 0.0)
+    compared, drops = [*importances.values], [*importances.values]
+    spans = [span if len(values) else None for values, span in zip(drops, answers, strict=True)]
+    judged = [(i, span.end - span.start) for i, span in enumerate(spans) if span and importances.change_of]
+    if not judged:
+        return compared, drops
+    # All rows at once, each number with its row's: a dozen operations on each row took five times as long.
+    rows, tokens = [i for i, _ in judged], torch.tensor([count for _, count in judged]).float()
+    sizes = [len(drops[i]) for i in rows]
+    values, of_row = torch.cat([drops[i] for i in rows]), torch.arange(len(rows)).repeat_interleave(torch.tensor(sizes))
+    if importances.base is not None:
+        scale = tokens if importances.change_of == "mean_logprob" else torch.ones(len(rows))
+        base = importances.base[rows].float().cpu() * scale
+        own = rounding(base, tokens, accuracy) / scale
+        masked = base[of_row] - values * scale[of_row]
+        errors = rounding(masked, tokens[of_row], accuracy) / scale[of_row]
+    else:  # of a probability by the mean over the answer's tokens
+        own = accuracy / tokens**0.5
+        errors = own[of_row]
+    kept = values.where(values.abs() > torch.hypot(own[of_row], errors), 0.0)
+    for i, each, error, row in zip(rows, *(x.split(sizes) for x in (values, errors, kept)), strict=True):
+        drops[i], (low, high) = row, each.aminmax()
+        most, least = error[each.argmax()], error[each.argmin()]
+        if high - low <= torch.hypot(most, least):
+            compared[i] = each.mean().expand(len(each))
     return compared, drops
 
 

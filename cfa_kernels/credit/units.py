@@ -75,7 +75,8 @@ class CreditInputs:
             return rows
         if self.credited_rows == "positive":
             return [b for b in rows if advantages[b].sum() > 0]
-        return [b for b in rows if (advantages[b] != 0).any()]
+        moves = (advantages != 0).tolist() if isinstance(advantages, Tensor) else [row.any() for row in advantages]
+        return [b for b in rows if moves[b]]
 
     def writes(self, b: int) -> Tensor:
         """Return (T_b,) bool, which tokens of a row the policy wrote: by the mask, else by advantages per token."""

@@ -59,6 +59,7 @@ class Estimator:
         negative: whether importances may be below 0.
         needs: names of `NEEDS` that must be met.
         continues: whether its queries continue completions that a training forward has fed already.
+        foresees: whether it lists queries that the training forward itself can feed (`foreseen`).
     """
 
     name: ClassVar[str]
@@ -68,17 +69,15 @@ class Estimator:
     negative: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
     continues: ClassVar[bool] = False
+    foresees: ClassVar[bool] = False
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Judge the units of a batch."""
         raise NotImplementedError
 
-    def foreseen(self, batch: ScoredBatch) -> list[list[Query]] | None:
-        """List for each completion the queries that judging it will ask, so that its own forward can feed them.
-
-        None where they are better fed by a later forward, which no backward follows.
-        """
-        return None
+    def foreseen(self, batch: ScoredBatch) -> list[list[Query]]:
+        """List for each completion the queries that judging it will ask, so that its own forward can feed them."""
+        raise NotImplementedError
 
 
 ESTIMATORS: dict[str, type[Estimator]] = {}

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-import numpy as np
-
 from ..model.limits import apart_by_length, largest_forward, rows_per_forward
 from ..model.stateful_layers import has_cells
 from ..model.walk import Model, ModelWalk
@@ -104,6 +102,6 @@ def queries_of(row: ScoredRow, outcome: Outcome = "logprob", mask: Mask | None =
     for k in (None, *(k for k, span in enumerate(row.spans) if row.masks_something(span))):
         tokens, answer = branch(row, k, mask)
         first = answer.start - 1
-        fed, beyond = np.split(tokens, [first + len(targets)])
-        queries.append(Query(fed, first, targets, beyond=beyond, divergence=outcome in DIVERGENCES))
+        end = first + len(targets)
+        queries.append(Query(tokens[:end], first, targets, beyond=tokens[end:], divergence=outcome in DIVERGENCES))
     return queries
