@@ -107,9 +107,13 @@ class DeferredCredit:
         """List for each of `rows` the queries that its forward can feed so that its credit needs no forward of its own.
 
         None for none, and on a CPU, where their backward costs more than another forward. Call it before that forward.
+        For an estimator that foresees none no text is looked at yet: the device runs the forward meanwhile.
         """
-        alone = inside(causal) is not None or stands_alone(ModelWalk.of(causal)) or self._compares
-        if input_device(causal).type == "cpu" or alone or not self.config.continues or self.config.reads_entropies:
+        config = self.config
+        if input_device(causal).type == "cpu" or not (config.continues and config.estimator.foresees):
+            return None
+        alone = inside(causal) is not None or stands_alone(ModelWalk.of(causal))
+        if alone or self._compares or config.reads_entropies:
             return None
         began, rows = time.perf_counter(), list(rows)
         assignment = Assignment.of(self.config, InProcess(causal), self.tokenizer, self.batch.take(rows), self._seed)

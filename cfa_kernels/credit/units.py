@@ -35,7 +35,8 @@ def credited_rows(batch: Batch, completions: str = "all") -> list[int]:
         return rows
     if completions == "positive":
         return [b for b in rows if advantages[b].sum() > 0]
-    return [b for b in rows if (advantages[b] != 0).any()]
+    moves = (advantages != 0).tolist() if isinstance(advantages, Tensor) else [row.any() for row in advantages]
+    return [b for b in rows if moves[b]]
 
 
 def check_advantages(batch: Batch, completions: str) -> None:
