@@ -78,7 +78,7 @@ class ModelWalk:
         return len(now) == len(self._tensors) and all(map(is_, now, map(ref.__call__, self._tensors)))
 
     def _tensors_now(self) -> list[Any]:
-        return [one for one in chain.from_iterable(map(dict.values, self._stores)) if one is not None]
+        return [one for one in chain.from_iterable(map(dict.values, self._stores)) if one is not None]  # type: ignore[arg-type]
 
     @property
     def model(self) -> PreTrainedModel:
