@@ -204,11 +204,15 @@ class Objective:
         old, reference = ([column[b] for b in index] if column else None for column in (self.old, self.reference))
         loss = forward.policy_loss(
             LossBatch.of(
-                batch.rows, old, advantages, weights=weights, ref_logprobs=reference,
+                batch.rows, old, advantages, weights=weights, mask=batch.mask, ref_logprobs=reference,
                 sampling_logprobs=batch.sampling_logprobs, kept_tokens=batch.kept_tokens, **options,
             )
         )  # fmt: skip
-        moving = [int(((row != 0) & (own != 0)).sum()) for row, own in zip(weights, advantages, strict=True)]
+        counted, rows = batch.mask or (), zip(weights, advantages, batch.mask or (), strict=True)
+        moving = [int(((row != 0) & (own != 0) & one).sum()) for row, own, one in rows]
+        if not all(one.all() for one in counted):  # the loss needs no log-probs of an environment's tokens
+            pairs = zip(loss.logprobs, counted, strict=True)
+            loss = loss._replace(logprobs=[torch.where(one.to(row.device), row, 0.0) for row, one in pairs])
         return index, Moving(sum(moving), sum(count > 0 for count in moving)), loss
 
 
