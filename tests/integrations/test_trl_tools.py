@@ -183,10 +183,10 @@ def test_training_with_tools_is_trls(train, how, credit):
         theirs = trained(train, GRPOTrainer, how)
     else:
         theirs = trained(train, integration.PackedGRPOTrainer, how, credit=credit, packed_loss=False)
-    torch.testing.assert_close(parameters(packed), parameters(theirs), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(parameters(packed), parameters(theirs), rtol=1e-4, atol=1e-5)
     assert max(logged(packed, "grad_norm")) > 0
     for name in ("loss", "grad_norm", "entropy", "reward", "completions/mean_length"):
-        assert logged(packed, name) == pytest.approx(logged(theirs, name), rel=1e-4, abs=1e-6), name
+        assert logged(packed, name) == pytest.approx(logged(theirs, name), rel=1e-4, abs=1e-5), name
 
 
 def test_the_training_programs_environment_is_trls(tmp_path):
