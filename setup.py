@@ -74,7 +74,7 @@ setup(
     ],
     package_dir={"cfa_trainer": "trainer"},
     package_data={
-        "cfa_kernels": ["py.typed", "model/README.md", "credit/presets/*"],
+        "cfa_kernels": ["py.typed", "__init__.pyi", "model/README.md", "credit/presets/*"],
         "cfa_trainer": ["embedded/assets/*", "analyze/assets/*"],
     },
     entry_points={

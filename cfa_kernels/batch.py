@@ -49,52 +49,32 @@ class Batch:
     """Rows with columns in the order of the rows, each checked where it enters and held on the host; None if absent.
 
     Raises `ValueError` naming column, row and value of what is not as described, `TypeError` for any other name.
-
-    Attributes:
-        rows: prompts and completions, as sampled.
-        advantages: (B,), or B tensors (T_b,), float.
-        groups: (B,) int64, equal for completions that are compared with each other.
-        rewards: (B,) fp32; nan for a completion that is neither compared nor credited.
-        entropies: B tensors (T_b,) of the distribution of each sampled token, nats.
-        external: B tensors or lists with a number for each unit or each token, the caller's own importances.
-        probes: B `Probe`s to append and score in place of the completion's own answer, or None.
-        targets: B 1-D int64 tensors of tokens to score in place of its own answer, or None.
-        mask: B tensors (T_b,) bool, given as 0 and 1: the tokens that the policy wrote and the loss counts.
-        weights: B tensors (T_b,), factors of each token's loss; credit multiplies its own by them.
-        old_logprobs, ref_logprobs, sampling_logprobs: B tensors (T_b,), nats, under the sampling policy, the reference
-            model and the engine that sampled, nan where it gave none.
-        kept_tokens: B `KeptTokens`, the ids that the sampler kept at each token.
-        scored: `Rows` as scored, with a probe after the sampled tokens or another answer; by default `rows`.
-        units: B lists of K_b spans of `scored` completions.
-        answers: B spans of `scored` completions, None where there is no answer.
-        reasoning_ends: B integers, where the answer's marker begins, or the length without an answer.
-        placeholder: rule by which units are masked, not a column; likewise all below.
-        token_budget: maximum packed tokens per forward; None derives it from free memory.
-        seed: integers by which draws are keyed, before the row's index.
-        special_ids: ids that end a text or pad a batch, and are not content.
     """
 
-    advantages: Any = None
-    groups: Tensor | None = None
-    rewards: Tensor | None = None
-    entropies: list[Tensor] | None = None
-    external: Sequence[Any] | None = None
-    probes: Sequence[Any] | None = None
-    targets: Sequence[Tensor | None] | None = None
-    mask: list[Tensor] | None = None
-    weights: list[Tensor] | None = None
-    old_logprobs: list[Tensor] | None = None
-    ref_logprobs: list[Tensor] | None = None
-    sampling_logprobs: list[Tensor] | None = None
-    kept_tokens: Sequence[KeptTokens] | None = None
-    scored: Rows
-    units: Sequence[Sequence[Span]]
-    answers: Sequence[Span | None]
-    reasoning_ends: Sequence[int] | None = None
-    placeholder: Mask | None = None
-    token_budget: int | None = None
-    seed: tuple[int, ...] = ()
-    special_ids: tuple[int, ...] = ()
+    rows: Rows  # as sampled
+    advantages: Any = None  # (B,), or B tensors (T_b,), float
+    groups: Tensor | None = None  # (B,) int64, equal for completions that are compared with each other
+    rewards: Tensor | None = None  # (B,) fp32; nan for a completion that is neither compared nor credited
+    entropies: list[Tensor] | None = None  # B tensors (T_b,) of each sampled token's distribution, nats
+    external: Sequence[Any] | None = None  # B tensors or lists, a number for each unit or each token
+    probes: Sequence[Any] | None = None  # B `Probe`s to append and score in place of the own answer, or None
+    targets: Sequence[Tensor | str | None] | None = None  # B 1-D int64 ids, or texts, to score in its place
+    mask: list[Tensor] | None = None  # B tensors (T_b,) bool, given as 0 and 1: the policy's tokens, which count
+    weights: list[Tensor] | None = None  # B tensors (T_b,), factors of each token's loss, and of credit's own
+    old_logprobs: list[Tensor] | None = None  # B tensors (T_b,) under the sampling policy, nats
+    ref_logprobs: list[Tensor] | None = None  # B tensors (T_b,) under the reference model
+    sampling_logprobs: list[Tensor] | None = None  # B tensors (T_b,) of the engine that sampled, nan where it gave none
+    kept_tokens: Sequence[KeptTokens] | None = None  # B, the ids that the sampler kept at each token
+    scored: Rows  # as scored, with a probe after the sampled tokens or another answer; by default `rows`
+    units: Sequence[Sequence[Span]]  # B lists of K_b spans of `scored` completions
+    answers: Sequence[Span | None]  # B spans of `scored` completions, None where there is no answer
+    reasoning_ends: Sequence[int] | None = None  # B integers, where the answer's marker begins, or the length
+
+    # Settings, of all rows.
+    placeholder: Mask | None = None  # rule by which units are masked
+    token_budget: int | None = None  # maximum packed tokens per forward; None derives it from free memory
+    seed: tuple[int, ...] = ()  # by which draws are keyed, before the row's index
+    special_ids: tuple[int, ...] = ()  # ids that end a text or pad a batch, and are not content
 
     def __init__(self, rows: Rows, **columns: Any) -> None:
         check_class(Rows, rows=rows)
@@ -146,7 +126,8 @@ class Batch:
         for name in sorted(columns, key="scored".__ne__):  # units and answers are spans of it
             if name not in _READ and name not in _SETTINGS:
                 raise TypeError(f"a batch has no column {name!r}; it has {', '.join(_READ)}")
-            column = columns[name]
+            if (column := columns[name]) is None and name in ("scored", "units", "answers"):
+                continue  # as they are by default
             if column is not None and name in _READ:
                 column = _READ[name](name, column, self)
             setattr(self, name, column)
@@ -155,6 +136,13 @@ class Batch:
 LOSS_COLUMNS = ("weights", "old_logprobs", "ref_logprobs", "sampling_logprobs", "kept_tokens")
 """Columns that only the loss reads."""
 _SETTINGS = ("placeholder", "token_budget", "seed", "special_ids")
+
+
+def batch_and_options(rows: Rows | Batch, given: Mapping[str, Any]) -> tuple[Batch, dict[str, Any]]:
+    """Make a batch of rows with the columns among the keyword arguments `given`; return what is left of them too."""
+    columns = {name: column for name, column in given.items() if name in _READ}
+    batch = rows.with_columns(**columns) if isinstance(rows, Batch) else Batch(rows, **columns)
+    return batch, {name: value for name, value in given.items() if name not in columns}
 
 
 def _taken(value: Any, rows: list[int]) -> Any:
@@ -178,12 +166,15 @@ def _listed(name: str, column: Any, batch: Batch) -> Any:
 
 def _tokens(name: str, column: Any, batch: Batch) -> Any:
     check_tokens(name, column, batch.rows)
-    return column.detach().cpu() if isinstance(column, Tensor) else [row.detach().cpu() for row in column]
+    if isinstance(column, Tensor):
+        return column.detach().cpu()
+    if len(devices := {row.device for row in column}) == 1 and devices != {torch.device("cpu")}:  # one copy for all
+        column = torch.cat(list(column)).cpu().split(batch.rows.lengths)
+    return [row.detach().cpu() for row in column]
 
 
 def _advantages(name: str, column: Any, batch: Batch) -> Any:
-    column = _tokens(name, column, batch)
-    check_floating(name, column)
+    check_floating(name, column := _tokens(name, column, batch))
     return column
 
 
@@ -205,11 +196,6 @@ def _mask(name: str, column: Any, batch: Batch) -> list[Tensor]:
         for t in ((row != 0) & (row != 1)).nonzero().flatten().tolist():
             raise ValueError(f"mask row {b}, token {t}: must be 1 or 0, got {row[t].item()}")
     return [row.bool() for row in rows]
-
-
-def _scored(name: str, column: Any, batch: Batch) -> Rows:
-    check_class(Rows, scored=column)
-    return _listed(name, column, batch)  # type: ignore[no-any-return]
 
 
 def _units(name: str, column: Any, batch: Batch) -> list[list[Span]]:
@@ -239,7 +225,7 @@ _READ: dict[str, Callable[[str, Any, Batch], Any]] = {
     "ref_logprobs": _tokens,
     "sampling_logprobs": _tokens,
     "kept_tokens": _listed,
-    "scored": _scored,
+    "scored": _listed,
     "units": _units,
     "answers": _answers,
     "reasoning_ends": _listed,

@@ -13,7 +13,7 @@ from cfa_kernels.integrations.credit import OFFERS
 from trainer.help import documented
 
 FOLDER = Path(__file__).parent
-OWN = ("estimator", "weights", "control", "completions", "units", "normalize", "open_spans", "token_budget")
+OWN = ("estimator", "weights", "control", "completions", "units", "target", "normalize", "open_spans", "token_budget")
 """Options of the configuration itself."""
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -27,6 +27,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "`masking`, `preselect`, by `gradient`": {"preselect": 0.5, "preselect_by": "gradient"},
     **{f"`{name}`": {"estimator": name} for name in ESTIMATORS if name != "masking"},
     "a function of yours": {"estimator": lambda model, batch: batch.units},
+    '`target="gold"`': {"target": "gold"},
     '`control="random"` of weights': {"control": "random"},
 }
 """Configurations that differ in what they need of a host."""

@@ -14,10 +14,10 @@ import pytest
 import torch
 import yaml
 
-from cfa_kernels import CounterfactualConfig, Rows, counterfactual_weights
+from cfa_kernels import CounterfactualConfig, Rows, counterfactual_credit
 from cfa_kernels.credit.config import flat_options
 from cfa_kernels.estimators import ESTIMATORS
-from cfa_kernels.loss.checks import LEVELS, LOSS_TYPES
+from cfa_kernels.loss.types import LEVELS, LOSS_TYPES
 from docs import options
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
@@ -173,7 +173,7 @@ def rollouts() -> SimpleNamespace:
         ids[i, :n], attention[i, :n], mask[i, len(prompt) : n] = torch.tensor(prompt + completion), 1, 1
     each, weights = torch.tensor([1.2, -0.8, 0.0]), torch.ones(3, 10)
     rows = Rows(list(map(torch.tensor, prompts)), list(map(torch.tensor, completions)))
-    for i, row in enumerate(counterfactual_weights(tiny_model(), tiny_tokenizer(), rows, advantages=each)):
+    for i, row in enumerate(counterfactual_credit(tiny_model(), tiny_tokenizer(), rows, advantages=each).weights):
         weights[i, len(prompts[i]) : len(prompts[i]) + len(row)] = row
     assert weights.unique().numel() > 3
     return SimpleNamespace(ids=ids, attention=attention, mask=mask, advantages=each[:, None] * mask, weights=weights)

@@ -24,7 +24,6 @@ from cfa_kernels import (
     Batch,
     Credit,
     DeferredCredit,
-    LossBatch,
     Rows,
     packed_forward,
     packed_logprobs,
@@ -192,7 +191,6 @@ class Objective:
         if is_due:
             with self.times.during("credit"):
                 credit.by_forward(index, forward)
-        weights, advantages = credit.weights(index), credit.signed(index)
         options = {
             **config.loss_options, "temperature": config.temperature, "compute_entropy": True, "validate": False,
             "num_items_in_batch": counted_tokens(self.batch, range(len(self.batch))),
@@ -202,14 +200,12 @@ class Objective:
             options["sampling_mode"] = config.importance_sampling_mode
             options["sampling_clip_max"] = config.importance_sampling_clip_max
         old, reference = ([column[b] for b in index] if column else None for column in (self.old, self.reference))
-        loss = forward.policy_loss(
-            LossBatch.of(
-                batch.rows, old, advantages, weights=weights, mask=batch.mask, ref_logprobs=reference,
-                sampling_logprobs=batch.sampling_logprobs, kept_tokens=batch.kept_tokens, **options,
-            )
-        )  # fmt: skip
-        counted, rows = batch.mask or (), zip(weights, advantages, batch.mask or (), strict=True)
-        moving = [int(((row != 0) & (own != 0) & one).sum()) for row, own, one in rows]
+        credited = credit.columns(index)
+        batch = batch.with_columns(old_logprobs=old, ref_logprobs=reference, **credited)
+        loss = forward.policy_loss(batch, **options)
+        counted = batch.mask or ()
+        columns = zip(*credited.values(), counted, strict=True)
+        moving = [int(((row != 0) & (own != 0) & one).sum()) for row, own, one in columns]
         if not all(one.all() for one in counted):  # the loss needs no log-probs of an environment's tokens
             pairs = zip(loss.logprobs, counted, strict=True)
             loss = loss._replace(logprobs=[torch.where(one.to(row.device), row, 0.0) for row, one in pairs])
@@ -270,7 +266,9 @@ def backward(
 def idle_loss(policy: nn.Module) -> PackedLoss:
     """Compute a loss of 0 by as many forwards as the processes run that share the model and have a micro-batch."""
     nothing, token = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    loss = packed_policy_loss(policy, Rows([token], [token]), None, nothing, mask=[nothing], num_items_in_batch=1).loss
+    loss = packed_policy_loss(
+        policy, Rows([token], [token]), advantages=nothing, mask=[nothing], num_items_in_batch=1
+    ).loss
     return PackedLoss(loss, {}, [])
 
 

@@ -23,9 +23,7 @@ from cfa_kernels import (
     Rows,
     SiblingEdits,
     Span,
-    TrainingForward,
     counterfactual_credit,
-    credited_advantages,
     find_answer,
     packed_forward,
 )
@@ -107,7 +105,7 @@ class Judged:
         if key not in self._credits:
             rows = self.groups.rows
             targets = reference_answers(rows, self.groups.problems, self.policy.tokenizer) if gold else None
-            access = TrainingForward(self.forward) if config.estimator.continues else self.policy.model
+            access = self.forward if config.estimator.continues else self.policy.model
             self._credits[key] = self._timed(key, lambda: counterfactual_credit(
                 access, self.policy.tokenizer, rows, advantages=self.plain, rewards=self.groups.rewards, config=config,
                 groups=torch.arange(len(rows)) // self.groups.size, targets=targets, seed=rows.lengths,
@@ -121,7 +119,7 @@ class Judged:
         return (1 + arm.twin) * sum(self.seconds.get(key, 0.0) for key in keys)
 
     def _credited(self, config: CounterfactualConfig | None, gold: bool = False) -> list[Tensor]:
-        rows = self.plain if config is None else credited_advantages(self.plain, self.credit(config, gold))
+        rows = self.plain if config is None else self.credit(config, gold).applied_to(self.plain)
         return [row.expand(n) for row, n in zip(rows, self.groups.rows.lengths, strict=True)]
 
     def _entropies(self) -> list[Tensor]:

@@ -17,7 +17,7 @@ import torch
 from docstring_parser import parse_from_object
 
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
-from benchmarks.research import ablation, alignment, arms, demo, pictures, planted, pretrained, regimes
+from benchmarks.research import ablation, alignment, arms, demo, pictures, planted, pretrained, regimes, turns
 
 RUN = "--steps 40 --eval-steps 20 --eval-problems 512 --eval-samples 1"
 SIZE = f"--seeds 12 {RUN}"
@@ -35,7 +35,7 @@ RIGHT = (
     '"position where right" "right times 4"'
 )
 ALL = (
-    "planted", "demo", "ablation",
+    "planted", "demo", "turns", "ablation",
     *(
         f"ablation --regime {regime} --arms {chosen} --rates {rates} {SIZE} --name evidence-{name}"
         for name, regime, rates, chosen in (
@@ -120,6 +120,9 @@ MEASURES = {
     ),
     "planted": Measure(
         planted.PlantedSettings, planted.run, planted.markdown, "which methods find planted truths"
+    ),
+    "turns": Measure(
+        turns.TurnsSettings, turns.run, turns.markdown, "which estimators find the turns of a rollout that mattered",
     ),
     "ablation": Measure(
         ablation.AblationSettings, ablation.run, ablation.markdown,

@@ -17,7 +17,7 @@ from benchmarks.research.agreement import AUROC, LINES, SPEARMAN, TOKENS, Rows, 
 from benchmarks.research.models import Problem, Subject
 from benchmarks.research.problems import KINDS, PlantedProblem, generate, training_rows
 from benchmarks.research.regimes import make
-from cfa_kernels import Batch, Importances, Span, SpanRules, TrainingForward, token_entropies
+from cfa_kernels import Batch, Importances, Span, SpanRules, token_entropies
 from cfa_kernels.estimators import Entropy, Gradient, Masking, PrefixGain
 from cfa_kernels.estimators.base import Estimator, OwnFunction
 from cfa_kernels.options import Count, check_fields
@@ -183,7 +183,7 @@ def judge(
     if isinstance(estimator, Entropy):
         entropies = forward.logprobs(return_entropy=True)[1] if forward else token_entropies(subject.model, rows)
         batch = batch.with_columns(entropies=entropies)
-    result = estimator(TrainingForward(forward) if forward else InProcess(subject.model), batch)
+    result = estimator(forward if forward else InProcess(subject.model), batch)
     found = result.values
     if single and means:
         found = [torch.stack([row[unit.start : unit.end].mean() for unit in one.spans])

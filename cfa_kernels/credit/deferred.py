@@ -14,13 +14,13 @@ from ..model.modes import evaluation_mode
 from ..model.parts import causal_lm, input_device
 from ..model.sharded.ranks import inside
 from ..model.walk import ModelWalk
-from ..rows import Rows, check_columns, check_floating
-from ..scoring.access import InProcess, ModelAccess, TrainingForward
+from ..rows import Rows, traces
+from ..scoring.access import InProcess, ModelAccess
 from ..scoring.packed import PackedForward, packed_logprobs, stands_alone
 from ..tree.prefix_tree import Query
 from .assign import Assignment, Credit, counterfactual_credit
 from .config import CounterfactualConfig
-from .units import check_advantages, credited_rows
+from .units import check_advantages, check_needed, credited_rows
 from .weights import Gather, normalized_weights
 
 
@@ -44,8 +44,9 @@ class Draws:
 class DeferredCredit:
     """Credit of the rows of a batch.
 
-    Where completions are compared, by the estimator, a function of the caller's or `weights="top"`, they are those of
-    the whole batch, whatever forwards and processes it is split over: credit is then assigned at once, by `by_model`.
+    Where completions are compared, by the estimator, a function of the caller's or `weights="top"`, and where a rollout
+    has several rows, they are those of the whole batch, whatever forwards and processes it is split over: credit is
+    then assigned at once, by `by_model`.
 
     Args:
         config, tokenizer, seed: as in `counterfactual_credit`.
@@ -71,18 +72,20 @@ class DeferredCredit:
     ) -> None:
         self.config, self.tokenizer, self.batch, self.temperature = config, tokenizer, batch, temperature
         check_advantages(batch, config.completions)
+        check_needed(config, batch)
         self._gather = gather
         self._to_judge = credited_rows(batch, config.completions)
         self.parts: list[tuple[list[int], Credit]] = []
         self.seconds = 0.0
         self._seed = seed
-        self._place: dict[int, tuple[Credit, int]] = {}  # by row, its credit and its place there
+        self._assigned = set[int]()
+        self._compares = config.compares_rows or bool(traces(batch.rows))  # of which a token has one credit
         self._is_reported = False
         self._prepared: tuple[list[int], Assignment] | None = None  # for the next forward, of these rows
 
     def is_due(self, rows: Sequence[int]) -> bool:
         """Whether any of `rows` has no credit yet."""
-        return any(b not in self._place for b in rows)
+        return not self._assigned.issuperset(rows)
 
     def to_judge(self) -> list[int]:
         """List the rows that are to be judged, whether or not they have an answer and units."""
@@ -95,8 +98,8 @@ class DeferredCredit:
 
     def compares_beyond(self, forwards: Sequence[Sequence[int]]) -> bool:
         """Whether completions are compared that no single one of the `forwards`, each of some rows, has all of."""
-        if not self.config.compares_rows or self._gather is not None:
-            return self.config.compares_rows
+        if not self._compares or self._gather is not None:
+            return self._compares
         others = {*range(len(self.batch))}.difference(*forwards)
         return len(forwards) > 1 or any(self.reads(sorted(others)))
 
@@ -105,7 +108,7 @@ class DeferredCredit:
 
         None for none, and on a CPU, where their backward costs more than another forward. Call it before that forward.
         """
-        alone = inside(causal) is not None or stands_alone(ModelWalk.of(causal)) or self.config.compares_rows
+        alone = inside(causal) is not None or stands_alone(ModelWalk.of(causal)) or self._compares
         if input_device(causal).type == "cpu" or alone or not self.config.continues or self.config.reads_entropies:
             return None
         began, rows = time.perf_counter(), list(rows)
@@ -120,14 +123,14 @@ class DeferredCredit:
         If others are compared with them, credit is assigned to all rows, with the forward's model (`compares_beyond`).
         """
         if self.compares_beyond([rows]):
-            return self.by_model(forward.causal)
+            return self.by_model(forward.model)
         began = time.perf_counter()
         entropies: Sequence[Tensor] | None = None
         if self.config.reads_entropies:
             with torch.no_grad():
                 values = list(forward.logprobs(self.temperature, return_entropy=True)[1])
             entropies = self._whole(rows, values)
-        self._assign(rows, TrainingForward(forward), entropies)
+        self._assign(rows, forward, entropies)
         self.seconds += time.perf_counter() - began
 
     def by_model(
@@ -162,7 +165,7 @@ class DeferredCredit:
     def _assign(self, rows: Sequence[int], model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None) -> None:
         rows = list(rows)
         (before, assignment), self._prepared = self._prepared or (None, None), None
-        if assignment is not None and before == rows and isinstance(model, TrainingForward):
+        if assignment is not None and before == rows and isinstance(model, PackedForward):
             assignment.access = model
             credit = assignment.credit(assignment.estimate())
         else:
@@ -178,52 +181,29 @@ class DeferredCredit:
             own = None if self.batch.mask is None else self.batch.mask[b]
             credit.weights[i] = normalized_weights(weights, self.config.normalize, own) if partly else weights
         self.parts.append((rows, credit))
-        self._place |= {b: (credit, i) for i, b in enumerate(rows)}
+        self._assigned.update(rows)
 
-    def weights(self, rows: Sequence[int]) -> list[Tensor]:
-        """Return the weights (T_b,) of `rows`, which must have credit."""
-        return [self._place[b][0].weights[self._place[b][1]] for b in rows]
+    def take(self, rows: Sequence[int]) -> Credit:
+        """Return the credit of `rows`, which must be assigned."""
+        rows = list(rows)
+        whole = [credit for own, credit in self.parts if own == rows]  # as a micro-batch asks for its own
+        return whole[0] if whole else Credit.joined(self.batch.rows.lengths, self.parts).take(rows)
 
-    def signed(self, rows: Sequence[int]) -> Tensor | list[Tensor]:
-        """Return the advantages of `rows` that weights multiply: the caller's or, for signed credit, its own."""
-        places = [self._place[b] for b in rows]
-        if any(credit.advantages is not None for credit, _ in places):
-            return [credit.advantages[i] for credit, i in places]  # type: ignore[index]
-        own = self.batch.advantages
-        return own[list(rows)] if isinstance(own, Tensor) else [own[b] for b in rows]
+    def columns(self, rows: Sequence[int]) -> dict[str, Any]:
+        """Give the weights of `rows` and the advantages that they multiply, which signed credit has of its own."""
+        credit = self.take(rows)
+        return {"weights": credit.weights, "advantages": credit.advantages or self.batch.take(rows).advantages}
 
     def credited(self, rows: Sequence[int]) -> Tensor | list[Tensor]:
         """Return the advantages to train `rows` on: (b,) as given if credit changes nothing, else b tensors (T_b,)."""
-        return multiplied(self.signed(rows), self.weights(rows))
+        return self.take(rows).applied_to(self.batch.take(rows).advantages)
 
     def finished(self) -> Credit | None:
         """Join the credit of all rows, in their order, at the first call after all is assigned; else None."""
         if self._is_reported or self.is_due(range(len(self.batch))):
             return None
         self._is_reported = True
-        return Credit.joined(self.batch.rows.lengths, self.parts)
-
-
-def multiplied(advantages: Tensor | Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | list[Tensor]:
-    """Multiply advantages, (B,) or B tensors (T_b,), by weights (T_b,); as they are if every weight is 1."""
-    # As weighing each token's clipped loss: min(r * A, clip(r) * A) * w = min(r * A * w, clip(r) * A * w) for w >= 0.
-    if isinstance(advantages, Tensor) and all((row == 1).all() for row in weights):
-        return advantages
-    return [own * row.to(own) for own, row in zip(advantages, weights, strict=True)]
-
-
-def credited_advantages(advantages: Tensor | Sequence[Tensor], credit: Credit) -> Tensor | list[Tensor]:
-    """Multiply `advantages`, (B,) or B tensors (T_b,), by the weights, or replace them by signed credit; same dtype.
-
-    Returns B tensors (T_b,), or `advantages` as they are if every weight is 1. Raises `ValueError` for a dtype that is
-    not floating point.
-    """
-    check_columns(credit.weights, advantages=advantages)
-    check_floating("advantages", advantages)
-    if credit.advantages is None:
-        return multiplied(advantages, credit.weights)
-    signed = zip(credit.advantages, credit.weights, advantages, strict=True)
-    return [(row * weights).to(own) for row, weights, own in signed]
+        return self.take(range(len(self.batch)))
 
 
 def token_entropies(

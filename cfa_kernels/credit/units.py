@@ -5,14 +5,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..batch import Batch
-from ..estimators.base import ANSWER
-from ..estimators.probes import length_without_eos, with_probe
+from ..estimators.base import ANSWER, TARGETS
+from ..estimators.probes import Probe, length_without_eos, with_probe
+from ..model.parts import context_length, vocab_size
 from ..rows import check_finite, token_ids
 from ..span import Span
 from ..text.find import Reasoning, find_reasoning
+from ..text.turns import find_turns
 from .config import CounterfactualConfig
+from .rollouts import check_traces
 from .weights import Gather
 
 
@@ -35,12 +39,16 @@ def credited_rows(batch: Batch, completions: str = "all") -> list[int]:
 
 
 def check_advantages(batch: Batch, completions: str) -> None:
-    """Raise `ValueError` unless advantages of compared rows are finite, and there where `completions` needs them."""
+    """Raise `ValueError` unless advantages of compared rows are finite, and there where `completions` needs them.
+
+    Also for rows of one rollout that disagree on what they share.
+    """
     if batch.advantages is not None:
         rows = compared_rows(batch)
         check_finite("advantages", [batch.index[b] for b in rows], [batch.advantages[b] for b in rows])
     elif completions == "positive":
         raise ValueError("advantages must be given with completions='positive', which judges by them, got None")
+    check_traces(batch.rows, [written(batch, b) for b in range(len(batch))], batch.advantages)
 
 
 def written(batch: Batch, b: int) -> Tensor:
@@ -50,6 +58,14 @@ def written(batch: Batch, b: int) -> Tensor:
     if isinstance(batch.advantages, list) and batch.advantages[b].any():
         return batch.advantages[b] != 0
     return torch.ones(batch.rows.lengths[b], dtype=torch.bool)
+
+
+def advantage_of(batch: Batch, b: int) -> float:
+    """Return the mean advantage of the tokens of a row that the policy wrote; 1 without advantages."""
+    if batch.advantages is None:
+        return 1.0
+    own = batch.advantages[b]
+    return float(own[written(batch, b)].mean() if own.ndim else own)
 
 
 def of_all_processes(batch: Batch, gather: Gather) -> Batch:
@@ -66,50 +82,116 @@ def of_all_processes(batch: Batch, gather: Gather) -> Batch:
 def find_units(config: CounterfactualConfig, tokenizer: Any, batch: Batch) -> dict[int, Reasoning]:
     """Find answers, ends of reasoning and units of credited rows, as far as control and estimator need them.
 
-    Completions with a probe have units even without an answer.
+    Completions with a probe, and all of them with gold answers, have units even without an answer. Turns are whole;
+    `judged_spans` gives the part of each that an estimator judges.
     """
     ids = {b: batch.rows.completions[b].tolist() for b in credited_rows(batch, config.completions)}
     probed = {b for b in ids if batch.probes is not None and batch.probes[b] is not None}
     if config.control == "off":
         return {b: Reasoning(None, len(row), []) for b, row in ids.items()}
     needs_answer = ANSWER in config.estimator.needs
-    tokens = config.units == "tokens"
+    if config.target == "gold":
+        probed = {*ids}
+    check_needed(config, batch)
+    spans = config.spans if config.units == "spans" and config.reads_units else None
     reasoning = find_reasoning(
-        ids, tokenizer, spans=None if tokens or not config.reads_units else config.spans, answers=config.answers,
-        unanswered=not needs_answer or bool(probed), prompts={b: batch.rows.prompts[b] for b in ids},
-        masks={b: written(batch, b) for b in ids},
+        ids, tokenizer, spans=spans, answers=config.answers, unanswered=not needs_answer or bool(probed),
+        prompts={b: batch.rows.prompts[b] for b in ids}, masks={b: written(batch, b) for b in ids},
     )  # fmt: skip
     with_units = {b for b, row in reasoning.items() if row.answer or b in probed or not needs_answer}
-    if not (tokens and config.reads_units):
+    if config.units == "spans" or not config.reads_units:
         return {b: row if b in with_units else row._replace(spans=[]) for b, row in reasoning.items()}
-    special = special_ids(tokenizer)
-    counts = dict.fromkeys(reasoning, 0)  # tokens of each row
+    special, units = special_ids(tokenizer), dict[int, list[Span]]()
     for b in with_units:
-        counts[b] = len(ids[b]) if not needs_answer else min(reasoning[b].end, length_without_eos(ids[b], special))
-    places = {b: written(batch, b)[: counts[b]].nonzero().flatten().tolist() for b in reasoning}
-    return {b: row._replace(spans=[Span(t, t + 1) for t in places[b]]) for b, row in reasoning.items()}
+        limit = min(reasoning[b].end, length_without_eos(ids[b], special)) if needs_answer else len(ids[b])
+        if config.units == "turns":
+            units[b] = [turn.written for turn in find_turns(written(batch, b)) if turn.written.start < limit]
+        else:
+            units[b] = [Span(t, t + 1) for t in written(batch, b)[:limit].nonzero().flatten().tolist()]
+    return {b: row._replace(spans=units.get(b, [])) for b, row in reasoning.items()}
+
+
+def check_needed(config: CounterfactualConfig, batch: Batch) -> None:
+    """Raise `ValueError` for gold answers or turns without the column that says them, or without a turn in any row."""
+    if TARGETS in config.needs and batch.targets is None:
+        raise ValueError("targets must be given with target='gold': a gold answer for each row, got None")
+    if config.units != "turns" or not len(batch):
+        return
+    if batch.mask is None and not isinstance(batch.advantages, list):
+        raise ValueError("mask must be given with units='turns', 1 on tokens that the policy wrote, got None")
+    if batch.mask and not any(row.any() for row in batch.mask):
+        b = max(range(len(batch)), key=batch.rows.lengths.__getitem__)
+        raise ValueError(
+            f"mask row {batch.index[b]}: holds no token of the policy among {batch.rows.lengths[b]}, nor does any "
+            "other row, so there are no turns; it must be 1 on tokens that the policy wrote"
+        )
+
+
+def judged_spans(
+    config: CounterfactualConfig, batch: Batch, b: int, row: Reasoning, special: Sequence[int]
+) -> list[Span]:
+    """List what an estimator judges for each unit of a row: the unit or, of a turn, what stands before the answer.
+
+    An estimator that `observes` judges a turn with its observation.
+    """
+    if config.units != "turns" or not row.spans:
+        return row.spans
+    limit = batch.rows.lengths[b]
+    if ANSWER in config.estimator.needs:
+        limit = min(row.end, length_without_eos(batch.rows.completions[b], special))
+    ends = {turn.written: turn.observation.end for turn in find_turns(written(batch, b))}
+    return [Span(own.start, min(ends[own] if config.estimator.observes else own.end, limit)) for own in row.spans]
+
+
+def target_ids(targets: Sequence[Tensor | str | None] | None, tokenizer: Any) -> list[Any] | None:
+    """Convert the targets that are text to ids, without special ones."""
+
+    def ids(target: Any) -> Any:
+        if not isinstance(target, str):
+            return target
+        return torch.tensor(tokenizer(target, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+
+    return None if targets is None else list(map(ids, targets))
 
 
 def scored_as(
-    batch: Batch, b: int, row: Reasoning, eos_ids: Sequence[int], vocab: int | None
+    batch: Batch, b: int, row: Reasoning, eos_ids: Sequence[int], model: PreTrainedModel | None, gold: bool
 ) -> tuple[Tensor, Reasoning]:
-    """Append its probe to a row's completion, or replace its answer by its target; `vocab` limits their ids."""
-    completion, name = batch.rows.completions[b], batch.index[b]
-    probe, target = (None if column is None else column[b] for column in (batch.probes, batch.targets))
-    if not row.spans or (probe is None and target is None):
+    """Append its probe to a row's completion, or replace its answer by its target; `model` limits their ids.
+
+    A `gold` target is required, and appended where there is no answer to replace.
+    """
+    completion, name, vocab = batch.rows.completions[b], batch.index[b], None if model is None else vocab_size(model)
+    probe: Probe | None = None if batch.probes is None else batch.probes[b]
+    target: Any = None if batch.targets is None else batch.targets[b]
+    if not row.spans or (probe is None and target is None and not gold):
         return completion, row
     if probe is not None and target is not None:
         raise ValueError(f"targets row {name}: has a probe too; give one of them")
-    if probe is not None:
-        longer, answer = with_probe(name, completion, row.spans, probe, eos_ids, vocab)
-        return longer, row._replace(answer=answer, end=len(longer) - len(probe.tokens))
-    assert target is not None
-    if row.answer is None:
-        raise ValueError(f"targets row {name}: the completion has no answer to replace; give a probe instead")
-    token_ids(f"targets row {name}", target, vocab)
-    start = row.answer.start
-    other = torch.cat([completion[:start], target.cpu()])
-    return other, row._replace(answer=Span(start, start + len(target)))
+    if target is None and probe is None:
+        raise ValueError(
+            f"targets row {name}: is None, but the row has {len(row.spans)} units, the first at token "
+            f"{row.spans[0].start}, to be judged by a gold answer; give one, or an advantage of 0"
+        )
+    if probe is None:
+        target = token_ids(f"targets row {name}", target, vocab).cpu()
+        kept = length_without_eos(completion, eos_ids) if row.answer is None else row.answer.start
+        before = len(batch.rows.prompts[b]) + kept
+        longest = None if model is None else context_length(model)
+        if longest is not None and before + len(target) > longest:
+            raise ValueError(
+                f"targets row {name}: {len(target)} tokens after {before} of prompt and completion exceed the model's "
+                f"context of {longest}"
+            )
+        if row.answer is not None:
+            start = row.answer.start
+            other = torch.cat([completion[:start], target])
+            return other, row._replace(answer=Span(start, start + len(target)))
+        if not gold:
+            raise ValueError(f"targets row {name}: the completion has no answer to replace; give a probe instead")
+        probe = Probe(target, Span(0, len(target)))
+    longer, answer = with_probe(name, completion, row.spans, probe, eos_ids, vocab)
+    return longer, row._replace(answer=answer, end=len(longer) - len(probe.tokens))
 
 
 def special_ids(tokenizer: Any) -> tuple[int, ...]:

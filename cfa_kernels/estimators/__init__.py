@@ -9,9 +9,20 @@ from .external import External
 from .gradient import Gradient
 from .masking import Masking
 from .prefix_gain import PrefixGain
+from .progress import Progress
 from .siblings import PrefixTreeValues, SiblingEdits
 
 ESTIMATORS |= {
     kind.name: kind
-    for kind in (Masking, Gradient, PrefixGain, Entropy, EntropyShaping, PrefixTreeValues, SiblingEdits, External)
+    for kind in (
+        Masking,
+        Gradient,
+        PrefixGain,
+        Progress,
+        Entropy,
+        EntropyShaping,
+        PrefixTreeValues,
+        SiblingEdits,
+        External,
+    )
 }

@@ -17,12 +17,16 @@ SIBLINGS = "siblings"
 REWARDS = "rewards"
 ENTROPIES = "entropies"
 EXTERNAL = "external"
+LOG_RATIOS = "log_ratios"
+TARGETS = "targets"
 NEEDS = CAPABILITIES | {
     ANSWER: "an answer in the completion",
     SIBLINGS: "several completions of one prompt",
     REWARDS: "the rewards of completions",
     ENTROPIES: "the entropy of each sampled token's distribution",
     EXTERNAL: "importances that the caller passes in",
+    LOG_RATIOS: "log-probs of sampled tokens under the policy and under a reference",
+    TARGETS: "gold answers that the caller passes in",
 }
 """Needs that an estimator may have of a batch and a model, and what each means; a host declares which it offers."""
 
@@ -59,6 +63,8 @@ class Estimator:
         negative: whether importances may be below 0.
         needs: names of `NEEDS` that must be met.
         continues: whether its queries continue completions that a training forward has fed already.
+        observes: whether it judges a turn together with the observation that follows it.
+        is_reward: whether high importances mean good units, also where the completion's answer is wrong.
     """
 
     name: ClassVar[str]
@@ -68,6 +74,8 @@ class Estimator:
     negative: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
     continues: ClassVar[bool] = False
+    observes: ClassVar[bool] = False
+    is_reward: ClassVar[bool] = False
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge the units of a batch."""

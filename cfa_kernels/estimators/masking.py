@@ -44,6 +44,8 @@ class Masking(Estimator):
     """Estimate that chooses that share: "length" of the unit, or an estimator by its name."""
     placeholder_id: TokenId | None = None
     """Id that replaces masked tokens; None takes the tokenizer's pad token, else its end-of-text token."""
+    mask_observation: bool = False
+    """Mask each turn together with the observation that follows it (LOTAPO 2607.13501); read where units are turns."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -53,6 +55,11 @@ class Masking(Estimator):
                     raise ValueError(f"{name}={getattr(self, name)!r} cannot be combined with effect='total'")
         if self.samples != 1 and self.mask != "resampled":
             raise ValueError(f"samples={self.samples} is not read: only mask='resampled' draws, mask is {self.mask!r}")
+        if self.mask_observation and (self.effect == "total" or self.mask == "resampled"):
+            raise ValueError(
+                f"mask_observation=True cannot be combined with effect={self.effect!r}, mask={self.mask!r}: the model "
+                "does not write observations"
+            )
         if self.preselect_by not in (choices := ("length", *ESTIMATORS)):
             raise ValueError(f"preselect_by must be one of {', '.join(choices)}, got {self.preselect_by!r}")
         if self.preselect_by != "length" and self.preselect == 1:
@@ -66,6 +73,11 @@ class Masking(Estimator):
         else:
             own = DISTRIBUTIONS if self.outcome in DIVERGENCES else LOGPROBS
         return frozenset({ANSWER, own}) | (self._preselector.needs if self._preselector else frozenset())
+
+    @property
+    def observes(self) -> bool:  # type: ignore[override]
+        """Whether a turn is masked together with its observation."""
+        return self.mask_observation
 
     @property
     def negative(self) -> bool:  # type: ignore[override]

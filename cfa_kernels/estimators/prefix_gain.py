@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..batch import Batch, ScoredRow
 from ..model.limits import rope_lengths
-from ..rows import Rows, equal_prompts
+from ..rows import Rows, fed_together
 from ..scoring.access import LOGPROBS, MODEL, ModelAccess
 from ..scoring.masked import ScoringWork
 from ..scoring.plan import queries_of
@@ -30,7 +30,7 @@ class PrefixGain(Estimator):
     The value of a beginning of the completion is the exponential of the mean log-prob of the answer's tokens after
     `completion[:t]` and the marker: the completion's own tokens from the end of the reasoning to the answer. A unit's
     gain is the value after it less that after the unit before; the first unit's is from its own start. Text between two
-    units counts towards the later one.
+    units counts towards the later one; a turn's observation counts towards the turn, whose value is asked after it.
 
     All are queries of one packed tree: the cost is the completion up to its last unit, and marker and answer once for
     each value. A log-prob service gets a sequence of its own for each.
@@ -40,6 +40,7 @@ class PrefixGain(Estimator):
     negative = True
     needs = frozenset({ANSWER, LOGPROBS})
     continues = True
+    observes = True
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge disjoint units in order of position; raises `ValueError` naming row and unit of others."""
@@ -93,7 +94,7 @@ def _by_queries(
         for _, group in groupby(queries, lambda query: sum(query.length > switch for switch in switches)):
             bundles.append(list(group))
             owners.append(b)
-    prompts = equal_prompts(batch.rows.prompts)
+    prompts = fed_together(batch.rows)
     values, work = access.query(
         bundles, index=[batch.index[b] for b in owners], groups=[prompts[b] for b in owners],
         token_budget=batch.token_budget,
@@ -111,8 +112,8 @@ def _by_scores(
     rows = [cut for row in cuts for cut in row]
     if not rows:
         return [torch.zeros(0) for _ in cuts], ScoringWork()
-    ids = ([torch.from_numpy(getattr(row, name)) for row in rows] for name in ("prompt", "completion"))
-    scored = Rows(*ids, [row.index for row in rows])
+    prompts, completions = ([torch.from_numpy(getattr(row, name)) for row in rows] for name in ("prompt", "completion"))
+    scored = Rows(prompts, completions, [row.index for row in rows])
     scores = access.score(Batch(scored, answers=[row.answer for row in rows], token_budget=batch.token_budget))
     sizes = torch.tensor([row.answer.end - row.answer.start for row in rows if row.answer])
     return list((scores.base.float().cpu() / sizes).split([len(row) for row in cuts])), scores.work

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, Mask, ScoredRow
-from ..rows import equal_prompts
+from ..rows import fed_together
 from ..scoring.access import ModelAccess
 from ..scoring.branches import branch
 from ..span import Span
@@ -39,7 +39,7 @@ def total_effects(access: ModelAccess, batch: Batch) -> Importances:
     rows, orders = batch.scored_rows, [_order(row) for row in batch.scored_rows]
     queries = [_queries(row, order, batch.placeholder) for row, order in zip(rows, orders, strict=True)]
     logprobs, work = access.query(
-        queries, index=batch.index, groups=equal_prompts(batch.rows.prompts), token_budget=batch.token_budget
+        queries, index=batch.index, groups=fed_together(batch.rows), token_budget=batch.token_budget
     )
     base = torch.full((len(rows),), float("nan"))
     total, direct = ([torch.full((len(row.spans),), float("nan")) for row in rows] for _ in range(2))

@@ -6,7 +6,8 @@ from accelerate.utils import DistributedType
 from packaging.version import Version
 
 from ..estimators.base import SIBLINGS
-from ..loss.checks import LEVELS, LEVELS_OF, weights_sequences
+from ..loss.checks import weights_sequences
+from ..loss.types import LEVELS, LOSS_TYPES
 from ..model.parts import causal_lm
 from ..model.stateful_layers import has_cells
 from . import require
@@ -83,7 +84,7 @@ def packing_obstacles(trainer: Any, base: Any) -> list[str]:
             f"loss_type={trainer.loss_type!r}: it is not one of {', '.join(_OF_TRL)}",
         ),
         (
-            trainer.importance_sampling_level not in LEVELS_OF.get(trainer.loss_type, LEVELS),
+            trainer.importance_sampling_level not in getattr(LOSS_TYPES.get(trainer.loss_type), "levels", LEVELS),
             f"importance_sampling_level={trainer.importance_sampling_level!r} with loss_type={trainer.loss_type!r}",
         ),
         *(

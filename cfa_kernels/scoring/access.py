@@ -1,4 +1,4 @@
-"""Access a model: in this process, from its training forward, or by a host's log-prob service."""
+"""Access a model: in this process or by a host's log-prob service; `PackedForward` is the third way."""
 
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, Protocol, TypeVar
@@ -12,7 +12,6 @@ from ..batch import Batch, Masks
 from ..model.parts import causal_lm, input_device
 from ..model.quantised import product_dtype
 from ..model.run_inside import is_sharded, run_inside
-from ..model.sharded.ranks import Ranks, inside
 from ..options import as_numbers
 from ..rows import check_finite
 from ..tree.packs import Limits
@@ -20,7 +19,6 @@ from ..tree.prefix_tree import Query
 from .branches import checked_masks
 from .masked import CounterfactualScores, ScoringWork, collect_scores, query_logprobs, score_batch
 from .outcomes import DIVERGENCES, Outcome
-from .packed import PackedForward
 from .plan import ScoringPlan, queries_of
 
 _Result = TypeVar("_Result")
@@ -122,24 +120,6 @@ class Sharded(InProcess):
         """Run `body()` inside one call of the outermost module; raise on all processes what one of them raises."""
         assert self.module is not None
         return run_inside(self.module, body)
-
-
-class TrainingForward(InProcess):
-    """Access to the model of a `PackedForward`: answers and queries continue the completions that it has fed."""
-
-    def __init__(self, forward: PackedForward) -> None:
-        super().__init__(forward.causal)
-        self.forward = forward
-        if isinstance(inside(forward.causal), Ranks):
-            self.capabilities = Sharded.capabilities
-
-    def score(self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob") -> CounterfactualScores:
-        """Feed only the masked branches."""
-        return self.forward.score_batch(batch, outcome, mask)
-
-    def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
-        """Feed only what the forward has not fed."""
-        return self.forward.query_logprobs(self.model, bundles, **options)
 
 
 class RemoteAccess(ModelAccess):

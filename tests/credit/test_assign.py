@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cfa_kernels.credit import units as units_module
-from cfa_kernels.credit.assign import FIGURES, counterfactual_credit, counterfactual_weights
+from cfa_kernels.credit.assign import FIGURES, counterfactual_credit
 from cfa_kernels.credit.config import CounterfactualConfig
 from cfa_kernels.estimators.base import ESTIMATORS
 from cfa_kernels.model.check.accuracy import ACCURACY
@@ -188,8 +188,8 @@ def test_a_tokenizer_without_pad_or_end_of_text_needs_a_placeholder(scored):
         pad_token_id = eos_token_id = None
 
     with pytest.raises(ValueError, match="placeholder_id: the tokenizer has neither"):
-        counterfactual_weights(scored, Bare(), ROWS)
-    counterfactual_weights(scored, Bare(), ROWS, config=CounterfactualConfig(placeholder_id=9))
+        counterfactual_credit(scored, Bare(), ROWS)
+    counterfactual_credit(scored, Bare(), ROWS, config=CounterfactualConfig(placeholder_id=9))
     assert scored.batches[0].placeholder == 9
 
 
@@ -264,10 +264,10 @@ def test_signed_values_are_added_to_the_advantages_of_their_units(scored, contro
 
 def test_signed_values_are_not_lost_where_weights_alone_are_asked_for(scored):
     estimate = importances_of(lambda batch: [[2.0, -1.0][: len(units)] for units in batch.units], signed=True)
-    with pytest.raises(ValueError, match="config: its estimator is signed"):
-        counterfactual_weights(
-            scored, Tokenizer(), ROWS, advantages=torch.ones(4), config=CounterfactualConfig(estimator=estimate)
-        )
+    credit = credited(scored, advantages=torch.ones(4), config=CounterfactualConfig(estimator=estimate))
+    with pytest.raises(ValueError, match=r"credit is signed, .* train on credit.applied_to\(advantages\)"):
+        credit.as_weights()
+    assert credited(scored).as_weights()[0].tolist() == [4.0, 0.5, 1, 1, 1.5]
 
 
 @pytest.mark.parametrize("control", [None, "inverted", "permuted", "random", "off"])

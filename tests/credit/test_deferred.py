@@ -11,7 +11,6 @@ import torch
 
 from cfa_kernels import Batch, CounterfactualConfig, Credit, DeferredCredit, Draws, Importances, packed_forward
 from cfa_kernels.credit import deferred
-from cfa_kernels.credit.deferred import credited_advantages
 from cfa_kernels.integrations import trl_credit
 from tests.support.log_prob_hosts import batch_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -36,7 +35,7 @@ def test_micro_batches_change_neither_weights_nor_draws(options):
         assert parts.finished() is None
         parts.by_forward(part, packed_forward(model, ROWS.take(part), keep_states=True))
         assert not parts.is_due(part)
-    torch.testing.assert_close(parts.weights(range(6)), whole.weights(range(6)), rtol=0, atol=1e-4)
+    torch.testing.assert_close(parts.take(range(6)).weights, whole.take(range(6)).weights, rtol=0, atol=1e-4)
     assert parts.finished().spans == whole.finished().spans
     assert parts.finished() is None
 
@@ -57,7 +56,7 @@ def test_what_is_foreseen_is_fed_with_the_rows_on_a_gpu(trained, monkeypatch):
         logprobs = forward.logprobs()
         kept = [row for b, row in enumerate(logprobs) if trained is None or trained[b]]
         leaves = torch.autograd.grad(sum(row.square().sum() for row in kept), model.parameters())
-        both[device] = credit.weights(range(6)), [row.detach() for row in logprobs], leaves
+        both[device] = credit.take(range(6)).weights, [row.detach() for row in logprobs], leaves
         work = credit.finished().work
         assert work.forwards == (0 if foreseen else 1)
         assert (work.tokens_fed == 0) == (device == "cuda")
@@ -146,11 +145,11 @@ def test_rows_of_several_processes_need_numbers_of_their_own():
 def test_integer_advantages_are_not_credited_as_their_products_with_weights_would_be_cut_to_integers(signed):
     half = [torch.full((2,), 0.5), torch.ones(2)]
     credit = Credit(half, [None] * 2, [[], []], half, torch.zeros(2), None, advantages=half if signed else None)
-    assert torch.stack(credited_advantages(torch.tensor([1.0, -1.0]), credit))[0].tolist() == [0.5 - 0.25 * signed] * 2
+    assert torch.stack(credit.applied_to(torch.tensor([1.0, -1.0])))[0].tolist() == [0.5 - 0.25 * signed] * 2
     for advantages in (torch.tensor([1, -1]), [torch.ones(2), torch.tensor([1, -1])]):
         message = r"advantages must be floating point, got torch.int64; convert them with \.float\(\)"
         with pytest.raises(ValueError, match=message):
-            credited_advantages(advantages, credit)
+            credit.applied_to(advantages)
 
 
 @pytest.mark.parametrize("options", DRAWN, ids=str)
@@ -173,7 +172,7 @@ def test_the_trainer_and_trl_draw_alike(options):
         group_size=3, seed=Draws(7).key(4), temperature=1.0,
     )  # fmt: skip
     trl.by_model(model)
-    torch.testing.assert_close(trl.weights(range(3)), ours.weights([3, 4, 5]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(trl.take(range(3)).weights, ours.take([3, 4, 5]).weights, rtol=0, atol=1e-6)
 
 
 def test_factors_multiply_the_weights_and_what_is_left_is_normalised():
@@ -183,7 +182,7 @@ def test_factors_multiply_the_weights_and_what_is_left_is_normalised():
     factors[4][:] = 0
     batch = DeferredCredit(config, tiny_tokenizer(), BATCH.with_columns(weights=factors), seed=0)
     batch.by_model(tiny_model().eval())
-    first, fifth = batch.weights([0, 4])
+    first, fifth = batch.take([0, 4]).weights
     assert first[:2].eq(0).all()
     assert first.mean() == pytest.approx(1)
     assert fifth.eq(0).all()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfa_kernels import Batch, CounterfactualConfig, counterfactual_credit, credited_advantages
+from cfa_kernels import Batch, CounterfactualConfig, counterfactual_credit
 from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import (
     PrefixTreeValues,
@@ -170,9 +170,7 @@ def test_a_batch_without_siblings_is_named_and_one_whose_siblings_have_no_reward
     def credited(groups: torch.Tensor, rewards: list[float]) -> list[torch.Tensor]:
         columns = {"advantages": advantages, "groups": groups, "rewards": rewards, "config": config}
         credit = counterfactual_credit(None, get_tokenizer("byte-level, single digits"), rows, **columns)
-        return [
-            row * torch.ones(n) for row, n in zip(credited_advantages(advantages, credit), rows.lengths, strict=True)
-        ]
+        return [row * torch.ones(n) for row, n in zip(credit.applied_to(advantages), rows.lengths, strict=True)]
 
     with pytest.raises(ValueError, match="groups: no two completions are of one group"):
         credited(torch.arange(4), [1.0, 0.0, 1.0, 0.0])

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels import Batch, CounterfactualConfig, Credit, Rows, Span, credited_advantages
+from cfa_kernels import Batch, CounterfactualConfig, Credit, Rows, Span, fold_weights
 from cfa_kernels.estimators.base import ENTROPIES, NEEDS, SIBLINGS, Importances
 from cfa_kernels.integrations.credit import (
     OFFERED_BY_A_SERVICE,
     credit_rows,
-    fold_weights,
     unmet_needs,
 )
 from cfa_kernels.scoring.access import LogprobService
@@ -89,7 +88,7 @@ def test_advantages_of_another_shape_than_the_weights_are_an_error_and_others_ke
         fold_weights(torch.ones(1), [[1.0]])
     credit = Credit.joined([2, 2], [])
     with pytest.raises(ValueError, match="advantages has 3 rows, prompts has 2"):
-        credited_advantages(torch.ones(3), credit)
+        credit.applied_to(torch.ones(3))
     assert fold_weights(torch.ones(2, dtype=torch.bfloat16), torch.full((2, 3), 0.5)).dtype == torch.bfloat16
 
 

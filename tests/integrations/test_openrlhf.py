@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import cfa_kernels.integrations.openrlhf as integration
-from cfa_kernels import CounterfactualConfig, counterfactual_weights, integrations
+from cfa_kernels import CounterfactualConfig, counterfactual_credit, integrations
 from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin
 from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, REWARDS, batch_mask, batch_rows
@@ -107,7 +107,7 @@ def test_an_estimator_that_compares_completions_is_refused_where_a_prompt_has_on
 
 def test_what_credit_did_is_logged_for_each_sample_and_leaves_a_tools_tokens_out(build, openrlhf):
     made = build(CounterfactualConfig()).compute_advantages_and_returns(experiences(openrlhf.Experience))
-    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), batch_rows(), mask=batch_mask())
+    weights = counterfactual_credit(tiny_model(), tiny_tokenizer(), batch_rows(), mask=batch_mask()).weights
     weights[1][1] = float("nan")
     for experience in made:
         for name in ("weight_std", "spans_mean", "drop_mean", "drop_max", "tokens_fed", "seconds"):

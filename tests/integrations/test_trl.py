@@ -14,8 +14,6 @@ from cfa_kernels import (
     Importances,
     Rows,
     counterfactual_credit,
-    counterfactual_weights,
-    credited_advantages,
     policy_loss,
 )
 from cfa_kernels.credit import deferred
@@ -77,7 +75,7 @@ def test_the_advantages_are_trls_times_the_weights_of_the_completions(train):
     train(recorded)
     ((before, output, _),) = record
     rows = Rows.from_padded(*(output[name] for name in PADDED))
-    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), rows, advantages=before)
+    weights = counterfactual_credit(tiny_model(), tiny_tokenizer(), rows, advantages=before).weights
     assert torch.cat(weights).unique().numel() > 3
     for row, advantage, own in zip(output["advantages"], before, weights, strict=True):
         torch.testing.assert_close(row[: len(own)], advantage * own, rtol=1e-4, atol=1e-5)
@@ -370,7 +368,7 @@ def test_completions_masked_as_truncated_are_siblings_of_the_others(train, estim
 
     def credited(some: list[int]) -> list[torch.Tensor]:
         own = {"advantages": before[some], "rewards": rewards[some], "config": config}
-        return credited_advantages(before[some], counterfactual_credit(None, tiny_tokenizer(), rows.take(some), **own))
+        return counterfactual_credit(None, tiny_tokenizer(), rows.take(some), **own).applied_to(before[some])
 
     others = [0, *range(2, 8)]
     expected = [credited(list(range(8)))[b] for b in others]

@@ -8,7 +8,6 @@ import torch
 
 from cfa_kernels import CounterfactualConfig, counterfactual_credit
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.access import TrainingForward
 from cfa_kernels.scoring.packed import packed_forward
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
@@ -59,7 +58,7 @@ def test_a_step_feeds_every_completion_once(tmp_path):
     rows = Rows.from_padded(*(output[name] for name in names))
     forward = packed_forward(tiny_model(), rows, keep_states=True)
     advantages = output["advantages"]
-    credit = counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), rows, advantages=advantages)
+    credit = counterfactual_credit(forward, tiny_tokenizer(), rows, advantages=advantages)
     assert credit.work is not None
     assert logged(trainer, "packed/tokens_fed") == [forward.tokens_fed]
     assert logged(trainer, "credit/tokens_fed") == [credit.work.tokens_fed]

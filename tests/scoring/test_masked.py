@@ -29,6 +29,7 @@ from tests.support.models import (
     naive,
     naive_row,
     score_columns,
+    score_forward,
     snapshot,
     tokens,
 )
@@ -61,7 +62,7 @@ def test_a_branch_scores_as_the_sequence_that_its_mask_makes_fed_by_itself(acces
     if access == "in process":
         scores = score_counterfactuals(model, rows, spans, answers, mask=mask)
     elif access == "a training forward":
-        scores = packed_forward(model, rows, keep_states=True).score(spans, answers, mask=mask)
+        scores = score_forward(packed_forward(model, rows, keep_states=True), spans, answers, mask=mask)
     else:
         service = LogprobService(lambda *columns: [*map(logprobs, *columns)])
         scores = service.score(Batch(rows, units=spans, answers=answers), mask=mask)

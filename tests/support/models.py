@@ -163,6 +163,11 @@ def batch_of(
     return Batch(rows, placeholder=mask, token_budget=token_budget, seed=seed, **known)
 
 
+def score_forward(forward, spans, answers, *, token_budget=None, **options):
+    """Scores of the rows of a forward, by branches that continue it."""
+    return forward.score(Batch(forward.rows, units=spans, answers=answers, token_budget=token_budget), **options)
+
+
 def score_columns(model, prompts, completions, spans, answers, **options):
     """Scores of columns as `batch` gives them."""
     return score_counterfactuals(model, Rows(prompts, completions), spans, answers, **options)

@@ -13,8 +13,8 @@ from cfa_kernels import CounterfactualConfig, __version__
 from cfa_kernels.credit.config import flat_options
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.masking import Masking
-from cfa_kernels.loss.checks import LEVELS, LOSS_TYPES
 from cfa_kernels.loss.token_loss import CORRECTIONS
+from cfa_kernels.loss.types import LEVELS, LOSS_TYPES
 from cfa_kernels.options import check_fields
 from tests.conftest import REPOSITORY
 from tests.support.runs import config as settings
