@@ -47,7 +47,7 @@ class ModelWalk:
         self._children = [*map(dict, self._parents)]
         stores = [store for m in each for store in (m._parameters, m._buffers)]
         self._empty = [store for store in (*stores, *(m._modules for m in each)) if not store]
-        self._stores = [store for store in stores if store]
+        self._stores: list[dict[str, Any]] = [store for store in stores if store]  # type: ignore[misc]
         self._names = [*map(tuple, self._stores)]
         # Not the tensors themselves: one that its model has given up, for a piece of it say, is freed.
         self._tensors = [ref(one) for one in self._tensors_now()]
