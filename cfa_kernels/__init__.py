@@ -39,7 +39,6 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .estimators.probes import Probe as Probe
     from .estimators.siblings import PrefixTreeValues as PrefixTreeValues
     from .estimators.siblings import SiblingEdits as SiblingEdits
-    from .estimators.total_effects import total_effects as total_effects
     from .integrations.credit import fold_weights as fold_weights
     from .loss.policy import contributing_rows as contributing_rows
     from .loss.policy import linear_policy_loss as linear_policy_loss
@@ -89,7 +88,6 @@ _PUBLIC = {
     "estimators.prefix_gain": "PrefixGain",
     "estimators.probes": "Probe",
     "estimators.siblings": "PrefixTreeValues SiblingEdits",
-    "estimators.total_effects": "total_effects",
     "model.run_inside": "run_inside",
     "model.check.accuracy": "noise_floor",
     "model.compile_layers": "compile_layers",

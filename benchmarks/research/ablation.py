@@ -53,7 +53,6 @@ SETS = {"credit": list(ARMS)}
 RIGHT = ("--credit_options", "completions", "positive")
 ARMS |= {
     "CF where right": (*ARMS["counterfactual"], *RIGHT),
-    "total effects where right": (*ARMS["counterfactual"], *RIGHT, "--credit_options", "effect", "total"),
     "prefix gain where right": ("--config=prefix_gain_positive", "--credit_options", "open_spans", "false"),
     "prefix gain where right, spans open": ("--config=prefix_gain_positive",),
     PLACEBO: ("--config=prefix_gain_positive", "--credit=permuted"),

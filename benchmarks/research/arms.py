@@ -223,7 +223,7 @@ def _mean(estimator: Any, *weights: Any, **options: Any) -> CounterfactualConfig
     return CounterfactualConfig(estimator, *weights, normalize="mean", **options)
 
 
-CF, TOTAL, GAIN = _mean(Masking()), _mean(Masking(effect="total")), _mean(PrefixGain())
+CF, GAIN = _mean(Masking()), _mean(PrefixGain())
 AS_THE_PAPER, INVERTED = CounterfactualConfig(), _mean(Masking(), control="inverted")
 GAIN_INVERTED = _mean(PrefixGain(), control="inverted")
 PERMUTED, POSITION, LENGTH = (
@@ -235,14 +235,12 @@ EDITS, TREE = _mean(SiblingEdits()), CounterfactualConfig(PrefixTreeValues())
 ARMS = {
     PLAIN: Arm(),
     "CF": Arm(CF, CF),
-    "CF, total effects": Arm(TOTAL, TOTAL),
     "prefix gain": Arm(GAIN, GAIN),
     "CF, permuted": Arm(PERMUTED, PERMUTED),
     "CF, inverted": Arm(INVERTED, INVERTED),
     "position": Arm(POSITION, POSITION),
     "length": Arm(LENGTH, LENGTH),
     "CF where right": Arm(CF),
-    "total effects where right": Arm(TOTAL),
     "prefix gain where right": Arm(GAIN),
     "permuted where right": Arm(PERMUTED),
     "position where right": Arm(POSITION),
@@ -261,7 +259,6 @@ ARMS = {
     "CF where right, to 2": Arm(_mean(Masking(), Range(0.5, 2.0))),
     "CF where right, 0 to 8": Arm(_mean(Masking(), Range(0.0, 8.0))),
     "CF where right, two levels": Arm(_mean(Masking(), "bilevel")),
-    "CF where right, total where wrong": Arm(CF, TOTAL),
     "CF, wrong by the right answer": Arm(CF, INVERTED, gold=True),
     "CF, wrong by the right answer's gain": Arm(CF, GAIN_INVERTED, gold=True),
     "CF, wrong at its first fall": Arm(CF, _mean(PrefixGain(), first_fall), gold=True),

@@ -26,7 +26,7 @@ CREDIT = '"plain DAPO" "prefix gain where right, spans open"'
 OPEN = f'{CREDIT} "permuted where right, spans open"'
 IDLE = f'{OPEN} "CF where right" "position where right" "prefix gain where right" "random where right"'
 DENSITY = (
-    'plain CF "CF where right" "total effects where right" "prefix gain where right" "permuted where right" '
+    'plain CF "CF where right" "prefix gain where right" "permuted where right" '
     '"position where right" "CF where right, spans open" "prefix gain where right, spans open" ceiling'
 )
 FEW = 'plain CF "CF where right" "prefix gain where right" "position where right" "right times 4"'
@@ -74,7 +74,7 @@ ALL = (
     'alignment --regime idle90 --truth-groups 1024 --blocks 5 --arms plain "prefix gain where right" '
     '"prefix gain where right, spans open" "prefix gain permuted where right, spans open" "position where right" '
     '"right times 4" --name evidence-alignment-idle90',
-    'alignment --regime hurried8 --truth-groups 2048 --blocks 3 --arms CF "total effects where right" '
+    'alignment --regime hurried8 --truth-groups 2048 --blocks 3 --arms CF '
     f'"CF where wrong" {RIGHT} --name evidence-alignment-hurried',
     *(
         f"alignment --regime idle8 {of} --truth-groups 2048 --blocks 6 --arms {FEW} --name evidence-alignment-{name}"

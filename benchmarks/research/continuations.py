@@ -32,7 +32,7 @@ REFERENCE, OTHER_HALF, CHANCE = "prefix gain, reference answer", "other half of 
 FORWARD = "a forward of the completions"
 METHODS: dict[str, Estimator] = {
     "CF": PLANTED["CF"], "prefix gain": PLANTED["prefix gain"], REFERENCE: PLANTED["prefix gain"],
-    "CF, spans dropped": Masking(mask="drop"), "CF, total effects": PLANTED["CF, total effect"],
+    "CF, spans dropped": Masking(mask="drop"),
     "position": PLANTED["position"], "length": PLANTED["length"], "entropy": PLANTED["entropy"],
     "OAR-G": PLANTED["OAR-G, mean"], "OAR-P": PLANTED["OAR-P, mean"],
 }  # fmt: skip

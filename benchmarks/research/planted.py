@@ -49,7 +49,6 @@ def length(model: Any, batch: ScoredBatch) -> Importances:
 
 METHODS: dict[str, Estimator] = {
     "position": OwnFunction(position), "length": OwnFunction(length), "CF": Masking(),
-    "CF, total effect": Masking(effect="total"),
     "CF, half by prefix gain": Masking(preselect=0.5, preselect_by="prefix_gain"),
     "CF, KL of mean": Masking(outcome="mean"), "CF, KL of last": Masking(outcome="last"),
     "OAR-P, mean": Masking(outcome="mean"), "OAR-P, last": Masking(outcome="last"), "OAR-P, log-prob": Masking(),

@@ -17,6 +17,7 @@ from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
 from cfa_kernels.text.find import Reasoning
 from tests.support.models import make_model, tokens
+from tests.support.plug_ins import TOTAL_EFFECTS
 from tests.support.scored import Scored, importances_of
 from tests.support.small_tokenizers import encode, get_tokenizer
 
@@ -358,8 +359,7 @@ def test_a_wrong_completion_is_weighed_where_it_differs_from_a_correct_sibling(s
     ("config", "needed"),
     [
         ({"estimator": "gradient"}, "gradients through the model itself, whole in this process"),
-        ({"effect": "total"}, "the model itself in this process"),
-        ({"mask": "resampled"}, "the model itself in this process"),
+        (TOTAL_EFFECTS, "the model itself in this process"),
     ],
     ids=lambda c: next(iter(c)),
 )

@@ -32,6 +32,7 @@ from tests.support.openrlhf_host import (
     replace_gpu_libraries,
     skip_without,
 )
+from tests.support.plug_ins import RESAMPLING, TOTAL_EFFECTS
 from tests.support.sharded import deepspeed_on_a_cpu, run
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.workers import as_one_process, refuses_a_bad_id
@@ -55,9 +56,9 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("options", "actors", "copies"),
     [
         ({}, 2, 2),
-        ({"effect": "total"}, 2, 1),
+        (TOTAL_EFFECTS, 2, 1),
         ({"outcome": "mean"}, 1, 1),
-        ({"mask": "resampled", "samples": 2}, 3, 1),
+        ({**RESAMPLING, "samples": 2}, 3, 1),
         ({"estimator": "prefix_gain"}, 1, 2),
     ],
     ids=str,

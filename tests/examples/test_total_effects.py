@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from cfa_kernels.estimators.total_effects import chained_effects, total_effects
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import ScoringWork
 from cfa_kernels.span import Span
+from examples.estimators.total_effects import chained_effects, total_effects
 from tests.support.models import HYBRIDS, LONGROPE, PLACEHOLDER, batch_of, make_model, naive_row, score_columns, tokens
 
 
