@@ -57,7 +57,7 @@ ARMS |= {
     "prefix gain where right, spans open": ("--config=prefix_gain_positive",),
     PLACEBO: ("--config=prefix_gain_positive", "--credit=permuted"),
     "random where right": (*ARMS["random"], *RIGHT),
-    "position where right": ("--estimator=benchmarks.research.planted:position", *MEAN, *RIGHT),
+    "position where right": ("--estimator=benchmarks.research.methods:position", *MEAN, *RIGHT),
 }
 ARMS["CF where right, spans open"] = (*ARMS["CF where right"], "--credit_options", "open_spans", "true")
 SETS["training"] = [PLAIN, "CF where right", "position where right", "random where right"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.research.methods import length, position
 from benchmarks.research.models import Problem, clock
-from benchmarks.research.planted import length, position
 from cfa_kernels import (
     CounterfactualConfig,
     Credit,
