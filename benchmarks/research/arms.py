@@ -19,10 +19,8 @@ from cfa_kernels import (
     OwnFunction,
     PrefixGain,
     PrefixTreeValues,
-    Range,
     Rows,
     SiblingEdits,
-    Span,
     TrainingForward,
     counterfactual_credit,
     credited_advantages,
@@ -55,7 +53,6 @@ class Arm:
 
     Attributes:
         right, wrong: configuration for the completions of positive, of negative advantage; None for weights of 1.
-        gold: the wrong completions are judged by what their spans do to the right answer in place of their own.
         times: factors of the two kinds of completions.
         advantages: gives every token's advantage, B tensors (T_b,), in place of all that; takes a `Judged`, which has
             the credit of `right` and `wrong` by then.
@@ -64,7 +61,6 @@ class Arm:
 
     right: CounterfactualConfig | None = None
     wrong: CounterfactualConfig | None = None
-    gold: bool = False
     times: tuple[float, float] = (1.0, 1.0)
     advantages: Callable[["Judged"], Sequence[Tensor]] | None = None
     twin: bool = False
@@ -95,33 +91,31 @@ class Judged:
 
     def token_advantages(self, arm: Arm) -> Sequence[Tensor]:
         """An arm's advantage of each token, (T_b,) each."""
-        right, wrong = self._credited(arm.right), self._credited(arm.wrong, arm.gold)
+        right, wrong = self._credited(arm.right), self._credited(arm.wrong)
         if (own := arm.advantages) is not None:
             return self._timed(own, lambda: own(self))  # type: ignore[no-any-return]
         rows = zip(right, wrong, self.plain, strict=True)
         return [arm.times[0] * r if a > 0 else arm.times[1] * w for r, w, a in rows]
 
-    def credit(self, config: CounterfactualConfig, gold: bool = False) -> Credit:
-        """Compute the credit of the groups, once for each configuration; `gold`: by the right answer."""
-        key = (config, gold)
-        if key not in self._credits:
+    def credit(self, config: CounterfactualConfig) -> Credit:
+        """Compute the credit of the groups, once for each configuration."""
+        if config not in self._credits:
             rows = self.groups.rows
-            targets = reference_answers(rows, self.groups.problems, self.policy.tokenizer) if gold else None
             access = TrainingForward(self.forward) if config.estimator.continues else self.policy.model
-            self._credits[key] = self._timed(key, lambda: counterfactual_credit(
+            self._credits[config] = self._timed(config, lambda: counterfactual_credit(
                 access, self.policy.tokenizer, rows, advantages=self.plain, rewards=self.groups.rewards, config=config,
-                groups=torch.arange(len(rows)) // self.groups.size, targets=targets, seed=rows.lengths,
+                groups=torch.arange(len(rows)) // self.groups.size, seed=rows.lengths,
                 entropies=self._entropies() if config.reads_entropies else None,
             ))  # fmt: skip
-        return self._credits[key]
+        return self._credits[config]
 
     def cost(self, arm: Arm) -> float:
         """Seconds by `clock` that the credit of an arm took."""
-        keys = {(arm.right, False), (arm.wrong, arm.gold), arm.advantages}
+        keys = {arm.right, arm.wrong, arm.advantages}
         return (1 + arm.twin) * sum(self.seconds.get(key, 0.0) for key in keys)
 
-    def _credited(self, config: CounterfactualConfig | None, gold: bool = False) -> list[Tensor]:
-        rows = self.plain if config is None else credited_advantages(self.plain, self.credit(config, gold))
+    def _credited(self, config: CounterfactualConfig | None) -> list[Tensor]:
+        rows = self.plain if config is None else credited_advantages(self.plain, self.credit(config))
         return [row.expand(n) for row, n in zip(rows, self.groups.rows.lengths, strict=True)]
 
     def _entropies(self) -> list[Tensor]:
@@ -145,43 +139,10 @@ def reference_answers(rows: Rows, problems: Sequence[Problem], tokenizer: Any) -
     return targets
 
 
-def by_prefix(judged: Judged) -> list[Tensor]:
-    """Reward less a baseline that knows the prefix: the group's mean and what the right answer's probe has gained.
-
-    The baseline of a token depends on what stands before it alone, so the gradient stays unbiased.
-    """
-    credit, groups = judged.credit(GAIN, gold=True), judged.groups
-    columns = groups.rewards, groups.means, credit.spans, credit.drop, groups.rows.lengths
-    rows = []
-    for reward, mean, spans, drop, n in zip(*columns, strict=True):
-        value = torch.zeros(n)
-        for span, gain in zip(spans, drop.tolist(), strict=True):
-            value[span.end :] += gain
-        rows.append(reward - (mean + value).clamp(0, 1))
-    return rows
-
-
-def by_prefix_and_credit(judged: Judged) -> list[Tensor]:
-    """The same, weighed by CF where the completion is right."""
-    weights = judged.credit(CF).weights
-    return [row * (w if a > 0 else 1) for row, w, a in zip(by_prefix(judged), weights, judged.plain, strict=True)]
-
-
 def unscaled(judged: Judged) -> list[Tensor]:
     """Reward less the group's mean, not divided by its spread (Dr. GRPO)."""
     rewards, rows = judged.groups.rewards - judged.groups.means, judged.groups.rows
     return [reward.expand(n) for reward, n in zip(rewards, rows.lengths, strict=True)]
-
-
-def steps_only(judged: Judged) -> list[Tensor]:
-    """Weights of 0 on lines without a digit, rescaled to mean 1: what one who knows the text would write down."""
-    rows = []
-    for row, a in zip(judged.groups.rows.completions, judged.plain, strict=True):
-        weights, start = torch.ones(len(row)), 0
-        for end, counts in line_ends(row, judged.policy.tokenizer):
-            weights[start:end], start = float(counts), end
-        rows.append(a * weights / weights.mean())
-    return rows
 
 
 def ceiling(judged: Judged) -> list[Tensor]:
@@ -210,22 +171,12 @@ def line_ends(row: Tensor, tokenizer: Any) -> list[tuple[int, bool]]:
     return ends
 
 
-def first_fall(importances: Tensor, units: Sequence[Span], answer: Span | None, length: int) -> Tensor:
-    """Weight 4 for the first unit that costs the answer half as much as the worst does, a half for the others."""
-    weights = torch.ones(length)
-    falls = (importances < 0) & (importances <= min(importances.tolist(), default=0.0) / 2)
-    for k, unit in enumerate(units if falls.any() else ()):
-        weights[unit.start : unit.end] = 4.0 if k == int(falls.int().argmax()) else 0.5
-    return weights
-
-
 def _mean(estimator: Any, *weights: Any, **options: Any) -> CounterfactualConfig:
     return CounterfactualConfig(estimator, *weights, normalize="mean", **options)
 
 
 CF, GAIN = _mean(Masking()), _mean(PrefixGain())
 AS_THE_PAPER, INVERTED = CounterfactualConfig(), _mean(Masking(), control="inverted")
-GAIN_INVERTED = _mean(PrefixGain(), control="inverted")
 PERMUTED, POSITION, LENGTH = (
     _mean(Masking(), control="permuted"),
     _mean(OwnFunction(position)),
@@ -249,25 +200,8 @@ ARMS = {
     "unscaled": Arm(advantages=unscaled),
     "ceiling": Arm(advantages=ceiling, twin=True),
     "CF, as the paper": Arm(AS_THE_PAPER, AS_THE_PAPER),
-    "CF as the paper, where right": Arm(AS_THE_PAPER),
-    "CF, spans dropped": Arm(*[_mean(Masking(mask="drop"))] * 2),
-    "right times 2": Arm(times=(2, 1)),
-    "CF where right, times 2": Arm(CF, times=(2, 1)),
-    "right alone": Arm(times=(1, 0)),
-    "CF, right alone": Arm(CF, times=(1, 0)),
-    "CF, half as far from 1": Arm(_mean(Masking(), Range(0.75, 2.5, 1.25))),
-    "CF where right, to 2": Arm(_mean(Masking(), Range(0.5, 2.0))),
-    "CF where right, 0 to 8": Arm(_mean(Masking(), Range(0.0, 8.0))),
-    "CF where right, two levels": Arm(_mean(Masking(), "bilevel")),
-    "CF, wrong by the right answer": Arm(CF, INVERTED, gold=True),
-    "CF, wrong by the right answer's gain": Arm(CF, GAIN_INVERTED, gold=True),
-    "CF, wrong at its first fall": Arm(CF, _mean(PrefixGain(), first_fall), gold=True),
-    "CF, wrong at a sibling's edit": Arm(CF, EDITS),
     "sibling edits where wrong": Arm(wrong=EDITS),
     "prefix tree": Arm(TREE, TREE),
-    "baseline by prefix": Arm(wrong=GAIN, gold=True, advantages=by_prefix),
-    "baseline by prefix, CF where right": Arm(CF, GAIN, gold=True, advantages=by_prefix_and_credit),
-    "steps only": Arm(advantages=steps_only),
     "CF where right, spans open": Arm(_mean(Masking(), open_spans=True)),
     "prefix gain where right, spans open": Arm(_mean(PrefixGain(), open_spans=True)),
     "entropy where right": Arm(_mean(Entropy(), "bilevel")),
@@ -276,12 +210,12 @@ ARMS = {
     "OAR-P where right": Arm(_mean(Masking("mean"), "bilevel", units="tokens")),
 }
 """Arms by name."""
-_NAMES = list(ARMS)
 SETS = {
-    "main": _NAMES[: _NAMES.index("CF, as the paper")], "ideas": _NAMES[_NAMES.index("CF, as the paper") : -2],
-    "tokens": [PLAIN, "CF where right", "entropy where right", "OAR-G where right", *_NAMES[-2:]],
-}  # fmt: skip
-"""Arms that are measured by default, what else was tried, and by token, of which the last two cost several steps."""
+    "main": list(ARMS)[: list(ARMS).index("CF, as the paper")],
+    "papers": [PLAIN, "CF, as the paper", "prefix tree", "sibling edits where wrong"],
+    "tokens": [PLAIN, "CF where right", "entropy where right", "OAR-G where right", *list(ARMS)[-2:]],
+}
+"""Arms that are measured by default, the papers', and by token, of which the last two cost several steps."""
 ARMS["prefix gain permuted where right, spans open"] = Arm(_mean(PrefixGain(), control="permuted", open_spans=True))
 
 
