@@ -4,15 +4,14 @@ import itertools
 import json
 import math
 import re
-import shlex
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.research import alignment, arms, command, models, pictures
+from benchmarks.research import alignment, arms, models, pictures
 from benchmarks.research.alignment import MAIN, PARTS, SIZES, AlignmentSettings, Policy
-from benchmarks.research.arms import ARMS, CF, GAIN, PERMUTED, PLAIN, SETS, Judged, arms_of
+from benchmarks.research.arms import ARMS, CF, PERMUTED, PLAIN, SETS, Judged, arms_of
 from benchmarks.research.command import main
 from benchmarks.research.regimes import REGIMES, density
 from trainer.embedded.problems import generate
@@ -46,7 +45,7 @@ def of_plain_forwards(policy, group, advantages):
     return torch.cat([g.flatten() for g in torch.autograd.grad(total, policy.parameters)])
 
 
-@pytest.mark.parametrize("name", ["CF", "CF where right, times 2", "right alone", "ceiling", "baseline by prefix"])
+@pytest.mark.parametrize("name", ["CF", "prefix gain where right, spans open", "ceiling", "sibling edits where wrong"])
 def test_a_gradient_is_that_of_plain_forwards(policy, group, judged, name):
     torch.manual_seed(0)
     expected = of_plain_forwards(policy, group, Judged(policy, group).token_advantages(ARMS[name]))
@@ -64,7 +63,7 @@ def test_every_arm_gives_each_token_a_number_and_says_what_it_cost(judged):
         assert all(row.isfinite().all() for row in rows)
         gradient = judged.gradient(ARMS[name])
         assert gradient.isfinite().all()
-        assert (name in (PLAIN, "steps only")) or not torch.equal(gradient, plain), name
+        assert name == PLAIN or not torch.equal(gradient, plain), name
         assert (judged.cost(ARMS[name]) == 0) == (name == PLAIN or name.startswith("right ")), name
 
 
@@ -84,23 +83,6 @@ def test_arms_weigh_the_completions_that_they_name_and_placebos_find_the_same(ju
     assert any(not torch.equal(a, b) for a, b in zip(cf, plain, strict=True))
 
 
-def test_a_baseline_by_prefix_is_the_mean_at_first_and_knows_the_right_answer_at_the_end(judged):
-    credit, mean = judged.credit(GAIN, gold=True), judged.groups.rewards.mean()
-    for row, spans, drop, reward in zip(
-        judged.token_advantages(ARMS["baseline by prefix"]),
-        credit.spans,
-        credit.drop,
-        judged.groups.rewards,
-        strict=True,
-    ):
-        first = spans[0].end if spans else len(row)
-        torch.testing.assert_close(row[:first], (reward - mean).expand(first))
-        torch.testing.assert_close(row[-1], reward - (mean + drop.sum()).clamp(0, 1))
-    own = judged.credit(GAIN)
-    wrong = judged.groups.rewards == 0
-    assert any(w and not torch.equal(a, b) for w, a, b in zip(wrong, own.drop, credit.drop, strict=True))
-
-
 def test_step_advantages_add_up_to_what_the_completion_gained(policy, group, judged):
     for row, ids, reward in zip(arms.ceiling(judged), group.rows.completions, group.rewards, strict=True):
         ends = [end - 1 for end, counts in arms.line_ends(ids, policy.tokenizer) if counts]
@@ -109,21 +91,15 @@ def test_step_advantages_add_up_to_what_the_completion_gained(policy, group, jud
         assert row[last].sum().item() == pytest.approx((reward - group.rewards.mean()).item(), abs=1e-5)
 
 
-def test_the_first_fall_is_the_first_of_the_large_ones():
-    units = [arms.Span(0, 2), arms.Span(2, 3), arms.Span(4, 6)]
-    weights = arms.first_fall(torch.tensor([-0.1, -0.5, -0.9]), units, None, 7)
-    assert weights.tolist() == [0.5, 0.5, 4, 1, 0.5, 0.5, 1]
-    assert arms.first_fall(torch.tensor([0.1, 0.0, 0.2]), units, None, 7).tolist() == [1] * 7
-    assert arms.first_fall(torch.tensor([]), [], None, 7).tolist() == [1] * 7
-
-
 def test_arms_of_ones_own_are_named_by_their_module():
-    found = arms_of(["CF", "benchmarks.research.arms:TOTAL", "benchmarks.research.planted:position"])
-    assert list(found) == [PLAIN, "CF", "benchmarks.research.arms:TOTAL", "benchmarks.research.planted:position"]
-    assert found["benchmarks.research.arms:TOTAL"] == ARMS["CF, total effects"]
+    names = ["benchmarks.research.arms:CF", "examples.estimators.total_effects:TotalEffects"]
+    found = arms_of(["CF", *names])
+    assert list(found) == [PLAIN, "CF", *names]
+    assert found[names[0]] == ARMS["CF"]
+    assert found[names[1]].right.estimator.name == "total_effects"
     assert list(arms_of(["main"])) == SETS["main"]
     with pytest.raises(
-        ValueError, match=r"arms must be among main, ideas, tokens, plain, .*, or module:name, got 'CG'"
+        ValueError, match=r"arms must be among main, papers, tokens, plain, .*, or module:name, got 'CG'"
     ):
         arms_of(["CG"])
 
@@ -196,7 +172,7 @@ def test_groups_that_go_through_the_model_together_have_the_sum_of_their_gradien
         arms.Rows(prompts, completions), torch.cat([one.rewards for one in single]),
         [problem for one in single for problem in one.problems], single[0].size,
     )  # fmt: skip
-    for name in ("CF where right", "unscaled", "baseline by prefix", "sibling edits where wrong"):
+    for name in ("CF where right", "unscaled", "sibling edits where wrong"):
         apart = sum(Judged(policy, one).gradient(ARMS[name]) for one in single)
         together = Judged(policy, both).gradient(ARMS[name])
         assert (together - apart).norm() < 1e-3 * apart.norm(), name
@@ -225,7 +201,7 @@ def test_a_model_of_ones_own_is_measured_by_one_command(tmp_path, monkeypatch, c
     small = ["--truth-groups", "64", "--batch", "4", "--blocks", "2", "--dtype", "float32", "--block", "16"]
     small += ["--examples", "0", "--group", "4", "--max-tokens", "70"]
     arguments = ["own", "--folder", str(tmp_path), "--commit", "none", "--model", str(alignment.SMALL)]
-    assert main([*arguments, "--problems", str(file), "--", *small]) == 0
+    assert main([*arguments, "--problems", str(file), *small]) == 0
     out = capsys.readouterr().out
     assert re.search(r"first look: \d+% right", out)
     assert re.search(r"credit (would|may).* help here: a step from 16 completions has", out)
@@ -256,12 +232,12 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
     monkeypatch.setattr(alignment, "MAIN", 2)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
-    arguments += ["--truth-groups", "96", "--blocks", "3", "--arms", "CF where right", "right times 2", "ceiling"]
+    arguments += ["--truth-groups", "96", "--blocks", "3", "--arms", "CF where right", "right times 4", "ceiling"]
     arguments += ["--continuations", "1", "--group", "4", "--moments", "3"]
     assert main([*arguments, "--blocks", "4"]) == 0
     assert main(arguments) == 0  # with fewer blocks
     first = json.loads((tmp_path / "evidence-alignment.json").read_text())
-    assert list(first["arms"]) == [PLAIN, "CF where right", "right times 2", "ceiling"]
+    assert list(first["arms"]) == [PLAIN, "CF where right", "right times 4", "ceiling"]
     assert first["arms"][PLAIN]["2"]["ratio"] == 1
     assert "| CF where right |" in (tmp_path / "evidence-alignment.md").read_text()
     monkeypatch.setattr(arms, "packed_forward", None)  # all is known by now
@@ -325,38 +301,6 @@ def test_tables_and_pictures_come_from_the_results_alone(tmp_path, monkeypatch, 
     assert "| CF | 0.100 | 0.100 | 0.100 | 0.100 | 1.20 ± 0.10 | +0.000 ± 0.000 | – | 0.90 ± 0.10 | – | 0.25 |" in text
     assert sorted(one["settings"]["regime"] for one in seen) == ["idle8", "plain"]  # tokens' is of other arms
     assert all((tmp_path / f"evidence-alignment-{name}.png").stat().st_size > 5000 for name in ("sizes", "density"))
-
-
-def test_all_names_commands_that_there_are_and_every_result_once():
-    parsed = [command._parser().parse_args(shlex.split(line)) for line in command.ALL]
-    names = [getattr(options, "name", options.run.__name__) for options in parsed]
-    assert len(set(names)) == len(names)
-    for options in parsed:
-        if measure := getattr(options, "measure", None):
-            command._filled(options, measure.settings)
-            if measure.names and options.arms:
-                assert set(options.arms) <= set(measure.names)
-
-
-def test_all_gives_each_command_a_folder_of_its_own_but_ablations_whose_runs_are_the_same(tmp_path, monkeypatch):
-    folders, asked = {}, []
-
-    def note(arguments):
-        options = command._parser().parse_args(arguments)
-        measure = getattr(options, "measure", None)
-        known = vars(command._filled(options, measure.settings)) if measure else {}
-        own = {name: value for name, value in known.items() if name not in measure.extent}
-        assert folders.setdefault(options.folder, own) == own
-        assert options.folder not in asked or arguments[0] == "ablation"
-        asked.append(options.folder)
-        if arguments[0] == "alignment" and options.model:
-            assert any(str(folder) in options.model for folder in folders)  # of a run that was made before
-
-    monkeypatch.setattr(command, "main", note)
-    options = command._parser().parse_args(["all", "--folder", str(tmp_path), "--results", str(tmp_path)])
-    assert command._all(options, {}) == []
-    assert len(asked) == len(command.ALL)
-    assert len(folders) < len(asked)
 
 
 def test_density_is_the_share_of_tokens_that_steps_have(policy):
