@@ -18,6 +18,7 @@ from tyro.extras import subcommand_cli_from_dict
 
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 from benchmarks.research import ablation, alignment, arms, demo, pictures, pretrained, regimes
+from benchmarks.research.warmup import WarmupConfig, warm_up
 
 PROGRAM = "python -m benchmarks evidence"
 
@@ -108,9 +109,9 @@ def commands(line: Sequence[str]) -> dict[str, Callable[..., list[Path]]]:
         folder, chosen = place.below("own"), [alignment.CREDIT, "right times 4"]
         return _written(MEASURES["alignment"], "own", settings, replace(place, folder=folder, results=folder), chosen)
 
-    def train_model() -> list[Path]:
-        """Make the regimes' model again; one comes along."""
-        return [regimes.train(Path("runs") / "regimes")]
+    def train_model(embedded: bool = False) -> list[Path]:
+        """Make the regimes' model again, or the training program's if `embedded`; both come along."""
+        return [warm_up(WarmupConfig()) if embedded else regimes.train(Path("runs") / "regimes")]
 
     def write_tables(place: Place) -> list[Path]:
         """Write tables and pictures again from the results that are there."""
