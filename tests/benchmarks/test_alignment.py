@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -232,9 +233,11 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
     monkeypatch.setattr(alignment, "MAIN", 2)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
-    arguments += ["--truth-groups", "96", "--blocks", "3", "--arms", "CF where right", "right times 4", "ceiling"]
-    arguments += ["--continuations", "1", "--group", "4", "--moments", "3"]
-    assert main([*arguments, "--blocks", "4"]) == 0
+    arguments += ["--blocks", "2", "--arms", "CF where right", "right times 4", "ceiling"]
+    arguments += ["--continuations", "1", "--group", "4", "--moments", "2"]
+    truth = torch.randn(PARTS + 1, sum(p.numel() for p in Policy(SETTINGS).parameters))
+    monkeypatch.setattr(alignment, "true_gradient", lambda policy, settings, part: truth[-1] + truth[part] / 4)
+    assert main([*arguments, "--blocks", "3"]) == 0
     assert main(arguments) == 0  # with fewer blocks
     first = json.loads((tmp_path / "evidence-alignment.json").read_text())
     assert list(first["arms"]) == [PLAIN, "CF where right", "right times 4", "ceiling"]
@@ -243,6 +246,17 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(arms, "packed_forward", None)  # all is known by now
     assert main(arguments) == 0
     assert json.loads((tmp_path / "evidence-alignment.json").read_text())["arms"] == first["arms"]
+
+
+def test_a_part_of_the_truth_is_the_sum_of_its_groups_gradients(policy):
+    settings = replace(SETTINGS, truth_groups=8 * PARTS, batch=8)
+    groups = [one for one in policy.groups(settings.seed, 1, 0, count=8) if one.problems]
+    expected = sum(
+        policy.gradient(alignment.packed_forward(policy.model, one.rows), one.rewards - one.means) for one in groups
+    )
+    found = alignment.true_gradient(policy, settings, 0)
+    assert groups
+    assert (found - expected).norm() < 1e-3 * expected.norm()
 
 
 def test_a_truth_whose_parts_do_not_agree_is_refused(tmp_path, monkeypatch, capsys):
