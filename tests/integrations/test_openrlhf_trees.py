@@ -110,9 +110,9 @@ def test_where_trees_cannot_be_scored_the_log_says_why_and_requests_are_sent(mak
     assert asked.access is asked.access
     (said,) = [record.getMessage() for record in caplog.records if record.name == Workers.__module__]
     assert said == f"credit: scored by log-prob requests, which share no prefixes, because of {reason}"
-    message = rf"effect='total': it needs the model.*requested because of {re.escape(reason)}"
+    message = rf"estimator='total_effects': it needs the model.*requested because of {re.escape(reason)}"
     with pytest.raises(NotImplementedError, match=message):
-        maker(group, CounterfactualConfig(effect="total"), **changes)
+        maker(group, CounterfactualConfig(**TOTAL_EFFECTS), **changes)
     assert group.sent == []
 
 
@@ -123,8 +123,8 @@ def test_a_model_that_has_no_tree_gets_requests_or_is_refused_before_the_first_r
     asked = maker(group)
     assert isinstance(asked.access, LogprobService)
     assert re.search(r"because of model: the logits of Qwen3ForCausalLM are not its head", caplog.messages[-1])
-    with pytest.raises(NotImplementedError, match=r"effect='total'.*requested because of model: the logits"):
-        _ = maker(group, CounterfactualConfig(effect="total")).access
+    with pytest.raises(NotImplementedError, match=r"estimator='total_effects'.*requested because of model: the logits"):
+        _ = maker(group, CounterfactualConfig(**TOTAL_EFFECTS)).access
 
 
 def test_trees_are_named_in_the_log_and_what_asks_nothing_does_not_touch_the_actors(maker, caplog):
@@ -141,7 +141,7 @@ def test_trees_are_named_in_the_log_and_what_asks_nothing_does_not_touch_the_act
 
 def test_openrlhfs_own_experience_maker_credits_by_trees(openrlhf, build):
     stock = build(None).compute_advantages_and_returns(experiences(openrlhf.Experience))
-    maker = build(CounterfactualConfig(effect="total"), TreeActors(2), actors=2)
+    maker = build(CounterfactualConfig(**TOTAL_EFFECTS), TreeActors(2), actors=2)
     made = maker.compute_advantages_and_returns(experiences(openrlhf.Experience))
     check_credited(made, stock, {"effect": "total"})
 
