@@ -143,7 +143,7 @@ def test_openrlhfs_own_experience_maker_credits_by_trees(openrlhf, build):
     stock = build(None).compute_advantages_and_returns(experiences(openrlhf.Experience))
     maker = build(CounterfactualConfig(**TOTAL_EFFECTS), TreeActors(2), actors=2)
     made = maker.compute_advantages_and_returns(experiences(openrlhf.Experience))
-    check_credited(made, stock, {"effect": "total"})
+    check_credited(made, stock, TOTAL_EFFECTS)
 
 
 def on_openrlhfs_actor(rank: int, stage: int, dtype: str, changes: dict[str, int]) -> None:
@@ -203,7 +203,7 @@ def under_ray(stage: int) -> None:
         group = RayActorGroup(1, 2, with_tree_scoring(PolicyModelActor))
         ray.get(group.async_init_model_from_pretrained(strategy, folder, 2, None))
     kind = type("Maker", (CounterfactualMixin, RemoteExperienceMaker), {})
-    options = {"effect": "total"}
+    options = TOTAL_EFFECTS
     own, maker = (
         maker(group, None, None, None, SimpleNamespace(value=0.0), strategy, tiny_tokenizer(), **credit)
         for maker, credit in (
