@@ -73,8 +73,8 @@ setup(
     ],
     package_dir={"cfa_trainer": "trainer"},
     package_data={
-        "cfa_kernels": ["py.typed", "model/README.md", "credit/presets/*"],
-        "cfa_trainer": ["embedded/assets/*", "analyze/assets/*"],
+        "cfa_kernels": ["py.typed", "__init__.pyi", "model/README.md", "credit/presets/*"],
+        "cfa_trainer": ["embedded/assets/*", "report/assets/*"],
     },
     entry_points={
         "console_scripts": [

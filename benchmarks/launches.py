@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.harness.results import table
 from benchmarks.harness.workloads import MODELS
-from cfa_kernels import Rows, Span, packed_forward
+from cfa_kernels import Batch, Rows, Span, packed_forward
 from cfa_kernels.model import lora
 from cfa_kernels.model.compiled import CompiledKind
 from cfa_kernels.model.head import read_head
@@ -126,7 +126,8 @@ def count_layer() -> dict[str, Counter[str]]:
         forward = packed_forward(causal, Rows(prompts, completions), token_budget=1 << 30)
         # The last layer of branches has hooks and runs as it is: those of two completions will do.
         few = packed_forward(causal, Rows(prompts[:2], completions[:2]), keep_states=True)
-        few.score([spans] * 2, [Span(COMPLETION - 3, COMPLETION)] * 2, mask=0)
+        answers = [Span(COMPLETION - 3, COMPLETION)] * 2
+        few.score(Batch(few.rows, units=[spans] * 2, answers=answers), mask=0)
         torch.cat(forward.logprobs()).sum().backward()
     if kind.obstacles:
         raise RuntimeError(f"the layers of {MODEL} do not compile: {kind.obstacles}")

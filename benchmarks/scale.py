@@ -224,10 +224,10 @@ def page(options: argparse.Namespace) -> str:
     one, job = ShardedRanks(1, products, weights, RATES[options.gpu]), rollouts.job.describe()
     parts = [
         f"{options.model}, {weights / 1e9:.2f} G weights, all of them train; {options.gpu}. {len(groups)} problems "
-        f"({job['source']}), {rollouts.group} completions each, of {job['completion_tokens_mean']:.0f} tokens and "
-        f"{job['spans_mean']:.1f} spans in the mean; {sum(group.live for group in groups)} have rewards that differ. "
-        f"{options.completions} completions sampled by each rank, at most {options.rows:,} rows in a forward.\n"
-        "Shares of the ranks' time in which they wait; in brackets forwards, where more than one.\n"
+        f"({job['source']}), {rollouts.group} completions each. A completion has {job['completion_tokens_mean']:.0f} "
+        f"tokens and {job['spans_mean']:.1f} spans in the mean. {sum(group.live for group in groups)} problems have "
+        f"rewards that differ. Each rank samples {options.completions} completions; a forward has at most "
+        f"{options.rows:,} rows.\nFigures are shares of the ranks' time in which they wait.\n"
     ]
     head = ["ranks", "gathering, ms", *(f"scoring: {name}" for name in DEALS), *(f"update: {name}" for name in DEALS)]
     for live, words in ((False, "Every group"), (True, "Only groups whose rewards differ")):

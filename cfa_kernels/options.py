@@ -1,4 +1,7 @@
-"""Check options against their own declaration (type, choices, range), and rows of numbers, before any model runs."""
+"""Check options against their own declaration (type, choices, range), and rows of numbers, before any model runs.
+
+This imports no torch: a program checks its settings before the seconds that torch takes.
+"""
 
 import importlib
 import math
@@ -7,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Real
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LARGEST = 1e38  # that float32 holds
 
@@ -25,7 +29,8 @@ class Interval:
     above_low: bool = False
 
     def __contains__(self, value: Any) -> bool:
-        in_float32 = isinstance(value, Real | Tensor) and abs(value) <= _LARGEST  # type: ignore[operator]  # false for nan
+        is_number = isinstance(value, Real) or getattr(value, "ndim", None) == 0  # a tensor without axes too
+        in_float32 = is_number and abs(value) <= _LARGEST  # false for nan
         return in_float32 and self.low <= value <= self.high and not (self.above_low and value == self.low)
 
     def __str__(self) -> str:
@@ -88,11 +93,14 @@ def imported(option: str, name: str) -> Callable[..., Any]:
     return value
 
 
-def as_numbers(values: Any, name: str, count: str) -> Tensor:
+def as_numbers(values: Any, name: str, count: str) -> "Tensor":
     """Convert a 1-D tensor, an array or a list of numbers to a tensor, fp32 on the host.
 
     Raises `ValueError` that begins with `name`; `count` names the things that need a number each.
     """
+    import torch
+    from torch import Tensor
+
     if isinstance(values, Tensor | np.ndarray):
         row = torch.as_tensor(values)
         if row.ndim == 1 and not row.is_complex():

@@ -1,7 +1,8 @@
 """Hold the prompts and completions of a batch, unpadded: the one form in which rows pass through the library."""
 
 import hashlib
-from collections.abc import Sequence, Sized
+from collections.abc import Hashable, Sequence, Sized
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,24 @@ class Rows:
         completions: B tensors (T_b,); a completion that is masked as a whole may be empty.
         index: B integers, the number of each row in the whole batch of all processes: errors name it, and what is drawn
             for a row depends on it. Default 0 to B - 1.
+        rollouts: B ids of the rollouts that rows are of. One whose history was rewritten, or that called other agents,
+            has several rows, its traces: what they share is fed once, and a token that they share has one credit.
+            Default None: a row that is a rollout by itself.
         lengths: B integers, the tokens of each completion.
     """
 
     def __init__(
-        self, prompts: Sequence[Tensor], completions: Sequence[Tensor], index: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Tensor],
+        completions: Sequence[Tensor],
+        index: Sequence[int] | None = None,
+        rollouts: Sequence[Hashable | None] | None = None,
     ) -> None:
-        check_columns(prompts, completions=completions, **({} if index is None else {"index": index}))
+        columns: dict[str, Any] = {"completions": completions, "index": index, "rollouts": rollouts}
+        check_columns(prompts, **{name: column for name, column in columns.items() if column is not None})
         self.index = list(range(len(prompts))) if index is None else [int(number) for number in index]
+        own = rollouts.tolist() if isinstance(rollouts, Tensor) else rollouts
+        self.rollouts: list[Hashable | None] = [None] * len(prompts) if own is None else list(own)
         self.prompts = _on_host("prompts", prompts, self.index, at_least=1)
         self.completions = _on_host("completions", completions, self.index, at_least=0)
         self.lengths = list(map(len, self.completions))
@@ -57,11 +68,27 @@ class Rows:
         """Join prompt and completion of a row."""
         return np.concatenate([self.prompts[row].numpy(), self.completions[row].numpy()])
 
+    @classmethod
+    def joined(cls, parts: Sequence["Rows"]) -> "Rows":
+        """Put rows together, one after the other, with their index and rollouts."""
+        columns = zip(*((part.prompts, part.completions, part.index, part.rollouts) for part in parts), strict=True)
+        return cls(*(list(chain.from_iterable(column)) for column in columns))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As arrays: a tensor that is a view of others takes all of them along.
+        arrays = {name: [ids.numpy() for ids in getattr(self, name)] for name in ("prompts", "completions")}
+        return vars(self) | arrays
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for name in ("prompts", "completions"):  # copies: what Ray hands over cannot be written
+            setattr(self, name, [torch.tensor(ids) for ids in state[name]])
+
     def take(self, rows: Sequence[int]) -> "Rows":
         """Copy some rows, with their index."""
         part = object.__new__(Rows)  # what was checked is not checked again
         for name, column in vars(self).items():
-            setattr(part, name, [column[b] for b in rows])
+            setattr(part, name, [column[b].clone() if isinstance(column[b], Tensor) else column[b] for b in rows])
         return part
 
 
@@ -82,6 +109,25 @@ def equal_prompts(prompts: Sequence[Tensor]) -> list[int]:
     """Number equal prompts equally, in order of appearance."""
     group_of: dict[bytes, int] = {}
     return [group_of.setdefault(prompt.numpy().tobytes(), len(group_of)) for prompt in prompts]
+
+
+def traces(rows: Rows) -> dict[Hashable, list[int]]:
+    """List the rows of each rollout that has several."""
+    members: dict[Hashable, list[int]] = {}
+    for b, rollout in enumerate(rows.rollouts):
+        if rollout is not None:
+            members.setdefault(rollout, []).append(b)
+    return {rollout: own for rollout, own in members.items() if len(own) > 1}
+
+
+def fed_together(rows: Rows) -> list[int]:
+    """Number rows of one prompt, and rows of one rollout, equally, in order of appearance."""
+    numbers = equal_prompts(rows.prompts)
+    for first, *others in traces(rows).values():
+        for b in others:
+            kept, joined = sorted((numbers[first], numbers[b]))
+            numbers = [kept if number == joined else number for number in numbers]
+    return numbers
 
 
 def keyed_generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:

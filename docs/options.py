@@ -1,4 +1,7 @@
-"""Write the tables of options and of hosts into the pages, from their declarations: `python -m docs.options`."""
+"""Write the tables of options and of hosts into the pages, and verl's options, from their declarations.
+
+`python -m docs.options` writes them.
+"""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ from cfa_kernels.integrations.credit import OFFERS
 from trainer.help import documented
 
 FOLDER = Path(__file__).parent
-OWN = ("estimator", "weights", "control", "completions", "units", "normalize", "open_spans", "token_budget")
+OWN = ("estimator", "weights", "control", "completions", "units", "target", "normalize", "open_spans", "token_budget")
 """Options of the configuration itself."""
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -25,6 +28,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "`masking`, `preselect`, by `gradient`": {"preselect": 0.5, "preselect_by": "gradient"},
     **{f"`{name}`": {"estimator": name} for name in ESTIMATORS if name != "masking"},
     "a function of yours": {"estimator": lambda model, batch: batch.units},
+    '`target="gold"`': {"target": "gold"},
     '`control="random"` of weights': {"control": "random"},
 }
 """Configurations that differ in what they need of a host."""
@@ -53,14 +57,27 @@ def hosts() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"options": (FOLDER / "credit.md", options), "hosts": (FOLDER / "other_trainers.md", hosts)}
+def verl() -> str:
+    """The options that can run in verl, each with the default of the chosen parts; `sigma` is of gradients alone."""
+    default, names = {"estimator": "masking"}, dict.fromkeys(name for name, _, _ in flat_options() if name != "sigma")
+    return "\n".join(f"  {name}: {default.get(name, 'null')}" for name in dict.fromkeys([*OWN, *names]))
+
+
+TABLES = {
+    "options": (FOLDER / "credit.md", options, "<!-- {} -->"),
+    "hosts": (FOLDER / "other_trainers.md", hosts, "<!-- {} -->"),
+    "verl": (FOLDER / "verl_gsm8k.yaml", verl, "  # {}"),
+}
 
 
 def pages() -> Iterator[tuple[Path, str, str]]:
     """Yield each page with a generated table: its path, its text, and its text with the table as it should be."""
-    for name, (page, table) in TABLES.items():
+    for name, (page, table, comment) in TABLES.items():
         text = page.read_text(encoding="utf-8")
-        begin, end = f"<!-- {name}: by python -m docs.options -->\n", f"\n<!-- end of {name} -->"
+        begin, end = (
+            comment.format(f"{name}: by python -m docs.options") + "\n",
+            "\n" + comment.format(f"end of {name}"),
+        )
         found = re.search(re.escape(begin) + ".*?" + re.escape(end), text, flags=re.DOTALL)
         if found is None:
             raise ValueError(

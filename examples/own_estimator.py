@@ -5,16 +5,16 @@ import re
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cfa_kernels import CounterfactualConfig, Importances, Rows, ScoredBatch, counterfactual_credit
+from cfa_kernels import Batch, CounterfactualConfig, Importances, Rows, counterfactual_credit
 
 name = "trainer/embedded/assets"
 model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
 
 
-def read_again(model, batch: ScoredBatch) -> Importances:
+def read_again(model, batch: Batch) -> Importances:
     """Count how often the result of each unit, what follows its last `=`, occurs in the rest of the completion."""
     rows = []
-    for units, completion in zip(batch.units, batch.completions, strict=True):
+    for units, completion in zip(batch.units, batch.rows.completions, strict=True):
         results = [tokenizer.decode(completion[unit.start : unit.end]).rpartition("=")[2] for unit in units]
         rests = [tokenizer.decode(completion[unit.end :]) for unit in units]
         counts = [len(re.findall(rf"\b{result}\b", rest)) for result, rest in zip(results, rests, strict=True)]

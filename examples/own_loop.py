@@ -15,7 +15,7 @@ texts = [f"The hats cost 3*6=18 dollars.\nThat leaves 93-18={n} dollars.\n#### {
 completions = [tokenizer(text, return_tensors="pt")["input_ids"][0] for text in texts]  # or as you sample them
 rows = Rows([prompt] * 2, completions)  # without padding
 advantages = torch.tensor([1.0, -1.0])  # one for each completion
-step = credited_loss(model, tokenizer, rows, advantages, credit="prefix_gain_positive", loss_type="dapo")
+step = credited_loss(model, tokenizer, rows, advantages=advantages, credit="prefix_gain_positive", loss_type="dapo")
 step.loss.backward()
 for start, end in step.credit.spans[0]:
     print(tokenizer.decode(completions[0][start:end]), f"weight {step.credit.weights[0][end - 1]:.2f}")

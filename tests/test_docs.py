@@ -14,10 +14,9 @@ import pytest
 import torch
 import yaml
 
-from cfa_kernels import CounterfactualConfig, Rows, counterfactual_weights
-from cfa_kernels.credit.config import flat_options
+from cfa_kernels import CounterfactualConfig, Rows, counterfactual_credit
 from cfa_kernels.estimators import ESTIMATORS
-from cfa_kernels.loss.checks import LEVELS, LOSS_TYPES
+from cfa_kernels.loss.types import LEVELS, LOSS_TYPES
 from docs import options
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
@@ -70,7 +69,7 @@ def test_the_first_block_for_trl_runs_when_it_is_pasted(tmp_path, monkeypatch):
     pytest.importorskip("trl", reason="trl is not installed")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     namespace: dict[str, Any] = {"__name__": "pasted"}
-    assert run(REPOSITORY / "docs" / "trl.md", namespace, downloads(tmp_path)) == 5
+    assert run(REPOSITORY / "docs" / "trl.md", namespace, downloads(tmp_path)) == 2
     trained = dict(namespace["trainer"].model.named_parameters())
     assert any(not torch.equal(value, trained[name]) for name, value in tiny_model().named_parameters())
 
@@ -173,7 +172,7 @@ def rollouts() -> SimpleNamespace:
         ids[i, :n], attention[i, :n], mask[i, len(prompt) : n] = torch.tensor(prompt + completion), 1, 1
     each, weights = torch.tensor([1.2, -0.8, 0.0]), torch.ones(3, 10)
     rows = Rows(list(map(torch.tensor, prompts)), list(map(torch.tensor, completions)))
-    for i, row in enumerate(counterfactual_weights(tiny_model(), tiny_tokenizer(), rows, advantages=each)):
+    for i, row in enumerate(counterfactual_credit(tiny_model(), tiny_tokenizer(), rows, advantages=each).weights):
         weights[i, len(prompts[i]) : len(prompts[i]) + len(row)] = row
     assert weights.unique().numel() > 3
     return SimpleNamespace(ids=ids, attention=attention, mask=mask, advantages=each[:, None] * mask, weights=weights)
@@ -231,9 +230,3 @@ def logprobs_and_gradients(r: SimpleNamespace, lines: dict[str, Any]) -> list[to
 def test_the_lines_for_another_trainer_weigh_what_it_multiplies_and_pack_what_it_pads(trainer, rollouts, others):
     pairs = trainer(rollouts, others)
     torch.testing.assert_close(pairs[::2], pairs[1::2], rtol=1e-4, atol=1e-5)
-
-
-def test_verls_configuration_names_every_option_that_can_run():
-    named = yaml.safe_load((REPOSITORY / "docs" / "verl_gsm8k.yaml").read_text(encoding="utf-8"))["counterfactual"]
-    every = {name for name, _, _ in flat_options()} | {field.name for field in fields(CounterfactualConfig)}
-    assert set(named) == every - {"spans", "answers", "sigma"}  # `sigma` is of gradients

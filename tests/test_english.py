@@ -1,6 +1,6 @@
 """README and docs/ in plain English: no house words, short sentences, at most two figures in each.
 
-Code, tables, headings and the targets of links do not count. The limits of a page may only fall.
+Code, tables, headings and the targets of links do not count. Every page has the same limits.
 """
 
 import re
@@ -39,20 +39,8 @@ class English(NamedTuple):
     figures: float
 
 
-GOAL = English(0, 4, 2)
-"""Limits of a page that is not below."""
-LIMITS = {
-    "README.md": English(0, 12, 12),
-    "analysis.md": English(5, 30, 14),
-    "benchmarks.md": English(11, 50, 36),
-    "evidence-direction.md": English(10, 41, 28),
-    "evidence-findings.md": English(10, 32, 29),
-    "evidence-training.md": English(10, 42, 37),
-    "evidence.md": English(0, 20, 5),
-    "models.md": English(0, 13, 7),  # a description that came with its results
-    "planning.md": English(2, 14, 14),
-    "training.md": English(3, 27, 2),
-}
+LIMIT = English(0, 4, 2)
+"""Limits of every page."""
 
 
 def sentences(text: str) -> list[str]:
@@ -85,8 +73,8 @@ def test_sentences_are_counted_as_a_reader_would():
     "page", [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))], ids=lambda page: page.name
 )
 def test_a_page_is_plain_english(page: Path):
-    found, limit = count(page.read_text(encoding="utf-8")), LIMITS.get(page.name, GOAL)
+    found = count(page.read_text(encoding="utf-8"))
     every = sentences(page.read_text(encoding="utf-8"))
     worst = [each for each in every if HOUSE_WORDS.search(each)]
     worst += [each for each in every if len(each.split()) > LONG or len(FIGURE.findall(each)) > MANY]
-    assert all(a <= b for a, b in zip(found, limit, strict=True)), "\n".join([f"{found}, limit {limit}:", *worst])
+    assert all(a <= b for a, b in zip(found, LIMIT, strict=True)), "\n".join([f"{found}, limit {LIMIT}:", *worst])

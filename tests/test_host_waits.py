@@ -20,7 +20,7 @@ from cfa_kernels.scoring import masked
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.packed import packed_forward
 from cfa_kernels.tree import packs
-from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns
+from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns, score_forward
 from tests.support.waits import DEVICE, Waits, a_device, put_on_device
 
 pytestmark = pytest.mark.slow
@@ -115,14 +115,14 @@ def test_gradients_at_the_embeddings_look_once_however_many_packs_and_draws_ther
 def test_a_training_forward_its_loss_and_backward_look_never_and_its_scores_once(model):
     prompts, completions, spans, answers = batch()
     rows = Rows(prompts, completions)
-    loss_batch = LossBatch.of(rows, None, torch.ones(len(completions)), compute_entropy=True)
+    loss_batch = LossBatch.of(rows, advantages=torch.ones(len(completions)), compute_entropy=True)
     with a_device() as waits:
         put_on_device(model.train())
         forward = packed_forward(model, rows, token_budget=120, keep_states=True)
         assert len(forward.packs) > 1
         assert_waits(waits)
         options = {"mask": PLACEHOLDER, "token_budget": 30, "outcome": "mean"}
-        assert forward.score(spans, answers, **options).work.forwards > 3
+        assert score_forward(forward, spans, answers, **options).work.forwards > 3
         assert_waits(waits, "cpu")
         forward.policy_loss(loss_batch).loss.backward(retain_graph=True)
         sum(row.sum() for row in forward.logprobs()).backward()
@@ -135,8 +135,8 @@ def test_the_loss_of_a_batch_on_the_host_never_looks(model):
         put_on_device(model.train())
         rows = [torch.zeros(len(ids)) for ids in completions]
         packed_policy_loss(
-            model, Rows(prompts, completions), rows, torch.ones(len(rows)), weights=[row + 1 for row in rows],
-            ref_logprobs=rows, token_budget=120, beta=0.1, validate=False,
+            model, Rows(prompts, completions), old_logprobs=rows, advantages=torch.ones(len(rows)),
+            weights=[row + 1 for row in rows], ref_logprobs=rows, token_budget=120, beta=0.1, validate=False,
         ).loss.backward()  # fmt: skip
         assert_waits(waits)
 

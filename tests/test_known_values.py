@@ -26,7 +26,7 @@ from cfa_kernels import (
 )
 from cfa_kernels.credit.weights import WEIGHTS
 from cfa_kernels.estimators import ESTIMATORS
-from cfa_kernels.loss.checks import LEVELS_OF
+from cfa_kernels.loss.types import LOSS_TYPES
 from tests.support.models import DELTA, MLA, PLACEHOLDER, VOCAB, batch, make_model
 from tests.support.plug_ins import RESAMPLING, TOTAL_EFFECTS
 from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
@@ -75,6 +75,9 @@ CREDIT: dict[str, dict[str, Any]] = {
     "resampled": {**RESAMPLING, "samples": 2},
     "preselected": {"preselect": 0.5},
     "preselected by gain": {"preselect": 0.5, "preselect_by": "prefix_gain"},
+    "redistributed": {"weights": "redistribute", "strength": 1.5},
+    "progress": {"estimator": "progress"},
+    "turns": {"units": "turns", "mask_observation": True},
 }
 
 
@@ -123,8 +126,8 @@ def _of_model(name: str, model: Any) -> Iterator[tuple[str, Iterable[Tensor]]]:
     old = [_draw(70 + b, len(row), low=-8, high=-2).float() for b, row in enumerate(completions)]
     for loss_type in SUMS if name == "full attention" else SUMS[:1]:
         packed = packed_policy_loss(
-            model, Rows(prompts, completions), old, advantages, weights=weights, loss_type=loss_type,
-            max_completion_length=50, temperature=0.7, compute_entropy=True,
+            model, Rows(prompts, completions), old_logprobs=old, advantages=advantages, weights=weights,
+            loss_type=loss_type, max_completion_length=50, temperature=0.7, compute_entropy=True,
         )  # fmt: skip
         metrics = torch.stack([torch.as_tensor(packed.metrics[key]).double() for key in sorted(packed.metrics)])
         yield (
@@ -141,8 +144,8 @@ def _of_losses() -> Iterator[tuple[str, Iterable[Tensor]]]:
     logprobs = ((hidden @ head.T) / 0.9).log_softmax(-1).gather(-1, targets[..., None])[..., 0].detach()
     logprobs.requires_grad_()
     old, reference = logprobs.detach() + 0.5 * _draw(6, n, t), logprobs.detach() + _draw(7, n, t)
-    for loss_type, levels in LEVELS_OF.items():
-        for level in levels:
+    for loss_type, kind in LOSS_TYPES.items():
+        for level in kind.levels:
             for beta in (0.0, 0.04):
                 options: Any = {
                     "loss_type": loss_type, "importance_sampling_level": level, "beta": beta, "ref_logprobs": reference,
@@ -178,10 +181,14 @@ def _of_credit() -> Iterator[tuple[str, Iterable[Tensor]]]:
     }
     external = [_draw(20 + b, int(mask[b].sum()), low=0, high=1).float() for b in range(n)]
     rows = Rows.from_padded(prompts, torch.ones_like(prompts), completions, mask)
+    turns: dict[str, Any] = {"mask": [(torch.arange(k) % 5 != 2) | (torch.arange(k) > k - 4) for k in rows.lengths]}
+    for seed, name in enumerate(("old_logprobs", "ref_logprobs"), 40):
+        turns[name] = [-_draw(seed + b, k, low=0, high=1).float() for b, k in enumerate(rows.lengths)]
     for name, options in CREDIT.items():
+        config = CounterfactualConfig(**options)
         credit = counterfactual_credit(
-            model, tokenizer, rows, config=CounterfactualConfig(**options), seed=3,
-            external=external if name == "external" else None, **known,
+            model, tokenizer, rows, config=config, seed=3, external=external if name == "external" else None,
+            **known, **(turns if config.units == "turns" else {}),
         )  # fmt: skip
         signed = None if credit.advantages is None else (credit.advantages, known["advantages"])
         columns = [credit.padded(t), credit.base, torch.cat(credit.drop), signed and _padded(*signed, t)]

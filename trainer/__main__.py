@@ -19,7 +19,8 @@ def main(argv: list[str] | None = None) -> int:
 
         if print_help(argv):
             return 0
-        settings = of_rank(argv, prog=program("trainer"))
+        flags = ["--help" if flag == "--help-all" else flag for flag in argv]  # tyro's, of every setting
+        settings = of_rank(flags, prog=program("trainer"))
         from .program import main as run
     return run(settings)
 

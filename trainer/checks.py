@@ -1,10 +1,10 @@
 """Stop a run whose numbers cannot be trusted, before they change a weight or are saved."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cfa_kernels.loss.off_policy import open_choice, sampling_gaps
 from cfa_kernels.model.check.verify import check_supported, check_trainable
@@ -13,7 +13,7 @@ from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.run_inside import run_inside
 
 from .config import TrainConfig
-from .microbatch import Pass, UpdateBatch
+from .rollouts.engine import Rollouts
 
 # Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;
 # several times what was seen on models of 4 to 24 layers (float32 6e-6, bfloat16 0.07, adapters merged or not).
@@ -44,33 +44,33 @@ def require_supported(policy: nn.Module, longest: int) -> None:
     run_inside(policy, check)
 
 
-def require_finite(done: Pass, policy: nn.Module) -> None:
-    """Raise `FloatingPointError` naming the samples whose log-probs, or whose gradients, are not finite."""
-    index = done.micro
-    if bad := [b for b, logprobs in zip(index, done.logprobs, strict=True) if not logprobs.isfinite().all()]:
+def require_finite(index: Sequence[int], logprobs: Sequence[Tensor], norm: Tensor, policy: nn.Module) -> None:
+    """Raise `FloatingPointError` naming the samples of `index` whose log-probs, or whose gradients, are not finite."""
+    if bad := [b for b, row in zip(index, logprobs, strict=True) if not row.isfinite().all()]:
         raise FloatingPointError(f"samples {bad}: log-prob is not finite")
-    if not done.norm.isfinite():
+    if not norm.isfinite():
         names = [n for n, p in policy.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
         where = f" of {names[0]}" if names else ""
         raise FloatingPointError(f"samples {index}: gradient{where} is not finite")
 
 
-def check_sampling_gap(passes: Sequence[Pass], batch: UpdateBatch, policy: nn.Module, config: TrainConfig) -> float:
+def check_sampling_gap(
+    logprobs: Mapping[int, Tensor], rollouts: Rollouts, policy: nn.Module, config: TrainConfig
+) -> float:
     """Measure how far log-probs are from those a batch was sampled with, nats, and hold it to `sampling_gap_limit`.
 
-    Call it before the first optimizer step on the batch, while `policy` is the one that sampled. The gap is the mean of
-    the absolute difference over tokens that count, each weighed by how probably it could have come out otherwise; what
-    normalising over the sampler's nucleus explains is no gap.
+    `logprobs` are tensors (t,) by the number of their completion. Call it before the first optimizer step on the batch,
+    while `policy` is the one that sampled. The gap is the mean of the absolute difference over tokens that count, each
+    weighed by how probably it could have come out otherwise; what normalising over the sampler's nucleus explains is no
+    gap.
 
     Raises:
         SamplingGapError: rounding cannot explain the gap; the message names the samples and how large it is.
     """
     limit, sums = sampling_gap_limit(config, policy), dict[int, tuple[float, float]]()
-    for done in passes:
-        for b, logprobs in zip(done.micro, done.logprobs, strict=True):
-            sampled = batch.rollouts.logprobs[b]
-            gap = sampling_gaps(sampled, logprobs, batch.rollouts.nucleus)
-            sums[b] = float(gap.sum()), float(open_choice(sampled).sum())
+    for b, row in logprobs.items():
+        gap = sampling_gaps(rollouts.logprobs[b], row, rollouts.nucleus)
+        sums[b] = float(gap.sum()), float(open_choice(rollouts.logprobs[b]).sum())
     gaps, choices = zip(*sums.values(), strict=True)
     mean = sum(gaps) / sum(choices)
     if mean <= limit:

@@ -11,25 +11,18 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import tyro
 import yaml
 
+from cfa_kernels.credit.presets import PRESETS, RECOMMENDED, preset_names
+from cfa_kernels.options import check_fields
+
 from .rewards.built_in import require_rewards
-from .settings import (
-    CREDIT_OPTIONS,
-    DEFAULTS_FILE,
-    EMBEDDED,
-    PRESETS,
-    TrainSettings,
-    model_path,
-    preset_names,
-    require_files,
-    require_ranges,
-)  # fmt: skip
+from .settings import CREDIT_OPTIONS, DEFAULTS_FILE, EMBEDDED, TrainSettings, model_path, require_data, require_model
 
 MODEL_SETTINGS = (
     "temperature", "top_p", "max_completion_length", "instruction", "use_peft", "learning_rate",
@@ -38,11 +31,21 @@ MODEL_SETTINGS = (
 """Settings that a model folder may bring, which runs no code: how it samples, is prompted and trains best."""
 
 
+class _Yaml(yaml.SafeLoader):
+    """Plain values; unlike YAML 1.1 it reads 1e-6, without a point, as a number."""
+
+
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+\Z"), [*"-+0123456789"]
+)
+
+
 def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str = "") -> Any:
     """Fill the dataclass `kind` from, in rising order: its defaults, the model folder's, `--config`, flags.
 
-    A file of `--config` that ships with the program is a paper's run of another model: the model folder wins over it.
-    A setting that is wrong ends the program with exit code 2 and one line that names it.
+    A file of `--config` that ships with the program is another model's run: the model folder wins over it. Credit is by
+    the recommended one of these unless `--config` or `--estimator` name another.
+    A setting that is wrong ends the program with exit code 2 and a message that names it.
     """
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     before.add_argument("--config")
@@ -50,67 +53,74 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str = "") -
     before.add_argument("--estimator", default=argparse.SUPPRESS)
     before.add_argument("--credit_options", nargs=2, action="append", default=[])
     known = {entry.name for entry in fields(kind)}
-    options = {*CREDIT_OPTIONS} - known if "credit_options" in known else set()
-    for name in options:
+    with_credit = "credit_options" in known
+    short = [name for name in CREDIT_OPTIONS if name not in known] if with_credit else []
+    for name in short:
         before.add_argument(f"--{name}", default=argparse.SUPPRESS)
     with refusing(prog):
         chosen, flags = before.parse_known_args(argv)
-        file = _config_file(chosen.config) if chosen.config else None
-        settings = _read_yaml(file, kind) if file else {}
-        settings |= {name: value for name, value in vars(chosen).items() if name in ("model", "estimator")}
+        early = {name: value for name, value in vars(chosen).items() if name in ("model", "estimator")}
+        source = chosen.config or (RECOMMENDED if with_credit and _names_no_credit(argv) else None)
+        file = _config_file(source) if source else None
         preset = file if file and file.resolve().parent == PRESETS.resolve() else None
+        settings = (_read_settings(file, kind) if file else {}) | early
         model = settings.get("model", getattr(kind, "model", None))
         if model is not None and (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
-            suits = _model_settings(_read_yaml(suited, kind), suited, model)
+            suits = _model_settings(_read_settings(suited, kind), suited, model)
             settings = settings | suits if preset else suits | settings
-        pairs = [*chosen.credit_options, *((name, value) for name, value in vars(chosen).items() if name in options)]
-        unknown = [flag for flag in re.findall(r"(?<!\S)--(?:no_)?(\w+)", " ".join(flags)) if flag not in known]
-        if preset and (pairs or "estimator" in vars(chosen)) and not unknown:
-            _drop_unread(preset.stem, settings, {name: yaml.safe_load(value) for name, value in pairs})
+        defaults = kind(**{name: value for name, value in settings.items() if value is not None})
+        check_fields(defaults)
+        pairs = [*chosen.credit_options, *((name, value) for name, value in vars(chosen).items() if name in short)]
         written = {"true": "True", "false": "False"}  # as YAML and Hydra have them, and as tyro does
-        flags += [word for k, v in pairs for word in ("--credit_options", k, written.get(v, v))]
-        args = [*_as_flags(settings), *flags]
-        box = io.StringIO()  # several lines
-        try:
-            with contextlib.redirect_stderr(box):
-                return tyro.cli(kind, args=args, prog=prog, description=description, use_underscores=True)
-        except SystemExit as ended:
-            if not ended.code:
-                raise
-            raise ValueError(_in_one_line(box.getvalue())) from None
+        flags += [word for name, value in pairs for word in ("--credit_options", name, written.get(value, value))]
+        # tyro takes the keys of a dictionary's default for the only ones.
+        bare = replace(defaults, credit_options={}) if with_credit else defaults
+        result = tyro.cli(kind, args=flags, default=bare, prog=prog, description=description, use_underscores=True)
+        check_fields(result)
+        if with_credit:
+            # A preset is a whole: what another estimator or rule does not read would otherwise be refused.
+            options, own = dict(defaults.credit_options), result.credit_options
+            if preset and (own or "estimator" in early):
+                _drop_unread(preset.stem, result.estimator, options, own)
+            result.credit_options = options | own
+        return result
 
 
 def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
     """Fill the settings of a run whose files are there, in each process of a launcher; the first one prints."""
     with contextlib.redirect_stderr(sys.stderr if _is_first() else io.StringIO()), refusing(prog):
         settings: TrainSettings = parse(TrainSettings, argv, prog=prog)
-        require_ranges(settings)
         require_rewards([*settings.reward_funcs, *filter(None, [settings.eval_reward])])
-        require_files(settings)
+        for name in filter(None, (settings.dataset, settings.eval_dataset)):
+            require_data(name)
+        require_model(settings.model)
+        if _names_no_credit(argv) and settings.credit != "uniform":
+            others = ", ".join(name for name in preset_names() if name != RECOMMENDED)
+            said = f"note: credit by {RECOMMENDED}, the recommended preset; --config also takes {others}"
+            print(f"{said}; --credit uniform assigns none", file=sys.stderr)
         return settings
+
+
+def _names_no_credit(argv: Sequence[str]) -> bool:
+    return not any(flag.partition("=")[0] in ("--config", "--estimator") for flag in argv)
 
 
 @contextlib.contextmanager
 def refusing(prog: str) -> Iterator[None]:
-    """End the program with exit code 2 and one line for settings that are wrong."""
+    """End the program with exit code 2 and one line for settings that are wrong; tyro has a box for wrong flags."""
     try:
         yield
-    except (ValueError, OSError, argparse.ArgumentError) as problem:
-        if _is_first():
-            print(f"{prog}: error: {' '.join(str(problem).split())}", file=sys.stderr)
-        else:
-            time.sleep(30)  # the launcher ends this one when the first has said why it ends
+    except (ValueError, OSError, argparse.ArgumentError, SystemExit) as problem:
+        if not _is_first():
+            time.sleep(30)  # the launcher ends all when one ends, and the first one has to say why before that
+        if isinstance(problem, SystemExit):  # tyro's, which has said it
+            raise
+        print(f"{prog}: error: {' '.join(str(problem).split())}", file=sys.stderr)
         sys.exit(2)
 
 
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def _in_one_line(box: str) -> str:
-    """Give the words of a refusal of tyro's, without its frame, its title and the advice to try `--help`."""
-    inside = " ".join(line.strip("│| ") for line in box.splitlines()[1:-1])
-    return re.sub(r"\s*[─-]{4,}\s*", "; ", " ".join(inside.split())).partition("; For full helptext")[0].lstrip("; ")
 
 
 def _model_settings(settings: dict[str, Any], path: Path, model: str) -> dict[str, Any]:
@@ -122,19 +132,18 @@ def _model_settings(settings: dict[str, Any], path: Path, model: str) -> dict[st
     return settings
 
 
-def _drop_unread(preset: str, settings: dict[str, Any], own: dict[str, Any]) -> None:
+def _drop_unread(preset: str, estimator: str, options: dict[str, Any], own: dict[str, Any]) -> None:
     """Drop the options of a preset that no part reads which flags with `own` options choose in its place; say so."""
     from cfa_kernels.credit.config import CounterfactualConfig, UnreadOptions
 
-    options, dropped = {k: v for k, v in settings.get("credit_options", {}).items() if k not in own}, list[str]()
-    settings["credit_options"] = options
-    with contextlib.suppress(ValueError):  # which tyro reports
-        while True:
+    dropped = list[str]()
+    with contextlib.suppress(ValueError):  # of another kind: the settings' own check names it
+        while True:  # an error names the options of one part
             try:
-                CounterfactualConfig.from_flat({"estimator": settings.get("estimator"), **options, **own})
+                CounterfactualConfig.from_flat({"estimator": estimator, **options, **own})
                 break
             except UnreadOptions as problem:
-                if not (names := [name for name in problem.names if name in options]):
+                if not (names := [name for name in problem.names if name in options and name not in own]):
                     break
                 dropped += [f"{name}={options.pop(name)}" for name in names]
     if dropped:
@@ -158,36 +167,17 @@ def to_yaml(config: Any, made_by: str = "", resolved: Mapping[str, Any] | None =
     return "".join(lines)
 
 
-def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
-    settings, entries = read_mapping(path), {entry.name: entry for entry in fields(kind)}
-    for name, value in settings.items():
-        if name not in entries:
-            raise ValueError(f"{path}: unknown setting {name!r}")
-        if isinstance(value, dict) and entries[name].default_factory is not dict:
-            raise ValueError(f"{path}: {name} must be a value or a list of values, got dict")
+def _read_settings(path: Path, kind: type) -> dict[str, Any]:
+    settings, known = read_mapping(path), {entry.name for entry in fields(kind)}
+    if unknown := [name for name in settings if name not in known]:
+        raise ValueError(f"{path}: unknown setting {unknown[0]!r}")
     return settings
-
-
-def _as_flags(settings: dict[str, Any]) -> list[str]:
-    """Write settings as flags, so that types are checked in one place; null and [] mean the class default."""
-    flags = []
-    for name, value in settings.items():
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no_{name}")
-        elif isinstance(value, dict):
-            for option in value.items():
-                flags += [f"--{name}", *map(str, option)]
-        elif isinstance(value, list):
-            flags += [f"--{name}", *map(str, value)] if value else []
-        elif value is not None:
-            flags.append(f"--{name}={value}")
-    return flags
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """Read a mapping from YAML or JSON, nothing from an empty file; raises `ValueError` naming another file."""
     try:
-        content = yaml.safe_load(path.read_text("utf-8")) or {}
+        content = yaml.load(path.read_text("utf-8"), _Yaml) or {}
     except (yaml.YAMLError, ValueError, RecursionError) as problem:  # a ValueError: of a date like 2026-13-45
         raise ValueError(f"{path}: is not YAML of plain values: {problem}") from problem
     if not isinstance(content, dict):

@@ -1,56 +1,52 @@
 """Check the settings of a run against each other and the library, and turn them into what its parts take."""
 
-from dataclasses import dataclass
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+import os
+import re
+from dataclasses import dataclass, fields
+from typing import Any
 
-from cfa_kernels import CounterfactualConfig
+import torch
+
+from cfa_kernels import AnswerRules, CounterfactualConfig
 from cfa_kernels.credit.weights import Control
-from cfa_kernels.loss.checks import check_correction, check_level
+from cfa_kernels.estimators.base import EXTERNAL
+from cfa_kernels.loss.checks import check_correction, check_level, weights_sequences
 from cfa_kernels.loss.token_loss import NUMBERS
-from cfa_kernels.options import Interval, check_fields
+from cfa_kernels.options import check_fields, imported
+from cfa_kernels.scoring.access import GRADIENTS
 
 from .precision import Precision
-from .refusals import refuse
-from .rewards.built_in import BUILT_IN, INSTRUCTIONS
-from .rewards.calls import ANSWER_OPTIONS, load_answer_format
-from .settings import DataSettings, Range, TrainSettings
+from .rewards.built_in import BUILT_IN
+from .settings import GENERATED, TrainSettings
 
 _CONTROLS: dict[str, Control | None] = {
     "counterfactual": None, "inverted": "inverted", "permuted": "permuted", "random": "random", "uniform": "off",
 }  # fmt: skip
+_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an answer: it has no group
 
 
 @dataclass
-class DataConfig(DataSettings):
-    """Settings of the problems that a program learns from and is tested on; equal settings give equal problems."""
-
-    def __post_init__(self) -> None:
-        """Reject values outside their range, naming the setting."""
-        check_fields(self)
-
-    @property
-    def kind(self) -> str:
-        """Kind of the rows: numbers, with an answer in which a number can be read; text, with any; or mbpp."""
-        return "numbers"
-
-
-@dataclass
-class TrainConfig(TrainSettings, DataConfig):
+class TrainConfig(TrainSettings):
     """Settings of one run of counterfactual DAPO, checked. Defaults are the CF paper's where it states one."""
 
     def __post_init__(self) -> None:
-        """Reject values outside their range, naming the setting."""
-        super().__post_init__()
+        """Reject values outside their range, and those that contradict each other, naming the setting."""
+        check_fields(self)
         try:
-            Precision.of(self.dtype, self.device, adapters=self.use_peft)
+            self.precision  # noqa: B018
         except RuntimeError as problem:
             raise ValueError(f"device must be auto, cpu or a GPU such as cuda:0, got {self.device!r}") from problem
         check_level(vars(self))
-        refuse(self)
+        self.refuse()
         if (high := self.importance_sampling_clip_max) is not None:
             correction = {"sampling_mode": self.importance_sampling_mode, "sampling_clip_max": high}
             check_correction(correction | {"sampling_logprobs": ...}, self.loss_type, self.importance_sampling_level)
+
+    def refuse(self, processes: int = 1) -> None:
+        """Raise `ValueError` with the first sentence of the tables below that holds for so many processes."""
+        for sentence, holds in (_of_processes(self, processes) if processes > 1 else _contradictions(self)).items():
+            if holds:
+                raise ValueError(sentence)
 
     @property
     def grader(self) -> str:
@@ -64,11 +60,6 @@ class TrainConfig(TrainSettings, DataConfig):
         return BUILT_IN[self.grader].kinds[0] if self.grader in BUILT_IN else "text"
 
     @property
-    def question_instruction(self) -> str:
-        """Text after a question that is no list of messages."""
-        return INSTRUCTIONS[self.kind] if self.instruction is None else self.instruction
-
-    @property
     def precision(self) -> Precision:
         """Return the arithmetic that `dtype`, `device` and `use_peft` choose."""
         return Precision.of(self.dtype, self.device, adapters=self.use_peft)
@@ -80,8 +71,11 @@ class TrainConfig(TrainSettings, DataConfig):
 
     def answer_options(self) -> dict[str, Any]:
         """Return the run's own form of answers, by the names of `AnswerRules`."""
-        others = {name: self.credit_options[name] for name in ANSWER_OPTIONS if name in self.credit_options}
-        return {"answer_format": load_answer_format(self.answer_format), **others}
+        form: Any = self.answer_format  # a pattern as it stands
+        if form is not None and _REFERENCE.fullmatch(form):
+            form = imported("answer_format", form)
+        names = [entry.name for entry in fields(AnswerRules) if entry.name in self.credit_options]
+        return {"answer_format": form, **{name: self.credit_options[name] for name in names}}
 
     @property
     def reward_options(self) -> dict[str, Any]:
@@ -95,14 +89,59 @@ class TrainConfig(TrainSettings, DataConfig):
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
-def _with_intervals(hint: Any) -> Any:
-    """Put the library's `Interval` in the place of a `Range`, for `check_fields`."""
-    origin, inside = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        kind, mark = inside
-        return Annotated[kind, Interval(*mark)] if isinstance(mark, Range) else hint
-    return Union[tuple(map(_with_intervals, inside))] if origin in (Union, UnionType) else hint  # noqa: UP007
+def _contradictions(c: TrainConfig) -> dict[str, bool]:
+    credit, high, url = c.counterfactual(), c.importance_sampling_clip_max, c.vllm_server_base_url
+    weighing = {
+        f"credit={c.credit}": credit.control != "off",
+        "compare_and_correct": c.compare_and_correct > 0,
+        "importance_sampling_clip_max": high is not None and c.importance_sampling_mode.startswith("token"),
+    }
+    weighs = [name for name, does in weighing.items() if does]
+    unfit = [name for name in c.reward_funcs if name in BUILT_IN and c.kind not in BUILT_IN[name].kinds]
+    judged = " or ".join(BUILT_IN[unfit[0]].kinds) if unfit else ""
+    return {
+        f"num_generations must be at least 2 for a group to compare, got {c.num_generations}": c.num_generations < 2,
+        f"generation_batch_size must be a multiple of num_generations, got {c.generation_batch_size} and "
+        f"{c.num_generations}": c.generation_batch_size % max(c.num_generations, 1) > 0,
+        "importance_sampling_mode is read with importance_sampling_clip_max only, which is None": (
+            c.importance_sampling_mode != "token_truncate" and high is None
+        ),
+        f"estimator: {c.estimator} needs importances from a caller; give 'module:name'": EXTERNAL in credit.needs,
+        f"importance_sampling_level must be token or sequence_token with {' and '.join(weighs)}, got sequence: a "
+        "completion has one ratio there, so that only the sum of its tokens' weights acts": (
+            weights_sequences(c.loss_type, c.importance_sampling_level) and bool(weighs)
+        ),
+        f"vllm_server_base_url must begin with http:// or https://, got {url!r}": (
+            not url.startswith(("http://", "https://"))
+        ),
+        "vllm_server_base_url: only rollout_engine=vllm reads it; name both or neither": (
+            c.rollout_engine != "vllm" and url != TrainSettings.vllm_server_base_url
+        ),
+        "reward_funcs must name at least one function, got none": not c.reward_funcs,
+        f"reward_weights: {len(c.reward_weights)} weights for {len(c.reward_funcs)} reward_funcs; give one for each, "
+        "or none at all": bool(c.reward_weights) and len(c.reward_weights) != len(c.reward_funcs),
+        f"reward_funcs: {''.join(unfit[:1])} judges rows of {judged}, and eval_reward {c.grader} {c.kind}": bool(unfit),
+        "dataset: 'generated' has no tests; name a file or hub data set with MBPP's columns": (
+            c.dataset == GENERATED and c.kind == "mbpp"
+        ),
+    }
 
 
-for _kind in (DataConfig, TrainConfig):
-    _kind.__annotations__ = {k: _with_intervals(v) for k, v in get_type_hints(_kind, include_extras=True).items()}
+def _of_processes(c: TrainConfig, processes: int) -> dict[str, bool]:
+    problems, device = c.generation_batch_size // c.num_generations, c.precision.device
+    place, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    on_gpu, in_pieces = device.type == "cuda", c.parallel == "fsdp2"
+    return {
+        f"generation_batch_size={c.generation_batch_size} is {problems} problems, which {processes} processes cannot "
+        f"share equally; use a multiple of {processes} problems": problems % processes > 0,
+        f"rollout_engine: {c.rollout_engine} serves one process, and there are {processes}; take transformers": (
+            c.rollout_engine != "transformers"
+        ),
+        f"compare_and_correct: runs in one process, and there are {processes}": c.compare_and_correct > 0,
+        f"device: {device} is one GPU, and there are {processes} processes; leave it out or say cuda": (
+            on_gpu and device.index is not None
+        ),
+        f"device: process {place} of this machine has no GPU; it has {gpus}; start {gpus}": on_gpu and place >= gpus,
+        f"estimator: {c.estimator} takes gradients through a model that is whole in one process, which "
+        "parallel=fsdp2 does not keep; take parallel=ddp": in_pieces and GRADIENTS in c.counterfactual().needs,
+    }

@@ -11,12 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .config import DataConfig, TrainConfig
 from .embedded.problems import generate
-from .rewards.calls import ARGUMENTS, CONTENTS
+from .rewards.built_in import ARGUMENTS, CONTENTS, INSTRUCTIONS
 from .rewards.code import mbpp_row
 from .rewards.numbers import gold_number
-from .settings import FILES, GENERATED, require_data
+from .settings import FILES, GENERATED, DataConfig, TrainSettings, require_data
 
 GENERATED_TRAIN_PROBLEMS = 8192
 HELD_OUT_PROBLEMS = 256
@@ -77,11 +76,12 @@ def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tu
             if config.eval_dataset is not None:
                 raise
     if not test:
-        random.Random(0).shuffle(train)
+        random.Random(0).shuffle(train)  # whatever the run's seed: runs that compare are tested on the same rows
         held_out = held_out or HELD_OUT_PROBLEMS
         if held_out >= len(train):
             raise ValueError(f"eval_problems: cannot set {held_out} of {len(train)} rows of {config.dataset} aside")
         test, train = train[:held_out], train[held_out:]
+    # Data sets repeat questions, within a file and across splits; a repeated one would be trained and tested on.
     prompts = {str(row.prompt) for row in test}
     train = [row for row in train if str(row.prompt) not in prompts]
     if not train:
@@ -92,24 +92,17 @@ def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tu
 def encode_prompt(
     question: str | Messages, tokenizer: PreTrainedTokenizerBase, *, instruction: str | None = "",
     system: str | None = None, thinking: bool = False, at: datetime | None = None,
-    examples: Sequence[tuple[str, str]] = (),
 ) -> list[int]:  # fmt: skip
     """Encode the prompt: by the chat template if the tokenizer has one, else `Question: ...`.
 
     `instruction` goes behind the last message, `system` in the place of the first. A template that writes the date
-    writes that of `at`, by default today's. `examples` are questions with their answers, as earlier turns of the chat,
-    which a tokenizer without a template leaves out.
+    writes that of `at`, by default today's.
     """
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
-    turns = [(f"{asked}\n{instruction}" if instruction else asked, answer) for asked, answer in examples]
     if instruction:
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{instruction}"}
     if system is not None:
         messages = [{"role": "system", "content": system}, *(one for one in messages if one["role"] != "system")]
-    if tokenizer.chat_template is not None or _has_own_template(tokenizer):
-        roles = ("user", "assistant")
-        earlier = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
-        messages = [*messages[:-1], *earlier, messages[-1]]
     if _has_own_template(tokenizer):
         encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return encoded["input_ids"]
@@ -169,10 +162,15 @@ def _clock(at: datetime) -> str:
     return "{% macro strftime_now(format) %}{{ format" + parts + " }}{% endmacro %}\n"
 
 
+def question_instruction(config: TrainSettings) -> str:
+    """Give the text after a question that is no list of messages."""
+    return INSTRUCTIONS[config.kind] if config.instruction is None else config.instruction
+
+
 def encode_prompts(
     rows: Sequence[Row],
     tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
+    config: TrainSettings,
     context: int | None,
     at: datetime | None = None,
 ) -> list[list[int]]:
@@ -182,7 +180,7 @@ def encode_prompts(
         raise ValueError(f"enable_thinking: the chat template of model {config.model} does not read it; leave it out")
     options: dict[str, Any] = {"system": config.system_prompt, "thinking": config.enable_thinking, "at": at}
     for row in rows:
-        instruction = config.question_instruction if row.messages is None else config.instruction
+        instruction = question_instruction(config) if row.messages is None else config.instruction
         try:
             prompts.append(encode_prompt(row.prompt, tokenizer, instruction=instruction, **options))
         except Exception as problem:  # a chat template raises what it likes
@@ -204,7 +202,7 @@ def _load(name: str, split: str, config: str | None) -> list[Any]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         if kind:
-            with tempfile.TemporaryDirectory() as cache:
+            with tempfile.TemporaryDirectory() as cache:  # the usual one would serve a file's old rows once it changes
                 return datasets.load_dataset(kind, data_files=name, split="train", cache_dir=cache).to_list()
         try:
             return datasets.load_dataset(name, config or "main", split=split).to_list()

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import os
 import signal
 import sys
@@ -70,17 +71,14 @@ def ignore_broken_pipe() -> Iterator[None]:
 
 
 class _Stream:
+    # Ctrl-C ends `cfa-train | tee log` on both sides at once; the run still has a step to finish and to save.
+
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.write, self.flush = (functools.partial(self._attempt, name) for name in ("write", "flush"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        return self._attempt("write", text)
-
-    def flush(self) -> None:
-        self._attempt("flush")
 
     def _attempt(self, method: str, *text: str) -> Any:
         try:

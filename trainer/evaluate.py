@@ -10,7 +10,7 @@ from .data import Row
 from .processes import count, gather, own_share
 from .rewards.calls import Reward, rewards_by
 from .rewards.numbers import exact_match
-from .rollouts import Engine
+from .rollouts.engine import Engine
 from .state import arguments
 
 _NORMAL = 1.959964  # quantile of the normal distribution, for 95 %
@@ -56,6 +56,7 @@ def evaluate(
     ) -> list[tuple[bool, int]]:
         """Complete the prompts of problems, by number: whether solved, and tokens of each."""
         results, share = dict[int, tuple[bool, int]](), own_share(range(len(problems)))
+        # Prompts of like length go together, as a batch is padded to its longest.
         by_length = sorted(share, key=lambda at: len(prompts[problems[at]]))
         size = config.generation_batch_size // count()
         for batch in (by_length[start : start + size] for start in range(0, len(by_length), size)):
@@ -79,6 +80,7 @@ def evaluate(
     correct, lengths = map(list, zip(*judge(range(len(rows))), strict=True))
     passes = dict[int, float]()
     if n := config.eval_samples:
+        # Without the step: all evaluations of a run draw the same numbers, so that only the weights differ.
         keys = [(config.seed, 0, i, s, _STREAM) for i in range(len(rows)) for s in range(n)]
         sampled = judge([key[2] for key in keys], keys, temperature=config.temperature, top_p=config.top_p)
         solved = [sum(one for one, _ in sampled[i * n : (i + 1) * n]) for i in range(len(rows))]

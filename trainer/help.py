@@ -1,27 +1,26 @@
-"""Print the settings of the training program and what they mean, or its version."""
+"""Print the settings that people set, or the version; `--help-all` is tyro's help, of every setting."""
 
 import ast
 import inspect
 import itertools
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Sequence
 
 from cfa_kernels import __version__
+from cfa_kernels.credit.presets import PRESETS, RECOMMENDED, preset_names
 
-from . import settings
+from .cli import read_mapping
 from .extras import program
+from .settings import TrainSettings
 
 DESCRIPTION = """Train a language model by reinforcement with counterfactual credit assignment. With no setting it
-trains the embedded model on generated word problems in a few minutes on a CPU; with --model <hub name or folder> and
---dataset <hub name or file> it is the CF paper's run."""
+trains the embedded model on generated word problems in a few minutes on a CPU; with --config cf,
+--model <hub name or folder> and --dataset <hub name or file> it is the CF paper's run."""
 _FIRST = (
     "model", "dataset", "reward_funcs", "output_dir", "max_steps", "learning_rate", "generation_batch_size",
     "num_generations", "max_completion_length", "credit", "estimator", "seed",
 )  # fmt: skip
-"""Settings that people set, which `--help` shows."""
 
 
 def documented(part: type) -> dict[str, str]:
@@ -35,17 +34,17 @@ def documented(part: type) -> dict[str, str]:
 
 
 def print_help(argv: Sequence[str]) -> bool:
-    """Print the version, the settings that people set, or all of them by group, if `argv` asks for one of these."""
+    """Print the version, or the settings that people set, if `argv` asks for one of these."""
     if "--version" in argv:
         print(f"cfa_kernels {__version__}")
-    elif not {"-h", "--help", "--help-all"}.isdisjoint(argv):
-        _print_settings(every="--help-all" in argv)
+    elif not {"-h", "--help"}.isdisjoint(argv):
+        _print_settings()
     else:
         return False
     return True
 
 
-def _print_settings(*, every: bool) -> None:
+def _print_settings() -> None:
     width = min(shutil.get_terminal_size().columns, 110)
 
     def show(name: str, text: str) -> None:
@@ -53,35 +52,14 @@ def _print_settings(*, every: bool) -> None:
         print(textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * 29, break_on_hyphens=False))
 
     print(f"usage: {program('trainer')} [--SETTING VALUE ...]\n\n{textwrap.fill(DESCRIPTION, width)}\n")
-    presets = ", ".join(settings.preset_names())
-    show("config", f"YAML file of settings, or one that ships: {presets}. Flags win over it.")
-    kind, groups = settings.TrainSettings, dict(_groups())
-    hints, texts = get_type_hints(kind), documented(settings.DataSettings) | documented(kind)
-    for entry in fields(kind):
-        text, default = texts[entry.name], entry.default
-        if isinstance(default, str | int | float):
-            text += f" [{str(default).lower() if isinstance(default, bool) else default}]"
-        if every:
-            if entry.name in groups:
-                print(f"\n{groups[entry.name]}")
-            show(entry.name, text + _choices(hints[entry.name]))
-        elif entry.name in _FIRST:
-            first, dot, _ = texts[entry.name].partition(". ")
-            show(entry.name, first + dot.strip() + text[len(texts[entry.name]) :])
+    names = ", ".join(preset_names())
+    show("config", f"YAML file of settings, or one that ships: {names}. Flags win over it. [{RECOMMENDED}]")
+    texts = {name: text for part in TrainSettings.__mro__[-2::-1] for name, text in documented(part).items()}
+    defaults = vars(TrainSettings(**read_mapping(PRESETS / f"{RECOMMENDED}.yaml")))
+    for name in _FIRST:
+        first, dot, _ = texts[name].partition(". ")
+        default = defaults[name]
+        show(name, first + dot.strip() + (f" [{default}]" if isinstance(default, str | int | float) else ""))
     print()
     show("help-all", "Every setting: data, run, model, credit, loss, rollouts, devices.")
     show("version", "Version of the package.")
-
-
-def _groups() -> Iterator[tuple[str, str]]:
-    """Yield the first setting of each group, and the comment above it, which names the group."""
-    lines = inspect.getsource(settings).splitlines()
-    for heading, entry in itertools.pairwise(lines):
-        if heading.startswith("    # "):
-            yield entry.split(":")[0].strip(), heading.removeprefix("    # ")
-
-
-def _choices(hint: Any) -> str:
-    """Write out the choices of a type that has some."""
-    parts = (part for part in (hint, *get_args(hint)) if get_origin(part) is Literal)
-    return next((f" One of {', '.join(get_args(part))}." for part in parts), "")

@@ -12,8 +12,8 @@ from torch import Tensor
 from cfa_kernels import Credit
 from cfa_kernels.credit.nothing import Nothing
 
-from .rollouts import Rollouts
-from .state import Batch
+from .rollouts.engine import Rollouts
+from .state import Samples
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Step:
     """Record of one step: metrics under TRL's names plus `credit/*`, and the batch of B samples they came from."""
 
     metrics: dict[str, float]
-    batch: Batch
+    batch: Samples
     advantages: Tensor  # (B,)
     credit: Credit
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by sample, what is logged with it

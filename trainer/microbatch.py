@@ -4,7 +4,6 @@ Micro-batches are whole groups, so that a prompt is fed once; rows that cannot c
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -13,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels import Credit, DeferredCredit, Draws, KeptTokens, Rows
+from cfa_kernels import Batch, Credit, DeferredCredit, Draws
 from cfa_kernels.model.limits import default_token_budget
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.tree.packs import groups_within
 
 from .config import TrainConfig
 from .processes import count, gather, own_share
-from .rollouts import Rollouts
+from .rollouts.engine import Rollouts
 from .state import Shaped
 
 MicroBatch = list[int]
@@ -28,29 +27,6 @@ MicroBatch = list[int]
 
 ByRow = dict[int, Tensor]
 """Tensors (t,) by the number of their completion in the batch."""
-
-
-@dataclass(frozen=True)
-class UpdateBatch:
-    """Inputs of the loss but for credit: B sampled completions, whether the loss counts them, and their advantages."""
-
-    rollouts: Rollouts
-    counted: Tensor  # (B,) bool
-    advantages: Tensor  # (B,)
-
-    @property
-    def rows(self) -> Rows:
-        """Prompts and completions."""
-        return self.rollouts.rows
-
-    def kept_tokens(self, index: Sequence[int]) -> list[KeptTokens] | None:
-        """Give the ids that the tokens of some rows were drawn from; None if the engine does not tell."""
-        kept = self.rollouts.kept_tokens
-        return None if kept is None else [kept[b] for b in index]
-
-    def tokens(self, index: Sequence[int]) -> float:
-        """Count the tokens of some rows that the loss counts."""
-        return float(sum(len(self.rows.completions[b]) for b in index if self.counted[b]))
 
 
 def halved(micro: MicroBatch, group_size: int) -> list[MicroBatch]:
@@ -78,13 +54,33 @@ class Pass(NamedTuple):
     logprobs: list[Tensor]  # b tensors (t,)
 
 
-def own_rows(config: TrainConfig, batch: UpdateBatch) -> list[int]:
+def update_batch(config: TrainConfig, rollouts: Rollouts, advantages: Tensor, shaped: Shaped) -> Batch:
+    """Make the columns of an update: the loss counts no truncated completion with `mask_truncated_completions`.
+
+    Edits of `shaped` multiply the weights, and credit that compares completions reads its rewards (B,).
+    """
+    counted = ~(rollouts.truncated & config.mask_truncated_completions)  # (B,)
+    return Batch(
+        rollouts.rows, advantages=advantages, rewards=shaped.rewards, weights=shaped.edits,
+        groups=torch.arange(len(counted)) // config.num_generations,
+        mask=[counts.expand(length) for counts, length in zip(counted, rollouts.rows.lengths, strict=True)],
+        sampling_logprobs=rollouts.logprobs, kept_tokens=rollouts.kept_tokens,
+    )  # fmt: skip
+
+
+def counted_tokens(batch: Batch, rows: Iterable[int]) -> int:
+    """Count the tokens of some rows that the loss counts."""
+    assert batch.mask is not None
+    return sum(int(batch.mask[b].sum()) for b in rows)
+
+
+def own_rows(config: TrainConfig, batch: Batch) -> list[int]:
     """List the rows of this process's groups, by their places in the batch."""
     size = config.num_generations
-    return [start + g for start in own_share(range(0, len(batch.rows), size)) for g in range(size)]
+    return [start + g for start in own_share(range(0, len(batch), size)) for g in range(size)]
 
 
-def micro_batches(config: TrainConfig, batch: UpdateBatch, policy: nn.Module) -> list[MicroBatch]:
+def micro_batches(config: TrainConfig, batch: Batch, policy: nn.Module) -> list[MicroBatch]:
     """Cut a batch into micro-batches of whole groups, as many as fit `token_budget`, at least one.
 
     Each process gets those of its own groups, perhaps none. Rows that the loss does not count are dropped, and rows
@@ -93,30 +89,25 @@ def micro_batches(config: TrainConfig, batch: UpdateBatch, policy: nn.Module) ->
     budget = config.token_budget or default_token_budget(causal_lm(policy), training=True)
     groups, sizes = list[list[int]](), list[int]()
     for _, places in groupby(own_rows(config, batch), lambda b: b // config.num_generations):
-        if group := [b for b in places if batch.counted[b] and (config.beta != 0 or batch.advantages[b] != 0)]:
+        if group := [
+            b for b in places if counted_tokens(batch, [b]) and (config.beta != 0 or batch.advantages[b] != 0)
+        ]:
             groups.append(group)
             sizes.append(len(batch.rows.prompts[group[0]]) + sum(batch.rows.lengths[b] for b in group))
     return [[b for i in part for b in groups[i]] for part in groups_within(sizes, budget)]
 
 
-def batch_credit(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, batch: UpdateBatch, shaped: Shaped, *, step: int
-) -> DeferredCredit:
-    """Make the credit of a batch, which is assigned to each micro-batch in the first forward over its rows, or at once.
-
-    Edits of `shaped` multiply the weights, and credit that compares completions reads its rewards (B,).
-    """
-    counted = [counts.expand(length) for counts, length in zip(batch.counted, batch.rows.lengths, strict=True)]
+def batch_credit(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, batch: Batch, *, step: int) -> DeferredCredit:
+    """Make the credit of a batch, assigned to each micro-batch in the first forward over its rows, or at once."""
     return DeferredCredit(
-        config.counterfactual(), tokenizer, batch.rows, batch.advantages, seed=Draws(config.seed).key(step),
-        groups=torch.arange(len(batch.rows)) // config.num_generations, rewards=shaped.rewards, mask=counted,
-        factors=shaped.edits, temperature=config.temperature, gather=gather if count() > 1 else None,
+        config.counterfactual(), tokenizer, batch, seed=Draws(config.seed).key(step), temperature=config.temperature,
+        gather=gather if count() > 1 else None,
     )  # fmt: skip
 
 
 def gather_credit(credit: DeferredCredit) -> Credit:
     """Put the credit of all completions of all processes together; those in no micro-batch have weight 1."""
-    return Credit.joined(credit.rows.lengths, [part for parts in gather(credit.parts) for part in parts])
+    return Credit.joined(credit.batch.rows.lengths, [part for parts in gather(credit.parts) for part in parts])
 
 
 def by_row(parts: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:

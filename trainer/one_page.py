@@ -87,7 +87,7 @@ def training_step(model: Any, tokenizer: Any, optimizer: Any, some: list[Problem
     #    answer from the keys and values of that forward, turn the drop of its log-prob into a weight of each token.
     #    Loss: DAPO's clipped token loss with these weights, from the hidden states of the same forward.
     options: dict[str, Any] = {"credit": CREDIT[settings.credit], "temperature": settings.temperature}
-    loss = credited_loss(model, tokenizer, rows, advantages, **options).loss  # on-policy: no old log-probs
+    loss = credited_loss(model, tokenizer, rows, advantages=advantages, **options).loss  # on-policy: no old log-probs
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

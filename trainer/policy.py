@@ -88,7 +88,7 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, comp
 
         adapter = LoraConfig(r=config.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, adapter)
-    return model.eval()
+    return model.eval()  # dropout would make the update's log-probs other than those that were sampled with
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def _load_whole(name: str, dtype: torch.dtype) -> Any:
 
 # Value heads and layers that predict further tokens are not used; transformers leaves them out where it loads.
 _WITHOUT = (
-    '; to leave them out, run python -c "from transformers import *; '
+    '; to leave them out, run python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
     "[kind.from_pretrained('{source}').save_pretrained('{to}') for kind in (AutoModelForCausalLM, AutoTokenizer)]\" "
     "and take --model {to}"
 )

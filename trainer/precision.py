@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .settings import DtypeName
-
 
 @dataclass(frozen=True)
 class Precision:
@@ -19,7 +17,7 @@ class Precision:
     products: torch.dtype  # what a forward multiplies matrices in
 
     @classmethod
-    def of(cls, dtype: DtypeName, device: str, *, adapters: bool) -> "Precision":
+    def of(cls, dtype: str, device: str, *, adapters: bool) -> "Precision":
         """Choose what `--dtype` names; `device` "auto" is the first GPU if there is one, else the CPU.
 
         `auto` is float32 on a CPU. On a GPU products are bfloat16, and so is a base that `adapters` leave frozen.

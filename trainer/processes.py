@@ -20,8 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from cfa_kernels.model.parts import backbone, causal_lm
 from cfa_kernels.model.sharded.fsdp import give_back, holds_pieces, is_fsdp2
 
-from .refusals import refuse
-
 if TYPE_CHECKING:
     from .config import TrainConfig
 
@@ -42,7 +40,7 @@ def start(config: "TrainConfig") -> None:
     """
     if (processes := int(os.environ.get("WORLD_SIZE", 1))) == 1:
         return
-    refuse(config, processes)
+    config.refuse(processes)
     if dist.is_initialized():
         return
     try:
@@ -72,6 +70,7 @@ def rank() -> int:
 
 def own_share(items: _Items) -> _Items:
     """Pick this process's share of what all see in the same order; shares, by rank, are side by side."""
+    # Contiguous, so that the completions of a group stay in one process.
     first, end = (len(items) * share // count() for share in (rank(), rank() + 1))
     return items[first:end]  # type: ignore[return-value]
 

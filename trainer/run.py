@@ -16,16 +16,16 @@ from cfa_kernels.model.parts import causal_lm, context_length, vocab_size
 from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
-from .checkpoints.files import DiskError, whole_folder
 from .checkpoints.run_folder import RunFolder, open_run
 from .checks import require_supported, sampling_gap_limit
 from .config import TrainConfig
 from .data import encode_prompts, require_whole_prompt, train_and_eval_rows
+from .disk import DiskError, whole_folder
 from .endings import Ended, Ending
 from .evaluate import evaluate
 from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
-from .report import Report, Silence, announce, tracker_library
+from .report.report import Report, Silence, announce, tracker_library
 from .rewards.calls import RewardError, load_reward, load_rewards, require_callable
 from .rollouts import TransformersEngine, VllmEngine, await_server
 from .state import Trainer
@@ -46,6 +46,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
         NotImplementedError: the model's log-probs cannot be taken or its answers not scored; the message names the
             model and the reason.
     """
+    # What is cheap to refuse comes first: a reward, a row or a prompt must not wait until a model is loaded.
     processes.start(config)
     started = started or datetime.now()
     keep_few_kernels()
@@ -64,7 +65,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     require_whole_prompt(tokenizer, config.model)
     limit = context_length(architecture)
     prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit, started) for part in (rows, held_out))
-    set_seed(config.seed)
+    set_seed(config.seed)  # adapters begin at random
     moving = processes.count() > 1 and config.parallel == "fsdp2"  # CUDA graphs do not follow weights that move
     auto = config.precision.device.type == "cuda" and not moving
     compiles = auto if config.torch_compile == "auto" else config.torch_compile == "on"
@@ -151,6 +152,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     ending.waits = True
     start, report_state = folder.begin(trainer)
     per_step = config.generation_batch_size // config.num_generations
+    # The order of problems is a function of the seed, so that no checkpoint has to hold it.
     batches = itertools.islice(problem_batches(len(trainer.rows), per_step, config.seed), start, None)
     with Report(folder.path, config, trainer.tokenizer, report_state) if processes.rank() == 0 else Silence() as report:
         spare = describe_spare_ids(vocab_size(causal_lm(trainer.policy)), trainer.tokenizer)
@@ -173,6 +175,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                     evaluate_at(trainer, report, step, ending)
                 # Read once: a signal may come between saving and the question whether to end.
                 request = next(filter(None, processes.gather(ending.signal)), None)
+                # The step that a run goes on from has its checkpoint.
                 if (step > start or not report_state) and (request or is_due(step, config.save_steps, config)):
                     folder.save(trainer, step, report.state)
                 if request:

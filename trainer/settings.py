@@ -4,20 +4,18 @@ Names are TRL's where TRL has one. Class defaults are the CF paper's run; a mode
 settings that suit it better. `cli` fills the dataclass from YAML and flags, `config` checks what came of it.
 """
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import tyro
 
-import cfa_kernels
+from cfa_kernels.options import POSITIVE, Count, Interval, NotNegative, PositiveShare
 
 EMBEDDED = "embedded"
 GENERATED = "generated"
 ASSETS = Path(__file__).parent / "embedded" / "assets"
 DEFAULTS_FILE = "defaults.yaml"
-PRESETS = Path(cfa_kernels.__file__).parent / "credit/presets"
 FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """Endings of files of rows, and what `datasets` calls them."""
 
@@ -38,35 +36,12 @@ CREDIT_OPTIONS = (
 """Options of credit, which are flags too."""
 
 
-class Range(NamedTuple):
-    """Range of a number: the library's `Interval`, by which `config` checks it, without the torch of its module."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    above_low: bool = False
-
-    def refusal(self, value: float, hint: Any) -> str | None:
-        """Say what a number should be, in the words of `Interval`, if it is not in the range."""
-        if abs(value) <= 1e38 and self.low <= value <= self.high and not (self.above_low and value == self.low):
-            return None
-        words = f"in {'(' if self.above_low else '['}{self.low:g}, {self.high:g}]".replace("+", "")
-        if self.high == math.inf:
-            words = f"finite and at least {self.low:g}"
-        kind, *others = get_args(hint) if get_origin(hint) is not Annotated else (hint,)
-        if get_args(kind)[0] is int:
-            words = f"an integer, {words.removeprefix('finite and ')}"
-        return f"{words} or None" if others else words
-
-
-Count = Annotated[int, Range(1)]
-Amount = Annotated[int, Range(0)]
-Positive = Annotated[float, Range(1e-38, 1e38)]
-NotNegative = Annotated[float, Range(0.0)]
-PositiveShare = Annotated[float, Range(0.0, 1.0, above_low=True)]
+Amount = Annotated[int, Interval(0)]
+Positive = Annotated[float, POSITIVE]
 
 
 @dataclass
-class DataSettings:
+class DataConfig:
     """Settings of the problems that a program learns from and is tested on; equal settings give equal problems."""
 
     # data
@@ -87,9 +62,14 @@ class DataSettings:
     train_problems: Count | None = None
     """How many training problems to use; all by default (for "generated" 8192, or in warm-up one per sequence)."""
 
+    @property
+    def kind(self) -> str:
+        """Kind of the rows: numbers, with an answer in which a number can be read; text, with any; or mbpp."""
+        return "numbers"
+
 
 @dataclass
-class TrainSettings(DataSettings):
+class TrainSettings(DataConfig):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     reward_funcs: list[str] = field(default_factory=lambda: ["exact_match"])
@@ -132,7 +112,7 @@ class TrainSettings(DataSettings):
     """Learning rate over the run."""
     max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this norm."""
-    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
+    seed: Annotated[int, Interval(0, 2**32 - 1)] = 0
     """Seed of everything drawn at random."""
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     """Further logging back-ends; each must be installed."""
@@ -233,31 +213,9 @@ class TrainSettings(DataSettings):
     the weights are in pieces. Layers that do not compile run as they are, and the log names them."""
 
 
-def preset_names() -> list[str]:
-    """List the names that `--config` takes in addition to files."""
-    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
-
-
 def model_path(model: str) -> str:
     """Folder of the embedded model, or `model` itself (a folder or hub name)."""
     return str(ASSETS) if model == EMBEDDED else model
-
-
-def require_ranges(settings: DataSettings) -> None:
-    """Raise `ValueError` naming the first setting that is outside its range."""
-    for name, hint in get_type_hints(type(settings), include_extras=True).items():
-        value = getattr(settings, name)
-        for mark in (mark for part in (hint, *get_args(hint)) for mark in get_args(part) if isinstance(mark, Range)):
-            if value is not None and (expected := mark.refusal(value, hint)) is not None:
-                raise ValueError(f"{name} must be {expected}, got {value!r}")
-
-
-def require_files(settings: DataSettings) -> None:
-    """Raise `ValueError` or `FileNotFoundError` for a file of rows, or a model's folder, that is not there."""
-    for name in filter(None, (settings.dataset, settings.eval_dataset)):
-        require_data(name)
-    if (model := getattr(settings, "model", None)) is not None:
-        require_model(model)
 
 
 def require_data(name: str) -> None:

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from .config import TrainConfig
 from .data import Row
-from .rewards.calls import ARGUMENTS, CONTENTS, Reward
-from .rollouts import Engine, Rollouts
+from .rewards.built_in import ARGUMENTS, CONTENTS
+from .rewards.calls import Reward
+from .rollouts.engine import Engine, Rollouts
 
 
 def arguments(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> dict[str, Sequence[Any]]:
@@ -42,7 +43,7 @@ class Trainer:
     held_out_prompts: list[list[int]]
     grader: Reward  # solved where it gives 1 or more
     started: datetime = field(default_factory=datetime.now)  # of the run: the date that chat templates write
-    shape: Callable[["Trainer", "Batch"], "Shaped"] | None = None  # an experiment on rewards and credit
+    shape: Callable[["Trainer", "Samples"], "Shaped"] | None = None  # an experiment on rewards and credit
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -61,7 +62,7 @@ class Trainer:
 
 
 @dataclass(frozen=True)
-class Batch:
+class Samples:
     """B sampled completions and their rewards, the groups of a problem side by side."""
 
     keys: Sequence[tuple[int, ...]]  # B keys of integers that the completions were drawn with
@@ -76,8 +77,8 @@ class Batch:
         return [key[-2] for key in self.keys]
 
     @classmethod
-    def joined(cls, parts: Sequence["Batch"]) -> "Batch":
-        """Put the batches of several processes together, one after the other."""
+    def joined(cls, parts: Sequence["Samples"]) -> "Samples":
+        """Put the samples of several processes together, one after the other."""
         return cls(
             [key for part in parts for key in part.keys], [row for part in parts for row in part.rows],
             Rollouts.joined([part.rollouts for part in parts]), torch.cat([part.rewards for part in parts]),

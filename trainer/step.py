@@ -20,7 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cfa_kernels import Credit, DeferredCredit, LossBatch, Rows, packed_forward, packed_logprobs, packed_policy_loss
+from cfa_kernels import (
+    Batch,
+    Credit,
+    DeferredCredit,
+    Rows,
+    packed_forward,
+    packed_logprobs,
+    packed_policy_loss,
+)
 from cfa_kernels.credit.nothing import Nothing, why_nothing
 from cfa_kernels.model.memory import run_in_memory
 from cfa_kernels.model.parts import causal_lm
@@ -36,19 +44,21 @@ from .microbatch import (
     MicroBatch,
     Moving,
     Pass,
-    UpdateBatch,
     batch_credit,
     by_row,
+    counted_tokens,
     fetch,
     gather_credit,
     halved,
     micro_batches,
     on_host,
     own_rows,
+    update_batch,
 )
-from .rewards.calls import compute_rewards, group_advantages
-from .rollouts import Rollouts
-from .state import Batch, Shaped, Trainer, arguments
+from .rewards.advantages import group_advantages
+from .rewards.calls import compute_rewards
+from .rollouts.engine import Rollouts
+from .state import Samples, Shaped, Trainer, arguments
 
 _Launched = tuple[MicroBatch, Moving, PackedLoss]  # its rows, what of them moves the loss, and the loss
 
@@ -61,26 +71,26 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     with times.during("generate"):
         rollouts = draw(trainer, keys)
 
-    batch = Batch.joined(processes.gather(rewarded(trainer, keys, rollouts)))  # what each process sampled, on each
-    rollouts = batch.rollouts
-    shaped = Shaped(batch.rewards)  # rewards (B,), edits B tensors (T_b,)
+    samples = Samples.joined(processes.gather(rewarded(trainer, keys, rollouts)))  # what each process sampled, on each
+    rollouts = samples.rollouts
+    shaped = Shaped(samples.rewards)  # rewards (B,), edits B tensors (T_b,)
     if trainer.shape is not None:
         with times.during("correct"):
-            shaped = trainer.shape(trainer, batch)
+            shaped = trainer.shape(trainer, samples)
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)  # (B,)
-    counted = ~(rollouts.truncated & config.mask_truncated_completions)  # (B,)
+    batch = update_batch(config, rollouts, advantages, shaped)
 
     with times.during("update"):
-        credit, nothing, losses = update(trainer, step, UpdateBatch(rollouts, counted, advantages), shaped, times)
+        credit, nothing, losses = update(trainer, step, rollouts, batch, times)
     metrics = {
-        **reward_metrics(batch.rewards, batch.by_function, config.num_generations),
+        **reward_metrics(samples.rewards, samples.by_function, config.num_generations),
         **length_metrics(rollouts),
         **losses,
-        **credit.metrics([counts.expand(len(w)) for counts, w in zip(counted, credit.weights, strict=True)]),
+        **credit.metrics(batch.mask),
         **shaped.metrics,
         **times.metrics(),
     }
-    return Step(metrics, batch, advantages, credit, shaped.notes, nothing)
+    return Step(metrics, samples, advantages, credit, shaped.notes, nothing)
 
 
 def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
@@ -89,23 +99,20 @@ def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
         return trainer.sample([trainer.prompts[key[-2]] for key in keys], keys)
 
 
-def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollouts) -> Batch:
+def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollouts) -> Samples:
     """Put completions together with their rewards."""
     rows = [trainer.rows[key[-2]] for key in keys]
     names = [f"sample {b} ({row.where})" for b, row in enumerate(rows)]
     weights = trainer.config.reward_weights
-    return Batch(
+    return Samples(
         keys, rows, rollouts, *compute_rewards(trainer.rewards, arguments(rows, rollouts), weights=weights, names=names)
     )
 
 
 def update(
-    trainer: Trainer, step: int, batch: UpdateBatch, shaped: Shaped, times: StageTimes
+    trainer: Trainer, step: int, rollouts: Rollouts, batch: Batch, times: StageTimes
 ) -> tuple[Credit, Nothing | None, dict[str, float]]:
-    """Take `num_iterations` optimizer steps on one batch of rollouts.
-
-    `shaped.edits` multiply the credit weights, `shaped.rewards` (B,) feed estimators that compare completions; credit
-    time is recorded in `times`.
+    """Take `num_iterations` optimizer steps on one batch of rollouts; credit time is recorded in `times`.
 
     Raises `FloatingPointError` for a log-prob or gradient that is not finite, and for log-probs that are not those the
     batch was sampled with.
@@ -113,14 +120,14 @@ def update(
     config, policy, metrics = trainer.config, trainer.policy, Averages()
     policy.train()
     parts = with_idle(micro_batches(config, batch, policy), policy)
-    credit = batch_credit(config, trainer.tokenizer, batch, shaped, step=step)
+    credit = batch_credit(config, trainer.tokenizer, batch, step=step)
     assign_at_once(trainer, credit, own_rows(config, batch), parts, times)
     objective = Objective(trainer, batch, credit, times, reference_logprobs(trainer, batch, parts))
     for iteration in range(config.num_iterations):
         passes, norm = backward(trainer, parts, objective)
         parts = [done.micro for done in passes]  # cut where the device had no memory for them
         passes, norm = gather_passes(trainer, passes, norm)
-        measure(metrics, trainer, batch, passes, is_sampler=iteration == 0)
+        measure(metrics, trainer, rollouts, batch, passes, is_sampler=iteration == 0)
         if iteration == 0:
             logprobs = [row for done in passes for row in done.logprobs]
             objective.old.update(by_row([done.micro for done in passes], logprobs))
@@ -133,7 +140,7 @@ def update(
     metrics.add({"learning_rate": trainer.scheduler.get_last_lr()[0]})
     trainer.scheduler.step()
     together = gather_credit(credit)
-    return together, why_nothing(credit, together, batch.rollouts.truncated.tolist()), metrics.values()
+    return together, why_nothing(credit, together, rollouts.truncated.tolist()), metrics.values()
 
 
 def assign_at_once(
@@ -150,7 +157,7 @@ class Objective:
     """Loss of each micro-batch of a batch, and what its first iteration leaves for later ones."""
 
     trainer: Trainer
-    batch: UpdateBatch
+    batch: Batch
     credit: DeferredCredit
     times: StageTimes
     reference: ByRow  # log-probs of the reference model; nothing without a KL term
@@ -169,15 +176,15 @@ class Objective:
             return run_inside(policy, lambda: self._launch(micro), trains=True)
 
     def _launch(self, index: MicroBatch) -> _Launched:
-        config, batch, credit = self.trainer.config, self.batch, self.credit
-        rows, is_due = batch.rows.take(index), credit.is_due(index)
+        config, credit = self.trainer.config, self.credit
+        batch, is_due = self.batch.take(index), credit.is_due(index)
         causal, foreseen = causal_lm(self.trainer.policy), None
         if is_due:
             with self.times.during("credit"):
                 foreseen = credit.foreseen(index, causal)
         forward = packed_forward(
             causal,
-            rows,
+            batch.rows,
             token_budget=config.token_budget,
             keep_states=is_due and credit.config.continues,
             foreseen=foreseen,
@@ -185,24 +192,19 @@ class Objective:
         if is_due:
             with self.times.during("credit"):
                 credit.by_forward(index, forward)
-        weights, advantages = credit.weights(index), credit.signed(index)
         options = {
             **config.loss_options, "temperature": config.temperature, "compute_entropy": True, "validate": False,
-            "num_items_in_batch": int(batch.tokens(range(len(batch.rows)))),
-            "num_sequences_in_batch": len(batch.rows),
+            "num_items_in_batch": counted_tokens(self.batch, range(len(self.batch))),
+            "num_sequences_in_batch": len(self.batch),
         }  # fmt: skip
         if config.importance_sampling_clip_max is not None:
             options["sampling_mode"] = config.importance_sampling_mode
             options["sampling_clip_max"] = config.importance_sampling_clip_max
-        sampled, kept = [batch.rollouts.logprobs[b] for b in index], batch.kept_tokens(index)
         old, reference = ([column[b] for b in index] if column else None for column in (self.old, self.reference))
-        loss = forward.policy_loss(
-            LossBatch.of(
-                rows, old, advantages, weights=weights, ref_logprobs=reference, sampling_logprobs=sampled,
-                kept_tokens=kept, **options,
-            )
-        )  # fmt: skip
-        moving = [int(((row != 0) & (own != 0)).sum()) for row, own in zip(weights, advantages, strict=True)]
+        credited = credit.columns(index)
+        batch = batch.with_columns(old_logprobs=old, ref_logprobs=reference, **credited)
+        loss = forward.policy_loss(batch, **options)
+        moving = [int(((row != 0) & (own != 0)).sum()) for row, own in zip(*credited.values(), strict=True)]
         return index, Moving(sum(moving), sum(count > 0 for count in moving)), loss
 
 
@@ -213,13 +215,13 @@ def with_idle(parts: list[MicroBatch], policy: nn.Module) -> list[MicroBatch]:
 
 
 def measure(
-    metrics: Averages, trainer: Trainer, batch: UpdateBatch, passes: Sequence[Pass], *, is_sampler: bool
+    metrics: Averages, trainer: Trainer, rollouts: Rollouts, batch: Batch, passes: Sequence[Pass], *, is_sampler: bool
 ) -> None:
     """Check passes and add what they measured to `metrics`; `is_sampler` if their policy is the one that sampled."""
     config = trainer.config
     corrects_rows = config.importance_sampling_mode.startswith(("sequence", "geometric"))
     for done in passes:
-        require_finite(done, trainer.policy)
+        require_finite(done.micro, done.logprobs, done.norm, trainer.policy)
         counts = {name: done.moving.tokens for name in done.metrics if name == "ratio_mean" or "sampling/" in name}
         counts["vespo/phi_seq_mean"] = done.moving.rows
         if corrects_rows:
@@ -227,9 +229,10 @@ def measure(
         if config.importance_sampling_level != "token" and config.loss_type != "gmpo":
             counts |= {name: len(done.micro) for name in done.metrics if "clip_ratio" in name}
         own = {name: x for name, x in done.metrics.items() if is_sampler or not name.startswith("sampling/")}
-        metrics.add({name: x for name, x in own.items() if not x.isnan()}, batch.tokens(done.micro), counts)
+        metrics.add({name: x for name, x in own.items() if not x.isnan()}, counted_tokens(batch, done.micro), counts)
     if is_sampler and passes:
-        metrics.add({"sampling/gap": check_sampling_gap(passes, batch, trainer.policy, trainer.config)})
+        logprobs = by_row([done.micro for done in passes], [row for done in passes for row in done.logprobs])
+        metrics.add({"sampling/gap": check_sampling_gap(logprobs, rollouts, trainer.policy, trainer.config)})
 
 
 def backward(
@@ -260,7 +263,9 @@ def backward(
 def idle_loss(policy: nn.Module) -> PackedLoss:
     """Compute a loss of 0 by as many forwards as the processes run that share the model and have a micro-batch."""
     nothing, token = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    loss = packed_policy_loss(policy, Rows([token], [token]), None, nothing, mask=[nothing], num_items_in_batch=1).loss
+    loss = packed_policy_loss(
+        policy, Rows([token], [token]), advantages=nothing, mask=[nothing], num_items_in_batch=1
+    ).loss
     return PackedLoss(loss, {}, [])
 
 
@@ -285,7 +290,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 @torch.no_grad()
-def reference_logprobs(trainer: Trainer, batch: UpdateBatch, parts: Sequence[MicroBatch]) -> ByRow:
+def reference_logprobs(trainer: Trainer, batch: Batch, parts: Sequence[MicroBatch]) -> ByRow:
     """Compute log-probs under the reference model; nothing where the loss has no KL term."""
     reference: Any = trainer.reference
     if reference is None:
@@ -294,8 +299,8 @@ def reference_logprobs(trainer: Trainer, batch: UpdateBatch, parts: Sequence[Mic
     options: dict[str, Any] = {name: getattr(trainer.config, name) for name in ("temperature", "token_budget")}
     with adapter_off, trainer.config.precision.autocast():
         rows: list[Any] = [
-            packed_logprobs(reference, batch.rows.take(micro), kept_tokens=batch.kept_tokens(micro), **options)
-            for micro in parts
+            packed_logprobs(reference, part.rows, kept_tokens=part.kept_tokens, **options)
+            for part in map(batch.take, parts)
         ]
     return by_row(parts, on_host([row for part in rows for row in part]))
 

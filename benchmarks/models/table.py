@@ -182,9 +182,9 @@ COMPARED = f"""\
 "Scores" compares `score_counterfactuals` with one full forward of the model per span. Batches are ragged: shared
 prompts and prefixes, pieces of one token, equal completions and some that begin alike. "Trains" compares the
 trainer's log-probs, and the gradient of every parameter by value, with the model's own forward and backward of each
-row. A gradient may be off by `{GRADIENT_TOLERANCE:g}` of its norm. It may be off by more, at most by `{MOST:g}`,
-where rounding explains the difference: {ROUNDINGS} times the change of the model's own gradient when every weight
-moves to a neighbouring float32 number."""
+row. A gradient may be off by `{GRADIENT_TOLERANCE:g}` of its norm, or by more where rounding explains the difference.
+The limit is then {ROUNDINGS} times the change of the model's own gradient when every weight moves to a neighbouring
+float32 number. It is at most `{MOST:g}` of the norm."""
 INTRODUCTION = """\
 # Which models
 
@@ -217,8 +217,7 @@ their own log-probs and gradients (`tests/model/test_vision_language.py`). Llama
 Bases that bitsandbytes holds in 4 or 8 bit, with adapters, are scored and trained. [Quantised bases](quantised.md) says
 which forms were tested on a CPU. Nothing quantised was run on a GPU.
 
-| Type | Model | Layers | Scores | Trains | Off by less than, nats | Gradients, of their norm | Why |
-|---|---|---|---|---|--:|--:|---|
+Each row has its layers, its model class and its full reason in [models.json](../benchmarks/results/models.json).
 """
 
 
@@ -234,18 +233,34 @@ def markdown(result: dict[str, Any]) -> str:
         window=WINDOW, longest=longest, date=result["date"], **result["versions"], types=result["types"],
         rows=len(result["rows"]), counts=counts, compared=result["compared"],
     )  # fmt: skip
-    return introduction + "".join(_line(ModelRow.from_json(entry)) for entry in result["rows"])
+    rows = [ModelRow.from_json(entry) for entry in result["rows"]]
+    exact = [row for row in rows if row.scores.status == row.trains.status == EXACT]
+    errors = [[*key, types] for key, types in _types_by(_errors, exact)]
+    reasons = [[why, types] for why, types in _types_by(_why, (row for row in rows if row not in exact))]
+    return f"""{introduction}
+## Exact
+
+{_table(["log-probs off by less than, nats", "gradients, of their norm", "types"], errors)}
+## Refused or not buildable
+
+{_table(["why", "types"], reasons)}"""
 
 
-def _line(row: ModelRow) -> str:
-    errors = [verdict.error for verdict in (row.scores, row.trains) if verdict.status == EXACT and verdict.error]
-    cells = [
-        row.name, row.model_class, ", ".join(row.layers), row.scores.status, row.trains.status,
-        _power_of_ten(max(errors)) if errors else "",
-        _power_of_ten(row.trains.gradient_error) if row.trains.status == EXACT and row.trains.gradient_error else "",
-        _why(row),
-    ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |\n"
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
+
+
+def _types_by(key: Callable[[ModelRow], Any], rows: Iterable[ModelRow]) -> list[tuple[Any, str]]:
+    """The names of rows with equal keys, the most frequent key first."""
+    names: dict[Any, list[str]] = {}
+    for row in rows:
+        names.setdefault(key(row), []).append(row.name)
+    return [(value, " · ".join(each)) for value, each in sorted(names.items(), key=lambda item: -len(item[1]))]
+
+
+def _errors(row: ModelRow) -> tuple[str, str]:
+    error, gradient = max(row.scores.error or 0, row.trains.error or 0), row.trains.gradient_error
+    return _power_of_ten(error) if error else "0", _power_of_ten(gradient) if gradient else "0"
 
 
 def _power_of_ten(error: float) -> str:
@@ -254,16 +269,18 @@ def _power_of_ten(error: float) -> str:
 
 
 def _why(row: ModelRow) -> str:
-    """Reasons of both columns in one cell; the same reason once."""
-    scores, trains = (_short(verdict.why) for verdict in (row.scores, row.trains))
+    """Reasons of both columns in one cell, without the model's class and figures; the same reason once."""
+    scores, trains = (_short(verdict.why, row.model_class) for verdict in (row.scores, row.trains))
     if not trains or trains == scores:
         return scores
     return f"{scores}; trains: {trains}" if scores else f"trains: {trains}"
 
 
-def _short(why: str, most: int = 200) -> str:
-    """A reason that fits a cell."""
+def _short(why: str, model_class: str, most: int = 200) -> str:
+    """A reason that fits a cell and that other types may have too."""
     text = re.sub(r"^NotImplementedError: (model: )?", "", why).replace("|", "\\|")
+    text = text.replace(f"{model_class}: ", "").replace(model_class, "the model")
+    text = re.sub(r" \([^()]* nats\)|, so it can.*$", "", text)
     return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " …"
 
 

@@ -25,7 +25,7 @@ from benchmarks.harness.environment import REPOSITORY
 from benchmarks.harness.results import Pieces, made_by, table
 from benchmarks.research.regimes import ASSETS, REGIMES, check, problems
 from cfa_kernels.options import Count, Interval
-from trainer.analyze.runs import read_runs
+from trainer.report.runs import read_runs
 
 PLAIN, PLACEBO = "plain DAPO", "permuted where right, spans open"
 

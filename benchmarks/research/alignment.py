@@ -9,13 +9,14 @@ which is exact: denominators scale a step only. Of a large model a few weights w
 
 import functools
 import itertools
+import json
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -23,11 +24,12 @@ from torch import Tensor
 
 from benchmarks.harness.results import Pieces, made_by, table
 from benchmarks.research.arms import ARMS, PLAIN, Arm, Groups, Judged, arms_of
-from benchmarks.research.models import Subject, clock, posed, read_problems, require_mixed
+from benchmarks.research.models import Problem, Subject, clock, posed, read_problems, require_mixed
 from benchmarks.research.regimes import ASSETS, REGIMES, check, density, problems
 from cfa_kernels import Rows, packed_forward
 from cfa_kernels.options import POSITIVE, Count, Interval
 from cfa_kernels.rows import keyed_generator
+from cfa_kernels.scoring.packed import PackedForward
 from trainer.settings import ASSETS as SMALL
 
 SIZES = (1, 4, 16, 64)
@@ -38,8 +40,10 @@ CREDIT, WORTH = "prefix gain where right, spans open", 1.1
 """The arm that `verdict` speaks of; the ratio of cosines that is worth its cost: a fifth more completions."""
 LOOK = 16
 """Problems of a first look, at whether there is something to learn."""
+STEP = "sampling", "forward", "head", "backward"
+"""Parts of a plain step's time."""
 PARTS = 8
-"""Parts of the true gradient."""
+"""Parts of the true gradient, unless named."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,18 @@ class AlignmentSettings:
     """Short problems of the file that stand solved before every question."""
     computations: Annotated[int, Interval(0)] = 0
     """Most computations of a problem of the file, by GSM8K's marks; 0 for any."""
+    rollouts: str = ""
+    """Folder of `pretrained`, of the same model and sampling, whose completions are taken in place of new ones."""
     regime: str = ""
     """Name in `regimes.REGIMES`, in place of `problems` and `max_tokens`; its own model unless one is named."""
     parameters: str = "."
     """Expression for the names of the parameters whose gradients are compared; "few" for those of three layers."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights and of what the model computes."""
-    truth_groups: Annotated[int, Interval(PARTS)] = 8192
-    """Groups of the true gradient, dealt out to eight parts."""
+    truth_groups: Count = 8192
+    """Groups of the true gradient, dealt out to its parts."""
+    parts: Annotated[int, Interval(3)] = PARTS
+    """Parts of the true gradient, from independent draws."""
     blocks: Annotated[int, Interval(2)] = 10
     """Blocks of groups that arms are measured on."""
     batch: Count = 1
@@ -85,6 +93,10 @@ class AlignmentSettings:
         check(self)
         if self.regime and self.problems:
             raise ValueError(f"problems: regime={self.regime!r} has its own, got {self.problems!r}; leave one out")
+        if self.rollouts and self.moments:
+            raise ValueError(f"moments must be 0 with rollouts, which hold no earlier batches, got {self.moments}")
+        if self.truth_groups < self.parts:
+            raise ValueError(f"truth_groups must be at least parts, {self.parts}, got {self.truth_groups}")
         if len(self.sizes) < 2:
             raise ValueError(f"block must be at least {SIZES[1]} batches of {self.batch} groups, got {self.block}")
 
@@ -104,6 +116,7 @@ class Policy(Subject):
             max_tokens=settings.max_tokens if regime is None else regime.max_tokens, dtype=settings.dtype,
         )  # fmt: skip
         self.group, self.continuations = settings.group, settings.continuations
+        self.token_budget = None if self.model.device.type == "cuda" else 8192  # so that groups share their examples
         layers, expression = self.model.config.num_hidden_layers, settings.parameters
         if expression == "few":
             expression = rf"layers\.({layers // 6}|{layers // 2}|{5 * layers // 6})\."
@@ -130,27 +143,78 @@ class Policy(Subject):
         for start in range(0, count, at_once):
             asked = [self.problems[i] for i in chosen[start : start + at_once] for _ in range(size)]
             rows, rewards = self.answered(asked)
-            for first in range(0, len(asked), batch * size):
-                own = torch.tensor(rewards[first : first + batch * size]).view(-1, size)
-                mixed = (own != own[:, :1]).any(1).repeat_interleave(size)
-                kept = (first + mixed.nonzero().flatten()).tolist()
-                prompts = [torch.tensor(asked[i].prompt) for i in kept]
-                yield Groups(
-                    Rows(prompts, [rows[i] for i in kept]), own.flatten()[mixed], [asked[i] for i in kept], size
-                )
+            yield from self.mixed(asked, rows, rewards, batch)
 
-    def gradient(self, forward: Any, advantages: Tensor | Sequence[Tensor]) -> Tensor:
-        """Compute the gradient of the sum over tokens of log-prob times advantage, (D,) in float32."""
-        logprobs = forward.logprobs(self.temperature)
-        terms = [(row * a.to(row)).sum() for row, a in zip(logprobs, advantages, strict=True)]
-        found = torch.autograd.grad(
-            torch.stack(terms).sum(), self.parameters, retain_graph=True, materialize_grads=True
-        )
-        return torch.cat([part.flatten().float() for part in found])
+    def mixed(
+        self, asked: Sequence[Problem], rows: Sequence[Tensor], rewards: Sequence[float], batch: int
+    ) -> Iterator[Groups]:
+        """Cut completions of groups into batches, and leave out groups of equal rewards."""
+        for first in range(0, len(asked), batch * self.group):
+            own = torch.tensor(rewards[first : first + batch * self.group]).view(-1, self.group)
+            mixed = (own != own[:, :1]).any(1).repeat_interleave(self.group)
+            kept = (first + mixed.nonzero().flatten()).tolist()
+            prompts = [torch.tensor(asked[i].prompt) for i in kept]
+            yield Groups(
+                Rows(prompts, [rows[i] for i in kept]), own.flatten()[mixed], [asked[i] for i in kept], self.group
+            )
+
+    def gradients(self, forward: PackedForward) -> Callable[[Tensor | Sequence[Tensor]], Tensor]:
+        """Prepare gradients of the sum over tokens of log-prob times advantage, (D,) in float32, for any advantages.
+
+        The head goes backward here, once for all of them, unless its own weights are among the parameters.
+        """
+        if any(forward.head.weight is parameter for parameter in self.parameters):
+            outputs = torch.cat(cast("list[Tensor]", forward.logprobs(self.temperature)))[:, None]
+            slopes = torch.ones_like(outputs)
+        else:
+            outputs = torch.cat(forward.states())
+            leaf = outputs.detach().requires_grad_()
+            values = forward.head.logprobs(leaf, torch.cat(forward.rows.completions).to(leaf.device), self.temperature)
+            (slopes,) = torch.autograd.grad(values.sum(), leaf)
+
+        def gradient(advantages: Tensor | Sequence[Tensor]) -> Tensor:
+            rows = zip(advantages, forward.rows.lengths, strict=True)
+            by_token = torch.cat([a.to(slopes.device, torch.float32).expand(n) for a, n in rows])
+            found = torch.autograd.grad(
+                outputs, self.parameters, (slopes * by_token[:, None]).to(outputs), retain_graph=True,
+                materialize_grads=True,
+            )  # fmt: skip
+            return torch.cat([part.flatten().float() for part in found])
+
+        return gradient
+
+
+class Recorded(Policy):
+    """A policy whose completions are those that `pretrained` has kept: the truth's groups first, then the blocks'."""
+
+    def __init__(self, settings: AlignmentSettings) -> None:
+        super().__init__(settings)
+        pieces, self.truth_groups = Path(settings.rollouts) / "pieces", settings.truth_groups
+        known, own = json.loads((pieces / "made.json").read_text(encoding="utf-8"))["settings"], asdict(settings)
+        for name in ("model", "problems", "examples", "computations", "group", "max_tokens", "temperature"):
+            if known[name] != own[name]:
+                raise ValueError(f"{name} must be that of rollouts {pieces}, {known[name]!r}, got {own[name]!r}")
+        files = sorted(pieces.glob("rollouts-*.json"), key=lambda path: int(path.stem.split("-")[1]))
+        self.rolled = [one for path in files for one in json.loads(path.read_text(encoding="utf-8"))]
+        needed = settings.truth_groups + settings.blocks * settings.sizes[-1]
+        if needed * self.group > len(self.rolled):
+            raise ValueError(
+                f"truth_groups and blocks take {needed} groups, and rollouts {pieces} hold "
+                f"{len(self.rolled) // self.group}; lower them, or sample more"
+            )
+
+    def groups(self, *key: int, count: int, batch: int = 1) -> Iterator[Groups]:
+        """Take the groups of a part of the truth (seed, 1, part) or of a block (seed, 3, block)."""
+        first = key[2] * count + (key[1] == 3) * self.truth_groups
+        some = self.rolled[first * self.group : (first + count) * self.group]
+        columns = zip(*((self.problems[o["problem"]], torch.tensor(o["ids"]), o["reward"]) for o in some), strict=True)
+        yield from self.mixed(*map(list, columns), batch)
 
 
 def first_look(policy: Policy, settings: AlignmentSettings) -> dict[str, float]:
     """Answer a few problems: the shares of right completions and of mixed groups; refuse if nothing can be learnt."""
+    if isinstance(policy, Recorded):
+        return require_mixed(torch.tensor([one["reward"] for one in policy.rolled]).view(-1, settings.group))
     asked = [policy.problems[i % len(policy.problems)] for i in range(LOOK) for _ in range(settings.group)]
     return require_mixed(torch.tensor(policy.answered(asked)[1]).view(LOOK, -1))
 
@@ -158,10 +222,11 @@ def first_look(policy: Policy, settings: AlignmentSettings) -> dict[str, float]:
 def true_gradient(policy: Policy, settings: AlignmentSettings, part: int) -> Tensor:
     """Sum REINFORCE's gradient over the groups of a part of the truth, (D,) on the CPU."""
     total = torch.zeros(sum(p.numel() for p in policy.parameters), dtype=torch.float64, device=policy.model.device)
-    count = settings.truth_groups // PARTS
+    count = settings.truth_groups // settings.parts
     for groups in policy.groups(settings.seed, 1, part, count=count, batch=min(settings.batch, count)):
         if groups.problems:
-            total += policy.gradient(packed_forward(policy.model, groups.rows), groups.rewards - groups.means)
+            forward = packed_forward(policy.model, groups.rows, token_budget=policy.token_budget)
+            total += policy.gradients(forward)(groups.rewards - groups.means)
     return total.float().cpu()
 
 
@@ -179,16 +244,16 @@ def run(
     Raises:
         ValueError: an unknown arm, or settings that leave nothing to measure.
     """
-    chosen, policy = arms_of(arms or ["main"]), Policy(settings)
+    chosen, policy = arms_of(arms or ["main"]), (Recorded if settings.rollouts else Policy)(settings)
     look = pieces.get("first look", lambda: first_look(policy, settings))
     print(f"first look: {look['right']:.0%} right, {look['mixed']:.0%} of the groups have right and wrong completions")
     known = {name: value for name, value in asdict(settings).items() if name not in ("blocks", "continuations")}
 
     @functools.cache
-    def truth() -> Tensor:  # (PARTS, D)
+    def truth() -> Tensor:  # (parts, D)
         parts = [
             _kept(folder / f"true-{part}.pt", known, lambda: true_gradient(policy, settings, part))  # noqa: B023
-            for part in range(PARTS)
+            for part in range(settings.parts)
         ]
         return torch.stack(parts).to(policy.model.device)
 
@@ -199,13 +264,13 @@ def run(
 
     about = pieces.get("truth", lambda: _agreement(truth()))
     gram = np.array(about["gram"])
-    print(f"true gradient: norm {math.sqrt(_strength(gram)):.3g} for an eighth of the groups")
+    print(f"true gradient: norm {math.sqrt(_strength(gram)):.3g} for each part of the groups")
     blocks = []
     for block in range(settings.blocks):
         blocks.append(pieces.get(f"block {block}", lambda: _block(policy, chosen, block, truth(), squares, settings)))  # noqa: B023
         print(f"block {block + 1} of {settings.blocks}")
     figures = summary([block["products"] for block in blocks], gram)
-    step = sum(block["seconds"][part] for block in blocks for part in ("sampling", "forward", "backward"))
+    step = sum(block["seconds"][part] for block in blocks for part in STEP)
     for name, figure in figures.items():
         figure["cost"] = sum(block["seconds"][name] for block in blocks) / step
     share = density(REGIMES[settings.regime], policy.tokenizer) if settings.regime else None
@@ -219,7 +284,7 @@ def run(
 def _agreement(truth: Tensor) -> dict[str, Any]:
     """Products of the truth's parts with each other, and the cosine of its halves."""
     gram = (truth @ truth.T).double().cpu().numpy()
-    if min(_strength(np.delete(np.delete(gram, part, 0), part, 1)) for part in range(PARTS)) <= 0:
+    if min(_strength(np.delete(np.delete(gram, part, 0), part, 1)) for part in range(len(gram))) <= 0:
         raise ValueError("truth_groups: the parts of the true gradient do not agree; raise it")
     halves = torch.cosine_similarity(truth[::2].sum(0), truth[1::2].sum(0), dim=0)
     return {"gram": gram.tolist(), "agreement": float(halves)}
@@ -248,7 +313,7 @@ def _batches(
         if groups.problems:
             judged = Judged(policy, groups)
             gradients = {name: judged.gradient(arm) for name, arm in arms.items()}
-            for name in ("forward", "backward"):
+            for name in STEP[1:]:
                 seconds[name] += judged.seconds[name]
             for name, arm in arms.items():
                 seconds[name] += judged.cost(arm)
@@ -278,7 +343,7 @@ def _block(
     "seconds": those by `clock` of a plain step on these groups, and each arm's credit.
     """
     products: dict[str, Any] = defaultdict(lambda: defaultdict(list))
-    seconds, sizes = dict.fromkeys(["sampling", "forward", "backward", *arms], 0.0), settings.sizes
+    seconds, sizes = dict.fromkeys([*STEP, *arms], 0.0), settings.sizes
     for size, name, whole in _batches(policy, arms, seconds, settings.seed, 3, block, sizes=sizes, count=sizes[-1]):
         steps = {str(size): whole}
         if size == MAIN and settings.moments:

@@ -18,16 +18,11 @@ from cfa_kernels import (
     Masking,
     OwnFunction,
     PrefixGain,
-    PrefixTreeValues,
     Rows,
-    SiblingEdits,
-    TrainingForward,
     counterfactual_credit,
-    credited_advantages,
-    find_answer,
     packed_forward,
 )
-from trainer.rewards.calls import group_advantages
+from trainer.rewards.advantages import group_advantages
 
 PLAIN = "plain"
 
@@ -71,11 +66,14 @@ class Judged:
 
     def __init__(self, policy: Any, groups: Groups) -> None:
         self.seconds: dict[Any, float] = {}
-        """Seconds by `clock`: "forward", "backward", and by configuration or function those of its credit."""
+        """Seconds by `clock`, of parts of a step, and of the credit of configurations and functions."""
         self.policy, self.groups = policy, groups
         self.plain = group_advantages(groups.rewards, groups.size)
         self._credits = dict[Any, Credit]()
-        self.forward = self._timed("forward", lambda: packed_forward(policy.model, groups.rows, keep_states=True))
+        self.forward = self._timed("forward", lambda: packed_forward(
+            policy.model, groups.rows, keep_states=True, token_budget=policy.token_budget
+        ))  # fmt: skip
+        self._gradient = self._timed("head", lambda: policy.gradients(self.forward))
 
     def gradient(self, arm: Arm) -> Tensor:
         """Compute the gradient of the sum over tokens of log-prob times an arm's advantage.
@@ -85,7 +83,7 @@ class Judged:
         """
         rows = [self.token_advantages(arm) for _ in range(1 + arm.twin)]
         return torch.stack([
-            self._timed("backward", lambda: self.policy.gradient(self.forward, own))  # noqa: B023
+            self._timed("backward", lambda: self._gradient(own))  # noqa: B023
             for own in rows
         ])  # fmt: skip
 
@@ -101,7 +99,7 @@ class Judged:
         """Compute the credit of the groups, once for each configuration."""
         if config not in self._credits:
             rows = self.groups.rows
-            access = TrainingForward(self.forward) if config.estimator.continues else self.policy.model
+            access = self.forward if config.estimator.continues else self.policy.model
             self._credits[config] = self._timed(config, lambda: counterfactual_credit(
                 access, self.policy.tokenizer, rows, advantages=self.plain, rewards=self.groups.rewards, config=config,
                 groups=torch.arange(len(rows)) // self.groups.size, seed=rows.lengths,
@@ -115,7 +113,7 @@ class Judged:
         return (1 + arm.twin) * sum(self.seconds.get(key, 0.0) for key in keys)
 
     def _credited(self, config: CounterfactualConfig | None) -> list[Tensor]:
-        rows = self.plain if config is None else credited_advantages(self.plain, self.credit(config))
+        rows = self.plain if config is None else self.credit(config).applied_to(self.plain)
         return [row.expand(n) for row, n in zip(rows, self.groups.rows.lengths, strict=True)]
 
     def _entropies(self) -> list[Tensor]:
@@ -127,16 +125,6 @@ class Judged:
         result = work()
         self.seconds[key] = clock(self.policy.model.device) - start
         return result
-
-
-def reference_answers(rows: Rows, problems: Sequence[Problem], tokenizer: Any) -> list[Tensor | None]:
-    """Tokens of the right answer for each completion, to score in place of its own; None where it has none."""
-    targets = list[Tensor | None]()
-    for row, problem in zip(rows.completions, problems, strict=True):
-        ids = torch.tensor(tokenizer(f"#### {problem.answer}")["input_ids"])
-        span, own = find_answer(ids, tokenizer), find_answer(row, tokenizer)
-        targets.append(None if own is None or span is None else ids[slice(*span)])
-    return targets
 
 
 def unscaled(judged: Judged) -> list[Tensor]:
@@ -176,13 +164,12 @@ def _mean(estimator: Any, *weights: Any, **options: Any) -> CounterfactualConfig
 
 
 CF, GAIN = _mean(Masking()), _mean(PrefixGain())
-AS_THE_PAPER, INVERTED = CounterfactualConfig(), _mean(Masking(), control="inverted")
+INVERTED = _mean(Masking(), control="inverted")
 PERMUTED, POSITION, LENGTH = (
     _mean(Masking(), control="permuted"),
     _mean(OwnFunction(position)),
     _mean(OwnFunction(length)),
 )
-EDITS, TREE = _mean(SiblingEdits()), CounterfactualConfig(PrefixTreeValues())
 ARMS = {
     PLAIN: Arm(),
     "CF": Arm(CF, CF),
@@ -199,11 +186,11 @@ ARMS = {
     "right times 4": Arm(times=(4, 1)),
     "unscaled": Arm(advantages=unscaled),
     "ceiling": Arm(advantages=ceiling, twin=True),
-    "CF, as the paper": Arm(AS_THE_PAPER, AS_THE_PAPER),
-    "sibling edits where wrong": Arm(wrong=EDITS),
-    "prefix tree": Arm(TREE, TREE),
-    "CF where right, spans open": Arm(_mean(Masking(), open_spans=True)),
-    "prefix gain where right, spans open": Arm(_mean(PrefixGain(), open_spans=True)),
+    "CF where right, spans open": Arm(_mean(Masking(), open_spans=True, completions="positive")),
+    "prefix gain where right, spans open": Arm(_mean(PrefixGain(), open_spans=True, completions="positive")),
+    "prefix gain permuted where right, spans open": Arm(
+        _mean(PrefixGain(), control="permuted", open_spans=True, completions="positive")
+    ),
     "entropy where right": Arm(_mean(Entropy(), "bilevel")),
     "OAR-G where right": Arm(_mean(Gradient("mean", 1e-3, 1), "bilevel")),
     "CF by tokens, where right": Arm(_mean(Masking(), units="tokens")),
@@ -211,12 +198,10 @@ ARMS = {
 }
 """Arms by name."""
 SETS = {
-    "main": list(ARMS)[: list(ARMS).index("CF, as the paper")],
-    "papers": [PLAIN, "CF, as the paper", "prefix tree", "sibling edits where wrong"],
+    "main": list(ARMS)[: list(ARMS).index("ceiling") + 1],
     "tokens": [PLAIN, "CF where right", "entropy where right", "OAR-G where right", *list(ARMS)[-2:]],
 }
-"""Arms that are measured by default, the papers', and by token, of which the last two cost several steps."""
-ARMS["prefix gain permuted where right, spans open"] = Arm(_mean(PrefixGain(), control="permuted", open_spans=True))
+"""Arms that are measured by default, and by token, of which the last two cost several steps."""
 
 
 def arms_of(names: Sequence[str]) -> Mapping[str, Arm]:

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from benchmarks.harness.results import interval, table
 from benchmarks.research.agreement import AUROC, SPEARMAN, agreement
-from benchmarks.research.arms import reference_answers
 from benchmarks.research.methods import judge, length, position
 from benchmarks.research.models import Problem, Subject, clock
 from cfa_kernels import Rows as TokenRows
-from cfa_kernels import Span, packed_forward
+from cfa_kernels import Span, find_answer, packed_forward
 from cfa_kernels.estimators import Entropy, Gradient, Masking, PrefixGain
 from cfa_kernels.estimators.base import Estimator, OwnFunction
 from cfa_kernels.scoring.packed import PackedForward
@@ -137,6 +136,16 @@ def judged(
         values, tokens = judge(METHODS[name], subject, rows, reasoning, single=name == "OAR-P", forward=own)
     seconds = clock(subject.model.device) - began
     return [{"values": row.tolist(), "tokens": tokens / len(cases), "seconds": seconds / len(cases)} for row in values]
+
+
+def reference_answers(rows: TokenRows, problems: Sequence[Problem], tokenizer: Any) -> list[Tensor | None]:
+    """Tokens of the right answer for each completion, to score in place of its own; None where it has none."""
+    targets = list[Tensor | None]()
+    for row, problem in zip(rows.completions, problems, strict=True):
+        ids = torch.tensor(tokenizer(f"#### {problem.answer}")["input_ids"])
+        span, own = find_answer(ids, tokenizer), find_answer(row, tokenizer)
+        targets.append(None if own is None or span is None else ids[slice(*span)])
+    return targets
 
 
 def gains(case: Case, answers: Mapping[str, Sequence[str | None]], number: str) -> np.ndarray:

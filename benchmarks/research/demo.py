@@ -11,6 +11,7 @@ from trainer.analyze.analysis import write_analysis
 from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.run import set_up, train
+from trainer.settings import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ def run(folder: Path, settings: DemoSettings, head: dict[str, Any], results: Pat
     done = folder / "run"
     shutil.rmtree(done, ignore_errors=True)
     flags = [f"--{name}={value}" for name, value in asdict(settings).items()]
-    train(set_up(parse(TrainConfig, ["--device=cpu", f"--output_dir={done}", *flags], prog="", description="")))
+    flags += ["--device=cpu", "--estimator=masking", f"--output_dir={done}"]
+    train(set_up(TrainConfig(**vars(parse(TrainSettings, flags, prog="")))))
     lines = [json.loads(line) for line in (done / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     evaluations = [{"step": one["step"], "accuracy": one["eval_accuracy"]} for one in lines if "eval_accuracy" in one]
     said = "; ".join(f"{one['accuracy']:.1%} after step {one['step']}" for one in evaluations)

@@ -18,6 +18,7 @@ from trainer.rollouts import TransformersEngine
 from trainer.settings import GENERATED
 
 INSTRUCTION = INSTRUCTIONS["numbers"]
+ROLES = ("user", "assistant")
 _COMPUTATION = re.compile(r"<<[^<>\n]*>>")  # as GSM8K marks it
 
 
@@ -32,10 +33,12 @@ class Problem:
 
 def posed(rows: Sequence[Row], tokenizer: Any, *, examples: Sequence[Row] = (), instruction: str = "") -> list[Problem]:
     """Write questions as the tokenizer's chat template asks them, behind solved examples as earlier turns."""
-    solved = [(row["question"], _COMPUTATION.sub("", row["answer"])) for row in examples]
+    end = f"\n{instruction}" if instruction else ""
+    solved = [(f"{row['question']}{end}", _COMPUTATION.sub("", row["answer"])) for row in examples]
+    earlier = [{"role": role, "content": text} for turn in solved for role, text in zip(ROLES, turn, strict=True)]
     return [
         Problem(
-            encode_prompt(row["question"], tokenizer, instruction=instruction, examples=solved),
+            encode_prompt([*earlier, {"role": "user", "content": row["question"]}], tokenizer, instruction=instruction),
             row["answer"].rpartition("####")[2].strip(), row["question"],
         )
         for row in rows

@@ -7,7 +7,7 @@ may go wrong. The prompt asks for it, so regimes differ in nothing else: the wei
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -121,14 +121,19 @@ def model_rows(split: str, seed: int, count: int) -> Iterator[Row]:
 
 def train(folder: Path) -> Path:
     """Make the model in `folder`/model, where it is not there: some forty minutes of one core."""
-    learnt = model_rows("train", 0, int(RECIPE["max_steps"]) * int(RECIPE["batch_size"]))
-    held_out, target = problems(REGIMES["plain"], "test", 1, 1024), folder / "model"
+    count = int(RECIPE["max_steps"]) * int(RECIPE["batch_size"])
+    return make(folder, model_rows("train", 0, count), problems(REGIMES["plain"], "test", 1, 1024), RECIPE)
+
+
+def make(folder: Path, learnt: Iterable[Row], held_out: Iterable[Row], recipe: Mapping[str, Any]) -> Path:
+    """Warm up a model in `folder`/model, where it is not there, on rows that are kept beside it."""
+    target = folder / "model"
     if not (target / "warmup.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         files = {name: str(folder / f"{name}.jsonl") for name in ("dataset", "eval_dataset")}
         for path, rows in zip(files.values(), (learnt, held_out), strict=True):
             Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        warm_up(WarmupConfig(output_dir=str(target), **files, **RECIPE))
+        warm_up(WarmupConfig(output_dir=str(target), **files, **recipe))
     return target
 
 

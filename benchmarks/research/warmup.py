@@ -31,14 +31,14 @@ from transformers import (
     set_seed,
 )
 
-from cfa_kernels.options import Count
-from trainer.config import DataConfig, TrainConfig
+from cfa_kernels.options import Count, check_fields
+from trainer.config import TrainConfig
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
 from trainer.embedded.problems import WordProblem, generate
 from trainer.evaluate import evaluate
 from trainer.policy import save_policy
 from trainer.rollouts import TransformersEngine
-from trainer.settings import DEFAULTS_FILE, GENERATED
+from trainer.settings import DEFAULTS_FILE, GENERATED, DataConfig
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -99,7 +99,7 @@ class WarmupConfig(DataConfig):
 
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""
-        super().__post_init__()
+        check_fields(self)
         if self.num_attention_heads < 2 or self.num_attention_heads % 2:
             raise ValueError(f"num_attention_heads must be even, got {self.num_attention_heads}")
 

@@ -15,7 +15,7 @@ from benchmarks.harness.race import Absent, Contender
 from benchmarks.harness.workloads import MODELS, SEED, Job, head_dim, random_model
 from benchmarks.speed.reference import ErrorBudget, error_budgets
 from benchmarks.speed.varlen import causal_varlen_attention
-from cfa_kernels import Rows, ScoredBatch
+from cfa_kernels import Batch, Rows
 from cfa_kernels.scoring.plan import plan_scoring
 from cfa_kernels.tree.attention import tree_attention
 from cfa_kernels.tree.segment_table import SegmentTable
@@ -71,9 +71,8 @@ def make_attention_job(name: str, dtype: torch.dtype, job: Job, device: torch.de
     """The attention of a model's heads along the trees of a job."""
     config = MODELS[name]
     model = random_model(name, device=torch.device("meta"), dtype=dtype)
-    batch = ScoredBatch.of(
-        model, Rows(job.prompts, job.completions), job.spans, job.answers, mask=job.placeholder_id, token_budget=2**31,
-    )  # fmt: skip
+    rows = Rows(job.prompts, job.completions)
+    batch = Batch(rows, units=job.spans, answers=job.answers, placeholder=job.placeholder_id, token_budget=2**31)
     (pack,) = plan_scoring(model, batch).packs()
     table, generator = pack.table, torch.Generator(device).manual_seed(SEED)
     q, k, v = (

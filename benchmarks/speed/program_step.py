@@ -15,11 +15,11 @@ from transformers import get_scheduler
 
 from benchmarks.harness.race import WrongAnswer
 from benchmarks.harness.workloads import SEED, JobRollouts, policy, shaped_rollouts
+from cfa_kernels.credit.presets import PRESETS
 from cfa_kernels.model.parts import causal_lm
 from trainer.config import TrainConfig
 from trainer.data import Row
 from trainer.rollouts import Rollouts, TransformersEngine
-from trainer.settings import PRESETS
 from trainer.state import Trainer
 from trainer.step import training_step
 

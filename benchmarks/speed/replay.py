@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job, JobRollouts
-from cfa_kernels import CounterfactualConfig, Credit
+from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.deferred import DeferredCredit
 from cfa_kernels.model.check.verify import check_trainable
 from cfa_kernels.model.parts import causal_lm
@@ -257,7 +257,7 @@ def _credited(replaying: type, log_entropy: bool) -> type:
 
         def _report(self, batch: DeferredCredit) -> None:
             super()._report(batch)
-            self.weights = Credit.joined(batch.rows.lengths, batch.parts).weights
+            self.weights = batch.take(range(len(batch.batch))).weights
 
     return Crediting
 

@@ -26,9 +26,8 @@ from benchmarks.speed.replay import (
     trl_update,
 )
 from benchmarks.speed.varlen import causal_varlen_attention
-from cfa_kernels import Rows, span_weights
+from cfa_kernels import Batch, Rows, span_weights
 from cfa_kernels.loss.policy import linear_policy_loss
-from cfa_kernels.loss.ragged import LossBatch
 from cfa_kernels.model.check.verify import check_supported
 from cfa_kernels.model.head import Head
 from cfa_kernels.model.limits import default_token_budget
@@ -186,13 +185,14 @@ def ours(replay: Replay, stopwatch: Stopwatch, *, credited: bool) -> tuple[Tenso
         own = None
         if weights is not None:
             with stopwatch.credit():
-                drops = forward.score(part.spans, part.answers, mask=job.placeholder_id).drop
+                scored = Batch(rows, units=part.spans, answers=part.answers)
+                drops = forward.score(scored, mask=job.placeholder_id).drop
                 columns = zip(drops, part.spans, part.answers, map(len, part.completions), strict=True)
                 own = [span_weights(*column) for column in columns]
                 for b, line in zip(index, own, strict=True):
                     weights[b] = line
         with stopwatch.part("loss"):
-            loss = forward.policy_loss(LossBatch.of(rows, None, advantages, weights=own, **options)).loss
+            loss = forward.policy_loss(Batch(rows, advantages=advantages, weights=own), **options).loss
         with stopwatch.part("backward"):
             loss.backward()
             total += loss.detach()

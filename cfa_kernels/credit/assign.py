@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..estimators.base import ANSWER, SIBLINGS, Importances, OwnFunction
-from ..estimators.probes import Probe
+from ..batch import LOSS_COLUMNS, Batch
+from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, LOG_RATIOS, SIBLINGS, Importances, OwnFunction
 from ..model.check.accuracy import ACCURACY
 from ..model.parts import vocab_size
 from ..options import as_numbers
-from ..rows import Rows, equal_prompts, keyed_generator, pad_rows
-from ..scoring.access import CAPABILITIES, ModelAccess, TrainingForward, as_access
-from ..scoring.batch import ScoredBatch
+from ..rows import Rows, check_columns, check_floating, equal_prompts, keyed_generator, pad_rows, traces
+from ..scoring.access import CAPABILITIES, ModelAccess, as_access
+from ..scoring.branches import check_ids
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import rounding
 from ..span import Span
@@ -25,9 +25,22 @@ from ..text.find import Reasoning
 from ..text.offsets import decoded
 from ..tree.prefix_tree import Query
 from .config import CounterfactualConfig, as_config
+from .rollouts import as_sampled, shared_nodes, shared_out, with_context, with_relatives
 from .shown import as_html, as_table
-from .units import CreditInputs, find_units, of_all_processes, placeholder_of, scored_as, special_ids
-from .weights import Gather, WeightInputs, normalized_weights, opened, spread_over_tokens, with_draws
+from .units import (
+    advantage_of,
+    check_advantages,
+    compared_rows,
+    find_units,
+    judged_spans,
+    of_all_processes,
+    placeholder_of,
+    scored_as,
+    special_ids,
+    target_ids,
+    written,
+)
+from .weights import Added, Gather, WeightInputs, normalized_weights, opened, with_draws
 
 FIGURES: dict[str, str] = {
     "credit/weight_mean": "mean",
@@ -80,6 +93,26 @@ class Credit:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"texts": None}
+
+    def applied_to(self, advantages: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+        """Multiply advantages, (B,) or B tensors (T_b,), by the weights, or replace them by signed credit; same dtype.
+
+        Returns B tensors (T_b,), or (B,) as they are if every weight is 1. Raises `ValueError` for a dtype that is not
+        floating point.
+        """
+        check_columns(self.weights, advantages=advantages)
+        check_floating("advantages", advantages)
+        if self.advantages is None and isinstance(advantages, Tensor) and all((row == 1).all() for row in self.weights):
+            return advantages
+        # As weighing each token's clipped loss: min(r A, clip(r) A) w = min(r A w, clip(r) A w) for w >= 0.
+        signed = zip(advantages, self.advantages or advantages, self.weights, strict=True)
+        return [(row * weights.to(row)).to(own) for own, row, weights in signed]
+
+    def as_weights(self) -> list[Tensor]:
+        """Return the weights; raise `ValueError` if credit is signed, which weights cannot express."""
+        if self.advantages is not None:
+            raise ValueError("credit is signed, which weights cannot express: train on credit.applied_to(advantages)")
+        return self.weights
 
     def padded(self, width: int | None = None) -> Tensor:
         """Pad the weights with 1 to (B, width), by default as wide as the longest completion."""
@@ -160,98 +193,64 @@ class Credit:
 _COLUMNS = ("weights", "answers", "spans", "drop", "advantages", "added")  # of `Credit`, lists of B
 
 
-def counterfactual_weights(
-    model: nn.Module | ModelAccess,
-    tokenizer: Any,
-    rows: Rows,
-    *,
-    advantages: Tensor | Sequence[Tensor] | None = None,
-    config: CounterfactualConfig | None = None,
-    seed: int | Sequence[int] = 0,
-    mask: Sequence[Tensor] | None = None,
-) -> list[Tensor]:
-    """Weigh the tokens of rows, B tensors (T_b,) fp32: `counterfactual_credit(...).weights`.
-
-    Also raises `ValueError` if credit is signed, which weights cannot express.
-    """
-    credit = counterfactual_credit(model, tokenizer, rows, advantages=advantages, config=config, seed=seed, mask=mask)
-    if credit.advantages is not None:
-        raise ValueError("config: its estimator is signed; use counterfactual_credit and train on its advantages")
-    return credit.weights
-
-
 def counterfactual_credit(
     model: nn.Module | ModelAccess,
     tokenizer: Any,
-    rows: Rows,
+    rows: Rows | Batch,
     *,
-    advantages: Tensor | Sequence[Tensor] | None = None,
     config: CounterfactualConfig | None = None,
     seed: int | Sequence[int] = 0,
-    groups: Tensor | None = None,
-    rewards: Tensor | Sequence[float] | None = None,
-    entropies: Sequence[Tensor] | None = None,
-    external: Sequence[Tensor | Sequence[float]] | None = None,
-    probes: Sequence[Probe | None] | None = None,
-    targets: Sequence[Tensor | None] | None = None,
-    mask: Sequence[Tensor] | None = None,
     gather: Gather | None = None,
+    **columns: Any,
 ) -> Credit:
     """Find answers and units of completions, estimate importances, and weigh every token.
 
     Args:
-        model: as in `score_counterfactuals`, or another `ModelAccess`: `LogprobService`, or the `TrainingForward` of a
-            forward that was given the same `rows`. Estimators that only compare completions do not use it.
+        model: as in `score_counterfactuals`, or another `ModelAccess`: `LogprobService`, or the `PackedForward` of
+            these `rows`, with `keep_states`. Estimators that only compare completions do not use it.
         tokenizer: the one that sampled the ids.
-        rows: prompts and completions; an empty completion gets no credit.
-        advantages: (B,) or B tensors (T_b,), float; finite, but for completions that are empty or have a reward of nan.
-            Those where they are all zero are not judged and get weight 1, nor are those of a sum of at most 0 with
-            `completions="positive"`. Required by that and by signed values.
+        rows: prompts and completions, or a batch with its columns; an empty completion gets no credit.
         config: default `CounterfactualConfig()`.
         seed: integers that key draws, with the row's index: of the run, the step and the like.
-        groups: (B,) int64, equal for completions that are compared with each other; default by equal prompts.
-        rewards: (B,) float, for estimators that compare completions; one of nan is neither compared nor credited.
-        entropies: B tensors (T_b,) of the distribution of each sampled token, nats, for `entropy`.
-        external: B tensors or lists with a number for each unit or each token of the completion, for `external`.
-        probes: for each completion a `Probe` to append and score in place of its own answer, or None. Gives units to
-            completions without an answer; nothing is trained on it.
-        targets: for each completion 1-D int64 tokens to score in place of its own answer, which it must have, or None.
-        mask: B tensors (T_b,), 1 on tokens that the policy wrote, 0 on others, such as a tool's, in any number of runs;
-            by default those whose advantage is not 0, where advantages are per token, else all. Tokens of others are in
-            no answer and no unit, weigh 1, and count in no mean. A row without any is compared with others, not judged.
         gather: function that returns its argument of each process, by rank, where `rows` are a part of the batch. The
             threshold of `weights="top"` is then that of all parts, and an estimator that is a function is given all
             rows, which need a number of their own in `rows.index`. All processes must call this.
+        **columns: those of `Batch` by name, instead of or on top of a batch's own. Rows whose advantages are all zero
+            are not judged and get weight 1, nor are those of a sum of at most 0 with `completions="positive"`, which
+            needs advantages, as signed values do. Groups are by default those of equal prompts. A probe gives units to
+            a completion without an answer, and nothing is trained on it; a target replaces an answer, which must be
+            there. With `target="gold"` each judged row needs a target, which follows the end of a completion without an
+            answer. `progress` reads `old_logprobs` and `ref_logprobs`. Tokens that the mask leaves out, by default
+            those whose own advantage is 0, are in no answer and no unit, weigh 1, and count in no mean; a row without
+            any other is compared with others, not judged.
 
     Raises:
         ValueError: columns that are not as described; an estimator that lacks a column, or gives values of the wrong
             number or that are not finite; names the row. Also rows of other numbers or lengths than those of the
-            `TrainingForward`, whose tokens are not compared, and rows of two processes with one number.
+            `PackedForward`, whose tokens are not compared, and rows of two processes with one number.
         TypeError: `config` is not a configuration.
         NotImplementedError: an estimator needs what this access to the model does not offer.
         Also what the estimator itself raises.
     """
     config, access = as_config(config), as_access(model)
 
-    def checked() -> CreditInputs:
-        return CreditInputs.of(
-            rows, advantages, credited_rows=config.completions, groups=groups, rewards=rewards, entropies=entropies,
-            external=external, probes=probes, targets=targets, mask=mask,
-        )  # fmt: skip
+    def checked() -> Batch:
+        batch = rows.with_columns(**columns) if isinstance(rows, Batch) else Batch(rows, **columns)
+        unread = {*LOSS_COLUMNS} - ({"old_logprobs", "ref_logprobs"} if LOG_RATIOS in config.needs else set())
+        batch = batch.with_columns(**dict.fromkeys(unread))
+        check_advantages(batch, config.completions)
+        return batch
 
     shows_all = config.runs_estimator and isinstance(config.estimator, OwnFunction)
     whole = of_all_processes(checked(), gather) if gather is not None and shows_all else None
 
     def estimate() -> tuple[Assignment, Estimate]:
-        inputs = checked() if whole is None else whole
-        if isinstance(access, TrainingForward):
-            access.forward.require_rows(rows)
-        assignment = Assignment.of(config, access, tokenizer, inputs, seed)
+        assignment = Assignment.of(config, access, tokenizer, checked() if whole is None else whole, seed)
         return assignment, assignment.estimate()
 
     assignment, result = access.run(estimate) if config.asks_model else estimate()
     if whole is not None:
-        return assignment.credit(result).take(list(map(whole.rows.index.index, rows.index)))
+        return assignment.credit(result).take(list(map(whole.index.index, rows.index)))
     return assignment.credit(result, gather)  # outside of `run`, where processes meet in forwards only
 
 
@@ -275,9 +274,11 @@ class Assignment:
     config: CounterfactualConfig
     access: ModelAccess
     tokenizer: Any
-    inputs: CreditInputs
+    batch: Batch
     reasoning: Mapping[int, Reasoning]
     seed: tuple[int, ...]
+    sampled: Batch  # as given
+    gained: Sequence[int]  # tokens of its prompt that each completion of `batch` begins with
 
     @classmethod
     def of(
@@ -285,7 +286,7 @@ class Assignment:
         config: CounterfactualConfig,
         access: ModelAccess,
         tokenizer: Any,
-        inputs: CreditInputs,
+        batch: Batch,
         seed: int | Sequence[int],
     ) -> "Assignment":
         """Find answers and units; nothing is asked of the model."""
@@ -293,58 +294,75 @@ class Assignment:
             keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
         except TypeError as error:
             raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
-        return cls(config, access, tokenizer, inputs, find_units(config, tokenizer, inputs), keys)
+        if config.target == "gold" and config.runs_estimator and batch.targets is None:
+            raise ValueError("targets must be given with target='gold': a gold answer for each row, got None")
+        batch = batch.with_columns(targets=target_ids(batch.targets, tokenizer))
+        whole, gained = batch, [0] * len(batch)
+        if ANSWER in config.needs and not config.needs & {ENTROPIES, EXTERNAL} and traces(batch.rows):
+            whole, gained = with_context(batch, [written(batch, b) for b in range(len(batch))])
+        return cls(config, access, tokenizer, whole, find_units(config, tokenizer, whole), keys, batch, gained)
 
     def foreseen(self) -> list[list[Query]] | None:
         """List for each row the queries that judging it will ask; None for none."""
         if not self.config.runs_estimator or not self._units:
             return None
-        queries = self.config.estimator.foreseen(self._batch)
+        rows, part = self._scored
+        queries = self.config.estimator.foreseen(part)
         if queries is None:
             return None
-        of_row = {row.place: own for row, own in zip(self._batch.rows, queries, strict=True)}
-        return [of_row.get(b, []) for b in range(len(self.inputs.rows))]
+        of_row = dict(zip(rows, queries, strict=True))
+        return [of_row.get(b, []) for b in range(len(self.batch))]
 
     def credit(self, estimate: Estimate, gather: Gather | None = None) -> Credit:
         """Turn importances into weights or, if they are signed, into additions to the advantages."""
-        config, inputs, reasoning = self.config, self.inputs, self.reasoning
-        index, rows = inputs.rows.index, range(len(inputs.rows))
+        config, batch, reasoning = self.config, self.batch, self.reasoning
+        rows, lengths = range(len(batch)), batch.rows.lengths
         rule = None if estimate.importances.signed else config.weights
         inverted, is_random = config.control == "inverted", config.control == "random"
-        weights = [torch.ones(length) for length in inputs.rows.lengths]
+        weights = [torch.ones(length) for length in lengths]
         added = None
         weighed: dict[int, WeightInputs] = {}
         for b, row in reasoning.items() if config.control != "off" else ():
             importances = estimate.compared.get(b, torch.zeros(0))
+            if config.rewards_units and advantage_of(batch, b) < 0:
+                importances = -importances  # what is good in itself deserves less of a negative advantage
             spans = row.spans if b in estimate.compared or is_random else []
             spans = opened(spans) if config.open_spans else spans
             weighed[b] = WeightInputs(
-                importances, spans, row.answer, inputs.rows.lengths[b], min_spread=estimate.min_spreads.get(b, 0.0)
-            )
-            if config.control in ("permuted", "random"):
-                generator = keyed_generator(*self.seed, index[b], "weights")
-                weighed[b] = with_draws(weighed[b], rule, config.control, generator)
-        if rule is not None:
-            for b, line in zip(weighed, rule(list(weighed.values()), inverted=inverted, gather=gather), strict=True):
-                written = inputs.writes(b)
-                line = torch.where(written, line, 1.0)
-                weights[b] = normalized_weights(line, config.normalize, written) if line[written].any() else line
-        elif config.control != "off":
-            added = [torch.zeros(length) for length in inputs.rows.lengths]
-            for b, (importances, units, _, length, *_) in weighed.items():
-                values = -importances if inverted else importances
-                added[b] = spread_over_tokens(values, units, length).nan_to_num(nan=0.0)
+                importances, spans, row.answer, lengths[b],
+                min_spread=estimate.min_spreads.get(b, 0.0), advantage=advantage_of(batch, b),
+            )  # fmt: skip
+        nodes, judged = shared_nodes(batch.rows), [b for b, row in weighed.items() if row.units]
+        weighed = with_relatives(weighed, nodes, batch.rows.rollouts)
+        for b in weighed if config.control in ("permuted", "random") else ():
+            generator = keyed_generator(*self.seed, batch.index[b], "weights")
+            weighed[b] = with_draws(weighed[b], rule, config.control, generator)  # type: ignore[arg-type]
+        lines = (rule or Added())(list(weighed.values()), inverted=inverted, gather=gather)
+        if config.control != "off" and (rule is None or rule.signed):
+            added = [torch.zeros(length) for length in lengths]
+        result = weights if added is None else added
+        for b, line in zip(weighed, lines, strict=True):
+            own = written(batch, b)
+            line = torch.where(own, line[: len(own)], 1.0 if added is None else 0.0)
+            scaled = added is None and line[own].any()
+            result[b] = normalized_weights(line, config.normalize, own) if scaled else line
+        result[:] = shared_out(result, nodes, [written(batch, b) for b in rows], judged)
+        sampled = [written(self.sampled, b) for b in rows]
+        for b, n in enumerate(self.gained):
+            result[b] = torch.where(sampled[b], result[b][n:], 1.0 if added is None else 0.0)
+        weights = weights if added is None else [torch.ones(len(row)) for row in sampled]
         none, nan = torch.zeros(0), torch.tensor(float("nan"))
+        units = [as_sampled(reasoning.get(b), estimate.drops.get(b, none), self.gained[b], sampled[b]) for b in rows]
         return Credit(
             weights=weights,
-            answers=[reasoning[b].answer if b in reasoning else None for b in rows],
-            spans=[reasoning[b].spans if b in reasoning else [] for b in rows],
-            drop=[estimate.drops.get(b, none) for b in rows],
+            answers=[answer for answer, _, _ in units],
+            spans=[spans for _, spans, _ in units],
+            drop=[drop for _, _, drop in units],
             base=torch.stack([estimate.base.get(b, nan) for b in rows]) if len(rows) else none,
             work=estimate.importances.work,
             advantages=None if added is None else self._advantages(added),
             added=added,
-            texts=lambda b: [decoded([i], self.tokenizer) for i in inputs.rows.completions[b].tolist()],
+            texts=lambda b: [decoded([i], self.tokenizer) for i in self.sampled.rows.completions[b].tolist()],
         )
 
     def estimate(self) -> Estimate:
@@ -358,15 +376,14 @@ class Assignment:
                 f"{config.asked_for}: it needs {CAPABILITIES[missing[0]]}, and the model is asked through "
                 f"{type(access).__name__}"
             )
-        batch = self._batch
-        places = [row.place for row in batch.rows]
-        result = access.apply(config.estimator, batch) if capabilities else config.estimator(access, batch)
-        importances = _checked(result, [units.get(b, []) for b in places], batch.index)
+        rows, part = self._scored
+        result = access.apply(config.estimator, part) if capabilities else config.estimator(access, part)
+        importances = _checked(result, [units.get(b, []) for b in rows], part.index)
         importances = replace(importances, signed=importances.signed or config.weights is None)
-        compared, drops = _beyond_rounding(importances, batch.answers, ACCURACY[access.dtype])
+        compared, drops = _beyond_rounding(importances, part.answers, ACCURACY[access.dtype])
         base = [] if importances.base is None else list(importances.base.float().cpu())
-        spreads = [_min_spread(importances, answer, ACCURACY[access.dtype]) for answer in batch.answers]
-        columns = (dict(zip(places, column)) for column in (base, compared, drops, spreads))  # noqa: B905
+        spreads = [_min_spread(importances, answer, ACCURACY[access.dtype]) for answer in part.answers]
+        columns = (dict(zip(rows, column)) for column in (base, compared, drops, spreads))  # noqa: B905
         return Estimate(importances, *columns)
 
     @cached_property
@@ -374,52 +391,43 @@ class Assignment:
         return {b: row.spans for b, row in self.reasoning.items() if row.spans}
 
     @cached_property
-    def _batch(self) -> ScoredBatch:
-        """Build the estimator's batch of the rows that it judges or compares, in packing order."""
-        config, inputs, none = self.config, self.inputs, Reasoning(None, 0, [])
-        rows = inputs.with_tokens if config.compares else list(self._units)
-        special, masks = special_ids(self.tokenizer), ANSWER in config.estimator.needs
-        some = inputs.rows.take(rows)
+    def _scored(self) -> tuple[list[int], Batch]:
+        """List the rows that the estimator judges or compares, and make its batch of them."""
+        config, none, masks = self.config, Reasoning(None, 0, []), ANSWER in self.config.estimator.needs
+        rows = compared_rows(self.batch) if config.compares else list(self._units)
+        special, gold = special_ids(self.tokenizer), config.target == "gold"
         has_model = self.access.module is not None and config.needs & set(CAPABILITIES)
         model = self.access.model if has_model else None
         vocab = None if model is None else vocab_size(model)
-        groups = torch.tensor(equal_prompts(inputs.rows.prompts)) if inputs.groups is None else inputs.groups
+        groups = self.batch.groups
+        groups = torch.tensor(equal_prompts(self.batch.rows.prompts)) if groups is None else groups
         if SIBLINGS in config.needs and len(groups.unique()) == len(groups):  # with those that have no reward
             raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
-        scored = {b: scored_as(inputs, b, self.reasoning.get(b, none), special, vocab) for b in rows}
-        batch = ScoredBatch.of(
-            model,
-            Rows(some.prompts, [scored[b][0] for b in rows], some.index),
-            [scored[b][1].spans for b in rows],
-            [scored[b][1].answer if scored[b][1].spans else None for b in rows],
-            mask=placeholder_of(config, self.tokenizer, vocab) if masks else None,
+        columns = []
+        for b in rows:
+            row = self.reasoning.get(b, none)
+            row = row._replace(spans=judged_spans(config, self.batch, b, row, special))
+            columns.append(scored_as(self.batch, b, row, special, model, gold))
+        part = self.batch.take(rows)  # a copy: an estimator may write
+        scored = Rows(part.rows.prompts, [completion for completion, _ in columns], part.index, part.rows.rollouts)
+        check_ids(model, scored)
+        return rows, part.with_columns(
+            groups=groups[rows],
+            scored=scored,
+            units=[row.spans for _, row in columns],
+            answers=[row.answer if row.spans else None for _, row in columns],
+            reasoning_ends=[row.end for _, row in columns],
+            placeholder=placeholder_of(config, self.tokenizer, vocab) if masks else None,
             token_budget=config.token_budget,
-            places=rows,
-            apart=masks,
-        )
-        places = [row.place for row in batch.rows]
-
-        def column(values: Any) -> Any:
-            if values is None:
-                return None
-            if isinstance(values, Tensor):
-                return values[places]
-            return [values[b].clone() if isinstance(values[b], Tensor) else values[b] for b in places]  # it may write
-
-        return replace(
-            batch,
-            lengths=[len(inputs.rows.completions[b]) for b in places],
-            reasoning_ends=[scored[b][1].end for b in places],
             seed=self.seed,
-            groups=column(groups),
             special_ids=special,
-            **{name: column(getattr(inputs, name)) for name in ("rewards", "advantages", "entropies", "external")},
         )
 
     def _advantages(self, added: Sequence[Tensor]) -> list[Tensor]:
-        own, name = self.inputs.advantages, self.config.estimator.name
+        own, name = self.sampled.advantages, self.config.estimator.name
         if own is None:
-            raise ValueError(f"advantages must be given: estimator={name!r} adds to them, got None")
+            cause = f"estimator={name!r}" if self.config.weights is None else f"weights={self.config.weights.name!r}"
+            raise ValueError(f"advantages must be given: {cause} adds to them, got None")
         return [row.float() + extra for row, extra in zip(own, added, strict=True)]
 
 

@@ -6,21 +6,17 @@ Each part declares its fields once; flags, YAML, hosts and `docs/credit.md` deri
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from ..estimators import ESTIMATORS
-from ..estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
+from ..estimators.base import ANSWER, ENTROPIES, SIBLINGS, TARGETS, Estimator, OwnFunction
 from ..options import Count, check_fields, imported
 from ..scoring.access import CAPABILITIES
 from ..text.rules import AnswerRules, SpanRules
+from .presets import PRESETS, preset_names
 from .weights import WEIGHTS, Control, Identity, OwnWeights, WeightRule
-
-PRESETS = Path(__file__).parent / "presets"
-RECOMMENDED = "prefix_gain_positive"
-"""Name of the preset that trained best of all that was tried where most of a completion cannot matter."""
 
 
 class UnreadOptions(ValueError):
@@ -41,7 +37,7 @@ class CounterfactualConfig:
     """
 
     estimator: Estimator
-    """Estimator of the importance of units: a part or name of `ESTIMATORS`, or a function (model, `ScoredBatch`) ->
+    """Estimator of the importance of units: a part or name of `ESTIMATORS`, or a function (model, `Batch`) ->
     `Importances`; one of your own also by "module:name"."""
     weights: WeightRule | None
     """Rule that turns importances into weights: a part or name of `WEIGHTS`, or a function, or "module:name" of your
@@ -52,9 +48,12 @@ class CounterfactualConfig:
     1. None for no control."""
     completions: Literal["all", "positive"]
     """Completions to judge: "all" with an advantage, or those of "positive" advantage; others keep weight 1."""
-    units: Literal["spans", "tokens"]
-    """Units to judge: spans, or single tokens; those before the answer's marker where an answer is needed, else all.
-    By default as in the estimator's source."""
+    units: Literal["spans", "tokens", "turns"]
+    """Units to judge: spans, single tokens, or turns, the runs of 1 in the mask of what the policy wrote; those before
+    the answer's marker where an answer is needed, else all. By default as in the estimator's source."""
+    target: Literal["answer", "gold"]
+    """Outcome to judge by: the completion's own "answer", or a "gold" answer, the column `targets`. This takes the own
+    answer's place, or the place after the completion's end where it has none."""
     spans: SpanRules
     """Rules for spans."""
     answers: AnswerRules
@@ -76,7 +75,8 @@ class CounterfactualConfig:
         control: Control | None = None,
         *,
         completions: Literal["all", "positive"] = "all",
-        units: Literal["spans", "tokens"] | None = None,
+        units: Literal["spans", "tokens", "turns"] | None = None,
+        target: Literal["answer", "gold"] = "answer",
         spans: SpanRules | None = None,
         answers: AnswerRules | None = None,
         normalize: Literal["mean"] | None = None,
@@ -94,6 +94,7 @@ class CounterfactualConfig:
             "control": control,
             "completions": completions,
             "units": units,
+            "target": target,
             "spans": _part(SpanRules, spans, flat if units == "spans" else {}),
             "answers": _part(AnswerRules, answers, flat),
             "normalize": normalize,
@@ -108,8 +109,12 @@ class CounterfactualConfig:
                 f"weights='identity' takes importances for weights, and estimator={chosen.name!r} gives negative ones; "
                 "take 'range', 'bilevel', 'top' or a function"
             )
-        if open_spans and units == "tokens":
-            raise UnreadOptions(["open_spans"], "open_spans is not read: with units='tokens' there are no spans")
+        if open_spans and units != "spans":
+            raise UnreadOptions(["open_spans"], f"open_spans is not read: with units={units!r} there are no spans")
+        if getattr(chosen, "mask_observation", False) and units != "turns":
+            raise UnreadOptions(["mask_observation"], f"mask_observation is not read: units={units!r} are no turns")
+        if target == "gold" and ANSWER not in chosen.needs:
+            raise UnreadOptions(["target"], f"target is not read: estimator={chosen.name!r} reads no answer")
         if flat:
             raise UnreadOptions([*flat], _unread(next(iter(flat)), parts))
 
@@ -121,11 +126,11 @@ class CounterfactualConfig:
 
     @classmethod
     def preset(cls, name: str) -> "CounterfactualConfig":
-        """Build a configuration that ships, by name: those of the papers, and `RECOMMENDED`.
+        """Build a configuration that ships, by name: those of the papers, and `presets.RECOMMENDED`.
 
         Raises `ValueError` for an unknown name, and for one that only the training program can run.
         """
-        names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+        names = preset_names()
         if name not in names:
             near = _near(name, dict.fromkeys(names))
             raise ValueError(f"credit must be a CounterfactualConfig or one of {', '.join(names)}, got {name!r}{near}")
@@ -175,12 +180,19 @@ class CounterfactualConfig:
     @property
     def needs(self) -> frozenset[str]:
         """Needs, of `NEEDS`, that a host must meet; none where no estimator runs."""
-        return self.estimator.needs if self.runs_estimator else frozenset()
+        if not self.runs_estimator:
+            return frozenset()
+        return self.estimator.needs | ({TARGETS} if self.target == "gold" else set())
 
     @property
     def asks_model(self) -> bool:
         """Whether the model is asked anything; a function of the caller's may."""
         return self.runs_estimator and (bool(self.needs & set(CAPABILITIES)) or isinstance(self.estimator, OwnFunction))
+
+    @property
+    def rewards_units(self) -> bool:
+        """Whether high importances mean good units, so that they count the other way where the advantage is below 0."""
+        return self.target == "gold" or self.estimator.is_reward
 
     @property
     def reads_entropies(self) -> bool:

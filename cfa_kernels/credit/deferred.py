@@ -9,17 +9,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from ..batch import Batch
 from ..model.modes import evaluation_mode
 from ..model.parts import causal_lm, input_device
 from ..model.sharded.ranks import inside
 from ..model.walk import ModelWalk
-from ..rows import Rows, check_columns, check_floating
-from ..scoring.access import InProcess, ModelAccess, TrainingForward
+from ..rows import Rows, traces
+from ..scoring.access import InProcess, ModelAccess
 from ..scoring.packed import PackedForward, packed_logprobs, stands_alone
 from ..tree.prefix_tree import Query
 from .assign import Assignment, Credit, counterfactual_credit
 from .config import CounterfactualConfig
-from .units import CreditInputs
+from .units import check_advantages, credited_rows
 from .weights import Gather, normalized_weights
 
 
@@ -43,14 +44,15 @@ class Draws:
 class DeferredCredit:
     """Credit of the rows of a batch.
 
-    Where completions are compared, by the estimator, a function of the caller's or `weights="top"`, they are those of
-    the whole batch, whatever forwards and processes it is split over: credit is then assigned at once, by `by_model`.
+    Where completions are compared, by the estimator, a function of the caller's or `weights="top"`, and where a rollout
+    has several rows, they are those of the whole batch, whatever forwards and processes it is split over: credit is
+    then assigned at once, by `by_model`.
 
     Args:
-        config, tokenizer, rows, advantages, seed, groups, rewards: as in `counterfactual_credit`.
-        mask: B tensors (T_b,), 1 on tokens that the policy wrote and the loss counts; default all.
+        config, tokenizer, seed: as in `counterfactual_credit`.
+        batch: rows with advantages and the columns that `counterfactual_credit` reads, except entropies. Its `weights`
+            multiply those of credit before they are normalised.
         gather: as in `counterfactual_credit`, where this process assigns credit to a part of the batch only.
-        factors: B tensors (T_b,), by which weights are multiplied before they are normalised; default 1.
         temperature: that of sampling, for entropies.
 
     Attributes:
@@ -62,35 +64,27 @@ class DeferredCredit:
         self,
         config: CounterfactualConfig,
         tokenizer: Any,
-        rows: Rows,
-        advantages: Tensor | Sequence[Tensor],
+        batch: Batch,
         *,
         seed: int | Sequence[int],
-        groups: Tensor | None = None,
-        rewards: Tensor | Sequence[float] | None = None,
-        mask: Sequence[Tensor] | None = None,
-        factors: Sequence[Tensor] | None = None,
         temperature: float = 1.0,
         gather: Gather | None = None,
     ) -> None:
-        self.config, self.tokenizer, self.rows, self.temperature = config, tokenizer, rows, temperature
-        inputs = CreditInputs.of(
-            rows, advantages, credited_rows=config.completions, groups=groups, rewards=rewards, mask=mask
-        )
-        self.advantages: Any = inputs.advantages
-        self.mask, self.factors, self._gather = inputs.mask, factors, gather
-        self._to_judge = inputs.credited
+        self.config, self.tokenizer, self.batch, self.temperature = config, tokenizer, batch, temperature
+        check_advantages(batch, config.completions)
+        self._gather = gather
+        self._to_judge = credited_rows(batch, config.completions)
         self.parts: list[tuple[list[int], Credit]] = []
         self.seconds = 0.0
         self._seed = seed
-        self._columns = {name: getattr(inputs, name) for name in ("advantages", "groups", "rewards", "mask")}
-        self._place: dict[int, tuple[Credit, int]] = {}  # by row, its credit and its place there
+        self._assigned = set[int]()
+        self._compares = config.compares_rows or bool(traces(batch.rows))  # of which a token has one credit
         self._is_reported = False
         self._prepared: tuple[list[int], Assignment] | None = None  # for the next forward, of these rows
 
     def is_due(self, rows: Sequence[int]) -> bool:
         """Whether any of `rows` has no credit yet."""
-        return any(b not in self._place for b in rows)
+        return not self._assigned.issuperset(rows)
 
     def to_judge(self) -> list[int]:
         """List the rows that are to be judged, whether or not they have an answer and units."""
@@ -99,13 +93,13 @@ class DeferredCredit:
     def reads(self, rows: Sequence[int]) -> list[bool]:
         """Say of each of `rows` whether assigning credit reads a forward of it, to its end."""
         judged = {*self._to_judge}
-        return [b in judged or (self.config.compares and self.rows.lengths[b] > 0) for b in rows]
+        return [b in judged or (self.config.compares and self.batch.rows.lengths[b] > 0) for b in rows]
 
     def compares_beyond(self, forwards: Sequence[Sequence[int]]) -> bool:
         """Whether completions are compared that no single one of the `forwards`, each of some rows, has all of."""
-        if not self.config.compares_rows or self._gather is not None:
-            return self.config.compares_rows
-        others = {*range(len(self.rows))}.difference(*forwards)
+        if not self._compares or self._gather is not None:
+            return self._compares
+        others = {*range(len(self.batch))}.difference(*forwards)
         return len(forwards) > 1 or any(self.reads(sorted(others)))
 
     def foreseen(self, rows: Sequence[int], causal: PreTrainedModel) -> list[list[Query]] | None:
@@ -113,31 +107,29 @@ class DeferredCredit:
 
         None for none, and on a CPU, where their backward costs more than another forward. Call it before that forward.
         """
-        alone = inside(causal) is not None or stands_alone(ModelWalk.of(causal)) or self.config.compares_rows
+        alone = inside(causal) is not None or stands_alone(ModelWalk.of(causal)) or self._compares
         if input_device(causal).type == "cpu" or alone or not self.config.continues or self.config.reads_entropies:
             return None
         began, rows = time.perf_counter(), list(rows)
-        columns = {name: None if column is None else _some(column, rows) for name, column in self._columns.items()}
-        inputs = CreditInputs.of(self.rows.take(rows), credited_rows=self.config.completions, **columns)
-        assignment = Assignment.of(self.config, InProcess(causal), self.tokenizer, inputs, self._seed)
+        assignment = Assignment.of(self.config, InProcess(causal), self.tokenizer, self.batch.take(rows), self._seed)
         self._prepared, queries = (rows, assignment), assignment.foreseen()
         self.seconds += time.perf_counter() - began
         return queries
 
     def by_forward(self, rows: Sequence[int], forward: PackedForward) -> None:
-        """Assign credit to `rows` from their training forward, of `self.rows.take(rows)`, which kept its states.
+        """Assign credit to `rows` from their training forward, of `batch.rows.take(rows)`, which kept its states.
 
         If others are compared with them, credit is assigned to all rows, with the forward's model (`compares_beyond`).
         """
         if self.compares_beyond([rows]):
-            return self.by_model(forward.causal)
+            return self.by_model(forward.model)
         began = time.perf_counter()
         entropies: Sequence[Tensor] | None = None
         if self.config.reads_entropies:
             with torch.no_grad():
                 values = list(forward.logprobs(self.temperature, return_entropy=True)[1])
             entropies = self._whole(rows, values)
-        self._assign(rows, TrainingForward(forward), entropies)
+        self._assign(rows, forward, entropies)
         self.seconds += time.perf_counter() - began
 
     def by_model(
@@ -151,12 +143,12 @@ class DeferredCredit:
         `entropies`, one row for each of `rows`, are computed with the model if they are read and not given.
         """
         began = time.perf_counter()
-        rows = range(len(self.rows)) if rows is None else rows
+        rows = range(len(self.batch)) if rows is None else rows
         if self.config.reads_entropies and entropies is None:
             assert isinstance(model, nn.Module)
             read = [b for b, some in zip(rows, self.reads(rows), strict=True) if some] or rows[:1]
             values = token_entropies(
-                model, self.rows.take(read), temperature=self.temperature, token_budget=self.config.token_budget
+                model, self.batch.rows.take(read), temperature=self.temperature, token_budget=self.config.token_budget
             )
             known = dict(zip(read, values, strict=True))
             entropies = self._whole(rows, [known.get(b, torch.zeros(0)) for b in rows])
@@ -165,78 +157,52 @@ class DeferredCredit:
 
     def _whole(self, rows: Sequence[int], values: Sequence[Tensor]) -> list[Tensor]:
         """Extend values of the first tokens of `rows` by 0 to all of them: what was not computed is not read."""
-        return [functional.pad(row, (0, self.rows.lengths[b] - len(row))) for b, row in zip(rows, values, strict=True)]
+        return [
+            functional.pad(row, (0, self.batch.rows.lengths[b] - len(row))) for b, row in zip(rows, values, strict=True)
+        ]
 
     def _assign(self, rows: Sequence[int], model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None) -> None:
         rows = list(rows)
         (before, assignment), self._prepared = self._prepared or (None, None), None
-        if assignment is not None and before == rows and isinstance(model, TrainingForward):
+        if assignment is not None and before == rows and isinstance(model, PackedForward):
             assignment.access = model
             credit = assignment.credit(assignment.estimate())
         else:
-            some = model.forward.rows if isinstance(model, TrainingForward) else self.rows.take(rows)
-            columns = {name: None if column is None else _some(column, rows) for name, column in self._columns.items()}
             credit = counterfactual_credit(
-                model, self.tokenizer, some, config=self.config, seed=self._seed, entropies=entropies,
-                gather=self._gather, **columns,
+                model, self.tokenizer, self.batch.take(rows), config=self.config, seed=self._seed, entropies=entropies,
+                gather=self._gather,
             )  # fmt: skip
-        for i, b in enumerate(rows if self.factors is not None else ()):
-            factors = self.factors[b].to(credit.weights[i])  # type: ignore[index]
+        for i, b in enumerate(rows if self.batch.weights is not None else ()):
+            factors = self.batch.weights[b].to(credit.weights[i])  # type: ignore[index]
             weights = credit.weights[i] * factors
             # Weights that remain are normalised if some were taken away; if none remain, there is no credit.
             partly = not factors.all() and weights.any()
-            own = None if self.mask is None else self.mask[b]
+            own = None if self.batch.mask is None else self.batch.mask[b]
             credit.weights[i] = normalized_weights(weights, self.config.normalize, own) if partly else weights
         self.parts.append((rows, credit))
-        self._place |= {b: (credit, i) for i, b in enumerate(rows)}
+        self._assigned.update(rows)
 
-    def weights(self, rows: Sequence[int]) -> list[Tensor]:
-        """Return the weights (T_b,) of `rows`, which must have credit."""
-        return [self._place[b][0].weights[self._place[b][1]] for b in rows]
+    def take(self, rows: Sequence[int]) -> Credit:
+        """Return the credit of `rows`, which must be assigned."""
+        rows = list(rows)
+        whole = [credit for own, credit in self.parts if own == rows]  # as a micro-batch asks for its own
+        return whole[0] if whole else Credit.joined(self.batch.rows.lengths, self.parts).take(rows)
 
-    def signed(self, rows: Sequence[int]) -> Tensor | list[Tensor]:
-        """Return the advantages of `rows` that weights multiply: the caller's or, for signed credit, its own."""
-        places = [self._place[b] for b in rows]
-        if any(credit.advantages is not None for credit, _ in places):
-            return [credit.advantages[i] for credit, i in places]  # type: ignore[index]
-        return _some(self.advantages, rows)
+    def columns(self, rows: Sequence[int]) -> dict[str, Any]:
+        """Give the weights of `rows` and the advantages that they multiply, which signed credit has of its own."""
+        credit = self.take(rows)
+        return {"weights": credit.weights, "advantages": credit.advantages or self.batch.take(rows).advantages}
 
     def credited(self, rows: Sequence[int]) -> Tensor | list[Tensor]:
         """Return the advantages to train `rows` on: (b,) as given if credit changes nothing, else b tensors (T_b,)."""
-        return multiplied(self.signed(rows), self.weights(rows))
+        return self.take(rows).applied_to(self.batch.take(rows).advantages)
 
     def finished(self) -> Credit | None:
         """Join the credit of all rows, in their order, at the first call after all is assigned; else None."""
-        if self._is_reported or self.is_due(range(len(self.rows))):
+        if self._is_reported or self.is_due(range(len(self.batch))):
             return None
         self._is_reported = True
-        return Credit.joined(self.rows.lengths, self.parts)
-
-
-def _some(column: Tensor | Sequence[Tensor], rows: Sequence[int]) -> Any:
-    return column[list(rows)] if isinstance(column, Tensor) else [column[b] for b in rows]
-
-
-def multiplied(advantages: Tensor | Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | list[Tensor]:
-    """Multiply advantages, (B,) or B tensors (T_b,), by weights (T_b,); as they are if every weight is 1."""
-    # As weighing each token's clipped loss: min(r * A, clip(r) * A) * w = min(r * A * w, clip(r) * A * w) for w >= 0.
-    if isinstance(advantages, Tensor) and all((row == 1).all() for row in weights):
-        return advantages
-    return [own * row.to(own) for own, row in zip(advantages, weights, strict=True)]
-
-
-def credited_advantages(advantages: Tensor | Sequence[Tensor], credit: Credit) -> Tensor | list[Tensor]:
-    """Multiply `advantages`, (B,) or B tensors (T_b,), by the weights, or replace them by signed credit; same dtype.
-
-    Returns B tensors (T_b,), or `advantages` as they are if every weight is 1. Raises `ValueError` for a dtype that is
-    not floating point.
-    """
-    check_columns(credit.weights, advantages=advantages)
-    check_floating("advantages", advantages)
-    if credit.advantages is None:
-        return multiplied(advantages, credit.weights)
-    signed = zip(credit.advantages, credit.weights, advantages, strict=True)
-    return [(row * weights).to(own) for row, weights, own in signed]
+        return self.take(range(len(self.batch)))
 
 
 def token_entropies(

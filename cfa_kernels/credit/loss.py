@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..batch import Batch, batch_and_options
 from ..loss.ragged import LossBatch
 from ..model.parts import causal_lm
 from ..model.run_inside import run_inside
 from ..rows import Rows
+from ..scoring.access import ModelAccess
 from ..scoring.packed import packed_forward
 from .assign import Credit
 from .config import CounterfactualConfig, as_config
@@ -27,15 +29,10 @@ class CreditedLoss(NamedTuple):
 def credited_loss(
     model: nn.Module,
     tokenizer: Any,
-    rows: Rows,
-    advantages: Tensor | Sequence[Tensor],
+    rows: Rows | Batch,
     *,
     credit: CounterfactualConfig | str,
-    old_logprobs: Sequence[Tensor] | None = None,
-    ref_logprobs: Sequence[Tensor] | None = None,
-    mask: Sequence[Tensor] | None = None,
-    groups: Tensor | None = None,
-    rewards: Tensor | Sequence[float] | None = None,
+    scorer: nn.Module | ModelAccess | None = None,
     seed: int | Sequence[int] = 0,
     token_budget: int | None = None,
     **options: Any,
@@ -48,15 +45,13 @@ def credited_loss(
     Args:
         model: as in `score_counterfactuals`, in any mode without dropout; completions are judged as it computes now.
         tokenizer: the one that sampled the ids.
-        rows: prompts and completions; equal prompts, and longer common prefixes, are fed once.
-        advantages: (B,), or B tensors (T_b,).
+        rows: prompts and completions, or a batch with its columns.
         credit: configuration of credit, or the name of a preset.
-        old_logprobs: B tensors (T_b,) under the sampling policy; None means on-policy.
-        ref_logprobs: B tensors (T_b,), needed when `beta != 0`.
-        mask: B tensors (T_b,) of 0 and 1, the tokens that the policy wrote and the loss counts; None for all.
-        groups, rewards, seed: as in `counterfactual_credit`.
+        scorer: model that judges in place of `model`, such as a frozen reference, by forwards of its own.
+        seed: as in `counterfactual_credit`.
         token_budget: maximum tokens of each forward; default by free memory.
-        **options: those of `linear_policy_loss`, `loss_type` and `temperature` among them.
+        **options: columns of `Batch` by name, `advantages` among them, as `packed_policy_loss` and
+            `counterfactual_credit` read them, and options of `linear_policy_loss`.
 
     Raises:
         ValueError, NotImplementedError: as `counterfactual_credit` and `packed_policy_loss` do.
@@ -64,29 +59,26 @@ def credited_loss(
     causal, config = causal_lm(model), as_config(credit)
 
     def body() -> CreditedLoss:
-        columns: dict[str, Any] = {"mask": mask, "ref_logprobs": ref_logprobs, **options}
-        plain = LossBatch.of(rows, old_logprobs, advantages, **columns)
-        temperature = options.get("temperature", 1.0)
-        assigned = DeferredCredit(
-            config, tokenizer, rows, advantages, seed=seed, groups=groups, rewards=rewards, mask=mask,
-            temperature=temperature,
-        )  # fmt: skip
-        every = range(len(rows))
-        reads = assigned.reads(every)  # also a completion without an advantage, where completions are compared
+        batch, others = batch_and_options(rows, options)
+        plain, every = LossBatch.of(batch, **others), range(len(batch))
+        assigned = DeferredCredit(config, tokenizer, batch, seed=seed, temperature=others.get("temperature", 1.0))
+        if scorer is not None:
+            assigned.by_model(scorer)
+        reads = [one and scorer is None for one in assigned.reads(every)]  # also one without an advantage, if compared
+        needed = zip(batch.rows.lengths, plain.needed(), reads, strict=True)
         forward = packed_forward(
             causal,
-            rows,
-            needed=[n if read else need for n, need, read in zip(rows.lengths, plain.needed(), reads, strict=True)],
+            batch.rows,
+            needed=[length if read else count for length, count, read in needed],
             trained=[one or read for one, read in zip(plain.trained.tolist(), reads, strict=True)],
             token_budget=token_budget,
-            keep_states=config.continues,
-            foreseen=assigned.foreseen(every, causal),
+            keep_states=config.continues and scorer is None,
+            foreseen=assigned.foreseen(every, causal) if scorer is None else None,
         )
-        assigned.by_forward(every, forward)
-        batch = LossBatch.of(rows, old_logprobs, assigned.signed(every), weights=assigned.weights(every), **columns)
-        loss, metrics, logprobs = forward.policy_loss(batch)
-        found = assigned.finished()
-        assert found is not None
-        return CreditedLoss(loss, {**metrics, **found.metrics(mask)}, logprobs, found)
+        if scorer is None:
+            assigned.by_forward(every, forward)
+        loss, metrics, logprobs = forward.policy_loss(batch.with_columns(**assigned.columns(every)), **others)
+        found = assigned.take(every)
+        return CreditedLoss(loss, {**metrics, **found.metrics(batch.mask)}, logprobs, found)
 
     return run_inside(model, body, trains=True)

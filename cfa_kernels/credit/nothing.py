@@ -24,15 +24,16 @@ NOT_MIXED = Nothing(
 )
 
 
-def why_nothing(batch: DeferredCredit, credit: Credit, truncated: Sequence[bool]) -> Nothing | None:
+def why_nothing(deferred: DeferredCredit, credit: Credit, truncated: Sequence[bool]) -> Nothing | None:
     """Explain why rewards taught nothing, credit changed nothing or few completions were judged; None if all is well.
 
     Args:
-        batch: B completions, all assigned.
+        deferred: the credit of B completions, all assigned.
         credit: theirs.
         truncated: B values, whether a completion was cut off at the length limit.
     """
-    config, count = batch.config, len(batch.rows)
+    config, batch = deferred.config, deferred.batch
+    count = len(batch)
     counted = [True] * count if batch.mask is None else [bool(row.any()) for row in batch.mask]
     moved = [bool((row != 0).any()) for row in batch.advantages]
     if count and all(truncated) and not any(counted):
@@ -50,12 +51,12 @@ def why_nothing(batch: DeferredCredit, credit: Credit, truncated: Sequence[bool]
             "only completions that the loss leaves out, cut off at the length limit, have an advantage, so nothing is "
             "learnt: let completions be longer (max_completion_length)",
         )
-    due = batch.to_judge()
+    due = deferred.to_judge()
     if not due or not config.runs_estimator:
         return None
     judged = [b for b in due if credit.spans[b]]
     if len(judged) < _FEW * len(due):
-        what, reason = _why_not_judged(batch, credit, [b for b in due if not credit.spans[b]], truncated)
+        what, reason = _why_not_judged(deferred, credit, [b for b in due if not credit.spans[b]], truncated)
         number = f"only {len(judged)}" if judged else "none"
         an = "a positive" if config.completions == "positive" else "an"
         share = f"credit/scored_fraction is {len(judged) / count:.2g}"
@@ -73,7 +74,7 @@ def why_nothing(batch: DeferredCredit, credit: Credit, truncated: Sequence[bool]
 
 
 def _why_not_judged(
-    batch: DeferredCredit, credit: Credit, rows: Sequence[int], truncated: Sequence[bool]
+    deferred: DeferredCredit, credit: Credit, rows: Sequence[int], truncated: Sequence[bool]
 ) -> tuple[str, str]:
     unanswered = [b for b in rows if credit.answers[b] is None]
     if 2 * len(unanswered) < len(rows):
@@ -84,12 +85,12 @@ def _why_not_judged(
             f"no answer was found, and {cut} of the {len(unanswered)} without one were cut off at the length limit: "
             "let completions be longer (max_completion_length)"
         )
-    own = batch.config.answers.answer_format
+    own = deferred.config.answers.answer_format
     looked = f"Only answer_format={own!r} says what is one"
     if own is None:
         looked = (
             "Answers are read after ####, in \\boxed{} and after words such as 'the answer is'; for others give "
             "CounterfactualConfig(answer_format=...) or answer_fallback='last_number'"
         )
-    ends = decoded(batch.rows.completions[unanswered[0]], batch.tokenizer)[-60:]
+    ends = decoded(deferred.batch.rows.completions[unanswered[0]], deferred.tokenizer)[-60:]
     return "no answer", f"no answer was found. {looked}. The first of these completions ends with {ends!r}"

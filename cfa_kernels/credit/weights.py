@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..ops.row_softmax import FLOAT32_NOISE
-from ..options import NotNegative, Share, as_numbers, check_fields
+from ..options import NotNegative, Share, as_numbers, check_class, check_fields
+from ..rows import check_finite, check_floating
 from ..span import Span, span_inside
 
 Control = Literal["inverted", "permuted", "random", "off"]
@@ -117,6 +118,31 @@ def normalized_weights(weights: Tensor, normalize: str | None, mask: Tensor | No
     return weights / mean if mask is None else torch.where(mask, weights / mean, weights)
 
 
+def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
+    """Multiply advantages by token weights: the same as weighing the clipped loss of each token, but for a KL term.
+
+    Args:
+        advantages: (B,) or (B, T), float; others are a `ValueError`.
+        weights: (B, T), finite and >= 0; others are a `ValueError`.
+
+    Returns:
+        (B, T) in advantages' dtype; `advantages` itself if every weight is 1, so that a host's own arithmetic is
+        bitwise unchanged.
+    """
+    check_class(Tensor, advantages=advantages, weights=weights)
+    if weights.dim() != 2 or advantages.shape not in (weights.shape, weights.shape[:1]):
+        raise ValueError(
+            f"advantages must be (B,) or (B, T) for weights (B, T), got {tuple(advantages.shape)} and "
+            f"{tuple(weights.shape)}"
+        )
+    check_floating("advantages", advantages)
+    check_finite("weights", range(len(weights)), list(weights), low=0.0)
+    if (weights == 1).all():
+        return advantages
+    columns = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
+    return columns * weights.to(columns)
+
+
 def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values.min(), values.max()) if len(values) else (torch.zeros(()), torch.zeros(()))
 
@@ -130,6 +156,7 @@ class WeightInputs(NamedTuple):
     length: int
     are_weights: bool = False  # the importances are a weight for each token, (length,)
     min_spread: float = 0.0  # `Range.min_spread` for them, if it is None
+    advantage: float = 1.0  # of the completion, which signed rules share out
 
 
 class WeightRule:
@@ -138,12 +165,14 @@ class WeightRule:
     Attributes:
         name: what configurations call it.
         compares: whether the weights of a completion depend on the others of the batch.
+        signed: whether it gives additions to the advantages, of any sign, instead of weights.
         token_draws: limits of the weight that each token draws under the control `random`; None where units draw
             importances.
     """
 
     name: ClassVar[str]
     compares: ClassVar[bool] = False
+    signed: ClassVar[bool] = False
     token_draws: ClassVar[tuple[float, float] | None] = None
 
     def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
@@ -281,6 +310,50 @@ class Identity(WeightRule):
 
 
 @dataclass(frozen=True)
+class Redistribute(WeightRule):
+    """Rule that moves a completion's advantage from its less important units to the more important ones; signed.
+
+    Units of n_k tokens with importances v_k and mean m = sum n_k v_k / sum n_k get, for each token, the addition
+    `strength A (v_k - m) / max |v - m|`. So the sum of the completion's advantages stays, whatever the number of its
+    units is, and each unit's is between A (1 - strength) and A (1 + strength).
+    """
+
+    name = "redistribute"
+    signed = True
+
+    strength: NotNegative = 1.0
+    """Largest change of a unit's advantage, as a share of the completion's; above 1 advantages may change sign."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
+        """Compute what is added to the advantages of one completion; 0 on tokens of no unit."""
+        low, high = _bounds(row.importances)
+        if high - low <= _EQUAL:
+            return torch.zeros(row.length)
+        values = row.importances.double() * (-1 if inverted else 1)
+        sizes = torch.tensor([unit.end - unit.start for unit in row.units], dtype=torch.float64)
+        values = values - (sizes @ values) / sizes.sum()
+        share = min(1.0, (high - low).item() / row.min_spread) if row.min_spread else 1.0
+        values = values / values.abs().max() * (self.strength * row.advantage * share)
+        return spread_over_tokens(values, row.units, row.length).nan_to_num(nan=0.0)
+
+
+@dataclass(frozen=True)
+class Added(WeightRule):
+    """Rule of signed estimators, which adds importances to the advantages; no configuration names it."""
+
+    name = "added"
+    signed = True
+
+    def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
+        """Take every importance, or its opposite, as the addition to its unit's advantage; 0 on tokens of no unit."""
+        values = -row.importances if inverted else row.importances
+        return spread_over_tokens(values, row.units, row.length).nan_to_num(nan=0.0)
+
+
+@dataclass(frozen=True)
 class OwnWeights(WeightRule):
     """Rule of the caller: a function from importances (K,), units, answer and length to weights (length,)."""
 
@@ -312,7 +385,7 @@ def with_draws(
     return row._replace(importances=values, are_weights=rule.token_draws is not None)
 
 
-WEIGHTS: dict[str, type[WeightRule]] = {rule.name: rule for rule in (Range, Bilevel, TopShare, Identity)}
+WEIGHTS: dict[str, type[WeightRule]] = {rule.name: rule for rule in (Range, Bilevel, TopShare, Identity, Redistribute)}
 
 
 def _inverted(row: WeightInputs, inverted: bool) -> WeightInputs:

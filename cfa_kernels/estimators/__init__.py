@@ -1,6 +1,6 @@
 """Estimators of importance: how much a unit matters.
 
-Modules here know `ScoredBatch` and `ModelAccess`. A new estimator is one file and one line below.
+Modules here know `Batch` and `ModelAccess`. A new estimator is one file and one line below.
 """
 
 from .base import ESTIMATORS
@@ -9,9 +9,20 @@ from .external import External
 from .gradient import Gradient
 from .masking import Masking
 from .prefix_gain import PrefixGain
+from .progress import Progress
 from .siblings import PrefixTreeValues, SiblingEdits
 
 ESTIMATORS |= {
     kind.name: kind
-    for kind in (Masking, Gradient, PrefixGain, Entropy, EntropyShaping, PrefixTreeValues, SiblingEdits, External)
+    for kind in (
+        Masking,
+        Gradient,
+        PrefixGain,
+        Progress,
+        Entropy,
+        EntropyShaping,
+        PrefixTreeValues,
+        SiblingEdits,
+        External,
+    )
 }

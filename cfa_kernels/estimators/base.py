@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..batch import Batch
 from ..scoring.access import CAPABILITIES, ModelAccess
-from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
 from ..tree.prefix_tree import Query
 
@@ -17,12 +17,16 @@ SIBLINGS = "siblings"
 REWARDS = "rewards"
 ENTROPIES = "entropies"
 EXTERNAL = "external"
+LOG_RATIOS = "log_ratios"
+TARGETS = "targets"
 NEEDS = CAPABILITIES | {
     ANSWER: "an answer in the completion",
     SIBLINGS: "several completions of one prompt",
     REWARDS: "the rewards of completions",
     ENTROPIES: "the entropy of each sampled token's distribution",
     EXTERNAL: "importances that the caller passes in",
+    LOG_RATIOS: "log-probs of sampled tokens under the policy and under a reference",
+    TARGETS: "gold answers that the caller passes in",
 }
 """Needs that an estimator may have of a batch and a model, and what each means; a host declares which it offers."""
 
@@ -59,6 +63,8 @@ class Estimator:
         negative: whether importances may be below 0.
         needs: names of `NEEDS` that must be met.
         continues: whether its queries continue completions that a training forward has fed already.
+        observes: whether it judges a turn together with the observation that follows it.
+        is_reward: whether high importances mean good units, also where the completion's answer is wrong.
     """
 
     name: ClassVar[str]
@@ -68,12 +74,14 @@ class Estimator:
     negative: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
     continues: ClassVar[bool] = False
+    observes: ClassVar[bool] = False
+    is_reward: ClassVar[bool] = False
 
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge the units of a batch."""
         raise NotImplementedError
 
-    def foreseen(self, batch: ScoredBatch) -> list[list[Query]] | None:
+    def foreseen(self, batch: Batch) -> list[list[Query]] | None:
         """List for each completion the queries that judging it will ask, so that its own forward can feed them.
 
         None where they are better fed by a later forward, which no backward follows.
@@ -87,10 +95,10 @@ ESTIMATORS: dict[str, type[Estimator]] = {}
 
 @dataclass(frozen=True)
 class OwnFunction(Estimator):
-    """Estimator of the caller: a function (model, `ScoredBatch`) -> `Importances`.
+    """Estimator of the caller: a function (model, `Batch`) -> `Importances`.
 
     It gets every completion of the batch, whatever its advantage. If the model is in other processes, it gets the
-    access in the model's place: `access.score(replace(batch, mask=0))`.
+    access in the model's place: `access.score(batch, mask=0)`.
     """
 
     function: Callable[..., Importances]
@@ -100,18 +108,19 @@ class OwnFunction(Estimator):
         """Return the function's own name."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Call the function."""
         return self.function(access if access.module is None else access.module, batch)
 
 
-def unit_means(tokens: Sequence[Tensor], batch: ScoredBatch, rows: Sequence[int] | None = None) -> list[Tensor]:
-    """Average token values (T_b,) of completions over each unit, (K_b,). `rows` are their places; default all."""
+def unit_means(tokens: Sequence[Tensor], batch: Batch, rows: Sequence[int] | None = None) -> list[Tensor]:
+    """Average token values (T_b,) of completions over each unit, (K_b,). `rows` are their rows; default all."""
     means = []
     for b, row in zip(range(len(batch)) if rows is None else rows, tokens, strict=True):
-        if row.shape != (batch.lengths[b],):
+        if row.shape != (batch.rows.lengths[b],):
             raise ValueError(
-                f"row {batch.index[b]}: needs a number for each of {batch.lengths[b]} tokens, got {tuple(row.shape)}"
+                f"row {batch.index[b]}: needs a number for each of {len(batch.rows.completions[b])} tokens, got "
+                f"{tuple(row.shape)}"
             )
         sums = torch.cat([torch.zeros(1, dtype=torch.float64), row.detach().double().cpu().cumsum(0)])
         edges = torch.tensor([tuple(unit) for unit in batch.units[b]], dtype=torch.int64).reshape(-1, 2)

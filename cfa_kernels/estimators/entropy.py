@@ -6,10 +6,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from ..batch import Batch
 from ..options import Interval, NotNegative, check_fields
 from ..rows import check_finite
 from ..scoring.access import ModelAccess
-from ..scoring.batch import ScoredBatch
 from .base import ENTROPIES, Estimator, Importances, required, unit_means
 
 
@@ -22,7 +22,7 @@ class Entropy(Estimator):
     weights = "top"
     needs = frozenset({ENTROPIES})
 
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge the units of a batch; asks nothing of the model."""
         return Importances(unit_means(_entropies(batch), batch))
 
@@ -47,14 +47,14 @@ class EntropyShaping(Estimator):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge the units of a batch; asks nothing of the model."""
         columns = zip(_entropies(batch), required("advantages", batch.advantages), strict=True)
         bonus = [torch.minimum(self.alpha * row.double(), own.abs() / self.kappa) for row, own in columns]
         return Importances(unit_means(bonus, batch), signed=True)
 
 
-def _entropies(batch: ScoredBatch) -> list[Tensor]:
+def _entropies(batch: Batch) -> list[Tensor]:
     """Return the entropies; raise `ValueError` for one that is not finite, or further below 0 than rounding puts it."""
     check_finite("entropies", batch.index, entropies := required("entropies", batch.entropies), low=-0.01)
     return entropies

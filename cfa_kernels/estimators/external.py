@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from ..batch import Batch
 from ..options import as_numbers
 from ..rows import check_finite
 from ..scoring.access import ModelAccess
-from ..scoring.batch import ScoredBatch
 from .base import EXTERNAL, Estimator, Importances, required, unit_means
 
 
@@ -16,11 +16,11 @@ class External(Estimator):
     name = "external"
     needs = frozenset({EXTERNAL})
 
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge the units of a batch; asks nothing of the model."""
         values = []
         for b, row in enumerate(required("external", batch.external)):
-            units, length = batch.units[b], batch.lengths[b]
+            units, length = batch.units[b], batch.rows.lengths[b]
             row = as_numbers(row, f"external row {batch.index[b]}", f"{len(units)} units or {length} tokens")
             if len(row) == len(units):
                 values.append(row)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..batch import Batch, ScoredRow
 from ..model.check.verify import check_supported
 from ..model.head import Head
 from ..model.limits import apart_by_length, default_token_budget, rows_per_forward
@@ -20,9 +21,8 @@ from ..model.tree_forward import last_layer_on_rows, packed_hidden, tree_attenti
 from ..model.walk import ModelWalk
 from ..ops.upload import upload
 from ..options import Count, NotNegative, check_fields
-from ..rows import keyed_generator
+from ..rows import equal_prompts, keyed_generator
 from ..scoring.access import GRADIENTS, ModelAccess
-from ..scoring.batch import ScoredBatch, ScoredRow
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome, row_means
 from ..scoring.plan import queries_of
@@ -67,7 +67,7 @@ class Gradient(Estimator):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge the units of a batch; nan in completions without an answer.
 
         The model must be in this process and is left exactly as it was: mode, random state, hooks, every parameter's
@@ -83,8 +83,8 @@ class Gradient(Estimator):
         if self.sigma == 0:  # a divergence has no gradient there
             options = Gradient("mean_logprob" if self.outcome in DIVERGENCES else self.outcome, 0.0)
         walk = ModelWalk.of(access.model)
-        rows = [_Row.of(row, options.outcome) for row in batch.rows]
-        lengths = [len(row.prompt) + len(row.completion) for row in batch.rows]
+        rows, groups = [_Row.of(row, options.outcome) for row in batch.scored_rows], equal_prompts(batch.rows.prompts)
+        lengths = [len(row.prompt) + len(row.completion) for row in batch.scored_rows]
         bundles, parts = apart_by_length(
             walk, [[row.query] if row.query and len(row.moving) else [] for row in rows], lengths, batch.index
         )
@@ -102,7 +102,11 @@ class Gradient(Estimator):
                 budget = default_token_budget(walk, training=True)
             else:
                 budget = rows_per_forward(walk, batch.token_budget)
-            packs = (pack for part in parts for pack in lay_out(queries, [[i] for i in part], budget))
+            packs = (
+                pack
+                for part in parts
+                for pack in lay_out(queries, [[i] for i in sorted(part, key=groups.__getitem__)], budget)
+            )
             sums = list(run_in_memory(packs, run, smaller))
         return _gather(rows, batch.index, sums, options.samples)
 

@@ -1,15 +1,15 @@
 """Mask each unit and see how the answer moves: the reference for the other estimators."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ..batch import Batch
 from ..options import PositiveShare, TokenId, check_fields
 from ..scoring.access import DISTRIBUTIONS, LOGPROBS, ModelAccess
-from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome
 from .base import ANSWER, ESTIMATORS, Estimator, Importances
@@ -36,6 +36,8 @@ class Masking(Estimator):
     """Estimate that chooses that share: "length" of the unit, or an estimator by its name."""
     placeholder_id: TokenId | None = None
     """Id that replaces masked tokens; None takes the tokenizer's pad token, else its end-of-text token."""
+    mask_observation: bool = False
+    """Mask each turn together with the observation that follows it (LOTAPO 2607.13501); read where units are turns."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -51,21 +53,25 @@ class Masking(Estimator):
         return frozenset({ANSWER, own}) | (self._preselector.needs if self._preselector else frozenset())
 
     @property
+    def observes(self) -> bool:  # type: ignore[override]
+        """Whether a turn is masked together with its observation."""
+        return self.mask_observation
+
+    @property
     def negative(self) -> bool:  # type: ignore[override]
         """Whether importances may be below 0: a divergence is not."""
         return self.outcome not in DIVERGENCES
 
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge the units of a batch."""
-        if self.mask == "drop":
-            batch = replace(batch, mask="drop")
-        some, work = [list(range(len(units))) for units in batch.units], ScoringWork()
+        part, some, work = batch, [list(range(len(units))) for units in batch.units], ScoringWork()
         if self.preselect < 1:
             estimate = self._estimate(access, batch)
             some = [self._chosen(b, row) for b, row in zip(batch.index, estimate.values, strict=True)]
             work = estimate.work or work
-        part = batch.with_units([[units[k] for k in row] for units, row in zip(batch.units, some, strict=True)])
-        scores = access.score(part, outcome=self.outcome)
+            pairs = zip(batch.units, some, strict=True)
+            part = batch.with_columns(units=[[units[k] for k in row] for units, row in pairs])
+        scores = access.score(part, mask="drop" if self.mask == "drop" else None, outcome=self.outcome)
         values = [torch.zeros(len(units)) for units in batch.units]
         for row, numbers, drop in zip(values, some, scores.drop, strict=True):
             row[numbers] = drop.float()
@@ -76,7 +82,7 @@ class Masking(Estimator):
     def _preselector(self) -> Estimator | None:
         return None if self.preselect == 1 or self.preselect_by == "length" else ESTIMATORS[self.preselect_by]()
 
-    def _estimate(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def _estimate(self, access: ModelAccess, batch: Batch) -> Importances:
         """Estimate the importances by which the units worth masking are chosen."""
         if (other := self._preselector) is not None:
             return other(access, batch)

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..batch import Batch, ScoredRow
 from ..model.limits import rope_lengths
+from ..rows import Rows, fed_together
 from ..scoring.access import LOGPROBS, MODEL, ModelAccess
-from ..scoring.batch import ScoredBatch, ScoredRow
 from ..scoring.masked import ScoringWork
 from ..scoring.plan import queries_of
 from ..span import Span
@@ -29,7 +30,7 @@ class PrefixGain(Estimator):
     The value of a beginning of the completion is the exponential of the mean log-prob of the answer's tokens after
     `completion[:t]` and the marker: the completion's own tokens from the end of the reasoning to the answer. A unit's
     gain is the value after it less that after the unit before; the first unit's is from its own start. Text between two
-    units counts towards the later one.
+    units counts towards the later one; a turn's observation counts towards the turn, whose value is asked after it.
 
     All are queries of one packed tree: the cost is the completion up to its last unit, and marker and answer once for
     each value. A log-prob service gets a sequence of its own for each.
@@ -39,20 +40,21 @@ class PrefixGain(Estimator):
     negative = True
     needs = frozenset({ANSWER, LOGPROBS})
     continues = True
+    observes = True
 
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge disjoint units in order of position; raises `ValueError` naming row and unit of others."""
         means, work = (_by_queries if MODEL in access.capabilities else _by_scores)(access, batch, _cuts_of(batch))
         return Importances([row.exp().diff() for row in means], work=work, change_of="probability")
 
-    def foreseen(self, batch: ScoredBatch) -> list[list[Query]]:
+    def foreseen(self, batch: Batch) -> list[list[Query]]:
         """List every query: they are few tokens, and need nothing but the text."""
         return [[queries_of(cut)[0] for cut in reversed(row)] for row in _cuts_of(batch)]
 
 
-def _cuts_of(batch: ScoredBatch) -> list[list[ScoredRow]]:
+def _cuts_of(batch: Batch) -> list[list[ScoredRow]]:
     ends = required("reasoning_ends", batch.reasoning_ends)
-    return [_cuts(row, end) for row, end in zip(batch.rows, ends, strict=True)]
+    return [_cuts(row, end) for row, end in zip(batch.scored_rows, ends, strict=True)]
 
 
 def _cuts(row: ScoredRow, reasoning_end: int) -> list[ScoredRow]:
@@ -80,19 +82,23 @@ def _cuts(row: ScoredRow, reasoning_end: int) -> list[ScoredRow]:
 
 
 def _by_queries(
-    access: ModelAccess, batch: ScoredBatch, cuts: Sequence[Sequence[ScoredRow]]
+    access: ModelAccess, batch: Batch, cuts: Sequence[Sequence[ScoredRow]]
 ) -> tuple[list[Tensor], ScoringWork]:
     """Compute the mean log-probs of the answers of every row's cuts, from packed trees."""
     switches = rope_lengths(access.model)[0]
-    groups, owners = list[list[Query]](), list[int]()
+    bundles, owners = list[list[Query]](), list[int]()
     for b, row in enumerate(cuts):
         # Longest first: then every other prefix leaves the same path. Frequencies that follow a length keep queries on
         # different sides of it in rows of their own.
         queries = [queries_of(cut)[0] for cut in reversed(row)]
         for _, group in groupby(queries, lambda query: sum(query.length > switch for switch in switches)):
-            groups.append(list(group))
+            bundles.append(list(group))
             owners.append(b)
-    values, work = access.query(groups, index=[batch.index[b] for b in owners], token_budget=batch.token_budget)
+    prompts = fed_together(batch.rows)
+    values, work = access.query(
+        bundles, index=[batch.index[b] for b in owners], groups=[prompts[b] for b in owners],
+        token_budget=batch.token_budget,
+    )  # fmt: skip
     means: list[list[Tensor]] = [[] for _ in cuts]
     for b, logprobs in zip(owners, values, strict=True):
         means[b] += [row.mean() for row in logprobs]
@@ -100,12 +106,14 @@ def _by_queries(
 
 
 def _by_scores(
-    access: ModelAccess, batch: ScoredBatch, cuts: Sequence[Sequence[ScoredRow]]
+    access: ModelAccess, batch: Batch, cuts: Sequence[Sequence[ScoredRow]]
 ) -> tuple[list[Tensor], ScoringWork]:
     """Compute the same by scoring the cuts as completions of their own."""
     rows = [cut for row in cuts for cut in row]
     if not rows:
         return [torch.zeros(0) for _ in cuts], ScoringWork()
-    scores = access.score(ScoredBatch(rows, token_budget=batch.token_budget))
+    prompts, completions = ([torch.from_numpy(getattr(row, name)) for row in rows] for name in ("prompt", "completion"))
+    scored = Rows(prompts, completions, [row.index for row in rows])
+    scores = access.score(Batch(scored, answers=[row.answer for row in rows], token_budget=batch.token_budget))
     sizes = torch.tensor([row.answer.end - row.answer.start for row in rows if row.answer])
     return list((scores.base.float().cpu() / sizes).split([len(row) for row in cuts])), scores.work

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..batch import Batch
 from ..options import Finite, check_fields
 from ..rows import check_finite
 from ..scoring.access import ModelAccess
-from ..scoring.batch import ScoredBatch
 from .base import REWARDS, SIBLINGS, Estimator, Importances, required, unit_means
 from .edit_distance import edit_distance, edited_tokens, token_places
 
@@ -36,10 +36,10 @@ class PrefixTreeValues(Estimator):
     negative = True
     needs = frozenset({SIBLINGS, REWARDS})
 
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge the units of a batch; asks nothing of the model."""
         groups, rewards = _siblings(batch), _rewards(batch)
-        values = prefix_tree_values(batch.sampled, groups, rewards)
+        values = prefix_tree_values(batch.rows.completions, groups, rewards)
         scales = _scales(groups, rewards, batch.advantages)
         return Importances(unit_means([x * scale for x, scale in zip(values, scales, strict=True)], batch), signed=True)
 
@@ -62,13 +62,13 @@ class SiblingEdits(Estimator):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge the units of a batch; asks nothing of the model."""
-        values = sibling_edits(batch.sampled, _siblings(batch), _rewards(batch) >= self.correct_threshold)
+        values = sibling_edits(batch.rows.completions, _siblings(batch), _rewards(batch) >= self.correct_threshold)
         return Importances(unit_means(values, batch))
 
 
-def _siblings(batch: ScoredBatch) -> Tensor:
+def _siblings(batch: Batch) -> Tensor:
     """Return the groups; raise `ValueError` naming a dtype that is not integer."""
     groups: Tensor = required("groups", batch.groups)
     if groups.is_floating_point() or groups.dtype == torch.bool:
@@ -76,7 +76,7 @@ def _siblings(batch: ScoredBatch) -> Tensor:
     return groups
 
 
-def _rewards(batch: ScoredBatch) -> Tensor:
+def _rewards(batch: Batch) -> Tensor:
     """Return the rewards; raise `ValueError` naming the row of one that is not finite."""
     rewards = required("rewards", batch.rewards)
     check_finite("rewards", batch.index, rewards)

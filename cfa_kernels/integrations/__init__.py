@@ -1,4 +1,4 @@
-"""Adapters of host trainers. Each module here knows the public API and one host, and is imported on request."""
+"""Adapters of host trainers. Each module here knows the library and one host, and is imported on request."""
 
 from importlib.metadata import PackageNotFoundError, version
 

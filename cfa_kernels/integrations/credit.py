@@ -1,4 +1,4 @@
-"""Connect credit to any trainer: fold weights into advantages, and credit rows whose model is in other processes."""
+"""Connect credit to any trainer: what a host offers, and credit of rows whose model is in other processes."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, replace
@@ -9,53 +9,27 @@ import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig
-from ..credit.deferred import DeferredCredit, credited_advantages
+from ..batch import Batch
+from ..credit.deferred import DeferredCredit
 from ..estimators import ESTIMATORS
-from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, NEEDS, REWARDS, SIBLINGS, Estimator
-from ..options import check_class
-from ..rows import Rows, check_floating
+from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, LOG_RATIOS, NEEDS, REWARDS, SIBLINGS, TARGETS, Estimator
+from ..rows import Rows
 from ..scoring.access import DISTRIBUTIONS, GRADIENTS, LOGPROBS, MODEL, ModelAccess, Sharded
-
-
-def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
-    """Multiply advantages by token weights: the same as weighing the clipped loss of each token, but for a KL term.
-
-    Args:
-        advantages: (B,) or (B, T), float; others are a `ValueError`.
-        weights: (B, T), finite and >= 0; others are a `ValueError`.
-
-    Returns:
-        (B, T) in advantages' dtype; `advantages` itself if every weight is 1, so that a host's own arithmetic is
-        bitwise unchanged.
-    """
-    check_class(Tensor, advantages=advantages, weights=weights)
-    if weights.dim() != 2 or advantages.shape not in (weights.shape, weights.shape[:1]):
-        raise ValueError(
-            f"advantages must be (B,) or (B, T) for weights (B, T), got {tuple(advantages.shape)} and "
-            f"{tuple(weights.shape)}"
-        )
-    check_floating("advantages", advantages)
-    bad = ~(torch.isfinite(weights) & (weights >= 0))
-    if bad.any():
-        row, token = bad.nonzero()[0].tolist()
-        raise ValueError(f"weights must be finite and >= 0; row {row}, token {token} is {weights[row, token].item()}")
-    if (weights == 1).all():
-        return advantages
-    columns = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
-    return columns * weights.to(columns)
-
 
 OFFERED_BY_A_SERVICE = frozenset({ANSWER, SIBLINGS, REWARDS, LOGPROBS})
 """Names of `NEEDS` offered by a host that gives only log-probs of sampled tokens of its model."""
 
+_COLUMNS = frozenset({EXTERNAL, LOG_RATIOS, TARGETS})  # that only a loop of the caller's passes in
+
 OFFERS = {
-    "TRL": frozenset(NEEDS) - {EXTERNAL},
-    "TRL, FSDP": frozenset(NEEDS) - {EXTERNAL, GRADIENTS},
+    "TRL": frozenset(NEEDS) - _COLUMNS,
+    "TRL, FSDP": frozenset(NEEDS) - _COLUMNS - {GRADIENTS},
     "verl": OFFERED_BY_A_SERVICE | {ENTROPIES} | Sharded.capabilities,
     "verl, by log-prob requests": OFFERED_BY_A_SERVICE | {ENTROPIES},
     "OpenRLHF": OFFERED_BY_A_SERVICE | Sharded.capabilities,
     "OpenRLHF, by log-prob requests": OFFERED_BY_A_SERVICE,
-    "your loop, `InProcess` or `TrainingForward`": frozenset(NEEDS),
+    "prime-rl": OFFERED_BY_A_SERVICE,
+    "your loop, `InProcess` or `PackedForward`": frozenset(NEEDS),
     "your loop, `Sharded`": frozenset(NEEDS) - {GRADIENTS},
     "your loop, `LogprobService`": frozenset(NEEDS) - {DISTRIBUTIONS, MODEL, GRADIENTS},
 }
@@ -81,8 +55,9 @@ def unmet_needs(config: CounterfactualConfig, offers: Collection[str]) -> list[s
 
 
 _INSTEAD = {
-    EXTERNAL: "give a function (model, ScoredBatch) -> Importances for estimator",
+    EXTERNAL: "give a function (model, Batch) -> Importances for estimator",
     SIBLINGS: "sample more than one completion of each prompt",
+    TARGETS: "take target='answer'",
 }
 """Remedies for needs that another estimator would not remove."""
 
@@ -91,7 +66,7 @@ def _sentence(need: str, estimator: Estimator, offers: Collection[str]) -> str:
     causes = _options_that_need(need, estimator)
     does, instead = ("each needs", "leave them out") if len(causes) > 1 else ("it needs", "leave it out")
     if not causes:
-        causes = [f"estimator={estimator.name!r}"]
+        causes = ["target='gold'" if need == TARGETS else f"estimator={estimator.name!r}"]
         able = [name for name, kind in ESTIMATORS.items() if kind().needs <= set(offers)]
         instead = _INSTEAD.get(need, f"take one of {', '.join(able)}")
     return f"{' and '.join(causes)}: {does} {NEEDS[need]}, which this trainer does not give; {instead}"
@@ -119,13 +94,16 @@ def credit_rows(
     advantages: Sequence[Tensor],
     access: ModelAccess,
     *,
+    config: CounterfactualConfig,
+    seed: Sequence[int],
+    groups: Tensor,
+    rewards: Tensor,
     entropies: Sequence[Tensor] | None = None,
-    **options: Any,
 ) -> tuple[list[Tensor], dict[str, float]]:
     """Credit a batch whose model is in other processes.
 
     Args:
-        tokenizer, rows, **options: as in `DeferredCredit`.
+        tokenizer, rows, config, seed, groups, rewards: as in `counterfactual_credit`.
         counted: B tensors (T_b,), 1 on tokens that are trained on, 0 on others, such as a tool's, which are no answer
             and no unit.
         advantages: B tensors (T_b,), float; estimators get (B,) where each row has one value on the counted tokens.
@@ -136,15 +114,16 @@ def credit_rows(
     """
     advantages, masks = [row.cpu() for row in advantages], [row.cpu().bool() for row in counted]
     own = _row_advantages([row * mask for row, mask in zip(advantages, masks, strict=True)], masks)
-    batch = DeferredCredit(tokenizer=tokenizer, rows=rows, advantages=own, mask=masks, **options)
-    batch.by_model(access, entropies)
-    credit = batch.finished()
+    batch = Batch(rows, advantages=own, mask=masks, groups=groups, rewards=rewards)
+    deferred = DeferredCredit(config, tokenizer, batch, seed=seed)
+    deferred.by_model(access, entropies)
+    credit = deferred.finished()
     assert credit is not None
-    credited = credited_advantages(own, credit)
+    credited = credit.applied_to(own)
     whole = [
         torch.where(mask, row.to(before), before) for row, before, mask in zip(credited, advantages, masks, strict=True)
     ]
-    return whole, credit.metrics(masks) | {"credit/seconds": batch.seconds}
+    return whole, credit.metrics(masks) | {"credit/seconds": deferred.seconds}
 
 
 def _row_advantages(advantages: list[Tensor], masks: Sequence[Tensor]) -> Tensor | list[Tensor]:

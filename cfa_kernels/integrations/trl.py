@@ -13,44 +13,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, gather_object
-from packaging.version import Version
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig
 from ..credit.assign import FIGURES
-from ..credit.config import RECOMMENDED, as_config
+from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
 from ..credit.nothing import NOT_MIXED, why_nothing
-from ..estimators.base import SIBLINGS
-from ..loss.checks import LEVELS, LEVELS_OF, LossOptions, weights_sequences
+from ..credit.presets import RECOMMENDED
+from ..loss.checks import LossOptions
 from ..model.check.verify import check_supported, check_trainable
 from ..model.compile_layers import compile_layers
 from ..model.parts import causal_lm, vocab_size
 from ..model.run_inside import is_sharded, run_inside
-from ..model.stateful_layers import has_cells
+from ..rows import Rows, pad_rows
 from ..scoring.access import GRADIENTS
+from ..scoring.packed import packed_logprobs
 from ..text.offsets import describe_spare_ids
-from . import require
-from .credit import OFFERS, ONE_RATIO, obstacles, refuse, unmet_needs
-from .trl_credit import ROW, batch_credit, loss_mask, weighed, why_at_once
+from .credit import refuse
+from .trl_credit import KEPT, ROW, batch_credit, kept_tokens_of, loss_mask, of_first_tokens, weighed, why_at_once
 from .trl_losses import check_trains_packed, loss_of_packed_rows, prompts_together
+from .trl_refusals import TRL as TRL
+from .trl_refusals import credit_obstacles, packing_obstacles, zero_stage
 
-OLDEST = "1.0.0"
-_TRL = require("trl", OLDEST)
 _LOG = get_logger(__name__)
 
-from trl import GRPOTrainer  # noqa: E402  the check above says more than a failing import would
+from trl import GRPOTrainer  # noqa: E402  the check of TRL's version says more than a failing import would
 from trl.models import unwrap_model_for_generation  # noqa: E402
 
 if TYPE_CHECKING:
     _Trainer = GRPOTrainer
 else:
     _Trainer = object
-
-# From here on luspo leaves the padding of (B, T) advantages out, and all losses are normalised as in 1.16.
-_LOSSES_OF_TODAY = Version("1.10.0")
-
-_OF_TRL = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 
 _CREDIT_FIGURES = FIGURES | {"credit/seconds": "max"}
 # The method of a tensor by which the logged figures of the processes combine; others by their mean.
@@ -70,14 +64,6 @@ FEW_ROWS = 4000
 An H100 was idle for 0.61 of a step of 7,448 rows, and took no longer for twice as many.
 """
 
-_AT_SEQUENCES = f"importance_sampling_level='sequence': {ONE_RATIO}; use importance_sampling_level='token'"
-_WHOLE = "layers, sequences and the head must be whole; use DDP, FSDP or DeepSpeed"
-
-# Each process holds the whole model, or what wraps it gathers its weights in a forward.
-_RUNS = {DistributedType.NO, DistributedType.DEEPSPEED, DistributedType.FSDP} | {
-    kind for kind in DistributedType if kind.name.startswith("MULTI_")
-}
-
 
 class CounterfactualMixin(_Trainer):
     """Add packed trees and credit to `GRPOTrainer` or a subclass: `class Mine(CounterfactualMixin, TheirTrainer)`.
@@ -91,6 +77,9 @@ class CounterfactualMixin(_Trainer):
         log_entropy: False leaves TRL's `entropy` out of the metrics of the packed loss; completions without an
             advantage are then not fed, if there is no KL term.
 
+    With `packed_loss=True` a `rollout_func` may also return `sampling_mask`: for each completion a `KeptTokens`, or for
+    each of its tokens the list of ids that the sampler kept (empty for a tool's). The loss is normalised over them.
+
     Raises:
         NotImplementedError: settings or a model that cannot be combined with credit or the packed loss, each named; a
             model that is placed later (DeepSpeed, FSDP) is checked before the first completion is generated.
@@ -98,6 +87,7 @@ class CounterfactualMixin(_Trainer):
 
     args: Any
     model: Any
+    _sampling_mask: Any = None  # of the rollouts that are being made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raise `TypeError` where the trainer comes before the mixin, whose methods would then never run."""
@@ -124,9 +114,9 @@ class CounterfactualMixin(_Trainer):
         if self.credit.control != "off":
             if spare := describe_spare_ids(vocab_size(causal_lm(self.model)), _tokenizer_of(self)):
                 _LOG.warning(spare)
-            refuse(_credit_obstacles(self))
+            refuse(credit_obstacles(self))
         if packed_loss:
-            refuse(_packing_obstacles(self), "packed_loss=True")
+            refuse(packing_obstacles(self, super()), "packed_loss=True")
         # The packed loss corrects for vLLM's log-probs itself; TRL would feed the completions once more for it.
         self._corrects = packed_loss and getattr(self, "vllm_importance_sampling_correction", False)
         if self._corrects:
@@ -134,6 +124,8 @@ class CounterfactualMixin(_Trainer):
         self._model_is_checked = self._has_said_why = self._has_said_few = False
         self._warned = set[str]()
         self._deferred: DeferredCredit | None = None
+        if packed_loss and getattr(self, "rollout_func", None) is not None:
+            self.rollout_func = partial(self._without_mask, self.rollout_func)
         if self._model_is_placed():
             self._check_model()
 
@@ -169,6 +161,8 @@ class CounterfactualMixin(_Trainer):
         if not self._model_is_checked:
             self._check_model()
         output = super()._generate_and_score_completions(inputs)
+        if self._sampling_mask is not None:
+            self._replay(output)
         credited = self.model.training and self.credit.control != "off"
         if "pixel_values" in output and (credited or self.packed_loss):
             refuse(["images (pixel_values)"], "packed_loss=True" if self.packed_loss else "counterfactual credit")
@@ -194,10 +188,32 @@ class CounterfactualMixin(_Trainer):
             own = output["advantages"].cpu().view(count, -1).expand(output["completion_ids"].shape).clone()
             for row, values in zip(own, credited, strict=True):
                 row[: len(values)] = values
-            credited = own
+            credited = own * output["tool_mask"].cpu() if "tool_mask" in output else own
         output["advantages"] = credited.to(output["advantages"].device)
         self._report(batch)
         return output
+
+    def _without_mask(self, rollout_func: Any, prompts: Any, trainer: Any) -> dict[str, Any]:
+        """Take the sampler's kept ids out of a rollout function's output, which TRL would hand to reward functions."""
+        output = dict(rollout_func(prompts, trainer))
+        self._sampling_mask = output.pop("sampling_mask", None)
+        return output
+
+    def _replay(self, output: dict[str, Any]) -> None:
+        """Put the kept ids into the loss's inputs, and normalise the log-probs that TRL computed over them."""
+        masks, self._sampling_mask = self._sampling_mask, None
+        if output.get("ref_per_token_logps") is not None:
+            refuse([f"beta={self.beta}: TRL normalises the reference's log-probs over the vocabulary"], "sampling_mask")
+        output[KEPT] = kept_tokens_of(masks, self._sampled, loss_mask(output))
+        if output.get("old_per_token_logps") is None:
+            return
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        rows = Rows.from_padded(*(output[name] for name in names))
+        with torch.no_grad(), self._queried_model() as model, self.accelerator.autocast():
+            old = packed_logprobs(
+                model, rows, temperature=self.temperature, kept_tokens=of_first_tokens(output[KEPT], rows)
+            )
+        output["old_per_token_logps"] = pad_rows(old, output["completion_ids"].shape[1])  # type: ignore[arg-type]
 
     @property
     def _feeds_for_credit(self) -> bool:
@@ -220,11 +236,11 @@ class CounterfactualMixin(_Trainer):
         credit = batch.finished()
         if credit is None:
             return
-        figures = credit.metrics(batch.mask) | {"credit/seconds": batch.seconds}
+        figures = credit.metrics(batch.batch.mask) | {"credit/seconds": batch.seconds}
         self._log_gathered({name: figures.get(name, float("nan")) for name in _CREDIT_FIGURES}, "train")
         # Before 1.16 TRL knew the tokenizer's own end only.
         ends = {batch.tokenizer.pad_token_id, *getattr(self, "eos_token_ids", [batch.tokenizer.eos_token_id])}
-        truncated = [len(row) > 0 and int(row[-1]) not in ends for row in batch.rows.completions]
+        truncated = [len(row) > 0 and int(row[-1]) not in ends for row in batch.batch.rows.completions]
         problem = why_nothing(batch, credit, truncated)
         if problem not in (None, NOT_MIXED) and problem.what not in self._warned:  # TRL logs frac_reward_zero_std
             self._warned.add(problem.what)
@@ -275,7 +291,7 @@ class CounterfactualMixin(_Trainer):
     @contextmanager
     def _queried_model(self) -> Iterator[nn.Module]:
         """Yield the model that credit queries: with its wrapper if that shards it; every process enters."""
-        if _zero_stage(self) == 3 and GRADIENTS in self.credit.needs:
+        if zero_stage(self) == 3 and GRADIENTS in self.credit.needs:
             # For gradients through it DeepSpeed gathers the model, as TRL does for generation.
             with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model:
                 yield model
@@ -411,85 +427,3 @@ class CounterfactualGRPOTrainer(PackedGRPOTrainer):
 
 def _tokenizer_of(trainer: Any) -> Any:
     return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-
-
-def _zero_stage(trainer: Any) -> int:
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    return plugin.zero_stage if plugin is not None else 0
-
-
-def _credit_obstacles(trainer: Any) -> list[str]:
-    config, args, processes = trainer.credit, trainer.args, trainer.accelerator.num_processes
-    rows, group = args.per_device_train_batch_size * args.steps_per_generation, trainer.num_generations
-    is_sharded_in_training = trainer.accelerator.distributed_type == DistributedType.FSDP or (
-        _zero_stage(trainer) == 3 and not args.ds3_gather_for_generation
-    )
-    is_gmpo = any(base.__name__ == "GMPOTrainer" for base in type(trainer).__mro__)
-    return [
-        *unmet_needs(config, OFFERS["TRL, FSDP" if is_sharded_in_training else "TRL"]),
-        *obstacles(
-            (
-                trainer.loss_type == "luspo" and _TRL < _LOSSES_OF_TODAY,
-                f"loss_type='luspo' in TRL {_TRL}: it counts padding once advantages are per token; TRL 1.10 does not",
-            ),
-            (is_gmpo, "GMPOTrainer: its loss takes one advantage per sequence"),
-            (weights_sequences(trainer.loss_type, trainer.importance_sampling_level), _AT_SEQUENCES),
-            (
-                SIBLINGS in config.needs and processes > 1 and rows % group,
-                f"estimator={config.estimator.name!r} on {processes} processes of {rows} completions: groups of "
-                f"{group} are split between them; give each process whole groups",
-            ),
-        ),
-        *_obstacles_of_both(trainer),
-    ]
-
-
-def _packing_obstacles(trainer: Any) -> list[str]:
-    args, model = trainer.args, causal_lm(trainer.accelerator.unwrap_model(trainer.model))
-    mode = getattr(args, "vllm_importance_sampling_mode", "") if args.use_vllm else ""
-    weighs_sequences = weights_sequences(trainer.loss_type, trainer.importance_sampling_level)
-    own = {"a loss": "_compute_loss", "log-probs": "_get_per_token_logps_and_entropies"}
-    methods = {
-        name: getattr(getattr(super(CounterfactualMixin, trainer), name), "__func__", None) for name in own.values()
-    }
-    cases = (
-        (_TRL < _LOSSES_OF_TODAY, f"TRL {_TRL}: it normalises losses in another way than TRL 1.10 and later"),
-        (
-            trainer.loss_type not in _OF_TRL,
-            f"loss_type={trainer.loss_type!r}: it is not one of {', '.join(_OF_TRL)}",
-        ),
-        (
-            trainer.importance_sampling_level not in LEVELS_OF.get(trainer.loss_type, LEVELS),
-            f"importance_sampling_level={trainer.importance_sampling_level!r} with loss_type={trainer.loss_type!r}",
-        ),
-        *(
-            (
-                methods[name] is not getattr(GRPOTrainer, name),
-                f"{type(trainer).__name__}: it has {what} of its own ({name}), which would not run",
-            )
-            for what, name in own.items()
-        ),
-        (mode.startswith("token") and weighs_sequences, f"vllm_importance_sampling_mode={mode!r} with {_AT_SEQUENCES}"),
-        (
-            args.neftune_noise_alpha,
-            f"neftune_noise_alpha={args.neftune_noise_alpha}: completions would share a prompt's noise; leave it out",
-        ),
-        (
-            args.gradient_checkpointing and has_cells(model),
-            f"gradient_checkpointing=True: {type(model).__name__} hands states from token to token, which "
-            "checkpointed layers would not find again; set it to False",
-        ),
-    )
-    return [*obstacles(*cases), *_obstacles_of_both(trainer)]
-
-
-def _obstacles_of_both(trainer: Any) -> list[str]:
-    kind, parallelism = trainer.accelerator.distributed_type, getattr(trainer.accelerator, "parallelism_config", None)
-    splits = {f"{name} parallelism": getattr(parallelism, f"{name}_enabled", False) for name in ("tp", "cp", "sp")}
-    columns = getattr(trainer.train_dataset, "column_names", None) or ()
-    has_ligers_loss = getattr(trainer, "use_liger_kernel", False) and hasattr(trainer, "compute_liger_loss")
-    return obstacles(
-        (has_ligers_loss, f"use_liger_kernel=True in TRL {_TRL}: its loss is Liger's; take TRL 1.14"),
-        *((holds, f"{how}: {_WHOLE}") for how, holds in ({str(kind): kind not in _RUNS} | splits).items()),
-        ({"image", "images"} & set(columns), "images in the dataset"),
-    )

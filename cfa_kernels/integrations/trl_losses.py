@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..batch import Batch
 from ..credit.deferred import DeferredCredit
 from ..loss.checks import LossOptions, weights_sequences
 from ..loss.policy import policy_loss
@@ -19,7 +20,7 @@ from ..model.modes import one_mode
 from ..model.sharded.ranks import inside
 from ..rows import Rows, pad_rows
 from ..scoring.packed import packed_forward
-from .trl_credit import ROW, unpadded
+from .trl_credit import KEPT, ROW, of_first_tokens, unpadded
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
@@ -40,7 +41,8 @@ def loss_of_packed_rows(
     """Compute the same loss from one packed forward, which feeds each prompt once and no padding.
 
     Args:
-        inputs: TRL's `prompt_ids`, `prompt_mask`, `completion_mask`, padded as TRL pads.
+        inputs: TRL's `prompt_ids`, `prompt_mask`, `completion_mask`, padded as TRL pads; `KEPT`, where a sampler cut
+            its distributions off.
         options: those of `linear_policy_loss`, (B, T) as there; `targets` are TRL's completions.
         head_in_float32: the head's products in float32, outside autocast.
         entropy_coef: factor of the mean entropy, which is subtracted.
@@ -58,18 +60,18 @@ def loss_of_packed_rows(
         rows = Rows.from_padded(inputs["prompt_ids"], inputs["prompt_mask"], padded, inputs["completion_mask"])
     else:
         places = inputs[ROW].tolist()
-        rows = credit.rows.take(places)
-    columns: dict[str, Any] = {
-        name: None if (column := options.pop(name)) is None else unpadded(column, rows)
-        for name in ("old_logprobs", "advantages", "weights", "mask", "ref_logprobs", "sampling_logprobs")
-    }
-    counted = sum(int(row.sum()) for row in columns["mask"])
+        rows = credit.batch.rows.take(places)
+    names = ("old_logprobs", "advantages", "weights", "mask", "ref_logprobs", "sampling_logprobs")
+    columns = {name: column for name in names if (column := options.pop(name)) is not None}
+    kept = of_first_tokens(inputs[KEPT], rows) if KEPT in inputs else None
+    batch = Batch(rows, kept_tokens=kept, **{name: unpadded(column, rows) for name, column in columns.items()})
+    counted = sum(int(row.sum()) for row in batch.mask or ())
     options["entropy_coef"] = entropy_coef * scale / max(counted, 1) if entropy_coef else 0.0
     due = credit if credit is not None and credit.is_due(places) else None
     if credit is not None and due is None:
-        columns["advantages"] = credit.credited(places)
-    batch = LossBatch.of(rows, **columns, **options)
-    needed, trained = batch.needed(), batch.trained.tolist()
+        batch = batch.with_columns(advantages=credit.credited(places))
+    plain = LossBatch.of(batch, **options)
+    needed, trained = plain.needed(), plain.trained.tolist()
     if due is not None:  # estimators that compare completions may give an advantage to one that had none
         reads = due.reads(places)
         needed = [n if whole else count for n, count, whole in zip(rows.lengths, needed, reads, strict=True)]
@@ -82,25 +84,24 @@ def loss_of_packed_rows(
     in_heads_mode = partial(torch.autocast, forward.device.type, enabled=False) if head_in_float32 else nullcontext
     if high_entropies is not None:  # before branches, of which processes feed different numbers
         with in_heads_mode(), torch.set_grad_enabled(torch.is_grad_enabled() and entropy_coef != 0):
-            values = forward.logprobs(options["temperature"], return_entropy=True)
-        mask = batch.mask.to(forward.device)
+            values = forward.logprobs(options["temperature"], return_entropy=True, kept_tokens=batch.kept_tokens)
+        mask = plain.columns["mask"].to(forward.device)
         logprobs, entropies = (torch.where(mask, pad_rows(each, mask.shape[1]), 0) for each in values)  # type: ignore[arg-type]
         if (ranks := inside(model)) is not None:
             ranks.largest(0)  # raises if a process has failed, for whose entropies the others would wait
         high = high_entropies(entropies.detach().float(), mask)
     if due is not None:
         due.by_forward(places, forward)
-        columns["advantages"] = due.credited(places)
-        batch = LossBatch.of(rows, **columns, **options)
+        batch = batch.with_columns(advantages=due.credited(places))
     figures = {}
     if high_entropies is not None:
-        figures = _metrics_of_all(batch, logprobs, entropies)
-        own, factors = columns["weights"] or [1.0] * len(rows), unpadded(_acting(high, batch), rows)
-        columns["weights"] = [factor * row for factor, row in zip(factors, own, strict=True)]
+        whole = LossBatch.of(batch, **options)
+        figures, factors = _metrics_of_all(whole, logprobs, entropies), unpadded(_acting(high, whole), rows)
+        own: Sequence[Any] = batch.weights or [1.0] * len(rows)
+        batch = batch.with_columns(weights=[factor * row for factor, row in zip(factors, own, strict=True)])
         options |= {"entropy_coef": 0.0, "compute_entropy": False}
-        batch = LossBatch.of(rows, **columns, **options)
     with in_heads_mode():
-        loss, metrics, _ = forward.policy_loss(batch)
+        loss, metrics, _ = forward.policy_loss(batch, **options)
     metrics |= figures
     if high_entropies is not None:
         metrics |= {"bonus/entropy": (entropies * high).sum() / high.sum().clamp(min=1), "bonus/tokens": high.sum()}
@@ -129,10 +130,10 @@ def _metrics_of_all(batch: LossBatch, logprobs: Tensor, entropies: Tensor) -> di
 
 def _acting(high: Tensor, batch: LossBatch) -> Tensor:
     """Return the factors (B, T) of the policy terms of tokens: 1 where `high`; their mean in a row with one ratio."""
-    high, options = high.cpu().to(batch.advantages.dtype), batch.options
+    high, options = high.cpu().to(batch.columns["advantages"].dtype), batch.options
     if not weights_sequences(options["loss_type"], options["importance_sampling_level"]):
         return high
-    return (high.sum(1, keepdim=True) / batch.mask.sum(1, keepdim=True).clamp(min=1)).expand_as(high)
+    return (high.sum(1, keepdim=True) / batch.columns["mask"].sum(1, keepdim=True).clamp(min=1)).expand_as(high)
 
 
 def prompts_together(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig
+from ..batch import Batch, Masks, ScoredRow
 from ..estimators.base import SIBLINGS, OwnFunction
 from ..model.check.verify import check_supported
 from ..model.sharded.ranks import raised_by
 from ..rows import Rows, equal_prompts
 from ..scoring.access import LogprobService, ModelAccess, RemoteAccess, Sharded, as_access
-from ..scoring.batch import ScoredBatch, ScoredRow, check_ids
+from ..scoring.branches import check_ids
 from ..scoring.masked import CounterfactualScores, ScoringWork
 from ..scoring.outcomes import Outcome
 from ..tree import balance
@@ -33,8 +34,8 @@ _LOG = logging.getLogger(__name__)
 class Share(NamedTuple):
     """Part of a batch that one worker judges, perhaps of no completions."""
 
-    estimator: Callable[[Any, ScoredBatch], Any]
-    batch: ScoredBatch
+    estimator: Callable[[Any, Batch], Any]
+    batch: Batch
 
 
 def judge_share(module: nn.Module, share: Share) -> Any:
@@ -49,7 +50,7 @@ def judge_share(module: nn.Module, share: Share) -> Any:
         check_supported(access.model)  # first: it runs forwards, of all workers alike
         if not len(batch):
             return access.dtype
-        check_ids(access.model, Rows(batch.prompts, batch.completions, batch.index))
+        check_ids(access.model, batch.scored)
         return _joined([share.estimator(access, batch)], [range(len(batch))])
 
     try:
@@ -81,21 +82,29 @@ class Workers(RemoteAccess):
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Return that of the workers' model, which they check at the first request."""
         if self._dtype is None:
-            self._dtype = self._answers([Share(_scores, ScoredBatch([]))] * self.count)[0]
+            self._dtype = self._answers([Share(_scores, Batch(Rows([], [])))] * self.count)[0]
         return self._dtype
 
-    def apply(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
+    def apply(self, estimator: Callable[[Any, Batch], Any], batch: Batch) -> Any:
         """Deal the batch's groups over the workers and join the results, in the batch's order."""
         if isinstance(estimator, OwnFunction):  # runs here, with these workers in the model's place
             return estimator(self, batch)
-        places = deal_groups(batch, self.count)
-        shares = [Share(estimator, batch.take(own)) for own in places]
-        results = [(one, own) for one, own in zip(self._answers(shares), places, strict=True) if own]
-        return _joined([result for result, _ in results], [own for _, own in results])
+        return self._dealt(lambda rows: estimator, batch)
 
-    def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
+    def score(self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Score the batch on the workers."""
-        return self.apply(partial(_scores, outcome=outcome), batch)  # type: ignore[no-any-return]
+
+        def scores_of(rows: Sequence[int]) -> Callable[[Any, Batch], CounterfactualScores]:
+            own = [mask[b] for b in rows] if isinstance(mask, list | tuple) else mask
+            return partial(_scores, mask=own, outcome=outcome)
+
+        return self._dealt(scores_of, batch)  # type: ignore[no-any-return]
+
+    def _dealt(self, estimator_of: Callable[[Sequence[int]], Callable[[Any, Batch], Any]], batch: Batch) -> Any:
+        dealt = deal_groups(batch, self.count)
+        shares = [Share(estimator_of(rows), batch.take(rows)) for rows in dealt]
+        results = [(one, rows) for one, rows in zip(self._answers(shares), dealt, strict=True) if rows]
+        return _joined([result for result, _ in results], [rows for _, rows in results])
 
     def _answers(self, shares: list[Share]) -> Sequence[Any]:
         answers = self._ask(shares)
@@ -104,8 +113,8 @@ class Workers(RemoteAccess):
         return answers
 
 
-def _scores(access: Any, batch: ScoredBatch, outcome: Outcome = "logprob") -> CounterfactualScores:
-    return access.score(batch, outcome=outcome)  # type: ignore[no-any-return]
+def _scores(access: Any, batch: Batch, mask: Masks = None, outcome: Outcome = "logprob") -> CounterfactualScores:
+    return access.score(batch, mask=mask, outcome=outcome)  # type: ignore[no-any-return]
 
 
 def choose_access(
@@ -146,15 +155,15 @@ def ray_class(mixin: type, worker: Any) -> Any:
     return ray.remote(type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {}))
 
 
-def deal_groups(batch: ScoredBatch, workers: int) -> list[list[int]]:
-    """Deal the groups of a batch over workers by the rows that they feed: places in the batch, in rising order."""
-    groups = equal_prompts(batch.prompts) if batch.groups is None else batch.groups.tolist()
+def deal_groups(batch: Batch, workers: int) -> list[list[int]]:
+    """Deal the groups of a batch over workers by the rows that they feed; rows are ascending."""
+    groups = equal_prompts(batch.rows.prompts) if batch.groups is None else batch.groups.tolist()
     members: dict[int, list[int]] = {}
-    for place, group in enumerate(groups):
-        members.setdefault(group, []).append(place)
+    for b, group in enumerate(groups):
+        members.setdefault(group, []).append(b)
     own = list(members.values())
-    dealt = balance.deal([_size_of([batch.rows[place] for place in group]) for group in own], workers)
-    return [sorted(place for group in groups for place in own[group]) for groups in dealt]
+    dealt = balance.deal([_size_of([batch.scored_rows[b] for b in group]) for group in own], workers)
+    return [sorted(b for group in groups for b in own[group]) for groups in dealt]
 
 
 def _size_of(rows: Sequence[ScoredRow]) -> int:
@@ -163,16 +172,16 @@ def _size_of(rows: Sequence[ScoredRow]) -> int:
     return balance.rows_to_score(len(rows[0].prompt), spans, answers)
 
 
-def _joined(parts: Sequence[Any], places: Sequence[Sequence[int]]) -> Any:
-    """Join the results of several shares, on the host: columns by their places, counts of work by adding."""
+def _joined(parts: Sequence[Any], rows: Sequence[Sequence[int]]) -> Any:
+    """Join the results of several shares, on the host: columns by their rows, counts of work by adding."""
     first = parts[0]
     if isinstance(first, ScoringWork):
         return sum(parts, ScoringWork())
     if hasattr(first, "__dataclass_fields__"):
         columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(first)}
-        return replace(first, **{name: _joined(values, places) for name, values in columns.items()})
+        return replace(first, **{name: _joined(values, rows) for name, values in columns.items()})
     if isinstance(first, list | Tensor):
-        order = torch.tensor([place for own in places for place in own]).argsort().tolist()
+        order = torch.tensor([b for own in rows for b in own]).argsort().tolist()
         values = [value.cpu() if isinstance(value, Tensor) else value for part in parts for value in part]
         ordered = [values[i] for i in order]
         return torch.stack(ordered) if isinstance(first, Tensor) else ordered

@@ -12,28 +12,7 @@ from ..ops.row_softmax import compute_dtype
 from ..options import NOT_NEGATIVE, POSITIVE, Finite, NotNegative
 from .linear import contributing
 from .token_loss import CORRECTIONS, KL_ESTIMATORS, NUMBERS, PolicyOptions, Tokens
-
-Count = Tensor | float
-
-_SUMS: dict[str, tuple[str, Callable[[Tensor, Count, Count, int], Count]]] = {
-    "grpo": ("dapo", lambda mask, items, sequences, length: mask.sum(1, keepdim=True).clamp(min=1) * sequences),
-    "bnpo": ("dapo", lambda mask, items, sequences, length: mask.sum().clamp(min=1)),
-    "dr_grpo": ("dapo", lambda mask, items, sequences, length: sequences * length),
-    "dapo": ("dapo", lambda mask, items, sequences, length: items),
-    "dppo": ("dppo", lambda mask, items, sequences, length: items),
-    "reinforce": ("reinforce", lambda mask, items, sequences, length: items),
-    "luspo": ("dapo", lambda mask, items, sequences, length: sequences),
-    "cispo": ("cispo", lambda mask, items, sequences, length: items),
-    "cispo_two_sided": ("cispo_two_sided", lambda mask, items, sequences, length: items),
-    "vespo": ("vespo", lambda mask, items, sequences, length: items),
-    "gmpo": ("gmpo", lambda mask, items, sequences, length: mask.sum(1, keepdim=True).clamp(min=1) * sequences),
-    "sapo": ("sapo", lambda mask, items, sequences, length: mask.sum(1, keepdim=True).clamp(min=1) * sequences),
-}
-"""The loss of a token in `token_terms`, and the divisor of the sum; `items` (>= 1) and `sequences` are the step's."""
-LOSS_TYPES, LEVELS = tuple(_SUMS), ("token", "sequence", "sequence_token")
-LEVELS_OF = dict.fromkeys(LOSS_TYPES, LEVELS) | {"vespo": LEVELS[:1], "gmpo": LEVELS[1:]}
-"""Levels at which a loss type has a meaning: vespo weighs the sequence by itself, gmpo's ratio is the sequence's."""
-_WEIGHS_TOKENS = ("cispo", "cispo_two_sided", "dppo", "reinforce", "vespo")  # by log-probs with factors, at every level
+from .types import LEVELS, LOSS_TYPES, Count
 
 
 class LossOptions(TypedDict, total=False):
@@ -144,8 +123,8 @@ def check_batch(
 
     items = keep.sum() if items is None else items
     items = items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
-    token_loss, divisor_of = _SUMS[loss_type]
-    divisor = divisor_of(keep.to(dtype), items, keep.size(0) if sequences is None else sequences, length)
+    kind = LOSS_TYPES[loss_type]
+    divisor = kind.divisor(keep.to(dtype), items, keep.size(0) if sequences is None else sequences, length)
     entropy_scale = None
     if isinstance(entropy_coef, Tensor) or entropy_coef != 0:
         if not isinstance(entropy_coef, Tensor):  # it is written there: to send it would be a wait
@@ -154,18 +133,18 @@ def check_batch(
     scale = keep.to(dtype) / divisor
     tokens = Tokens(old_logprobs, advantages, weights, ref_logprobs, sampling_logprobs, scale)
     numbers: dict[str, Any] = {name: options[name] for name in NUMBERS if options.get(name) is not None}  # type: ignore[literal-required]
-    numbers |= {"loss_type": token_loss, "level": level, "correction": correction, "kl_estimator": kl}
+    numbers |= {"loss_type": kind.token_loss, "level": level, "correction": correction, "kl_estimator": kl}
     kept_tokens = tokens.map(lambda tensor: counted(tensor.detach(), keep, dtype))
     return CheckedBatch(keep, kept_tokens, entropy_scale, PolicyOptions(**numbers))
 
 
 def check_level(options: Mapping[str, Any]) -> tuple[str, str]:
     """Return the loss type and the level of its ratio, which must have a meaning together."""
-    loss_type = check_choice("loss_type", options.get("loss_type", "dapo"), LOSS_TYPES)
+    loss_type = check_choice("loss_type", options.get("loss_type", "dapo"), tuple(LOSS_TYPES))
     level = check_choice("importance_sampling_level", options.get("importance_sampling_level", "token"), LEVELS)
-    if level not in LEVELS_OF[loss_type]:
-        levels = " or ".join(map(repr, LEVELS_OF[loss_type]))
-        raise ValueError(f"importance_sampling_level must be {levels} with loss_type={loss_type!r}, got {level!r}")
+    if level not in (levels := LOSS_TYPES[loss_type].levels):
+        names = " or ".join(map(repr, levels))
+        raise ValueError(f"importance_sampling_level must be {names} with loss_type={loss_type!r}, got {level!r}")
     return loss_type, level
 
 
@@ -279,7 +258,7 @@ def check_values(name: str, tensor: Tensor, keep: Tensor, bound: str, holds: Ten
 
 def weights_sequences(loss_type: str, level: str) -> bool:
     """Whether only the sum of a row's weights acts, since its tokens share the ratio that carries the gradient."""
-    return level == "sequence" and loss_type not in _WEIGHS_TOKENS
+    return level == "sequence" and not (loss_type in LOSS_TYPES and LOSS_TYPES[loss_type].weighs_tokens)
 
 
 def check_weights(weights: Tensor, keep: Tensor, loss_type: str, level: str) -> None:

@@ -17,7 +17,6 @@ from ..ops.row_softmax import Softmax, check_logits_dtype
 from ..ops.upload import upload
 from ..options import check_class
 from .checks import (
-    LEVELS,
     CheckedBatch,
     LossOptions,
     check_batch,
@@ -40,6 +39,7 @@ from .token_loss import (
     refuse_second_derivative,
     spread_correction,
 )
+from .types import LEVELS, LOSS_TYPES
 
 
 def policy_loss(
@@ -404,14 +404,15 @@ def _metrics(
         return _mean(share, torch.ones_like(nonempty) & nonempty.any()), share
 
     high_mean, high = clip_ratio(clip > 0)
-    if loss_type == "cispo":
+    measures = LOSS_TYPES[loss_type].metrics
+    if measures == "upper clip":
         metrics["cispo_clip_ratio"] = high_mean
-    elif loss_type == "vespo":
+    elif measures == "sequence weight":
         phi = off_policy_factor(logprobs, tokens, batch.options)
         assert phi is not None
         of_rows = torch.where(moving, phi, 0).sum(1) / moving.sum(1).clamp(min=1)
         metrics["vespo/phi_seq_mean"] = _mean(of_rows, moving.any(1))
-    elif loss_type in ("dapo", "dppo", "cispo_two_sided", "gmpo"):
+    elif measures == "clip":
         low_mean, low = clip_ratio(clip < 0)
         metrics["clip_ratio/low_mean"] = low_mean
         metrics["clip_ratio/high_mean"] = high_mean

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.triton_math import minimum
+from .types import LOSS_TYPES
 
 LOG_RATIO_MAX = 40.0  # nats: the cut-off of log-ratios, so that no ratio overflows float32; the gradient beyond is 0
 
@@ -48,7 +49,7 @@ class PolicyOptions(NamedTuple):
     @property
     def bounds(self) -> tuple[float, float]:
         """Return the lower and the upper clip of what `loss_type` clips; a ratio is never below that of `cispo`."""
-        at_rest = 0.0 if self.loss_type in ("cispo", "dppo", "gmpo") else 1.0
+        at_rest = LOSS_TYPES[self.loss_type].rests_at
         return at_rest - self.epsilon, at_rest + self.epsilon_high
 
     def kinds(self) -> str:

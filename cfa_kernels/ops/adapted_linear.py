@@ -1,7 +1,7 @@
 """Apply linear layers with low-rank adapters to rows that they share, both products summed into one result each.
 
 Scaling and adding an adapter's product in further passes takes longer than the product itself. Layers that read the
-same rows read them once for all their adapters. Adapters wider than the rows (float32 beside bfloat16, as PEFT keeps
+same rows read them once for all their adapters. Adapters wider than the rows (float32 next to bfloat16, as PEFT keeps
 them) are split into two parts of the rows' dtype, 16 bits of bfloat16 together, side by side in one product on tensor
 cores.
 """

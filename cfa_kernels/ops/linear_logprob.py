@@ -229,8 +229,8 @@ def merge_tiles_kernel(
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Merge the sums of a row's tiles, in an order that depends on V only, into its log-prob and entropy."""
-    # The target's logit is a product of its own, so that no tile has to look for it. It rounds otherwise than the
-    # tiles' one, by as much as any logit does; a log-prob stays at most 0. p_out points to this launch's rows of
+    # The target's logit is a separate product, so that no tile has to look for it. It rounds otherwise than the
+    # tiles' logit, by as much as any logit does; a log-prob stays at most 0. p_out points to this launch's rows of
     # log-probs; entropies are n_out behind them.
     LN2: tl.constexpr = 0.6931471805599453
     o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -316,7 +316,7 @@ def linear_logprob_triton(
     block_m, block_n, block_k = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
     cap = softmax.softcap or 1.0
     features = {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": softmax.softcap != 0, "WITH_ENTROPY": with_entropy}
-    # Rows whose hidden states together take up to 16 MiB, which the L2 cache holds beside some columns of the head.
+    # Rows whose hidden states together take up to 16 MiB, which the L2 cache holds next to some columns.
     group = max(2**24 // (block_m * width * hidden.element_size()), 4)
     n_tiles = triton.cdiv(vocabulary, block_n)
     out = torch.empty(2, n, dtype=torch.float32, device=hidden.device)

@@ -221,7 +221,7 @@ def row_sums(
     BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
     """Return the largest logit of a row, log of the sum of exponentials from there, and the entropy."""
-    # Every VECTOR logits that a lane holds keep a maximum and sums of their own, so a tile costs one exponential per
+    # Every VECTOR logits that a lane holds have their own maximum and sums, so a tile costs one exponential per
     # logit and no exchange between lanes. The row is read from its end: its beginning, which the gradient reads first,
     # is then still in cache.
     LOWEST: tl.constexpr = -1.0e38  # finite, so that no difference of two maxima is undefined

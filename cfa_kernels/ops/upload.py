@@ -35,7 +35,7 @@ def upload(arrays: Sequence[np.ndarray | Tensor], device: torch.device) -> tuple
             for part, start, size in zip(host, starts, sizes, strict=True)
         )
 
-    # Pinned, so that the copy queues up behind kernels while the host goes on; PyTorch's host allocator hands the
+    # Pinned, so that the copy queues up behind kernels while the host continues; PyTorch's host allocator hands the
     # buffer out again only when the copy is done.
     buffer = torch.zeros(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for view, part in zip(views(buffer), host, strict=True):

@@ -1,4 +1,4 @@
-"""Access a model: in this process, from its training forward, or by a host's log-prob service."""
+"""Access a model: in this process or by a host's log-prob service; `PackedForward` is the third way."""
 
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, Protocol, TypeVar
@@ -8,18 +8,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..batch import Batch, Masks
 from ..model.parts import causal_lm, input_device
 from ..model.quantised import product_dtype
 from ..model.run_inside import is_sharded, run_inside
-from ..model.sharded.ranks import Ranks, inside
 from ..options import as_numbers
 from ..rows import check_finite
 from ..tree.packs import Limits
 from ..tree.prefix_tree import Query
-from .batch import ScoredBatch
+from .branches import checked_masks
 from .masked import CounterfactualScores, ScoringWork, collect_scores, query_logprobs, score_batch
 from .outcomes import DIVERGENCES, Outcome
-from .packed import PackedForward
 from .plan import ScoringPlan, queries_of
 
 _Result = TypeVar("_Result")
@@ -67,13 +66,13 @@ class ModelAccess(Protocol):
         """Run `body`, which queries the model, perhaps several times; processes that share a model all call this."""
         return body()
 
-    def apply(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
+    def apply(self, estimator: Callable[[Any, Batch], Any], batch: Batch) -> Any:
         """Call an estimator that queries the model, `estimator(access, batch)`, in the model's process."""
         return estimator(self, batch)
 
-    def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
-        """Score the answers of a batch as sampled and with each unit masked, in the batch's order."""
-        return self.run(lambda: score_batch(self.model, batch, outcome))
+    def score(self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob") -> CounterfactualScores:
+        """Score the answers of a batch as sampled and with each unit masked, by default by its placeholder."""
+        return self.run(lambda: score_batch(self.model, batch, outcome, mask))
 
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Answer queries as `query_logprobs` does; needs the capability `model`."""
@@ -123,24 +122,6 @@ class Sharded(InProcess):
         return run_inside(self.module, body)
 
 
-class TrainingForward(InProcess):
-    """Access to the model of a `PackedForward`: answers and queries continue the completions that it has fed."""
-
-    def __init__(self, forward: PackedForward) -> None:
-        super().__init__(forward.causal)
-        self.forward = forward
-        if isinstance(inside(forward.causal), Ranks):
-            self.capabilities = Sharded.capabilities
-
-    def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
-        """Feed only the masked branches."""
-        return self.forward.score_batch(batch, outcome)
-
-    def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
-        """Feed only what the forward has not fed."""
-        return self.forward.query_logprobs(self.model, bundles, **options)
-
-
 class RemoteAccess(ModelAccess):
     """Access to a model in other processes, which offers a part of the capabilities."""
 
@@ -173,7 +154,7 @@ class LogprobService(RemoteAccess):
     def __init__(self, logprobs_of: LogprobsOf, *, dtype: torch.dtype = torch.float32) -> None:
         self._logprobs_of, self.dtype = logprobs_of, dtype
 
-    def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
+    def score(self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Request log-probs of each sequence; scores are on the host.
 
         Raises:
@@ -182,8 +163,9 @@ class LogprobService(RemoteAccess):
         """
         if outcome in DIVERGENCES:
             raise NotImplementedError(f"outcome={outcome!r} needs {CAPABILITIES[DISTRIBUTIONS]}")
-        bundles = [queries_of(row, outcome, batch.mask) for row in batch.rows]
-        queries = [(row, query) for row, bundle in zip(batch.rows, bundles, strict=True) for query in bundle]
+        rows, masks = batch.scored_rows, checked_masks(mask, batch)
+        bundles = [queries_of(row, outcome, rule) for row, rule in zip(rows, masks, strict=True)]
+        queries = [(row, query) for row, bundle in zip(rows, bundles, strict=True) for query in bundle]
         prompts = [torch.from_numpy(row.prompt) for row, _ in queries]
         completions = [torch.from_numpy(np.append(q.tokens[len(row.prompt) :], q.targets[-1])) for row, q in queries]
         result = self._logprobs_of(prompts, completions) if prompts else []
@@ -199,7 +181,7 @@ class LogprobService(RemoteAccess):
             values.append(numbers[-len(query.targets) :])
         check_finite("logprobs_of,", [row.index for row, _ in queries], values[1:], of="answer token")
         fed = sum(map(len, prompts + completions))
-        plan = ScoringPlan(batch.index, bundles, [], batch.rows, Limits(fed))
+        plan = ScoringPlan(batch.index, bundles, [], rows, Limits(fed))
         return collect_scores(torch.cat(values), plan, outcome, ScoringWork(len(completions), fed, fed))
 
 

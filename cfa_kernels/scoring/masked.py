@@ -1,6 +1,6 @@
 """Score counterfactuals: how much an answer's log-prob drops when a span of the reasoning is masked.
 
-Completions and their branches (`batch.branch`) become packed trees (`plan.py`); one forward per pack gives all answer
+Completions and their branches (`branch`) become packed trees (`plan.py`); one forward per pack gives all answer
 log-probs. The host lays out a pack while the device runs the one before, and reads values once, at the end.
 """
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..batch import Batch, Masks
 from ..model.attention import KeyValueStore
 from ..model.check.verify import check_supported
 from ..model.head import Head
@@ -25,7 +26,7 @@ from ..rows import Rows
 from ..span import Span
 from ..tree.packs import lay_out, lay_out_split
 from ..tree.prefix_tree import Pack, Query
-from .batch import Mask, ScoredBatch
+from .branches import check_ids
 from .outcomes import OUTCOMES, Divergences, Outcome
 from .plan import ScoringPlan, plan_queries, plan_scoring
 
@@ -56,15 +57,6 @@ class CounterfactualScores:
     drop: list[Tensor]  # B tensors (K_b,), `base - masked`, below 0 for a distractor (minus D of CF paper, eq. 3)
     work: ScoringWork
 
-    def in_callers_order(self, batch: ScoredBatch) -> "CounterfactualScores":
-        """Put the scores of `batch` back into the order that its completions came in."""
-        return self.take(batch.to_callers_order(range(len(batch))))
-
-    def take(self, order: Sequence[int]) -> "CounterfactualScores":
-        """Copy the scores of some completions, in the order of `order`."""
-        masked, drop = ([column[i] for i in order] for column in (self.masked, self.drop))
-        return CounterfactualScores(self.base[list(order)], masked, drop, self.work)
-
 
 def score_counterfactuals(
     model: nn.Module,
@@ -72,7 +64,7 @@ def score_counterfactuals(
     spans: Sequence[Sequence[Span]],
     answers: Sequence[Span | None],
     *,
-    mask: Mask | Sequence[Sequence[Tensor]],
+    mask: Masks,
     token_budget: int | None = None,
     outcome: Outcome = "logprob",
 ) -> CounterfactualScores:
@@ -105,16 +97,17 @@ def score_counterfactuals(
     def body() -> CounterfactualScores:
         if outcome not in OUTCOMES:
             raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")
-        batch = ScoredBatch.of(causal, rows, spans, answers, mask=mask, token_budget=token_budget)
-        return score_batch(causal, batch, outcome).in_callers_order(batch)
+        check_ids(causal, rows)
+        batch = Batch(rows, units=spans, answers=answers, token_budget=token_budget)
+        return score_batch(causal, batch, outcome, mask)
 
     return run_inside(model, body)
 
 
-def score_batch(model: Model, batch: ScoredBatch, outcome: Outcome = "logprob") -> CounterfactualScores:
-    """Score a checked batch as `score_counterfactuals` does, in the batch's order."""
+def score_batch(model: Model, batch: Batch, outcome: Outcome = "logprob", mask: Masks = None) -> CounterfactualScores:
+    """Score a batch whose ids are checked as `score_counterfactuals` does; None masks by the batch's placeholder."""
     walk = ModelWalk.of(model)
-    plan = plan_scoring(walk, batch, outcome)
+    plan = plan_scoring(walk, batch, outcome, mask)
     values, work = run_plan(walk, check_supported(walk), plan, plan.packs())
     return collect_scores(values, plan, outcome, work)
 
@@ -124,15 +117,17 @@ def query_logprobs(
     bundles: Sequence[Sequence[Query]],
     *,
     index: Sequence[int] | None = None,
+    groups: Sequence[int] | None = None,
     token_budget: int | None = None,
 ) -> tuple[list[list[Tensor]], ScoringWork]:
     """Compute log-probs of all queries' targets, without gradient, from packed trees, which feed common prefixes once.
 
     Args:
         model, token_budget: as in `score_counterfactuals`, with its errors.
-        bundles: U sequences of queries, each those of one row, which may have none; rows of one prompt side by side.
-            Ids are not checked. Rotary frequencies that follow a length follow that of a row's longest query.
+        bundles: U sequences of queries, each those of one row, which may have none. Ids are not checked. Rotary
+            frequencies that follow a length follow that of a row's longest query.
         index: (U,) number by which errors name each row; default its place in `bundles`.
+        groups: (U,) numbers, equal for rows of one prompt, which are then fed side by side; default the order given.
 
     Returns:
         For each bundle a list with, for each query, fp32 log-probs (A,) in nats on the host; and counts of work.
@@ -140,7 +135,7 @@ def query_logprobs(
 
     def body() -> tuple[list[list[Tensor]], ScoringWork]:
         walk = ModelWalk.of(causal_lm(model))
-        plan = plan_queries(walk, bundles, index=index, token_budget=token_budget)
+        plan = plan_queries(walk, bundles, index=index, groups=groups, token_budget=token_budget)
         values, work = run_plan(walk, check_supported(walk), plan, plan.packs())
         return collect_logprobs(values, plan), work
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..batch import Batch, Masks, batch_and_options
 from ..loss.policy import linear_policy_loss
 from ..loss.ragged import LossBatch, checked_kept_tokens
 from ..model.attention import KeyValueStore
@@ -21,6 +22,7 @@ from ..model.limits import rope_lengths, rows_per_forward
 from ..model.parts import causal_lm
 from ..model.router_loss import packed_router_loss, uses_of_rows
 from ..model.run_inside import run_inside
+from ..model.sharded.ranks import Ranks, inside
 from ..model.state import ModelState, TensorMarks
 from ..model.stateful_layers import has_cells
 from ..model.tree_forward import packed_hidden, tree_training_mode
@@ -29,12 +31,11 @@ from ..ops.kept_tokens import KeptTokens, padded_kept_tokens
 from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
 from ..options import POSITIVE
-from ..rows import Rows, equal_prompts
-from ..span import Span
+from ..rows import Rows, fed_together
 from ..tree.packs import lay_out
 from ..tree.prefix_tree import Pack, Query
-from .batch import Mask, ScoredBatch, check_ids
-from .layout import as_many_as_others, checked_needed, packs_of, trained_first
+from .access import InProcess, Sharded
+from .branches import check_ids
 from .masked import (
     CounterfactualScores,
     ScoringWork,
@@ -45,7 +46,15 @@ from .masked import (
     score_batch,
 )
 from .outcomes import Outcome
-from .plan import ScoringPlan, plan_queries, plan_scoring
+from .plan import (
+    ScoringPlan,
+    as_many_as_others,
+    checked_needed,
+    packs_of,
+    plan_queries,
+    plan_scoring,
+    trained_first,
+)
 
 
 class PackedLoss(NamedTuple):
@@ -69,12 +78,14 @@ def packed_logprobs(
 
     Args:
         model: as in `score_counterfactuals`, in any mode without dropout. If processes share it, each needs a row.
-        rows: prompts and completions. Equal prompts, and longer common prefixes, are fed once.
+        rows: prompts and completions. Equal prompts, longer common prefixes, and what the rows of a rollout share are
+            fed once.
         temperature: divides the logits.
         return_entropy: also return the entropy of the distribution that each token was drawn from.
         kept_tokens: for each row, the ids that the sampler kept at each of its tokens: log-probs and entropies are then
             normalised over them.
-        token_budget: maximum tokens per forward; default by free memory. Completions of one prompt stay together.
+        token_budget: maximum tokens per forward; default by free memory. Completions of one prompt, and rows of one
+            rollout, stay together.
 
     Returns:
         B tensors (T_b,) in nats on the head's device, float32, or float64 from a model in float64. With
@@ -97,14 +108,8 @@ def packed_logprobs(
 
 def packed_policy_loss(
     model: nn.Module,
-    rows: Rows,
-    old_logprobs: Sequence[Tensor] | None,
-    advantages: Tensor | Sequence[Tensor],
+    rows: Rows | Batch,
     *,
-    weights: Sequence[Tensor] | None = None,
-    mask: Sequence[Tensor] | None = None,
-    ref_logprobs: Sequence[Tensor] | None = None,
-    kept_tokens: Sequence[KeptTokens] | None = None,
     token_budget: int | None = None,
     **options: Any,
 ) -> PackedLoss:
@@ -114,26 +119,21 @@ def packed_policy_loss(
     weight or mask there, and neither KL nor entropy wanted) are not fed; their tokens stay in the denominators.
 
     Args:
-        model, rows, token_budget: as in `packed_logprobs`, with its errors.
-        old_logprobs: B tensors (T_b,) under the sampling policy; None means on-policy.
-        advantages: (B,), or B tensors (T_b,).
-        weights: B tensors (T_b,), finite and >= 0, on the clipped policy term; None for 1.
-        mask: B tensors (T_b,) of 0 and 1, the tokens that the loss counts; None for all.
-        ref_logprobs: B tensors (T_b,), needed when `beta != 0`.
-        kept_tokens: as in `packed_logprobs`; old and reference log-probs should be normalised over the same ids.
-        **options: those of `linear_policy_loss`, `temperature` and `compute_entropy` among them.
+        model, rows, token_budget: as in `packed_logprobs`, with its errors; rows may be a batch with its columns.
+        **options: columns of `Batch` by name, and options of `linear_policy_loss`. The loss reads `advantages`, which
+            it needs, `old_logprobs` (None means on-policy), `ref_logprobs` (needed when `beta != 0`), `weights` (finite
+            and >= 0, on the clipped policy term), `mask`, `sampling_logprobs` and `kept_tokens`, over which old and
+            reference log-probs should be normalised too.
     """
     causal = causal_lm(model)
 
     def body() -> PackedLoss:
-        batch = LossBatch.of(
-            rows, old_logprobs, advantages, weights=weights, mask=mask, ref_logprobs=ref_logprobs,
-            kept_tokens=kept_tokens, **options,
-        )  # fmt: skip
+        batch, others = batch_and_options(rows, options)
+        given = LossBatch.of(batch, **others)
         forward = packed_forward(
-            causal, rows, needed=batch.needed(), trained=batch.trained.tolist(), token_budget=token_budget
+            causal, batch.rows, needed=given.needed(), trained=given.trained.tolist(), token_budget=token_budget
         )
-        return forward.policy_loss(batch)
+        return forward.policy_loss(given)
 
     return run_inside(model, body, trains=True)
 
@@ -171,7 +171,7 @@ def packed_forward(
     walk = ModelWalk.of(causal)
     budget = rows_per_forward(walk, token_budget)
     head = check_trainable(walk, router_loss=router_loss)
-    groups = equal_prompts(rows.prompts)
+    groups = fed_together(rows)
     with_gradient, without = trained_first(causal, groups, counts, None if router_loss else trained)
     states = list[_PackStates]()
 
@@ -208,8 +208,11 @@ class _PackStates:
     routers: tuple[Tensor, ...] = ()  # (N, experts) each
 
 
-class PackedForward:
-    """Hidden states of a batch's completions, and everything that is read off them."""
+class PackedForward(InProcess):
+    """Hidden states of a batch's completions, and everything that is read off them.
+
+    As a `ModelAccess` it feeds only what the forward has not fed: branches and queries continue its completions.
+    """
 
     def __init__(
         self,
@@ -221,7 +224,10 @@ class PackedForward:
         without_gradient: list[int],
         state: ModelState | None,
     ) -> None:
-        self.causal, self.head, self.rows, self.counts, self.packs = walk.model, head, rows, counts, packs
+        super().__init__(walk.model)
+        if isinstance(inside(walk.model), Ranks):
+            self.capabilities = Sharded.capabilities
+        self.head, self.rows, self.counts, self.packs = head, rows, counts, packs
         self._walk = walk
         self._without_gradient = without_gradient
         self.device = head.weight.device
@@ -268,29 +274,31 @@ class PackedForward:
         values, entropies = linear_logprob(hidden, self.head.weight, predicted, return_entropy=True, **options)
         return list(values.split(counts)), list(entropies.split(counts))
 
-    def policy_loss(self, batch: LossBatch) -> PackedLoss:
-        """Compute the loss of `packed_policy_loss` from what this forward has fed.
+    def policy_loss(self, batch: Batch | LossBatch, **options: Any) -> PackedLoss:
+        """Compute the loss of `packed_policy_loss`, with its options, from what this forward has fed.
 
         Raises:
             ValueError: other rows, or a row that the loss needs more of, or with a gradient, than was fed.
             RuntimeError: the head's weights have changed since this forward.
         """
         self._require_same_head()
-        if len(batch.mask) != len(self.rows):
-            raise ValueError(f"batch has {len(batch.mask)} rows, this forward has {len(self.rows)}; they must agree")
+        batch = LossBatch.of(batch, **options) if isinstance(batch, Batch) else batch
+        mask = batch.columns["mask"]
+        if len(mask) != len(self.rows):
+            raise ValueError(f"batch has {len(mask)} rows, this forward has {len(self.rows)}; they must agree")
         for b, (needed, count) in enumerate(zip(batch.needed(), self.counts.tolist(), strict=True)):
             if needed > count:
                 raise ValueError(f"batch row {b}: its loss needs {needed} tokens, but {count} were fed (needed[{b}])")
         for b in self._without_gradient:
             if batch.trained[b] and torch.is_grad_enabled():
                 raise ValueError(f"batch row {b}: its loss has a gradient, but it was fed without (trained[{b}])")
-        row, token = np.divmod(batch.needed_tokens.numpy(), batch.mask.shape[1])
+        row, token = np.divmod(batch.needed_tokens.numpy(), mask.shape[1])
         starts = np.cumsum(self.counts) - self.counts
         there, (index,) = batch.to(self.device, torch.from_numpy(self._predicting[starts[row] + token]))
         kept = None
         if batch.kept_tokens is not None:
-            own = checked_kept_tokens(batch.kept_tokens, self.rows, batch.mask, len(self.head.weight))
-            kept = padded_kept_tokens(own, batch.mask.shape[1])
+            own = checked_kept_tokens(batch.kept_tokens, self.rows, mask, len(self.head.weight))
+            kept = padded_kept_tokens(own, mask.shape[1])
         loss, metrics, logprobs = linear_policy_loss(
             self._hidden(index),
             self.head.weight,
@@ -308,18 +316,10 @@ class PackedForward:
         if not all(one.routers for one in self.packs):
             raise ValueError("router_loss must be True for a forward whose routers are read, got False")
         packs = [(one.routers, uses_of_rows(one.pack, map(self.rows.whole, one.pack.queries))) for one in self.packs]
-        return packed_router_loss(self.causal, packs).to(self.device)
+        return packed_router_loss(self.model, packs).to(self.device)
 
-    def score(
-        self,
-        spans: Sequence[Sequence[Span]],
-        answers: Sequence[Span | None],
-        *,
-        mask: Mask | Sequence[Sequence[Tensor]],
-        token_budget: int | None = None,
-        outcome: Outcome = "logprob",
-    ) -> CounterfactualScores:
-        """Score the same rows as `score_counterfactuals` does, with its arguments and errors, and feed only branches.
+    def score(self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob") -> CounterfactualScores:
+        """Score some or all of the forward's rows, found by their index, and feed only branches.
 
         Layers that carry a state, and rotary frequencies that follow a forward's longest sequence, take forwards of
         their own.
@@ -328,44 +328,42 @@ class PackedForward:
             ValueError: also for a row with an answer that was not fed, and for states that were not kept.
             RuntimeError: a weight or adapter has changed since this forward. A write through `.data` is not noticed.
         """
-        batch = ScoredBatch.of(self.causal, self.rows, spans, answers, mask=mask, token_budget=token_budget)
-        return self.score_batch(batch, outcome).in_callers_order(batch)
-
-    def require_rows(self, rows: Rows) -> None:
-        """Raise `ValueError` unless `rows` have the numbers and lengths of this forward's; compares no tokens."""
-        if rows is not self.rows and (rows.index, rows.lengths) != (self.rows.index, self.rows.lengths):
-            raise ValueError(
-                f"rows: must be those of the forward, got {len(rows)} rows for its {len(self.rows)}, or other numbers "
-                "or lengths; give counterfactual_credit the Rows that packed_forward was given"
-            )
-
-    def score_batch(self, batch: ScoredBatch, outcome: Outcome = "logprob") -> CounterfactualScores:
-        """Score a batch of this forward's rows as `score` does, some or all of them, in the batch's order."""
         walk = self._same_model()
         if stands_alone(walk):
-            return score_batch(walk, batch, outcome)
-        order = batch.to_callers_order(range(len(batch)))  # as fed, for packs that do not depend on the batch's order
-        plan = plan_scoring(walk, batch.take(order), outcome)
-        for row, bundle in zip(plan.rows, plan.bundles, strict=True):
-            if bundle and not self.counts[row.place]:
-                raise ValueError(f"answers row {row.index}: its completion was not fed (needed[{row.place}] was 0)")
+            return score_batch(walk, batch, outcome, mask)
+        plan = plan_scoring(walk, batch, outcome, mask)
+        own = self._own_rows(batch.rows)
+        for index, b, bundle in zip(batch.index, own, plan.bundles, strict=True):
+            if bundle and not self.counts[b]:
+                raise ValueError(f"answers row {index}: its completion was not fed (needed[{b}] was 0)")
         pack_of = {b: one.pack for one in self.packs for b in one.pack.queries}
-        values, work = self._run(walk, plan, [pack_of.get(row.place) for row in plan.rows])
-        return collect_scores(values, plan, outcome, work).take(np.argsort(order).tolist())
+        values, work = self._run(walk, plan, [pack_of.get(b) for b in own])
+        return collect_scores(values, plan, outcome, work)
 
-    def query_logprobs(
-        self,
-        model: nn.Module,
-        bundles: Sequence[Sequence[Query]],
-        *,
-        index: Sequence[int] | None = None,
-        token_budget: int | None = None,
-    ) -> tuple[list[list[Tensor]], ScoringWork]:
-        """Answer queries as `masked.query_logprobs` does, from the states of this forward; errors as in `score`."""
+    def _own_rows(self, rows: Rows) -> list[int]:
+        """Find rows of this forward by their index; raise `ValueError` for others; compares no tokens.
+
+        A row may be cut into prompt and completion at another place.
+        """
+        if rows.index == self.rows.index:
+            own: list[int] = list(range(len(rows)))
+        else:
+            row_of = dict(zip(self.rows.index, range(len(self.rows)), strict=True))
+            own = [row_of.get(index, -1) for index in rows.index]
+        for index, b, prompt, length in zip(rows.index, own, rows.prompts, rows.lengths, strict=True):
+            if b < 0 or len(prompt) + length != len(self.rows.prompts[b]) + self.rows.lengths[b]:
+                raise ValueError(
+                    f"rows: must be those of the forward, and row {index} of {length} tokens is not; give "
+                    "counterfactual_credit the Rows that packed_forward was given"
+                )
+        return own
+
+    def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
+        """Answer queries as `query_logprobs` does, from the states of this forward; errors as in `score`."""
         walk = self._same_model()
         if not self.packs or stands_alone(walk):
-            return query_logprobs(model, bundles, index=index, token_budget=token_budget)
-        plan = plan_queries(walk, bundles, index=index, token_budget=token_budget)
+            return query_logprobs(self.model, bundles, **options)
+        plan = plan_queries(walk, bundles, **options)
         values, work = self._run(walk, plan, [self._nearest(b[0].tokens) if b else None for b in plan.bundles])
         return collect_logprobs(values, plan), work
 
@@ -394,7 +392,10 @@ class PackedForward:
     def _run(self, walk: ModelWalk, plan: ScoringPlan, trunks: Sequence[Pack | None]) -> tuple[Tensor, ScoringWork]:
         """Compute the values of a plan's queries; those of each bundle continue its trunk."""
         states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
-        queries_of = {trunk: [[n] for n, b in enumerate(plan.bundle_of) if trunks[b] is trunk] for trunk in states}
+        order = [b for part in plan.parts for b in part]
+        queries_of = {
+            trunk: [[n] for b in order if trunks[b] is trunk for n in plan.queries_of_bundle[b]] for trunk in states
+        }
         packs = (
             pack
             for trunk, own in queries_of.items()

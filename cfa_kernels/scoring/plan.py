@@ -1,18 +1,24 @@
-"""Lay out the queries of each completion in one call, and the forwards that answer them."""
+"""Lay out packs: of whole completions for a forward with gradients, and of the queries that are asked in one call."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import numbers
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
+from transformers import PreTrainedModel
 
+from ..batch import Batch, Mask, Masks, ScoredRow
 from ..model.limits import apart_by_length, largest_forward, rows_per_forward
+from ..model.parts import vocab_size
+from ..model.sharded.ranks import Ranks, inside
 from ..model.stateful_layers import has_cells
 from ..model.walk import Model, ModelWalk
-from ..tree.packs import Limits, lay_out_split
+from ..rows import Rows, check_columns, fed_together
+from ..tree.packs import Limits, idle_pack, lay_out, lay_out_split
 from ..tree.prefix_tree import Pack, Query
-from .batch import Mask, ScoredBatch, ScoredRow, branch
+from .branches import branch, checked_masks
 from .outcomes import DIVERGENCES, Outcome
 
 
@@ -22,8 +28,8 @@ class ScoringPlan:
 
     index: list[int]  # by which errors name each row
     bundles: Sequence[list[Query]]  # of each row
-    parts: list[list[int]]  # bundles that may share a forward, by number
-    rows: list[ScoredRow]  # equal prompts side by side; none where only queries are given
+    parts: list[list[int]]  # bundles that may share a forward, by number, equal prompts side by side
+    rows: list[ScoredRow]  # none where only queries are given
     limits: Limits
 
     @cached_property
@@ -53,11 +59,14 @@ class ScoringPlan:
             yield from lay_out_split(self.queries, [self.queries_of_bundle[i] for i in part], self.limits)
 
 
-def plan_scoring(model: Model, batch: ScoredBatch, outcome: Outcome = "logprob") -> ScoringPlan:
+def plan_scoring(model: Model, batch: Batch, outcome: Outcome = "logprob", mask: Masks = None) -> ScoringPlan:
     """Plan the scores of a batch; nothing runs on a device. Packs are laid out one at a time, as they are fed."""
-    bundles = [queries_of(row, outcome, batch.mask) for row in batch.rows]
-    lengths = [len(row.prompt) + len(row.completion) for row in batch.rows]
-    return _lay_out(model, batch.index, bundles, lengths, batch.token_budget, batch.rows)
+    walk, rows = ModelWalk.of(model), batch.scored_rows
+    masks = checked_masks(mask, batch, vocab_size(walk.model))
+    bundles = [queries_of(row, outcome, rule) for row, rule in zip(rows, masks, strict=True)]
+    lengths = [len(row.prompt) + len(row.completion) for row in rows]
+    groups = fed_together(batch.rows)
+    return _lay_out(walk, batch.index, bundles, lengths, groups, batch.token_budget, rows)
 
 
 def plan_queries(
@@ -65,15 +74,18 @@ def plan_queries(
     bundles: Sequence[Sequence[Query]],
     *,
     index: Sequence[int] | None = None,
+    groups: Sequence[int] | None = None,
     token_budget: int | None = None,
 ) -> ScoringPlan:
     """Check the input of `query_logprobs`; nothing runs on a device."""
     listed = [list(bundle) for bundle in bundles]
     lengths = [max((query.length for query in bundle), default=0) for bundle in listed]
     index = list(range(len(listed)) if index is None else index)
-    if len(index) != len(listed):
-        raise ValueError(f"index has {len(index)} rows, bundles has {len(listed)}; they must agree")
-    return _lay_out(model, index, listed, lengths, token_budget, rows=[])
+    groups = [0] * len(listed) if groups is None else groups
+    for name, column in {"index": index, "groups": groups}.items():
+        if len(column) != len(listed):
+            raise ValueError(f"{name} has {len(column)} rows, bundles has {len(listed)}; they must agree")
+    return _lay_out(model, index, listed, lengths, groups, token_budget, rows=[])
 
 
 def _lay_out(
@@ -81,6 +93,7 @@ def _lay_out(
     index: list[int],
     bundles: list[list[Query]],
     lengths: Sequence[int],
+    groups: Sequence[int],
     token_budget: int | None,
     rows: list[ScoredRow],
 ) -> ScoringPlan:
@@ -90,7 +103,8 @@ def _lay_out(
         trunks=not has_cells(walk),  # layers that carry a state do not keep it for branches of a later forward
         most_rows=largest_forward(walk),
     )
-    return ScoringPlan(index, *apart_by_length(walk, bundles, lengths, index), rows, limits)
+    fed, parts = apart_by_length(walk, bundles, lengths, index)
+    return ScoringPlan(index, fed, [sorted(part, key=groups.__getitem__) for part in parts], rows, limits)
 
 
 def queries_of(row: ScoredRow, outcome: Outcome = "logprob", mask: Mask | None = None) -> list[Query]:
@@ -107,3 +121,79 @@ def queries_of(row: ScoredRow, outcome: Outcome = "logprob", mask: Mask | None =
         fed, beyond = np.split(tokens, [first + len(targets)])
         queries.append(Query(fed, first, targets, beyond=beyond, divergence=outcome in DIVERGENCES))
     return queries
+
+
+def packs_of(
+    rows: Rows, groups: Sequence[int], counts: np.ndarray, walk: ModelWalk, order: Sequence[int], budget: int,
+    whole: bool = False, foreseen: Sequence[Sequence[Query]] | None = None,
+) -> Iterator[Pack]:  # fmt: skip
+    """Lay out the first `counts` tokens of each row in `order`, a group together; the queries of packs are rows.
+
+    Tokens that no target needs are fed if `whole`: the last one, those after `counts`, and prompts by themselves. Those
+    of the queries `foreseen` for a row are fed with it, under numbers below 0, and without targets.
+    """
+    lengths = [len(rows.prompts[b]) + len(rows.completions[b]) for b in order]
+    bundles, parts = apart_by_length(
+        walk, [_sequence(rows, b, int(counts[b]), whole) for b in order], lengths, [rows.index[b] for b in order]
+    )
+    queries = {b: query for b, bundle in zip(order, bundles, strict=True) for query in bundle}
+    with_row: dict[int, list[int]] = {b: [b] for b in order}
+    for b in order:
+        for query in () if foreseen is None else foreseen[b]:
+            with_row[b].append(-1 - len(queries))
+            queries[with_row[b][-1]] = replace(query, targets=query.targets[:0])
+    for part in parts:
+        together = groupby([order[i] for i in part], groups.__getitem__)
+        yield from lay_out(queries, [[n for b in group for n in with_row[b]] for _, group in together], budget)
+
+
+def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least: int = 0) -> Iterable[Pack]:
+    """Add idle packs where there are fewer than `at_least`, and where processes that share `model` feed more.
+
+    Processes that share a model must all run the same number of forwards and backwards.
+    """
+    ranks = inside(model)
+    if ranks is None and not at_least:
+        return packs
+    own = list(packs)
+    wanted = max(len(own), at_least)
+    if ranks is not None:
+        wanted = ranks.forwards(wanted)
+    return own + [idle_pack()] * (wanted - len(own))
+
+
+def trained_first(
+    model: PreTrainedModel, groups: Sequence[int], counts: np.ndarray, trained: Sequence[bool] | None
+) -> tuple[list[int], list[int]]:
+    """Split rows into those whose group needs a gradient and all others.
+
+    If processes share `model`, and so must run equally many forwards, all rows are of the first kind.
+    """
+    order = sorted(range(len(groups)), key=groups.__getitem__)
+    if trained is None:
+        return order, []
+    check_columns(groups, trained=trained)
+    reached = {groups[b] for b in order if trained[b] and counts[b]}
+    if isinstance(inside(model), Ranks):
+        reached = set(groups)
+    return [b for b in order if groups[b] in reached], [b for b in order if groups[b] not in reached]
+
+
+def checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.ndarray:
+    """Return how many tokens of each completion are to be fed, (B,) int64."""
+    if needed is None:
+        return np.array(lengths, dtype=np.int64)
+    check_columns(lengths, needed=needed)
+    for b, (count, length) in enumerate(zip(needed, lengths, strict=True)):
+        if isinstance(count, bool) or not isinstance(count, numbers.Integral) or not 0 <= count <= length:
+            raise ValueError(f"needed row {b}: must be a number of tokens from 0 to {length}, got {count!r}")
+    return np.array(needed, dtype=np.int64)
+
+
+def _sequence(rows: Rows, b: int, count: int, whole: bool) -> list[Query]:
+    """Make the query of a completion's first `count` tokens; none for 0, unless the `whole` row is fed."""
+    if count == 0 and not whole:
+        return []
+    first, tokens = len(rows.prompts[b]) - 1, rows.whole(b)
+    fed = len(tokens) if whole else first + count
+    return [Query(tokens[:fed], first, tokens[first + 1 : first + 1 + count], beyond=tokens[fed:])]

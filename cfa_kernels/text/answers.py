@@ -265,7 +265,7 @@ def _heading_start(text: str, position: int) -> int:
 
 def _clause_start(text: str, marker: int) -> int:
     head = text[:marker].rstrip(_OPENING)
-    start = sentence_intervals(f"{head} x")[-1][0]  # of the sentence that goes on at the marker
+    start = sentence_intervals(f"{head} x")[-1][0]  # of the sentence that continues at the marker
     gap = text[len(head) : marker]
     has_display = any(sign in text[len(head) : marker + 2] for sign in ("$$", r"\["))
     is_led_to = head.endswith(":") or (has_display and head[-1:].isalpha())

@@ -59,7 +59,7 @@ _LEXEMES = {
         ("B", r"\S"),
     ],
 }
-# No lexeme ends in a blank, so none begins behind one: without that the blanks at the end of a text would be read anew
+# No lexeme ends in a blank, so none begins behind one. Otherwise the blanks at the end of a text would be read again
 # from each of them.
 _LEXEME = re.compile(
     rf"(?<!{BLANK}){BLANK}*+(?:%s)"
@@ -116,7 +116,7 @@ def _other_half(lexemes: list[re.Match[str]], kinds: str, places: range, count: 
 
 def _whole_expression(text: str, lexemes: list[re.Match[str]], kinds: str, first: int, after: int) -> Interval | None:
     """Find the characters of the lexemes `[first, after)`; `None` if a bracket's other half is too far away."""
-    # Outer brackets without their other half are left out. Around others the expression reaches as far as that half.
+    # Outer brackets without their other half are dropped. Around others the expression reaches as far as that half.
     opened, closed = _unpaired(lexemes, kinds, first, after)
     while opened and opened[0] == first:
         first = opened.pop(0) + 1

@@ -131,13 +131,13 @@ def sign_names(thought_tags: str = "") -> frozenset[str]:
 
 
 class Speech(NamedTuple):
-    """Readings of a completion's text, all as long as it is, with line breaks in place of what a reading leaves out."""
+    """Readings of a completion's text, all as long as it is, with line breaks in place of what a reading omits."""
 
     text: str
     content: str  # without thoughts and what others wrote
     statement: str  # and without tool calls and signs
     reasoning: str  # with thoughts, but without tool calls, signs and what others wrote
-    no_reasoning: list[Interval]  # what `reasoning` leaves out
+    no_reasoning: list[Interval]  # what `reasoning` omits
 
 
 def read_speech(text: str, *, prompt: str = "", foreign: Sequence[Interval] = (), thought_tags: str = "") -> Speech:

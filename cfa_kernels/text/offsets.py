@@ -21,7 +21,7 @@ class TokenOffsets(NamedTuple):
     """Text of a completion, and the characters `text[starts[t]:ends[t]]` that token `t` helps to spell.
 
     `starts` and `ends` are (T,) int64, non-decreasing. Tokens that share a multi-byte character all hold it. A token
-    without text of its own (EOS, padding, an id that the tokenizer has no token for) has an empty interval, or the
+    without text (EOS, padding, an id that the tokenizer has no token for) has an empty interval, or the
     character that it interrupts.
     """
 
@@ -65,7 +65,7 @@ class _Vocabulary:
         self.fallback_bytes = {i for i, token in tokens.items() if _FALLBACK_BYTE.fullmatch(token)}
         self.style, self.strips_blank = _style(tokenizer)
         self.pieces = {i: b"" if i in special else self._bytes(token) for i, token in tokens.items()}
-        self._has_text: dict[int, bool] = {}  # of ids that `get_vocab` leaves out
+        self._has_text: dict[int, bool] = {}  # of ids that `get_vocab` omits
         # A subclass may decode in its own way.
         probe = sorted(tokens.keys() - self.fallback_bytes)[:: max(1, len(tokens) // 500)]
         if self.style != "opaque" and self.offsets(probe, tokenizer).text != self._decode(probe, tokenizer, {}):
@@ -249,8 +249,8 @@ def token_offsets(
 ) -> TokenOffsets:
     """Decode a completion and find the characters that each sampled token spells.
 
-    The text is the tokenizer's decoding of the (T,) ids without clean-up of blanks and without special tokens, but for
-    those with a name in `shown`; at the end of the text these are left out too unless `ends_shown`. A token holds the
+    The text is the tokenizer's decoding of the (T,) ids without clean-up of blanks and without special tokens, except
+    tokens with a name in `shown`; at the end of the text these are dropped too unless `ends_shown`. A token holds the
     characters that its arrival completes or begins; U+FFFD, for bytes that are not UTF-8, belongs to the token that
     begins it. An id that the tokenizer has no token for, as models with more output rows than their tokenizer has
     tokens may draw, has no text. Raises `TypeError` for ids that are not 1-D integers, `ValueError` for negative ones.

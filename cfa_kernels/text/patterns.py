@@ -27,7 +27,7 @@ _NO_SENTENCE_END = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Jr|Sr|vs|approx|e\.g|i\.
 
 
 def sentence_intervals(text: str) -> list[Interval]:
-    """Find sentences and lines in order of position, without outer blanks; those without letter or digit are left out.
+    """Find sentences and lines with a letter or digit, in order of position, without outer blanks.
 
     A sentence ends at a line break, at `. ! ?` before a blank, or at their CJK forms; not after a title
     ("Mr."), nor after the number of a list item.

@@ -40,7 +40,7 @@ class SpanRules:
     """Maximum spans per completion (K_max)."""
     selection: Selection = "nearest"
     """Spans that stay when there are more: "nearest" to the answer, those with numbers before others and headings;
-    "first" in the detector's order, as in the CF paper and for programs and a detector of your own under "nearest";
+    "first" in the detector's order, as in the CF paper and for programs and your own detector under "nearest";
     "longest" in tokens; "last" in position; "even", spread over the positions. All but "longest" take arithmetic before
     sentences."""
 
@@ -71,7 +71,7 @@ class AnswerRules:
     """\"last_number\" takes the last number if no answer is marked; None takes nothing."""
     lead_in: Literal["sentence", "statement"] = "sentence"
     """Words before an answer that are not reasoning: those of its sentence, behind its last other number, whatever they
-    are, or, as in the CF paper, "statement", known ones alone, such as "the answer is"."""
+    are, or, as in the CF paper, "statement", only known ones such as "the answer is"."""
     thought_tags: str = ""
     """Further signs between which the model thinks, openers and closers in turn with blanks between them: "<plan>
     </plan>". Those of common models are known."""

@@ -58,7 +58,7 @@ def tree_attention(
         table: the segments of the N rows.
         scale: factor on `q . k`; default `D ** -0.5`.
         sliding_window: a row sees only keys fewer than this many positions back (its own counts as one).
-        attention_chunk_size: a row sees only keys of its own chunk of so many positions (Llama 4).
+        attention_chunk_size: a row sees only keys of the same chunk of so many positions (Llama 4).
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
         sinks: (H,) one more logit per query head, of any float dtype, that takes its share of the softmax and has no
             value (GPT-OSS); neither scale nor softcap applies to it.

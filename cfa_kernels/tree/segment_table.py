@@ -21,7 +21,7 @@ from .attention_options import EVERYTHING, Reach
 class KeyReaders(NamedTuple):
     """For each segment, the rows of *other* segments that attend to it: entries `start[s] <= e < start[s + 1]`.
 
-    They go by limit, the highest first, then by position, then by row: but for reach, readers of one row come first.
+    Sorted by descending limit, then position, then row, so that without a reach all readers of a key row form a prefix.
     """
 
     start: np.ndarray  # (S + 1,) int64
@@ -61,7 +61,7 @@ class SegmentTable:
         self._check()
         fields = [self.row_start, self.length, self.context_start, self.context_length]
         object.__setattr__(self, "num_rows", int(self.row_start[-1] + self.length[-1]))
-        # No tensor has a size of 0 or 1, for which torch.compile would make a graph of its own.
+        # No tensor has a size of 0 or 1, for which torch.compile would make another graph.
         unread = np.zeros(max(2 - len(self.context_rows), 0), np.int32)
         object.__setattr__(self, "segments", torch.from_numpy(np.stack(fields, axis=1).reshape(-1)))
         object.__setattr__(self, "contexts", torch.from_numpy(np.concatenate([self.context_rows, unread])))

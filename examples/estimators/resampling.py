@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cfa_kernels.batch import Batch, ScoredRow
 from cfa_kernels.estimators.base import ANSWER, Estimator, Importances
 from cfa_kernels.model.check.verify import check_supported
 from cfa_kernels.model.head import Head
@@ -21,7 +22,6 @@ from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.options import Count, check_fields
 from cfa_kernels.rows import keyed_generator
 from cfa_kernels.scoring.access import MODEL, ModelAccess
-from cfa_kernels.scoring.batch import ScoredBatch, ScoredRow
 from cfa_kernels.scoring.masked import ScoringWork, score_batch
 from cfa_kernels.scoring.outcomes import DIVERGENCES, Outcome
 from cfa_kernels.span import Span
@@ -49,21 +49,19 @@ class Resampling(Estimator):
         """Whether importances may be below 0: a divergence is not."""
         return self.outcome not in DIVERGENCES
 
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Score the answers after all fills as branches of the same trees."""
         fills, work = draw_fills(access, batch, self.samples)
-        by_place = {row.place: of_row for row, of_row in zip(batch.rows, fills, strict=True)}
-        filled = batch.with_units(
-            [row.spans * self.samples for row in batch.rows], lambda row, k: by_place[row.place][k]
-        )
-        scores = score_batch(access.model, filled, self.outcome)
+        filled = batch.with_columns(units=[list(units) * self.samples for units in batch.units])
+        mask = [[torch.from_numpy(ids) for ids in row] for row in fills]
+        scores = score_batch(access.model, filled, self.outcome, mask)
         masked = [row.view(self.samples, -1).mean(0) for row in scores.masked]
         values = [(base - row).float() for row, base in zip(masked, scores.base, strict=True)]
         change_of = None if self.outcome in DIVERGENCES else self.outcome
         return Importances(values, base=scores.base, work=scores.work + work, change_of=change_of)  # type: ignore[arg-type]
 
 
-def draw_fills(access: ModelAccess, batch: ScoredBatch, samples: int) -> tuple[list[list[np.ndarray]], ScoringWork]:
+def draw_fills(access: ModelAccess, batch: Batch, samples: int) -> tuple[list[list[np.ndarray]], ScoringWork]:
     """Sample `samples` replacements of every unit, of equal length, from the model's own distribution at its place.
 
     A fill is drawn given the text before it, by the batch's seed, the row's index and the unit's place (rounding can
@@ -74,8 +72,11 @@ def draw_fills(access: ModelAccess, batch: ScoredBatch, samples: int) -> tuple[l
     Returns the ids, int64, of all units of each completion, draw by draw, and counts of work.
     """
     walk = ModelWalk.of(access.model)
-    refuse_length_dependent_rope(walk, max((len(row.prompt) + len(row.completion) for row in batch.rows), default=0))
-    fills = [[_Fill(row, span, batch.seed, n) for n in range(samples) for span in row.spans] for row in batch.rows]
+    lengths = [len(row.prompt) + len(row.completion) for row in batch.scored_rows]
+    refuse_length_dependent_rope(walk, max(lengths, default=0))
+    fills = [
+        [_Fill(row, span, batch.seed, n) for n in range(samples) for span in row.spans] for row in batch.scored_rows
+    ]
     head, rows = check_supported(walk), [row for row in fills if row]
     sizes = [max(len(fill.context) for fill in row) + sum(fill.length - 1 for fill in row) for row in rows]
     groups = groups_within(sizes, rows_per_forward(walk, batch.token_budget))

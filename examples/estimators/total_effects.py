@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cfa_kernels.batch import Batch, Mask, ScoredRow
 from cfa_kernels.estimators.base import ANSWER, Estimator, Importances
 from cfa_kernels.options import TokenId, check_fields
+from cfa_kernels.rows import fed_together
 from cfa_kernels.scoring.access import MODEL, ModelAccess
-from cfa_kernels.scoring.batch import Mask, ScoredBatch, ScoredRow, branch
+from cfa_kernels.scoring.branches import branch
 from cfa_kernels.span import Span
 from cfa_kernels.tree.prefix_tree import Query
 
@@ -35,12 +37,12 @@ class TotalEffects(Estimator):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge the units of a batch."""
         return total_effects(access, batch)
 
 
-def total_effects(access: ModelAccess, batch: ScoredBatch) -> Importances:
+def total_effects(access: ModelAccess, batch: Batch) -> Importances:
     """Mask each unit, see how the answer and every later unit move, and sum all paths from the unit to the answer.
 
     Units are disjoint; else raises `ValueError` naming row and units, and otherwise as `score_counterfactuals`. The
@@ -53,11 +55,13 @@ def total_effects(access: ModelAccess, batch: ScoredBatch) -> Importances:
         tokens are with unit i masked, by the mean of their log-probs, at least 0, and 0 unless j is between i and the
         answer. A completion without an answer has nan throughout.
     """
-    if not isinstance(batch.mask, int):
-        raise ValueError(f"mask={batch.mask!r} cannot be combined with total effects: units after it would move")
-    rows, orders = batch.rows, [_order(row) for row in batch.rows]
-    queries = [_queries(row, order, batch.mask) for row, order in zip(rows, orders, strict=True)]
-    logprobs, work = access.query(queries, index=batch.index, token_budget=batch.token_budget)
+    if not isinstance(batch.placeholder, int):
+        raise ValueError(f"mask={batch.placeholder!r} cannot be combined with total effects: units after it would move")
+    rows, orders = batch.scored_rows, [_order(row) for row in batch.scored_rows]
+    queries = [_queries(row, order, batch.placeholder) for row, order in zip(rows, orders, strict=True)]
+    logprobs, work = access.query(
+        queries, index=batch.index, groups=fed_together(batch.rows), token_budget=batch.token_budget
+    )
     base = torch.full((len(rows),), float("nan"))
     total, direct = ([torch.full((len(row.spans),), float("nan")) for row in rows] for _ in range(2))
     links = [torch.full((len(row.spans),) * 2, float("nan")) for row in rows]

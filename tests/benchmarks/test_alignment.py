@@ -1,5 +1,6 @@
 """Alignment: gradients by a plain forward, placebos, figures by brute force, runs that resume."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -46,7 +47,7 @@ def of_plain_forwards(policy, group, advantages):
     return torch.cat([g.flatten() for g in torch.autograd.grad(total, policy.parameters)])
 
 
-@pytest.mark.parametrize("name", ["CF", "prefix gain where right, spans open", "ceiling", "sibling edits where wrong"])
+@pytest.mark.parametrize("name", ["CF", "CF where right", "right times 4", "ceiling"])
 def test_a_gradient_is_that_of_plain_forwards(policy, group, judged, name):
     torch.manual_seed(0)
     expected = of_plain_forwards(policy, group, Judged(policy, group).token_advantages(ARMS[name]))
@@ -54,6 +55,23 @@ def test_a_gradient_is_that_of_plain_forwards(policy, group, judged, name):
     found = judged.gradient(ARMS[name])
     assert len(found) == 1 + (name == "ceiling")
     assert (found[0] - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_a_gradient_of_few_weights_is_that_of_plain_forwards():
+    """The head, whose weights are not among them, goes backward once."""
+    settings = dataclasses.replace(SETTINGS, parameters=r"layers\.1\.", temperature=0.7)
+    policy = Policy(settings)
+    group = next(one for one in policy.groups(0, 9, count=16) if one.problems)
+    judged = Judged(policy, group)
+    for name in (PLAIN, "CF where right", "right times 4"):
+        total = torch.zeros(())
+        columns = group.rows.prompts, group.rows.completions, judged.token_advantages(ARMS[name])
+        for prompt, completion, row in zip(*columns, strict=True):
+            logits = policy.model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+            logprobs = (logits / settings.temperature).log_softmax(-1).gather(1, completion[:, None])[:, 0]
+            total = total + (logprobs * row).sum()
+        expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, policy.parameters)])
+        assert (judged.gradient(ARMS[name])[0] - expected).norm() < 1e-4 * expected.norm(), name
 
 
 def test_every_arm_gives_each_token_a_number_and_says_what_it_cost(judged):
@@ -99,9 +117,7 @@ def test_arms_of_ones_own_are_named_by_their_module():
     assert found[names[0]] == ARMS["CF"]
     assert found[names[1]].right.estimator.name == "total_effects"
     assert list(arms_of(["main"])) == SETS["main"]
-    with pytest.raises(
-        ValueError, match=r"arms must be among main, papers, tokens, plain, .*, or module:name, got 'CG'"
-    ):
+    with pytest.raises(ValueError, match=r"arms must be among main, tokens, plain, .*, or module:name, got 'CG'"):
         arms_of(["CG"])
 
 
@@ -173,7 +189,7 @@ def test_groups_that_go_through_the_model_together_have_the_sum_of_their_gradien
         arms.Rows(prompts, completions), torch.cat([one.rewards for one in single]),
         [problem for one in single for problem in one.problems], single[0].size,
     )  # fmt: skip
-    for name in ("CF where right", "unscaled", "sibling edits where wrong"):
+    for name in ("CF where right", "unscaled", "prefix gain where right, spans open"):
         apart = sum(Judged(policy, one).gradient(ARMS[name]) for one in single)
         together = Judged(policy, both).gradient(ARMS[name])
         assert (together - apart).norm() < 1e-3 * apart.norm(), name
@@ -251,12 +267,57 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
 def test_a_part_of_the_truth_is_the_sum_of_its_groups_gradients(policy):
     settings = replace(SETTINGS, truth_groups=8 * PARTS, batch=8)
     groups = [one for one in policy.groups(settings.seed, 1, 0, count=8) if one.problems]
-    expected = sum(
-        policy.gradient(alignment.packed_forward(policy.model, one.rows), one.rewards - one.means) for one in groups
-    )
+    expected = sum(of_plain_forwards(policy, one, one.rewards - one.means) for one in groups)
     found = alignment.true_gradient(policy, settings, 0)
     assert groups
     assert (found - expected).norm() < 1e-3 * expected.norm()
+
+
+def recorded(folder, groups, **changes):
+    """Completions of `groups` problems as `pretrained` keeps them, in two files, the later one first by name."""
+    rows = generate("train", 1)
+    problems = folder / "problems.jsonl"
+    written = [{"question": one.question, "answer": one.solution()} for one in itertools.islice(rows, groups)]
+    problems.write_text("\n".join(map(json.dumps, written)))
+    known = {"model": "", "problems": str(problems), "group": 2, **changes}
+    policy = Policy(AlignmentSettings(problems=str(problems), group=2))
+    texts = [one["answer"] for one in written]
+    ids = [policy.tokenizer(text + policy.tokenizer.eos_token)["input_ids"] for text in texts]
+    wrong = policy.tokenizer("#### 0" + policy.tokenizer.eos_token)["input_ids"]
+    rolled = [
+        {"problem": i, "ids": own, "ended": True, "reward": float(own is not wrong)}
+        for i in range(groups) for own in (ids[i], wrong if i % 2 else ids[i])
+    ]  # fmt: skip
+    pieces = folder / "pretrained" / "pieces"
+    pieces.mkdir(parents=True)
+    names = ("model", "problems", "examples", "computations", "group", "max_tokens", "temperature")
+    made = {name: known.get(name, getattr(SETTINGS, name)) for name in names}
+    (pieces / "made.json").write_text(json.dumps({"commit": "none", "settings": made}))
+    for start, stop in ((0, 10), (10, groups)):
+        (pieces / f"rollouts-{start}-to-{stop}.json").write_text(json.dumps(rolled[2 * start : 2 * stop]))
+    return ["--problems", str(problems), "--rollouts", str(folder / "pretrained"), "--group", "2", "--moments", "0"]
+
+
+def test_completions_that_are_at_hand_are_measured_the_truths_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(models, "INSTRUCTION", "")
+    arguments = recorded(tmp_path, 24, max_tokens=70)
+    options = ["alignment", *arguments, "--truth-groups", "16", "--block", "4", "--blocks", "2", "--max-tokens", "70"]
+    options += ["--folder", str(tmp_path / "run"), "--results", str(tmp_path), "--commit", "none"]
+    seen, mixed = [], Policy.mixed
+    monkeypatch.setattr(Policy, "mixed", lambda self, *columns: seen.extend(columns[0][::2]) or mixed(self, *columns))
+    assert main([*options, "--arms", "right times 4"]) == 0
+    assert "first look: 75% right, 50% of the groups" in capsys.readouterr().out
+    asked = [json.loads(line)["question"] for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
+    assert [problem.question for problem in seen] == asked
+    known = json.loads((tmp_path / "evidence-alignment.json").read_text())["arms"]["right times 4"]
+    assert known["4"]["batches"] == 2
+    for more, said in (
+        (["--blocks", "3"], "truth_groups and blocks take 28 groups, and rollouts .* hold 24; lower them"),
+        (["--temperature", "0.5"], r"temperature must be that of rollouts .*, 1\.0, got 0\.5"),
+        (["--moments", "2"], "moments must be 0 with rollouts, which hold no earlier batches, got 2"),
+    ):
+        assert main([*options, *more, "--folder", str(tmp_path / said[:5])]) == 1
+        assert re.search(said, capsys.readouterr().err)
 
 
 def test_a_truth_whose_parts_do_not_agree_is_refused(tmp_path, monkeypatch, capsys):

@@ -15,6 +15,7 @@ from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.embedded.problems import generate
 from trainer.run import set_up, train
+from trainer.settings import TrainSettings
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +62,7 @@ def run(problems, model, tmp_path_factory) -> Path:
         "--max_steps=2", "--generation_batch_size=32",
         "--log_completions=32", "--learning_rate=1e-4",
     ]  # fmt: skip
-    return train(set_up(parse(TrainConfig, argv, prog="python -m trainer", description="")))
+    return train(set_up(TrainConfig(**vars(parse(TrainSettings, argv, prog="python -m trainer")))))
 
 
 def test_warm_up_learns_and_leaves_a_model_that_loads(model) -> None:

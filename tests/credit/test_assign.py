@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cfa_kernels.credit import units as units_module
-from cfa_kernels.credit.assign import FIGURES, counterfactual_credit, counterfactual_weights
+from cfa_kernels.credit.assign import FIGURES, counterfactual_credit
 from cfa_kernels.credit.config import CounterfactualConfig
 from cfa_kernels.estimators.base import ESTIMATORS
 from cfa_kernels.model.check.accuracy import ACCURACY
@@ -63,10 +63,10 @@ def test_rows_are_scored_and_weighed_each_by_itself(scored):
     with pytest.raises(ValueError, match="width must be at least 5, the longest row, got 3"):
         credit.padded(3)
     (batch,) = scored.batches
-    assert [row.tolist() for row in batch.prompts] == [[5, 6], [4, 5, 6], [4, 4, 4]]
-    assert [row.tolist() for row in batch.completions] == [[7, 8, 9, 10, 2], [7, 8, 9, 11], [7, 8, 9, 10, 2]]
+    assert [row.tolist() for row in batch.rows.prompts] == [[5, 6], [4, 5, 6], [4, 4, 4]]
+    assert [row.tolist() for row in batch.scored.completions] == [[7, 8, 9, 10, 2], [7, 8, 9, 11], [7, 8, 9, 10, 2]]
     assert batch.answers == [Span(4, 5), Span(3, 4), Span(4, 5)]
-    assert batch.mask == Tokenizer.eos_token_id
+    assert batch.placeholder == Tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize("two_dimensional", [False, True])
@@ -189,9 +189,9 @@ def test_a_tokenizer_without_pad_or_end_of_text_needs_a_placeholder(scored):
         pad_token_id = eos_token_id = None
 
     with pytest.raises(ValueError, match="placeholder_id: the tokenizer has neither"):
-        counterfactual_weights(scored, Bare(), ROWS)
-    counterfactual_weights(scored, Bare(), ROWS, config=CounterfactualConfig(placeholder_id=9))
-    assert scored.batches[0].mask == 9
+        counterfactual_credit(scored, Bare(), ROWS)
+    counterfactual_credit(scored, Bare(), ROWS, config=CounterfactualConfig(placeholder_id=9))
+    assert scored.batches[0].placeholder == 9
 
 
 @pytest.mark.parametrize("control", [None, "random"])
@@ -222,7 +222,7 @@ def test_a_function_as_estimator_sees_every_completion_with_its_group_and_its_va
     credit = credited(scored, advantages=advantages, rewards=rewards, config=config, groups=groups)
     assert scored.batches == []
     batch = estimate.batch
-    assert [len(row) for row in batch.completions] == batch.lengths == [5, 4, 2, 5]
+    assert [len(row) for row in batch.scored.completions] == batch.rows.lengths == [5, 4, 2, 5]
     assert [len(row) for row in batch.units] == [2, 2, 0, 2]  # the third row has no advantage
     assert batch.groups.tolist() == [0, 0, 1, 1]
     assert torch.equal(batch.rewards, rewards)
@@ -236,8 +236,8 @@ def test_siblings_are_the_completions_of_equal_prompts_unless_groups_are_given(s
     rows = Rows([ROWS.prompts[b] for b in (0, 1, 0, 1)], ROWS.completions)
     estimate = importances_of(lambda batch: [[0.0] * len(units) for units in batch.units])
     credited(scored, rows=rows, config=CounterfactualConfig(estimator=estimate))
-    assert estimate.batch.index == [0, 2, 1, 3]
-    assert estimate.batch.groups.tolist() == [0, 0, 1, 1]
+    assert estimate.batch.index == [0, 1, 2, 3]
+    assert estimate.batch.groups.tolist() == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("per_row", [True, False])
@@ -265,10 +265,10 @@ def test_signed_values_are_added_to_the_advantages_of_their_units(scored, contro
 
 def test_signed_values_are_not_lost_where_weights_alone_are_asked_for(scored):
     estimate = importances_of(lambda batch: [[2.0, -1.0][: len(units)] for units in batch.units], signed=True)
-    with pytest.raises(ValueError, match="config: its estimator is signed"):
-        counterfactual_weights(
-            scored, Tokenizer(), ROWS, advantages=torch.ones(4), config=CounterfactualConfig(estimator=estimate)
-        )
+    credit = credited(scored, advantages=torch.ones(4), config=CounterfactualConfig(estimator=estimate))
+    with pytest.raises(ValueError, match=r"credit is signed, .* train on credit.applied_to\(advantages\)"):
+        credit.as_weights()
+    assert credited(scored).as_weights()[0].tolist() == [4.0, 0.5, 1, 1, 1.5]
 
 
 @pytest.mark.parametrize("control", [None, "inverted", "permuted", "random", "off"])
@@ -387,12 +387,19 @@ def test_an_estimator_of_ones_own_may_write_to_what_it_is_given(scored):
     rewards, entropies, advantages = torch.ones(4), *([torch.ones(n) for n in ROWS.lengths] for _ in "ab")
 
     def estimate(model, batch):
-        for column in (batch.prompts, batch.completions, batch.entropies, [batch.rewards], batch.advantages):
+        for column in (
+            batch.rows.prompts,
+            batch.rows.completions,
+            batch.scored.completions,
+            batch.entropies,
+            [batch.rewards],
+            batch.advantages,
+        ):
             for tensor in column:
                 tensor.zero_()
         for row in batch.units:
             row.clear()
-        return [[2.0, 1.0] if len(ids) > 3 else [] for ids in batch.completions]
+        return [[2.0, 1.0] if len(ids) > 3 else [] for ids in batch.scored.completions]
 
     config = CounterfactualConfig(estimator=estimate)
     credit = credited(scored, config=config, entropies=entropies, rewards=rewards, advantages=advantages)

@@ -9,17 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, Credit, DeferredCredit, Draws, Importances, packed_forward
+from cfa_kernels import Batch, CounterfactualConfig, Credit, DeferredCredit, Draws, Importances, packed_forward
 from cfa_kernels.credit import deferred
-from cfa_kernels.credit.deferred import credited_advantages
 from cfa_kernels.integrations import trl_credit
 from tests.support.log_prob_hosts import batch_rows
 from tests.support.plug_ins import RESAMPLING
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from trainer import microbatch
-from trainer.state import Shaped
 
 ROWS, ADVANTAGES = batch_rows(), torch.tensor([1.0, -0.5, 0.3, 0.7, -1.0, 1.0])
+BATCH = Batch(ROWS, advantages=ADVANTAGES)
 DRAWN = [{"control": "random"}, RESAMPLING, {"estimator": "gradient", "sigma": 0.1}]
 
 
@@ -28,7 +27,7 @@ def test_micro_batches_change_neither_weights_nor_draws(options):
     model = tiny_model().eval().double()  # whose rounding moves no draw
 
     def batch():
-        return DeferredCredit(CounterfactualConfig(**options), tiny_tokenizer(), ROWS, ADVANTAGES, seed=(3, 1, 0))
+        return DeferredCredit(CounterfactualConfig(**options), tiny_tokenizer(), BATCH, seed=(3, 1, 0))
 
     whole, parts = batch(), batch()
     whole.by_model(model)
@@ -37,7 +36,7 @@ def test_micro_batches_change_neither_weights_nor_draws(options):
         assert parts.finished() is None
         parts.by_forward(part, packed_forward(model, ROWS.take(part), keep_states=True))
         assert not parts.is_due(part)
-    torch.testing.assert_close(parts.weights(range(6)), whole.weights(range(6)), rtol=0, atol=1e-4)
+    torch.testing.assert_close(parts.take(range(6)).weights, whole.take(range(6)).weights, rtol=0, atol=1e-4)
     assert parts.finished().spans == whole.finished().spans
     assert parts.finished() is None
 
@@ -50,7 +49,7 @@ def test_what_is_foreseen_is_fed_with_the_rows_on_a_gpu(trained, monkeypatch):
     model, both = tiny_model().eval().double(), {}
     for device in ("cpu", "cuda"):
         monkeypatch.setattr(deferred, "input_device", lambda _, device=device: torch.device(device))
-        credit = DeferredCredit(config, tiny_tokenizer(), ROWS, ADVANTAGES, seed=0)
+        credit = DeferredCredit(config, tiny_tokenizer(), BATCH, seed=0)
         foreseen = credit.foreseen(range(6), model)
         assert (foreseen is None) == (device == "cpu")
         forward = packed_forward(model, ROWS, keep_states=True, trained=trained, foreseen=foreseen)
@@ -58,7 +57,7 @@ def test_what_is_foreseen_is_fed_with_the_rows_on_a_gpu(trained, monkeypatch):
         logprobs = forward.logprobs()
         kept = [row for b, row in enumerate(logprobs) if trained is None or trained[b]]
         leaves = torch.autograd.grad(sum(row.square().sum() for row in kept), model.parameters())
-        both[device] = credit.weights(range(6)), [row.detach() for row in logprobs], leaves
+        both[device] = credit.take(range(6)).weights, [row.detach() for row in logprobs], leaves
         work = credit.finished().work
         assert work.forwards == (0 if foreseen else 1)
         assert (work.tokens_fed == 0) == (device == "cuda")
@@ -68,7 +67,7 @@ def test_what_is_foreseen_is_fed_with_the_rows_on_a_gpu(trained, monkeypatch):
 
 def beside_others(model, batch):
     """Importances by the place of a unit, of which each completion's share depends on the batch and its group."""
-    lengths = torch.tensor(batch.lengths).float()
+    lengths = torch.tensor(batch.rows.lengths).float()
     groups = [lengths[batch.groups == group].sum() for group in batch.groups]
     places = [torch.arange(len(units)).float() for units in batch.units]
     return Importances([row * group / lengths.sum() for row, group in zip(places, groups, strict=True)])
@@ -90,9 +89,8 @@ def comparing(options, rows=range(6), **given):
     rows, config = list(rows), CounterfactualConfig(**options)
     columns = {"groups": torch.tensor([0, 0, 0, 1, 1, 1])[rows], "rewards": REWARDS[rows]}
     counted = [COUNTED[b] for b in rows]
-    return DeferredCredit(
-        config, tiny_tokenizer(), ROWS.take(rows), ADVANTAGES[rows], seed=0, mask=counted, **columns, **given
-    )
+    batch = Batch(ROWS.take(rows), advantages=ADVANTAGES[rows], mask=counted, **columns)
+    return DeferredCredit(config, tiny_tokenizer(), batch, seed=0, **given)
 
 
 @pytest.mark.parametrize("options", COMPARING, ids=range(len(COMPARING)))
@@ -107,7 +105,7 @@ def test_completions_are_compared_with_the_whole_batch_whatever_forwards_hold_th
             parts.by_forward(part, packed_forward(model, ROWS.take(part), keep_states=True))
     ours, theirs = (one.credited(range(6)) for one in (parts, whole))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
-    assert theirs is not whole.advantages, "this credit does nothing"
+    assert theirs is not whole.batch.advantages, "this credit does nothing"
     assert whole.finished().spans[3] == []
     assert 3 not in whole.to_judge()
 
@@ -148,11 +146,11 @@ def test_rows_of_several_processes_need_numbers_of_their_own():
 def test_integer_advantages_are_not_credited_as_their_products_with_weights_would_be_cut_to_integers(signed):
     half = [torch.full((2,), 0.5), torch.ones(2)]
     credit = Credit(half, [None] * 2, [[], []], half, torch.zeros(2), None, advantages=half if signed else None)
-    assert torch.stack(credited_advantages(torch.tensor([1.0, -1.0]), credit))[0].tolist() == [0.5 - 0.25 * signed] * 2
+    assert torch.stack(credit.applied_to(torch.tensor([1.0, -1.0])))[0].tolist() == [0.5 - 0.25 * signed] * 2
     for advantages in (torch.tensor([1, -1]), [torch.ones(2), torch.tensor([1, -1])]):
         message = r"advantages must be floating point, got torch.int64; convert them with \.float\(\)"
         with pytest.raises(ValueError, match=message):
-            credited_advantages(advantages, credit)
+            credit.applied_to(advantages)
 
 
 @pytest.mark.parametrize("options", DRAWN, ids=str)
@@ -160,8 +158,7 @@ def test_the_trainer_and_trl_draw_alike(options):
     """For one seed, one step and the same rows, of which TRL's second process has the last group."""
     model, config = tiny_model().eval().double(), CounterfactualConfig(**options)
     settings = SimpleNamespace(seed=7, num_generations=3, temperature=1.0, counterfactual=lambda: config)
-    batch = SimpleNamespace(rows=ROWS, advantages=ADVANTAGES, counted=torch.ones(6, dtype=torch.bool))
-    ours = microbatch.batch_credit(settings, tiny_tokenizer(), batch, Shaped(torch.zeros(6)), step=4)
+    ours = microbatch.batch_credit(settings, tiny_tokenizer(), BATCH, step=4)
     ours.by_model(model)
 
     def padded(rows, side):
@@ -176,7 +173,7 @@ def test_the_trainer_and_trl_draw_alike(options):
         group_size=3, seed=Draws(7).key(4), temperature=1.0,
     )  # fmt: skip
     trl.by_model(model)
-    torch.testing.assert_close(trl.weights(range(3)), ours.weights([3, 4, 5]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(trl.take(range(3)).weights, ours.take([3, 4, 5]).weights, rtol=0, atol=1e-6)
 
 
 def test_factors_multiply_the_weights_and_what_is_left_is_normalised():
@@ -184,9 +181,9 @@ def test_factors_multiply_the_weights_and_what_is_left_is_normalised():
     factors = [torch.ones(n) for n in ROWS.lengths]
     factors[0][:2] = 0
     factors[4][:] = 0
-    batch = DeferredCredit(config, tiny_tokenizer(), ROWS, ADVANTAGES, seed=0, factors=factors)
+    batch = DeferredCredit(config, tiny_tokenizer(), BATCH.with_columns(weights=factors), seed=0)
     batch.by_model(tiny_model().eval())
-    first, fifth = batch.weights([0, 4])
+    first, fifth = batch.take([0, 4]).weights
     assert first[:2].eq(0).all()
     assert first.mean() == pytest.approx(1)
     assert fifth.eq(0).all()

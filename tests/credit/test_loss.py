@@ -28,8 +28,8 @@ def test_it_is_credit_and_then_the_packed_loss(credit):
         model, tokenizer, ROWS, advantages=ADVANTAGES, config=config, seed=3, entropies=entropies, **given
     )
     signed = ADVANTAGES if found.advantages is None else found.advantages
-    expected = packed_policy_loss(model, ROWS, None, signed, weights=found.weights, mask=mask, **OTHERS)
-    result = credited_loss(model, tokenizer, ROWS, ADVANTAGES, credit=credit, seed=3, **given, **OTHERS)
+    expected = packed_policy_loss(model, ROWS, advantages=signed, weights=found.weights, mask=mask, **OTHERS)
+    result = credited_loss(model, tokenizer, ROWS, advantages=ADVANTAGES, credit=credit, seed=3, **given, **OTHERS)
     torch.testing.assert_close(result.credit.weights, found.weights, rtol=0, atol=1e-5)
     torch.testing.assert_close(result.loss, expected.loss, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(gradients(model, result.loss), gradients(model, expected.loss), rtol=1e-5, atol=1e-8)
@@ -42,11 +42,11 @@ def test_masking_continues_the_forward_of_the_loss(monkeypatch, unchecked):
     fed, run = [], tree_forward.packed_hidden
     for module in (packed, tree_forward):
         monkeypatch.setattr(module, "packed_hidden", lambda *of, **how: fed.append(of[1].num_tokens) or run(*of, **how))
-    result = credited_loss(tiny_model(), tiny_tokenizer(), ROWS, ADVANTAGES, credit="cf")
+    result = credited_loss(tiny_model(), tiny_tokenizer(), ROWS, advantages=ADVANTAGES, credit="cf")
     assert len(fed) == 2
     assert fed[1] == result.credit.work.tokens_fed
 
 
 def test_an_unknown_preset_is_named():
     with pytest.raises(ValueError, match=r"credit must be a CounterfactualConfig or one of .* got 'masking'"):
-        credited_loss(tiny_model(), tiny_tokenizer(), ROWS, ADVANTAGES, credit="masking")
+        credited_loss(tiny_model(), tiny_tokenizer(), ROWS, advantages=ADVANTAGES, credit="masking")

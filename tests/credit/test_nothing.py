@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, DeferredCredit, Rows
+from cfa_kernels import Batch, CounterfactualConfig, DeferredCredit, Rows
 from cfa_kernels.credit.nothing import why_nothing
 from tests.support.log_prob_hosts import batch_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -18,11 +18,10 @@ def reason(advantages, truncated=NONE, *, masked=False, rewards=1.0, rows=None, 
     rows = rows or batch_rows()
     counted = [torch.full((n,), float(not (masked and cut))) for n, cut in zip(rows.lengths, truncated, strict=True)]
     config = CounterfactualConfig(**options)
-    batch = DeferredCredit(
-        config, tiny_tokenizer(), rows, torch.tensor(advantages), seed=0, rewards=[rewards] * len(rows), mask=counted
-    )
-    batch.by_model(tiny_model())
-    return why_nothing(batch, batch.finished(), truncated)
+    batch = Batch(rows, advantages=torch.tensor(advantages), rewards=[rewards] * len(rows), mask=counted)
+    deferred = DeferredCredit(config, tiny_tokenizer(), batch, seed=0)
+    deferred.by_model(tiny_model())
+    return why_nothing(deferred, deferred.finished(), truncated)
 
 
 def only(*rows, of=6, value=1.0, other=0.0):

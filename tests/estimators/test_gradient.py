@@ -47,7 +47,7 @@ def saliency(model, rows=None, **options):
 def saliency_and_work(model, *columns, seed=(), index=None, token_budget=None, **options):
     given = batch_of(model, *columns, seed=seed, index=index, token_budget=token_budget)
     found = Gradient(**options)(InProcess(model), given)
-    return given.to_callers_order(found.values), found.work
+    return found.values, found.work
 
 
 @contextlib.contextmanager

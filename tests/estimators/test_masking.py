@@ -14,7 +14,7 @@ def preselected(model, *data, reasoning_ends=None, entropies=None, external=None
     """Importances in the order of `data`, and what it took."""
     rows = batch_of(model, *data, reasoning_ends=reasoning_ends, entropies=entropies, external=external)
     result = Masking(**options)(InProcess(model), rows)
-    return rows.to_callers_order(result.values), result.work
+    return result.values, result.work
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_units_that_are_masked_are_those_that_the_estimate_finds_most_import
     estimates, work = [torch.tensor([1.0, 3.0, 2.0, 1.0])] * 3, None
     if name != "length":
         estimate = ESTIMATORS[name]()(InProcess(qwen3), rows)
-        estimates, work = rows.to_callers_order(estimate.values), estimate.work
+        estimates, work = estimate.values, estimate.work
     values, total = preselected(qwen3, *data, **known, preselect=0.5, preselect_by=name)
     assert [row.nonzero().flatten().tolist() for row in values] == [
         sorted(row.abs().topk(2).indices.tolist()) for row in estimates
@@ -69,7 +69,7 @@ def test_preselecting_almost_all_units_is_exact(qwen3, outcome):
     data = [column[2:3] for column in batch()]
     values, _ = preselected(qwen3, *data, preselect=0.99, outcome=outcome)
     rows = batch_of(qwen3, *batch())
-    every = rows.to_callers_order(Masking(outcome=outcome)(InProcess(qwen3), rows).values)
+    every = Masking(outcome=outcome)(InProcess(qwen3), rows).values
     whole = score_columns(qwen3, *batch(), mask=PLACEHOLDER, outcome=outcome)
     torch.testing.assert_close(values[0], whole.drop[2], rtol=0, atol=1e-5)
     torch.testing.assert_close(every, whole.drop, rtol=0, atol=1e-5, equal_nan=True)

@@ -28,7 +28,7 @@ def gains_of(model, prompts, completions, units, answers, ends, *, token_budget=
     """Gains in the order of `completions`, and what they took."""
     rows = batch_of(model, prompts, completions, units, answers, token_budget=token_budget, reasoning_ends=ends)
     result = PrefixGain()(InProcess(model), rows)
-    return rows.to_callers_order(result.values), result.work
+    return result.values, result.work
 
 
 def probabilities(model, prompt, completion, units, answer, end):

@@ -2,7 +2,6 @@
 
 import math
 import time
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfa_kernels import CounterfactualConfig, counterfactual_credit, credited_advantages
+from cfa_kernels import Batch, CounterfactualConfig, counterfactual_credit
 from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import (
     PrefixTreeValues,
@@ -21,7 +20,6 @@ from cfa_kernels.estimators.siblings import (
 )
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import InProcess
-from cfa_kernels.scoring.batch import ScoredBatch
 from tests.support.edit_table import edits_by_table, table
 from tests.support.small_tokenizers import get_tokenizer
 
@@ -158,10 +156,10 @@ def test_long_groups_are_aligned_in_time_linear_in_their_length() -> None:
 )
 def test_bad_groups_and_rewards_are_named(estimator, change, message) -> None:
     rows = [ids("ab"), ids("c"), ids("a")]
-    batch = ScoredBatch.of(None, Rows(rows, rows, [4, 5, 6]))
+    batch = Batch(Rows(rows, rows, [4, 5, 6]))
     given_by_a_host = {"groups": torch.tensor([0, 0, 1]), "rewards": torch.tensor([1.0, 0, 1])}
     with pytest.raises(ValueError, match=message):
-        estimator(InProcess(None), replace(batch, **given_by_a_host | change))
+        estimator(InProcess(None), batch.with_columns(**given_by_a_host | change))
 
 
 @pytest.mark.parametrize("name", ["prefix_tree", "sibling_edits"])
@@ -172,9 +170,7 @@ def test_a_batch_without_siblings_is_named_and_one_whose_siblings_have_no_reward
     def credited(groups: torch.Tensor, rewards: list[float]) -> list[torch.Tensor]:
         columns = {"advantages": advantages, "groups": groups, "rewards": rewards, "config": config}
         credit = counterfactual_credit(None, get_tokenizer("byte-level, single digits"), rows, **columns)
-        return [
-            row * torch.ones(n) for row, n in zip(credited_advantages(advantages, credit), rows.lengths, strict=True)
-        ]
+        return [row * torch.ones(n) for row, n in zip(credit.applied_to(advantages), rows.lengths, strict=True)]
 
     with pytest.raises(ValueError, match="groups: no two completions are of one group"):
         credited(torch.arange(4), [1.0, 0.0, 1.0, 0.0])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from cfa_kernels.batch import ScoredRow
 from cfa_kernels.scoring.access import InProcess
-from cfa_kernels.scoring.batch import ScoredRow
 from cfa_kernels.span import Span
 from examples.estimators.resampling import Resampling, _Fill, draw_fills
 from tests.support import models
@@ -28,13 +28,13 @@ def fills_of(model, prompts, completions, spans, *, seed, token_budget=None, ind
     rows = batch_of(model, prompts, completions, spans, token_budget=token_budget, seed=(seed,), index=index)
     fills, work = draw_fills(InProcess(model), rows, samples)
     assert all(ids.dtype == np.int64 for row in fills for ids in row)
-    return [list(map(torch.from_numpy, row)) for row in rows.to_callers_order(fills)], work
+    return [list(map(torch.from_numpy, row)) for row in fills], work
 
 
 def scores_of(model, *data, seed, samples=1, outcome):
     rows = batch_of(model, *data, seed=(seed,))
     found = Resampling(outcome, samples)(InProcess(model), rows)
-    return SimpleNamespace(drop=[row.double() for row in rows.to_callers_order(found.values)], work=found.work)
+    return SimpleNamespace(drop=[row.double() for row in found.values], work=found.work)
 
 
 def chances(model, ids):
@@ -53,7 +53,7 @@ def test_every_fill_token_is_drawn_from_the_model_given_what_stands_before_it(na
     for b, (prompt, completion, row, row_fills) in enumerate(zip(prompts, completions, spans, fills, strict=True)):
         for span, fill in zip(row, row_fills, strict=True):
             context = torch.cat([prompt, completion[: span.start]])
-            draws = _Fill(ScoredRow(prompt.numpy(), completion.numpy(), [], None, b, b), span, (3,), 0).draws
+            draws = _Fill(ScoredRow(prompt.numpy(), completion.numpy(), [], None, b), span, (3,), 0).draws
             assert len(fill) == len(draws) == span.end - span.start
             for i, (token, draw) in enumerate(zip(fill.tolist(), draws.tolist(), strict=True)):
                 p = chances(model, torch.cat([context, fill[:i]]))

@@ -45,11 +45,7 @@ def effects(model, rows, *, access=None, **options):
     """What was found, with the columns of its details, in the order of `rows`."""
     given = batch_of(model, *rows, **options)
     found = total_effects(access or InProcess(model), given)
-    order = given.to_callers_order
-    return SimpleNamespace(
-        total=order(found.values), base=torch.tensor(order(found.base.tolist())), work=found.work,
-        direct=order(found.details["direct"]), links=order(found.details["links"]),
-    )  # fmt: skip
+    return SimpleNamespace(total=found.values, base=found.base, work=found.work, **found.details)
 
 
 # --- The definition, slowly ---------------------------------------------------------------------------------------

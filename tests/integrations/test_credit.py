@@ -1,17 +1,14 @@
 """Scoring by a host's own log-prob service: its work and what it refuses; folding and padding."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels import CounterfactualConfig, Credit, Rows, ScoredBatch, Span, credited_advantages
+from cfa_kernels import Batch, CounterfactualConfig, Credit, Rows, Span, fold_weights
 from cfa_kernels.estimators.base import ENTROPIES, NEEDS, SIBLINGS, Importances
 from cfa_kernels.integrations.credit import (
     OFFERED_BY_A_SERVICE,
     credit_rows,
-    fold_weights,
     unmet_needs,
 )
 from cfa_kernels.scoring.access import LogprobService
@@ -33,7 +30,7 @@ def service(prompts: list[Tensor], completions: list[Tensor]) -> list[Tensor]:
     return [naive_row(model, *row) for row in zip(prompts, completions, strict=True)]
 
 
-BATCH = ScoredBatch.of(None, Rows(PROMPTS, COMPLETIONS), SPANS, ANSWERS, mask=0)
+BATCH = Batch(Rows(PROMPTS, COMPLETIONS), units=SPANS, answers=ANSWERS, placeholder=0)
 
 
 def score(logprobs_of=service, **options):
@@ -91,7 +88,7 @@ def test_advantages_of_another_shape_than_the_weights_are_an_error_and_others_ke
         fold_weights(torch.ones(1), [[1.0]])
     credit = Credit.joined([2, 2], [])
     with pytest.raises(ValueError, match="advantages has 3 rows, prompts has 2"):
-        credited_advantages(torch.ones(3), credit)
+        credit.applied_to(torch.ones(3))
     assert fold_weights(torch.ones(2, dtype=torch.bfloat16), torch.full((2, 3), 0.5)).dtype == torch.bfloat16
 
 
@@ -129,7 +126,7 @@ def test_signed_credit_of_rows_is_in_the_units_of_their_advantages_and_leaves_wh
 
 def test_a_function_of_the_callers_asks_the_service_in_the_models_place():
     def estimate(access, batch):
-        scores = access.score(replace(batch, mask=0))
+        scores = access.score(batch, mask=0)
         return Importances(scores.drop, base=scores.base, change_of="logprob")
 
     rows = Rows(PROMPTS[:2], COMPLETIONS[:2])

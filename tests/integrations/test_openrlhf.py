@@ -5,7 +5,6 @@ import json
 import re
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 import cfa_kernels.integrations.openrlhf as integration
-from cfa_kernels import CounterfactualConfig, counterfactual_weights, integrations
+from cfa_kernels import CounterfactualConfig, counterfactual_credit, integrations
 from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin
 from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, REWARDS, batch_mask, batch_rows
@@ -50,7 +49,7 @@ def test_an_estimator_of_the_callers_sees_openrlhfs_groups_and_rewards_and_asks_
     seen = []
 
     def estimate(model: Any, batch: Any) -> Importances:
-        scores = model.score(replace(batch, mask=0))
+        scores = model.score(batch, mask=0)
         seen.append((batch.groups.tolist(), batch.rewards.tolist(), batch.advantages.shape, scores.base.isfinite()))
         return Importances([torch.ones(len(units)) for units in batch.units], signed=True)
 
@@ -108,7 +107,7 @@ def test_an_estimator_that_compares_completions_is_refused_where_a_prompt_has_on
 
 def test_what_credit_did_is_logged_for_each_sample_and_leaves_a_tools_tokens_out(build, openrlhf):
     made = build(CounterfactualConfig()).compute_advantages_and_returns(experiences(openrlhf.Experience))
-    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), batch_rows(), mask=batch_mask())
+    weights = counterfactual_credit(tiny_model(), tiny_tokenizer(), batch_rows(), mask=batch_mask()).weights
     weights[1][1] = float("nan")
     for experience in made:
         for name in ("weight_std", "spans_mean", "drop_mean", "drop_max", "tokens_fed", "seconds"):

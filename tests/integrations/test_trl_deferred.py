@@ -8,7 +8,6 @@ import torch
 
 from cfa_kernels import CounterfactualConfig, counterfactual_credit
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.access import TrainingForward
 from cfa_kernels.scoring.packed import packed_forward
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
@@ -60,7 +59,7 @@ def test_a_step_feeds_every_completion_once(tmp_path):
     rows = Rows.from_padded(*(output[name] for name in names))
     forward = packed_forward(tiny_model(), rows, keep_states=True)
     advantages = output["advantages"]
-    credit = counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), rows, advantages=advantages)
+    credit = counterfactual_credit(forward, tiny_tokenizer(), rows, advantages=advantages)
     assert credit.work is not None
     assert logged(trainer, "packed/tokens_fed") == [forward.tokens_fed]
     assert logged(trainer, "credit/tokens_fed") == [credit.work.tokens_fed]
@@ -158,7 +157,7 @@ def test_what_keeps_credit_out_of_the_training_forward_is_said_once(train, caplo
     assert (trainer._deferred is not None) == (options == {"trainer": {"packed_loss": True}})
 
 
-@pytest.mark.skipif(integration._TRL.release < (1, 14), reason="the stand-in for vLLM speaks TRL 1.14's interface")
+@pytest.mark.skipif(integration.TRL.release < (1, 14), reason="the stand-in for vLLM speaks TRL 1.14's interface")
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
 def test_vllms_correction_takes_log_probs_beside_and_credit_is_deferred_all_the_same(train, monkeypatch, mode):
     """TRL's padded forward for the log-probs keeps nothing that credit could read."""

@@ -27,6 +27,7 @@ from transformers import (  # noqa: E402
 )
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
+from cfa_kernels.integrations import trl_refusals  # noqa: E402
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer, CounterfactualMixin  # noqa: E402
 from tests.support import trl_training  # noqa: E402
 from tests.support.trl_training import PROMPT, changed, experts, logged, packs  # noqa: E402
@@ -84,11 +85,11 @@ class OwnLoss(GRPOTrainer):
 
 
 def before_1_10(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(integration, "_TRL", Version("1.9.0"))
+    patch.setattr(trl_refusals, "TRL", Version("1.9.0"))
 
 
 def another_kind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(integration, "_RUNS", {DistributedType.MULTI_GPU})
+    patch.setattr(trl_refusals, "_RUNS", {DistributedType.MULTI_GPU})
 
 
 ASKED = [[{"role": "user", "content": PROMPT}]] * 8
@@ -248,7 +249,8 @@ def test_the_entropy_is_left_out_of_the_packed_loss_only(build):
 
 @packs
 def test_under_deepspeeds_stage_3_gradients_need_the_model_gathered(build, monkeypatch):
-    monkeypatch.setattr(integration, "_zero_stage", lambda trainer: 3)
+    for module in (integration, trl_refusals):
+        monkeypatch.setattr(module, "zero_stage", lambda trainer: 3)
     build(trainer={"packed_loss": True}, ds3_gather_for_generation=False)
     gradient = {"credit": CounterfactualConfig(estimator="gradient")}
     with pytest.raises(NotImplementedError, match="gradients through the model itself, whole in this process"):
@@ -264,7 +266,7 @@ def test_a_model_or_sequences_that_processes_share_out_are_refused(build, name):
         parallelism_config=SimpleNamespace(**{f"{name}_enabled": True}),
         state=built.accelerator.state,
     )})  # fmt: skip
-    assert integration._credit_obstacles(trainer) == [
+    assert trl_refusals.credit_obstacles(trainer) == [
         f"{name} parallelism: layers, sequences and the head must be whole; use DDP, FSDP or DeepSpeed"
     ]
 
@@ -273,14 +275,15 @@ def test_a_model_or_sequences_that_processes_share_out_are_refused(build, name):
 @pytest.mark.parametrize(("kind", "stage"), [(DistributedType.FSDP, 0), (DistributedType.DEEPSPEED, 3)])
 def test_sharded_models_are_not_refused_but_for_gradients_through_them(mine, monkeypatch, kind, stage):
     monkeypatch.setattr(mine.accelerator.state, "distributed_type", kind)
-    monkeypatch.setattr(integration, "_zero_stage", lambda trainer: stage)
-    assert integration._credit_obstacles(mine) == integration._packing_obstacles(mine) == []
+    monkeypatch.setattr(trl_refusals, "zero_stage", lambda trainer: stage)
+    assert trl_refusals.credit_obstacles(mine) == []
+    assert trl_refusals.packing_obstacles(mine, super(CounterfactualMixin, mine)) == []
     for options, message in (
         ({"estimator": "gradient"}, "estimator='gradient': .*which this trainer.*; take one of mask"),
         ({"preselect": 0.5, "preselect_by": "gradient"}, "preselect_by='gradient': .*; leave it out"),
     ):
         trainer = SimpleNamespace(**vars(mine) | {"credit": CounterfactualConfig(**options)})
-        reasons = integration._credit_obstacles(trainer)
+        reasons = trl_refusals.credit_obstacles(trainer)
         assert [bool(re.match(message, reason)) for reason in reasons] == [True] * (stage == 0)  # stage 3 gathers
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels import CounterfactualConfig, counterfactual_weights
+from cfa_kernels import CounterfactualConfig, counterfactual_credit
 from tests.support import sharded, verl_engine
 from tests.support.log_prob_hosts import (
     CREDIT,
@@ -186,7 +186,7 @@ def test_the_advantages_are_verls_times_the_weights_of_the_completions(
     batch = build(config, workers)._compute_advantage(put(transfer_queue), metrics)
 
     check_credited(batch, own, {})
-    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), batch_rows(), mask=batch_mask())
+    weights = counterfactual_credit(tiny_model(), tiny_tokenizer(), batch_rows(), mask=batch_mask()).weights
     weights[1][1] = float("nan")  # the tool's token
     assert metrics["credit/weight_mean"] == pytest.approx(torch.cat(weights).nanmean().item(), rel=1e-4)
     assert metrics["credit/scored_fraction"] == 5 / 6  # one has no answer

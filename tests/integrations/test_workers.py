@@ -1,17 +1,16 @@
 """Trees scored by a host's workers: dealt by rows fed, groups whole, results of one process in the batch's order."""
 
+import pickle
 import warnings
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from cfa_kernels import Span
+from cfa_kernels import Batch, Span
 from cfa_kernels.estimators.base import Importances, OwnFunction
 from cfa_kernels.integrations.workers import Share, Workers, deal_groups, judge_share
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.batch import ScoredBatch
 from tests.support import sharded, workers
 from tests.support.tiny import tiny_model
 
@@ -22,7 +21,7 @@ def test_two_workers_that_share_a_model_credit_as_one_process_does(how):
     sharded.run(2, workers.on_a_sharded_model, how)
 
 
-def batch(lengths, prompts, groups=None, *, spans=2) -> ScoredBatch:
+def batch(lengths, prompts, groups=None, *, spans=2) -> Batch:
     """A batch of completions of some lengths; the last token of each is its answer."""
     draw = torch.Generator().manual_seed(0)
     completions = [torch.randint(3, 20, (length,), generator=draw) for length in lengths]
@@ -30,17 +29,14 @@ def batch(lengths, prompts, groups=None, *, spans=2) -> ScoredBatch:
     units = [[Span(*pair) for pair in pairwise(row)] for row in edges]
     answers = [Span(length - 1, length) for length in lengths]
     ids = [torch.tensor(prompt) for prompt in prompts]
-    found = ScoredBatch.of(None, Rows(ids, completions), units, answers, mask=0)
-    return found if groups is None else replace(found, groups=torch.tensor(groups))
+    return Batch(Rows(ids, completions), units=units, answers=answers, groups=groups, placeholder=0)
 
 
 def test_groups_are_dealt_whole_the_heaviest_first():
     given = batch([9, 3, 9, 3, 30, 5], [[3], [4], [3], [4], [5], [6]], spans=1)
-    assert [given.index[place] for place in range(6)] == [0, 2, 1, 3, 4, 5]
-    dealt = deal_groups(given, 2)
-    assert [[given.index[place] for place in own] for own in dealt] == [[4], [0, 2, 1, 3, 5]]
+    assert deal_groups(given, 2) == [[4], [0, 1, 2, 3, 5]]
     assert deal_groups(given, 7)[5:] == [[], []] or sorted(map(len, deal_groups(given, 7))) == [0, 0, 0, 1, 1, 2, 2]
-    together = deal_groups(replace(given, groups=torch.zeros(6, dtype=torch.int64)), 3)
+    together = deal_groups(given.with_columns(groups=[0] * 6), 3)
     assert sorted(map(len, together)) == [0, 0, 6]
 
 
@@ -106,14 +102,18 @@ def test_what_is_joined_keeps_what_belongs_to_no_completion():
 
 
 def test_a_share_that_cannot_be_written_as_ray_hands_it_over_is_read_without_a_warning():
-    batch = ScoredBatch.of(None, Rows([torch.tensor([3])], [torch.tensor([14, 15, 18])]))
-    for ids in (batch.rows[0].prompt, batch.rows[0].completion):
-        ids.setflags(write=False)
+    parts = list[pickle.PickleBuffer]()
+    whole = torch.arange(1000)
+    sent = pickle.dumps(Batch(Rows([whole[3:4]], [whole[14:17]])), protocol=5, buffer_callback=parts.append)
+    read_only = [bytes(part) for part in parts]
+    assert sum(map(len, [sent, *read_only])) < 1000, "the tensors that rows are views of"
     always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert [row.tolist() for row in (*batch.prompts, *batch.completions)] == [[3], [14, 15, 18]]
+            batch = pickle.loads(sent, buffers=read_only)
+            assert [row.tolist() for row in (*batch.rows.prompts, *batch.rows.completions)] == [[3], [14, 15, 16]]
+            batch.rows.completions[0].zero_()
     finally:
         torch.set_warn_always(always)

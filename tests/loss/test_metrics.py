@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from cfa_kernels import LossBatch, Rows, packed_policy_loss
+from cfa_kernels import Rows, packed_policy_loss
 from cfa_kernels.loss.policy import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
+from cfa_kernels.loss.ragged import LossBatch
 from tests.support.policy_problem import KINDS
 
 B, T, V = 4, 5, 11
@@ -131,6 +132,6 @@ def test_a_packed_loss_gives_the_same_where_nothing_was_fed(qwen3):
     rows = Rows([torch.tensor([3, 4])] * 2, [torch.tensor([5, 6, 7]), torch.tensor([8, 9])])
     sampling = [torch.full((n,), -1.0) for n in rows.lengths]
     options = {"sampling_logprobs": sampling, "sampling_mode": "token_truncate", "sampling_clip_max": 3.0}
-    _, metrics, _ = packed_policy_loss(qwen3, rows, None, torch.zeros(2), **options)
+    _, metrics, _ = packed_policy_loss(qwen3, rows, advantages=torch.zeros(2), **options)
     assert {name for name, value in metrics.items() if not value.isnan()} <= OVER_ALL
-    assert LossBatch.of(rows, None, torch.zeros(2), **options).needed() == [0, 0]
+    assert LossBatch.of(rows, advantages=torch.zeros(2), **options).needed() == [0, 0]

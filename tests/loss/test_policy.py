@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from cfa_kernels.loss.checks import LEVELS, LEVELS_OF, LossOptions
+from cfa_kernels.loss.checks import LossOptions
 from cfa_kernels.loss.policy import linear_policy_loss, logits_policy_loss, policy_loss
 from cfa_kernels.loss.ragged import LossBatch
+from cfa_kernels.loss.types import LEVELS, LOSS_TYPES
 from cfa_kernels.rows import Rows
 from tests.support.policy_problem import KINDS, loss_and_gradient
 
@@ -323,7 +324,7 @@ def loss_by(function, weights, mask, **options):
     logits, targets = torch.zeros(B, T, 5), torch.zeros(B, T).long()
     if function is LossBatch.of:
         lists = {"weights": list(weights), "mask": list(mask)}
-        return function(Rows(list(targets), list(targets)), None, torch.ones(B), **lists, **options)
+        return function(Rows(list(targets), list(targets)), advantages=torch.ones(B), **lists, **options)
     head = {policy_loss: [logits[..., 0]], logits_policy_loss: [logits, targets]}
     inputs = head.get(function, [logits, torch.zeros(3, 5), targets])
     return function(*inputs, None, torch.ones(B), mask, weights=weights, **options)
@@ -383,7 +384,7 @@ def test_corrections_without_a_meaning_are_refused(options, message, packed):
     sampling = torch.zeros(2, 3) if options.pop("sampling", False) else None
     rows = Rows([torch.zeros(1).long()] * 2, [torch.zeros(3).long()] * 2)
     if packed:
-        call = partial(LossBatch.of, rows, None, torch.ones(2))
+        call = partial(LossBatch.of, rows, advantages=torch.ones(2))
         options["sampling_logprobs"] = None if sampling is None else list(sampling)
     else:
         call = partial(policy_loss, torch.zeros(2, 3), None, torch.ones(2), torch.ones(2, 3))
@@ -434,7 +435,7 @@ def test_losses_are_those_that_their_users_write(loss_type, kl):
 def test_weights_act_token_by_token_at_the_sequence_level_of_cispo_only():
     """The rule by which weights are refused: elsewhere the gradient depends on their sum alone."""
     logprobs, weights = torch.full((1, 3), -1.0), torch.tensor([[2.0, 0.5, 0.5]])
-    for loss_type, levels in LEVELS_OF.items():
+    for loss_type, (_, _, levels, *_) in LOSS_TYPES.items():
         level = "sequence" if "sequence" in levels else "token"
         options = options_for(loss_type, importance_sampling_level=level, validate=False)
         old = logprobs - 0.01

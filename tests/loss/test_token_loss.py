@@ -5,7 +5,6 @@ import torch
 import triton
 import triton.language as tl
 
-from cfa_kernels.loss.checks import _SUMS, LEVELS_OF
 from cfa_kernels.loss.token_loss import (
     KL_ESTIMATORS,
     LOG_RATIO_MAX,
@@ -14,8 +13,9 @@ from cfa_kernels.loss.token_loss import (
     token_terms,
     token_terms_triton,
 )
+from cfa_kernels.loss.types import LOSS_TYPES
 
-BY_TOKEN = sorted({kind for name, (kind, _) in _SUMS.items() if "token" in LEVELS_OF[name]})
+BY_TOKEN = sorted({kind.token_loss for kind in LOSS_TYPES.values() if "token" in kind.levels})
 BY_TOKEN = [kind for kind in BY_TOKEN if not PolicyOptions(kind).joins_tokens]  # others have no Triton form
 
 

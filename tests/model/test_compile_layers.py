@@ -17,7 +17,7 @@ from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.ops import adapted_linear, matmul
 from cfa_kernels.tree.attention_options import AttentionRule
 from cfa_kernels.tree.segment_table import SegmentTable
-from tests.support.models import PLACEHOLDER, make_model, small_model, tokens
+from tests.support.models import PLACEHOLDER, make_model, score_forward, small_model, tokens
 
 attention = import_module("cfa_kernels.tree.attention")
 
@@ -73,7 +73,7 @@ def step(model, lengths):
     prompt, completions = tokens(6)[0], tokens(*lengths, seed=1)
     forward = packed_forward(causal_lm(model), Rows([prompt] * len(lengths), completions), keep_states=True)
     spans, answers = [[Span(1, 3), Span(4, 5)]] * len(lengths), [Span(8, 10)] * len(lengths)
-    drops = forward.score(spans, answers, mask=PLACEHOLDER).drop
+    drops = score_forward(forward, spans, answers, mask=PLACEHOLDER).drop
     logprobs = torch.cat(forward.logprobs())
     leaves = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients = torch.autograd.grad((logprobs * logprobs.detach().cos()).sum(), leaves.values())

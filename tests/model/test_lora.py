@@ -21,6 +21,7 @@ from tests.support.models import (
     assert_same_gradients,
     gradients,
     score_columns,
+    score_forward,
     small_adapted,
 )  # fmt: skip
 
@@ -161,7 +162,7 @@ def test_parts_of_adapters_are_split_once_while_their_weights_stand(write, monke
 
     def step():
         forward = packed_forward(causal_lm(model), Rows(*SMALL_ROWS), keep_states=True)
-        drops = forward.score(*SMALL_SPANS, mask=PLACEHOLDER).base
+        drops = score_forward(forward, *SMALL_SPANS, mask=PLACEHOLDER).base
         return sum(row.square().sum() for row in forward.logprobs()), drops
 
     loss, before = step()

@@ -15,7 +15,7 @@ from cfa_kernels.scoring import masked
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.packed import packed_forward
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns, tokens
+from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns, score_forward, tokens
 
 
 def drops(score, **options):
@@ -32,7 +32,7 @@ def importances(estimate, **options):
 def continued(model, prompts, completions, spans, answers):
     """The branches alone: the forward that they continue has had its memory."""
     forward = packed_forward(model, Rows(prompts, completions), keep_states=True)
-    return forward.score(spans, answers, mask=PLACEHOLDER).drop
+    return score_forward(forward, spans, answers, mask=PLACEHOLDER).drop
 
 
 CALLS = {

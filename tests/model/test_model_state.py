@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import ScoredBatch, TrainingForward
+from cfa_kernels import Batch
 from cfa_kernels.loss.ragged import LossBatch
 from cfa_kernels.model import state as model_state
 from cfa_kernels.model.parts import causal_lm
@@ -14,7 +14,7 @@ from cfa_kernels.model.state import ModelState
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.packed import packed_forward
 from cfa_kernels.tree.prefix_tree import Query
-from tests.support.models import PLACEHOLDER, SMALL_ROWS, SMALL_SPANS, small_adapted, small_model
+from tests.support.models import PLACEHOLDER, SMALL_ROWS, SMALL_SPANS, score_forward, small_adapted, small_model
 
 ROWS = Rows(*SMALL_ROWS)
 QUERY = Query(torch.cat([SMALL_ROWS[0][0], SMALL_ROWS[1][0]]).numpy(), 8, SMALL_ROWS[1][0][:2].numpy())
@@ -26,7 +26,7 @@ def forward_of(model):
 
 
 def drops(forward):
-    return torch.cat(forward.score(*SMALL_SPANS, mask=PLACEHOLDER).drop)
+    return torch.cat(score_forward(forward, *SMALL_SPANS, mask=PLACEHOLDER).drop)
 
 
 def optimizer_step(model, forward, **options):
@@ -91,12 +91,10 @@ def test_a_forward_whose_model_has_changed_since_is_not_continued(change):
     forward = forward_of(model)
     before = drops(forward)
     do(model, forward)
-    causal = causal_lm(model)
-    batch = ScoredBatch.of(causal, ROWS, *SMALL_SPANS, mask=PLACEHOLDER)
+    batch = Batch(ROWS, units=SMALL_SPANS[0], answers=SMALL_SPANS[1])
     for ask in (
-        lambda: drops(forward),
-        lambda: forward.query_logprobs(causal, [[QUERY]]),
-        lambda: TrainingForward(forward).score(batch),
+        lambda: forward.query([[QUERY]]),
+        lambda: forward.score(batch, mask=PLACEHOLDER),
     ):
         with pytest.raises(RuntimeError, match=f"cannot be continued: .*{message}"):
             ask()
@@ -115,7 +113,7 @@ def test_what_leaves_the_weights_alone_leaves_a_forward_valid(make, checkpointin
     first, forward = forward_of(model), forward_of(model)
     before = drops(forward)
     sum(row.sum() for row in first.logprobs()).backward()  # gradients of micro-batches add up
-    batch = LossBatch.of(ROWS, None, torch.tensor([1.0, -1.0]))
+    batch = LossBatch.of(ROWS, advantages=torch.tensor([1.0, -1.0]))
     forward.policy_loss(batch).loss.backward()
     model.zero_grad()
     model.eval()
@@ -136,7 +134,7 @@ def test_log_probs_and_loss_are_not_read_by_a_head_that_has_changed_since(change
     model = small_model()
     forward = packed_forward(model, ROWS)
     CHANGES[change][1](model, forward)
-    for read in (forward.logprobs, lambda: forward.policy_loss(LossBatch.of(ROWS, None, torch.ones(2)))):
+    for read in (forward.logprobs, lambda: forward.policy_loss(LossBatch.of(ROWS, advantages=torch.ones(2)))):
         with pytest.raises(RuntimeError, match=r"the head's weight has been written to since it ran.*two models"):
             read()
 
@@ -152,7 +150,7 @@ def test_under_a_head_that_stays_they_are_those_of_the_forward_however_its_adapt
 
 def test_a_query_that_reads_only_rows_of_the_forward_runs_adapters_on_none_of_its_own():
     forward = forward_of(small_adapted())
-    ((logprobs,),), work = forward.query_logprobs(forward.causal, [[QUERY]])
+    ((logprobs,),), work = forward.query([[QUERY]])
     assert (len(logprobs), work.tokens_fed) == (2, 1)
 
 
@@ -166,8 +164,8 @@ def test_the_state_is_read_once_by_a_forward_that_is_continued(monkeypatch):
     forward = forward_of(causal)
     assert len(reads) == 1
     drops(forward)
-    forward.query_logprobs(causal, [[QUERY]])
-    forward.policy_loss(LossBatch.of(ROWS, None, torch.ones(2)))
+    forward.query([[QUERY]])
+    forward.policy_loss(LossBatch.of(ROWS, advantages=torch.ones(2)))
     assert len(reads) == 1
 
 

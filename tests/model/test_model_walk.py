@@ -12,7 +12,15 @@ from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.packed import packed_forward
-from tests.support.models import PLACEHOLDER, SMALL_ROWS, SMALL_SPANS, make_model, score_columns, small_adapted
+from tests.support.models import (
+    PLACEHOLDER,
+    SMALL_ROWS,
+    SMALL_SPANS,
+    make_model,
+    score_columns,
+    score_forward,
+    small_adapted,
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +53,7 @@ def test_calls_share_the_walk_of_the_first(adapted, walks):
     packed_forward(causal, Rows(*SMALL_ROWS), keep_states=True)  # verified
     walks.clear()
     forward = packed_forward(causal, Rows(*SMALL_ROWS), keep_states=True)
-    forward.score(*SMALL_SPANS, mask=PLACEHOLDER)
+    score_forward(forward, *SMALL_SPANS, mask=PLACEHOLDER)
     score_columns(adapted, *SMALL_ROWS, *SMALL_SPANS, mask=PLACEHOLDER)
     assert not walks
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from cfa_kernels import (
     CounterfactualConfig,
-    TrainingForward,
     counterfactual_credit,
     packed_forward,
     packed_logprobs,
@@ -60,7 +59,7 @@ def scores(model: nn.Module, rows: Sequence[int] = ALL):
 def loss(model: nn.Module, rows: Sequence[int] = ALL, processes: int = 1, advantages: torch.Tensor = ADVANTAGES):
     """Loss of some rows, so that the mean over processes is that of the batch."""
     return packed_policy_loss(
-        model, Rows([PROMPTS[b] for b in rows], [COMPLETIONS[b] for b in rows]), None, advantages[[*rows]],
+        model, Rows([PROMPTS[b] for b in rows], [COMPLETIONS[b] for b in rows]), advantages=advantages[[*rows]],
         num_items_in_batch=sum(map(len, COMPLETIONS)) / processes, token_budget=64,
     )  # fmt: skip
 
@@ -274,7 +273,7 @@ def in_one_call(rank: int, how: str) -> None:
     def by_gradients() -> None:
         forward = packed_forward(tiny, rows, keep_states=True)
         config = CounterfactualConfig("gradient")
-        counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), rows, config=config)
+        counterfactual_credit(forward, tiny_tokenizer(), rows, config=config)
 
     if how != "DDP":
         with pytest.raises(NotImplementedError, match=r"^estimator='gradient': it needs gradients through the model"):

@@ -52,7 +52,7 @@ def test_text_is_scored_and_trained_as_by_the_models_own_forward(name):
     check_model(model)
     ids = torch.randint(5, 190, (4, 24), generator=torch.Generator().manual_seed(0))
     rows, advantages = Rows(list(ids[:, :8]), list(ids[:, 8:])), torch.tensor([1.0, -1.0, 0.5, -0.5])
-    loss, _, _ = packed_policy_loss(model, rows, None, advantages)
+    loss, _, _ = packed_policy_loss(model, rows, advantages=advantages)
     loss.backward()
     packed = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from cfa_kernels import KeptTokens, LossBatch, Rows, packed_forward, packed_logprobs, packed_policy_loss, policy_loss
+from cfa_kernels import KeptTokens, Rows, packed_forward, packed_logprobs, packed_policy_loss, policy_loss
+from cfa_kernels.loss.ragged import LossBatch
 from tests.support.models import assert_same_gradients, batch, gradients, make_model
 
 PROMPTS, COMPLETIONS, *_ = batch()
@@ -61,7 +62,9 @@ def test_log_probs_losses_and_gradients_are_those_over_the_kept_ids(name, some_w
 
     options = {"epsilon": 0.3, "weights": [torch.linspace(0, 2, n) for n in LENGTHS]}
     old = [row.detach().cpu() + 0.1 for row in theirs[0]]
-    packed = packed_policy_loss(model, ROWS, old, SIGNS, temperature=0.7, kept_tokens=kept, **options)
+    packed = packed_policy_loss(
+        model, ROWS, old_logprobs=old, advantages=SIGNS, temperature=0.7, kept_tokens=kept, **options
+    )
     mask = torch.arange(int(LENGTHS.max())) < LENGTHS[:, None]
     expected, metrics = policy_loss(
         padded(dense(model, lists, 0.7)[0]), padded(old).to(model.device), SIGNS.to(model.device),
@@ -106,7 +109,7 @@ def test_kept_ids_that_do_not_fit_are_refused_by_row_token_and_value(change, mes
     model = make_model("Qwen3", num_hidden_layers=1)
     kept = [KeptTokens.of(row) for row in kept_lists(model.config.vocab_size, some_without=False)]
     with pytest.raises((ValueError, TypeError), match=message):
-        packed_policy_loss(model, ROWS, None, torch.ones(7), kept_tokens=change(kept))
+        packed_policy_loss(model, ROWS, advantages=torch.ones(7), kept_tokens=change(kept))
     with pytest.raises((ValueError, TypeError), match=message):
         packed_logprobs(model, ROWS, kept_tokens=change(kept))
 
@@ -114,4 +117,4 @@ def test_kept_ids_that_do_not_fit_are_refused_by_row_token_and_value(change, mes
 def test_tokens_that_the_mask_leaves_out_need_not_be_kept():
     wrong = [KeptTokens.of([[(int(token) + 1) % 9] for token in row]) for row in COMPLETIONS]
     mask = [torch.zeros(n) for n in LENGTHS]
-    assert LossBatch.of(ROWS, None, torch.ones(7), mask=mask, kept_tokens=wrong).kept_tokens is not None
+    assert LossBatch.of(ROWS, advantages=torch.ones(7), mask=mask, kept_tokens=wrong).kept_tokens is not None

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
+from cfa_kernels.batch import Batch
 from cfa_kernels.model import head, tree_forward
 from cfa_kernels.model.check import verify
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import masked
 from cfa_kernels.scoring.access import LogprobService
-from cfa_kernels.scoring.batch import ScoredBatch
 from cfa_kernels.scoring.masked import ScoringWork, query_logprobs, score_counterfactuals
 from cfa_kernels.scoring.packed import packed_forward
 from cfa_kernels.span import Span
@@ -29,6 +29,7 @@ from tests.support.models import (
     naive,
     naive_row,
     score_columns,
+    score_forward,
     snapshot,
     tokens,
 )
@@ -61,10 +62,10 @@ def test_a_branch_scores_as_the_sequence_that_its_mask_makes_fed_by_itself(acces
     if access == "in process":
         scores = score_counterfactuals(model, rows, spans, answers, mask=mask)
     elif access == "a training forward":
-        scores = packed_forward(model, rows, keep_states=True).score(spans, answers, mask=mask)
+        scores = score_forward(packed_forward(model, rows, keep_states=True), spans, answers, mask=mask)
     else:
-        asked = ScoredBatch.of(None, rows, spans, answers, mask=mask)
-        scores = LogprobService(lambda *columns: [*map(logprobs, *columns)]).score(asked).in_callers_order(asked)
+        service = LogprobService(lambda *columns: [*map(logprobs, *columns)])
+        scores = service.score(Batch(rows, units=spans, answers=answers), mask=mask)
     for b, answer in enumerate(answers):
         base = torch.nan if answer is None else logprobs(prompts[b], completions[b])[slice(*answer)].sum()
         assert scores.base[b].item() == pytest.approx(float(base), abs=1e-5, nan_ok=True)

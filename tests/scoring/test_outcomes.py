@@ -11,7 +11,7 @@ from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.outcomes import Divergences
 from cfa_kernels.scoring.packed import packed_forward
 from cfa_kernels.span import Span
-from tests.support.models import HYBRIDS, PLACEHOLDER, batch, make_model, score_columns, tokens
+from tests.support.models import HYBRIDS, PLACEHOLDER, batch, make_model, score_columns, score_forward, tokens
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +109,7 @@ def test_layers_with_a_state_are_split_by_feeding_what_branches_share_again(outc
 def test_a_forward_that_kept_its_states_scores_every_outcome_from_branches_alone(qwen3, outcome):
     prompts, completions, spans, answers = batch()
     forward = packed_forward(qwen3, Rows(prompts, completions), keep_states=True)
-    found = forward.score(spans, answers, mask=PLACEHOLDER, outcome=outcome)
+    found = score_forward(forward, spans, answers, mask=PLACEHOLDER, outcome=outcome)
     expected = score_columns(qwen3, prompts, completions, spans, answers, mask=PLACEHOLDER, outcome=outcome)
     assert found.work.tokens_fed < expected.work.tokens_fed - sum(map(len, completions[:3]))
     torch.testing.assert_close(found.base, expected.base, rtol=0, atol=2e-5, equal_nan=True)

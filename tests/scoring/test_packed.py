@@ -5,11 +5,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import CounterfactualConfig, Credit, Probe, Span, counterfactual_credit, policy_loss
+from cfa_kernels import Batch, CounterfactualConfig, Credit, Probe, Span, counterfactual_credit, policy_loss
 from cfa_kernels.loss.ragged import LossBatch
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import packed
-from cfa_kernels.scoring.access import TrainingForward
 from cfa_kernels.scoring.masked import query_logprobs, score_counterfactuals
 from cfa_kernels.scoring.packed import packed_forward, packed_logprobs, packed_policy_loss
 from cfa_kernels.tree.prefix_tree import Query
@@ -27,6 +26,7 @@ from tests.support.models import (
     make_model,
     plain_logprobs,
     score_columns,
+    score_forward,
     tokens,
 )
 from tests.support.policy_problem import KIND, drawn_features
@@ -165,8 +165,8 @@ def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, lev
         columns["sampling_logprobs"], features["sampling_mode"] = near[2], mode
     mask, options = [(row > -0.6).long() for row in drawn(2)], features | {"max_completion_length": 50}
     ours = packed_policy_loss(
-        model, ROWS, old, advantages, mask=mask, temperature=temperature, token_budget=60, **columns,
-        **options,
+        model, ROWS, old_logprobs=old, advantages=advantages, mask=mask, temperature=temperature, token_budget=60,
+        **columns, **options,
     )  # fmt: skip
     found = gradients(model, ours.loss)
     logprobs, entropies = plain_logprobs(model, PROMPTS, COMPLETIONS, temperature, with_entropies=True)
@@ -191,12 +191,12 @@ def test_what_the_loss_does_not_need_is_not_fed():
     model = make_model("Qwen3")
     (prompt,), rows = tokens(9), tokens(20, 20, 20, seed=5)
     mask = [torch.ones(20), torch.arange(20) < 12, torch.ones(20)]
-    given = LossBatch.of(Rows([prompt] * 3, rows), None, torch.tensor([0.0, 1.0, -1.0]), mask=mask)
+    given = LossBatch.of(Rows([prompt] * 3, rows), advantages=torch.tensor([0.0, 1.0, -1.0]), mask=mask)
     assert given.needed() == [0, 12, 20]
     forward = packed_forward(model, Rows([prompt] * 3, rows), needed=given.needed())
     assert forward.tokens_fed == 9 + 11 + 19
     whole = LossBatch.of(
-        Rows([prompt] * 3, rows), None, torch.tensor([0.0, 1.0, -1.0]), mask=mask, compute_entropy=True
+        Rows([prompt] * 3, rows), advantages=torch.tensor([0.0, 1.0, -1.0]), mask=mask, compute_entropy=True
     )
     assert whole.needed() == [20, 12, 20]
 
@@ -216,11 +216,11 @@ def test_prompts_without_a_trained_row_are_fed_without_gradient(name, monkeypatc
         return hidden
 
     monkeypatch.setattr(packed, "packed_hidden", recorded)
-    ours = packed_policy_loss(model, Rows(prompts, rows), None, advantages, **options)
+    ours = packed_policy_loss(model, Rows(prompts, rows), advantages=advantages, **options)
     assert with_gradient == [(True, 9 + 2 * 11 + 7 + 2 * 11), (False, 9 + 2 * 11)]
     trained_first = packed.trained_first
     monkeypatch.setattr(packed, "trained_first", lambda *arguments: trained_first(*arguments[:-1], None))
-    whole = packed_policy_loss(model, Rows(prompts, rows), None, advantages, **options)
+    whole = packed_policy_loss(model, Rows(prompts, rows), advantages=advantages, **options)
     assert with_gradient[2:] == [(True, 9 + 9 + 7 + 6 * 11)]
     torch.testing.assert_close(ours.logprobs, whole.logprobs, rtol=0, atol=2e-5)
     torch.testing.assert_close(ours.metrics["entropy"], whole.metrics["entropy"], rtol=1e-5, atol=0)
@@ -230,18 +230,21 @@ def test_prompts_without_a_trained_row_are_fed_without_gradient(name, monkeypatc
 def test_a_loss_that_trains_nothing_is_zero_and_has_zero_gradients_of_one_token():
     model, rows = make_model("Qwen3", num_hidden_layers=1), tokens(12, 12, seed=5)
     rows = Rows(tokens(9, 7), rows)
-    plain = packed_policy_loss(model, rows, None, torch.zeros(2))
+    plain = packed_policy_loss(model, rows, advantages=torch.zeros(2))
     assert plain.loss == 0
     assert all(row.isnan().all() for row in plain.logprobs)
-    found = packed_policy_loss(model, rows, None, torch.zeros(2), compute_entropy=True)
+    found = packed_policy_loss(model, rows, advantages=torch.zeros(2), compute_entropy=True)
     forward = packed_forward(model, rows, trained=[False, False])
     assert [one.pack.num_tokens for one in forward.packs if one.hidden.requires_grad] == [1]
     found.loss.backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
     assert found.metrics["entropy"] > 0
-    kl = LossBatch.of(rows, None, torch.zeros(2), ref_logprobs=[torch.zeros(12)] * 2, beta=0.1)
+    kl = LossBatch.of(rows, advantages=torch.zeros(2), ref_logprobs=[torch.zeros(12)] * 2, beta=0.1)
     assert kl.trained.tolist() == [True, True]
-    assert LossBatch.of(rows, None, torch.tensor([0.0, 1.0]), compute_entropy=True).trained.tolist() == [False, True]
+    assert LossBatch.of(rows, advantages=torch.tensor([0.0, 1.0]), compute_entropy=True).trained.tolist() == [
+        False,
+        True,
+    ]
 
 
 APART = {"Bamba": HYBRIDS["Bamba"], "Phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}}
@@ -253,7 +256,7 @@ def test_scores_read_off_the_training_forward_are_those_of_separate_scoring(name
     """An answer beyond what was fed is fed with the branches; forwards of some models cannot be continued at all."""
     model = make_model(name, **APART.get(name, {}))
     forward = packed_forward(model.train(), ROWS, keep_states=True, **options)
-    scores = forward.score(SPANS, ANSWERS, mask=PLACEHOLDER, token_budget=options.get("token_budget"))
+    scores = score_forward(forward, SPANS, ANSWERS, mask=PLACEHOLDER, token_budget=options.get("token_budget"))
     tolerance = 5e-5 if name in APART else 2e-5
     assert_equals_naive(scores, model.eval(), PROMPTS, COMPLETIONS, SPANS, ANSWERS, tolerance=tolerance)
     if name in APART and not options:
@@ -272,7 +275,7 @@ def test_a_branch_that_equals_what_was_fed_is_scored_from_it():
     two[4:8] = PLACEHOLDER  # what masking the span in `one` gives
     data = ([prompt] * 2, [one, two], [[Span(4, 8)], []], [Span(16, 19)] * 2)
     forward = packed_forward(model, Rows(*data[:2]), keep_states=True)
-    found = forward.score(*data[2:], mask=PLACEHOLDER)
+    found = score_forward(forward, *data[2:], mask=PLACEHOLDER)
     assert found.work.tokens_fed == 0
     assert_equals_naive(found, model, *data)
 
@@ -280,12 +283,12 @@ def test_a_branch_that_equals_what_was_fed_is_scored_from_it():
 def test_a_forward_that_cannot_be_continued_says_why():
     model = make_model("Qwen3")
     with pytest.raises(ValueError, match="keep_states must be True"):
-        packed_forward(model, ROWS).score(SPANS, ANSWERS, mask=PLACEHOLDER)
+        score_forward(packed_forward(model, ROWS), SPANS, ANSWERS, mask=PLACEHOLDER)
     with pytest.raises(ValueError, match="router_loss must be True"):
         packed_forward(model, ROWS).router_loss()
     forward = packed_forward(model, ROWS, needed=[0, 33, 17, 41, 30, 12, 20], keep_states=True)
     with pytest.raises(ValueError, match=r"answers row 0: its completion was not fed \(needed\[0\] was 0\)"):
-        forward.score(SPANS, ANSWERS, mask=PLACEHOLDER)
+        score_forward(forward, SPANS, ANSWERS, mask=PLACEHOLDER)
 
 
 @pytest.mark.parametrize("budget", [None, 60])
@@ -299,7 +302,7 @@ def test_queries_that_continue_a_forward_are_those_of_forwards_of_their_own(arch
     units = [[], *([Query(np.append(row, asked[:2]), len(row) - 1, asked)] for row in beginnings)]
     apart, separate = query_logprobs(model, units)
     forward = packed_forward(model, ROWS, token_budget=budget, keep_states=True)
-    found, work = forward.query_logprobs(model, units)
+    found, work = forward.query(units)
     assert [len(unit) for unit in found] == [len(unit) for unit in units]
     torch.testing.assert_close(found, apart, rtol=0, atol=2e-5)
     if architecture == "Qwen3Next":
@@ -313,7 +316,7 @@ def test_a_query_without_targets_gets_no_values_from_a_forward_that_has_fed_it()
     model = make_model("Qwen3", num_hidden_layers=1)
     row = torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy()
     forward = packed_forward(model, ROWS, keep_states=True)
-    found, work = forward.query_logprobs(model, [[Query(row[:9], 3, row[:0])]])
+    found, work = forward.query([[Query(row[:9], 3, row[:0])]])
     assert [[len(values) for values in unit] for unit in found] == [[0]]
     assert work.tokens_fed == 0
 
@@ -331,22 +334,30 @@ def test_credit_on_a_training_forward_is_that_of_a_forward_of_its_own(options, p
     rows, config = Rows([torch.tensor([3, 4, 5]), torch.tensor([3, 4, 6])], [ids] * 2), CounterfactualConfig(**options)
     apart = counterfactual_credit(model, tokenizer, rows, config=config, probes=probes)
     forward = packed_forward(model, rows, keep_states=True)
-    credit = counterfactual_credit(TrainingForward(forward), tokenizer, rows, config=config, probes=probes)
+    credit = counterfactual_credit(forward, tokenizer, rows, config=config, probes=probes)
     assert credit.spans == apart.spans
     assert any(credit.spans) == (said == SAID or probes is not None)
     torch.testing.assert_close(credit.padded(), apart.padded(), rtol=0, atol=1e-4)
     if any(credit.spans):
         assert credit.work.tokens_fed <= apart.work.tokens_fed - len(rows.prompts[0])
-        forgetful = TrainingForward(packed_forward(model, rows))
+        forgetful = packed_forward(model, rows)
         with pytest.raises(ValueError, match="keep_states must be True"):
             counterfactual_credit(forgetful, tokenizer, rows, config=config, probes=probes)
 
 
-def test_credit_on_a_training_forward_takes_that_forwards_rows_only():
+def test_a_forward_scores_those_of_its_rows_that_a_batch_numbers_and_no_others():
     forward = packed_forward(make_model("Qwen3", num_hidden_layers=1), ROWS, keep_states=True)
-    for other in (ROWS.take([1, 0]), ROWS.take(range(3)), Rows(PROMPTS, [row[:5] for row in COMPLETIONS])):
-        with pytest.raises(ValueError, match=r"rows: must be those of the forward, got \d rows for its 7"):
-            counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), other)
+    whole, some = score_forward(forward, SPANS, ANSWERS, mask=PLACEHOLDER), [4, 1]
+    columns = {"units": [SPANS[b] for b in some], "answers": [ANSWERS[b] for b in some]}
+    found = forward.score(Batch(ROWS.take(some), **columns), mask=PLACEHOLDER)
+    torch.testing.assert_close(found.drop, [whole.drop[b] for b in some], rtol=0, atol=1e-4)
+    shorter, numbered = (
+        Rows(PROMPTS[:2], [row[:-1] for row in COMPLETIONS[:2]]),
+        Rows(PROMPTS[:2], COMPLETIONS[:2], [0, 9]),
+    )
+    for other, message in ((shorter, "row 0 of 19 tokens is not"), (numbered, "row 9 of 33 tokens is not")):
+        with pytest.raises(ValueError, match=f"rows: must be those of the forward, and {message}"):
+            forward.score(Batch(other), mask=PLACEHOLDER)
 
 
 @pytest.mark.parametrize(
@@ -355,8 +366,8 @@ def test_credit_on_a_training_forward_takes_that_forwards_rows_only():
         ({"old_logprobs": [torch.zeros(3)] * 7}, r"old_logprobs row 0: must be a tensor \(20,\).*shape \(3,\)"),
         ({"weights": drawn(0)[:3]}, "weights has 3 rows, prompts has 7"),
         ({"mask": [*drawn(0)[:6], None]}, r"mask row 6: must be a tensor \(20,\) like its completion, got NoneType"),
-        ({"mask": [row * 0 + 2 for row in drawn(0)]}, "mask row 0: must be 0 or 1, got 2.0 at token 0"),
-        ({"advantages": torch.zeros(3)}, r"advantages must have shape \(7,\), got \(3,\)"),
+        ({"mask": [row * 0 + 2 for row in drawn(0)]}, "mask row 0, token 0: must be 1 or 0, got 2.0"),
+        ({"advantages": torch.zeros(3)}, "advantages has 3 rows, prompts has 7"),
         ({"advantages": [1.0] * 7}, r"advantages row 0: .* \(20,\) like .*, or all rows one tensor \(7,\), got float"),
         ({"advantages": np.ones(7)}, r"advantages row 0: .*, or all rows one tensor \(7,\), got float64"),
         ({"weights": CREDIT}, "weights: must hold an item for each row, got Credit; give its `weights`"),
@@ -388,26 +399,26 @@ def test_what_is_asked_of_a_forward_is_refused_by_argument_row_and_value():
     model = make_model("Qwen3", num_hidden_layers=1)
     forward = packed_forward(model, ROWS, needed=[12] * 7, keep_states=True)
     with pytest.raises(ValueError, match="token_budget must be at least 1, got 0"):
-        forward.score(SPANS, ANSWERS, mask=PLACEHOLDER, token_budget=0)
-    whole = LossBatch.of(ROWS, None, torch.ones(7))
+        score_forward(forward, SPANS, ANSWERS, mask=PLACEHOLDER, token_budget=0)
+    whole = LossBatch.of(ROWS, advantages=torch.ones(7))
     with pytest.raises(ValueError, match=r"batch row 0: its loss needs 20 tokens, but 12 were fed \(needed\[0\]\)"):
         forward.policy_loss(whole)
     rows = Rows(tokens(9, 7), tokens(12, 12))
     some = packed_forward(model, rows, trained=[False, True])
     with pytest.raises(ValueError, match=r"batch row 0: its loss has a gradient, but it was fed without \(trained\[0"):
-        some.policy_loss(LossBatch.of(rows, None, torch.ones(2)))
+        some.policy_loss(LossBatch.of(rows, advantages=torch.ones(2)))
     with pytest.raises(ValueError, match="batch has 2 rows, this forward has 7; they must agree"):
-        forward.policy_loss(LossBatch.of(ROWS.take([0, 1]), None, torch.ones(2)))
+        forward.policy_loss(LossBatch.of(ROWS.take([0, 1]), advantages=torch.ones(2)))
 
 
 @pytest.mark.parametrize(
     "function",
     [
         lambda model, rows: packed_logprobs(model, rows),
-        lambda model, rows: packed_policy_loss(model, rows, None, torch.ones(7)),
+        lambda model, rows: packed_policy_loss(model, rows, advantages=torch.ones(7)),
         lambda model, rows: score_counterfactuals(model, rows, SPANS, ANSWERS, mask=PLACEHOLDER),
         lambda model, rows: counterfactual_credit(model, tiny_tokenizer(), rows),
-        lambda model, rows: counterfactual_credit(TrainingForward(packed_forward(model, ROWS)), None, rows),
+        lambda model, rows: counterfactual_credit(packed_forward(model, ROWS), None, rows),
     ],
 )
 def test_prompts_and_completions_that_are_not_rows_are_refused(function):
@@ -421,12 +432,12 @@ def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(uncheck
         forward = packed_forward(model, Rows([], []), keep_states=True)
         assert forward.tokens_fed == 0
         assert forward.logprobs() == forward.states() == []
-        assert len(forward.score([], [], mask=PLACEHOLDER).base) == 0
-        assert forward.query_logprobs(model, [])[0] == []
+        assert len(score_forward(forward, [], [], mask=PLACEHOLDER).base) == 0
+        assert forward.query([])[0] == []
     assert packed_logprobs(model, Rows([], [])) == []
     assert packed_logprobs(model, Rows([], []), return_entropy=True) == ([], [])
     with pytest.raises(ValueError, match="completions: a loss needs at least one row, got none"):
-        packed_policy_loss(model, Rows([], []), None, torch.zeros(0))
+        packed_policy_loss(model, Rows([], []), advantages=torch.zeros(0))
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])

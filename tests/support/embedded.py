@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from cfa_kernels import Credit, Importances
-from trainer.cli import parse
+from cfa_kernels import Batch, Credit, Importances
+from tests.support.runs import config
 from trainer.config import TrainConfig
 from trainer.metrics import StageTimes
-from trainer.microbatch import UpdateBatch
-from trainer.rewards.calls import group_advantages
+from trainer.microbatch import update_batch
+from trainer.rewards.advantages import group_advantages
 from trainer.rollouts import Rollouts, generate
 from trainer.run import set_up, train
 from trainer.state import Shaped, Trainer
@@ -24,7 +24,7 @@ SMALL = [
 
 
 def settings(*argv: str) -> TrainConfig:
-    return parse(TrainConfig, [*SMALL, *argv], prog="python -m trainer", description="")
+    return config(*SMALL, *argv)
 
 
 def run(folder: Path, *argv: str) -> Path:
@@ -57,15 +57,19 @@ def updated(
     edits: list[torch.Tensor] | None = None, rewards: torch.Tensor | None = None,
 ) -> tuple[Credit, dict[str, float]]:  # fmt: skip
     """The first step's update on rollouts: by made-up advantages, all counted, rewards of 0, unless told."""
-    shaped = Shaped(torch.zeros(len(rollouts.texts)) if rewards is None else rewards, edits)
-    credit, _, metrics = update(trainer, 1, all_counted(rollouts, advantages), shaped, StageTimes())
+    batch = all_counted(rollouts, advantages, edits, rewards)
+    credit, _, metrics = update(trainer, 1, rollouts, batch, StageTimes())
     return credit, metrics
 
 
-def all_counted(rollouts: Rollouts, advantages: torch.Tensor | None = None) -> UpdateBatch:
-    """Rollouts of which the loss counts all, by made-up advantages unless told."""
+def all_counted(
+    rollouts: Rollouts, advantages: torch.Tensor | None = None, edits: list[torch.Tensor] | None = None,
+    rewards: torch.Tensor | None = None,
+) -> Batch:  # fmt: skip
+    """Rollouts of which the loss counts all, by made-up advantages and rewards of 0 unless told."""
     advantages = advantages_of(rollouts) if advantages is None else advantages
-    return UpdateBatch(rollouts, torch.ones(len(rollouts.texts), dtype=torch.bool), advantages)
+    rewards = torch.zeros(len(rollouts.texts)) if rewards is None else rewards
+    return update_batch(settings("--no_mask_truncated_completions"), rollouts, advantages, Shaped(rewards, edits))
 
 
 def padded_logprobs(model: torch.nn.Module, rollouts: Rollouts, dtype: torch.dtype | None = None):
@@ -97,7 +101,7 @@ EVEN = f"--reward_funcs={__name__}:even"
 
 def beside_its_group(model: Any, batch: Any) -> Importances:
     """Importances by how much shorter a completion is than the longest of its group, and than the batch's mean."""
-    lengths = torch.tensor(batch.lengths).float()
+    lengths = torch.tensor(batch.rows.lengths).float()
     longest = [lengths[batch.groups == group].max() for group in batch.groups]
     return Importances(
         [

@@ -1,17 +1,16 @@
 """Small language models of many architectures, ragged batches, and scores by one plain forward per span."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import transformers
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 
+from cfa_kernels.batch import Batch
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.stateful_layers import OLDEST
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.batch import ScoredBatch
+from cfa_kernels.scoring.branches import check_ids
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
 from tests.support.as_on_gpu import DEVICE
@@ -156,12 +155,17 @@ def batch():
 def batch_of(
     model, prompts, completions, units=None, answers=None, *, mask=PLACEHOLDER, token_budget=None, seed=(), index=None,
     **known,
-) -> ScoredBatch:  # fmt: skip
-    """The batch that an estimator judges; columns of `known` are in the order of the arguments."""
+) -> Batch:  # fmt: skip
+    """The batch that an estimator judges."""
     rows = Rows(prompts, completions, index)
-    batch = ScoredBatch.of(causal_lm(model), rows, units, answers, mask=mask, token_budget=token_budget)
-    ordered = {name: [x[row.place] for row in batch.rows] if isinstance(x, list) else x for name, x in known.items()}
-    return replace(batch, seed=seed, **ordered)
+    check_ids(causal_lm(model), rows)
+    known |= {"units": units or [()] * len(rows), "answers": answers or [None] * len(rows)}
+    return Batch(rows, placeholder=mask, token_budget=token_budget, seed=seed, **known)
+
+
+def score_forward(forward, spans, answers, *, token_budget=None, **options):
+    """Scores of the rows of a forward, by branches that continue it."""
+    return forward.score(Batch(forward.rows, units=spans, answers=answers, token_budget=token_budget), **options)
 
 
 def score_columns(model, prompts, completions, spans, answers, **options):

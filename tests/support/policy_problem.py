@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels.loss.checks import LEVELS_OF
 from cfa_kernels.loss.policy import linear_policy_loss, logits_policy_loss, policy_loss
 from cfa_kernels.loss.token_loss import CORRECTIONS, KL_ESTIMATORS
+from cfa_kernels.loss.types import LOSS_TYPES
 
 B, T, V, H = 3, 4, 37, 24
 
@@ -103,7 +103,7 @@ def unchecked(options: dict[str, Any]) -> dict[str, Any]:
     return {"validate": False} | options if at_sequence else options
 
 
-KINDS = [(loss_type, level) for loss_type, levels in LEVELS_OF.items() for level in levels]
+KINDS = [(loss_type, level) for loss_type, kind in LOSS_TYPES.items() for level in kind.levels]
 KIND = pytest.mark.parametrize(("loss_type", "level"), KINDS)
 """Every loss type at each of its levels."""
 OF_TRL = [

@@ -16,8 +16,9 @@ import torch
 from tests.support.forking import server
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from trainer import __main__ as program
-from trainer.cli import parse
+from trainer.cli import parse, refusing
 from trainer.config import TrainConfig
+from trainer.settings import TrainSettings
 
 SECONDS = 120
 DISTURBANCES: list[Callable[[int], None]] = []
@@ -44,12 +45,17 @@ def flags(model: Path, folder: Path | None, *more: str) -> list[str]:
         "--generation_batch_size=8", "--num_generations=4", "--max_steps=6",
         "--save_steps=2", "--eval_steps=3", "--num_iterations=2", "--learning_rate=1e-3", "--log_completions=2",
         "--max_completion_length=8", "--no_mask_truncated_completions", f"--reward_funcs={__name__}:reward",
+        "--estimator=masking",
         *([] if folder is None else [f"--output_dir={folder}"]), *more,
     ]  # fmt: skip
 
 
 def config(*argv: str) -> TrainConfig:
-    return parse(TrainConfig, argv, prog="python -m trainer", description="")
+    """Check flags as the program does; credit is by masking, the class default, unless they name another."""
+    named = any(flag.startswith(("--config", "--estimator")) for flag in argv)
+    prog, masking = "python -m trainer", [] if named else ["--estimator=masking"]
+    with refusing(prog):
+        return TrainConfig(**vars(parse(TrainSettings, [*masking, *argv], prog=prog)))
 
 
 def main(argv: list[str], *disturbances: Callable[[int], None]) -> tuple[int, str, str]:

@@ -15,7 +15,7 @@ import cfa_kernels.integrations.trl as integration
 from cfa_kernels import CounterfactualConfig
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
-RELEASE = integration._TRL.release
+RELEASE = integration.TRL.release
 PROMPT = "What is 3 + 4 ?"
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=8)
 packs = pytest.mark.skipif(RELEASE < (1, 10), reason="the packed loss needs TRL 1.10")

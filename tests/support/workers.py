@@ -11,10 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from cfa_kernels import CounterfactualConfig, Credit, Span, counterfactual_credit
+from cfa_kernels import Batch, CounterfactualConfig, Credit, Span, counterfactual_credit
 from cfa_kernels.integrations.workers import Share, Workers, judge_share
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.batch import ScoredBatch
 from tests.support.log_prob_hosts import batch_rows
 from tests.support.plug_ins import RESAMPLING, TOTAL_EFFECTS
 from tests.support.sharded import wrapped
@@ -76,7 +75,8 @@ def as_one_process(
 def refuses_a_bad_id(workers: Workers) -> None:
     ids = [torch.tensor(row) for row in ([14, 15, 18], [14, 999, 18])]
     spans, answers = [[Span(0, 1)]] * 2, [Span(2, 3)] * 2
-    wrong = ScoredBatch.of(None, Rows([torch.tensor([3]), torch.tensor([4])], ids), spans, answers, mask=0)
+    rows = Rows([torch.tensor([3]), torch.tensor([4])], ids)
+    wrong = Batch(rows, units=spans, answers=answers, placeholder=0)
     named = r"rank \d: completions row 1: id 999 at position 1 is outside the vocabulary"
     with pytest.raises(ValueError, match=named):
         workers.score(wrong)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig
+from cfa_kernels.credit.presets import PRESETS, preset_names
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.estimators.entropy import Entropy
 from cfa_kernels.integrations.credit import OFFERS, unmet_needs
@@ -13,7 +14,6 @@ from cfa_kernels.options import Share, check_fields
 from docs.options import options
 from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings, updated
 from tests.support.plug_ins import TOTAL_EFFECTS
-from trainer.settings import PRESETS, preset_names
 
 pytestmark = pytest.mark.slow
 

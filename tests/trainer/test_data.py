@@ -15,11 +15,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support.tiny import jsonl
-from trainer.config import DataConfig, TrainConfig
+from trainer.config import TrainConfig
 from trainer.data import Row, encode_prompt, encode_prompts, load_rows, train_and_eval_rows
 from trainer.embedded.problems import generate
 from trainer.rewards.numbers import gold_number
-from trainer.settings import ASSETS
+from trainer.settings import ASSETS, DataConfig
 
 GOOD = {"question": "How many?", "answer": "2+3=5\n#### 5"}
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from tests.support.embedded import SMALL
 from tests.support.runs import child, flags, main, outcome
 from trainer import __main__, program, run
-from trainer.checkpoints.files import DiskError, naming, whole_folder, write_whole
+from trainer.disk import DiskError, naming, whole_folder, write_whole
 from trainer.endings import Ended, Ending
 from trainer.evaluate import evaluate
 

@@ -12,7 +12,7 @@ from cfa_kernels.scoring import packed as packed_loss
 from tests.support.embedded import all_counted, sample, settings, updated
 from tests.support.waits import a_device, put_on_device
 from trainer.checks import check_sampling_gap
-from trainer.microbatch import Moving, Pass, UpdateBatch, micro_batches
+from trainer.microbatch import counted_tokens, micro_batches
 
 
 def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(trainer, rollouts) -> None:
@@ -25,10 +25,11 @@ def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(traine
 
 
 def test_a_group_is_fed_without_the_rows_that_the_loss_does_not_count(trainer, rollouts) -> None:
-    batch = UpdateBatch(rollouts, torch.arange(32) != 2, torch.ones(32))
+    counted = [torch.full((n,), b != 2) for b, n in enumerate(rollouts.rows.lengths)]
+    batch = all_counted(rollouts, torch.ones(32)).with_columns(mask=counted)
     (part,) = micro_batches(settings("--token_budget=100000"), batch, trainer.policy)
     assert part == [b for b in range(32) if b != 2]
-    assert batch.tokens([2, 3]) == len(rollouts.ids()[3])
+    assert counted_tokens(batch, [2, 3]) == len(rollouts.ids()[3])
 
 
 @pytest.mark.parametrize(("credit", "looks"), [("uniform", 0), ("counterfactual", 1)])
@@ -170,9 +171,8 @@ def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts) -> No
     config = settings("--token_budget=100000")
     batch = all_counted(rollouts, torch.ones(32))
     logprobs = [x - 2.0 * (b == 5) for b, x in enumerate(packed_logprobs(trainer.policy, batch.rows))]
-    only = Pass([*range(32)], Moving(), torch.ones(()), torch.ones(()), {}, logprobs)
     with pytest.raises(FloatingPointError, match=r"^samples \[5\]: .* in sample 5, and max_sampling_gap is 0.0"):
-        check_sampling_gap([only], batch, trainer.policy, config)
+        check_sampling_gap(dict(enumerate(logprobs)), rollouts, trainer.policy, config)
 
 
 def test_the_correction_multiplies_the_policy_term_by_the_truncated_ratio(fresh) -> None:

@@ -75,7 +75,7 @@ def test_extra_tensors_are_left_out_as_the_message_says(folder, monkeypatch) -> 
         r"(.+); to leave them out, run python -c (\".+\") and take --model (\S+)", str(refused.value)
     ).groups()
     monkeypatch.chdir(folder.parent)
-    exec(*shlex.split(code), {})
+    exec(shlex.split(code)[0])
     policy, _ = loaded(folder.parent / where, "--no_use_peft")
     saved = load_file(folder / "model.safetensors")
     assert all(torch.equal(p, saved[name]) for name, p in policy.named_parameters())

@@ -73,7 +73,8 @@ def left_while_sampling(rank: int, folder: Path, parallel: str) -> None:
 
     if rank == 1:
         Trainer.sample = dies  # type: ignore[method-assign]
-    argv = [*SMALL, *FEW, "--max_completion_length=12", f"--parallel={parallel}", f"--output_dir={folder / 'run'}"]
+    argv = [*SMALL, *FEW, "--estimator=masking", "--max_completion_length=12", f"--parallel={parallel}"]
+    argv += [f"--output_dir={folder / 'run'}"]
     code, _, said = main(argv)
     assert code == 1
     assert re.fullmatch(r"error: rank 0: another process has ended or does not answer \(.*\)\n", said)

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.embedded import settings
 from trainer.metrics import STAGES, StageTimes
-from trainer.report import Report
+from trainer.report.report import Report
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import torch
 from cfa_kernels import Draws, counterfactual_credit, token_entropies
 from tests.support.embedded import COMPARING, advantages_of
 from trainer.metrics import StageTimes
-from trainer.microbatch import UpdateBatch
+from trainer.microbatch import update_batch
 from trainer.state import Shaped
 from trainer.step import update
 
@@ -36,7 +36,8 @@ def test_micro_batches_and_rows_left_out_change_no_credit(fresh, rollouts, case,
         trainer.policy, trainer.tokenizer, rollouts.rows, advantages=advantages, config=config, rewards=rewards,
         seed=Draws(trainer.config.seed).key(1), groups=GROUPS, entropies=entropies, mask=mask,
     )  # fmt: skip
-    credit, *_ = update(trainer, 1, UpdateBatch(rollouts, counted, advantages), Shaped(rewards), StageTimes())
+    batch = update_batch(trainer.config, rollouts, advantages, Shaped(rewards)).with_columns(mask=mask)
+    credit, *_ = update(trainer, 1, rollouts, batch, StageTimes())
     fed = (counted & (advantages != 0)).nonzero().flatten().tolist()
     some = [False]
     for b in fed:

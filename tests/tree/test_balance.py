@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfa_kernels.scoring.batch import ScoredRow
+from cfa_kernels.batch import ScoredRow
 from cfa_kernels.scoring.plan import queries_of
 from cfa_kernels.span import Span
 from cfa_kernels.tree.balance import deal, rows_to_score

@@ -11,9 +11,9 @@ from rich.table import Column
 from rich.table import Table as Shown
 
 from ..provenance import made_by
-from .page import page_of, write_run_page
-from .runs import comparison
-from .samples import read_samples
+from ..report.page import page_of, write_run_page
+from ..report.runs import comparison
+from ..report.samples import read_samples
 from .tables import Cell, Table, analyse
 
 _WIDTH = 19

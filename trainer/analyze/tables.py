@@ -16,7 +16,7 @@ from scipy import stats
 
 from cfa_kernels.text.arithmetic import ranked_math_intervals
 
-from .samples import Sample
+from ..report.samples import Sample
 from .statistics import bootstrap_interval, ess_ratio, top_mass
 
 Cell = str | int | float | None

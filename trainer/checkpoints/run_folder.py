@@ -26,11 +26,12 @@ from cfa_kernels.model.sharded.fsdp import is_piece
 from ..checks import sampling_gap_limit
 from ..cli import read_mapping, to_yaml
 from ..config import TrainConfig
+from ..data import question_instruction
+from ..disk import DiskError, naming, whole_folder, write_whole
 from ..policy import require_finite_weights
 from ..processes import on_first
 from ..provenance import made_by
 from ..state import Trainer
-from .files import DiskError, naming, whole_folder, write_whole
 from .state import collect, restore
 
 RUNS = Path("runs")
@@ -225,7 +226,7 @@ def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
 
 
 def _facts(trainer: Trainer) -> dict[str, str]:
-    """Name what a run depends on beside its settings: kind of device, problems, weights that are in no checkpoint."""
+    """Name what a run depends on, settings apart: kind of device, problems, weights that are in no checkpoint."""
     weights, models = hashlib.sha256(), [trainer.policy, *filter(None, [trainer.reference])]
     for weight in [p for model in models for p in model.parameters() if not p.requires_grad]:
         whole = weight.full_tensor() if is_piece(weight) else weight  # type: ignore[attr-defined]
@@ -256,7 +257,7 @@ def _resolved(trainer: Trainer) -> dict[str, Any]:
         "train_problems": len(trainer.rows),
         "eval_problems": len(trainer.held_out),
         "eval_reward": config.grader,
-        "instruction": config.question_instruction,
+        "instruction": question_instruction(config),
         "max_sampling_gap": sampling_gap_limit(config, trainer.policy),
         "credit_options": ", ".join(f"{name}={value}" for name, value in options.items() if value is not None),
     }

@@ -19,10 +19,10 @@ from cfa_kernels.estimators.siblings import correct_siblings
 from cfa_kernels.model.parts import causal_lm, context_length
 
 from ..config import TrainConfig
-from ..data import encode_prompt
+from ..data import encode_prompt, question_instruction
 from ..rewards.calls import compute_rewards
-from ..rollouts import Rollouts
-from ..state import Batch, Shaped, Trainer, arguments
+from ..rollouts.engine import Rollouts
+from ..state import Samples, Shaped, Trainer, arguments
 
 TEMPLATE = (
     "{question}\n\nThis attempt is wrong:\n{attempt}\n\nThis is correct:\n{reference}\n\n"
@@ -32,7 +32,7 @@ CORRECT = 0.5  # least reward of a correct completion
 _STREAM = 1  # at the end of a sample's key: its correction draws numbers of its own
 
 
-def compare_and_correct(trainer: Trainer, batch: Batch) -> Shaped:
+def compare_and_correct(trainer: Trainer, batch: Samples) -> Shaped:
     """Let the policy correct the wrong ones of B completions, in groups that hold a correct one, in one batch.
 
     Truncated completions that the loss leaves out are not corrected, nor those whose prompt for correction is longer
@@ -73,7 +73,7 @@ def compare_and_correct(trainer: Trainer, batch: Batch) -> Shaped:
     return Shaped(shaped, edits, metrics, notes)
 
 
-def _prompts(trainer: Trainer, batch: Batch, ids: list[Tensor]) -> dict[int, list[int]]:
+def _prompts(trainer: Trainer, batch: Samples, ids: list[Tensor]) -> dict[int, list[int]]:
     """Encode prompts for corrections, by number of the sample; `ids` are the B completions' tokens."""
     config, texts = trainer.config, batch.rollouts.texts
     siblings = correct_siblings(ids, torch.arange(len(ids)) // config.num_generations, batch.rewards >= CORRECT)
@@ -98,7 +98,7 @@ def correction_prompt(
     """Encode the prompt that asks for a correction: `TEMPLATE` filled, then as any other prompt."""
     request = TEMPLATE.format(question=question, attempt=attempt, reference=reference)
     return encode_prompt(
-        request, tokenizer, instruction=config.question_instruction, system=config.system_prompt,
+        request, tokenizer, instruction=question_instruction(config), system=config.system_prompt,
         thinking=config.enable_thinking, at=at,
     )  # fmt: skip
 
@@ -121,7 +121,7 @@ def require_fitting_prompt(trainer: Trainer) -> None:
         )
 
 
-def _are_right(trainer: Trainer, batch: Batch, samples: list[int], corrected: Rollouts) -> list[bool]:
+def _are_right(trainer: Trainer, batch: Samples, samples: list[int], corrected: Rollouts) -> list[bool]:
     """Whether each correction earns the reward of a correct completion."""
     rows, weights = [batch.rows[b] for b in samples], trainer.config.reward_weights
     try:

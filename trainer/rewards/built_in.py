@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+ARGUMENTS = ("prompts", "completions", "completion_ids")
+"""Arguments of every reward function, beside the columns of the data."""
+CONTENTS = "completion_contents"
+"""A further argument of functions that take it: completions without their thoughts, which prompts may open."""
 _ANSWERS = ("answer_format", "answer_fallback", "lead_in", "thought_tags")  # of `AnswerRules`
 
 

@@ -1,11 +1,9 @@
-"""Load reward functions by name, call them, add their rewards up, and turn sums into advantages."""
+"""Load reward functions by name, call them by TRL's contract, and add their rewards up."""
 
 import functools
 import inspect
-import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -13,25 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cfa_kernels import AnswerRules
 from cfa_kernels.options import imported
-from cfa_kernels.text.rules import AnswerFormat
 
-from .built_in import BUILT_IN, require_rewards
+from .built_in import ARGUMENTS, BUILT_IN, CONTENTS, require_rewards
 
 Reward = Callable[..., list[float | None]]
 """TRL's contract: `f(prompts=, completions=, completion_ids=, **others)`; None abstains."""
 
-ARGUMENTS = ("prompts", "completions", "completion_ids")
-CONTENTS = "completion_contents"
-"""A further argument of functions that take it: completions without their thoughts, which prompts may open."""
-
 FAILURES = (Exception, SystemExit)  # of a user's code; not signals
-
-_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an answer: it has no group
-
-
-ANSWER_OPTIONS = tuple(entry.name for entry in fields(AnswerRules))
 
 
 class RewardError(ValueError):
@@ -54,11 +41,6 @@ def load_rewards(names: Sequence[str], **options: Any) -> dict[str, Reward]:
     if len(functions) < len(names):
         raise ValueError(f"reward_funcs: two of {', '.join(names)} would be reported by one name; rename one")
     return functions
-
-
-def load_answer_format(name: str | None) -> AnswerFormat | None:
-    """Load a run's form of answers by its setting: `module:function` on the import path, or a pattern as it stands."""
-    return imported("answer_format", name) if name is not None and _REFERENCE.fullmatch(name) else name
 
 
 def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]) -> None:
@@ -107,6 +89,7 @@ def rewards_by(
     """
     columns = {name: column for name, column in columns.items() if name != CONTENTS or _takes(function, name)}
     try:
+        # Copies, for a function may empty or sort the lists that it gets.
         values: Any = function(**{argument: [*column] for argument, column in columns.items()})
     except FAILURES as problem:
         where = "" if isinstance(problem, OSError) else _first_raising(function, samples, columns)
@@ -135,21 +118,6 @@ def _first_raising(function: Reward, samples: Sequence[str], columns: Mapping[st
         except FAILURES:
             return f"{sample}: "
     return ""
-
-
-def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
-    """Compute (reward - group mean) / (std + 1e-4) of (B,) rewards, groups side by side; (B,) fp32.
-
-    `scale_rewards` names the standard deviation: the group's, the batch's, or none (no division). A group whose
-    rewards are all equal has advantage exactly 0, so that nothing spends work on it.
-    """
-    groups = rewards.float().view(-1, num_generations)  # (groups, G)
-    centred = groups - groups.mean(1, keepdim=True)
-    if scale_rewards != "none":
-        deviation = groups.std(1, keepdim=True) if scale_rewards == "group" else rewards.float().std()
-        centred = centred / (deviation + 1e-4)  # TRL's, so that advantages agree with its own
-    mixed = groups.amax(1, keepdim=True) > groups.amin(1, keepdim=True)
-    return torch.where(mixed, centred, torch.zeros_like(centred)).flatten()
 
 
 def _real(value: Any, name: str) -> float:

@@ -54,7 +54,7 @@ class _State(NamedTuple):
     tokens: Tensor  # (R, L) int64
     logprobs: Tensor  # (R, L) fp32, nan where logits were not finite
     uniforms: Tensor  # (R, L) float64
-    kept: Tensor  # (R, _LOOK, CANDIDATES) int32, `Draws.kept` of the last places, each at its remainder by _LOOK
+    kept: Tensor  # (R, _LOOK, CANDIDATES) int32, `TokenDraw.kept` of the last places, by remainder of _LOOK
     place: Tensor  # (1,) int64, of the last token
     missed: Tensor  # (1,) bool, whether a nucleus was larger than the candidates
 
@@ -100,7 +100,7 @@ class Decoder:
         self._layers: list[_Layer] = []
         self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._pool, self._addresses = None, list[int]()
-        self._wide: Tensor | None = None  # (R, 1, C) `Draws.kept` of the last step, if too many for the state
+        self._wide: Tensor | None = None  # (R, 1, C) `TokenDraw.kept` of the last step, if too many for the state
 
     def __call__(
         self, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling,

@@ -21,7 +21,7 @@ def keyed_uniforms(keys: Sequence[Sequence[int]], length: int) -> Tensor:
     return torch.from_numpy(np.stack([np.random.default_rng(list(key)).random(length) for key in keys]))
 
 
-class Draws(NamedTuple):
+class TokenDraw(NamedTuple):
     """One token of each of B rows."""
 
     tokens: Tensor  # (B, 1) int64; any for a row with a nan
@@ -32,7 +32,7 @@ class Draws(NamedTuple):
 
 def draw(
     scores: Tensor, uniforms: Tensor | None, temperature: float, top_p: float, candidates: int | None = None
-) -> Draws:
+) -> TokenDraw:
     """Draw one token of each row of scores (B, V) by uniforms (B, 1), or take the likeliest.
 
     A nucleus is looked for among so many `candidates`, and the draw is wrong where it has more tokens. Without their
@@ -41,7 +41,9 @@ def draw(
     largest = scores.amax(-1, keepdim=True)
     narrow, unknown = torch.ones_like(largest, dtype=torch.bool), ~largest.isfinite()
     if uniforms is None:
-        return Draws(scores.argmax(-1, keepdim=True), torch.zeros_like(largest).masked_fill(unknown, torch.nan), narrow)
+        return TokenDraw(
+            scores.argmax(-1, keepdim=True), torch.zeros_like(largest).masked_fill(unknown, torch.nan), narrow
+        )
     scaled = scores.float() / temperature
     weights = (scaled - scaled.amax(-1, keepdim=True).double()).exp_()
     kept = None
@@ -57,7 +59,7 @@ def draw(
         below = scaled - scaled.amax(-1, keepdim=True)
         inside = below.gather(1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf)
         logprobs = below.gather(1, tokens) - inside.logsumexp(-1, keepdim=True)
-    return Draws(tokens, logprobs.masked_fill(unknown, torch.nan), narrow, kept)
+    return TokenDraw(tokens, logprobs.masked_fill(unknown, torch.nan), narrow, kept)
 
 
 def _nucleus(
@@ -91,7 +93,7 @@ class KeptRecord:
         self._ids, self._counts, self._places = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
 
     def add(self, rows: np.ndarray, kept: np.ndarray, first: int) -> None:
-        """Add `Draws.kept` (R, t, C) of t tokens, from number `first` on, of the completions `rows` (R,)."""
+        """Add `TokenDraw.kept` (R, t, C) of t tokens, from number `first` on, of the completions `rows` (R,)."""
         inside = kept >= 0
         self._ids.append(kept[inside].astype(np.int32))
         self._counts.append(inside.sum(-1).ravel())

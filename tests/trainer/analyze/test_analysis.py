@@ -13,8 +13,8 @@ from tests.support.embedded import EVERY_OTHER, run
 from tests.support.pages import Page, write_lines
 from trainer.analyze.__main__ import main
 from trainer.analyze.analysis import write_analysis
-from trainer.analyze.samples import Sample, read_samples
 from trainer.analyze.tables import analyse, classes_of, kind_of
+from trainer.report.samples import Sample, read_samples
 
 pytestmark = pytest.mark.slow
 

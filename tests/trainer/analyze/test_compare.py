@@ -6,9 +6,9 @@ import re
 import pytest
 
 from tests.support.pages import Page, completion, write_lines, write_run
-from trainer.analyze import page as pages
 from trainer.analyze.__main__ import main
-from trainer.analyze.runs import comparison, groups_of, read_runs
+from trainer.report import page as pages
+from trainer.report.runs import comparison, groups_of, read_runs
 
 
 def compared(*arguments: object) -> int:

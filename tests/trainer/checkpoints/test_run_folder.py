@@ -12,8 +12,8 @@ import yaml
 
 from tests.support.runs import child, config, flags, main
 from trainer.checkpoints import run_folder
-from trainer.checkpoints.files import DiskError, naming
 from trainer.checkpoints.run_folder import Finished, Refused, open_run
+from trainer.disk import DiskError, naming
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from tests.support.embedded import EVEN, settings, updated
 from trainer.data import Row
 from trainer.experimental import compare_and_correct
 from trainer.experimental.compare_and_correct import correction_prompt
-from trainer.rewards.calls import group_advantages
+from trainer.rewards.advantages import group_advantages
 from trainer.rollouts import Rollouts, TransformersEngine
 from trainer.run import set_up
-from trainer.state import Batch, Shaped
+from trainer.state import Samples, Shaped
 from trainer.step import training_step
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def by_hand(trainer, rewards, corrected, *flags, truncated=()) -> Shaped:
         return [None if text == "?" else float("right" in text) for text in completions]
 
     keys, data = [(0, 0, 0, g) for g in range(len(texts))], [Row({"question": f"q {b}"}) for b in range(len(texts))]
-    sampled = Batch(keys, data, batch(texts), torch.tensor(rewards))
+    sampled = Samples(keys, data, batch(texts), torch.tensor(rewards))
     config, engine = (
         settings("--compare_and_correct=0.3", "--num_generations=4", *flags),
         lambda *_, **__: batch(corrected),

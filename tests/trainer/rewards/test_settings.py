@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.embedded import EVEN, metrics_of, run, settings
 from trainer.config import TrainConfig
+from trainer.data import question_instruction
 from trainer.rewards.built_in import BUILT_IN, BuiltIn
 
 
@@ -51,7 +52,7 @@ def test_a_setting_of_rewards_that_cannot_be_is_named(options, message) -> None:
 def test_rewards_say_what_evaluation_counts_and_what_rows_must_have(argv, grader, kind, instruction) -> None:
     config = settings(*argv)
     assert (config.grader, config.kind) == (grader, kind)
-    assert instruction in config.question_instruction
+    assert instruction in question_instruction(config)
     assert settings(*argv, "--instruction=Go.").instruction == "Go."
 
 

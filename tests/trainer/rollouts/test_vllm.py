@@ -260,6 +260,7 @@ def test_an_answer_that_is_not_what_was_asked_for_is_named(serve, fault, error, 
 def test_a_server_that_does_not_answer_ends_the_program_with_one_line(tmp_path, capsys, monkeypatch, listens) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("trainer.rollouts.vllm.START_SECONDS", 0.2)
+    monkeypatch.setattr("trainer.run.load_policy", lambda *_, **__: pytest.fail("the model was loaded before"))
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         if listens:

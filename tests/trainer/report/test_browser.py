@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.pages import HOSTILE, completion, hostile, write_lines, write_run
-from trainer.analyze.page import page_of, write_run_page
-from trainer.analyze.samples import read_samples
+from trainer.report.page import page_of, write_run_page
+from trainer.report.samples import read_samples
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 wait = pytest.importorskip("selenium.webdriver.support.wait")

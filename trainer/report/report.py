@@ -20,29 +20,25 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from .analyze.page import write_run_page
-from .analyze.records import completion_record
-from .checkpoints.files import naming, write_whole
-from .config import TrainConfig
-from .evaluate import Evaluation, paired_gain
-from .extras import program
-from .metrics import Step
-from .processes import rank
-from .provenance import made_by
+from ..config import TrainConfig
+from ..disk import naming, write_whole
+from ..evaluate import Evaluation, paired_gain
+from ..extras import program
+from ..metrics import Step
+from ..processes import rank
+from ..provenance import made_by
+from .page import write_run_page
+from .records import completion_record
 
 _ROWS_SHOWN = 10
 _TITLES = {
     "counterfactual": "Counterfactual ", "inverted": "Inverted ", "permuted": "Permuted ", "random": "Random-weight ",
     "uniform": "",
 }  # fmt: skip
-_STYLES = ((0.99, "grey50"), (1.01, "default"), (2.0, "black on khaki1"), (3.0, "black on orange1"))
 
 Log = Callable[[dict[str, float], int], object]
 
@@ -62,9 +58,9 @@ class Report:
         self._evaluations = {step: Evaluation(**result) for step, result in state.get("evaluations", [])}
         self.evaluated_steps = [*self._evaluations]  # before this process
         self._bytes: dict[str, int] = state.get("bytes", {})
-        self._id: str = state.get("id", uuid.uuid4().hex)
+        self._id: str = state.get("id", uuid.uuid4().hex)  # by which a tracker knows a run that goes on
         self._tokens: int = state.get("tokens", 0)
-        self._last: Step | None = None
+        self._has_stepped = False
         self._explained = set[str]()
 
     def state(self) -> dict[str, Any]:
@@ -161,7 +157,7 @@ class Report:
 
     def sampling(self, step: int) -> None:
         """Tell a log file that a step begins, the first of this process."""
-        if self._last is None:
+        if not self._has_stepped:
             self._begins(step, f"sampling {self._config.generation_batch_size:,} completions")
 
     def _begins(self, step: int, what: str) -> None:
@@ -183,7 +179,7 @@ class Report:
 
     def stepped(self, step: int, result: Step) -> None:
         """Record a training step: files, bar, and a line: in a log file always, else every tenth part of the run."""
-        self._last, metrics = result, result.metrics
+        self._has_stepped, metrics = True, result.metrics
         self._tokens += result.batch.rollouts.tokens()
         self._record(step, metrics | {"num_tokens": self._tokens})
         # Samples with spans come first: what was masked, what it did, what each token weighs.
@@ -251,8 +247,6 @@ class Report:
         }
         self._write_page()  # a run with a summary is finished: nothing goes on to write what a kill cuts off after it
         write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-        if self._last and any(map(len, self._last.credit.drop)):
-            self._show_weights(self._last)
         self._print(
             f"\n[bold]Held-out accuracy {before.accuracy:.1%} -> {after.accuracy:.1%}, "
             f"{100 * gain:+.1f} points[/bold] (95 % interval {100 * low:+.1f} to {100 * high:+.1f}; "
@@ -261,22 +255,6 @@ class Report:
         )
         for module, other in (("trainer.analyze", ""), ("trainer.analyze compare", " OTHER_RUN")):
             self._print(f"  {program(module)} {escape(str(self._folder))}{other}")
-
-    def _show_weights(self, result: Step) -> None:
-        """Print one sampled completion: its spans with their drops, and its token weights as colour."""
-        b = max(range(len(result.advantages)), key=lambda b: len(result.credit.spans[b]))
-        sample = completion_record(result, b, self._tokenizer, self._config)
-        text = Text.assemble(*zip(sample["tokens"], map(_weight_style, sample["weights"]), strict=True))
-        unit = sample["drops_unit"]
-        header = "answer log-prob drop (nats)" if unit == "nats" else unit
-        table = Table("span", header, "weight", box=None, header_style="dim")
-        strongest = sorted(sample["spans"], key=lambda span: -span["drop"])[:_ROWS_SHOWN]
-        for span in sorted(strongest, key=lambda span: span["start"]):
-            drop = f"{span['drop']:z.3f}" if unit == "nats" else f"{span['drop']:.3g}"
-            table.add_row(escape(span["text"]), drop, Text(f"{span['weight']:.2f}", _weight_style(span["weight"])))
-        self.console.print(f"\nA completion of the last step, reward {sample['reward']:g}, coloured by token weight:\n")
-        self.console.print(Padding(text, (0, 2)))
-        self.console.print(Padding(table, (0, 1)))
 
 
 def announce(what: str) -> None:
@@ -295,10 +273,6 @@ class Silence(contextlib.AbstractContextManager[Any]):
 
     def __getattr__(self, _: str) -> Any:
         return lambda *_, **__: contextlib.nullcontext(lambda _: None)
-
-
-def _weight_style(weight: float) -> str:
-    return next((style for bound, style in _STYLES if weight < bound), "white on red3")
 
 
 def tracker_library(name: str) -> Any:

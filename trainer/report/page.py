@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.files import write_whole
+from ..disk import write_whole
 from .runs import Run, comparison, groups_of, read_runs
 from .samples import Sample, read_samples
 

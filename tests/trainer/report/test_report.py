@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings
 from tests.support.pages import Page
-from trainer.analyze.page import write_run_page
 from trainer.data import load_rows
 from trainer.evaluate import Evaluation
-from trainer.report import Report, open_tracker, write_whole
+from trainer.report.page import write_run_page
+from trainer.report.report import Report, open_tracker, write_whole
 
 
 @pytest.mark.slow
@@ -23,9 +23,11 @@ def test_a_run_leaves_a_page_of_its_metrics_and_its_completions(tmp_path, monkey
         there.append((path.name, (path.parent / "report.html").exists()))
         write_whole(path, text)
 
-    monkeypatch.setattr("trainer.report.write_whole", written)
+    monkeypatch.setattr("trainer.report.report.write_whole", written)
     pages: list[Path] = []
-    monkeypatch.setattr("trainer.report.write_run_page", lambda *page: pages.append(page[0]) or write_run_page(*page))
+    monkeypatch.setattr(
+        "trainer.report.report.write_run_page", lambda *page: pages.append(page[0]) or write_run_page(*page)
+    )
     options = ("--max_steps=1", "--page_steps=1", "--eval_problems=1", "--log_completions=5", EVERY_OTHER)
     folder = run(tmp_path / "run", *options)
     assert pages == [folder / "report.html"] * 4  # after evaluations, the step, at the end

@@ -1,0 +1,82 @@
+"""The environment of `evidence turns`: it is deterministic, as dense as it says, and its replays know what matters."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from benchmarks.research.turns import (
+    ARMS,
+    COLOURS,
+    DECISIVE,
+    DENSITIES,
+    RECIPE,
+    Boxes,
+    Player,
+    TurnsSettings,
+    judged,
+    pupils,
+)  # fmt: skip
+from benchmarks.research.turns import replayed as replays
+from benchmarks.research.warmup import WarmupConfig, small_model, train_tokenizer
+
+
+@pytest.mark.parametrize("turns", DENSITIES.values())
+def test_as_many_turns_can_matter_as_the_density_says(turns):
+    rng = random.Random(turns)
+    for _ in range(50):
+        boxes = Boxes.draw(rng, turns)
+        decisive = [offer for offer in boxes.offers if any(name in boxes.wanted for name in offer)]
+        assert len(boxes.offers) == turns
+        assert sorted(name for offer in decisive for name in offer if name in boxes.wanted) == sorted(boxes.wanted)
+        assert len(decisive) == DECISIVE
+        assert all(len({*offer}) == 2 for offer in boxes.offers)
+
+
+def test_a_rollout_is_told_in_pieces_of_the_policy_and_of_the_environment():
+    digits = dict.fromkeys(COLOURS, 0) | {"red": 4, "gray": 9}
+    boxes = Boxes(("red", "blue"), (("red", "tan"), ("gray", "blue")), digits)
+    assert boxes.question == "What is in red and blue?"
+    assert boxes.gold == "40"
+    assert boxes.pieces(["red", "gray"]) == [
+        (" [red or tan]", 0), (" red.", 1), (" [4, gray or blue]", 0), (" gray.", 1), (" [9, end]", 0),
+    ]  # fmt: skip
+    assert boxes.pieces(["red", "gray"])[:3] == boxes.pieces(["red"])
+
+
+class Certain(Player):
+    """A player that always opens what is asked for, and remembers it."""
+
+    def __init__(self):
+        pass
+
+    def play(self, games, opened, draws):
+        played = []
+        for game, begun in zip(games, opened, strict=True):
+            rest = [next((x for x in offer if x in game.wanted), offer[0]) for offer in game.offers[len(begun) :]]
+            names = [*begun, *rest]
+            played.append((names, "".join(str(game.digits[x]) if x in names else "?" for x in game.wanted)))
+        return played
+
+
+def test_replays_find_the_turn_at_which_a_rollout_was_lost():
+    digits = dict.fromkeys(COLOURS, 0)
+    boxes = Boxes(("red", "blue"), (("red", "tan"), ("gray", "lime"), ("gray", "blue")), digits)
+    games, opened = [boxes] * 2, [["tan", "gray", "blue"], ["red", "lime", "blue"]]
+    values = replays(Certain(), games, opened, TurnsSettings(replays=3))
+    assert values.diff(dim=1).tolist() == [[-1, 0, 0], [0, 0, 0]]
+
+
+def test_every_arm_gives_every_turn_a_number(tmp_path):
+    tokenizer = train_tokenizer(list(itertools.islice(pupils("train", 0), 400)), RECIPE["vocab_size"])
+    small_model(WarmupConfig(**RECIPE), tokenizer).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    player = Player(tmp_path)
+    settings = TurnsSettings(rollouts=3, replays=2)
+    found = judged(player, player, 4, settings)
+    assert found["scores"].keys() == ARMS.keys()
+    assert all([len(row) for row in rows] == [4, 4, 4] for rows in found["scores"].values())
+    assert all(value == 0 for row in found["scores"]["progress"] for value in row)
+    assert torch.tensor(found["effects"]).shape == (3, 4)
+    assert all(sum(row) == DECISIVE for row in found["decisive"])

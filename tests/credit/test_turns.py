@@ -1,0 +1,234 @@
+"""Credit of turns against the same questions asked of one unpacked row after the other, and what it may not do."""
+
+import copy
+
+import pytest
+import torch
+
+from cfa_kernels.credit.assign import counterfactual_credit
+from cfa_kernels.credit.config import CounterfactualConfig, UnreadOptions
+from cfa_kernels.credit.weights import Redistribute, WeightInputs
+from cfa_kernels.rows import Rows
+from cfa_kernels.span import Span
+from tests.support.models import make_model, naive_row
+from tests.support.scored import Scored
+from tests.support.small_tokenizers import encode, get_tokenizer
+
+CHARACTERS = get_tokenizer("characters")
+PAD = CHARACTERS.pad_token_id
+ROLLOUTS = [
+    [("look up 1+1. ", 1), ("[2]", 0), ("times 3: 2*3. ", 1), ("[6] and", 0), (" so\n", 1), ("[ok]", 0), ("#### 6", 1)],
+    [("[hello]", 0), ("first 4. ", 1), ("[no]", 0), ("I do not know", 1)],
+    [("only one turn 5.\n#### 5", 1), ("</end>", 0)],
+]
+ROLLOUTS[2] = ROLLOUTS[2][:1]
+
+
+def ids(text: str) -> torch.Tensor:
+    return torch.tensor(encode(CHARACTERS, text))
+
+
+def problem():
+    rows = [torch.cat([ids(text) for text, _ in rollout]) for rollout in ROLLOUTS]
+    masks = [torch.cat([torch.full((len(ids(text)),), w) for text, w in rollout]) for rollout in ROLLOUTS]
+    return Rows([ids("What?")] * len(rows), rows), masks
+
+
+def written(rollout) -> list[Span]:
+    spans, at = [], 0
+    for text, own in rollout:
+        if own:
+            spans.append(Span(at, at + len(ids(text))))
+        at += len(ids(text))
+    return spans
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("Qwen3", vocab_size=128)
+
+
+def exact(model, pieces: list[torch.Tensor], answer: torch.Tensor) -> torch.Tensor:
+    """Log-probs of an answer's tokens after pieces of text, by one plain forward in float64."""
+    return naive_row(copy.deepcopy(model).double(), ids("What?"), torch.cat([*pieces, answer]))[-len(answer) :]
+
+
+def drops(model, rollout, answer: str, options) -> torch.Tensor:
+    """Drops of the turns before the last one, each edited row a forward of its own."""
+    texts, own = [ids(text) for text, _ in rollout], [w for _, w in rollout]
+    marker = [ids("#### ")] if rollout[-1][0].startswith("####") else [texts[-1]]
+    before, target = texts[:-1], ids(answer)
+    base, result = exact(model, [*before, *marker], target).sum(), []
+    judged = [k for k in range(len(before)) if own[k]] + [len(before)] * (rollout[-1][0] == marker[0])
+    for k in judged:
+        edited = list(before)
+        gone = [k, k + 1] if options.get("mask_observation") and k + 1 < len(before) and not own[k + 1] else [k]
+        for j in gone:
+            edited[j] = edited[j][:0] if options.get("mask") == "drop" else torch.full_like(edited[j], PAD)
+        result.append(base - exact(model, [*edited, *marker], target).sum())
+    return torch.stack(result)
+
+
+WAYS = [
+    {"mask": mask, "mask_observation": both} for mask in ("placeholder", "drop") for both in (False, True)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("gold", [None, "81"])
+def test_a_masked_turn_costs_its_answer_what_it_costs_an_unpacked_row(model, options, gold):
+    rows, masks = problem()
+    config = CounterfactualConfig(units="turns", target="gold" if gold else "answer", **options)
+    credit = counterfactual_credit(
+        model, CHARACTERS, rows, config=config, mask=masks, targets=[gold] * 3 if gold else None
+    )
+    assert credit.spans[0] == written(ROLLOUTS[0])[:-1]
+    torch.testing.assert_close(
+        credit.drop[0].double(), drops(model, ROLLOUTS[0], gold or "6", options), rtol=0, atol=4e-5
+    )
+    assert credit.work.forwards == 1
+
+
+def test_turns_without_an_answer_are_judged_by_a_gold_one_after_their_end(model):
+    rows, masks = problem()
+    config = CounterfactualConfig(units="turns", target="gold")
+    credit = counterfactual_credit(model, CHARACTERS, rows, config=config, mask=masks, targets=[ids("81")] * 3)
+    assert credit.spans[1] == written(ROLLOUTS[1])
+    texts = [ids(text) for text, _ in ROLLOUTS[1]]
+    base = exact(model, texts, ids("81")).sum()
+    for k, drop in zip((1, 3), credit.drop[1], strict=True):
+        edited = [torch.full_like(text, PAD) if j == k else text for j, text in enumerate(texts)]
+        assert drop.item() == pytest.approx((base - exact(model, edited, ids("81")).sum()).item(), abs=4e-5)
+    own = counterfactual_credit(model, CHARACTERS, rows, config=CounterfactualConfig(units="turns"), mask=masks)
+    assert own.spans[1] == []
+    assert own.weights[1].eq(1).all()
+
+
+@pytest.mark.parametrize("gold", [None, "81"])
+def test_the_gain_of_a_turn_is_what_it_and_its_observation_add(model, gold):
+    rows, masks = problem()
+    config = CounterfactualConfig("prefix_gain", units="turns", target="gold" if gold else "answer")
+    credit = counterfactual_credit(
+        model, CHARACTERS, rows, config=config, mask=masks, targets=[gold] * 3 if gold else None
+    )
+    texts, target = [ids(text) for text, _ in ROLLOUTS[0]], ids(gold or "6")
+    values = [exact(model, [*texts[:k], ids("#### ")], target).mean().exp() for k in (0, 2, 4, 6)]
+    torch.testing.assert_close(credit.drop[0].double(), torch.stack(values).diff(), rtol=1e-4, atol=1e-7)
+    assert credit.work.forwards == 1
+
+
+def test_progress_is_the_log_ratio_of_policy_and_reference_summed_over_a_turn():
+    rows, masks = problem()
+    draws = torch.Generator().manual_seed(0)
+    own, reference = ([-torch.rand(n, generator=draws) for n in rows.lengths] for _ in range(2))
+    columns = {"mask": masks, "old_logprobs": own, "ref_logprobs": reference}
+    credit = counterfactual_credit(
+        None, CHARACTERS, rows, advantages=torch.tensor([1.0, -1.0, 1.0]), config=CounterfactualConfig("progress"),
+        **columns,
+    )  # fmt: skip
+    for b, rollout in enumerate(ROLLOUTS):
+        assert credit.spans[b] == written(rollout)
+        ratios = (own[b].double() - reference[b].double()).tolist()
+        assert credit.drop[b].tolist() == pytest.approx([sum(ratios[slice(*turn)]) for turn in written(rollout)])
+    right, wrong = (max(range(n), key=credit.drop[b].__getitem__) for b, n in ((0, 4), (1, 2)))
+    assert credit.weights[0][credit.spans[0][right].start] == 4  # most of a right rollout's advantage
+    assert credit.weights[1][credit.spans[1][wrong].start] == 0.5  # least of a wrong one's
+    own[1][8] = float("nan")
+    with pytest.raises(ValueError, match="old_logprobs - ref_logprobs, row 1, token 8: must be finite, got nan"):
+        counterfactual_credit(None, CHARACTERS, rows, config=CounterfactualConfig("progress"), **columns)
+    del columns["ref_logprobs"]
+    with pytest.raises(ValueError, match="ref_logprobs must be given"):
+        counterfactual_credit(None, CHARACTERS, rows, config=CounterfactualConfig("progress"), **columns)
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("advantage", [1.5, -0.7])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_redistributed_advantages_keep_their_sum_and_are_constant_in_a_turn(strength, advantage, by_token):
+    rows, masks = problem()
+    advantages = torch.tensor([advantage, -advantage, 0.0])
+    column = [value * mask for value, mask in zip(advantages, masks, strict=True)] if by_token else advantages
+    config = CounterfactualConfig(units="turns", weights="redistribute", strength=strength)
+    credit = counterfactual_credit(
+        Scored((3.0, 1.0, -0.5)), CHARACTERS, rows, advantages=column, config=config, mask=masks
+    )
+    sizes = [end - start for start, end in written(ROLLOUTS[0])[:3]]
+    mean = (3.0 * sizes[0] + sizes[1] - 0.5 * sizes[2]) / sum(sizes)
+    largest = max(abs(value - mean) for value in (3.0, 1.0, -0.5))
+    for turn, value in zip(credit.spans[0], (3.0, 1.0, -0.5), strict=True):
+        expected = advantage * (1 + strength * (value - mean) / largest)
+        assert credit.advantages[0][slice(*turn)].tolist() == pytest.approx(
+            [expected] * (turn.end - turn.start), abs=1e-6
+        )
+    assert credit.advantages[0][masks[0].bool()].sum().item() == pytest.approx(advantage * int(masks[0].sum()))
+    assert credit.added[0][~masks[0].bool()].eq(0).all()
+    assert credit.weights[0].eq(1).all()
+    assert credit.added[1].eq(0).all()
+
+
+def test_a_turn_that_helps_the_gold_answer_gets_less_of_a_negative_advantage():
+    rows, masks = problem()
+    for weights, read in (("redistribute", "advantages"), ("range", "weights")):
+        config = CounterfactualConfig(units="turns", target="gold", weights=weights)
+        credit = counterfactual_credit(
+            Scored((2.0, 0.0)), CHARACTERS, rows, advantages=torch.tensor([0.0, -1.0, 0.0]), config=config, mask=masks,
+            targets=[None, "81", None],
+        )  # fmt: skip
+        helps, harms = (getattr(credit, read)[1][turn.start].item() for turn in credit.spans[1])
+        assert (helps > harms) if read == "advantages" else (helps < harms)
+
+
+def test_a_rollout_of_more_turns_gets_no_more_in_sum():
+    """The same importances told as two turns or as eight: what is added sums to 0 in both."""
+    rule = Redistribute(strength=2.0)
+    for pieces in (1, 4):
+        units = [Span(k * 8 // pieces, (k + 1) * 8 // pieces) for k in range(2 * pieces)]
+        values = torch.tensor([1.0] * pieces + [0.0] * pieces)
+        added = rule.weigh(WeightInputs(values, units, None, 20, advantage=0.5), inverted=False)
+        assert added.tolist() == pytest.approx([1.0] * 8 + [-1.0] * 8 + [0.0] * 4)
+        turned = rule.weigh(WeightInputs(values, units, None, 20, advantage=0.5), inverted=True)
+        assert turned.tolist() == pytest.approx((-added).tolist())
+    narrow = rule.weigh(WeightInputs(values * 0.05, units, None, 20, min_spread=0.1, advantage=0.5), inverted=False)
+    assert narrow.tolist() == pytest.approx((added * 0.5).tolist())
+
+
+@pytest.mark.parametrize(
+    ("options", "columns", "message"),
+    [
+        ({}, {"mask": None}, "mask must be given with units='turns'"),
+        ({}, {"mask": "none"}, "mask row 10: holds no token of the policy among"),
+        ({"target": "gold"}, {}, "targets must be given with target='gold'"),
+        ({"target": "gold"}, {"targets": ["6", None, "5"]}, "targets row 11: is None, but the row has 2 units, the fi"),
+        ({"target": "gold"}, {"targets": ["6", "", "5"]}, "targets row 11: is empty"),
+        ({"target": "gold"}, {"targets": ["6" * 300, "5", "5"]}, "targets row 10: 300 tokens after .* context of 256"),
+        ({"target": "gold"}, {"targets": ["6", "5" * 300, "5"]}, "targets row 11: 300 tokens after .* context of 256"),
+        ({"target": "gold"}, {"targets": [torch.tensor([9999])] * 3}, "targets row 10: id 9999 at position 0 is outs"),
+        ({"estimator": "progress", "weights": "redistribute"}, {"old_logprobs": 0, "ref_logprobs": 0}, "advantages"),
+    ],
+)  # fmt: skip
+def test_bad_columns_are_named_by_row_before_anything_is_fed(model, options, columns, message):
+    rows, masks = problem()
+    rows = Rows(rows.prompts, rows.completions, [10, 11, 12])
+    given = {"mask": masks} | columns
+    if given["mask"] == "none":
+        given["mask"] = [torch.zeros(n) for n in rows.lengths]
+    given |= {name: [torch.zeros(n) for n in rows.lengths] for name, column in given.items() if column == 0}
+    with pytest.raises(ValueError, match=message):
+        counterfactual_credit(
+            model, CHARACTERS, rows, config=CounterfactualConfig(**{"units": "turns"} | options), **given
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask_observation": True}, "mask_observation is not read: units='spans' are no turns"),
+        ({"units": "turns", "open_spans": True}, "open_spans is not read: with units='turns'"),
+        ({"units": "turns", "max_spans": 3}, "max_spans is not read: with units='turns' no spans are looked for"),
+        ({"estimator": "entropy", "target": "gold"}, "target is not read: estimator='entropy' reads no answer"),
+    ],
+)
+def test_options_that_cannot_act_on_turns_are_refused(options, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        CounterfactualConfig(**options)
+    assert isinstance(raised.value, UnreadOptions) == ("is not read" in message)

@@ -1,0 +1,186 @@
+"""TRL's tools, environments and rollout functions: a span never holds what a tool wrote, and the losses are TRL's."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from cfa_kernels import CounterfactualConfig
+
+integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
+
+from datasets import Dataset  # noqa: E402
+from trl import GRPOTrainer  # noqa: E402
+
+from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer  # noqa: E402
+from tests.support.trl_training import (  # noqa: E402
+    PROMPT,
+    RELEASE,
+    logged,
+    parameters,
+    record_generations,
+)
+
+pytestmark = [
+    pytest.mark.slow, pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(RELEASE < (1, 14), reason="TRL's loop of tools has this interface from 1.14 on"),
+]  # fmt: skip
+
+CALL = '{"name": "add", "arguments": {"a": 3, "b": 4}}'
+BROKEN = '{"name": "halve", "arguments": {}}'  # no such tool
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "assistant",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<eos>", "content": "text"},
+    },
+}  # fmt: skip
+
+
+def tokenizer_with_tools() -> Any:
+    """The tiny tokenizer, with a template for tools whose text is read back in the tokens that sampling has."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([*PHRASES, "<tool_call>", "</tool_call>", CALL, BROKEN, "tool"])
+    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
+    return tokenizer
+
+
+def model_with_tools() -> Any:
+    model = tiny_model()
+    model.resize_token_embeddings(len(tokenizer_with_tools()), mean_resizing=False)
+    return model
+
+
+def add(a: int, b: int) -> str:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+
+    Returns:
+        The sum, in a text that reads like a solution.
+    """
+    return f"{a} + {b} = 7. #### 7"
+
+
+class Adder:
+    """An environment that owns its tool and its reward."""
+
+    def reset(self, **kwargs: Any) -> None:
+        self.calls = 0
+
+    def add(self, a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: the first
+            b: the second
+        """
+        self.calls += 1
+        return add(a, b)
+
+
+def turns(i: int) -> list[list[str]]:
+    """What completion i writes: none, one or two calls before its answer."""
+    calls = [[PHRASES[2], "<tool_call>", CALL, "</tool_call>"], ["<tool_call>", BROKEN, "</tool_call>"]]
+    answer = [PHRASES[0], PHRASES[4 if i % 3 else 5]]
+    return [*calls[: i % 3], answer]
+
+
+def scripted(cls: type) -> type:
+    """A trainer that samples `turns`, through TRL's own loop of tools."""
+
+    class Scripted(cls):
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("num_generations") != 1:  # the first turn of a batch
+                self.remaining = [turns(i) for i in range(len(prompt_ids))]
+            vocabulary = self.processing_class.get_vocab()
+            written = [row.pop(0) for row in self.remaining if row]
+            assert len(written) == len(prompt_ids)
+            return [[*(vocabulary[text] for text in turn), 1] for turn in written], None
+
+    return Scripted
+
+
+def seven(completions: list[Any], **kwargs: object) -> list[float]:
+    return [float(completion[-1]["content"].endswith("#### 7")) for completion in completions]
+
+
+def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """The same by a rollout function: two turns, between which an environment writes."""
+    vocabulary = tokenizer_with_tools().get_vocab()
+    rows, masks = [], []
+    for i in range(len(prompts)):
+        parts = [[PHRASES[2], PHRASES[0]], ["tool", PHRASES[0], PHRASES[4]], [PHRASES[3], PHRASES[4 if i % 3 else 5]]]
+        rows.append([vocabulary[text] for part in parts for text in part] + [1])
+        masks.append([1, 1, 0, 0, 0, 1, 1, 1])
+    prompt = tokenizer_with_tools()(PROMPT)["input_ids"]
+    logprobs = [[-1.0] * len(row) for row in rows]
+    return {"prompt_ids": [prompt] * len(rows), "completion_ids": rows, "logprobs": logprobs, "env_mask": masks}
+
+
+CONVERSATIONS = Dataset.from_dict({"prompt": [[{"role": "user", "content": PROMPT}]] * 8})
+HOW: dict[str, dict[str, Any]] = {
+    "tools": {"tools": [add]},
+    "environment_factory": {"environment_factory": Adder},
+    "rollout_func": {"rollout_func": rollout},
+}
+
+
+def trained(train: Any, cls: type, how: str, **trainer: Any) -> Any:
+    given = HOW[how] | {
+        "train_dataset": CONVERSATIONS, "processing_class": tokenizer_with_tools(), "model": model_with_tools(),
+        "reward_funcs": seven,
+    }  # fmt: skip
+    options = {"max_completion_length": 64, "optim": "sgd", "learning_rate": 0.3}
+    return train(scripted(cls), trainer=given | trainer, **options)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("packed", [False, True], ids=["TRL's loss", "packed"])
+def test_a_span_never_holds_what_a_tool_wrote(train, monkeypatch, how, packed):
+    batches, make = [], integration.batch_credit
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        batches.append(make(*args, **kwargs))
+        return batches[-1]
+
+    monkeypatch.setattr(integration, "batch_credit", recording)
+    recorded, record = record_generations()
+    trainer = trained(train, recorded, how, packed_loss=packed)
+    ((_, output, _),), (batch,) = record, batches
+    mask = output["tool_mask"]
+    assert 0 < mask[output["completion_mask"].bool()].float().mean() < 1
+    by_tools = [row[~own.bool()] for row, own in zip(batch.batch.rows.completions, batch.batch.mask, strict=True)]
+    assert any("= 7. #### 7" in trainer.processing_class.decode(ids) for ids in by_tools)  # it reads like a solution
+    ((_, credit),) = batch.parts
+    units = [(own, unit) for own, spans in zip(batch.batch.mask, credit.spans, strict=True) for unit in spans]
+    assert len(units) > 8
+    assert all(own[unit.start : unit.end].all() for own, unit in units)
+    assert all(own[span.start : span.end].all() for own, span in zip(batch.batch.mask, credit.answers, strict=True))
+    assert logged(trainer, "credit/scored_fraction") == [1.0]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("credit", [None, CounterfactualConfig()], ids=["plain", "credit"])
+def test_training_with_tools_is_trls(train, how, credit):
+    packed = trained(train, integration.PackedGRPOTrainer, how, credit=credit, packed_loss=True)
+    if credit is None:
+        theirs = trained(train, GRPOTrainer, how)
+    else:
+        theirs = trained(train, integration.PackedGRPOTrainer, how, credit=credit, packed_loss=False)
+    torch.testing.assert_close(parameters(packed), parameters(theirs), rtol=1e-4, atol=1e-5)
+    assert max(logged(packed, "grad_norm")) > 0
+    for name in ("loss", "grad_norm", "entropy", "reward", "completions/mean_length"):
+        assert logged(packed, name) == pytest.approx(logged(theirs, name), rel=1e-4, abs=1e-5), name
