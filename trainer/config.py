@@ -117,6 +117,9 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         "vllm_server_base_url: only rollout_engine=vllm reads it; name both or neither": (
             c.rollout_engine != "vllm" and url != TrainSettings.vllm_server_base_url
         ),
+        "environment: compare_and_correct writes corrections that no environment answers; name one of them": (
+            c.environment is not None and c.compare_and_correct > 0
+        ),
         "reward_funcs must name at least one function, got none": not c.reward_funcs,
         f"reward_weights: {len(c.reward_weights)} weights for {len(c.reward_funcs)} reward_funcs; give one for each, "
         "or none at all": bool(c.reward_weights) and len(c.reward_weights) != len(c.reward_funcs),

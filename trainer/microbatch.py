@@ -57,13 +57,15 @@ class Pass(NamedTuple):
 def update_batch(config: TrainConfig, rollouts: Rollouts, advantages: Tensor, shaped: Shaped) -> Batch:
     """Make the columns of an update: the loss counts no truncated completion with `mask_truncated_completions`.
 
+    Nor does it count the tokens that an environment wrote.
     Edits of `shaped` multiply the weights, and credit that compares completions reads its rewards (B,).
     """
+    own = rollouts.mask or [torch.ones(length) for length in rollouts.rows.lengths]
     counted = ~(rollouts.truncated & config.mask_truncated_completions)  # (B,)
     return Batch(
         rollouts.rows, advantages=advantages, rewards=shaped.rewards, weights=shaped.edits,
         groups=torch.arange(len(counted)) // config.num_generations,
-        mask=[counts.expand(length) for counts, length in zip(counted, rollouts.rows.lengths, strict=True)],
+        mask=[counts & row.bool() for counts, row in zip(counted, own, strict=True)],
         sampling_logprobs=rollouts.logprobs, kept_tokens=rollouts.kept_tokens,
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
 from .report.report import Report, Silence, announce, tracker_library
 from .rewards.calls import RewardError, load_reward, load_rewards, require_callable
-from .rollouts import TransformersEngine, VllmEngine, await_server
+from .rollouts import Engine, PlayedEngine, TransformersEngine, VllmEngine, await_server, end_ids, load_environment
 from .state import Trainer
 from .step import problem_batches, training_step
 
@@ -77,13 +77,16 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
     rounded = config.precision.products if config.precision.is_mixed else None
     tags = config.counterfactual().answers.thought_tags
-    engine = (
+    engine: Engine = (
         VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy), tags)
         if config.rollout_engine == "vllm"
         else TransformersEngine(
             policy, tokenizer, rounded, captured=False if moving else None, longest=longest, thought_tags=tags
         )
     )
+    if config.environment is not None:
+        played = load_environment(config.environment)
+        engine = PlayedEngine(engine, tokenizer, played, end_ids(policy, tokenizer), thought_tags=tags)
     for model in [policy] if reference in (None, policy) else [policy, reference]:
         processes.distribute(model, config)
         if compiles:

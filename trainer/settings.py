@@ -88,6 +88,10 @@ class TrainSettings(DataConfig):
     eval_reward: str | None = None
     """Reward function that evaluation counts by: a problem is solved if it gives 1 or more. By default the first of
     reward_funcs that comes with the program and grades, else exact_match. Rows must be of the kind that it judges."""
+    environment: str | None = None
+    """Environment that answers the policy's calls: calculator, which completes sums such as `<<48/2=`, or
+    "module:Class" with reset(), step(text) -> text and a pattern, call, that ends a turn. Its tokens are not trained
+    on."""
     eval_samples: Amount = 0
     """Completions sampled for each held-out problem, beside the greedy one, for pass@k up to that many."""
 

@@ -204,7 +204,12 @@ class Objective:
         credited = credit.columns(index)
         batch = batch.with_columns(old_logprobs=old, ref_logprobs=reference, **credited)
         loss = forward.policy_loss(batch, **options)
-        moving = [int(((row != 0) & (own != 0)).sum()) for row, own in zip(*credited.values(), strict=True)]
+        counted = batch.mask or ()
+        columns = zip(*credited.values(), counted, strict=True)
+        moving = [int(((row != 0) & (own != 0) & one).sum()) for row, own, one in columns]
+        if not all(one.all() for one in counted):  # the loss needs no log-probs of an environment's tokens
+            pairs = zip(loss.logprobs, counted, strict=True)
+            loss = loss._replace(logprobs=[torch.where(one.to(row.device), row, 0.0) for row, one in pairs])
         return index, Moving(sum(moving), sum(count > 0 for count in moving)), loss
 
 

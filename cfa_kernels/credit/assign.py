@@ -294,8 +294,6 @@ class Assignment:
             keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
         except TypeError as error:
             raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
-        if config.target == "gold" and config.runs_estimator and batch.targets is None:
-            raise ValueError("targets must be given with target='gold': a gold answer for each row, got None")
         batch = batch.with_columns(targets=target_ids(batch.targets, tokenizer))
         whole, gained = batch, [0] * len(batch)
         if ANSWER in config.needs and not config.needs & {ENTROPIES, EXTERNAL} and traces(batch.rows):
@@ -307,10 +305,7 @@ class Assignment:
         if not self.config.runs_estimator or not self._units:
             return None
         rows, part = self._scored
-        queries = self.config.estimator.foreseen(part)
-        if queries is None:
-            return None
-        of_row = dict(zip(rows, queries, strict=True))
+        of_row = dict(zip(rows, self.config.estimator.foreseen(part), strict=True))
         return [of_row.get(b, []) for b in range(len(self.batch))]
 
     def credit(self, estimate: Estimate, gather: Gather | None = None) -> Credit:
@@ -380,9 +375,10 @@ class Assignment:
         result = access.apply(config.estimator, part) if capabilities else config.estimator(access, part)
         importances = _checked(result, [units.get(b, []) for b in rows], part.index)
         importances = replace(importances, signed=importances.signed or config.weights is None)
-        compared, drops = _beyond_rounding(importances, part.answers, ACCURACY[access.dtype])
+        accuracy = ACCURACY[access.dtype]
+        compared, drops = _beyond_rounding(importances, part.answers, accuracy)
         base = [] if importances.base is None else list(importances.base.float().cpu())
-        spreads = [_min_spread(importances, answer, ACCURACY[access.dtype]) for answer in part.answers]
+        spreads = [_min_spread(importances, answer, accuracy) for answer in part.answers]
         columns = (dict(zip(rows, column)) for column in (base, compared, drops, spreads))  # noqa: B905
         return Estimate(importances, *columns)
 
@@ -450,23 +446,30 @@ def _beyond_rounding(
 
     Importances round only if they are changes of an answer's log-prob or probability.
     """
-    compared, drops = [], []
-    for i, (values, answer) in enumerate(zip(importances.values, answers, strict=True)):
-        compared.append(values)
-        drops.append(values)
-        if not len(values) or answer is None or importances.change_of is None:
-            continue
-        tokens = answer.end - answer.start
-        scale = tokens if importances.change_of == "mean_logprob" else 1
-        if importances.base is not None:
-            base = importances.base[i].float().cpu() * scale
-            errors = rounding(torch.cat([base[None], base - values * scale]), tokens, accuracy) / scale
-        else:  # of a probability by the mean over the answer's tokens
-            errors = torch.full((1 + len(values),), accuracy / tokens**0.5)
-        most, least = int(values.argmax()), int(values.argmin())
-        if values[most] - values[least] <= torch.hypot(errors[1 + most], errors[1 + least]):
-            compared[-1] = values.mean().expand(len(values))
-        drops[-1] = values.where(values.abs() > torch.hypot(errors[:1], errors[1:]), 0.0)
+    compared, drops = [*importances.values], [*importances.values]
+    spans = [span if len(values) else None for values, span in zip(drops, answers, strict=True)]
+    judged = [(i, span.end - span.start) for i, span in enumerate(spans) if span and importances.change_of]
+    if not judged:
+        return compared, drops
+    # All rows at once, each number with its row's: a dozen operations on each row took five times as long.
+    rows, tokens = [i for i, _ in judged], torch.tensor([count for _, count in judged]).float()
+    sizes = [len(drops[i]) for i in rows]
+    values, of_row = torch.cat([drops[i] for i in rows]), torch.arange(len(rows)).repeat_interleave(torch.tensor(sizes))
+    if importances.base is not None:
+        scale = tokens if importances.change_of == "mean_logprob" else torch.ones(len(rows))
+        base = importances.base[rows].float().cpu() * scale
+        own = rounding(base, tokens, accuracy) / scale
+        masked = base[of_row] - values * scale[of_row]
+        errors = rounding(masked, tokens[of_row], accuracy) / scale[of_row]
+    else:  # of a probability by the mean over the answer's tokens
+        own = accuracy / tokens**0.5
+        errors = own[of_row]
+    kept = values.where(values.abs() > torch.hypot(own[of_row], errors), 0.0)
+    for i, each, error, row in zip(rows, *(x.split(sizes) for x in (values, errors, kept)), strict=True):
+        drops[i], (low, high) = row, each.aminmax()
+        most, least = error[each.argmax()], error[each.argmin()]
+        if high - low <= torch.hypot(most, least):
+            compared[i] = each.mean().expand(len(each))
     return compared, drops
 
 

@@ -20,7 +20,7 @@ from ..scoring.packed import PackedForward, packed_logprobs, stands_alone
 from ..tree.prefix_tree import Query
 from .assign import Assignment, Credit, counterfactual_credit
 from .config import CounterfactualConfig
-from .units import check_advantages, credited_rows
+from .units import check_advantages, check_needed, credited_rows
 from .weights import Gather, normalized_weights
 
 
@@ -72,6 +72,7 @@ class DeferredCredit:
     ) -> None:
         self.config, self.tokenizer, self.batch, self.temperature = config, tokenizer, batch, temperature
         check_advantages(batch, config.completions)
+        check_needed(config, batch)
         self._gather = gather
         self._to_judge = credited_rows(batch, config.completions)
         self.parts: list[tuple[list[int], Credit]] = []
@@ -106,9 +107,13 @@ class DeferredCredit:
         """List for each of `rows` the queries that its forward can feed so that its credit needs no forward of its own.
 
         None for none, and on a CPU, where their backward costs more than another forward. Call it before that forward.
+        For an estimator that foresees none no text is looked at yet: the device runs the forward meanwhile.
         """
-        alone = inside(causal) is not None or stands_alone(ModelWalk.of(causal)) or self._compares
-        if input_device(causal).type == "cpu" or alone or not self.config.continues or self.config.reads_entropies:
+        config = self.config
+        if input_device(causal).type == "cpu" or not (config.continues and config.estimator.foresees):
+            return None
+        alone = inside(causal) is not None or stands_alone(ModelWalk.of(causal))
+        if alone or self._compares or config.reads_entropies:
             return None
         began, rows = time.perf_counter(), list(rows)
         assignment = Assignment.of(self.config, InProcess(causal), self.tokenizer, self.batch.take(rows), self._seed)

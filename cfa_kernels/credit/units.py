@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..batch import Batch
-from ..estimators.base import ANSWER
+from ..estimators.base import ANSWER, TARGETS
 from ..estimators.probes import Probe, length_without_eos, with_probe
 from ..model.parts import context_length, vocab_size
 from ..rows import check_finite, token_ids
@@ -35,7 +35,8 @@ def credited_rows(batch: Batch, completions: str = "all") -> list[int]:
         return rows
     if completions == "positive":
         return [b for b in rows if advantages[b].sum() > 0]
-    return [b for b in rows if (advantages[b] != 0).any()]
+    moves = (advantages != 0).tolist() if isinstance(advantages, Tensor) else [row.any() for row in advantages]
+    return [b for b in rows if moves[b]]
 
 
 def check_advantages(batch: Batch, completions: str) -> None:
@@ -92,8 +93,7 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, batch: Batch) -> di
     needs_answer = ANSWER in config.estimator.needs
     if config.target == "gold":
         probed = {*ids}
-    if config.units == "turns":
-        _require_turns(batch)
+    check_needed(config, batch)
     spans = config.spans if config.units == "spans" and config.reads_units else None
     reasoning = find_reasoning(
         ids, tokenizer, spans=spans, answers=config.answers, unanswered=not needs_answer or bool(probed),
@@ -112,9 +112,13 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, batch: Batch) -> di
     return {b: row._replace(spans=units.get(b, [])) for b, row in reasoning.items()}
 
 
-def _require_turns(batch: Batch) -> None:
-    """Raise `ValueError` without a column that says what the policy wrote, or where that is nothing in any row."""
-    if len(batch) and batch.mask is None and not isinstance(batch.advantages, list):
+def check_needed(config: CounterfactualConfig, batch: Batch) -> None:
+    """Raise `ValueError` for gold answers or turns without the column that says them, or without a turn in any row."""
+    if TARGETS in config.needs and batch.targets is None:
+        raise ValueError("targets must be given with target='gold': a gold answer for each row, got None")
+    if config.units != "turns" or not len(batch):
+        return
+    if batch.mask is None and not isinstance(batch.advantages, list):
         raise ValueError("mask must be given with units='turns', 1 on tokens that the policy wrote, got None")
     if batch.mask and not any(row.any() for row in batch.mask):
         b = max(range(len(batch)), key=batch.rows.lengths.__getitem__)

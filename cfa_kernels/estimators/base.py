@@ -65,6 +65,7 @@ class Estimator:
         continues: whether its queries continue completions that a training forward has fed already.
         observes: whether it judges a turn together with the observation that follows it.
         is_reward: whether high importances mean good units, also where the completion's answer is wrong.
+        foresees: whether it lists queries that the training forward itself can feed (`foreseen`).
     """
 
     name: ClassVar[str]
@@ -76,17 +77,15 @@ class Estimator:
     continues: ClassVar[bool] = False
     observes: ClassVar[bool] = False
     is_reward: ClassVar[bool] = False
+    foresees: ClassVar[bool] = False
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge the units of a batch."""
         raise NotImplementedError
 
-    def foreseen(self, batch: Batch) -> list[list[Query]] | None:
-        """List for each completion the queries that judging it will ask, so that its own forward can feed them.
-
-        None where they are better fed by a later forward, which no backward follows.
-        """
-        return None
+    def foreseen(self, batch: Batch) -> list[list[Query]]:
+        """List for each completion the queries that judging it will ask, so that its own forward can feed them."""
+        raise NotImplementedError
 
 
 ESTIMATORS: dict[str, type[Estimator]] = {}

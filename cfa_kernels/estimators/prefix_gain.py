@@ -41,6 +41,7 @@ class PrefixGain(Estimator):
     needs = frozenset({ANSWER, LOGPROBS})
     continues = True
     observes = True
+    foresees = True  # they are few tokens, and need nothing but the text
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge disjoint units in order of position; raises `ValueError` naming row and unit of others."""
@@ -48,7 +49,7 @@ class PrefixGain(Estimator):
         return Importances([row.exp().diff() for row in means], work=work, change_of="probability")
 
     def foreseen(self, batch: Batch) -> list[list[Query]]:
-        """List every query: they are few tokens, and need nothing but the text."""
+        """List every query."""
         return [[queries_of(cut)[0] for cut in reversed(row)] for row in _cuts_of(batch)]
 
 

@@ -107,11 +107,13 @@ def _groups(walk: ModelWalk, layers: list[Any]) -> list["_Group"]:
 
 def _state(layer: Any) -> tuple[Any, ...]:
     """Return what decides about a layer's group, besides its modules and who watches them."""
-    adapters = [*layer.active_adapters], layer._disable_adapters, [*layer.merged_adapters], [*layer.lora_variant]
-    modules, name = layer._modules, next(iter(layer.active_adapters), None)
+    own = layer.__dict__  # PEFT's properties and torch's attributes take longer, for each layer of each forward
+    active, modules = own["_active_adapter"], own["_modules"]
+    name, *others = [active] if isinstance(active, str) else [*active] or [None]
     down = modules["lora_A"]._modules.get(name)
     weights = [one.weight for one in (modules["base_layer"], down) if type(one) is nn.Linear]  # FSDP1's: no parameters
-    return layer, *adapters, dict(layer.scaling), [(one.dtype, one.shape) for one in weights]
+    adapters = name, others, own["_disable_adapters"], [*own["merged_adapters"]], [*own["lora_variant"]]
+    return layer, *adapters, {**own["scaling"]}, [(one.dtype, one.shape) for one in weights]
 
 
 def _lora_layers(walk: ModelWalk) -> list[Any]:
@@ -124,9 +126,10 @@ def _take_parts(groups: Iterable["_Group"]) -> None:
     """Give groups whose weights are here the parts of their adapters, split anew where a weight has changed."""
     changed = defaultdict[torch.dtype, list[tuple[_Group, list[Any], list[AdaptedLayer]]]](list)
     for group in groups:
-        first, *_ = weights = [modules.weights() for modules in group.members]
+        first = group.members[0].weights()
         if first.down.dtype == first.weight.dtype or not is_on_gpu(first.down):
             continue
+        weights = [modules.weights() for modules in group.members]
         if any(is_piece(one.down) or one.down.dim() != 2 for one in weights):
             continue
         marks: list[Any] = [group.scale, first.weight.dtype]

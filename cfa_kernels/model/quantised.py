@@ -35,11 +35,13 @@ def is_quantised(module: nn.Module) -> bool:
 def product_dtype(model: Model) -> torch.dtype:
     """Return the dtype of the weights or, if that is wider, the one in which quantised layers compute."""
     walk = ModelWalk.of(model)
-    if walk.model.dtype in FULL:
-        for layer in filter(is_quantised, walk.modules.values()):
+    if (own := walk.model.dtype) in FULL:
+        if "quantised" not in walk.kept:
+            walk.kept["quantised"] = [*filter(is_quantised, walk.modules.values())]
+        for layer in walk.kept["quantised"]:
             if (dtype := getattr(layer, "compute_dtype", None)) not in FULL:
                 return dtype if dtype in HALVES else torch.bfloat16
-    return walk.model.dtype
+    return own
 
 
 def in_float32(layer: nn.Module) -> Callable[..., Tensor]:

@@ -1,6 +1,7 @@
 """Record a model's weights and adapters at a forward, so that code which continues that forward detects a change."""
 
 from collections.abc import Mapping
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ def _count_fused_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 register_optimizer_step_post_hook(_count_fused_step)
 
+_VERSION = attrgetter("_version")
+
 
 class TensorMarks:
     """Record of tensors by name: how often each had been written to, and its memory. Their values are not read.
@@ -28,10 +31,13 @@ class TensorMarks:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors, self._marks = tensors, [mark(tensor) for tensor in tensors.values()]
+        self.tensors, self._marks = tensors, _marks(tensors)
 
     def change(self, now: Mapping[str, Tensor]) -> str | None:
         """Describe the first difference between the tensors `now` and then; None for none."""
+        same = [*now] == [*self.tensors] and all(map(is_, now.values(), self.tensors.values()))
+        if same and _marks(now) == self._marks:
+            return None
         for (name, before), (version, address) in zip(self.tensors.items(), self._marks, strict=True):
             if name not in now:
                 return f"{name} has been taken out"
@@ -44,6 +50,13 @@ class TensorMarks:
                 return f"{name} has been moved"
         added = now.keys() - self.tensors.keys()
         return f"{min(added)} has been added" if added else None
+
+
+def _marks(tensors: Mapping[str, Tensor]) -> list[tuple[int | None, int | None]]:
+    try:  # in a tenth of the time that a loop takes
+        return [*zip(map(_VERSION, tensors.values()), map(Tensor.data_ptr, tensors.values()), strict=True)]
+    except RuntimeError:  # one has no storage or no version
+        return [*map(mark, tensors.values())]
 
 
 def mark(tensor: Tensor) -> tuple[int | None, int | None]:
@@ -69,7 +82,7 @@ class ModelState:
         """
         walk = _as_it_is(model)
         adapters = _adapters(walk)
-        for name, before in self._adapters.items():
+        for name, before in self._adapters.items() if adapters != self._adapters else ():
             for key, value in adapters.get(name, before).items():
                 if value != before[key]:
                     return f"the adapters of {name} have changed ({key}: {before[key]} then, {value} now)"

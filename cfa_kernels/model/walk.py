@@ -7,7 +7,8 @@ second walk takes four times as long as to see that, torch's `named_modules` lon
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
-from operator import is_
+from itertools import chain
+from operator import is_, ne
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -41,13 +42,15 @@ class ModelWalk:
 
         each = [*self.modules.values()]
         self._classes = [*map(type, each)]
-        self._children = [(m._modules, dict(m._modules)) for m in each if m._modules]
+        self._structure = hash((*self.modules, *self._classes))
+        self._parents = [m._modules for m in each if m._modules]
+        self._children = [*map(dict, self._parents)]
         stores = [store for m in each for store in (m._parameters, m._buffers)]
         self._empty = [store for store in (*stores, *(m._modules for m in each)) if not store]
         self._stores = [store for store in stores if store]
         self._names = [*map(tuple, self._stores)]
         # Not the tensors themselves: one that its model has given up, for a piece of it say, is freed.
-        self._tensors = [ref(one) for store in self._stores for one in store.values() if one is not None]
+        self._tensors = [ref(one) for one in self._tensors_now()]
 
     @classmethod
     def of(cls, model: "Model | nn.Module") -> "ModelWalk":
@@ -66,12 +69,16 @@ class ModelWalk:
 
     def holds(self) -> bool:
         """Whether the model has the very modules, of the same classes, parameters and buffers that it had."""
+        # Loops of the interpreter take four times as long.
         if any(self._empty) or [*map(type, self.modules.values())] != self._classes:
             return False
-        if any(store != before for store, before in self._children) or [*map(tuple, self._stores)] != self._names:
+        if any(map(ne, self._parents, self._children)) or [*map(tuple, self._stores)] != self._names:
             return False
-        now = [one for store in self._stores for one in store.values() if one is not None]
-        return len(now) == len(self._tensors) and all(map(is_, now, [one() for one in self._tensors]))
+        now = self._tensors_now()
+        return len(now) == len(self._tensors) and all(map(is_, now, map(ref.__call__, self._tensors)))
+
+    def _tensors_now(self) -> list[Any]:
+        return [one for one in chain.from_iterable(map(dict.values, self._stores)) if one is not None]  # type: ignore[arg-type]
 
     @property
     def model(self) -> PreTrainedModel:
@@ -93,10 +100,10 @@ class ModelWalk:
     def forwards(self) -> int:
         """Equal as long as the model has the same modules, of the same classes, and runs the same `forward` in each."""
         of_class = {kind: _function(kind.forward) for kind in self.by_class}
-        own = ((name, own_forward(module)) for name, module in self.modules.items())
+        some = [(n, m) for n, m in self.modules.items() if "forward" in m.__dict__ or "_original_forward" in m.__dict__]
+        own = ((name, own_forward(module)) for name, module in some)
         overwritten = ((name, _function(forward)) for name, forward in own if forward is not None)
-        structure = ((name, type(module)) for name, module in self.modules.items())
-        return hash((*structure, *of_class.values(), *overwritten))
+        return hash((self._structure, *of_class.values(), *overwritten))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter, those that modules share as often as they do."""

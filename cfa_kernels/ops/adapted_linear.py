@@ -126,8 +126,7 @@ class _AdaptedLinear(torch.autograd.Function):
                 by_low = torch.cat([by @ one for by, one in zip(by_outs, up, strict=True)], 1)  # (N, G R)
             else:
                 pairs = [(by, one.narrow(1, 0, 2 * rank)) for by, one in zip(by_outs, up, strict=True)]
-                sums = _sum(_products(pairs, wide, along=1).view(-1, count, 2 * rank))
-                by_low = _split(sums, x.dtype, along=1, low=2).view(-1, 3 * count * rank)
+                by_low = _split(_summed(pairs, wide, along=1), x.dtype, along=1, low=2).view(-1, 3 * count * rank)
         if needs_x:
             by_x = product(by_outs[0], weights[0])
             for by, weight in zip(by_outs[1:], weights[1:], strict=True):
@@ -144,8 +143,8 @@ class _AdaptedLinear(torch.autograd.Function):
             by_ups = [by.t() @ own for by, own in zip(by_outs, low.chunk(count, 1), strict=True)]
         elif needs_up:
             owns = (own.narrow(1, rank, 2 * rank) for own in low.chunk(count, 1))
-            halves = _products([(by.t(), own) for by, own in zip(by_outs, owns, strict=True)], wide, along=0)
-            by_ups = _sum(halves).split_with_sizes([len(one) for one in up])
+            pairs = [(by.t(), own) for by, own in zip(by_outs, owns, strict=True)]
+            by_ups = _summed(pairs, wide, along=0).split_with_sizes([len(one) for one in up])
         by_layers: list[Tensor | None] = []
         for i, by in enumerate(by_outs):
             by_layers += [by.t() @ x if needs[4 * i] else None, by.sum(0) if needs[4 * i + 1] else None]
@@ -155,8 +154,8 @@ class _AdaptedLinear(torch.autograd.Function):
 
 def _products(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, along: int) -> Tensor:
     """Put products of pairs of matrices side by side, summed and rounded in `dtype` only."""
-    if is_compiling():
-        return torch.cat([wide_product(left, right, dtype) for left, right in pairs], along)
+    if is_compiling() and len(pairs) == 1:
+        return wide_product(*pairs[0], dtype)
     shapes = [(len(left), right.size(1)) for left, right in pairs]
     sizes = [shape[along] for shape in shapes]
     size = (sum(sizes), shapes[0][1]) if along == 0 else (shapes[0][0], sum(sizes))
@@ -164,6 +163,21 @@ def _products(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, alo
     for (left, right), place in zip(pairs, out.split_with_sizes(sizes, along), strict=True):
         multiply(left, right, place)
     return out
+
+
+def _summed(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, along: int) -> Tensor:
+    """Sum the halves of G products (n, 2 R) of pairs of matrices: one below the other, or `along` 1 as (n, G, R)."""
+    if not is_compiling():
+        out = _products(pairs, dtype, along=along)
+        return _sum(out if along == 0 else out.view(-1, len(pairs), out.shape[1] // len(pairs)))
+    # Products that are put together before they are summed would be copied, each by a kernel of its own.
+    first, *others = sums = [_sum(wide_product(left, right, dtype)) for left, right in pairs]
+    if along == 0:
+        return torch.cat(sums)
+    stacked, place = first.unsqueeze(1), torch.arange(len(sums), device=first.device).unsqueeze(1)
+    for i, one in enumerate(others, 1):
+        stacked = torch.where(place == i, one.unsqueeze(1), stacked)
+    return stacked
 
 
 def _added(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -175,7 +189,8 @@ def _split(matrix: Tensor, dtype: torch.dtype, *, along: int, low: int) -> Tenso
     if is_compiling():
         high = matrix.to(dtype)
         rest = (matrix - high).to(dtype)
-        return torch.stack([rest if i == low else high for i in range(3)], along)
+        is_low = torch.arange(3, device=matrix.device).view(3, *[1] * (matrix.dim() - along)) == low
+        return torch.where(is_low, rest.unsqueeze(along), high.unsqueeze(along))  # one kernel, where a stack may be two
     parts = matrix.new_empty([*matrix.shape[:along], 3, *matrix.shape[along:]], dtype=dtype)
     parts.copy_(matrix.unsqueeze(along))
     places = parts.unbind(along)

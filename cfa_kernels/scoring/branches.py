@@ -30,7 +30,8 @@ def branch(row: ScoredRow, k: int | None, mask: Mask | None) -> Branch:
     answer = Span(first + row.answer.start, first + row.answer.end)
     if k is None:
         return Branch(tokens, answer)
-    start, end = (first + edge for edge in row.spans[k])
+    start, end = row.spans[k]
+    start, end = first + start, first + end
     if mask is None:
         raise ValueError("mask: must be given where units are masked, got None")
     if mask == "drop":

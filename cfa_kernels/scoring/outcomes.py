@@ -32,8 +32,8 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 DIVERGENCES: tuple[Outcome, ...] = ("last", "mean")  # outcomes that are distributions
 
 
-def rounding(logprobs: Tensor, tokens: int, accuracy: float) -> Tensor:
-    """Estimate the nats by which rounding may move log-probs (<= 0) of an answer; `accuracy` is that of one token."""
+def rounding(logprobs: Tensor, tokens: Tensor, accuracy: float) -> Tensor:
+    """Estimate the nats by which rounding may move log-probs (<= 0) of answers; `accuracy` is that of one token."""
     # Roundings of tokens add like independent errors; those of a likely answer shrink with its distance from certainty.
     return (accuracy * (-logprobs).clamp(max=tokens**0.5)).clamp(min=FLOAT32_NOISE)
 

@@ -118,8 +118,8 @@ def queries_of(row: ScoredRow, outcome: Outcome = "logprob", mask: Mask | None =
     for k in (None, *(k for k, span in enumerate(row.spans) if row.masks_something(span))):
         tokens, answer = branch(row, k, mask)
         first = answer.start - 1
-        fed, beyond = np.split(tokens, [first + len(targets)])
-        queries.append(Query(fed, first, targets, beyond=beyond, divergence=outcome in DIVERGENCES))
+        end = first + len(targets)
+        queries.append(Query(tokens[:end], first, targets, beyond=tokens[end:], divergence=outcome in DIVERGENCES))
     return queries
 
 

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import not_
 from typing import NamedTuple
 
 import torch
@@ -87,10 +88,11 @@ def find_reasoning(
     `spans=None` looks for no spans; `unanswered` also looks for spans in completions without an answer. `prompts` and
     `masks` are those of `find_answer` by row.
     """
-    reasoning = {}
+    reasoning, texts = {}, dict[tuple[int, ...], str]()
     for row, token_ids in rows.items():
-        completion = _Completion(token_ids, (prompts or {}).get(row), (masks or {}).get(row))
         try:
+            prompt = _prompt_text((prompts or {}).get(row), tokenizer, answers, texts)
+            completion = _Completion(token_ids, prompt, (masks or {}).get(row))
             reasoning[row] = _reasoning(completion, tokenizer, spans, answers, unanswered=unanswered)
         except (TypeError, ValueError) as error:
             raise type(error)(f"row {row}: {error}") from error
@@ -114,8 +116,23 @@ def content_text(
 
 class _Completion(NamedTuple):
     token_ids: TokenIds
-    prompt: TokenIds | None
+    prompt: TokenIds | str | None
     mask: Mask | None
+
+
+def _prompt_text(
+    prompt: TokenIds | str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    answers: AnswerRules,
+    texts: dict[tuple[int, ...], str],
+) -> str:
+    """Decode a prompt unless its ids have a text already: completions of a group share theirs."""
+    if prompt is None or isinstance(prompt, str):
+        return prompt or ""
+    ids = tuple(prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)
+    if ids not in texts:
+        texts[ids] = token_offsets(prompt, tokenizer, sign_names(answers.thought_tags)).text
+    return texts[ids]
 
 
 def _read(
@@ -127,7 +144,7 @@ def _read(
     offsets = token_offsets(completion.token_ids, tokenizer, names, ends_shown=False)
     others = _others(completion.mask, len(offsets.starts))
     foreign = merged((int(offsets.starts[run.start]), int(offsets.ends[run.stop - 1])) for run in _runs(others))
-    prompt = "" if completion.prompt is None else token_offsets(completion.prompt, tokenizer, names).text
+    prompt = _prompt_text(completion.prompt, tokenizer, answers, {})
     return offsets, read_speech(offsets.text, prompt=prompt, foreign=foreign, thought_tags=answers.thought_tags), others
 
 
@@ -137,7 +154,7 @@ def _others(mask: Mask | None, length: int) -> bytearray:
     values = mask.tolist() if isinstance(mask, torch.Tensor) else list(mask)
     if len(values) != length or not {*map(float, values)} <= {0.0, 1.0}:
         raise ValueError(f"mask must be 1 or 0 for each of {length} tokens, got {values!r:.200}")
-    return bytearray(not value for value in values)
+    return bytearray(map(not_, values))
 
 
 def _runs(flags: bytearray) -> Iterator[range]:

@@ -85,11 +85,11 @@ class _Vocabulary:
     def offsets(
         self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, shown: Set[str] = frozenset()
     ) -> TokenOffsets:
-        spelled = {i: self.special[i] for i in {*ids} if self.special.get(i) in shown}
+        spelled = {i: self.special[i] for i in self.special.keys() & {*ids} if self.special[i] in shown}
         if self.style == "opaque":
             silent = {i for i in ids if (i in self.special or not self.knows(i, tokenizer)) and i not in spelled}
             return _incremental_offsets(ids, silent, lambda part: self._decode(part, tokenizer, spelled))
-        pieces = [self.pieces.get(i, b"") for i in ids]
+        pieces = [*map(self.pieces.get, ids, itertools.repeat(b""))]
         for t, i in enumerate(ids) if spelled else ():
             pieces[t] = spelled[i].encode() if i in spelled else pieces[t]
         offsets = _byte_offsets(pieces, self.strips_blank)

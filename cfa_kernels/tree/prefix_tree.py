@@ -71,7 +71,7 @@ class Pack:
         return len(self.input_ids)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Segment:
     parent: int  # number of the segment that it continues, -1 for none
     start: int  # position of its first token
@@ -115,27 +115,30 @@ class PrefixTree:
 
     def _find(self, tokens: np.ndarray) -> tuple[int, int]:
         """Find the segment with the end of the longest prefix of `tokens`, -1 for none, and that prefix's length."""
-        current, depth = -1, 0
-        while depth < len(tokens):
-            child = self._branches.get((current, depth, int(tokens[depth])), -1)
+        current, depth, length = -1, 0, len(tokens)
+        while depth < length:
+            child = self._branches.get((current, depth, tokens.item(depth)), -1)
             if child < 0:
                 break
-            segment, current = self._segments[child], child
-            depth += _common_prefix(tokens[depth:], segment.tokens)
+            own, current = self._segments[child].tokens, child
+            # No difference is found at 0, where there is none: then all of the shorter one is shared.
+            rest = tokens[depth : depth + len(own)]
+            depth += int((rest != own[: len(rest)]).argmax()) or len(rest)
         return current, depth
 
     def _append(self, parent: int, start: int, tokens: np.ndarray, token: int) -> int:
         """Add a segment for `tokens[start:]`, found below `parent` under `token`."""
         own = tokens[start:]
         rows = np.arange(self.num_tokens, self.num_tokens + len(own), dtype=np.int32)
-        path = rows
+        path, number = rows, len(self._segments)
         if parent >= 0:
-            self._segments[parent].has_children = True
-            path = np.concatenate([self._segments[parent].path[:start], rows])
-        self._branches[parent, start, token] = len(self._segments)
+            before = self._segments[parent]
+            before.has_children = True
+            path = np.concatenate([before.path[:start], rows])
+        self._branches[parent, start, token] = number
         self._segments.append(_Segment(parent, start, token, own, self.num_tokens, path))
         self.num_tokens += len(own)
-        return len(self._segments) - 1
+        return number
 
     def insert_within(self, queries: Sequence[Query], most: int) -> list[np.ndarray] | None:
         """Add the sequences of all `queries`; if that makes more than `most` rows, add none and return None."""
@@ -177,9 +180,3 @@ class PrefixTree:
 
 
 _int32 = partial(np.array, dtype=np.int32)
-
-
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Count the tokens that two sequences share from their first on."""
-    n = min(len(a), len(b))
-    return int((a[:n] != b[:n]).argmax()) or n

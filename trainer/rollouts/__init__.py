@@ -4,8 +4,12 @@ An engine takes prompts with their keys and returns `Rollouts` (`engine.py`); a 
 that `rollout_engine` names.
 """
 
-from .engine import Engine, Rollouts
+from .engine import Engine, Rollouts, end_ids
+from .environments import PlayedEngine, load_environment
 from .in_process import TransformersEngine, generate
 from .vllm import VllmEngine, await_server
 
-__all__ = ["Engine", "Rollouts", "TransformersEngine", "VllmEngine", "await_server", "generate"]
+__all__ = [
+    "Engine", "PlayedEngine", "Rollouts", "TransformersEngine", "VllmEngine", "await_server", "end_ids", "generate",
+    "load_environment",
+]  # fmt: skip

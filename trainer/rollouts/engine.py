@@ -31,6 +31,7 @@ class Rollouts:
             without thoughts, empty if there is none with some.
         kept_tokens: for each completion, the ids that each of its tokens was drawn from, over which `logprobs` are
             normalised and the loss is to be; None for the whole vocabulary, or if the engine does not tell.
+        mask: B tensors (T_b,), 1 on tokens that the policy wrote, 0 on those of an environment; None for 1 everywhere.
     """
 
     rows: Rows
@@ -40,12 +41,13 @@ class Rollouts:
     nucleus: float = 1.0
     contents: Sequence[str | None] = ()
     kept_tokens: Sequence[KeptTokens] | None = None
+    mask: Sequence[Tensor] | None = None
 
     @classmethod
     def of(
         cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], logprobs: Sequence[Tensor],
         ends: Sequence[int], tokenizer: PreTrainedTokenizerBase, nucleus: float = 1.0, thought_tags: str = "",
-        kept_tokens: Sequence[KeptTokens] | None = None,
+        kept_tokens: Sequence[KeptTokens] | None = None, mask: Sequence[Tensor] | None = None,
     ) -> "Rollouts":  # fmt: skip
         """Hold lists of token ids and their log-probs, each completion up to its first end token.
 
@@ -63,6 +65,7 @@ class Rollouts:
             [row[:length] for row, length in zip(logprobs, lengths, strict=True)], nucleus,
             [None if content == text else content for content, text in zip(spoken, texts, strict=True)],
             kept_tokens and [row.take(slice(0, length)) for row, length in zip(kept_tokens, lengths, strict=True)],
+            mask and [row[:length] for row, length in zip(mask, lengths, strict=True)],
         )  # fmt: skip
 
     @classmethod
@@ -76,6 +79,7 @@ class Rollouts:
             [text for part in parts for text in part.texts], [row for part in parts for row in part.logprobs],
             parts[0].nucleus, [text for part in parts for text in part.contents],
             [row for part in parts for row in part.kept_tokens or ()] or None,
+            [row for part in parts for row in part.mask or ()] or None,
         )  # fmt: skip
 
     def ids(self) -> list[list[int]]:

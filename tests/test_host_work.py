@@ -1,0 +1,68 @@
+"""What the host does in a step's credit beside the model: calls are counted, CPU milliseconds only printed."""
+
+import time
+from collections import Counter
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from cfa_kernels import CounterfactualConfig, DeferredCredit, packed_forward
+from cfa_kernels.credit import assign, deferred
+from cfa_kernels.model import lora, quantised
+from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.model.walk import ModelWalk
+from cfa_kernels.rows import equal_prompts
+from cfa_kernels.scoring import masked, packed
+from cfa_kernels.scoring.access import TrainingForward
+from cfa_kernels.text import find
+from tests.support.log_prob_hosts import batch_rows
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+ROWS, ADVANTAGES = batch_rows(), torch.tensor([1.0, -0.5, 0.3, 0.7, -1.0, 1.0])
+
+
+@pytest.mark.parametrize(("options", "before"), [({}, False), ({"estimator": "prefix_gain"}, True)], ids=str)
+def test_credit_asks_once_for_the_batch_and_reads_text_while_the_forward_runs(options, before, monkeypatch):
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
+    causal, calls, events = causal_lm(model), Counter(), []
+
+    def counted(owner, name):
+        function = getattr(owner, name)
+
+        def run(*args, **kwargs):
+            calls[name] += 1
+            events.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, run)
+
+    monkeypatch.setattr(
+        deferred, "input_device", lambda _: torch.device("cuda")
+    )  # where text may come after the launch
+    dtype = TrainingForward.dtype
+    monkeypatch.setattr(TrainingForward, "dtype", property(lambda self: calls.update(dtype=1) or dtype.fget(self)))
+    for owner, name in (
+        (ModelWalk, "__init__"), (ModelWalk, "holds"), (quantised, "is_quantised"), (lora, "_plain"),
+        (assign, "find_units"), (find, "token_offsets"), (assign, "rounding"),
+        (packed, "packed_hidden"), (masked, "packed_hidden"),
+    ):  # fmt: skip
+        counted(owner, name)
+    config = CounterfactualConfig(**options)
+    for _ in range(2):  # the first checks the model and keeps the walk, and what is derived from it
+        calls.clear()
+        events.clear()
+        credit, began = DeferredCredit(config, tiny_tokenizer(), ROWS, ADVANTAGES, seed=0), time.process_time()
+        foreseen = credit.foreseen(range(6), causal)
+        credit.by_forward(range(6), packed_forward(causal, ROWS, keep_states=True, foreseen=foreseen))
+        took = time.process_time() - began
+    assert credit.finished().work is not None
+    assert (calls["__init__"], calls["is_quantised"], calls["_plain"]) == (0, 0, 0)
+    assert calls["holds"] <= 7
+    assert calls["dtype"] == calls["find_units"] == 1
+    assert calls["token_offsets"] == len(credit.to_judge()) + len(
+        {equal_prompts(ROWS.prompts)[b] for b in credit.to_judge()}
+    )
+    assert calls["rounding"] == (0 if before else 2)  # of all rows
+    assert (events.index("find_units") < events.index("packed_hidden")) == before
+    print(f"{options}: {took * 1e3:.1f} CPU ms with the model, {dict(calls)}")

@@ -1,0 +1,135 @@
+"""Turns of an environment in the training program: what it wrote is sampled after, and not trained on."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from cfa_kernels import packed_logprobs
+from tests.support.embedded import all_counted, settings, updated
+from trainer.microbatch import counted_tokens
+from trainer.rollouts import PlayedEngine, end_ids, load_environment
+from trainer.rollouts.environments import Calculator, EnvironmentFailure
+from trainer.run import set_up
+
+
+@pytest.fixture(scope="module")
+def played() -> Any:
+    return set_up(settings("--config=calculator", "--top_p=0.9"))
+
+
+def sample(trainer: Any) -> Any:
+    """Eight completions of each of two problems, as a step draws them."""
+    keys = [(0, 1, i, g) for i in range(2) for g in range(8)]
+    return trainer.sample([trainer.prompts[i] for _, _, i, _ in keys], keys)
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("He pays <<48/2=", "24>>"), ("That leaves 93-66=", "27"), ("<<12/60=", "0.2>>"), ("3+4*2-6/3=", "9"),
+        ("<<0.2*50=", "10>>"), ("7/0=", "undefined"), ("2-3+4=", "3"), ("1-10=", "-9"), ("3+4=7 and 7*2=", "14"),
+        ("48/2 is", "no sum"),
+    ],
+)  # fmt: skip
+def test_the_calculator_completes_the_last_sum(text, result):
+    environment = Calculator()
+    assert environment.reset(question="read by none") is None
+    assert environment.step(text) == result
+
+
+def test_a_call_is_answered_and_the_policy_goes_on_after_the_answer(played):
+    rollouts = sample(played)
+    texts = dict.fromkeys(rollouts.texts)
+    sums = [line for text in texts for line in text.split("\n") if "=" in line and line.rstrip().endswith(".")]
+    assert len(sums) > 8
+    calculator, tokenizer = Calculator(), played.tokenizer
+    for line in sums:
+        left, _, right = line.partition("=")
+        assert right.split()[0] == calculator.step(f"{left}=")
+    for ids, mask, logprobs in zip(rollouts.ids(), rollouts.mask, rollouts.logprobs, strict=True):
+        assert len(ids) == len(mask) == len(logprobs) <= played.config.max_completion_length
+        assert (logprobs[mask == 0] == 0).all()
+        starts = [t for t in range(1, len(ids)) if not mask[t] and mask[t - 1]]
+        assert all(tokenizer.decode(ids[:t]).endswith("=") for t in starts)
+    assert any((mask == 0).any() for mask in rollouts.mask)
+
+
+def test_log_probs_are_those_of_the_policy_with_the_observations_in_its_context(played):
+    rollouts = sample(played)
+    values = packed_logprobs(played.policy, rollouts.rows, kept_tokens=rollouts.kept_tokens)
+    for mask, own, expected in zip(rollouts.mask, rollouts.logprobs, values, strict=True):
+        torch.testing.assert_close(own[mask == 1], expected[mask == 1].detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_rollouts_without_a_call_are_the_engines_own(played):
+    silent = type("Silent", (Calculator,), {"call": "never written"})
+    engine = played.engine._engine
+    wrapped = PlayedEngine(engine, played.tokenizer, silent, end_ids(played.policy, played.tokenizer))
+    options = {"max_completion_length": 24, "keys": [(0, 1, 2), (3, 4, 5)], "temperature": 1.0, "top_p": 0.9}
+    plain, ours = engine(played.prompts[:2], **options), wrapped(played.prompts[:2], **options)
+    assert ours.texts == plain.texts
+    assert torch.equal(ours.truncated, plain.truncated)
+    for own, other in zip(ours.logprobs, plain.logprobs, strict=True):
+        assert torch.equal(own, other)
+    for own, other in zip(ours.kept_tokens, plain.kept_tokens, strict=True):
+        assert torch.equal(own.ids, other.ids)
+
+
+def test_tokens_of_an_environment_are_in_no_span_and_move_nothing(played):
+    rollouts = sample(played)
+    batch = all_counted(rollouts)
+    assert (
+        counted_tokens(batch, range(16)) == sum(int(mask.sum()) for mask in rollouts.mask) < sum(rollouts.rows.lengths)
+    )
+    credit, metrics = updated(played, rollouts)
+    units = [(mask, unit) for mask, row in zip(rollouts.mask, credit.spans, strict=True) for unit in row]
+    assert units
+    assert all(mask[unit.start : unit.end].all() for mask, unit in units)
+    assert metrics["grad_norm"] > 0
+    assert metrics["sampling/gap"] < 1e-3
+
+
+class Bad(Calculator):
+    def step(self, text: str) -> Any:
+        raise KeyError("no book")
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (Bad.step, "problem 1, turn 0: step raised KeyError: 'no book'"),
+        (lambda self, text: time.sleep(60), "problem 1, turn 0: step did not return within 0.2 seconds"),
+        (lambda self, text: "", "problem 1, turn 0: step must return a text that is not empty, got ''"),
+        (lambda self, text: 7, "problem 1, turn 0: step must return a text that is not empty, got 7"),
+        (lambda self, text: "3<|im_end|>", "problem 1, turn 0: step returned the end of a completion"),
+    ],
+)
+def test_a_bad_environment_is_named_by_rollout_and_turn(played, step, message):
+    made = iter([Calculator, type("Broken", (Calculator,), {"step": step})])
+    engine = PlayedEngine(
+        played.engine._engine, played.tokenizer, lambda: next(made)(), end_ids(played.policy, played.tokenizer),
+        timeout=0.2,
+    )  # fmt: skip
+    with pytest.raises(EnvironmentFailure, match=message):
+        engine(played.prompts[:2], max_completion_length=60, names=["problem 0", "problem 1"])
+
+
+def test_an_environment_that_always_has_more_to_say_ends_at_the_limit(played):
+    chatty = type("Chatty", (Calculator,), {"call": r"\w", "step": lambda self, text: " and"})
+    engine = PlayedEngine(played.engine._engine, played.tokenizer, chatty, end_ids(played.policy, played.tokenizer))
+    rollouts = engine(played.prompts[:2], max_completion_length=20)
+    assert rollouts.truncated.all()
+    assert rollouts.rows.lengths == [20, 20]
+
+
+def test_what_is_no_environment_is_refused(capsys):
+    assert load_environment("calculator") is Calculator
+    with pytest.raises(ValueError, match="environment: types:SimpleNamespace has no call; it needs reset"):
+        load_environment("types:SimpleNamespace")
+    with pytest.raises(ValueError, match="environment: cannot import 'nowhere:Class'"):
+        load_environment("nowhere:Class")
+    with pytest.raises(SystemExit):
+        settings("--environment=calculator", "--compare_and_correct=0.3")
+    assert "environment: compare_and_correct writes corrections" in capsys.readouterr().err
