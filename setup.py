@@ -36,7 +36,6 @@ TESTING = [
     "matplotlib>=3.9",
     "trl>=1.16",
     "pytest>=8",
-    "docstring-parser>=0.15",  # the benchmarks' options
     "pytest-xdist>=3.7",
     "pytest-timeout>=2.3",
     "hypothesis>=6.100",

@@ -16,7 +16,6 @@ COMMANDS = {
     "evidence": ("benchmarks.research.command", "what credit finds and what it is good for, NAME by NAME"),
     "models": ("benchmarks.models.table", "which model types are scored and trained exactly, for docs/models.md"),
     "figures": ("benchmarks.harness.figures", "print the figures of result files together"),
-    "plots": ("benchmarks.harness.plots", "pictures of a result file, beside it"),
 }
 """The module of each command, imported only for it, and what it does; `main` there returns the exit status."""
 

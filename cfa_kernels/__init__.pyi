@@ -34,7 +34,6 @@ from .estimators.probes import Probe as Probe
 from .estimators.progress import Progress as Progress
 from .estimators.siblings import PrefixTreeValues as PrefixTreeValues
 from .estimators.siblings import SiblingEdits as SiblingEdits
-from .estimators.total_effects import total_effects as total_effects
 from .loss.policy import contributing_rows as contributing_rows
 from .loss.policy import linear_policy_loss as linear_policy_loss
 from .loss.policy import logits_policy_loss as logits_policy_loss

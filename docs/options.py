@@ -22,9 +22,7 @@ OWN = ("estimator", "weights", "control", "completions", "units", "target", "nor
 ROWS: dict[str, dict[str, Any]] = {
     "`masking`": {},
     '`masking`, `outcome="last"` or `"mean"`': {"outcome": "mean"},
-    '`masking`, `effect="total"`': {"effect": "total"},
     '`masking`, `mask="drop"`': {"mask": "drop"},
-    '`masking`, `mask="resampled"`': {"mask": "resampled"},
     "`masking`, `preselect`, by length or `prefix_gain`": {"preselect": 0.5, "preselect_by": "prefix_gain"},
     "`masking`, `preselect`, by `entropy`": {"preselect": 0.5, "preselect_by": "entropy"},
     "`masking`, `preselect`, by `gradient`": {"preselect": 0.5, "preselect_by": "gradient"},

@@ -28,6 +28,7 @@ from cfa_kernels.credit.weights import WEIGHTS
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.loss.types import LOSS_TYPES
 from tests.support.models import DELTA, MLA, PLACEHOLDER, VOCAB, batch, make_model
+from tests.support.plug_ins import RESAMPLING, TOTAL_EFFECTS
 from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.traced]  # all is on the host: nothing to tell apart
@@ -70,8 +71,8 @@ CREDIT: dict[str, dict[str, Any]] = {
     "sibling edits": {"estimator": "sibling_edits"},
     "sibling edits, inverted": {"estimator": "sibling_edits", "control": "inverted", "weights": "range"},
     "external": {"estimator": "external", "units": "tokens", "weights": "bilevel"},
-    "total effect": {"effect": "total"},
-    "resampled": {"mask": "resampled", "samples": 2},
+    "total effect": TOTAL_EFFECTS,
+    "resampled": {**RESAMPLING, "samples": 2},
     "preselected": {"preselect": 0.5},
     "preselected by gain": {"preselect": 0.5, "preselect_by": "prefix_gain"},
     "redistributed": {"weights": "redistribute", "strength": 1.5},
@@ -212,7 +213,7 @@ def test_figures_of_fixed_batches_are_the_known_ones():
 
 def test_every_estimator_and_weight_rule_has_known_figures():
     configs = [CounterfactualConfig(**options) for options in CREDIT.values()]
-    assert {config.estimator.name for config in configs} == set(ESTIMATORS)
+    assert {config.estimator.name for config in configs} == {*ESTIMATORS, "total_effects", "resampling"}
     assert {type(config.weights) for config in configs if config.weights} == set(WEIGHTS.values())
 
 

@@ -28,7 +28,7 @@ Level = Literal["token", "sequence", "sequence_token"]
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
 DtypeName = Literal["auto", "float32", "mixed", "bfloat16"]
 CREDIT_OPTIONS = (
-    "weights", "units", "completions", "normalize", "open_spans", "outcome", "effect", "mask", "samples", "preselect",
+    "weights", "units", "completions", "normalize", "open_spans", "outcome", "mask", "samples", "preselect",
     "preselect_by", "placeholder_id", "sigma", "alpha", "kappa", "correct_threshold", "w_min", "w_max", "w_answer",
     "min_spread", "tau", "boost", "floor", "fraction", "detector", "max_spans", "selection", "answer_format",
     "answer_fallback", "lead_in", "thought_tags",

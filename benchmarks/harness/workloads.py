@@ -358,63 +358,33 @@ def _rollouts(job: Job, group: int, rewards: list[float]) -> JobRollouts:
 
 # Models
 
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: tuple[int, int], dim: int, **options: Any) -> Qwen3Config:
+    return Qwen3Config(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads[0],
+        num_key_value_heads=heads[1], head_dim=dim, **options,
+    )  # fmt: skip
+
+
 MODELS: dict[str, PretrainedConfig] = {
-    "qwen3-tiny": Qwen3Config(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=VOCABULARY,
-        initializer_range=0.1,
-    ),
+    "qwen3-tiny": _qwen3(64, 128, 2, (4, 2), 16, vocab_size=VOCABULARY, initializer_range=0.1),
     # 42 M parameters, 40 % of them in the tied head: real models of this size spend that share or more on theirs.
-    "qwen3-40m": Qwen3Config(
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=32_768,
-        tie_word_embeddings=True,
-        initializer_range=0.06,
+    "qwen3-40m": _qwen3(
+        512, 1536, 8, (8, 4), 64, vocab_size=32_768, tie_word_embeddings=True, initializer_range=0.06
     ),
-    "Qwen3-1.7B": Qwen3Config(
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151_936,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=True,
+    "Qwen3-1.7B": _qwen3(
+        2048, 6144, 28, (16, 8), 128, vocab_size=151_936, max_position_embeddings=40_960, tie_word_embeddings=True
     ),
     "Qwen2.5-3B": Qwen2Config(
-        hidden_size=2048,
-        intermediate_size=11_008,
-        num_hidden_layers=36,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        vocab_size=151_936,
-        max_position_embeddings=32_768,
-        tie_word_embeddings=True,
+        hidden_size=2048, intermediate_size=11_008, num_hidden_layers=36, num_attention_heads=16,
+        num_key_value_heads=2, vocab_size=151_936, max_position_embeddings=32_768, tie_word_embeddings=True,
     ),
     "Llama-3.2-3B": LlamaConfig(
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=28,
-        num_attention_heads=24,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=128_256,
-        max_position_embeddings=131_072,
-        tie_word_embeddings=True,
+        hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, num_key_value_heads=8,
+        head_dim=128, vocab_size=128_256, max_position_embeddings=131_072, tie_word_embeddings=True,
     ),
-}
-
+}  # fmt: skip
+"""Shapes by name."""
 
 HEADS = {
     names: (MODELS[name].hidden_size, MODELS[name].vocab_size)

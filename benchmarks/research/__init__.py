@@ -1,1 +1,1 @@
-"""Judge estimators against planted truths, against each other, and by their cost."""
+"""What credit finds and what it is good for; README.md says how to run it."""

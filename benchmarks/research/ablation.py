@@ -53,23 +53,14 @@ SETS = {"credit": list(ARMS)}
 RIGHT = ("--credit_options", "completions", "positive")
 ARMS |= {
     "CF where right": (*ARMS["counterfactual"], *RIGHT),
-    "total effects where right": (*ARMS["counterfactual"], *RIGHT, "--credit_options", "effect", "total"),
     "prefix gain where right": ("--config=prefix_gain_positive", "--credit_options", "open_spans", "false"),
     "prefix gain where right, spans open": ("--config=prefix_gain_positive",),
     PLACEBO: ("--config=prefix_gain_positive", "--credit=permuted"),
     "random where right": (*ARMS["random"], *RIGHT),
-    "position where right": ("--estimator=benchmarks.research.planted:position", *MEAN, *RIGHT),
+    "position where right": ("--estimator=benchmarks.research.methods:position", *MEAN, *RIGHT),
 }
 ARMS["CF where right, spans open"] = (*ARMS["CF where right"], "--credit_options", "open_spans", "true")
 SETS["training"] = [PLAIN, "CF where right", "position where right", "random where right"]
-for tau in ("0", "0.3", "0.7", "1"):
-    ARMS[f"OAR-P, tau {tau}"] = (*ARMS["OAR-P"], "--credit_options", "tau", tau)
-ARMS |= {
-    "OAR-P, suppress only": (*ARMS["OAR-P"], "--credit_options", "boost", "0"),
-    "OAR-P, boost only": (*ARMS["OAR-P"], "--credit_options", "floor", "1"),
-    "random, two levels": (*ARMS["OAR-P"], "--credit=random"),
-}
-SETS["two levels"] = [PLAIN, "OAR-P", *list(ARMS)[-7:]]
 
 
 def arms_named(names: Sequence[str] | None) -> list[str]:

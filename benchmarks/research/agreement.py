@@ -39,33 +39,16 @@ def rank_correlation(scores: Sequence[float] | np.ndarray, truth: Sequence[float
     return float(stats.spearmanr(scores, truth).statistic) if len(set(scores)) > 1 else 0.0
 
 
-def recall_curve(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """Recall among the top 1, 2, ... units, (K,); of equal scores each comes first equally often."""
-    _, group = np.unique(-scores, return_inverse=True)
-    return np.cumsum((np.bincount(group, truth) / np.bincount(group))[np.sort(group)]) / truth.sum()
-
-
-def recall_at(percent: int) -> Figure:
-    """Recall among the top `percent` of the units, at least one (OAR paper, figure 5)."""
-    return lambda s, t: recall_curve(s, t)[max(len(t) * percent // 100, 1) - 1], np.mean
-
-
 AUROC: dict[str, Figure] = {"auroc": (ordered_pairs, position_free_auroc)}
 SPEARMAN: dict[str, Figure] = {"spearman": (rank_correlation, np.mean)}
-RECALL: Figure = (lambda s, t: recall_curve(s, t)[int(t.sum()) - 1], np.mean)
-LINES = AUROC | SPEARMAN | {"recall": RECALL, "first": (lambda s, t: recall_curve(s, t)[0] * t.sum(), np.mean)}
-"""Of lines: recall among as many top ones as are true; the share of problems whose most important one is true."""
-TOKENS = AUROC | {"recall": RECALL} | {f"{percent} %": recall_at(percent) for percent in range(10, 100, 10)}
 
 
-def agreement(
-    scores: Rows | None, truths: Rows, figures: Mapping[str, Figure] = LINES, *, draws: int = 1000
-) -> dict[str, Any]:
+def agreement(scores: Rows | None, truths: Rows, figures: Mapping[str, Figure], *, draws: int = 1000) -> dict[str, Any]:
     """Sum figures up over problems; those with a constant truth are left out.
 
     Each figure has `value`, `low` and `high` (95 % of bootstrap draws over problems), or is None where it is not
-    defined; Spearman has also `p` that its mean is 0, by a t-test over problems. For `scores` None it is the mean over
-    draws of numbers that know nothing, within the bounds of 95 % of the draws.
+    defined. For `scores` None it is the mean over draws of numbers that know nothing, within the bounds of 95 % of the
+    draws.
     """
     kept = [i for i, truth in enumerate(truths) if len(set(truth)) > 1]
     labels, rng = [np.asarray(truths[i], float) for i in kept], np.random.default_rng(0)
@@ -81,6 +64,4 @@ def agreement(
             result[name] = bootstrap_interval(summary, values, draws=draws)._asdict() if len(kept) > 1 else None
         except ValueError:  # not defined on every resample
             result[name] = None
-        if name in SPEARMAN and len(set(values)) > 1:
-            result["p"] = float(stats.ttest_1samp(values, 0).pvalue)
     return result

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.research.methods import length, position
 from benchmarks.research.models import Problem, clock
-from benchmarks.research.planted import length, position
 from cfa_kernels import (
     CounterfactualConfig,
     Credit,
@@ -163,7 +163,7 @@ def _mean(estimator: Any, *weights: Any, **options: Any) -> CounterfactualConfig
     return CounterfactualConfig(estimator, *weights, normalize="mean", **options)
 
 
-CF, TOTAL, GAIN = _mean(Masking()), _mean(Masking(effect="total")), _mean(PrefixGain())
+CF, GAIN = _mean(Masking()), _mean(PrefixGain())
 INVERTED = _mean(Masking(), control="inverted")
 PERMUTED, POSITION, LENGTH = (
     _mean(Masking(), control="permuted"),
@@ -173,14 +173,12 @@ PERMUTED, POSITION, LENGTH = (
 ARMS = {
     PLAIN: Arm(),
     "CF": Arm(CF, CF),
-    "CF, total effects": Arm(TOTAL, TOTAL),
     "prefix gain": Arm(GAIN, GAIN),
     "CF, permuted": Arm(PERMUTED, PERMUTED),
     "CF, inverted": Arm(INVERTED, INVERTED),
     "position": Arm(POSITION, POSITION),
     "length": Arm(LENGTH, LENGTH),
     "CF where right": Arm(CF),
-    "total effects where right": Arm(TOTAL),
     "prefix gain where right": Arm(GAIN),
     "permuted where right": Arm(PERMUTED),
     "position where right": Arm(POSITION),

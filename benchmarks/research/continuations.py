@@ -12,13 +12,12 @@ from torch import Tensor
 
 from benchmarks.harness.results import interval, table
 from benchmarks.research.agreement import AUROC, SPEARMAN, agreement
+from benchmarks.research.methods import judge, length, position
 from benchmarks.research.models import Problem, Subject, clock
-from benchmarks.research.planted import METHODS as PLANTED
-from benchmarks.research.planted import judge
 from cfa_kernels import Rows as TokenRows
 from cfa_kernels import Span, find_answer, packed_forward
-from cfa_kernels.estimators import Masking
-from cfa_kernels.estimators.base import Estimator
+from cfa_kernels.estimators import Entropy, Gradient, Masking, PrefixGain
+from cfa_kernels.estimators.base import Estimator, OwnFunction
 from cfa_kernels.scoring.packed import PackedForward
 from cfa_kernels.text.find import Reasoning, find_reasoning
 from trainer.rewards.numbers import gold_number
@@ -30,10 +29,10 @@ MOVES = 0.2
 REFERENCE, OTHER_HALF, CHANCE = "prefix gain, reference answer", "other half of the continuations", "random"
 FORWARD = "a forward of the completions"
 METHODS: dict[str, Estimator] = {
-    "CF": PLANTED["CF"], "prefix gain": PLANTED["prefix gain"], REFERENCE: PLANTED["prefix gain"],
-    "CF, spans dropped": Masking(mask="drop"), "CF, total effects": PLANTED["CF, total effect"],
-    "position": PLANTED["position"], "length": PLANTED["length"], "entropy": PLANTED["entropy"],
-    "OAR-G": PLANTED["OAR-G, mean"], "OAR-P": PLANTED["OAR-P, mean"],
+    "CF": Masking(), "prefix gain": PrefixGain(), REFERENCE: PrefixGain(),
+    "CF, spans dropped": Masking(mask="drop"),
+    "position": OwnFunction(position), "length": OwnFunction(length), "entropy": Entropy(),
+    "OAR-G": Gradient("mean"), "OAR-P": Masking(outcome="mean"),
 }  # fmt: skip
 """By name. OAR-P judges each token, a span's importance is the mean over its own; for the method of that name the
 reference answer stands in place of the sampled one."""

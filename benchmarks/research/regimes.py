@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.research.demo_model.warmup import WarmupConfig, careless, warm_up
+from benchmarks.research.warmup import WarmupConfig, careless, warm_up
 from cfa_kernels.options import check_fields
 from trainer.data import Row
 from trainer.embedded.problems import WordProblem, generate

@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.harness.results import Pieces, interval, made_by, table
 from benchmarks.research.agreement import SPEARMAN, agreement
+from benchmarks.research.continuations import METHODS
 from benchmarks.research.models import Problem, Subject
-from benchmarks.research.planted import METHODS
 from cfa_kernels import (
     CounterfactualConfig,
     ModelAccess,

@@ -2,7 +2,7 @@
 
 Two machines of a kind may differ by a factor of two in how fast the host launches, so only what takes turns in one
 process compares. Each block has a limit in seconds and is skipped when the budget ends. The result file is written
-again after each block, with predictions next to measurements and with the reason of each failure.
+again after each block, with the reason of each failure.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmarks.harness.ceilings import measure_ceilings
 from benchmarks.harness.environment import describe_environment
 from benchmarks.harness.figures import page
 from benchmarks.harness.race import Budget, Contender, race, release_memory, spread
-from benchmarks.harness.results import RESULTS, figures_of, write_json
+from benchmarks.harness.results import RESULTS, write_json
 from benchmarks.harness.workloads import MODELS, JobRollouts, policy, shaped_rollouts
 from benchmarks.speed.profiles import device_events, summarize
 from benchmarks.speed.replay import Replay, Stopwatch
@@ -43,17 +43,6 @@ from cfa_kernels.model.parts import causal_lm
 
 AS_RACED, LIGER, COMPILED = "HF's layers", "Liger", "compiled"  # Liger's kernels cannot be traced
 TRL_LIGER = "TRL, all rows at a time, use_liger_kernel"
-
-PREDICTED = {
-    "4x8": {
-        f"{PLAIN}, {AS_RACED}": 0.279, f"{PLAIN}, {LIGER}": 0.165, f"{PLAIN}, {COMPILED}": 0.130,
-        f"{EXACT}, {AS_RACED}": 0.592, f"{EXACT}, {LIGER}": 0.39, f"{EXACT}, {COMPILED}": 0.275,
-        WHOLE: 0.433, TRL_LIGER: 0.32,
-    },
-    "long": {f"{PLAIN}, of {TRL}": 0.25, f"{PLAIN}, of {VARLEN}": 0.5},
-    "trainer": {f"cf, {COMPILED}": 0.27, f"prefix_gain_positive, {COMPILED}": 0.10},
-}  # fmt: skip
-"""Seconds, or shares of a contender's, written down before the first run; credit's seconds of the trainer's presets."""
 
 LEAST = 5.0
 """Seconds of the budget without which no block begins."""
@@ -437,7 +426,7 @@ def main(argv: list[str] | None = None) -> int:
     bench = Bench(device, smoke=options.smoke, budget=options.budget, rounds=options.rounds)
     words = [word if word != str(options.into) else options.into.name for word in argv or sys.argv[2:]]
     document = {
-        "schema": 1, "environment": describe_environment(device, options.commit), "predicted": PREDICTED,
+        "schema": 1, "environment": describe_environment(device, options.commit),
         "command": " ".join(["python -m benchmarks speed ab", *words]), "parts": {},
     }  # fmt: skip
     failed = []
@@ -454,8 +443,6 @@ def main(argv: list[str] | None = None) -> int:
         try:
             with at_most(0 if options.smoke else limit):
                 document["parts"][name] = {"result": run(bench)}
-                for line in figures_of(document["parts"][name]):
-                    line["predicted"] = PREDICTED.get(line["group"], {}).get(line["name"])
         except TooLong as error:
             document["parts"][name] = {"skipped": str(error)}
             print(f"== {name} is skipped: {error}", flush=True)

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness.race import Absent, Contender
 from benchmarks.harness.workloads import MODELS, SEED, Job, head_dim, random_model
-from benchmarks.speed.reference import ErrorBudget, max_error
+from benchmarks.speed.reference import ErrorBudget, error_budgets
 from benchmarks.speed.varlen import causal_varlen_attention
 from cfa_kernels import Batch, Rows
 from cfa_kernels.scoring.plan import plan_scoring
@@ -207,9 +207,7 @@ def gradients_of(attend: Callable[..., Tensor], by_out: Tensor, *inputs: Tensor)
 def gradient_check(reference: Callable[..., Gradients], *inputs: Tensor) -> Callable[[Gradients], dict[str, float]]:
     """Hold gradients to `reference` of the inputs in float64."""
     exact, low = reference(*(x.double() for x in inputs)), reference(*inputs)
-    eps = torch.finfo(inputs[0].dtype).eps
-    pairs = zip(low, exact, strict=True)
-    budgets = [ErrorBudget(truth, max_error(mine, truth), eps) for mine, truth in pairs]
+    budgets = error_budgets(exact, low, inputs[0].dtype)
 
     def check(found: Gradients) -> dict[str, float]:
         named = zip(("by q", "by k", "by v"), found, budgets, strict=True)

@@ -5,17 +5,18 @@ that it had finished. Without a CUDA or HIP device the command says so and exits
 asks for the CPU's figures. It exits with 1 if a part failed.
 """
 
-import argparse
 import csv
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
+import tyro
 
 from benchmarks.harness.environment import REPOSITORY, describe_environment, slug
-from benchmarks.harness.plots import plot_results
 from benchmarks.harness.results import RESULTS
 
 PARTS = ("kernels", "scoring", "loss", "step")
@@ -24,7 +25,33 @@ PARTS = ("kernels", "scoring", "loss", "step")
 PEERS_OF = ("scoring", "step")
 """Parts whose contenders can be chosen."""
 
-FAILED, NO_DEVICE = 1, 2
+FAILED, NO_DEVICE = 1, 2  # exit codes; an option that makes no sense gives the latter, too
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choose what is measured, for how long, and where figures go."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Device; "cuda" is HIP too."""
+    only: tyro.conf.UseAppendAction[tuple[Literal["kernels", "scoring", "loss", "step"], ...]] = ()
+    """Part to measure; repeatable; by default all."""
+    select: str | None = None
+    """pytest's -k for the part, to measure a piece of it."""
+    peers: str | None = None
+    """Race only these in scoring or steps, comma-separated, a name with a comma in quotes: 'per span,ours'."""
+    smoke: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Take the smallest shapes: shows that all runs, measures nothing."""
+    seconds: float = 60.0
+    """Time for the rounds of one workload."""
+    rounds: int | None = None
+    """Fewest rounds; by default 5 on a GPU, 3 on a CPU."""
+    results: Path = RESULTS
+    """Folder of result files."""
+    into: Path | None = None
+    """Result file, whose other parts stay; by default <date>-<device>-<commit>.json."""
+    commit: str | None = None
+    """What to record, not what git says."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +60,11 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks.speed import ab
 
         return ab.main(argv[1:])
-    options = parse_options(argv)
+    options = tyro.cli(Options, prog="python -m benchmarks speed", description=__doc__, args=argv)
+    parts = options.only or PARTS
+    if options.peers and not set(parts) & set(PEERS_OF):
+        print(f"--peers is for {', '.join(PEERS_OF)}", file=sys.stderr)
+        return NO_DEVICE
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
             "no CUDA or HIP device here: nothing was run (python -m benchmarks speed --device cpu measures the CPU)",
@@ -46,54 +77,22 @@ def main(argv: list[str] | None = None) -> int:
     path = (options.into or options.results / f"{environment['date'][:10]}-{slug(environment)}.json").resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     failed = []
-    for part in options.only or PARTS:
+    for part in parts:
         print(f"== {part} -> {path}", flush=True)
         if subprocess.run(session(part, options, path), cwd=REPOSITORY, check=False).returncode:
             failed.append(part)
-    try:
-        for picture in plot_results(path) if path.exists() else []:
-            print(f"== {picture}")
-    except ImportError as error:
-        print(f"== no pictures: {error}")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return FAILED if failed else 0
 
 
-def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks speed", description=__doc__)
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="device; cuda, the default, is HIP too"
-    )
-    parser.add_argument("--only", action="append", choices=PARTS, help="a part; repeatable; default: all")
-    parser.add_argument("--select", help="pytest's -k for the part, to measure a piece of it")
-    parser.add_argument(
-        "--peers",
-        help="race only these in scoring or steps, comma-separated, a name with a comma in quotes: 'per span,ours'",
-    )
-    parser.add_argument("--smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
-    parser.add_argument("--seconds", type=float, default=60.0, help="time for the rounds of one workload")
-    parser.add_argument("--rounds", type=int, help="fewest rounds; default: 5 on a GPU, 3 on a CPU")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
-    parser.add_argument(
-        "--into", type=Path, help="result file, whose other parts stay; default: <date>-<device>-<commit>.json"
-    )
-    parser.add_argument("--commit", help="what to record, not what git says")
-    options = parser.parse_args(argv)
-    if options.peers and not set(options.only or PARTS) & set(PEERS_OF):
-        parser.error(f"--peers is for {', '.join(PEERS_OF)}")
-    if options.rounds is None:
-        options.rounds = 5 if options.device == "cuda" else 3
-    return options
-
-
-def session(part: str, options: argparse.Namespace, path: Path) -> list[str]:
+def session(part: str, options: Options, path: Path) -> list[str]:
     """The command of a part's session of pytest, which `conftest.py` gives its options."""
     command = [sys.executable, "-m", "pytest", f"benchmarks/speed/bench_{part}.py"]
     command += ["-p", "no:cacheprovider", "-s", "--tb=short"]
     command += [f"--bench-device={options.device}", f"--bench-part={part}", f"--bench-into={path}"]
-    command += [f"--bench-seconds={options.seconds}", f"--bench-rounds={options.rounds}"]
+    rounds = options.rounds or (5 if options.device == "cuda" else 3)
+    command += [f"--bench-seconds={options.seconds}", f"--bench-rounds={rounds}"]
     command += [f"--bench-commit={options.commit}"] if options.commit else []
     command += [f"--bench-peers={options.peers}"] if options.peers and part in PEERS_OF else []
     return command + ["--bench-smoke"] * options.smoke + (["-k", options.select] if options.select else [])

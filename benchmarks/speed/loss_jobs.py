@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.harness.race import WrongAnswer
 from benchmarks.harness.workloads import HEADS, SEED
-from benchmarks.speed.reference import ErrorBudget, max_error
+from benchmarks.speed.reference import ErrorBudget, error_budgets
 from cfa_kernels.loss.policy import policy_loss
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
@@ -160,9 +160,7 @@ class LossReference:
 
     @staticmethod
     def of(truth: Result, low: Result, dtype: torch.dtype) -> "LossReference":
-        eps = torch.finfo(dtype).eps
-        pairs = zip(low, truth, strict=True)
-        return LossReference(tuple(ErrorBudget(exact, max_error(mine, exact), eps) for mine, exact in pairs))
+        return LossReference(error_budgets(truth, low, dtype))
 
     def check(self, result: Result) -> dict[str, float]:
         """Hold a result to its budgets; returns the largest share of one."""

@@ -1,7 +1,7 @@
 """Compute references in float64, and the error budget of a result."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +97,12 @@ class ErrorBudget:
         if not error <= allowed:
             raise WrongAnswer(f"{name} is off by {error:.3g}, allowed are {allowed:.3g}")
         return {"error_over_budget": error / allowed}
+
+
+def error_budgets(truth: Sequence[Tensor], low: Sequence[Tensor], dtype: torch.dtype) -> tuple[ErrorBudget, ...]:
+    """Make a budget for each tensor of a result, from float64's and from `dtype`'s."""
+    eps = torch.finfo(dtype).eps
+    return tuple(ErrorBudget(exact, max_error(mine, exact), eps) for mine, exact in zip(low, truth, strict=True))
 
 
 def max_error(ours: Tensor, exact: Tensor) -> float:

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch
-from ..options import Count, PositiveShare, TokenId, check_fields
-from ..scoring.access import DISTRIBUTIONS, LOGPROBS, MODEL, ModelAccess
+from ..options import PositiveShare, TokenId, check_fields
+from ..scoring.access import DISTRIBUTIONS, LOGPROBS, ModelAccess
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome
 from .base import ANSWER, ESTIMATORS, Estimator, Importances
-from .resampling import resampled_scores
-from .total_effects import total_effects
 
 # `share * count` that misses a whole number only by rounding is that number.
 _ROUNDING = 1e-9
@@ -25,19 +23,13 @@ class Masking(Estimator):
     """Mask each unit and see how the answer moves (CF paper, eq. 3; with tokens for units the OAR paper's OAR-P)."""
 
     name = "masking"
+    continues = True
 
     outcome: Outcome = "logprob"
     """Outcome to compare: "logprob" or "mean_logprob" of the answer, or by KL divergence the distribution of its first
     token ("last") or of its mean logits ("mean")."""
-    effect: Literal["direct", "total"] = "direct"
-    """"direct", what the answer loses while all later text stays as it was written, or "total", also what it loses
-    through later units that would not have come out as they did, see `total_effects`; this needs outcome "logprob",
-    mask "placeholder" and no preselection."""
-    mask: Literal["placeholder", "drop", "resampled"] = "placeholder"
-    """Replacement of a masked unit: "placeholder" for each token, "drop", nothing, so that later tokens move up, or
-    "resampled", what the model itself might have written there, see `draw_fills`."""
-    samples: Count = 1
-    """Draws of resampled units to average."""
+    mask: Literal["placeholder", "drop"] = "placeholder"
+    """Replacement of a masked unit: "placeholder" for each token, or "drop", nothing, so that later tokens move up."""
     preselect: PositiveShare = 1.0
     """Share of each completion's units that is masked, at least one; the others count as 0. 1 masks all."""
     preselect_by: str = "length"
@@ -49,17 +41,6 @@ class Masking(Estimator):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.effect == "total":
-            for name, default in {"mask": "placeholder", "preselect": 1.0, "outcome": "logprob"}.items():
-                if getattr(self, name) != default:
-                    raise ValueError(f"{name}={getattr(self, name)!r} cannot be combined with effect='total'")
-        if self.samples != 1 and self.mask != "resampled":
-            raise ValueError(f"samples={self.samples} is not read: only mask='resampled' draws, mask is {self.mask!r}")
-        if self.mask_observation and (self.effect == "total" or self.mask == "resampled"):
-            raise ValueError(
-                f"mask_observation=True cannot be combined with effect={self.effect!r}, mask={self.mask!r}: the model "
-                "does not write observations"
-            )
         if self.preselect_by not in (choices := ("length", *ESTIMATORS)):
             raise ValueError(f"preselect_by must be one of {', '.join(choices)}, got {self.preselect_by!r}")
         if self.preselect_by != "length" and self.preselect == 1:
@@ -68,10 +49,7 @@ class Masking(Estimator):
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         """Needs: an answer, and what the way of masking and the preselector need of the model."""
-        if self.effect == "total" or self.mask == "resampled":
-            own = MODEL
-        else:
-            own = DISTRIBUTIONS if self.outcome in DIVERGENCES else LOGPROBS
+        own = DISTRIBUTIONS if self.outcome in DIVERGENCES else LOGPROBS
         return frozenset({ANSWER, own}) | (self._preselector.needs if self._preselector else frozenset())
 
     @property
@@ -84,15 +62,8 @@ class Masking(Estimator):
         """Whether importances may be below 0: a divergence is not."""
         return self.outcome not in DIVERGENCES
 
-    @property
-    def continues(self) -> bool:  # type: ignore[override]
-        """Whether branches continue completions as sampled; resampled units are drawn by forwards of their own."""
-        return self.mask != "resampled"
-
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge the units of a batch."""
-        if self.effect == "total":
-            return total_effects(access, batch)
         part, some, work = batch, [list(range(len(units))) for units in batch.units], ScoringWork()
         if self.preselect < 1:
             estimate = self._estimate(access, batch)
@@ -100,10 +71,7 @@ class Masking(Estimator):
             work = estimate.work or work
             pairs = zip(batch.units, some, strict=True)
             part = batch.with_columns(units=[[units[k] for k in row] for units, row in pairs])
-        if self.mask == "resampled":
-            scores = resampled_scores(access, part, self.samples, self.outcome)
-        else:
-            scores = access.score(part, mask="drop" if self.mask == "drop" else None, outcome=self.outcome)
+        scores = access.score(part, mask="drop" if self.mask == "drop" else None, outcome=self.outcome)
         values = [torch.zeros(len(units)) for units in batch.units]
         for row, numbers, drop in zip(values, some, scores.drop, strict=True):
             row[numbers] = drop.float()

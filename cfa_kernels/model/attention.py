@@ -45,13 +45,9 @@ class TracedMask:
 
 
 class KeyValueStore:
-    """Keys and values of a packed forward, layer by layer, for branches that continue its rows later.
+    """Keys and values of a packed forward, layer by layer, for branches that continue its rows later."""
 
-    A store that `grows` adds those of the branches.
-    """
-
-    def __init__(self, *, grows: bool = False) -> None:
-        self.grows = grows
+    def __init__(self) -> None:
         self._calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
         self._num_read: dict[nn.Module, int] = {}
 
@@ -74,8 +70,6 @@ class KeyValueStore:
     def before(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stored keys and values of this call of `layer`, followed by `key` and `value`."""
         joined = _joined(self.stored(layer), (key, value))
-        if self.grows:
-            self._calls[layer][self._num_read.get(layer, 0)] = joined
         self.next_call(layer)
         return joined
 
@@ -94,11 +88,6 @@ class Running:
     table: SegmentTable
     store: KeyValueStore | None
     first_row: int  # rows before it are in the store
-
-    @property
-    def grows(self) -> bool:
-        """Whether keys and values are added to the store that this forward continues."""
-        return self.store is not None and self.store.grows
 
 
 RUNNING: ContextVar[Running | None] = ContextVar("cfa_packed_forward", default=None)

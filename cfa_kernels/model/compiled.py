@@ -59,7 +59,7 @@ class CompiledKind:
         forward, running = type(layer).forward, RUNNING.get()
         is_tree = isinstance(kwargs.get("attention_mask"), TreeMask) and running is not None
         stopped = torch.is_grad_enabled() in self.obstacles
-        if stopped or not is_tree or running.grows or any(self._hooks[id(layer)]):  # type: ignore[union-attr]
+        if stopped or not is_tree or any(self._hooks[id(layer)]):
             return forward(layer, *args, **kwargs)
         if _without_checkpointing(forward) is not forward and layer.gradient_checkpointing and layer.training:
             return layer._gradient_checkpointing_func(partial(self._run, layer, **kwargs), *args)

@@ -9,7 +9,7 @@ _Work = TypeVar("_Work")
 _Result = TypeVar("_Result")
 
 LOGITS_AT_ONCE = 1 << 24
-"""Maximum number of logits in memory, in elements, for gradients, fills and divergences.
+"""Maximum number of logits in memory, in elements, for gradients and divergences.
 
 About four tensors of this size exist at the same time, the widest in float64.
 """

@@ -85,10 +85,9 @@ def pack_of(
     chosen: Sequence[int] = (),
     rows_of: Sequence[np.ndarray] = (),
     *,
-    first_row: int = 0,
     trunk: Pack | None = None,
 ) -> Pack:
-    """Make the pack of a tree's rows, from `first_row` or its trunk on.
+    """Make the pack of a tree's rows, those of its trunk left out.
 
     It answers the `chosen` of the queries, whose tokens have the rows `rows_of`.
     """
@@ -100,7 +99,7 @@ def pack_of(
     key = rows * (int(targets.max(initial=0)) + 1) + targets
     _, unique, index = np.unique(key, return_index=True, return_inverse=True)
     table = tree.table()
-    first_row = first_row if trunk is None else trunk.tree.num_tokens
+    first_row = 0 if trunk is None else trunk.tree.num_tokens
     return Pack(
         input_ids=tree.input_ids()[first_row:],
         position_ids=table.positions()[first_row:],

@@ -1,4 +1,4 @@
-"""Every block of `speed ab` runs on a CPU, with predictions beside measurements; one that takes too long is skipped."""
+"""Every block of `speed ab` runs on a CPU; one that takes too long is skipped."""
 
 import json
 import time
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.harness import figures
+from benchmarks.harness.results import figures_of
 from benchmarks.speed import ab
 
 pytestmark = pytest.mark.slow
@@ -15,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_all_blocks_run_on_a_cpu_and_predictions_stand_beside_what_was_measured(tmp_path, capsys):
+def test_all_blocks_run_on_a_cpu(tmp_path, capsys):
     file = tmp_path / "ab.json"
     assert ab.main(["--device", "cpu", "--smoke", "--rounds", "1", "--into", str(file)]) == 0
     document = json.loads(file.read_text())
@@ -30,17 +31,15 @@ def test_all_blocks_run_on_a_cpu_and_predictions_stand_beside_what_was_measured(
     }
     for block, part in document["parts"].items():
         assert part["took"] > 0
-        lines = {line["name"]: line for line in ab.figures_of(part)}
+        lines = {line["name"]: line for line in figures_of(part)}
         assert block == "host" or lines.keys() >= expected.get(block, set()) != {}
-        for name, line in lines.items():
+        for line in lines.values():
             assert "failed" not in line
-            assert line["predicted"] == ab.PREDICTED.get(line["group"], {}).get(name)
     first = document["parts"]["liger"]["result"][0]
-    assert (first["predicted"], first["gradient_off"]) == (0.279, 0)
+    assert first["gradient_off"] == 0
     assert first["seconds"]["median"] > 0
     printed = capsys.readouterr().out
     assert "| 4x8 | ours, HF's layers | " in printed
-    assert "| 279 | " in printed
     assert figures.main([str(file)]) == 0
 
 

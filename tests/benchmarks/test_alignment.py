@@ -5,13 +5,13 @@ import itertools
 import json
 import math
 import re
-import shlex
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.research import alignment, arms, command, models, pictures
+from benchmarks.research import alignment, arms, models, pictures
 from benchmarks.research.alignment import MAIN, PARTS, SIZES, AlignmentSettings, Policy
 from benchmarks.research.arms import ARMS, CF, PERMUTED, PLAIN, SETS, Judged, arms_of
 from benchmarks.research.command import main
@@ -111,9 +111,11 @@ def test_step_advantages_add_up_to_what_the_completion_gained(policy, group, jud
 
 
 def test_arms_of_ones_own_are_named_by_their_module():
-    found = arms_of(["CF", "benchmarks.research.arms:TOTAL", "benchmarks.research.planted:position"])
-    assert list(found) == [PLAIN, "CF", "benchmarks.research.arms:TOTAL", "benchmarks.research.planted:position"]
-    assert found["benchmarks.research.arms:TOTAL"] == ARMS["CF, total effects"]
+    names = ["benchmarks.research.arms:CF", "examples.estimators.total_effects:TotalEffects"]
+    found = arms_of(["CF", *names])
+    assert list(found) == [PLAIN, "CF", *names]
+    assert found[names[0]] == ARMS["CF"]
+    assert found[names[1]].right.estimator.name == "total_effects"
     assert list(arms_of(["main"])) == SETS["main"]
     with pytest.raises(ValueError, match=r"arms must be among main, tokens, plain, .*, or module:name, got 'CG'"):
         arms_of(["CG"])
@@ -216,7 +218,7 @@ def test_a_model_of_ones_own_is_measured_by_one_command(tmp_path, monkeypatch, c
     small = ["--truth-groups", "64", "--batch", "4", "--blocks", "2", "--dtype", "float32", "--block", "16"]
     small += ["--examples", "0", "--group", "4", "--max-tokens", "70"]
     arguments = ["own", "--folder", str(tmp_path), "--commit", "none", "--model", str(alignment.SMALL)]
-    assert main([*arguments, "--problems", str(file), "--", *small]) == 0
+    assert main([*arguments, "--problems", str(file), *small]) == 0
     out = capsys.readouterr().out
     assert re.search(r"first look: \d+% right", out)
     assert re.search(r"credit (would|may).* help here: a step from 16 completions has", out)
@@ -247,9 +249,11 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
     monkeypatch.setattr(alignment, "MAIN", 2)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
-    arguments += ["--truth-groups", "96", "--blocks", "3", "--arms", "CF where right", "right times 4", "ceiling"]
-    arguments += ["--continuations", "1", "--group", "4", "--moments", "3"]
-    assert main([*arguments, "--blocks", "4"]) == 0
+    arguments += ["--blocks", "2", "--arms", "CF where right", "right times 4", "ceiling"]
+    arguments += ["--continuations", "1", "--group", "4", "--moments", "2"]
+    truth = torch.randn(PARTS + 1, sum(p.numel() for p in Policy(SETTINGS).parameters))
+    monkeypatch.setattr(alignment, "true_gradient", lambda policy, settings, part: truth[-1] + truth[part] / 4)
+    assert main([*arguments, "--blocks", "3"]) == 0
     assert main(arguments) == 0  # with fewer blocks
     first = json.loads((tmp_path / "evidence-alignment.json").read_text())
     assert list(first["arms"]) == [PLAIN, "CF where right", "right times 4", "ceiling"]
@@ -258,6 +262,15 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(arms, "packed_forward", None)  # all is known by now
     assert main(arguments) == 0
     assert json.loads((tmp_path / "evidence-alignment.json").read_text())["arms"] == first["arms"]
+
+
+def test_a_part_of_the_truth_is_the_sum_of_its_groups_gradients(policy):
+    settings = replace(SETTINGS, truth_groups=8 * PARTS, batch=8)
+    groups = [one for one in policy.groups(settings.seed, 1, 0, count=8) if one.problems]
+    expected = sum(of_plain_forwards(policy, one, one.rewards - one.means) for one in groups)
+    found = alignment.true_gradient(policy, settings, 0)
+    assert groups
+    assert (found - expected).norm() < 1e-3 * expected.norm()
 
 
 def recorded(folder, groups, **changes):
@@ -363,38 +376,6 @@ def test_tables_and_pictures_come_from_the_results_alone(tmp_path, monkeypatch, 
     assert "| CF | 0.100 | 0.100 | 0.100 | 0.100 | 1.20 ± 0.10 | +0.000 ± 0.000 | – | 0.90 ± 0.10 | – | 0.25 |" in text
     assert sorted(one["settings"]["regime"] for one in seen) == ["idle8", "plain"]  # tokens' is of other arms
     assert all((tmp_path / f"evidence-alignment-{name}.png").stat().st_size > 5000 for name in ("sizes", "density"))
-
-
-def test_all_names_commands_that_there_are_and_every_result_once():
-    parsed = [command._parser().parse_args(shlex.split(line)) for line in command.ALL]
-    names = [getattr(options, "name", options.run.__name__) for options in parsed]
-    assert len(set(names)) == len(names)
-    for options in parsed:
-        if measure := getattr(options, "measure", None):
-            command._filled(options, measure.settings)
-            if measure.names and options.arms:
-                assert set(options.arms) <= set(measure.names)
-
-
-def test_all_gives_each_command_a_folder_of_its_own_but_ablations_whose_runs_are_the_same(tmp_path, monkeypatch):
-    folders, asked = {}, []
-
-    def note(arguments):
-        options = command._parser().parse_args(arguments)
-        measure = getattr(options, "measure", None)
-        known = vars(command._filled(options, measure.settings)) if measure else {}
-        own = {name: value for name, value in known.items() if name not in measure.extent}
-        assert folders.setdefault(options.folder, own) == own
-        assert options.folder not in asked or arguments[0] == "ablation"
-        asked.append(options.folder)
-        if arguments[0] == "alignment" and options.model:
-            assert any(str(folder) in options.model for folder in folders)  # of a run that was made before
-
-    monkeypatch.setattr(command, "main", note)
-    options = command._parser().parse_args(["all", "--folder", str(tmp_path), "--results", str(tmp_path)])
-    assert command._all(options, {}) == []
-    assert len(asked) == len(command.ALL)
-    assert len(folders) < len(asked)
 
 
 def test_density_is_the_share_of_tokens_that_steps_have(policy):

@@ -21,7 +21,8 @@ def test_every_command_has_a_help_that_says_how_it_is_called(name, capsys):
 def test_every_option_of_an_evidence_command_is_explained(name, capsys):
     with pytest.raises(SystemExit):
         command.main(["evidence", name, "--help"])
-    options = re.split(r"\n  (?=-)", capsys.readouterr().out.partition("options:\n  ")[2])
+    printed = re.sub("[│─╭╮╰╯]", " ", capsys.readouterr().out)
+    options = re.split(r"\n +(?=--\w)", printed)[1:]
     assert len(options) > 4
     for option in options:
         flag, *words = option.split()
@@ -31,9 +32,9 @@ def test_every_option_of_an_evidence_command_is_explained(name, capsys):
 def test_a_command_without_its_packages_is_one_line_that_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "drawn.py").write_text("def main(argv):\n    import matplotlib\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(command.COMMANDS, "plots", ("drawn", ""))
+    monkeypatch.setitem(command.COMMANDS, "figures", ("drawn", ""))
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     with pytest.raises(SystemExit) as ended:
-        command.main(["plots", "results.json"])
+        command.main(["figures", "results.json"])
     line = "error: python -m benchmarks needs matplotlib, which is not installed: pip install '.[bench]'"
     assert ended.value.code == line

@@ -227,7 +227,7 @@ def test_a_killed_session_leaves_the_races_it_had_finished_beside_other_parts(tm
     file, result = tmp_path / "test_file.py", tmp_path / "result.json"
     file.write_text(KILLED)
     result.write_text(json.dumps({"schema": 1, "parts": {"loss": {"figures": []}}}))
-    options = command.parse_options(["--device", "cpu", "--smoke", "--commit", "abc"])
+    options = command.Options(device="cpu", smoke=True, commit="abc")
     line = [str(file) if "bench_step" in word else word for word in command.session("step", options, result)]
     line += ["-p", "benchmarks.speed.conftest"]
     subprocess.run(line, cwd=REPOSITORY, env=os.environ, capture_output=True, check=False)

@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 
-from benchmarks.research.demo_model.warmup import WarmupConfig, small_model, train_tokenizer
 from benchmarks.research.turns import (
     ARMS,
     COLOURS,
@@ -20,6 +19,7 @@ from benchmarks.research.turns import (
     pupils,
 )  # fmt: skip
 from benchmarks.research.turns import replayed as replays
+from benchmarks.research.warmup import WarmupConfig, small_model, train_tokenizer
 
 
 @pytest.mark.parametrize("turns", DENSITIES.values())

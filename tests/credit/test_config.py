@@ -12,6 +12,7 @@ from cfa_kernels.estimators.external import External
 from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.estimators.siblings import SiblingEdits
+from tests.support.plug_ins import TOTAL_EFFECTS
 
 
 def ones(importances, units, answer, length):
@@ -85,11 +86,12 @@ def test_an_option_that_nothing_reads_is_refused_by_name_even_at_its_default(est
             "weights='range' is not read: estimator='prefix_tree' is signed",
         ),
         ({"units": "tokens", "open_spans": True}, "open_spans is not read: with units='tokens' there are no spans"),
-        ({"samples": 2}, "samples=2 is not read: only mask='resampled' draws"),
+        ({"samples": 2}, "samples is not read: it is an option of estimator='gradient', and"),
         ({"preselect_by": "gradient"}, "preselect_by='gradient' is not read: preselect is 1"),
-        ({"effect": "total", "outcome": "mean"}, "outcome='mean' cannot be combined with effect='total'"),
-        ({"effect": "total", "mask": "drop"}, "mask='drop' cannot be combined with effect='total'"),
-        ({"effect": "total", "preselect": 0.5}, "preselect=0.5 cannot be combined with effect='total'"),
+        (
+            {**TOTAL_EFFECTS, "outcome": "mean"},
+            "outcome is not read: .* has estimator='total_effects'",
+        ),
         ({"sigmma": 1.0}, "unknown option 'sigmma'; did you mean 'sigma'"),
         ({"token_budgets": 1}, "unknown option 'token_budgets'; did you mean 'token_budget'"),
         ({"nothing_like_it": 1}, "unknown option 'nothing_like_it'$"),

@@ -13,12 +13,13 @@ from cfa_kernels import Batch, CounterfactualConfig, Credit, DeferredCredit, Dra
 from cfa_kernels.credit import deferred
 from cfa_kernels.integrations import trl_credit
 from tests.support.log_prob_hosts import batch_rows
+from tests.support.plug_ins import RESAMPLING
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from trainer import microbatch
 
 ROWS, ADVANTAGES = batch_rows(), torch.tensor([1.0, -0.5, 0.3, 0.7, -1.0, 1.0])
 BATCH = Batch(ROWS, advantages=ADVANTAGES)
-DRAWN = [{"control": "random"}, {"mask": "resampled"}, {"estimator": "gradient", "sigma": 0.1}]
+DRAWN = [{"control": "random"}, RESAMPLING, {"estimator": "gradient", "sigma": 0.1}]
 
 
 @pytest.mark.parametrize("options", [{}, {"estimator": "prefix_gain"}, *DRAWN], ids=str)

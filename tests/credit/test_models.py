@@ -6,10 +6,11 @@ import torch
 from cfa_kernels import CounterfactualConfig, Span, counterfactual_credit
 from cfa_kernels.estimators.prefix_gain import PrefixGain
 from cfa_kernels.estimators.probes import Probe
-from cfa_kernels.estimators.total_effects import total_effects
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import InProcess, LogprobService
+from examples.estimators.total_effects import total_effects
 from tests.support.models import batch_of, make_model, naive_row, score_columns
+from tests.support.plug_ins import TOTAL_EFFECTS
 from tests.support.small_tokenizers import encode, get_tokenizer
 
 TOKENIZER = get_tokenizer("byte-level, single digits")
@@ -160,7 +161,7 @@ def exact():
 @pytest.mark.parametrize("units", ["spans", "tokens"])
 def test_credit_by_total_effects_weighs_by_them_and_keeps_the_answers_own_score(exact, batch, units):
     direct, total = (
-        credit_of(exact, batch, CounterfactualConfig(units=units, effect=effect)) for effect in ("direct", "total")
+        credit_of(exact, batch, CounterfactualConfig(units=units, **estimator)) for estimator in ({}, TOTAL_EFFECTS)
     )
     rows = batch_of(exact, *batch[:2], total.spans, total.answers, mask=TOKENIZER.pad_token_id)
     expected = total_effects(InProcess(exact), rows)
@@ -177,7 +178,7 @@ def test_credit_by_total_effects_weighs_by_them_and_keeps_the_answers_own_score(
 def test_total_effects_go_with_probes_and_controls(exact, batch):
     ids = torch.tensor(encode(TOKENIZER, "#### 4"))
     probes = [None, None, Probe(ids, Span(len(ids) - 1, len(ids)))]
-    credit = credit_of(exact, batch, CounterfactualConfig(effect="total", control="inverted"), probes=probes)
+    credit = credit_of(exact, batch, CounterfactualConfig(**TOTAL_EFFECTS, control="inverted"), probes=probes)
     assert len(credit.drop[2]) > 1
     assert credit.drop[2].isfinite().all()
     assert credit.weights[0][credit.spans[0][int(credit.drop[0].argmax())].start] == 0.5

@@ -226,8 +226,6 @@ def test_bad_columns_are_named_by_row_before_anything_is_fed(model, options, col
         ({"units": "turns", "open_spans": True}, "open_spans is not read: with units='turns'"),
         ({"units": "turns", "max_spans": 3}, "max_spans is not read: with units='turns' no spans are looked for"),
         ({"estimator": "entropy", "target": "gold"}, "target is not read: estimator='entropy' reads no answer"),
-        ({"units": "turns", "mask_observation": True, "effect": "total"}, "the model does not write observations"),
-        ({"units": "turns", "mask_observation": True, "mask": "resampled"}, "the model does not write observations"),
     ],
 )
 def test_options_that_cannot_act_on_turns_are_refused(options, message):

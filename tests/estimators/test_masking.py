@@ -79,7 +79,6 @@ def test_preselecting_almost_all_units_is_exact(qwen3, outcome):
     ("options", "gave"),
     [
         ({}, "nan"),
-        ({"effect": "total"}, "nan"),
         ({"preselect": 0.5, "preselect_by": "prefix_gain"}, "nan"),
         ({"preselect": 0.5, "preselect_by": "gradient"}, "gradient that is not finite"),
     ],

@@ -32,6 +32,7 @@ from tests.support.openrlhf_host import (
     replace_gpu_libraries,
     skip_without,
 )
+from tests.support.plug_ins import RESAMPLING, TOTAL_EFFECTS
 from tests.support.sharded import deepspeed_on_a_cpu, run
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.workers import as_one_process, refuses_a_bad_id
@@ -55,9 +56,9 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("options", "actors", "copies"),
     [
         ({}, 2, 2),
-        ({"effect": "total"}, 2, 1),
+        (TOTAL_EFFECTS, 2, 1),
         ({"outcome": "mean"}, 1, 1),
-        ({"mask": "resampled", "samples": 2}, 3, 1),
+        ({**RESAMPLING, "samples": 2}, 3, 1),
         ({"estimator": "prefix_gain"}, 1, 2),
     ],
     ids=str,
@@ -109,9 +110,9 @@ def test_where_trees_cannot_be_scored_the_log_says_why_and_requests_are_sent(mak
     assert asked.access is asked.access
     (said,) = [record.getMessage() for record in caplog.records if record.name == Workers.__module__]
     assert said == f"credit: scored by log-prob requests, which share no prefixes, because of {reason}"
-    message = rf"effect='total': it needs the model.*requested because of {re.escape(reason)}"
+    message = rf"estimator='total_effects': it needs the model.*requested because of {re.escape(reason)}"
     with pytest.raises(NotImplementedError, match=message):
-        maker(group, CounterfactualConfig(effect="total"), **changes)
+        maker(group, CounterfactualConfig(**TOTAL_EFFECTS), **changes)
     assert group.sent == []
 
 
@@ -122,8 +123,8 @@ def test_a_model_that_has_no_tree_gets_requests_or_is_refused_before_the_first_r
     asked = maker(group)
     assert isinstance(asked.access, LogprobService)
     assert re.search(r"because of model: the logits of Qwen3ForCausalLM are not its head", caplog.messages[-1])
-    with pytest.raises(NotImplementedError, match=r"effect='total'.*requested because of model: the logits"):
-        _ = maker(group, CounterfactualConfig(effect="total")).access
+    with pytest.raises(NotImplementedError, match=r"estimator='total_effects'.*requested because of model: the logits"):
+        _ = maker(group, CounterfactualConfig(**TOTAL_EFFECTS)).access
 
 
 def test_trees_are_named_in_the_log_and_what_asks_nothing_does_not_touch_the_actors(maker, caplog):
@@ -140,9 +141,9 @@ def test_trees_are_named_in_the_log_and_what_asks_nothing_does_not_touch_the_act
 
 def test_openrlhfs_own_experience_maker_credits_by_trees(openrlhf, build):
     stock = build(None).compute_advantages_and_returns(experiences(openrlhf.Experience))
-    maker = build(CounterfactualConfig(effect="total"), TreeActors(2), actors=2)
+    maker = build(CounterfactualConfig(**TOTAL_EFFECTS), TreeActors(2), actors=2)
     made = maker.compute_advantages_and_returns(experiences(openrlhf.Experience))
-    check_credited(made, stock, {"effect": "total"})
+    check_credited(made, stock, TOTAL_EFFECTS)
 
 
 def on_openrlhfs_actor(rank: int, stage: int, dtype: str, changes: dict[str, int]) -> None:
@@ -202,7 +203,7 @@ def under_ray(stage: int) -> None:
         group = RayActorGroup(1, 2, with_tree_scoring(PolicyModelActor))
         ray.get(group.async_init_model_from_pretrained(strategy, folder, 2, None))
     kind = type("Maker", (CounterfactualMixin, RemoteExperienceMaker), {})
-    options = {"effect": "total"}
+    options = TOTAL_EFFECTS
     own, maker = (
         maker(group, None, None, None, SimpleNamespace(value=0.0), strategy, tiny_tokenizer(), **credit)
         for maker, credit in (

@@ -17,6 +17,7 @@ from cfa_kernels import (
     policy_loss,
 )
 from cfa_kernels.credit import deferred
+from tests.support.plug_ins import TOTAL_EFFECTS
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
@@ -292,7 +293,7 @@ NAMED = ["masking", "gradient", "entropy", "entropy_shaping", "prefix_tree", "si
 
 
 OTHERS = [
-    {"effect": "total"},
+    TOTAL_EFFECTS,
     {"estimator": "prefix_gain", "completions": "positive", "normalize": "mean", "open_spans": True},
 ]
 

@@ -12,6 +12,7 @@ from cfa_kernels.scoring.packed import packed_forward
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
+from tests.support.plug_ins import RESAMPLING, TOTAL_EFFECTS  # noqa: E402
 from tests.support.tiny import tiny_model, tiny_tokenizer  # noqa: E402
 from tests.support.trl_training import (  # noqa: E402
     LORA,
@@ -85,7 +86,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a tool's tokens": {"trainer": {"rollout_func": rollouts}},
     "truncated completions masked": {"mask_truncated_completions": True, "max_completion_length": 8},
     "prefix gain": config(estimator="prefix_gain"),
-    "total effects": config(effect="total"),
+    "total effects": config(**TOTAL_EFFECTS),
     "entropies": config(estimator="entropy"),
     "entropies, rows not fed": entropies("entropy"),
     "entropies added, rows not fed": entropies("entropy_shaping"),
@@ -139,7 +140,7 @@ def test_of_equal_completions_the_one_that_was_fed_is_scored(train, monkeypatch)
         (config(control="random"), None),  # feeds nothing
         (config(estimator="prefix_tree"), None),
         (config(estimator="gradient"), "estimator='gradient' reads nothing that a training forward has fed"),
-        (config(mask="resampled"), "estimator='masking', mask='resampled' reads nothing"),
+        (config(**RESAMPLING), "estimator='resampling' reads nothing"),
         (config(estimator="entropy") | {"gradient_accumulation_steps": 2}, "weights='top' compares completions"),
         (config(weights="top") | {"gradient_accumulation_steps": 2}, "weights='top' compares completions"),
         ({}, None),

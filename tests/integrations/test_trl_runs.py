@@ -16,6 +16,7 @@ integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is
 from trl import GRPOTrainer  # noqa: E402
 
 from tests.support.embedded import reward_every_other  # noqa: E402
+from tests.support.plug_ins import RESAMPLING  # noqa: E402
 from tests.support.trl_training import build, logged, packs, parameters, record_generations, rollouts  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -27,7 +28,7 @@ UNIFORM = CounterfactualConfig(control="off")
     [
         CounterfactualConfig(control="random"),
         CounterfactualConfig(estimator="gradient", sigma=0.5),
-        CounterfactualConfig(mask="resampled"),
+        CounterfactualConfig(**RESAMPLING),
     ],
     ids=["random", "gradient", "resampled"],
 )

@@ -30,6 +30,7 @@ from tests.support.log_prob_hosts import (
     completions,
     credited,
 )
+from tests.support.plug_ins import TOTAL_EFFECTS
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 REASON = "verl (with ray, TransferQueue and tensordict) is not installed"
@@ -303,7 +304,7 @@ def set_up(config: Any, group: Any, **credit: Any) -> Any:
 
 
 def test_where_the_actor_is_sharded_by_fsdp_its_workers_score_trees(config, transfer_queue):
-    options = {"effect": "total"}  # needs more than log-probs
+    options = TOTAL_EFFECTS  # needs more than log-probs
     trainer, metrics = set_up(config, Group(), **options), dict[str, float]()
     ((role, worker),) = trainer.role_worker_mapping.items()
     assert issubclass(worker.__ray_actor_class__, integration.TreeScoring)
@@ -330,9 +331,11 @@ def test_where_trees_cannot_be_scored_the_log_says_why_and_requests_are_sent(con
     (said,) = [record.getMessage() for record in caplog.records if record.name == Workers.__module__]
     assert said.startswith("credit: scored by log-prob requests")
     assert said.endswith(f"{reason}")
-    config = OmegaConf.merge(config, {"counterfactual": {"effect": "total"}})
-    with pytest.raises(NotImplementedError, match=rf"effect='total': .*requested because of .*{re.escape(reason)}"):
-        set_up(config, Group(problem), effect="total") if problem else integration.run(config)
+    config = OmegaConf.merge(config, {"counterfactual": TOTAL_EFFECTS})
+    with pytest.raises(
+        NotImplementedError, match=rf"estimator='total_effects': .*requested because of .*{re.escape(reason)}"
+    ):
+        set_up(config, Group(problem), **TOTAL_EFFECTS) if problem else integration.run(config)
 
 
 @pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=str)

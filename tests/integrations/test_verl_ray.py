@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.plug_ins import TOTAL_EFFECTS
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.workers import credit, refuses_a_bad_id
 
@@ -70,7 +71,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("options", "groups"),
-    [({}, [0, 0, 0, 0, 1, 2]), ({}, [0] * 6), ({"effect": "total"}, [0, 0, 0, 0, 1, 2])],
+    [({}, [0, 0, 0, 0, 1, 2]), ({}, [0] * 6), (TOTAL_EFFECTS, [0, 0, 0, 0, 1, 2])],
     ids=["uneven groups", "a worker with nothing", "estimators that need the model"],
 )
 def test_two_workers_of_verl_under_ray_score_trees_as_one_process_does(group, options, groups):

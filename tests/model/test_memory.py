@@ -6,8 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from cfa_kernels.estimators import gradient, resampling
-from cfa_kernels.estimators.resampling import draw_fills
+from cfa_kernels.estimators import gradient
 from cfa_kernels.model import limits, memory, tree_forward
 from cfa_kernels.model.check.verify import check_supported
 from cfa_kernels.model.memory import columns_at_once, rows_at_once, run_in_memory
@@ -30,11 +29,6 @@ def importances(estimate, **options):
     return values
 
 
-def filled(model, *data):
-    fills, _ = draw_fills(InProcess(model), batch_of(model, *data, seed=(0,)), 1)
-    return [torch.cat([*map(torch.from_numpy, row), torch.zeros(0)]) for row in fills]
-
-
 def continued(model, prompts, completions, spans, answers):
     """The branches alone: the forward that they continue has had its memory."""
     forward = packed_forward(model, Rows(prompts, completions), keep_states=True)
@@ -44,7 +38,6 @@ def continued(model, prompts, completions, spans, answers):
 CALLS = {
     "exact": drops(score_columns, mask=PLACEHOLDER),
     "continued": continued,
-    "fills": filled,
     "gradient": importances(gradient.Gradient(samples=2, sigma=0.01)),
 }
 
@@ -68,7 +61,7 @@ def device(monkeypatch):
                 raise torch.OutOfMemoryError("pretend")
             return forward(model, pack, **options)
 
-        for module in (tree_forward, masked, resampling, gradient):
+        for module in (tree_forward, masked, gradient):
             monkeypatch.setattr(module, "packed_hidden", small_device)
         return sizes
 
@@ -86,20 +79,19 @@ def test_a_forward_that_runs_out_of_memory_is_done_in_smaller_ones_to_the_same_r
     expected = CALLS[name](model(), *batch())
     sizes = device(lambda number, _: number in failing)
     assert_same(CALLS[name](model(), *batch()), expected)
-    if failing != {2, 3} or name in ("fills", "gradient"):  # which take several forwards anyway
+    if failing != {2, 3} or name == "gradient":  # which takes several forwards anyway
         assert len(sizes) > 2
         assert sizes[max(failing)] < sizes[0]
 
 
-@pytest.mark.parametrize("name", ["exact", "continued", "fills"])
+@pytest.mark.parametrize("name", ["exact", "continued"])
 def test_branches_of_one_completion_are_parted_where_they_do_not_fit_together(name, device):
     (prompt,), (completion,) = tokens(9), tokens(30, seed=5)
     data = ([prompt], [completion], [[Span(t, t + 3) for t in range(0, 24, 3)]], [Span(26, 29)])
     expected = CALLS[name](model(), *data)
-    most = {"exact": 150, "continued": 150, "fills": 40}[name]
-    sizes = device(lambda _, rows: rows > most)
+    sizes = device(lambda _, rows: rows > 150)
     assert_same(CALLS[name](model(), *data), expected)
-    assert max(sizes) > most
+    assert max(sizes) > 150
 
 
 @pytest.mark.parametrize("name", CALLS)

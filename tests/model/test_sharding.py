@@ -15,6 +15,7 @@ from cfa_kernels import (
     packed_logprobs,
     packed_policy_loss,
 )
+from cfa_kernels.estimators.base import Estimator
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.model.check.verify import _BY_MODEL
 from cfa_kernels.model.parts import causal_lm
@@ -23,6 +24,8 @@ from cfa_kernels.model.sharded.fsdp import is_engine
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import as_access
 from cfa_kernels.span import Span
+from examples.estimators.resampling import Resampling
+from examples.estimators.total_effects import TotalEffects
 from tests.support.models import HYBRIDS, PLACEHOLDER, batch, batch_of, make_model, score_columns, skip_unless_runs
 from tests.support.sharded import deepspeed_engine, run, skip_unless_deepspeed, values, wrapped
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -220,14 +223,14 @@ def estimators(rank: int, how: str) -> None:
     rows = [[2, 4], []][rank]  # whose units are disjoint
     columns = [[column[b] for b in rows] for column in BATCH]
 
-    def judged(model: nn.Module, estimator: Masking):
+    def judged(model: nn.Module, estimator: Estimator):
         access = as_access(model)
         return access.run(lambda: estimator(access, batch_of(model, *columns)).values if rows else [])
 
-    for options in (
-        {}, {"effect": "total"}, {"outcome": "mean"}, {"mask": "resampled", "samples": 2}, {"preselect": 0.5},
+    for estimator in (
+        Masking(), TotalEffects(), Masking(outcome="mean"), Resampling(samples=2), Masking(preselect=0.5),
     ):  # fmt: skip
-        results = (judged(model, Masking(**options)) for model in (alone, shared))
+        results = (judged(model, estimator) for model in (alone, shared))
         torch.testing.assert_close(*results, atol=5e-5, rtol=0, equal_nan=True)
     tokenizer, ids = tiny_tokenizer(), Rows([ids_of(*QUESTION)] * 2, [ids_of(*SOLUTIONS[0])] * 2)
     for config in (CounterfactualConfig(), CounterfactualConfig(estimator="prefix_gain")):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import Batch, CounterfactualConfig, DeferredCredit, Draws, Rows, pad_rows
+from tests.support.plug_ins import TOTAL_EFFECTS
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 PROMPTS = [[3, 4, 5]] * 3 + [[9, 5, 10, 7]] * 3
@@ -26,8 +27,7 @@ IMPOSSIBLE = [
     ({"estimator": "gradient", "sigma": 0.1}, "estimator='gradient': it needs gradients"),
     ({"outcome": "last"}, "outcome='last': it needs distributions"),
     ({"outcome": "mean", "units": "tokens"}, "outcome='mean': it needs distributions"),
-    ({"effect": "total"}, "effect='total': it needs the model"),
-    ({"mask": "resampled"}, "mask='resampled': it needs the model"),
+    (TOTAL_EFFECTS, "estimator='total_effects': it needs the model"),
     ({"preselect": 0.5, "preselect_by": "gradient"}, "preselect_by='gradient': it needs gradients"),
     ({"estimator": "external"}, "estimator='external': it needs importances that the caller passes in"),
     ({"estimator": "prefix_tree", "control": "random"}, None),

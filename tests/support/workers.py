@@ -15,14 +15,15 @@ from cfa_kernels import Batch, CounterfactualConfig, Credit, Span, counterfactua
 from cfa_kernels.integrations.workers import Share, Workers, judge_share
 from cfa_kernels.rows import Rows
 from tests.support.log_prob_hosts import batch_rows
+from tests.support.plug_ins import RESAMPLING, TOTAL_EFFECTS
 from tests.support.sharded import wrapped
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"outcome": "mean"},
-    {"effect": "total"},
-    {"mask": "resampled", "samples": 2},
+    TOTAL_EFFECTS,
+    {**RESAMPLING, "samples": 2},
     {"preselect": 0.5, "preselect_by": "prefix_gain"},
     {"estimator": "prefix_gain"},
 ]

@@ -13,6 +13,7 @@ from cfa_kernels.integrations.credit import OFFERS, unmet_needs
 from cfa_kernels.options import Share, check_fields
 from docs.options import options
 from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings, updated
+from tests.support.plug_ins import TOTAL_EFFECTS
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +37,8 @@ def test_every_setting_of_credit_reaches_the_library() -> None:
     }  # fmt: skip
     credit = settings("--credit=inverted", "--estimator=gradient", *named(**gradient)).counterfactual()
     assert credit == CounterfactualConfig(control="inverted", estimator="gradient", **gradient)
-    fills = {"mask": "resampled", "preselect": 0.5, "preselect_by": "gradient"}
-    assert settings(*named(**fills)).counterfactual() == CounterfactualConfig(**fills)
+    drops = {"mask": "drop", "preselect": 0.5, "preselect_by": "gradient"}
+    assert settings(*named(**drops)).counterfactual() == CounterfactualConfig(**drops)
     assert settings().counterfactual() == CounterfactualConfig()
 
 
@@ -122,8 +123,8 @@ def test_all_of_a_small_batch_in_one_pass_keeps_the_share_of_entropies(fresh, ro
     assert set(weights.tolist()) == {0.0, 1.0}
 
 
-def test_a_run_by_total_effects_logs_what_its_numbers_are(tmp_path) -> None:
-    folder = run(tmp_path / "run", "--credit_options", "effect", "total", "--eval_problems=1", EVERY_OTHER)
+def test_a_run_by_an_estimator_of_ones_own_logs_what_its_numbers_are(tmp_path) -> None:
+    folder = run(tmp_path / "run", f"--estimator={TOTAL_EFFECTS['estimator']}", "--eval_problems=1", EVERY_OTHER)
     assert [entry["credit/drop_mean"] != 0 for entry in metrics_of(folder) if "loss" in entry] == [True, True]
     units = {sample["drops_unit"] for sample in samples_of(folder) if sample["spans"]}
-    assert units == {"total effect in nats"}
+    assert units == {"importance by total_effects"}

@@ -20,7 +20,7 @@ def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, 
     row, ids, answer = batch.rows[b], batch.rollouts.ids()[b], credit.answers[b]
     unit = f"importance by {estimator.name}"
     if isinstance(estimator, Masking) and estimator.outcome in ("logprob", "mean_logprob"):
-        unit = "nats" if estimator.effect == "direct" else "total effect in nats"
+        unit = "nats"
     spans = []
     for span, drop in zip(credit.spans[b], credit.drop[b].tolist()):  # noqa: B905  # no drops where weights are drawn
         text, weight = decoded(ids[span.start : span.end], tokenizer), unit_weight(credit.weights[b], span)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.research.demo_model.warmup import WarmupConfig, careless, warm_up
+from benchmarks.research.warmup import WarmupConfig, careless, warm_up
 from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.embedded.problems import generate
@@ -50,7 +50,7 @@ def model(problems, tmp_path_factory) -> Path:
         "--num_hidden_layers=1", "--intermediate_size=192", "--max_steps=80", "--warmup_steps=20", "--batch_size=8",
         "--learning_rate=6e-3",
     ]  # fmt: skip
-    return warm_up(parse(WarmupConfig, argv, prog="python -m benchmarks.research.demo_model", description=""))
+    return warm_up(parse(WarmupConfig, argv, prog="", description=""))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_warm_up_is_the_same_for_the_same_seed(tmp_path) -> None:
             f"--output_dir={tmp_path / name}", f"--seed={seed}", "--train_problems=64", "--eval_problems=4",
             "--hidden_size=32", "--num_attention_heads=2", "--num_hidden_layers=1", "--max_steps=3", "--batch_size=8",
         ]  # fmt: skip
-        folder = warm_up(parse(WarmupConfig, argv, prog="python -m benchmarks.research.demo_model", description=""))
+        folder = warm_up(parse(WarmupConfig, argv, prog="", description=""))
         return (folder / "model.safetensors").read_bytes()
 
     first = weights("first", 0)

@@ -1,8 +1,6 @@
 """Train a tokenizer and a small Qwen3-architecture model from scratch on solutions.
 
-`python -m benchmarks.research.demo_model` runs it.
-
-The folder it writes is a model for `python -m trainer --model`.
+`python -m benchmarks evidence model` runs it. The folder it writes is a model for `python -m trainer --model`.
 Its defaults made the checkpoint in `trainer/embedded/assets`, which solves 60 % of held-out problems; on another
 machine they made one that solves 57 %. `--dataset` does the same on real problems.
 """
@@ -13,7 +11,6 @@ import math
 import os
 import platform
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,8 +22,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -35,21 +30,15 @@ from transformers import (
     get_cosine_with_min_lr_schedule_with_warmup,
     set_seed,
 )
-from transformers.utils import logging
 
 from cfa_kernels.options import Count, check_fields
-from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
 from trainer.embedded.problems import WordProblem, generate
-from trainer.endings import ignore_broken_pipe
 from trainer.evaluate import evaluate
 from trainer.policy import save_policy
 from trainer.rollouts import TransformersEngine
 from trainer.settings import DEFAULTS_FILE, GENERATED, DataConfig
-
-DESCRIPTION = """Train a byte-level BPE tokenizer and a small Qwen3-architecture language model from scratch on worked
-solutions. The result is a model folder for python -m trainer --model."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -80,15 +69,11 @@ class WarmupConfig(DataConfig):
 
     output_dir: str = "runs/warmup"
     """Model folder to write; it must not exist or be empty."""
-    model: str = ""
-    """Folder or hub name of a model that learns on, with its own tokenizer and size; by default one from scratch."""
     careless: bool = True
     """For "generated": learn from a careless pupil, whose last sum often takes its number from an idle sentence. The
     model then can do the arithmetic but is easily misled, a habit that reinforcement corrects in minutes."""
     vocab_size: Count = 512
     """Size of the byte-level BPE vocabulary."""
-    single_digits: bool = True
-    """Every digit is a token; else numbers are words like others, which a small model looks up more easily."""
     hidden_size: int = 128
     """Width of the model."""
     num_hidden_layers: Count = 4
@@ -119,14 +104,11 @@ class WarmupConfig(DataConfig):
             raise ValueError(f"num_attention_heads must be even, got {self.num_attention_heads}")
 
 
-def train_tokenizer(rows: Sequence[Row], vocab_size: int, *, single_digits: bool = True) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE as Qwen's: a token per digit, ChatML template, distinct pad and end-of-text tokens.
-
-    Without `single_digits` a number is a word like others, as in GPT-2.
-    """
+def train_tokenizer(rows: Sequence[Row], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE as Qwen's: a token per digit, ChatML template, distinct pad and end-of-text tokens."""
     tokenizer = Tokenizer(models.BPE())
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if single_digits else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    parts = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts])
     tokenizer.decoder = decoders.ByteLevel()
     bpe = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -240,12 +222,8 @@ def warm_up(config: WarmupConfig) -> Path:
         raise FileExistsError(f"output_dir: {folder} is not empty; name another folder or remove it")
     rows, held_out = training_rows(config)
     set_seed(config.seed)
-    if config.model:
-        tokenizer = AutoTokenizer.from_pretrained(config.model)
-        model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
-    else:
-        tokenizer = train_tokenizer(rows[:TOKENIZER_ROWS], config.vocab_size, single_digits=config.single_digits)
-        model = small_model(config, tokenizer)
+    tokenizer = train_tokenizer(rows[:TOKENIZER_ROWS], config.vocab_size)
+    model = small_model(config, tokenizer)
     examples = encode(rows, tokenizer, model.config.max_position_embeddings)
     model.to(config.device)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -291,17 +269,3 @@ def warm_up(config: WarmupConfig) -> Path:
         f"Train on with: python -m trainer --model {folder}"
     )
     return folder
-
-
-@ignore_broken_pipe()
-def main(argv: list[str] | None = None) -> int:
-    """Run the program; wrong settings or data give one line on stderr and exit code 1 or 2."""
-    argv = sys.argv[1:] if argv is None else argv
-    config = parse(WarmupConfig, argv, prog="python -m benchmarks.research.demo_model", description=DESCRIPTION)
-    logging.disable_progress_bar()
-    try:
-        warm_up(config)
-    except (ValueError, OSError, ImportError, FloatingPointError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 1
-    return 0

@@ -1,18 +1,26 @@
 """Resampled fills follow the model's own distribution in the unit's place, and score as full forwards would."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from cfa_kernels.batch import ScoredRow
-from cfa_kernels.estimators.resampling import _Fill, draw_fills, resampled_scores
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.span import Span
-from tests.support.models import HYBRIDS, batch, batch_of, make_model, score_columns, tokens
+from examples.estimators.resampling import Resampling, _Fill, draw_fills
+from tests.support import models
+from tests.support.models import HYBRIDS, batch_of, make_model, score_columns, tokens
 
 pytestmark = pytest.mark.slow
+
+
+def batch():
+    """The shared batch, with spans of at most three tokens."""
+    prompts, completions, spans, answers = models.batch()
+    return prompts, completions, [[Span(start, min(end, start + 3)) for start, end in row] for row in spans], answers
 
 
 def fills_of(model, prompts, completions, spans, *, seed, token_budget=None, index=None, samples=1):
@@ -25,7 +33,8 @@ def fills_of(model, prompts, completions, spans, *, seed, token_budget=None, ind
 
 def scores_of(model, *data, seed, samples=1, outcome):
     rows = batch_of(model, *data, seed=(seed,))
-    return resampled_scores(InProcess(model), rows, samples, outcome)
+    found = Resampling(outcome, samples)(InProcess(model), rows)
+    return SimpleNamespace(drop=[row.double() for row in found.values], work=found.work)
 
 
 def chances(model, ids):
@@ -66,12 +75,13 @@ def test_fills_differ_by_seed_and_not_by_batch():
     assert not any(map(torch.equal, other[1], together[1]))
 
 
-def test_fills_cost_the_completion_once_and_a_row_per_token(qwen3):
+def test_each_token_of_all_fills_takes_a_forward_of_one_tree(qwen3):
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     _, work = fills_of(qwen3, [prompt], [completion], [[Span(3, 8), Span(10, 13)]], seed=0)
     # The last token of a fill is not fed; the completion is, up to the last span. A fill token that happens to be the
     # completion's own, or another fill's, is shared.
-    assert 9 + 10 + 4 + 2 - 2 <= work.tokens_fed <= 9 + 10 + 4 + 2
+    fed = [9 + 10 + 2 * min(t, 2) + max(t - 2, 0) for t in range(5)]
+    assert sum(fed) - 2 * 5 <= work.tokens_fed <= sum(fed)
     assert work.forwards == 5
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from cfa_kernels.estimators.total_effects import chained_effects, total_effects
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import ScoringWork
 from cfa_kernels.span import Span
+from examples.estimators.total_effects import chained_effects, total_effects
 from tests.support.models import HYBRIDS, LONGROPE, PLACEHOLDER, batch_of, make_model, naive_row, score_columns, tokens
 
 
@@ -185,6 +185,14 @@ def test_a_step_that_matters_only_through_the_next_has_no_direct_effect_and_a_to
 
 
 # --- Bad input ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_gives_nan_is_an_error_that_names_the_row():
+    model, rows = exact(), batch()
+    model.get_input_embeddings().weight.data[210] = float("nan")
+    rows[1][1][3] = 210
+    with pytest.raises(FloatingPointError, match="completions row 1: the model gave a nan"):
+        effects(model, rows)
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,45 @@
-"""Compute total effects by masking: those of a unit on the answer, directly and through later units.
+"""Estimate total effects by masking: `examples.estimators.total_effects:TotalEffects`.
 
-Every branch feeds the text after the masked unit, so it also tells how much less probable each later unit becomes: the
-links of a chain that ends at the answer.
+A unit acts on the answer directly and through later units. Every branch feeds the text after the masked unit, so it
+also tells how much less probable each later unit becomes: the links of a chain that ends at the answer.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..batch import Batch, Mask, ScoredRow
-from ..rows import fed_together
-from ..scoring.access import ModelAccess
-from ..scoring.branches import branch
-from ..span import Span
-from ..tree.prefix_tree import Query
-from .base import Importances
+from cfa_kernels.batch import Batch, Mask, ScoredRow
+from cfa_kernels.estimators.base import ANSWER, Estimator, Importances
+from cfa_kernels.options import TokenId, check_fields
+from cfa_kernels.rows import fed_together
+from cfa_kernels.scoring.access import MODEL, ModelAccess
+from cfa_kernels.scoring.branches import branch
+from cfa_kernels.span import Span
+from cfa_kernels.tree.prefix_tree import Query
+
+
+@dataclass(frozen=True)
+class TotalEffects(Estimator):
+    """Mask each unit and see what the answer loses, directly and through later units that depend on it."""
+
+    name = "total_effects"
+    negative = True
+    needs = frozenset({ANSWER, MODEL})
+    continues = True
+
+    placeholder_id: TokenId | None = None
+    """Id that replaces masked tokens; None takes the tokenizer's pad token, else its end-of-text token."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
+        """Judge the units of a batch."""
+        return total_effects(access, batch)
 
 
 def total_effects(access: ModelAccess, batch: Batch) -> Importances:
