@@ -31,6 +31,14 @@ MODEL_SETTINGS = (
 """Settings that a model folder may bring, which runs no code: how it samples, is prompted and trains best."""
 
 
+_OWN = Path(__file__).parent / "embedded" / "assets"  # files of settings that are no credit's
+
+
+def config_names() -> list[str]:
+    """List the names that `--config` takes for a file that ships."""
+    return sorted([*preset_names(), "calculator"])
+
+
 class _Yaml(yaml.SafeLoader):
     """Plain values; unlike YAML 1.1 it reads 1e-6, without a point, as a number."""
 
@@ -151,9 +159,10 @@ def _drop_unread(preset: str, estimator: str, options: dict[str, Any], own: dict
 
 
 def _config_file(name: str) -> Path:
-    file = Path(name) if Path(name).exists() else PRESETS / f"{name}.yaml"
+    folder = PRESETS if name in preset_names() else _OWN
+    file = Path(name) if Path(name).exists() else folder / f"{name}.yaml"
     if not file.exists():
-        raise ValueError(f"--config {name}: there is no such file; the names that ship are {', '.join(preset_names())}")
+        raise ValueError(f"--config {name}: there is no such file; the names that ship are {', '.join(config_names())}")
     return file
 
 

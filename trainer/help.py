@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Sequence
 
 from cfa_kernels import __version__
-from cfa_kernels.credit.presets import PRESETS, RECOMMENDED, preset_names
+from cfa_kernels.credit.presets import PRESETS, RECOMMENDED
 
-from .cli import read_mapping
+from .cli import config_names, read_mapping
 from .extras import program
 from .settings import TrainSettings
 
@@ -52,7 +52,7 @@ def _print_settings() -> None:
         print(textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * 29, break_on_hyphens=False))
 
     print(f"usage: {program('trainer')} [--SETTING VALUE ...]\n\n{textwrap.fill(DESCRIPTION, width)}\n")
-    names = ", ".join(preset_names())
+    names = ", ".join(config_names())
     show("config", f"YAML file of settings, or one that ships: {names}. Flags win over it. [{RECOMMENDED}]")
     texts = {name: text for part in TrainSettings.__mro__[-2::-1] for name, text in documented(part).items()}
     defaults = vars(TrainSettings(**read_mapping(PRESETS / f"{RECOMMENDED}.yaml")))
