@@ -7,19 +7,19 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import CounterfactualConfig, DeferredCredit, packed_forward
+from cfa_kernels import Batch, CounterfactualConfig, DeferredCredit, packed_forward
 from cfa_kernels.credit import assign, deferred
 from cfa_kernels.model import lora, quantised
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.rows import equal_prompts
 from cfa_kernels.scoring import masked, packed
-from cfa_kernels.scoring.access import TrainingForward
 from cfa_kernels.text import find
 from tests.support.log_prob_hosts import batch_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
-ROWS, ADVANTAGES = batch_rows(), torch.tensor([1.0, -0.5, 0.3, 0.7, -1.0, 1.0])
+ROWS = batch_rows()
+BATCH = Batch(ROWS, advantages=torch.tensor([1.0, -0.5, 0.3, 0.7, -1.0, 1.0]))
 
 
 @pytest.mark.parametrize(("options", "before"), [({}, False), ({"estimator": "prefix_gain"}, True)], ids=str)
@@ -40,8 +40,8 @@ def test_credit_asks_once_for_the_batch_and_reads_text_while_the_forward_runs(op
     monkeypatch.setattr(
         deferred, "input_device", lambda _: torch.device("cuda")
     )  # where text may come after the launch
-    dtype = TrainingForward.dtype
-    monkeypatch.setattr(TrainingForward, "dtype", property(lambda self: calls.update(dtype=1) or dtype.fget(self)))
+    dtype = packed.PackedForward.dtype
+    monkeypatch.setattr(packed.PackedForward, "dtype", property(lambda self: calls.update(dtype=1) or dtype.fget(self)))
     for owner, name in (
         (ModelWalk, "__init__"), (ModelWalk, "holds"), (quantised, "is_quantised"), (lora, "_plain"),
         (assign, "find_units"), (find, "token_offsets"), (assign, "rounding"),
@@ -52,7 +52,7 @@ def test_credit_asks_once_for_the_batch_and_reads_text_while_the_forward_runs(op
     for _ in range(2):  # the first checks the model and keeps the walk, and what is derived from it
         calls.clear()
         events.clear()
-        credit, began = DeferredCredit(config, tiny_tokenizer(), ROWS, ADVANTAGES, seed=0), time.process_time()
+        credit, began = DeferredCredit(config, tiny_tokenizer(), BATCH, seed=0), time.process_time()
         foreseen = credit.foreseen(range(6), causal)
         credit.by_forward(range(6), packed_forward(causal, ROWS, keep_states=True, foreseen=foreseen))
         took = time.process_time() - began

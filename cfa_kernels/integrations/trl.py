@@ -30,13 +30,14 @@ from ..rows import Rows, pad_rows
 from ..scoring.access import GRADIENTS
 from ..scoring.packed import packed_logprobs
 from ..text.offsets import describe_spare_ids
+from . import require
 from .credit import refuse
 from .trl_credit import KEPT, ROW, batch_credit, kept_tokens_of, loss_mask, of_first_tokens, weighed, why_at_once
 from .trl_losses import check_trains_packed, loss_of_packed_rows, prompts_together
-from .trl_refusals import TRL as TRL
-from .trl_refusals import credit_obstacles, packing_obstacles, zero_stage
+from .trl_refusals import OLDEST, credit_obstacles, packing_obstacles, zero_stage
 
 _LOG = get_logger(__name__)
+TRL = require("trl", OLDEST)
 
 from trl import GRPOTrainer  # noqa: E402  the check of TRL's version says more than a failing import would
 from trl.models import unwrap_model_for_generation  # noqa: E402
