@@ -115,7 +115,7 @@ def failing_in_one(rank: int, folder: str, how: str) -> None:
 
 def beside_others(model: Any, batch: Any) -> Importances:
     """Importances that depend on all completions of the batch."""
-    longest = max(batch.lengths)
+    longest = max(batch.scored.lengths)
     return Importances([torch.arange(len(units)) * len(batch) / longest for units in batch.units])
 
 
