@@ -16,9 +16,8 @@ from packaging.version import Version  # noqa: E402
 
 from cfa_kernels.integrations import trl_refusals  # noqa: E402
 from cfa_kernels.integrations.trl_credit import KEPT  # noqa: E402
-from tests.integrations import test_trl_packed  # noqa: E402
-from tests.integrations.test_trl_packed import Exact, assert_equal, batch, both, loss_and_gradients  # noqa: E402
 from tests.support.tiny import tiny_model  # noqa: E402
+from tests.support.trl_exact import Exact, assert_equal, batch, both, loss_and_gradients  # noqa: E402
 from tests.support.trl_training import LORA, build, logged, packs, record_generations, rollouts, seven  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]
@@ -57,9 +56,8 @@ def kept_of(inputs: dict[str, Any], vocabulary: int) -> list[KeptTokens]:
 
 
 @pytest.fixture
-def pair(tmp_path, monkeypatch) -> tuple[Any, Any]:
-    monkeypatch.setattr(test_trl_packed, "Exact", Replayed)
-    return both(tmp_path)
+def pair(tmp_path) -> tuple[Any, Any]:
+    return both(tmp_path, kind=Replayed)
 
 
 @pytest.mark.parametrize(
