@@ -59,7 +59,7 @@ def run(problems, model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "rl"
     argv = [
         f"--model={model}", f"--dataset={problems}", f"--output_dir={folder}", f"--eval_problems={HELD_OUT}",
-        "--max_steps=2", "--generation_batch_size=32",
+        "--config=cf", "--max_steps=2", "--generation_batch_size=32",
         "--log_completions=32", "--learning_rate=1e-4",
     ]  # fmt: skip
     return train(set_up(TrainConfig(**vars(parse(TrainSettings, argv, prog="python -m trainer")))))
