@@ -51,7 +51,8 @@ def hosts() -> str:
     labels: dict[str, list[str]] = {}  # of rows with equal cells
     for label, flat in ROWS.items():
         needs = CounterfactualConfig.from_flat(flat).needs
-        labels.setdefault(" | ".join("no" if needs - offered else "yes" for offered in OFFERS.values()), []).append(label)
+        cells = " | ".join("no" if needs - offered else "yes" for offered in OFFERS.values())
+        labels.setdefault(cells, []).append(label)
     lines = [f"| | {' | '.join(OFFERS)} |", "|---|" + "---|" * len(OFFERS)]
     return "\n".join([*lines, *(f"| {'; '.join(equal)} | {cells} |" for cells, equal in labels.items())])
 
