@@ -65,8 +65,8 @@ def linear_logprob(
 
     Raises:
         ValueError: other values than tensors; shapes, devices, strides or numbers that do not fit; kept ids outside
-            [0, V), or, on a CPU, a target outside [0, V) or its kept ids; on a GPU such a row gives nan or -inf, as a check would
-            wait for the device.
+            [0, V), or, on a CPU, a target outside [0, V) or its kept ids; on a GPU such a row gives nan or -inf, as a
+            check would wait for the device.
         TypeError: wrong dtypes.
     """
     check_class(Tensor, hidden=hidden, lm_head=lm_head, targets=targets)
