@@ -95,7 +95,7 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str = "") -
 
 
 def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
-    """Fill the settings of a run whose files are there, in each process of a launcher; the first one prints."""
+    """Parse a run's settings and check that its files exist, in each process of a launcher; the first prints."""
     with contextlib.redirect_stderr(sys.stderr if _is_first() else io.StringIO()), refusing(prog):
         settings: TrainSettings = parse(TrainSettings, argv, prog=prog)
         require_rewards([*settings.reward_funcs, *filter(None, [settings.eval_reward])])

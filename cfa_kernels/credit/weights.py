@@ -241,7 +241,7 @@ class Bilevel(WeightRule):
     tau: Share = 0.4
     """Quantile of a completion's importances below which weights are suppressed."""
     boost: NotNegative = 2.0
-    """How much more the most important token weighs than one at the threshold, before the rescaling."""
+    """Additional weight of the most important token over one at the threshold, before the rescaling."""
     floor: Share = 0.0
     """Least weight, before the rescaling."""
 

@@ -69,7 +69,7 @@ def classes_of(drops: np.ndarray, noise: float) -> tuple[list[str], list[float]]
 def analyse(samples: Sequence[Sample]) -> dict[str, Table]:
     """Make all tables, by name; those about spans only if a span was masked.
 
-    A drop within 0.001 nats of 0 counts as no effect. Raises `ValueError` for drops in different units; names them.
+    A drop within 0.001 nats of 0 is no effect. Raises `ValueError` for drops in different units; names them.
     """
     units = sorted({sample.drops_unit for sample in samples if sample.spans})
     if len(units) > 1:
@@ -138,7 +138,7 @@ def _classes(spans: pandas.DataFrame, noise: float) -> Table:
     rows = [[*row, row[-1] / len(spans)] for row in zip(CLASSES, ranges, counts, strict=True)]
     note = (
         f"Cut at the 0.9, 0.6 and 0.1 quantiles of the drops above {noise:g}. Masking a distractor helps the "
-        f"answer; within {noise:g} of 0 counts as no effect."
+        f"answer; within {noise:g} of 0 is no effect."
     )
     return Table("Classes of drops", ("class", "drop", "spans", "share"), rows, note)
 
