@@ -1,5 +1,7 @@
 """The race on trees of turns times only right gradients and gains, and counts what each contender feeds and keeps."""
 
+import functools
+
 import pytest
 import torch
 
@@ -15,9 +17,13 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 
+@functools.cache
+def tiny() -> torch.nn.Module:
+    return policy("qwen3-tiny", lora=True, device=CPU, dtype=torch.float32)
+
+
 def work(shape: str) -> Work:
-    tiny = policy("qwen3-tiny", lora=True, device=CPU, dtype=torch.float32)
-    return make_work(tiny, SHAPES[shape], prompt=7, turn=4)
+    return make_work(tiny(), SHAPES[shape], prompt=7, turn=4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
