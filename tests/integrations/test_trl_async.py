@@ -142,7 +142,11 @@ def test_trls_tree_runs_on_a_cpu_as_rows_apart(window):
     assert_same_gradients(gradients(model, sum((k + 1) * row.sum() for k, row in enumerate(ours))), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"units": "turns"}, {"units": "turns", "weights": "redistribute"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"estimator": "gradient"}, {"units": "turns"}, {"units": "turns", "weights": "redistribute"}],
+    ids=str,
+)
 def test_a_step_trains_on_the_credited_advantages_of_its_samples(tmp_path, monkeypatch, options):
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)  # of a GPU only
     config = CounterfactualConfig(**options)
