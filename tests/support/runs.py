@@ -94,6 +94,17 @@ def _in_child(connection: Any, work: Callable[..., Any], args: tuple[Any, ...]) 
     connection.send(work(*args))
 
 
+def printed(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str]:
+    """What a program's `main` returns and prints in a process of its own, or minus the signal that killed it."""
+    ended, answer = child(_printed, main, argv, deadline=600)
+    return answer or (ended, "")
+
+
+def _printed(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        return int(main(argv)), out.getvalue()
+
+
 def kill_at(moment: int, argv: list[str], of: str = "") -> None:
     """Run, and be killed at a moment: before or after a wait for the disk, in a reward, before an update of weights.
 
