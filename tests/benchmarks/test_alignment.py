@@ -346,13 +346,8 @@ def test_a_regime_brings_its_model_its_problems_and_its_room():
 
 def document(regime, share):
     figure = {
-        "cosine": 0.1,
-        "error": 0.01,
-        "difference": 0.0,
-        "difference_error": 0.0,
-        "ratio": 1.2,
-        "ratio_error": 0.1,
-    }
+        "cosine": 0.1, "error": 0.01, "difference": 0.0, "difference_error": 0.0, "ratio": 1.2, "ratio_error": 0.1,
+    }  # fmt: skip
     ends = {"aim": {"value": 0.9, "error": 0.1}, "noise to signal": None, "cost": 0.25}
     arm = {**{str(size): figure for size in SIZES}, "adam": figure, **ends}
     command = f"python -m benchmarks evidence alignment --regime {regime}"

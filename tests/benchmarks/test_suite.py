@@ -134,14 +134,12 @@ def test_a_wrong_contender_and_an_absent_one_get_no_time():
 
     laps = race(
         [
-            Contender("ok", int, lambda _: {"tokens_fed": 3}),
-            Contender("wrong", int, wrong),
-            Contender("gone", missing, wrong),
-            Contender("crash", crash, wrong),
+            Contender("ok", int, lambda _: {"tokens_fed": 3}), Contender("wrong", int, wrong),
+            Contender("gone", missing, wrong), Contender("crash", crash, wrong),
         ],
         device=CPU,
         budget=Budget(0.0, 3, 4),
-    )
+    )  # fmt: skip
     assert len(laps["ok"].seconds) == 3
     assert laps["ok"].facts == {"tokens_fed": 3}
     assert (laps["wrong"].seconds, laps["wrong"].refused) == ([], "off by one")
@@ -242,7 +240,5 @@ def test_a_workload_is_raced_once_for_all_its_contenders():
     assert status == 0
     made = [words[2] for line in plan.splitlines() if len(words := line.split()) > 2 and words[:2] == ["SETUP", "M"]]
     assert {name: made.count(name) for name in ("kernel_race", "laps", "step_race")} == {
-        "kernel_race": len(bench_kernels.KERNELS["smoke"]),
-        "laps": len(LINEAR["smoke"]),
-        "step_race": 1,
-    }
+        "kernel_race": len(bench_kernels.KERNELS["smoke"]), "laps": len(LINEAR["smoke"]), "step_race": 1,
+    }  # fmt: skip

@@ -270,14 +270,12 @@ def first_of_three(completions: list[Any], **_: Any) -> list[float]:
     ("options", "log_entropy"),
     [
         ({"vllm_importance_sampling_mode": "token_truncate"}, True),
-        ({"vllm_importance_sampling_mode": "sequence_mask"}, False),
-        ({"loss_type": "cispo"}, True),
+        ({"vllm_importance_sampling_mode": "sequence_mask"}, False), ({"loss_type": "cispo"}, True),
         ({"loss_type": "vespo", "vllm_importance_sampling_mode": "token_mask"}, False),
-        ({"top_entropy_quantile": 0.5}, False),
-        ({"entropy_coef": 0.1, "off_policy_mask_threshold": 0.5}, True),
+        ({"top_entropy_quantile": 0.5}, False), ({"entropy_coef": 0.1, "off_policy_mask_threshold": 0.5}, True),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_micro_batch_without_an_advantage_brings_no_figure_of_tokens_that_move_the_loss(train, options, log_entropy):
     options = {"steps_per_generation": 3, "gradient_accumulation_steps": 3, "shuffle_dataset": False} | options
     arguments = {"credit": UNIFORM, "packed_loss": True, "log_entropy": log_entropy}

@@ -63,13 +63,11 @@ def pair(tmp_path) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"loss_type": "grpo", "temperature": 0.7},
-        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {}, {"loss_type": "grpo", "temperature": 0.7}, {"importance_sampling_level": "sequence", "loss_type": "grpo"},
         {"top_entropy_quantile": 0.43},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_loss_and_gradients_are_those_of_log_probs_over_the_kept_ids(pair, changes):
     for trainer in pair:
         for name, value in changes.items():

@@ -159,14 +159,10 @@ def alone(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "kind"),
     [
-        ("DDP", "DistributedDataParallel"),
-        ("FSDP1", "FullyShardedDataParallel"),
-        ("FSDP2", "FSDPPeftModel"),
-        ("ZeRO-1", "DeepSpeedEngine"),
-        ("ZeRO-2", "DeepSpeedEngine"),
-        ("ZeRO-3", "DeepSpeedEngine"),
+        ("DDP", "DistributedDataParallel"), ("FSDP1", "FullyShardedDataParallel"), ("FSDP2", "FSDPPeftModel"),
+        ("ZeRO-1", "DeepSpeedEngine"), ("ZeRO-2", "DeepSpeedEngine"), ("ZeRO-3", "DeepSpeedEngine"),
     ],
-)
+)  # fmt: skip
 def test_sharded_processes_train_as_one(tmp_path, how, kind):
     skip_unless_deepspeed(how)
     alike = {"ZeRO-3": GATHERED, "DDP": COMPARED, "FSDP2": COMPARED}.get(how, {}) | CASES

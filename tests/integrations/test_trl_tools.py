@@ -175,7 +175,8 @@ def test_a_span_never_holds_what_a_tool_wrote(train, monkeypatch, how, packed):
 
 
 @pytest.mark.parametrize(
-    ("how", "credit"), [*((how, None) for how in HOW), *((how, CounterfactualConfig()) for how in ("tools", "rollout_func"))]
+    ("how", "credit"),
+    [*((how, None) for how in HOW), *((how, CounterfactualConfig()) for how in ("tools", "rollout_func"))],
 )
 def test_training_with_tools_is_trls(train, how, credit):
     packed = trained(train, integration.PackedGRPOTrainer, how, credit=credit, packed_loss=True)

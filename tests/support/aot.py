@@ -191,14 +191,11 @@ def _compile(case: AotCase) -> AotReport:
         built = triton.compile(source, target=target, options=options)
     text = built.asm["amdgcn" if limits.backend == "hip" else "ptx"]
     report = AotReport(
-        name=case.name,
-        target=case.target,
-        shared_memory=built.metadata.shared,
-        threads=built.metadata.num_warps * limits.warp_size,
-        assembly=text,
+        name=case.name, target=case.target, shared_memory=built.metadata.shared,
+        threads=built.metadata.num_warps * limits.warp_size, assembly=text,
         sass=_disassemble(knobs.nvidia.nvdisasm.path, built.asm["cubin"]) if "wgmma.mma_async" in text else "",
         **(_read_amdgcn(text) if limits.backend == "hip" else _read_ptxas_log(log.getvalue())),
-    )
+    )  # fmt: skip
     _write(cached, dataclasses.asdict(report))
     return report
 

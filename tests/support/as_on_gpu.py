@@ -123,14 +123,12 @@ def _moved(source: Tensor, out: Tensor, there: bool) -> Tensor:
 
 _SPECIAL = {
     Tensor.device.__get__: lambda func, args, _: DEVICE if on_gpu(args[0]) else func(*args),
-    Tensor.data.__set__: _set_data,
-    torch.autograd.grad: _grad,
-    Tensor.to: _to,
+    Tensor.data.__set__: _set_data, torch.autograd.grad: _grad, Tensor.to: _to,
     Tensor.cpu: lambda func, args, kwargs: _moved(args[0], func(*args, **kwargs), False),
     Tensor.cuda: lambda func, args, kwargs: _moved(args[0], args[0], True),
     **dict.fromkeys((Tensor.numpy, Tensor.__array__), _to_numpy),
     **dict.fromkeys(_BY_FIRST, lambda func, args, kwargs: _mark(func(*args, **kwargs), on_gpu(args[0]))),
-}
+}  # fmt: skip
 
 
 def _refuse_mixtures(func: Any, args: Any, kwargs: Any) -> None:

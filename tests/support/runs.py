@@ -145,13 +145,11 @@ def outcome(folder: Path, trained: str = "checkpoint/model.safetensors") -> dict
     last = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
     return {
         "weights": (folder / trained).read_bytes(),
-        "optimizer": bits(torch.load(last / "state.pt", weights_only=True)["optimizer"]),
-        "metrics": timeless(folder),
+        "optimizer": bits(torch.load(last / "state.pt", weights_only=True)["optimizer"]), "metrics": timeless(folder),
         "samples": (folder / "completions.jsonl").read_text("utf-8"),
         "summary": summary | {"seconds": None, "made_by": None},
-        "files": sorted(path.name for path in folder.iterdir()),
-        "last": last.name,
-    }
+        "files": sorted(path.name for path in folder.iterdir()), "last": last.name,
+    }  # fmt: skip
 
 
 def bits(value: Any) -> Any:

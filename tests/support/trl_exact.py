@@ -67,15 +67,10 @@ def batch() -> dict[str, Any]:
     tools = torch.ones(8, 9, dtype=torch.long)
     tools[3, 2:4] = 0
     return {
-        "prompt_ids": prompts,
-        "prompt_mask": prompt_mask,
-        "completion_ids": completions,
-        "completion_mask": mask,
-        "tool_mask": tools,
-        "advantages": noise(2, -1.0, 1.0, 8)[:, None] * weights,
-        "num_items_in_batch": (mask * tools).sum(),
-        "old_per_token_logps": noise(3, -4.5, -1.5),
-    }
+        "prompt_ids": prompts, "prompt_mask": prompt_mask, "completion_ids": completions, "completion_mask": mask,
+        "tool_mask": tools, "advantages": noise(2, -1.0, 1.0, 8)[:, None] * weights,
+        "num_items_in_batch": (mask * tools).sum(), "old_per_token_logps": noise(3, -4.5, -1.5),
+    }  # fmt: skip
 
 
 def loss_and_gradients(trainer: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
