@@ -215,7 +215,7 @@ def test_a_model_of_ones_own_is_measured_by_one_command(tmp_path, monkeypatch, c
     file = tmp_path / "problems.jsonl"
     rows = [{"question": one.question, "answer": one.solution()} for one in itertools.islice(generate("train", 1), 64)]
     file.write_text("\n".join(map(json.dumps, rows)))
-    small = ["--truth-groups", "24", "--parts", "3", "--batch", "4", "--blocks", "2", "--dtype", "float32"]
+    small = ["--truth-groups", "48", "--parts", "3", "--batch", "4", "--blocks", "2", "--dtype", "float32"]
     small += ["--block", "16"]
     small += ["--examples", "0", "--group", "4", "--max-tokens", "70"]
     arguments = ["own", "--folder", str(tmp_path), "--commit", "none", "--model", str(alignment.SMALL)]
@@ -247,11 +247,11 @@ def test_errors_hold_how_well_the_truth_is_known():
 
 
 def test_the_command_writes_its_tables_and_resumes(policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(alignment, "SIZES", (1, 2))
+    monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
     monkeypatch.setattr(alignment, "MAIN", 2)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--blocks", "2", "--arms", "CF where right", "right times 4", "ceiling"]
-    arguments += ["--continuations", "1", "--group", "4", "--moments", "1"]
+    arguments += ["--continuations", "1", "--group", "4", "--moments", "2"]
     truth = torch.randn(PARTS + 1, sum(p.numel() for p in policy.parameters))
     monkeypatch.setattr(alignment, "true_gradient", lambda policy, settings, part: truth[-1] + truth[part] / 4)
     assert main([*arguments, "--blocks", "3"]) == 0

@@ -188,7 +188,7 @@ def test_drops_are_cut_at_multiples_of_their_mean():
 def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch, capsys):
     arguments = ["pretrained", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--asked", "8", "--evaluated", "2", "--max-tokens", "70", "--group", "4", "--at-once", "4"]
-    arguments += ["--continuations", "1", "--credited", "8", "--costly", "2", "--judged"]
+    arguments += ["--continuations", "2", "--credited", "8", "--costly", "2", "--judged"]
     assert main([*arguments, "3"]) == 0
     first = json.loads((tmp_path / "evidence-pretrained.json").read_text())
     assert first["policy"]["completions"] == 32
