@@ -215,7 +215,8 @@ def test_a_model_of_ones_own_is_measured_by_one_command(tmp_path, monkeypatch, c
     file = tmp_path / "problems.jsonl"
     rows = [{"question": one.question, "answer": one.solution()} for one in itertools.islice(generate("train", 1), 64)]
     file.write_text("\n".join(map(json.dumps, rows)))
-    small = ["--truth-groups", "64", "--batch", "4", "--blocks", "2", "--dtype", "float32", "--block", "16"]
+    small = ["--truth-groups", "48", "--parts", "3", "--batch", "4", "--blocks", "2", "--dtype", "float32"]
+    small += ["--block", "16"]
     small += ["--examples", "0", "--group", "4", "--max-tokens", "70"]
     arguments = ["own", "--folder", str(tmp_path), "--commit", "none", "--model", str(alignment.SMALL)]
     assert main([*arguments, "--problems", str(file), *small]) == 0
@@ -231,7 +232,7 @@ def test_errors_hold_how_well_the_truth_is_known():
     steps = {name: np.roll(truth, 1) * share + truth + random.normal(size=(2 * SIZES[-1], 40)) * 0.05
              for name, share in {PLAIN: 0.0, "CF": 1.0}.items()}  # fmt: skip
     found, errors = [], []
-    for _ in range(100):
+    for _ in range(50):
         parts = truth + random.normal(size=(PARTS, 40)) / 5
         blocks = [
             {str(size): {name: [[*parts @ step, step @ step] for step in own[start : start + SIZES[-1]]]
@@ -245,13 +246,13 @@ def test_errors_hold_how_well_the_truth_is_known():
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(found), rel=0.25)
 
 
-def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
+def test_the_command_writes_its_tables_and_resumes(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
     monkeypatch.setattr(alignment, "MAIN", 2)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--blocks", "2", "--arms", "CF where right", "right times 4", "ceiling"]
     arguments += ["--continuations", "1", "--group", "4", "--moments", "2"]
-    truth = torch.randn(PARTS + 1, sum(p.numel() for p in Policy(SETTINGS).parameters))
+    truth = torch.randn(PARTS + 1, sum(p.numel() for p in policy.parameters))
     monkeypatch.setattr(alignment, "true_gradient", lambda policy, settings, part: truth[-1] + truth[part] / 4)
     assert main([*arguments, "--blocks", "3"]) == 0
     assert main(arguments) == 0  # with fewer blocks
@@ -345,13 +346,8 @@ def test_a_regime_brings_its_model_its_problems_and_its_room():
 
 def document(regime, share):
     figure = {
-        "cosine": 0.1,
-        "error": 0.01,
-        "difference": 0.0,
-        "difference_error": 0.0,
-        "ratio": 1.2,
-        "ratio_error": 0.1,
-    }
+        "cosine": 0.1, "error": 0.01, "difference": 0.0, "difference_error": 0.0, "ratio": 1.2, "ratio_error": 0.1,
+    }  # fmt: skip
     ends = {"aim": {"value": 0.9, "error": 0.1}, "noise to signal": None, "cost": 0.25}
     arm = {**{str(size): figure for size in SIZES}, "adam": figure, **ends}
     command = f"python -m benchmarks evidence alignment --regime {regime}"

@@ -89,12 +89,9 @@ drops = st.lists(st.floats(-50, 50, width=32), min_size=3, max_size=3)
 
 
 @given(
-    drops,
-    st.sampled_from([None, "inverted", "permuted", "random", "off"]),
-    st.sampled_from(NORMALIZATIONS),
-    st.floats(0, 2),
-    st.floats(2, 9),
-)
+    drops, st.sampled_from([None, "inverted", "permuted", "random", "off"]), st.sampled_from(NORMALIZATIONS),
+    st.floats(0, 2), st.floats(2, 9),
+)  # fmt: skip
 def test_weights_are_finite_never_negative_and_have_mean_one_when_normalised(drop, control, normalize, w_min, w_max):
     weights = span_weights(
         torch.tensor(drop), SPANS, ANSWER, 11, control=control, normalize=normalize, w_min=w_min, w_max=w_max

@@ -94,6 +94,17 @@ def _in_child(connection: Any, work: Callable[..., Any], args: tuple[Any, ...]) 
     connection.send(work(*args))
 
 
+def printed(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str]:
+    """What a program's `main` returns and prints in a process of its own, or minus the signal that killed it."""
+    ended, answer = child(_printed, main, argv, deadline=600)
+    return answer or (ended, "")
+
+
+def _printed(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        return int(main(argv)), out.getvalue()
+
+
 def kill_at(moment: int, argv: list[str], of: str = "") -> None:
     """Run, and be killed at a moment: before or after a wait for the disk, in a reward, before an update of weights.
 
@@ -134,13 +145,11 @@ def outcome(folder: Path, trained: str = "checkpoint/model.safetensors") -> dict
     last = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
     return {
         "weights": (folder / trained).read_bytes(),
-        "optimizer": bits(torch.load(last / "state.pt", weights_only=True)["optimizer"]),
-        "metrics": timeless(folder),
+        "optimizer": bits(torch.load(last / "state.pt", weights_only=True)["optimizer"]), "metrics": timeless(folder),
         "samples": (folder / "completions.jsonl").read_text("utf-8"),
         "summary": summary | {"seconds": None, "made_by": None},
-        "files": sorted(path.name for path in folder.iterdir()),
-        "last": last.name,
-    }
+        "files": sorted(path.name for path in folder.iterdir()), "last": last.name,
+    }  # fmt: skip
 
 
 def bits(value: Any) -> Any:
