@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def require_there(path: Path, name: str, *, is_run: bool) -> None:
-    """Raise `ValueError` for a path that is no run, or no file of completions."""
+    """Raise `ValueError` for a path that is neither a run nor a file of completions."""
     if is_run and not (path / name).is_file():
         raise ValueError(f"{path}: holds no {name}, so it is not the folder of a run")
     if not is_run and not (file := path / name if path.is_dir() else path).is_file():
