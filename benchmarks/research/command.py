@@ -17,7 +17,7 @@ import tyro
 from tyro.extras import subcommand_cli_from_dict
 
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
-from benchmarks.research import ablation, alignment, arms, demo, pictures, pretrained, regimes, statements, turns
+from benchmarks.research import ablation, alignment, arms, pictures, pretrained, regimes, statements, turns
 from benchmarks.research.warmup import WarmupConfig, warm_up
 
 PROGRAM = "python -m benchmarks evidence"
@@ -106,10 +106,6 @@ def main(argv: list[str] | None = None) -> int:
 def commands(line: Sequence[str]) -> dict[str, Callable[..., list[Path]]]:
     """Make the commands, each of which returns the paths that it wrote; `line` is what a result names as its own."""
 
-    def run_demo(settings: demo.DemoSettings, place: Place) -> list[Path]:
-        """Run the demo and its analysis."""
-        return demo.run(place.below("demo"), settings, document_head(line, place.commit), place.results)
-
     def run_own(place: Place, settings: alignment.AlignmentSettings = OWN) -> list[Path]:
         """Say whether credit would help a model of your own on your own problems: name both."""
         if not (settings.model and settings.problems):
@@ -145,7 +141,7 @@ def commands(line: Sequence[str]) -> dict[str, Callable[..., list[Path]]]:
         document = head | measure.run(Pieces(place.folder / "pieces", known, head), place.folder, settings, **chosen)
         return write(document, measure.markdown(document), place.results, name)
 
-    own = {"demo": run_demo, "own": run_own, "model": train_model, "tables": write_tables}
+    own = {"own": run_own, "model": train_model, "tables": write_tables}
     return {name: measured(name, measure) for name, measure in MEASURES.items()} | own
 
 
