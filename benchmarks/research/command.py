@@ -17,7 +17,7 @@ import tyro
 from tyro.extras import subcommand_cli_from_dict
 
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
-from benchmarks.research import ablation, alignment, arms, pictures, pretrained, regimes, statements, turns
+from benchmarks.research import ablation, alignment, arms, pictures, pretrained, regimes, turns
 from benchmarks.research.warmup import WarmupConfig, warm_up
 
 PROGRAM = "python -m benchmarks evidence"
@@ -64,10 +64,6 @@ MEASURES = {
         pretrained.PretrainedSettings, pretrained.run, pretrained.markdown,
         "Measure what a model writes to the problems of a file, what matters in it, and which estimators find that.",
         extent=("judged", "costly", "credited", "scored_in"),
-    ),
-    "statements": Measure(
-        statements.StatementsSettings, statements.run, statements.markdown,
-        "Measure which statements of a model's programs draw the credit, and which their tests need.",
     ),
     "turns": Measure(
         turns.TurnsSettings, turns.run, turns.markdown,
