@@ -69,6 +69,8 @@ class WarmupConfig(DataConfig):
 
     output_dir: str = "runs/warmup"
     """Model folder to write; it must not exist or be empty."""
+    model: str = ""
+    """Folder of a model that learns on, with its own tokenizer and size; by default one from scratch."""
     careless: bool = True
     """For "generated": learn from a careless pupil, whose last sum often takes its number from an idle sentence. The
     model then can do the arithmetic but is easily misled, a habit that reinforcement corrects in minutes."""
@@ -222,8 +224,12 @@ def warm_up(config: WarmupConfig) -> Path:
         raise FileExistsError(f"output_dir: {folder} is not empty; name another folder or remove it")
     rows, held_out = training_rows(config)
     set_seed(config.seed)
-    tokenizer = train_tokenizer(rows[:TOKENIZER_ROWS], config.vocab_size)
-    model = small_model(config, tokenizer)
+    if config.model:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model)
+        model = Qwen3ForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    else:
+        tokenizer = train_tokenizer(rows[:TOKENIZER_ROWS], config.vocab_size)
+        model = small_model(config, tokenizer)
     examples = encode(rows, tokenizer, model.config.max_position_embeddings)
     model.to(config.device)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)

@@ -16,6 +16,7 @@ from benchmarks.research.turns import (
     Player,
     TurnsSettings,
     judged,
+    players,
     pupils,
 )  # fmt: skip
 from benchmarks.research.turns import replayed as replays
@@ -80,3 +81,10 @@ def test_every_arm_gives_every_turn_a_number(tmp_path):
     assert all(value == 0 for row in found["scores"]["progress"] for value in row)
     assert torch.tensor(found["effects"]).shape == (3, 4)
     assert all(sum(row) == DECISIVE for row in found["decisive"])
+
+
+@pytest.mark.slow
+def test_the_policy_learns_on_from_the_reference(tmp_path):
+    policy, reference = players(tmp_path, TurnsSettings(steps=16, more_steps=1))  # whose one step has a rate of 0
+    pairs = zip(policy.model.parameters(), reference.model.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
