@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -166,14 +166,9 @@ def _config_file(name: str) -> Path:
     return file
 
 
-def to_yaml(config: Any, made_by: str = "", resolved: Mapping[str, Any] | None = None) -> str:
-    """Write settings as YAML that `--config` reads back; comments say what made it, and what settings came to."""
-    lines = [f"# {made_by}\n"] if made_by else []
-    for name, value in asdict(config).items():
-        lines.append(yaml.safe_dump({name: value}, sort_keys=False))
-        if (actual := (resolved or {}).get(name, value)) != value:
-            lines[-1] = f"{lines[-1][:-1]}  # {actual}\n"
-    return "".join(lines)
+def to_yaml(config: Any, made_by: str) -> str:
+    """Write settings as YAML that `--config` reads back, behind a comment that says what made it."""
+    return f"# {made_by}\n{yaml.safe_dump(asdict(config), sort_keys=False)}"
 
 
 def _read_settings(path: Path, kind: type) -> dict[str, Any]:
