@@ -72,7 +72,7 @@ MEASURES = {
     "ablation": Measure(
         ablation.AblationSettings, ablation.run, ablation.markdown,
         "Train by the program under every kind of credit, seed by seed.", [*ablation.SETS, *ablation.ARMS],
-        ("seeds", "rates", "jobs", "arms", "beside"),
+        ("seeds", "rates", "jobs", "arms"),
     ),
     "alignment": Measure(
         alignment.AlignmentSettings, alignment.run, alignment.markdown,
