@@ -37,7 +37,7 @@ from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train
 from trainer.embedded.problems import WordProblem, generate
 from trainer.evaluate import evaluate
 from trainer.policy import save_policy
-from trainer.rollouts import TransformersEngine
+from trainer.rollouts.in_process import TransformersEngine
 from trainer.settings import DEFAULTS_FILE, GENERATED, DataConfig
 
 CHAT_TEMPLATE = (

@@ -13,7 +13,8 @@ from trainer.config import TrainConfig
 from trainer.metrics import StageTimes
 from trainer.microbatch import update_batch
 from trainer.rewards.advantages import group_advantages
-from trainer.rollouts import Rollouts, TransformersEngine
+from trainer.rollouts.engine import Rollouts
+from trainer.rollouts.in_process import TransformersEngine
 from trainer.run import set_up, train
 from trainer.state import Shaped, Trainer
 from trainer.step import update

@@ -14,7 +14,8 @@ from trainer.data import Row
 from trainer.experimental import compare_and_correct
 from trainer.experimental.compare_and_correct import correction_prompt
 from trainer.rewards.advantages import group_advantages
-from trainer.rollouts import Rollouts, TransformersEngine
+from trainer.rollouts.engine import Rollouts
+from trainer.rollouts.in_process import TransformersEngine
 from trainer.run import set_up
 from trainer.state import Samples, Shaped
 from trainer.step import training_step

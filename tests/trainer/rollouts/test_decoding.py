@@ -9,8 +9,8 @@ from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
 from tests.support.as_on_gpu import DEVICE
 from tests.support.operator_calls import OperatorCalls
 from tests.support.waits import a_device, put_on_device
-from trainer.rollouts import TransformersEngine, decoding
-from trainer.rollouts.in_process import by_transformers, decoding_obstacle
+from trainer.rollouts import decoding
+from trainer.rollouts.in_process import TransformersEngine, by_transformers, decoding_obstacle
 from trainer.rollouts.sampling import CANDIDATES
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}

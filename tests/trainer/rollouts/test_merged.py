@@ -11,7 +11,7 @@ from torch import nn
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.state import ModelState
 from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
-from trainer.rollouts import TransformersEngine
+from trainer.rollouts.in_process import TransformersEngine
 from trainer.rollouts.merged import CannotMerge, adapted_layers, merged_adapters
 
 
