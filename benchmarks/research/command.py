@@ -1,7 +1,7 @@
 """`python -m benchmarks evidence NAME`: gather evidence on what credit finds and buys, with tables beside the results.
 
-Results are kept in the folder, piece by piece, and an interrupted run resumes from them. `tables` writes the tables and
-pictures again from the results that are there.
+Results are kept in the folder, piece by piece, and an interrupted run resumes from them. `tables` writes the tables
+again from the results that are there.
 """
 
 import json
@@ -16,8 +16,8 @@ import torch
 import tyro
 from tyro.extras import subcommand_cli_from_dict
 
-from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
-from benchmarks.research import ablation, alignment, arms, pictures, pretrained, regimes, turns
+from benchmarks.harness.results import RESULTS, Pieces, document_head, write
+from benchmarks.research import ablation, alignment, arms, pretrained, regimes, turns
 from benchmarks.research.warmup import WarmupConfig, warm_up
 
 PROGRAM = "python -m benchmarks evidence"
@@ -114,7 +114,7 @@ def commands(line: Sequence[str]) -> dict[str, Callable[..., list[Path]]]:
         return [warm_up(WarmupConfig()) if embedded else regimes.train(Path("runs") / "regimes")]
 
     def write_tables(place: Place) -> list[Path]:
-        """Write tables and pictures again from the results that are there."""
+        """Write tables again from the results that are there."""
         return tables(place.results)
 
     def measured(command: str, measure: Measure) -> Callable[..., list[Path]]:
@@ -143,7 +143,7 @@ def commands(line: Sequence[str]) -> dict[str, Callable[..., list[Path]]]:
 
 def tables(folder: Path) -> list[Path]:
     """Write each result's table again, as the command in its document would."""
-    paths, drawn = list[Path](), list[Document]()
+    paths = list[Path]()
     for path in sorted(folder.glob("evidence-*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         command = shlex.split(document.get("command", ""))[4:5]
@@ -153,6 +153,4 @@ def tables(folder: Path) -> list[Path]:
                 paths.append(path.with_suffix(".md"))
             except (KeyError, TypeError):  # figures that an earlier commit wrote down in another form
                 print(f"{path}: was made by another form of the command; its table is left as it is", file=sys.stderr)
-        if command == ["alignment"] and path.stem.endswith(f"-{document['settings'].get('regime')}"):
-            drawn.append(document)  # the regime's own result, not one of other arms
-    return paths + pictures.draw(drawn, folder)
+    return paths
