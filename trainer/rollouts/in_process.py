@@ -61,7 +61,7 @@ class TransformersEngine:
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, max_completion_length: int,
         keys: Sequence[Sequence[int]] | None = None, temperature: float = 1.0, top_p: float = 1.0,
-        names: Sequence[str] | None = None, progress: Progress = lambda tokens: None,
+        names: Sequence[str] | None = None, progress: Progress | None = None,
     ) -> Rollouts:  # fmt: skip
         """Complete prompts as `Engine` says."""
         if self._model is not self._policy:  # in the memory that a CUDA graph reads weights from
@@ -75,7 +75,8 @@ class TransformersEngine:
         uniforms = torch.zeros(size, dtype=torch.float64) if keys is None else keyed_uniforms(keys, size[1])
         merging = merged_adapters(self._model) if self._merges else contextlib.nullcontext()
         with merging, evaluation_mode(ModelWalk(self._model)), decoding_head(causal_lm(self._model)):
-            made = self._decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling, progress)
+            tell = progress or (lambda tokens: None)
+            made = self._decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling, tell)
         tokens, logprobs, kept = made
         values = [*logprobs.to("cpu", copy=True)]
         rollouts = Rollouts.of(
