@@ -1,4 +1,4 @@
-"""Define a span of completion tokens, the unit that is judged."""
+"""Define a span of completion tokens, the unit that is scored."""
 
 from typing import NamedTuple
 

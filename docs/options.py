@@ -48,13 +48,13 @@ def options() -> str:
 
 def hosts() -> str:
     """The table of what runs in which host, as what a configuration needs and a host does not offer."""
-    lines = [f"| | {' | '.join(OFFERS)} |", "|---|" + "---|" * len(OFFERS)]
+    labels: dict[str, list[str]] = {}  # of rows with equal cells
     for label, flat in ROWS.items():
         needs = CounterfactualConfig.from_flat(flat).needs
-        lines.append(
-            f"| {label} | " + " | ".join("no" if needs - offered else "yes" for offered in OFFERS.values()) + " |"
-        )
-    return "\n".join(lines)
+        cells = " | ".join("no" if needs - offered else "yes" for offered in OFFERS.values())
+        labels.setdefault(cells, []).append(label)
+    lines = [f"| | {' | '.join(OFFERS)} |", "|---|" + "---|" * len(OFFERS)]
+    return "\n".join([*lines, *(f"| {'; '.join(equal)} | {cells} |" for cells, equal in labels.items())])
 
 
 def verl() -> str:

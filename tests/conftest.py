@@ -56,11 +56,12 @@ def qwen3() -> torch.nn.Module:
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train without the check of the model, which other tests run."""
+    """Train and score without the check of the model, which other tests run."""
     from cfa_kernels.model.head import read_head
-    from cfa_kernels.scoring import packed
+    from cfa_kernels.scoring import masked, packed
 
-    monkeypatch.setattr(packed, "check_trainable", lambda walk, **_: read_head(walk.model))
+    for module, check in ((packed, "check_trainable"), (masked, "check_supported")):
+        monkeypatch.setattr(module, check, lambda walk, **_: read_head(walk.model))
 
 
 @pytest.fixture(scope="session")

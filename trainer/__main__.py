@@ -11,7 +11,7 @@ from .extras import needed_by, program
 def main(argv: list[str] | None = None) -> int:
     """Run the program; gives its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    if os.getcwd() not in sys.path:  # an entry point leaves it out; rewards and estimators of one's own may be there
+    if os.getcwd() not in sys.path:  # an entry point omits it; a user's rewards and estimators may be there
         sys.path.append(os.getcwd())
     with needed_by(program("trainer"), "trainer"):
         from .cli import of_rank

@@ -26,7 +26,7 @@ class SamplingGapError(FloatingPointError):
 
 
 def require_supported(policy: nn.Module, longest: int) -> None:
-    """Raise `NotImplementedError` naming the model if what a run computes of rows of up to `longest` tokens is wrong.
+    """Raise `NotImplementedError` if the model gives wrong results for rows of up to `longest` tokens.
 
     Every run samples rows padded to a batch and trains on packed trees.
     """

@@ -31,7 +31,7 @@ MODEL_SETTINGS = (
 """Settings that a model folder may bring, which runs no code: how it samples, is prompted and trains best."""
 
 
-_OWN = Path(__file__).parent / "embedded" / "assets"  # files of settings that are no credit's
+_OWN = Path(__file__).parent / "embedded" / "assets"  # files of settings other than credit's
 
 
 def config_names() -> list[str]:

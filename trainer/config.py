@@ -56,7 +56,7 @@ class TrainConfig(TrainSettings):
 
     @property
     def kind(self) -> str:
-        """Kind of the rows: the one that the grader judges."""
+        """Kind of the rows: the one that the grader reads."""
         return BUILT_IN[self.grader].kinds[0] if self.grader in BUILT_IN else "text"
 
     @property
@@ -123,7 +123,7 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         "reward_funcs must name at least one function, got none": not c.reward_funcs,
         f"reward_weights: {len(c.reward_weights)} weights for {len(c.reward_funcs)} reward_funcs; give one for each, "
         "or none at all": bool(c.reward_weights) and len(c.reward_weights) != len(c.reward_funcs),
-        f"reward_funcs: {''.join(unfit[:1])} judges rows of {judged}, and eval_reward {c.grader} {c.kind}": bool(unfit),
+        f"reward_funcs: {''.join(unfit[:1])} reads rows of {judged}, and eval_reward {c.grader} {c.kind}": bool(unfit),
         "dataset: 'generated' has no tests; name a file or hub data set with MBPP's columns": (
             c.dataset == GENERATED and c.kind == "mbpp"
         ),
@@ -141,7 +141,7 @@ def _of_processes(c: TrainConfig, processes: int) -> dict[str, bool]:
             c.rollout_engine != "transformers"
         ),
         f"compare_and_correct: runs in one process, and there are {processes}": c.compare_and_correct > 0,
-        f"device: {device} is one GPU, and there are {processes} processes; leave it out or say cuda": (
+        f"device: {device} is one GPU, and there are {processes} processes; omit it or say cuda": (
             on_gpu and device.index is not None
         ),
         f"device: process {place} of this machine has no GPU; it has {gpus}; start {gpus}": on_gpu and place >= gpus,

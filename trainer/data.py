@@ -163,7 +163,7 @@ def _clock(at: datetime) -> str:
 
 
 def question_instruction(config: TrainSettings) -> str:
-    """Give the text after a question that is no list of messages."""
+    """Give the text after a question that is not a list of messages."""
     return INSTRUCTIONS[config.kind] if config.instruction is None else config.instruction
 
 
@@ -184,7 +184,7 @@ def encode_prompts(
     """Encode the prompts of all rows; `ValueError` names the first that the template or the context does not take."""
     completion, prompts = config.max_completion_length, []
     if config.enable_thinking and "enable_thinking" not in str(tokenizer.chat_template):
-        raise ValueError(f"enable_thinking: the chat template of model {config.model} does not read it; leave it out")
+        raise ValueError(f"enable_thinking: the chat template of model {config.model} does not read it; omit it")
     for row in rows:
         try:
             prompts.append(configured_prompt(row.prompt, tokenizer, config, at))
@@ -261,7 +261,7 @@ def _taken(row: dict[str, Any], column: str, where: str, role: str) -> Any:
 
 
 def _last_content(messages: Messages, what: str) -> str:
-    """Give the content of the last message, of the user; raise `ValueError` for what is no list of messages."""
+    """Give the content of the last message, of the user; raise `ValueError` for what is not a list of messages."""
     for i, message in enumerate(messages):
         fields = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
         if not all(isinstance(field, str) for field in fields):

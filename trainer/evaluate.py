@@ -14,7 +14,7 @@ from .rollouts.engine import Engine
 from .state import arguments
 
 _NORMAL = 1.959964  # quantile of the normal distribution, for 95 %
-_STREAM = 2  # at the end of a sample's key: evaluation draws numbers of its own
+_STREAM = 2  # at the end of a sample's key: evaluation draws its own numbers
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def evaluate(
     engine: Engine, rows: Sequence[Row], prompts: Sequence[Sequence[int]], config: TrainConfig, *,
     match: Reward = exact_match, advance: Callable[[float], None] = lambda _: None,
 ) -> Evaluation:  # fmt: skip
-    """Complete every prompt greedily, and by sampling `eval_samples` times, and judge completions by `match`.
+    """Complete every prompt greedily, and by sampling `eval_samples` times, and score completions by `match`.
 
     A completion solves its problem if `match`, a reward function, gives 1 or more. Samples repeat at equal weights,
     whatever the step. Each process takes a share of the prompts, and all get the whole result; `advance(n)` reports
@@ -54,7 +54,7 @@ def evaluate(
     def judge(
         problems: Sequence[int], keys: Sequence[tuple[int, ...]] = (), **options: float
     ) -> list[tuple[bool, int]]:
-        """Complete the prompts of problems, by number: whether solved, and tokens of each."""
+        """Complete problems, by number; return whether each is solved, and its tokens."""
         results, share = dict[int, tuple[bool, int]](), own_share(range(len(problems)))
         # Prompts of like length go together, as a batch is padded to its longest.
         by_length = sorted(share, key=lambda at: len(prompts[problems[at]]))

@@ -1,6 +1,6 @@
 """Cut a batch of rollouts into micro-batches of one packed forward and backward.
 
-Micro-batches are whole groups, so that a prompt is fed once; rows that cannot change the update are left out.
+Micro-batches are whole groups, so that a prompt is fed once; rows that cannot change the update are omitted.
 """
 
 from collections.abc import Iterable, Sequence

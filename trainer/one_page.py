@@ -2,8 +2,8 @@
 
 Read it from top to bottom, copy it, change it. One process, no checkpoints, no report: `cfa-train` has those.
 
-    python -m trainer.one_page                                           # the small model of the program, on a CPU
-    python -m trainer.one_page --model Qwen/Qwen3-1.7B --dataset gsm8k.jsonl --max_steps 100 --learning_rate 1e-6
+    python -m cfa_trainer.one_page  # the small model of the program, on a CPU; in a checkout `trainer.one_page`
+    python -m cfa_trainer.one_page --model Qwen/Qwen3-1.7B --dataset gsm8k.jsonl --max_steps 100 --learning_rate 1e-6
 """
 
 import itertools

@@ -93,7 +93,7 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, comp
 
 @contextlib.contextmanager
 def _loading(name: str, part: str) -> Iterator[None]:
-    """Name the model and its part where transformers does not; every file and version has errors of its own."""
+    """Name the model and its part where transformers does not; errors differ by file and version."""
     try:
         yield
     except ImportError:
@@ -126,9 +126,9 @@ def _load_whole(name: str, dtype: torch.dtype) -> Any:
     return model
 
 
-# Value heads and layers that predict further tokens are not used; transformers leaves them out where it loads.
+# Value heads and layers that predict further tokens are not used; transformers omits them where it loads.
 _WITHOUT = (
-    '; to leave them out, run python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
+    '; to drop them, run python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
     "[kind.from_pretrained('{source}').save_pretrained('{to}') for kind in (AutoModelForCausalLM, AutoTokenizer)]\" "
     "and take --model {to}"
 )

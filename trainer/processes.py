@@ -28,7 +28,7 @@ _Items = TypeVar("_Items", bound=Sequence[Any])
 
 
 class PeerError(ConnectionError):
-    """Another process cannot go on, so this one does not; the message has its rank and the reason."""
+    """Another process cannot continue, so this one does not; the message has its rank and the reason."""
 
 
 def start(config: "TrainConfig") -> None:
@@ -47,7 +47,7 @@ def start(config: "TrainConfig") -> None:
         backend = {} if config.precision.device.type == "cpu" else {"backend": "cpu:gloo,cuda:nccl"}
         PartialState(cpu=not backend, timeout=datetime.timedelta(minutes=30), **backend)
     except (ValueError, RuntimeError) as problem:
-        raise ConnectionError(f"{processes} processes were to be started, and do not meet: {problem}") from problem
+        raise ConnectionError(f"{processes} processes do not find each other: {problem}") from problem
 
 
 def end() -> None:
@@ -124,7 +124,7 @@ def describe_failure(problem: BaseException) -> str:
 
 
 def is_silence(problem: BaseException) -> bool:
-    """Whether an error is of torch's talk between processes: another one has ended or does not answer."""
+    """Whether an error is of torch's communication between processes: another one has ended or does not answer."""
     is_of_backend = isinstance(problem, dist.DistError) or "gloo/" in str(problem)
     return count() > 1 and isinstance(problem, RuntimeError) and is_of_backend
 

@@ -13,7 +13,7 @@ CHECKOUT = Path(__file__).parents[1]
 
 
 def find_commit() -> tuple[str | None, bool | None]:
-    """Find the commit of this checkout, if it is one, and whether its files differ from it, but for results."""
+    """Find the commit of this checkout, if it is one, and whether its files other than results differ from it."""
     if not (CHECKOUT / ".git").exists() or not shutil.which("git"):
         return None, None
     questions = ("rev-parse --short=12 HEAD", "status --porcelain -- . :!benchmarks/results")

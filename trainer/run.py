@@ -142,10 +142,10 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     Args:
         trainer: as `set_up` made it.
         folder: as `open_run` found it, which this otherwise does itself.
-        ending: a request to end after a step, once there is one; the same command then goes on.
+        ending: a request to end after a step, once there is one; the same command then resumes.
 
     Raises:
-        Finished, Refused: as `open_run`, or there is no checkpoint to go on from.
+        Finished, Refused: as `open_run`, or there is no checkpoint to resume from.
         DiskError: a file of the run cannot be written; checkpoints before it are untouched.
         FloatingPointError: log-probs, gradients, rewards or weights cannot be trusted; the message names step and
             samples. No model is saved then.
@@ -169,7 +169,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 "over the whole vocabulary; --top_p=1 samples from that distribution"
             )
         if report_state:
-            notes.insert(0, f"going on from the checkpoint of step {start}; --no_resume starts anew, in a new folder")
+            notes.insert(0, f"resuming from the checkpoint of step {start}; --no_resume starts again, in a new folder")
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
         evaluated, step = processes.gather(report.evaluated_steps)[0], start
         try:
@@ -181,7 +181,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                     evaluate_at(trainer, report, step, ending)
                 # Read once: a signal may come between saving and the question whether to end.
                 request = next(filter(None, processes.gather(ending.signal)), None)
-                # The step that a run goes on from has its checkpoint.
+                # The step that a run resumes from has its checkpoint.
                 if (step > start or not report_state) and (request or is_due(step, config.save_steps, config)):
                     folder.save(trainer, step, report.state)
                 if request:

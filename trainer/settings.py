@@ -74,11 +74,11 @@ class TrainSettings(DataConfig):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     reward_funcs: list[str] = field(default_factory=lambda: ["exact_match"])
-    """Reward functions, added up: exact_match, math_verify, code, or "module:function" of your own. The first is right
+    """Reward functions, added up: exact_match, math_verify, code, or your "module:function". The first is right
     for an equal number, the second by math-verify, code for a program that passes its row's tests; yours has TRL's
     signature f(prompts=, completions=, completion_ids=, **columns) -> list of float or None."""
     reward_weights: list[float] = field(default_factory=list)
-    """Factors of reward_funcs in the sum, one for each; by default 1. Metrics of each function leave them out."""
+    """Factors of reward_funcs in the sum, one for each; by default 1. Metrics of each function are without them."""
     reward_timeout: Positive = 10.0
     """Seconds after which math_verify and code give up on a completion, with reward 0."""
     code_isolation: Literal["bubblewrap", "none"] = "bubblewrap"
@@ -88,23 +88,23 @@ class TrainSettings(DataConfig):
     `answer`, is the answer, or "module:function" of a text that gives the answer's start and end."""
     eval_reward: str | None = None
     """Reward function that evaluation counts by: a problem is solved if it gives 1 or more. By default the first of
-    reward_funcs that comes with the program and grades, else exact_match. Rows must be of the kind that it judges."""
+    reward_funcs that comes with the program and grades, else exact_match. Rows must be of the kind that it reads."""
     environment: str | None = None
     """Environment that answers the policy's calls: calculator, which completes sums such as `<<48/2=`, or
     "module:Class" with reset(), step(text) -> text and a pattern, call, that ends a turn. Its tokens are not trained
     on."""
     eval_samples: Amount = 0
-    """Completions sampled for each held-out problem, beside the greedy one, for pass@k up to that many."""
+    """Completions sampled for each held-out problem, in addition to the greedy one, for pass@k up to that many."""
 
     # run
     output_dir: str | None = None
-    """Run folder, by default one of its own under runs/. It is new, empty, or that of this run, stopped; the run's own
-    is named by date, model, credit and seed."""
+    """Run folder: new, empty, or with this run, interrupted. The default under runs/ has date, model, credit and seed
+    in its name."""
     resume: bool = True
-    """The same command again goes on from the last good checkpoint of its output_dir, or by default of the newest
-    unfinished run under runs/ with the same settings. --no_resume starts anew, in a new folder."""
+    """The same command again resumes from the last good checkpoint of its output_dir, or by default of the newest
+    unfinished run under runs/ with the same settings. --no_resume starts again, in a new folder."""
     save_steps: Count = 10
-    """Save a checkpoint to go on from every so many steps, at the beginning and at the end; the newest two stay."""
+    """Save a checkpoint every so many steps, at the beginning and at the end; the newest two stay."""
     eval_steps: Count | None = None
     """Also evaluate every so many steps; by default before and after only."""
     max_steps: Count = 500
@@ -124,7 +124,7 @@ class TrainSettings(DataConfig):
     log_completions: Amount = 4
     """Completions written to completions.jsonl per step, with their tokens and weights."""
     page_steps: Count = 5
-    """Write report.html anew every so many steps, to watch the run by, as after each evaluation and at the end."""
+    """Rewrite report.html every so many steps (also after each evaluation and at the end)."""
 
     # model
     model: str = EMBEDDED
@@ -136,7 +136,7 @@ class TrainSettings(DataConfig):
     lora_r: Count = 32
     """Rank of the adapter, on every linear layer but the head; its scale is 32 / lora_r."""
     instruction: str | None = None
-    """Text after the question, on a line of its own; may be empty. By default it asks for the form of answers that
+    """Text after the question, on a separate line; may be empty. By default it asks for the form of answers that
     evaluation's reward reads: a line "#### <number>", \\boxed{}, or a fenced block of Python. Messages of the data have
     their own, so nothing is added to them by default."""
     system_prompt: str | None = None
@@ -148,12 +148,12 @@ class TrainSettings(DataConfig):
     credit: Literal["counterfactual", "inverted", "permuted", "random", "uniform"] = "counterfactual"
     """Spread of credit over tokens: by importance, its inverse, that of other units, at random, or evenly (DAPO)."""
     estimator: str = "masking"
-    """Estimator of the importance of a unit: one that docs/credit.md lists, or "module:name" of your own."""
+    """Estimator of the importance of a unit: one that docs/credit.md lists, or your "module:name"."""
     credit_options: tyro.conf.UseAppendAction[dict[str, bool | int | float | str]] = field(default_factory=dict)
     """An option of the estimator, of the rule for weights or of spans, and its value: --credit_options max_spans 5, or
     for short --max_spans 5. docs/credit.md lists them; by default what the estimator's source does."""
     compare_and_correct: NotNegative = 0.0
-    """After IBPO: the policy rewrites wrong completions beside the nearest correct sibling. A correct rewrite raises
+    """After IBPO: the policy rewrites wrong completions next to the nearest correct sibling. A correct rewrite raises
     their reward by this much (lambda times rho) before the group is compared, and only tokens that it edits get credit.
     0 leaves completions as they are."""
 
@@ -203,7 +203,7 @@ class TrainSettings(DataConfig):
     """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
     dtype: DtypeName = "auto"
     """Arithmetic: float32 throughout; mixed, which keeps weights in float32 and multiplies them in bfloat16 (autocast);
-    or bfloat16 weights, beside which adapters are float32. On a GPU auto is bfloat16 under LoRA and mixed if all
+    or bfloat16 weights with float32 adapters. On a GPU auto is bfloat16 under LoRA and mixed if all
     weights train; on a CPU it is float32."""
     parallel: Literal["ddp", "fsdp2"] = "ddp"
     """With several processes, as torchrun starts them: ddp keeps a whole model in each and sums gradients once a

@@ -255,7 +255,7 @@ def backward(
 
 
 def idle_loss(policy: nn.Module) -> PackedLoss:
-    """Compute a loss of 0 by as many forwards as the processes run that share the model and have a micro-batch."""
+    """Compute a loss of 0 by as many forwards as the processes with a micro-batch run."""
     nothing, token = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
     loss = packed_policy_loss(
         policy, Rows([token], [token]), advantages=nothing, mask=[nothing], num_items_in_batch=1

@@ -202,22 +202,10 @@ switched on that is off by default.
 |---|--:|--:|---|
 {counts}
 
-Check your own model before any work is done:
-
-```python
-from cfa_kernels import check_model
-
-check_model(model)  # NotImplementedError names the model and the reason
-```
-
-Vision-language classes are scored and trained on text as they are. Gemma 3, Mistral 3, Qwen3-VL and Qwen3.5 give
-their own log-probs and gradients (`tests/model/test_vision_language.py`). Llama 4's class has no head: pass
-`model.language_model`. Images are not supported.
-
-Bases that bitsandbytes holds in 4 or 8 bit, with adapters, are scored and trained. [Quantised bases](quantised.md) says
-which forms were tested on a CPU. Nothing quantised was run on a GPU.
-
-Each row has its layers, its model class and its full reason in [models.json](../benchmarks/results/models.json).
+`cfa_kernels.check_model(model)` checks your own model before any work is done. Vision-language classes are scored and
+trained on text as they are (`tests/model/test_vision_language.py`); Llama 4's class has no head, so pass
+`model.language_model`. [Quantised bases](quantised.md) have a page. Each row has its layers, its model class and its
+full reason in [models.json](../benchmarks/results/models.json).
 """
 
 

@@ -55,17 +55,17 @@ FIGURES: dict[str, str] = {
     "credit/added_abs_mean": "mean",
     "credit/added_fraction": "mean",
 }
-"""Every name that `Credit.metrics` may give, and how those of several processes combine: mean, sum, min or max."""
+"""Every name that `Credit.metrics` may give, and how the values of several processes combine: mean, sum, min or max."""
 
 
 @dataclass(frozen=True, repr=False)
 class Credit:
-    """Weights of B completions and their origin, all on the host; completions that were not judged have no spans.
+    """Weights of B completions and their origin, all on the host; completions that were not scored have no spans.
 
     Attributes:
         weights: B tensors (T_b,) fp32, 1 on completions without credit.
         answers: B spans, None where no answer was found.
-        spans: B lists of the units that were judged.
+        spans: B lists of the units that were scored.
         drop: B tensors (K_b,) fp32, the importance of each unit, under masking the nats that the answer loses without
             it; 0 where rounding may account for it.
         base: (B,) fp32, log P(answer), nats; nan where it was not scored.
@@ -151,7 +151,7 @@ class Credit:
         return whole
 
     def metrics(self, counted: Sequence[Tensor] | None = None) -> dict[str, float]:
-        """Compute figures to log; one over nothing is left out. Drops are in nats; one below 0 is a distractor's.
+        """Compute figures to log; a figure over nothing is omitted. Drops are in nats; a distractor's is below 0.
 
         For signed credit the figures describe what is added to the advantages, instead of weights and drops.
         `counted` are B tensors (T_b,), 1 on tokens that the loss counts; default all.
@@ -214,15 +214,15 @@ def counterfactual_credit(
         seed: integers that key draws, with the row's index: of the run, the step and the like.
         gather: function that returns its argument of each process, by rank, where `rows` are a part of the batch. The
             threshold of `weights="top"` is then that of all parts, and an estimator that is a function is given all
-            rows, which need a number of their own in `rows.index`. All processes must call this.
+            rows, each of which needs its own number in `rows.index`. All processes must call this.
         **columns: those of `Batch` by name, instead of or on top of a batch's own. Rows whose advantages are all zero
-            are not judged and get weight 1, nor are those of a sum of at most 0 with `completions="positive"`, which
+            are not scored and get weight 1, nor are those of a sum of at most 0 with `completions="positive"`, which
             needs advantages, as signed values do. Groups are by default those of equal prompts. A probe gives units to
             a completion without an answer, and nothing is trained on it; a target replaces an answer, which must be
-            there. With `target="gold"` each judged row needs a target, which follows the end of a completion without an
-            answer. `progress` reads `old_logprobs` and `ref_logprobs`. Tokens that the mask leaves out, by default
+            there. With `target="gold"` each scored row needs a target, which follows the end of a completion without an
+            answer. `progress` reads `old_logprobs` and `ref_logprobs`. Tokens of mask 0, by default
             those whose own advantage is 0, are in no answer and no unit, weigh 1, and count in no mean; a row without
-            any other is compared with others, not judged.
+            any other is compared with others, not scored.
 
     Raises:
         ValueError: columns that are not as described; an estimator that lacks a column, or gives values of the wrong
@@ -301,7 +301,7 @@ class Assignment:
         return cls(config, access, tokenizer, whole, find_units(config, tokenizer, whole), keys, batch, gained)
 
     def foreseen(self) -> list[list[Query]] | None:
-        """List for each row the queries that judging it will ask; None for none."""
+        """List for each row the queries that its score needs; None for none."""
         if not self.config.runs_estimator or not self._units:
             return None
         rows, part = self._scored
@@ -388,7 +388,7 @@ class Assignment:
 
     @cached_property
     def _scored(self) -> tuple[list[int], Batch]:
-        """List the rows that the estimator judges or compares, and make its batch of them."""
+        """List the rows that the estimator scores or compares, and make its batch of them."""
         config, none, masks = self.config, Reasoning(None, 0, []), ANSWER in self.config.estimator.needs
         rows = compared_rows(self.batch) if config.compares else list(self._units)
         special, gold = special_ids(self.tokenizer), config.target == "gold"

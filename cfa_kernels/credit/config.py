@@ -38,22 +38,22 @@ class CounterfactualConfig:
 
     estimator: Estimator
     """Estimator of the importance of units: a part or name of `ESTIMATORS`, or a function (model, `Batch`) ->
-    `Importances`; one of your own also by "module:name"."""
+    `Importances`; yours also by "module:name"."""
     weights: WeightRule | None
-    """Rule that turns importances into weights: a part or name of `WEIGHTS`, or a function, or "module:name" of your
-    own. By default that of the estimator's source; None where its values are added to the advantages instead."""
+    """Rule that turns importances into weights: a part or name of `WEIGHTS`, or a function, or your
+    "module:name". By default that of the estimator's source; None where its values are added to the advantages."""
     control: Control | None
-    """Control of a comparison: "inverted", high importance gets low weight; "permuted", importances are dealt
-    out anew among the units of a completion; "random", draws replace what the estimator finds; "off", all weights are
-    1. None for no control."""
+    """Control of a comparison: "inverted", high importance gets low weight; "permuted", importances are
+    shuffled among the units of a completion; "random", draws replace the importances; "off", all weights are 1. None
+    for no control."""
     completions: Literal["all", "positive"]
-    """Completions to judge: "all" with an advantage, or those of "positive" advantage; others keep weight 1."""
+    """Completions to score: "all" with an advantage, or those of "positive" advantage; others keep weight 1."""
     units: Literal["spans", "tokens", "turns"]
-    """Units to judge: spans, single tokens, or turns, the runs of 1 in the mask of what the policy wrote; those before
+    """Units to score: spans, single tokens, or turns, the runs of 1 in the mask of what the policy wrote; those before
     the answer's marker where an answer is needed, else all. By default as in the estimator's source."""
     target: Literal["answer", "gold"]
-    """Outcome to judge by: the completion's own "answer", or a "gold" answer, the column `targets`. This takes the own
-    answer's place, or the place after the completion's end where it has none."""
+    """Outcome to score by: the completion's own "answer", or a "gold" answer, the column `targets`. The gold
+    answer takes the place of the own one, or follows the completion's end where it has none."""
     spans: SpanRules
     """Rules for spans."""
     answers: AnswerRules
@@ -61,9 +61,8 @@ class CounterfactualConfig:
     normalize: Literal["mean"] | None
     """\"mean\" rescales each completion's weights to mean 1, unless all are 0; None, as in the CF paper, does not."""
     open_spans: bool
-    """Weigh each span from its second token on. By its first one the policy chooses what comes next, and weights that
-    differ by that choice push towards it wherever right and wrong completions are not weighed alike; so it counts as
-    outside, but for spans of a single token, which keep their weight."""
+    """Weigh each span from its second token on. A span's first token decides which span follows, and weighting it would
+    reward that choice itself. So it counts as outside, except in spans of a single token, which keep their weight."""
     token_budget: Count | None
     """Maximum packed tokens per forward; None takes as many as half of a GPU's free memory holds, on a CPU a fixed
     number."""
@@ -136,7 +135,7 @@ class CounterfactualConfig:
             raise ValueError(f"credit must be a CounterfactualConfig or one of {', '.join(names)}, got {name!r}{near}")
         settings = yaml.safe_load((PRESETS / f"{name}.yaml").read_text("utf-8"))
         if "estimator" not in settings:
-            raise ValueError(f"credit={name!r} is run by the training program alone: cfa-train --config {name}")
+            raise ValueError(f"credit={name!r} runs only in the training program: cfa-train --config {name}")
         return cls.from_flat({"estimator": settings["estimator"], **settings.get("credit_options", {})})
 
     @property

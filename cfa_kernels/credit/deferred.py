@@ -88,7 +88,7 @@ class DeferredCredit:
         return not self._assigned.issuperset(rows)
 
     def to_judge(self) -> list[int]:
-        """List the rows that are to be judged, whether or not they have an answer and units."""
+        """List the rows to score, whether or not they have an answer and units."""
         return self._to_judge
 
     def reads(self, rows: Sequence[int]) -> list[bool]:
@@ -104,7 +104,7 @@ class DeferredCredit:
         return len(forwards) > 1 or any(self.reads(sorted(others)))
 
     def foreseen(self, rows: Sequence[int], causal: PreTrainedModel) -> list[list[Query]] | None:
-        """List for each of `rows` the queries that its forward can feed so that its credit needs no forward of its own.
+        """List for each of `rows` the queries that its forward can feed so that its credit needs no further forward.
 
         None for none, and on a CPU, where their backward costs more than another forward. Call it before that forward.
         For an estimator that foresees none no text is looked at yet: the device runs the forward meanwhile.
@@ -194,7 +194,7 @@ class DeferredCredit:
         return whole[0] if whole else Credit.joined(self.batch.rows.lengths, self.parts).take(rows)
 
     def columns(self, rows: Sequence[int]) -> dict[str, Any]:
-        """Give the weights of `rows` and the advantages that they multiply, which signed credit has of its own."""
+        """Give the weights of `rows` and the advantages that they multiply, or those of signed credit."""
         credit = self.take(rows)
         return {"weights": credit.weights, "advantages": credit.advantages or self.batch.take(rows).advantages}
 

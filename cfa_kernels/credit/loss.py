@@ -43,11 +43,11 @@ def credited_loss(
     take `packed_policy_loss` with the weights of `credit`, or its advantages if it has some.
 
     Args:
-        model: as in `score_counterfactuals`, in any mode without dropout; completions are judged as it computes now.
+        model: as in `score_counterfactuals`, in any mode without dropout; completions are scored as it computes now.
         tokenizer: the one that sampled the ids.
         rows: prompts and completions, or a batch with its columns.
         credit: configuration of credit, or the name of a preset.
-        scorer: model that judges in place of `model`, such as a frozen reference, by forwards of its own.
+        scorer: model that scores in place of `model`, such as a frozen reference, by its own forwards.
         seed: as in `counterfactual_credit`.
         token_budget: maximum tokens of each forward; default by free memory.
         **options: columns of `Batch` by name, `advantages` among them, as `packed_policy_loss` and

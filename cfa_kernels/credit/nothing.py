@@ -7,7 +7,7 @@ from ..text.offsets import decoded
 from .assign import Credit
 from .deferred import DeferredCredit
 
-_FEW = 0.2  # share of the completions that are to be judged, below which it is said why others were not
+_FEW = 0.2  # share of the completions to score below which the line says why others were not
 
 
 class Nothing(NamedTuple):
@@ -25,7 +25,7 @@ NOT_MIXED = Nothing(
 
 
 def why_nothing(deferred: DeferredCredit, credit: Credit, truncated: Sequence[bool]) -> Nothing | None:
-    """Explain why rewards taught nothing, credit changed nothing or few completions were judged; None if all is well.
+    """Explain why rewards taught nothing, credit changed nothing or few completions were scored; None if all is well.
 
     Args:
         deferred: the credit of B completions, all assigned.
@@ -39,7 +39,7 @@ def why_nothing(deferred: DeferredCredit, credit: Credit, truncated: Sequence[bo
     if count and all(truncated) and not any(counted):
         return Nothing(
             "all truncated",
-            f"all {count} completions were cut off at the length limit and are left out of the loss "
+            f"all {count} completions were cut off at the length limit and are not in the loss "
             "(mask_truncated_completions), so nothing is learnt: let completions be longer (max_completion_length), or "
             "count those that are cut off",
         )
@@ -48,8 +48,8 @@ def why_nothing(deferred: DeferredCredit, credit: Credit, truncated: Sequence[bo
     if not any(c and m for c, m in zip(counted, moved, strict=True)):
         return Nothing(
             "advantages on truncated only",
-            "only completions that the loss leaves out, cut off at the length limit, have an advantage, so nothing is "
-            "learnt: let completions be longer (max_completion_length)",
+            "only completions that were cut off at the length limit, which are not in the loss, have an advantage, so "
+            "nothing is learnt: let completions be longer (max_completion_length)",
         )
     due = deferred.to_judge()
     if not due or not config.runs_estimator:
@@ -60,13 +60,13 @@ def why_nothing(deferred: DeferredCredit, credit: Credit, truncated: Sequence[bo
         number = f"only {len(judged)}" if judged else "none"
         an = "a positive" if config.completions == "positive" else "an"
         share = f"credit/scored_fraction is {len(judged) / count:.2g}"
-        few = f"of {len(due)} completions with {an} advantage {number} was judged"
+        few = f"of {len(due)} completions with {an} advantage {number} was scored"
         return Nothing(f"{what} in most" if judged else what, f"{share}: {few}: {reason}")
     values = credit.weights if credit.added is None else [row + 1 for row in credit.added]
     if all(bool(((values[b] - 1).abs() <= 1e-6).all()) for b in judged):
         return Nothing(
             "all weights 1",
-            f"the credit of all {len(judged)} judged completions changes nothing, as their units do not differ in "
+            f"the credit of all {len(judged)} scored completions changes nothing, as their units do not differ in "
             "importance by more than rounding: take smaller units (units, detector), or a policy whose answers depend "
             "on its reasoning",
         )

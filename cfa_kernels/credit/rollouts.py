@@ -73,9 +73,9 @@ def check_traces(rows: Rows, written: Sequence[Tensor], advantages: Tensor | Seq
 
 
 def with_context(batch: Batch, written: Sequence[Tensor]) -> tuple[Batch, list[int]]:
-    """Let rows of a rollout begin where the first of them does, so that turns in a row's prompt are judged in it too.
+    """Let rows of a rollout begin where the first of them does, so that turns in a row's prompt are scored in it too.
 
-    What one row holds as context is the policy's if it is so in another. A row that another one continues is judged
+    What one row holds as context is the policy's if it is so in another. A row that another one continues is scored
     there, and its mask is 0. Returns a batch of rows, advantages and the columns that say how answers are scored, and
     how many tokens each completion has gained in front.
     """

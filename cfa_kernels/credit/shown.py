@@ -21,7 +21,7 @@ def as_table(credit: Any) -> str:
     """Tabulate the units of a `Credit` with the largest drops, in the order of the text."""
     rows = enumerate(zip(credit.spans, credit.drop, strict=True))  # without drops where weights are drawn
     units = sorted(((x, b, u) for b, (row, drops) in rows for u, x in zip(row, drops.tolist())), reverse=True)  # noqa: B905
-    head = f"Credit of {len(credit.weights)} completions, {len({b for _, b, _ in units})} judged, by {len(units)} units"
+    head = f"Credit of {len(credit.weights)} completions, {len({b for _, b, _ in units})} scored, by {len(units)} units"
     lines = [head, f"{'row':>5}  {'unit':40} {'drop':>9} {'weight':>7}"]
     for drop, b, span in sorted(units[:_UNITS], key=lambda unit: unit[1:]):
         text = "".join(credit.texts(b)[slice(*span)]) if credit.texts else f"tokens {span.start} to {span.end - 1}"
@@ -31,7 +31,7 @@ def as_table(credit: Any) -> str:
 
 
 def as_html(credit: Any) -> str:
-    """Shade the first judged completions of a `Credit` by their weights or, of signed credit, by what is added."""
+    """Shade the first scored completions of a `Credit` by their weights or, of signed credit, by what is added."""
     rows, neutral = (credit.weights, 1.0) if credit.added is None else (credit.added, 0.0)
     chosen = [b for b, spans in enumerate(credit.spans) if spans][:_COMPLETIONS]
     if not chosen or not credit.texts:

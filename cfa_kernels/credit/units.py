@@ -48,7 +48,7 @@ def check_advantages(batch: Batch, completions: str) -> None:
         rows = compared_rows(batch)
         check_finite("advantages", [batch.index[b] for b in rows], [batch.advantages[b] for b in rows])
     elif completions == "positive":
-        raise ValueError("advantages must be given with completions='positive', which judges by them, got None")
+        raise ValueError("advantages must be given with completions='positive', which selects by them, got None")
     check_traces(batch.rows, [written(batch, b) for b in range(len(batch))], batch.advantages)
 
 
@@ -70,7 +70,7 @@ def advantage_of(batch: Batch, b: int) -> float:
 
 
 def of_all_processes(batch: Batch, gather: Gather) -> Batch:
-    """Join the rows of all processes, by rank; raise `ValueError` unless each has a number of its own."""
+    """Join the rows of all processes, by rank; raise `ValueError` unless their numbers differ."""
     whole = Batch.joined(gather(batch))
     if len({*whole.index}) < len(whole):
         twice = next(number for b, number in enumerate(whole.index) if number in whole.index[:b])
@@ -84,7 +84,7 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, batch: Batch) -> di
     """Find answers, ends of reasoning and units of credited rows, as far as control and estimator need them.
 
     Completions with a probe, and all of them with gold answers, have units even without an answer. Turns are whole;
-    `judged_spans` gives the part of each that an estimator judges.
+    `judged_spans` gives the part of each that an estimator scores.
     """
     ids = {b: batch.rows.completions[b].tolist() for b in credited_rows(batch, config.completions)}
     probed = {b for b in ids if batch.probes is not None and batch.probes[b] is not None}
@@ -131,9 +131,9 @@ def check_needed(config: CounterfactualConfig, batch: Batch) -> None:
 def judged_spans(
     config: CounterfactualConfig, batch: Batch, b: int, row: Reasoning, special: Sequence[int]
 ) -> list[Span]:
-    """List what an estimator judges for each unit of a row: the unit or, of a turn, what stands before the answer.
+    """List what an estimator scores for each unit of a row: the unit, or the part of a turn before the answer.
 
-    An estimator that `observes` judges a turn with its observation.
+    An estimator that `observes` scores a turn with its observation.
     """
     if config.units != "turns" or not row.spans:
         return row.spans
@@ -172,7 +172,7 @@ def scored_as(
     if target is None and probe is None:
         raise ValueError(
             f"targets row {name}: is None, but the row has {len(row.spans)} units, the first at token "
-            f"{row.spans[0].start}, to be judged by a gold answer; give one, or an advantage of 0"
+            f"{row.spans[0].start}, to be scored by a gold answer; give one, or an advantage of 0"
         )
     if probe is None:
         target = token_ids(f"targets row {name}", target, vocab).cpu()

@@ -98,7 +98,7 @@ def spread_over_tokens(values: Tensor, units: Sequence[Span], length: int) -> Te
 
 
 def opened(units: Sequence[Span]) -> list[Span]:
-    """Leave out each unit's first token; one of a single token stays."""
+    """Omit each unit's first token; a unit of a single token stays."""
     return [Span(min(unit.start + 1, unit.end - 1), unit.end) for unit in units]
 
 
@@ -119,7 +119,7 @@ def normalized_weights(weights: Tensor, normalize: str | None, mask: Tensor | No
 
 
 def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
-    """Multiply advantages by token weights: the same as weighing the clipped loss of each token, but for a KL term.
+    """Multiply advantages by token weights: the same as weighing the clipped loss of each token, except for a KL term.
 
     Args:
         advantages: (B,) or (B, T), float; others are a `ValueError`.
@@ -372,7 +372,7 @@ class OwnWeights(WeightRule):
 def with_draws(
     row: WeightInputs, rule: WeightRule | None, control: Control, generator: torch.Generator | None
 ) -> WeightInputs:
-    """Apply a control that draws: `permuted`, which deals out a completion's importances anew, or `random`.
+    """Apply a control that draws: `permuted`, which shuffles a completion's importances, or `random`.
 
     Under `random` every token draws a weight uniformly within `token_draws`, if `rule` has them; else every unit draws
     an importance, uniformly in [0, 1). Without a rule values are signed, and permuted too. `generator` is on the CPU;

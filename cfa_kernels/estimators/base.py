@@ -58,12 +58,12 @@ class Estimator:
 
     Attributes:
         name: what configurations call it.
-        judges: what it judges by default, "spans" or "tokens".
+        judges: what it scores by default, "spans" or "tokens".
         weights: rule by which its importances become weights by default; None where they are signed.
         negative: whether importances may be below 0.
         needs: names of `NEEDS` that must be met.
         continues: whether its queries continue completions that a training forward has fed already.
-        observes: whether it judges a turn together with the observation that follows it.
+        observes: whether it scores a turn together with the observation that follows it.
         is_reward: whether high importances mean good units, also where the completion's answer is wrong.
         foresees: whether it lists queries that the training forward itself can feed (`foreseen`).
     """
@@ -80,11 +80,11 @@ class Estimator:
     foresees: ClassVar[bool] = False
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
-        """Judge the units of a batch."""
+        """Score the units of a batch."""
         raise NotImplementedError
 
     def foreseen(self, batch: Batch) -> list[list[Query]]:
-        """List for each completion the queries that judging it will ask, so that its own forward can feed them."""
+        """List for each completion the queries that its score needs, so that its own forward can feed them."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Judge units by the entropy of the distributions that their tokens were drawn from."""
+"""Score units by the entropy of the distributions that their tokens were drawn from."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -23,7 +23,7 @@ class Entropy(Estimator):
     needs = frozenset({ENTROPIES})
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
-        """Judge the units of a batch; asks nothing of the model."""
+        """Score the units of a batch; queries no model."""
         return Importances(unit_means(_entropies(batch), batch))
 
 
@@ -31,7 +31,7 @@ class Entropy(Estimator):
 class EntropyShaping(Estimator):
     """Bonus min(alpha H, |A| / kappa) on the advantage A of a token of entropy H (arXiv 2506.14758); signed.
 
-    The OAR paper's baseline (eq. 6). The bonus has no gradient of its own.
+    The OAR paper's baseline (eq. 6). The bonus has no gradient.
     """
 
     name = "entropy_shaping"
@@ -48,7 +48,7 @@ class EntropyShaping(Estimator):
         check_fields(self)
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
-        """Judge the units of a batch; asks nothing of the model."""
+        """Score the units of a batch; queries no model."""
         columns = zip(_entropies(batch), required("advantages", batch.advantages), strict=True)
         bonus = [torch.minimum(self.alpha * row.double(), own.abs() / self.kappa) for row, own in columns]
         return Importances(unit_means(bonus, batch), signed=True)

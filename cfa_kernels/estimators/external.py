@@ -11,13 +11,13 @@ from .base import EXTERNAL, Estimator, Importances, required, unit_means
 
 @dataclass(frozen=True)
 class External(Estimator):
-    """Numbers of the caller, one per unit or per token: process rewards, attention, a teacher's judgement."""
+    """Numbers of the caller, one per unit or per token: process rewards, attention, a teacher's scores."""
 
     name = "external"
     needs = frozenset({EXTERNAL})
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
-        """Judge the units of a batch; asks nothing of the model."""
+        """Score the units of a batch; queries no model."""
         values = []
         for b, row in enumerate(required("external", batch.external)):
             units, length = batch.units[b], batch.rows.lengths[b]

@@ -68,7 +68,7 @@ class Gradient(Estimator):
         check_fields(self)
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
-        """Judge the units of a batch; nan in completions without an answer.
+        """Score the units of a batch; nan in completions without an answer.
 
         The model must be in this process and is left exactly as it was: mode, random state, hooks, every parameter's
         `.grad` and `requires_grad`. Units may overlap each other, never the answer. KL outcomes take one clean forward

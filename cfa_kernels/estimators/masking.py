@@ -63,7 +63,7 @@ class Masking(Estimator):
         return self.outcome not in DIVERGENCES
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
-        """Judge the units of a batch."""
+        """Score the units of a batch."""
         part, some, work = batch, [list(range(len(units))) for units in batch.units], ScoringWork()
         if self.preselect < 1:
             estimate = self._estimate(access, batch)

@@ -1,4 +1,4 @@
-"""Judge units by how much likelier the policy finds them than a reference does."""
+"""Score units by how much likelier the policy finds them than a reference does."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class Progress(Estimator):
     is_reward = True
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
-        """Judge the units of a batch; asks nothing of the model."""
+        """Score the units of a batch; queries no model."""
         columns = [required(name, getattr(batch, name)) for name in ("old_logprobs", "ref_logprobs")]
         ratios = [own.double() - reference.double() for own, reference in zip(*columns, strict=True)]
         check_finite("old_logprobs - ref_logprobs,", batch.index, ratios)

@@ -1,4 +1,4 @@
-"""Judge tokens by comparing the completions of one prompt: their token ids and their rewards, without a model.
+"""Score tokens by comparing the completions of one prompt: their token ids and their rewards, without a model.
 
 A completion that shares its prompt with no other has nothing to be compared with and gets the neutral value: 0 where
 values are added to an advantage, 1 where they multiply it.
@@ -37,7 +37,7 @@ class PrefixTreeValues(Estimator):
     needs = frozenset({SIBLINGS, REWARDS})
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
-        """Judge the units of a batch; asks nothing of the model."""
+        """Score the units of a batch; queries no model."""
         groups, rewards = _siblings(batch), _rewards(batch)
         values = prefix_tree_values(batch.rows.completions, groups, rewards)
         scales = _scales(groups, rewards, batch.advantages)
@@ -63,7 +63,7 @@ class SiblingEdits(Estimator):
         check_fields(self)
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
-        """Judge the units of a batch; asks nothing of the model."""
+        """Score the units of a batch; queries no model."""
         values = sibling_edits(batch.rows.completions, _siblings(batch), _rewards(batch) >= self.correct_threshold)
         return Importances(unit_means(values, batch))
 

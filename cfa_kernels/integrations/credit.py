@@ -64,7 +64,7 @@ _INSTEAD = {
 
 def _sentence(need: str, estimator: Estimator, offers: Collection[str]) -> str:
     causes = _options_that_need(need, estimator)
-    does, instead = ("each needs", "leave them out") if len(causes) > 1 else ("it needs", "leave it out")
+    does, instead = ("each needs", "omit them") if len(causes) > 1 else ("it needs", "omit it")
     if not causes:
         causes = ["target='gold'" if need == TARGETS else f"estimator={estimator.name!r}"]
         able = [name for name, kind in ESTIMATORS.items() if kind().needs <= set(offers)]

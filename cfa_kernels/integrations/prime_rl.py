@@ -1,7 +1,7 @@
 """Add counterfactual credit to an algorithm of prime-rl: one advantage per sampled token in place of one per rollout.
 
 The orchestrator has no weights and no GPU. So the policy is queried through its pool, by one prefill for each masked
-sequence (`prompt_logprobs`), while other groups go on. Nothing here imports prime-rl or verifiers.
+sequence (`prompt_logprobs`), while other groups continue. Nothing here imports prime-rl or verifiers.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class CounterfactualMixin:
         if not parts:
             return
         if len(traces) == 1 and SIBLINGS in self._config.needs:
-            refuse([f"trace {traces[0].id}, which is alone in its group: set group_size above 1"])
+            refuse([f"trace {traces[0].id}, which is the only one of its group: set group_size above 1"])
         owners, _, prompts, completions, counted, advantages = zip(*parts, strict=True)
         work = getattr(episodes[0].run, "work", None)
         loop = asyncio.get_running_loop()

@@ -229,7 +229,7 @@ class CounterfactualMixin(_Trainer):
         reason = why_at_once(batch, micro_batches, one_update)
         if reason is not None and not self._has_said_why:
             self._has_said_why = True
-            _LOG.warning(f"packed_loss=True: credit takes a forward of its own, before the update: {reason}")
+            _LOG.warning(f"packed_loss=True: credit takes a separate forward before the update: {reason}")
         return reason is None
 
     def _report(self, batch: DeferredCredit) -> None:
@@ -408,7 +408,7 @@ class CounterfactualMixin(_Trainer):
         sampled, threshold = inputs.get("sampling_per_token_logps"), self.args.off_policy_mask_threshold
         names = ("mode", "clip_min", "clip_max") if self.use_vllm and self._corrects and sampled is not None else ()
         options = {f"sampling_{name}": getattr(self, f"vllm_importance_sampling_{name}") for name in names}
-        if sampled is None:  # a policy drifts from the one that sampled by its own updates alone
+        if sampled is None:  # a policy drifts from the one that sampled only by its own updates
             sampled = inputs.get("old_per_token_logps")
         options["off_policy_mask_threshold"] = None if sampled is None else threshold
         options["sampling_logprobs"] = sampled if names or threshold is not None else None

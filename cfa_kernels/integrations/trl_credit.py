@@ -53,7 +53,7 @@ def batch_credit(
     """Make the credit of a process's share of TRL's generation batch, `output`, with groups side by side.
 
     Args:
-        rewards: (B,), nan for completions to leave out.
+        rewards: (B,), nan for completions to omit.
         sampled: ids of the B completions: those that are masked as truncated are still compared with others.
         first: rows of the processes before this one.
     """

@@ -75,7 +75,7 @@ def packing_obstacles(trainer: Any, base: Any) -> list[str]:
     weighs_sequences = weights_sequences(trainer.loss_type, trainer.importance_sampling_level)
     cuts = {name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")}
     cut = [f"{name}={value}" for name, value in cuts.items() if value not in (None, 0, 1)]
-    own = {"a loss": "_compute_loss", "log-probs": "_get_per_token_logps_and_entropies"}
+    own = {"loss": "_compute_loss", "log-probs": "_get_per_token_logps_and_entropies"}
     methods = {name: getattr(getattr(base, name), "__func__", None) for name in own.values()}
     cases = (
         (TRL < _LOSSES_OF_TODAY, f"TRL {TRL}: it normalises losses in another way than TRL 1.10 and later"),
@@ -90,7 +90,7 @@ def packing_obstacles(trainer: Any, base: Any) -> list[str]:
         *(
             (
                 methods[name] is not getattr(GRPOTrainer, name),
-                f"{type(trainer).__name__}: it has {what} of its own ({name}), which would not run",
+                f"{type(trainer).__name__}: it has its own {what} ({name}), which would not run",
             )
             for what, name in own.items()
         ),
@@ -102,7 +102,7 @@ def packing_obstacles(trainer: Any, base: Any) -> list[str]:
         ),
         (
             args.neftune_noise_alpha,
-            f"neftune_noise_alpha={args.neftune_noise_alpha}: completions would share a prompt's noise; leave it out",
+            f"neftune_noise_alpha={args.neftune_noise_alpha}: completions would share a prompt's noise; omit it",
         ),
         (
             args.gradient_checkpointing and has_cells(model),

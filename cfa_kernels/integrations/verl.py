@@ -268,7 +268,7 @@ def run(config: Any) -> None:
     from verl.utils.device import auto_set_device
 
     class TaskRunner(TaskRunnerV1.__ray_actor_class__):  # type: ignore[name-defined, misc]
-        """Task runner of verl, which builds the trainer, with credit, in a process of its own."""
+        """Task runner of verl, which builds the trainer, with credit, in a separate process."""
 
         def run(self, config: Any) -> None:
             from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY

@@ -1,4 +1,4 @@
-"""Judge completions by a model that a host's workers hold: estimators go to the model, importances come back in order.
+"""Score completions by a model that a host's workers hold: estimators go to the model, importances come back in order.
 
 The host's main process gives `counterfactual_credit` a `Workers`; each worker calls `judge_share` on what it is sent.
 Groups are dealt whole, so that every prompt is fed once and completions that are compared stay together. If workers
@@ -32,14 +32,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class Share(NamedTuple):
-    """Part of a batch that one worker judges, perhaps of no completions."""
+    """Part of a batch that one worker scores, perhaps of no completions."""
 
     estimator: Callable[[Any, Batch], Any]
     batch: Batch
 
 
 def judge_share(module: nn.Module, share: Share) -> Any:
-    """Run a share's estimator beside the model; workers that hold pieces of one call this together, sharded as it is.
+    """Run a share's estimator next to the model; workers that hold pieces of one call this together, sharded as it is.
 
     Returns the estimator's result, on the host; for a share without completions the dtype that the model computes in.
     Raises `NotImplementedError` for a model that cannot be scored in packed trees; other errors name the rank.

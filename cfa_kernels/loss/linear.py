@@ -216,7 +216,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, stats, by_hidden, by_head, by_bias, unit = output
     ctx.mark_non_differentiable(stats, by_hidden, by_head, by_bias, unit)
-    ctx.set_materialize_grads(False)  # no zeros of the size of hidden and head beside the gradient of the loss
+    ctx.set_materialize_grads(False)  # no zeros of the size of hidden and head next to the gradient of the loss
     ctx.save_for_backward(by_hidden, by_head, by_bias, unit)
     arguments = _Arguments(*inputs)
     hidden, head, bias = arguments.hidden, arguments.head, arguments.bias

@@ -89,7 +89,7 @@ class LogitsPolicyLoss(torch.autograd.Function):
         )
         ctx.save_for_backward(gradient, unit)
         ctx.mark_non_differentiable(stats)
-        ctx.set_materialize_grads(False)  # no zeros of the size of the logits beside the gradient of the loss
+        ctx.set_materialize_grads(False)  # no zeros of the size of the logits next to the gradient of the loss
         ctx.inplace, ctx.backend = inplace, arguments.backend
         return loss, stats
 

@@ -85,7 +85,7 @@ def policy_loss(
     | validate | None | whether to check values; None checks them on a CPU only, as a GPU would have to be waited for |
 
     A token of weight 0 stays in every denominator and counts as unclipped. At level "sequence" only the sum of
-    a row's weights acts (but for cispo, dppo and reinforce), so they must be equal within a row. "sequence_token"
+    a row's weights acts (except in cispo, dppo and reinforce), so they must be equal within a row. "sequence_token"
     (GSPO-token) has the same ratios, each with its own token's gradient, and takes any. gmpo needs one of these two
     levels. vespo needs "token": it multiplies tokens' own gradients, so weights differ as they like.
 
@@ -105,10 +105,10 @@ def policy_loss(
         The 0-d loss, and metrics as detached 0-d tensors on its device: `ratio_mean` (over counted tokens with a
         weighted advantage), `kl`, `entropy`, `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`,
         `/high_max`, or `cispo_clip_ratio`, or `vespo/phi_seq_mean` (over sequences with a weighted advantage); means
-        over tokens, of clip ratios at a sequence level over sequences, but for gmpo, which clips tokens. With
+        over tokens, of clip ratios at a sequence level over sequences, except in gmpo, which clips tokens. With
         `sampling_logprobs` also `sampling/sampling_logp_difference/mean` and `/max`, and with a correction or a mask
         `sampling/importance_sampling_ratio/mean`, `/min` and `/max` of the factor, over tokens or sequences with a
-        weighted advantage. A figure over no token or sequence at all is nan: leave it out of what you log.
+        weighted advantage. A figure over no token or sequence at all is nan: omit it from your log.
 
     Raises:
         ValueError: a wrong option, shape or value, naming row and token.
@@ -230,8 +230,8 @@ def linear_policy_loss(
         kept_tokens: the ids that each of the B * T tokens was drawn from, if the sampler cut its distribution off
             (top-p, top-k, min-p): log-probs, entropies and gradients are normalised over these ids. `rows` on a GPU,
             and `drop_inactive` there, make the host wait then.
-        rows: (M,) flattened indices from `contributing_rows`, on any device: on the host and in order, sequences are
-            known, and a loss that judges them makes their logits once if `chunk_size` holds them.
+        rows: (M,) flattened indices from `contributing_rows`, on any device. Pass them sorted and on the host: then a
+            sequence-level loss computes each sequence's logits once, if `chunk_size` rows hold it.
         return_logprobs: also return the log-probs (B, T), detached, in the compute dtype; nan where dropped.
         drop_inactive: finds those tokens here, waiting for a GPU, and drops clipped ones from the gradients' GEMMs too;
             the default on a CPU.
@@ -306,7 +306,7 @@ def contributing_rows(
     """Find the flattened indices (M,) of the tokens that `linear_policy_loss` depends on, for its `rows`.
 
     `mask` (B, T), `advantages` (B,) or (B, T), `weights` (B, T) and the level are those of the loss; `all_counted` is
-    True if ref_logprobs or the entropy are used, `whole_rows` if `sampling_mode`, a mask or vespo judges sequences. On
+    True if ref_logprobs or the entropy are used, `whole_rows` if `sampling_mode`, a mask or vespo reads sequences. On
     a GPU this waits: call it on the CPU.
     """
     level = check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
@@ -373,7 +373,7 @@ def _metrics(
     batch: CheckedBatch, logprobs: Tensor, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Tensor | None
 ) -> dict[str, Tensor]:
     keep, tokens = batch.keep, batch.tokens
-    per_sequence, moving = keep.sum(1), keep & tokens.moved()  # where rows are left out, those alone have log-probs
+    per_sequence, moving = keep.sum(1), keep & tokens.moved()  # where rows are omitted, only the others have log-probs
     metrics = {"ratio_mean": _mean(ratio, moving)}
     if tokens.ref_logprobs is not None:
         metrics["kl"] = _mean(kl, keep)

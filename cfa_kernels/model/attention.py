@@ -64,7 +64,7 @@ class KeyValueStore:
         return self._calls[layer][self._num_read.get(layer, 0)]
 
     def next_call(self, layer: nn.Module) -> None:
-        """Go on to the next call of `layer`."""
+        """Continue with the next call of `layer`."""
         self._num_read[layer] = self._num_read.get(layer, 0) + 1
 
     def before(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +204,7 @@ def read_visibility(
     try:
         try:
             seen = mask_function(0, 0, query, key)
-        except Exception:  # the function holds tensors of its own, on the device
+        except Exception:  # the function holds its own tensors, on the device
             seen = mask_function(0, 0, query.to(device), key.to(device))
     except Exception as error:  # a rule that looks at tokens, or at a table of this very batch
         raise NotImplementedError(

@@ -29,7 +29,7 @@ def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
     runs through its layers both ways, forward and backward. A kind of layer that does not compile, or not to the same
     results, runs as it is; the log names it and the reason once. A layer with hooks runs as it is, too. Modules that
     run Liger's kernels, which cannot be traced, run their class's own forward where compiled. Apply Liger with
-    `rope=False`: its rotary embeddings replace a function of transformers', which does not come back.
+    `rope=False`: its rotary embeddings replace a function of transformers', which is not restored.
 
     Args:
         model: a transformers causal model on a GPU, bare or under PEFT or DDP.
@@ -47,7 +47,7 @@ def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
     layers: Any = getattr(backbone(causal), "layers", None)
     obstacle = None
     if device.type == "cpu" and backend in ("inductor", "eager"):
-        obstacle = "on a CPU its attention is no single operator; leave it as it is there"
+        obstacle = "on a CPU its attention is not a single operator; do not compile there"
     elif is_sharded(model):
         obstacle = "its weights are in pieces on several processes, and gathered layer by layer by hooks"
     elif not isinstance(layers, nn.ModuleList) or not all(hasattr(layer, "self_attn") for layer in layers):

@@ -40,7 +40,7 @@ class CompiledKind:
         def step(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return inner(layer, *args, **kwargs)
 
-        # torch limits the graphs of a code object, so each kind gets one of its own.
+        # torch limits the graphs of a code object, so each kind gets its own.
         step.__code__ = step.__code__.replace(co_name=f"{self.name}_{id(self)}")
         self._step = torch.compile(step, backend=backend, fullgraph=True)
         self._hooks = {id(layer): [*_hooks_inside(layer)] for layer in layers}

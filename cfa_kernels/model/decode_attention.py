@@ -47,7 +47,7 @@ def _attention(
 
 
 def _mask(*args: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor | None:
-    """Make sdpa's mask; that of one token as summands in `dtype`, which sdpa would make of it anew in every layer."""
+    """Make sdpa's mask; that of one token as summands in `dtype`, which sdpa would otherwise make in every layer."""
     mask = sdpa_mask(*args, **options)
     if mask is None or mask.shape[2] > 1:
         return mask  # type: ignore[no-any-return]

@@ -57,7 +57,7 @@ register_optimizer_step_post_hook(lambda *_: _KEPT.clear())
 
 
 def one_pass_adapters(model: Model | nn.Module, rows: int, *, compiled: bool = False) -> AbstractContextManager[None]:
-    """Run the LoRA layers of `model` as ops inside; their own `forward` comes back, also after an error.
+    """Run the LoRA layers of `model` as ops inside; their own `forward` is restored, also after an error.
 
     Those in halves on a GPU keep it for forwards of fewer than `FEW_ROWS` rows, unless their layers are `compiled`.
     On a GPU bfloat16 rows meet float32 adapters as two bfloat16 parts, 6 bytes a weight, which are kept until a weight
@@ -123,7 +123,7 @@ def _lora_layers(walk: ModelWalk) -> list[Any]:
 
 
 def _take_parts(groups: Iterable["_Group"]) -> None:
-    """Give groups whose weights are here the parts of their adapters, split anew where a weight has changed."""
+    """Give groups whose weights are here the parts of their adapters, split again where a weight has changed."""
     changed = defaultdict[torch.dtype, list[tuple[_Group, list[Any], list[AdaptedLayer]]]](list)
     for group in groups:
         first = group.members[0].weights()

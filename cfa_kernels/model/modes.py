@@ -16,7 +16,7 @@ _Value = TypeVar("_Value")
 
 @contextmanager
 def exchanged(attributes: Iterable[tuple[object, Mapping[str, Any]]]) -> Iterator[None]:
-    """Give objects other attributes of their own inside; the former, or the class's, come back, also after an error."""
+    """Set attributes of objects inside; the former, or the class's, are restored, also after an error."""
     before = list[tuple[dict[str, Any], str, Any]]()
     try:
         for owner, new in attributes:
@@ -35,7 +35,7 @@ def exchanged(attributes: Iterable[tuple[object, Mapping[str, Any]]]) -> Iterato
 
 @contextmanager
 def attributes_set(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes, (owner, name, value), inside; the values before come back, also after an error."""
+    """Set attributes, (owner, name, value), inside; their former values are restored, also after an error."""
     values = list(values)
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
     try:
@@ -49,7 +49,7 @@ def attributes_set(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def value_of(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
-    """Set a context variable inside; its value comes back, also after an error."""
+    """Set a context variable inside; its value is restored, also after an error."""
     token = variable.set(value)
     try:
         yield
@@ -66,14 +66,14 @@ def checkpointed_modules(model: Model) -> list[nn.Module]:
 
 @contextmanager
 def evaluation_mode(model: Model) -> Iterator[None]:
-    """Set every module to evaluation mode, without gradients; each mode comes back, also after an error."""
+    """Set every module to evaluation mode, without gradients; each mode is restored, also after an error."""
     with torch.no_grad(), one_mode(model, training=False):
         yield
 
 
 @contextmanager
 def one_mode(model: Model, *, training: bool) -> Iterator[None]:
-    """Set every module to training mode, or to evaluation mode; each mode comes back, also after an error."""
+    """Set every module to training mode, or to evaluation mode; each mode is restored, also after an error."""
     # Past `nn.Module.__setattr__`, which takes several times as long, for each of thousands of modules.
     others = [m.__dict__ for m in ModelWalk.of(model).modules.values() if m.training != training]
     try:
@@ -95,7 +95,7 @@ def attention_implementation(model: Model, name: str) -> AbstractContextManager[
 
 
 def attention_of(configs: Iterable[Any], name: str) -> AbstractContextManager[None]:
-    """Set attention `name` in configurations; each one's own comes back, also after an error."""
+    """Set attention `name` in configurations; each one's own is restored, also after an error."""
     return attributes_set((config, "_attn_implementation", name) for config in configs)
 
 

@@ -42,7 +42,7 @@ def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = 
     """Run `body()` as the forward of the module that distributes `model`; by itself if nothing does.
 
     Everything that reads weights belongs into one body: scores, log-probs, the loss, estimators that query the model.
-    Call `backward` on its result, outside. All processes that share a model must call this, each with work of its own
+    Call `backward` on its result, outside. All processes that share a model must call this, each with its own work
     or none, and must all call `backward` if one does; one that raises makes all raise.
 
     Args:

@@ -63,7 +63,7 @@ def mark(tensor: Tensor) -> tuple[int | None, int | None]:
     """Return how often a tensor has been written to, and its memory."""
     try:
         address = tensor.data_ptr()
-    except RuntimeError:  # a tensor made up of others has no storage of its own
+    except RuntimeError:  # a tensor made up of others has no storage
         address = None
     return None if tensor.is_inference() else tensor._version, address
 

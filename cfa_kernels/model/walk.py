@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 class ModelWalk:
     """Modules of a model by name, in the order of `named_modules`, each once.
 
-    Attributes of modules, their `forward` among them, are read anew by each public call.
+    Attributes of modules, their `forward` among them, are read again by each public call.
     """
 
     def __init__(self, model: nn.Module) -> None:

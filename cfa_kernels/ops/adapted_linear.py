@@ -170,7 +170,7 @@ def _summed(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, along
     if not is_compiling():
         out = _products(pairs, dtype, along=along)
         return _sum(out if along == 0 else out.view(-1, len(pairs), out.shape[1] // len(pairs)))
-    # Products that are put together before they are summed would be copied, each by a kernel of its own.
+    # Products that are put together before they are summed would be copied, each by a separate kernel.
     first, *others = sums = [_sum(wide_product(left, right, dtype)) for left, right in pairs]
     if along == 0:
         return torch.cat(sums)

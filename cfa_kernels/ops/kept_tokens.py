@@ -121,7 +121,7 @@ class Support(NamedTuple):
 
     @classmethod
     def of(cls, head: Tensor, bias: Tensor | None, targets: Tensor, kept: KeptTokens | None) -> "Support":
-        """Leave columns out if every row has ids, and together they are at most a quarter of the vocabulary."""
+        """Omit columns if every row has ids, and together they are at most a quarter of the vocabulary."""
         if kept is None or not len(kept.ids) or not kept.counts.all():
             return cls(head, bias, targets, kept)
         size = len(head)

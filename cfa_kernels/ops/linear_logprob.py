@@ -64,9 +64,9 @@ def linear_logprob(
         where TF32 is allowed it differs from `linear_policy_loss`, which follows it, by some 0.02 nats.
 
     Raises:
-        ValueError: what is no tensor, shapes, devices, strides or numbers that do not fit, kept ids outside [0, V), or,
-            on a CPU, a target outside [0, V) or its kept ids; on a GPU such a row gives nan or -inf, as a check would
-            wait for the device.
+        ValueError: other values than tensors; shapes, devices, strides or numbers that do not fit; kept ids outside
+            [0, V), or, on a CPU, a target outside [0, V) or its kept ids; on a GPU such a row gives nan or -inf, as a
+            check would wait for the device.
         TypeError: wrong dtypes.
     """
     check_class(Tensor, hidden=hidden, lm_head=lm_head, targets=targets)

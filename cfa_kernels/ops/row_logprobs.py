@@ -82,7 +82,7 @@ def row_gradients_kernel(
 
 def launch_options(vocabulary: int, element_size: int, *, hip: bool = False) -> dict[str, int]:
     """Return the tile of a row's logits and the number of warps, by `TUNED`."""
-    # By these alone, so a row's log-prob is the same bits whatever batch or chunk it is in. A lane loads 16 bytes.
+    # By nothing else, so a row's log-prob is the same bits whatever batch or chunk it is in. A lane loads 16 bytes.
     largest = tuned("row kernels", "hip" if hip else "cuda")
     block = min(triton.next_power_of_2(max(vocabulary, 64)), largest["BLOCK"])
     warps = max(largest["num_warps"] * block // largest["BLOCK"], 1)
@@ -128,7 +128,7 @@ def row_logprobs(
     """Compute the log-prob of the target of each row, and the sums that its gradient needs, in the compute dtype.
 
     Rows that are not `counted` (N,) give zeros and are not read. Entropies are 0 without `with_entropy`. With
-    `gradient`, where `row_gradients` is to write at once, the PyTorch form keeps probabilities for it, perhaps there.
+    `gradient` (memory for `row_gradients`) the PyTorch form keeps probabilities, there if they fit.
     """
     if rows.backend == "torch":
         keep_below = gradient is not None and entropy_gradient

@@ -106,7 +106,7 @@ class InProcess(ModelAccess):
 class Sharded(InProcess):
     """Access to a model in pieces on several processes (FSDP, ZeRO-3), given as its outermost module.
 
-    Every process queries it in the same order, each for completions of its own or for none, inside `run`.
+    Every process queries it in the same order, each for its own completions or for none, inside `run`.
     """
 
     # Without gradients: torch's FSDP knows one backward for each call of the outermost module, after it.

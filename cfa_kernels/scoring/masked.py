@@ -37,7 +37,7 @@ class ScoringWork:
 
     forwards: int = 0
     tokens_fed: int = 0
-    tokens_unshared: int = 0  # tokens if every query (log-probs, base answer, each branch) took a forward of its own
+    tokens_unshared: int = 0  # tokens if every query (log-probs, base answer, each branch) took its own forward
 
     def __add__(self, other: "ScoringWork") -> "ScoringWork":
         """Add two counts."""
@@ -76,7 +76,7 @@ def score_counterfactuals(
     Args:
         model: a transformers causal model that uses the attention interface, bare or under PEFT (LoRA), torch.compile,
             DDP, FSDP or ZeRO-3; it is left exactly as it was. All processes that share its weights must call, each with
-            rows of its own or none; all raise what one raises.
+            its own rows or none; all raise what one raises.
         rows: prompts and completions. Tokens after the answer are allowed and not fed.
         spans: for each completion, spans to mask one at a time. They may overlap each other, never the answer; a
             span after the answer has drop 0 by causality.

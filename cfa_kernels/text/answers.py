@@ -217,7 +217,7 @@ def _function_answer(speech: Speech, function: Callable[[str], Interval | None])
 
 
 def _content_part(speech: Speech, interval: Interval) -> Interval | None:
-    """Cut what is no content off the ends of an interval; `None` if some is in the middle, or nothing is left."""
+    """Cut off what is not content at the ends of an interval; `None` if some is in the middle, or nothing is left."""
 
     def is_whole() -> bool:
         return speech.content[slice(*interval)] == speech.text[slice(*interval)]

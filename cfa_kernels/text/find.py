@@ -64,7 +64,7 @@ def detect_spans(
     detector's intervals are widened to whole tokens in the detector's order; a token that an earlier interval or the
     marker holds is cut from a later one, which is dropped if no letter or digit remains or if an earlier one is inside.
     Thoughts are reasoning like other text. No span holds a token of `mask` 0, of a tool call, or of a sign of thoughts,
-    tools and turns: an interval around some falls into parts. `prompt` and `mask` as in `find_answer`.
+    tools and turns: an interval around one is split. `prompt` and `mask` as in `find_answer`.
 
     Returns disjoint non-empty spans in order of position (CF paper, section 3).
     """
@@ -109,7 +109,7 @@ def content_text(
 ) -> str:
     """Decode what a completion says: line breaks take the place of its thoughts and of what the policy did not write.
 
-    `answer_text_span` finds the answer of this text where `find_answer`, with the same arguments, finds the tokens'.
+    `answer_text_span` finds the answer in this text that `find_answer`, with the same arguments, finds in the tokens.
     """
     return _read(_Completion(token_ids, prompt, mask), tokenizer, answers)[1].content
 

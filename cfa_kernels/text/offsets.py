@@ -272,7 +272,7 @@ def decoded(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokeni
     ids = _as_ids(token_ids)
     try:
         return str(tokenizer.decode(ids, **options))
-    except Exception:  # some raise an error for an id that is no token
+    except Exception:  # some raise an error for an id that is not a token
         vocabulary = _vocabulary(tokenizer)
         return str(tokenizer.decode([i for i in ids if vocabulary.knows(i, tokenizer)], **options))
 
@@ -282,6 +282,4 @@ def describe_spare_ids(rows: int, tokenizer: PreTrainedTokenizerBase) -> str | N
     vocabulary = _vocabulary(tokenizer)
     if not (spare := sum(not vocabulary.knows(i, tokenizer) for i in range(rows))):
         return None
-    return (
-        f"{spare} of the model's {rows} output rows are no token of its tokenizer; an id of them, if drawn, has no text"
-    )
+    return f"{spare} of the model's {rows} output rows are not tokens of its tokenizer; if drawn, they have no text"

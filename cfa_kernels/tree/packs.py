@@ -18,7 +18,7 @@ Queries = Sequence[Query] | Mapping[int, Query]
 class Limits:
     """Limits of the packs that a model is fed."""
 
-    token_budget: int  # maximum tokens of a pack; a longer sequence gets a pack of its own
+    token_budget: int  # maximum tokens of a pack; a longer sequence gets its own pack
     trunks: bool = True  # whether a pack may continue the rows of an earlier one, by their keys and values
     most_rows: int | None = None  # maximum rows of a pack together with its trunk
 
@@ -40,7 +40,7 @@ def lay_out(
 ) -> Iterator[Pack]:
     """Cut bundles into packs of at most `token_budget` fed tokens each, in order, one pack at a time.
 
-    A bundle over the budget gets a pack of its own. Neighbours share common prefixes, so put completions of
+    A bundle over the budget gets its own pack. Neighbours share common prefixes, so put completions of
     one prompt side by side. Packs that continue a `trunk` feed only what it has not fed.
     """
     for chosen, tree, rows_of in _fill(queries, bundles, token_budget, trunk):
@@ -87,7 +87,7 @@ def pack_of(
     *,
     trunk: Pack | None = None,
 ) -> Pack:
-    """Make the pack of a tree's rows, those of its trunk left out.
+    """Make the pack of a tree's rows, without those of its trunk.
 
     It answers the `chosen` of the queries, whose tokens have the rows `rows_of`.
     """

@@ -31,10 +31,10 @@ def only(*rows, of=6, value=1.0, other=0.0):
 @pytest.mark.parametrize(
     ("options", "warning"),
     [
-        ({"advantages": only(2)}, "of 1 completions with an advantage none was judged: no answer was found. Answers"),
+        ({"advantages": only(2)}, "of 1 completions with an advantage none was scored: no answer was found. Answers"),
         (
             {"advantages": only(2, other=-1.0), "completions": "positive"},
-            "of 1 completions with a positive advantage none was judged: no answer was found. Answers",
+            "of 1 completions with a positive advantage none was scored: no answer was found. Answers",
         ),
         ({"advantages": [-1.0] * 6, "completions": "positive"}, None),
         ({"advantages": only(2), "rewards": math.nan}, None),
@@ -61,7 +61,7 @@ def test_few_judged_completions_are_told_too():
     many = Rows([rows.prompts[b] for b in places], [rows.completions[b] for b in places])
     problem = reason([1.0] * 10, [False] * 10, rows=many)
     assert problem.what == "no answer in most"
-    assert "of 10 completions with an advantage only 1 was judged: no answer was found" in problem.sentence
+    assert "of 10 completions with an advantage only 1 was scored: no answer was found" in problem.sentence
     few = Rows(many.prompts[:5], many.completions[:5])
     assert reason([1.0] * 5, [False] * 5, rows=few) is None
 

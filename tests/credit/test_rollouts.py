@@ -9,7 +9,18 @@ from cfa_kernels.credit.loss import credited_loss
 from cfa_kernels.credit.rollouts import rollout_sharing
 from cfa_kernels.rows import Rows, fed_together
 from cfa_kernels.scoring.packed import packed_forward, packed_policy_loss
-from tests.support.models import assert_same_gradients, gradients, make_model, naive_row
+from tests.support.models import (
+    HYBRIDS,
+    OTHERS,
+    assert_same_gradients,
+    at_least_float32,
+    float64_throughout,
+    gradients,
+    make_model,
+    naive_row,
+    plain_logprobs,
+    tokens,
+)
 from tests.support.scored import importances_of
 from tests.support.small_tokenizers import encode, get_tokenizer
 
@@ -44,30 +55,79 @@ ROWS = Rows(PROMPTS, COMPLETIONS, rollouts=ROLLOUTS)
 ADVANTAGES = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5])
 
 
+DELTA_NETS = ["Qwen3Next", "Qwen3_5Text"]
+MODELS = ["Qwen3", "Gemma3Text", "DeepseekV3", *(name for name in HYBRIDS if name not in DELTA_NETS)]
+
+
+def model_of(name: str, **changes):
+    """A small model, whose window, if it has one, is one of every version of transformers."""
+    model = make_model(name, **(OTHERS | HYBRIDS).get(name, {}), **changes)
+    if name == "Gemma3Text":
+        model.set_attn_implementation("eager")
+    return model
+
+
 def loss_of_plain_rows(model, weights) -> torch.Tensor:
     """The on-policy loss, -A w, of rows that each take a forward of their own, summed over tokens of the policy."""
     total = 0.0
     for b, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
         whole = torch.cat([prompt, completion]).to(model.device)
-        logits = model(input_ids=whole[None]).logits[0].float()
+        logits = at_least_float32(model(input_ids=whole[None]).logits[0])
         logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, whole[len(prompt) :, None])[:, 0]
         ratio = (logprobs - logprobs.detach()).exp()
         total = total - (ratio * ADVANTAGES[b] * (weights[b] * MASKS[b]).to(ratio)).sum()
     return total / sum(int(mask.sum()) for mask in MASKS)
 
 
-@pytest.mark.parametrize("budget", [None, 1])
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3Text"])
-def test_gradients_of_rows_that_share_prefixes_are_those_of_rows_fed_apart(name, budget):
-    model = make_model(name, vocab_size=128)
-    if name == "Gemma3Text":
-        model.set_attn_implementation("eager")
+def assert_the_loss_is_that_of_plain_rows(model, budget=None):
     weights = [torch.rand(n, generator=torch.Generator().manual_seed(n)) * 3 for n in ROWS.lengths]
     options = {"weights": weights, "mask": MASKS, "loss_type": "dapo", "token_budget": budget}
     ours = packed_policy_loss(model, ROWS, advantages=ADVANTAGES, **options).loss
     theirs = loss_of_plain_rows(model, weights)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
     assert_same_gradients(gradients(model, ours), gradients(model, theirs))
+
+
+@pytest.mark.parametrize("budget", [None, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_rows_that_share_prefixes_are_those_of_rows_fed_apart(name, budget):
+    assert_the_loss_is_that_of_plain_rows(model_of(name, vocab_size=128), budget)
+
+
+def forks(*lengths: int) -> Rows:
+    """Rows of one rollout that leave a trunk after each of its pieces, the last one at its end."""
+    pieces, ends = tokens(*lengths, seed=2), tokens(*(1 + n % 5 for n in range(len(lengths))), seed=3)
+    trunk = [torch.cat(pieces[: k + 1]) for k in range(len(pieces))]
+    completions = [torch.cat([own, end]) for own, end in zip(trunk, ends, strict=True)]
+    return Rows([tokens(5)[0]] * len(lengths), completions, rollouts=["x"] * len(lengths))
+
+
+def assert_forks_train_as_plain_rows(model):
+    """With turns of one token, and of more than the 64 of a chunk of linear attention or the 8 of Mamba's here."""
+    rows = forks(3, 1, 1, 2, 8, 7, 9, 1, 64, 65, 2, 16)
+    forward = packed_forward(model, rows)
+    assert forward.tokens_fed < 0.3 * sum(len(rows.whole(b)) - 1 for b in range(len(rows)))
+    ours, theirs = forward.logprobs(), plain_logprobs(model, rows.prompts, rows.completions)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5, check_dtype=False)
+    factors = [torch.rand(n, generator=torch.Generator().manual_seed(n)) - 0.3 for n in rows.lengths]
+    found, expected = (
+        gradients(model, sum((line * factor.to(line)).sum() for line, factor in zip(lines, factors, strict=True)))
+        for lines in (ours, theirs)
+    )
+    assert_same_gradients(found, expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_so_they_are_twelve_turns_deep(name):
+    assert_forks_train_as_plain_rows(model_of(name))
+
+
+@pytest.mark.parametrize("name", DELTA_NETS)
+def test_so_they_are_in_gated_delta_nets_which_lose_a_thousandth_in_float32_shared_or_not(name, unchecked):
+    with float64_throughout(model_of(name)) as model:
+        assert_forks_train_as_plain_rows(model)
+    with float64_throughout(model_of(name, vocab_size=128)) as model:
+        assert_the_loss_is_that_of_plain_rows(model)
 
 
 def distinct(rollouts) -> int:

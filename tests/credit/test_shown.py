@@ -16,7 +16,7 @@ CREDIT = Credit(
 
 
 def test_a_table_holds_the_units_that_matter_most_without_a_minus_before_zero() -> None:
-    assert repr(CREDIT).splitlines()[0] == "Credit of 2 completions, 1 judged, by 2 units"
+    assert repr(CREDIT).splitlines()[0] == "Credit of 2 completions, 1 scored, by 2 units"
     rows = [row.split() for row in repr(CREDIT).splitlines()[2:]]
     assert rows == [["0", "<b>", "0.000", "0.50"], ["0", "2", "13.900", "4.00"]]
     spans = [Span(t, t + 1) for t in range(40)]

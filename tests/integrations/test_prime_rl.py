@@ -197,7 +197,7 @@ def test_what_the_host_cannot_give_is_refused_by_name():
     with pytest.raises(NotImplementedError, match=r"SimpleNamespace: it has no score\(token_ids\)"):
         algorithm({}, pool=SimpleNamespace())
     episodes = group()[:1]
-    with pytest.raises(NotImplementedError, match=f"trace {episodes[0].traces[0].id}, which is alone in its group"):
+    with pytest.raises(NotImplementedError, match=f"trace {episodes[0].traces[0].id}, which is the only one"):
         assigned(episodes, algorithm({"estimator": "prefix_tree"}))
     lazy = type("Lazy", (GroupMean,), {"score_group": lambda self, episodes: asyncio.sleep(0)})
     with pytest.raises(ValueError, match=r"branch 0: the algorithm left sampled message 0 without one advantage per"):

@@ -125,7 +125,7 @@ def test_log_probs_of_a_trainers_own_are_refused_as_they_would_not_be_used(tmp_p
 
     cls = type("CounterfactualOther", (integration.CounterfactualMixin, Other), {})
     build(str(tmp_path), cls, trainer={"credit": UNIFORM})
-    message = r"Other: it has log-probs of its own \(_get_per_token_logps_and_entropies\), which would not run"
+    message = r"Other: it has its own log-probs \(_get_per_token_logps_and_entropies\), which would not run"
     with pytest.raises(NotImplementedError, match=message):
         build(str(tmp_path), cls, trainer={"credit": UNIFORM, "packed_loss": True})
 
@@ -145,7 +145,7 @@ def test_the_packed_trainer_has_no_credit_unless_it_is_named(tmp_path):
     assert made("PackedGRPOTrainer", credit="cf").credit == CounterfactualConfig.preset("cf")
     with pytest.raises(ValueError, match=r"credit must be a CounterfactualConfig or one of cf, .*, got 'cff'; did you"):
         made("PackedGRPOTrainer", credit="cff")
-    with pytest.raises(ValueError, match="by the training program alone: cfa-train --config ibpo"):
+    with pytest.raises(ValueError, match="runs only in the training program: cfa-train --config ibpo"):
         made("PackedGRPOTrainer", credit="ibpo")
 
 

@@ -110,8 +110,8 @@ LOSS: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "TRL before 1.10": ({}, {}, GRPOTrainer, before_1_10, "combined with TRL 1.9.0: it normalises"),
     "vespo": ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, {}, GRPOTrainer, None,
               "combined with importance_sampling_level='sequence' with loss_type='vespo'"),
-    "GMPO": ({}, {}, GMPOTrainer, None, r"GMPOTrainer: it has a loss of its own \(_compute_loss\)"),
-    "a loss of one's own": ({}, {}, OwnLoss, None, r"OwnLoss: it has a loss of its own \(_compute_loss\)"),
+    "GMPO": ({}, {}, GMPOTrainer, None, r"GMPOTrainer: it has its own loss \(_compute_loss\)"),
+    "a loss of one's own": ({}, {}, OwnLoss, None, r"OwnLoss: it has its own loss \(_compute_loss\)"),
     "Liger's loss": ({}, {}, Ligers, None, "combined with use_liger_kernel=True in TRL"),
     "another kind": ({}, {}, GRPOTrainer, another_kind, "DistributedType.NO: layers, sequences and the head"),
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
@@ -280,7 +280,7 @@ def test_sharded_models_are_not_refused_but_for_gradients_through_them(mine, mon
     assert trl_refusals.packing_obstacles(mine, super(CounterfactualMixin, mine)) == []
     for options, message in (
         ({"estimator": "gradient"}, "estimator='gradient': .*which this trainer.*; take one of mask"),
-        ({"preselect": 0.5, "preselect_by": "gradient"}, "preselect_by='gradient': .*; leave it out"),
+        ({"preselect": 0.5, "preselect_by": "gradient"}, "preselect_by='gradient': .*; omit it"),
     ):
         trainer = SimpleNamespace(**vars(mine) | {"credit": CounterfactualConfig(**options)})
         reasons = trl_refusals.credit_obstacles(trainer)

@@ -10,6 +10,7 @@ from torch import Tensor
 from cfa_kernels.loss import policy_rows
 from cfa_kernels.loss.checks import LEVELS, LossOptions
 from cfa_kernels.loss.policy import linear_policy_loss, logits_policy_loss
+from cfa_kernels.loss.types import LOSS_TYPES
 from cfa_kernels.ops import row_logprobs
 from cfa_kernels.ops.row_softmax import LogitRows, Softmax
 from tests.support.budget import assert_within_budget
@@ -41,6 +42,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("poisoned_memory")]
 def test_every_form_and_backend_agrees_with_policy_loss_on_options_drawn_together(
     loss_type, level, device, small_tiles
 ):
+    """The kernel, which knows of a loss type only the loss of a token, on fewer draws of types that share one."""
+    alike = [name for name, kind in LOSS_TYPES.items() if kind.token_loss == LOSS_TYPES[loss_type].token_loss]
     names = set()
     for seed in range(7):
         features = drawn_features(seed, loss_type, level)
@@ -53,6 +56,8 @@ def test_every_form_and_backend_agrees_with_policy_loss_on_options_drawn_togethe
             )
             assert_same(ours, expected, rtol=1e-11, atol=1e-13)
             torch.testing.assert_close(ours[2], expected[2], rtol=1e-11, atol=1e-13)
+        if seed > (2 if loss_type == alike[0] else 0):
+            continue
         tensors, options = problem(torch.float32, device, **features)
         kernel, reference = (of_logits(tensors, backend=backend, **options) for backend in ("triton", "torch"))
         assert_same(kernel, reference, rtol=1e-5, atol=1e-6)
@@ -69,8 +74,9 @@ def test_reference_gradients_pass_gradcheck(level):
     tolerance = {"rtol": 1e-6, "atol": 1e-8}
     assert torch.autograd.gradcheck(lambda z: logits_policy_loss(z, *rest, **options)[0], (logits,), **tolerance)
     assert torch.autograd.gradcheck(
-        lambda hidden, head, bias: linear_policy_loss(hidden, head, *rest, bias=bias, **options)[0], leaves, **tolerance
-    )
+        lambda hidden, head, bias: linear_policy_loss(hidden, head, *rest, bias=bias, **options)[0],
+        leaves, fast_mode=True, **tolerance,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("over_the_logits", [False, True])

@@ -120,8 +120,13 @@ def rows_through_the_head(monkeypatch):
 @pytest.mark.parametrize(
     "where", ["short sequences", "long", "long with old log-probs", "device's rows", "host's rows"]
 )
-@pytest.mark.parametrize("correction", [None, "sequence_mask", "geometric_mask"])
-@pytest.mark.parametrize(("level", "backend"), [("token", "torch"), ("sequence", "torch"), ("token", "triton")])
+@pytest.mark.parametrize(
+    ("level", "backend", "correction"),
+    [
+        *((level, "torch", mode) for level in LEVELS[:2] for mode in (None, "sequence_mask", "geometric_mask")),
+        ("token", "triton", "sequence_mask"),
+    ],
+)
 def test_gemms_are_three_with_a_trained_head_and_two_with_a_frozen_one(
     rows_through_the_head, level, backend, correction, where, device
 ):

@@ -1,5 +1,9 @@
 """Small language models of many architectures, ragged batches, and scores by one plain forward per span."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import transformers
@@ -127,6 +131,28 @@ def small_adapted(layers=1, **config):
     return get_peft_model(small_model(num_hidden_layers=layers), LoraConfig(**options | config)).train()
 
 
+class _Exact:
+    """Torch with float64 in the place of float32, which models' code casts to."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+
+@contextmanager
+def float64_throughout(model) -> Iterator[None]:
+    """Run a model in float64, also where its own code would name float32, as chunks of linear attention do."""
+    modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            if module.__name__.startswith("transformers.models."):
+                patch.setattr(module, "torch", _Exact())
+        if hasattr(model, "set_experts_implementation"):  # grouped products have no float64,
+            model.set_experts_implementation("eager")
+        yield model.cpu().double()  # nor have kernels
+
+
 def tokens(*lengths, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(4, VOCAB, (n,), generator=generator) for n in lengths]
@@ -191,8 +217,12 @@ def naive_row(model, prompt, completion, span=None):
     with torch.no_grad():
         logits = model(input_ids=ids[None].to(model.device)).logits[0, len(prompt) - 1 : -1].cpu()
     model.train(training)
-    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    logprobs = at_least_float32(logits).log_softmax(-1)
     return logprobs.gather(1, ids[len(prompt) :, None])[:, 0]
+
+
+def at_least_float32(logits):
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -225,7 +255,7 @@ def plain_logprobs(model, prompts, completions, temperature=1.0, *, with_entropi
     logprobs, entropies = [], []
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.cat([prompt, completion]).to(model.device)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
+        logits = at_least_float32(model(input_ids=ids[None], use_cache=False).logits[0]) / temperature
         rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
         logprobs.append(rows.gather(1, ids[len(prompt) :, None])[:, 0])
         entropies.append(-(rows.exp() * rows).sum(-1))

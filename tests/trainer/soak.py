@@ -54,5 +54,5 @@ def test_a_run_that_was_killed_again_and_again_ends_as_the_undisturbed_one(there
         assert child(kill_at, draw.randrange(50, 350), argv, deadline=HOURS)[0] == -signal.SIGKILL
     code, (ended, said, _) = child(main, argv, deadline=HOURS)
     assert (code, ended) == (0, 0)
-    print("\nafter", KILLS, "kills", said[said.index("going on from") :].split(";")[0])
+    print("\nafter", KILLS, "kills", said[said.index("resuming from") :].split(";")[0])
     assert outcome(there / "killed") == undisturbed[0]

@@ -72,7 +72,7 @@ def test_extra_tensors_are_left_out_as_the_message_says(folder, monkeypatch) -> 
     ) as refused:
         loaded(folder)
     _, code, where = re.fullmatch(
-        r"(.+); to leave them out, run python -c (\".+\") and take --model (\S+)", str(refused.value)
+        r"(.+); to drop them, run python -c (\".+\") and take --model (\S+)", str(refused.value)
     ).groups()
     monkeypatch.chdir(folder.parent)
     exec(shlex.split(code)[0])

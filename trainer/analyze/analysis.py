@@ -40,7 +40,7 @@ def compare(runs: Sequence[Path], out: Path) -> None:
 def write_analysis(source: Path, out: Path | None = None) -> Path:
     """Analyse a run folder or a file, write all results and return their folder.
 
-    `out` is the folder, made if missing; by default `analysis` in the run folder, or NAME-analysis beside the file.
+    `out` is the folder, made if missing; by default `analysis` in the run folder, or NAME-analysis next to the file.
     """
     samples = list(read_samples(source))
     if not samples:

@@ -1,7 +1,7 @@
 """Tabulate drops of masked spans by content, place and correctness, and how concentrated weights are.
 
 Drops are positive for spans that matter. The tables follow section 4.3 of "Beyond Uniform Credit", with classes cut at
-quantiles, as the paper's cuts are in units of its own, and "Outcome-Grounded Advantage Reshaping".
+quantiles, as the paper's cuts have other units, and "Outcome-Grounded Advantage Reshaping".
 """
 
 import itertools
@@ -91,7 +91,7 @@ def analyse(samples: Sequence[Sample]) -> dict[str, Table]:
 
 
 def _spans(samples: Sequence[Sample], noise: float) -> pandas.DataFrame:
-    """Put all masked spans, a row each, beside the properties that tables use."""
+    """Put all masked spans, a row each, next to the properties that tables use."""
     rows = []
     for i, sample in enumerate(samples):
         reasoning = max(sample.answer[0] if sample.answer else len(sample.tokens), 1)
@@ -136,7 +136,7 @@ def _classes(spans: pandas.DataFrame, noise: float) -> Table:
     rows = [[*row, row[-1] / len(spans)] for row in zip(CLASSES, ranges, counts, strict=True)]
     note = (
         f"Cut at the 0.9, 0.6 and 0.1 quantiles of the drops above {noise:g}. Masking a distractor helps the "
-        f"answer; within {noise:g} of 0 is no effect."
+        f"answer; within {noise:g} of 0 counts as no effect."
     )
     return Table("Classes of drops", ("class", "drop", "spans", "share"), rows, note)
 

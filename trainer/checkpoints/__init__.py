@@ -1,1 +1,1 @@
-"""Keep a run so that the same command goes on from it, however it ended."""
+"""Keep a run so that the same command resumes it, however it ended."""

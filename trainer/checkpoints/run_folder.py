@@ -1,4 +1,4 @@
-"""Find a run's folder, keep it for one process, and go on from its last good checkpoint.
+"""Find a run's folder, keep it for one process, and resume from its last good checkpoint.
 
 A run folder holds `config.yaml`, what the report writes, the trained model at the end, and `checkpoints/`, one folder
 for each step that was kept: `state.pt`, and `run.json` with what the run depends on and how far its files were written.
@@ -34,13 +34,13 @@ from .state import collect, restore
 
 RUNS = Path("runs")
 _SETTINGS, _SUMMARY, _LOCK = "config.yaml", "summary.json", ".lock"
-# Settings that a run may go on with changed: where it runs and writes, and how often it saves, tests and logs.
+# Settings that may change when a run resumes: where it runs and writes, and how often it saves, tests and logs.
 _MAY_CHANGE = frozenset({
     "output_dir", "resume", "save_steps", "eval_steps", "report_to", "log_completions", "device", "parallel",
     "vllm_server_base_url", "page_steps",
 })  # fmt: skip
 _CHECKPOINTS = 2  # that are kept
-_NEW = "--no_resume starts anew, in a new folder"
+_NEW = "--no_resume starts again, in a new folder"
 
 
 class Finished(Exception):
@@ -48,7 +48,7 @@ class Finished(Exception):
 
 
 class Refused(ValueError):
-    """The run in a folder cannot go on; the message says why and what to do."""
+    """The run in a folder cannot resume; the message says why and what to do."""
 
 
 @dataclass
@@ -79,21 +79,21 @@ class RunFolder:
                     raise
             except Exception as problem:  # a file that was changed fails in as many ways as it has bytes
                 said = f"{type(problem).__name__}: {problem}"
-                self.notes.append(f"{self._checkpoint(step)} is damaged and was left out: {said}")
+                self.notes.append(f"{self._checkpoint(step)} is damaged and was skipped: {said}")
             else:
                 restore(trainer, state)
                 break
         else:
             step, report = 0, {}
             if is_begun:
-                raise Refused("; ".join([f"{self.path}: no checkpoint to go on from", *self.notes, _NEW]))
+                raise Refused("; ".join([f"{self.path}: no checkpoint to resume from", *self.notes, _NEW]))
         if step > config.max_steps:
             raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
         on_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config, made_by())))
         return step, report
 
     def _read(self, step: int) -> dict[str, Any]:
-        """Read a checkpoint but for its tensors, and raise unless it is whole and this run's."""
+        """Read a checkpoint except its tensors, and raise unless it is complete and this run's."""
         folder = self._checkpoint(step)
         content: dict[str, Any] = json.loads((folder / "run.json").read_bytes())
         if content["step"] != step:
@@ -136,7 +136,7 @@ class RunFolder:
         """Say what the same command will do."""
         if not (steps := _steps(self.path)):
             return "no checkpoint was kept yet"
-        return f"{self.path} holds the checkpoint of step {max(steps)}: the same command goes on from there"
+        return f"{self.path} holds the checkpoint of step {max(steps)}: the same command resumes from there"
 
     def _checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step}"

@@ -1,4 +1,4 @@
-"""Let the policy rewrite its wrong completions beside correct siblings, after IBPO (arXiv 2605.16302).
+"""Let the policy rewrite its wrong completions next to correct siblings, after IBPO (arXiv 2605.16302).
 
 Our reading of its abstract and public notes; there is no code. A wrong completion y is put before the policy with the
 nearest correct sibling, and one correction y^ is sampled. If y^ is correct, y's reward grows by lambda rho
@@ -26,13 +26,13 @@ TEMPLATE = (
     "Write the attempt again, corrected. Keep what is right in it and change only what is wrong."
 )
 CORRECT = 0.5  # least reward of a correct completion
-_STREAM = 1  # at the end of a sample's key: its correction draws numbers of its own
+_STREAM = 1  # at the end of a sample's key: its correction draws its own numbers
 
 
 def compare_and_correct(trainer: Trainer, batch: Samples) -> Shaped:
     """Let the policy correct the wrong ones of B completions, in groups that hold a correct one, in one batch.
 
-    Truncated completions that the loss leaves out are not corrected, nor those whose prompt for correction is longer
+    Truncated completions that the loss omits are not corrected, nor those whose prompt for correction is longer
     than the context allows (`corrections/too_long`). Each corrected sample gets a note `correction`: the text and
     whether it is `right`. Raises `FloatingPointError` for logits or rewards of corrections that are not finite, and
     `ValueError` for what a reward function returns instead of rewards; the message names the samples.

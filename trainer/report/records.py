@@ -54,7 +54,7 @@ def _why_uncredited(result: Step, b: int, config: TrainConfig, *, counted: bool)
     credit, advantage = result.credit, result.advantages[b].item()
     shades = credit.weights[b] if credit.advantages is None else credit.advantages[b] - advantage + 1
     reasons = {
-        "it was cut off at the length limit, and the loss leaves it out": not counted,
+        "it was cut off at the length limit, and the loss omits it": not counted,
         "it has no advantage: all completions of its group have one reward": advantage == 0,
         f"credit={config.credit} gives every token the same weight": config.credit == "uniform",
         "it is wrong, and completions=positive gives credit to completions with a positive advantage": (

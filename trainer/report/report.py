@@ -49,7 +49,7 @@ class Report:
     def __init__(
         self, folder: Path, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any]
     ) -> None:
-        """Begin a report, or go on with one from its `state` at a checkpoint."""
+        """Begin a report, or continue one from its `state` at a checkpoint."""
         self.console = Console(highlight=False)
         self._is_log = not self.console.is_terminal
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
@@ -58,13 +58,13 @@ class Report:
         self._evaluations = {step: Evaluation(**result) for step, result in state.get("evaluations", [])}
         self.evaluated_steps = [*self._evaluations]  # before this process
         self._bytes: dict[str, int] = state.get("bytes", {})
-        self._id: str = state.get("id", uuid.uuid4().hex)  # by which a tracker knows a run that goes on
+        self._id: str = state.get("id", uuid.uuid4().hex)  # by which a tracker knows a resumed run
         self._tokens: int = state.get("tokens", 0)
         self._has_stepped = False
         self._explained = set[str]()
 
     def state(self) -> dict[str, Any]:
-        """Sync the files to the disk, and return as JSON what a report needs to go on from here."""
+        """Sync the files to the disk, and return as JSON what a report needs to continue from here."""
         sizes = {}
         for file in (self._metrics_file, self._completions_file):
             with naming(path := Path(file.name)):
@@ -216,7 +216,7 @@ class Report:
     def _track(self, name: str, log: Callable[..., object], *arguments: object) -> None:
         try:
             log(*arguments)
-        except Exception as problem:  # each has errors of its own; the run's own files hold all of it
+        except Exception as problem:  # each has its own errors; the run's files hold all of it
             self._warn(f"report_to: {name} failed and gets no more: {type(problem).__name__}: {problem}")
             self._trackers.pop(name, None)
 
@@ -226,7 +226,7 @@ class Report:
             file.flush()
 
     def ended(self, why: str) -> None:
-        """Say why the run ends before its last step, and how to go on."""
+        """Say why the run ends before its last step, and how to resume."""
         self._write_page()
         self._print(escape(why))
 
@@ -245,7 +245,7 @@ class Report:
             "steps": self._config.max_steps,
             "seconds": round(seconds, 1),
         }
-        self._write_page()  # a run with a summary is finished: nothing goes on to write what a kill cuts off after it
+        self._write_page()  # before summary.json: once it exists the run counts as finished and is not resumed
         write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         self._print(
             f"\n[bold]Held-out accuracy {before.accuracy:.1%} -> {after.accuracy:.1%}, "
@@ -288,7 +288,7 @@ def open_tracker(
 ) -> tuple[Log, Callable[[], object]]:
     """Start back-end `name` for a run; returns `log(metrics, step)` and `close()`.
 
-    `run` is the run's own id, `step` the last one that it recorded, from which it goes on; None for a new run.
+    `run` is the run's own id, `step` the last one that it recorded, from which it continues; None for a new run.
     Raises `ImportError` that says what to install, `ConnectionError` if the back-end does not start.
     """
     library = tracker_library(name)
@@ -298,6 +298,6 @@ def open_tracker(
     resume = {"resume": "never" if step is None else "allow"} | ({"id": run} if name == "wandb" else {})
     try:
         library.init(project="cfa_kernels", name=folder.name, config=settings, **resume)
-    except Exception as problem:  # each has errors of its own
+    except Exception as problem:  # each has its own errors
         raise ConnectionError(f"report_to: {name} cannot start: {type(problem).__name__}: {problem}") from problem
     return lambda metrics, at: library.log(metrics, step=at), library.finish

@@ -24,7 +24,7 @@ class MaskedSpan:
 
 @dataclass(frozen=True)
 class TokenCredit:
-    """Judgement of each token by one estimator: `kind` is one of `KINDS`."""
+    """Values of each token by one estimator: `kind` is one of `KINDS`."""
 
     kind: str
     values: list[float | None]
@@ -68,7 +68,7 @@ def read_samples(path: Path, *, every: int = 1) -> Iterator[Sample]:
 def json_lines(file: Path, every: int = 1) -> Iterator[tuple[int, Any]]:
     """Read the numbers, from 1, and values of a file's lines; with `every=n`, of every n-th line that is not empty.
 
-    A last line that no newline ends and that is not JSON was half-written by a run that was killed, and is left out.
+    A last line that no newline ends and that is not JSON was half-written by a run that was killed, and is omitted.
     """
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file")

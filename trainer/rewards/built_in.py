@@ -1,17 +1,17 @@
-"""Name the program's reward functions, the rows that they judge, and what prompts for such rows ask; without torch."""
+"""Name the program's reward functions, the rows that they read, and what prompts for such rows ask; without torch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""Arguments of every reward function, beside the columns of the data."""
+"""Arguments of every reward function, in addition to the columns of the data."""
 CONTENTS = "completion_contents"
 """A further argument of functions that take it: completions without their thoughts, which prompts may open."""
 _ANSWERS = ("answer_format", "answer_fallback", "lead_in", "thought_tags")  # of `AnswerRules`
 
 
 class BuiltIn(NamedTuple):
-    """Reward function of the program: where it is, the kinds of rows that it judges, its own first, and its options.
+    """Reward function of the program: where it is, the kinds of rows that it reads, its own first, and its options.
 
     `grades` says whether 1 means a right answer, so that evaluation may count by it; a shaping reward does not grade.
     """

@@ -41,7 +41,7 @@ _PROMPT = (
 def mbpp_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Make a question of a row of MBPP, whose other columns stay; the reward reads `tests` and `test_setup`.
 
-    Names of Python and its modules that the reference `code` defines anew, as task 126 does `sum`, are the solution's
+    Names of Python and its modules that the reference `code` defines again, as task 126 does `sum`, are the solution's
     in tests. Raises `ValueError` that begins with `where`.
     """
     task = row.get("text", row.get("prompt"))
@@ -90,7 +90,7 @@ class CodeReward:
         self, *, completions: Sequence[str], tests: Sequence[Sequence[str]], test_setup: Sequence[str] = (),
         completion_contents: Sequence[str] | None = None, **_: Any,
     ) -> list[float | None]:  # fmt: skip
-        """Judge B completions by their rows' tests, as many at a time as there are processors."""
+        """Run the tests of B completions' rows, as many at a time as there are processors."""
 
         def verdict(completion: str, tests: Sequence[str], setup: str) -> float:
             code = fenced_code(completion)
@@ -120,7 +120,7 @@ class CodeReward:
 
 
 def isolated(command: Sequence[str]) -> list[str]:
-    """Wrap a command in bubblewrap: it sees Python and the system's libraries, can write nothing, and is alone."""
+    """Wrap a command in bubblewrap: it sees Python and the system's libraries, and can write nothing."""
     path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/bin"
     bubblewrap, chroot = (shutil.which(name, path=path) or name for name in ("bwrap", "chroot"))
     program = [bubblewrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--die-with-parent"]
@@ -149,7 +149,7 @@ def written(value: Any) -> str:
             if isinstance(value, kind):
                 return kind(value)
         if isinstance(value, float):
-            return "float", float.__repr__(value)  # inf and nan are no literals
+            return "float", float.__repr__(value)  # inf and nan are not literals
         if isinstance(value, complex):
             return "complex", plain(value.real), plain(value.imag)
         for name, several in _SEVERAL.items():

@@ -108,7 +108,7 @@ class Decoder:
     ) -> tuple[Tensor, Tensor, list[KeptTokens] | None]:  # fmt: skip
         """Complete prompts (B, P), padded on the left, with `uniforms` (B, T) for as many tokens, all on the host.
 
-        `progress` is told how many tokens each completion has, after every look at them.
+        `progress` gets the number of tokens of each completion, whenever the host looks.
 
         Returns:
             Tokens and log-probs, (B, T) or up to where all rows have ended. Log-probs are fp32, nats; 0 if greedy, nan

@@ -1,4 +1,4 @@
-"""Let an environment answer what the policy writes: a call ends a turn, its observation follows, the policy goes on."""
+"""Let an environment answer what the policy writes: its observation follows a call, then the policy continues."""
 
 import re
 from bisect import bisect_left
@@ -69,7 +69,7 @@ def load_environment(name: str) -> Callable[[], Any]:
 
 
 class PlayedEngine:
-    """An engine whose completions go on after the observations of environments, one for each completion.
+    """An engine whose completions continue after the observations of environments, one for each completion.
 
     What an engine samples after a call is dropped, so that any engine will do. An observation's tokens have log-prob 0
     and a mask of 0; they count towards the length limit.
@@ -151,7 +151,7 @@ class PlayedEngine:
             raise EnvironmentFailure(f"{where}: step must return a text that is not empty, got {observation!r}")
         ids: list[int] = self._tokenizer(observation, add_special_tokens=False)["input_ids"]
         if any(token in self._ends for token in ids):
-            raise EnvironmentFailure(f"{where}: step returned the end of a completion, {observation!r}; leave it out")
+            raise EnvironmentFailure(f"{where}: step returned the end of a completion, {observation!r}; omit it")
         return ids
 
     def _ask(self, where: str, environment: Any, method: str, *arguments: str) -> Any:

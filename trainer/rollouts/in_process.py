@@ -36,7 +36,7 @@ class TransformersEngine:
     ) -> None:  # fmt: skip
         """Find out what `model`, the policy, can do.
 
-        With `dtype` a copy of it in that type samples, rounded anew from its weights at every call. If `captured`, by
+        With `dtype` a copy of it in that type samples, rounded again from its weights at every call. If `captured`, by
         default on a GPU, a decoding step is one CUDA graph. The cache begins with room for `longest` tokens, of a
         prompt and its completion. `thought_tags` as in `AnswerRules`.
         """
@@ -48,7 +48,7 @@ class TransformersEngine:
                 self._merges = layers > 0
         except CannotMerge as problem:
             self._merges = False
-            self.notes.append(f"sampling with the adapters beside the weights, for {problem}")
+            self.notes.append(f"sampling with unmerged adapters, for {problem}")
         causal, on_gpu = causal_lm(model), next(model.parameters()).device.type == "cuda"
         captured = on_gpu if captured is None else captured
         obstacle = decoding_obstacle(causal)

@@ -52,7 +52,7 @@ def merged_adapters(model: nn.Module) -> Iterator[int]:
                 originals.append((weight, weight.data, weight.data.clone()))
             try:
                 layer.merge()
-            except Exception as problem:  # each kind of adapter has reasons of its own
+            except Exception as problem:  # each kind of adapter has its own reasons
                 raise CannotMerge(f"{name}: PEFT does not merge its adapter ({problem!r})") from problem
         for parameter, storage, _ in originals:  # a CUDA graph reads the weights where they were; DoRA makes new ones
             if parameter.data_ptr() != storage.data_ptr():

@@ -74,7 +74,7 @@ class VllmEngine:
     ) -> Rollouts:  # fmt: skip
         """Complete prompts as `Engine` says, with as many requests; a key gives the seed of its request.
 
-        A server tells nothing before a completion is whole, so `progress` is not told either.
+        A server reports nothing before a completion is complete, nor does `progress`.
         """
         names = names or [f"sample {b}" for b in range(len(prompts))]
         options: dict[str, Any] = {"max_tokens": max_completion_length, "temperature": 0.0}

@@ -375,7 +375,7 @@ def own_output(model: PreTrainedModel, ids: Tensor, body: nn.Module | None = Non
     run: Callable[..., Any] = model if body is None else body
     if (ranks := inside(model)) is not None:
         ranks.before_forward()
-        run = model.forward if body is None else body  # without the hooks of its wrapper, which would start it anew
+        run = model.forward if body is None else body  # without the hooks of its wrapper, which would start it again
     return run(input_ids=ids, use_cache=False, **options)
 
 

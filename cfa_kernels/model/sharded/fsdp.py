@@ -96,7 +96,7 @@ def sharding_group(root: Any) -> Any:
 
 
 def give_back(root: Any) -> None:
-    """Drop the weights that a call without backward leaves whole: the next call would not gather them anew."""
+    """Drop the weights that a call without backward leaves whole: the next call would not gather them again."""
     if is_fsdp2(root):
         for module in root.modules():
             if is_fsdp2(module):
@@ -117,7 +117,7 @@ def prepare_zero3(root: Any, causal: PreTrainedModel) -> None:
 
 @contextmanager
 def head_whole(root: Any, causal: PreTrainedModel) -> Iterator[None]:
-    """Keep the head's weight whole inside a call of `root`: it is read beside the head's own call."""
+    """Keep the head's weight whole inside a call of `root`: it is read outside the head's own call."""
     unit = _unit_of_head(root, causal) if is_fsdp2(root) else None
     if unit is None:
         yield

@@ -37,7 +37,7 @@ def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one(there, undis
 def test_a_run_killed_between_the_two_updates_of_a_step_ends_as_the_undisturbed_one(there, undisturbed) -> None:
     folder = there / "between"
     said = killed_and_gone_on(flags(there / "model", folder), [8], "update")
-    assert "going on from the checkpoint of step 2" in said
+    assert "resuming from the checkpoint of step 2" in said
     assert outcome(folder) == undisturbed
 
 
@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(stopped, fault
         (checkpoint / name).write_bytes(content)
         assert step == before
         (note,) = run.notes
-        assert f"{checkpoint} is damaged and was left out: " in note
+        assert f"{checkpoint} is damaged and was skipped: " in note
     run = RunFolder(folder)
     assert (run.begin(trainer)[0], run.notes) == (last, [])
 
@@ -151,7 +151,7 @@ def test_without_a_good_checkpoint_a_run_is_not_begun_again_over_its_files(stopp
     metrics = (folder / "metrics.jsonl").read_bytes()
     for path in weights:
         path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"no checkpoint to go on from; .*step-4 is damaged.*; .*step-2 is .*; --no_"):
+    with pytest.raises(ValueError, match=r"no checkpoint to resume from; .*step-4 is damaged.*; .*step-2 is .*; --no_"):
         RunFolder(folder).begin(trainer)
     for path, content in zip(weights, contents, strict=True):
         path.write_bytes(content)
@@ -242,7 +242,7 @@ def test_a_run_whose_template_writes_the_date_goes_on_the_next_day_with_its_firs
     clock(monkeypatch, 27)
     code, said, wrong = main(stopped)
     assert (code, wrong) == (0, "")
-    assert "going on from the checkpoint of step" in said
+    assert "resuming from the checkpoint of step" in said
     assert outcome(tmp_path / "stopped")["weights"] == outcome(tmp_path / "whole")["weights"]
     assert outcome(tmp_path / "stopped")["samples"] == outcome(tmp_path / "whole")["samples"]
     code, _, wrong = main(flags(tmp_path / "model", tmp_path / "new"))

@@ -52,7 +52,7 @@ def begun(argv: list[str], steps: int = 3, finished: bool = False):
 )
 def test_a_changed_setting_is_refused_and_the_difference_shown(argv, more, said) -> None:
     path = begun(argv())
-    with pytest.raises(Refused, match=rf"{path} was begun with other settings: .*{said}.*--no_resume starts anew"):
+    with pytest.raises(Refused, match=rf"{path} was begun with other settings: .*{said}.*--no_resume starts again"):
         open_run(config(*argv("run", *more))).__enter__()
 
 
@@ -65,7 +65,7 @@ def test_how_often_and_where_a_run_saves_tests_and_logs_may_change(argv) -> None
 
 def test_under_a_steady_schedule_a_run_may_become_longer(argv) -> None:
     path = begun(argv("run", "--lr_scheduler_type=constant"), finished=True)
-    with pytest.raises(Finished, match="run is finished: it has its 6 steps; --no_resume starts anew"):
+    with pytest.raises(Finished, match="run is finished: it has its 6 steps; --no_resume starts again"):
         open_run(config(*argv("run", "--lr_scheduler_type=constant"))).__enter__()
     with open_run(config(*argv("run", "--lr_scheduler_type=constant", "--max_steps=8"))) as folder:
         assert folder.path == path

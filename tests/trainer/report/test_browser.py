@@ -107,7 +107,7 @@ def test_a_completion_without_shades_says_why_and_one_left_out_of_the_loss_shows
     assert texts(browser, "#list details > p") == ["Not shaded: no answer was found in it."]
     assert texts(browser, "#list summary") == [
         "step 2 · problem 7 · reward 0 · wrong · advantage -0.5",
-        "step 1 · problem 7 · reward 1 · correct · truncated · left out of the loss",
+        "step 1 · problem 7 · reward 1 · correct · truncated · not in the loss",
     ]
 
 

@@ -37,7 +37,7 @@ def test_units_whose_weights_are_drawn_have_no_drop_to_record() -> None:
 @pytest.mark.parametrize(
     ("flags", "options", "reason"),
     [
-        ([], {"truncated": True}, "it was cut off at the length limit, and the loss leaves it out"),
+        ([], {"truncated": True}, "it was cut off at the length limit, and the loss omits it"),
         (["--no_mask_truncated_completions"], {"truncated": True}, "no answer was found in it"),
         ([], {"advantage": 0.0, "answer": Span(2, 3)}, "it has no advantage: all completions of its group have one"),
         ([], {}, "no answer was found in it"),
@@ -54,5 +54,5 @@ def test_units_whose_weights_are_drawn_have_no_drop_to_record() -> None:
 def test_a_completion_whose_tokens_weigh_the_same_says_why(flags, options, reason) -> None:
     record = record_of([], *flags, **{"masked": False, "weights": (1.0, 1.0, 1.0)} | options)
     assert record["uncredited"].startswith(reason)
-    assert record["counted"] is not record["uncredited"].endswith("the loss leaves it out")
+    assert record["counted"] is not record["uncredited"].endswith("the loss omits it")
     assert record_of([], *flags, **options)["uncredited"] is None

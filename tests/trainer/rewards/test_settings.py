@@ -29,7 +29,7 @@ def test_a_run_adds_its_rewards_up_by_their_weights(tmp_path) -> None:
         ({"reward_funcs": ["code"]}, "dataset: 'generated' has no tests"),
         (
             {"reward_funcs": ["exact_match", "code"]},
-            "reward_funcs: code judges rows of mbpp, and eval_reward exact_match numbers",
+            "reward_funcs: code reads rows of mbpp, and eval_reward exact_match numbers",
         ),
     ],
 )

@@ -125,4 +125,4 @@ def test_what_cannot_be_merged_is_named_and_stays_as_it_is(make, message) -> Non
     assert_same_bits(before, bits(model))
     assert all(not layer.merged for layer in adapted_layers(model).values())
     (note,) = TransformersEngine(model, tokenizer()).notes
-    assert re.search("^sampling with the adapters beside the weights, for .*" + message, note)
+    assert re.search("^sampling with unmerged adapters, for .*" + message, note)

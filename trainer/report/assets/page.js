@@ -62,7 +62,7 @@ function completion(sample, open) {
     sample.run, known(sample.step) && `step ${sample.step}`, known(sample.problem) && `problem ${sample.problem}`,
     known(sample.reward) && `reward ${digits(sample.reward, 6)}`, known(sample.correct) && (sample.correct ? 'correct' : 'wrong'),
     known(sample.advantage) && sample.counted && `advantage ${digits(sample.advantage, 3)}`, sample.truncated && 'truncated',
-    !sample.counted && 'left out of the loss',
+    !sample.counted && 'not in the loss',
     sample.times > 1 && `\u00d7${sample.times}`].filter(Boolean).map(printed).join(' \u00b7 ');
   const why = sample.uncredited === null ? [] : [make('p', { class: 'soft' }, printed(`Not shaded: ${sample.uncredited}.`))];
   const made = make('details', { open }, make('summary', {}, facts || 'completion'), ...why, make('div', { class: 'sides' }));
