@@ -201,10 +201,10 @@ def test_help_wrong_flags_and_missing_files_wait_for_no_import_of_torch() -> Non
 
 
 def test_names_that_are_written_without_torch_are_the_librarys() -> None:
-    assert get_args(LossType) == tuple(name for name in LOSS_TYPES if name != "bnpo")
+    assert get_args(LossType) == tuple(name for name in LOSS_TYPES if name != "bnpo"), "name it in trainer/settings.py"
     assert (get_args(Level), get_args(Correction)) == (LEVELS, CORRECTIONS)
     whole = {"weights", "units", "completions", "normalize", "open_spans"}
-    assert {*CREDIT_OPTIONS} == {name for name, _, _ in flat_options()} | whole
+    assert {*CREDIT_OPTIONS} == {name for name, _, _ in flat_options()} | whole, "name it in trainer/settings.py"
     assert len({*CREDIT_OPTIONS}) == len(CREDIT_OPTIONS)
     assert BUILT_IN["exact_match"].options == tuple(entry.name for entry in fields(AnswerRules))
 
