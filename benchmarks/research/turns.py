@@ -139,11 +139,14 @@ class Player:
     def __init__(self, folder: Path) -> None:
         self.subject = Subject(str(folder))
         self.model, self.tokenizer = self.subject.model, self.subject.tokenizer
+        self._known = dict[str, list[int]]()
         self._digits = [self._one(str(digit)) for digit in range(10)]
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of a piece of text."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Tokens of a piece of text; the few pieces that there are come again and again."""
+        if text not in self._known:
+            self._known[text] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._known[text]
 
     def _one(self, text: str) -> int:
         (token,) = self.ids(text)
