@@ -1,4 +1,4 @@
-"""Run `python -m trainer.analyze`, `cfa-analyze` or `cfa-compare`; wrong flags and missing files wait for no import."""
+"""Run `python -m trainer.analyze`, `cfa-analyze` or `cfa-compare`; wrong flags wait for no import."""
 
 import argparse
 import sys
@@ -6,9 +6,9 @@ from pathlib import Path
 
 from ..extras import needed_by, program
 
-DESCRIPTION = """Analyse the credit of logged completions: how much masked spans matter, which contents do, where weight
-and gradient gather. RUN_OR_FILE is a folder that the training program wrote (log more with --log_completions) or a file
-with one JSON object per completion. Writes analysis.json, analysis.md and page.html. `compare RUN ...`, or
+DESCRIPTION = """Analyse the credit of logged completions: how much masked spans matter, which contents do, how
+concentrated weights are. RUN_OR_FILE is a folder that the training program wrote (log more with --log_completions) or a
+file with one JSON object per completion. Writes analysis.json, analysis.md and page.html. `compare RUN ...`, or
 `cfa-compare RUN ...`, compares."""
 COMPARISON = """Compare runs of the training program: settings that differ, final held-out accuracy with its interval,
 reward, tokens, time per step and by stage, with means of runs that differ in their seeds only. Writes a page, too."""
@@ -29,8 +29,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("--out", type=Path, help="folder to write to: analysis in the run, or NAME-analysis")
     options = vars(parser.parse_args(argv[compares:]))
     try:
-        for path in options["runs"] if compares else [options["source"]]:
-            require_there(path, "metrics.jsonl" if compares else "completions.jsonl", is_run=compares)
         with needed_by(prog, "trainer"):
             from .analysis import compare, write_analysis
         if compares:
@@ -42,14 +40,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
         return 1
     return 0
-
-
-def require_there(path: Path, name: str, *, is_run: bool) -> None:
-    """Raise `ValueError` for a path that is neither a run nor a file of completions."""
-    if is_run and not (path / name).is_file():
-        raise ValueError(f"{path}: holds no {name}, so it is not the folder of a run")
-    if not is_run and not (file := path / name if path.is_dir() else path).is_file():
-        raise ValueError(f"{file}: there is no such file")
 
 
 if __name__ == "__main__":
