@@ -1,4 +1,4 @@
-"""Run `python -m trainer.analyze`, `cfa-analyze` or `cfa-compare`; wrong flags wait for no import."""
+"""Run `python -m trainer.analyze`, `cfa-analyze` or `cfa-compare`; wrong flags and missing files wait for no import."""
 
 import argparse
 import sys
@@ -29,6 +29,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("--out", type=Path, help="folder to write to: analysis in the run, or NAME-analysis")
     options = vars(parser.parse_args(argv[compares:]))
     try:
+        for path in options["runs"] if compares else [options["source"]]:
+            require_there(path, "metrics.jsonl" if compares else "completions.jsonl", is_run=compares)
         with needed_by(prog, "trainer"):
             from .analysis import compare, write_analysis
         if compares:
@@ -40,6 +42,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
         return 1
     return 0
+
+
+def require_there(path: Path, name: str, *, is_run: bool) -> None:
+    """Raise `ValueError` for a path that is no run, or no file of completions."""
+    if is_run and not (path / name).is_file():
+        raise ValueError(f"{path}: holds no {name}, so it is not the folder of a run")
+    if not is_run and not (file := path / name if path.is_dir() else path).is_file():
+        raise ValueError(f"{file}: there is no such file")
 
 
 if __name__ == "__main__":
