@@ -9,6 +9,7 @@ which is exact: denominators scale a step only. Of a large model a few weights w
 
 import functools
 import itertools
+import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.harness.results import Pieces, made_by, table
 from benchmarks.research.arms import ARMS, PLAIN, Arm, Groups, Judged, arms_of
-from benchmarks.research.models import Subject, clock, posed, read_problems, require_mixed
+from benchmarks.research.models import Problem, Subject, clock, posed, read_problems, require_mixed
 from benchmarks.research.regimes import ASSETS, REGIMES, check, density, problems
 from cfa_kernels import Rows, packed_forward
 from cfa_kernels.options import POSITIVE, Count, Interval
@@ -57,6 +58,8 @@ class AlignmentSettings:
     """Short problems of the file that stand solved before every question."""
     computations: Annotated[int, Interval(0)] = 0
     """Most computations of a problem of the file, by GSM8K's marks; 0 for any."""
+    rollouts: str = ""
+    """Folder of `pretrained`, of the same model and sampling, whose completions are taken in place of new ones."""
     regime: str = ""
     """Name in `regimes.REGIMES`, in place of `problems` and `max_tokens`; its own model unless one is named."""
     parameters: str = "."
@@ -90,6 +93,8 @@ class AlignmentSettings:
         check(self)
         if self.regime and self.problems:
             raise ValueError(f"problems: regime={self.regime!r} has its own, got {self.problems!r}; leave one out")
+        if self.rollouts and self.moments:
+            raise ValueError(f"moments must be 0 with rollouts, which hold no earlier batches, got {self.moments}")
         if self.truth_groups < self.parts:
             raise ValueError(f"truth_groups must be at least parts, {self.parts}, got {self.truth_groups}")
         if len(self.sizes) < 2:
@@ -138,13 +143,20 @@ class Policy(Subject):
         for start in range(0, count, at_once):
             asked = [self.problems[i] for i in chosen[start : start + at_once] for _ in range(size)]
             rows, rewards = self.answered(asked)
-            for first in range(0, len(asked), batch * size):
-                own = torch.tensor(rewards[first : first + batch * size]).view(-1, size)
-                mixed = (own != own[:, :1]).any(1).repeat_interleave(size)
-                kept = (first + mixed.nonzero().flatten()).tolist()
-                prompts = [torch.tensor(asked[i].prompt) for i in kept]
-                completions = Rows(prompts, [rows[i] for i in kept])
-                yield Groups(completions, own.flatten()[mixed], [asked[i] for i in kept], size)
+            yield from self.mixed(asked, rows, rewards, batch)
+
+    def mixed(
+        self, asked: Sequence[Problem], rows: Sequence[Tensor], rewards: Sequence[float], batch: int
+    ) -> Iterator[Groups]:
+        """Cut completions of groups into batches, and leave out groups of equal rewards."""
+        for first in range(0, len(asked), batch * self.group):
+            own = torch.tensor(rewards[first : first + batch * self.group]).view(-1, self.group)
+            mixed = (own != own[:, :1]).any(1).repeat_interleave(self.group)
+            kept = (first + mixed.nonzero().flatten()).tolist()
+            prompts = [torch.tensor(asked[i].prompt) for i in kept]
+            yield Groups(
+                Rows(prompts, [rows[i] for i in kept]), own.flatten()[mixed], [asked[i] for i in kept], self.group
+            )
 
     def gradients(self, forward: PackedForward) -> Callable[[Tensor | Sequence[Tensor]], Tensor]:
         """Prepare gradients of the sum over tokens of log-prob times advantage, (D,) in float32, for any advantages.
@@ -172,8 +184,37 @@ class Policy(Subject):
         return gradient
 
 
+class Recorded(Policy):
+    """A policy whose completions are those that `pretrained` has kept: the truth's groups first, then the blocks'."""
+
+    def __init__(self, settings: AlignmentSettings) -> None:
+        super().__init__(settings)
+        pieces, self.truth_groups = Path(settings.rollouts) / "pieces", settings.truth_groups
+        known, own = json.loads((pieces / "made.json").read_text(encoding="utf-8"))["settings"], asdict(settings)
+        for name in ("model", "problems", "examples", "computations", "group", "max_tokens", "temperature"):
+            if known[name] != own[name]:
+                raise ValueError(f"{name} must be that of rollouts {pieces}, {known[name]!r}, got {own[name]!r}")
+        files = sorted(pieces.glob("rollouts-*.json"), key=lambda path: int(path.stem.split("-")[1]))
+        self.rolled = [one for path in files for one in json.loads(path.read_text(encoding="utf-8"))]
+        needed = settings.truth_groups + settings.blocks * settings.sizes[-1]
+        if needed * self.group > len(self.rolled):
+            raise ValueError(
+                f"truth_groups and blocks take {needed} groups, and rollouts {pieces} hold "
+                f"{len(self.rolled) // self.group}; lower them, or sample more"
+            )
+
+    def groups(self, *key: int, count: int, batch: int = 1) -> Iterator[Groups]:
+        """Take the groups of a part of the truth (seed, 1, part) or of a block (seed, 3, block)."""
+        first = key[2] * count + (key[1] == 3) * self.truth_groups
+        some = self.rolled[first * self.group : (first + count) * self.group]
+        columns = zip(*((self.problems[o["problem"]], torch.tensor(o["ids"]), o["reward"]) for o in some), strict=True)
+        yield from self.mixed(*map(list, columns), batch)
+
+
 def first_look(policy: Policy, settings: AlignmentSettings) -> dict[str, float]:
     """Answer a few problems: the shares of right completions and of mixed groups; refuse if nothing can be learnt."""
+    if isinstance(policy, Recorded):
+        return require_mixed(torch.tensor([one["reward"] for one in policy.rolled]).view(-1, settings.group))
     asked = [policy.problems[i % len(policy.problems)] for i in range(LOOK) for _ in range(settings.group)]
     return require_mixed(torch.tensor(policy.answered(asked)[1]).view(LOOK, -1))
 
@@ -203,7 +244,7 @@ def run(
     Raises:
         ValueError: an unknown arm, or settings that leave nothing to measure.
     """
-    chosen, policy = arms_of(arms or ["main"]), Policy(settings)
+    chosen, policy = arms_of(arms or ["main"]), (Recorded if settings.rollouts else Policy)(settings)
     look = pieces.get("first look", lambda: first_look(policy, settings))
     print(f"first look: {look['right']:.0%} right, {look['mixed']:.0%} of the groups have right and wrong completions")
     known = {name: value for name, value in asdict(settings).items() if name not in ("blocks", "continuations")}
