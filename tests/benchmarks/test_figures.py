@@ -25,7 +25,7 @@ from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
-# Commands that the pages name print the figures of models.md and planning.md; the counts of spans.md have no file.
+# The commands that models.md and planning.md quote write their figures; the counts of spans.md on GSM8K have no file.
 ELSEWHERE = {"models.md", "planning.md", "spans.md"}
 EVERY = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 PAGES = [page for page in EVERY if page.name not in ELSEWHERE]
