@@ -227,7 +227,7 @@ class Range(WeightRule):
         judged = [i for i, row in enumerate(rows) if len(row.importances) and not row.are_weights]
         if judged:
             sizes = [len(rows[i].importances) for i in judged]
-            owner, first = np.repeat(judged, sizes), np.cumsum(sizes) - sizes
+            owner, first = np.repeat(judged, sizes), np.cumsum(sizes, dtype=np.int64) - sizes
             values = np.concatenate([rows[i].importances.numpy() for i in judged])
             low, spread = np.zeros((2, len(rows)), values.dtype)
             low[judged] = np.minimum.reduceat(values, first)
