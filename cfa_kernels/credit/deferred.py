@@ -168,13 +168,14 @@ class DeferredCredit:
 
     def _assign(self, rows: Sequence[int], model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None) -> None:
         rows = list(rows)
+        batch = self.batch if rows == [*range(len(self.batch))] else self.batch.take(rows)
         (before, assignment), self._prepared = self._prepared or (None, None), None
         if assignment is not None and before == rows and isinstance(model, PackedForward):
             assignment.access = model
             credit = assignment.credit(assignment.estimate())
         else:
             credit = counterfactual_credit(
-                model, self.tokenizer, self.batch.take(rows), config=self.config, seed=self._seed, entropies=entropies,
+                model, self.tokenizer, batch, config=self.config, seed=self._seed, entropies=entropies,
                 gather=self._gather,
             )  # fmt: skip
         for i, b in enumerate(rows if self.batch.weights is not None else ()):

@@ -388,13 +388,9 @@ def test_an_estimator_of_ones_own_may_write_to_what_it_is_given(scored):
 
     def estimate(model, batch):
         for column in (
-            batch.rows.prompts,
-            batch.rows.completions,
-            batch.scored.completions,
-            batch.entropies,
-            [batch.rewards],
+            batch.rows.prompts, batch.rows.completions, batch.scored.completions, batch.entropies, [batch.rewards],
             batch.advantages,
-        ):
+        ):  # fmt: skip
             for tensor in column:
                 tensor.zero_()
         for row in batch.units:

@@ -31,11 +31,9 @@ def columns(batch):
     """Completions, groups, correctness and rewards of (row, group, correct, reward) tuples."""
     rows, groups, correct, rewards = zip(*batch, strict=True) if batch else ((), (), (), ())
     return (
-        [torch.tensor(row, dtype=torch.int64) for row in rows],
-        torch.tensor(groups, dtype=torch.int64),
-        torch.tensor(correct, dtype=torch.bool),
-        torch.tensor(rewards, dtype=torch.float64),
-    )
+        [torch.tensor(row, dtype=torch.int64) for row in rows], torch.tensor(groups, dtype=torch.int64),
+        torch.tensor(correct, dtype=torch.bool), torch.tensor(rewards, dtype=torch.float64),
+    )  # fmt: skip
 
 
 def ids(text: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels import CounterfactualConfig, counterfactual_credit
+from cfa_kernels import Batch, CounterfactualConfig, Rows, counterfactual_credit
 from tests.support import sharded, verl_engine
 from tests.support.log_prob_hosts import (
     CREDIT,
@@ -53,6 +53,7 @@ from cfa_kernels.integrations.workers import Share, Workers, judge_share  # noqa
 from cfa_kernels.scoring.access import LogprobService  # noqa: E402
 
 pytestmark = pytest.mark.slow
+KEYS = [f"{uid}_{i}_0" for i, uid in enumerate("pppqqq")]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ def build(config: Any, workers: WorkerGroup | None, trainer: type = PPOTrainerSy
     return built
 
 
-def put(transfer_queue: Any) -> Any:
+def put(transfer_queue: Any, keys: list[str] = KEYS) -> Any:
     """Two groups of three rollouts in the queue, as verl's agent loop puts them; the last prompt is the longer."""
     responses = [torch.tensor(row) for row in completions()]
     prompts = [torch.tensor(row) for row in PROMPTS]
@@ -144,15 +145,12 @@ def put(transfer_queue: Any) -> Any:
         return torch.cat([torch.zeros(len(row) - 1), torch.tensor([value])])
 
     fields = {
-        "prompts": nested(prompts),
-        "responses": nested(responses),
-        "response_mask": nested(masks),
+        "prompts": nested(prompts), "responses": nested(responses), "response_mask": nested(masks),
         "rm_scores": nested([last(row, reward) for row, reward in zip(responses, REWARDS, strict=True)]),
         "old_log_probs": nested([torch.zeros(len(row)) for row in responses]),
-    }
+    }  # fmt: skip
     data = TensorDict(fields, batch_size=6)
     data["uid"] = ["p", "p", "p", "q", "q", "q"]
-    keys = [f"{uid}_{i}_0" for i, uid in enumerate("pppqqq")]
     return transfer_queue.kv_batch_put(keys=keys, partition_id="train", fields=data, tags=[{} for _ in keys])
 
 
@@ -196,6 +194,20 @@ def test_the_advantages_are_verls_times_the_weights_of_the_completions(
     assert request["input_ids"].offsets().diff().max() <= 4 + 5  # cut after the answer
 
 
+def test_turns_of_a_sessions_outputs_are_weighed_together(one_by_one, transfer_queue, monkeypatch):
+    sessions = ["p_0", "p_0", "p_1", "q_0", "q_1", "q_1"]
+    keys = [f"{session}_{b}" for b, session in enumerate(sessions)]
+    trainer = build(one_by_one, WorkerGroup(1, 1, False, monkeypatch), units="turns")
+    own = advantages_of(PPOTrainerSync._compute_advantage(trainer, put(transfer_queue, keys), {}))
+    given = advantages_of(trainer._compute_advantage(put(transfer_queue, keys), {}))
+    advantages, apart = torch.stack([row[0] for row in own]), batch_rows()
+    rows = Rows(apart.prompts, apart.completions, rollouts=sessions)
+    batch = Batch(rows, advantages=advantages, mask=batch_mask())
+    expected = counterfactual_credit(tiny_model(), tiny_tokenizer(), batch, config=trainer.counterfactual)
+    firsts = [row[0] for row in expected.applied_to(advantages)]
+    torch.testing.assert_close([row[0] for row in given], firsts, rtol=1e-4, atol=1e-5)
+
+
 @pytest.fixture
 def one_by_one(config) -> Any:
     """The configuration with log-prob requests that take a row at a time."""
@@ -208,14 +220,11 @@ def one_by_one(config) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        *CREDIT,
-        {"estimator": "entropy"},
-        {"estimator": "entropy_shaping"},
-        {"estimator": "entropy", "control": "random"},
-        {"preselect": 0.5, "preselect_by": "entropy"},
+        *CREDIT, {"estimator": "entropy"}, {"estimator": "entropy_shaping"},
+        {"estimator": "entropy", "control": "random"}, {"preselect": 0.5, "preselect_by": "entropy"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_every_estimator_by_name_does_in_verl_what_it_does_with_the_model_at_hand(
     one_by_one, transfer_queue, monkeypatch, options
 ):
@@ -469,11 +478,9 @@ def test_a_trainer_reads_its_configuration_and_refuses_before_anything_starts(co
 @pytest.mark.parametrize(
     ("processor", "control", "refused"),
     [
-        (None, None, False),
-        ("a processor of images", None, True),
-        ("a processor of images", "off", False),
+        (None, None, False), ("a processor of images", None, True), ("a processor of images", "off", False),
     ],
-)
+)  # fmt: skip
 def test_a_model_of_images_is_refused_before_the_first_rollout(config, monkeypatch, processor, control, refused):
     made = SimpleNamespace(tokenizer=tiny_tokenizer(), processor=processor)
     monkeypatch.setattr(trainer_base, "omega_conf_to_dataclass", lambda config: made)
