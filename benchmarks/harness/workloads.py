@@ -337,7 +337,7 @@ def shaped_rollouts(problems: int, *, group: int, **shape: int) -> JobRollouts:
         for name in ("prompts", "completions", "spans", "answers")
     }
     # Halves of characters would shift the places of peers that find the answer by counting characters.
-    words = _word_ids()
+    words = word_ids()
     for name in ("prompts", "completions"):
         columns[name] = [torch.where(ids == _marker_id(), ids, words[ids % len(words)]) for ids in columns[name]]
     job = replace(jobs[0], name=f"{problems}x{jobs[0].name}", **columns)
@@ -345,7 +345,7 @@ def shaped_rollouts(problems: int, *, group: int, **shape: int) -> JobRollouts:
 
 
 @functools.cache
-def _word_ids() -> Tensor:
+def word_ids() -> Tensor:
     """List the ids of tokens that are letters only."""
     texts = (str(tokenizer().decode([i])).strip() for i in range(len(tokenizer())))
     return torch.tensor([i for i, text in enumerate(texts) if text.isascii() and text.isalpha()])

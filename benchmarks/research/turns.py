@@ -18,19 +18,22 @@ from benchmarks.research.regimes import make
 from cfa_kernels import CounterfactualConfig, Rows, counterfactual_credit, packed_logprobs
 from cfa_kernels.options import Count, Share, check_fields
 from trainer.data import Row, encode_prompt
+from trainer.settings import ASSETS
 
-COLOURS = ["red", "blue", "green", "black", "white", "brown", "pink", "gray", "gold", "tan", "lime", "teal"]
+NAMES = [  # a token each
+    "apples", "beads", "books", "cards", "coins", "hours",
+    "marbles", "miles", "pencils", "shells", "stamps", "stickers",
+]  # fmt: skip
 DECISIVE = 2  # turns of a rollout that offer what is asked for
 LONGEST = 16  # turns of the rollouts that are learnt from
-RECIPE = {
-    "vocab_size": 384, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 192,
-    "max_position_embeddings": 512,
-}  # fmt: skip
-"""Shape of the model; the rest of its recipe is the embedded one's."""
+MOST = len(NAMES) - 2  # boxes that those ask for: every digit that was seen is one more that can be learnt
+RECIPE = {"model": str(ASSETS), "learning_rate": 1e-3, "warmup_steps": 50}
+"""Of the reference: the embedded model, which can copy digits, learns on."""
+_BY_GOLD = {"units": "turns", "target": "gold", "answer_format": "say(.+)"}
 ARMS: dict[str, dict[str, Any]] = {
-    "masked turn": {"units": "turns", "target": "gold"},
-    "masked turn with its observation": {"units": "turns", "target": "gold", "mask_observation": True},
-    "prefix gain": {"estimator": "prefix_gain", "units": "turns", "target": "gold"},
+    "masked turn": _BY_GOLD,
+    "masked turn with its observation": _BY_GOLD | {"mask_observation": True},
+    "prefix gain": _BY_GOLD | {"estimator": "prefix_gain"},
     "progress": {"estimator": "progress"},
 }
 CHANCE = "random"
@@ -41,7 +44,7 @@ AT_ONCE = 512  # replays
 class TurnsSettings:
     """Size of the measurement."""
 
-    steps: Count = 2000
+    steps: Count = 1500
     """Steps that the reference learns, from pupils who open boxes at random."""
     more_steps: Count = 60
     """Steps that the policy learns on, half from rollouts of the reference that succeeded."""
@@ -70,26 +73,26 @@ class Boxes:
     the list of the boxes that were opened.
     """
 
-    wanted: tuple[str, str]
+    wanted: tuple[str, ...]
     offers: tuple[tuple[str, str], ...]
     digits: Mapping[str, int]
 
     @classmethod
-    def draw(cls, rng: random.Random, turns: int) -> "Boxes":
+    def draw(cls, rng: random.Random, turns: int, decisive: int = DECISIVE) -> "Boxes":
         """Draw the digits, what is asked for, and what is offered."""
-        names = rng.sample(COLOURS, len(COLOURS))
-        wanted, others = (names[0], names[1]), names[DECISIVE:]
-        asked = dict(zip(rng.sample(range(turns), DECISIVE), rng.sample(wanted, DECISIVE), strict=True))
+        names = rng.sample(NAMES, len(NAMES))
+        wanted, others = (*names[:decisive],), names[decisive:]
+        asked = dict(zip(rng.sample(range(turns), decisive), rng.sample(wanted, decisive), strict=True))
         offers = []
         for turn in range(turns):
             pair = [asked[turn], rng.choice(others)] if turn in asked else rng.sample(others, 2)
             offers.append((*rng.sample(pair, 2),))
-        return cls(wanted, tuple(offers), {name: rng.randrange(10) for name in COLOURS})  # type: ignore[arg-type]
+        return cls(wanted, tuple(offers), {name: rng.randrange(10) for name in NAMES})
 
     @property
     def question(self) -> str:
         """What the policy is asked."""
-        return f"What is in {self.wanted[0]} and {self.wanted[1]}?"
+        return f"How many {' and '.join(self.wanted)}?"
 
     @property
     def gold(self) -> str:
@@ -98,35 +101,39 @@ class Boxes:
 
     def observation(self, opened: Sequence[str]) -> str:
         """What the environment writes after some boxes were opened."""
-        shown = f"{self.digits[opened[-1]]}, " if opened else ""
-        turn = len(opened)
-        return f" [{shown}{' or '.join(self.offers[turn]) if turn < len(self.offers) else 'end'}]"
+        shown, rest = f"{self.digits[opened[-1]]}," if opened else "", self.offers[len(opened) :]
+        return shown + ("".join(f" {name}?" for name in rest[0]) if rest else " end.")
 
     def pieces(self, opened: Sequence[str]) -> list[tuple[str, int]]:
         """Text of a rollout up to a snapshot, and whether the policy wrote it."""
         parts = [(self.observation([]), 0)]
         for turn in range(1, len(opened) + 1):
-            parts += [(f" {opened[turn - 1]}.", 1), (self.observation(opened[:turn]), 0)]
+            parts += [(f" {opened[turn - 1]}", 1), (self.observation(opened[:turn]), 0)]
         return parts
+
+    def outcome(self, digits: str) -> str:
+        """What is asked for, with digits: the name before its digit stands as in the turn that opened the box."""
+        return "".join(f" {name}{digit}" for name, digit in zip(self.wanted, digits, strict=True))
 
     def answer(self, digits: str) -> str:
         """The policy's last turn."""
-        return f" #### {digits}"
+        return f" say{self.outcome(digits)}"
 
 
 def pupils(split: str, seed: int) -> Iterator[Row]:
     """Rollouts of pupils who open boxes at random, and guess what they have not seen."""
     rng = random.Random(f"{split} {seed}")
     while True:
-        boxes = Boxes.draw(rng, rng.randint(DECISIVE, LONGEST))
+        turns = rng.randint(DECISIVE, LONGEST)
+        boxes = Boxes.draw(rng, turns, rng.randint(DECISIVE, min(turns, MOST)))
         yield told(boxes, [rng.choice(offer) for offer in boxes.offers], rng)
 
 
 def told(boxes: Boxes, opened: Sequence[str], rng: random.Random) -> Row:
-    """A rollout as a row to learn from."""
+    """A rollout as a row to learn from; rows end in a marked number, which nothing here reads."""
     digits = "".join(str(boxes.digits[name] if name in opened else rng.randrange(10)) for name in boxes.wanted)
     text = "".join(part for part, _ in boxes.pieces(opened)) + boxes.answer(digits)
-    return Row({"question": boxes.question, "answer": text})
+    return Row({"question": boxes.question, "answer": f"{text} #### {digits}"})
 
 
 Played = tuple[list[str], str]
@@ -172,11 +179,13 @@ class Player:
             odds = out.logits[:, -1].gather(1, choices).softmax(1)[:, 0]
             for g, game in enumerate(games):
                 states[g].append(game.offers[turn][int(draws[g, turn] >= odds[g])])
-                rows.append(self.ids(f" {states[g][-1]}.") + self.ids(game.observation(states[g])))
+                rows.append(self.ids(f" {states[g][-1]}") + self.ids(game.observation(states[g])))
             new = torch.tensor(rows)
-        lead = torch.tensor(self.ids(" #### ")).expand(len(games), -1)
-        new, answers = torch.cat([new, lead], 1), [""] * len(games)
+        new = torch.cat([new, torch.tensor(self.ids(" say")).expand(len(games), -1)], 1)
+        answers = [""] * len(games)
         for place in range(DECISIVE):
+            names = torch.tensor([[self._one(f" {game.wanted[place]}")] for game in games])
+            new = torch.cat([new, names], 1)
             out = self.model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = out.past_key_values
             odds = out.logits[:, -1, self._digits].softmax(1).cumsum(1)
@@ -238,12 +247,13 @@ def judged(policy: Player, reference: Player, turns: int, settings: TurnsSetting
         completions.append(torch.tensor([token for ids, _ in parts for token in ids]))
         masks.append(torch.tensor([own for ids, own in parts for _ in ids]))
     rows, columns = Rows(prompts, completions), dict[str, Any]()
+    targets = [torch.tensor(policy.ids(game.outcome(game.gold))) for game in games]
     with torch.no_grad():
         for name, player in (("old_logprobs", policy), ("ref_logprobs", reference)):
             columns[name] = [row.detach() for row in packed_logprobs(player.model, rows)]  # type: ignore[union-attr]
     scores = {}
     for name, options in ARMS.items():
-        given = columns if name == "progress" else {"targets": [game.gold for game in games]}
+        given = columns if name == "progress" else {"targets": targets}
         config = CounterfactualConfig(**options)
         credit = counterfactual_credit(policy.model, policy.tokenizer, rows, config=config, mask=masks, **given)
         scores[name] = [drop[:turns].tolist() for drop in credit.drop]

@@ -19,7 +19,7 @@ import tyro
 from benchmarks.harness.environment import REPOSITORY, describe_environment, slug
 from benchmarks.harness.results import RESULTS
 
-PARTS = ("kernels", "scoring", "loss", "step")
+PARTS = ("kernels", "scoring", "loss", "step", "turns")
 """Each is a file of this folder; `step` is `bench_step.py`."""
 
 PEERS_OF = ("scoring", "step")
@@ -34,7 +34,7 @@ class Options:
 
     device: Literal["cuda", "cpu"] = "cuda"
     """Device; "cuda" is HIP too."""
-    only: tyro.conf.UseAppendAction[tuple[Literal["kernels", "scoring", "loss", "step"], ...]] = ()
+    only: tyro.conf.UseAppendAction[tuple[Literal["kernels", "scoring", "loss", "step", "turns"], ...]] = ()
     """Part to measure; repeatable; by default all."""
     select: str | None = None
     """pytest's -k for the part, to measure a piece of it."""

@@ -69,7 +69,7 @@ def _sequences(replay: Replay) -> list[tuple[Tensor, int]]:
     return [(torch.cat([prompt, completion[:-1]]), len(prompt)) for prompt, completion in pairs]
 
 
-def _in_budget(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+def in_budget(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
     """Neighbours up to `budget` tokens together."""
     part, total = list[int](), 0
     for i, length in enumerate(lengths):
@@ -105,7 +105,7 @@ def _per_sequence_attention(
 AttentionInterface.register("benchmark_per_sequence", _per_sequence_attention)
 
 
-def _forward(causal: PreTrainedModel, ids: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+def row_states(causal: PreTrainedModel, ids: Tensor, positions: Tensor, **attention: Any) -> Tensor:
     """Hidden states (N, H) of one packed row."""
     return backbone(causal)(
         input_ids=ids[None], position_ids=positions[None], use_cache=False, **attention
@@ -134,10 +134,10 @@ def varlen(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     causal, head, total = replay.causal, check_supported(replay.causal), torch.zeros((), device=replay.device)
     with stopwatch.update(), using_attention(causal, "benchmark_per_sequence"):
         sequences = _sequences(replay)
-        for rows in _in_budget([len(ids) for ids, _ in sequences], default_token_budget(causal, training=True)):
+        for rows in in_budget([len(ids) for ids, _ in sequences], default_token_budget(causal, training=True)):
             lengths = [len(sequences[b][0]) for b in rows]
             ends = torch.tensor([0, *lengths]).cumsum(0)
-            hidden = _forward(
+            hidden = row_states(
                 causal,
                 torch.cat([sequences[b][0] for b in rows]),
                 torch.cat([torch.arange(length, device=replay.device) for length in lengths]),

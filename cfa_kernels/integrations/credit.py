@@ -24,6 +24,7 @@ _COLUMNS = frozenset({EXTERNAL, LOG_RATIOS, TARGETS})  # that only a loop of the
 OFFERS = {
     "TRL": frozenset(NEEDS) - _COLUMNS,
     "TRL, FSDP": frozenset(NEEDS) - _COLUMNS - {GRADIENTS},
+    "TRL, AsyncGRPO": frozenset(NEEDS) - _COLUMNS - {ENTROPIES, SIBLINGS, REWARDS},
     "verl": OFFERED_BY_A_SERVICE | {ENTROPIES} | Sharded.capabilities,
     "verl, by log-prob requests": OFFERED_BY_A_SERVICE | {ENTROPIES},
     "OpenRLHF": OFFERED_BY_A_SERVICE | Sharded.capabilities,

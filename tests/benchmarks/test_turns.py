@@ -1,6 +1,5 @@
 """The environment of `evidence turns`: it is deterministic, as dense as it says, and its replays know what matters."""
 
-import itertools
 import random
 
 import pytest
@@ -8,19 +7,17 @@ import torch
 
 from benchmarks.research.turns import (
     ARMS,
-    COLOURS,
     DECISIVE,
     DENSITIES,
-    RECIPE,
+    NAMES,
     Boxes,
     Player,
     TurnsSettings,
     judged,
     players,
-    pupils,
 )  # fmt: skip
 from benchmarks.research.turns import replayed as replays
-from benchmarks.research.warmup import WarmupConfig, small_model, train_tokenizer
+from trainer.settings import ASSETS
 
 
 @pytest.mark.parametrize("turns", DENSITIES.values())
@@ -36,14 +33,15 @@ def test_as_many_turns_can_matter_as_the_density_says(turns):
 
 
 def test_a_rollout_is_told_in_pieces_of_the_policy_and_of_the_environment():
-    digits = dict.fromkeys(COLOURS, 0) | {"red": 4, "gray": 9}
-    boxes = Boxes(("red", "blue"), (("red", "tan"), ("gray", "blue")), digits)
-    assert boxes.question == "What is in red and blue?"
+    digits = dict.fromkeys(NAMES, 0) | {"apples": 4, "coins": 9}
+    boxes = Boxes(("apples", "cards"), (("apples", "shells"), ("coins", "cards")), digits)
+    assert boxes.question == "How many apples and cards?"
     assert boxes.gold == "40"
-    assert boxes.pieces(["red", "gray"]) == [
-        (" [red or tan]", 0), (" red.", 1), (" [4, gray or blue]", 0), (" gray.", 1), (" [9, end]", 0),
+    assert boxes.pieces(["apples", "coins"]) == [
+        (" apples? shells?", 0), (" apples", 1), ("4, coins? cards?", 0), (" coins", 1), ("9, end.", 0),
     ]  # fmt: skip
-    assert boxes.pieces(["red", "gray"])[:3] == boxes.pieces(["red"])
+    assert boxes.pieces(["apples", "coins"])[:3] == boxes.pieces(["apples"])
+    assert boxes.answer("47") == " say apples4 cards7"
 
 
 class Certain(Player):
@@ -62,18 +60,15 @@ class Certain(Player):
 
 
 def test_replays_find_the_turn_at_which_a_rollout_was_lost():
-    digits = dict.fromkeys(COLOURS, 0)
-    boxes = Boxes(("red", "blue"), (("red", "tan"), ("gray", "lime"), ("gray", "blue")), digits)
-    games, opened = [boxes] * 2, [["tan", "gray", "blue"], ["red", "lime", "blue"]]
+    digits = dict.fromkeys(NAMES, 0)
+    boxes = Boxes(("apples", "cards"), (("apples", "shells"), ("coins", "beads"), ("coins", "cards")), digits)
+    games, opened = [boxes] * 2, [["shells", "coins", "cards"], ["apples", "beads", "cards"]]
     values = replays(Certain(), games, opened, TurnsSettings(replays=3))
     assert values.diff(dim=1).tolist() == [[-1, 0, 0], [0, 0, 0]]
 
 
-def test_every_arm_gives_every_turn_a_number(tmp_path):
-    tokenizer = train_tokenizer(list(itertools.islice(pupils("train", 0), 400)), RECIPE["vocab_size"])
-    small_model(WarmupConfig(**RECIPE), tokenizer).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    player = Player(tmp_path)
+def test_every_arm_gives_every_turn_a_number():
+    player = Player(ASSETS)
     settings = TurnsSettings(rollouts=3, replays=2)
     found = judged(player, player, 4, settings)
     assert found["scores"].keys() == ARMS.keys()

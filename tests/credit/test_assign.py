@@ -310,7 +310,7 @@ ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
 @pytest.mark.parametrize(
     ("config", "given", "message"),
     [
-        ({"estimator": "entropy"}, {}, "entropies must be given to an estimator that reads them, got None"),
+        ({"estimator": "entropy"}, {}, "entropies is None, and the estimator reads it; pass entropies"),
         ({"estimator": "entropy_shaping"}, {"entropies": [*map(torch.ones, ROWS.lengths)]}, "advantages must be given"),
         ({"estimator": "external"}, {}, "external must be given"),
         ({"completions": "positive"}, {}, "advantages must be given with completions='positive'"),

@@ -14,6 +14,7 @@ CREDIT = [
     {"units": "tokens", "outcome": "mean_logprob", "weights": "bilevel"},
     {"preselect": 0.5, "preselect_by": "prefix_gain", "normalize": "mean"},
     {"estimator": "prefix_gain", "control": "inverted"},
+    {"units": "turns", "mask_observation": True},
     {"estimator": "prefix_gain", "completions": "positive", "normalize": "mean", "open_spans": True},
     {"estimator": "prefix_tree"}, {"estimator": "prefix_tree", "control": "random"},
     {"estimator": "prefix_tree", "control": "inverted"}, {"estimator": "sibling_edits"},

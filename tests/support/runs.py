@@ -18,7 +18,6 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 from trainer import __main__ as program
 from trainer.cli import parse, refusing
 from trainer.config import TrainConfig
-from trainer.settings import TrainSettings
 
 SECONDS = 120
 DISTURBANCES: list[Callable[[int], None]] = []
@@ -55,7 +54,7 @@ def config(*argv: str) -> TrainConfig:
     named = any(flag.startswith(("--config", "--estimator")) for flag in argv)
     prog, masking = "python -m trainer", [] if named else ["--estimator=masking"]
     with refusing(prog):
-        return TrainConfig(**vars(parse(TrainSettings, [*masking, *argv], prog=prog)))
+        return TrainConfig(**vars(parse([*masking, *argv], prog=prog)))
 
 
 def main(argv: list[str], *disturbances: Callable[[int], None]) -> tuple[int, str, str]:

@@ -1,0 +1,140 @@
+"""Add counterfactual credit to TRL's experimental AsyncGRPO, and run its tree without FlashAttention 3."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from .. import CounterfactualConfig
+from ..credit.config import as_config
+from ..credit.deferred import Draws
+from ..credit.presets import RECOMMENDED
+from ..model.parts import causal_lm
+from ..rows import Rows
+from ..scoring.access import InProcess
+from ..tree.attention import tree_attention
+from ..tree.segment_table import SegmentTable
+from .credit import OFFERS, credit_rows, obstacles, refuse, unmet_needs
+
+ATTENTION = "cfa_trl_tree"
+
+_TABLES = WeakTensorKeyDictionary()  # a `SegmentTable` for all layers of a forward, by `tree_kv_index`
+
+
+def run_trees_anywhere(model: nn.Module) -> None:
+    """Let a model run the rows of TRL's `TreeRow` on any device that the library runs on, a CPU too.
+
+    The same attention as TRL's, without copies of keys and values. Call it on `trainer.model`, once.
+    """
+    causal_lm(model).set_attn_implementation(ATTENTION)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    tree_kv_index: Tensor,
+    tree_cu_seqlens_q: Tensor,
+    tree_cu_seqlens_k: Tensor,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend as `trl.experimental.async_grpo.packing.tree_attention`, with its arguments; (1, H, N, D) -> (1, N, H, D).
+
+    `tree_kv_index` (K,) holds the rows that each segment sees, its own last; the others (S + 1,) where each ends.
+    """
+    table: SegmentTable | None = _TABLES.get(tree_kv_index)
+    if table is None:
+        paths, ends, path_ends = (x.cpu().int().numpy() for x in (tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k))
+        lengths = np.diff(ends)
+        table = SegmentTable(ends[:-1], lengths, path_ends[:-1], np.diff(path_ends) - lengths, paths)
+        _TABLES[tree_kv_index] = table
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    out = tree_attention(q, k, v, table, scale=scaling, sliding_window=sliding_window, softcap=softcap)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda **_: None)
+
+
+class CounterfactualAsyncMixin:
+    """Add credit to `AsyncGRPOTrainer`: `class Mine(CounterfactualAsyncMixin, AsyncGRPOTrainer)`.
+
+    Each micro-batch is credited right before its loss, by the policy as it is then. A row is a sample of TRL's, from
+    its first trained token to its last; what it does not train, as a tool's text, is neither answer nor unit.
+
+    Args:
+        *args, **kwargs: the trainer's own.
+        credit: a `CounterfactualConfig` or the name of a preset.
+
+    Raises:
+        NotImplementedError: an estimator or setting that credit cannot be combined with, each named.
+    """
+
+    def __init__(self, *args: Any, credit: CounterfactualConfig | str = RECOMMENDED, **kwargs: Any) -> None:
+        self.credit = as_config(credit)
+        refuse(unmet_needs(self.credit, OFFERS["TRL, AsyncGRPO"]))
+        super().__init__(*args, **kwargs)
+        own: Any = self
+        processes = own.accelerator.num_processes
+        refuse(obstacles((processes > 1, f"{processes} processes: run AsyncGRPO in one")))
+        self._draws = Draws(own.args.seed)
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute TRL's loss with credited advantages."""
+        own: Any = self
+        missing = sorted(_READ - inputs.keys())
+        refuse(obstacles((missing, f"this version of TRL: its micro-batches have no {', '.join(missing)}")))
+        if self.credit.control != "off":
+            rows, masks, advantages = _rows_of(inputs)
+            credited, figures = credit_rows(
+                own.processing_class, rows, masks, advantages, InProcess(causal_lm(model)), config=self.credit,
+                seed=self._draws.key(own.state.global_step), groups=torch.arange(len(rows)),
+                rewards=torch.zeros(len(rows)),
+            )  # fmt: skip
+            terms = torch.cat([row[mask.bool()] for row, mask in zip(credited, masks, strict=True)])
+            values = inputs["advantages"].clone()
+            values[inputs["token_index"] >= 0] = terms.to(values)
+            inputs = {**inputs, "advantages": values}
+            for name, figure in figures.items():
+                own._metrics["train"][name].append(figure)
+        return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+
+_READ = {"input_ids", "position_ids", "shift_labels", "token_index", "segment_id", "advantages"} | {
+    f"tree_{name}" for name in ("kv_index", "cu_seqlens_q", "cu_seqlens_k")
+}
+
+
+def _rows_of(inputs: dict[str, Any]) -> tuple[Rows, Sequence[Tensor], Sequence[Tensor]]:
+    """Read the samples off a micro-batch of one process: rows, B tensors (T_b,) of what is trained, and advantages."""
+    here = {name: inputs[name][0].cpu() for name in _READ}
+    ids, position, labels = (here[name] for name in ("input_ids", "position_ids", "shift_labels"))
+    paths, ends, path_ends = (here[f"tree_{name}"] for name in ("kv_index", "cu_seqlens_q", "cu_seqlens_k"))
+    terms = here["token_index"] >= 0
+    _, counts = here["segment_id"][terms].unique_consecutive(return_counts=True)
+    columns = [here[name][terms].split(counts.tolist()) for name in ("token_index", "advantages")]
+    prompts, completions, masks, advantages = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+    for before, values in zip(*columns, strict=True):
+        last = int(before[-1])
+        start = path_ends[torch.searchsorted(ends, last, right=True) - 1]
+        path = paths[start : start + int(position[last]) + 1]
+        whole = torch.cat([ids[path], labels[last][None]])
+        places = position[before] + 1
+        first = int(places[0])
+        prompts.append(whole[:first])
+        completions.append(whole[first:])
+        masks.append(torch.zeros(len(whole) - first, dtype=torch.int64).index_fill_(0, places - first, 1))
+        advantages.append(torch.zeros(len(whole) - first).index_copy_(0, places - first, values.float()))
+    return Rows(prompts, completions), masks, advantages
