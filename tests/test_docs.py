@@ -69,7 +69,7 @@ def test_the_first_block_for_trl_runs_when_it_is_pasted(tmp_path, monkeypatch):
     pytest.importorskip("trl", reason="trl is not installed")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     namespace: dict[str, Any] = {"__name__": "pasted"}
-    assert run(REPOSITORY / "docs" / "trl.md", namespace, downloads(tmp_path)) == 2
+    assert run(REPOSITORY / "docs" / "trl.md", namespace, downloads(tmp_path)) in (2, 3)  # not all TRLs have AsyncGRPO
     trained = dict(namespace["trainer"].model.named_parameters())
     assert any(not torch.equal(value, trained[name]) for name, value in tiny_model().named_parameters())
 

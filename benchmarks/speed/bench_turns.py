@@ -1,7 +1,7 @@
 """Race a step on trees of turns against TRL's tree and rows that share nothing; ask gold answers after every turn.
 
-Rollouts of one prompt part turn by turn, as forks, searches and rewritten histories do. A contender that does not leave
-the gradient of rows apart is refused. Credit for turns comes on top. No optimizer steps, no sampling.
+Rollouts of one prompt branch off turn by turn, as forks, searches and rewritten histories do. A contender that does not
+leave the gradient of rows apart is refused. Credit for turns comes on top. No optimizer steps, no sampling.
 """
 
 import contextlib

@@ -27,7 +27,7 @@ def work(shape: str) -> Work:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rollouts_part_turn_by_turn(shape):
+def test_rollouts_branch_off_turn_by_turn(shape):
     made = work(shape)
     assert len(made.rows) == SHAPES[shape][-1]
     starts = [edges(mask) for mask in made.masks]
