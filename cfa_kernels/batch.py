@@ -103,7 +103,7 @@ class Batch:
         batch.__dict__.pop("scored_rows", None)
         for name, value in vars(batch).items():
             if value is not None and name not in _SETTINGS:
-                vars(batch)[name] = _taken(value, rows)
+                vars(batch)[name] = batch.rows if value is self.rows and name != "rows" else _taken(value, rows)
         return batch
 
     @staticmethod

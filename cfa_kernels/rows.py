@@ -171,11 +171,11 @@ def check_tokens(name: str, column: Any, rows: Rows) -> None:
 
 
 def check_finite(
-    name: str, index: Sequence[int], column: Sequence[Tensor], low: float = -torch.inf, of: str = "token"
+    name: str, index: Sequence[int], column: Tensor | Sequence[Tensor], low: float = -torch.inf, of: str = "token"
 ) -> None:
     """Raise `ValueError` naming the row, by `index`, place and value of the first number below `low` or not finite."""
     if len(column):
-        numbers = torch.cat([row.reshape(-1) for row in column])
+        numbers = column if isinstance(column, Tensor) else torch.cat([row.reshape(-1) for row in column])
         if (numbers.isfinite() & (numbers >= low)).all():
             return
     expected = "finite" if low == -torch.inf else "finite and not negative"

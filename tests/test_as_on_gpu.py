@@ -42,16 +42,13 @@ def test_tensors_are_where_a_gpu_would_have_them(device):
 @pytest.mark.parametrize(
     "mix",
     [
-        lambda x, y: x + y,
-        lambda x, y: torch.cat([x, y]),
-        lambda x, y: nn.functional.linear(x, y),
-        lambda x, y: x.add_(y),
-        lambda x, y: torch.where(x > 0, x, y),
+        lambda x, y: x + y, lambda x, y: torch.cat([x, y]), lambda x, y: nn.functional.linear(x, y),
+        lambda x, y: x.add_(y), lambda x, y: torch.where(x > 0, x, y),
         lambda x, y: torch.testing.assert_close(x, x.cpu()),
         lambda x, y: linear_logprob(x, y, torch.zeros(4, dtype=torch.int64, device=x.device), backend="torch"),
         lambda x, y: linear_logprob(x, x, torch.zeros(4, dtype=torch.int64), backend="torch"),
     ],
-)
+)  # fmt: skip
 def test_tensors_of_both_sides_in_one_call_are_refused(mix, device):
     with pytest.raises((RuntimeError, ValueError, AssertionError), match="device"):
         mix(torch.randn(4, 4, device=device), torch.randn(4, 4))

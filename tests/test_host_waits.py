@@ -47,22 +47,18 @@ def assert_waits(waits: Waits, *causes: str) -> None:
 @pytest.mark.parametrize(
     ("cause", "name"),
     [
-        (lambda x: x.sum().item(), "aten::_local_scalar_dense"),
-        (lambda x: bool(x.any()), "aten::_local_scalar_dense"),
-        (lambda x: x.nonzero(), "aten::nonzero"),
-        (lambda x: x[x > 0], "boolean index"),
-        (lambda x: x[torch.arange(2)], "upload of an index"),
-        (lambda x: x.tolist(), "tolist"),
+        (lambda x: x.sum().item(), "aten::_local_scalar_dense"), (lambda x: bool(x.any()), "aten::_local_scalar_dense"),
+        (lambda x: x.nonzero(), "aten::nonzero"), (lambda x: x[x > 0], "boolean index"),
+        (lambda x: x[torch.arange(2)], "upload of an index"), (lambda x: x.tolist(), "tolist"),
         (lambda x: x.to("cpu"), "to(cpu)"),
         (lambda x: torch.ones(2).to(x.device, non_blocking=True), "upload from pageable memory"),
         (lambda x: torch.ones(2).pin_memory().to(x.device), "blocking upload"),
         (lambda x: torch.tensor([1.0], device=x.device), "blocking upload"),
-        (lambda x: torch.as_tensor(1.0, device=x.device), "blocking upload"),
-        (lambda x: x.unique(), "aten::_unique2"),
+        (lambda x: torch.as_tensor(1.0, device=x.device), "blocking upload"), (lambda x: x.unique(), "aten::_unique2"),
         (lambda x: torch.segment_reduce(x, "mean", lengths=x.new_ones(3, dtype=torch.int64)), "aten::segment_reduce"),
         (lambda x: torch.empty(3).copy_(x), "download by copy_"),
     ],
-)
+)  # fmt: skip
 def test_a_wait_is_seen(cause, name):
     with a_device() as waits:
         x = torch.arange(3.0, device=DEVICE)

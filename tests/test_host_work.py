@@ -12,9 +12,8 @@ from cfa_kernels.credit import assign, deferred
 from cfa_kernels.model import lora, quantised
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.walk import ModelWalk
-from cfa_kernels.rows import equal_prompts
 from cfa_kernels.scoring import masked, packed
-from cfa_kernels.text import find
+from cfa_kernels.text import offsets
 from tests.support.log_prob_hosts import batch_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -44,7 +43,7 @@ def test_credit_asks_once_for_the_batch_and_reads_text_while_the_forward_runs(op
     monkeypatch.setattr(packed.PackedForward, "dtype", property(lambda self: calls.update(dtype=1) or dtype.fget(self)))
     for owner, name in (
         (ModelWalk, "__init__"), (ModelWalk, "holds"), (quantised, "is_quantised"), (lora, "_plain"),
-        (assign, "find_units"), (find, "token_offsets"), (assign, "rounding"),
+        (assign, "find_units"), (offsets.Decoder, "offsets"), (assign, "rounding"),
         (packed, "packed_hidden"), (masked, "packed_hidden"),
     ):  # fmt: skip
         counted(owner, name)
@@ -60,9 +59,7 @@ def test_credit_asks_once_for_the_batch_and_reads_text_while_the_forward_runs(op
     assert (calls["__init__"], calls["is_quantised"], calls["_plain"]) == (0, 0, 0)
     assert calls["holds"] <= 7
     assert calls["dtype"] == calls["find_units"] == 1
-    assert calls["token_offsets"] == len(credit.to_judge()) + len(
-        {equal_prompts(ROWS.prompts)[b] for b in credit.to_judge()}
-    )
+    assert calls["offsets"] == 2  # completions, and each prompt once
     assert calls["rounding"] == (0 if before else 2)  # of all rows
     assert (events.index("find_units") < events.index("packed_hidden")) == before
     print(f"{options}: {took * 1e3:.1f} CPU ms with the model, {dict(calls)}")

@@ -25,10 +25,8 @@ PROGRAMS = {
     "cfa-compare": "trainer.analyze compare",
 }  # fmt: skip
 MAINS = {
-    "benchmarks": "benchmarks.__main__",
-    "trainer": "trainer.cli",
-    "trainer.analyze": "trainer.analyze.__main__",
-}
+    "benchmarks": "benchmarks.__main__", "trainer": "trainer.cli", "trainer.analyze": "trainer.analyze.__main__",
+}  # fmt: skip
 
 
 def quoted() -> list[str]:

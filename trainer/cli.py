@@ -1,4 +1,4 @@
-"""Fill a dataclass of settings from its defaults, the model folder's file, `--config` and flags, by tyro.
+"""Fill the settings from their defaults, the model folder's file, `--config` and flags, by tyro.
 
 It imports torch only for flags that put other parts in the place of a preset's, as seconds of imports come after this.
 """
@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,8 @@ _Yaml.add_implicit_resolver(
 )
 
 
-def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str = "") -> Any:
-    """Fill the dataclass `kind` from, in rising order: its defaults, the model folder's, `--config`, flags.
+def parse(argv: Sequence[str], *, prog: str) -> TrainSettings:
+    """Fill the settings from, in rising order: their defaults, the model folder's, `--config`, flags.
 
     A file of `--config` that ships with the program is another model's run: the model folder wins over it. Credit is by
     the recommended one of these unless `--config` or `--estimator` name another.
@@ -57,47 +57,43 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str = "") -
     """
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     before.add_argument("--config")
-    before.add_argument("--model", default=argparse.SUPPRESS)
-    before.add_argument("--estimator", default=argparse.SUPPRESS)
     before.add_argument("--credit_options", nargs=2, action="append", default=[])
-    known = {entry.name for entry in fields(kind)}
-    with_credit = "credit_options" in known
-    short = [name for name in CREDIT_OPTIONS if name not in known] if with_credit else []
-    for name in short:
+    for name in ("model", "estimator", *(name for name in CREDIT_OPTIONS if not hasattr(TrainSettings, name))):
         before.add_argument(f"--{name}", default=argparse.SUPPRESS)
     with refusing(prog):
         chosen, flags = before.parse_known_args(argv)
-        early = {name: value for name, value in vars(chosen).items() if name in ("model", "estimator")}
-        source = chosen.config or (RECOMMENDED if with_credit and _names_no_credit(argv) else None)
+        given = vars(chosen)
+        source, pairs = given.pop("config"), given.pop("credit_options")
+        early = {name: given.pop(name) for name in ("model", "estimator") if name in given}
+        source = source or (RECOMMENDED if _names_no_credit(argv) else None)
         file = _config_file(source) if source else None
         preset = file if file and file.resolve().parent == PRESETS.resolve() else None
-        settings = (_read_settings(file, kind) if file else {}) | early
-        model = settings.get("model", getattr(kind, "model", None))
-        if model is not None and (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
-            suits = _model_settings(_read_settings(suited, kind), suited, model)
+        settings = (_read_settings(file) if file else {}) | early
+        model = settings.get("model") or EMBEDDED
+        if (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
+            suits = _model_settings(suited, model)
             settings = settings | suits if preset else suits | settings
-        defaults = kind(**{name: value for name, value in settings.items() if value is not None})
+        defaults = TrainSettings(**{name: value for name, value in settings.items() if value is not None})
         check_fields(defaults)
-        pairs = [*chosen.credit_options, *((name, value) for name, value in vars(chosen).items() if name in short)]
         written = {"true": "True", "false": "False"}  # as YAML and Hydra have them, and as tyro does
-        flags += [word for name, value in pairs for word in ("--credit_options", name, written.get(value, value))]
+        for name, value in [*pairs, *given.items()]:
+            flags += ["--credit_options", name, written.get(value, value)]
         # tyro takes the keys of a dictionary's default for the only ones.
-        bare = replace(defaults, credit_options={}) if with_credit else defaults
-        result = tyro.cli(kind, args=flags, default=bare, prog=prog, description=description, use_underscores=True)
+        bare = replace(defaults, credit_options={})
+        result = tyro.cli(TrainSettings, args=flags, default=bare, prog=prog, description="", use_underscores=True)
         check_fields(result)
-        if with_credit:
-            # A preset is a whole: what another estimator or rule does not read would otherwise be refused.
-            options, own = dict(defaults.credit_options), result.credit_options
-            if preset and (own or "estimator" in early):
-                _drop_unread(preset.stem, result.estimator, options, own)
-            result.credit_options = options | own
+        # A preset is a whole: what another estimator or rule does not read would otherwise be refused.
+        options, own = dict(defaults.credit_options), result.credit_options
+        if preset and (own or "estimator" in early):
+            _drop_unread(preset.stem, result.estimator, options, own)
+        result.credit_options = options | own
         return result
 
 
 def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
-    """Fill the settings of a run whose files are there, in each process of a launcher; the first one prints."""
+    """Parse a run's settings and check that its files exist, in each process of a launcher; the first prints."""
     with contextlib.redirect_stderr(sys.stderr if _is_first() else io.StringIO()), refusing(prog):
-        settings: TrainSettings = parse(TrainSettings, argv, prog=prog)
+        settings = parse(argv, prog=prog)
         require_rewards([*settings.reward_funcs, *filter(None, [settings.eval_reward])])
         for name in filter(None, (settings.dataset, settings.eval_dataset)):
             require_data(name)
@@ -131,7 +127,8 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _model_settings(settings: dict[str, Any], path: Path, model: str) -> dict[str, Any]:
+def _model_settings(path: Path, model: str) -> dict[str, Any]:
+    settings = _read_settings(path)
     if others := sorted(settings.keys() - {*MODEL_SETTINGS}):
         raise ValueError(f"{path}: a model may set {', '.join(MODEL_SETTINGS)}, not {others[0]}; use --config")
     if model != EMBEDDED:
@@ -166,18 +163,13 @@ def _config_file(name: str) -> Path:
     return file
 
 
-def to_yaml(config: Any, made_by: str = "", resolved: Mapping[str, Any] | None = None) -> str:
-    """Write settings as YAML that `--config` reads back; comments say what made it, and what settings came to."""
-    lines = [f"# {made_by}\n"] if made_by else []
-    for name, value in asdict(config).items():
-        lines.append(yaml.safe_dump({name: value}, sort_keys=False))
-        if (actual := (resolved or {}).get(name, value)) != value:
-            lines[-1] = f"{lines[-1][:-1]}  # {actual}\n"
-    return "".join(lines)
+def to_yaml(config: Any, made_by: str) -> str:
+    """Write settings as YAML that `--config` reads back, behind a comment that says what made it."""
+    return f"# {made_by}\n{yaml.safe_dump(asdict(config), sort_keys=False)}"
 
 
-def _read_settings(path: Path, kind: type) -> dict[str, Any]:
-    settings, known = read_mapping(path), {entry.name for entry in fields(kind)}
+def _read_settings(path: Path) -> dict[str, Any]:
+    settings, known = read_mapping(path), {entry.name for entry in fields(TrainSettings)}
     if unknown := [name for name in settings if name not in known]:
         raise ValueError(f"{path}: unknown setting {unknown[0]!r}")
     return settings

@@ -103,7 +103,7 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         f"num_generations must be at least 2 for a group to compare, got {c.num_generations}": c.num_generations < 2,
         f"generation_batch_size must be a multiple of num_generations, got {c.generation_batch_size} and "
         f"{c.num_generations}": c.generation_batch_size % max(c.num_generations, 1) > 0,
-        "importance_sampling_mode is read with importance_sampling_clip_max only, which is None": (
+        "importance_sampling_mode has no effect without importance_sampling_clip_max; set it, or drop the mode": (
             c.importance_sampling_mode != "token_truncate" and high is None
         ),
         f"estimator: {c.estimator} needs importances from a caller; give 'module:name'": EXTERNAL in credit.needs,

@@ -167,22 +167,27 @@ def question_instruction(config: TrainSettings) -> str:
     return INSTRUCTIONS[config.kind] if config.instruction is None else config.instruction
 
 
+def configured_prompt(
+    question: str | Messages, tokenizer: PreTrainedTokenizerBase, config: TrainSettings, at: datetime | None = None
+) -> list[int]:
+    """Encode the prompt of a question with the instruction, system prompt and thought that a run asks for."""
+    return encode_prompt(
+        question, tokenizer, system=config.system_prompt, thinking=config.enable_thinking, at=at,
+        instruction=question_instruction(config) if isinstance(question, str) else config.instruction,
+    )  # fmt: skip
+
+
 def encode_prompts(
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    config: TrainSettings,
-    context: int | None,
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainSettings, context: int | None,
     at: datetime | None = None,
-) -> list[list[int]]:
+) -> list[list[int]]:  # fmt: skip
     """Encode the prompts of all rows; `ValueError` names the first that the template or the context does not take."""
     completion, prompts = config.max_completion_length, []
     if config.enable_thinking and "enable_thinking" not in str(tokenizer.chat_template):
         raise ValueError(f"enable_thinking: the chat template of model {config.model} does not read it; omit it")
-    options: dict[str, Any] = {"system": config.system_prompt, "thinking": config.enable_thinking, "at": at}
     for row in rows:
-        instruction = question_instruction(config) if row.messages is None else config.instruction
         try:
-            prompts.append(encode_prompt(row.prompt, tokenizer, instruction=instruction, **options))
+            prompts.append(configured_prompt(row.prompt, tokenizer, config, at))
         except Exception as problem:  # a chat template raises what it likes
             said = f"{type(problem).__name__}: {problem}"
             raise ValueError(f"{row.where}: the chat template of model {config.model} fails: {said}") from problem

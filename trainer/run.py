@@ -27,7 +27,10 @@ from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
 from .report.report import Report, Silence, announce, tracker_library
 from .rewards.calls import RewardError, load_reward, load_rewards, require_callable
-from .rollouts import Engine, PlayedEngine, TransformersEngine, VllmEngine, await_server, end_ids, load_environment
+from .rollouts.engine import Engine, end_ids
+from .rollouts.environments import PlayedEngine, load_environment
+from .rollouts.in_process import TransformersEngine
+from .rollouts.vllm import VllmEngine, await_server
 from .state import Trainer
 from .step import problem_batches, training_step
 

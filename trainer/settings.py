@@ -54,14 +54,14 @@ class DataConfig:
     """Held-out problems (file, or hub name with a "test" split). By default the "test" split of a hub data set or of
     "generated"; of a file or a data set without one, eval_problems rows are set aside and not trained on."""
     eval_problems: Count | None = None
-    """How many held-out problems to evaluate on; all by default (256 for "generated" and for a file)."""
+    """Held-out problems to evaluate on; all by default (256 for "generated" and for a file)."""
     question_column: str = "question"
     """Column that holds the problem: text, or messages with a role and a content, as chat formats have them."""
     answer_column: str = "answer"
     """Column that holds the solution ("... #### 72") or the bare number; reward_model.ground_truth is that field of a
     column reward_model."""
     train_problems: Count | None = None
-    """How many training problems to use; all by default (for "generated" 8192, or in warm-up one per sequence)."""
+    """Training problems to use; all by default (for "generated" 8192, or in warm-up one per sequence)."""
 
     @property
     def kind(self) -> str:
@@ -176,7 +176,7 @@ class TrainSettings(DataConfig):
     """Correct the loss for the engine's log-probs: each token's policy term is multiplied by its probability in the
     update over the one it was sampled with, at most this much (TRL: 3.0). By default it is not."""
     importance_sampling_mode: Correction = "token_truncate"
-    """How it corrects, with that maximum: the modes of the losses' `sampling_mode`."""
+    """Correction to apply up to `importance_sampling_clip_max`; see `sampling_mode` of `policy_loss`."""
     max_sampling_gap: Positive | None = None
     """Largest gap, in nats, between the log-probs a batch was sampled with and those its first update computes, as
     docs/rollouts.md defines it; a run with a larger one stops. By default what rounding explains: 0.02 in float32, 0.3

@@ -119,9 +119,13 @@ def update(
     """
     config, policy, metrics = trainer.config, trainer.policy, Averages()
     policy.train()
-    parts = with_idle(micro_batches(config, batch, policy), policy)
+    parts = micro_batches(config, batch, policy)
+    if is_sharded(policy):  # all processes must run each layer equally often
+        parts += [[]] * (max(processes.gather(len(parts))) - len(parts))
     credit = batch_credit(config, trainer.tokenizer, batch, step=step)
-    assign_at_once(trainer, credit, own_rows(config, batch), parts, times)
+    if credit.compares_beyond(parts):  # completions that no one micro-batch has all of
+        with times.during("credit"), config.precision.autocast():
+            credit.by_model(policy, rows=own_rows(config, batch))
     objective = Objective(trainer, batch, credit, times, reference_logprobs(trainer, batch, parts))
     for iteration in range(config.num_iterations):
         passes, norm = backward(trainer, parts, objective)
@@ -141,15 +145,6 @@ def update(
     trainer.scheduler.step()
     together = gather_credit(credit)
     return together, why_nothing(credit, together, rollouts.truncated.tolist()), metrics.values()
-
-
-def assign_at_once(
-    trainer: Trainer, credit: DeferredCredit, rows: list[int], parts: Sequence[MicroBatch], times: StageTimes
-) -> None:
-    """Assign the credit of this process's rows if it compares completions that no one micro-batch has all of."""
-    if credit.compares_beyond(parts):
-        with times.during("credit"), trainer.config.precision.autocast():
-            credit.by_model(trainer.policy, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -211,12 +206,6 @@ class Objective:
             pairs = zip(loss.logprobs, counted, strict=True)
             loss = loss._replace(logprobs=[torch.where(one.to(row.device), row, 0.0) for row, one in pairs])
         return index, Moving(sum(moving), sum(count > 0 for count in moving)), loss
-
-
-def with_idle(parts: list[MicroBatch], policy: nn.Module) -> list[MicroBatch]:
-    """Add idle micro-batches where all processes must run each layer equally often."""
-    idle = max(processes.gather(len(parts))) - len(parts) if is_sharded(policy) else 0
-    return parts + [[]] * idle
 
 
 def measure(

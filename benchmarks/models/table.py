@@ -89,7 +89,7 @@ def judge(of: Case, seeds: Sequence[int] = SEEDS, *, complete: bool = True) -> M
     batches = [ragged_batch(seed) for seed in seeds]
     try:
         plain = Plain(model)
-        plain.logprobs(torch.cat([batches[0].prompts[0], batches[0].completions[0]]))
+        plain.logprobs(torch.cat([batches[0].rows.prompts[0], batches[0].rows.completions[0]]))
     except Exception as error:
         return _row(of, model, Verdict(NOT_RUNNABLE, _brief(error)))
     scores, median = judge_scores(model, plain, batches)
@@ -216,7 +216,7 @@ def markdown(result: dict[str, Any]) -> str:
         for status, meaning in MEANINGS.items()
         if result["counts"]["scores"][status] or result["counts"]["trains"][status]
     )
-    longest = max(len(prompt) + len(completion) for prompt, completion, *_ in ragged_batch(SEEDS[-1]))
+    longest = max(len(row.tokens) for row in ragged_batch(SEEDS[-1]).scored_rows)
     introduction = INTRODUCTION.format(
         window=WINDOW, longest=longest, date=result["date"], **result["versions"], types=result["types"],
         rows=len(result["rows"]), counts=counts, compared=result["compared"],

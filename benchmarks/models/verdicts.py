@@ -5,7 +5,7 @@
 
 import math
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import cfa_kernels
 from benchmarks.models.small_models import TEXT_IDS, WINDOW
-from cfa_kernels import Rows, Span, packed_logprobs, score_counterfactuals
+from cfa_kernels import Batch, Rows, Span, packed_logprobs, score_counterfactuals
 
 TOLERANCE = 1e-3  # nats, at float32
 GRADIENT_TOLERANCE = 1e-4  # of a gradient's norm, where the model's own rounding is not worse
@@ -76,22 +76,7 @@ def gradient_tolerance(rounding: float) -> float:
 # Batches
 
 
-@dataclass(frozen=True)
-class ScoringInput:
-    """The input of one call of `score_counterfactuals`."""
-
-    prompts: list[Tensor]
-    completions: list[Tensor]
-    spans: list[list[Span]]
-    answers: list[Span | None]
-    placeholder_id: int
-    token_budget: int | None
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, list[Span], Span | None]]:
-        return iter(zip(self.prompts, self.completions, self.spans, self.answers, strict=True))
-
-
-def ragged_batch(seed: int) -> ScoringInput:
+def ragged_batch(seed: int) -> Batch:
     """Rows that share prompts and prefixes of completions, longer than any window: what a packed tree must get right.
 
     Spans at the start, up to the answer, over one another, twice and after the answer; answers at the end, in the
@@ -129,14 +114,10 @@ def ragged_batch(seed: int) -> ScoringInput:
         (one, torch.cat([fork[:1], ids(3)]), Span(2, 4), [(1, 2)]),
         (one, fork, None, []),
     ]
-    return ScoringInput(
-        prompts=[row[0] for row in rows],
-        completions=[row[1] for row in rows],
-        spans=[[Span(*edges) for edges in row[3]] for row in rows],
-        answers=[row[2] for row in rows],
-        placeholder_id=(0, 3, TEXT_IDS.start)[seed % 3],
-        token_budget=BUDGETS[seed % 3],
-    )
+    prompts, completions, answers, edges = map(list, zip(*rows, strict=True))
+    units = [[Span(*pair) for pair in row] for row in edges]
+    placeholder, budget = (0, 3, TEXT_IDS.start)[seed % 3], BUDGETS[seed % 3]
+    return Batch(Rows(prompts, completions), units=units, answers=answers, placeholder=placeholder, token_budget=budget)
 
 
 # Comparisons
@@ -168,18 +149,18 @@ class Plain:
         return rows.gather(1, ids[1:, None])[:, 0]
 
 
-def judge_scores(model: PreTrainedModel, plain: Plain, batches: Iterable[ScoringInput]) -> tuple[Verdict, float | None]:
+def judge_scores(model: PreTrainedModel, plain: Plain, batches: Iterable[Batch]) -> tuple[Verdict, float | None]:
     """Compare `score_counterfactuals` with one forward per span; also the median size of a drop."""
     worst, drops = 0.0, []
     for batch in batches:
         try:
             scores = score_counterfactuals(
-                model, Rows(batch.prompts, batch.completions), batch.spans, batch.answers,
-                mask=batch.placeholder_id, token_budget=batch.token_budget,
+                model, batch.rows, batch.units, batch.answers, mask=batch.placeholder, token_budget=batch.token_budget
             )  # fmt: skip
         except Exception as error:
             return Verdict.refusal(error, model), None
-        for b, (prompt, completion, spans, answer) in enumerate(batch):
+        columns = zip(batch.rows.prompts, batch.rows.completions, batch.units, batch.answers, strict=True)
+        for b, (prompt, completion, spans, answer) in enumerate(columns):
             whole = plain.logprobs(torch.cat([prompt, completion]))[len(prompt) - 1 :]
             pairs = list[tuple[Tensor, Tensor]]()
             if answer is None:
@@ -198,12 +179,10 @@ def judge_scores(model: PreTrainedModel, plain: Plain, batches: Iterable[Scoring
     return Verdict.of(worst), _rounded(float(torch.tensor(drops).median()))
 
 
-def _masked_score(
-    plain: Plain, prompt: Tensor, completion: Tensor, span: Span, answer: Span, batch: ScoringInput
-) -> Tensor:
+def _masked_score(plain: Plain, prompt: Tensor, completion: Tensor, span: Span, answer: Span, batch: Batch) -> Tensor:
     """Log-prob of the answer by a full forward with `span` replaced."""
     branch = torch.cat([prompt, completion])
-    branch[len(prompt) + span.start : len(prompt) + span.end] = batch.placeholder_id
+    branch[len(prompt) + span.start : len(prompt) + span.end] = batch.placeholder
     at = len(prompt) - 1
     return plain.logprobs(branch)[at + answer.start : at + answer.end].sum()
 
@@ -221,16 +200,16 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
     return float(gap.nan_to_num(float("inf")).max()) if gap.numel() else 0.0
 
 
-def judge_training(model: PreTrainedModel, plain: Plain, batches: Sequence[ScoringInput]) -> Verdict:
+def judge_training(model: PreTrainedModel, plain: Plain, batches: Sequence[Batch]) -> Verdict:
     """Compare what the trainer differentiates with the model's own forward of each row: log-probs and gradients."""
     worst = worst_gradient = 0.0
     try:
         for batch in batches:
-            ours = packed_logprobs(model, Rows(batch.prompts, batch.completions), temperature=TEMPERATURE)
+            ours = packed_logprobs(model, batch.rows, temperature=TEMPERATURE)
             model.zero_grad()
             _weighted(ours).backward()
             result = _gradients(model)
-            for row, prompt, completion in zip(ours, batch.prompts, batch.completions, strict=True):
+            for row, prompt, completion in zip(ours, batch.rows.prompts, batch.rows.completions, strict=True):
                 theirs = plain.logprobs(torch.cat([prompt, completion]), TEMPERATURE)[len(prompt) - 1 :]
                 worst = max(worst, _gap(row.detach(), theirs))
             worst_gradient = max(worst_gradient, gradient_gap(result, plain_gradients(model, batch)))
@@ -256,10 +235,10 @@ def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def plain_gradients(model: PreTrainedModel, batch: ScoringInput) -> dict[str, Tensor]:
+def plain_gradients(model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
     """The definition of what `_weighted` gives the parameters: a full forward and backward for each row."""
     model.zero_grad()
-    for index, (prompt, completion, *_) in enumerate(batch):
+    for index, (prompt, completion) in enumerate(zip(batch.rows.prompts, batch.rows.completions, strict=True)):
         ids = torch.cat([prompt, completion])
         logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / TEMPERATURE
         logprobs = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0]
@@ -280,7 +259,7 @@ def gradient_gap(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(math.inf if math.isnan(gap) else gap for gap in gaps)
 
 
-def rounding_of_gradients(model: PreTrainedModel, batch: ScoringInput) -> float:
+def rounding_of_gradients(model: PreTrainedModel, batch: Batch) -> float:
     """Measure how far the model's own gradients move when each weight moves to a neighbouring number, at random."""
     before = plain_gradients(model, batch)
     generator = torch.Generator().manual_seed(0)

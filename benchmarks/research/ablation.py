@@ -103,8 +103,6 @@ class AblationSettings:
     """Completions that every evaluation samples of each problem besides, for the accuracy by sampling."""
     jobs: Count = 1
     """Runs at a time, of one thread each."""
-    beside: str = ""
-    """JSON result of runs of the same size, whose arms are compared as well without being run again."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -135,7 +133,6 @@ def run(
         f"--eval_problems={settings.eval_problems}", f"--eval_samples={settings.eval_samples}",
         *_regime(settings, folder), *([f"--model={settings.model}"] if settings.model else []), *extra,
     ]  # fmt: skip
-    known = _beside(settings)
 
     def one(arm: str, seed: int, rate: str = "") -> dict[str, Any]:
         name, own = f"{arm}-seed{seed}{rate and '-'}{rate}", [f"--learning_rate={rate}"] * bool(rate)
@@ -162,29 +159,8 @@ def run(
         runs = {arm: [pool.submit(one, arm, seed, best[arm]) for seed in seeds] for arm in names}
         curves = {arm: [future.result() for future in futures] for arm, futures in runs.items()}
     shown = [flag.replace(f"{REPOSITORY}/", "") for flag in flags]
-    document: dict[str, Any] = {"settings": asdict(settings), "flags": shown, "tuned": tuned}
-    if known:
-        earlier = {arm: of for arm, of in known["curves"].items() if arm not in curves}
-        best |= {arm: known["arms"][arm]["rate"] for arm in earlier}
-        curves = earlier | curves
-        commits = known.get("beside", {})  # of runs that stood beside the result's own
-        document["beside"] = {arm: commits.get(arm, known["environment"]["commit"]) for arm in earlier}
     compared = {arm: {**figures, "rate": best[arm]} for arm, figures in compare(curves).items()}
-    return document | {"curves": curves, "arms": compared}
-
-
-def _beside(settings: AblationSettings) -> dict[str, Any]:
-    """The result named by `beside`, of equal settings."""
-    if not settings.beside:
-        return {}
-    known: dict[str, Any] = json.loads(Path(settings.beside).read_text(encoding="utf-8"))
-    theirs = asdict(AblationSettings()) | known["settings"]  # which may be older than a setting
-    for name, value in asdict(settings).items():
-        if name not in ("beside", "jobs") and (other := theirs[name]) != value:
-            raise ValueError(
-                f"beside: {settings.beside} has {name}={other!r}, these runs {value!r}; only equal ones pair"
-            )
-    return known
+    return {"settings": asdict(settings), "flags": shown, "tuned": tuned, "curves": curves, "arms": compared}
 
 
 def _is_rate(text: str) -> bool:
@@ -317,7 +293,7 @@ def _quarters(document: Mapping[str, Any]) -> list[str]:
 
 
 def _earlier(document: Mapping[str, Any]) -> str:
-    """Say which arms were run at another commit."""
+    """Say which arms of an older result were run at another commit."""
     commits = document.get("beside", {}).items()
     return f" Runs at other commits: {', '.join(f'{arm} {commit[:12]}' for arm, commit in commits)}." if commits else ""
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks evidence NAME`: gather evidence on what credit finds and buys, with tables beside the results.
 
-Results are kept in the folder, piece by piece, and an interrupted run resumes from them. `tables` writes the tables and
-pictures again from the results that are there.
+Results are kept in the folder, piece by piece, and an interrupted run resumes from them. `tables` writes the tables
+again from the results that are there.
 """
 
 import json
@@ -16,8 +16,8 @@ import torch
 import tyro
 from tyro.extras import subcommand_cli_from_dict
 
-from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
-from benchmarks.research import ablation, alignment, arms, demo, pictures, pretrained, regimes, statements, turns
+from benchmarks.harness.results import RESULTS, Pieces, document_head, write
+from benchmarks.research import ablation, alignment, arms, pretrained, regimes, turns
 from benchmarks.research.warmup import WarmupConfig, warm_up
 
 PROGRAM = "python -m benchmarks evidence"
@@ -65,10 +65,6 @@ MEASURES = {
         "Measure what a model writes to the problems of a file, what matters in it, and which estimators find that.",
         extent=("judged", "costly", "credited", "scored_in"),
     ),
-    "statements": Measure(
-        statements.StatementsSettings, statements.run, statements.markdown,
-        "Measure which statements of a model's programs draw the credit, and which their tests need.",
-    ),
     "turns": Measure(
         turns.TurnsSettings, turns.run, turns.markdown,
         "Measure which estimators find the turns of a rollout that mattered.",
@@ -76,7 +72,7 @@ MEASURES = {
     "ablation": Measure(
         ablation.AblationSettings, ablation.run, ablation.markdown,
         "Train by the program under every kind of credit, seed by seed.", [*ablation.SETS, *ablation.ARMS],
-        ("seeds", "rates", "jobs", "arms", "beside"),
+        ("seeds", "rates", "jobs", "arms"),
     ),
     "alignment": Measure(
         alignment.AlignmentSettings, alignment.run, alignment.markdown,
@@ -106,10 +102,6 @@ def main(argv: list[str] | None = None) -> int:
 def commands(line: Sequence[str]) -> dict[str, Callable[..., list[Path]]]:
     """Make the commands, each of which returns the paths that it wrote; `line` is what a result names as its own."""
 
-    def run_demo(settings: demo.DemoSettings, place: Place) -> list[Path]:
-        """Run the demo and its analysis."""
-        return demo.run(place.below("demo"), settings, document_head(line, place.commit), place.results)
-
     def run_own(place: Place, settings: alignment.AlignmentSettings = OWN) -> list[Path]:
         """Say whether credit would help a model of your own on your own problems: name both."""
         if not (settings.model and settings.problems):
@@ -122,7 +114,7 @@ def commands(line: Sequence[str]) -> dict[str, Callable[..., list[Path]]]:
         return [warm_up(WarmupConfig()) if embedded else regimes.train(Path("runs") / "regimes")]
 
     def write_tables(place: Place) -> list[Path]:
-        """Write tables and pictures again from the results that are there."""
+        """Write tables again from the results that are there."""
         return tables(place.results)
 
     def measured(command: str, measure: Measure) -> Callable[..., list[Path]]:
@@ -145,13 +137,13 @@ def commands(line: Sequence[str]) -> dict[str, Callable[..., list[Path]]]:
         document = head | measure.run(Pieces(place.folder / "pieces", known, head), place.folder, settings, **chosen)
         return write(document, measure.markdown(document), place.results, name)
 
-    own = {"demo": run_demo, "own": run_own, "model": train_model, "tables": write_tables}
+    own = {"own": run_own, "model": train_model, "tables": write_tables}
     return {name: measured(name, measure) for name, measure in MEASURES.items()} | own
 
 
 def tables(folder: Path) -> list[Path]:
     """Write each result's table again, as the command in its document would."""
-    paths, drawn = list[Path](), list[Document]()
+    paths = list[Path]()
     for path in sorted(folder.glob("evidence-*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         command = shlex.split(document.get("command", ""))[4:5]
@@ -161,6 +153,4 @@ def tables(folder: Path) -> list[Path]:
                 paths.append(path.with_suffix(".md"))
             except (KeyError, TypeError):  # figures that an earlier commit wrote down in another form
                 print(f"{path}: was made by another form of the command; its table is left as it is", file=sys.stderr)
-        if command == ["alignment"] and path.stem.endswith(f"-{document['settings'].get('regime')}"):
-            drawn.append(document)  # the regime's own result, not one of other arms
-    return paths + pictures.draw(drawn, folder)
+    return paths

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.data import Row, encode_prompt, load_rows
 from trainer.rewards.built_in import INSTRUCTIONS
 from trainer.rewards.numbers import final_number, gold_number
-from trainer.rollouts import TransformersEngine
+from trainer.rollouts.in_process import TransformersEngine
 from trainer.settings import GENERATED
 
 INSTRUCTION = INSTRUCTIONS["numbers"]

@@ -21,7 +21,8 @@ from trainer.data import Row, encode_prompt
 from trainer.settings import ASSETS
 
 NAMES = [  # a token each
-    "apples", "beads", "books", "cards", "coins", "hours", "marbles", "miles", "pencils", "shells", "stamps", "stickers",
+    "apples", "beads", "books", "cards", "coins", "hours",
+    "marbles", "miles", "pencils", "shells", "stamps", "stickers",
 ]  # fmt: skip
 DECISIVE = 2  # turns of a rollout that offer what is asked for
 LONGEST = 16  # turns of the rollouts that are learnt from

@@ -37,7 +37,7 @@ from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train
 from trainer.embedded.problems import WordProblem, generate
 from trainer.evaluate import evaluate
 from trainer.policy import save_policy
-from trainer.rollouts import TransformersEngine
+from trainer.rollouts.in_process import TransformersEngine
 from trainer.settings import DEFAULTS_FILE, GENERATED, DataConfig
 
 CHAT_TEMPLATE = (
@@ -71,9 +71,6 @@ class WarmupConfig(DataConfig):
     """Model folder to write; it must not exist or be empty."""
     model: str = ""
     """Folder of a model that learns on, with its own tokenizer and size; by default one from scratch."""
-    careless: bool = True
-    """For "generated": learn from a careless pupil, whose last sum often takes its number from an idle sentence. The
-    model then can do the arithmetic but is easily misled, a habit that reinforcement corrects in minutes."""
     vocab_size: Count = 512
     """Size of the byte-level BPE vocabulary."""
     hidden_size: int = 128
@@ -94,8 +91,6 @@ class WarmupConfig(DataConfig):
     """Peak learning rate of AdamW, reached after warmup_steps and decayed to a tenth along a cosine."""
     warmup_steps: int = 100
     """Steps over which the learning rate rises from 0."""
-    device: str = "cpu"
-    """Device to train on, for example "cuda"."""
     seed: int = 0
     """Seed of problems, weights and order."""
 
@@ -189,9 +184,9 @@ def solution_loss(model: Qwen3ForCausalLM, batch: Sequence[Example], pad_id: int
         ids[row, :end] = torch.tensor(prompt + solution)
         targets[row, len(prompt) : end] = torch.tensor(solution)
     learnt = targets[:, 1:] != -100  # (B, L-1)
-    hidden = model.model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state[:, :-1]  # (B, L-1, H)
-    logits = model.lm_head(hidden[learnt.to(model.device)])  # the head runs only on learnt rows
-    return torch.nn.functional.cross_entropy(logits.float(), targets[:, 1:][learnt].to(model.device))
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]  # (B, L-1, H)
+    logits = model.lm_head(hidden[learnt])  # the head runs only on learnt rows
+    return torch.nn.functional.cross_entropy(logits.float(), targets[:, 1:][learnt])
 
 
 def training_rows(config: WarmupConfig) -> tuple[list[Row], list[Row]]:
@@ -202,13 +197,16 @@ def training_rows(config: WarmupConfig) -> tuple[list[Row], list[Row]]:
     count = config.train_problems or config.max_steps * config.batch_size
     rows = []
     for problem in itertools.islice(generate("train", config.seed), count):
-        solution = (careless(problem, rng) if config.careless else problem).solution()
-        rows.append(Row({"question": problem.question, "answer": solution}))
+        rows.append(Row({"question": problem.question, "answer": careless(problem, rng).solution()}))
     return rows, load_rows(GENERATED, split="test", count=config.eval_problems or HELD_OUT_PROBLEMS)
 
 
 def careless(problem: WordProblem, rng: random.Random) -> WordProblem:
-    """Make the problem that a careless pupil solves: the last sum may take its number from an idle fact."""
+    """Make the problem that a careless pupil solves: the last sum may take its number from an idle fact.
+
+    A model that learns from one can do the arithmetic but is easily misled, a habit that reinforcement corrects in
+    minutes.
+    """
     *first, last = problem.steps
     facts = [fact for fact in problem.idle if last.op == "+" or (last.op == "-" and fact.number < last.left)]
     fact = max(facts, key=lambda fact: fact.misleading, default=None)
@@ -231,7 +229,6 @@ def warm_up(config: WarmupConfig) -> Path:
         tokenizer = train_tokenizer(rows[:TOKENIZER_ROWS], config.vocab_size)
         model = small_model(config, tokenizer)
     examples = encode(rows, tokenizer, model.config.max_position_embeddings)
-    model.to(config.device)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     scheduler = get_cosine_with_min_lr_schedule_with_warmup(
         optimizer, config.warmup_steps, config.max_steps, min_lr_rate=0.1

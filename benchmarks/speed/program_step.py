@@ -19,7 +19,8 @@ from cfa_kernels.credit.presets import PRESETS
 from cfa_kernels.model.parts import causal_lm
 from trainer.config import TrainConfig
 from trainer.data import Row
-from trainer.rollouts import Rollouts, TransformersEngine
+from trainer.rollouts.engine import Rollouts
+from trainer.rollouts.in_process import TransformersEngine
 from trainer.state import Trainer
 from trainer.step import training_step
 

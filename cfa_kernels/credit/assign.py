@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, LOG_RATIOS, SIBLINGS,
 from ..model.check.accuracy import ACCURACY
 from ..model.parts import vocab_size
 from ..options import as_numbers
-from ..rows import Rows, check_columns, check_floating, equal_prompts, keyed_generator, pad_rows, traces
+from ..rows import Rows, check_columns, check_finite, check_floating, equal_prompts, keyed_generator, pad_rows, traces
 from ..scoring.access import CAPABILITIES, ModelAccess, as_access
 from ..scoring.branches import check_ids
 from ..scoring.masked import ScoringWork
@@ -28,17 +29,17 @@ from .config import CounterfactualConfig, as_config
 from .rollouts import as_sampled, shared_nodes, shared_out, with_context, with_relatives
 from .shown import as_html, as_table
 from .units import (
-    advantage_of,
+    all_written,
     check_advantages,
     compared_rows,
     find_units,
     judged_spans,
+    mean_advantages,
     of_all_processes,
     placeholder_of,
     scored_as,
     special_ids,
     target_ids,
-    written,
 )
 from .weights import Added, Gather, WeightInputs, normalized_weights, opened, with_draws
 
@@ -258,7 +259,7 @@ class Estimate(NamedTuple):
     """Importances of the rows that an estimator was given, by row."""
 
     importances: Importances
-    base: Mapping[int, Tensor]  # ()
+    base: Mapping[int, float]
     compared: Mapping[int, Tensor]  # (K,), equal throughout a row if they differ by rounding only
     drops: Mapping[int, Tensor]  # (K,) the importances, 0 where rounding may account for them
     min_spreads: Mapping[int, float]  # `Range.min_spread` of a row that has none
@@ -297,7 +298,7 @@ class Assignment:
         batch = batch.with_columns(targets=target_ids(batch.targets, tokenizer))
         whole, gained = batch, [0] * len(batch)
         if ANSWER in config.needs and not config.needs & {ENTROPIES, EXTERNAL} and traces(batch.rows):
-            whole, gained = with_context(batch, [written(batch, b) for b in range(len(batch))])
+            whole, gained = with_context(batch, all_written(batch))
         return cls(config, access, tokenizer, whole, find_units(config, tokenizer, whole), keys, batch, gained)
 
     def foreseen(self) -> list[list[Query]] | None:
@@ -311,21 +312,19 @@ class Assignment:
     def credit(self, estimate: Estimate, gather: Gather | None = None) -> Credit:
         """Turn importances into weights or, if they are signed, into additions to the advantages."""
         config, batch, reasoning = self.config, self.batch, self.reasoning
-        rows, lengths = range(len(batch)), batch.rows.lengths
+        rows, lengths, advantages = range(len(batch)), batch.rows.lengths, mean_advantages(batch)
         rule = None if estimate.importances.signed else config.weights
         inverted, is_random = config.control == "inverted", config.control == "random"
-        weights = [torch.ones(length) for length in lengths]
-        added = None
-        weighed: dict[int, WeightInputs] = {}
+        none, weighed = torch.zeros(0), dict[int, WeightInputs]()
         for b, row in reasoning.items() if config.control != "off" else ():
-            importances = estimate.compared.get(b, torch.zeros(0))
-            if config.rewards_units and advantage_of(batch, b) < 0:
+            importances = estimate.compared.get(b, none)
+            if config.rewards_units and advantages[b] < 0:
                 importances = -importances  # what is good in itself deserves less of a negative advantage
             spans = row.spans if b in estimate.compared or is_random else []
             spans = opened(spans) if config.open_spans else spans
             weighed[b] = WeightInputs(
                 importances, spans, row.answer, lengths[b],
-                min_spread=estimate.min_spreads.get(b, 0.0), advantage=advantage_of(batch, b),
+                min_spread=estimate.min_spreads.get(b, 0.0), advantage=advantages[b],
             )  # fmt: skip
         nodes, judged = shared_nodes(batch.rows), [b for b, row in weighed.items() if row.units]
         weighed = with_relatives(weighed, nodes, batch.rows.rollouts)
@@ -333,27 +332,27 @@ class Assignment:
             generator = keyed_generator(*self.seed, batch.index[b], "weights")
             weighed[b] = with_draws(weighed[b], rule, config.control, generator)  # type: ignore[arg-type]
         lines = (rule or Added())(list(weighed.values()), inverted=inverted, gather=gather)
-        if config.control != "off" and (rule is None or rule.signed):
-            added = [torch.zeros(length) for length in lengths]
-        result = weights if added is None else added
-        for b, line in zip(weighed, lines, strict=True):
-            own = written(batch, b)
-            line = torch.where(own, line[: len(own)], 1.0 if added is None else 0.0)
-            scaled = added is None and line[own].any()
+        signed = config.control != "off" and (rule is None or rule.signed)
+        by_row, outside = dict(zip(weighed, lines, strict=True)), 0.0 if signed else 1.0
+        written, sampled = all_written(batch), all_written(self.sampled)
+        result = [by_row[b] if b in by_row else torch.full((length,), outside) for b, length in enumerate(lengths)]
+        for b, line in by_row.items():
+            own = None if written[b].all() else written[b]
+            line = line[: lengths[b]] if own is None else torch.where(own, line[: len(own)], outside)
+            scaled = config.normalize and not signed and (line if own is None else line[own]).any()
             result[b] = normalized_weights(line, config.normalize, own) if scaled else line
-        result[:] = shared_out(result, nodes, [written(batch, b) for b in rows], judged)
-        sampled = [written(self.sampled, b) for b in rows]
-        for b, n in enumerate(self.gained):
-            result[b] = torch.where(sampled[b], result[b][n:], 1.0 if added is None else 0.0)
-        weights = weights if added is None else [torch.ones(len(row)) for row in sampled]
-        none, nan = torch.zeros(0), torch.tensor(float("nan"))
+        if nodes:
+            result = shared_out(result, nodes, written, judged)
+            for b, n in enumerate(self.gained):
+                result[b] = torch.where(sampled[b], result[b][n:], outside)
+        weights, added = ([torch.ones(len(row)) for row in sampled], result) if signed else (result, None)
         units = [as_sampled(reasoning.get(b), estimate.drops.get(b, none), self.gained[b], sampled[b]) for b in rows]
         return Credit(
             weights=weights,
             answers=[answer for answer, _, _ in units],
             spans=[spans for _, spans, _ in units],
             drop=[drop for _, _, drop in units],
-            base=torch.stack([estimate.base.get(b, nan) for b in rows]) if len(rows) else none,
+            base=torch.tensor([estimate.base.get(b, math.nan) for b in rows]),
             work=estimate.importances.work,
             advantages=None if added is None else self._advantages(added),
             added=added,
@@ -377,7 +376,7 @@ class Assignment:
         importances = replace(importances, signed=importances.signed or config.weights is None)
         accuracy = ACCURACY[access.dtype]
         compared, drops = _beyond_rounding(importances, part.answers, accuracy)
-        base = [] if importances.base is None else list(importances.base.float().cpu())
+        base = [] if importances.base is None else importances.base.float().tolist()
         spreads = [_min_spread(importances, answer, accuracy) for answer in part.answers]
         columns = (dict(zip(rows, column)) for column in (base, compared, drops, spreads))  # noqa: B905
         return Estimate(importances, *columns)
@@ -404,9 +403,11 @@ class Assignment:
             row = self.reasoning.get(b, none)
             row = row._replace(spans=judged_spans(config, self.batch, b, row, special))
             columns.append(scored_as(self.batch, b, row, special, model, gold))
-        part = self.batch.take(rows)  # a copy: an estimator may write
-        scored = Rows(part.rows.prompts, [completion for completion, _ in columns], part.index, part.rows.rollouts)
-        check_ids(model, scored)
+        part, scored = self.batch.take(rows), None  # a copy: an estimator may write
+        completions = [completion for completion, _ in columns]
+        if any(map(operator.is_not, completions, (self.batch.rows.completions[b] for b in rows))):
+            scored = Rows(part.rows.prompts, completions, part.index, part.rows.rollouts)
+        check_ids(model, part.rows if scored is None else scored)
         return rows, part.with_columns(
             groups=groups[rows],
             scored=scored,
@@ -465,11 +466,15 @@ def _beyond_rounding(
         own = accuracy / tokens**0.5
         errors = own[of_row]
     kept = values.where(values.abs() > torch.hypot(own[of_row], errors), 0.0)
-    for i, each, error, row in zip(rows, *(x.split(sizes) for x in (values, errors, kept)), strict=True):
-        drops[i], (low, high) = row, each.aminmax()
-        most, least = error[each.argmax()], error[each.argmin()]
-        if high - low <= torch.hypot(most, least):
-            compared[i] = each.mean().expand(len(each))
+    starts, numbers = np.cumsum(sizes) - sizes, values.numpy()
+    most, least = (
+        torch.from_numpy(starts + [of(each) for each in np.split(numbers, starts[1:])]) for of in (np.argmax, np.argmin)
+    )
+    equal = values[most] - values[least] <= torch.hypot(errors[most], errors[least])
+    for i, is_equal, row in zip(rows, equal.tolist(), kept.split(sizes), strict=True):
+        drops[i] = row
+        if is_equal:
+            compared[i] = compared[i].mean().expand(len(row))
     return compared, drops
 
 
@@ -488,8 +493,6 @@ def _checked(result: Any, units: Sequence[Sequence[Span]], index: Sequence[int])
         numbers = as_numbers(row, f"estimator, row {b}", f"{len(row_units)} units")
         if numbers.shape != (len(row_units),):
             raise ValueError(f"estimator, row {b}: gave shape {tuple(numbers.shape)} for {len(row_units)} units")
-        if (bad := (~torch.isfinite(numbers)).nonzero()).numel():
-            k = int(bad[0])
-            raise ValueError(f"estimator, row {b}, unit {k}: must be finite, got {numbers[k].item()}")
         values.append(numbers)
+    check_finite("estimator,", index, values, of="unit")
     return replace(importances, values=values)

@@ -44,9 +44,9 @@ class Draws:
 class DeferredCredit:
     """Credit of the rows of a batch.
 
-    Where completions are compared, by the estimator, a function of the caller's or `weights="top"`, and where a rollout
-    has several rows, they are those of the whole batch, whatever forwards and processes it is split over: credit is
-    then assigned at once, by `by_model`.
+    If the estimator, a function of the caller's or `weights="top"` compares completions, or a rollout has several rows,
+    they are the whole batch's, whatever forwards and processes it is split over. Credit is then assigned at once, by
+    `by_model`.
 
     Args:
         config, tokenizer, seed: as in `counterfactual_credit`.
@@ -97,7 +97,7 @@ class DeferredCredit:
         return [b in judged or (self.config.compares and self.batch.rows.lengths[b] > 0) for b in rows]
 
     def compares_beyond(self, forwards: Sequence[Sequence[int]]) -> bool:
-        """Whether completions are compared that no single one of the `forwards`, each of some rows, has all of."""
+        """Whether credit compares completions that are in different `forwards`, each a list of rows."""
         if not self._compares or self._gather is not None:
             return self._compares
         others = {*range(len(self.batch))}.difference(*forwards)
@@ -168,13 +168,14 @@ class DeferredCredit:
 
     def _assign(self, rows: Sequence[int], model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None) -> None:
         rows = list(rows)
+        batch = self.batch if rows == [*range(len(self.batch))] else self.batch.take(rows)
         (before, assignment), self._prepared = self._prepared or (None, None), None
         if assignment is not None and before == rows and isinstance(model, PackedForward):
             assignment.access = model
             credit = assignment.credit(assignment.estimate())
         else:
             credit = counterfactual_credit(
-                model, self.tokenizer, self.batch.take(rows), config=self.config, seed=self._seed, entropies=entropies,
+                model, self.tokenizer, batch, config=self.config, seed=self._seed, entropies=entropies,
                 gather=self._gather,
             )  # fmt: skip
         for i, b in enumerate(rows if self.batch.weights is not None else ()):

@@ -123,7 +123,7 @@ def as_sampled(row: Reasoning | None, drop: Tensor, gained: int, own: Tensor) ->
 def with_relatives(
     weighed: Mapping[int, WeightInputs], nodes: Nodes, rollouts: Sequence[Hashable | None]
 ) -> dict[int, WeightInputs]:
-    """Let each row be weighed among all units of its rollout; one in several rows has the mean of its importances.
+    """Let each row be weighed among all units of its rollout; a unit in several rows has the mean of its importances.
 
     Units of other rows stand behind the row's own tokens.
     """

@@ -11,7 +11,7 @@ from ..batch import Batch
 from ..estimators.base import ANSWER, TARGETS
 from ..estimators.probes import Probe, length_without_eos, with_probe
 from ..model.parts import context_length, vocab_size
-from ..rows import check_finite, token_ids
+from ..rows import check_finite, token_ids, traces
 from ..span import Span
 from ..text.find import Reasoning, find_reasoning
 from ..text.turns import find_turns
@@ -45,11 +45,13 @@ def check_advantages(batch: Batch, completions: str) -> None:
     Also for rows of one rollout that disagree on what they share.
     """
     if batch.advantages is not None:
-        rows = compared_rows(batch)
-        check_finite("advantages", [batch.index[b] for b in rows], [batch.advantages[b] for b in rows])
+        rows, own = compared_rows(batch), batch.advantages
+        values = own[rows] if isinstance(own, Tensor) else [own[b] for b in rows]
+        check_finite("advantages", [batch.index[b] for b in rows], values)
     elif completions == "positive":
         raise ValueError("advantages must be given with completions='positive', which selects by them, got None")
-    check_traces(batch.rows, [written(batch, b) for b in range(len(batch))], batch.advantages)
+    if traces(batch.rows):
+        check_traces(batch.rows, all_written(batch), batch.advantages)
 
 
 def written(batch: Batch, b: int) -> Tensor:
@@ -61,12 +63,18 @@ def written(batch: Batch, b: int) -> Tensor:
     return torch.ones(batch.rows.lengths[b], dtype=torch.bool)
 
 
-def advantage_of(batch: Batch, b: int) -> float:
-    """Return the mean advantage of the tokens of a row that the policy wrote; 1 without advantages."""
-    if batch.advantages is None:
-        return 1.0
-    own = batch.advantages[b]
-    return float(own[written(batch, b)].mean() if own.ndim else own)
+def all_written(batch: Batch) -> list[Tensor]:
+    """Return `written` of each row."""
+    if batch.mask is None and not isinstance(batch.advantages, list):
+        return list(torch.ones(sum(batch.rows.lengths), dtype=torch.bool).split(batch.rows.lengths))
+    return [written(batch, b) for b in range(len(batch))]
+
+
+def mean_advantages(batch: Batch) -> list[float]:
+    """Return the mean advantage of the tokens of each row that the policy wrote; 1 without advantages."""
+    if isinstance(batch.advantages, list):
+        return [float(row[written(batch, b)].mean()) for b, row in enumerate(batch.advantages)]
+    return [1.0] * len(batch) if batch.advantages is None else batch.advantages.tolist()
 
 
 def of_all_processes(batch: Batch, gather: Gather) -> Batch:
@@ -86,7 +94,7 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, batch: Batch) -> di
     Completions with a probe, and all of them with gold answers, have units even without an answer. Turns are whole;
     `judged_spans` gives the part of each that an estimator scores.
     """
-    ids = {b: batch.rows.completions[b].tolist() for b in credited_rows(batch, config.completions)}
+    ids = {b: batch.rows.completions[b] for b in credited_rows(batch, config.completions)}
     probed = {b for b in ids if batch.probes is not None and batch.probes[b] is not None}
     if config.control == "off":
         return {b: Reasoning(None, len(row), []) for b, row in ids.items()}
@@ -94,10 +102,11 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, batch: Batch) -> di
     if config.target == "gold":
         probed = {*ids}
     check_needed(config, batch)
+    masks, all_true = all_written(batch), batch.mask is None and not isinstance(batch.advantages, list)
     spans = config.spans if config.units == "spans" and config.reads_units else None
     reasoning = find_reasoning(
         ids, tokenizer, spans=spans, answers=config.answers, unanswered=not needs_answer or bool(probed),
-        prompts={b: batch.rows.prompts[b] for b in ids}, masks={b: written(batch, b) for b in ids},
+        prompts={b: batch.rows.prompts[b] for b in ids}, masks={b: masks[b] for b in ids if not all_true},
     )  # fmt: skip
     with_units = {b for b, row in reasoning.items() if row.answer or b in probed or not needs_answer}
     if config.units == "spans" or not config.reads_units:
@@ -106,9 +115,9 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, batch: Batch) -> di
     for b in with_units:
         limit = min(reasoning[b].end, length_without_eos(ids[b], special)) if needs_answer else len(ids[b])
         if config.units == "turns":
-            units[b] = [turn.written for turn in find_turns(written(batch, b)) if turn.written.start < limit]
+            units[b] = [turn.written for turn in find_turns(masks[b]) if turn.written.start < limit]
         else:
-            units[b] = [Span(t, t + 1) for t in written(batch, b)[:limit].nonzero().flatten().tolist()]
+            units[b] = [Span(t, t + 1) for t in masks[b][:limit].nonzero().flatten().tolist()]
     return {b: row._replace(spans=units.get(b, [])) for b, row in reasoning.items()}
 
 

@@ -87,14 +87,19 @@ def span_weights(
 
 def spread_over_tokens(values: Tensor, units: Sequence[Span], length: int) -> Tensor:
     """Give each token the largest value among its units, (length,) fp32; nan where it has none."""
-    tokens = torch.full((length,), -torch.inf)
+    return torch.from_numpy(_spread(values.numpy(), units, length))
+
+
+def _spread(values: np.ndarray, units: Sequence[Span] | np.ndarray, length: int) -> np.ndarray:
+    tokens = np.full(length, -np.inf, np.float32)
     if len(units):
-        edges = torch.tensor([tuple(unit) for unit in units])
-        sizes = edges[:, 1] - edges[:, 0]
-        owner = torch.arange(len(units)).repeat_interleave(sizes)
-        place = torch.arange(len(owner)) - (sizes.cumsum(0) - sizes)[owner] + edges[owner, 0]
-        tokens.scatter_reduce_(0, place, values.float()[owner], "amax")
-    return torch.where(tokens == -torch.inf, torch.nan, tokens)
+        starts, ends = np.array(units).T
+        sizes = ends - starts
+        owner = np.repeat(np.arange(len(units)), sizes)
+        place = np.arange(len(owner)) + (starts - (np.cumsum(sizes) - sizes))[owner]
+        np.maximum.at(tokens, place, values.astype(np.float32)[owner])
+    tokens[tokens == -np.inf] = np.nan
+    return tokens
 
 
 def opened(units: Sequence[Span]) -> list[Span]:
@@ -213,17 +218,36 @@ class Range(WeightRule):
 
     def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
         """Weigh the tokens of one completion."""
-        weights = row.importances if row.are_weights else torch.ones(row.length)
-        low, high = _bounds(row.importances)
-        if not row.are_weights and high - low > _EQUAL:
-            share = spread_over_tokens((row.importances - low) / (high - low), row.units, row.length)
-            covered = ~share.isnan()
+        return self([row], inverted=inverted)[0]
+
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
+        """Weigh the tokens of every completion, all at once: on the few numbers of one, operations take as long."""
+        begins = np.cumsum([0, *(row.length for row in rows)])
+        weights = np.ones(begins[-1], np.float32)
+        judged = [i for i, row in enumerate(rows) if len(row.importances) and not row.are_weights]
+        if judged:
+            sizes = [len(rows[i].importances) for i in judged]
+            owner, first = np.repeat(judged, sizes), np.cumsum(sizes, dtype=np.int64) - sizes
+            values = np.concatenate([rows[i].importances.numpy() for i in judged])
+            low, spread = np.zeros((2, len(rows)), values.dtype)
+            low[judged] = np.minimum.reduceat(values, first)
+            spread[judged] = np.maximum.reduceat(values, first) - low[judged]
+            chosen = spread[owner] > _EQUAL
+            share = (values - low[owner])[chosen] / spread[owner][chosen]
+            edges = (np.array([unit for i in judged for unit in rows[i].units]) + begins[owner][:, None])[chosen]
+            share = _spread(share, edges, len(weights))
+            covered = np.flatnonzero(~np.isnan(share))
             whole = self.w_min + (1 - share if inverted else share)[covered] * (self.w_max - self.w_min)
-            least = row.min_spread if self.min_spread is None else self.min_spread
-            weights[covered] = whole if high - low >= least else 1 + (whole - 1) * ((high - low) / least)
-        if row.answer is not None:
-            weights[slice(*row.answer)] = self.w_answer
-        return weights
+            least = [row.min_spread if self.min_spread is None else self.min_spread for row in rows]
+            of_row = np.searchsorted(begins, covered, "right") - 1
+            nearer = (spread / np.maximum(np.array(least, values.dtype), np.maximum(spread, _EQUAL)))[of_row]
+            weights[covered] = np.where(nearer < 1, 1 + (whole - 1) * nearer, whole)
+        for row, begin, end in zip(rows, begins, begins[1:], strict=False):
+            if row.are_weights:
+                weights[begin:end] = row.importances.numpy()
+            if row.answer is not None:
+                weights[begin:][slice(*row.answer)] = self.w_answer
+        return [torch.from_numpy(line) for line in np.split(weights, begins[1:-1])[: len(rows)]]
 
 
 @dataclass(frozen=True)
@@ -241,7 +265,7 @@ class Bilevel(WeightRule):
     tau: Share = 0.4
     """Quantile of a completion's importances below which weights are suppressed."""
     boost: NotNegative = 2.0
-    """How much more the most important token weighs than one at the threshold, before the rescaling."""
+    """Additional weight of the most important token over one at the threshold, before the rescaling."""
     floor: Share = 0.0
     """Least weight, before the rescaling."""
 
@@ -365,8 +389,9 @@ class OwnWeights(WeightRule):
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
-        """Call the function for every completion and check its result."""
-        return [_checked(self.function(*_inverted(row, inverted)[:4]), b, row.length) for b, row in enumerate(rows)]
+        """Call the function for every completion and check its result; returns copies."""
+        pairs = [(self.function(*_inverted(row, inverted)[:4]), row.length) for row in rows]
+        return [_checked(result, b, length).clone() for b, (result, length) in enumerate(pairs)]
 
 
 def with_draws(

@@ -130,5 +130,5 @@ def unit_means(tokens: Sequence[Tensor], batch: Batch, rows: Sequence[int] | Non
 def required(name: str, column: Any) -> Any:
     """Return a column that an estimator reads; raise `ValueError` naming it if it is None."""
     if column is None:
-        raise ValueError(f"{name} must be given to an estimator that reads them, got None")
+        raise ValueError(f"{name} is None, and the estimator reads it; pass {name}, or choose another estimator")
     return column

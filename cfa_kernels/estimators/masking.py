@@ -72,9 +72,12 @@ class Masking(Estimator):
             pairs = zip(batch.units, some, strict=True)
             part = batch.with_columns(units=[[units[k] for k in row] for units, row in pairs])
         scores = access.score(part, mask="drop" if self.mask == "drop" else None, outcome=self.outcome)
-        values = [torch.zeros(len(units)) for units in batch.units]
-        for row, numbers, drop in zip(values, some, scores.drop, strict=True):
-            row[numbers] = drop.float()
+        values = [drop.float() for drop in scores.drop]
+        if self.preselect < 1:
+            values = [
+                torch.zeros(len(units)).index_put_((torch.tensor(numbers, dtype=torch.int64),), drop)
+                for units, numbers, drop in zip(batch.units, some, values, strict=True)
+            ]
         change_of = None if self.outcome in DIVERGENCES else self.outcome
         return Importances(values, base=scores.base, work=work + scores.work, change_of=change_of)  # type: ignore[arg-type]
 

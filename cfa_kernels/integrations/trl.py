@@ -96,7 +96,7 @@ class CounterfactualMixin(_Trainer):
         order = cls.__mro__
         if GRPOTrainer in order[: order.index(CounterfactualMixin)]:
             first = f"class {cls.__name__}(CounterfactualMixin, TheTrainer)"
-            raise TypeError(f"{cls.__name__}: the mixin comes first, or no credit runs: {first}")
+            raise TypeError(f"{cls.__name__}: the trainer hides the mixin's methods; write {first}")
 
     def __init__(
         self,

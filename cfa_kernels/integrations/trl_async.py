@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -54,10 +55,10 @@ def _attention(
     """
     table: SegmentTable | None = _TABLES.get(tree_kv_index)
     if table is None:
-        paths, ends, path_ends = (x.cpu().int() for x in (tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k))
-        lengths = ends.diff()
-        columns = (ends[:-1], lengths, path_ends[:-1], path_ends.diff() - lengths, paths)
-        table = _TABLES[tree_kv_index] = SegmentTable(*(column.numpy() for column in columns))
+        paths, ends, path_ends = (x.cpu().int().numpy() for x in (tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k))
+        lengths = np.diff(ends)
+        table = SegmentTable(ends[:-1], lengths, path_ends[:-1], np.diff(path_ends) - lengths, paths)
+        _TABLES[tree_kv_index] = table
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = tree_attention(q, k, v, table, scale=scaling, sliding_window=sliding_window, softcap=softcap)
     return out.unsqueeze(0), None

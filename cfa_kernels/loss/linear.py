@@ -1,9 +1,9 @@
 """Compute the policy loss from hidden states and the head, strip by strip of logits, with gradients in the forward.
 
 For each strip: logits by GEMM, one row kernel that turns them into their gradient, then the GEMMs of the gradients by
-hidden and head. Where a token's loss depends on its sequence, strips hold whole sequences, and what depends on them is
-found between two row kernels. If a sequence is longer than a strip, or its end not known on the host, logits are made
-a second time.
+hidden and head. If a token's loss depends on its sequence, strips hold whole sequences, and the sums over them are
+computed between two row kernels. If a sequence is longer than a strip, or its end not known on the host, logits are
+made a second time.
 """
 
 import itertools

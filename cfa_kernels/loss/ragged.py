@@ -19,7 +19,10 @@ from .policy import contributing_rows
 
 @dataclass(frozen=True)
 class LossBatch:
-    """Columns of a batch as a loss takes them, padded on the host, the tokens that it needs, and its options."""
+    """Arguments of the loss's operator, checked and padded on the host, and the tokens that it needs of a forward.
+
+    It holds no rows. A batch cannot be this itself: it is below the loss, whose type and level decide what is needed.
+    """
 
     columns: dict[str, Tensor]  # (B, T) each, advantages perhaps (B,); those that the batch has, and targets
     needed_tokens: Tensor  # (M,) int64: the flattened tokens whose log-prob the loss needs

@@ -64,9 +64,10 @@ def apart_by_length(
                 )
     sides = [sum(length > switch for switch in switches) for length in lengths]
     least = [0, *(switch + 1 for switch in switches)]
-    extended = [[q.fed_to(least[side]) for q in bundle] for bundle, side in zip(bundles, sides, strict=True)]
+    if switches:
+        bundles = [[q.fed_to(least[side]) for q in bundle] for bundle, side in zip(bundles, sides, strict=True)]
     parts = [[i for i, bundle in enumerate(bundles) if bundle and sides[i] == side] for side in sorted(set(sides))]
-    return extended, parts
+    return bundles, parts
 
 
 def largest_forward(model: Model) -> int | None:

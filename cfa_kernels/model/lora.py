@@ -5,8 +5,11 @@ Layers that are not plain LoRA, as PEFT itself defines it, run PEFT's own code.
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
+from copy import copy
+from itertools import repeat
+from operator import attrgetter, contains, itemgetter
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,6 +33,8 @@ Measured on an H100, forward and backward of Qwen3-1.7B by one op and by PEFT, m
 _FULL = (torch.float32, torch.float64)
 _ONE_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 """Names of layers of one parent that are called with one and the same tensor, and a name for them together."""
+_ADAPTERS = itemgetter("_active_adapter", "_disable_adapters", "merged_adapters", "lora_variant", "scaling")
+_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class _Layer(NamedTuple):
@@ -68,16 +73,11 @@ def one_pass_adapters(model: Model | nn.Module, rows: int, *, compiled: bool = F
     few = rows < FEW_ROWS and not compiled
     if layers and few and is_on_gpu(weight := layers[0].base_layer.weight) and weight.dtype not in _FULL:
         layers = []
-    groups = _groups(walk, layers)
-    for group in groups:
+    grouped = _grouped(walk, layers)
+    for group in grouped.groups:
         group.forget()
-    _take_parts(groups)
-    # One function for all, and numbers instead of modules: so a graph of one decoder layer fits the next.
-    return exchanged(
-        (layer, {"forward": MethodType(_run_member, layer), "cfa_member": (group, place)})
-        for group in groups
-        for place, layer in enumerate(group.layers)
-    )
+    _take_parts(grouped.groups)
+    return exchanged(grouped.attributes)
 
 
 def _run_member(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -85,12 +85,11 @@ def _run_member(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return group.run(layer, place, x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
-def _groups(walk: ModelWalk, layers: list[Any]) -> list["_Group"]:
+def _grouped(walk: ModelWalk, layers: list[Any]) -> "_Grouped":
     """Return `layers` by what they read; those of an earlier forward unless an adapter has changed since."""
-    state = [*map(_state, layers)]
-    before, members, kept = walk.kept.get("groups", (None, [], []))
-    if before == state and not any(map(_is_watched, members)):
-        return kept  # type: ignore[no-any-return]
+    kept: _Grouped | None = walk.kept.get("groups")
+    if kept is not None and kept.holds(layers):
+        return kept
     plain = {layer: modules for layer in layers if (modules := _plain(layer))}
     groups = dict[Any, _Group]()
     for name, layer in walk.modules.items() if plain else ():
@@ -99,21 +98,39 @@ def _groups(walk: ModelWalk, layers: list[Any]) -> list["_Group"]:
             down = modules.down.weight
             kind = parent, _ONE_INPUT.get(own, own), modules.scale, down.shape, down.dtype, modules.base.weight.dtype
             groups.setdefault(kind, _Group(modules.scale)).add(layer, modules)
+    result = _Grouped([*groups.values()], layers, plain.values())
     if len(plain) == len(layers):
-        members = [module for modules in plain.values() for module in modules[:4]]
-        walk.kept["groups"] = state, members, [*groups.values()]
-    return [*groups.values()]
+        walk.kept["groups"] = result
+    return result
 
 
-def _state(layer: Any) -> tuple[Any, ...]:
-    """Return what decides about a layer's group, besides its modules and who watches them."""
-    own = layer.__dict__  # PEFT's properties and torch's attributes take longer, for each layer of each forward
-    active, modules = own["_active_adapter"], own["_modules"]
-    name, *others = [active] if isinstance(active, str) else [*active] or [None]
-    down = modules["lora_A"]._modules.get(name)
-    weights = [one.weight for one in (modules["base_layer"], down) if type(one) is nn.Linear]  # FSDP1's: no parameters
-    adapters = name, others, own["_disable_adapters"], [*own["merged_adapters"]], [*own["lora_variant"]]
-    return layer, *adapters, {**own["scaling"]}, [(one.dtype, one.shape) for one in weights]
+class _Grouped:
+    """Groups of LoRA layers, and what decides about them besides the modules: that is read by loops of C."""
+
+    def __init__(self, groups: list["_Group"], layers: list[Any], plain: Collection[_Layer]) -> None:
+        self.groups, self._layers = groups, layers
+        # One function for all, and numbers instead of modules: so a graph of one decoder layer fits the next.
+        self.attributes = [
+            (layer, {"forward": MethodType(_run_member, layer), "cfa_member": (group, place)})
+            for group in groups
+            for place, layer in enumerate(group.layers)
+        ]
+        self._adapters = [tuple(map(copy, _ADAPTERS(vars(layer)))) for layer in layers]
+        members = [vars(module) for modules in plain for module in modules[:4]]
+        self._hooks = [hooks for own in members for hooks in _HOOKS(own)]
+        self._members = members
+        stores = [module._parameters for modules in plain for module in (modules.base, modules.down)]
+        self._stores = [store for store in stores if "weight" in store]  # FSDP1's weights are no parameters
+        self._forms = self._forms_now()
+
+    def holds(self, layers: list[Any]) -> bool:
+        """Whether the same layers have the same adapters, and nobody watches a module of theirs."""
+        if layers != self._layers or [*map(_ADAPTERS, map(vars, layers))] != self._adapters or any(self._hooks):
+            return False
+        return not any(map(contains, self._members, repeat("forward"))) and self._forms_now() == self._forms
+
+    def _forms_now(self) -> list[Any]:
+        return [*map(attrgetter("dtype", "shape"), map(itemgetter("weight"), self._stores))]
 
 
 def _lora_layers(walk: ModelWalk) -> list[Any]:
@@ -230,5 +247,4 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether other code expects the module itself to be called."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or "forward" in module.__dict__
+    return any(_HOOKS(vars(module))) or "forward" in vars(module)

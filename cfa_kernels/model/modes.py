@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from itertools import compress, repeat
+from operator import itemgetter, ne
 from typing import Any, TypeVar
 
 import torch
@@ -75,7 +77,8 @@ def evaluation_mode(model: Model) -> Iterator[None]:
 def one_mode(model: Model, *, training: bool) -> Iterator[None]:
     """Set every module to training mode, or to evaluation mode; each mode is restored, also after an error."""
     # Past `nn.Module.__setattr__`, which takes several times as long, for each of thousands of modules.
-    others = [m.__dict__ for m in ModelWalk.of(model).modules.values() if m.training != training]
+    modules = ModelWalk.of(model).owned
+    others = [*compress(modules, map(ne, map(itemgetter("training"), modules), repeat(training)))]
     try:
         for own in others:
             own["training"] = training

@@ -47,8 +47,8 @@ def product_dtype(model: Model) -> torch.dtype:
 def in_float32(layer: nn.Module) -> Callable[..., Tensor]:
     """Make a `forward` that multiplies by a quantised layer's matrix in float32.
 
-    The matrix is what the layer makes of the identity. Where the layer's own result for some rows is another than this
-    product by more than rounding, as that of one that mixes tokens is, its own result stands.
+    The matrix is what the layer makes of the identity. If the layer's result for some rows differs from this product by
+    more than rounding, as in a layer that mixes tokens, the layer's result is kept.
     """
     own_forward, parts = layer.forward, list[Tensor]()
 

@@ -1,6 +1,7 @@
 """Record a model's weights and adapters at a forward, so that code which continues that forward detects a change."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from operator import attrgetter, is_
 from typing import Any
 
@@ -73,7 +74,7 @@ class ModelState:
 
     def __init__(self, model: Model | nn.Module) -> None:
         walk = _as_it_is(model)
-        self._weights, self._adapters = TensorMarks(_weights(walk)), _adapters(walk)
+        self._weights, self._adapters, self._raw = TensorMarks(_weights(walk)), _adapters(walk), _raw(walk, copy)
 
     def change(self, model: Model | nn.Module) -> str | None:
         """Describe the first difference between `model` as it is now and as it was; None for none.
@@ -81,8 +82,8 @@ class ModelState:
         A walk stands for its model, however that has changed since.
         """
         walk = _as_it_is(model)
-        adapters = _adapters(walk)
-        for name, before in self._adapters.items() if adapters != self._adapters else ():
+        adapters = self._adapters if _raw(walk) == self._raw else _adapters(walk)
+        for name, before in self._adapters.items() if adapters is not self._adapters else ():
             for key, value in adapters.get(name, before).items():
                 if value != before[key]:
                     return f"the adapters of {name} have changed ({key}: {before[key]} then, {value} now)"
@@ -108,15 +109,21 @@ def _weights(walk: ModelWalk) -> dict[str, Tensor]:
     return {full: store[name] for full, store, name in walk.kept["weights"]}
 
 
+def _raw(walk: ModelWalk, each: Callable[[Any], Any] = lambda value: value) -> list[Any]:
+    """List what `_adapters` reads, as it is; `each` may copy."""
+    names = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+    return [each(own.get(name)) for own in (vars(module) for _, module in walk.adapted) for name in names]
+
+
 def _adapters(walk: ModelWalk) -> dict[str, dict[str, Any]]:
-    adapters = dict[str, dict[str, Any]]()
-    for prefix, module in walk.adapted:
-        own = module.__dict__
-        active, scaling = own.get("_active_adapter"), own.get("scaling")
-        adapters[prefix] = {
-            "disabled": own["_disable_adapters"],
-            "active": [active] if isinstance(active, str) else list(active or ()),
-            "merged": list(own.get("merged_adapters") or ()),
-            "scaling": dict(scaling) if isinstance(scaling, dict) else {},
-        }
-    return adapters
+    return {prefix: _adapter(module.__dict__) for prefix, module in walk.adapted}
+
+
+def _adapter(own: dict[str, Any]) -> dict[str, Any]:
+    active, scaling = own.get("_active_adapter"), own.get("scaling")
+    return {
+        "disabled": own["_disable_adapters"],
+        "active": [active] if isinstance(active, str) else [*(active or ())],
+        "merged": [*(own.get("merged_adapters") or ())],
+        "scaling": {**scaling} if isinstance(scaling, dict) else {},
+    }

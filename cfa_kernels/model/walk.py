@@ -41,6 +41,7 @@ class ModelWalk:
                 todo += reversed([(prefix + key, child) for key, child in children.items() if child is not None])
 
         each = [*self.modules.values()]
+        self.owned = [*map(vars, each)]  # attributes of each module
         self._classes = [*map(type, each)]
         self._structure = hash((*self.modules, *self._classes))
         self._parents = [m._modules for m in each if m._modules]

@@ -111,7 +111,7 @@ def padded_kept_tokens(rows: Sequence[KeptTokens], width: int) -> KeptTokens:
 
 
 class Support(NamedTuple):
-    """What strips of logits of M rows are made of: the head, or only its columns that some row keeps."""
+    """Columns of the head in the strips of logits of M rows: all, or those that some row keeps."""
 
     head: Tensor  # (U, H)
     bias: Tensor | None  # (U,)

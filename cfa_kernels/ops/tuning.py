@@ -107,7 +107,7 @@ TUNED: dict[str, tuple[Tuned, ...]] = {
         Tuned("*", "*", {"BLOCK": 16384, "num_warps": 32}),
     ),
 }
-"""By kernel; the first row that fits a launch is taken, and the last one fits all."""
+"""Rows of each kernel; the first row that fits a launch is taken, and the last one fits all."""
 
 
 @cache

@@ -29,15 +29,17 @@ def upload(arrays: Sequence[np.ndarray | Tensor], device: torch.device) -> tuple
     sizes = [part.numel() * part.element_size() for part in host]
     *starts, total = itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
 
-    def views(buffer: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            buffer[start : start + size].view(part.dtype).view(part.shape)
-            for part, start, size in zip(host, starts, sizes, strict=True)
-        )
-
     # Pinned, so that the copy queues up behind kernels while the host continues; PyTorch's host allocator hands the
     # buffer out again only when the copy is done.
     buffer = torch.zeros(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for view, part in zip(views(buffer), host, strict=True):
-        view.copy_(part.detach())
-    return views(buffer.to(device, non_blocking=True))
+    data = buffer.numpy()
+    for start, size, part in zip(starts, sizes, arrays, strict=True):
+        if isinstance(part, np.ndarray):  # a third of the time that torch takes
+            data[start : start + size] = np.frombuffer(part.tobytes(), np.uint8)
+        else:
+            buffer[start : start + size].view(part.dtype).view(part.shape).copy_(part.detach())
+    there = buffer.to(device, non_blocking=True)
+    return tuple(
+        there[start : start + size].view(part.dtype).view(part.shape)
+        for part, start, size in zip(host, starts, sizes, strict=True)
+    )

@@ -12,6 +12,7 @@ from ..batch import Batch, Masks
 from ..model.parts import causal_lm, input_device
 from ..model.quantised import product_dtype
 from ..model.run_inside import is_sharded, run_inside
+from ..model.walk import ModelWalk
 from ..options import as_numbers
 from ..rows import check_finite
 from ..tree.packs import Limits
@@ -83,6 +84,7 @@ class InProcess(ModelAccess):
     """Access to a model whose weights are whole in this process, bare or wrapped as in `score_counterfactuals`."""
 
     capabilities = _EVERYTHING
+    _walk: ModelWalk | None = None  # if the model has been walked over
 
     def __init__(self, module: nn.Module | None) -> None:
         self.module = module
@@ -100,7 +102,9 @@ class InProcess(ModelAccess):
         if self.module is None:
             return torch.float32
         device = input_device(self.model).type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else product_dtype(self.model)
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return product_dtype(self._walk or self.model)
 
 
 class Sharded(InProcess):

@@ -39,7 +39,9 @@ def branch(row: ScoredRow, k: int | None, mask: Mask | None) -> Branch:
     elif callable(mask):
         ids = np.asarray(mask(row, k), dtype=np.int64)
     else:
-        ids = np.full(end - start, mask)
+        masked = tokens.copy()
+        masked[start:end] = mask
+        return Branch(masked, answer)
     moved = len(ids) - (end - start) if end <= answer.start else 0
     return Branch(np.concatenate([tokens[:start], ids, tokens[end:]]), Span(answer.start + moved, answer.end + moved))
 

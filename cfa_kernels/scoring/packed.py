@@ -369,7 +369,7 @@ class PackedForward(InProcess):
 
     def _same_model(self) -> ModelWalk:
         """Return the model's walk; raise if the model has changed since this forward, or its states were not kept."""
-        if self._model is None:
+        if self._model is None or self._walk is None:
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
         if (change := self._model.change(self._walk)) is not None:
             raise RuntimeError(

@@ -303,7 +303,7 @@ def answer_text_span(text: str, answers: AnswerRules = USUAL_ANSWERS, *, prompt:
     The answer follows the last `####` that a number follows; else it is inside the box (`\boxed{}`, `\fbox{}`) that
     opens last; else it follows the last statement: "the answer is 18", "Answer: 18", "A: 18" at the start of a line,
     `<answer>18</answer>`. Thoughts (`<think>` and the like, also one that the `prompt` before the text opens), calls of
-    tools and their results hold no answer. `answers` may replace these forms; raises `ValueError` if a function of its
+    tools and their results hold no answer. `answers` may replace these forms; raises `ValueError` if its function
     returns no interval.
     """
     answer = locate_answer(read_speech(text, prompt=prompt, thought_tags=answers.thought_tags), answers)

@@ -1,11 +1,11 @@
 """Find the answer and the reasoning spans of a completion, in sampled tokens."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import not_
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -13,7 +13,7 @@ from ..options import check_class
 from ..span import Span, span_inside
 from .answers import AnswerText, lead_in_start, locate_answer
 from .markup import Speech, merged, read_speech, sign_names
-from .offsets import TokenOffsets, token_offsets
+from .offsets import Decoder, TokenOffsets
 from .patterns import LETTER_OR_DIGIT, Interval, holds_number
 from .rules import USUAL_ANSWERS, USUAL_SPANS, AnswerRules, SpanRules
 
@@ -88,12 +88,24 @@ def find_reasoning(
     `spans=None` looks for no spans; `unanswered` also looks for spans in completions without an answer. `prompts` and
     `masks` are those of `find_answer` by row.
     """
-    reasoning, texts = {}, dict[tuple[int, ...], str]()
-    for row, token_ids in rows.items():
+    if not rows:
+        return {}
+    reasoning, known = {}, list[TokenOffsets | None]()
+    check_class(AnswerRules, answers=answers)
+    decoder, names = Decoder.of(tokenizer), sign_names(answers.thought_tags)
+    keys = {row: _key(prompt) for row, prompt in (prompts or {}).items()}
+    texts = dict[Hashable, str]()
+    try:
+        known += decoder.offsets(rows.values(), names, ends_shown=False)
+        each = {keys[row]: prompt for row, prompt in (prompts or {}).items()}  # completions of a group share theirs
+        texts = {key: offsets.text for key, offsets in zip(each, decoder.offsets(each.values(), names), strict=True)}
+    except (TypeError, ValueError):
+        known = [None] * len(rows)  # the row is named below
+    for (row, token_ids), offsets in zip(rows.items(), known, strict=True):
         try:
-            prompt = _prompt_text((prompts or {}).get(row), tokenizer, answers, texts)
-            completion = _Completion(token_ids, prompt, (masks or {}).get(row))
-            reasoning[row] = _reasoning(completion, tokenizer, spans, answers, unanswered=unanswered)
+            prompt = texts.get(keys[row], prompts[row]) if prompts and row in prompts else None
+            completion = _Completion(token_ids, prompt, (masks or {}).get(row), offsets)
+            reasoning[row] = _reasoning(completion, decoder, spans, answers, unanswered=unanswered)
         except (TypeError, ValueError) as error:
             raise type(error)(f"row {row}: {error}") from error
     return reasoning
@@ -118,43 +130,37 @@ class _Completion(NamedTuple):
     token_ids: TokenIds
     prompt: TokenIds | str | None
     mask: Mask | None
+    offsets: TokenOffsets | None = None  # if it is decoded
 
 
-def _prompt_text(
-    prompt: TokenIds | str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    answers: AnswerRules,
-    texts: dict[tuple[int, ...], str],
-) -> str:
-    """Decode a prompt unless its ids have a text already: completions of a group share theirs."""
-    if prompt is None or isinstance(prompt, str):
-        return prompt or ""
-    ids = tuple(prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)
-    if ids not in texts:
-        texts[ids] = token_offsets(prompt, tokenizer, sign_names(answers.thought_tags)).text
-    return texts[ids]
+def _key(ids: TokenIds) -> Hashable:
+    return ids.cpu().numpy().tobytes() if isinstance(ids, torch.Tensor) else tuple(ids)
 
 
 def _read(
-    completion: _Completion, tokenizer: PreTrainedTokenizerBase, answers: AnswerRules
+    completion: _Completion, tokenizer: PreTrainedTokenizerBase | Decoder, answers: AnswerRules
 ) -> tuple[TokenOffsets, Speech, bytearray]:
     """Decode a completion; the last item is 1 for tokens that the policy did not write."""
     check_class(AnswerRules, answers=answers)
     names = sign_names(answers.thought_tags)
-    offsets = token_offsets(completion.token_ids, tokenizer, names, ends_shown=False)
+    decoder = Decoder.of(tokenizer)
+    offsets = completion.offsets or decoder.offsets([completion.token_ids], names, ends_shown=False)[0]
     others = _others(completion.mask, len(offsets.starts))
     foreign = merged((int(offsets.starts[run.start]), int(offsets.ends[run.stop - 1])) for run in _runs(others))
-    prompt = _prompt_text(completion.prompt, tokenizer, answers, {})
+    prompt = completion.prompt
+    if not isinstance(prompt, str):
+        prompt = "" if prompt is None else decoder.offsets([prompt], names)[0].text
     return offsets, read_speech(offsets.text, prompt=prompt, foreign=foreign, thought_tags=answers.thought_tags), others
 
 
 def _others(mask: Mask | None, length: int) -> bytearray:
     if mask is None:
         return bytearray(length)
-    values = mask.tolist() if isinstance(mask, torch.Tensor) else list(mask)
-    if len(values) != length or not {*map(float, values)} <= {0.0, 1.0}:
-        raise ValueError(f"mask must be 1 or 0 for each of {length} tokens, got {values!r:.200}")
-    return bytearray(map(not_, values))
+    given = mask.tolist() if isinstance(mask, torch.Tensor) else list(mask)
+    values = np.array([*map(float, given)])
+    if values.shape != (length,) or not ((values == 0) | (values == 1)).all():
+        raise ValueError(f"mask must be 1 or 0 for each of {length} tokens, got {given!r:.200}")
+    return bytearray((values == 0).tobytes())
 
 
 def _runs(flags: bytearray) -> Iterator[range]:
@@ -168,7 +174,7 @@ def _runs(flags: bytearray) -> Iterator[range]:
 
 def _reasoning(
     completion: _Completion,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | Decoder,
     spans: SpanRules | None,
     answers: AnswerRules,
     answer: Span | None = None,
@@ -247,8 +253,9 @@ def _disjoint_spans(offsets: TokenOffsets, ranks: Sequence[list[Interval]], occu
                 end -= 1
             if start >= end or occupied.find(1, start, end) >= 0:
                 continue
-            rest = offsets.text[offsets.starts[start] : offsets.ends[end - 1]]
-            if (start, end) == wide or LETTER_OR_DIGIT.search(rest):
+            if (start, end) == wide or LETTER_OR_DIGIT.search(
+                offsets.text, offsets.starts.item(start), offsets.ends.item(end - 1)
+            ):
                 occupied[start:end] = b"\1" * (end - start)
                 spans[rank].append(Span(start, end))
     return spans

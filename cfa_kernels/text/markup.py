@@ -1,4 +1,4 @@
-"""Tell what a completion says from what it thinks, what it calls, and what others wrote into it.
+"""Separate what a completion says from its thoughts, its calls, and what others wrote into it.
 
 Signs are read where a text has them, spelled or as special tokens (`sign_names`). A thought that a prompt or a tool's
 text leaves open is open for what the policy writes next.

@@ -97,12 +97,12 @@ class SegmentTable:
                 f"got {self.context_start[s]} and {self.context_length[s]} for segment {s}"
             )
         newest = np.maximum.accumulate(self.context_rows) if len(self.context_rows) else self.context_rows
-        for s in np.flatnonzero(self.context_length).tolist():
-            # A cheap bound first; the exact look only where earlier paths in the store could fool it.
-            if newest[stop[s] - 1] >= self.row_start[s]:
-                rows = self.context_rows[self.context_start[s] : stop[s]]
-                if rows.max() >= self.row_start[s]:
-                    raise ValueError(f"segment {s}: its context holds row {rows.max()}, at or after its own first row")
+        # A cheap bound first; the exact look only where earlier paths in the store could fool it.
+        some = np.flatnonzero(self.context_length)
+        for s in some[newest[stop[some] - 1] >= self.row_start[some]].tolist():
+            rows = self.context_rows[self.context_start[s] : stop[s]]
+            if rows.max() >= self.row_start[s]:
+                raise ValueError(f"segment {s}: its context holds row {rows.max()}, at or after its own first row")
         if len(self.context_rows) and self.context_rows.min() < 0:
             raise ValueError(f"context_rows must not be negative, got {self.context_rows.min()}")
 

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -76,14 +75,14 @@ def test_a_table_says_what_credit_gains_beyond_its_placebo():
 
 
 def test_finished_runs_are_not_run_again(tmp_path, monkeypatch, capsys):
-    size = AblationSettings(seeds=1, steps=2, eval_steps=1, eval_problems=8, eval_samples=2)
+    size = AblationSettings(seeds=1, steps=2, eval_steps=1, eval_problems=4, eval_samples=2)
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--max_steps", "--device"))]
     pieces = Pieces(tmp_path / "pieces", {}, ENVIRONMENT)
     first = run(pieces, tmp_path, size, arms=["entropy"], extra=small)
     assert capsys.readouterr().out.startswith("entropy-seed0: ")
     assert first["curves"]["entropy"][0]["step"] == [0, 1, 2]
     assert np.all(np.diff(first["curves"]["entropy"][0]["seconds"]) > 0)
-    assert all(0 <= 16 * share == round(16 * share) for share in first["curves"]["entropy"][0]["sampled"])
+    assert all(0 <= 8 * share == round(8 * share) for share in first["curves"]["entropy"][0]["sampled"])
     monkeypatch.setattr(ablation, "_train", None)
     again = run(pieces, tmp_path, size, arms=["entropy"], extra=small)
     assert again == first == json.loads(json.dumps(first))
@@ -137,25 +136,8 @@ def test_each_arm_takes_the_rate_that_was_best_on_seeds_of_their_own(tmp_path, m
     assert document["arms"][PLAIN]["rate"] == "1e-4"
     assert "--num_iterations=4" in document["flags"]
     assert "30 steps with 4 optimizer steps each" in markdown(ENVIRONMENT | document)
-    file = tmp_path / "one.json"
-    file.write_text(json.dumps(ENVIRONMENT | document))
-    paired_with = run(
-        Pieces(tmp_path / "two", {}, ENVIRONMENT), tmp_path, replace(size, beside=str(file)), arms=["CF where right"]
-    )
-    assert [*paired_with["arms"]] == [PLAIN, "CF where right"]
-    assert "against_plain" in paired_with["arms"]["CF where right"]
-    assert asked[2:] == [(3, "1e-4"), (4, "1e-4")], "plain DAPO is not run again"
-    assert f"Runs at other commits: {PLAIN} abc." in markdown(ENVIRONMENT | paired_with)
-    file.write_text(json.dumps({"environment": {"commit": "def"}} | paired_with))
-    older = {name: value for name, value in paired_with["settings"].items() if name != "inner_steps"}
-    file.write_text(json.dumps({"environment": {"commit": "def"}} | paired_with | {"settings": older}))
-    with pytest.raises(ValueError, match="has inner_steps=1, these runs 4"):
-        run(Pieces(tmp_path / "5", {}, ENVIRONMENT), tmp_path, replace(size, beside=str(file)), arms=["OAR-P"])
-    file.write_text(json.dumps({"environment": {"commit": "def"}} | paired_with))
-    third = run(Pieces(tmp_path / "4", {}, ENVIRONMENT), tmp_path, replace(size, beside=str(file)), arms=["OAR-P"])
-    assert third["beside"] == {PLAIN: "abc", "CF where right": "def"}, "each arm keeps the commit of its own runs"
-    with pytest.raises(ValueError, match="has seeds=2, these runs 3; only equal ones pair"):
-        run(Pieces(tmp_path / "3", {}, ENVIRONMENT), tmp_path, replace(size, beside=str(file), seeds=3), arms=[PLAIN])
+    others = document | {"beside": {PLAIN: "abc"}}  # of a result whose arms are of several commits
+    assert f"Runs at other commits: {PLAIN} abc." in markdown(ENVIRONMENT | others)
     with pytest.raises(ValueError, match="rates must be learning rates above 0, got '-1'"):
         AblationSettings(rates="1e-4 -1")
     with pytest.raises(ValueError, match="regime must be one of plain"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.research import alignment, arms, models, pictures
+from benchmarks.research import alignment, arms, models
 from benchmarks.research.alignment import MAIN, PARTS, SIZES, AlignmentSettings, Policy
 from benchmarks.research.arms import ARMS, CF, PERMUTED, PLAIN, SETS, Judged, arms_of
 from benchmarks.research.command import main
@@ -215,7 +215,8 @@ def test_a_model_of_ones_own_is_measured_by_one_command(tmp_path, monkeypatch, c
     file = tmp_path / "problems.jsonl"
     rows = [{"question": one.question, "answer": one.solution()} for one in itertools.islice(generate("train", 1), 64)]
     file.write_text("\n".join(map(json.dumps, rows)))
-    small = ["--truth-groups", "64", "--batch", "4", "--blocks", "2", "--dtype", "float32", "--block", "16"]
+    small = ["--truth-groups", "48", "--parts", "3", "--batch", "4", "--blocks", "2", "--dtype", "float32"]
+    small += ["--block", "16"]
     small += ["--examples", "0", "--group", "4", "--max-tokens", "70"]
     arguments = ["own", "--folder", str(tmp_path), "--commit", "none", "--model", str(alignment.SMALL)]
     assert main([*arguments, "--problems", str(file), *small]) == 0
@@ -231,7 +232,7 @@ def test_errors_hold_how_well_the_truth_is_known():
     steps = {name: np.roll(truth, 1) * share + truth + random.normal(size=(2 * SIZES[-1], 40)) * 0.05
              for name, share in {PLAIN: 0.0, "CF": 1.0}.items()}  # fmt: skip
     found, errors = [], []
-    for _ in range(100):
+    for _ in range(50):
         parts = truth + random.normal(size=(PARTS, 40)) / 5
         blocks = [
             {str(size): {name: [[*parts @ step, step @ step] for step in own[start : start + SIZES[-1]]]
@@ -245,13 +246,13 @@ def test_errors_hold_how_well_the_truth_is_known():
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(found), rel=0.25)
 
 
-def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch):
+def test_the_command_writes_its_tables_and_resumes(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
     monkeypatch.setattr(alignment, "MAIN", 2)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--blocks", "2", "--arms", "CF where right", "right times 4", "ceiling"]
     arguments += ["--continuations", "1", "--group", "4", "--moments", "2"]
-    truth = torch.randn(PARTS + 1, sum(p.numel() for p in Policy(SETTINGS).parameters))
+    truth = torch.randn(PARTS + 1, sum(p.numel() for p in policy.parameters))
     monkeypatch.setattr(alignment, "true_gradient", lambda policy, settings, part: truth[-1] + truth[part] / 4)
     assert main([*arguments, "--blocks", "3"]) == 0
     assert main(arguments) == 0  # with fewer blocks
@@ -345,13 +346,8 @@ def test_a_regime_brings_its_model_its_problems_and_its_room():
 
 def document(regime, share):
     figure = {
-        "cosine": 0.1,
-        "error": 0.01,
-        "difference": 0.0,
-        "difference_error": 0.0,
-        "ratio": 1.2,
-        "ratio_error": 0.1,
-    }
+        "cosine": 0.1, "error": 0.01, "difference": 0.0, "difference_error": 0.0, "ratio": 1.2, "ratio_error": 0.1,
+    }  # fmt: skip
     ends = {"aim": {"value": 0.9, "error": 0.1}, "noise to signal": None, "cost": 0.25}
     arm = {**{str(size): figure for size in SIZES}, "adam": figure, **ends}
     command = f"python -m benchmarks evidence alignment --regime {regime}"
@@ -360,25 +356,20 @@ def document(regime, share):
     return made | {"arms": {PLAIN: arm, "CF": unknown}, "command": command, "environment": {"commit": "abc"}}
 
 
-def test_tables_and_pictures_come_from_the_results_alone(tmp_path, monkeypatch, capsys):
+def test_tables_come_from_the_results_alone(tmp_path, capsys):
     older = document("", None)
     older["arms"]["CF"] |= {"aim": 0.9}
     del older["settings"]["regime"]
     (tmp_path / "evidence-alignment.json").write_text(json.dumps(older))
     for regime, share in (("plain", 1.0), ("idle8", 0.3)):
         (tmp_path / f"evidence-alignment-{regime}.json").write_text(json.dumps(document(regime, share)))
-    (tmp_path / "evidence-alignment-tokens.json").write_text(json.dumps(document("plain", 1.0)))
     (tmp_path / "evidence-other.json").write_text("{}")
-    draw, seen = pictures.draw, []
-    monkeypatch.setattr(pictures, "draw", lambda documents, folder: seen.extend(documents) or draw(documents, folder))
     assert main(["tables", "--results", str(tmp_path), "--commit", "none"]) == 0
     assert "evidence-alignment.json: was made by another form" in capsys.readouterr().err
     assert not (tmp_path / "evidence-alignment.md").exists()
     text = (tmp_path / "evidence-alignment-idle8.md").read_text()
     assert "Regime `idle8`, 30% of its tokens in steps and answer." in text
     assert "| CF | 0.100 | 0.100 | 0.100 | 0.100 | 1.20 ± 0.10 | +0.000 ± 0.000 | – | 0.90 ± 0.10 | – | 0.25 |" in text
-    assert sorted(one["settings"]["regime"] for one in seen) == ["idle8", "plain"]  # tokens' is of other arms
-    assert all((tmp_path / f"evidence-alignment-{name}.png").stat().st_size > 5000 for name in ("sizes", "density"))
 
 
 def test_density_is_the_share_of_tokens_that_steps_have(policy):

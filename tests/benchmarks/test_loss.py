@@ -36,11 +36,8 @@ def test_each_peer_agrees_with_float64(name, job, reference):
 def test_a_wrong_gradient_a_wrong_loss_and_a_missing_gradient_are_refused(job, reference):
     loss, *gradients = loss_peers.ours(job)
     for wrong in (
-        (loss + 0.01, *gradients),
-        (loss, gradients[0] * 1.001, *gradients[1:]),
-        (loss, *gradients[:-1], gradients[-1].roll(1, 0)),
-        (loss, *gradients[:-1]),
-        (loss * torch.nan, *gradients),
-    ):
+        (loss + 0.01, *gradients), (loss, gradients[0] * 1.001, *gradients[1:]),
+        (loss, *gradients[:-1], gradients[-1].roll(1, 0)), (loss, *gradients[:-1]), (loss * torch.nan, *gradients),
+    ):  # fmt: skip
         with pytest.raises(WrongAnswer):
             reference.check(wrong)

@@ -98,7 +98,7 @@ def test_a_hybrid_cut_before_its_first_attention_layer_is_not_taken_for_the_type
 )
 def test_the_windows_of_a_small_model_change_its_result(name, size):
     batch = ragged_batch(0)
-    ids = torch.cat([batch.prompts[0], batch.completions[0]])
+    ids = torch.cat([batch.rows.prompts[0], batch.rows.completions[0]])
     narrow, wide = (Plain(build(Case(name, changes={size: tokens}))).logprobs(ids) for tokens in (WINDOW, CONTEXT))
     assert torch.equal(narrow[: WINDOW - 1], wide[: WINDOW - 1])
     assert (narrow - wide)[WINDOW:].abs().max() > 100 * TOLERANCE
@@ -149,7 +149,10 @@ def test_a_gradient_that_is_nan_or_missing_is_not_a_small_gap(llama):
 
 @pytest.mark.parametrize("seed", model_table.SEEDS)
 def test_the_batches_have_what_a_tree_of_short_pieces_has(seed):
-    rows = [(tuple(prompt.tolist()), tuple(completion.tolist())) for prompt, completion, *_ in ragged_batch(seed)]
+    batch = ragged_batch(seed).rows
+    rows = [
+        *zip(*([tuple(row.tolist()) for row in column] for column in (batch.prompts, batch.completions)), strict=True)
+    ]
     of_one_prompt = [(a, b) for i, (p, a) in enumerate(rows) for j, (q, b) in enumerate(rows) if i != j and p == q]
     assert any(a == b for a, b in of_one_prompt)
     assert any(len(a) < len(b) and b[: len(a)] == a for a, b in of_one_prompt)

@@ -85,10 +85,8 @@ def test_a_race_by_the_device_clock_says_what_it_hid(device, monkeypatch):
     laps = race([contender], device=torch.device("cuda"), budget=Budget(0.0, 4, 4), clock="device")
     assert laps["short"].seconds == pytest.approx([2e-5] * 4)
     assert laps["short"].facts == {
-        "rows": 3,
-        "host_seconds": pytest.approx(1e-2, abs=1e-5),
-        "rounds_with_host_exposed": 0,
-    }
+        "rows": 3, "host_seconds": pytest.approx(1e-2, abs=1e-5), "rounds_with_host_exposed": 0,
+    }  # fmt: skip
 
 
 def test_the_cache_is_cleared_by_reading(monkeypatch):

@@ -1,22 +1,20 @@
 """The benchmarks themselves: peers do the same job, wrong answers get no time, result files hold what they must."""
 
 import json
-import os
-import subprocess
-import sys
+import signal
 
 import pytest
 import torch
 
 from benchmarks.harness import workloads
 from benchmarks.harness.counting import attention_flops, counted, tree_pairs
-from benchmarks.harness.environment import REPOSITORY
 from benchmarks.harness.race import Absent, Budget, Contender, WrongAnswer, race
 from benchmarks.harness.workloads import Job, Span, gsm8k_job, random_model, shaped_job
 from benchmarks.speed import bench_kernels, command
 from benchmarks.speed.loss_jobs import LINEAR
 from benchmarks.speed.peers import PEERS, REFERENCE, Peer, packed_forest, per_span
 from benchmarks.speed.reference import Reference
+from tests.support.runs import printed
 
 pytestmark = pytest.mark.slow
 
@@ -136,14 +134,12 @@ def test_a_wrong_contender_and_an_absent_one_get_no_time():
 
     laps = race(
         [
-            Contender("ok", int, lambda _: {"tokens_fed": 3}),
-            Contender("wrong", int, wrong),
-            Contender("gone", missing, wrong),
-            Contender("crash", crash, wrong),
+            Contender("ok", int, lambda _: {"tokens_fed": 3}), Contender("wrong", int, wrong),
+            Contender("gone", missing, wrong), Contender("crash", crash, wrong),
         ],
         device=CPU,
         budget=Budget(0.0, 3, 4),
-    )
+    )  # fmt: skip
     assert len(laps["ok"].seconds) == 3
     assert laps["ok"].facts == {"tokens_fed": 3}
     assert (laps["wrong"].seconds, laps["wrong"].refused) == ([], "off by one")
@@ -229,8 +225,7 @@ def test_a_killed_session_leaves_the_races_it_had_finished_beside_other_parts(tm
     result.write_text(json.dumps({"schema": 1, "parts": {"loss": {"figures": []}}}))
     options = command.Options(device="cpu", smoke=True, commit="abc")
     line = [str(file) if "bench_step" in word else word for word in command.session("step", options, result)]
-    line += ["-p", "benchmarks.speed.conftest"]
-    subprocess.run(line, cwd=REPOSITORY, env=os.environ, capture_output=True, check=False)
+    assert printed(pytest.main, [*line[3:], "-p", "benchmarks.speed.conftest"]) == (-signal.SIGKILL, "")
     parts = json.loads(result.read_text())["parts"]
     assert parts.keys() == {"loss", "step"}
     assert [(f["group"], f["seconds"]["median"]) for f in parts["step"]["figures"]] == [("finished", 2.0)]
@@ -240,12 +235,10 @@ def test_a_killed_session_leaves_the_races_it_had_finished_beside_other_parts(tm
 def test_a_workload_is_raced_once_for_all_its_contenders():
     """Contenders of several races would not have taken turns."""
     files = [f"benchmarks/speed/bench_{part}.py" for part in ("kernels", "loss", "step")]
-    line = [sys.executable, "-m", "pytest", *files, "-p", "no:cacheprovider", "--bench-device=cpu"]
-    line += ["--bench-smoke", "--setup-plan"]
-    plan = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    options = ["-p", "no:cacheprovider", "--bench-device=cpu", "--bench-smoke", "--setup-plan", "-s"]
+    status, plan = printed(pytest.main, [*files, *options])
+    assert status == 0
     made = [words[2] for line in plan.splitlines() if len(words := line.split()) > 2 and words[:2] == ["SETUP", "M"]]
     assert {name: made.count(name) for name in ("kernel_race", "laps", "step_race")} == {
-        "kernel_race": len(bench_kernels.KERNELS["smoke"]),
-        "laps": len(LINEAR["smoke"]),
-        "step_race": 1,
-    }
+        "kernel_race": len(bench_kernels.KERNELS["smoke"]), "laps": len(LINEAR["smoke"]), "step_race": 1,
+    }  # fmt: skip

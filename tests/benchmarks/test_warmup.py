@@ -15,7 +15,6 @@ from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.embedded.problems import generate
 from trainer.run import set_up, train
-from trainer.settings import TrainSettings
 
 pytestmark = pytest.mark.slow
 
@@ -45,12 +44,10 @@ def problems(gsm8k, tmp_path_factory) -> Path:
 def model(problems, tmp_path_factory) -> Path:
     """The folder of a model warmed up on their solutions."""
     folder = tmp_path_factory.mktemp("model") / "warm"
-    argv = [
-        f"--dataset={problems}", f"--output_dir={folder}", f"--eval_problems={HELD_OUT}", "--hidden_size=96",
-        "--num_hidden_layers=1", "--intermediate_size=192", "--max_steps=80", "--warmup_steps=20", "--batch_size=8",
-        "--learning_rate=6e-3",
-    ]  # fmt: skip
-    return warm_up(parse(WarmupConfig, argv, prog="", description=""))
+    return warm_up(WarmupConfig(
+        dataset=str(problems), output_dir=str(folder), eval_problems=HELD_OUT, hidden_size=96, num_hidden_layers=1,
+        intermediate_size=192, max_steps=80, warmup_steps=20, batch_size=8, learning_rate=6e-3,
+    ))  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +59,7 @@ def run(problems, model, tmp_path_factory) -> Path:
         "--config=cf", "--max_steps=2", "--generation_batch_size=32",
         "--log_completions=32", "--learning_rate=1e-4",
     ]  # fmt: skip
-    return train(set_up(TrainConfig(**vars(parse(TrainSettings, argv, prog="python -m trainer")))))
+    return train(set_up(TrainConfig(**vars(parse(argv, prog="python -m trainer")))))
 
 
 def test_warm_up_learns_and_leaves_a_model_that_loads(model) -> None:
@@ -98,11 +95,10 @@ def test_every_stage_of_a_run_is_finite_and_finds_spans_drops_and_weights(run, c
 
 def test_warm_up_is_the_same_for_the_same_seed(tmp_path) -> None:
     def weights(name: str, seed: int) -> bytes:
-        argv = [
-            f"--output_dir={tmp_path / name}", f"--seed={seed}", "--train_problems=64", "--eval_problems=4",
-            "--hidden_size=32", "--num_attention_heads=2", "--num_hidden_layers=1", "--max_steps=3", "--batch_size=8",
-        ]  # fmt: skip
-        folder = warm_up(parse(WarmupConfig, argv, prog="", description=""))
+        folder = warm_up(WarmupConfig(
+            output_dir=str(tmp_path / name), seed=seed, train_problems=64, eval_problems=4, hidden_size=32,
+            num_attention_heads=2, num_hidden_layers=1, max_steps=3, batch_size=8,
+        ))  # fmt: skip
         return (folder / "model.safetensors").read_bytes()
 
     first = weights("first", 0)

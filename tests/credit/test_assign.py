@@ -310,7 +310,7 @@ ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
 @pytest.mark.parametrize(
     ("config", "given", "message"),
     [
-        ({"estimator": "entropy"}, {}, "entropies must be given to an estimator that reads them, got None"),
+        ({"estimator": "entropy"}, {}, "entropies is None, and the estimator reads it; pass entropies"),
         ({"estimator": "entropy_shaping"}, {"entropies": [*map(torch.ones, ROWS.lengths)]}, "advantages must be given"),
         ({"estimator": "external"}, {}, "external must be given"),
         ({"completions": "positive"}, {}, "advantages must be given with completions='positive'"),
@@ -388,13 +388,9 @@ def test_an_estimator_of_ones_own_may_write_to_what_it_is_given(scored):
 
     def estimate(model, batch):
         for column in (
-            batch.rows.prompts,
-            batch.rows.completions,
-            batch.scored.completions,
-            batch.entropies,
-            [batch.rewards],
+            batch.rows.prompts, batch.rows.completions, batch.scored.completions, batch.entropies, [batch.rewards],
             batch.advantages,
-        ):
+        ):  # fmt: skip
             for tensor in column:
                 tensor.zero_()
         for row in batch.units:

@@ -74,13 +74,11 @@ def beside_others(model, batch):
 
 
 COMPARING = [
-    {"estimator": "prefix_tree"},
-    {"estimator": "sibling_edits"},
-    {"estimator": "entropy"},
+    {"estimator": "prefix_tree"}, {"estimator": "sibling_edits"}, {"estimator": "entropy"},
     {"weights": "top", "fraction": 0.4},
     {"estimator": "prefix_gain", "weights": "top", "fraction": 0.4, "control": "inverted"},
     {"estimator": beside_others, "weights": "identity", "units": "tokens"},
-]
+]  # fmt: skip
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
 COUNTED = [torch.full((n,), float(b != 3)) for b, n in enumerate(ROWS.lengths)]
 

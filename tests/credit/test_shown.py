@@ -22,7 +22,7 @@ def test_a_table_holds_the_units_that_matter_most_without_a_minus_before_zero() 
     spans = [Span(t, t + 1) for t in range(40)]
     many = repr(Credit([torch.ones(40)], [None], [spans], [torch.arange(40.0)], torch.zeros(1), None)).splitlines()
     assert (len(many), many[-1].strip()) == (13, "and 30 more")
-    assert "0 judged" in repr(replace(CREDIT, drop=[torch.zeros(0)] * 2))  # weights were drawn
+    assert "0 scored" in repr(replace(CREDIT, drop=[torch.zeros(0)] * 2))  # weights were drawn
     assert "tokens 0 to 0" in repr(pickle.loads(pickle.dumps(CREDIT)))  # texts stay where the tokenizer is
 
 

@@ -10,6 +10,7 @@ from cfa_kernels.credit.weights import (
     NORMALIZATIONS,
     Bilevel,
     Identity,
+    Range,
     TopShare,
     WeightInputs,
     span_weights,
@@ -48,6 +49,21 @@ def test_random_draws_every_reasoning_token_from_the_range_by_the_generator():
     assert reasoning.unique().numel() > 300
     assert 0.5 <= reasoning.min() < 0.7
     assert 3.8 < reasoning.max() <= 4.0
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+def test_completions_that_are_weighed_together_do_not_change_each_other(inverted):
+    rows = [
+        WeightInputs(DROP, SPANS, ANSWER, 11, min_spread=least) for least in (0.0, 0.1, 30.0)
+    ] + [
+        WeightInputs(torch.ones(3), SPANS, None, 9), WeightInputs(torch.zeros(0), [], Span(0, 2), 4),
+        WeightInputs(torch.rand(5), SPANS, Span(3, 4), 5, are_weights=True), WeightInputs(-DROP, SPANS, None, 8),
+    ]  # fmt: skip
+    for rule in (Range(), Range(0, 9, 2, min_spread=1.0)):
+        together = rule(rows, inverted=inverted)
+        assert all(torch.equal(a, rule.weigh(b, inverted=inverted)) for a, b in zip(together, rows, strict=True))
+    assert [len(line) for line in together] == [row.length for row in rows]
+    assert Range()([], inverted=inverted) == []
 
 
 def test_permuted_deals_out_the_same_weights_to_the_units_by_the_generator():
@@ -89,12 +105,9 @@ drops = st.lists(st.floats(-50, 50, width=32), min_size=3, max_size=3)
 
 
 @given(
-    drops,
-    st.sampled_from([None, "inverted", "permuted", "random", "off"]),
-    st.sampled_from(NORMALIZATIONS),
-    st.floats(0, 2),
-    st.floats(2, 9),
-)
+    drops, st.sampled_from([None, "inverted", "permuted", "random", "off"]), st.sampled_from(NORMALIZATIONS),
+    st.floats(0, 2), st.floats(2, 9),
+)  # fmt: skip
 def test_weights_are_finite_never_negative_and_have_mean_one_when_normalised(drop, control, normalize, w_min, w_max):
     weights = span_weights(
         torch.tensor(drop), SPANS, ANSWER, 11, control=control, normalize=normalize, w_min=w_min, w_max=w_max

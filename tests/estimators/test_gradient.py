@@ -208,15 +208,9 @@ def test_prompts_are_fed_once_and_each_completion_by_itself_up_to_the_rows_that_
     model = double_model("Qwen3")
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     values, work = saliency_and_work(
-        model,
-        [prompt] * 2,
-        [completion] * 2,
-        [[Span(2, 5)]] * 2,
-        [Span(16, 19)] * 2,
-        outcome=outcome,
-        samples=3,
+        model, [prompt] * 2, [completion] * 2, [[Span(2, 5)]] * 2, [Span(16, 19)] * 2, outcome=outcome, samples=3,
         index=[0, 0],
-    )
+    )  # fmt: skip
     assert torch.equal(values[0], values[1])
     assert (work.forwards, work.tokens_fed) == (forwards, forwards * (9 + 2 * end))
     assert work.tokens_unshared == forwards * 2 * (9 + end)

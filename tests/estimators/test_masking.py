@@ -20,14 +20,10 @@ def preselected(model, *data, reasoning_ends=None, entropies=None, external=None
 @pytest.mark.parametrize(
     ("values", "share", "top"),
     [
-        ([1, 3, 2, 3], 0.5, [1, 3]),
-        ([1, 3, 2, 3], 0.25, [1]),
-        ([1, 3, 2, 3], 0.01, [1]),
-        ([0, 0, 0], 0.67, [0, 1]),
-        ([5], 1, [0]),
-        ([], 0.5, []),
+        ([1, 3, 2, 3], 0.5, [1, 3]), ([1, 3, 2, 3], 0.25, [1]), ([1, 3, 2, 3], 0.01, [1]), ([0, 0, 0], 0.67, [0, 1]),
+        ([5], 1, [0]), ([], 0.5, []),
     ],
-)
+)  # fmt: skip
 def test_the_top_units_are_the_largest_the_earlier_of_equals(values, share, top):
     assert top_units(torch.tensor([float(value) for value in values]), share) == top
 

@@ -31,11 +31,9 @@ def columns(batch):
     """Completions, groups, correctness and rewards of (row, group, correct, reward) tuples."""
     rows, groups, correct, rewards = zip(*batch, strict=True) if batch else ((), (), (), ())
     return (
-        [torch.tensor(row, dtype=torch.int64) for row in rows],
-        torch.tensor(groups, dtype=torch.int64),
-        torch.tensor(correct, dtype=torch.bool),
-        torch.tensor(rewards, dtype=torch.float64),
-    )
+        [torch.tensor(row, dtype=torch.int64) for row in rows], torch.tensor(groups, dtype=torch.int64),
+        torch.tensor(correct, dtype=torch.bool), torch.tensor(rewards, dtype=torch.float64),
+    )  # fmt: skip
 
 
 def ids(text: str) -> torch.Tensor:
@@ -148,9 +146,9 @@ def test_long_groups_are_aligned_in_time_linear_in_their_length() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"groups": None}, "groups must be given to an estimator that reads them, got None"),
+        ({"groups": None}, "groups is None, and the estimator reads it"),
         ({"groups": torch.tensor([0.0, 0, 1])}, "one integer for each of 3 completions, got torch.float32"),
-        ({"rewards": None}, "rewards must be given to an estimator that reads them, got None"),
+        ({"rewards": None}, "rewards is None, and the estimator reads it"),
         ({"rewards": torch.tensor([1, math.nan, 0])}, "rewards row 5: must be finite, got nan"),
     ],
 )

@@ -32,12 +32,9 @@ def batch():
     completions.append(completions[0].clone())
     answers = [Span(15, 18), Span(20, 23), Span(0, 2), None, Span(15, 18)]
     units = [
-        [Span(1, 4), Span(4, 9), Span(11, 12), Span(14, 15), Span(18, 20)],
-        [Span(9, 16), Span(0, 5), Span(6, 7)],
-        [Span(5, 8)],
-        [Span(1, 4), Span(6, 7)],
-        [Span(1, 4), Span(5, 15)],
-    ]
+        [Span(1, 4), Span(4, 9), Span(11, 12), Span(14, 15), Span(18, 20)], [Span(9, 16), Span(0, 5), Span(6, 7)],
+        [Span(5, 8)], [Span(1, 4), Span(6, 7)], [Span(1, 4), Span(5, 15)],
+    ]  # fmt: skip
     return prompts, completions, units, answers
 
 

@@ -55,14 +55,11 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("options", "actors", "copies"),
     [
-        ({}, 2, 2),
-        (TOTAL_EFFECTS, 2, 1),
-        ({"outcome": "mean"}, 1, 1),
-        ({**RESAMPLING, "samples": 2}, 3, 1),
+        ({}, 2, 2), (TOTAL_EFFECTS, 2, 1), ({"outcome": "mean"}, 1, 1), ({**RESAMPLING, "samples": 2}, 3, 1),
         ({"estimator": "prefix_gain"}, 1, 2),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_actors_score_trees_as_one_process_does(maker, options, actors, copies):
     group = TreeActors(actors, copies)
     maker = maker(group, CounterfactualConfig(**options), actors=actors, copies=copies)
@@ -287,14 +284,10 @@ def _forward(worker: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("stage", "dtype", "changes"),
     [
-        (2, "fp32", {}),
-        (3, "fp32", {}),
-        (3, "bf16", {}),
-        (3, "fp32", {"lora": 4}),
-        (2, "fp32", {"copies": 2}),
+        (2, "fp32", {}), (3, "fp32", {}), (3, "bf16", {}), (3, "fp32", {"lora": 4}), (2, "fp32", {"copies": 2}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_openrlhfs_own_actor_of_two_processes_scores_trees_as_one_process_does(stage, dtype, changes):
     skip_without("deepspeed", "openrlhf", "ray")
     run(2, on_openrlhfs_actor, stage, dtype, changes)

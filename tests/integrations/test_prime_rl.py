@@ -50,11 +50,8 @@ except ImportError:
 A, B, C, D, SEVEN, FIVE = (tiny_tokenizer().get_vocab()[phrase] for phrase in PHRASES)
 PROMPT = [3, 4, 5]
 TURNS = [
-    [[A, B, C, SEVEN, 1]],
-    [[A, 1], [C, D, FIVE, 1]],
-    [[B, D, 1]],
-    [[C, 1], [D, 1], [A, B, SEVEN, 1]],
-]
+    [[A, B, C, SEVEN, 1]], [[A, 1], [C, D, FIVE, 1]], [[B, D, 1]], [[C, 1], [D, 1], [A, B, SEVEN, 1]],
+]  # fmt: skip
 TOOL = [9, A, SEVEN, 10]  # reads like a solution
 
 
@@ -143,14 +140,11 @@ def rows_of_group() -> tuple[Rows, list[torch.Tensor], list[float]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"estimator": "prefix_gain"},
-        {"units": "tokens", "outcome": "mean_logprob", "weights": "bilevel"},
-        {"estimator": "prefix_tree"},
-        {"control": "permuted"},
+        {}, {"estimator": "prefix_gain"}, {"units": "tokens", "outcome": "mean_logprob", "weights": "bilevel"},
+        {"estimator": "prefix_tree"}, {"control": "permuted"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_advantages_are_those_of_the_model_itself(options):
     episodes, made = group(), algorithm(options)
     result = assigned(episodes, made)

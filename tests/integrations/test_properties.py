@@ -34,15 +34,10 @@ def tokens() -> Any:
     logprobs = -normal(B, T).abs() - 0.1
     weights = 4 * torch.rand(B, T, generator=g, dtype=torch.float64) * (torch.rand(B, T, generator=g) > 0.2)
     return SimpleNamespace(
-        totals={"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)},
-        logprobs=logprobs,
-        old=logprobs + 0.5 * normal(B, T),
-        ref=logprobs + 0.3 * normal(B, T),
-        sampled=logprobs + 0.4 * normal(B, T),
-        advantages=torch.tensor([1.3, -0.7, 0.4, -2.0, 0.0, 0.9], dtype=torch.float64),
-        mask=mask,
-        weights=weights,
-    )
+        totals={"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}, logprobs=logprobs,
+        old=logprobs + 0.5 * normal(B, T), ref=logprobs + 0.3 * normal(B, T), sampled=logprobs + 0.4 * normal(B, T),
+        advantages=torch.tensor([1.3, -0.7, 0.4, -2.0, 0.0, 0.9], dtype=torch.float64), mask=mask, weights=weights,
+    )  # fmt: skip
 
 
 class Verl:
@@ -236,15 +231,13 @@ def test_so_it_is_with_openrlhf_s_gspo_and_with_none_of_its_corrections(tokens):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("vanilla", {"delta": DUAL_CLIP}),
-        ("cispo", {"loss_type": "cispo_two_sided"}),
+        ("vanilla", {"delta": DUAL_CLIP}), ("cispo", {"loss_type": "cispo_two_sided"}),
         ("dppo_tv", {"loss_type": "dppo", "delta": DUAL_CLIP}),
         ("geo_mean", {"loss_type": "gmpo", "importance_sampling_level": "sequence"}),
-        ("gpg", {"loss_type": "reinforce"}),
-        ("gspo", {"importance_sampling_level": "sequence_token"}),
+        ("gpg", {"loss_type": "reinforce"}), ("gspo", {"importance_sampling_level": "sequence_token"}),
         ("sapo", {"loss_type": "sapo"}),
     ],
-)
+)  # fmt: skip
 def test_our_losses_have_the_gradients_of_verl_s(tokens, name, options):
     logprobs = tokens.logprobs.clone().requires_grad_()
     tokens.old = tokens.old.where(tokens.old < 0, -0.01)  # a probability, by which `dppo_tv` judges

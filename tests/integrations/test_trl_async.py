@@ -144,7 +144,7 @@ def test_trls_tree_runs_on_a_cpu_as_rows_apart(window):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"estimator": "gradient"}, {"units": "turns"}, {"units": "turns", "weights": "redistribute"}],
+    [{}, {"estimator": "gradient", "sigma": 0.0}, {"units": "turns"}, {"units": "turns", "weights": "redistribute"}],
     ids=str,
 )
 def test_a_step_trains_on_the_credited_advantages_of_its_samples(tmp_path, monkeypatch, options):

@@ -85,14 +85,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rows not fed": {"trainer": {"reward_funcs": uneven, "log_entropy": False}, "per_device_train_batch_size": 24},
     "a tool's tokens": {"trainer": {"rollout_func": rollouts}},
     "truncated completions masked": {"mask_truncated_completions": True, "max_completion_length": 8},
-    "prefix gain": config(estimator="prefix_gain"),
-    "total effects": config(**TOTAL_EFFECTS),
-    "entropies": config(estimator="entropy"),
-    "entropies, rows not fed": entropies("entropy"),
+    "prefix gain": config(estimator="prefix_gain"), "total effects": config(**TOTAL_EFFECTS),
+    "entropies": config(estimator="entropy"), "entropies, rows not fed": entropies("entropy"),
     "entropies added, rows not fed": entropies("entropy_shaping"),
     "high entropies": {"top_entropy_quantile": 0.33, "max_steps": 2},
     "seeds": config(preselect=0.5, preselect_by="gradient") | {"gradient_accumulation_steps": 2},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

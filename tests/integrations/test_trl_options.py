@@ -78,12 +78,10 @@ ACCUMULATED = {"gradient_accumulation_steps": 3}  # rows of three prompts, which
 @pytest.mark.parametrize(
     "options",
     [
-        {"cast_lm_head_to_fp32": True},
-        {"pad_to_multiple_of": 8, "loss_type": "dr_grpo"},
+        {"cast_lm_head_to_fp32": True, "multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"},
+        {"pad_to_multiple_of": 8, "loss_type": "dr_grpo", "activation_checkpointing": True},
         {"mask_truncated_completions": True, "rollout_func": truncated},
         {"disable_dropout": True, "model": lambda: tiny_model(attention_dropout=0.0)},
-        {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"},
-        {"activation_checkpointing": True},
         {"num_iterations": 2, "delta": 1.5, "max_steps": 2},
         {"router_aux_loss_coef": 0.0, "model": experts},
         {"model": experts, **ACCUMULATED},  # by default with the loss of its routers

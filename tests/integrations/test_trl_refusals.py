@@ -346,13 +346,11 @@ def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion
 @pytest.mark.parametrize(
     ("kind", "device", "placed"),
     [
-        (DistributedType.NO, "cpu", True),
-        (DistributedType.MULTI_GPU, "cpu", True),
-        (DistributedType.MULTI_GPU, "meta", False),
-        (DistributedType.DEEPSPEED, "cpu", False),
+        (DistributedType.NO, "cpu", True), (DistributedType.MULTI_GPU, "cpu", True),
+        (DistributedType.MULTI_GPU, "meta", False), (DistributedType.DEEPSPEED, "cpu", False),
         (DistributedType.FSDP, "cpu", False),
     ],
-)
+)  # fmt: skip
 def test_a_model_is_placed_when_it_is_whole_on_the_device(kind, device, placed):
     trainer = object.__new__(CounterfactualGRPOTrainer)
     trainer.accelerator = SimpleNamespace(distributed_type=kind, device=torch.device("cpu"))

@@ -150,8 +150,7 @@ def trained(train: Any, cls: type, how: str, **trainer: Any) -> Any:
     return train(scripted(cls), trainer=given | trainer, **options)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("packed", [False, True], ids=["TRL's loss", "packed"])
+@pytest.mark.parametrize(("how", "packed"), [*((how, False) for how in HOW), ("tools", True), ("rollout_func", True)])
 def test_a_span_never_holds_what_a_tool_wrote(train, monkeypatch, how, packed):
     batches, make = [], integration.batch_credit
 
@@ -175,8 +174,10 @@ def test_a_span_never_holds_what_a_tool_wrote(train, monkeypatch, how, packed):
     assert logged(trainer, "credit/scored_fraction") == [1.0]
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("credit", [None, CounterfactualConfig()], ids=["plain", "credit"])
+@pytest.mark.parametrize(
+    ("how", "credit"),
+    [*((how, None) for how in HOW), *((how, CounterfactualConfig()) for how in ("tools", "rollout_func"))],
+)
 def test_training_with_tools_is_trls(train, how, credit):
     packed = trained(train, integration.PackedGRPOTrainer, how, credit=credit, packed_loss=True)
     if credit is None:

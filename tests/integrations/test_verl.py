@@ -145,12 +145,10 @@ def put(transfer_queue: Any, keys: list[str] = KEYS) -> Any:
         return torch.cat([torch.zeros(len(row) - 1), torch.tensor([value])])
 
     fields = {
-        "prompts": nested(prompts),
-        "responses": nested(responses),
-        "response_mask": nested(masks),
+        "prompts": nested(prompts), "responses": nested(responses), "response_mask": nested(masks),
         "rm_scores": nested([last(row, reward) for row, reward in zip(responses, REWARDS, strict=True)]),
         "old_log_probs": nested([torch.zeros(len(row)) for row in responses]),
-    }
+    }  # fmt: skip
     data = TensorDict(fields, batch_size=6)
     data["uid"] = ["p", "p", "p", "q", "q", "q"]
     return transfer_queue.kv_batch_put(keys=keys, partition_id="train", fields=data, tags=[{} for _ in keys])
@@ -222,14 +220,11 @@ def one_by_one(config) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        *CREDIT,
-        {"estimator": "entropy"},
-        {"estimator": "entropy_shaping"},
-        {"estimator": "entropy", "control": "random"},
-        {"preselect": 0.5, "preselect_by": "entropy"},
+        *CREDIT, {"estimator": "entropy"}, {"estimator": "entropy_shaping"},
+        {"estimator": "entropy", "control": "random"}, {"preselect": 0.5, "preselect_by": "entropy"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_every_estimator_by_name_does_in_verl_what_it_does_with_the_model_at_hand(
     one_by_one, transfer_queue, monkeypatch, options
 ):
@@ -483,11 +478,9 @@ def test_a_trainer_reads_its_configuration_and_refuses_before_anything_starts(co
 @pytest.mark.parametrize(
     ("processor", "control", "refused"),
     [
-        (None, None, False),
-        ("a processor of images", None, True),
-        ("a processor of images", "off", False),
+        (None, None, False), ("a processor of images", None, True), ("a processor of images", "off", False),
     ],
-)
+)  # fmt: skip
 def test_a_model_of_images_is_refused_before_the_first_rollout(config, monkeypatch, processor, control, refused):
     made = SimpleNamespace(tokenizer=tiny_tokenizer(), processor=processor)
     monkeypatch.setattr(trainer_base, "omega_conf_to_dataclass", lambda config: made)

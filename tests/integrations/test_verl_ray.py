@@ -29,10 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Read by a worker's process before it imports verl, which has no platform of a CPU.
 ENVIRONMENT = {
-    "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",
-    "VERL_USE_EXTERNAL_MODULES": "tests.support.verl_cpu",
-}
+    "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "VERL_USE_EXTERNAL_MODULES": "tests.support.verl_cpu",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +58,8 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     actor = RayClassWithInitArgs(cls=worker, config=config, distillation_config=None, role="actor")
     made = RayWorkerGroup(
         resource_pool=RayResourcePool([2], use_gpu=False, max_colocate_count=1),
-        ray_cls_with_init=create_colocated_worker_cls({"actor": actor}),
-        device_name="cpu",
-        worker_env=ENVIRONMENT,
-    ).spawn(prefix_set=["actor"])["actor"]
+        ray_cls_with_init=create_colocated_worker_cls({"actor": actor}), device_name="cpu", worker_env=ENVIRONMENT,
+    ).spawn(prefix_set=["actor"])["actor"]  # fmt: skip
     made.init_model()
     yield made
     ray.shutdown()

@@ -19,12 +19,9 @@ FLAGS = (
     "HAS_OLD", "HAS_WEIGHTS", "HAS_REF", "CORRECT_KL", "HAS_ENTROPY_SCALE", "HAS_BIAS", "HAS_SOFTCAP", "WITH_ENTROPY",
 )  # fmt: skip
 OPTIONAL = {
-    "HAS_BIAS": "p_bias",
-    "HAS_OLD": "p_old",
-    "HAS_WEIGHTS": "p_weights",
-    "HAS_REF": "p_ref",
+    "HAS_BIAS": "p_bias", "HAS_OLD": "p_old", "HAS_WEIGHTS": "p_weights", "HAS_REF": "p_ref",
     "CORRECTION": "p_sampling",
-}
+}  # fmt: skip
 OPTIONAL |= {"HAS_ENTROPY_SCALE": "p_entropy_scale", "HAS_ROWS": "p_rows"}
 
 
@@ -38,26 +35,19 @@ def case(
     corrections = {"sapo": "token_mask", "cispo_two_sided": "token_gate"}
     correction = corrections.get(loss_type, "token_truncate") if everything else ""
     options |= {
-        "LOSS_TYPE": loss_type,
-        "CORRECTION": correction,
-        "KL": "k3",
-        "LOG2E": 1.4426950408889634,
-        "INPLACE": True,
+        "LOSS_TYPE": loss_type, "CORRECTION": correction, "KL": "k3", "LOG2E": 1.4426950408889634, "INPLACE": True,
         "HAS_ROWS": rows,
-    }
+    }  # fmt: skip
     options |= {"OVERLAPS": gradient.itemsize < logits.itemsize and not hip}
     options |= dict.fromkeys(("stride_v", "stride_gv", "stride_ov"), 1)
     options |= {pointer: None for flag, pointer in OPTIONAL.items() if not options[flag]}
     kinds = {
         "p_logits": f"*{KINDS[logits]}:16",
         "p_rows": f"*{KINDS[logits]}:16" if kernel == "scale_rows_kernel" else "*fp32:16",
-        **dict.fromkeys(("p_gradient", "p_out"), f"*{KINDS[gradient]}:16"),
-        "p_targets": "*i64:16",
-        "p_counted": "*i1:16",
-        "p_bias": "*bf16:16",
-        "V": "i32" if vocabulary % 16 else "i32:16",
+        **dict.fromkeys(("p_gradient", "p_out"), f"*{KINDS[gradient]}:16"), "p_targets": "*i64:16",
+        "p_counted": "*i1:16", "p_bias": "*bf16:16", "V": "i32" if vocabulary % 16 else "i32:16",
         **dict.fromkeys(("N", "T"), "i32"),
-    }
+    }  # fmt: skip
     module = policy_rows if hasattr(policy_rows, kernel) else row_logprobs
     names = getattr(module, kernel).arg_names
     options = {name: value for name, value in options.items() if name in (*names, "num_warps")}

@@ -106,15 +106,10 @@ def test_padding_never_leaks_into_loss_or_gradient(loss_type, importance_samplin
 def test_log_ratios_of_100_stay_finite(loss_type, importance_sampling_level, dtype, shift):
     data = make(dtype)
     loss, gradient, metrics = loss_and_gradient(
-        data["logprobs"],
-        data["logprobs"] - shift,
-        data["advantages"],
-        data["mask"],
-        ref_logprobs=data["logprobs"] + shift,
-        beta=0.1,
-        use_bias_correction_kl=True,
+        data["logprobs"], data["logprobs"] - shift, data["advantages"], data["mask"],
+        ref_logprobs=data["logprobs"] + shift, beta=0.1, use_bias_correction_kl=True,
         **options_for(loss_type, importance_sampling_level=importance_sampling_level),
-    )
+    )  # fmt: skip
     assert torch.isfinite(loss)
     assert loss.dtype == torch.float32
     assert gradient.dtype == dtype
@@ -159,12 +154,9 @@ def test_unvalidated_old_logprob_of_minus_infinity_gives_a_finite_loss_and_no_gr
 def test_micro_batches_given_the_steps_totals_add_up_to_the_step(loss_type, importance_sampling_level, sizes):
     data = make()
     options = options_for(
-        loss_type,
-        importance_sampling_level=importance_sampling_level,
-        num_items_in_batch=data["mask"].sum(),
-        num_sequences_in_batch=B,
-        entropy_coef=0.2,
-    )
+        loss_type, importance_sampling_level=importance_sampling_level, num_items_in_batch=data["mask"].sum(),
+        num_sequences_in_batch=B, entropy_coef=0.2,
+    )  # fmt: skip
     entropies = torch.rand(B, T, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     tensors = [data[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")]
     whole = loss_and_gradient(*tensors, entropies=entropies, **options)
@@ -269,14 +261,12 @@ def set_to(name, value):
         (set_to("delta", 0.0), ValueError, r"delta must be in \[1e-38, 1e38\], got 0.0"),
         (set_to("sapo_temperature_neg", math.nan), ValueError, r"sapo_temperature_neg must be in \[.*\], got nan"),
         (
-            set_to("num_items_in_batch", torch.ones(B)),
-            ValueError,
-            "num_items_in_batch must be a single number, got",
+            set_to("num_items_in_batch", torch.ones(B)), ValueError, "num_items_in_batch must be a single number, got",
         ),
         (set_to("num_sequences_in_batch", "5"), TypeError, "num_sequences_in_batch must be a number or a tensor, got"),
         (set_to("logprobs", torch.zeros(4, 0)), ValueError, r"at least one row and one token, got \(B, T\) = \(4, 0\)"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_refused_naming_argument_row_and_value(spoil, error, words):
     data = make()
     data |= {"mask": data["mask"].double(), "weights": torch.ones(B, T), "ref_logprobs": data["logprobs"] - 0.1}

@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("poisoned_memory")]
 def test_every_form_and_backend_agrees_with_policy_loss_on_options_drawn_together(
     loss_type, level, device, small_tiles
 ):
-    """The kernel, which knows of a loss type only the loss of a token, on fewer draws of types that share one."""
+    """The kernel of whole rows, which knows only the loss of a token, on fewer draws where types share one."""
     alike = [name for name, kind in LOSS_TYPES.items() if kind.token_loss == LOSS_TYPES[loss_type].token_loss]
     names = set()
     for seed in range(7):
@@ -56,7 +56,7 @@ def test_every_form_and_backend_agrees_with_policy_loss_on_options_drawn_togethe
             )
             assert_same(ours, expected, rtol=1e-11, atol=1e-13)
             torch.testing.assert_close(ours[2], expected[2], rtol=1e-11, atol=1e-13)
-        if seed > (2 if loss_type == alike[0] else 0):
+        if seed > 1 and (loss_type != alike[0] or level != "token"):
             continue
         tensors, options = problem(torch.float32, device, **features)
         kernel, reference = (of_logits(tensors, backend=backend, **options) for backend in ("triton", "torch"))
@@ -97,28 +97,21 @@ def test_the_reference_works_in_float32_and_rounds_a_half_gradient_once(over_the
 @pytest.mark.parametrize(
     ("form", "dtype", "feature", "loss_type", "level"),
     [
-        (of_logits, torch.float32, "on-policy", "grpo", "token"),
-        (of_logits, torch.float32, "delta", "bnpo", "token"),
+        (of_logits, torch.float32, "on-policy", "grpo", "token"), (of_logits, torch.float32, "delta", "bnpo", "token"),
         (of_logits, torch.float32, "low-delta", "dapo", "token"),
         (of_logits, torch.float32, "weights", "cispo", "token"),
         (of_logits, torch.bfloat16, "band", "cispo_two_sided", "token"),
-        (of_logits, torch.float16, "k1", "dppo", "token"),
-        (of_logits, torch.float32, "truncated", "vespo", "token"),
-        (of_logits, torch.float32, "corrected-kl", "sapo", "token"),
-        (of_logits, torch.float32, "all", "dapo", "token"),
+        (of_logits, torch.float16, "k1", "dppo", "token"), (of_logits, torch.float32, "truncated", "vespo", "token"),
+        (of_logits, torch.float32, "corrected-kl", "sapo", "token"), (of_logits, torch.float32, "all", "dapo", "token"),
         (of_logits, torch.float32, "all", "grpo", "sequence"),
-        (of_logits, torch.bfloat16, "entropy", "dr_grpo", "token"),
-        (of_logits, torch.bfloat16, "all", "dapo", "token"),
+        (of_logits, torch.bfloat16, "entropy", "dr_grpo", "token"), (of_logits, torch.bfloat16, "all", "dapo", "token"),
         (of_logits, torch.float16, "softcap", "dapo", "sequence"),
-        (of_hidden, torch.float32, "on-policy", "grpo", "token"),
-        (of_hidden, torch.float32, "all", "grpo", "sequence"),
-        (of_hidden, torch.bfloat16, "kl", "luspo", "sequence"),
-        (of_hidden, torch.bfloat16, "all", "dapo", "token"),
-        (of_hidden, torch.float16, "all", "grpo", "token"),
-        (of_hidden, torch.bfloat16, "band", "vespo", "token"),
+        (of_hidden, torch.float32, "on-policy", "grpo", "token"), (of_hidden, torch.float32, "all", "grpo", "sequence"),
+        (of_hidden, torch.bfloat16, "kl", "luspo", "sequence"), (of_hidden, torch.bfloat16, "all", "dapo", "token"),
+        (of_hidden, torch.float16, "all", "grpo", "token"), (of_hidden, torch.bfloat16, "band", "vespo", "token"),
         (of_hidden, torch.bfloat16, "geometric", "gmpo", "sequence"),
     ],
-)
+)  # fmt: skip
 def test_kernels_stay_within_the_error_budget(form, dtype, feature, loss_type, level, device, small_tiles):
     tensors, options = problem(dtype, device, **FEATURES[feature])
     options |= {"loss_type": loss_type, "importance_sampling_level": level}
@@ -216,12 +209,10 @@ EXTREME = [
 @pytest.mark.parametrize("target", [V - 1, 20, 9])
 def test_extreme_logits_give_finite_and_exact_results(logits, target, backend, device, small_tiles):
     tensors = {
-        "logits": logits.expand(1, 2, V).to(device),
-        "targets": torch.tensor([[target, V - 2]], device=device),
-        "old": torch.full((1, 2), -3.0, device=device),
-        "advantages": torch.tensor([0.5], device=device),
+        "logits": logits.expand(1, 2, V).to(device), "targets": torch.tensor([[target, V - 2]], device=device),
+        "old": torch.full((1, 2), -3.0, device=device), "advantages": torch.tensor([0.5], device=device),
         "mask": torch.ones(1, 2, device=device),
-    }
+    }  # fmt: skip
     options = {"compute_entropy": True, "entropy_coef": 0.1, "loss_type": "sapo"}
     loss, (gradient,), metrics = of_logits(tensors, backend=backend, **options)
     exact = of_logits({**tensors, "logits": tensors["logits"].double()}, backend="torch", **options)
@@ -237,12 +228,9 @@ def test_the_targets_gradient_is_right_when_its_probability_is_about_one(backend
     logits = torch.zeros(1, 1, V, device=device)
     logits[..., 11] = math.log(V - 1) + margin
     tensors = {
-        "logits": logits,
-        "targets": torch.tensor([[11]], device=device),
-        "old": None,
-        "advantages": torch.ones(1, device=device),
-        "mask": torch.ones(1, 1, device=device),
-    }
+        "logits": logits, "targets": torch.tensor([[11]], device=device), "old": None,
+        "advantages": torch.ones(1, device=device), "mask": torch.ones(1, 1, device=device),
+    }  # fmt: skip
     _, (gradient,), _ = of_logits(tensors, backend=backend)
     rest = 1 / (1 + math.exp(margin))  # probability of all other tokens together
     torch.testing.assert_close(gradient[0, 0, 11].item(), -rest, rtol=0, atol=2e-7)
@@ -378,13 +366,11 @@ def test_a_nan_logit_that_nobody_checks_gives_a_nan_loss(form, loss_type, backen
 @pytest.mark.parametrize(
     ("backend", "level", "dtype", "upstream"),
     [
-        ("torch", "token", torch.float16, 0.25),
-        ("torch", "sequence", torch.float32, 1.0),
-        ("triton", "token", torch.bfloat16, 1.0),
-        ("triton", "token", torch.float32, 0.25),
+        ("torch", "token", torch.float16, 0.25), ("torch", "sequence", torch.float32, 1.0),
+        ("triton", "token", torch.bfloat16, 1.0), ("triton", "token", torch.float32, 0.25),
         ("triton", "sequence", torch.float16, 1.0),
     ],
-)
+)  # fmt: skip
 def test_in_place_gives_the_same_gradient_in_the_logits_memory(backend, level, dtype, upstream, device, small_tiles):
     tensors, options = problem(dtype, device, **FEATURES["all"])
     options = unchecked(options | {"importance_sampling_level": level, "backend": backend})

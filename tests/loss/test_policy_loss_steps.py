@@ -346,14 +346,9 @@ def operator_arguments(tensors: dict[str, Any], dtype: torch.dtype, level: str) 
     scale = tensors["mask"].to(dtype).reshape(-1) / COUNTED
     options = PolicyOptions(level=level, beta=0.1, correction="sequence_mask" if level == "sequence" else "token_mask")
     token = (
-        flat["old"].to(dtype),
-        torch.full_like(scale, 0.5),
-        None,
-        flat["old"].to(dtype),
-        flat["old"].to(dtype) + 0.1,
-        scale,
-        scale.new_tensor(0.1),
-    )
+        flat["old"].to(dtype), torch.full_like(scale, 0.5), None, flat["old"].to(dtype), flat["old"].to(dtype) + 0.1,
+        scale, scale.new_tensor(0.1),
+    )  # fmt: skip
     return (flat["targets"], *token), (options.kinds(), options.numbers(), [0.8, 4.0], True)
 
 
@@ -378,21 +373,11 @@ def test_operators_pass_opcheck(backend, dtype, level, device, small_tiles):
     torch.library.opcheck(
         linear_policy_loss_op,
         (
-            leaves[0].view(-1, H),
-            *leaves[1:],
-            *grid[:6],
-            *kept,
-            *grid[6:],
-            None,
-            False,
-            *options,
-            [True] * 3,
-            True,
-            4,
+            leaves[0].view(-1, H), *leaves[1:], *grid[:6], *kept, *grid[6:], None, False, *options, [True] * 3, True, 4,
             backend,
         ),
         test_utils=checks,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.traced

@@ -58,33 +58,19 @@ def tokens():
     mask[0, 3] = 0  # a tool's token inside the completion
     logprobs = -normal(B, T).abs() - 0.1
     return {
-        "logprobs": logprobs,
-        "old": logprobs + 0.5 * normal(B, T),
-        "ref": logprobs + 0.3 * normal(B, T),
-        "advantages": torch.tensor([1.3, -0.7, 0.4, -2.0, 0.0], dtype=torch.float64),
-        "token_advantages": normal(B, T),
+        "logprobs": logprobs, "old": logprobs + 0.5 * normal(B, T), "ref": logprobs + 0.3 * normal(B, T),
+        "advantages": torch.tensor([1.3, -0.7, 0.4, -2.0, 0.0], dtype=torch.float64), "token_advantages": normal(B, T),
         "weights": 4 * torch.rand(B, T, generator=g, dtype=torch.float64) * (torch.rand(B, T, generator=g) > 0.2),
-        "entropies": normal(B, T).abs(),
-        "mask": mask,
-        "sampled": logprobs + 0.4 * normal(B, T),
-    }
+        "entropies": normal(B, T).abs(), "mask": mask, "sampled": logprobs + 0.4 * normal(B, T),
+    }  # fmt: skip
 
 
 def compare(tokens, *, advantages="advantages", old=True, weights=False, num_items=None, **options):
     options = {
-        "epsilon": 0.2,
-        "epsilon_high": 1.3 if options["loss_type"] == "cispo" else 0.28,
-        "delta": None,
-        "beta": 0.0,
-        "max_completion_length": 12,
-        "use_bias_correction_kl": False,
-        "sapo_temperature_pos": 1.0,
-        "sapo_temperature_neg": 1.05,
-        "vespo_k_pos": 2.0,
-        "entropy_coef": 0.0,
-        "sampling_mode": None,
-        **options,
-    }
+        "epsilon": 0.2, "epsilon_high": 1.3 if options["loss_type"] == "cispo" else 0.28, "delta": None, "beta": 0.0,
+        "max_completion_length": 12, "use_bias_correction_kl": False, "sapo_temperature_pos": 1.0,
+        "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0, "entropy_coef": 0.0, "sampling_mode": None, **options,
+    }  # fmt: skip
     n = int(tokens["mask"].sum()) if num_items is None else num_items
     a = tokens[advantages]
     folded = (a if a.dim() == 2 else a[:, None]) * tokens["weights"] if weights else a
@@ -94,14 +80,9 @@ def compare(tokens, *, advantages="advantages", old=True, weights=False, num_ite
     trainer = trl_trainer(theirs, their_entropies, **options)
     ids = torch.zeros(B, T, dtype=torch.long)
     inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": ids[:, :1],
-        "completion_ids": ids,
-        "completion_mask": tokens["mask"],
-        "advantages": folded,
-        "num_items_in_batch": torch.tensor(n),
-        "ref_per_token_logps": tokens["ref"],
-    }
+        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": tokens["mask"],
+        "advantages": folded, "num_items_in_batch": torch.tensor(n), "ref_per_token_logps": tokens["ref"],
+    }  # fmt: skip
     if old:
         inputs["old_per_token_logps"] = tokens["old"]
     if mode := options["sampling_mode"]:  # TRL corrects where it generates
@@ -140,23 +121,15 @@ def compare(tokens, *, advantages="advantages", old=True, weights=False, num_ite
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"old": False},
-        {"delta": 1.4},
-        {"beta": 0.05},
-        {"beta": 0.05, "use_bias_correction_kl": True},
-        {"advantages": "token_advantages"},
-        {"num_items": 101},
-        {"entropy_coef": 0.01},
+        {}, {"old": False}, {"delta": 1.4}, {"beta": 0.05}, {"beta": 0.05, "use_bias_correction_kl": True},
+        {"advantages": "token_advantages"}, {"num_items": 101}, {"entropy_coef": 0.01},
         {"epsilon": 0.05, "epsilon_high": 0.1, "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
-        {"vespo_k_pos": 0.5, "sampling_mode": "token_truncate"},
-        {"beta": 0.05, "sampling_mode": "token_mask"},
+        {"vespo_k_pos": 0.5, "sampling_mode": "token_truncate"}, {"beta": 0.05, "sampling_mode": "token_mask"},
         {"beta": 0.1, "delta": 1.5, "use_bias_correction_kl": True, "weights": True, "old": False},
-        {"weights": True, "delta": 1.6},
-        {"weights": True, "delta": 1.6, "beta": 0.1, "advantages": "token_advantages"},
+        {"weights": True, "delta": 1.6}, {"weights": True, "delta": 1.6, "beta": 0.1, "advantages": "token_advantages"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_loss_gradient_and_metrics_equal_trl(tokens, loss_type, importance_sampling_level, options):
     reads_less = {"weights", "advantages", "use_bias_correction_kl", "entropy_coef", "sampling_mode"}  # than GRPO's
     if (loss_type == "gmpo" and options.keys() & reads_less) or (

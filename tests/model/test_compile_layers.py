@@ -109,8 +109,9 @@ def test_compiled_layers_give_the_same_bits_by_few_graphs(name, adapters, change
         for module in (matmul, adapted_linear):
             formula.setattr(module, "is_compiling", lambda: True)
         expected = [step(model, lengths) for lengths in BATCHES]
-    before = graphs()
+    before, kept = graphs(), kept_per_row(model)
     kinds = compile_layers(model, backend="aot_eager")
+    assert kept_per_row(model) < kept
     assert set(kinds) == {type(layer).__name__ for layer in causal_lm(model).model.layers}
     counts = []
     for lengths, truth in zip(BATCHES, expected, strict=True):
@@ -129,7 +130,7 @@ def kernel(self, hidden):
     return type(self).forward(self, hidden)
 
 
-def test_what_runs_ligers_kernels_is_compiled_as_its_class_has_it(monkeypatch):
+def test_what_runs_ligers_kernels_is_compiled_as_its_class_has_it_and_a_layer_with_hooks_is_not(monkeypatch):
     model = policy("Qwen3", head_dim=8)
     expected = step(model, BATCHES[0])
     monkeypatch.setattr(kernel, "__module__", "liger_kernel.transformers.rms_norm")
@@ -143,13 +144,11 @@ def test_what_runs_ligers_kernels_is_compiled_as_its_class_has_it(monkeypatch):
         torch.testing.assert_close(result[name], value)
     model(tokens(5)[0][None])
     assert len(RAN) == 2
-
-
-def test_compiled_layers_count_on_less_memory():
-    model = policy("Qwen3", head_dim=8)
-    own = kept_per_row(model)
-    compile_layers(model, backend="aot_eager")
-    assert kept_per_row(model) < own
+    before, seen = graphs(), []  # a layer with hooks runs as it is
+    with model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1)):
+        step(model, BATCHES[0])
+    assert seen
+    assert graphs() - before <= 2
 
 
 def test_autocast_is_held_to_what_it_multiplies_in():
@@ -194,16 +193,6 @@ def test_layers_that_compile_to_other_results_run_as_they_are(caplog):
     assert "a small tree's results differ by 0.00" in caplog.text
     layers.requires_grad_(True)
     assert_same(step(model, BATCHES[0]), expected)
-
-
-def test_a_layer_with_hooks_runs_as_it_is():
-    model, seen = policy("Qwen3", head_dim=8), []
-    compile_layers(model, backend="aot_eager")
-    before = graphs()
-    with model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1)):
-        step(model, BATCHES[0])
-    assert seen
-    assert graphs() - before <= 2
 
 
 def test_what_cannot_be_compiled_is_refused_by_name():

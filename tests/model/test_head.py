@@ -9,7 +9,7 @@ from cfa_kernels.model.head import decoding_head
 from cfa_kernels.ops.matmul import product
 from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
 from tests.support.budget import assert_within_budget
-from trainer.rollouts import TransformersEngine
+from trainer.rollouts.in_process import TransformersEngine
 
 
 @pytest.fixture

@@ -87,7 +87,6 @@ def gradients_of_packed_rows(model):
 @pytest.mark.parametrize(
     ("name", "options", "gate", "checkpointing"),
     [
-        ("Qwen3", {"fused_linear_cross_entropy": False}, "swiglu", {}),
         ("Qwen3", {}, "swiglu", {"use_reentrant": False}),  # Liger's loss in the model's forward, as by default
         ("Gemma2", {"fused_linear_cross_entropy": False}, "geglu_tanh", {}),
     ],

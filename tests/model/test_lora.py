@@ -223,13 +223,11 @@ def two_adapters(model):
 
 
 CHANGES = {
-    "merged": lambda model: model.merge_adapter(),
-    "disabled": lambda model: model.base_model.disable_adapter_layers(),
-    "two adapters": two_adapters,
-    "halves on a CPU": lambda model: model.to(torch.bfloat16),
+    "merged": lambda model: model.merge_adapter(), "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "two adapters": two_adapters, "halves on a CPU": lambda model: model.to(torch.bfloat16),
     "a hook": lambda model: layer_of(model).base_layer.register_forward_hook(lambda *_: None),
     "a forward of its own": lambda model: setattr(layer_of(model), "forward", layer_of(model).forward),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("ran_before", [False, True])

@@ -104,12 +104,10 @@ def test_what_cannot_be_parted_is_an_error(name, device):
 
 MESSAGES = {
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": True,
-    "Triton Error [CUDA]: out of memory": True,
-    "CUDA error: out of memory": True,
+    "Triton Error [CUDA]: out of memory": True, "CUDA error: out of memory": True,
     "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes": True,
-    "out of resource: shared memory": False,
-    "wrong shape": False,
-}
+    "out of resource: shared memory": False, "wrong shape": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", MESSAGES)

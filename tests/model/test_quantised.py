@@ -131,13 +131,11 @@ def test_scores_of_quantised_layers_round_as_those_layers_do():
 
 
 FOUR_BITS = {
-    "nf4 in bfloat16": {},
-    "double": {"bnb_4bit_use_double_quant": True},
-    "fp4": {"bnb_4bit_quant_type": "fp4"},
+    "nf4 in bfloat16": {}, "double": {"bnb_4bit_use_double_quant": True}, "fp4": {"bnb_4bit_quant_type": "fp4"},
     "float16": {"bnb_4bit_compute_dtype": torch.float16},
     "stored in bfloat16": {"bnb_4bit_quant_storage": torch.bfloat16},
     "float32": {"bnb_4bit_compute_dtype": torch.float32},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("prepared", [False, True])

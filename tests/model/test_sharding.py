@@ -297,15 +297,11 @@ def another_model(rank: int, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "architecture", "changes"),
     [
-        ("DDP", "Qwen3", {}),
-        ("FSDP1", "Qwen3", {}),
-        ("FSDP2", "Qwen3", {}),
-        ("FSDP2, as accelerate", "Qwen3", {"tie_word_embeddings": True}),
-        ("FSDP2", "Bamba", HYBRIDS["Bamba"]),
-        ("FSDP2", "Qwen3Moe", {}),
-        ("FSDP2, head apart", "Gemma2", {"tie_word_embeddings": False}),
+        ("DDP", "Qwen3", {}), ("FSDP1", "Qwen3", {}), ("FSDP2", "Qwen3", {}),
+        ("FSDP2, as accelerate", "Qwen3", {"tie_word_embeddings": True}), ("FSDP2", "Bamba", HYBRIDS["Bamba"]),
+        ("FSDP2", "Qwen3Moe", {}), ("FSDP2, head apart", "Gemma2", {"tie_word_embeddings": False}),
     ],
-)
+)  # fmt: skip
 def test_scores_gradients_and_steps_of_two_processes_are_those_of_one(how, architecture, changes):
     skip_unless_runs(architecture)
     run(2, as_one_process, how, architecture, changes)
@@ -323,13 +319,10 @@ def test_a_layer_that_fails_in_one_process_leaves_none_waiting(how, error, insid
 @pytest.mark.parametrize(
     ("how", "halves", "dtype"),
     [
-        ("FSDP1", False, torch.float32),
-        ("FSDP1", True, torch.float32),
-        ("FSDP2", False, torch.bfloat16),
-        ("FSDP2, as accelerate", True, torch.float32),
-        ("FSDP2, as accelerate", False, torch.float32),
+        ("FSDP1", False, torch.float32), ("FSDP1", True, torch.float32), ("FSDP2", False, torch.bfloat16),
+        ("FSDP2, as accelerate", True, torch.float32), ("FSDP2, as accelerate", False, torch.float32),
     ],
-)
+)  # fmt: skip
 def test_adapters_and_halves_are_scored_and_no_weight_is_changed_by_the_check(how, halves, dtype):
     run(2, adapters, how, halves, dtype)
 

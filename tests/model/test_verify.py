@@ -354,12 +354,10 @@ def test_masks_are_read_from_the_function_that_builds_them(size):
 @pytest.mark.parametrize(
     "rule",
     [
-        lambda b, h, q, k: k >= 0,
-        lambda b, h, q, k: (k <= q) & (q - k < 6),
-        lambda b, h, q, k: (k <= q) | (k < 3),
+        lambda b, h, q, k: k >= 0, lambda b, h, q, k: (k <= q) & (q - k < 6), lambda b, h, q, k: (k <= q) | (k < 3),
         lambda b, h, q, k: torch.zeros(4, dtype=torch.bool)[q],
     ],
-)
+)  # fmt: skip
 def test_a_mask_of_any_other_rule_is_refused(rule):
     with pytest.raises(NotImplementedError, match="its attention mask"):
         attention.read_visibility(rule, 5)

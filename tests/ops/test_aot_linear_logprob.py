@@ -47,14 +47,10 @@ PLAIN_SM_90 = statistics_case("sm_90", torch.bfloat16, every_feature=False)
 CASES = [
     *(statistics_case(target, torch.bfloat16) for target in TARGETS if target != "sm_80"),
     *(statistics_case(target, torch.bfloat16, aligned=False) for target in TARGETS if target != "sm_90"),
-    *(statistics_case(target, torch.float32) for target in TARGETS),
-    *(merge_case(target) for target in TARGETS),
-    ALIGNED_SM_80,
-    UNALIGNED_SM_90,
-    PLAIN_SM_90,
-    statistics_case("sm_90", torch.float16, every_feature=False),
+    *(statistics_case(target, torch.float32) for target in TARGETS), *(merge_case(target) for target in TARGETS),
+    ALIGNED_SM_80, UNALIGNED_SM_90, PLAIN_SM_90, statistics_case("sm_90", torch.float16, every_feature=False),
     *(case.with_ones() for case in (PLAIN_SM_90, UNALIGNED_SM_90, merge_case("sm_90"))),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +67,9 @@ def test_every_configuration_fits_its_target_without_spills(reports):
 def test_matrix_products_run_on_the_tensor_cores_and_full_precision_never_rounds_to_tf32(reports):
     """wgmma on Hopper, tcgen05 on Blackwell, mma on Ampere, MFMA on CDNA3."""
     instruction = {
-        "sm_80": r"mma\.sync\.aligned\.m16n8k16",
-        "sm_90": r"wgmma\.mma_async\.sync\.aligned\.m64n(128|256)k16",
-        "sm_100": r"tcgen05\.mma",
-        "gfx942": r"v_mfma_f32_\d+x\d+x\d+_bf16",
-    }
+        "sm_80": r"mma\.sync\.aligned\.m16n8k16", "sm_90": r"wgmma\.mma_async\.sync\.aligned\.m64n(128|256)k16",
+        "sm_100": r"tcgen05\.mma", "gfx942": r"v_mfma_f32_\d+x\d+x\d+_bf16",
+    }  # fmt: skip
     for report in reports:
         if "bf16" in report.name:
             assert re.search(instruction[report.target], report.assembly), report

@@ -24,11 +24,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BACKENDS = ["torch", "triton"]
 SHAPES = [(1, 1, 1), (3, 8, 64), (33, 50, 200), (70, 33, 131)]  # rows, width, vocabulary
 TRANSFORMS = [
-    {},
-    {"temperature": 0.6},
-    {"bias": True, "softcap": 5.0},
+    {}, {"temperature": 0.6}, {"bias": True, "softcap": 5.0},
     {"bias": True, "softcap": 3.0, "logit_scale": 0.3, "temperature": 1.7},
-]
+]  # fmt: skip
 TILES = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16, "WIDEN": True, "num_warps": 4, "num_stages": 2}
 
 

@@ -10,13 +10,10 @@ from cfa_kernels.ops.operator_arguments import arguments_of
 from cfa_kernels.tree import attention
 
 OPERATORS = (
-    linear_logprob.linear_logprob_op,
-    linear_logprob.linear_logprob_backward_op,
-    linear_policy_loss.linear_policy_loss_op,
-    logits_policy_loss.logits_policy_loss_op,
-    attention.tree_attention_op,
+    linear_logprob.linear_logprob_op, linear_logprob.linear_logprob_backward_op,
+    linear_policy_loss.linear_policy_loss_op, logits_policy_loss.logits_policy_loss_op, attention.tree_attention_op,
     attention.tree_attention_backward_op,
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator._name)

@@ -1,6 +1,7 @@
 """Ahead-of-time compilation of Triton kernels for GPUs that are not here.
 
-Reports are cached beside Triton's own cache, by source, signature, options and compiler.
+Reports are cached beside Triton's own cache: each by source, signature, options and compiler, and those of one call by
+all sources of the library, so that no process has to start.
 """
 
 import contextlib
@@ -137,11 +138,30 @@ def compile_cases(cases: Iterable[AotCase]) -> list[AotReport]:
     cases = list(cases)
     names = [(case.name, case.target) for case in cases]
     assert len(set(names)) == len(names), f"case names are not unique: {names}"
+    package = Path(importlib.import_module("cfa_kernels").__file__).parent
+    cached = _cache_file([*(path.read_text() for path in sorted(package.rglob("*.py"))), *map(repr, cases)])
+    if cached.exists():
+        return [AotReport(**report) for report in json.loads(cached.read_text())]
     # Spawned, not forked: this process, or the server that its forks come from, may have imported interpreted kernels.
     context = multiprocessing.get_context("spawn")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     with mock.patch.dict(os.environ, environment, clear=True), ProcessPoolExecutor(mp_context=context) as pool:
-        return list(pool.map(_compile, cases))
+        reports = list(pool.map(_compile, cases))
+    _write(cached, [dataclasses.asdict(report) for report in reports])
+    return reports
+
+
+def _cache_file(key: list[Any]) -> Path:
+    """Where a result is kept: by its key, by the compiler and by what this file makes of its output."""
+    own = [triton.__version__, Path(__file__).read_text(), *key]
+    return Path(triton.knobs.cache.dir, "cfa_kernels_aot", hashlib.sha256(json.dumps(own).encode()).hexdigest())
+
+
+def _write(cached: Path, result: Any) -> None:
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False) as file:
+        json.dump(result, file)
+    os.replace(file.name, cached)
 
 
 def _compile(case: AotCase) -> AotReport:
@@ -162,9 +182,7 @@ def _compile(case: AotCase) -> AotReport:
         if multiple:
             attributes[(position,)] = [["tt.divisibility", int(multiple)]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    key = [triton.__version__, source.hash(), case.name, case.target, sorted(options.items())]
-    digest = hashlib.sha256(json.dumps([*key, Path(__file__).read_text()]).encode()).hexdigest()
-    cached = Path(knobs.cache.dir, "cfa_kernels_aot", digest)
+    cached = _cache_file([source.hash(), case.name, case.target, sorted(options.items())])
     if cached.exists():
         return AotReport(**json.loads(cached.read_text()))
     os.environ |= {"TRITON_DUMP_PTXAS_LOG": "1", "TRITON_ALWAYS_COMPILE": "1"}  # a cached build has no such log
@@ -173,18 +191,12 @@ def _compile(case: AotCase) -> AotReport:
         built = triton.compile(source, target=target, options=options)
     text = built.asm["amdgcn" if limits.backend == "hip" else "ptx"]
     report = AotReport(
-        name=case.name,
-        target=case.target,
-        shared_memory=built.metadata.shared,
-        threads=built.metadata.num_warps * limits.warp_size,
-        assembly=text,
+        name=case.name, target=case.target, shared_memory=built.metadata.shared,
+        threads=built.metadata.num_warps * limits.warp_size, assembly=text,
         sass=_disassemble(knobs.nvidia.nvdisasm.path, built.asm["cubin"]) if "wgmma.mma_async" in text else "",
         **(_read_amdgcn(text) if limits.backend == "hip" else _read_ptxas_log(log.getvalue())),
-    )
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False) as file:
-        json.dump(dataclasses.asdict(report), file)
-    os.replace(file.name, cached)
+    )  # fmt: skip
+    _write(cached, dataclasses.asdict(report))
     return report
 
 

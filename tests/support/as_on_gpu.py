@@ -24,6 +24,11 @@ linear_logprob, tree_attention = (
 )
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu", 0)
 
+_LEAVES = {int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, slice}
+# Functions of one tensor that give none: the most frequent calls, in which nothing can be mixed.
+_ASKING = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "requires_grad", "grad_fn", "is_leaf")}
+_ASKING |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.data_ptr, Tensor.__len__}
+
 # Functions that take tensors of both sides, and give what is where their first one is.
 _BY_FIRST = {Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__, torch._has_compatible_shallow_copy_type}
 # Of the library's operators.
@@ -51,7 +56,7 @@ class AsOnGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not AsOnGpu.active:
+        if not AsOnGpu.active or func in _ASKING:
             return func(*args, **kwargs)
         if func in _SPECIAL:
             return _SPECIAL[func](func, args, kwargs)
@@ -72,7 +77,7 @@ def _tensors(values: Any) -> list[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
-        elif isinstance(value, (list, tuple)):
+        elif type(value) not in _LEAVES and isinstance(value, (list, tuple)):
             tensors += _tensors(value)
     return tensors
 
@@ -118,14 +123,12 @@ def _moved(source: Tensor, out: Tensor, there: bool) -> Tensor:
 
 _SPECIAL = {
     Tensor.device.__get__: lambda func, args, _: DEVICE if on_gpu(args[0]) else func(*args),
-    Tensor.data.__set__: _set_data,
-    torch.autograd.grad: _grad,
-    Tensor.to: _to,
+    Tensor.data.__set__: _set_data, torch.autograd.grad: _grad, Tensor.to: _to,
     Tensor.cpu: lambda func, args, kwargs: _moved(args[0], func(*args, **kwargs), False),
     Tensor.cuda: lambda func, args, kwargs: _moved(args[0], args[0], True),
     **dict.fromkeys((Tensor.numpy, Tensor.__array__), _to_numpy),
     **dict.fromkeys(_BY_FIRST, lambda func, args, kwargs: _mark(func(*args, **kwargs), on_gpu(args[0]))),
-}
+}  # fmt: skip
 
 
 def _refuse_mixtures(func: Any, args: Any, kwargs: Any) -> None:

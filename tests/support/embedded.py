@@ -13,7 +13,8 @@ from trainer.config import TrainConfig
 from trainer.metrics import StageTimes
 from trainer.microbatch import update_batch
 from trainer.rewards.advantages import group_advantages
-from trainer.rollouts import Rollouts, generate
+from trainer.rollouts.engine import Rollouts
+from trainer.rollouts.in_process import TransformersEngine
 from trainer.run import set_up, train
 from trainer.state import Shaped, Trainer
 from trainer.step import update
@@ -43,7 +44,8 @@ def sample(trainer: Trainer, problems: list[int], **options) -> Rollouts:
     """Eight completions of each problem."""
     pairs = [(i, g) for i in problems for g in range(8)]
     options = {"max_completion_length": 80, "keys": [(0, 1, i, g) for i, g in pairs]} | options
-    return generate(trainer.policy, trainer.tokenizer, [trainer.prompts[i] for i, _ in pairs], **options)
+    engine = TransformersEngine(trainer.policy, trainer.tokenizer)
+    return engine([trainer.prompts[i] for i, _ in pairs], **options)
 
 
 def advantages_of(rollouts: Rollouts) -> torch.Tensor:

@@ -103,9 +103,9 @@ def _convert_only_what_differs() -> None:
 
     def convert_other_types(self: Any, left: Any, right: Any, *rules: bool, **named_rules: bool) -> Any:
         """A division, which has rules of its own, names them all."""
-        if type(left) is type(right) is core.tensor and len(rules) < 3 and not named_rules:
-            if left.dtype is right.dtype and not left.dtype.is_ptr():
-                return self.broadcast_impl_value(left, right)
+        are_alike = type(left) is type(right) is core.tensor and left.dtype is right.dtype
+        if are_alike and len(rules) < 3 and not named_rules and not left.dtype.is_ptr():
+            return self.broadcast_impl_value(left, right)
         return convert(self, left, right, *rules, **named_rules)
 
     def where_they_differ(self: Any, left: Any, right: Any) -> Any:

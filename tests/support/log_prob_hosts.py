@@ -16,11 +16,9 @@ CREDIT = [
     {"estimator": "prefix_gain", "control": "inverted"},
     {"units": "turns", "mask_observation": True},
     {"estimator": "prefix_gain", "completions": "positive", "normalize": "mean", "open_spans": True},
-    {"estimator": "prefix_tree"},
-    {"estimator": "prefix_tree", "control": "random"},
-    {"estimator": "prefix_tree", "control": "inverted"},
-    {"estimator": "sibling_edits"},
-]
+    {"estimator": "prefix_tree"}, {"estimator": "prefix_tree", "control": "random"},
+    {"estimator": "prefix_tree", "control": "inverted"}, {"estimator": "sibling_edits"},
+]  # fmt: skip
 """Each estimator by name with options of others among them; `entropy` only where the host has entropies."""
 
 IMPOSSIBLE = [

@@ -53,12 +53,9 @@ ARCHITECTURES = {
 }
 
 LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 8,
-    "long_factor": [4.0] * 8,
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
     "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 MASKED = {
     "Qwen2Moe": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3, **MOE},
     "Phimoe": {"sliding_window": 9, "num_local_experts": 4},
@@ -167,14 +164,9 @@ def batch():
     completions.append(completions[0].clone())
     answers = [Span(15, 18), Span(30, 33), Span(10, 12), None, Span(25, 28), Span(0, 2), Span(15, 18)]
     spans = [
-        [Span(1, 4), Span(3, 9), Span(14, 15), Span(18, 20)],
-        [Span(0, 5), Span(20, 30), Span(20, 30)],
-        [Span(0, 1)],
-        [Span(2, 3)],
-        [Span(5, 12), Span(12, 20)],
-        [],
-        [Span(1, 4), Span(0, 15)],
-    ]
+        [Span(1, 4), Span(3, 9), Span(14, 15), Span(18, 20)], [Span(0, 5), Span(20, 30), Span(20, 30)], [Span(0, 1)],
+        [Span(2, 3)], [Span(5, 12), Span(12, 20)], [], [Span(1, 4), Span(0, 15)],
+    ]  # fmt: skip
     return prompts, completions, spans, answers
 
 
@@ -284,8 +276,6 @@ def snapshot(model):
         "tensors": [(name, x.dtype, x.requires_grad, numbers(x)) for name, x in tensors],
         "gradients": [numbers(parameter.grad) for parameter in model.parameters()],
         "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in modules],
-        "forwards": ["forward" in vars(module) for module in modules],
-        "attention": model.config._attn_implementation,
-        "with gradients": torch.is_grad_enabled(),
-        "random": hash(torch.get_rng_state().numpy().tobytes()),
-    }
+        "forwards": ["forward" in vars(module) for module in modules], "attention": model.config._attn_implementation,
+        "with gradients": torch.is_grad_enabled(), "random": hash(torch.get_rng_state().numpy().tobytes()),
+    }  # fmt: skip

@@ -163,16 +163,9 @@ def of_hidden(
 
 
 def plain(
-    tensors: dict[str, Any],
-    form: Callable[..., Any],
-    dtype: torch.dtype,
-    *,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    entropy_coef: float = 0.0,
-    **options: Any,
-) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    tensors: dict[str, Any], form: Callable[..., Any], dtype: torch.dtype, *, temperature: float = 1.0,
+    softcap: float | None = None, logit_scale: float = 1.0, entropy_coef: float = 0.0, **options: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:  # fmt: skip
     """The same maths as a user would write it: logits in `dtype`, log_softmax in float32 or better, autograd."""
     leaves = [tensors[name].detach().to(dtype).requires_grad_() for name in leaves_of(form)]
     logits = leaves[0] if form is of_logits else leaves[0] @ leaves[1].T + leaves[2]

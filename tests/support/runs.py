@@ -18,7 +18,6 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 from trainer import __main__ as program
 from trainer.cli import parse, refusing
 from trainer.config import TrainConfig
-from trainer.settings import TrainSettings
 
 SECONDS = 120
 DISTURBANCES: list[Callable[[int], None]] = []
@@ -55,7 +54,7 @@ def config(*argv: str) -> TrainConfig:
     named = any(flag.startswith(("--config", "--estimator")) for flag in argv)
     prog, masking = "python -m trainer", [] if named else ["--estimator=masking"]
     with refusing(prog):
-        return TrainConfig(**vars(parse(TrainSettings, [*masking, *argv], prog=prog)))
+        return TrainConfig(**vars(parse([*masking, *argv], prog=prog)))
 
 
 def main(argv: list[str], *disturbances: Callable[[int], None]) -> tuple[int, str, str]:
@@ -92,6 +91,17 @@ def _in_child(connection: Any, work: Callable[..., Any], args: tuple[Any, ...]) 
     torch.set_num_threads(1)
     connection.send("started")
     connection.send(work(*args))
+
+
+def printed(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str]:
+    """What a program's `main` returns and prints in a process of its own, or minus the signal that killed it."""
+    ended, answer = child(_printed, main, argv, deadline=600)
+    return answer or (ended, "")
+
+
+def _printed(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        return int(main(argv)), out.getvalue()
 
 
 def kill_at(moment: int, argv: list[str], of: str = "") -> None:
@@ -134,13 +144,11 @@ def outcome(folder: Path, trained: str = "checkpoint/model.safetensors") -> dict
     last = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
     return {
         "weights": (folder / trained).read_bytes(),
-        "optimizer": bits(torch.load(last / "state.pt", weights_only=True)["optimizer"]),
-        "metrics": timeless(folder),
+        "optimizer": bits(torch.load(last / "state.pt", weights_only=True)["optimizer"]), "metrics": timeless(folder),
         "samples": (folder / "completions.jsonl").read_text("utf-8"),
         "summary": summary | {"seconds": None, "made_by": None},
-        "files": sorted(path.name for path in folder.iterdir()),
-        "last": last.name,
-    }
+        "files": sorted(path.name for path in folder.iterdir()), "last": last.name,
+    }  # fmt: skip
 
 
 def bits(value: Any) -> Any:

@@ -42,12 +42,10 @@ def byte_level(digits: pre_tokenizers.PreTokenizer | None) -> Tokenizer:
     tokenizer.train_from_iterator(
         CORPUS * 3,
         trainers.BpeTrainer(
-            vocab_size=640,
-            special_tokens=["<|eos|>", "<|pad|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            vocab_size=640, special_tokens=["<|eos|>", "<|pad|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
-    )
+    )  # fmt: skip
     return tokenizer
 
 

@@ -67,15 +67,10 @@ def batch() -> dict[str, Any]:
     tools = torch.ones(8, 9, dtype=torch.long)
     tools[3, 2:4] = 0
     return {
-        "prompt_ids": prompts,
-        "prompt_mask": prompt_mask,
-        "completion_ids": completions,
-        "completion_mask": mask,
-        "tool_mask": tools,
-        "advantages": noise(2, -1.0, 1.0, 8)[:, None] * weights,
-        "num_items_in_batch": (mask * tools).sum(),
-        "old_per_token_logps": noise(3, -4.5, -1.5),
-    }
+        "prompt_ids": prompts, "prompt_mask": prompt_mask, "completion_ids": completions, "completion_mask": mask,
+        "tool_mask": tools, "advantages": noise(2, -1.0, 1.0, 8)[:, None] * weights,
+        "num_items_in_batch": (mask * tools).sum(), "old_per_token_logps": noise(3, -4.5, -1.5),
+    }  # fmt: skip
 
 
 def loss_and_gradients(trainer: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -87,6 +82,8 @@ def loss_and_gradients(trainer: Any, inputs: dict[str, Any]) -> tuple[torch.Tens
 
 def assert_equal(pair: tuple[Any, Any], inputs: dict[str, Any], tolerance: float = 1e-7) -> None:
     """Losses, gradients and TRL's metrics; what is divided by counts of tokens is rounded to float32 there."""
+    for trainer in pair:
+        trainer._metrics["train"].clear()
     (plain, theirs), (packed, ours) = (loss_and_gradients(trainer, inputs) for trainer in pair)
     torch.testing.assert_close(packed, plain, rtol=tolerance, atol=tolerance)
     assert_same_gradients(ours, theirs, tolerance)
@@ -96,5 +93,3 @@ def assert_equal(pair: tuple[Any, Any], inputs: dict[str, Any], tolerance: float
             continue  # of the sequences that have an advantage, of the tokens that the mask leaves
         assert logged[metric] == pytest.approx(values, rel=1e-6, abs=1e-7), metric
     assert all(name in expected or name.startswith(("packed/", "sampling/")) for name in logged)
-    expected.clear()
-    logged.clear()

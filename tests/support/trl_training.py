@@ -54,12 +54,9 @@ def forwards(model: Any) -> Iterator[list[int]]:
 
 
 def build(
-    folder: str,
-    cls: type = integration.CounterfactualGRPOTrainer,
-    *,
-    trainer: dict[str, Any] | None = None,
+    folder: str, cls: type = integration.CounterfactualGRPOTrainer, *, trainer: dict[str, Any] | None = None,
     **options: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """A trainer for one step, if `options` (TRL's configuration) do not say otherwise; `trainer`: its arguments.
 
     With our mixin it masks spans and leaves the loss to TRL, so that each test says what it packs.
@@ -124,11 +121,9 @@ def rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         [*solution, vocabulary["#### 7" if i % 3 else "#### 5"], tokenizer.eos_token_id] for i in range(len(prompts))
     ]
     return {
-        "prompt_ids": [tokenizer(PROMPT)["input_ids"]] * len(prompts),
-        "completion_ids": completions,
-        "logprobs": [[-1.0] * len(row) for row in completions],
-        "env_mask": [[1, 0, 1, 1, 1] for _ in completions],
-    }
+        "prompt_ids": [tokenizer(PROMPT)["input_ids"]] * len(prompts), "completion_ids": completions,
+        "logprobs": [[-1.0] * len(row) for row in completions], "env_mask": [[1, 0, 1, 1, 1] for _ in completions],
+    }  # fmt: skip
 
 
 def same_rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:

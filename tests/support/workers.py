@@ -20,13 +20,9 @@ from tests.support.sharded import wrapped
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"outcome": "mean"},
-    TOTAL_EFFECTS,
-    {**RESAMPLING, "samples": 2},
-    {"preselect": 0.5, "preselect_by": "prefix_gain"},
-    {"estimator": "prefix_gain"},
-]
+    {}, {"outcome": "mean"}, TOTAL_EFFECTS, {**RESAMPLING, "samples": 2},
+    {"preselect": 0.5, "preselect_by": "prefix_gain"}, {"estimator": "prefix_gain"},
+]  # fmt: skip
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.3, 0.7, -1.0, 1.0])
 
 

@@ -114,15 +114,11 @@ def test_a_marker_begins_with_the_words_before_it_or_the_outermost_box(text: str
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("Therefore, the rope is 20 centimeters.", "20"),
-        ("She has 3 + 4 = <<3+4=7>>7 eggs. That is all.", "7"),
-        ("There are 16 eggs and $-2.50 of debt", "-2.50"),
-        ("The area is 12 cm^2", "12"),
-        ("<think>It is 5.</think>So it is.", None),
-        ("The answer is 18. She has 5 left.", "18"),
-        ("None at all", None),
+        ("Therefore, the rope is 20 centimeters.", "20"), ("She has 3 + 4 = <<3+4=7>>7 eggs. That is all.", "7"),
+        ("There are 16 eggs and $-2.50 of debt", "-2.50"), ("The area is 12 cm^2", "12"),
+        ("<think>It is 5.</think>So it is.", None), ("The answer is 18. She has 5 left.", "18"), ("None at all", None),
     ],
-)
+)  # fmt: skip
 def test_the_last_number_counts_only_when_asked_for_and_nothing_is_marked(text: str, answer: str | None) -> None:
     assert answer_of(text, answer_fallback="last_number") == answer
     assert answer_of(text) == (answer if "answer" in text else None)

@@ -92,11 +92,9 @@ def test_real_solutions_keep_every_calculator_annotation_inside_arithmetic(gsm8k
         ("Mr. Lee has 3.5 kg. He eats! Why?\nNo end", ["Mr. Lee has 3.5 kg.", "He eats!", "Why?", "No end"]),
         ("1. Count. 2. Sell.\n3. Stop", ["1. Count.", "2. Sell.", "3. Stop"]),
         ('He said "Yes." Then... nothing', ['He said "Yes."', "Then...", "nothing"]),
-        ("她有16个。他呢？没有", ["她有16个。", "他呢？", "没有"]),
-        ("  \n---\n* lead. \n", ["* lead."]),
-        ("", []),
+        ("她有16个。他呢？没有", ["她有16个。", "他呢？", "没有"]), ("  \n---\n* lead. \n", ["* lead."]), ("", []),
     ],
-)
+)  # fmt: skip
 def test_sentences_end_at_full_stops_and_line_breaks(text: str, sentences: list[str]) -> None:
     assert [text[slice(*interval)] for interval in sentence_intervals(text)] == sentences
 
@@ -146,15 +144,11 @@ def test_formulas_are_found_as_models_write_them_in_latex(
 @pytest.mark.parametrize(
     "text",
     [
-        "It costs $5 and $6 for each",
-        "She pays $5 + $6 = $11",
-        "Sum: $9*2=$18, or $16-$3 and $5/person = $205",
-        "They are $20 x 5 =$ <<20*5=100>>100 in all",
-        r"A price of \$5 + \$6 = \$11",
-        "He lost $16 and 3 + 4 more",
+        "It costs $5 and $6 for each", "She pays $5 + $6 = $11", "Sum: $9*2=$18, or $16-$3 and $5/person = $205",
+        "They are $20 x 5 =$ <<20*5=100>>100 in all", r"A price of \$5 + \$6 = \$11", "He lost $16 and 3 + 4 more",
         "In total = $$<<3+4=7>>7 and $$8",
     ],
-)
+)  # fmt: skip
 def test_prices_are_no_formulas(text: str) -> None:
     assert latex(text) == [[], [], text.split("\n")]
 

@@ -176,17 +176,11 @@ def test_first_prefers_arithmetic_and_longest_prefers_length() -> None:
 @pytest.mark.parametrize(
     ("selection", "max_spans", "kept"),
     [
-        ("first", 3, "1 2 3"),
-        ("last", 3, "5 6 7"),
-        ("even", 3, "1 4 7"),
-        ("even", 2, "1 7"),
-        ("even", 1, "4"),
-        ("even", 6, "1 2 3 5 6 7"),
-        ("last", 8, "1 2 3 4 5 6 7 e"),
-        ("even", 9, "a 1 2 3 4 5 6 7 e"),
+        ("first", 3, "1 2 3"), ("last", 3, "5 6 7"), ("even", 3, "1 4 7"), ("even", 2, "1 7"), ("even", 1, "4"),
+        ("even", 6, "1 2 3 5 6 7"), ("last", 8, "1 2 3 4 5 6 7 e"), ("even", 9, "a 1 2 3 4 5 6 7 e"),
         ("even", 99, "a 1 b 2 3 c 4 5 d 6 7 e"),
     ],
-)
+)  # fmt: skip
 def test_last_and_even_prefer_arithmetic_and_even_keeps_both_ends(selection: str, max_spans: int, kept: str) -> None:
     text = "\n".join(f"{part} + 0 = {part}" if part.isdigit() else f"{part} word." for part in "a1b23c45d67e")
     found = span_texts(text + "\n#### 7", DIGITS, selection=selection, max_spans=max_spans)

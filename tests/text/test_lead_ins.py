@@ -12,23 +12,12 @@ from tests.support.small_tokenizers import FAST, encode, get_tokenizer, property
 TOKENIZER = get_tokenizer(FAST[1])
 PAPERS = AnswerRules(lead_in="statement")
 LEAD_INS = [
-    "Therefore, the total number of bolts in the robe is",
-    "So",
-    "Hence, in total, after all of the sales, Janet makes",
-    "**Conclusion:** Tom has to pay",
-    "This means that the whole group needs",
-    "Adding these, we get",
-    "It follows that she earns a total of",
-    "- Altogether that comes to",
-    "所以一共是",
-    "Finally the answer to the question would then be",
-    "We conclude: he owes",
-    "Thus, her profit (in dollars) is",
-    "Damit sind es insgesamt",
-    "3. Therefore, the number of eggs is",
-    "Step 4: So the number of eggs is",
-    "x =",
-]
+    "Therefore, the total number of bolts in the robe is", "So", "Hence, in total, after all of the sales, Janet makes",
+    "**Conclusion:** Tom has to pay", "This means that the whole group needs", "Adding these, we get",
+    "It follows that she earns a total of", "- Altogether that comes to", "所以一共是",
+    "Finally the answer to the question would then be", "We conclude: he owes", "Thus, her profit (in dollars) is",
+    "Damit sind es insgesamt", "3. Therefore, the number of eggs is", "Step 4: So the number of eggs is", "x =",
+]  # fmt: skip
 FORMS = ["\\boxed{{{}}}", "$\\boxed{{{}}}$", "\\[ \\boxed{{{}}} \\]", "**\\boxed{{{}}}**", "<answer>{}</answer>"]
 
 

@@ -332,17 +332,9 @@ def test_a_mask_that_is_no_mask_is_named() -> None:
 
 SIGNS = [*itertools.chain(*THOUGHTS.items()), "<tool_call>", "</tool_call>", "<|im_end|>"]
 BITS = [
-    "assistant",
-    "final",
-    "analysis",
-    "commentary to=functions.f json",
-    "user\n",
-    "\nuser\n",
-    "<end_of_turn>",
-    "<|",
-    "[",
-    "<",
-]
+    "assistant", "final", "analysis", "commentary to=functions.f json", "user\n", "\nuser\n", "<end_of_turn>", "<|",
+    "[", "<",
+]  # fmt: skip
 SIGN = re.compile("|".join(map(re.escape, SIGNS)))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cfa_kernels.text.find import detect_spans, find_answer
-from cfa_kernels.text.offsets import _BYTE_OF, decoded, describe_spare_ids, token_offsets
+from cfa_kernels.text.offsets import _BYTE_OF, Decoder, decoded, describe_spare_ids, token_offsets
 from tests.support.small_tokenizers import (
     CORPUS,
     FAST,
@@ -43,6 +43,25 @@ def offsets_by_decoding_every_prefix(
         agreed.append(max([common, *agreed]))
         reached.append(max([min(agreed[-1] + (len(text) > agreed[-1]), len(final)), *reached]))
     return final, [(agreed[n], reached[n]) if i in special else (agreed[n], reached[n + 1]) for n, i in enumerate(ids)]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_completions_that_are_decoded_together_do_not_change_each_other(name: str) -> None:
+    tokenizer = get_tokenizer(name)
+    texts = (" She has 3 🙂 eggs", "", " 4 * 5 = 20")
+    rows = [encode(tokenizer, text)[cut:] for text in texts for cut in (0, 1)]
+    rows = [row + [tokenizer.eos_token_id] * (i % 3) + [len(tokenizer) + 7] * (i % 2) for i, row in enumerate(rows)]
+    for shown, ends_shown in (
+        (frozenset[str](), True),
+        (frozenset(["<|eos|>"]), True),
+        (frozenset(["<|eos|>"]), False),
+    ):
+        together = Decoder.of(tokenizer).offsets(rows, shown, ends_shown=ends_shown)
+        for row, own in zip(rows, together, strict=True):
+            alone = token_offsets(row, tokenizer, shown, ends_shown=ends_shown)
+            assert (own.text, own.starts.tolist(), own.ends.tolist()) == (
+                alone.text, alone.starts.tolist(), alone.ends.tolist()
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -13,7 +13,7 @@ from tests.support.tiny import tiny_model
 from trainer.checks import sampling_gap_limit
 from trainer.config import TrainConfig
 from trainer.precision import Precision, frozen_copy
-from trainer.rollouts import TransformersEngine
+from trainer.rollouts.in_process import TransformersEngine
 from trainer.run import set_up
 from trainer.step import draw, training_step
 

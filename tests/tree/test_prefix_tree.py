@@ -100,12 +100,10 @@ def test_equal_head_rows_are_asked_once():
 @pytest.mark.parametrize(
     ("sizes", "most", "total", "expected"),
     [
-        ([2, 2, 2, 9, 1, 1], 5, sum, [2, 1, 1, 2]),
-        ([1, 1, 1], 2, sum, [2, 1]),
-        ([1, 2, 3, 9], 6, lambda part: len(part) * max(part), [2, 1, 1]),
-        ([], 5, sum, []),
+        ([2, 2, 2, 9, 1, 1], 5, sum, [2, 1, 1, 2]), ([1, 1, 1], 2, sum, [2, 1]),
+        ([1, 2, 3, 9], 6, lambda part: len(part) * max(part), [2, 1, 1]), ([], 5, sum, []),
     ],
-)
+)  # fmt: skip
 def test_neighbours_are_grouped_within_a_size(sizes, most, total, expected):
     assert [len(group) for group in groups_within(sizes, most, total)] == expected
 

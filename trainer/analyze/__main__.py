@@ -6,9 +6,9 @@ from pathlib import Path
 
 from ..extras import needed_by, program
 
-DESCRIPTION = """Analyse the credit of logged completions: how much masked spans matter, which contents do, where weight
-and gradient gather. RUN_OR_FILE is a folder that the training program wrote (log more with --log_completions) or a file
-with one JSON object per completion. Writes analysis.json, analysis.md and page.html. `compare RUN ...`, or
+DESCRIPTION = """Analyse the credit of logged completions: how much masked spans matter, which contents do, how
+concentrated weights are. RUN_OR_FILE is a folder that the training program wrote (log more with --log_completions) or a
+file with one JSON object per completion. Writes analysis.json, analysis.md and page.html. `compare RUN ...`, or
 `cfa-compare RUN ...`, compares."""
 COMPARISON = """Compare runs of the training program: settings that differ, final held-out accuracy with its interval,
 reward, tokens, time per step and by stage, with means of runs that differ in their seeds only. Writes a page, too."""
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def require_there(path: Path, name: str, *, is_run: bool) -> None:
-    """Raise `ValueError` for a path that is neither a run nor a file of completions."""
+    """Raise `ValueError` for a path that is no run, or no file of completions."""
     if is_run and not (path / name).is_file():
         raise ValueError(f"{path}: holds no {name}, so it is not the folder of a run")
     if not is_run and not (file := path / name if path.is_dir() else path).is_file():

@@ -1,11 +1,10 @@
-"""Tabulate drops of masked spans by content, place and correctness, and where weight gathers.
+"""Tabulate drops of masked spans by content, place and correctness, and how concentrated weights are.
 
-Drops are positive for spans that matter. The tables follow section 4.3 of "Beyond Uniform Credit" (its Tables 4 to 6),
-with classes cut at quantiles, as the paper's cuts have other units, and "Outcome-Grounded Advantage Reshaping".
+Drops are positive for spans that matter. The tables follow section 4.3 of "Beyond Uniform Credit", with classes cut at
+quantiles, as the paper's cuts have other units, and "Outcome-Grounded Advantage Reshaping".
 """
 
 import itertools
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ _KINDS = {
     "conclusion": r"\b(?:therefore|thus|hence|so|finally|in conclusion|answer)\b",
     "statement": "",
 }
-_LEVELS = ("high", "medium", "low", "outside spans")
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def classes_of(drops: np.ndarray, noise: float) -> tuple[list[str], list[float]]
 def analyse(samples: Sequence[Sample]) -> dict[str, Table]:
     """Make all tables, by name; those about spans only if a span was masked.
 
-    A drop within 0.001 nats of 0 counts as no effect. Raises `ValueError` for drops in different units; names them.
+    A drop within 0.001 nats of 0 is no effect. Raises `ValueError` for drops in different units; names them.
     """
     units = sorted({sample.drops_unit for sample in samples if sample.spans})
     if len(units) > 1:
@@ -88,7 +86,7 @@ def analyse(samples: Sequence[Sample]) -> dict[str, Table]:
         }
         if (spans.length > 1).any():  # the text of a single token says little of content
             tables["kinds"] = _means("Drops by kind of content, the first that fits", "kind", spans, _KINDS)
-    tables |= {"concentration": _concentration(trained, names), "gradient": _gradient(trained, names)}
+    tables["concentration"] = _concentration(trained, names)
     return {name: table for name, table in tables.items() if table.rows}
 
 
@@ -138,7 +136,7 @@ def _classes(spans: pandas.DataFrame, noise: float) -> Table:
     rows = [[*row, row[-1] / len(spans)] for row in zip(CLASSES, ranges, counts, strict=True)]
     note = (
         f"Cut at the 0.9, 0.6 and 0.1 quantiles of the drops above {noise:g}. Masking a distractor helps the "
-        f"answer; within {noise:g} of 0 counts as no effect."
+        f"answer; within {noise:g} of 0 is no effect."
     )
     return Table("Classes of drops", ("class", "drop", "spans", "share"), rows, note)
 
@@ -179,33 +177,3 @@ def _concentration(trained: Sequence[Sample], names: Sequence[str]) -> Table:
         "averaged; 1 and 0.1 for equal weights. Signed values have no ESS ratio."
     )
     return Table("Concentration", columns, rows, note)
-
-
-def _gradient(trained: Sequence[Sample], names: Sequence[str]) -> Table:
-    """Tabulate shares of tokens and of their weights, which are the gradient's if norms are equal, by importance."""
-    rows: list[list[Cell]] = []
-    for name in names:
-        sums = np.zeros((len(_LEVELS), 2))
-        for sample in trained:
-            if sample.spans and name in sample.credit and sample.credit[name].kind == "weights":
-                weights = np.nan_to_num(np.array(sample.credit[name].values, float))
-                np.add.at(sums, _levels(sample), np.stack([np.ones_like(weights), weights], axis=1))
-        if (sums.sum(0) > 0).all():
-            for level, (count, weight) in zip(_LEVELS, (sums / sums.sum(0)).tolist(), strict=True):
-                rows.append([name, level, count, weight, weight / count if count else None])
-    columns = ("estimator", "importance", "of tokens", "of gradient", "ratio")
-    note = (
-        "Importance of a token's span, min-max over its completion: high above 0.8, medium above 0.5. Gradient is the "
-        "sum of weights, by equal norms of all tokens; completions that train and hold masked spans."
-    )
-    return Table("Gradient by importance", columns, rows, note)
-
-
-def _levels(sample: Sample) -> np.ndarray:
-    """Classify the normalised importance of every token as an index into `_LEVELS`; the larger of two spans counts."""
-    low, high = (bound(span.drop for span in sample.spans) for bound in (min, max))
-    share = np.full(len(sample.tokens), -math.inf)
-    for span in sample.spans if high > low else ():
-        inside = share[span.start : span.end]
-        np.maximum(inside, (span.drop - low) / (high - low), out=inside)
-    return np.select([share > 0.8, share > 0.5, share >= 0], [0, 1, 2], 3)

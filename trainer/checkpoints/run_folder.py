@@ -23,10 +23,8 @@ from filelock import FileLock, Timeout
 
 from cfa_kernels.model.sharded.fsdp import is_piece
 
-from ..checks import sampling_gap_limit
 from ..cli import read_mapping, to_yaml
 from ..config import TrainConfig
-from ..data import question_instruction
 from ..disk import DiskError, naming, whole_folder, write_whole
 from ..policy import require_finite_weights
 from ..processes import on_first
@@ -91,7 +89,7 @@ class RunFolder:
                 raise Refused("; ".join([f"{self.path}: no checkpoint to resume from", *self.notes, _NEW]))
         if step > config.max_steps:
             raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
-        on_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config, made_by(), _resolved(trainer))))
+        on_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config, made_by())))
         return step, report
 
     def _read(self, step: int) -> dict[str, Any]:
@@ -242,24 +240,6 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     } | {
         f"SHA-256 of the {name}": hashlib.sha256(json.dumps(part, default=str).encode()).hexdigest()[:12]
         for name, part in parts.items()
-    }
-
-
-def _resolved(trainer: Trainer) -> dict[str, Any]:
-    """Give what settings came to that were left to the program."""
-    config, precision, credit = trainer.config, trainer.config.precision, trainer.config.counterfactual()
-    options = {"units": credit.units, "weights": getattr(credit.weights, "name", None)}
-    for part in filter(None, (credit.estimator, credit.weights, credit.spans, credit.answers)):
-        options |= vars(part)
-    return {
-        "device": str(precision.device),
-        "dtype": f"weights {precision.weights}, products {precision.products}".replace("torch.", ""),
-        "train_problems": len(trainer.rows),
-        "eval_problems": len(trainer.held_out),
-        "eval_reward": config.grader,
-        "instruction": question_instruction(config),
-        "max_sampling_gap": sampling_gap_limit(config, trainer.policy),
-        "credit_options": ", ".join(f"{name}={value}" for name, value in options.items() if value is not None),
     }
 
 

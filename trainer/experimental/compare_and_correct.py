@@ -7,19 +7,16 @@ no credit (m_t = 0). A wrong correction does nothing, which the notes leave open
 edits no token, and an empty m would spare the attempt every gradient.
 """
 
-from datetime import datetime
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import correct_siblings
 from cfa_kernels.model.parts import causal_lm, context_length
 
-from ..config import TrainConfig
-from ..data import encode_prompt, question_instruction
+from ..data import configured_prompt
 from ..rewards.calls import compute_rewards
 from ..rollouts.engine import Rollouts
 from ..state import Samples, Shaped, Trainer, arguments
@@ -79,28 +76,16 @@ def _prompts(trainer: Trainer, batch: Samples, ids: list[Tensor]) -> dict[int, l
     siblings = correct_siblings(ids, torch.arange(len(ids)) // config.num_generations, batch.rewards >= CORRECT)
     left_out = batch.rollouts.truncated & config.mask_truncated_completions
     return {
-        b: correction_prompt(
-            batch.rows[b]["question"], texts[b], texts[near[0]], trainer.tokenizer, config, trainer.started
-        )
+        b: correction_prompt(trainer, batch.rows[b]["question"], texts[b], texts[near[0]])
         for b, near in enumerate(siblings)
         if near and not left_out[b]
     }
 
 
-def correction_prompt(
-    question: str,
-    attempt: str,
-    reference: str,
-    tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
-    at: datetime | None = None,
-) -> list[int]:
+def correction_prompt(trainer: Trainer, question: str, attempt: str, reference: str) -> list[int]:
     """Encode the prompt that asks for a correction: `TEMPLATE` filled, then as any other prompt."""
     request = TEMPLATE.format(question=question, attempt=attempt, reference=reference)
-    return encode_prompt(
-        request, tokenizer, instruction=question_instruction(config), system=config.system_prompt,
-        thinking=config.enable_thinking, at=at,
-    )  # fmt: skip
+    return configured_prompt(request, trainer.tokenizer, trainer.config, trainer.started)
 
 
 def _longest_prompt(trainer: Trainer) -> int | None:
@@ -113,7 +98,7 @@ def require_fitting_prompt(trainer: Trainer) -> None:
     """Raise `ValueError` if not even an empty attempt at the shortest problem could be corrected within the limits."""
     config, limit = trainer.config, _longest_prompt(trainer)
     shortest = min(range(len(trainer.rows)), key=lambda i: len(trainer.prompts[i]))
-    least = len(correction_prompt(trainer.rows[shortest]["question"], "", "", trainer.tokenizer, config))
+    least = len(correction_prompt(trainer, trainer.rows[shortest]["question"], "", ""))
     if limit is not None and least > limit:
         raise ValueError(
             f"compare_and_correct: a prompt for correction has at least {least} tokens before attempt and reference, "

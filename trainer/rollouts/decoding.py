@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Sampling(NamedTuple):
-    """How tokens are chosen, which of them end a completion, and the one that `generate` puts behind an end."""
+    """Options of sampling, the tokens that end a completion, and the one that `generate` puts behind an end."""
 
     greedy: bool
     temperature: float

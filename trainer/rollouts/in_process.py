@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,20 +52,38 @@ class TransformersEngine:
         causal, on_gpu = causal_lm(model), next(model.parameters()).device.type == "cuda"
         captured = on_gpu if captured is None else captured
         obstacle = decoding_obstacle(causal)
-        self._decoder = None if obstacle else Decoder(causal, captured=captured, longest=longest)
+        own = functools.partial(by_transformers, causal)
+        self._decode: Decode = own if obstacle else Decoder(causal, captured=captured, longest=longest)
         if (captured and obstacle) or (on_gpu and not captured):
             reason = obstacle or "CUDA graphs do not follow weights that move"
             self.notes.append(f"decoding is not captured, every layer of a step is launched: {reason}")
 
-    def __call__(self, prompts: Sequence[Sequence[int]], **options: Any) -> Rollouts:
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], *, max_completion_length: int,
+        keys: Sequence[Sequence[int]] | None = None, temperature: float = 1.0, top_p: float = 1.0,
+        names: Sequence[str] | None = None, progress: Progress | None = None,
+    ) -> Rollouts:  # fmt: skip
         """Complete prompts as `Engine` says."""
         if self._model is not self._policy:  # in the memory that a CUDA graph reads weights from
             with torch.no_grad():
                 for rounded, weight in zip(self._model.parameters(), self._policy.parameters(), strict=True):
                     rounded.copy_(weight)
-        with merged_adapters(self._model) if self._merges else contextlib.nullcontext():
-            options |= {"decoder": self._decoder, "thought_tags": self._thought_tags}
-            return generate(self._model, self._tokenizer, prompts, **options)
+        tokenizer, ends = self._tokenizer, end_ids(self._model, self._tokenizer)
+        sampling = Sampling(keys is None, temperature, top_p, tuple(ends), tokenizer.pad_token_id)
+        batch = tokenizer.pad({"input_ids": [list(row) for row in prompts]}, return_tensors="pt", padding_side="left")
+        size = len(prompts), max_completion_length
+        uniforms = torch.zeros(size, dtype=torch.float64) if keys is None else keyed_uniforms(keys, size[1])
+        merging = merged_adapters(self._model) if self._merges else contextlib.nullcontext()
+        with merging, evaluation_mode(ModelWalk(self._model)), decoding_head(causal_lm(self._model)):
+            tell = progress or (lambda tokens: None)
+            made = self._decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling, tell)
+        tokens, logprobs, kept = made
+        values = [*logprobs.to("cpu", copy=True)]
+        rollouts = Rollouts.of(
+            prompts, tokens.tolist(), values, ends, tokenizer, kept_tokens=kept, thought_tags=self._thought_tags
+        )
+        require_finite_logits(rollouts.logprobs, names)
+        return rollouts
 
     def weights_changed(self) -> None:
         """Do nothing: the policy's own weights sample."""
@@ -81,29 +98,6 @@ def decoding_obstacle(model: PreTrainedModel) -> str | None:
     if others := sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}):
         return f"layers of {name} keep other states than keys and values ({', '.join(others)})"
     return None
-
-
-def generate(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], *,
-    max_completion_length: int, keys: Sequence[Sequence[int]] | None = None, temperature: float = 1.0,
-    top_p: float = 1.0, names: Sequence[str] | None = None, progress: Progress = lambda tokens: None,
-    decoder: Decode | None = None, thought_tags: str = "",
-) -> Rollouts:  # fmt: skip
-    """Complete B prompts with `model` as it is, as `Engine` says; `decoder` is one of the model that is kept."""
-    causal, ends = causal_lm(model), end_ids(model, tokenizer)
-    sampling = Sampling(keys is None, temperature, top_p, tuple(ends), tokenizer.pad_token_id)
-    batch = tokenizer.pad({"input_ids": [list(row) for row in prompts]}, return_tensors="pt", padding_side="left")
-    size = len(prompts), max_completion_length
-    uniforms = torch.zeros(size, dtype=torch.float64) if keys is None else keyed_uniforms(keys, max_completion_length)
-    decode = decoder or (functools.partial(by_transformers, causal) if decoding_obstacle(causal) else Decoder(causal))
-    with evaluation_mode(ModelWalk(model)), decoding_head(causal):
-        tokens, logprobs, kept = decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling, progress)
-    values = [*logprobs.to("cpu", copy=True)]
-    rollouts = Rollouts.of(
-        prompts, tokens.tolist(), values, ends, tokenizer, kept_tokens=kept, thought_tags=thought_tags
-    )
-    require_finite_logits(rollouts.logprobs, names)
-    return rollouts
 
 
 def by_transformers(

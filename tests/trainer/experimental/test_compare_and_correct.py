@@ -14,7 +14,8 @@ from trainer.data import Row
 from trainer.experimental import compare_and_correct
 from trainer.experimental.compare_and_correct import correction_prompt
 from trainer.rewards.advantages import group_advantages
-from trainer.rollouts import Rollouts, TransformersEngine
+from trainer.rollouts.engine import Rollouts
+from trainer.rollouts.in_process import TransformersEngine
 from trainer.run import set_up
 from trainer.state import Samples, Shaped
 from trainer.step import training_step
@@ -136,7 +137,7 @@ def test_the_prompt_shows_attempt_and_nearest_correct_sibling_and_one_that_is_to
         group = range(b // 8 * 8, b // 8 * 8 + 8)
         nearest = min((o for o in group if free.batch.rewards[o]), key=lambda o: table(rows[b], rows[o])[-1][-1])
         reference, question = texts[nearest], trainer.rows[free.batch.problems[b]]["question"]
-        assert prompt == correction_prompt(question, texts[b], reference, trainer.tokenizer, trainer.config)
+        assert prompt == correction_prompt(trainer, question, texts[b], reference)
         text = trainer.tokenizer.decode(prompt)
         places = [text.index(part) for part in (question, f"wrong:\n{texts[b]}", f"correct:\n{reference}")]
         assert places == sorted(places)

@@ -18,7 +18,7 @@ from trainer.rewards.calls import (
     require_callable,
     rewards_by,
 )
-from trainer.rollouts import Rollouts
+from trainer.rollouts.engine import Rollouts
 from trainer.settings import ASSETS
 from trainer.state import arguments
 

@@ -9,8 +9,8 @@ from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
 from tests.support.as_on_gpu import DEVICE
 from tests.support.operator_calls import OperatorCalls
 from tests.support.waits import a_device, put_on_device
-from trainer.rollouts import TransformersEngine, decoding, generate
-from trainer.rollouts.in_process import by_transformers, decoding_obstacle
+from trainer.rollouts import decoding
+from trainer.rollouts.in_process import TransformersEngine, by_transformers, decoding_obstacle
 from trainer.rollouts.sampling import CANDIDATES
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
@@ -39,7 +39,9 @@ def replays(monkeypatch):
 
 
 def by_generate(model, prompts, **options):
-    return generate(model, tokenizer(), prompts, **options, decoder=functools.partial(by_transformers, model))
+    engine = TransformersEngine(model, tokenizer())
+    engine._decode = functools.partial(by_transformers, model)
+    return engine(prompts, **options)
 
 
 @MODELS
@@ -186,16 +188,16 @@ def test_the_cache_and_the_graphs_stay_until_it_must_grow_or_weights_move(replay
     model = tiny()
     engine = TransformersEngine(model, tokenizer(), captured=True, longest=100)
     texts = engine(PROMPTS, **SAMPLED).texts
-    keys = engine._decoder._layers[0].keys
+    keys = engine._decode._layers[0].keys
     assert keys.shape[0::2] == (8, 192)  # rows and tokens
     keys.fill_(torch.nan)
     assert engine(PROMPTS, **SAMPLED).texts == texts
     for prompts, length in ((PROMPTS[:1], 20), (PROMPTS, 12), ([LONG * 4], 20)):
         engine(prompts, max_completion_length=length)
-    assert engine._decoder._layers[0].keys is keys
+    assert engine._decode._layers[0].keys is keys
     assert not caplog.messages
     engine([LONG] * 9, max_completion_length=20)
-    assert engine._decoder._layers[0].keys.shape[0::2] == (16, 192)
+    assert engine._decode._layers[0].keys.shape[0::2] == (16, 192)
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
     engine(PROMPTS, **SAMPLED)
     again = "CUDA graphs of decoding will be captured again: "

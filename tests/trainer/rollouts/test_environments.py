@@ -9,8 +9,8 @@ import torch
 from cfa_kernels import packed_logprobs
 from tests.support.embedded import all_counted, settings, updated
 from trainer.microbatch import counted_tokens
-from trainer.rollouts import PlayedEngine, end_ids, load_environment
-from trainer.rollouts.environments import Calculator, EnvironmentFailure
+from trainer.rollouts.engine import end_ids
+from trainer.rollouts.environments import Calculator, EnvironmentFailure, PlayedEngine, load_environment
 from trainer.run import set_up
 
 

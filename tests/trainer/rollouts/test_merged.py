@@ -11,7 +11,7 @@ from torch import nn
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.state import ModelState
 from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
-from trainer.rollouts import TransformersEngine, generate
+from trainer.rollouts.in_process import TransformersEngine
 from trainer.rollouts.merged import CannotMerge, adapted_layers, merged_adapters
 
 
@@ -44,8 +44,9 @@ KINDS = {
 def test_merged_adapters_sample_the_same_and_leave_the_same_bits(options) -> None:
     model = adapted(tiny(tie_word_embeddings=False), **options)
     state, before = ModelState(causal_lm(model)), bits(model)
-    engine = TransformersEngine(model, tokenizer())
-    beside, merged = generate(model, tokenizer(), PROMPTS, **SAMPLED), engine(PROMPTS, **SAMPLED)
+    engine, apart = TransformersEngine(model, tokenizer()), TransformersEngine(model, tokenizer())
+    apart._merges = False
+    beside, merged = apart(PROMPTS, **SAMPLED), engine(PROMPTS, **SAMPLED)
     assert engine.notes == []
     assert beside.ids() == merged.ids()
     torch.testing.assert_close(beside.logprobs, merged.logprobs, rtol=1e-6, atol=1e-6)

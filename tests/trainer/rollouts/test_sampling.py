@@ -8,7 +8,7 @@ import torch
 from cfa_kernels.scoring.packed import packed_logprobs
 from tests.support.adapted import tokenizer
 from tests.support.embedded import sample
-from trainer.rollouts import Rollouts
+from trainer.rollouts.engine import Rollouts
 from trainer.rollouts.sampling import CANDIDATES, draw, keyed_uniforms
 
 

@@ -23,7 +23,8 @@ from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
 from tests.support.embedded import settings, updated
 from trainer.__main__ import main
 from trainer.evaluate import evaluate
-from trainer.rollouts import TransformersEngine, VllmEngine
+from trainer.rollouts.in_process import TransformersEngine
+from trainer.rollouts.vllm import VllmEngine
 from trainer.run import set_up
 from trainer.step import draw
 
