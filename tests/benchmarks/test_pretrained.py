@@ -187,14 +187,14 @@ def test_drops_are_cut_at_multiples_of_their_mean():
 
 def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch, capsys):
     arguments = ["pretrained", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
-    arguments += ["--asked", "8", "--evaluated", "2", "--max-tokens", "70", "--group", "4", "--at-once", "4"]
-    arguments += ["--continuations", "2", "--credited", "8", "--costly", "2", "--judged"]
+    arguments += ["--asked", "8", "--evaluated", "2", "--max-tokens", "70", "--group", "6", "--at-once", "4"]
+    arguments += ["--continuations", "2", "--credited", "12", "--costly", "2", "--judged"]
     assert main([*arguments, "3"]) == 0
     first = json.loads((tmp_path / "evidence-pretrained.json").read_text())
-    assert first["policy"]["completions"] == 32
+    assert first["policy"]["completions"] == 48
     assert first["truth"]["right"]["completions"] == first["truth"]["wrong"]["completions"] > 1
     assert first["sampled on"]["name"] == first["environment"]["device"]["name"]
-    assert first["drops"]["completions"] <= 8
+    assert first["drops"]["completions"] <= 12
     for kind in ("right", "wrong"):
         few, all_of_them = (
             first["truth"][kind]["methods"][name]["right answer, spearman"][1] for name in ("OAR-P", "CF")
