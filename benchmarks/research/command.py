@@ -43,7 +43,7 @@ class Measure(NamedTuple):
     """A measurement that keeps pieces: settings, how it is run and written down, names that can be chosen.
 
     `extent`: settings that say how many pieces there are, and not what a piece is, so that a longer run resumes from a
-    shorter one.
+    shorter one. `draw` writes a document's figure to a path.
     """
 
     settings: type
@@ -52,6 +52,7 @@ class Measure(NamedTuple):
     text: str
     names: Sequence[str] = ()
     extent: Sequence[str] = ()
+    draw: Callable[[Any, Path], None] | None = None
 
 
 OWN = alignment.AlignmentSettings(
@@ -67,7 +68,7 @@ MEASURES = {
     ),
     "turns": Measure(
         turns.TurnsSettings, turns.run, turns.markdown,
-        "Measure which estimators find the turns of a rollout that mattered.",
+        "Measure which estimators find the turns of a rollout that mattered.", draw=turns.draw,
     ),
     "ablation": Measure(
         ablation.AblationSettings, ablation.run, ablation.markdown,
@@ -135,7 +136,11 @@ def commands(line: Sequence[str]) -> dict[str, Callable[..., list[Path]]]:
         assert place.folder is not None
         head = document_head(line, place.commit)
         document = head | measure.run(Pieces(place.folder / "pieces", known, head), place.folder, settings, **chosen)
-        return write(document, measure.markdown(document), place.results, name)
+        paths = write(document, measure.markdown(document), place.results, name)
+        if measure.draw:
+            paths.append(place.results / f"{name}.png")
+            measure.draw(document, paths[-1])
+        return paths
 
     own = {"own": run_own, "model": train_model, "tables": write_tables}
     return {name: measured(name, measure) for name, measure in MEASURES.items()} | own

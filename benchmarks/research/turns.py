@@ -318,3 +318,27 @@ def markdown(document: Mapping[str, Any]) -> str:
         ]
         lines.append(table(["arm", "mattered", "helped"], body))
     return "\n".join(lines) + "\n"
+
+
+def draw(document: Mapping[str, Any], path: Path) -> None:
+    """Draw the AUROC of each arm for turns that helped, with its interval, at every density."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(7, 2.6), layout="constrained")
+    for k, (density, found) in enumerate(document["densities"].items()):
+        aurocs = [figures["helped"].get("auroc") for figures in found["arms"].values()]  # None where no turn helped
+        drawn = {place + 0.1 - 0.2 * k: auroc for place, auroc in enumerate(aurocs) if auroc}
+        middle = [auroc["value"] for auroc in drawn.values()]
+        reach = [[abs(auroc[end] - auroc["value"]) for auroc in drawn.values()] for end in ("low", "high")]
+        label = f"{found['turns']} turns, {density} can matter"
+        panel.errorbar(middle, list(drawn), xerr=reach, fmt="o", capsize=3, label=label)
+    panel.axvline(0.5, color="black", linewidth=0.8, linestyle="--")
+    panel.set_yticks(range(len(found["arms"])), found["arms"])
+    panel.invert_yaxis()
+    panel.set(xlim=(0.3, 1.02), xlabel="AUROC for turns that helped, in a rollout; 0.5 is chance")
+    panel.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

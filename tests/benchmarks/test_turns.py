@@ -13,6 +13,7 @@ from benchmarks.research.turns import (
     Boxes,
     Player,
     TurnsSettings,
+    draw,
     judged,
     players,
 )  # fmt: skip
@@ -76,6 +77,13 @@ def test_every_arm_gives_every_turn_a_number():
     assert all(value == 0 for row in found["scores"]["progress"] for value in row)
     assert torch.tensor(found["effects"]).shape == (3, 4)
     assert all(sum(row) == DECISIVE for row in found["decisive"])
+
+
+def test_a_figure_leaves_out_an_arm_that_no_turn_helped(tmp_path):
+    known = {"helped": {"auroc": {"value": 0.8, "low": 0.7, "high": 0.9}}}
+    density = {"turns": 4, "arms": {"masked turn": known, "progress": {"helped": {}}}}
+    draw({"densities": {"1/2": density, "1/8": density}}, tmp_path / "turns.png")
+    assert (tmp_path / "turns.png").stat().st_size > 1000
 
 
 @pytest.mark.slow
