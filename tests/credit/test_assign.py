@@ -311,8 +311,8 @@ ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
     ("config", "given", "message"),
     [
         ({"estimator": "entropy"}, {}, "entropies is None, and the estimator reads it; pass entropies"),
-        ({"estimator": "entropy_shaping"}, {"entropies": [*map(torch.ones, ROWS.lengths)]}, "advantages must be given"),
-        ({"estimator": "external"}, {}, "external must be given"),
+        ({"estimator": "entropy_shaping"}, {"entropies": [*map(torch.ones, ROWS.lengths)]}, "advantages is None"),
+        ({"estimator": "external"}, {}, "external is None"),
         ({"completions": "positive"}, {}, "advantages must be given with completions='positive'"),
         ({"estimator": "prefix_tree"}, {"rewards": [1.0] * 4, **ONE_GROUP}, "advantages must be given: .* adds to"),
         ({}, {"advantages": torch.zeros(3)}, "advantages has 3 rows, prompts has 4; they must agree"),

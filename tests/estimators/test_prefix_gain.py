@@ -101,7 +101,7 @@ def test_rows_with_another_rotary_frequency_are_asked_apart():
     [
         ({"units": [[], [Span(2, 5), Span(4, 6)], [], []]}, r"units row 1, unit 1: \(4, 6\) is empty or starts before"),
         ({"answers": [None] * 4}, "answers row 0: is None, but the row has 2 units"),
-        ({"ends": None}, "reasoning_ends must be given"),
+        ({"ends": None}, "reasoning_ends is None"),
         ({"ends": [14, 31, 15, 12]}, r"reasoning_ends row 1: 31 is outside \[0, 30\]"),
     ],
 )
