@@ -14,10 +14,12 @@ from .. import CounterfactualConfig
 from ..credit.config import as_config
 from ..credit.deferred import Draws
 from ..credit.presets import RECOMMENDED
-from ..model.parts import causal_lm
+from ..model.attention import TreeMask, attend
+from ..model.parts import causal_lm, configs
+from ..model.stateful_layers import has_cells
 from ..rows import Rows
 from ..scoring.access import InProcess
-from ..tree.attention import tree_attention
+from ..tree.attention_options import Reach
 from ..tree.segment_table import SegmentTable
 from .credit import OFFERS, credit_rows, obstacles, refuse, unmet_needs
 
@@ -29,27 +31,28 @@ _TABLES = WeakTensorKeyDictionary()  # a `SegmentTable` for all layers of a forw
 def run_trees_anywhere(model: nn.Module) -> None:
     """Let a model run the rows of TRL's `TreeRow` on any device that the library runs on, a CPU too.
 
-    The same attention as TRL's, without copies of keys and values. Call it on `trainer.model`, once.
+    The same attention as TRL's, without copies of keys and values. Attention sinks, which TRL's omits, are in it. Call
+    it on `trainer.model`, once.
+
+    Raises:
+        NotImplementedError: layers that carry a state, or attend in chunks: a `TreeRow` does not describe them.
+            Attention dropout raises in the forward.
     """
-    causal_lm(model).set_attn_implementation(ATTENTION)
+    causal = causal_lm(model)
+    kinds = {kind for config in configs(causal) for kind in getattr(config, "layer_types", None) or ()}
+    others = "layers that carry a state" if has_cells(causal) else ", ".join(sorted(kinds - _KINDS))
+    refuse(obstacles((others, f"{others}, which {type(causal).__name__} has")), "a tree of TRL's AsyncGRPO")
+    causal.set_attn_implementation(ATTENTION)
+
+
+_KINDS = {"full_attention", "sliding_attention"}
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    tree_kv_index: Tensor,
-    tree_cu_seqlens_q: Tensor,
-    tree_cu_seqlens_k: Tensor,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attend as `trl.experimental.async_grpo.packing.tree_attention`, with its arguments; (1, H, N, D) -> (1, N, H, D).
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Reach | None, *,
+    tree_kv_index: Tensor, tree_cu_seqlens_q: Tensor, tree_cu_seqlens_k: Tensor, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend as the library's packed forward does, along the tree that TRL's arguments describe.
 
     `tree_kv_index` (K,) holds the rows that each segment sees, its own last; the others (S + 1,) where each ends.
     """
@@ -59,13 +62,16 @@ def _attention(
         lengths = np.diff(ends)
         table = SegmentTable(ends[:-1], lengths, path_ends[:-1], np.diff(path_ends) - lengths, paths)
         _TABLES[tree_kv_index] = table
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    out = tree_attention(q, k, v, table, scale=scaling, sliding_window=sliding_window, softcap=softcap)
-    return out.unsqueeze(0), None
+    reach = attention_mask or Reach(window=options.get("sliding_window"))
+    return attend(module, query, key, value, TreeMask(table, reach), **options)
+
+
+def _reach(*, local_size: int | None = None, **_: Any) -> Reach:
+    return Reach(window=local_size)
 
 
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, lambda **_: None)
+AttentionMaskInterface.register(ATTENTION, _reach)
 
 
 class CounterfactualAsyncMixin:

@@ -93,7 +93,7 @@ class Running:
 RUNNING: ContextVar[Running | None] = ContextVar("cfa_packed_forward", default=None)
 
 
-def _attention(
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -186,7 +186,7 @@ def _build_mask(
     return TreeMask(forward.table, read_visibility(mask_function, local_size, device))
 
 
-AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(ATTENTION, attend)
 AttentionMaskInterface.register(ATTENTION, _build_mask)
 
 

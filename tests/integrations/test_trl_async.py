@@ -9,7 +9,18 @@ import pytest
 import torch
 
 from cfa_kernels import Batch, CounterfactualConfig, Rows, counterfactual_credit
-from tests.support.models import assert_same_gradients, gradients, plain_logprobs
+from tests.support.models import (
+    ARCHITECTURES,
+    DEVICE,
+    HYBRIDS,
+    MASKED,
+    OTHERS,
+    TREE,
+    assert_same_gradients,
+    gradients,
+    make_model,
+    plain_logprobs,
+)
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 packing = pytest.importorskip(
@@ -111,11 +122,12 @@ class Mine(CounterfactualAsyncMixin, Recording):
     """As a user writes it."""
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_trls_tree_runs_on_a_cpu_as_rows_apart(window):
-    model = tiny_model()
-    if window:
-        model = tiny_model(sliding_window=window, use_sliding_window=True, layer_types=["sliding_attention"] * 2)
+@pytest.mark.parametrize("name", [*TREE, "GptOss", "DeepseekV3", "Qwen2Moe"])
+def test_trls_tree_runs_on_a_cpu_as_rows_apart(name):
+    """With windows that end inside the rows, soft caps, sinks, and values of another width than keys."""
+    options = (ARCHITECTURES | OTHERS | MASKED)[name]
+    model = make_model(name, **options | ({"sliding_window": 4} if "sliding_window" in options else {}))
+    model.set_attn_implementation("eager")
     tree, made = packing.TreeRow(), samples()
     for sample in made:
         tree.add(
@@ -124,7 +136,7 @@ def test_trls_tree_runs_on_a_cpu_as_rows_apart(window):
                 for name in ("input_ids", "completion_mask", "old_log_probs", "advantage", "group_id")
             }
         )
-    pack = tree.pack()
+    pack = {name: tensor.to(DEVICE) for name, tensor in tree.pack().items()}
     options = {f"tree_{name}": pack[f"tree_{name}"] for name in ("kv_index", "cu_seqlens_q", "cu_seqlens_k")}
     rows, masks = rows_of(made)
     theirs = [
@@ -136,10 +148,31 @@ def test_trls_tree_runs_on_a_cpu_as_rows_apart(window):
         input_ids=pack["input_ids"][None], position_ids=pack["position_ids"][None], use_cache=False, **options
     )
     index = pack["token_index"]
-    lines = model.lm_head(hidden.last_hidden_state[0, index]).log_softmax(-1)
+    logits, cap = (
+        model.lm_head(hidden.last_hidden_state[0, index]),
+        getattr(model.config, "final_logit_softcapping", None),
+    )
+    lines = (logits if cap is None else cap * (logits / cap).tanh()).log_softmax(-1)
     ours = lines.gather(1, pack["shift_labels"][index, None])[:, 0].split([len(row) for row in theirs])
     torch.testing.assert_close(list(ours), theirs, rtol=0, atol=1e-5)
     assert_same_gradients(gradients(model, sum((k + 1) * row.sum() for k, row in enumerate(ours))), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("Llama4Text", "chunked_attention"), ("Bamba", "carry a state"), ("Lfm2", "carry a state")]
+)
+def test_layers_that_trls_tree_does_not_describe_are_refused_by_name(name, reason):
+    with pytest.raises(NotImplementedError, match=f"{reason}, which {name.removesuffix('Text')}"):
+        run_trees_anywhere(make_model(name, **(MASKED | HYBRIDS)[name]))
+
+
+def test_attention_dropout_is_refused():
+    model = make_model("Qwen3", attention_dropout=0.1).train()
+    run_trees_anywhere(model)
+    one, ends = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), torch.tensor([0, 1], device=DEVICE)
+    options = {"tree_kv_index": one[0], "tree_cu_seqlens_q": ends, "tree_cu_seqlens_k": ends}
+    with pytest.raises(NotImplementedError, match=r"attention dropout 0\.1"):
+        model(input_ids=one, position_ids=one, use_cache=False, **options)
 
 
 @pytest.mark.parametrize(
