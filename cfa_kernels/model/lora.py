@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from copy import copy
 from itertools import repeat
-from operator import attrgetter, contains, itemgetter
+from operator import attrgetter, contains, is_, itemgetter
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..ops.adapted_linear import AdaptedLayer, AdapterParts, adapted_linear, split_adapters
 from .modes import exchanged
 from .sharded.fsdp import is_piece
-from .state import mark
+from .state import mark, marks
 from .walk import Model, ModelWalk
 
 FEW_ROWS = 2048
@@ -76,7 +76,7 @@ def one_pass_adapters(model: Model | nn.Module, rows: int, *, compiled: bool = F
     grouped = _grouped(walk, layers)
     for group in grouped.groups:
         group.forget()
-    _take_parts(grouped.groups)
+    grouped.take_parts()
     return exchanged(grouped.attributes)
 
 
@@ -122,12 +122,28 @@ class _Grouped:
         stores = [module._parameters for modules in plain for module in (modules.base, modules.down)]
         self._stores = [store for store in stores if "weight" in store]  # FSDP1's weights are no parameters
         self._forms = self._forms_now()
+        stores = [module._parameters for group in groups for modules in group.members for module in modules[1:3]]
+        self._adapter_stores = stores if all("weight" in store for store in stores) else []
+        self._taken: tuple[list[Tensor], list[Any], list[_Parts | None]] = [], [], []  # adapters, marks, parts
 
     def holds(self, layers: list[Any]) -> bool:
         """Whether the same layers have the same adapters, and nobody watches a module of theirs."""
         if layers != self._layers or [*map(_ADAPTERS, map(vars, layers))] != self._adapters or any(self._hooks):
             return False
         return not any(map(contains, self._members, repeat("forward"))) and self._forms_now() == self._forms
+
+    def take_parts(self) -> None:
+        """Give groups the parts of their adapters, which are looked for one by one only if a weight has changed."""
+        adapters = [*map(itemgetter("weight"), self._adapter_stores)]
+        before, marked, parts = self._taken
+        kept = parts and _KEPT.get(self.groups[0].layers[0]) is parts[0] and len(adapters) == len(before)
+        if kept and all(map(is_, adapters, before)) and marks(adapters) == marked:
+            for group, own in zip(self.groups, parts, strict=True):
+                group.parts = None if own is None else own.parts
+            return
+        _take_parts(self.groups)
+        taken = [None if group.parts is None else _KEPT.get(group.layers[0]) for group in self.groups]
+        self._taken = adapters, marks(adapters), taken if adapters and taken[0] is not None else []
 
     def _forms_now(self) -> list[Any]:
         return [*map(attrgetter("dtype", "shape"), map(itemgetter("weight"), self._stores))]
