@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from cfa_kernels import KeptTokens
 from cfa_kernels.model.head import decoding_head
+from cfa_kernels.model.merged import CannotMerge, merged_adapters
 from cfa_kernels.model.modes import evaluation_mode
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.walk import ModelWalk
@@ -19,7 +20,6 @@ from cfa_kernels.model.walk import ModelWalk
 from ..precision import frozen_copy
 from .decoding import Decoder, Sampling
 from .engine import Rollouts, end_ids, require_finite_logits
-from .merged import CannotMerge, merged_adapters
 from .sampling import KeptRecord, draw, keyed_uniforms
 
 Progress = Callable[[int], None]

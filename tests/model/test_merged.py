@@ -8,11 +8,11 @@ import torch
 from peft import PeftModel
 from torch import nn
 
+from cfa_kernels.model.merged import CannotMerge, adapted_layers, merged_adapters
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.state import ModelState
 from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
 from trainer.rollouts.in_process import TransformersEngine
-from trainer.rollouts.merged import CannotMerge, adapted_layers, merged_adapters
 
 
 def bits(model: nn.Module) -> dict[str, tuple]:
