@@ -73,6 +73,8 @@ def one_pass_adapters(model: Model | nn.Module, rows: int, *, compiled: bool = F
     few = rows < FEW_ROWS and not compiled
     if layers and few and is_on_gpu(weight := layers[0].base_layer.weight) and weight.dtype not in _FULL:
         layers = []
+    if not layers:  # groups of another forward stay
+        return exchanged(())
     grouped = _grouped(walk, layers)
     for group in grouped.groups:
         group.forget()
@@ -152,7 +154,8 @@ class _Grouped:
 def _lora_layers(walk: ModelWalk) -> list[Any]:
     peft = sys.modules.get("peft.tuners.lora.layer")  # not imported: the model has no such layers
     layers = [] if peft is None else walk.by_class.get(peft.Linear, [])
-    return [one for one in layers if "forward" not in vars(one) and type(one._modules["base_layer"]) is nn.Linear]
+    plain = (one for one in layers if "forward" not in vars(one) and not one.merged_adapters)
+    return [one for one in plain if type(one._modules["base_layer"]) is nn.Linear]
 
 
 def _take_parts(groups: Iterable["_Group"]) -> None:
