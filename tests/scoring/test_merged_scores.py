@@ -18,7 +18,12 @@ from tests.support.tiny import tiny_tokenizer
 PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
 ROWS = Rows(PROMPTS, COMPLETIONS)
 BATCH = Batch(ROWS, units=SPANS, answers=ANSWERS)
-KINDS = {"lora": {}, "dora": {"use_dora": True}, "two adapters": {"adapters": 2}, "bias": {"lora_bias": True}}
+KINDS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "two adapters": {"adapters": 2},
+    "bias": {"lora_bias": True, "target_modules": ["q_proj", "v_proj"]},
+}
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

@@ -94,9 +94,7 @@ def test_merged_scores_read_the_copy_that_sampling_made_and_the_base_keeps_its_b
 
 def test_what_cannot_be_merged_ends_a_run_before_its_first_step(fresh, monkeypatch) -> None:
     monkeypatch.setattr(merged, "is_quantised", lambda _: True)
-    with pytest.raises(
-        merged.CannotMerge, match=r"^merge_adapters=True: .*q_proj: its base, a Linear, holds"
-    ):
+    with pytest.raises(merged.CannotMerge, match=r"^merge_adapters=True: .*q_proj: its base, a Linear, holds"):
         fresh("--use_peft", "--merge_adapters=true")
 
 
