@@ -32,18 +32,13 @@ from cfa_kernels.rows import keyed_generator
 from cfa_kernels.scoring.packed import PackedForward
 from trainer.settings import ASSETS as SMALL
 
-SIZES = (1, 4, 16, 64)
-"""Groups of a batch, in smallest batches."""
-MAIN = 4
-"""Groups of the batches that are compared first, and in Adam's geometry."""
+SIZES = (1, 4, 16, 64)  # groups of a batch, in smallest batches
+MAIN = 4  # groups of the batches that are compared first, and in Adam's geometry
 CREDIT, WORTH = "prefix gain where right, spans open", 1.1
 """The arm that `verdict` speaks of; the ratio of cosines that is worth its cost: a fifth more completions."""
-LOOK = 16
-"""Problems of a first look, at whether there is something to learn."""
-STEP = "sampling", "forward", "head", "backward"
-"""Parts of a plain step's time."""
-PARTS = 8
-"""Parts of the true gradient, unless named."""
+LOOK = 16  # problems of a first look, at whether there is something to learn
+STEP = "sampling", "forward", "head", "backward"  # parts of a plain step's time
+PARTS = 8  # of the true gradient, unless named
 
 
 @dataclass(frozen=True)
@@ -120,10 +115,9 @@ class Policy(Subject):
         layers, expression = self.model.config.num_hidden_layers, settings.parameters
         if expression == "few":
             expression = rf"layers\.({layers // 6}|{layers // 2}|{5 * layers // 6})\."
-        names = [name for name, _ in self.model.named_parameters() if re.search(expression, name)]
-        if not names:
+        self.parameters = [one for name, one in self.model.named_parameters() if re.search(expression, name)]
+        if not self.parameters:
             raise ValueError(f"parameters: no parameter of the model matches {settings.parameters!r}")
-        self.parameters = [self.model.get_parameter(name) for name in names]
         self.model.requires_grad_(False)
         for parameter in self.parameters:
             parameter.requires_grad_(True)
@@ -158,13 +152,22 @@ class Policy(Subject):
                 Rows(prompts, [rows[i] for i in kept]), own.flatten()[mixed], [asked[i] for i in kept], self.group
             )
 
+    def look(self) -> dict[str, float]:
+        """Answer a few problems: shares of right completions and of mixed groups; refuse if nothing can be learnt."""
+        asked = [self.problems[i % len(self.problems)] for i in range(LOOK) for _ in range(self.group)]
+        return require_mixed(torch.tensor(self.answered(asked)[1]).view(LOOK, -1))
+
+    def logprobs(self, forward: PackedForward) -> list[Tensor]:
+        """Compute the log-prob of each token in the distribution that it was drawn from, (T_b,) each."""
+        return cast("list[Tensor]", forward.logprobs(self.temperature))
+
     def gradients(self, forward: PackedForward) -> Callable[[Tensor | Sequence[Tensor]], Tensor]:
         """Prepare gradients of the sum over tokens of log-prob times advantage, (D,) in float32, for any advantages.
 
         The head goes backward here, once for all of them, unless its own weights are among the parameters.
         """
         if any(forward.head.weight is parameter for parameter in self.parameters):
-            outputs = torch.cat(cast("list[Tensor]", forward.logprobs(self.temperature)))[:, None]
+            outputs = torch.cat(self.logprobs(forward))[:, None]
             slopes = torch.ones_like(outputs)
         else:
             outputs = torch.cat(forward.states())
@@ -210,13 +213,9 @@ class Recorded(Policy):
         columns = zip(*((self.problems[o["problem"]], torch.tensor(o["ids"]), o["reward"]) for o in some), strict=True)
         yield from self.mixed(*map(list, columns), batch)
 
-
-def first_look(policy: Policy, settings: AlignmentSettings) -> dict[str, float]:
-    """Answer a few problems: the shares of right completions and of mixed groups; refuse if nothing can be learnt."""
-    if isinstance(policy, Recorded):
-        return require_mixed(torch.tensor([one["reward"] for one in policy.rolled]).view(-1, settings.group))
-    asked = [policy.problems[i % len(policy.problems)] for i in range(LOOK) for _ in range(settings.group)]
-    return require_mixed(torch.tensor(policy.answered(asked)[1]).view(LOOK, -1))
+    def look(self) -> dict[str, float]:
+        """Return the shares of all that was recorded."""
+        return require_mixed(torch.tensor([one["reward"] for one in self.rolled]).view(-1, self.group))
 
 
 def true_gradient(policy: Policy, settings: AlignmentSettings, part: int) -> Tensor:
@@ -231,31 +230,33 @@ def true_gradient(policy: Policy, settings: AlignmentSettings, part: int) -> Ten
 
 
 def run(
-    pieces: Pieces, folder: Path, settings: AlignmentSettings, *, arms: Sequence[str] | None = None
-) -> dict[str, Any]:
+    pieces: Pieces, folder: Path, settings: AlignmentSettings, *, arms: Sequence[str] | Mapping[str, Arm] | None = None,
+    policy: Policy | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Measure the arms, block by block, and sum up.
 
     Args:
         pieces: a first look, the truth's figures, and the products of each block.
         folder: of the vectors that blocks are compared with: parts of the true gradient, the mean squares for Adam.
         settings: how much.
-        arms: names that `arms_of` takes; default the set "main".
+        arms: names that `arms_of` takes, or arms; default the set "main".
+        policy: by default that of the settings.
 
     Raises:
         ValueError: an unknown arm, or settings that leave nothing to measure.
     """
-    chosen, policy = arms_of(arms or ["main"]), (Recorded if settings.rollouts else Policy)(settings)
-    look = pieces.get("first look", lambda: first_look(policy, settings))
+    chosen = arms if isinstance(arms, Mapping) else arms_of(arms or ["main"])
+    policy = policy or (Recorded if settings.rollouts else Policy)(settings)
+    look = pieces.get("first look", policy.look)
     print(f"first look: {look['right']:.0%} right, {look['mixed']:.0%} of the groups have right and wrong completions")
     known = {name: value for name, value in asdict(settings).items() if name not in ("blocks", "continuations")}
 
+    def part(number: int) -> Any:
+        return _kept(folder / f"true-{number}.pt", known, lambda: true_gradient(policy, settings, number))
+
     @functools.cache
     def truth() -> Tensor:  # (parts, D)
-        parts = [
-            _kept(folder / f"true-{part}.pt", known, lambda: true_gradient(policy, settings, part))  # noqa: B023
-            for part in range(settings.parts)
-        ]
-        return torch.stack(parts).to(policy.model.device)
+        return torch.stack([*map(part, range(settings.parts))]).to(policy.model.device)
 
     @functools.cache
     def squares() -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import tyro
 from tyro.extras import subcommand_cli_from_dict
 
 from benchmarks.harness.results import RESULTS, Pieces, document_head, write
-from benchmarks.research import ablation, alignment, arms, pretrained, regimes, turns
+from benchmarks.research import ablation, alignment, arms, direction, pretrained, regimes, turns
 from benchmarks.research.warmup import WarmupConfig, warm_up
 
 PROGRAM = "python -m benchmarks evidence"
@@ -69,6 +69,10 @@ MEASURES = {
     "turns": Measure(
         turns.TurnsSettings, turns.run, turns.markdown,
         "Measure which estimators find the turns of a rollout that mattered.", draw=turns.draw,
+    ),
+    "turns-direction": Measure(
+        direction.DirectionSettings, direction.run, direction.markdown,
+        "Measure how well a step that weighs turns by credit points at the true gradient.", extent=("blocks",),
     ),
     "ablation": Measure(
         ablation.AblationSettings, ablation.run, ablation.markdown,
