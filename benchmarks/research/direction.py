@@ -186,21 +186,29 @@ def markdown(document: Mapping[str, Any]) -> str:
     lines = [f"# Direction of a step by credit for turns\n\n{made_by(document)}.\n"]
     for density, found in document["densities"].items():
         look, sizes, body = found["look"], found["settings"], list[list[str]]()
+        plain = found["arms"][PLAIN][str(alignment.MAIN)]
+        known = plain["cosine"] > 1.96 * plain["error"]
         for name, figures in found["arms"].items():
             at, aim = figures[str(alignment.MAIN)], figures["aim"]
-            reach = 1.96 * at["ratio_error"]
-            ratio = {"value": at["ratio"], "low": at["ratio"] - reach, "high": at["ratio"] + reach}
             body.append([
-                name, f"{at['cosine']:.3f}", interval(ratio),
+                name, f"{at['cosine']:.3f} ± {at['error']:.3f}", interval(_within(at, "difference"), 3),
+                interval(_within(at, "ratio")) if known else "–",
                 f"{aim['value']:.2f} ± {aim['error']:.2f}" if aim else "–", f"{figures['cost']:.2f}",
             ])  # fmt: skip
         lines.append(
             f"\n## {density} of {found['turns']} turns can matter\n\nCosine of the gradient of "
             f"{alignment.MAIN * sizes['group']} rollouts with the true one (from {sizes['truth_groups']} groups of "
-            f"{sizes['group']}; its halves' cosine is {found['agreement']:.2f}), and its ratio to plain's, with 95 % "
-            f"intervals over {at['batches']} batches. {look['right']:.0%} of a first look's rollouts are right, and "
-            f"{look['mixed']:.0%} of its groups mixed. *Aim*: cosine of the arm's mean gradient, 1 is no bias. *Cost*: "
-            "the processor's seconds for the credit over those of a plain step.\n"
+            f"{sizes['group']}; cosine of its halves {found['agreement']:.2f}), its difference from plain's and, where "
+            f"plain's is above 0, the ratio, with 95 % intervals over {plain['batches']} batches. "
+            f"{look['right']:.0%} of a first look's rollouts are right, and {look['mixed']:.0%} of its groups mixed. "
+            "*Aim*: cosine of the arm's mean gradient, 1 is no bias. *Cost*: the processor's seconds for the credit "
+            "over those of a plain step.\n"
         )
-        lines.append(table(["arm", "cosine", "to plain", "aim", "cost"], body))
+        lines.append(table(["arm", "cosine", "difference", "to plain", "aim", "cost"], body))
     return "\n".join(lines) + "\n"
+
+
+def _within(figure: Mapping[str, Any], name: str) -> dict[str, float]:
+    """A figure with its 95 % interval."""
+    value, reach = figure[name], 1.96 * figure[f"{name}_error"]
+    return {"value": value, "low": value - reach, "high": value + reach}
