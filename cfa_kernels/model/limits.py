@@ -85,15 +85,22 @@ def largest_forward(model: Model) -> int | None:
 _LARGEST_BUDGET = {"cpu": 2048, "cuda": 65536}
 
 
+def smallest_budget(*token_budgets: int | None) -> int | None:
+    """Return the smallest of several `token_budget`, None if each is; raise `ValueError` for one that is no number."""
+    given = [budget for budget in token_budgets if budget is not None]
+    for budget in given:
+        if isinstance(budget, bool) or not isinstance(budget, numbers.Integral):
+            raise ValueError(f"token_budget must be a whole number of tokens, got {budget!r}")
+        if budget < 1:
+            raise ValueError(f"token_budget must be at least 1, got {budget}")
+    return min(given, default=None)
+
+
 def rows_per_forward(model: Model, token_budget: int | None) -> int:
     """Return `token_budget`, by default `default_token_budget`, capped by `largest_forward`."""
-    if token_budget is None:
+    if (budget := smallest_budget(token_budget)) is None:
         return default_token_budget(model)
-    if isinstance(token_budget, bool) or not isinstance(token_budget, numbers.Integral):
-        raise ValueError(f"token_budget must be a whole number of tokens, got {token_budget!r}")
-    if token_budget < 1:
-        raise ValueError(f"token_budget must be at least 1, got {token_budget}")
-    return min(token_budget, largest_forward(model) or token_budget)
+    return min(budget, largest_forward(model) or budget)
 
 
 def default_token_budget(model: Model, *, training: bool = False) -> int:

@@ -18,7 +18,7 @@ from ..loss.ragged import LossBatch, checked_kept_tokens
 from ..model.attention import KeyValueStore
 from ..model.check.verify import check_trainable
 from ..model.head import Head
-from ..model.limits import rope_lengths, rows_per_forward
+from ..model.limits import rope_lengths, rows_per_forward, smallest_budget
 from ..model.parts import causal_lm
 from ..model.router_loss import packed_router_loss, uses_of_rows
 from ..model.run_inside import run_inside
@@ -119,7 +119,8 @@ def packed_policy_loss(
     weight or mask there, and neither KL nor entropy wanted) are not fed; their tokens stay in the denominators.
 
     Args:
-        model, rows, token_budget: as in `packed_logprobs`, with its errors; rows may be a batch with its columns.
+        model, rows, token_budget: as in `packed_logprobs`, with its errors; rows may be a batch with its columns, and
+            its own `token_budget` if that is less.
         **options: columns of `Batch` by name, and options of `linear_policy_loss`. The loss reads `advantages`, which
             it needs, `old_logprobs` (None means on-policy), `ref_logprobs` (needed when `beta != 0`), `weights` (finite
             and >= 0, on the clipped policy term), `mask`, `sampling_logprobs` and `kept_tokens`, over which old and
@@ -131,8 +132,9 @@ def packed_policy_loss(
         batch, others = batch_and_options(rows, options)
         given = LossBatch.of(batch, **others)
         forward = packed_forward(
-            causal, batch.rows, needed=given.needed(), trained=given.trained.tolist(), token_budget=token_budget
-        )
+            causal, batch.rows, needed=given.needed(), trained=given.trained.tolist(),
+            token_budget=smallest_budget(token_budget, batch.token_budget),
+        )  # fmt: skip
         return forward.policy_loss(given)
 
     return run_inside(model, body, trains=True)
