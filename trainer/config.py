@@ -67,8 +67,9 @@ class TrainConfig(TrainSettings):
 
     def counterfactual(self) -> CounterfactualConfig:
         """Build the library's configuration of credit."""
-        options = {"estimator": self.estimator, "control": _CONTROLS[self.credit]}
-        options["token_budget"] = smallest_budget(self.token_budget, self.credit_options.get("token_budget"))
+        own: Any = self.credit_options.get("token_budget")
+        budget = smallest_budget(self.token_budget, own)
+        options = {"estimator": self.estimator, "control": _CONTROLS[self.credit], "token_budget": budget}
         return CounterfactualConfig.from_flat({**self.credit_options, **options, **self.answer_options()})
 
     def answer_options(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
 from ..options import POSITIVE
 from ..rows import Rows, fed_together
-from ..tree.packs import lay_out_each
+from ..tree.packs import lay_out_behind
 from ..tree.prefix_tree import Pack, Query
 from .access import InProcess, Sharded
 from .branches import check_ids
@@ -406,13 +406,9 @@ class PackedForward(InProcess):
         """Compute the values of a plan's queries; those of each bundle continue its trunk."""
         states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
         order = [b for part in plan.parts for b in part]
-        queries_of = {
-            trunk: [n for b in order if trunks[b] is trunk for n in plan.queries_of_bundle[b]] for trunk in states
-        }
+        bundles_of = {trunk: [plan.queries_of_bundle[b] for b in order if trunks[b] is trunk] for trunk in states}
         packs = (
-            pack
-            for trunk, own in queries_of.items()
-            for pack in lay_out_each(plan.queries, own, plan.limits.token_budget, trunk=trunk)
+            pack for trunk, own in bundles_of.items() for pack in lay_out_behind(trunk, plan.queries, own, plan.limits)
         )
         with torch.no_grad():
             return run_plan(walk, self.head, plan, packs, states, merge_adapters=merge_adapters)

@@ -103,9 +103,16 @@ def _lay_out(
     limits = Limits(
         rows_per_forward(walk, token_budget),
         trunks=not has_cells(walk),  # layers that carry a state do not keep it for branches of a later forward
-        most_rows=largest_forward(walk),
+        most_rows=(most := largest_forward(walk)),
     )
     fed, parts = apart_by_length(walk, bundles, lengths, index)
+    for b, bundle in zip(index, fed, strict=True) if most is not None else ():
+        if (longest := max((len(query.tokens) for query in bundle), default=0)) > most:
+            raise NotImplementedError(
+                f"completions row {b}: a sequence of {longest} tokens must share one forward, but "
+                f"{type(walk.model).__name__} scales queries by their place in a forward of more than {most} rows; "
+                "take shorter completions or masks"
+            )
     return ScoringPlan(index, fed, [sorted(part, key=groups.__getitem__) for part in parts], rows, limits, groups)
 
 
@@ -132,7 +139,8 @@ def packs_of(
     """Lay out the first `counts` tokens of each row in `order`, a group together; the queries of packs are rows.
 
     Tokens that no target needs are fed if `whole`: the last one, those after `counts`, and prompts by themselves. Those
-    of the queries `foreseen` for a row are fed with it, under numbers below 0, and without targets.
+    of the queries `foreseen` for a row are fed with it, under numbers below 0, and without targets, unless they make a
+    group exceed the budget.
     """
     lengths = [len(rows.prompts[b]) + len(rows.completions[b]) for b in order]
     bundles, parts = apart_by_length(
@@ -146,7 +154,10 @@ def packs_of(
             queries[with_row[b][-1]] = replace(query, targets=query.targets[:0])
     for part in parts:
         together = groupby([order[i] for i in part], groups.__getitem__)
-        yield from lay_out(queries, [[n for b in group for n in with_row[b]] for _, group in together], budget)
+        for pack in lay_out(queries, [[n for b in group for n in with_row[b]] for _, group in together], budget):
+            own = [n for n in pack.queries if n >= 0]
+            is_over = pack.num_tokens > budget and len(own) < len(pack.queries)  # a group by itself
+            yield from lay_out(queries, [own], budget) if is_over else [pack]
 
 
 def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least: int = 0) -> Iterable[Pack]:
