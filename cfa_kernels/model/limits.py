@@ -50,7 +50,7 @@ def apart_by_length(
     """Split bundles into parts that must not share a forward; return bundles as fed, and the non-empty ones of a part.
 
     Each row, of `lengths` tokens in all, keeps the rotary frequencies that it has by itself and whole. `order`
-    holds the caller's number of each row.
+    holds the caller's number of each row. Raises `NotImplementedError` for a row that no forward may hold.
     """
     walk = ModelWalk.of(model)
     switches, dynamic = rope_lengths(walk)
@@ -66,6 +66,14 @@ def apart_by_length(
     least = [0, *(switch + 1 for switch in switches)]
     if switches:
         bundles = [[q.fed_to(least[side]) for q in bundle] for bundle, side in zip(bundles, sides, strict=True)]
+    if (most := largest_forward(walk)) is not None:
+        for bundle, b in zip(bundles, order, strict=True):
+            if (longest := max((len(query.tokens) for query in bundle), default=0)) > most:
+                raise NotImplementedError(
+                    f"completions row {b}: a sequence of {longest} tokens must share one forward, but "
+                    f"{type(walk.model).__name__} scales queries by their place in a forward of more than {most} rows; "
+                    "take shorter completions or masks"
+                )
     parts = [[i for i, bundle in enumerate(bundles) if bundle and sides[i] == side] for side in sorted(set(sides))]
     return bundles, parts
 

@@ -103,16 +103,9 @@ def _lay_out(
     limits = Limits(
         rows_per_forward(walk, token_budget),
         trunks=not has_cells(walk),  # layers that carry a state do not keep it for branches of a later forward
-        most_rows=(most := largest_forward(walk)),
+        most_rows=largest_forward(walk),
     )
     fed, parts = apart_by_length(walk, bundles, lengths, index)
-    for b, bundle in zip(index, fed, strict=True) if most is not None else ():
-        if (longest := max((len(query.tokens) for query in bundle), default=0)) > most:
-            raise NotImplementedError(
-                f"completions row {b}: a sequence of {longest} tokens must share one forward, but "
-                f"{type(walk.model).__name__} scales queries by their place in a forward of more than {most} rows; "
-                "take shorter completions or masks"
-            )
     return ScoringPlan(index, fed, [sorted(part, key=groups.__getitem__) for part in parts], rows, limits, groups)
 
 

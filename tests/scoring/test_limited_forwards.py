@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfa_kernels import Batch, Span
+from cfa_kernels.estimators import gradient
 from cfa_kernels.model import tree_forward
 from cfa_kernels.model.limits import largest_forward
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import packed
+from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import query_logprobs, score_batch
 from cfa_kernels.scoring.packed import packed_forward
 from cfa_kernels.tree.packs import Limits, lay_out, lay_out_behind, lay_out_split
@@ -110,6 +112,19 @@ def test_queries_that_a_forward_foresees_are_fed_with_it_only_where_its_budget_a
     assert forward.tokens_fed > alone.tokens_fed
     torch.testing.assert_close(forward.logprobs(), alone.logprobs(), rtol=0, atol=2e-5)
     torch.testing.assert_close(forward.query(foreseen)[0], alone.query(foreseen)[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", ["a forward with gradients", "gradient"])
+def test_so_is_a_long_row_by_itself(way, sizes, monkeypatch):
+    rows = Rows(ROWS.prompts[2:4], [torch.cat([ROWS.completions[2]] * 2), ROWS.completions[3]], [7, 8])
+    monkeypatch.setattr(gradient, "check_supported", lambda walk: None)
+    with pytest.raises(NotImplementedError, match="completions row 7: a sequence of 10[78] tokens must share one"):
+        if way == "gradient":
+            batch = Batch(rows, units=[[Span(2, 4)], []], answers=[Span(97, 100), None])
+            gradient.Gradient()(InProcess(llama(MOST + 1)), batch)
+        else:
+            packed_forward(llama(MOST + 1), rows)
+    assert not sizes
 
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=9)
