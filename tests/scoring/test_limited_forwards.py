@@ -117,13 +117,10 @@ def test_queries_that_a_forward_foresees_are_fed_with_it_only_where_its_budget_a
 @pytest.mark.parametrize("way", ["a forward with gradients", "gradient"])
 def test_so_is_a_long_row_by_itself(way, sizes, monkeypatch):
     rows = Rows(ROWS.prompts[2:4], [torch.cat([ROWS.completions[2]] * 2), ROWS.completions[3]], [7, 8])
+    batch, model = Batch(rows, units=[[Span(2, 4)], []], answers=[Span(97, 100), None]), llama(MOST + 1)
     monkeypatch.setattr(gradient, "check_supported", lambda walk: None)
     with pytest.raises(NotImplementedError, match=r"completions row 7: a sequence of 10\d tokens must share one"):
-        if way == "gradient":
-            batch = Batch(rows, units=[[Span(2, 4)], []], answers=[Span(97, 100), None])
-            gradient.Gradient()(InProcess(llama(MOST + 1)), batch)
-        else:
-            packed_forward(llama(MOST + 1), rows)
+        gradient.Gradient()(InProcess(model), batch) if way == "gradient" else packed_forward(model, rows)
     assert not sizes
 
 
