@@ -193,7 +193,7 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch, capsys
     first = json.loads((tmp_path / "evidence-pretrained.json").read_text())
     assert first["policy"]["completions"] == 48
     assert first["truth"]["right"]["completions"] == first["truth"]["wrong"]["completions"] > 1
-    assert first["sampled on"]["name"] == first["environment"]["device"]["name"]
+    assert first["sampled on"]["name"] == first["scored on"]["name"] == first["environment"]["device"]["name"]
     assert first["drops"]["completions"] <= 12
     for kind in ("right", "wrong"):
         few, all_of_them = (
