@@ -246,6 +246,16 @@ def test_errors_hold_how_well_the_truth_is_known():
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(found), rel=0.25)
 
 
+def test_vectors_of_a_device_meet_none_of_the_host(device):
+    settings = replace(SETTINGS, truth_groups=12, batch=2, block=8, moments=0, parameters=r"layers\.1\.", temperature=0.7)
+    policy = Policy(settings)
+    policy.model.to(device)
+    truth = torch.stack([alignment.true_gradient(policy, settings, 0)] * 3)
+    chosen = arms_of(["CF", "prefix gain permuted where right, spans open", "position where right", "right times 4"])
+    found = alignment._block(policy, chosen, 0, truth.to(device), dict, settings)
+    assert {*found["products"]["8"]} == {*chosen}
+
+
 def test_the_command_writes_its_tables_and_resumes(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
     monkeypatch.setattr(alignment, "MAIN", 2)
