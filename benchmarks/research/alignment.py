@@ -487,7 +487,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     place = f", on {device['name']}" if (device := document.get("measured on")) else ""
     note = (
         f"{made_by(document)}{place}. {about}Cosine of a batch's gradient with the true one, from {groups} groups of "
-        f"{size} (cosine of its halves {document['agreement']:.2f}), over {settings['blocks']} blocks of {sizes[-1]} groups. "
+        f"{size} (cosine of its halves {document['agreement']:.2f}), over {settings['blocks']} blocks of {sizes[-1]}. "
         f"Ratios and differences are those at {MAIN * size} completions, paired with plain DAPO's; their squares are "
         "roughly ratios of completions. Standard errors count batches and how well the true gradient is known. *Adam*: "
         f"each arm's gradient divided by the root of its own mean square over {moments} earlier batches, whose draw "

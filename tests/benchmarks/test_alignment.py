@@ -247,7 +247,7 @@ def test_errors_hold_how_well_the_truth_is_known():
 
 
 def test_vectors_of_a_device_meet_none_of_the_host(device):
-    settings = replace(SETTINGS, truth_groups=12, batch=2, block=8, moments=0, parameters=r"layers\.1\.", temperature=0.7)
+    settings = replace(SETTINGS, truth_groups=12, batch=2, block=8, moments=0, parameters=r"layers\.1\.")
     policy = Policy(settings)
     policy.model.to(device)
     truth = torch.stack([alignment.true_gradient(policy, settings, 0)] * 3)
