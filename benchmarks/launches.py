@@ -32,7 +32,7 @@ from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.ops import adapted_linear, matmul
 from cfa_kernels.scoring import masked, packed
 
-MODEL, PASSES = "Qwen3-1.7B", ("forward", "backward", "scoring")
+MODEL, PASSES = "Qwen3-1.7B", ("forward", "backward", "scoring", "scoring, merged")
 PROBLEMS, GROUP, PROMPT, COMPLETION, SPANS = 4, 8, 110, 220, 6
 ATTENTION = {"cfa_kernels.tree_attention.default": 1, "cfa_kernels.tree_attention_backward.default": 3}  # on an H100
 
@@ -126,12 +126,14 @@ def count_layer() -> dict[str, Counter[str]]:
         forward = packed_forward(causal, Rows(prompts, completions), token_budget=1 << 30)
         # The last layer of branches has hooks and runs as it is: those of two completions will do.
         few = packed_forward(causal, Rows(prompts[:2], completions[:2]), keep_states=True)
-        answers = [Span(COMPLETION - 3, COMPLETION)] * 2
-        few.score(Batch(few.rows, units=[spans] * 2, answers=answers), mask=0)
+        batch = Batch(few.rows, units=[spans] * 2, answers=[Span(COMPLETION - 3, COMPLETION)] * 2)
+        for name, merges in ((PASSES[3], True), (PASSES[2], False)):
+            few.score(batch, mask=0, merge_adapters=merges)
+            counts[name] = counts.pop(PASSES[2])
+            counts[name]["moved"] *= PROBLEMS * GROUP // 2
         torch.cat(forward.logprobs()).sum().backward()
     if kind.obstacles:
         raise RuntimeError(f"the layers of {MODEL} do not compile: {kind.obstacles}")
-    counts["scoring"]["moved"] *= PROBLEMS * GROUP // 2
     return counts
 
 

@@ -23,6 +23,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "`masking`": {},
     '`masking`, `outcome="last"` or `"mean"`': {"outcome": "mean"},
     '`masking`, `mask="drop"`': {"mask": "drop"},
+    "`masking`, `merge_adapters`": {"merge_adapters": True},
     "`masking`, `preselect`, by length or `prefix_gain`": {"preselect": 0.5, "preselect_by": "prefix_gain"},
     "`masking`, `preselect`, by `entropy`": {"preselect": 0.5, "preselect_by": "entropy"},
     "`masking`, `preselect`, by `gradient`": {"preselect": 0.5, "preselect_by": "gradient"},
@@ -58,8 +59,9 @@ def hosts() -> str:
 
 
 def verl() -> str:
-    """The options that can run in verl, each with the default of the chosen parts; `sigma` is of gradients alone."""
-    default, names = {"estimator": "masking"}, dict.fromkeys(name for name, _, _ in flat_options() if name != "sigma")
+    """The options that can run in verl, whose workers hold pieces, each with the default of the chosen parts."""
+    default, others = {"estimator": "masking"}, ("sigma", "merge_adapters")
+    names = dict.fromkeys(name for name, _, _ in flat_options() if name not in others)
     return "\n".join(f"  {name}: {default.get(name, 'null')}" for name in dict.fromkeys([*OWN, *names]))
 
 

@@ -13,7 +13,7 @@ from cfa_kernels.estimators.base import EXTERNAL
 from cfa_kernels.loss.checks import check_correction, check_level, weights_sequences
 from cfa_kernels.loss.token_loss import NUMBERS
 from cfa_kernels.options import check_fields, imported
-from cfa_kernels.scoring.access import GRADIENTS
+from cfa_kernels.scoring.access import GRADIENTS, WHOLE
 
 from .precision import Precision
 from .rewards.built_in import BUILT_IN
@@ -111,6 +111,9 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         "completion has one ratio there, so that only the sum of its tokens' weights acts": (
             weights_sequences(c.loss_type, c.importance_sampling_level) and bool(weighs)
         ),
+        "merge_adapters: use_peft is off, so there is no adapter to merge; omit one of them": (
+            WHOLE in credit.needs and not c.use_peft
+        ),
         f"vllm_server_base_url must begin with http:// or https://, got {url!r}": (
             not url.startswith(("http://", "https://"))
         ),
@@ -147,4 +150,6 @@ def _of_processes(c: TrainConfig, processes: int) -> dict[str, bool]:
         f"device: process {place} of this machine has no GPU; it has {gpus}; start {gpus}": on_gpu and place >= gpus,
         f"estimator: {c.estimator} takes gradients through a model that is whole in one process, which "
         "parallel=fsdp2 does not keep; take parallel=ddp": in_pieces and GRADIENTS in c.counterfactual().needs,
+        "merge_adapters: merges weights that are whole in one process, which parallel=fsdp2 does not keep; omit it, or "
+        "take parallel=ddp": in_pieces and WHOLE in c.counterfactual().needs,
     }

@@ -12,7 +12,9 @@ from torch import nn
 from transformers import get_scheduler, set_seed
 
 from cfa_kernels.model.compile_layers import compile_layers
+from cfa_kernels.model.merged import merged_weights
 from cfa_kernels.model.parts import causal_lm, context_length, vocab_size
+from cfa_kernels.scoring.access import WHOLE
 from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
@@ -75,16 +77,25 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     policy = load_policy(config, tokenizer, compiles=compiles)
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
     announce("checking the model's log-probs and gradients")
+    merges = WHOLE in (credit := config.counterfactual()).needs
     with config.precision.autocast():
         require_supported(policy, longest)
+        with merged_weights(causal_lm(policy)) if merges else contextlib.nullcontext():
+            pass  # raises what no step should be the first to say
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
     rounded = config.precision.products if config.precision.is_mixed else None
-    tags = config.counterfactual().answers.thought_tags
+    tags = credit.answers.thought_tags
     engine: Engine = (
         VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy), tags)
         if config.rollout_engine == "vllm"
         else TransformersEngine(
-            policy, tokenizer, rounded, captured=False if moving else None, longest=longest, thought_tags=tags
+            policy,
+            tokenizer,
+            rounded,
+            captured=False if moving else None,
+            longest=longest,
+            thought_tags=tags,
+            keep_merged=merges,
         )
     )
     if config.environment is not None:

@@ -30,7 +30,7 @@ DtypeName = Literal["auto", "float32", "mixed", "bfloat16"]
 CREDIT_OPTIONS = (
     "weights", "units", "completions", "normalize", "open_spans", "outcome", "mask", "samples", "preselect",
     "preselect_by", "placeholder_id", "sigma", "alpha", "kappa", "correct_threshold", "w_min", "w_max",
-    "w_answer", "strength", "mask_observation",
+    "w_answer", "strength", "mask_observation", "merge_adapters",
     "min_spread", "tau", "boost", "floor", "fraction", "detector", "max_spans", "selection", "answer_format",
     "answer_fallback", "lead_in", "thought_tags",
 )  # fmt: skip

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +41,10 @@ from cfa_kernels.model.check.verify import check_trainable
 from cfa_kernels.model.compiled import EAGER
 from cfa_kernels.model.modes import value_of
 from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.scoring.packed import PackedForward
 
 AS_RACED, LIGER, COMPILED = "HF's layers", "Liger", "compiled"  # Liger's kernels cannot be traced
+MERGED = "compiled, merged"  # merge_adapters, with the copy that sampling leaves: no round makes it anew
 TRL_LIGER = "TRL, all rows at a time, use_liger_kernel"
 
 LEAST = 5.0
@@ -91,6 +94,9 @@ class Bench:
         with contextlib.ExitStack() as stack:
             if name.endswith(LIGER):
                 stack.enter_context(liger_kernels(causal_lm(self.model)))
+            if name == MERGED:
+                merged = functools.partialmethod(PackedForward.score, merge_adapters=True)
+                stack.enter_context(mock.patch.object(PackedForward, "score", merged))
             if not name.startswith(COMPILED):
                 stack.enter_context(value_of(EAGER, True))
             yield
@@ -299,7 +305,8 @@ def compiled(bench: Bench) -> Any:
     kinds = bench.compile()
     facts = {"kinds": kinds, "compile_seconds": time.perf_counter() - began}
     variants = (LIGER, COMPILED) if bench.has_liger else (AS_RACED,)
-    lines = race_steps(bench, "4x8", steps_of(bench, "4x8", (PLAIN, EXACT), variants), bench.rounds)
+    steps = steps_of(bench, "4x8", (PLAIN, EXACT), variants) | steps_of(bench, "4x8", (EXACT,), (MERGED,))
+    lines = race_steps(bench, "4x8", steps, bench.rounds)
     counts = [graphs()]
     lines += race_steps(bench, "8x8", steps_of(bench, "8x8", (PLAIN, EXACT), variants[:2]), max(bench.rounds // 2, 1))
     return {**facts, "graphs": [*counts, graphs()], "figures": lines}

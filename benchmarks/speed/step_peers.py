@@ -26,7 +26,8 @@ from benchmarks.speed.replay import (
     trl_update,
 )
 from benchmarks.speed.varlen import causal_varlen_attention
-from cfa_kernels import Batch, Rows, span_weights
+from cfa_kernels import Batch, Rows
+from cfa_kernels.credit.weights import Range, WeightInputs
 from cfa_kernels.loss.policy import linear_policy_loss
 from cfa_kernels.model.check.verify import check_supported
 from cfa_kernels.model.head import Head
@@ -188,7 +189,7 @@ def ours(replay: Replay, stopwatch: Stopwatch, *, credited: bool) -> tuple[Tenso
                 scored = Batch(rows, units=part.spans, answers=part.answers)
                 drops = forward.score(scored, mask=job.placeholder_id).drop
                 columns = zip(drops, part.spans, part.answers, map(len, part.completions), strict=True)
-                own = [span_weights(*column) for column in columns]
+                own = Range()([WeightInputs(*column) for column in columns], inverted=False)
                 for b, line in zip(index, own, strict=True):
                     weights[b] = line
         with stopwatch.part("loss"):

@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..batch import Batch
 from ..options import PositiveShare, TokenId, check_fields
-from ..scoring.access import DISTRIBUTIONS, LOGPROBS, ModelAccess
+from ..scoring.access import DISTRIBUTIONS, LOGPROBS, WHOLE, ModelAccess
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome
 from .base import ANSWER, ESTIMATORS, Estimator, Importances
@@ -38,6 +38,10 @@ class Masking(Estimator):
     """Id that replaces masked tokens; None takes the tokenizer's pad token, else its end-of-text token."""
     mask_observation: bool = False
     """Mask each turn together with the observation that follows it (LOTAPO 2607.13501); read where units are turns."""
+    merge_adapters: bool = False
+    """Score with PEFT's active adapters merged into copies of their layers' weights, which launches less and takes that
+    much memory until the optimizer steps. The sum is rounded to the weights' dtype, as it is when the training program
+    samples: the scored policy is the one that sampled, not exactly the one that trains. Weights must be whole."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -49,8 +53,9 @@ class Masking(Estimator):
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         """Needs: an answer, and what the way of masking and the preselector need of the model."""
-        own = DISTRIBUTIONS if self.outcome in DIVERGENCES else LOGPROBS
-        return frozenset({ANSWER, own}) | (self._preselector.needs if self._preselector else frozenset())
+        own = {ANSWER, DISTRIBUTIONS if self.outcome in DIVERGENCES else LOGPROBS}
+        own |= {WHOLE} if self.merge_adapters else set()
+        return frozenset(own) | (self._preselector.needs if self._preselector else frozenset())
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
@@ -71,7 +76,8 @@ class Masking(Estimator):
             work = estimate.work or work
             pairs = zip(batch.units, some, strict=True)
             part = batch.with_columns(units=[[units[k] for k in row] for units, row in pairs])
-        scores = access.score(part, mask="drop" if self.mask == "drop" else None, outcome=self.outcome)
+        options: dict[str, Any] = {"outcome": self.outcome, "merge_adapters": self.merge_adapters}
+        scores = access.score(part, mask="drop" if self.mask == "drop" else None, **options)
         values = [drop.float() for drop in scores.drop]
         if self.preselect < 1:
             values = [

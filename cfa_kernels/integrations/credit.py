@@ -14,16 +14,17 @@ from ..credit.deferred import DeferredCredit
 from ..estimators import ESTIMATORS
 from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, LOG_RATIOS, NEEDS, REWARDS, SIBLINGS, TARGETS, Estimator
 from ..rows import Rows
-from ..scoring.access import DISTRIBUTIONS, GRADIENTS, LOGPROBS, MODEL, ModelAccess, Sharded
+from ..scoring.access import DISTRIBUTIONS, GRADIENTS, LOGPROBS, MODEL, WHOLE, ModelAccess, Sharded
 
 OFFERED_BY_A_SERVICE = frozenset({ANSWER, SIBLINGS, REWARDS, LOGPROBS})
 """Names of `NEEDS` offered by a host that gives only log-probs of sampled tokens of its model."""
 
+_IN_ONE_PROCESS = frozenset({GRADIENTS, WHOLE})
 _COLUMNS = frozenset({EXTERNAL, LOG_RATIOS, TARGETS})  # that only a loop of the caller's passes in
 
 OFFERS = {
     "TRL": frozenset(NEEDS) - _COLUMNS,
-    "TRL, FSDP": frozenset(NEEDS) - _COLUMNS - {GRADIENTS},
+    "TRL, FSDP": frozenset(NEEDS) - _COLUMNS - _IN_ONE_PROCESS,
     "TRL, AsyncGRPO": frozenset(NEEDS) - _COLUMNS - {ENTROPIES, SIBLINGS, REWARDS},
     "verl": OFFERED_BY_A_SERVICE | {ENTROPIES} | Sharded.capabilities,
     "verl, by log-prob requests": OFFERED_BY_A_SERVICE | {ENTROPIES},
@@ -31,8 +32,8 @@ OFFERS = {
     "OpenRLHF, by log-prob requests": OFFERED_BY_A_SERVICE,
     "prime-rl": OFFERED_BY_A_SERVICE,
     "your loop, `InProcess` or `PackedForward`": frozenset(NEEDS),
-    "your loop, `Sharded`": frozenset(NEEDS) - {GRADIENTS},
-    "your loop, `LogprobService`": frozenset(NEEDS) - {DISTRIBUTIONS, MODEL, GRADIENTS},
+    "your loop, `Sharded`": frozenset(NEEDS) - _IN_ONE_PROCESS,
+    "your loop, `LogprobService`": frozenset(NEEDS) - {DISTRIBUTIONS, MODEL} - _IN_ONE_PROCESS,
 }
 """Names of `NEEDS` that each host offers; refusals and the table in docs/other_trainers.md derive from it."""
 

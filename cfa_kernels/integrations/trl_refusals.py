@@ -10,6 +10,7 @@ from ..loss.checks import weights_sequences
 from ..loss.types import LEVELS, LOSS_TYPES
 from ..model.parts import causal_lm
 from ..model.stateful_layers import has_cells
+from ..scoring.access import WHOLE
 from . import require
 from .credit import OFFERS, ONE_RATIO, obstacles, unmet_needs
 
@@ -46,7 +47,7 @@ def credit_obstacles(trainer: Any) -> list[str]:
     config, args, processes = trainer.credit, trainer.args, trainer.accelerator.num_processes
     rows, group = args.per_device_train_batch_size * args.steps_per_generation, trainer.num_generations
     is_sharded_in_training = trainer.accelerator.distributed_type == DistributedType.FSDP or (
-        zero_stage(trainer) == 3 and not args.ds3_gather_for_generation
+        zero_stage(trainer) == 3 and (WHOLE in config.needs or not args.ds3_gather_for_generation)
     )
     is_gmpo = any(base.__name__ == "GMPOTrainer" for base in type(trainer).__mro__)
     return [

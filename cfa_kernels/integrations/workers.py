@@ -91,12 +91,14 @@ class Workers(RemoteAccess):
             return estimator(self, batch)
         return self._dealt(lambda rows: estimator, batch)
 
-    def score(self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob") -> CounterfactualScores:
+    def score(
+        self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob", merge_adapters: bool = False
+    ) -> CounterfactualScores:
         """Score the batch on the workers."""
 
         def scores_of(rows: Sequence[int]) -> Callable[[Any, Batch], CounterfactualScores]:
             own = [mask[b] for b in rows] if isinstance(mask, list | tuple) else mask
-            return partial(_scores, mask=own, outcome=outcome)
+            return partial(_scores, mask=own, outcome=outcome, merge_adapters=merge_adapters)
 
         return self._dealt(scores_of, batch)  # type: ignore[no-any-return]
 
@@ -113,8 +115,8 @@ class Workers(RemoteAccess):
         return answers
 
 
-def _scores(access: Any, batch: Batch, mask: Masks = None, outcome: Outcome = "logprob") -> CounterfactualScores:
-    return access.score(batch, mask=mask, outcome=outcome)  # type: ignore[no-any-return]
+def _scores(access: Any, batch: Batch, **options: Any) -> CounterfactualScores:
+    return access.score(batch, **options)  # type: ignore[no-any-return]
 
 
 def choose_access(

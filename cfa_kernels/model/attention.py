@@ -164,8 +164,9 @@ def _traced_attention(
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Attend as one node of a compiled layer's graph."""
-    mask.kept = key.detach(), value.detach()
-    if mask.before is not None:
+    if mask.before is None:
+        mask.kept = key.detach(), value.detach()
+    else:
         key, value = _joined(mask.before, (key, value))
     wants_gradient = torch.is_grad_enabled() and query.requires_grad
     out, _ = tree_attention_op(

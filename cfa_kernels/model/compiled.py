@@ -20,7 +20,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from .attention import RUNNING, TracedMask, TreeMask
 from .modes import exchanged
-from .walk import own_forward
+from .walk import ModelWalk, own_forward
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,10 +100,10 @@ def to_compile(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, CompiledKin
     return [(layer, kind) for layer, kind in some if kind is not None and torch.is_grad_enabled() not in kind.obstacles]
 
 
-def train_compiled(modules: Iterable[nn.Module]) -> bool:
-    """Whether some of `modules` are layers that run compiled where gradients are taken."""
+def train_compiled(walk: ModelWalk) -> bool:
+    """Whether some layers of a model run compiled where gradients are taken."""
     with torch.enable_grad():
-        return bool(to_compile(modules))
+        return bool(to_compile(set(_KINDS).intersection(walk.modules.values()) if _KINDS else ()))
 
 
 @contextmanager
@@ -122,9 +122,17 @@ def compiled_layers(some: Sequence[tuple[nn.Module, CompiledKind]]) -> Iterator[
         yield
 
 
+def any_liger(walk: ModelWalk) -> bool:
+    """Whether some module runs a kernel of Liger's."""
+    return any(_is_ligers(kind.forward) for kind in walk.by_class) or any(map(runs_liger, walk.owning("forward")))
+
+
 def runs_liger(module: nn.Module) -> bool:
     """Whether a module runs a kernel of Liger's."""
-    forward = own_forward(module) or type(module).forward
+    return _is_ligers(own_forward(module) or type(module).forward)
+
+
+def _is_ligers(forward: Any) -> bool:
     return bool(forward.__module__.startswith("liger_kernel"))
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..tree.prefix_tree import Query
-from .compiled import runs_liger, train_compiled
+from .compiled import any_liger, train_compiled
 from .modes import checkpointed_modules
 from .parts import input_device
 from .walk import Model, ModelWalk
@@ -122,7 +122,7 @@ def kept_per_row(model: Model) -> int:
     walk = ModelWalk.of(model)
     # A model's own norms and gates keep float32 copies and every intermediate result; Liger's and compiled ones do not.
     layers: int = walk.model.config.get_text_config().num_hidden_layers
-    lean = any(map(runs_liger, walk.modules.values())) or train_compiled(walk.modules.values())
+    lean = train_compiled(walk) or any_liger(walk)
     return layers * _layer_per_row(walk.model, whole=not lean)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from copy import copy
 from itertools import repeat
-from operator import attrgetter, contains, itemgetter
+from operator import attrgetter, contains, is_, itemgetter
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..ops.adapted_linear import AdaptedLayer, AdapterParts, adapted_linear, split_adapters
 from .modes import exchanged
 from .sharded.fsdp import is_piece
-from .state import mark
+from .state import mark, marks
 from .walk import Model, ModelWalk
 
 FEW_ROWS = 2048
@@ -73,10 +73,12 @@ def one_pass_adapters(model: Model | nn.Module, rows: int, *, compiled: bool = F
     few = rows < FEW_ROWS and not compiled
     if layers and few and is_on_gpu(weight := layers[0].base_layer.weight) and weight.dtype not in _FULL:
         layers = []
+    if not layers:  # groups of another forward stay
+        return exchanged(())
     grouped = _grouped(walk, layers)
     for group in grouped.groups:
         group.forget()
-    _take_parts(grouped.groups)
+    grouped.take_parts()
     return exchanged(grouped.attributes)
 
 
@@ -122,12 +124,28 @@ class _Grouped:
         stores = [module._parameters for modules in plain for module in (modules.base, modules.down)]
         self._stores = [store for store in stores if "weight" in store]  # FSDP1's weights are no parameters
         self._forms = self._forms_now()
+        stores = [module._parameters for group in groups for modules in group.members for module in modules[1:3]]
+        self._adapter_stores = stores if all("weight" in store for store in stores) else []
+        self._taken: tuple[list[Tensor], list[Any], list[_Parts | None]] = [], [], []  # adapters, marks, parts
 
     def holds(self, layers: list[Any]) -> bool:
         """Whether the same layers have the same adapters, and nobody watches a module of theirs."""
         if layers != self._layers or [*map(_ADAPTERS, map(vars, layers))] != self._adapters or any(self._hooks):
             return False
         return not any(map(contains, self._members, repeat("forward"))) and self._forms_now() == self._forms
+
+    def take_parts(self) -> None:
+        """Give groups the parts of their adapters, which are looked for one by one only if a weight has changed."""
+        adapters = [*map(itemgetter("weight"), self._adapter_stores)]
+        before, marked, parts = self._taken
+        kept = parts and _KEPT.get(self.groups[0].layers[0]) is parts[0] and len(adapters) == len(before)
+        if kept and all(map(is_, adapters, before)) and marks(adapters) == marked:
+            for group, own in zip(self.groups, parts, strict=True):
+                group.parts = None if own is None else own.parts
+            return
+        _take_parts(self.groups)
+        taken = [None if group.parts is None else _KEPT.get(group.layers[0]) for group in self.groups]
+        self._taken = adapters, marks(adapters), taken if adapters and taken[0] is not None else []
 
     def _forms_now(self) -> list[Any]:
         return [*map(attrgetter("dtype", "shape"), map(itemgetter("weight"), self._stores))]
@@ -136,7 +154,8 @@ class _Grouped:
 def _lora_layers(walk: ModelWalk) -> list[Any]:
     peft = sys.modules.get("peft.tuners.lora.layer")  # not imported: the model has no such layers
     layers = [] if peft is None else walk.by_class.get(peft.Linear, [])
-    return [one for one in layers if "forward" not in vars(one) and type(one._modules["base_layer"]) is nn.Linear]
+    plain = (one for one in layers if "forward" not in vars(one) and not one.merged_adapters)
+    return [one for one in plain if type(one._modules["base_layer"]) is nn.Linear]
 
 
 def _take_parts(groups: Iterable["_Group"]) -> None:

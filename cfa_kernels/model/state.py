@@ -1,6 +1,6 @@
 """Record a model's weights and adapters at a forward, so that code which continues that forward detects a change."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from operator import attrgetter, is_
 from typing import Any
@@ -32,12 +32,12 @@ class TensorMarks:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors, self._marks = tensors, _marks(tensors)
+        self.tensors, self._marks = tensors, marks(tensors.values())
 
     def change(self, now: Mapping[str, Tensor]) -> str | None:
         """Describe the first difference between the tensors `now` and then; None for none."""
         same = [*now] == [*self.tensors] and all(map(is_, now.values(), self.tensors.values()))
-        if same and _marks(now) == self._marks:
+        if same and marks(now.values()) == self._marks:
             return None
         for (name, before), (version, address) in zip(self.tensors.items(), self._marks, strict=True):
             if name not in now:
@@ -53,11 +53,12 @@ class TensorMarks:
         return f"{min(added)} has been added" if added else None
 
 
-def _marks(tensors: Mapping[str, Tensor]) -> list[tuple[int | None, int | None]]:
+def marks(tensors: Collection[Tensor]) -> list[tuple[int | None, int | None]]:
+    """Return the `mark` of each tensor."""
     try:  # in a tenth of the time that a loop takes
-        return [*zip(map(_VERSION, tensors.values()), map(Tensor.data_ptr, tensors.values()), strict=True)]
+        return [*zip(map(_VERSION, tensors), map(Tensor.data_ptr, tensors), strict=True)]
     except RuntimeError:  # one has no storage or no version
-        return [*map(mark, tensors.values())]
+        return [*map(mark, tensors)]
 
 
 def mark(tensor: Tensor) -> tuple[int | None, int | None]:
@@ -74,7 +75,7 @@ class ModelState:
 
     def __init__(self, model: Model | nn.Module) -> None:
         walk = _as_it_is(model)
-        self._weights, self._adapters, self._raw = TensorMarks(_weights(walk)), _adapters(walk), _raw(walk, copy)
+        self._weights, self._adapted, self._adapters = TensorMarks(_weights(walk)), walk.adapted, _adapters(walk, copy)
 
     def change(self, model: Model | nn.Module) -> str | None:
         """Describe the first difference between `model` as it is now and as it was; None for none.
@@ -82,11 +83,13 @@ class ModelState:
         A walk stands for its model, however that has changed since.
         """
         walk = _as_it_is(model)
-        adapters = self._adapters if _raw(walk) == self._raw else _adapters(walk)
-        for name, before in self._adapters.items() if adapters is not self._adapters else ():
-            for key, value in adapters.get(name, before).items():
-                if value != before[key]:
-                    return f"the adapters of {name} have changed ({key}: {before[key]} then, {value} now)"
+        if (adapters := _adapters(walk)) != self._adapters:
+            now = {name: one for (name, _), one in zip(walk.adapted, adapters, strict=True)}
+            for (name, _), then in zip(self._adapted, self._adapters, strict=True):
+                pairs = zip(_described(then), _described(now.get(name, then)), strict=True)
+                for key, (before, value) in zip(_DESCRIPTION, pairs, strict=True):
+                    if value != before:
+                        return f"the adapters of {name} have changed ({key}: {before} then, {value} now)"
         return self._weights.change(_weights(walk))
 
 
@@ -109,21 +112,17 @@ def _weights(walk: ModelWalk) -> dict[str, Tensor]:
     return {full: store[name] for full, store, name in walk.kept["weights"]}
 
 
-def _raw(walk: ModelWalk, each: Callable[[Any], Any] = lambda value: value) -> list[Any]:
-    """List what `_adapters` reads, as it is; `each` may copy."""
-    names = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-    return [each(own.get(name)) for own in (vars(module) for _, module in walk.adapted) for name in names]
+_READ = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
+_DESCRIPTION = "active", "disabled", "merged", "scaling"
 
 
-def _adapters(walk: ModelWalk) -> dict[str, dict[str, Any]]:
-    return {prefix: _adapter(module.__dict__) for prefix, module in walk.adapted}
+def _adapters(walk: ModelWalk, each: Callable[[Any], Any] = lambda value: value) -> list[tuple[Any, ...]]:
+    """List what decides which adapters act, of each module that has some, as it is; `each` may copy."""
+    return [tuple([each(own.get(name)) for name in _READ]) for own in (vars(module) for _, module in walk.adapted)]
 
 
-def _adapter(own: dict[str, Any]) -> dict[str, Any]:
-    active, scaling = own.get("_active_adapter"), own.get("scaling")
-    return {
-        "disabled": own["_disable_adapters"],
-        "active": [active] if isinstance(active, str) else [*(active or ())],
-        "merged": [*(own.get("merged_adapters") or ())],
-        "scaling": {**scaling} if isinstance(scaling, dict) else {},
-    }
+def _described(adapters: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return values that are equal where the same adapters act equally strongly."""
+    active, disabled, merged, scaling = adapters
+    names = [active] if isinstance(active, str) else [*(active or ())]
+    return names, disabled, [*(merged or ())], {**scaling} if isinstance(scaling, dict) else {}

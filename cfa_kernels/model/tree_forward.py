@@ -70,7 +70,9 @@ def _stage(model: PreTrainedModel, pack: Pack) -> _Staged:
     own, before = pack.rows[here] - pack.first_row, pack.rows[~here]
     order = np.argsort(np.argsort(here, kind="stable")) if len(before) else before
     one = np.ones(1, np.int64)
-    arrays = [pack.input_ids, pack.position_ids, one, own, before, order, np.unique(own), pack.targets]
+    is_read = np.zeros(pack.num_tokens, bool)
+    is_read[own] = True
+    arrays = [pack.input_ids, pack.position_ids, one, own, before, order, np.flatnonzero(is_read), pack.targets]
     ids, positions, ones, *rest = upload(arrays, input_device(model))
     # Positions by themselves: graphs of compiled layers depend on where in its storage a tensor begins.
     return _Staged(ids[None], positions.clone()[None], ones.expand(1, pack.num_tokens), *rest)

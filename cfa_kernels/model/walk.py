@@ -7,8 +7,8 @@ second walk takes four times as long as to see that, torch's `named_modules` lon
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import chain
-from operator import is_, ne
+from itertools import chain, compress, repeat
+from operator import contains, is_, ne
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -113,12 +113,13 @@ class ModelWalk:
     def having(self, name: str) -> list[Any]:
         """Modules that had an attribute `name`, of their own or of their class, at the first request."""
         if name not in self._having:
-            self._having[name] = [
-                module
-                for kind, each in self.by_class.items()
-                for module in (each if hasattr(kind, name) else [m for m in each if name in m.__dict__])
-            ]
+            of_class = [m for kind, each in self.by_class.items() if hasattr(kind, name) for m in each]
+            self._having[name] = [*dict.fromkeys([*of_class, *self.owning(name)])]
         return self._having[name]
+
+    def owning(self, name: str) -> list[Any]:
+        """Modules that have an attribute `name` of their own now."""
+        return [*compress(self.modules.values(), map(contains, self.owned, repeat(name)))]
 
 
 _WALK = "_cfa_walk"

@@ -31,11 +31,13 @@ LOGPROBS = "logprobs"
 DISTRIBUTIONS = "distributions"
 MODEL = "model"
 GRADIENTS = "gradients"
+WHOLE = "whole"
 CAPABILITIES = {
     LOGPROBS: "log-probs of given tokens",
     DISTRIBUTIONS: "distributions over the vocabulary, not only log-probs of given tokens",
     MODEL: "the model itself in this process",
     GRADIENTS: "gradients through the model itself, whole in this process",
+    WHOLE: "the model's weights, whole in this process",
 }
 """Capabilities of a `ModelAccess`, each with its description for errors."""
 
@@ -71,9 +73,11 @@ class ModelAccess(Protocol):
         """Call an estimator that queries the model, `estimator(access, batch)`, in the model's process."""
         return estimator(self, batch)
 
-    def score(self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob") -> CounterfactualScores:
+    def score(
+        self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob", merge_adapters: bool = False
+    ) -> CounterfactualScores:
         """Score the answers of a batch as sampled and with each unit masked, by default by its placeholder."""
-        return self.run(lambda: score_batch(self.model, batch, outcome, mask))
+        return self.run(lambda: score_batch(self.model, batch, outcome, mask, merge_adapters))
 
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Answer queries as `query_logprobs` does; needs the capability `model`."""
@@ -118,7 +122,7 @@ class Sharded(InProcess):
     # module's own weights, which the rest of its call reads; the first FSDP queues `_post_backward_final_callback` from
     # the outermost module's output only, and an earlier backward leaves its layers gathered. DeepSpeed's engine counts
     # a backward as a step's.
-    capabilities = _EVERYTHING - {GRADIENTS}
+    capabilities = _EVERYTHING - {GRADIENTS, WHOLE}
 
     def run(self, body: Callable[[], _Result]) -> _Result:
         """Run `body()` inside one call of the outermost module; raise on all processes what one of them raises."""
@@ -158,15 +162,19 @@ class LogprobService(RemoteAccess):
     def __init__(self, logprobs_of: LogprobsOf, *, dtype: torch.dtype = torch.float32) -> None:
         self._logprobs_of, self.dtype = logprobs_of, dtype
 
-    def score(self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob") -> CounterfactualScores:
+    def score(
+        self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob", merge_adapters: bool = False
+    ) -> CounterfactualScores:
         """Request log-probs of each sequence; scores are on the host.
 
         Raises:
             ValueError: the service gives another number of sequences or tokens than was requested, or one not finite.
-            NotImplementedError: an outcome that log-probs do not tell.
+            NotImplementedError: an outcome that log-probs do not tell, and `merge_adapters`.
         """
         if outcome in DIVERGENCES:
             raise NotImplementedError(f"outcome={outcome!r} needs {CAPABILITIES[DISTRIBUTIONS]}")
+        if merge_adapters:
+            raise NotImplementedError(f"merge_adapters=True needs {CAPABILITIES[WHOLE]}")
         rows, masks = batch.scored_rows, checked_masks(mask, batch)
         bundles = [queries_of(row, outcome, rule) for row, rule in zip(rows, masks, strict=True)]
         queries = [(row, query) for row, bundle in zip(rows, bundles, strict=True) for query in bundle]

@@ -5,6 +5,7 @@ log-probs. The host lays out a pack while the device runs the one before, and re
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass, replace
 from itertools import count, groupby
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from ..model.attention import KeyValueStore
 from ..model.check.verify import check_supported
 from ..model.head import Head
 from ..model.memory import run_in_memory
+from ..model.merged import merged_weights
 from ..model.parts import causal_lm
 from ..model.run_inside import run_inside
 from ..model.tree_forward import pack_states, packed_hidden, tree_attention_mode
@@ -104,11 +106,13 @@ def score_counterfactuals(
     return run_inside(model, body)
 
 
-def score_batch(model: Model, batch: Batch, outcome: Outcome = "logprob", mask: Masks = None) -> CounterfactualScores:
+def score_batch(
+    model: Model, batch: Batch, outcome: Outcome = "logprob", mask: Masks = None, merge_adapters: bool = False
+) -> CounterfactualScores:
     """Score a batch whose ids are checked as `score_counterfactuals` does; None masks by the batch's placeholder."""
     walk = ModelWalk.of(model)
     plan = plan_scoring(walk, batch, outcome, mask)
-    values, work = run_plan(walk, check_supported(walk), plan, plan.packs())
+    values, work = run_plan(walk, check_supported(walk), plan, plan.packs(), merge_adapters=merge_adapters)
     return collect_scores(values, plan, outcome, work)
 
 
@@ -156,10 +160,13 @@ def run_plan(
     plan: ScoringPlan,
     packs: Iterable[Pack],
     trunks: Mapping[Pack, tuple[Tensor, KeyValueStore | None]] | None = None,
+    *,
+    merge_adapters: bool = False,
 ) -> tuple[Tensor, ScoringWork]:
     """Feed packs that answer the queries of `plan`, in smaller ones where memory ends.
 
     A pack may continue one of `trunks`, given with their hidden states, keys and values, or a pack without queries.
+    With `merge_adapters` they run on merged weights, and a trunk should have fed none of the rows that are read.
     Returns the values of every query in order, fp32 on the host, and counts of work.
     """
     divergences, states = Divergences(head), dict(trunks or {})
@@ -186,7 +193,7 @@ def run_plan(
         bundles = [list(bundle) for _, bundle in groupby(pack.queries, plan.bundle_of.__getitem__)]
         return lay_out_split(plan.queries, bundles, replace(plan.limits, token_budget=half))
 
-    with tree_attention_mode(walk):
+    with merged_weights(walk) if merge_adapters else nullcontext(), tree_attention_mode(walk):
         return _collect(plan, list(run_in_memory(packs, run, smaller)))
 
 

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -318,8 +318,13 @@ class PackedForward(InProcess):
         packs = [(one.routers, uses_of_rows(one.pack, map(self.rows.whole, one.pack.queries))) for one in self.packs]
         return packed_router_loss(self.model, packs).to(self.device)
 
-    def score(self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob") -> CounterfactualScores:
+    def score(
+        self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob", merge_adapters: bool = False
+    ) -> CounterfactualScores:
         """Score some or all of the forward's rows, found by their index, and feed only branches.
+
+        With `merge_adapters` the unmasked answer is a branch too: its rows are fed again, so that the same weights give
+        both log-probs of a drop. The rows before a branch are those of this forward, which ran with adapters.
 
         Layers that carry a state, and rotary frequencies that follow a forward's longest sequence, take forwards of
         their own.
@@ -330,14 +335,18 @@ class PackedForward(InProcess):
         """
         walk = self._same_model()
         if stands_alone(walk):
-            return score_batch(walk, batch, outcome, mask)
+            return score_batch(walk, batch, outcome, mask, merge_adapters)
         plan = plan_scoring(walk, batch, outcome, mask)
         own = self._own_rows(batch.rows)
         for index, b, bundle in zip(batch.index, own, plan.bundles, strict=True):
             if bundle and not self.counts[b]:
                 raise ValueError(f"answers row {index}: its completion was not fed (needed[{b}] was 0)")
         pack_of = {b: one.pack for one in self.packs for b in one.pack.queries}
-        values, work = self._run(walk, plan, [pack_of.get(b) for b in own])
+        trunks = [pack_of.get(b) for b in own]
+        if merge_adapters:
+            pairs = zip(plan.bundles, trunks, strict=True)
+            plan = replace(plan, bundles=[[_fed_again(query, trunk) for query in bundle] for bundle, trunk in pairs])
+        values, work = self._run(walk, plan, trunks, merge_adapters)
         return collect_scores(values, plan, outcome, work)
 
     def _own_rows(self, rows: Rows) -> list[int]:
@@ -389,7 +398,9 @@ class PackedForward(InProcess):
         """Find the pack that has fed most of a sequence."""
         return max((one.pack for one in self.packs), key=lambda pack: pack.tree.common_prefix(tokens))
 
-    def _run(self, walk: ModelWalk, plan: ScoringPlan, trunks: Sequence[Pack | None]) -> tuple[Tensor, ScoringWork]:
+    def _run(
+        self, walk: ModelWalk, plan: ScoringPlan, trunks: Sequence[Pack | None], merge_adapters: bool = False
+    ) -> tuple[Tensor, ScoringWork]:
         """Compute the values of a plan's queries; those of each bundle continue its trunk."""
         states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
         order = [b for part in plan.parts for b in part]
@@ -402,7 +413,7 @@ class PackedForward(InProcess):
             for pack in lay_out(plan.queries, own, plan.limits.token_budget, trunk=trunk)
         )
         with torch.no_grad():
-            return run_plan(walk, self.head, plan, packs, states)
+            return run_plan(walk, self.head, plan, packs, states, merge_adapters=merge_adapters)
 
     def states(self) -> list[Tensor]:
         """List, for each row, the hidden states (T_b, H) that predict its fed tokens; differentiable."""
@@ -418,3 +429,9 @@ class PackedForward(InProcess):
         # atomically on a CPU of several threads, `index_select` on a GPU.
         rows = nn.functional.embedding(predicting.to(hidden.device), hidden).to(self.device)
         return rows if torch.is_autocast_enabled(rows.device.type) else rows.to(self.head.weight.dtype)
+
+
+def _fed_again(query: Query, trunk: Pack | None) -> Query:
+    """Make `query` share none of the rows that predict its targets, if the trunk has fed one of them."""
+    is_fed = trunk is not None and trunk.tree.common_prefix(query.tokens) > query.first
+    return replace(query, alone_from=query.first) if is_fed else query

@@ -54,6 +54,7 @@ def columns(device):
     logprobs = -torch.rand(12, generator=generator) * 3
     old, reference = (logprobs + 0.8 * torch.randn(12, generator=generator) for _ in range(2))
     advantages, weights = torch.randn(12, generator=generator), 4 * torch.rand(12, generator=generator)
+    reference[0] = logprobs[0]  # as of a first step
     return torch.stack([logprobs, old, advantages, weights, reference], 1).to(device)
 
 

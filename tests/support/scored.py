@@ -22,7 +22,7 @@ class Scored:
     def apply(self, estimator, batch):
         return estimator(self, batch)
 
-    def score(self, batch, *, mask=None, outcome="logprob"):
+    def score(self, batch, *, mask=None, outcome="logprob", merge_adapters=False):
         self.batches.append(batch)
         drop = [self.drops[: len(row)] for row in batch.units]
         return CounterfactualScores(torch.full((len(batch),), self.base), drop, drop, ScoringWork(1, 1, 1))

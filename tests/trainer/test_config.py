@@ -273,6 +273,7 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
         (["--num_generations=3"], "a multiple of num_generations, got 128 and 3"),
         (["--credit_options", "w_min", "5"], "w_min must not exceed w_max, got 5 and 4.0"),
         (["--reward_funcs"], "reward_funcs must name at least one function"),
+        (["--merge_adapters=true"], "merge_adapters: use_peft is off, so there is no adapter to merge; omit one of"),
         (["--device=toaster"], "device must be auto, cpu or a GPU such as cuda:0, got 'toaster'"),
         (["--vllm_server_base_url=http://gpu:1"], "only rollout_engine=vllm reads it"),
         (["--credit_options", "w_answer", "-1"], "w_answer must be finite and at least 0, got -1"),

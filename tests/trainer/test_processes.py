@@ -233,6 +233,10 @@ def test_accelerate_starts_it(tmp_path) -> None:
         (["--rollout_engine=vllm"], "^rollout_engine: vllm serves one process, and there are 2"),
         (["--compare_and_correct=0.3"], "^compare_and_correct: runs in one process, and there are 2"),
         (["--parallel=fsdp2", "--estimator=gradient"], "^estimator: gradient takes gradients through a model that is"),
+        (
+            ["--parallel=fsdp2", "--use_peft", "--merge_adapters=true"],
+            "^merge_adapters: merges weights that are whole in one process, which parallel=fsdp2 does not keep",
+        ),
         (["--device=cuda:0"], "^device: cuda:0 is one GPU, and there are 2 processes"),
         (["--device=cuda"], "^device: process 1 of this machine has no GPU; it has 1; start 1"),
     ],

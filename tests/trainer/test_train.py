@@ -10,6 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cfa_kernels import counterfactual_credit, policy_loss
+from cfa_kernels.model import merged
 from cfa_kernels.rows import pad_rows
 from tests.support.embedded import (
     EVERY_OTHER,
@@ -67,6 +68,34 @@ def test_kl_is_taken_to_the_model_as_it_was_loaded(fresh, peft) -> None:
     kl = [training_step(trainer, step, [0]).metrics["kl"] for step in (1, 2)]
     assert abs(kl[0]) < 1e-6
     assert kl[1] > 1e-6
+
+
+def test_merged_scores_read_the_copy_that_sampling_made_and_the_base_keeps_its_bits(fresh, monkeypatch) -> None:
+    flags = ["--use_peft", "--lora_r=4", "--learning_rate=1e-3", "--max_completion_length=48", EVERY_OTHER]
+    trained, drops, made = [], [], []
+    merged_now = merged._merged_now
+    monkeypatch.setattr(merged, "_merged_now", lambda walk: made.append(1) or merged_now(walk))
+    for merges in ("true", "false"):
+        trainer, generator = fresh(*flags, f"--merge_adapters={merges}"), torch.Generator().manual_seed(0)
+        for name, parameter in trainer.policy.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.01, generator=generator)
+        base = {n: p.detach().clone() for n, p in trainer.policy.named_parameters() if not p.requires_grad}
+        made.clear()
+        steps = [training_step(trainer, step, [0, 1]) for step in (1, 2)]
+        assert not made
+        assert all(torch.equal(p, base[n]) for n, p in trainer.policy.named_parameters() if n in base)
+        drops.append(torch.cat(steps[0].credit.drop))
+        trained.append(torch.cat([p.detach().flatten() for p in trainer.policy.parameters() if p.requires_grad]))
+    assert drops[1].abs().max() > 1
+    torch.testing.assert_close(drops[0], drops[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(trained[0], trained[1], rtol=0, atol=1e-3)
+
+
+def test_what_cannot_be_merged_ends_a_run_before_its_first_step(fresh, monkeypatch) -> None:
+    monkeypatch.setattr(merged, "is_quantised", lambda _: True)
+    with pytest.raises(merged.CannotMerge, match=r"^merge_adapters=True: .*q_proj: its base, a Linear, holds"):
+        fresh("--use_peft", "--merge_adapters=true")
 
 
 def test_a_batch_with_nothing_to_learn_from_leaves_the_model_alone(fresh, rollouts) -> None:

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from cfa_kernels import KeptTokens
 from cfa_kernels.model.head import decoding_head
+from cfa_kernels.model.merged import CannotMerge, merged_adapters
 from cfa_kernels.model.modes import evaluation_mode
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.walk import ModelWalk
@@ -19,7 +20,6 @@ from cfa_kernels.model.walk import ModelWalk
 from ..precision import frozen_copy
 from .decoding import Decoder, Sampling
 from .engine import Rollouts, end_ids, require_finite_logits
-from .merged import CannotMerge, merged_adapters
 from .sampling import KeptRecord, draw, keyed_uniforms
 
 Progress = Callable[[int], None]
@@ -32,15 +32,17 @@ class TransformersEngine:
 
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | None = None, *,
-        captured: bool | None = None, longest: int = 0, thought_tags: str = "",
+        captured: bool | None = None, longest: int = 0, thought_tags: str = "", keep_merged: bool = False,
     ) -> None:  # fmt: skip
         """Find out what `model`, the policy, can do.
 
         With `dtype` a copy of it in that type samples, rounded again from its weights at every call. If `captured`, by
         default on a GPU, a decoding step is one CUDA graph. The cache begins with room for `longest` tokens, of a
-        prompt and its completion. `thought_tags` as in `AnswerRules`.
+        prompt and its completion. `thought_tags` as in `AnswerRules`. With `keep_merged` the merged weights stay for
+        scoring, as by `merged_adapters`.
         """
         self._policy, self._tokenizer, self._thought_tags = model, tokenizer, thought_tags
+        self._keep_merged = keep_merged and dtype is None  # else a copy of the policy is merged
         self._model = model = model if dtype is None else frozen_copy(model, dtype)
         self.notes: list[str] = []
         try:
@@ -73,7 +75,7 @@ class TransformersEngine:
         batch = tokenizer.pad({"input_ids": [list(row) for row in prompts]}, return_tensors="pt", padding_side="left")
         size = len(prompts), max_completion_length
         uniforms = torch.zeros(size, dtype=torch.float64) if keys is None else keyed_uniforms(keys, size[1])
-        merging = merged_adapters(self._model) if self._merges else contextlib.nullcontext()
+        merging = merged_adapters(self._model, keep=self._keep_merged) if self._merges else contextlib.nullcontext()
         with merging, evaluation_mode(ModelWalk(self._model)), decoding_head(causal_lm(self._model)):
             tell = progress or (lambda tokens: None)
             made = self._decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling, tell)

@@ -18,13 +18,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels.loss.off_policy import open_choice, sampling_gaps
+from cfa_kernels.model.merged import CannotMerge, merged_adapters
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.packed import packed_logprobs
 
 from ..extras import installing
 from .engine import Rollouts, end_ids, require_finite_logits
-from .merged import CannotMerge, merged_adapters
 
 _AT_ONCE = 64  # requests; as many as the client keeps connections
 START_SECONDS = 240.0

@@ -1,0 +1,258 @@
+"""Merging adapters for sampling and scoring: the same results, and the same bits of the weights afterwards."""
+
+import copy
+import re
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+
+from cfa_kernels.model.merged import CannotMerge, adapted_layers, merged_adapters, merged_weights
+from cfa_kernels.model.modes import value_of
+from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.model.sharded.ranks import INSIDE, Ranks
+from cfa_kernels.model.state import ModelState
+from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
+from trainer.rollouts.in_process import TransformersEngine
+
+
+def bits(model: nn.Module) -> dict[str, tuple]:
+    """Values of every weight, where it is, and how often it was written to."""
+    return {
+        name: (tensor.detach().clone(), tensor.data_ptr(), tensor._version)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+
+
+def assert_same_bits(before: dict[str, tuple], after: dict[str, tuple]) -> None:
+    assert before.keys() == after.keys()
+    for name, (values, *rest) in before.items():
+        assert values.is_meta or torch.equal(values, after[name][0]), name
+        assert rest == list(after[name][1:]), name
+
+
+KINDS = {
+    "lora": {},
+    "rslora on some": {"use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
+    "two adapters": {"adapters": 2},
+    "dora": {"use_dora": True},
+    "embeddings": {"target_modules": ["embed_tokens", "v_proj"]},
+    "a head that trains": {"modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_merged_adapters_sample_the_same_and_leave_the_same_bits(options) -> None:
+    model = adapted(tiny(tie_word_embeddings=False), **options)
+    state, before = ModelState(causal_lm(model)), bits(model)
+    engine, apart = TransformersEngine(model, tokenizer()), TransformersEngine(model, tokenizer())
+    apart._merges = False
+    beside, merged = apart(PROMPTS, **SAMPLED), engine(PROMPTS, **SAMPLED)
+    assert engine.notes == []
+    assert beside.ids() == merged.ids()
+    torch.testing.assert_close(beside.logprobs, merged.logprobs, rtol=1e-6, atol=1e-6)
+    with merged_adapters(model):  # a CUDA graph reads them where they were
+        assert all(weight.data_ptr() == before[name][1] for name, weight in model.named_parameters())
+    assert_same_bits(before, bits(model))
+    assert state.change(causal_lm(model)) is None
+    assert adapted_layers(model)
+
+
+def test_a_merge_in_bfloat16_leaves_the_same_bits_even_after_an_error() -> None:
+    model = adapted(tiny(torch.bfloat16))
+    state, before = ModelState(causal_lm(model)), bits(model)
+
+    def fail_inside() -> None:
+        with merged_adapters(model) as layers:
+            assert layers == 14
+            assert "merged" in state.change(causal_lm(model))
+            changed = {name for name, (values, *_) in bits(model).items() if not torch.equal(values, before[name][0])}
+            assert changed == {name for name in before if name.endswith("base_layer.weight")}
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
+    assert_same_bits(before, bits(model))
+    assert state.change(causal_lm(model)) is None
+
+
+def test_a_forward_before_sampling_goes_backward_after_it() -> None:
+    model = adapted(tiny())
+    ids = torch.tensor([PROMPTS[1]])
+
+    def gradients(between) -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        between()
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.requires_grad]
+
+    engine = TransformersEngine(model, tokenizer())
+    expected = copy.deepcopy(gradients(lambda: None))
+    torch.testing.assert_close(gradients(lambda: engine(PROMPTS, **SAMPLED)), expected, rtol=0, atol=0)
+
+
+def tied() -> PeftModel:
+    return adapted(tiny(tie_word_embeddings=True), target_modules=["embed_tokens", "q_proj"])
+
+
+def quantised() -> PeftModel:
+    model = adapted(tiny(), target_modules=["q_proj"])
+    layer = causal_lm(model).model.layers[1].self_attn.q_proj.base_layer
+    layer.weight = nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+    return model
+
+
+def unmergeable() -> PeftModel:
+    model = adapted(tiny(), target_modules=["q_proj", "v_proj"])
+    layer = causal_lm(model).model.layers[1].self_attn.v_proj
+    layer.merge = lambda: (_ for _ in ()).throw(NotImplementedError("this kind stays beside"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (tied, r"embed_tokens: its weight is tied to another module's"),
+        (quantised, r"layers.1.self_attn.q_proj: its weight is a Tensor of float8_e4m3fn"),
+        (unmergeable, r"layers.1.self_attn.v_proj: PEFT does not merge .*stays beside"),
+    ],
+)
+def test_what_cannot_be_merged_is_named_and_stays_as_it_is(make, message) -> None:
+    model = make()
+    before = bits(model)
+    with pytest.raises(CannotMerge, match=message), merged_adapters(model):
+        pass
+    assert_same_bits(before, bits(model))
+    assert all(not layer.merged for layer in adapted_layers(model).values())
+    (note,) = TransformersEngine(model, tokenizer()).notes
+    assert re.search("^sampling with unmerged adapters, for .*" + message, note)
+
+
+def kept_copies(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each merge of the whole model from now on."""
+    layer, merges = next(iter(adapted_layers(model).values())), list[int]()
+    kind = type(layer)
+    monkeypatch.setattr(layer, "merge", lambda: merges.append(1) or kind.merge(layer))
+    return merges
+
+
+def linears(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: w.detach().clone() for name, w in model.named_parameters() if "base_layer" in name}
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_merged_copies_are_what_samples_and_weights_keep_their_bits(options) -> None:
+    model = adapted(tiny(torch.bfloat16, tie_word_embeddings=False), **options)
+    state, before = ModelState(causal_lm(model)), bits(model)
+    with merged_adapters(model):
+        expected = linears(model)
+    for _ in range(2):
+        with merged_weights(causal_lm(model)):
+            assert not adapted_layers(model)
+            torch.testing.assert_close(linears(model), expected, rtol=0, atol=0)
+        with pytest.raises(KeyError), merged_weights(causal_lm(model)):
+            raise KeyError
+        assert_same_bits(before, bits(model))
+        assert state.change(causal_lm(model)) is None
+        assert adapted_layers(model)
+
+
+def test_copies_serve_until_the_weights_change(monkeypatch) -> None:
+    model = adapted(tiny())
+    engine = TransformersEngine(model, tokenizer(), keep_merged=True)
+    merges = kept_copies(model, monkeypatch)
+
+    def merges_of_scoring() -> int:
+        merges.clear()
+        for _ in range(2):
+            with merged_weights(causal_lm(model)):
+                pass
+        return len(merges)
+
+    assert merges_of_scoring() == 1
+    before = bits(model)
+    engine(PROMPTS, **SAMPLED)
+    assert_same_bits(before, bits(model))
+    assert merges_of_scoring() == 0  # those of sampling
+    adapter = next(p for p in model.parameters() if p.requires_grad)
+    with torch.no_grad():
+        adapter.mul_(2)
+    assert merges_of_scoring() == 1
+    adapter.data.mul_(2)  # which PyTorch does not count
+    optimizer = torch.optim.SGD([adapter], lr=1e-3)
+    optimizer.step()
+    assert merges_of_scoring() == 1
+    model.base_model.set_adapter([])
+    with pytest.raises(CannotMerge, match="no active adapter"):
+        merges_of_scoring()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_adapters_are_merged_outside_of_autocast(dtype) -> None:
+    """And no cast of an unmerged weight that autocast keeps, of one that trains, takes a merged one's place."""
+    model, rows = adapted(tiny(torch.float32)), torch.tensor([PROMPTS[1]])
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    with merged_adapters(model), torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        expected = model(rows).logits
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        plain = model(rows).logits
+        with merged_weights(causal_lm(model)), torch.no_grad():
+            assert torch.equal(model(rows).logits, expected)
+        assert torch.equal(model(rows).logits, plain)
+
+
+def offloaded() -> PeftModel:
+    model = adapted(tiny(), target_modules=["q_proj"])
+    causal_lm(model).model.layers[1].self_attn.q_proj.base_layer.to("meta")
+    return model
+
+
+class Packed(nn.Linear):
+    """A linear layer that keeps its matrix as a buffer, as quantised ones do."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__(other.in_features, other.out_features, bias=False)
+        del self.weight
+        self.register_buffer("weight", other.weight.detach().to(torch.int8))
+
+
+def packed() -> PeftModel:
+    model = adapted(tiny(), target_modules=["q_proj"])
+    layer = causal_lm(model).model.layers[1].self_attn.q_proj
+    layer.base_layer = Packed(layer.base_layer)
+    layer.merge = lambda: None
+    return model
+
+
+def of_a_rank() -> PeftModel:
+    model = adapted(tiny())
+    ranks = object.__new__(Ranks)
+    ranks.model = causal_lm(model)
+    model.ranks = ranks
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (tied, r"embed_tokens: its weight is tied to another module's"),
+        (quantised, r"layers.1.self_attn.q_proj: its weight is a Tensor of float8_e4m3fn"),
+        (packed, r"layers.1.self_attn.q_proj: its base, a Packed, holds its weights quantised"),
+        (unmergeable, r"layers.1.self_attn.v_proj: PEFT does not merge .*stays beside"),
+        (offloaded, r"layers.1.self_attn.q_proj: its weight is offloaded"),
+        (of_a_rank, r"the weights of Qwen3ForCausalLM are in pieces on several processes"),
+        (tiny, r"Qwen3ForCausalLM has no active adapter of PEFT that is not merged yet"),
+        (lambda: adapted(tiny()).merge_and_unload(), r"Qwen3ForCausalLM has no active adapter of PEFT"),
+    ],
+)
+def test_scoring_from_merged_weights_is_refused_by_the_options_name(make, message) -> None:
+    model = make()
+    before = bits(model)
+    ranks = value_of(INSIDE, getattr(model, "ranks", None))
+    refused = pytest.raises(CannotMerge, match=f"^merge_adapters=True: .*{message}.*; omit the option$")
+    with ranks, refused, merged_weights(causal_lm(model)):
+        pass
+    assert_same_bits(before, bits(model))
