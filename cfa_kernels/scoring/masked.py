@@ -191,7 +191,7 @@ def run_plan(
         if pack.trunk is not None:
             return lay_out(plan.queries, [[n] for n in pack.queries], half, trunk=pack.trunk)
         bundles = [list(bundle) for _, bundle in groupby(pack.queries, plan.bundle_of.__getitem__)]
-        return lay_out_split(plan.queries, bundles, replace(plan.limits, token_budget=half))
+        return lay_out_split(plan.queries, [bundles], replace(plan.limits, token_budget=half))
 
     with merged_weights(walk) if merge_adapters else nullcontext(), tree_attention_mode(walk):
         return _collect(plan, list(run_in_memory(packs, run, smaller)))

@@ -32,7 +32,7 @@ from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
 from ..options import POSITIVE
 from ..rows import Rows, fed_together
-from ..tree.packs import lay_out
+from ..tree.packs import lay_out_each
 from ..tree.prefix_tree import Pack, Query
 from .access import InProcess, Sharded
 from .branches import check_ids
@@ -405,12 +405,12 @@ class PackedForward(InProcess):
         states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
         order = [b for part in plan.parts for b in part]
         queries_of = {
-            trunk: [[n] for b in order if trunks[b] is trunk for n in plan.queries_of_bundle[b]] for trunk in states
+            trunk: [n for b in order if trunks[b] is trunk for n in plan.queries_of_bundle[b]] for trunk in states
         }
         packs = (
             pack
             for trunk, own in queries_of.items()
-            for pack in lay_out(plan.queries, own, plan.limits.token_budget, trunk=trunk)
+            for pack in lay_out_each(plan.queries, own, plan.limits.token_budget, trunk=trunk)
         )
         with torch.no_grad():
             return run_plan(walk, self.head, plan, packs, states, merge_adapters=merge_adapters)

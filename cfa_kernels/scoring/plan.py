@@ -31,6 +31,7 @@ class ScoringPlan:
     parts: list[list[int]]  # bundles that may share a forward, by number, equal prompts side by side
     rows: list[ScoredRow]  # none where only queries are given
     limits: Limits
+    groups: Sequence[int] = ()  # of each bundle, equal for those of one prompt
 
     @cached_property
     def queries(self) -> list[Query]:
@@ -56,7 +57,8 @@ class ScoringPlan:
     def packs(self) -> Iterator[Pack]:
         """Lay out every pack, in order, one at a time."""
         for part in self.parts:
-            yield from lay_out_split(self.queries, [self.queries_of_bundle[i] for i in part], self.limits)
+            groups = [[self.queries_of_bundle[i] for i in own] for _, own in groupby(part, self.groups.__getitem__)]
+            yield from lay_out_split(self.queries, groups, self.limits)
 
 
 def plan_scoring(model: Model, batch: Batch, outcome: Outcome = "logprob", mask: Masks = None) -> ScoringPlan:
@@ -104,7 +106,7 @@ def _lay_out(
         most_rows=largest_forward(walk),
     )
     fed, parts = apart_by_length(walk, bundles, lengths, index)
-    return ScoringPlan(index, fed, [sorted(part, key=groups.__getitem__) for part in parts], rows, limits)
+    return ScoringPlan(index, fed, [sorted(part, key=groups.__getitem__) for part in parts], rows, limits, groups)
 
 
 def queries_of(row: ScoredRow, outcome: Outcome = "logprob", mask: Mask | None = None) -> list[Query]:

@@ -49,27 +49,82 @@ def lay_out(
         yield pack_of(tree, queries, chosen, rows_of, trunk=trunk)
 
 
-def lay_out_split(queries: Queries, bundles: Sequence[Sequence[int]], limits: Limits) -> Iterator[Pack]:
-    """Lay out bundles as `lay_out` does, and split one that is over the budget by itself.
+def lay_out_each(queries: Queries, chosen: Sequence[int], token_budget: int, *, trunk: Pack) -> Iterator[Pack]:
+    """Lay out queries that may each be in any pack, as `lay_out` does, behind a `trunk`.
 
-    Its longest sequence is fed first, by a pack without queries, and its queries are answered by packs with that one as
-    their trunk, so nothing is fed twice. Without trunks, each pack feeds the common prefix of its queries again.
+    If one pack does not hold them, those that share rows which the trunk has not fed are put side by side.
     """
+    tree = trunk.tree.copy()
+    rows_of = tree.insert_within([queries[n] for n in chosen], tree.num_tokens + token_budget)
+    if rows_of is None:
+        order = [n for own in _alike(queries, chosen, trunk.tree) for n in own]
+        yield from lay_out(queries, [[n] for n in order], token_budget, trunk=trunk)
+    elif chosen:
+        yield pack_of(tree, queries, chosen, rows_of, trunk=trunk)
+
+
+def lay_out_split(queries: Queries, groups: Sequence[Sequence[Sequence[int]]], limits: Limits) -> Iterator[Pack]:
+    """Lay out the bundles of groups as `lay_out` does, and split what is over the budget by itself.
+
+    A pack without queries is fed first, and those that answer the queries continue it as their trunk, so nothing is fed
+    twice. It holds the bundle's longest sequence. A group over the budget whose bundles share other rows too has one
+    trunk: the first sequence of each bundle. Without trunks, each pack feeds the common prefix of its queries again.
+    """
+    together = list[Sequence[int]]()
+    for bundles in groups:
+        if (tree := _shared_trunk(queries, bundles, limits) if limits.trunks else None) is None:
+            together += bundles
+            continue
+        yield from _split(queries, together, limits)
+        yield from _behind(tree, queries, [n for bundle in bundles for n in bundle], limits)
+        together = []
+    yield from _split(queries, together, limits)
+
+
+def _split(queries: Queries, bundles: Sequence[Sequence[int]], limits: Limits) -> Iterator[Pack]:
     for chosen, tree, rows_of in _fill(queries, bundles, limits.token_budget):
-        single = [[n] for n in chosen]
         if rows_of is None and not limits.trunks:
-            yield from lay_out(queries, single, limits.token_budget)
+            yield from lay_out(queries, [[n] for n in chosen], limits.token_budget)
             continue
         if rows_of is None:
             tree.insert(max((queries[n].tokens for n in chosen), key=len))
             rows_of = tree.insert_within([queries[n] for n in chosen], tree.num_tokens)
         if rows_of is not None:
             yield pack_of(tree, queries, chosen, rows_of)
-            continue
-        trunk = pack_of(tree)
-        yield trunk
-        rest = limits.token_budget if limits.most_rows is None else limits.most_rows - trunk.num_tokens
-        yield from lay_out(queries, single, min(limits.token_budget, rest), trunk=trunk)
+        else:
+            yield from _behind(tree, queries, chosen, limits)
+
+
+def _behind(tree: PrefixTree, queries: Queries, chosen: Sequence[int], limits: Limits) -> Iterator[Pack]:
+    """Feed a tree by a pack without queries, then what the `chosen` add to it."""
+    yield (trunk := pack_of(tree))
+    rest = limits.token_budget if limits.most_rows is None else limits.most_rows - trunk.num_tokens
+    yield from lay_out_each(queries, chosen, min(limits.token_budget, rest), trunk=trunk)
+
+
+def _shared_trunk(queries: Queries, bundles: Sequence[Sequence[int]], limits: Limits) -> PrefixTree | None:
+    """Lay out the first query of each bundle, if bundles share rows beyond them and do not fit in one pack."""
+    tree, chosen = PrefixTree(), [n for bundle in bundles for n in bundle]
+    # At most half a pack: it is not cut where memory ends.
+    if not tree.insert_within([queries[bundle[0]] for bundle in bundles if bundle], limits.token_budget // 2):
+        return None
+    bundle_of = {n: i for i, bundle in enumerate(bundles) for n in bundle}
+    if all(len({bundle_of[n] for n in own}) == 1 for own in _alike(queries, chosen, tree)):
+        return None
+    fits = tree.copy().insert_within([queries[n] for n in chosen], limits.token_budget) is not None
+    return None if fits else tree
+
+
+def _alike(queries: Queries, chosen: Sequence[int], tree: PrefixTree) -> list[list[int]]:
+    """List queries that leave a tree alike together, in the order of their tokens, and all others by themselves."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for n in chosen:
+        tokens = queries[n].tokens[: queries[n].alone_from]
+        segment, depth = tree.find(tokens)
+        # A divergence is read after the first query of its bundle.
+        stays = depth == len(tokens) or queries[n].divergence
+        alike.setdefault((n,) if stays else (segment, depth, tokens.item(depth)), []).append(n)
+    return [sorted(own, key=lambda n: queries[n].tokens.tobytes()) for own in alike.values()]
 
 
 def idle_pack() -> Pack:

@@ -102,7 +102,7 @@ class PrefixTree:
         From position `alone_from` on, it shares no row with any sequence before or after it.
         """
         common = tokens[:alone_from]
-        current, depth = self._find(common)
+        current, depth = self.find(common)
         if depth < len(common):
             current, depth = self._append(current, depth, common, int(common[depth])), len(common)
         if depth < len(tokens):
@@ -111,9 +111,9 @@ class PrefixTree:
 
     def common_prefix(self, tokens: np.ndarray) -> int:
         """Count the first tokens of a sequence that have a row here already."""
-        return self._find(tokens)[1]
+        return self.find(tokens)[1]
 
-    def _find(self, tokens: np.ndarray) -> tuple[int, int]:
+    def find(self, tokens: np.ndarray) -> tuple[int, int]:
         """Find the segment with the end of the longest prefix of `tokens`, -1 for none, and that prefix's length."""
         current, depth, length = -1, 0, len(tokens)
         while depth < length:

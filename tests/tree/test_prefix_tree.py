@@ -1,11 +1,13 @@
 """PrefixTree and lay_out: every sequence keeps its tokens and positions, and nothing common is laid out twice."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfa_kernels.tree.packs import Limits, groups_within, lay_out, lay_out_split
+from cfa_kernels.tree.packs import Limits, groups_within, lay_out, lay_out_each, lay_out_split
 from cfa_kernels.tree.prefix_tree import PrefixTree, Query
 from cfa_kernels.tree.segment_table import SegmentTable
 from tests.support.attention_problem import build
@@ -70,24 +72,53 @@ def test_packs_answer_all_queries_in_order_within_the_budget(rows, budget):
         assert_answers(pack, rows)
 
 
-@given(sequences, st.integers(1, 20), st.booleans())
-def test_bundles_over_the_budget_are_split_and_each_query_answered_once(rows, budget, trunks):
+@given(sequences, st.integers(1, 20), st.booleans(), st.booleans())
+def test_bundles_over_the_budget_are_split_and_each_query_answered_once(rows, budget, trunks, together):
     half, answered = len(rows) // 2, []
-    for pack in lay_out_split(queries_of(rows), [range(half), [], range(half, len(rows))], Limits(budget, trunks)):
+    bundles = [range(half), [], range(half, len(rows))]
+    groups = [bundles] if together else [[bundle] for bundle in bundles]
+    for pack in lay_out_split(queries_of(rows), groups, Limits(budget, trunks)):
         assert trunks or (pack.queries and pack.trunk is None)
         assert pack.num_tokens <= max(budget, *map(len, rows))
         assert_answers(pack, rows)
         answered += pack.queries
-    assert answered == list(range(len(rows)))
+    assert sorted(answered) == list(range(len(rows)))
 
 
 def test_branches_over_the_budget_are_fed_once_in_packs_that_continue_their_sequence():
     queries = queries_of([list(range(12)), *([*range(t), 99, *range(t + 1, 12)] for t in range(12))])
-    trunk, *others = lay_out_split(queries, [range(13)], Limits(15))
+    trunk, *others = lay_out_split(queries, [[range(13)]], Limits(15))
     assert [pack.num_tokens for pack in (trunk, *others)] == [12, 12, 11, 10, 9, 15, 15, 6]
     assert all(pack.trunk is trunk for pack in others)
-    short = lay_out_split(queries, [range(13)], Limits(15, most_rows=24))
+    short = lay_out_split(queries, [[range(13)]], Limits(15, most_rows=24))
     assert max(pack.table.num_rows for pack in short) <= 24
+
+
+@given(sequences, sequences, st.integers(1, 40))
+def test_queries_behind_a_trunk_keep_their_order_unless_they_share_rows_that_it_has_not_fed(fed, rows, budget):
+    (trunk,) = lay_out(queries_of(fed), [range(len(fed))], 999)
+    packs = list(lay_out_each(queries_of(rows), range(len(rows)), budget, trunk=trunk))
+    order = [n for pack in packs for n in pack.queries]
+    assert sorted(order) == list(range(len(rows)))
+    for pack in packs:
+        assert pack.num_tokens <= budget or len(pack.queries) == 1
+        assert_answers(pack, rows)
+    one_pack = distinct_prefixes(fed + rows) - distinct_prefixes(fed)
+    tails = [distinct_prefixes([*fed, row]) - distinct_prefixes(fed) for row in rows]
+    if one_pack <= budget or sum(tails) == one_pack:
+        assert order == list(range(len(rows)))
+
+
+def test_branches_of_a_group_that_begin_alike_are_fed_once_behind_its_rows_and_divergences_stay_in_order():
+    rows = [[1, 2, 3, 4, end] for end in (5, 6, 7)]
+    bundles = [[row, [1, 9, *row[2:]], [1, 2, 9, *row[3:]], [9, *row[1:]]] for row in rows]
+    queries = queries_of([row for bundle in bundles for row in bundle])
+    groups = [[range(4), range(4, 8), range(8, 12)]]
+    trunk, *others = lay_out_split(queries, groups, Limits(14))
+    assert (trunk.num_tokens, [pack.num_tokens for pack in others]) == (7, [11, 7])
+    assert [pack.queries for pack in others] == [[0, 1, 5, 9, 2, 6, 10], [3, 7, 11, 4, 8]]
+    apart = [replace(query, targets=query.targets[:1], divergence=True) for query in queries]
+    assert [n for pack in lay_out_split(apart, groups, Limits(14)) for n in pack.queries] == list(range(12))
 
 
 def test_equal_head_rows_are_asked_once():
