@@ -340,10 +340,12 @@ def trl(bench: Bench) -> Any:
     if bench.has_liger:
         contenders[TRL_LIGER] = trl_step(bench, "4x8", liger=True)
     contenders |= steps_of(bench, "4x8", (PLAIN, EXACT), [bench.best])
+    contenders |= steps_of(bench, "4x8", (EXACT,), [MERGED])
     lines = race_steps(bench, "4x8", contenders, bench.rounds)
     contenders.clear()
     release_memory(bench.device)
-    return lines
+    ours = steps_of(bench, "8x8", (PLAIN, EXACT), [bench.best]) | steps_of(bench, "8x8", (EXACT,), [MERGED])
+    return lines + race_steps(bench, "8x8", ours, max(bench.rounds // 2, 1))
 
 
 def long(bench: Bench) -> Any:
@@ -368,37 +370,28 @@ def long(bench: Bench) -> Any:
 
 
 def trainer(bench: Bench) -> Any:
-    """Steps of the training program by its stages, eager and compiled: masking and the gain of prefixes."""
+    """Steps of the training program by its stages: masking, also with merged adapters, and the gain of prefixes."""
     from benchmarks.speed import program_step as program
 
     load = program.LOADS["smoke" if bench.smoke else "cuda"]
     made = program.make_trainer(load, bench.device)
     release_memory(bench.device)
     gc.freeze()
+    began = time.perf_counter()
+    kinds = compile_layers(made.policy) if bench.device.type == "cuda" else []
+    facts = {"kinds": kinds, "compile_seconds": time.perf_counter() - began}
     steppers = {preset: program.stepper(load, made, preset) for preset in program.CREDITED}
-    lines, eager = list[Any](), {True: LIGER if bench.has_liger else AS_RACED, False: COMPILED}
-    compile_seconds = None
-    for is_eager in (True, False):
-        if not is_eager:
-            if bench.device.type != "cuda":
-                break
-            began = time.perf_counter()
-            compile_layers(made.policy)
-            compile_seconds = time.perf_counter() - began
-        has_liger = is_eager and bench.has_liger
-        with (
-            value_of(EAGER, is_eager),
-            liger_kernels(causal_lm(made.policy)) if has_liger else contextlib.nullcontext(),
-        ):
-            for i in range((1 if bench.smoke else 2) + max(bench.rounds // 2, 1)):
-                for preset, step in steppers.items():
-                    metrics = step()
-                    if i >= (1 if bench.smoke else 2):
-                        lines.append({"group": "trainer", "name": f"{preset}, {eager[is_eager]}", **metrics})
+    steppers["cf, merged"] = program.stepper(load, made, "cf", merge_adapters=True)
+    lines, warm_up = list[Any](), 1 if bench.smoke else 2
+    for i in range(warm_up + bench.rounds):
+        for preset, step in steppers.items():
+            metrics = step()
+            if i >= warm_up:
+                lines.append({"group": "trainer", "name": preset, **metrics})
     gc.unfreeze()
     del made, steppers
     release_memory(bench.device)
-    return {"compile_seconds": compile_seconds, "figures": stages_of(lines)}
+    return {**facts, "figures": stages_of(lines)}
 
 
 def stages_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

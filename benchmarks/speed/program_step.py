@@ -102,9 +102,14 @@ def make_trainer(load: Load, device: torch.device) -> Trainer:
     )  # fmt: skip
 
 
-def stepper(load: Load, trainer: Trainer, preset: str) -> Callable[[], dict[str, float]]:
-    """Make a step with a preset's credit, which returns its metrics; `WrongAnswer` where they are no step's."""
-    config = dataclasses.replace(trainer.config, **yaml.safe_load((PRESETS / f"{preset}.yaml").read_text("utf-8")))
+def stepper(load: Load, trainer: Trainer, preset: str, **options: Any) -> Callable[[], dict[str, float]]:
+    """Make a step with a preset's credit and more options, which returns its metrics.
+
+    Raises `WrongAnswer` where they are no step's.
+    """
+    chosen = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text("utf-8"))
+    chosen["credit_options"] = chosen.get("credit_options", {}) | options
+    config = dataclasses.replace(trainer.config, **chosen)
     number = itertools.count(1)
 
     def run() -> dict[str, float]:

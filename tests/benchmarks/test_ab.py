@@ -25,9 +25,9 @@ def test_all_blocks_run_on_a_cpu(tmp_path, capsys):
     assert document["parts"]["host"]["result"]["ceilings"]["launch_microseconds"]["aten add"] > 0
     expected = {
         "liger": {f"{name}, {ab.AS_RACED}" for name in (ab.PLAIN, ab.EXACT)},
-        "trl": {ab.WHOLE, f"{ab.PLAIN}, {ab.AS_RACED}"},
+        "trl": {ab.WHOLE, f"{ab.PLAIN}, {ab.AS_RACED}", f"{ab.EXACT}, {ab.MERGED}"},
         "long": {f"{ab.PLAIN}, of {ab.TRL}", f"{ab.PLAIN}, of {ab.VARLEN}"},
-        "trainer": {f"cf, {ab.AS_RACED}"},
+        "trainer": {"cf", "cf, merged"},
     }
     for block, part in document["parts"].items():
         assert part["took"] > 0
