@@ -12,6 +12,7 @@ from cfa_kernels.credit.weights import Control
 from cfa_kernels.estimators.base import EXTERNAL
 from cfa_kernels.loss.checks import check_correction, check_level, weights_sequences
 from cfa_kernels.loss.token_loss import NUMBERS
+from cfa_kernels.model.limits import smallest_budget
 from cfa_kernels.options import check_fields, imported
 from cfa_kernels.scoring.access import GRADIENTS, WHOLE
 
@@ -66,7 +67,9 @@ class TrainConfig(TrainSettings):
 
     def counterfactual(self) -> CounterfactualConfig:
         """Build the library's configuration of credit."""
-        options = {"estimator": self.estimator, "control": _CONTROLS[self.credit], "token_budget": self.token_budget}
+        own: Any = self.credit_options.get("token_budget")
+        budget = smallest_budget(self.token_budget, own)
+        options = {"estimator": self.estimator, "control": _CONTROLS[self.credit], "token_budget": budget}
         return CounterfactualConfig.from_flat({**self.credit_options, **options, **self.answer_options()})
 
     def answer_options(self) -> dict[str, Any]:

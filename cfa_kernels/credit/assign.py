@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..batch import LOSS_COLUMNS, Batch
 from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, LOG_RATIOS, SIBLINGS, Importances, OwnFunction
 from ..model.check.accuracy import ACCURACY
+from ..model.limits import smallest_budget
 from ..model.parts import vocab_size
 from ..options import as_numbers
 from ..rows import Rows, check_columns, check_finite, check_floating, equal_prompts, keyed_generator, pad_rows, traces
@@ -415,7 +416,7 @@ class Assignment:
             answers=[row.answer if row.spans else None for _, row in columns],
             reasoning_ends=[row.end for _, row in columns],
             placeholder=placeholder_of(config, self.tokenizer, vocab) if masks else None,
-            token_budget=config.token_budget,
+            token_budget=smallest_budget(config.token_budget, self.sampled.token_budget),
             seed=self.seed,
             special_ids=special,
         )

@@ -64,8 +64,8 @@ class CounterfactualConfig:
     """Weigh each span from its second token on. A span's first token decides which span follows, and weighting it would
     reward that choice itself. So it counts as outside, except in spans of a single token, which keep their weight."""
     token_budget: Count | None
-    """Maximum packed tokens per forward; None takes as many as half of a GPU's free memory holds, on a CPU a fixed
-    number."""
+    """Maximum packed tokens per forward of credit, or the caller's if that is less; None takes the caller's, else as
+    many as half of a GPU's free memory holds, on a CPU a fixed number."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ..batch import Batch
+from ..model.limits import smallest_budget
 from ..model.modes import evaluation_mode
 from ..model.parts import causal_lm, input_device
 from ..model.sharded.ranks import inside
@@ -153,8 +154,9 @@ class DeferredCredit:
             assert isinstance(model, nn.Module)
             read = [b for b, some in zip(rows, self.reads(rows), strict=True) if some] or rows[:1]
             values = token_entropies(
-                model, self.batch.rows.take(read), temperature=self.temperature, token_budget=self.config.token_budget
-            )
+                model, self.batch.rows.take(read), temperature=self.temperature,
+                token_budget=smallest_budget(self.config.token_budget, self.batch.token_budget),
+            )  # fmt: skip
             known = dict(zip(read, values, strict=True))
             entropies = self._whole(rows, [known.get(b, torch.zeros(0)) for b in rows])
         self._assign(rows, model, entropies)

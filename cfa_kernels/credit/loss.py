@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..batch import Batch, batch_and_options
 from ..loss.ragged import LossBatch
+from ..model.limits import smallest_budget
 from ..model.parts import causal_lm
 from ..model.run_inside import run_inside
 from ..rows import Rows
@@ -49,7 +50,8 @@ def credited_loss(
         credit: configuration of credit, or the name of a preset.
         scorer: model that scores in place of `model`, such as a frozen reference, by its own forwards.
         seed: as in `counterfactual_credit`.
-        token_budget: maximum tokens of each forward; default by free memory.
+        token_budget: maximum tokens of each forward, or the batch's own if that is less; default by free memory. That
+            of the configuration also limits credit's own forwards.
         **options: columns of `Batch` by name, `advantages` among them, as `packed_policy_loss` and
             `counterfactual_credit` read them, and options of `linear_policy_loss`.
 
@@ -60,6 +62,7 @@ def credited_loss(
 
     def body() -> CreditedLoss:
         batch, others = batch_and_options(rows, options)
+        batch = batch.with_columns(token_budget=smallest_budget(token_budget, batch.token_budget))
         plain, every = LossBatch.of(batch, **others), range(len(batch))
         assigned = DeferredCredit(config, tokenizer, batch, seed=seed, temperature=others.get("temperature", 1.0))
         if scorer is not None:
@@ -71,7 +74,7 @@ def credited_loss(
             batch.rows,
             needed=[length if read else count for length, count, read in needed],
             trained=[one or read for one, read in zip(plain.trained.tolist(), reads, strict=True)],
-            token_budget=token_budget,
+            token_budget=batch.token_budget,
             keep_states=config.continues and scorer is None,
             foreseen=assigned.foreseen(every, causal) if scorer is None else None,
         )

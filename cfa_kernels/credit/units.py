@@ -79,7 +79,7 @@ def mean_advantages(batch: Batch) -> list[float]:
 
 def of_all_processes(batch: Batch, gather: Gather) -> Batch:
     """Join the rows of all processes, by rank; raise `ValueError` unless their numbers differ."""
-    whole = Batch.joined(gather(batch))
+    whole = Batch.joined(gather(batch)).with_columns(token_budget=batch.token_budget)
     if len({*whole.index}) < len(whole):
         twice = next(number for b, number in enumerate(whole.index) if number in whole.index[:b])
         raise ValueError(

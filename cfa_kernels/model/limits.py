@@ -50,7 +50,7 @@ def apart_by_length(
     """Split bundles into parts that must not share a forward; return bundles as fed, and the non-empty ones of a part.
 
     Each row, of `lengths` tokens in all, keeps the rotary frequencies that it has by itself and whole. `order`
-    holds the caller's number of each row.
+    holds the caller's number of each row. Raises `NotImplementedError` for a row that no forward may hold.
     """
     walk = ModelWalk.of(model)
     switches, dynamic = rope_lengths(walk)
@@ -66,6 +66,14 @@ def apart_by_length(
     least = [0, *(switch + 1 for switch in switches)]
     if switches:
         bundles = [[q.fed_to(least[side]) for q in bundle] for bundle, side in zip(bundles, sides, strict=True)]
+    if (most := largest_forward(walk)) is not None:
+        for bundle, b in zip(bundles, order, strict=True):
+            if (longest := max((len(query.tokens) for query in bundle), default=0)) > most:
+                raise NotImplementedError(
+                    f"completions row {b}: a sequence of {longest} tokens must share one forward, but "
+                    f"{type(walk.model).__name__} scales queries by their place in a forward of more than {most} rows; "
+                    "take shorter completions or masks"
+                )
     parts = [[i for i, bundle in enumerate(bundles) if bundle and sides[i] == side] for side in sorted(set(sides))]
     return bundles, parts
 
@@ -85,15 +93,22 @@ def largest_forward(model: Model) -> int | None:
 _LARGEST_BUDGET = {"cpu": 2048, "cuda": 65536}
 
 
+def smallest_budget(*token_budgets: int | None) -> int | None:
+    """Return the smallest of several `token_budget`, None if each is; raise `ValueError` for one that is no number."""
+    given = [budget for budget in token_budgets if budget is not None]
+    for budget in given:
+        if isinstance(budget, bool) or not isinstance(budget, numbers.Integral):
+            raise ValueError(f"token_budget must be a whole number of tokens, got {budget!r}")
+        if budget < 1:
+            raise ValueError(f"token_budget must be at least 1, got {budget}")
+    return min(given, default=None)
+
+
 def rows_per_forward(model: Model, token_budget: int | None) -> int:
     """Return `token_budget`, by default `default_token_budget`, capped by `largest_forward`."""
-    if token_budget is None:
+    if (budget := smallest_budget(token_budget)) is None:
         return default_token_budget(model)
-    if isinstance(token_budget, bool) or not isinstance(token_budget, numbers.Integral):
-        raise ValueError(f"token_budget must be a whole number of tokens, got {token_budget!r}")
-    if token_budget < 1:
-        raise ValueError(f"token_budget must be at least 1, got {token_budget}")
-    return min(token_budget, largest_forward(model) or token_budget)
+    return min(budget, largest_forward(model) or budget)
 
 
 def default_token_budget(model: Model, *, training: bool = False) -> int:

@@ -143,6 +143,7 @@ class _Grouped:
             for group, own in zip(self.groups, parts, strict=True):
                 group.parts = None if own is None else own.parts
             return
+        self._taken = before, marked, parts = [], [], []  # frees those of before
         _take_parts(self.groups)
         taken = [None if group.parts is None else _KEPT.get(group.layers[0]) for group in self.groups]
         self._taken = adapters, marks(adapters), taken if adapters and taken[0] is not None else []

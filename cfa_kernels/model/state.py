@@ -1,6 +1,6 @@
 """Record a model's weights and adapters at a forward, so that code which continues that forward detects a change."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from copy import copy
 from operator import attrgetter, is_
 from typing import Any
@@ -75,7 +75,8 @@ class ModelState:
 
     def __init__(self, model: Model | nn.Module) -> None:
         walk = _as_it_is(model)
-        self._weights, self._adapted, self._adapters = TensorMarks(_weights(walk)), walk.adapted, _adapters(walk, copy)
+        self._weights, self._adapted = TensorMarks(_weights(walk)), walk.adapted
+        self._adapters = [tuple(map(copy, one)) for one in _adapters(walk)]
 
     def change(self, model: Model | nn.Module) -> str | None:
         """Describe the first difference between `model` as it is now and as it was; None for none.
@@ -116,9 +117,9 @@ _READ = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
 _DESCRIPTION = "active", "disabled", "merged", "scaling"
 
 
-def _adapters(walk: ModelWalk, each: Callable[[Any], Any] = lambda value: value) -> list[tuple[Any, ...]]:
-    """List what decides which adapters act, of each module that has some, as it is; `each` may copy."""
-    return [tuple([each(own.get(name)) for name in _READ]) for own in (vars(module) for _, module in walk.adapted)]
+def _adapters(walk: ModelWalk) -> list[tuple[Any, ...]]:
+    """List what decides which adapters act, of each module that has some, as it is."""
+    return [tuple(map(vars(module).get, _READ)) for _, module in walk.adapted]
 
 
 def _described(adapters: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -169,11 +169,13 @@ def run_plan(
     With `merge_adapters` they run on merged weights, and a trunk should have fed none of the rows that are read.
     Returns the values of every query in order, fp32 on the host, and counts of work.
     """
-    divergences, states = Divergences(head), dict(trunks or {})
+    divergences, given = Divergences(head), trunks or {}
+    states = dict(given)
 
     def run(pack: Pack) -> _Reading:
         if not pack.queries:
-            states.clear()  # nothing continues the one before any more
+            for own_trunk in states.keys() - given.keys():
+                del states[own_trunk]  # nothing continues the one before any more
             own = KeyValueStore()
             states[pack] = packed_hidden(walk, pack, store=own), own
             return _Reading(pack, head.weight.new_zeros(0), np.zeros(0, np.int64))

@@ -18,7 +18,7 @@ from ..loss.ragged import LossBatch, checked_kept_tokens
 from ..model.attention import KeyValueStore
 from ..model.check.verify import check_trainable
 from ..model.head import Head
-from ..model.limits import rope_lengths, rows_per_forward
+from ..model.limits import rope_lengths, rows_per_forward, smallest_budget
 from ..model.parts import causal_lm
 from ..model.router_loss import packed_router_loss, uses_of_rows
 from ..model.run_inside import run_inside
@@ -32,7 +32,7 @@ from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
 from ..options import POSITIVE
 from ..rows import Rows, fed_together
-from ..tree.packs import lay_out_each
+from ..tree.packs import lay_out_behind
 from ..tree.prefix_tree import Pack, Query
 from .access import InProcess, Sharded
 from .branches import check_ids
@@ -119,7 +119,8 @@ def packed_policy_loss(
     weight or mask there, and neither KL nor entropy wanted) are not fed; their tokens stay in the denominators.
 
     Args:
-        model, rows, token_budget: as in `packed_logprobs`, with its errors; rows may be a batch with its columns.
+        model, rows, token_budget: as in `packed_logprobs`, with its errors; rows may be a batch with its columns, and
+            its own `token_budget` if that is less.
         **options: columns of `Batch` by name, and options of `linear_policy_loss`. The loss reads `advantages`, which
             it needs, `old_logprobs` (None means on-policy), `ref_logprobs` (needed when `beta != 0`), `weights` (finite
             and >= 0, on the clipped policy term), `mask`, `sampling_logprobs` and `kept_tokens`, over which old and
@@ -131,8 +132,9 @@ def packed_policy_loss(
         batch, others = batch_and_options(rows, options)
         given = LossBatch.of(batch, **others)
         forward = packed_forward(
-            causal, batch.rows, needed=given.needed(), trained=given.trained.tolist(), token_budget=token_budget
-        )
+            causal, batch.rows, needed=given.needed(), trained=given.trained.tolist(),
+            token_budget=smallest_budget(token_budget, batch.token_budget),
+        )  # fmt: skip
         return forward.policy_loss(given)
 
     return run_inside(model, body, trains=True)
@@ -404,13 +406,9 @@ class PackedForward(InProcess):
         """Compute the values of a plan's queries; those of each bundle continue its trunk."""
         states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
         order = [b for part in plan.parts for b in part]
-        queries_of = {
-            trunk: [n for b in order if trunks[b] is trunk for n in plan.queries_of_bundle[b]] for trunk in states
-        }
+        bundles_of = {trunk: [plan.queries_of_bundle[b] for b in order if trunks[b] is trunk] for trunk in states}
         packs = (
-            pack
-            for trunk, own in queries_of.items()
-            for pack in lay_out_each(plan.queries, own, plan.limits.token_budget, trunk=trunk)
+            pack for trunk, own in bundles_of.items() for pack in lay_out_behind(trunk, plan.queries, own, plan.limits)
         )
         with torch.no_grad():
             return run_plan(walk, self.head, plan, packs, states, merge_adapters=merge_adapters)

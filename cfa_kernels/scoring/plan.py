@@ -132,7 +132,8 @@ def packs_of(
     """Lay out the first `counts` tokens of each row in `order`, a group together; the queries of packs are rows.
 
     Tokens that no target needs are fed if `whole`: the last one, those after `counts`, and prompts by themselves. Those
-    of the queries `foreseen` for a row are fed with it, under numbers below 0, and without targets.
+    of the queries `foreseen` for a row are fed with it, under numbers below 0, and without targets, unless they make a
+    group exceed the budget.
     """
     lengths = [len(rows.prompts[b]) + len(rows.completions[b]) for b in order]
     bundles, parts = apart_by_length(
@@ -146,7 +147,10 @@ def packs_of(
             queries[with_row[b][-1]] = replace(query, targets=query.targets[:0])
     for part in parts:
         together = groupby([order[i] for i in part], groups.__getitem__)
-        yield from lay_out(queries, [[n for b in group for n in with_row[b]] for _, group in together], budget)
+        for pack in lay_out(queries, [[n for b in group for n in with_row[b]] for _, group in together], budget):
+            own = [n for n in pack.queries if n >= 0]
+            is_over = pack.num_tokens > budget and len(own) < len(pack.queries)  # a group by itself
+            yield from lay_out(queries, [own], budget) if is_over else [pack]
 
 
 def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least: int = 0) -> Iterable[Pack]:

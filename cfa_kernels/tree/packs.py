@@ -76,7 +76,7 @@ def lay_out_split(queries: Queries, groups: Sequence[Sequence[Sequence[int]]], l
             together += bundles
             continue
         yield from _split(queries, together, limits)
-        yield from _behind(tree, queries, [n for bundle in bundles for n in bundle], limits)
+        yield from lay_out_behind(pack_of(tree), queries, bundles, limits, feed=True)
         together = []
     yield from _split(queries, together, limits)
 
@@ -92,14 +92,29 @@ def _split(queries: Queries, bundles: Sequence[Sequence[int]], limits: Limits) -
         if rows_of is not None:
             yield pack_of(tree, queries, chosen, rows_of)
         else:
-            yield from _behind(tree, queries, chosen, limits)
+            yield from lay_out_behind(pack_of(tree), queries, [chosen], limits, feed=True)
 
 
-def _behind(tree: PrefixTree, queries: Queries, chosen: Sequence[int], limits: Limits) -> Iterator[Pack]:
-    """Feed a tree by a pack without queries, then what the `chosen` add to it."""
-    yield (trunk := pack_of(tree))
-    rest = limits.token_budget if limits.most_rows is None else limits.most_rows - trunk.num_tokens
-    yield from lay_out_each(queries, chosen, min(limits.token_budget, rest), trunk=trunk)
+def lay_out_behind(
+    trunk: Pack, queries: Queries, bundles: Sequence[Sequence[int]], limits: Limits, *, feed: bool = False
+) -> Iterator[Pack]:
+    """Lay out what bundles add to a `trunk`, which comes first if something continues it and `feed` is set.
+
+    Queries for which the trunk leaves too few of `most_rows` come last, in packs without it.
+    """
+    rest = None if limits.most_rows is None else limits.most_rows - trunk.num_tokens
+    behind, apart = list[int](), list[int]()
+    for bundle in bundles:
+        fits = [rest is None or trunk.tree.num_missing(queries[n]) <= rest for n in bundle]
+        # A divergence is read after the first query of its bundle.
+        all_apart = bool(bundle) and queries[bundle[0]].divergence and not fits[0]
+        for n, one in zip(bundle, fits, strict=True):
+            (behind if one and not all_apart else apart).append(n)
+    if feed and behind:
+        yield trunk
+    most = limits.token_budget if rest is None else min(limits.token_budget, rest)
+    yield from lay_out_each(queries, behind, most, trunk=trunk)
+    yield from lay_out(queries, [[n] for n in apart], limits.token_budget)
 
 
 def _shared_trunk(queries: Queries, bundles: Sequence[Sequence[int]], limits: Limits) -> PrefixTree | None:

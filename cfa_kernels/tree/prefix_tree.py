@@ -113,6 +113,10 @@ class PrefixTree:
         """Count the first tokens of a sequence that have a row here already."""
         return self.find(tokens)[1]
 
+    def num_missing(self, query: Query) -> int:
+        """Count the rows that `query` by itself would add."""
+        return len(query.tokens) - self.common_prefix(query.tokens[: query.alone_from])
+
     def find(self, tokens: np.ndarray) -> tuple[int, int]:
         """Find the segment with the end of the longest prefix of `tokens`, -1 for none, and that prefix's length."""
         current, depth, length = -1, 0, len(tokens)

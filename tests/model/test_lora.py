@@ -1,5 +1,7 @@
 """LoRA layers run as one op compute what PEFT's own do, on a CPU and as on a GPU, and leave no trace."""
 
+from weakref import ref
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -176,6 +178,27 @@ def test_parts_of_adapters_are_split_once_while_their_weights_stand(write, monke
     lora._KEPT.clear()
     assert torch.equal(after.nan_to_num(), step()[1].nan_to_num())
     assert torch.equal(after.nan_to_num(), before.nan_to_num()) == (write == "nothing")
+
+
+@pytest.mark.traced
+def test_old_parts_of_adapters_are_freed_before_new_ones_are_made(monkeypatch, unchecked):
+    alive = []
+
+    def split(groups, dtype):
+        alive.append([part for part in made if part() is not None])
+        parts = split_adapters(groups, dtype)
+        made.extend(ref(own.down) for own in parts)
+        return parts
+
+    made = []
+    monkeypatch.setattr(lora, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(lora, "split_adapters", split)
+    model = in_halves(target_modules="all-linear")
+    for _ in range(2):
+        packed_forward(causal_lm(model), Rows(*SMALL_ROWS)).logprobs()[0].sum().backward()
+        take_a_step(model)()
+    assert made
+    assert alive == [[], []]
 
 
 def test_layers_run_together_only_where_they_are_called_with_the_same_rows(monkeypatch):

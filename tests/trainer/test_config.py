@@ -246,6 +246,13 @@ def test_credit_is_the_recommended_preset_unless_one_is_named_and_a_line_says_so
         assert says == (flags in ((), ("--max_spans=5",)))
 
 
+@pytest.mark.parametrize(("of_run", "of_credit", "expected"), [(None, 7, 7), (9, None, 9), (9, 7, 7), (7, 9, 7)])
+def test_the_smaller_budget_of_run_and_credit_options_limits_credit(of_run, of_credit, expected) -> None:
+    options = {} if of_credit is None else {"token_budget": of_credit}
+    config = TrainConfig(device="cpu", token_budget=of_run, credit_options=options)
+    assert config.counterfactual().token_budget == expected
+
+
 def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own(capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine.py").write_text(

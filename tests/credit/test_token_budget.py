@@ -1,0 +1,141 @@
+"""A caller's `token_budget` and the configuration's both limit the rows of every forward."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from cfa_kernels import (
+    Batch,
+    CounterfactualConfig,
+    DeferredCredit,
+    Rows,
+    counterfactual_credit,
+    credited_loss,
+    packed_policy_loss,
+)
+from cfa_kernels.credit.units import of_all_processes
+from cfa_kernels.estimators import gradient
+from cfa_kernels.model.head import read_head
+from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
+
+BUDGET = 48
+MASKING = {"estimator": "masking", "max_spans": 8}
+
+
+def rows(**options) -> Rows:
+    """Two completions of eight steps and an answer for each of three prompts: 25 packed rows a prompt."""
+    steps = torch.randint(4, (6, 8), generator=torch.Generator().manual_seed(0)) + len(WORDS)
+    answer = torch.tensor([len(WORDS) + PHRASES.index("#### 7"), 1])
+    prompts = [torch.tensor([3, 4, 5, 6 + b // 2, 8]) for b in range(6)]
+    return Rows(prompts, [torch.cat([row, answer]) for row in steps], **options)
+
+
+ROWS, ADVANTAGES = rows(), torch.tensor([1.0, -1.0] * 3)
+
+
+@pytest.fixture(autouse=True)
+def never_checked(monkeypatch, unchecked):
+    monkeypatch.setattr(gradient, "check_supported", lambda walk: read_head(walk.model))
+
+
+@contextmanager
+def counted(model):
+    """List the rows of each forward inside."""
+    sizes = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: sizes.append(args[0].numel()))
+    yield sizes
+    hook.remove()
+
+
+WAYS = {  # the caller's budget, the batch's, the configuration's
+    "none": (None, None, None), "caller": (BUDGET, None, None), "batch": (None, BUDGET, None),
+    "configuration": (None, None, BUDGET), "caller, less": (BUDGET, 999, 999), "batch, less": (999, BUDGET, 999),
+    "configuration, less": (999, 999, BUDGET),
+}  # fmt: skip
+CREDIT = [
+    MASKING, MASKING | {"preselect": 0.9, "preselect_by": "gradient"}, {"estimator": "prefix_gain"},
+    {"estimator": "gradient"}, {"estimator": "entropy"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", CREDIT, ids=str)
+def test_the_forwards_of_credit_and_loss_have_at_most_the_rows_of_the_smaller_budget(options, way):
+    model, (caller, own, config) = tiny_model().eval(), WAYS[way]
+    batch = Batch(ROWS, advantages=ADVANTAGES, token_budget=own)
+    credit = CounterfactualConfig(**options, token_budget=config)
+    with counted(model) as fed:
+        credited_loss(model, tiny_tokenizer(), batch, credit=credit, token_budget=caller)
+    if way == "none":
+        assert max(fed) > BUDGET
+    elif way.startswith("configuration"):  # which is of credit's own forwards: the loss has the first
+        assert max(fed[1:], default=0) <= BUDGET < fed[0]
+    else:
+        assert max(fed) <= BUDGET
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if not way.startswith("caller")])
+@pytest.mark.parametrize("options", CREDIT, ids=str)
+def test_so_have_those_of_credit_by_itself(options, way):
+    model, (_, own, config) = tiny_model().eval(), WAYS[way]
+    credit = CounterfactualConfig(**options, token_budget=config)
+    batch = Batch(ROWS, advantages=ADVANTAGES, token_budget=own)
+    deferred = DeferredCredit(credit, tiny_tokenizer(), batch, seed=0)
+    with counted(model) as fed:
+        deferred.by_model(model)
+    assert (max(fed) <= BUDGET) == (way != "none")
+
+
+def test_a_scorer_has_the_callers_budget_too():
+    model, scorer = tiny_model().eval(), tiny_model().eval()
+    with counted(scorer) as fed:
+        credited_loss(
+            model, tiny_tokenizer(), ROWS, advantages=ADVANTAGES, credit=CounterfactualConfig(**MASKING), scorer=scorer,
+            token_budget=BUDGET,
+        )  # fmt: skip
+    assert len(fed) > 3
+    assert max(fed) <= BUDGET
+
+
+def test_rows_of_a_rollout_keep_the_budget_of_their_batch():
+    model, seen = tiny_model().eval(), []
+
+    def own(_, batch):
+        seen.append(batch.token_budget)
+        return [torch.ones(len(units)) for units in batch.units]
+
+    given = rows(rollouts=[0, 1, 2, 3, 4, 5])
+    for estimator in (own, "masking"):
+        with counted(model) as fed:
+            counterfactual_credit(
+                model, tiny_tokenizer(), given, config=CounterfactualConfig(estimator, units="turns"),
+                mask=[torch.tensor([1, 1, 0, 1, 1, 0, 1, 1, 1, 1])] * 6, token_budget=BUDGET,
+            )  # fmt: skip
+    assert seen == [BUDGET]
+    assert 0 < max(fed) <= BUDGET
+
+
+def test_a_batch_of_all_processes_has_the_budget_of_this_one():
+    parts = [Batch(rows(index=range(6 * i, 6 * i + 6)), token_budget=budget) for i, budget in enumerate((7, 9))]
+    assert of_all_processes(parts[1], lambda own: [parts[0], own]).token_budget == 9
+
+
+@pytest.mark.parametrize("way", ["none", "caller", "batch", "caller, less", "batch, less"])
+def test_the_packed_loss_has_at_most_the_rows_of_the_smaller_budget(way):
+    model, (caller, own, _) = tiny_model().eval(), WAYS[way]
+    with counted(model) as fed:
+        packed_policy_loss(model, Batch(ROWS, advantages=ADVANTAGES, token_budget=own), token_budget=caller)
+    assert (max(fed) <= BUDGET) == (way != "none")
+
+
+@pytest.mark.parametrize("bad", [0, 1.5, True, "48"])
+def test_a_bad_budget_is_named_also_next_to_a_smaller_one(bad):
+    model = tiny_model().eval()
+    for budgets in ((bad, 2), (2, bad)):
+        batch = Batch(ROWS, advantages=ADVANTAGES, token_budget=budgets[0])
+        with pytest.raises(ValueError, match="token_budget must be"):
+            packed_policy_loss(model, batch, token_budget=budgets[1])
+    credit = CounterfactualConfig(**MASKING, token_budget=2)
+    with pytest.raises(ValueError, match="token_budget must be"):
+        counterfactual_credit(model, tiny_tokenizer(), ROWS, config=credit, token_budget=bad)

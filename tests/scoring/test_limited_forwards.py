@@ -1,0 +1,157 @@
+"""Llama 4 scales queries by a row's place in a long forward: what is scored stays in shorter ones, or is refused."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cfa_kernels import Batch, Span
+from cfa_kernels.estimators import gradient
+from cfa_kernels.model import tree_forward
+from cfa_kernels.model.limits import largest_forward
+from cfa_kernels.rows import Rows
+from cfa_kernels.scoring import packed
+from cfa_kernels.scoring.access import InProcess
+from cfa_kernels.scoring.masked import query_logprobs, score_batch
+from cfa_kernels.scoring.packed import packed_forward
+from cfa_kernels.tree.packs import Limits, lay_out, lay_out_behind, lay_out_split
+from cfa_kernels.tree.prefix_tree import Query
+from tests.support.models import MASKED, PLACEHOLDER, make_model, tokens
+
+MOST = 63  # rows of a forward in which places do not matter
+LENGTHS = [(20, 20), (50,), (30, 24), (9,)]  # of completions, by prompt
+PROMPTS = tokens(6, 8, 7, 5, seed=1)
+ROWS = Rows(
+    [prompt for prompt, lengths in zip(PROMPTS, LENGTHS, strict=True) for _ in lengths],
+    tokens(*[n for lengths in LENGTHS for n in lengths], seed=2),
+)
+SPANS = [[Span(2 * k, 2 * k + 2) for k in range(n // 2 - 3)] for n in ROWS.lengths]
+ANSWERS = [Span(n - 4, n - 1) for n in ROWS.lengths]
+BATCH = Batch(ROWS, units=SPANS, answers=ANSWERS)
+
+
+def of_two_more(row, k):
+    return [PLACEHOLDER] * (row.spans[k].end - row.spans[k].start + 2)
+
+
+def llama(scale: int):
+    """The same weights whatever the number of rows from which on places matter."""
+    return make_model("Llama4Text", **MASKED["Llama4Text"] | {"floor_scale": scale, "attn_temperature_tuning": True})
+
+
+@pytest.fixture
+def sizes(monkeypatch, unchecked):
+    """Rows of each forward of a limited model with those that it continues, and the number of those that it feeds."""
+    found, run = [], tree_forward.packed_hidden
+
+    def counted(walk, pack, **options):
+        if largest_forward(walk) == MOST:
+            found.append((pack.table.num_rows, pack.num_tokens))
+        return run(walk, pack, **options)
+
+    for module in (packed, tree_forward):
+        monkeypatch.setattr(module, "packed_hidden", counted)
+    monkeypatch.setattr("cfa_kernels.scoring.masked.packed_hidden", counted)
+    return found
+
+
+@pytest.mark.parametrize("mask", [PLACEHOLDER, "drop", of_two_more])
+@pytest.mark.parametrize("outcome", ["logprob", "last"])
+@pytest.mark.parametrize("budget", [None, 25])
+@pytest.mark.parametrize("continues", [True, False])
+def test_scores_are_those_of_a_model_without_the_limit(continues, budget, outcome, mask, sizes):
+    found = []
+    for model in (llama(MOST + 1), llama(8192)):
+        batch = BATCH.with_columns(token_budget=budget)
+        access = packed_forward(model, ROWS, keep_states=True, token_budget=budget) if continues else None
+        found.append(
+            access.score(batch, mask=mask, outcome=outcome) if access else score_batch(model, batch, outcome, mask)
+        )
+    limited, free = found
+    torch.testing.assert_close(limited.base, free.base, rtol=0, atol=2e-5)
+    torch.testing.assert_close(limited.drop, free.drop, rtol=0, atol=4e-5)
+    assert MOST - 10 < max(sizes)[0] <= MOST
+    assert any(fed < rows for rows, fed in sizes)  # what fits behind rows is not fed with them once more
+
+
+def test_so_are_queries(sizes):
+    asked = np.array([5, 6, 7])
+    bundles = [
+        [Query(np.append(row[:n], asked[:2]), n - 1, asked) for n in range(3, len(row), 5)]
+        for row in map(ROWS.whole, range(len(ROWS)))
+    ]
+    forward = packed_forward(llama(MOST + 1), ROWS, keep_states=True)
+    values, _ = forward.query(bundles)
+    expected, _ = query_logprobs(llama(8192), bundles)
+    torch.testing.assert_close(values, expected, rtol=0, atol=2e-5)
+    assert max(sizes)[0] <= MOST
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_masked_row_that_is_longer_is_refused_by_number_before_anything_runs(continues, sizes):
+    model = llama(MOST + 1)
+    access = packed_forward(model, ROWS, keep_states=True) if continues else None
+    before = len(sizes)
+    masks = {"mask": lambda row, k: [PLACEHOLDER] * (30 if len(row.completion) == 50 else 2)}
+    expected = (
+        r"completions row 2: a sequence of 84 tokens .* Llama4ForCausalLM scales queries by their place in a forward "
+        f"of more than {MOST} rows"
+    )
+    with pytest.raises(NotImplementedError, match=expected):
+        access.score(BATCH, **masks) if access else score_batch(model, BATCH, **masks)
+    assert len(sizes) == before
+
+
+def test_queries_that_a_forward_foresees_are_fed_with_it_only_where_its_budget_allows():
+    model = make_model("Qwen3", num_hidden_layers=1)
+    foreseen = [[Query(np.append(row[:9], [5] * 30), 8, np.array([5]))] for row in map(ROWS.whole, range(len(ROWS)))]
+    alone = packed_forward(model, ROWS, token_budget=64, keep_states=True)
+    forward = packed_forward(model, ROWS, token_budget=64, keep_states=True, foreseen=foreseen)
+    assert max(one.pack.num_tokens for one in forward.packs) <= 64
+    assert forward.tokens_fed > alone.tokens_fed
+    torch.testing.assert_close(forward.logprobs(), alone.logprobs(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(forward.query(foreseen)[0], alone.query(foreseen)[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", ["a forward with gradients", "gradient"])
+def test_so_is_a_long_row_by_itself(way, sizes, monkeypatch):
+    rows = Rows(ROWS.prompts[2:4], [torch.cat([ROWS.completions[2]] * 2), ROWS.completions[3]], [7, 8])
+    batch, model = Batch(rows, units=[[Span(2, 4)], []], answers=[Span(97, 100), None]), llama(MOST + 1)
+    monkeypatch.setattr(gradient, "check_supported", lambda walk: None)
+    with pytest.raises(NotImplementedError, match=r"completions row 7: a sequence of 10\d tokens must share one"):
+        gradient.Gradient()(InProcess(model), batch) if way == "gradient" else packed_forward(model, rows)
+    assert not sizes
+
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=9)
+
+
+@pytest.mark.parametrize("divergence", [False, True])
+@given(SEQUENCES, SEQUENCES, st.integers(1, 30), st.integers(0, 12))
+def test_every_query_is_laid_out_once_within_the_limit_and_after_the_first_of_its_bundle(
+    divergence, fed, rows, budget, extra
+):
+    def queries(sequences):
+        arrays = [np.array(row, dtype=np.int64) for row in sequences]
+        return [Query(row, len(row) - 1, row[:1], divergence=divergence) for row in arrays]
+
+    def checked(packs, limits):
+        answered = []
+        for pack in packs:
+            assert pack.table.num_rows <= limits.most_rows
+            assert pack.num_tokens <= max(limits.token_budget, *map(len, rows))
+            answered += pack.queries
+        assert sorted(answered) == [*range(len(rows))]
+        for bundle in bundles if divergence else ():
+            assert min(map(answered.index, bundle)) == answered.index(bundle[0])
+
+    half = -(-len(rows) // 2)
+    bundles = [bundle for bundle in ([*range(half)], [*range(half, len(rows))]) if bundle]
+    (trunk,) = lay_out(queries(fed), [range(len(fed))], 999)
+    most = max(trunk.num_tokens, *map(len, rows)) + extra
+    limits = Limits(min(budget, most), most_rows=most)
+    checked(lay_out_behind(trunk, queries(rows), bundles, limits), limits)
+    most = max(map(len, rows)) + extra
+    limits = Limits(min(budget, most), most_rows=most)
+    checked(lay_out_split(queries(rows), [bundles], limits), limits)
