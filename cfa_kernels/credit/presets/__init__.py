@@ -4,7 +4,7 @@ from pathlib import Path
 
 PRESETS = Path(__file__).parent
 DEFAULT_PRESET = "prefix_gain_positive"
-"""Name of the preset that trained best where most of a completion cannot matter. On a pretrained model it points worse."""
+"""Name of the preset that trained best where most of a completion cannot matter. A pretrained model loses by it."""
 
 
 def preset_names() -> list[str]:
