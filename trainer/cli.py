@@ -18,7 +18,7 @@ from typing import Any
 import tyro
 import yaml
 
-from cfa_kernels.credit.presets import PRESETS, DEFAULT_PRESET, preset_names
+from cfa_kernels.credit.presets import DEFAULT_PRESET, PRESETS, preset_names
 from cfa_kernels.options import check_fields
 
 from .rewards.built_in import require_rewards

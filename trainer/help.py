@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 
 from cfa_kernels import __version__
-from cfa_kernels.credit.presets import PRESETS, DEFAULT_PRESET
+from cfa_kernels.credit.presets import DEFAULT_PRESET, PRESETS
 
 from .cli import config_names, read_mapping
 from .extras import program

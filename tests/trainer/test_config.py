@@ -240,7 +240,9 @@ def test_credit_is_the_default_preset_unless_one_is_named_and_a_line_says_so(cap
     }.items():
         config = TrainConfig(**vars(of_rank(["--device=cpu", *flags], prog="cfa-train")))
         assert config.counterfactual() == expected
-        says = f"note: credit by {DEFAULT_PRESET}, the default preset; --config also takes cf," in capsys.readouterr().err
+        says = (
+            f"note: credit by {DEFAULT_PRESET}, the default preset; --config also takes cf," in capsys.readouterr().err
+        )
         assert says == (flags in ((), ("--max_spans=5",)))
 
 
