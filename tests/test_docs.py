@@ -155,7 +155,7 @@ def sampled() -> dict[str, Any]:
 def others() -> dict[str, Any]:
     """The functions of docs/other_trainers.md."""
     namespace: dict[str, Any] = {"__name__": "example"}
-    assert run(REPOSITORY / "docs" / "other_trainers.md", namespace) == 7
+    assert run(REPOSITORY / "docs" / "other_trainers.md", namespace) == 6
     return namespace
 
 
@@ -176,15 +176,6 @@ def rollouts() -> SimpleNamespace:
         weights[i, len(prompts[i]) : len(prompts[i]) + len(row)] = row
     assert weights.unique().numel() > 3
     return SimpleNamespace(ids=ids, attention=attention, mask=mask, advantages=each[:, None] * mask, weights=weights)
-
-
-def in_prime_rl(r: SimpleNamespace, lines: dict[str, Any]) -> list[torch.Tensor]:
-    on = r.attention.bool()
-    positions = torch.arange(10).expand(3, 10)
-    packed = {"input_ids": r.ids, "loss_mask": r.mask, "advantages": r.advantages, "position_ids": positions}
-    batch = {name: value[on][None] for name, value in packed.items()}
-    lines["add_credit_prime_rl"](batch, tiny_model(), tiny_tokenizer())
-    return [batch["advantages"], (r.advantages * r.weights)[on][None]]
 
 
 def in_nemo_rl(r: SimpleNamespace, lines: dict[str, Any]) -> list[torch.Tensor]:
@@ -224,9 +215,7 @@ def logprobs_and_gradients(r: SimpleNamespace, lines: dict[str, Any]) -> list[to
     return [*both, *(torch.cat([x.flatten() for x in each]) for each in gradients)]
 
 
-@pytest.mark.parametrize(
-    "trainer", [in_prime_rl, in_nemo_rl, in_open_instruct, in_areal, in_ms_swift, logprobs_and_gradients]
-)
+@pytest.mark.parametrize("trainer", [in_nemo_rl, in_open_instruct, in_areal, in_ms_swift, logprobs_and_gradients])
 def test_the_lines_for_another_trainer_weigh_what_it_multiplies_and_pack_what_it_pads(trainer, rollouts, others):
     pairs = trainer(rollouts, others)
     torch.testing.assert_close(pairs[::2], pairs[1::2], rtol=1e-4, atol=1e-5)

@@ -18,7 +18,7 @@ from typing import Any
 import tyro
 import yaml
 
-from cfa_kernels.credit.presets import PRESETS, RECOMMENDED, preset_names
+from cfa_kernels.credit.presets import DEFAULT_PRESET, PRESETS, preset_names
 from cfa_kernels.options import check_fields
 
 from .rewards.built_in import require_rewards
@@ -52,7 +52,7 @@ def parse(argv: Sequence[str], *, prog: str) -> TrainSettings:
     """Fill the settings from, in rising order: their defaults, the model folder's, `--config`, flags.
 
     A file of `--config` that ships with the program is another model's run: the model folder wins over it. Credit is by
-    the recommended one of these unless `--config` or `--estimator` name another.
+    the default one of these unless `--config` or `--estimator` name another.
     A setting that is wrong ends the program with exit code 2 and a message that names it.
     """
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str], *, prog: str) -> TrainSettings:
         given = vars(chosen)
         source, pairs = given.pop("config"), given.pop("credit_options")
         early = {name: given.pop(name) for name in ("model", "estimator") if name in given}
-        source = source or (RECOMMENDED if _names_no_credit(argv) else None)
+        source = source or (DEFAULT_PRESET if _names_no_credit(argv) else None)
         file = _config_file(source) if source else None
         preset = file if file and file.resolve().parent == PRESETS.resolve() else None
         settings = (_read_settings(file) if file else {}) | early
@@ -99,10 +99,13 @@ def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
             require_data(name)
         require_model(settings.model)
         if _names_no_credit(argv) and settings.credit != "uniform":
-            others = ", ".join(name for name in preset_names() if name != RECOMMENDED)
-            said = f"note: credit by {RECOMMENDED}, the recommended preset; --config also takes {others}"
-            print(f"{said}; --credit uniform assigns none", file=sys.stderr)
+            others = ", ".join(name for name in preset_names() if name != DEFAULT_PRESET)
+            said = f"note: credit by {DEFAULT_PRESET}, the default preset; --config also takes {others}"
+            print(f"{said}; --credit uniform assigns none, and {_MEASURE}", file=sys.stderr)
         return settings
+
+
+_MEASURE = "`python -m benchmarks evidence own` of a checkout measures which is better for a model"
 
 
 def _names_no_credit(argv: Sequence[str]) -> bool:

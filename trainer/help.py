@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 
 from cfa_kernels import __version__
-from cfa_kernels.credit.presets import PRESETS, RECOMMENDED
+from cfa_kernels.credit.presets import DEFAULT_PRESET, PRESETS
 
 from .cli import config_names, read_mapping
 from .extras import program
@@ -53,9 +53,9 @@ def _print_settings() -> None:
 
     print(f"usage: {program('trainer')} [--SETTING VALUE ...]\n\n{textwrap.fill(DESCRIPTION, width)}\n")
     names = ", ".join(config_names())
-    show("config", f"YAML file of settings, or one that ships: {names}. Flags win over it. [{RECOMMENDED}]")
+    show("config", f"YAML file of settings, or one that ships: {names}. Flags win over it. [{DEFAULT_PRESET}]")
     texts = {name: text for part in TrainSettings.__mro__[-2::-1] for name, text in documented(part).items()}
-    defaults = vars(TrainSettings(**read_mapping(PRESETS / f"{RECOMMENDED}.yaml")))
+    defaults = vars(TrainSettings(**read_mapping(PRESETS / f"{DEFAULT_PRESET}.yaml")))
     for name in _FIRST:
         first, dot, _ = texts[name].partition(". ")
         default = defaults[name]

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.harness.environment import describe_environment
 from benchmarks.harness.results import Pieces, made_by, table
 from benchmarks.research.arms import ARMS, PLAIN, Arm, Groups, Judged, arms_of
 from benchmarks.research.models import Problem, Subject, clock, posed, read_problems, require_mixed
@@ -54,7 +55,7 @@ class AlignmentSettings:
     computations: Annotated[int, Interval(0)] = 0
     """Most computations of a problem of the file, by GSM8K's marks; 0 for any."""
     rollouts: str = ""
-    """Folder of `pretrained`, of the same model and sampling, whose completions are taken in place of new ones."""
+    """Folder of `pretrained`, of the same model and sampling, whose completions are taken first; others are sampled."""
     regime: str = ""
     """Name in `regimes.REGIMES`, in place of `problems` and `max_tokens`; its own model unless one is named."""
     parameters: str = "."
@@ -188,7 +189,7 @@ class Policy(Subject):
 
 
 class Recorded(Policy):
-    """A policy whose completions are those that `pretrained` has kept: the truth's groups first, then the blocks'."""
+    """A policy whose first completions are those that `pretrained` has kept: the truth's, then the blocks'."""
 
     def __init__(self, settings: AlignmentSettings) -> None:
         super().__init__(settings)
@@ -199,17 +200,14 @@ class Recorded(Policy):
                 raise ValueError(f"{name} must be that of rollouts {pieces}, {known[name]!r}, got {own[name]!r}")
         files = sorted(pieces.glob("rollouts-*.json"), key=lambda path: int(path.stem.split("-")[1]))
         self.rolled = [one for path in files for one in json.loads(path.read_text(encoding="utf-8"))]
-        needed = settings.truth_groups + settings.blocks * settings.sizes[-1]
-        if needed * self.group > len(self.rolled):
-            raise ValueError(
-                f"truth_groups and blocks take {needed} groups, and rollouts {pieces} hold "
-                f"{len(self.rolled) // self.group}; lower them, or sample more"
-            )
 
     def groups(self, *key: int, count: int, batch: int = 1) -> Iterator[Groups]:
-        """Take the groups of a part of the truth (seed, 1, part) or of a block (seed, 3, block)."""
+        """Take the groups of a part of the truth (seed, 1, part) or of a block (seed, 3, block); sample later ones."""
         first = key[2] * count + (key[1] == 3) * self.truth_groups
         some = self.rolled[first * self.group : (first + count) * self.group]
+        if len(some) < count * self.group:
+            yield from super().groups(*key, count=count, batch=batch)
+            return
         columns = zip(*((self.problems[o["problem"]], torch.tensor(o["ids"]), o["reward"]) for o in some), strict=True)
         yield from self.mixed(*map(list, columns), batch)
 
@@ -248,6 +246,7 @@ def run(
     chosen = arms if isinstance(arms, Mapping) else arms_of(arms or ["main"])
     policy = policy or (Recorded if settings.rollouts else Policy)(settings)
     look = pieces.get("first look", policy.look)
+    measured_on = pieces.get("measured on", lambda: describe_environment(policy.model.device, None)["device"])
     print(f"first look: {look['right']:.0%} right, {look['mixed']:.0%} of the groups have right and wrong completions")
     known = {name: value for name, value in asdict(settings).items() if name not in ("blocks", "continuations")}
 
@@ -275,7 +274,7 @@ def run(
     for name, figure in figures.items():
         figure["cost"] = sum(block["seconds"][name] for block in blocks) / step
     share = density(REGIMES[settings.regime], policy.tokenizer) if settings.regime else None
-    about = {"agreement": about["agreement"], "density": share, "look": look}
+    about = {"agreement": about["agreement"], "density": share, "look": look, "measured on": measured_on}
     document = {"settings": asdict(settings), **about, "arms": figures}
     if CREDIT in figures:
         print(verdict(document))
@@ -486,9 +485,10 @@ def markdown(document: Mapping[str, Any]) -> str:
     groups, size, moments = settings["truth_groups"], settings["group"], settings.get("moments", 20)
     about = f"Regime `{settings['regime']}`, " if settings["regime"] else ""
     about += f"{document['density']:.0%} of its tokens in steps and answer. " if about else ""
+    place = f", on {device['name']}" if (device := document.get("measured on")) else ""
     note = (
-        f"{made_by(document)}. {about}Cosine of a batch's gradient with the true one, from {groups} groups of {size} "
-        f"(cosine of its halves {document['agreement']:.2f}), over {settings['blocks']} blocks of {sizes[-1]} groups. "
+        f"{made_by(document)}{place}. {about}Cosine of a batch's gradient with the true one, from {groups} groups of "
+        f"{size} (cosine of its halves {document['agreement']:.2f}), over {settings['blocks']} blocks of {sizes[-1]}. "
         f"Ratios and differences are those at {MAIN * size} completions, paired with plain DAPO's; their squares are "
         "roughly ratios of completions. Standard errors count batches and how well the true gradient is known. *Adam*: "
         f"each arm's gradient divided by the root of its own mean square over {moments} earlier batches, whose draw "

@@ -21,7 +21,7 @@ PATTERNS = {
     "total or sum": r"(?i)\b(?:total|sum|altogether|combined|in all)\b",
     "conclusion": r"(?i)\b(?:therefore|thus|hence|so)\b",
     "set-up": r"(?i)\b(?:let|denote|represents?|suppose|assume)\b",
-    "step header": r"(?i)\A\W*(?:step\s*\d|\d{1,2}[.):])",
+    "step header": r"(?i)\A\W*(?:step\s*\d|\d{1,2}[.):](?!\d))",
 }
 PAPER = {
     "skewness": -2.19, "kurtosis": 7.73, "critical": 0.109, "important": 0.304, "moderate": 0.454, "low": 0.098,

@@ -84,6 +84,7 @@ def run(pieces: Pieces, folder: Path, settings: PretrainedSettings) -> dict[str,
     problems, held_out = read_problems(
         subject.tokenizer, settings.problems, settings.held_out, examples=settings.examples,
         computations=settings.computations,
+        count=max(settings.asked, settings.evaluated) if settings.problems else None,
     )  # fmt: skip
     problems, held_out = problems[: settings.asked], held_out[: settings.evaluated]
 
@@ -109,6 +110,7 @@ def run(pieces: Pieces, folder: Path, settings: PretrainedSettings) -> dict[str,
         lambda part: continuations.continued(subject, cases[part], settings.continuations, settings.seed + part.start),
         few,
     )  # fmt: skip
+    scored_on = pieces.get("scored on", lambda: describe_environment(scorer.model.device, None)["device"])
     forward = functools.cache(lambda start, stop: continuations.fed(scorer, cases[start:stop]))
     scores = {
         name: parts(
@@ -127,7 +129,7 @@ def run(pieces: Pieces, folder: Path, settings: PretrainedSettings) -> dict[str,
         one["texts"] = [subject.tokenizer.decode(ids[slice(*span)]) for span in one["spans"]]
         one["right"] = bool(completion["reward"])
     return {
-        "settings": asdict(settings), "sampled on": sampled_on,
+        "settings": asdict(settings), "sampled on": sampled_on, "scored on": scored_on,
         "policy": policy(rolled, subject.tokenizer, settings.group),
         "held out": {name: bootstrap_interval(np.mean, rows)._asdict() for name, rows in accuracy.items()},
         "truth": continuations.summed(subject, cases, answers, scores),
@@ -209,7 +211,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     return "\n".join([
         f"# A pretrained model\n\n{made_by(document)}. Model `{settings['model']}`, sampled in {settings['dtype']} on "
         f"{document['sampled on']['name']}, scored in {settings['scored_in'] or settings['dtype']} on "
-        f"{document['environment']['device']['name']}.\n",
+        f"{document.get('scored on', document['environment']['device'])['name']}.\n",
         *(f"{one}\n" for one in said), continuations.markdown(document), drops.markdown(document["drops"]),
     ])  # fmt: skip
 

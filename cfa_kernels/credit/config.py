@@ -125,7 +125,7 @@ class CounterfactualConfig:
 
     @classmethod
     def preset(cls, name: str) -> "CounterfactualConfig":
-        """Build a configuration that ships, by name: those of the papers, and `presets.RECOMMENDED`.
+        """Build a configuration that ships, by name: those of the papers, and `presets.DEFAULT_PRESET`.
 
         Raises `ValueError` for an unknown name, and for one that only the training program can run.
         """

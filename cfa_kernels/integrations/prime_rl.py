@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import CounterfactualConfig
 from ..credit.config import as_config
 from ..credit.deferred import Draws
-from ..credit.presets import RECOMMENDED
+from ..credit.presets import DEFAULT_PRESET
 from ..estimators.base import SIBLINGS
 from ..rows import Rows, equal_prompts
 from ..scoring.access import LogprobService
@@ -39,7 +39,7 @@ class CounterfactualMixin:
         NotImplementedError: an algorithm, estimator or trace that credit cannot be combined with, each named.
     """
 
-    counterfactual: ClassVar[CounterfactualConfig | str] = RECOMMENDED
+    counterfactual: ClassVar[CounterfactualConfig | str] = DEFAULT_PRESET
     tokenizer: Any = None
     seed: ClassVar[int] = 0
     dtype: ClassVar[torch.dtype] = torch.bfloat16

@@ -20,7 +20,7 @@ from ..credit.assign import FIGURES
 from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
 from ..credit.nothing import NOT_MIXED, why_nothing
-from ..credit.presets import RECOMMENDED
+from ..credit.presets import DEFAULT_PRESET
 from ..loss.checks import LossOptions
 from ..model.check.verify import check_supported, check_trainable
 from ..model.compile_layers import compile_layers
@@ -422,7 +422,7 @@ class PackedGRPOTrainer(CounterfactualMixin, GRPOTrainer):
 class CounterfactualGRPOTrainer(PackedGRPOTrainer):
     """The same with the preset of credit that trained best where it was tried; see `CounterfactualMixin`."""
 
-    def __init__(self, *args: Any, credit: CounterfactualConfig | str | None = RECOMMENDED, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, credit: CounterfactualConfig | str | None = DEFAULT_PRESET, **kwargs: Any) -> None:
         super().__init__(*args, credit=credit, **kwargs)
 
 

@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from .. import CounterfactualConfig
 from ..credit.config import as_config
 from ..credit.deferred import Draws
-from ..credit.presets import RECOMMENDED
+from ..credit.presets import DEFAULT_PRESET
 from ..model.attention import TreeMask, attend
 from ..model.parts import causal_lm, configs
 from ..model.stateful_layers import has_cells
@@ -88,7 +88,7 @@ class CounterfactualAsyncMixin:
         NotImplementedError: an estimator or setting that credit cannot be combined with, each named.
     """
 
-    def __init__(self, *args: Any, credit: CounterfactualConfig | str = RECOMMENDED, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, credit: CounterfactualConfig | str = DEFAULT_PRESET, **kwargs: Any) -> None:
         self.credit = as_config(credit)
         refuse(unmet_needs(self.credit, OFFERS["TRL, AsyncGRPO"]))
         super().__init__(*args, **kwargs)

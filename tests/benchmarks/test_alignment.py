@@ -246,6 +246,16 @@ def test_errors_hold_how_well_the_truth_is_known():
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(found), rel=0.25)
 
 
+def test_vectors_of_a_device_meet_none_of_the_host(device):
+    settings = replace(SETTINGS, truth_groups=12, batch=2, block=8, moments=0, parameters=r"layers\.1\.")
+    policy = Policy(settings)
+    policy.model.to(device)
+    truth = torch.stack([alignment.true_gradient(policy, settings, 0)] * 3)
+    chosen = arms_of(["CF", "prefix gain permuted where right, spans open", "position where right", "right times 4"])
+    found = alignment._block(policy, chosen, 0, truth.to(device), dict, settings)
+    assert {*found["products"]["8"]} == {*chosen}
+
+
 def test_the_command_writes_its_tables_and_resumes(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
     monkeypatch.setattr(alignment, "MAIN", 2)
@@ -312,12 +322,17 @@ def test_completions_that_are_at_hand_are_measured_the_truths_first(tmp_path, mo
     assert [problem.question for problem in seen] == asked
     known = json.loads((tmp_path / "evidence-alignment.json").read_text())["arms"]["right times 4"]
     assert known["4"]["batches"] == 2
-    for more, said in (
-        (["--blocks", "3"], "truth_groups and blocks take 28 groups, and rollouts .* hold 24; lower them"),
-        (["--temperature", "0.5"], r"temperature must be that of rollouts .*, 1\.0, got 0\.5"),
-    ):
-        assert main([*options, *more, "--folder", str(tmp_path / said[:5])]) == 1
-        assert re.search(said, capsys.readouterr().err)
+    seen.clear()
+    kept = json.loads((tmp_path / "pretrained/pieces/rollouts-0-to-10.json").read_text())
+    sampled, ids = [], torch.tensor(kept[0]["ids"])
+    monkeypatch.setattr(
+        Policy, "answered", lambda self, asked: sampled.extend(asked[::2]) or ([ids] * len(asked), [1.0, 0.0] * 4)
+    )
+    assert main([*options, "--arms", "right times 4", "--blocks", "3"]) == 0  # none at hand for the third
+    assert sampled == seen
+    assert len(sampled) == 4
+    assert main([*options, "--temperature", "0.5", "--folder", str(tmp_path / "other")]) == 1
+    assert re.search(r"temperature must be that of rollouts .*, 1\.0, got 0\.5", capsys.readouterr().err)
     with pytest.raises(SystemExit):
         main([*options, "--moments", "2"])
     said = " ".join(re.sub(r"[^\x00-\x7f]", " ", capsys.readouterr().err).split())

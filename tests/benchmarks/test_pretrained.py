@@ -185,6 +185,14 @@ def test_drops_are_cut_at_multiples_of_their_mean():
     assert all(name in drops.PAPER for name in (*drops.PATTERNS, *drops.TIERS))
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("1. Add them.", True), ("12) Add", True), ("Step 3", True), ("7.5 * 2 = 15", False), (" $36.50 / 6", False)],
+)
+def test_a_number_with_decimals_is_no_step_header(text, found):
+    assert bool(re.search(drops.PATTERNS["step header"], text)) == found
+
+
 def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch, capsys):
     arguments = ["pretrained", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--asked", "8", "--evaluated", "2", "--max-tokens", "70", "--group", "6", "--at-once", "4"]
@@ -193,7 +201,7 @@ def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch, capsys
     first = json.loads((tmp_path / "evidence-pretrained.json").read_text())
     assert first["policy"]["completions"] == 48
     assert first["truth"]["right"]["completions"] == first["truth"]["wrong"]["completions"] > 1
-    assert first["sampled on"]["name"] == first["environment"]["device"]["name"]
+    assert first["sampled on"]["name"] == first["scored on"]["name"] == first["environment"]["device"]["name"]
     assert first["drops"]["completions"] <= 12
     for kind in ("right", "wrong"):
         few, all_of_them = (

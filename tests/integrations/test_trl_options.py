@@ -129,7 +129,7 @@ def test_log_probs_of_a_trainers_own_are_refused_as_they_would_not_be_used(tmp_p
 
 
 def test_the_packed_trainer_has_no_credit_unless_it_is_named(tmp_path):
-    """And the one that is named after credit has the recommended preset."""
+    """And the one that is named after credit has the default preset."""
 
     def made(cls, **given):
         own = {"train_dataset": Dataset.from_dict({"prompt": [PROMPT] * 8}), "processing_class": tiny_tokenizer()}

@@ -12,7 +12,7 @@ import yaml
 
 from cfa_kernels import AnswerRules, CounterfactualConfig, __version__
 from cfa_kernels.credit.config import SpanRules, flat_options
-from cfa_kernels.credit.presets import RECOMMENDED
+from cfa_kernels.credit.presets import DEFAULT_PRESET
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.loss.token_loss import CORRECTIONS
@@ -229,19 +229,19 @@ def test_a_flag_that_changes_the_rule_of_a_preset_drops_the_options_of_the_prese
     assert "w_max is not read" in message(capsys, "--weights=top", "--w_max=3")  # not a preset's
 
 
-def test_credit_is_the_recommended_preset_unless_one_is_named_and_a_line_says_so(capsys) -> None:
-    recommended = CounterfactualConfig.preset(RECOMMENDED)
+def test_credit_is_the_default_preset_unless_one_is_named_and_a_line_says_so(capsys) -> None:
+    default = CounterfactualConfig.preset(DEFAULT_PRESET)
     for flags, expected in {
-        (): recommended,
-        ("--max_spans=5",): replace(recommended, spans=SpanRules(max_spans=5)),
+        (): default,
+        ("--max_spans=5",): replace(default, spans=SpanRules(max_spans=5)),
         ("--config=cf",): CounterfactualConfig.preset("cf"),
         ("--estimator=masking",): CounterfactualConfig(),
-        ("--credit=uniform",): replace(recommended, control="off"),
+        ("--credit=uniform",): replace(default, control="off"),
     }.items():
         config = TrainConfig(**vars(of_rank(["--device=cpu", *flags], prog="cfa-train")))
         assert config.counterfactual() == expected
         says = (
-            f"note: credit by {RECOMMENDED}, the recommended preset; --config also takes cf," in capsys.readouterr().err
+            f"note: credit by {DEFAULT_PRESET}, the default preset; --config also takes cf," in capsys.readouterr().err
         )
         assert says == (flags in ((), ("--max_spans=5",)))
 

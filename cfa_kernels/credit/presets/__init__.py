@@ -3,8 +3,8 @@
 from pathlib import Path
 
 PRESETS = Path(__file__).parent
-RECOMMENDED = "prefix_gain_positive"
-"""Name of the preset that trained best of all that was tried where most of a completion cannot matter."""
+DEFAULT_PRESET = "prefix_gain_positive"
+"""Name of the preset that trained best where most of a completion cannot matter. A pretrained model loses by it."""
 
 
 def preset_names() -> list[str]:
