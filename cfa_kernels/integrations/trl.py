@@ -420,7 +420,10 @@ class PackedGRPOTrainer(CounterfactualMixin, GRPOTrainer):
 
 
 class CounterfactualGRPOTrainer(PackedGRPOTrainer):
-    """The same with the preset of credit that trained best where it was tried; see `CounterfactualMixin`."""
+    """The same with credit, by default `presets.DEFAULT_PRESET`; see `CounterfactualMixin`.
+
+    On a pretrained model this default made a step's direction worse (docs/evidence.md): measure before you train.
+    """
 
     def __init__(self, *args: Any, credit: CounterfactualConfig | str | None = DEFAULT_PRESET, **kwargs: Any) -> None:
         super().__init__(*args, credit=credit, **kwargs)

@@ -25,7 +25,7 @@ def test_all_blocks_run_on_a_cpu(tmp_path, capsys):
     assert document["parts"]["host"]["result"]["ceilings"]["launch_microseconds"]["aten add"] > 0
     expected = {
         "liger": {f"{name}, {ab.AS_RACED}" for name in (ab.PLAIN, ab.EXACT)},
-        "trl": {ab.WHOLE, f"{ab.PLAIN}, {ab.AS_RACED}", f"{ab.EXACT}, {ab.MERGED}"},
+        "trl": {ab.WHOLE, f"{ab.PLAIN}, {ab.AS_RACED}", f"{ab.EXACT}, {ab.AS_RACED}{ab.MERGED}"},
         "long": {f"{ab.PLAIN}, of {ab.TRL}", f"{ab.PLAIN}, of {ab.VARLEN}"},
         "trainer": {"cf", "cf, merged"},
     }
