@@ -38,16 +38,19 @@ def example(kind, dtype=torch.float64, device="cpu", *, bias=False, seed=0, **tr
     return hidden, head, targets, transform | ({"bias": shift} if bias else {}), lists
 
 
-def dense(hidden, head, targets, lists, dtype, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0):
-    """Log-probs and entropies of a softmax over all logits, of which those that are not kept are -inf."""
+def dense(hidden, head, targets, lists, dtype, **options):
+    """Log-probs of targets, and entropies, of a softmax over all logits, of which those that are not kept are -inf."""
+    logp = dense_rows(hidden, head, lists, dtype, **options)
+    return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def dense_rows(hidden, head, lists, dtype, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0):
     logits = hidden.to(dtype) @ head.to(dtype).T + (0 if bias is None else bias.to(dtype))
     logits = logit_scale * logits.to(torch.promote_types(dtype, torch.float32))
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     closed = torch.tensor([[bool(ids) and v not in ids for v in range(V)] for ids in map(set, lists)])
     closed = closed.to(logits.device)
-    logp = (logits / temperature).masked_fill(closed, -math.inf).log_softmax(-1).masked_fill(closed, -1e4)
-    entropy = -(logp.exp() * logp).sum(-1)
-    return logp.gather(-1, targets[:, None])[:, 0], entropy
+    return (logits / temperature).masked_fill(closed, -math.inf).log_softmax(-1).masked_fill(closed, -1e4)
 
 
 def leaves_of(hidden, head, options, dtype=None):
