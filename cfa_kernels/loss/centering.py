@@ -21,7 +21,8 @@ def subtract_expected_score(
     token's loss by its log-prob, had v been drawn. A token's part of the gradient, b_y grad log p_y, becomes
     `b_y grad log p_y - sum_v q_v b_v grad log p_v`, whose mean over y ~ q is 0 (the paper's eqs. 9 and 12; q and b are
     constants). By a logit z_j the sum is q_j b_j - p_j sum_v q_v b_v, so that only kept ids change. With `reinforce`
-    b_v = -A, and -A (1[j = y] - q_j) is left. SkyRL 0.5 and prime-rl (851c48f) centre so over the ids of a nucleus.
+    b_v = -A, and -A (1[j = y] - q_j) is left. SkyRL 0.5 (its pull request 2244, read at erictang000/SkyRL@e13403d) and
+    prime-rl's IPO loss centre so over the ids of a nucleus.
     """
 
     def by_row(kind: str, values: Tensor) -> Tensor:  # in a fixed order, as sums by index are not on a GPU
@@ -53,9 +54,17 @@ def subtract_expected_score(
     return -(by_logprob * logprobs).sum()
 
 
+def check_joins(joins_tokens: bool) -> None:
+    """Raise `ValueError` if a token's loss depends on the log-probs of its sequence, which centering does not know."""
+    if joins_tokens:
+        raise ValueError(
+            "score_centering reads each token's ratio by itself: it needs importance_sampling_level='token', no "
+            "sampling_mode or mask of sequences, and another loss_type than vespo"
+        )
+
+
 def check_centering(
     kept: KeptTokens | None,
-    joins_tokens: bool,
     place: Callable[[int], str],
     *,
     targets: Tensor | None = None,
@@ -67,11 +76,6 @@ def check_centering(
     `kept` is checked already. Its log-probs, and columns of other `logprobs` (N,) by name, which must be the sampler's,
     are looked at where `moved` (N,), if there is one, and then `targets` (N,); all on the host.
     """
-    if joins_tokens:
-        raise ValueError(
-            "score_centering reads each token's ratio by itself: it needs importance_sampling_level='token', no "
-            "sampling_mode or mask of sequences, and another loss_type than vespo"
-        )
     if kept is None or (kept.logprobs is None and len(kept.ids)):
         got = "None" if kept is None else "ids without logprobs"
         raise ValueError(f"score_centering needs kept_tokens with the sampler's logprobs of the ids, got {got}")

@@ -16,7 +16,7 @@ from ..ops.kept_tokens import KeptTokens
 from ..ops.row_softmax import Softmax, check_logits_dtype
 from ..ops.upload import upload
 from ..options import check_class
-from .centering import check_centering
+from .centering import check_centering, check_joins
 from .checks import (
     CheckedBatch,
     LossOptions,
@@ -276,13 +276,14 @@ def linear_policy_loss(
         kept_tokens = kept_tokens.checked(place, batch.keep.numel(), vocabulary=len(lm_head), **columns)
         kept = dict(zip(kept, kept_tokens if score_centering else (*kept_tokens[:2], None), strict=True))
     if score_centering:
+        check_joins(batch.options.joins_tokens)
         tokens = batch.tokens
         columns = {
             "targets": targets, "moved": batch.keep & tokens.moved(),
             **{name: getattr(tokens, name) for name in ("old_logprobs", "sampling_logprobs")},
         }  # fmt: skip
         columns = {name: None if one is None or not checked else one.flatten().cpu() for name, one in columns.items()}
-        check_centering(kept_tokens, batch.options.joins_tokens, place, **columns)
+        check_centering(kept_tokens, place, **columns)
     loss, stats, *_ = linear_policy_loss_op(
         hidden=hidden.reshape(-1, hidden.size(-1)),
         head=lm_head,

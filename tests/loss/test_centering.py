@@ -35,7 +35,9 @@ class Problem:
         near = self.hidden.double() + 0.4 * noise.to(device)
         self.sampled = dense_rows(near, self.head, self.lists, torch.float64, **self.options)
         rows = zip(self.sampled.cpu(), self.lists, strict=True)
-        self.kept = KeptTokens.of(self.lists, [row[ids] for row, ids in rows])
+        rows = [row[ids] for row, ids in rows]
+        rows[8] = rows[8] * torch.nan  # that the mask does not count
+        self.kept = KeptTokens.of(self.lists, rows)
         self.weights = torch.linspace(0, 2, B * T, dtype=torch.float64, device=device).view(B, T)
         self.mask, self.advantages = MASK.to(device), ADVANTAGES.to(device)
 
