@@ -8,7 +8,7 @@ import torch
 from cfa_kernels.loss.policy import linear_policy_loss, policy_loss
 from cfa_kernels.ops.kept_tokens import KeptTokens
 from cfa_kernels.ops.linear_logprob import linear_logprob
-from tests.ops.test_kept_tokens import TRANSFORMS, B, H, T, V, dense_rows, example, leaves_of
+from tests.support.kept_tokens import TRANSFORMS, B, H, T, V, dense_rows, example, leaves_of
 
 MASK = torch.arange(T) < torch.tensor([5, 2, 4])[:, None]
 ADVANTAGES = torch.tensor([1.0, -0.7, 0.4])
