@@ -181,7 +181,8 @@ class CounterfactualConfig:
         """Needs, of `NEEDS`, that a host must meet; none where no estimator runs."""
         if not self.runs_estimator:
             return frozenset()
-        return self.estimator.needs | ({TARGETS} if self.target == "gold" else set())
+        own = frozenset() if self.weights is None else self.weights.needs
+        return self.estimator.needs | own | ({TARGETS} if self.target == "gold" else set())
 
     @property
     def asks_model(self) -> bool:
