@@ -184,6 +184,12 @@ class CounterfactualConfig:
         own = frozenset() if self.weights is None else self.weights.needs
         return self.estimator.needs | own | ({TARGETS} if self.target == "gold" else set())
 
+    def part_that_needs(self, need: str) -> str:
+        """Write out the part with a need, for messages."""
+        if self.weights is not None and need in self.weights.needs - self.estimator.needs:
+            return f"weights={self.weights.name!r}"
+        return "target='gold'" if need == TARGETS else f"estimator={self.estimator.name!r}"
+
     @property
     def asks_model(self) -> bool:
         """Whether the model is asked anything; a function of the caller's may."""
