@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..estimators.base import SIBLINGS
 from ..ops.row_softmax import FLOAT32_NOISE
 from ..options import NotNegative, Share, as_numbers, check_class, check_fields
 from ..rows import check_finite, check_floating
@@ -175,7 +174,7 @@ class WeightRule:
         signed: whether it gives additions to the advantages, of any sign, instead of weights.
         absolute: whether it reads importances as they are: 0 where rounding may account for them, and of one sign
             whatever the advantage.
-        needs: what it needs of a host, of `estimators.base.NEEDS`.
+        by_group: whether it compares the completions of a group, so that a host must have whole groups.
         token_draws: limits of the weight that each token draws under the control `random`; None where units draw
             importances.
     """
@@ -184,7 +183,7 @@ class WeightRule:
     compares: ClassVar[bool] = False
     signed: ClassVar[bool] = False
     absolute: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
+    by_group: ClassVar[bool] = False
     token_draws: ClassVar[tuple[float, float] | None] = None
 
     def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
@@ -381,8 +380,7 @@ class SignGate(WeightRule):
     """
 
     name = "sign_gate"
-    compares = signed = absolute = True
-    needs = frozenset({SIBLINGS})
+    compares = signed = absolute = by_group = True
 
     strength: NotNegative = 0.5
     """Factor of what is added to a unit's advantage."""
