@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         flags = ["--help" if flag == "--help-all" else flag for flag in argv]  # tyro's, of every setting
         settings = of_rank(flags, prog=program("trainer"))
-        from .program import main as run
+        from .run import main as run
     return run(settings)
 
 

@@ -3,29 +3,12 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cfa_kernels import Credit
-from cfa_kernels.credit.nothing import Nothing
-
 from .rollouts.engine import Rollouts
-from .state import Samples
-
-
-@dataclass(frozen=True)
-class Step:
-    """Record of one step: metrics under TRL's names plus `credit/*`, and the batch of B samples they came from."""
-
-    metrics: dict[str, float]
-    batch: Samples
-    advantages: Tensor  # (B,)
-    credit: Credit
-    notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by sample, what is logged with it
-    nothing: Nothing | None = None  # why it taught nothing, or got little credit
 
 
 class Averages:

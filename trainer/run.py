@@ -1,30 +1,38 @@
-"""Set up a run, train with evaluations and checkpoints in between, and save the model."""
+"""Run the program: set up, train with evaluations and checkpoints in between, save, say in one line what is wrong."""
 
+import atexit
 import contextlib
+import gc
 import itertools
 import logging
 import os
+import sys
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import nn
 from transformers import get_scheduler, set_seed
+from transformers.utils.logging import disable_progress_bar
 
 from cfa_kernels.model.compile_layers import compile_layers
+from cfa_kernels.model.memory import is_out_of_memory
 from cfa_kernels.model.merged import merged_weights
 from cfa_kernels.model.parts import causal_lm, context_length, vocab_size
 from cfa_kernels.scoring.access import WHOLE
 from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
-from .checkpoints.run_folder import RunFolder, open_run
+from .checkpoints.run_folder import Finished, Refused, RunFolder, open_run
 from .checks import require_supported, sampling_gap_limit
+from .cli import refusing
 from .config import TrainConfig
 from .data import encode_prompts, require_whole_prompt, train_and_eval_rows
 from .disk import DiskError, whole_folder
 from .endings import Ended, Ending
 from .evaluate import evaluate
+from .extras import needed_by, program
 from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
 from .report.report import Report, Silence, announce, tracker_library
@@ -33,10 +41,51 @@ from .rollouts.engine import Engine, end_ids
 from .rollouts.environments import PlayedEngine, load_environment
 from .rollouts.in_process import TransformersEngine
 from .rollouts.vllm import VllmEngine, await_server
+from .settings import TrainSettings
 from .state import Trainer
 from .step import problem_batches, training_step
 
 _LOG = logging.getLogger(__name__)
+# Problems that one line explains; others, and a ValueError elsewhere than in set-up, are mistakes of ours.
+_PROBLEMS = (Refused, RewardError, OSError, ImportError, FloatingPointError, NotImplementedError)
+
+
+def main(settings: TrainSettings) -> int:
+    """Run the program: exit code 0; 1 or 2 and one line on stderr for what is wrong with settings, data or the disk."""
+    with refusing(program("trainer")):
+        config = TrainConfig(**vars(settings))
+    disable_progress_bar()
+    expected: tuple[type[Exception], ...] = (ValueError, *_PROBLEMS)
+    with Ending() as ending:
+        try:
+            with needed_by(program("trainer"), "trainer"):
+                processes.start(config)
+                with open_run(config) as folder:
+                    trainer = set_up(config, folder.started)
+                    expected = _PROBLEMS
+                    gc.collect()
+                    gc.freeze()  # to look at what stays, modules and tokenizer, takes a fifth of a second each time
+                    atexit.register(gc.unfreeze)  # else modules outlive the interpreter; Triton 3.9 calls that a leak
+                    train(trainer, folder, ending)
+        except Finished as finished:
+            _say(str(finished), sys.stdout)
+        except Ended as ended:
+            _say(processes.describe_failure(ended))
+        except Exception as problem:
+            exhausted = isinstance(problem, MemoryError) or is_out_of_memory(problem)
+            if not (exhausted or isinstance(problem, expected) or processes.is_silence(problem)):
+                raise
+            if exhausted:
+                # The launcher ends the other processes, which may be waiting in the middle of a forward.
+                where = f"rank {processes.rank()}: " if processes.count() > 1 else ""
+                hint = "lower token_budget, max_completion_length or num_generations"
+                print(f"error: {where}out of memory ({' '.join(str(problem).split())}); {hint}", file=sys.stderr)
+                return 1
+            _say(f"error: {' '.join(processes.describe_failure(problem).split())}")
+            processes.end()
+            return 1
+    processes.end()
+    return ending.exit_code
 
 
 def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
@@ -236,3 +285,8 @@ def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> 
             advance=advance_or_end,
         )
         report.evaluated(step, result)
+
+
+def _say(text: str, stream: TextIO | None = None) -> None:
+    if processes.rank() == 0:
+        print(text, file=stream or sys.stderr)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from cfa_kernels import Credit
+from cfa_kernels.credit.nothing import Nothing
+
 from .config import TrainConfig
 from .data import Row
 from .rewards.built_in import ARGUMENTS, CONTENTS
@@ -94,3 +97,15 @@ class Shaped:
     edits: list[Tensor] | None = None  # B tensors (T_b,) fp32: 0 on tokens that get no credit; None for 1 everywhere
     metrics: Mapping[str, float] = field(default_factory=dict)  # figures to report
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by sample, what is logged with it
+
+
+@dataclass(frozen=True)
+class Step:
+    """Record of one step: metrics under TRL's names plus `credit/*`, and the batch of B samples they came from."""
+
+    metrics: dict[str, float]
+    batch: Samples
+    advantages: Tensor  # (B,)
+    credit: Credit
+    notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by sample, what is logged with it
+    nothing: Nothing | None = None  # why it taught nothing, or got little credit

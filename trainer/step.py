@@ -38,7 +38,7 @@ from cfa_kernels.scoring.packed import PackedLoss
 
 from . import processes
 from .checks import check_sampling_gap, require_finite
-from .metrics import Averages, StageTimes, Step, length_metrics, reward_metrics
+from .metrics import Averages, StageTimes, length_metrics, reward_metrics
 from .microbatch import (
     ByRow,
     MicroBatch,
@@ -58,7 +58,7 @@ from .microbatch import (
 from .rewards.advantages import group_advantages
 from .rewards.calls import compute_rewards
 from .rollouts.engine import Rollouts
-from .state import Samples, Shaped, Trainer, arguments
+from .state import Samples, Shaped, Step, Trainer, arguments
 
 _Launched = tuple[MicroBatch, Moving, PackedLoss]  # its rows, what of them moves the loss, and the loss
 

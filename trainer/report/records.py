@@ -9,7 +9,7 @@ from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.text.offsets import decoded
 
 from ..config import TrainConfig
-from ..metrics import Step
+from ..state import Step
 
 _TEXTS = {"question": "question", "reference": "answer"}  # columns of the data
 

@@ -28,9 +28,9 @@ from ..config import TrainConfig
 from ..disk import naming, write_whole
 from ..evaluate import Evaluation, paired_gain
 from ..extras import program
-from ..metrics import Step
 from ..processes import rank
 from ..provenance import made_by
+from ..state import Step
 from .page import write_run_page
 from .records import completion_record
 
