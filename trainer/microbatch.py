@@ -3,7 +3,7 @@
 Micro-batches are whole groups, so that a prompt is fed once; rows that cannot change the update are omitted.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels import Batch, Credit, DeferredCredit, Draws
+from cfa_kernels import Batch, DeferredCredit, Draws
 from cfa_kernels.model.limits import default_token_budget
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.tree.packs import groups_within
@@ -36,22 +36,15 @@ def halved(micro: MicroBatch, group_size: int) -> list[MicroBatch]:
     return [[b for group in half for b in group] for half in (groups[:middle], groups[middle:]) if half]
 
 
-class Moving(NamedTuple):
-    """Counts of what moves the loss of a micro-batch: tokens with a weight and an advantage, and rows with any."""
-
-    tokens: int = 0
-    rows: int = 0
-
-
 class Pass(NamedTuple):
     """Results of forward, loss and backward of one micro-batch."""
 
     micro: MicroBatch
-    moving: Moving
     loss: Tensor  # ()
-    norm: Tensor  # (), of the gradients summed so far
-    metrics: dict[str, Tensor]  # ()
+    metrics: Mapping[str, Tensor]  # ()
     logprobs: list[Tensor]  # b tensors (t,)
+    moving: tuple[int, int] = (0, 0)  # tokens with a weight and an advantage, and rows with any: they move the loss
+    norm: Tensor = torch.zeros(())  # of the gradients summed so far
 
 
 def update_batch(config: TrainConfig, rollouts: Rollouts, advantages: Tensor, shaped: Shaped) -> Batch:
@@ -105,11 +98,6 @@ def batch_credit(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, batch:
         config.counterfactual(), tokenizer, batch, seed=Draws(config.seed).key(step), temperature=config.temperature,
         gather=gather if count() > 1 else None,
     )  # fmt: skip
-
-
-def gather_credit(credit: DeferredCredit) -> Credit:
-    """Put the credit of all completions of all processes together; those in no micro-batch have weight 1."""
-    return Credit.joined(credit.batch.rows.lengths, [part for parts in gather(credit.parts) for part in parts])
 
 
 def by_row(parts: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:

@@ -14,6 +14,7 @@ from cfa_kernels.credit.nothing import Nothing
 
 from .config import TrainConfig
 from .data import Row
+from .processes import whole_weights
 from .rewards.built_in import ARGUMENTS, CONTENTS
 from .rewards.calls import Reward
 from .rollouts.engine import Engine, Rollouts
@@ -54,14 +55,19 @@ class Trainer:
         return {name: weight for name, weight in self.policy.named_parameters() if weight.requires_grad}
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]], names: Sequence[str] | None = None
-    ) -> Rollouts:
-        """Sample a completion of each prompt by the run's settings; an error calls the prompts by `names`."""
-        config = self.config
-        return self.engine(
-            prompts, max_completion_length=config.max_completion_length, keys=keys, temperature=config.temperature,
-            top_p=config.top_p, names=names,
-        )  # fmt: skip
+        self, keys: Sequence[tuple[int, ...]], prompts: Sequence[Sequence[int]] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Rollouts:  # fmt: skip
+        """Sample a completion for each key by the run's settings; an error calls the prompts by `names`.
+
+        A key's last but one integer is the number of the problem, whose prompt is the default.
+        """
+        config, own = self.config, prompts or [self.prompts[key[-2]] for key in keys]
+        with whole_weights(self.policy):
+            return self.engine(
+                own, max_completion_length=config.max_completion_length, keys=keys, temperature=config.temperature,
+                top_p=config.top_p, names=names,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Train one step: sample, reward, compare within groups, assign credit, update.
 
 For problem x with completions y_1 .. y_G, tokens t and the policy p, which sampled as q:
-    y_b ~ q(. | x)                                                                            `draw`
+    y_b ~ q(. | x)                                                                            `sample`
     r_b = sum over reward functions f of weight_f f(x, y_b)                                   `rewarded`
     A_b = (r_b - mean of r) / (standard deviation of r + 1e-4), over the group                `group_advantages`
     w_bt = a rule's weight for the drop of log p(answer of y_b) when t's span is masked       `batch_credit`
@@ -34,7 +34,6 @@ from cfa_kernels.model.memory import run_in_memory
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.run_inside import is_sharded, run_inside
 from cfa_kernels.model.sharded.fsdp import is_piece
-from cfa_kernels.scoring.packed import PackedLoss
 
 from . import processes
 from .checks import check_sampling_gap, require_finite
@@ -42,13 +41,11 @@ from .metrics import Averages, StageTimes, length_metrics, reward_metrics
 from .microbatch import (
     ByRow,
     MicroBatch,
-    Moving,
     Pass,
     batch_credit,
     by_row,
     counted_tokens,
     fetch,
-    gather_credit,
     halved,
     micro_batches,
     on_host,
@@ -60,8 +57,6 @@ from .rewards.calls import compute_rewards
 from .rollouts.engine import Rollouts
 from .state import Samples, Shaped, Step, Trainer, arguments
 
-_Launched = tuple[MicroBatch, Moving, PackedLoss]  # its rows, what of them moves the loss, and the loss
-
 
 def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     """Train one step on some problems, by number: B = problems x num_generations completions."""
@@ -69,7 +64,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     times = StageTimes(config.precision.device)
     keys = [(config.seed, step, i, g) for i in processes.own_share(problems) for g in range(config.num_generations)]
     with times.during("generate"):
-        rollouts = draw(trainer, keys)
+        rollouts = trainer.sample(keys)
 
     samples = Samples.joined(processes.gather(rewarded(trainer, keys, rollouts)))  # what each process sampled, on each
     rollouts = samples.rollouts
@@ -91,12 +86,6 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
         **times.metrics(),
     }
     return Step(metrics, samples, advantages, credit, shaped.notes, nothing)
-
-
-def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
-    """Sample a completion for each key, whose last but one integer is the number of the problem."""
-    with processes.whole_weights(trainer.policy):
-        return trainer.sample([trainer.prompts[key[-2]] for key in keys], keys)
 
 
 def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollouts) -> Samples:
@@ -143,7 +132,8 @@ def update(
     policy.eval()
     metrics.add({"learning_rate": trainer.scheduler.get_last_lr()[0]})
     trainer.scheduler.step()
-    together = gather_credit(credit)
+    # Completions in no micro-batch have weight 1.
+    together = Credit.joined(batch.rows.lengths, [part for parts in processes.gather(credit.parts) for part in parts])
     return together, why_nothing(credit, together, rollouts.truncated.tolist()), metrics.values()
 
 
@@ -158,7 +148,7 @@ class Objective:
     reference: ByRow  # log-probs of the reference model; nothing without a KL term
     old: ByRow = field(default_factory=dict)  # log-probs before the first optimizer step
 
-    def __call__(self, micro: MicroBatch) -> _Launched:
+    def __call__(self, micro: MicroBatch) -> Pass:
         """Do all of a micro-batch before its backward, which may start again in halves.
 
         It is one packed forward: its log-probs, from its keys and values the scores of masked spans, then its loss with
@@ -167,10 +157,10 @@ class Objective:
         policy = self.trainer.policy
         with self.trainer.config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
             if not micro:
-                return micro, Moving(), idle_loss(policy)
+                return Pass(micro, idle_loss(policy), {}, [])
             return run_inside(policy, lambda: self._launch(micro), trains=True)
 
-    def _launch(self, index: MicroBatch) -> _Launched:
+    def _launch(self, index: MicroBatch) -> Pass:
         config, credit = self.trainer.config, self.credit
         batch, is_due = self.batch.take(index), credit.is_due(index)
         causal, foreseen = causal_lm(self.trainer.policy), None
@@ -198,14 +188,14 @@ class Objective:
         old, reference = ([column[b] for b in index] if column else None for column in (self.old, self.reference))
         credited = credit.columns(index)
         batch = batch.with_columns(old_logprobs=old, ref_logprobs=reference, **credited)
-        loss = forward.policy_loss(batch, **options)
+        loss, metrics, logprobs = forward.policy_loss(batch, **options)
         counted = batch.mask or ()
         columns = zip(*credited.values(), counted, strict=True)
         moving = [int(((row != 0) & (own != 0) & one).sum()) for row, own, one in columns]
         if not all(one.all() for one in counted):  # the loss needs no log-probs of an environment's tokens
-            pairs = zip(loss.logprobs, counted, strict=True)
-            loss = loss._replace(logprobs=[torch.where(one.to(row.device), row, 0.0) for row, one in pairs])
-        return index, Moving(sum(moving), sum(count > 0 for count in moving)), loss
+            pairs = zip(logprobs, counted, strict=True)
+            logprobs = [torch.where(one.to(row.device), row, 0.0) for row, one in pairs]
+        return Pass(index, loss, metrics, logprobs, (sum(moving), sum(count > 0 for count in moving)))
 
 
 def measure(
@@ -216,10 +206,11 @@ def measure(
     corrects_rows = config.importance_sampling_mode.startswith(("sequence", "geometric"))
     for done in passes:
         require_finite(done.micro, done.logprobs, done.norm, trainer.policy)
-        counts = {name: done.moving.tokens for name in done.metrics if name == "ratio_mean" or "sampling/" in name}
-        counts["vespo/phi_seq_mean"] = done.moving.rows
+        tokens, rows = done.moving
+        counts = {name: tokens for name in done.metrics if name == "ratio_mean" or "sampling/" in name}
+        counts["vespo/phi_seq_mean"] = rows
         if corrects_rows:
-            counts["sampling/importance_sampling_ratio/mean"] = done.moving.rows
+            counts["sampling/importance_sampling_ratio/mean"] = rows
         if config.importance_sampling_level != "token" and config.loss_type != "gmpo":
             counts |= {name: len(done.micro) for name in done.metrics if "clip_ratio" in name}
         own = {name: x for name, x in done.metrics.items() if is_sampler or not name.startswith("sampling/")}
@@ -230,7 +221,7 @@ def measure(
 
 
 def backward(
-    trainer: Trainer, parts: Sequence[MicroBatch], objective: Callable[[MicroBatch], _Launched]
+    trainer: Trainer, parts: Sequence[MicroBatch], objective: Callable[[MicroBatch], Pass]
 ) -> tuple[list[Pass], Tensor]:
     """Sum the gradients of micro-batches; return their measurements, on the host, and the norm, on the device.
 
@@ -247,20 +238,18 @@ def backward(
 
     trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step changes nothing
     passes, norm = list[Pass](), torch.zeros(())
-    for micro, moving, (loss, measured, logprobs) in run_in_memory(parts, objective, smaller):
-        (loss * processes.count() if is_shared else loss).backward()  # what shares the model averages its gradients
+    for done in run_in_memory(parts, objective, smaller):
+        (done.loss * processes.count() if is_shared else done.loss).backward()  # what shares the model averages its own
         norm = gradient_norm(trainer.trained.values())
-        passes.append(Pass(micro, moving, loss.detach(), norm, measured, logprobs))
+        passes.append(done._replace(loss=done.loss.detach(), norm=norm))
     return fetch(passes), norm
 
 
-def idle_loss(policy: nn.Module) -> PackedLoss:
+def idle_loss(policy: nn.Module) -> Tensor:
     """Compute a loss of 0 by as many forwards as the processes with a micro-batch run."""
     nothing, token = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    loss = packed_policy_loss(
-        policy, Rows([token], [token]), advantages=nothing, mask=[nothing], num_items_in_batch=1
-    ).loss
-    return PackedLoss(loss, {}, [])
+    options: dict[str, Any] = {"advantages": nothing, "mask": [nothing], "num_items_in_batch": 1}
+    return packed_policy_loss(policy, Rows([token], [token]), **options).loss
 
 
 def gather_passes(trainer: Trainer, passes: list[Pass], norm: Tensor) -> tuple[list[Pass], Tensor]:

@@ -52,7 +52,7 @@ def compare_and_correct(trainer: Trainer, batch: Samples) -> Shaped:
     if fitting:
         keys = [(*batch.keys[b], _STREAM) for b in fitting]
         names = [f"the correction of sample {b}" for b in fitting]
-        corrected = trainer.sample([prompts[b] for b in fitting], keys, names)
+        corrected = trainer.sample(keys, [prompts[b] for b in fitting], names)
         right, edited = _are_right(trainer, batch, fitting, corrected), []
         for b, text, is_right, row in zip(fitting, corrected.texts, right, corrected.rows.completions, strict=True):
             notes[b] = {"correction": {"completion": text, "right": is_right}}

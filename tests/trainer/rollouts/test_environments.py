@@ -22,7 +22,7 @@ def played() -> Any:
 def sample(trainer: Any) -> Any:
     """Eight completions of each of two problems, as a step draws them."""
     keys = [(0, 1, i, g) for i in range(2) for g in range(8)]
-    return trainer.sample([trainer.prompts[i] for _, _, i, _ in keys], keys)
+    return trainer.sample(keys)
 
 
 @pytest.mark.parametrize(
