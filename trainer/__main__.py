@@ -14,8 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     if os.getcwd() not in sys.path:  # an entry point omits it; a user's rewards and estimators may be there
         sys.path.append(os.getcwd())
     with needed_by(program("trainer"), "trainer"):
-        from .cli import of_rank
-        from .help import print_help
+        from .cli import of_rank, print_help
 
         if print_help(argv):
             return 0

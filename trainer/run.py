@@ -24,7 +24,7 @@ from cfa_kernels.scoring.access import WHOLE
 from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
-from .checkpoints.run_folder import Finished, Refused, RunFolder, open_run
+from .checkpoints import Finished, Refused, RunFolder, open_run
 from .checks import require_supported, sampling_gap_limit
 from .cli import refusing
 from .config import TrainConfig
