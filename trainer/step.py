@@ -52,8 +52,7 @@ from .microbatch import (
     own_rows,
     update_batch,
 )
-from .rewards.advantages import group_advantages
-from .rewards.calls import compute_rewards
+from .rewards.calls import compute_rewards, group_advantages
 from .rollouts.engine import Rollouts
 from .state import Samples, Shaped, Step, Trainer, arguments
 

@@ -17,7 +17,7 @@ from benchmarks.research.models import Subject, posed
 from benchmarks.research.problems import generate
 from cfa_kernels import Rows
 from cfa_kernels.text.find import find_reasoning
-from trainer.analyze.statistics import bootstrap_interval
+from trainer.analyze.tables import bootstrap_interval
 from trainer.data import Row
 from trainer.settings import ASSETS
 

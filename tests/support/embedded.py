@@ -12,7 +12,7 @@ from tests.support.runs import config
 from trainer.config import TrainConfig
 from trainer.metrics import StageTimes
 from trainer.microbatch import update_batch
-from trainer.rewards.advantages import group_advantages
+from trainer.rewards.calls import group_advantages
 from trainer.rollouts.engine import Rollouts
 from trainer.rollouts.in_process import TransformersEngine
 from trainer.run import set_up, train

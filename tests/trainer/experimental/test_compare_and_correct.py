@@ -13,7 +13,7 @@ from tests.support.embedded import EVEN, settings, updated
 from trainer.data import Row
 from trainer.experimental import compare_and_correct
 from trainer.experimental.compare_and_correct import correction_prompt
-from trainer.rewards.advantages import group_advantages
+from trainer.rewards.calls import group_advantages
 from trainer.rollouts.engine import Rollouts
 from trainer.rollouts.in_process import TransformersEngine
 from trainer.run import set_up

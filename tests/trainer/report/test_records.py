@@ -8,7 +8,7 @@ import torch
 
 from cfa_kernels import Credit, Span
 from tests.support.embedded import settings
-from trainer.report.records import completion_record
+from trainer.report.report import completion_record
 
 
 def record_of(
