@@ -159,18 +159,14 @@ def _clock(at: datetime) -> str:
     return "{% macro strftime_now(format) %}{{ format" + parts + " }}{% endmacro %}\n"
 
 
-def question_instruction(config: TrainSettings) -> str:
-    """Give the text after a question that is not a list of messages."""
-    return INSTRUCTIONS[config.kind] if config.instruction is None else config.instruction
-
-
 def configured_prompt(
     question: str | Messages, tokenizer: PreTrainedTokenizerBase, config: TrainSettings, at: datetime | None = None
 ) -> list[int]:
     """Encode the prompt of a question with the instruction, system prompt and thought that a run asks for."""
+    own = INSTRUCTIONS[config.kind] if isinstance(question, str) else None
     return encode_prompt(
-        question, tokenizer, system=config.system_prompt, thinking=config.enable_thinking, at=at,
-        instruction=question_instruction(config) if isinstance(question, str) else config.instruction,
+        question, tokenizer, instruction=own if config.instruction is None else config.instruction,
+        system=config.system_prompt, thinking=config.enable_thinking, at=at,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -134,19 +134,13 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
     rounded = config.precision.products if config.precision.is_mixed else None
     tags = credit.answers.thought_tags
-    engine: Engine = (
-        VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy), tags)
-        if config.rollout_engine == "vllm"
-        else TransformersEngine(
-            policy,
-            tokenizer,
-            rounded,
-            captured=False if moving else None,
-            longest=longest,
-            thought_tags=tags,
-            keep_merged=merges,
-        )
-    )
+    engine: Engine
+    if config.rollout_engine == "vllm":
+        engine = VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy), tags)
+    else:
+        captured = False if moving else None
+        own: dict[str, Any] = {"longest": longest, "thought_tags": tags, "keep_merged": merges}
+        engine = TransformersEngine(policy, tokenizer, rounded, captured=captured, **own)
     if config.environment is not None:
         played = load_environment(config.environment)
         engine = PlayedEngine(engine, tokenizer, played, end_ids(policy, tokenizer), thought_tags=tags)

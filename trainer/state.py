@@ -1,7 +1,7 @@
 """Hold the setup of a run, and the rollouts that one step trains on."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels import Credit
+from cfa_kernels import Credit, Rows
 from cfa_kernels.credit.nothing import Nothing
 
 from .config import TrainConfig
@@ -85,14 +85,19 @@ class Samples:
         """B numbers of problems in the training set."""
         return [key[-2] for key in self.keys]
 
-    @classmethod
-    def joined(cls, parts: Sequence["Samples"]) -> "Samples":
-        """Put the samples of several processes together, one after the other."""
-        return cls(
-            [key for part in parts for key in part.keys], [row for part in parts for row in part.rows],
-            Rollouts.joined([part.rollouts for part in parts]), torch.cat([part.rewards for part in parts]),
-            {name: [vote for part in parts for vote in part.by_function[name]] for name in parts[0].by_function},
-        )  # fmt: skip
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Put together, one after the other, what several processes hold of their rows: records, lists and tensors."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([*parts])
+    if isinstance(first, Rows):
+        return Rows(*(joined([getattr(part, name) for part in parts]) for name in ("prompts", "completions")))
+    if is_dataclass(first) and not isinstance(first, type):
+        return replace(first, **{name: joined([vars(part)[name] for part in parts]) for name in vars(first)})
+    if isinstance(first, Mapping):
+        return {name: joined([part[name] for part in parts]) for name in first}
+    return [one for part in parts for one in part] if isinstance(first, Sequence) else first
 
 
 @dataclass(frozen=True)

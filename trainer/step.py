@@ -54,7 +54,7 @@ from .microbatch import (
 )
 from .rewards.calls import compute_rewards, group_advantages
 from .rollouts.engine import Rollouts
-from .state import Samples, Shaped, Step, Trainer, arguments
+from .state import Samples, Shaped, Step, Trainer, arguments, joined
 
 
 def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
@@ -65,7 +65,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     with times.during("generate"):
         rollouts = trainer.sample(keys)
 
-    samples = Samples.joined(processes.gather(rewarded(trainer, keys, rollouts)))  # what each process sampled, on each
+    samples: Samples = joined(processes.gather(rewarded(trainer, keys, rollouts)))  # what each process sampled, on each
     rollouts = samples.rollouts
     shaped = Shaped(samples.rewards)  # rewards (B,), edits B tensors (T_b,)
     if trainer.shape is not None:

@@ -32,12 +32,6 @@ def write_run_page(path: Path, folders: Sequence[Path], title: str) -> list[Run]
     Raises `ValueError` that names a folder or line that is not a run's, `OSError` if `path` cannot be written.
     """
     runs = read_runs(folders)
-    write_whole(path, run_page(runs, title))
-    return runs
-
-
-def run_page(runs: Sequence[Run], title: str) -> str:
-    """Make the page of runs."""
     files = {run.name: run.folder / "completions.jsonl" for run in runs}
     sizes = {name: file.stat().st_size for name, file in files.items() if file.is_file()}
     every = {name: math.ceil(size * len(runs) / _MOST_BYTES) for name, size in sizes.items() if size}
@@ -60,7 +54,8 @@ def run_page(runs: Sequence[Run], title: str) -> str:
     subjects = {tuple(str(run.settings.get(name, "")) for name in ("model", "dataset")) for run in runs}
     if len(subjects) == 1 and all(subject := subjects.pop()):
         title += f": {' on '.join(Path(part).name for part in subject)}"
-    return _page(samples, title, {"runs": drawn, "table": comparison(runs), "notes": "".join(notes)})
+    write_whole(path, _page(samples, title, {"runs": drawn, "table": comparison(runs), "notes": "".join(notes)}))
+    return runs
 
 
 def _page(samples: Iterable[tuple[str | None, Sample]], title: str, data: Mapping[str, Any]) -> str:

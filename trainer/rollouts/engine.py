@@ -68,20 +68,6 @@ class Rollouts:
             mask and [row[:length] for row, length in zip(mask, lengths, strict=True)],
         )  # fmt: skip
 
-    @classmethod
-    def joined(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
-        """Put rollouts together, one after the other."""
-        prompts, completions = (
-            [row for part in parts for row in getattr(part.rows, name)] for name in ("prompts", "completions")
-        )
-        return cls(
-            Rows(prompts, completions), torch.cat([part.truncated for part in parts]),
-            [text for part in parts for text in part.texts], [row for part in parts for row in part.logprobs],
-            parts[0].nucleus, [text for part in parts for text in part.contents],
-            [row for part in parts for row in part.kept_tokens or ()] or None,
-            [row for part in parts for row in part.mask or ()] or None,
-        )  # fmt: skip
-
     def ids(self) -> list[list[int]]:
         """B completions as lists."""
         return [row.tolist() for row in self.rows.completions]
@@ -112,6 +98,7 @@ class Engine(Protocol):
 
     def weights_changed(self) -> None:
         """Learn that the policy has changed since the last call; PyTorch does not count what fused optimizers write."""
+        return
 
 
 def require_finite_logits(logprobs: Sequence[Tensor], names: Sequence[str] | None) -> None:
