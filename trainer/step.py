@@ -8,53 +8,45 @@ For problem x with completions y_1 .. y_G, tokens t and the policy p, which samp
     L = - sum_bt w_bt min(u_bt A_b, clip(u_bt, 1 - eps, 1 + eps_high) A_b) / N,  u = p / q    `Objective`
     p <- AdamW(p, gradient of L cut to max_grad_norm), num_iterations times                   `update`
 `training_step` is a step from top to bottom. N is DAPO's number of tokens of the batch that the loss counts.
+
+A micro-batch is one packed forward and backward, of whole groups, so that a prompt is fed once; rows that cannot change
+the update are omitted.
 """
 
 import contextlib
-import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain, count, groupby, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels import (
-    Batch,
-    Credit,
-    DeferredCredit,
-    Rows,
-    packed_forward,
-    packed_logprobs,
-    packed_policy_loss,
-)
+from cfa_kernels import Batch, Credit, DeferredCredit, Draws, Rows, packed_forward, packed_logprobs, packed_policy_loss
 from cfa_kernels.credit.nothing import Nothing, why_nothing
+from cfa_kernels.model.limits import default_token_budget
 from cfa_kernels.model.memory import run_in_memory
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.run_inside import is_sharded, run_inside
 from cfa_kernels.model.sharded.fsdp import is_piece
+from cfa_kernels.tree.packs import groups_within
 
 from . import processes
 from .checks import check_sampling_gap, require_finite
+from .config import TrainConfig
 from .metrics import Averages, StageTimes, length_metrics, reward_metrics
-from .microbatch import (
-    ByRow,
-    MicroBatch,
-    Pass,
-    batch_credit,
-    by_row,
-    counted_tokens,
-    fetch,
-    halved,
-    micro_batches,
-    on_host,
-    own_rows,
-    update_batch,
-)
 from .rewards.calls import compute_rewards, group_advantages
 from .rollouts.engine import Rollouts
 from .state import Samples, Shaped, Step, Trainer, arguments, joined
+
+MicroBatch = list[int]
+"""Rows of one forward and backward, by their places in the batch; none where a process only runs as others do."""
+
+ByRow = dict[int, Tensor]
+"""Tensors (t,) by the number of their completion in the batch."""
 
 
 def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
@@ -97,6 +89,22 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     )
 
 
+def update_batch(config: TrainConfig, rollouts: Rollouts, advantages: Tensor, shaped: Shaped) -> Batch:
+    """Make the columns of an update: the loss counts no truncated completion with `mask_truncated_completions`.
+
+    Nor does it count the tokens that an environment wrote.
+    Edits of `shaped` multiply the weights, and credit that compares completions reads its rewards (B,).
+    """
+    own = rollouts.mask or [torch.ones(length) for length in rollouts.rows.lengths]
+    counted = ~(rollouts.truncated & config.mask_truncated_completions)  # (B,)
+    return Batch(
+        rollouts.rows, advantages=advantages, rewards=shaped.rewards, weights=shaped.edits,
+        groups=torch.arange(len(counted)) // config.num_generations,
+        mask=[counts & row.bool() for counts, row in zip(counted, own, strict=True)],
+        sampling_logprobs=rollouts.logprobs, kept_tokens=rollouts.kept_tokens,
+    )  # fmt: skip
+
+
 def update(
     trainer: Trainer, step: int, rollouts: Rollouts, batch: Batch, times: StageTimes
 ) -> tuple[Credit, Nothing | None, dict[str, float]]:
@@ -134,6 +142,17 @@ def update(
     # Completions in no micro-batch have weight 1.
     together = Credit.joined(batch.rows.lengths, [part for parts in processes.gather(credit.parts) for part in parts])
     return together, why_nothing(credit, together, rollouts.truncated.tolist()), metrics.values()
+
+
+class Pass(NamedTuple):
+    """Results of forward, loss and backward of one micro-batch."""
+
+    micro: MicroBatch
+    loss: Tensor  # ()
+    metrics: Mapping[str, Tensor]  # ()
+    logprobs: list[Tensor]  # b tensors (t,)
+    moving: tuple[int, int] = (0, 0)  # tokens with a weight and an advantage, and rows with any: they move the loss
+    norm: Tensor = torch.zeros(())  # of the gradients summed so far
 
 
 @dataclass(frozen=True)
@@ -287,9 +306,73 @@ def reference_logprobs(trainer: Trainer, batch: Batch, parts: Sequence[MicroBatc
     return by_row(parts, on_host([row for part in rows for row in part]))
 
 
+def halved(micro: MicroBatch, group_size: int) -> list[MicroBatch]:
+    """Cut the same rows into two micro-batches of whole groups of `group_size` completions; one for one group."""
+    groups = [list(group) for _, group in groupby(micro, lambda b: b // group_size)]
+    middle = -(-len(groups) // 2)
+    return [[b for group in half for b in group] for half in (groups[:middle], groups[middle:]) if half]
+
+
+def counted_tokens(batch: Batch, rows: Iterable[int]) -> int:
+    """Count the tokens of some rows that the loss counts."""
+    assert batch.mask is not None
+    return sum(int(batch.mask[b].sum()) for b in rows)
+
+
+def own_rows(config: TrainConfig, batch: Batch) -> list[int]:
+    """List the rows of this process's groups, by their places in the batch."""
+    size = config.num_generations
+    return [start + g for start in processes.own_share(range(0, len(batch), size)) for g in range(size)]
+
+
+def micro_batches(config: TrainConfig, batch: Batch, policy: nn.Module) -> list[MicroBatch]:
+    """Cut a batch into micro-batches of whole groups, as many as fit `token_budget`, at least one.
+
+    Each process gets those of its own groups, perhaps none. Rows that the loss does not count are dropped, and rows
+    without advantage too, unless the KL term needs them.
+    """
+    budget = config.token_budget or default_token_budget(causal_lm(policy), training=True)
+    groups, sizes = list[list[int]](), list[int]()
+    for _, places in groupby(own_rows(config, batch), lambda b: b // config.num_generations):
+        if group := [
+            b for b in places if counted_tokens(batch, [b]) and (config.beta != 0 or batch.advantages[b] != 0)
+        ]:
+            groups.append(group)
+            sizes.append(len(batch.rows.prompts[group[0]]) + sum(batch.rows.lengths[b] for b in group))
+    return [[b for i in part for b in groups[i]] for part in groups_within(sizes, budget)]
+
+
+def batch_credit(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, batch: Batch, *, step: int) -> DeferredCredit:
+    """Make the credit of a batch, assigned to each micro-batch in the first forward over its rows, or at once."""
+    return DeferredCredit(
+        config.counterfactual(), tokenizer, batch, seed=Draws(config.seed).key(step), temperature=config.temperature,
+        gather=processes.gather if processes.count() > 1 else None,
+    )  # fmt: skip
+
+
+def by_row(parts: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:
+    """Number tensors, one for each row of the micro-batches in order, by the rows' places in the batch."""
+    return dict(zip([b for micro in parts for b in micro], tensors, strict=True))
+
+
+def fetch(passes: list[Pass]) -> list[Pass]:
+    """Bring passes to the host: the one wait for the device in an optimizer step whose weights are known."""
+    there = iter(on_host([leaf for leaf in tree_leaves(passes) if isinstance(leaf, Tensor)]))
+    return tree_map_only(Tensor, lambda _: next(there), passes)  # type: ignore[no-any-return]
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Bring floating tensors, detached, to the host by one copy."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.detach().reshape(-1).to(tensors[0].device) for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def problem_batches(problems: int, per_step: int, seed: int) -> Iterator[list[int]]:
     """Yield endless batches of problem numbers: shuffled passes over all, run together."""
     rng = random.Random(seed)
-    order = itertools.chain.from_iterable(rng.sample(range(problems), problems) for _ in itertools.count())
+    order = chain.from_iterable(rng.sample(range(problems), problems) for _ in count())
     while True:
-        yield list(itertools.islice(order, per_step))
+        yield list(islice(order, per_step))

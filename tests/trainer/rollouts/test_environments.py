@@ -8,10 +8,10 @@ import torch
 
 from cfa_kernels import packed_logprobs
 from tests.support.embedded import all_counted, settings, updated
-from trainer.microbatch import counted_tokens
 from trainer.rollouts.engine import end_ids
 from trainer.rollouts.environments import Calculator, EnvironmentFailure, PlayedEngine, load_environment
 from trainer.run import set_up
+from trainer.step import counted_tokens
 
 
 @pytest.fixture(scope="module")
