@@ -127,10 +127,11 @@ def update(
         passes, norm = backward(trainer, parts, objective)
         parts = [done.micro for done in passes]  # cut where the device had no memory for them
         passes, norm = gather_passes(trainer, passes, norm)
-        measure(metrics, trainer, rollouts, batch, passes, is_sampler=iteration == 0)
+        measure(metrics, trainer, batch, passes, is_sampler=iteration == 0)
         if iteration == 0:
-            logprobs = [row for done in passes for row in done.logprobs]
-            objective.old.update(by_row([done.micro for done in passes], logprobs))
+            objective.old.update({b: row for done in passes for b, row in zip(done.micro, done.logprobs, strict=True)})
+            if passes:
+                metrics.add({"sampling/gap": check_sampling_gap(objective.old, rollouts, policy, config)})
         torch.nn.utils.clip_grads_with_norm_(trainer.trained.values(), config.max_grad_norm, norm)
         trainer.optimizer.step()
         trainer.engine.weights_changed()
@@ -174,8 +175,10 @@ class Objective:
         """
         policy = self.trainer.policy
         with self.trainer.config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
-            if not micro:
-                return Pass(micro, idle_loss(policy), {}, [])
+            if not micro:  # a loss of 0, by as many forwards as the processes with a micro-batch run
+                nothing, token = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+                options: dict[str, Any] = {"advantages": nothing, "mask": [nothing], "num_items_in_batch": 1}
+                return Pass(micro, packed_policy_loss(policy, Rows([token], [token]), **options).loss, {}, [])
             return run_inside(policy, lambda: self._launch(micro), trains=True)
 
     def _launch(self, index: MicroBatch) -> Pass:
@@ -185,12 +188,9 @@ class Objective:
         if is_due:
             with self.times.during("credit"):
                 foreseen = credit.foreseen(index, causal)
+        keeps = is_due and credit.config.continues
         forward = packed_forward(
-            causal,
-            batch.rows,
-            token_budget=config.token_budget,
-            keep_states=is_due and credit.config.continues,
-            foreseen=foreseen,
+            causal, batch.rows, token_budget=config.token_budget, keep_states=keeps, foreseen=foreseen
         )
         if is_due:
             with self.times.during("credit"):
@@ -216,9 +216,7 @@ class Objective:
         return Pass(index, loss, metrics, logprobs, (sum(moving), sum(count > 0 for count in moving)))
 
 
-def measure(
-    metrics: Averages, trainer: Trainer, rollouts: Rollouts, batch: Batch, passes: Sequence[Pass], *, is_sampler: bool
-) -> None:
+def measure(metrics: Averages, trainer: Trainer, batch: Batch, passes: Sequence[Pass], *, is_sampler: bool) -> None:
     """Check passes and add what they measured to `metrics`; `is_sampler` if their policy is the one that sampled."""
     config = trainer.config
     corrects_rows = config.importance_sampling_mode.startswith(("sequence", "geometric"))
@@ -233,9 +231,6 @@ def measure(
             counts |= {name: len(done.micro) for name in done.metrics if "clip_ratio" in name}
         own = {name: x for name, x in done.metrics.items() if is_sampler or not name.startswith("sampling/")}
         metrics.add({name: x for name, x in own.items() if not x.isnan()}, counted_tokens(batch, done.micro), counts)
-    if is_sampler and passes:
-        logprobs = by_row([done.micro for done in passes], [row for done in passes for row in done.logprobs])
-        metrics.add({"sampling/gap": check_sampling_gap(logprobs, rollouts, trainer.policy, trainer.config)})
 
 
 def backward(
@@ -261,13 +256,6 @@ def backward(
         norm = gradient_norm(trainer.trained.values())
         passes.append(done._replace(loss=done.loss.detach(), norm=norm))
     return fetch(passes), norm
-
-
-def idle_loss(policy: nn.Module) -> Tensor:
-    """Compute a loss of 0 by as many forwards as the processes with a micro-batch run."""
-    nothing, token = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    options: dict[str, Any] = {"advantages": nothing, "mask": [nothing], "num_items_in_batch": 1}
-    return packed_policy_loss(policy, Rows([token], [token]), **options).loss
 
 
 def gather_passes(trainer: Trainer, passes: list[Pass], norm: Tensor) -> tuple[list[Pass], Tensor]:
@@ -303,7 +291,7 @@ def reference_logprobs(trainer: Trainer, batch: Batch, parts: Sequence[MicroBatc
             packed_logprobs(reference, part.rows, kept_tokens=part.kept_tokens, **options)
             for part in map(batch.take, parts)
         ]
-    return by_row(parts, on_host([row for part in rows for row in part]))
+    return dict(zip(chain.from_iterable(parts), on_host([*chain.from_iterable(rows)]), strict=True))
 
 
 def halved(micro: MicroBatch, group_size: int) -> list[MicroBatch]:
@@ -348,11 +336,6 @@ def batch_credit(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, batch:
         config.counterfactual(), tokenizer, batch, seed=Draws(config.seed).key(step), temperature=config.temperature,
         gather=processes.gather if processes.count() > 1 else None,
     )  # fmt: skip
-
-
-def by_row(parts: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:
-    """Number tensors, one for each row of the micro-batches in order, by the rows' places in the batch."""
-    return dict(zip([b for micro in parts for b in micro], tensors, strict=True))
 
 
 def fetch(passes: list[Pass]) -> list[Pass]:
