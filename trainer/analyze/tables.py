@@ -18,7 +18,7 @@ from scipy import stats
 
 from cfa_kernels.text.arithmetic import ranked_math_intervals
 
-from ..report.samples import Sample
+from ..report.runs import Sample
 
 Group = TypeVar("Group")
 Numbers = Sequence[float] | np.ndarray

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..disk import write_whole
-from .runs import Run, comparison, groups_of, read_runs
-from .samples import Sample, read_samples
+from .runs import Run, Sample, comparison, groups_of, read_runs, read_samples
 
 _MOST_BYTES = 16_000_000
 """Bytes of completions that a page holds; of more it holds every second, every third and so on."""

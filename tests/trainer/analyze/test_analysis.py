@@ -14,7 +14,7 @@ from tests.support.pages import Page, write_lines
 from trainer.analyze.__main__ import main
 from trainer.analyze.analysis import write_analysis
 from trainer.analyze.tables import analyse, classes_of, kind_of
-from trainer.report.samples import Sample, read_samples
+from trainer.report.runs import Sample, read_samples
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import pytest
 from tests.support.pages import HOSTILE, Page, completion, hostile, write_lines
 from trainer.analyze.analysis import write_analysis
 from trainer.report.page import page_of
-from trainer.report.samples import Sample, read_samples
+from trainer.report.runs import Sample, read_samples
 
 pytestmark = pytest.mark.slow
 
