@@ -201,7 +201,6 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
 
 
 def _folder_of(path: Path) -> RunFolder:
-    """Make the folder of a new run, or of one that has begun, with the time of its beginning."""
     for step in sorted(_steps(path), reverse=True) if _is_begun(path) else []:
         with contextlib.suppress(OSError, ValueError, KeyError):  # `begin` finds what is wrong with it
             content = json.loads((path / "checkpoints" / f"step-{step}" / "run.json").read_bytes())
@@ -210,7 +209,6 @@ def _folder_of(path: Path) -> RunFolder:
 
 
 def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
-    """Choose a run's folder, and lock it until `stack` ends."""
     if config.output_dir is None:
         for file in sorted(RUNS.glob(f"*/{_SETTINGS}"), reverse=True) if config.resume else []:
             path, settings = file.parent, _mapping(file)
@@ -252,7 +250,6 @@ def _locked(path: Path, stack: contextlib.ExitStack) -> Path:
 
 
 def _free(path: Path) -> Path:
-    """Give `path`, or the first of `path-2`, `path-3`, ... that is not there."""
     names = itertools.chain([path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2)))
     return next(one for one in names if not one.exists())
 
@@ -287,7 +284,6 @@ def _facts(trainer: Trainer) -> dict[str, str]:
 
 
 def _mapping(file: Path) -> dict[str, Any]:
-    """Read a mapping from a file; it is empty where there is none."""
     with contextlib.suppress(OSError, ValueError):
         return read_mapping(file)
     return {}

@@ -225,7 +225,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
         if report_state:
             notes.insert(0, f"resuming from the checkpoint of step {start}; --no_resume starts again, in a new folder")
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
-        evaluated, step = processes.gather(report.evaluated_steps)[0], start
+        evaluated, step = {at for at, _ in report_state.get("evaluations", [])}, start
         try:
             for step in range(start, config.max_steps + 1):
                 if step > start:

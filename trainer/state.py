@@ -24,9 +24,7 @@ def arguments(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> dict[str
     """Collect the arguments of reward functions: columns of B rows of the data, and the samples for them."""
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     sampled = columns["question"], rollouts.texts, rollouts.ids()
-    own = rollouts.contents or [None] * len(rows)
-    contents = [text if content is None else content for text, content in zip(rollouts.texts, own, strict=True)]
-    return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns, CONTENTS: contents}
+    return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns, CONTENTS: rollouts.contents or rollouts.texts}
 
 
 @dataclass

@@ -95,7 +95,6 @@ def analyse(samples: Sequence[Sample]) -> dict[str, Table]:
 
 
 def _spans(samples: Sequence[Sample], noise: float) -> pandas.DataFrame:
-    """Put all masked spans, a row each, next to the properties that tables use."""
     rows = []
     for i, sample in enumerate(samples):
         reasoning = max(sample.answer[0] if sample.answer else len(sample.tokens), 1)
@@ -146,7 +145,6 @@ def _classes(spans: pandas.DataFrame, noise: float) -> Table:
 
 
 def _means(title: str, column: str, spans: pandas.DataFrame, names: Iterable[str]) -> Table:
-    """Tabulate drops by a column of spans, with an interval of the mean over resampled completions."""
     rows: list[list[Cell]] = []
     for name, inside in ((name, spans[spans[column] == name]) for name in names):
         if len(inside):

@@ -86,7 +86,6 @@ def correction_prompt(trainer: Trainer, question: str, attempt: str, reference: 
 
 
 def _longest_prompt(trainer: Trainer) -> int | None:
-    """Compute how many tokens a prompt may have; None if the model names no context."""
     context = context_length(causal_lm(trainer.policy))
     return None if context is None else context - trainer.config.max_completion_length
 

@@ -53,14 +53,12 @@ class Report:
     def __init__(
         self, folder: Path, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any]
     ) -> None:
-        """Begin a report, or continue one from its `state` at a checkpoint."""
         self.console = Console(highlight=False)
         self._is_log = not self.console.is_terminal
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
         self._title = f"{_TITLES[config.credit]}{config.loss_type.upper()}, seed {config.seed}"
         self._started = time.perf_counter() - state.get("seconds", 0.0)
         self._evaluations = {step: Evaluation(**result) for step, result in state.get("evaluations", [])}
-        self.evaluated_steps = [*self._evaluations]  # before this process
         self._bytes: dict[str, int] = state.get("bytes", {})
         self._id: str = state.get("id", uuid.uuid4().hex)  # by which a tracker knows a resumed run
         self._tokens: int = state.get("tokens", 0)
@@ -84,7 +82,6 @@ class Report:
         }
 
     def __enter__(self) -> "Report":
-        """Open the files, the back-ends and the progress bar."""
         self._stack = contextlib.ExitStack()
         self._metrics_file, self._completions_file = map(self._open, ("metrics.jsonl", "completions.jsonl"))
         lines = (self._folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -111,7 +108,6 @@ class Report:
         return file
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        """Close everything; after an error, write the page of the run so far."""
         self._progress.update(self._bar, visible=False)
         with contextlib.suppress(*[OSError, ValueError] if failed else []):  # a full disk is known by then
             self._stack.close()
@@ -327,8 +323,6 @@ def announce(what: str) -> None:
 
 class Silence(contextlib.AbstractContextManager[Any]):
     """Report of a process that is not the first: nothing is shown or written."""
-
-    evaluated_steps = ()
 
     def __exit__(self, *_: object) -> None:
         pass

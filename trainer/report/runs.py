@@ -82,7 +82,6 @@ def _metrics(folder: Path) -> pandas.DataFrame:
 
 
 def _settings(folder: Path) -> tuple[dict[str, Any], str]:
-    """Read `config.yaml`, and give its text too; no settings if there is no such file."""
     file = folder / "config.yaml"
     return (read_mapping(file), file.read_text("utf-8")) if file.exists() else ({}, "")
 

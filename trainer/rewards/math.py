@@ -66,7 +66,6 @@ class MathReward:
         return float(verdict is True)
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """Return the child, started if there is none or if it has ended meanwhile."""
         if self._child is None or self._child.poll() is not None:
             self._child = subprocess.Popen(
                 [sys.executable, "-P", __file__, str(self._timeout)], bufsize=0, stdin=subprocess.PIPE,

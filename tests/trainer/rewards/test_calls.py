@@ -132,7 +132,7 @@ def test_no_reward_of_the_programs_is_for_what_stands_in_a_thought_that_the_prom
         columns = arguments([{"question": "9 * 2?", "answer": "18"}] * 3, rollouts)
         assert columns["completions"] == texts
         assert rewards_by(name, load_reward(name), SAMPLES, columns) == expected
-    assert (rollouts.contents[0], joined([rollouts, rollouts]).contents[3]) == (None, None)
+    assert joined([rollouts, rollouts]).contents == rollouts.contents * 2
 
 
 @pytest.mark.parametrize(
