@@ -57,11 +57,10 @@ class Report:
         self._is_log = not self.console.is_terminal
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
         self._title = f"{_TITLES[config.credit]}{config.loss_type.upper()}, seed {config.seed}"
-        self._started = time.perf_counter() - state.get("seconds", 0.0)
-        self._evaluations = {step: Evaluation(**result) for step, result in state.get("evaluations", [])}
-        self._bytes: dict[str, int] = state.get("bytes", {})
-        self._id: str = state.get("id", uuid.uuid4().hex)  # by which a tracker knows a resumed run
-        self._tokens: int = state.get("tokens", 0)
+        # A tracker knows a resumed run by its id.
+        fresh = {"id": uuid.uuid4().hex, "bytes": {}, "evaluations": [], "tokens": 0, "seconds": 0.0}
+        self._state: dict[str, Any] = {**fresh, **state}
+        self._started = time.perf_counter() - self._state["seconds"]
         self._has_stepped = False
         self._explained = set[str]()
 
@@ -73,13 +72,7 @@ class Report:
                 file.flush()
                 os.fsync(file.fileno())
             sizes[path.name] = path.stat().st_size
-        return {
-            "id": self._id,
-            "bytes": sizes,
-            "evaluations": [(step, asdict(result)) for step, result in self._evaluations.items()],
-            "tokens": self._tokens,
-            "seconds": time.perf_counter() - self._started,
-        }
+        return {**self._state, "bytes": sizes, "seconds": time.perf_counter() - self._started}
 
     def __enter__(self) -> "Report":
         self._stack = contextlib.ExitStack()
@@ -88,7 +81,7 @@ class Report:
         last = int(json.loads(lines[-1])["step"]) if lines else None
         self._trackers: dict[str, Log] = {}
         for name in self._config.report_to:
-            log, close = open_tracker(name, self._folder, asdict(self._config), self._id, last)
+            log, close = open_tracker(name, self._folder, asdict(self._config), self._state["id"], last)
             self._trackers[name] = log
             self._stack.callback(self._track, name, close)
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
@@ -104,7 +97,7 @@ class Report:
     def _open(self, name: str) -> TextIO:
         with naming(self._folder / name):
             file = self._stack.enter_context((self._folder / name).open("a", encoding="utf-8"))
-            file.truncate(self._bytes.get(name, 0))  # drops the lines after the checkpoint
+            file.truncate(self._state["bytes"].get(name, 0))  # drops the lines after the checkpoint
         return file
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
@@ -166,7 +159,7 @@ class Report:
 
     def evaluated(self, step: int, result: Evaluation) -> None:
         """Record held-out accuracy after `step` steps."""
-        self._evaluations[step] = result
+        self._state["evaluations"].append((step, asdict(result)))
         figures = result.metrics
         self._record(step, figures)
         sampled = "".join(f", pass@{k} {share:.1%}" for k, share in result.pass_at.items())
@@ -180,8 +173,8 @@ class Report:
     def stepped(self, step: int, result: Step) -> None:
         """Record a training step: files, bar, and a line: in a log file always, else every tenth part of the run."""
         self._has_stepped, metrics = True, result.metrics
-        self._tokens += result.batch.rollouts.tokens()
-        self._record(step, metrics | {"num_tokens": self._tokens})
+        self._state["tokens"] += result.batch.rollouts.tokens()
+        self._record(step, metrics | {"num_tokens": self._state["tokens"]})
         # Samples with spans come first: what was masked, what it did, what each token weighs.
         order = sorted(range(len(result.advantages)), key=lambda b: -bool(result.credit.spans[b]))
         logged = order[: self._config.log_completions]
@@ -232,7 +225,7 @@ class Report:
 
     def closing(self) -> None:
         """Print by how much held-out accuracy moved, and where all files are."""
-        before, *_, after = self._evaluations.values()
+        before, *_, after = (Evaluation(**result) for _, result in self._state["evaluations"])
         seconds = time.perf_counter() - self._started
         gain, low, high = paired_gain(before, after)
         summary = {
