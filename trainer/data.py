@@ -223,18 +223,15 @@ def _load(name: str, split: str, config: str | None) -> list[Any]:
 def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:
     if columns.kind == "mbpp":
         return Row(mbpp_row(row, where), where)
-    row = row.copy()
-    question, answer = (
-        _taken(row, column, where, role)
-        for role, column in (("question", columns.question_column), ("answer", columns.answer_column))
-    )
-    messages: Messages | None = question if isinstance(question, list) else None
-    if messages is not None:
-        question = _last_content(messages, f"{where}: column {columns.question_column!r}")
-    texts = {"question": question, "answer": str(answer) if isinstance(answer, int | float) else answer}
-    for text, column in zip(texts.values(), (columns.question_column, columns.answer_column), strict=True):
+    row, texts, messages = row.copy(), dict[str, str](), None
+    for role, column in (("question", columns.question_column), ("answer", columns.answer_column)):
+        text = _taken(row, column, where, role)
+        if role == "question" and isinstance(text, list):
+            messages, text = text, _last_content(text, f"{where}: column {column!r}")
+        text = str(text) if role == "answer" and isinstance(text, int | float) else text
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{where}: column {column!r} must be text that is not empty, got {text!r}")
+        texts[role] = text
     if columns.kind == "numbers" and gold_number(texts["answer"]) is None:
         raise ValueError(f"{where}: no number can be read from {columns.answer_column!r}: {texts['answer'][-60:]!r}")
     return Row(row | texts, where, messages)
