@@ -73,12 +73,14 @@ def analyse(samples: Sequence[Sample]) -> dict[str, Table]:
 
     A drop within 0.001 nats of 0 is no effect. Raises `ValueError` for drops in different units; names them.
     """
-    units = sorted({sample.drops_unit for sample in samples if sample.spans})
+    units = sorted({sample["drops_unit"] for sample in samples if sample["spans"]})
     if len(units) > 1:
         raise ValueError(f"samples: drops must be in one unit, got {', '.join(units)}")
     noise = 1e-3 if units == ["nats"] else 0.0
-    names = list(dict.fromkeys(name for sample in samples for name in sample.credit))
-    trained = [sample for sample in samples if not sample.truncated and sample.advantage != 0 and sample.tokens]
+    names = list(dict.fromkeys(name for sample in samples for name in sample["credit"]))
+    trained = [
+        sample for sample in samples if not sample["truncated"] and sample["advantage"] != 0 and sample["tokens"]
+    ]
     spans = _spans(samples, noise)
     tables = {"overview": _overview(samples, len(spans), units, names)}
     if len(spans):
@@ -97,24 +99,24 @@ def analyse(samples: Sequence[Sample]) -> dict[str, Table]:
 def _spans(samples: Sequence[Sample], noise: float) -> pandas.DataFrame:
     rows = []
     for i, sample in enumerate(samples):
-        reasoning = max(sample.answer[0] if sample.answer else len(sample.tokens), 1)
-        verdict = {True: "correct", False: "wrong", None: ""}[sample.correct]
-        for span in sample.spans:
-            third = ("early", "middle", "late")[min(2, int(1.5 * (span.start + span.end) / reasoning))]
-            rows.append((i, span.end - span.start, span.drop, third, verdict, kind_of(span.text)))
+        reasoning = max(sample["answer"][0] if sample["answer"] else len(sample["tokens"]), 1)
+        verdict = {True: "correct", False: "wrong", None: ""}[sample["correct"]]
+        for span in sample["spans"]:
+            third = ("early", "middle", "late")[min(2, int(1.5 * (span["start"] + span["end"]) / reasoning))]
+            rows.append((i, span["end"] - span["start"], span["drop"], third, verdict, kind_of(span["text"])))
     spans = pandas.DataFrame(rows, columns=["sample", "length", "drop_", "third", "correct", "kind"])
     return spans.assign(group=classes_of(spans.drop_.to_numpy(float), noise)[0])
 
 
 def _overview(samples: Sequence[Sample], spans: int, units: list[str], names: list[str]) -> Table:
-    verdicts = [sample.correct for sample in samples if sample.correct is not None]
+    verdicts = [sample["correct"] for sample in samples if sample["correct"] is not None]
     rows: list[list[Cell]] = [
         ["completions", len(samples)],
-        ["tokens", sum(len(sample.tokens) for sample in samples)],
-        ["completions with an answer", sum(sample.answer is not None for sample in samples)],
+        ["tokens", sum(len(sample["tokens"]) for sample in samples)],
+        ["completions with an answer", sum(sample["answer"] is not None for sample in samples)],
         ["completions known to be right or wrong", len(verdicts)],
         ["correct", sum(verdicts)],
-        ["completions with masked spans", sum(bool(sample.spans) for sample in samples)],
+        ["completions with masked spans", sum(bool(sample["spans"]) for sample in samples)],
         ["masked spans", spans],
         ["unit of drops", units[0] if units else None],
         ["estimators", ", ".join(names) or None],
@@ -159,8 +161,8 @@ def _means(title: str, column: str, spans: pandas.DataFrame, names: Iterable[str
 def _concentration(trained: Sequence[Sample], names: Sequence[str]) -> Table:
     rows: list[list[Cell]] = []
     for name in names:
-        credits = [sample.credit[name] for sample in trained if name in sample.credit]
-        completions = [np.array([value for value in credit.values if value is not None]) for credit in credits]
+        credits = [sample["credit"][name] for sample in trained if name in sample["credit"]]
+        completions = [np.array([value for value in credit["values"] if value is not None]) for credit in credits]
         completions = [values for values in completions if values.any()]
         if not completions:
             continue
@@ -169,7 +171,7 @@ def _concentration(trained: Sequence[Sample], names: Sequence[str]) -> Table:
         ends = [cell for end in (low, high) for cell in (end, float(np.isclose(tokens, end).mean()))]
         ess = float(np.mean([ess_ratio(values) for values in completions])) if low >= 0 else None
         mass = float(np.mean([top_mass(values) for values in completions]))
-        rows.append([name, credits[0].kind, len(completions), float(tokens.mean()), *ends, ess, mass])
+        rows.append([name, credits[0]["kind"], len(completions), float(tokens.mean()), *ends, ess, mass])
     columns = (
         "estimator", "of tokens", "completions", "mean", "smallest", "share at smallest", "largest", "share at largest",
         "ESS ratio", "top 10 % mass",

@@ -62,11 +62,11 @@ def _page(samples: Iterable[tuple[str | None, Sample]], title: str, data: Mappin
     for name in ("page.css", "page.js", "curves.js"):
         page = page.replace(f"{{{name}}}", (_ASSETS / name).read_text("utf-8"))
     head, tail = page.split("{data}")
-    entries = Counter(_json({**vars(sample), "run": run}) for run, sample in samples)  # equal ones are folded
+    entries = Counter(_json({**sample, "run": run}) for run, sample in samples)  # equal ones are folded
     completions = ",".join(f'{entry[:-1]},"times":{times}}}' for entry, times in entries.items())
     return f'{head}{_json({"title": title, **data})[:-1]},"completions":[{completions}]}}{tail}'
 
 
 def _json(value: Any) -> str:
     """Write JSON that no HTML can be read from."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False, default=vars).replace("<", "\\u003c")
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,14 @@ _FORMS = {
 KINDS = ("weights", "advantages", "importances")
 """Kinds of an estimator's numbers: factors of the tokens' losses, advantages to train on, importances."""
 _CORRECT = 0.5  # least reward of a correct completion
+
+Sample = dict[str, Any]
+"""Completion of T tokens with all fields that docs/analysis.md lists, spans and credit among them."""
+_PLAIN = {
+    "advantage": None, "truncated": False, "counted": True, "uncredited": None, "step": None, "problem": None,
+    "question": None, "reference": None, "drops_unit": "nats",
+}  # fmt: skip
+"""Fields that are taken as they are, and their values where a file has none."""
 
 
 @dataclass(frozen=True)
@@ -141,45 +149,6 @@ def _text(value: float, form: str) -> str:
     return "-" if math.isnan(value) else form.format(value)
 
 
-@dataclass(frozen=True)
-class MaskedSpan:
-    """Span of tokens `[start, end)`, and by how much the answer's log-prob drops when it is masked."""
-
-    start: int
-    end: int
-    text: str
-    drop: float
-
-
-@dataclass(frozen=True)
-class TokenCredit:
-    """Values of each token by one estimator: `kind` is one of `KINDS`."""
-
-    kind: str
-    values: list[float | None]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Completion of T tokens; None for fields that the file does not have."""
-
-    tokens: list[str]
-    spans: list[MaskedSpan] = field(default_factory=list)
-    credit: dict[str, TokenCredit] = field(default_factory=dict)
-    answer: tuple[int, int] | None = None
-    reward: float | None = None
-    correct: bool | None = None
-    advantage: float | None = None
-    truncated: bool = False
-    counted: bool = True  # by the loss
-    uncredited: str | None = None  # why all its tokens weigh the same
-    step: int | None = None
-    problem: Any = None
-    question: str | None = None
-    reference: str | None = None
-    drops_unit: str = "nats"
-
-
 def read_samples(path: Path, *, every: int = 1) -> Iterator[Sample]:
     """Read the completions of a file, or of `completions.jsonl` in a run's folder; with `every=n`, every n-th of them.
 
@@ -188,7 +157,7 @@ def read_samples(path: Path, *, every: int = 1) -> Iterator[Sample]:
     file = path / "completions.jsonl" if path.is_dir() else path
     for number, entry in json_lines(file, every):
         try:
-            yield _sample(entry)
+            yield sample_of(entry)
         except (LookupError, TypeError, ValueError, AttributeError) as problem:
             reason = f"{type(problem).__name__}: {problem}"
             raise ValueError(f"{file}, line {number}: is not a completion with its credit ({reason})") from problem
@@ -213,32 +182,32 @@ def json_lines(file: Path, every: int = 1) -> Iterator[tuple[int, Any]]:
         yield number, value
 
 
-def _sample(entry: dict[str, Any]) -> Sample:
+def sample_of(entry: dict[str, Any]) -> Sample:
+    """Read a completion from its line; raises errors of every kind for what is none."""
     tokens = [str(token) for token in entry["tokens"]]
     judgements = [(entry.get("credit", "weights"), {"weights": entry["weights"]})] if "weights" in entry else []
-    credit: dict[str, TokenCredit] = {}
+    credit: dict[str, dict[str, Any]] = {}
     for name, judgement in [*judgements, *entry.get("estimators", {}).items()]:
         for kind in (kind for kind in KINDS if kind in judgement):
             values = [None if value is None else float(value) for value in judgement[kind]]
-            credit[f"{name}, {kind}" if name in credit else name] = TokenCredit(kind, values)
+            if len(values) != len(tokens):
+                raise ValueError(f"{name} has {len(values)} numbers for {len(tokens)} tokens")
+            credit[f"{name}, {kind}" if name in credit else name] = {"kind": kind, "values": values}
     reward, answer = entry.get("reward"), entry.get("answer")
-    for name, one in credit.items():
-        if len(one.values) != len(tokens):
-            raise ValueError(f"{name} has {len(one.values)} numbers for {len(tokens)} tokens")
-    own = ("advantage", "truncated", "counted", "uncredited", "step", "problem", "question", "reference", "drops_unit")
-    return Sample(
-        tokens=tokens,
-        spans=[_span(span, tokens) for span in entry.get("spans", [])],
-        credit=credit,
-        answer=(answer["start"], answer["end"]) if answer else None,
-        reward=reward,
-        correct=entry.get("correct", None if reward is None else reward >= _CORRECT),
-        **{name: entry[name] for name in own if name in entry},
-    )
+    return {
+        "tokens": tokens,
+        "spans": [_span(span, tokens) for span in entry.get("spans", [])],
+        "credit": credit,
+        "answer": (answer["start"], answer["end"]) if answer else None,
+        "reward": reward,
+        "correct": entry.get("correct", None if reward is None else reward >= _CORRECT),
+        **{name: entry.get(name, value) for name, value in _PLAIN.items()},
+    }
 
 
-def _span(span: dict[str, Any], tokens: list[str]) -> MaskedSpan:
+def _span(span: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
     start, end = span["start"], span["end"]
     if not 0 <= start < end <= len(tokens):
         raise ValueError(f"span {start} to {end} of {len(tokens)} tokens")
-    return MaskedSpan(start, end, span.get("text", "".join(tokens[start:end])), float(span["drop"]))
+    text = span.get("text", "".join(tokens[start:end]))
+    return {"start": start, "end": end, "text": text, "drop": float(span["drop"])}
