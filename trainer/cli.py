@@ -121,12 +121,13 @@ def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
         require_model(settings.model)
         if _names_no_credit(argv) and settings.credit != "uniform":
             others = ", ".join(name for name in preset_names() if name != DEFAULT_PRESET)
-            said = f"note: credit by {DEFAULT_PRESET}, the default preset; --config also takes {others}"
-            print(f"{said}; --credit uniform assigns none, and {_MEASURE}", file=sys.stderr)
+            print(
+                f"note: credit by {DEFAULT_PRESET}, the default preset; --config also takes {others}; --credit uniform "
+                "assigns none, and `python -m benchmarks evidence own` of a checkout measures which is better for a "
+                "model",
+                file=sys.stderr,
+            )
         return settings
-
-
-_MEASURE = "`python -m benchmarks evidence own` of a checkout measures which is better for a model"
 
 
 def _names_no_credit(argv: Sequence[str]) -> bool:

@@ -35,7 +35,7 @@ from .evaluate import evaluate
 from .extras import needed_by, program
 from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
-from .report.report import Report, Silence, announce, tracker_library
+from .report.report import Report, Silence, tracker_library
 from .rewards.calls import RewardError, load_reward, load_rewards, require_callable
 from .rollouts.engine import Engine, end_ids
 from .rollouts.environments import PlayedEngine, load_environment
@@ -125,7 +125,8 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     compiles = auto if config.torch_compile == "auto" else config.torch_compile == "on"
     policy = load_policy(config, tokenizer, compiles=compiles)
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
-    announce("checking the model's log-probs and gradients")
+    if processes.rank() == 0 and not sys.stdout.isatty():  # for a log file: there is no report yet
+        print("checking the model's log-probs and gradients ...", flush=True)
     merges = WHOLE in (credit := config.counterfactual()).needs
     with config.precision.autocast():
         require_supported(policy, longest)

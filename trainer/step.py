@@ -244,7 +244,9 @@ def backward(
     config, is_shared = trainer.config, is_sharded(trainer.policy)
 
     def smaller(micro: MicroBatch) -> list[MicroBatch]:
-        halves = halved(micro, config.num_generations)
+        groups = [list(group) for _, group in groupby(micro, lambda b: b // config.num_generations)]
+        middle = -(-len(groups) // 2)
+        halves = [[*chain.from_iterable(half)] for half in (groups[:middle], groups[middle:]) if half]
         if is_shared and any(processes.gather(len(halves) > 1)):  # where one has no memory, all come here
             return halves if len(halves) > 1 else [micro, []]
         return halves
@@ -255,7 +257,9 @@ def backward(
         (done.loss * processes.count() if is_shared else done.loss).backward()  # what shares the model averages its own
         norm = gradient_norm(trainer.trained.values())
         passes.append(done._replace(loss=done.loss.detach(), norm=norm))
-    return fetch(passes), norm
+    # The one wait for the device in an optimizer step whose weights are known.
+    there = iter(on_host([leaf for leaf in tree_leaves(passes) if isinstance(leaf, Tensor)]))
+    return tree_map_only(Tensor, lambda _: next(there), passes), norm
 
 
 def gather_passes(trainer: Trainer, passes: list[Pass], norm: Tensor) -> tuple[list[Pass], Tensor]:
@@ -294,13 +298,6 @@ def reference_logprobs(trainer: Trainer, batch: Batch, parts: Sequence[MicroBatc
     return dict(zip(chain.from_iterable(parts), on_host([*chain.from_iterable(rows)]), strict=True))
 
 
-def halved(micro: MicroBatch, group_size: int) -> list[MicroBatch]:
-    """Cut the same rows into two micro-batches of whole groups of `group_size` completions; one for one group."""
-    groups = [list(group) for _, group in groupby(micro, lambda b: b // group_size)]
-    middle = -(-len(groups) // 2)
-    return [[b for group in half for b in group] for half in (groups[:middle], groups[middle:]) if half]
-
-
 def counted_tokens(batch: Batch, rows: Iterable[int]) -> int:
     """Count the tokens of some rows that the loss counts."""
     assert batch.mask is not None
@@ -336,12 +333,6 @@ def batch_credit(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, batch:
         config.counterfactual(), tokenizer, batch, seed=Draws(config.seed).key(step), temperature=config.temperature,
         gather=processes.gather if processes.count() > 1 else None,
     )  # fmt: skip
-
-
-def fetch(passes: list[Pass]) -> list[Pass]:
-    """Bring passes to the host: the one wait for the device in an optimizer step whose weights are known."""
-    there = iter(on_host([leaf for leaf in tree_leaves(passes) if isinstance(leaf, Tensor)]))
-    return tree_map_only(Tensor, lambda _: next(there), passes)  # type: ignore[no-any-return]
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

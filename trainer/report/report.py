@@ -9,7 +9,6 @@ import importlib
 import json
 import math
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from ..config import TrainConfig
 from ..disk import naming, write_whole
 from ..evaluate import Evaluation, paired_gain
 from ..extras import program
-from ..processes import rank
 from ..provenance import made_by
 from ..state import Step
 from .page import write_run_page
@@ -306,12 +304,6 @@ def _why_uncredited(result: Step, b: int, config: TrainConfig, *, counted: bool)
 
 def _rounded(values: list[float]) -> list[float]:
     return [round(value, 4) for value in values]
-
-
-def announce(what: str) -> None:
-    """Tell a log file what begins, before there is a report."""
-    if rank() == 0 and not sys.stdout.isatty():
-        print(f"{what} ...", flush=True)
 
 
 class Silence(contextlib.AbstractContextManager[Any]):

@@ -128,7 +128,8 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             name = "same seed twice" if twice else f"mean of {len(members)} seeds"
             shared = dict(zip(differing, heads[members[0]][1:], strict=True)) | {"seed": ", ".join(seeds)}
             heads.append([name, *(shared[one] for one in differing)])
-    cells = {name: [_text(value, _FORMS.get(name, "{:.3g}")) for value in table[name]] for name in table}
+    forms = {name: _FORMS.get(name, "{:.3g}") for name in table}
+    cells = {name: ["-" if math.isnan(value) else forms[name].format(value) for value in table[name]] for name in table}
     lows, highs = cells.pop("low"), cells.pop("high")
     cells["held-out accuracy"] = [
         accuracy if "-" in (low, high) else f"{accuracy} ({low}-{high})"
@@ -143,10 +144,6 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     inside = [value for value in settings.values() if isinstance(value, dict)]
     single = {name: value for name, value in settings.items() if not isinstance(value, dict)}
     return {**single, **{name: value for options in inside for name, value in options.items()}}
-
-
-def _text(value: float, form: str) -> str:
-    return "-" if math.isnan(value) else form.format(value)
 
 
 def read_samples(path: Path, *, every: int = 1) -> Iterator[Sample]:
