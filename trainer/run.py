@@ -153,12 +153,9 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     if moving:  # as it runs from now on
         with config.precision.autocast():
             require_supported(policy, longest)
-    optimizer = torch.optim.AdamW(
-        [p for p in policy.parameters() if p.requires_grad],
-        lr=config.learning_rate,
-        weight_decay=0.0,
-        fused=config.precision.device.type == "cuda" or None,  # elsewhere torch's own choice
-    )
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    fused = config.precision.device.type == "cuda" or None  # elsewhere torch's own choice
+    optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0, fused=fused)
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 0, config.max_steps)
     trainer = Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
@@ -271,14 +268,8 @@ def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> 
             if ending.signal and processes.count() == 1:
                 raise Ended
 
-        result = evaluate(
-            trainer.engine,
-            trainer.held_out,
-            trainer.held_out_prompts,
-            config,
-            match=trainer.grader,
-            advance=advance_or_end,
-        )
+        rows, prompts = trainer.held_out, trainer.held_out_prompts
+        result = evaluate(trainer.engine, rows, prompts, config, match=trainer.grader, advance=advance_or_end)
         report.evaluated(step, result)
 
 
