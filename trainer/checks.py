@@ -21,10 +21,6 @@ _ROUNDING = {torch.float64: 0.02, torch.float32: 0.02, torch.float16: 0.05}
 _ROUNDING_OF_OTHERS = 0.3  # bfloat16 and what is coarser
 
 
-class SamplingGapError(FloatingPointError):
-    """Log-probs are not those that a batch was sampled with; no later step could be trusted more."""
-
-
 def require_supported(policy: nn.Module, longest: int) -> None:
     """Raise `NotImplementedError` if the model gives wrong results for rows of up to `longest` tokens.
 
@@ -65,19 +61,17 @@ def check_sampling_gap(
     gap.
 
     Raises:
-        SamplingGapError: rounding cannot explain the gap; the message names the samples and how large it is.
+        FloatingPointError: rounding cannot explain the gap; the message names the samples and how large it is.
     """
-    limit, sums = sampling_gap_limit(config, policy), dict[int, tuple[float, float]]()
-    for b, row in logprobs.items():
-        gap = sampling_gaps(rollouts.logprobs[b], row, rollouts.nucleus)
-        sums[b] = float(gap.sum()), float(open_choice(rollouts.logprobs[b]).sum())
-    gaps, choices = zip(*sums.values(), strict=True)
-    mean = sum(gaps) / sum(choices)
+    sampled, limit = rollouts.logprobs, sampling_gap_limit(config, policy)
+    gaps = {b: float(sampling_gaps(sampled[b], row, rollouts.nucleus).sum()) for b, row in logprobs.items()}
+    choices = {b: float(open_choice(sampled[b]).sum()) for b in logprobs}
+    mean = sum(gaps.values()) / sum(choices.values())
     if mean <= limit:
         return mean
-    by_row = {b: gap / choice for b, (gap, choice) in sums.items()}
+    by_row = {b: gap / choices[b] for b, gap in gaps.items()}
     worst = max(by_row, key=lambda b: math.inf if math.isnan(by_row[b]) else by_row[b])
-    raise SamplingGapError(
+    raise FloatingPointError(  # no later step could be trusted more
         f"samples {sorted(b for b, gap in by_row.items() if not gap <= limit)}: their log-probs in the update are "
         f"not those they were sampled with, though no weight has changed: {mean:.3g} nats apart over the batch, "
         f"{by_row[worst]:.3g} in sample {worst}, and max_sampling_gap is {limit:.3g}. The model computes "

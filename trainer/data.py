@@ -49,8 +49,11 @@ def load_rows(name: str, *, split: str, count: int | None = None, columns: DataC
     """Load the first `count` rows of a data set, checked; `ValueError` names data set, row (from 0) and reason."""
     if name == GENERATED:
         with gzip.open(ASSETS / f"{split}.jsonl.gz", "rt", encoding="utf-8") as lines:
-            some = enumerate(itertools.islice(lines, count))
-            return [Row(json.loads(line), f"dataset {name}, row {i}") for i, line in some]
+            some = map(json.loads, itertools.islice(lines, count))
+            rows = [Row(row, f"dataset {name}, row {i}") for i, row in enumerate(some)]
+        if len(rows) < (count or 0):
+            raise ValueError(f"dataset {name}: its split {split!r} has {len(rows)} rows, {count} are wanted; lower it")
+        return rows
     columns = columns or DataConfig()
     rows = _load(name, split, columns.dataset_config if name == columns.dataset else None)[:count]
     if not rows:

@@ -72,16 +72,11 @@ class Trainer:
 class Samples:
     """B sampled completions and their rewards, the groups of a problem side by side."""
 
-    keys: Sequence[tuple[int, ...]]  # B keys of integers that the completions were drawn with
+    keys: Sequence[tuple[int, ...]]  # B keys that the completions were drawn with; the last but one is the problem
     rows: Sequence[Row]  # B rows of the data
     rollouts: Rollouts
     rewards: Tensor  # (B,) fp32, summed over reward functions
     by_function: Mapping[str, list[float | None]] = field(default_factory=dict)  # B values of each reward function
-
-    @property
-    def problems(self) -> list[int]:
-        """B numbers of problems in the training set."""
-        return [key[-2] for key in self.keys]
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -110,6 +110,12 @@ def test_a_bad_row_is_named_with_its_number_and_reason(tmp_path, suffix, bad, re
         load_rows(name, split="train")
 
 
+def test_generated_problems_are_as_many_as_there_are() -> None:
+    assert [len(load_rows("generated", split=split)) for split in ("train", "test")] == [8192, 2048]
+    with pytest.raises(ValueError, match="dataset generated: its split 'test' has 2048 rows, 2049 are"):
+        load_rows("generated", split="test", count=2049)
+
+
 def test_a_file_without_an_evaluation_set_gives_some_rows_up_for_one(tmp_path) -> None:
     rows = [{"question": f"Problem {i % 90}?", "answer": f"#### {i}"} for i in range(100)]  # ten questions twice
     config = DataConfig(dataset=write(tmp_path / "data.jsonl", rows), eval_problems=20)

@@ -263,7 +263,7 @@ def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, 
     counted = not (batch.rollouts.truncated[b] and config.mask_truncated_completions)
     names = {"counterfactual": estimator.name} | {c: f"{estimator.name}, {c}" for c in ("inverted", "permuted")}
     record: dict[str, Any] = {
-        "problem": batch.problems[b],
+        "problem": batch.keys[b][-2],
         "completion": batch.rollouts.texts[b],
         "reward": batch.rewards[b].item(),
         "advantage": result.advantages[b].item(),
