@@ -2,7 +2,7 @@
 
 Read `run.py`, the way from the settings to the saved model, and `step.py`, one step. Next to them are `rollouts/`,
 `rewards/`, `checkpoints.py` and `report/`. `config.py` checks settings, `data.py` rows, `policy.py` the model and
-`checks.py` numbers.
+`metrics.py` numbers.
 
 A run by default reads nothing of `rewards/code.py`, `rewards/math.py`, `rollouts/vllm.py` and
 `experimental/`. `embedded/` holds the problems and the model of the demo, `analyze/` looks at what runs have written.

@@ -25,7 +25,6 @@ from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
 from .checkpoints import Finished, Refused, RunFolder, open_run
-from .checks import require_supported, sampling_gap_limit
 from .cli import refusing
 from .config import TrainConfig
 from .data import encode_prompts, require_whole_prompt, train_and_eval_rows
@@ -33,6 +32,7 @@ from .disk import DiskError, whole_folder
 from .endings import Ended, Ending
 from .evaluate import evaluate
 from .extras import needed_by, program
+from .metrics import require_supported, sampling_gap_limit
 from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
 from .report.report import Report, Silence, tracker_library

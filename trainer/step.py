@@ -35,9 +35,8 @@ from cfa_kernels.model.sharded.fsdp import is_piece
 from cfa_kernels.tree.packs import groups_within
 
 from . import processes
-from .checks import check_sampling_gap, require_finite
 from .config import TrainConfig
-from .metrics import Averages, StageTimes, length_metrics, reward_metrics
+from .metrics import Averages, StageTimes, check_sampling_gap, length_metrics, require_finite, reward_metrics
 from .rewards.calls import compute_rewards, group_advantages
 from .rollouts.engine import Rollouts
 from .state import Samples, Shaped, Step, Trainer, arguments, joined

@@ -11,7 +11,7 @@ from cfa_kernels.model.check.verify import check_supported
 from cfa_kernels.scoring import packed as packed_loss
 from tests.support.embedded import all_counted, sample, settings, updated
 from tests.support.waits import a_device, put_on_device
-from trainer.checks import check_sampling_gap
+from trainer.metrics import check_sampling_gap
 from trainer.step import counted_tokens, micro_batches
 
 

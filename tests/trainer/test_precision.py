@@ -10,8 +10,8 @@ from tests.support.adapted import tiny
 from tests.support.budget import assert_within_budget
 from tests.support.embedded import EVERY_OTHER, padded_logprobs, settings, updated
 from tests.support.tiny import tiny_model
-from trainer.checks import sampling_gap_limit
 from trainer.config import TrainConfig
+from trainer.metrics import sampling_gap_limit
 from trainer.precision import Precision, frozen_copy
 from trainer.rollouts.in_process import TransformersEngine
 from trainer.run import set_up
