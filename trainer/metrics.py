@@ -137,13 +137,10 @@ def require_supported(policy: nn.Module, longest: int) -> None:
     causal = causal_lm(policy)
     refuse_length_dependent_rope(causal, longest)
 
-    def check() -> None:
-        policy.train()
-        try:
-            check_trainable(causal)
-        finally:
-            policy.eval()
-        check_supported(causal)  # here, so that no step waits for it
+    def check() -> None:  # here, so that no step waits for it
+        for is_training, check_mode in ((True, check_trainable), (False, check_supported)):
+            policy.train(is_training)
+            check_mode(causal)
 
     run_inside(policy, check)
 
