@@ -43,9 +43,7 @@ def write_run_page(path: Path, folders: Sequence[Path], title: str) -> list[Run]
         {
             "name": run.name, "group": group, "settings": run.written,
             "steps": run.metrics.index.tolist(), "max_steps": run.settings.get("max_steps"),
-            "metrics": {
-                name: [None if math.isnan(value) else value for value in column] for name, column in run.metrics.items()
-            },
+            "metrics": run.metrics.astype(object).where(run.metrics.notna(), None).to_dict("list"),
         }
         for run, group in zip(runs, groups_of(runs), strict=True)
     ]  # fmt: skip
