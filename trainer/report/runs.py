@@ -114,19 +114,18 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     heads = [
         [run.name, *(str(own.get(name, "-")) for name in differing)] for run, own in zip(runs, settings, strict=True)
     ]
-    table, groups = pandas.DataFrame([run.figures() for run in runs]), np.array(groups_of(runs))
-    for group in range(max(groups) + 1):
-        members = np.flatnonzero(groups == group).tolist()
-        if len(members) > 1:
-            seeds = [str(runs[k].settings.get("seed")) for k in members]
-            twice, accuracies = len({*seeds}) < len(seeds), table["held-out accuracy"].iloc[members]
+    table = pandas.DataFrame([run.figures() for run in runs])
+    for _, part in [*table.groupby(groups_of(runs))]:
+        if len(part) > 1:
+            seeds = [str(runs[k].settings.get("seed")) for k in part.index]
+            twice, accuracies = len({*seeds}) < len(seeds), part["held-out accuracy"]
             is_spread = not twice and accuracies.min() < accuracies.max()
             ends = [100 * accuracies.min(), 100 * accuracies.max()] if is_spread else [math.nan, math.nan]
-            mean = table.iloc[members].mean()
+            mean = part.mean()
             mean["low"], mean["high"] = ends
             table.loc[len(table)] = mean
-            name = "same seed twice" if twice else f"mean of {len(members)} seeds"
-            shared = dict(zip(differing, heads[members[0]][1:], strict=True)) | {"seed": ", ".join(seeds)}
+            name = "same seed twice" if twice else f"mean of {len(part)} seeds"
+            shared = dict(zip(differing, heads[part.index[0]][1:], strict=True)) | {"seed": ", ".join(seeds)}
             heads.append([name, *(shared[one] for one in differing)])
     forms = {name: _FORMS.get(name, "{:.3g}") for name in table}
     cells = {name: ["-" if math.isnan(value) else forms[name].format(value) for value in table[name]] for name in table}
