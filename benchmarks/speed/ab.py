@@ -22,7 +22,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._inductor.config
 from torch import Tensor, nn
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
@@ -39,16 +38,14 @@ from benchmarks.speed.step_peers import EXACT, PLAIN, STEP_PEERS, TRL, VARLEN, W
 from benchmarks.speed.step_reference import taken_gradients
 from cfa_kernels import compile_layers
 from cfa_kernels.model.check.verify import check_trainable
-from cfa_kernels.model.compiled import _KINDS, EAGER
+from cfa_kernels.model.compiled import EAGER
 from cfa_kernels.model.modes import value_of
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.scoring.packed import PackedForward
 
 AS_RACED, LIGER, COMPILED = "HF's layers", "Liger", "compiled"  # Liger's kernels cannot be traced
-CPP = "compiled, C++ launches"  # whose graphs are launched from C++, as with TORCHINDUCTOR_CPP_WRAPPER=1
 MERGED = ", merged"  # of a variant: merge_adapters, with the copy that sampling leaves, so that no round makes one
 TRL_LIGER = "TRL, all rows at a time, use_liger_kernel"
-TRL_COMPILED = "TRL, all rows at a time, its whole model compiled"
 
 LEAST = 5.0
 """Seconds of the budget without which no block begins."""
@@ -75,7 +72,6 @@ class Bench:
         self._ends = time.monotonic() + budget
         self._replays: dict[str, Replay] = {}
         self._compiled: list[str] | None = None
-        self.kinds: dict[str, dict[nn.Module, Any]] = {}  # of the variants with compiled layers
 
     @functools.cached_property
     def model(self) -> nn.Module:
@@ -104,27 +100,13 @@ class Bench:
                 stack.enter_context(mock.patch.object(PackedForward, "score", merged))
             if not layers.startswith(COMPILED):
                 stack.enter_context(value_of(EAGER, True))
-            elif layers in self.kinds:
-                stack.enter_context(torch._inductor.config.patch(cpp_wrapper=layers == CPP))
-                stack.enter_context(mock.patch.dict(_KINDS, self.kinds[layers]))
             yield
 
     def compile(self) -> list[str]:
         """Compile the shared policy's layers, once; the kinds that run compiled, none on a CPU."""
         if self._compiled is None:
             self._compiled = compile_layers(self.model) if self.device.type == "cuda" else []
-            self.kinds[COMPILED] = dict(_KINDS)
         return self._compiled
-
-    def compile_for_cpp(self) -> list[str]:
-        """Compile them once more, for launches from C++; the variant's name in a list, empty where nothing compiles."""
-        if not self.compile():
-            return []
-        if CPP not in self.kinds:
-            with torch._inductor.config.patch(cpp_wrapper=True):
-                compile_layers(self.model)
-            self.kinds[CPP] = dict(_KINDS)
-        return [CPP]
 
     @property
     def seconds_left(self) -> float:
@@ -336,8 +318,7 @@ def graphs() -> int:
 
 def profile(bench: Bench) -> Any:
     """One step of each variant under the profiler: kernels by class, launches, idle share."""
-    variants = [AS_RACED, *[LIGER] * bench.has_liger, bench.best, *[CPP] * (CPP in bench.kinds)]
-    variants, lines = list(dict.fromkeys(variants)), list[Any]()
+    variants, lines = list(dict.fromkeys([AS_RACED, *[LIGER] * bench.has_liger, bench.best])), list[Any]()
     for name, step in steps_of(bench, "4x8", (PLAIN, EXACT), variants).items():
 
         def run(step: Step = step) -> float:
@@ -354,31 +335,19 @@ def profile(bench: Bench) -> Any:
 
 
 def trl(bench: Bench) -> Any:
-    """TRL's step with all rows at a time, with and without its own Liger, next to ours.
-
-    Ours also with merged adapters, and with launches from C++.
-    """
-    began = time.perf_counter()
-    variants = [bench.best, *bench.compile_for_cpp()]
-    facts = {"compile_seconds": time.perf_counter() - began}
+    """TRL's step with all rows at a time, with and without its own Liger, next to ours, also with merged adapters."""
     contenders = {WHOLE: trl_step(bench, "4x8")}
     if bench.has_liger:
         contenders[TRL_LIGER] = trl_step(bench, "4x8", liger=True)
-    merged = [variant + MERGED for variant in variants]
-    contenders |= steps_of(bench, "4x8", (PLAIN, EXACT), variants) | steps_of(bench, "4x8", (EXACT,), merged)
+    contenders |= steps_of(bench, "4x8", (PLAIN, EXACT), [bench.best])
+    contenders |= steps_of(bench, "4x8", (EXACT,), [bench.best + MERGED])
     lines = race_steps(bench, "4x8", contenders, bench.rounds)
     contenders.clear()
     release_memory(bench.device)
-    ours = steps_of(bench, "8x8", (PLAIN, EXACT), variants) | steps_of(bench, "8x8", (EXACT,), merged)
-    return {**facts, "figures": lines + race_steps(bench, "8x8", ours, max(bench.rounds // 2, 1))}
-
-
-def compiled_trl(bench: Bench) -> Any:
-    """TRL's step on a model that `torch.compile` has taken as a whole, next to ours."""
-    contenders = {TRL_COMPILED: trl_step(bench, "4x8")} | steps_of(bench, "4x8", (PLAIN,), [bench.best])
-    if bench.device.type == "cuda":
-        contenders[TRL_COMPILED].replay.causal.compile()
-    return race_steps(bench, "4x8", contenders, bench.rounds)
+    ours = steps_of(bench, "8x8", (PLAIN, EXACT), [bench.best]) | steps_of(
+        bench, "8x8", (EXACT,), [bench.best + MERGED]
+    )
+    return lines + race_steps(bench, "8x8", ours, max(bench.rounds // 2, 1))
 
 
 def long(bench: Bench) -> Any:
@@ -440,7 +409,7 @@ def stages_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 BLOCKS: dict[str, tuple[Callable[[Bench], Any], float]] = {
     "host": (host, 25), "liger": (liger, 60), "compile": (compiled, 200), "profile": (profile, 50),
-    "trl": (trl, 240), "long": (long, 90), "trainer": (trainer, 150), "compiled_trl": (compiled_trl, 150),
+    "trl": (trl, 120), "long": (long, 90), "trainer": (trainer, 150),
 }  # fmt: skip
 """Function and limit in seconds of each block, in the order in which they decide."""
 

@@ -53,10 +53,11 @@ def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 def sum_of(matrix: Tensor, other: Tensor) -> Tensor:
     """Return the sum of two tensors of one dtype, for graphs: joined with what reads it, not a call of cuBLAS."""
-    # An addition of a product in its own dtype becomes one wherever something else than arithmetic reads the sum, a
+    if matrix.dtype not in (torch.bfloat16, torch.float16):
+        return matrix + other
+    # An addition of a product in its own dtype becomes a call wherever something else than arithmetic reads the sum, a
     # backward say; cuBLAS first copies the other tensor.
-    wide = torch.promote_types(matrix.dtype, torch.float32)
-    return (matrix.to(wide) + other.to(wide)).to(matrix.dtype)
+    return (matrix.float() + other.float()).to(matrix.dtype)
 
 
 def _keeps_sums(tensor: Tensor) -> bool:
