@@ -128,9 +128,10 @@ def update(
         passes, norm = gather_passes(trainer, passes, norm)
         measure(metrics, trainer, batch, passes, is_sampler=iteration == 0)
         if iteration == 0:
-            objective.old.update({b: row for done in passes for b, row in zip(done.micro, done.logprobs, strict=True)})
+            old = {b: row for done in passes for b, row in zip(done.micro, done.logprobs, strict=True)}
+            objective.old.update(dict(enumerate(rollouts.logprobs)) if config.score_centering else old)
             if passes:
-                metrics.add({"sampling/gap": check_sampling_gap(objective.old, rollouts, policy, config)})
+                metrics.add({"sampling/gap": check_sampling_gap(old, rollouts, policy, config)})
         torch.nn.utils.clip_grads_with_norm_(trainer.trained.values(), config.max_grad_norm, norm)
         trainer.optimizer.step()
         trainer.engine.weights_changed()
