@@ -13,7 +13,7 @@ from cfa_kernels.credit.config import AnswerRules, SpanRules, flat_options
 from cfa_kernels.credit.weights import WEIGHTS
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERS
-from trainer.help import documented
+from trainer.cli import documented
 
 FOLDER = Path(__file__).parent
 OWN = ("estimator", "weights", "control", "completions", "units", "target", "normalize", "open_spans", "token_budget")

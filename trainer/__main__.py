@@ -14,14 +14,13 @@ def main(argv: list[str] | None = None) -> int:
     if os.getcwd() not in sys.path:  # an entry point omits it; a user's rewards and estimators may be there
         sys.path.append(os.getcwd())
     with needed_by(program("trainer"), "trainer"):
-        from .cli import of_rank
-        from .help import print_help
+        from .cli import of_rank, print_help
 
         if print_help(argv):
             return 0
         flags = ["--help" if flag == "--help-all" else flag for flag in argv]  # tyro's, of every setting
         settings = of_rank(flags, prog=program("trainer"))
-        from .program import main as run
+        from .run import main as run
     return run(settings)
 
 

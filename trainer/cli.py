@@ -1,14 +1,19 @@
-"""Fill the settings from their defaults, the model folder's file, `--config` and flags, by tyro.
+"""Fill the settings from their defaults, the model folder's file, `--config` and flags, by tyro; print help.
 
 It imports torch only for flags that put other parts in the place of a preset's, as seconds of imports come after this.
 """
 
 import argparse
+import ast
 import contextlib
+import inspect
 import io
+import itertools
 import os
 import re
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
@@ -18,11 +23,22 @@ from typing import Any
 import tyro
 import yaml
 
+from cfa_kernels import __version__
 from cfa_kernels.credit.presets import DEFAULT_PRESET, PRESETS, preset_names
 from cfa_kernels.options import check_fields
 
+from .extras import program
 from .rewards.built_in import require_rewards
-from .settings import CREDIT_OPTIONS, DEFAULTS_FILE, EMBEDDED, TrainSettings, model_path, require_data, require_model
+from .settings import (
+    ASSETS,
+    CREDIT_OPTIONS,
+    DEFAULTS_FILE,
+    EMBEDDED,
+    TrainSettings,
+    model_path,
+    require_data,
+    require_model,
+)
 
 MODEL_SETTINGS = (
     "temperature", "top_p", "max_completion_length", "instruction", "use_peft", "learning_rate",
@@ -30,8 +46,13 @@ MODEL_SETTINGS = (
 )  # fmt: skip
 """Settings that a model folder may bring, which runs no code: how it samples, is prompted and trains best."""
 
-
-_OWN = Path(__file__).parent / "embedded" / "assets"  # files of settings other than credit's
+DESCRIPTION = """Train a language model by reinforcement with counterfactual credit assignment. With no setting it
+trains the embedded model on generated word problems in a few minutes on a CPU; with --config cf,
+--model <hub name or folder> and --dataset <hub name or file> it is the CF paper's run."""
+_FIRST = (
+    "model", "dataset", "reward_funcs", "output_dir", "max_steps", "learning_rate", "generation_batch_size",
+    "num_generations", "max_completion_length", "credit", "estimator", "seed",
+)  # fmt: skip
 
 
 def config_names() -> list[str]:
@@ -100,12 +121,13 @@ def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
         require_model(settings.model)
         if _names_no_credit(argv) and settings.credit != "uniform":
             others = ", ".join(name for name in preset_names() if name != DEFAULT_PRESET)
-            said = f"note: credit by {DEFAULT_PRESET}, the default preset; --config also takes {others}"
-            print(f"{said}; --credit uniform assigns none, and {_MEASURE}", file=sys.stderr)
+            print(
+                f"note: credit by {DEFAULT_PRESET}, the default preset; --config also takes {others}; --credit uniform "
+                "assigns none, and `python -m benchmarks evidence own` of a checkout measures which is better for a "
+                "model",
+                file=sys.stderr,
+            )
         return settings
-
-
-_MEASURE = "`python -m benchmarks evidence own` of a checkout measures which is better for a model"
 
 
 def _names_no_credit(argv: Sequence[str]) -> bool:
@@ -159,7 +181,7 @@ def _drop_unread(preset: str, estimator: str, options: dict[str, Any], own: dict
 
 
 def _config_file(name: str) -> Path:
-    folder = PRESETS if name in preset_names() else _OWN
+    folder = PRESETS if name in preset_names() else ASSETS
     file = Path(name) if Path(name).exists() else folder / f"{name}.yaml"
     if not file.exists():
         raise ValueError(f"--config {name}: there is no such file; the names that ship are {', '.join(config_names())}")
@@ -187,3 +209,45 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must hold settings as 'name: value', got {type(content).__name__}")
     return content
+
+
+def documented(part: type) -> dict[str, str]:
+    """Read the string under each field of a dataclass, on one line."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+    pairs = itertools.pairwise(body.body)  # type: ignore[attr-defined]
+    return {
+        ast.unparse(entry.target): " ".join(ast.literal_eval(text.value).split())
+        for entry, text in pairs if isinstance(entry, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }  # fmt: skip
+
+
+def print_help(argv: Sequence[str]) -> bool:
+    """Print the version, or the settings that people set, if `argv` asks for one of these."""
+    if "--version" in argv:
+        print(f"cfa_kernels {__version__}")
+    elif not {"-h", "--help"}.isdisjoint(argv):
+        _print_settings()
+    else:
+        return False
+    return True
+
+
+def _print_settings() -> None:
+    width = min(shutil.get_terminal_size().columns, 110)
+
+    def show(name: str, text: str) -> None:
+        head = f"  --{name:<24} "
+        print(textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * 29, break_on_hyphens=False))
+
+    print(f"usage: {program('trainer')} [--SETTING VALUE ...]\n\n{textwrap.fill(DESCRIPTION, width)}\n")
+    names = ", ".join(config_names())
+    show("config", f"YAML file of settings, or one that ships: {names}. Flags win over it. [{DEFAULT_PRESET}]")
+    texts = {name: text for part in TrainSettings.__mro__[-2::-1] for name, text in documented(part).items()}
+    defaults = vars(TrainSettings(**read_mapping(PRESETS / f"{DEFAULT_PRESET}.yaml")))
+    for name in _FIRST:
+        first, dot, _ = texts[name].partition(". ")
+        default = defaults[name]
+        show(name, first + dot.strip() + (f" [{default}]" if isinstance(default, str | int | float) else ""))
+    print()
+    show("help-all", "Every setting: data, run, model, credit, loss, rollouts, devices.")
+    show("version", "Version of the package.")

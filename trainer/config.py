@@ -32,7 +32,6 @@ class TrainConfig(TrainSettings):
     """Settings of one run of counterfactual DAPO, checked. Defaults are the CF paper's where it states one."""
 
     def __post_init__(self) -> None:
-        """Reject values outside their range, and those that contradict each other, naming the setting."""
         check_fields(self)
         try:
             self.precision  # noqa: B018

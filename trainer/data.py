@@ -1,6 +1,8 @@
-"""Load problems to train and evaluate on from a file, the hub or the generator, and check them row by row."""
+"""Load problems to train and evaluate on from a file or the hub, and check them row by row."""
 
+import gzip
 import itertools
+import json
 import random
 import string
 import tempfile
@@ -11,16 +13,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .embedded.problems import generate
 from .rewards.built_in import ARGUMENTS, CONTENTS, INSTRUCTIONS
 from .rewards.code import mbpp_row
 from .rewards.numbers import gold_number
-from .settings import FILES, GENERATED, DataConfig, TrainSettings, require_data
+from .settings import ASSETS, FILES, GENERATED, DataConfig, TrainSettings, require_data
 
-GENERATED_TRAIN_PROBLEMS = 8192
 HELD_OUT_PROBLEMS = 256
-# Reinforcement learning's own stream of generated problems, whatever the seed of the run, so that runs compare.
-GENERATED_SEED = 1
 
 
 Messages = list[dict[str, str]]
@@ -47,13 +45,15 @@ class Row(dict[str, Any]):
         return self["question"] if self.messages is None else self.messages
 
 
-def load_rows(
-    name: str, *, split: str, count: int | None = None, columns: DataConfig | None = None, seed: int = GENERATED_SEED
-) -> list[Row]:
+def load_rows(name: str, *, split: str, count: int | None = None, columns: DataConfig | None = None) -> list[Row]:
     """Load the first `count` rows of a data set, checked; `ValueError` names data set, row (from 0) and reason."""
     if name == GENERATED:
-        problems = enumerate(itertools.islice(generate(split, seed), count or GENERATED_TRAIN_PROBLEMS))
-        return [Row({"question": p.question, "answer": p.solution()}, f"dataset {name}, row {i}") for i, p in problems]
+        with gzip.open(ASSETS / f"{split}.jsonl.gz", "rt", encoding="utf-8") as lines:
+            some = map(json.loads, itertools.islice(lines, count))
+            rows = [Row(row, f"dataset {name}, row {i}") for i, row in enumerate(some)]
+        if len(rows) < (count or 0):
+            raise ValueError(f"dataset {name}: its split {split!r} has {len(rows)} rows, {count} are wanted; lower it")
+        return rows
     columns = columns or DataConfig()
     rows = _load(name, split, columns.dataset_config if name == columns.dataset else None)[:count]
     if not rows:
@@ -63,9 +63,9 @@ def load_rows(
     return [_checked(row, f"dataset {name}, row {i}", columns) for i, row in enumerate(rows)]
 
 
-def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tuple[list[Row], list[Row]]:
-    """Load training and held-out problems, disjoint by question; `seed` draws generated training problems only."""
-    train = load_rows(config.dataset, split="train", count=config.train_problems, columns=config, seed=seed)
+def train_and_eval_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
+    """Load training and held-out problems, disjoint by question."""
+    train = load_rows(config.dataset, split="train", count=config.train_problems, columns=config)
     held_out, test = config.eval_problems, list[Row]()
     name = config.eval_dataset or config.dataset
     if config.eval_dataset is not None or Path(name).suffix not in FILES:
@@ -162,18 +162,14 @@ def _clock(at: datetime) -> str:
     return "{% macro strftime_now(format) %}{{ format" + parts + " }}{% endmacro %}\n"
 
 
-def question_instruction(config: TrainSettings) -> str:
-    """Give the text after a question that is not a list of messages."""
-    return INSTRUCTIONS[config.kind] if config.instruction is None else config.instruction
-
-
 def configured_prompt(
     question: str | Messages, tokenizer: PreTrainedTokenizerBase, config: TrainSettings, at: datetime | None = None
 ) -> list[int]:
     """Encode the prompt of a question with the instruction, system prompt and thought that a run asks for."""
+    own = INSTRUCTIONS[config.kind] if isinstance(question, str) else None
     return encode_prompt(
-        question, tokenizer, system=config.system_prompt, thinking=config.enable_thinking, at=at,
-        instruction=question_instruction(config) if isinstance(question, str) else config.instruction,
+        question, tokenizer, instruction=own if config.instruction is None else config.instruction,
+        system=config.system_prompt, thinking=config.enable_thinking, at=at,
     )  # fmt: skip
 
 
@@ -230,18 +226,15 @@ def _load(name: str, split: str, config: str | None) -> list[Any]:
 def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:
     if columns.kind == "mbpp":
         return Row(mbpp_row(row, where), where)
-    row = row.copy()
-    question, answer = (
-        _taken(row, column, where, role)
-        for role, column in (("question", columns.question_column), ("answer", columns.answer_column))
-    )
-    messages: Messages | None = question if isinstance(question, list) else None
-    if messages is not None:
-        question = _last_content(messages, f"{where}: column {columns.question_column!r}")
-    texts = {"question": question, "answer": str(answer) if isinstance(answer, int | float) else answer}
-    for text, column in zip(texts.values(), (columns.question_column, columns.answer_column), strict=True):
+    row, texts, messages = row.copy(), dict[str, str](), None
+    for role, column in (("question", columns.question_column), ("answer", columns.answer_column)):
+        text = _taken(row, column, where, role)
+        if role == "question" and isinstance(text, list):
+            messages, text = text, _last_content(text, f"{where}: column {column!r}")
+        text = str(text) if role == "answer" and isinstance(text, int | float) else text
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{where}: column {column!r} must be text that is not empty, got {text!r}")
+        texts[role] = text
     if columns.kind == "numbers" and gold_number(texts["answer"]) is None:
         raise ValueError(f"{where}: no number can be read from {columns.answer_column!r}: {texts['answer'][-60:]!r}")
     return Row(row | texts, where, messages)

@@ -28,12 +28,10 @@ class Ending:
         self.waits = False
 
     def __enter__(self) -> "Ending":
-        """Take over the signals."""
         self._before = {one: signal.signal(one, self._handle) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back."""
         for one, handler in self._before.items():
             signal.signal(one, handler)
 

@@ -6,7 +6,6 @@ Read it from top to bottom, copy it, change it. One process, no checkpoints, no 
     python -m cfa_trainer.one_page --model Qwen/Qwen3-1.7B --dataset gsm8k.jsonl --max_steps 100 --learning_rate 1e-6
 """
 
-import itertools
 import json
 import random
 from dataclasses import dataclass
@@ -15,14 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import tyro
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cfa_kernels import CounterfactualConfig, Rows, credited_loss, find_answer
+from cfa_kernels import CounterfactualConfig, Rows, credited_loss
 
-from .embedded.problems import generate
+from .data import load_rows
 from .rewards.built_in import INSTRUCTIONS
-from .rewards.numbers import parse_number
+from .rewards.numbers import exact_match
 from .rollouts.engine import end_ids
 from .settings import ASSETS
 
@@ -47,7 +45,7 @@ class Settings:
 
 
 class Problem(NamedTuple):
-    """Prompt, as token ids, and the number that answers it."""
+    """Prompt, as token ids, and a text that ends in the number that answers it."""
 
     prompt: list[int]
     answer: str
@@ -77,7 +75,7 @@ def training_step(model: Any, tokenizer: Any, optimizer: Any, some: list[Problem
     rows = sample(model, tokenizer, problems, settings)
 
     # 2. Reward each by its answer, and compare it with its group.
-    rewards = torch.tensor([reward(row, it, tokenizer) for row, it in zip(rows.completions, problems, strict=True)])
+    rewards = torch.tensor(solved(rows, problems, tokenizer))
     groups = rewards.view(-1, settings.num_generations)
     advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()  # (B,)
     if not advantages.any():  # all groups agree: there is nothing to learn from
@@ -109,16 +107,16 @@ def sample(model: Any, tokenizer: Any, problems: list[Problem], settings: Settin
     return Rows([torch.tensor(prompt) for prompt in prompts], completions)
 
 
-def reward(completion: Tensor, problem: Problem, tokenizer: Any) -> float:
-    """Return 1 if the completion's answer is the problem's, else 0."""
-    span = find_answer(completion, tokenizer, prompt=problem.prompt)
-    return float(span is not None and number(tokenizer.decode(completion[slice(*span)])) == problem.answer)
+def solved(rows: Rows, problems: list[Problem], tokenizer: Any) -> list[Any]:
+    """Return 1 for each completion whose number is the problem's, else 0."""
+    texts, answers = tokenizer.batch_decode(rows.completions, skip_special_tokens=True), [p.answer for p in problems]
+    return exact_match(completions=texts, answer=answers, prompts=tokenizer.batch_decode(rows.prompts))
 
 
 def evaluate(model: Any, tokenizer: Any, problems: list[Problem], settings: Settings) -> float:
     """Measure and print the share of problems that the model solves greedily."""
-    pairs = zip(sample(model, tokenizer, problems, settings, greedy=True).completions, problems, strict=True)
-    share = sum(reward(completion, problem, tokenizer) for completion, problem in pairs) / len(problems)
+    rows = sample(model, tokenizer, problems, settings, greedy=True)
+    share = sum(solved(rows, problems, tokenizer)) / len(problems)
     print(f"held-out accuracy {share:.1%} of {len(problems)} problems")
     return share
 
@@ -127,21 +125,15 @@ def load(settings: Settings, tokenizer: Any) -> tuple[list[Problem], list[Proble
     """Load problems to train and to evaluate on, asked as the model's chat template asks them."""
     if settings.dataset is None:
         counts = {"test": settings.eval_problems, "train": 2048}
-        some = [one for split, count in counts.items() for one in itertools.islice(generate(split, 1), count)]
-        pairs = [(one.question, one.solution()) for one in some]
+        some = [one for split, count in counts.items() for one in load_rows("generated", split=split, count=count)]
+        pairs = [(one["question"], one["answer"]) for one in some]
     else:
         lines = [json.loads(line) for line in Path(settings.dataset).read_text("utf-8").splitlines()]
         pairs = [(f"{line['question']}\n{INSTRUCTIONS['numbers']}", line["answer"]) for line in lines]
     chats = [[{"role": "user", "content": question}] for question, _ in pairs]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
-    problems = [Problem(ids, number(a.rsplit("####")[-1])) for ids, (_, a) in zip(prompts, pairs, strict=True)]
+    problems = [Problem(ids, answer) for ids, (_, answer) in zip(prompts, pairs, strict=True)]
     return problems[settings.eval_problems :], problems[: settings.eval_problems]
-
-
-def number(text: str) -> str:
-    """Write a number in one way, whatever its form; a text that is none stays."""
-    value = parse_number(text.strip().rstrip("%. "))
-    return text.strip() if value is None else str(value)
 
 
 if __name__ == "__main__":

@@ -98,14 +98,13 @@ def gather(value: _Value, problem: str | None = None) -> list[_Value]:
 
 def on_first(make: Callable[[], _Value]) -> _Value:
     """Return to every process what `make()` gives the first one, or raise what it raises there; all call this."""
-    result: Any = None
-    problem: Exception | None = None
+    outcome: tuple[Any, Exception | None] = None, None
     if rank() == 0:
         try:
-            result = make()
+            outcome = make(), None
         except Exception as raised:
-            problem = raised
-    result, problem = gather((result, problem))[0]
+            outcome = None, raised
+    result, problem = gather(outcome)[0]
     if problem is not None:
         raise problem
     return result  # type: ignore[no-any-return]

@@ -1,42 +1,91 @@
-"""Set up a run, train with evaluations and checkpoints in between, and save the model."""
+"""Run the program: set up, train with evaluations and checkpoints in between, save, say in one line what is wrong."""
 
+import atexit
 import contextlib
+import gc
 import itertools
 import logging
 import os
+import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 from torch import nn
 from transformers import get_scheduler, set_seed
+from transformers.utils.logging import disable_progress_bar
 
 from cfa_kernels.model.compile_layers import compile_layers
+from cfa_kernels.model.memory import is_out_of_memory
 from cfa_kernels.model.merged import merged_weights
 from cfa_kernels.model.parts import causal_lm, context_length, vocab_size
 from cfa_kernels.scoring.access import WHOLE
 from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
-from .checkpoints.run_folder import RunFolder, open_run
-from .checks import require_supported, sampling_gap_limit
+from .checkpoints import Finished, Refused, RunFolder, open_run
+from .cli import refusing
 from .config import TrainConfig
 from .data import encode_prompts, require_whole_prompt, train_and_eval_rows
 from .disk import DiskError, whole_folder
 from .endings import Ended, Ending
 from .evaluate import evaluate
+from .extras import needed_by, program
+from .metrics import require_supported, sampling_gap_limit
 from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
-from .report.report import Report, Silence, announce, tracker_library
+from .report.report import Report, Silence, tracker_library
 from .rewards.calls import RewardError, load_reward, load_rewards, require_callable
 from .rollouts.engine import Engine, end_ids
 from .rollouts.environments import PlayedEngine, load_environment
 from .rollouts.in_process import TransformersEngine
 from .rollouts.vllm import VllmEngine, await_server
+from .settings import TrainSettings
 from .state import Trainer
 from .step import problem_batches, training_step
 
 _LOG = logging.getLogger(__name__)
+# Problems that one line explains; others, and a ValueError elsewhere than in set-up, are mistakes of ours.
+_PROBLEMS = (Refused, RewardError, OSError, ImportError, FloatingPointError, NotImplementedError)
+
+
+def main(settings: TrainSettings) -> int:
+    """Run the program: exit code 0; 1 or 2 and one line on stderr for what is wrong with settings, data or the disk."""
+    with refusing(program("trainer")):
+        config = TrainConfig(**vars(settings))
+    disable_progress_bar()
+    expected: tuple[type[Exception], ...] = (ValueError, *_PROBLEMS)
+    with Ending() as ending:
+        try:
+            with needed_by(program("trainer"), "trainer"):
+                processes.start(config)
+                with open_run(config) as folder:
+                    trainer = set_up(config, folder.started)
+                    expected = _PROBLEMS
+                    gc.collect()
+                    gc.freeze()  # to look at what stays, modules and tokenizer, takes a fifth of a second each time
+                    atexit.register(gc.unfreeze)  # else modules outlive the interpreter; Triton 3.9 calls that a leak
+                    train(trainer, folder, ending)
+        except Finished as finished:
+            _say(str(finished), sys.stdout)
+        except Ended as ended:
+            _say(processes.describe_failure(ended))
+        except Exception as problem:
+            exhausted = isinstance(problem, MemoryError) or is_out_of_memory(problem)
+            if not (exhausted or isinstance(problem, expected) or processes.is_silence(problem)):
+                raise
+            if exhausted:
+                # The launcher ends the other processes, which may be waiting in the middle of a forward.
+                where = f"rank {processes.rank()}: " if processes.count() > 1 else ""
+                hint = "lower token_budget, max_completion_length or num_generations"
+                print(f"error: {where}out of memory ({' '.join(str(problem).split())}); {hint}", file=sys.stderr)
+                return 1
+            _say(f"error: {' '.join(processes.describe_failure(problem).split())}")
+            processes.end()
+            return 1
+    processes.end()
+    return ending.exit_code
 
 
 def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
@@ -76,7 +125,8 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     compiles = auto if config.torch_compile == "auto" else config.torch_compile == "on"
     policy = load_policy(config, tokenizer, compiles=compiles)
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
-    announce("checking the model's log-probs and gradients")
+    if processes.rank() == 0 and not sys.stdout.isatty():  # for a log file: there is no report yet
+        print("checking the model's log-probs and gradients ...", flush=True)
     merges = WHOLE in (credit := config.counterfactual()).needs
     with config.precision.autocast():
         require_supported(policy, longest)
@@ -85,19 +135,13 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
     rounded = config.precision.products if config.precision.is_mixed else None
     tags = credit.answers.thought_tags
-    engine: Engine = (
-        VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy), tags)
-        if config.rollout_engine == "vllm"
-        else TransformersEngine(
-            policy,
-            tokenizer,
-            rounded,
-            captured=False if moving else None,
-            longest=longest,
-            thought_tags=tags,
-            keep_merged=merges,
-        )
-    )
+    engine: Engine
+    if config.rollout_engine == "vllm":
+        engine = VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy), tags)
+    else:
+        captured = False if moving else None
+        own: dict[str, Any] = {"longest": longest, "thought_tags": tags, "keep_merged": merges}
+        engine = TransformersEngine(policy, tokenizer, rounded, captured=captured, **own)
     if config.environment is not None:
         played = load_environment(config.environment)
         engine = PlayedEngine(engine, tokenizer, played, end_ids(policy, tokenizer), thought_tags=tags)
@@ -109,12 +153,9 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     if moving:  # as it runs from now on
         with config.precision.autocast():
             require_supported(policy, longest)
-    optimizer = torch.optim.AdamW(
-        [p for p in policy.parameters() if p.requires_grad],
-        lr=config.learning_rate,
-        weight_decay=0.0,
-        fused=config.precision.device.type == "cuda" or None,  # elsewhere torch's own choice
-    )
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    fused = config.precision.device.type == "cuda" or None  # elsewhere torch's own choice
+    optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0, fused=fused)
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 0, config.max_steps)
     trainer = Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
@@ -182,7 +223,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
         if report_state:
             notes.insert(0, f"resuming from the checkpoint of step {start}; --no_resume starts again, in a new folder")
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
-        evaluated, step = processes.gather(report.evaluated_steps)[0], start
+        evaluated, step = {at for at, _ in report_state.get("evaluations", [])}, start
         try:
             for step in range(start, config.max_steps + 1):
                 if step > start:
@@ -227,12 +268,11 @@ def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> 
             if ending.signal and processes.count() == 1:
                 raise Ended
 
-        result = evaluate(
-            trainer.engine,
-            trainer.held_out,
-            trainer.held_out_prompts,
-            config,
-            match=trainer.grader,
-            advance=advance_or_end,
-        )
+        rows, prompts = trainer.held_out, trainer.held_out_prompts
+        result = evaluate(trainer.engine, rows, prompts, config, match=trainer.grader, advance=advance_or_end)
         report.evaluated(step, result)
+
+
+def _say(text: str, stream: TextIO | None = None) -> None:
+    if processes.rank() == 0:
+        print(text, file=stream or sys.stderr)

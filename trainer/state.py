@@ -1,7 +1,7 @@
 """Hold the setup of a run, and the rollouts that one step trains on."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from cfa_kernels import Credit, Rows
+from cfa_kernels.credit.nothing import Nothing
+
 from .config import TrainConfig
 from .data import Row
+from .processes import whole_weights
 from .rewards.built_in import ARGUMENTS, CONTENTS
 from .rewards.calls import Reward
 from .rollouts.engine import Engine, Rollouts
@@ -20,9 +24,7 @@ def arguments(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> dict[str
     """Collect the arguments of reward functions: columns of B rows of the data, and the samples for them."""
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     sampled = columns["question"], rollouts.texts, rollouts.ids()
-    own = rollouts.contents or [None] * len(rows)
-    contents = [text if content is None else content for text, content in zip(rollouts.texts, own, strict=True)]
-    return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns, CONTENTS: contents}
+    return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns, CONTENTS: rollouts.contents or rollouts.texts}
 
 
 @dataclass
@@ -51,39 +53,44 @@ class Trainer:
         return {name: weight for name, weight in self.policy.named_parameters() if weight.requires_grad}
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]], names: Sequence[str] | None = None
-    ) -> Rollouts:
-        """Sample a completion of each prompt by the run's settings; an error calls the prompts by `names`."""
-        config = self.config
-        return self.engine(
-            prompts, max_completion_length=config.max_completion_length, keys=keys, temperature=config.temperature,
-            top_p=config.top_p, names=names,
-        )  # fmt: skip
+        self, keys: Sequence[tuple[int, ...]], prompts: Sequence[Sequence[int]] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Rollouts:  # fmt: skip
+        """Sample a completion for each key by the run's settings; an error calls the prompts by `names`.
+
+        A key's last but one integer is the number of the problem, whose prompt is the default.
+        """
+        config, own = self.config, prompts or [self.prompts[key[-2]] for key in keys]
+        with whole_weights(self.policy):
+            return self.engine(
+                own, max_completion_length=config.max_completion_length, keys=keys, temperature=config.temperature,
+                top_p=config.top_p, names=names,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Samples:
     """B sampled completions and their rewards, the groups of a problem side by side."""
 
-    keys: Sequence[tuple[int, ...]]  # B keys of integers that the completions were drawn with
+    keys: Sequence[tuple[int, ...]]  # B keys that the completions were drawn with; the last but one is the problem
     rows: Sequence[Row]  # B rows of the data
     rollouts: Rollouts
     rewards: Tensor  # (B,) fp32, summed over reward functions
     by_function: Mapping[str, list[float | None]] = field(default_factory=dict)  # B values of each reward function
 
-    @property
-    def problems(self) -> list[int]:
-        """B numbers of problems in the training set."""
-        return [key[-2] for key in self.keys]
 
-    @classmethod
-    def joined(cls, parts: Sequence["Samples"]) -> "Samples":
-        """Put the samples of several processes together, one after the other."""
-        return cls(
-            [key for part in parts for key in part.keys], [row for part in parts for row in part.rows],
-            Rollouts.joined([part.rollouts for part in parts]), torch.cat([part.rewards for part in parts]),
-            {name: [vote for part in parts for vote in part.by_function[name]] for name in parts[0].by_function},
-        )  # fmt: skip
+def joined(parts: Sequence[Any]) -> Any:
+    """Put together, one after the other, what several processes hold of their rows: records, lists and tensors."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([*parts])
+    if isinstance(first, Rows):
+        return Rows(*(joined([getattr(part, name) for part in parts]) for name in ("prompts", "completions")))
+    if is_dataclass(first) and not isinstance(first, type):
+        return replace(first, **{name: joined([vars(part)[name] for part in parts]) for name in vars(first)})
+    if isinstance(first, Mapping):
+        return {name: joined([part[name] for part in parts]) for name in first}
+    return [one for part in parts for one in part] if isinstance(first, Sequence) else first
 
 
 @dataclass(frozen=True)
@@ -94,3 +101,15 @@ class Shaped:
     edits: list[Tensor] | None = None  # B tensors (T_b,) fp32: 0 on tokens that get no credit; None for 1 everywhere
     metrics: Mapping[str, float] = field(default_factory=dict)  # figures to report
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by sample, what is logged with it
+
+
+@dataclass(frozen=True)
+class Step:
+    """Record of one step: metrics under TRL's names plus `credit/*`, and the batch of B samples they came from."""
+
+    metrics: dict[str, float]
+    batch: Samples
+    advantages: Tensor  # (B,)
+    credit: Credit
+    notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by sample, what is logged with it
+    nothing: Nothing | None = None  # why it taught nothing, or got little credit

@@ -1,66 +1,51 @@
 """Train one step: sample, reward, compare within groups, assign credit, update.
 
 For problem x with completions y_1 .. y_G, tokens t and the policy p, which sampled as q:
-    y_b ~ q(. | x)                                                                            `draw`
+    y_b ~ q(. | x)                                                                            `sample`
     r_b = sum over reward functions f of weight_f f(x, y_b)                                   `rewarded`
     A_b = (r_b - mean of r) / (standard deviation of r + 1e-4), over the group                `group_advantages`
     w_bt = a rule's weight for the drop of log p(answer of y_b) when t's span is masked       `batch_credit`
     L = - sum_bt w_bt min(u_bt A_b, clip(u_bt, 1 - eps, 1 + eps_high) A_b) / N,  u = p / q    `Objective`
     p <- AdamW(p, gradient of L cut to max_grad_norm), num_iterations times                   `update`
 `training_step` is a step from top to bottom. N is DAPO's number of tokens of the batch that the loss counts.
+
+A micro-batch is one packed forward and backward, of whole groups, so that a prompt is fed once; rows that cannot change
+the update are omitted.
 """
 
 import contextlib
-import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain, count, groupby, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels import (
-    Batch,
-    Credit,
-    DeferredCredit,
-    Rows,
-    packed_forward,
-    packed_logprobs,
-    packed_policy_loss,
-)
+from cfa_kernels import Batch, Credit, DeferredCredit, Draws, Rows, packed_forward, packed_logprobs, packed_policy_loss
 from cfa_kernels.credit.nothing import Nothing, why_nothing
+from cfa_kernels.model.limits import default_token_budget
 from cfa_kernels.model.memory import run_in_memory
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.run_inside import is_sharded, run_inside
 from cfa_kernels.model.sharded.fsdp import is_piece
-from cfa_kernels.scoring.packed import PackedLoss
+from cfa_kernels.tree.packs import groups_within
 
 from . import processes
-from .checks import check_sampling_gap, require_finite
-from .metrics import Averages, StageTimes, Step, length_metrics, reward_metrics
-from .microbatch import (
-    ByRow,
-    MicroBatch,
-    Moving,
-    Pass,
-    batch_credit,
-    by_row,
-    counted_tokens,
-    fetch,
-    gather_credit,
-    halved,
-    micro_batches,
-    on_host,
-    own_rows,
-    update_batch,
-)
-from .rewards.advantages import group_advantages
-from .rewards.calls import compute_rewards
+from .config import TrainConfig
+from .metrics import Averages, StageTimes, check_sampling_gap, length_metrics, require_finite, reward_metrics
+from .rewards.calls import compute_rewards, group_advantages
 from .rollouts.engine import Rollouts
-from .state import Samples, Shaped, Trainer, arguments
+from .state import Samples, Shaped, Step, Trainer, arguments, joined
 
-_Launched = tuple[MicroBatch, Moving, PackedLoss]  # its rows, what of them moves the loss, and the loss
+MicroBatch = list[int]
+"""Rows of one forward and backward, by their places in the batch; none where a process only runs as others do."""
+
+ByRow = dict[int, Tensor]
+"""Tensors (t,) by the number of their completion in the batch."""
 
 
 def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
@@ -69,9 +54,9 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     times = StageTimes(config.precision.device)
     keys = [(config.seed, step, i, g) for i in processes.own_share(problems) for g in range(config.num_generations)]
     with times.during("generate"):
-        rollouts = draw(trainer, keys)
+        rollouts = trainer.sample(keys)
 
-    samples = Samples.joined(processes.gather(rewarded(trainer, keys, rollouts)))  # what each process sampled, on each
+    samples: Samples = joined(processes.gather(rewarded(trainer, keys, rollouts)))  # what each process sampled, on each
     rollouts = samples.rollouts
     shaped = Shaped(samples.rewards)  # rewards (B,), edits B tensors (T_b,)
     if trainer.shape is not None:
@@ -93,12 +78,6 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     return Step(metrics, samples, advantages, credit, shaped.notes, nothing)
 
 
-def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
-    """Sample a completion for each key, whose last but one integer is the number of the problem."""
-    with processes.whole_weights(trainer.policy):
-        return trainer.sample([trainer.prompts[key[-2]] for key in keys], keys)
-
-
 def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollouts) -> Samples:
     """Put completions together with their rewards."""
     rows = [trainer.rows[key[-2]] for key in keys]
@@ -107,6 +86,22 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     return Samples(
         keys, rows, rollouts, *compute_rewards(trainer.rewards, arguments(rows, rollouts), weights=weights, names=names)
     )
+
+
+def update_batch(config: TrainConfig, rollouts: Rollouts, advantages: Tensor, shaped: Shaped) -> Batch:
+    """Make the columns of an update: the loss counts no truncated completion with `mask_truncated_completions`.
+
+    Nor does it count the tokens that an environment wrote.
+    Edits of `shaped` multiply the weights, and credit that compares completions reads its rewards (B,).
+    """
+    own = rollouts.mask or [torch.ones(length) for length in rollouts.rows.lengths]
+    counted = ~(rollouts.truncated & config.mask_truncated_completions)  # (B,)
+    return Batch(
+        rollouts.rows, advantages=advantages, rewards=shaped.rewards, weights=shaped.edits,
+        groups=torch.arange(len(counted)) // config.num_generations,
+        mask=[counts & row.bool() for counts, row in zip(counted, own, strict=True)],
+        sampling_logprobs=rollouts.logprobs, kept_tokens=rollouts.kept_tokens,
+    )  # fmt: skip
 
 
 def update(
@@ -131,11 +126,12 @@ def update(
         passes, norm = backward(trainer, parts, objective)
         parts = [done.micro for done in passes]  # cut where the device had no memory for them
         passes, norm = gather_passes(trainer, passes, norm)
-        measure(metrics, trainer, rollouts, batch, passes, is_sampler=iteration == 0)
+        measure(metrics, trainer, batch, passes, is_sampler=iteration == 0)
         if iteration == 0:
-            logprobs = [row for done in passes for row in done.logprobs]
-            old = by_row([done.micro for done in passes], logprobs)
+            old = {b: row for done in passes for b, row in zip(done.micro, done.logprobs, strict=True)}
             objective.old.update(dict(enumerate(rollouts.logprobs)) if config.score_centering else old)
+            if passes:
+                metrics.add({"sampling/gap": check_sampling_gap(old, rollouts, policy, config)})
         torch.nn.utils.clip_grads_with_norm_(trainer.trained.values(), config.max_grad_norm, norm)
         trainer.optimizer.step()
         trainer.engine.weights_changed()
@@ -144,8 +140,20 @@ def update(
     policy.eval()
     metrics.add({"learning_rate": trainer.scheduler.get_last_lr()[0]})
     trainer.scheduler.step()
-    together = gather_credit(credit)
+    # Completions in no micro-batch have weight 1.
+    together = Credit.joined(batch.rows.lengths, [part for parts in processes.gather(credit.parts) for part in parts])
     return together, why_nothing(credit, together, rollouts.truncated.tolist()), metrics.values()
+
+
+class Pass(NamedTuple):
+    """Results of forward, loss and backward of one micro-batch."""
+
+    micro: MicroBatch
+    loss: Tensor  # ()
+    metrics: Mapping[str, Tensor]  # ()
+    logprobs: list[Tensor]  # b tensors (t,)
+    moving: tuple[int, int] = (0, 0)  # tokens with a weight and an advantage, and rows with any: they move the loss
+    norm: Tensor = torch.zeros(())  # of the gradients summed so far
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,7 @@ class Objective:
     reference: ByRow  # log-probs of the reference model; nothing without a KL term
     old: ByRow = field(default_factory=dict)  # log-probs before the first optimizer step
 
-    def __call__(self, micro: MicroBatch) -> _Launched:
+    def __call__(self, micro: MicroBatch) -> Pass:
         """Do all of a micro-batch before its backward, which may start again in halves.
 
         It is one packed forward: its log-probs, from its keys and values the scores of masked spans, then its loss with
@@ -167,23 +175,22 @@ class Objective:
         """
         policy = self.trainer.policy
         with self.trainer.config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
-            if not micro:
-                return micro, Moving(), idle_loss(policy)
+            if not micro:  # a loss of 0, by as many forwards as the processes with a micro-batch run
+                nothing, token = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+                options: dict[str, Any] = {"advantages": nothing, "mask": [nothing], "num_items_in_batch": 1}
+                return Pass(micro, packed_policy_loss(policy, Rows([token], [token]), **options).loss, {}, [])
             return run_inside(policy, lambda: self._launch(micro), trains=True)
 
-    def _launch(self, index: MicroBatch) -> _Launched:
+    def _launch(self, index: MicroBatch) -> Pass:
         config, credit = self.trainer.config, self.credit
         batch, is_due = self.batch.take(index), credit.is_due(index)
         causal, foreseen = causal_lm(self.trainer.policy), None
         if is_due:
             with self.times.during("credit"):
                 foreseen = credit.foreseen(index, causal)
+        keeps = is_due and credit.config.continues
         forward = packed_forward(
-            causal,
-            batch.rows,
-            token_budget=config.token_budget,
-            keep_states=is_due and credit.config.continues,
-            foreseen=foreseen,
+            causal, batch.rows, token_budget=config.token_budget, keep_states=keeps, foreseen=foreseen
         )
         if is_due:
             with self.times.during("credit"):
@@ -199,39 +206,35 @@ class Objective:
         old, reference = ([column[b] for b in index] if column else None for column in (self.old, self.reference))
         credited = credit.columns(index)
         batch = batch.with_columns(old_logprobs=old, ref_logprobs=reference, **credited)
-        loss = forward.policy_loss(batch, **options)
+        loss, metrics, logprobs = forward.policy_loss(batch, **options)
         counted = batch.mask or ()
         columns = zip(*credited.values(), counted, strict=True)
         moving = [int(((row != 0) & (own != 0) & one).sum()) for row, own, one in columns]
         if not all(one.all() for one in counted):  # the loss needs no log-probs of an environment's tokens
-            pairs = zip(loss.logprobs, counted, strict=True)
-            loss = loss._replace(logprobs=[torch.where(one.to(row.device), row, 0.0) for row, one in pairs])
-        return index, Moving(sum(moving), sum(count > 0 for count in moving)), loss
+            pairs = zip(logprobs, counted, strict=True)
+            logprobs = [torch.where(one.to(row.device), row, 0.0) for row, one in pairs]
+        return Pass(index, loss, metrics, logprobs, (sum(moving), sum(count > 0 for count in moving)))
 
 
-def measure(
-    metrics: Averages, trainer: Trainer, rollouts: Rollouts, batch: Batch, passes: Sequence[Pass], *, is_sampler: bool
-) -> None:
+def measure(metrics: Averages, trainer: Trainer, batch: Batch, passes: Sequence[Pass], *, is_sampler: bool) -> None:
     """Check passes and add what they measured to `metrics`; `is_sampler` if their policy is the one that sampled."""
     config = trainer.config
     corrects_rows = config.importance_sampling_mode.startswith(("sequence", "geometric"))
     for done in passes:
         require_finite(done.micro, done.logprobs, done.norm, trainer.policy)
-        counts = {name: done.moving.tokens for name in done.metrics if name == "ratio_mean" or "sampling/" in name}
-        counts["vespo/phi_seq_mean"] = done.moving.rows
+        tokens, rows = done.moving
+        counts = {name: tokens for name in done.metrics if name == "ratio_mean" or "sampling/" in name}
+        counts["vespo/phi_seq_mean"] = rows
         if corrects_rows:
-            counts["sampling/importance_sampling_ratio/mean"] = done.moving.rows
+            counts["sampling/importance_sampling_ratio/mean"] = rows
         if config.importance_sampling_level != "token" and config.loss_type != "gmpo":
             counts |= {name: len(done.micro) for name in done.metrics if "clip_ratio" in name}
         own = {name: x for name, x in done.metrics.items() if is_sampler or not name.startswith("sampling/")}
         metrics.add({name: x for name, x in own.items() if not x.isnan()}, counted_tokens(batch, done.micro), counts)
-    if is_sampler and passes:
-        logprobs = by_row([done.micro for done in passes], [row for done in passes for row in done.logprobs])
-        metrics.add({"sampling/gap": check_sampling_gap(logprobs, rollouts, trainer.policy, trainer.config)})
 
 
 def backward(
-    trainer: Trainer, parts: Sequence[MicroBatch], objective: Callable[[MicroBatch], _Launched]
+    trainer: Trainer, parts: Sequence[MicroBatch], objective: Callable[[MicroBatch], Pass]
 ) -> tuple[list[Pass], Tensor]:
     """Sum the gradients of micro-batches; return their measurements, on the host, and the norm, on the device.
 
@@ -241,27 +244,22 @@ def backward(
     config, is_shared = trainer.config, is_sharded(trainer.policy)
 
     def smaller(micro: MicroBatch) -> list[MicroBatch]:
-        halves = halved(micro, config.num_generations)
+        groups = [list(group) for _, group in groupby(micro, lambda b: b // config.num_generations)]
+        middle = -(-len(groups) // 2)
+        halves = [[*chain.from_iterable(half)] for half in (groups[:middle], groups[middle:]) if half]
         if is_shared and any(processes.gather(len(halves) > 1)):  # where one has no memory, all come here
             return halves if len(halves) > 1 else [micro, []]
         return halves
 
     trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step changes nothing
     passes, norm = list[Pass](), torch.zeros(())
-    for micro, moving, (loss, measured, logprobs) in run_in_memory(parts, objective, smaller):
-        (loss * processes.count() if is_shared else loss).backward()  # what shares the model averages its gradients
+    for done in run_in_memory(parts, objective, smaller):
+        (done.loss * processes.count() if is_shared else done.loss).backward()  # what shares the model averages its own
         norm = gradient_norm(trainer.trained.values())
-        passes.append(Pass(micro, moving, loss.detach(), norm, measured, logprobs))
-    return fetch(passes), norm
-
-
-def idle_loss(policy: nn.Module) -> PackedLoss:
-    """Compute a loss of 0 by as many forwards as the processes with a micro-batch run."""
-    nothing, token = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    loss = packed_policy_loss(
-        policy, Rows([token], [token]), advantages=nothing, mask=[nothing], num_items_in_batch=1
-    ).loss
-    return PackedLoss(loss, {}, [])
+        passes.append(done._replace(loss=done.loss.detach(), norm=norm))
+    # The one wait for the device in an optimizer step whose weights are known.
+    there = iter(on_host([leaf for leaf in tree_leaves(passes) if isinstance(leaf, Tensor)]))
+    return tree_map_only(Tensor, lambda _: next(there), passes), norm
 
 
 def gather_passes(trainer: Trainer, passes: list[Pass], norm: Tensor) -> tuple[list[Pass], Tensor]:
@@ -297,12 +295,58 @@ def reference_logprobs(trainer: Trainer, batch: Batch, parts: Sequence[MicroBatc
             packed_logprobs(reference, part.rows, kept_tokens=part.kept_tokens, **options)
             for part in map(batch.take, parts)
         ]
-    return by_row(parts, on_host([row for part in rows for row in part]))
+    return dict(zip(chain.from_iterable(parts), on_host([*chain.from_iterable(rows)]), strict=True))
+
+
+def counted_tokens(batch: Batch, rows: Iterable[int]) -> int:
+    """Count the tokens of some rows that the loss counts."""
+    assert batch.mask is not None
+    return sum(int(batch.mask[b].sum()) for b in rows)
+
+
+def own_rows(config: TrainConfig, batch: Batch) -> list[int]:
+    """List the rows of this process's groups, by their places in the batch."""
+    size = config.num_generations
+    return [start + g for start in processes.own_share(range(0, len(batch), size)) for g in range(size)]
+
+
+def micro_batches(config: TrainConfig, batch: Batch, policy: nn.Module) -> list[MicroBatch]:
+    """Cut a batch into micro-batches of whole groups, as many as fit `token_budget`, at least one.
+
+    Each process gets those of its own groups, perhaps none. Rows that the loss does not count are dropped, and rows
+    without advantage too, unless the KL term needs them.
+    """
+    budget = config.token_budget or default_token_budget(causal_lm(policy), training=True)
+    groups, sizes = list[list[int]](), list[int]()
+    for _, places in groupby(own_rows(config, batch), lambda b: b // config.num_generations):
+        if group := [
+            b for b in places if counted_tokens(batch, [b]) and (config.beta != 0 or batch.advantages[b] != 0)
+        ]:
+            groups.append(group)
+            sizes.append(len(batch.rows.prompts[group[0]]) + sum(batch.rows.lengths[b] for b in group))
+    return [[b for i in part for b in groups[i]] for part in groups_within(sizes, budget)]
+
+
+def batch_credit(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, batch: Batch, *, step: int) -> DeferredCredit:
+    """Make the credit of a batch, assigned to each micro-batch in the first forward over its rows, or at once."""
+    return DeferredCredit(
+        config.counterfactual(), tokenizer, batch, seed=Draws(config.seed).key(step), temperature=config.temperature,
+        gather=processes.gather if processes.count() > 1 else None,
+    )  # fmt: skip
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Bring floating tensors, detached, to the host by one copy."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.detach().reshape(-1).to(tensors[0].device) for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def problem_batches(problems: int, per_step: int, seed: int) -> Iterator[list[int]]:
     """Yield endless batches of problem numbers: shuffled passes over all, run together."""
     rng = random.Random(seed)
-    order = itertools.chain.from_iterable(rng.sample(range(problems), problems) for _ in itertools.count())
+    order = chain.from_iterable(rng.sample(range(problems), problems) for _ in count())
     while True:
-        yield list(itertools.islice(order, per_step))
+        yield list(islice(order, per_step))

@@ -28,7 +28,7 @@ from transformers import (
 
 from benchmarks.harness.environment import SEED, gsm8k_folder
 from cfa_kernels import AnswerRules, Span, SpanRules, detect_spans, find_answer
-from trainer.rewards.advantages import group_advantages
+from trainer.rewards.calls import group_advantages
 
 # The one of the first dozen or so with a half-mixed draw of four problems whose padding, shared tokens and branch
 # tokens are nearest to the medians over 300 draws, with groups as they come and with all groups mixed.

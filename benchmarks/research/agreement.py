@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from trainer.analyze.statistics import Estimate, bootstrap_interval
+from trainer.analyze.tables import Estimate, bootstrap_interval
 
 Rows = Sequence[Sequence[float]]
 Figure = tuple[Callable[[np.ndarray, np.ndarray], Any], Callable[[Any], float]]

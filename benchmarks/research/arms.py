@@ -22,7 +22,7 @@ from cfa_kernels import (
     counterfactual_credit,
     packed_forward,
 )
-from trainer.rewards.advantages import group_advantages
+from trainer.rewards.calls import group_advantages
 
 PLAIN = "plain"
 

@@ -8,7 +8,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.harness.results import interval, table
-from trainer.analyze.statistics import bootstrap_interval
+from trainer.analyze.tables import bootstrap_interval
 
 PAPER_MEAN = (2353 * 221 + 11384 * 235) / 13737
 """Mean importance in the paper, in its own unit; its cuts are multiples of it here."""

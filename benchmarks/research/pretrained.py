@@ -21,7 +21,7 @@ from benchmarks.research.models import Problem, Subject, read_problems, require_
 from cfa_kernels import CounterfactualConfig, Rows, counterfactual_credit
 from cfa_kernels.options import POSITIVE, Count, Interval, check_fields
 from cfa_kernels.text.find import find_reasoning
-from trainer.analyze.statistics import bootstrap_interval
+from trainer.analyze.tables import bootstrap_interval
 from trainer.rollouts.engine import end_ids
 from trainer.settings import ASSETS
 

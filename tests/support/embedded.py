@@ -11,13 +11,12 @@ from cfa_kernels import Batch, Credit, Importances
 from tests.support.runs import config
 from trainer.config import TrainConfig
 from trainer.metrics import StageTimes
-from trainer.microbatch import update_batch
-from trainer.rewards.advantages import group_advantages
+from trainer.rewards.calls import group_advantages
 from trainer.rollouts.engine import Rollouts
 from trainer.rollouts.in_process import TransformersEngine
 from trainer.run import set_up, train
 from trainer.state import Shaped, Trainer
-from trainer.step import update
+from trainer.step import update, update_batch
 
 SMALL = [
     "--device=cpu", "--train_problems=16", "--eval_problems=8", "--generation_batch_size=16", "--max_steps=2",

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from tests.support.tiny import jsonl
-from trainer.report.samples import Sample, read_samples
+from trainer.report.runs import Sample, read_samples
 
 HOSTILE = [
     "</script><script>alert(1)</script>", "<!--", "\"'><img src=x onerror=alert(2)>", "&lt;b&gt;",

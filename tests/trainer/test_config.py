@@ -20,9 +20,8 @@ from cfa_kernels.loss.types import LEVELS, LOSS_TYPES
 from tests.conftest import REPOSITORY
 from tests.support.runs import config as settings
 from trainer.__main__ import main
-from trainer.cli import of_rank, to_yaml
+from trainer.cli import documented, of_rank, to_yaml
 from trainer.config import TrainConfig
-from trainer.help import documented
 from trainer.rewards.built_in import BUILT_IN
 from trainer.settings import CREDIT_OPTIONS, Correction, DataConfig, Level, LossType, TrainSettings
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from tests.support.embedded import SMALL
 from tests.support.runs import child, flags, main, outcome
-from trainer import __main__, program, run
+from trainer import __main__, run
 from trainer.disk import DiskError, naming, whole_folder, write_whole
 from trainer.endings import Ended, Ending
 from trainer.evaluate import evaluate
@@ -29,8 +29,8 @@ def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> t
             os.kill(os.getpid(), number)
 
     if step < 0:
-        set_up = program.set_up
-        program.set_up = lambda *args: (send(), set_up(*args))[1]
+        set_up = run.set_up
+        run.set_up = lambda *args: (send(), set_up(*args))[1]
     if step == 0:
         run.evaluate = lambda *args, **options: (send(), evaluate(*args, **options))[1]
     return main(argv, lambda call: send() if call == step else None)
@@ -40,8 +40,8 @@ def test_a_run_keeps_no_object_from_the_interpreters_end(monkeypatch, tmp_path):
     """Objects that stay frozen outlive the interpreter, and bindings print each of theirs as leaked."""
     at_exit: list[object] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
-    monkeypatch.setattr(program, "set_up", lambda *_: None)
-    monkeypatch.setattr(program, "train", lambda *_: None)
+    monkeypatch.setattr(run, "set_up", lambda *_: None)
+    monkeypatch.setattr(run, "train", lambda *_: None)
     __main__.main([*SMALL, f"--output_dir={tmp_path / 'run'}"])
     assert gc.get_freeze_count() > 0
     assert gc.unfreeze in at_exit

@@ -11,8 +11,8 @@ from cfa_kernels.model.check.verify import check_supported
 from cfa_kernels.scoring import packed as packed_loss
 from tests.support.embedded import all_counted, sample, settings, updated
 from tests.support.waits import a_device, put_on_device
-from trainer.checks import check_sampling_gap
-from trainer.microbatch import counted_tokens, micro_batches
+from trainer.metrics import check_sampling_gap
+from trainer.step import counted_tokens, micro_batches
 
 
 def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(trainer, rollouts) -> None:
@@ -47,7 +47,7 @@ def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before
         updated(trainer, rollouts)
         seen = [where.split(" at ")[1].split(":")[0] for where in waits.seen]
     parts = micro_batches(trainer.config, all_counted(rollouts), trainer.policy)
-    assert seen == [*["masked.py"] * (looks * len(parts)), "microbatch.py"], waits.seen
+    assert seen == [*["masked.py"] * (looks * len(parts)), "step.py"], waits.seen
     assert len(parts) == 2
 
 

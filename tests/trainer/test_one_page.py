@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cfa_kernels import Rows
 from tests.conftest import REPOSITORY
 from trainer import one_page
-from trainer.one_page import Settings, load, main, number, reward
+from trainer.one_page import Settings, load, main, solved
 
 pytestmark = [pytest.mark.slow, pytest.mark.traced]  # a run on the host, with or without a GPU elsewhere
 
@@ -57,12 +58,9 @@ def test_problems_of_a_file_are_asked_and_answered(tmp_path):
     path.write_text('{"question": "1 + 1?", "answer": "That is 2.\\n#### 2"}\n' * 3, "utf-8")
     train, held_out = load(replace(SHORT, dataset=str(path), eval_problems=1), tokenizer)
     assert (len(train), len(held_out)) == (2, 1)
-    assert train[0].answer == "2"
     right = tokenizer("So it is 2.\n#### 2", return_tensors="pt")["input_ids"][0]
-    assert reward(right, train[0], tokenizer) == 1.0
-    assert reward(torch.cat([right, right[-1:]]), train[0], tokenizer) == 0.0
-    assert number(" $1,234.") == number("1234.0") == "1234"
-    assert number("1,2,3") == "1,2,3"
+    rows = Rows([torch.tensor(problem.prompt) for problem in train], [right, torch.cat([right, right[-1:]])])
+    assert solved(rows, train, tokenizer) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from tests.support.adapted import tiny
 from tests.support.budget import assert_within_budget
 from tests.support.embedded import EVERY_OTHER, padded_logprobs, settings, updated
 from tests.support.tiny import tiny_model
-from trainer.checks import sampling_gap_limit
 from trainer.config import TrainConfig
+from trainer.metrics import sampling_gap_limit
 from trainer.precision import Precision, frozen_copy
 from trainer.rollouts.in_process import TransformersEngine
 from trainer.run import set_up
-from trainer.step import draw, training_step
+from trainer.step import training_step
 
 F32, BF16 = torch.float32, torch.bfloat16
 KEYS = [(0, 1, 0, g) for g in range(8)]
@@ -78,7 +78,7 @@ def test_forwards_of_a_step_run_in_bfloat16_and_backwards_outside_autocast(mixed
 def test_the_gradient_in_mixed_precision_is_float32_and_off_by_the_rounding_of_bfloat16(mixed) -> None:
     """Bounded by what autocast makes of the model's own forward over the padded batch, in the same precision."""
     trainer = mixed("--temperature=1", "--top_p=1", "--credit=uniform")
-    rollouts = draw(trainer, KEYS)
+    rollouts = trainer.sample(KEYS)
     advantages = torch.tensor([1.0, -1.0] * 4)
 
     def padded(model: nn.Module, *, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,13 +102,13 @@ def test_the_gradient_in_mixed_precision_is_float32_and_off_by_the_rounding_of_b
 def test_a_bfloat16_copy_samples_and_follows_the_weights(mixed, peft) -> None:
     trainer = mixed("--use_peft" if peft else "--no_use_peft")
     assert all(p.dtype == F32 for p in trainer.policy.parameters())
-    places, before = [p.data_ptr() for p in trainer.engine._model.parameters()], draw(trainer, KEYS)
+    places, before = [p.data_ptr() for p in trainer.engine._model.parameters()], trainer.sample(KEYS)
     gap = training_step(trainer, 1, [0]).metrics["sampling/gap"]
     assert 1e-4 < gap < 0.15 / trainer.config.temperature
     with torch.no_grad():
         for parameter in trainer.policy.parameters():
             parameter.mul_(1.5)
-    actual = draw(trainer, KEYS)
+    actual = trainer.sample(KEYS)
     expected = TransformersEngine(frozen_copy(trainer.policy, BF16), trainer.tokenizer)
     options = {"max_completion_length": 12, "keys": KEYS, "temperature": 0.6, "top_p": 0.95}
     assert actual.ids() == expected([trainer.prompts[0]] * 8, **options).ids() != before.ids()

@@ -17,7 +17,7 @@ from tests.support import sharded
 from tests.support.embedded import COMPARING, SMALL, metrics_of, run, samples_of, settings
 from tests.support.runs import main
 from trainer import processes
-from trainer.checkpoints.run_folder import open_run
+from trainer.checkpoints import open_run
 from trainer.processes import PeerError, describe_failure, gather, own_share
 from trainer.run import set_up
 from trainer.state import Trainer

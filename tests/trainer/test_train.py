@@ -24,7 +24,7 @@ from tests.support.embedded import (
 )
 from tests.support.runs import timeless
 from trainer.evaluate import Evaluation, paired_gain
-from trainer.rewards.advantages import group_advantages
+from trainer.rewards.calls import group_advantages
 from trainer.run import train
 from trainer.settings import EMBEDDED, model_path
 from trainer.step import problem_batches, training_step

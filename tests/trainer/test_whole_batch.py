@@ -6,9 +6,8 @@ import torch
 from cfa_kernels import Draws, counterfactual_credit, token_entropies
 from tests.support.embedded import COMPARING, advantages_of
 from trainer.metrics import StageTimes
-from trainer.microbatch import update_batch
 from trainer.state import Shaped
-from trainer.step import update
+from trainer.step import update, update_batch
 
 GROUPS = torch.arange(32) // 8
 

@@ -29,8 +29,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("--out", type=Path, help="folder to write to: analysis in the run, or NAME-analysis")
     options = vars(parser.parse_args(argv[compares:]))
     try:
-        for path in options["runs"] if compares else [options["source"]]:
-            require_there(path, "metrics.jsonl" if compares else "completions.jsonl", is_run=compares)
+        for path in options.get("runs", []):
+            if not (path / "metrics.jsonl").is_file():
+                raise ValueError(f"{path}: holds no metrics.jsonl, so it is not the folder of a run")
+        if not compares:
+            file = options["source"] / "completions.jsonl" if options["source"].is_dir() else options["source"]
+            if not file.is_file():
+                raise ValueError(f"{file}: there is no such file")
         with needed_by(prog, "trainer"):
             from .analysis import compare, write_analysis
         if compares:
@@ -42,14 +47,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
         return 1
     return 0
-
-
-def require_there(path: Path, name: str, *, is_run: bool) -> None:
-    """Raise `ValueError` for a path that is no run, or no file of completions."""
-    if is_run and not (path / name).is_file():
-        raise ValueError(f"{path}: holds no {name}, so it is not the folder of a run")
-    if not is_run and not (file := path / name if path.is_dir() else path).is_file():
-        raise ValueError(f"{file}: there is no such file")
 
 
 if __name__ == "__main__":

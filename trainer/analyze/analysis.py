@@ -12,8 +12,7 @@ from rich.table import Table as Shown
 
 from ..provenance import made_by
 from ..report.page import page_of, write_run_page
-from ..report.runs import comparison
-from ..report.samples import read_samples
+from ..report.runs import comparison, read_samples
 from .tables import Cell, Table, analyse
 
 _WIDTH = 19

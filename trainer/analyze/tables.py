@@ -1,13 +1,16 @@
 """Tabulate drops of masked spans by content, place and correctness, and how concentrated weights are.
 
 Drops are positive for spans that matter. The tables follow section 4.3 of "Beyond Uniform Credit", with classes cut at
-quantiles, as the paper's cuts have other units, and "Outcome-Grounded Advantage Reshaping".
+quantiles, as the paper's cuts have other units, and "Outcome-Grounded Advantage Reshaping". Intervals say how far a
+statistic may be off.
 """
 
 import itertools
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pandas
@@ -15,9 +18,10 @@ from scipy import stats
 
 from cfa_kernels.text.arithmetic import ranked_math_intervals
 
-from ..report.samples import Sample
-from .statistics import bootstrap_interval, ess_ratio, top_mass
+from ..report.runs import Sample
 
+Group = TypeVar("Group")
+Numbers = Sequence[float] | np.ndarray
 Cell = str | int | float | None
 
 CLASSES = ("critical", "important", "moderate", "low", "no effect", "distractor")
@@ -69,12 +73,14 @@ def analyse(samples: Sequence[Sample]) -> dict[str, Table]:
 
     A drop within 0.001 nats of 0 is no effect. Raises `ValueError` for drops in different units; names them.
     """
-    units = sorted({sample.drops_unit for sample in samples if sample.spans})
+    units = sorted({sample["drops_unit"] for sample in samples if sample["spans"]})
     if len(units) > 1:
         raise ValueError(f"samples: drops must be in one unit, got {', '.join(units)}")
     noise = 1e-3 if units == ["nats"] else 0.0
-    names = list(dict.fromkeys(name for sample in samples for name in sample.credit))
-    trained = [sample for sample in samples if not sample.truncated and sample.advantage != 0 and sample.tokens]
+    names = list(dict.fromkeys(name for sample in samples for name in sample["credit"]))
+    trained = [
+        sample for sample in samples if not sample["truncated"] and sample["advantage"] != 0 and sample["tokens"]
+    ]
     spans = _spans(samples, noise)
     tables = {"overview": _overview(samples, len(spans), units, names)}
     if len(spans):
@@ -91,27 +97,26 @@ def analyse(samples: Sequence[Sample]) -> dict[str, Table]:
 
 
 def _spans(samples: Sequence[Sample], noise: float) -> pandas.DataFrame:
-    """Put all masked spans, a row each, next to the properties that tables use."""
     rows = []
     for i, sample in enumerate(samples):
-        reasoning = max(sample.answer[0] if sample.answer else len(sample.tokens), 1)
-        verdict = {True: "correct", False: "wrong", None: ""}[sample.correct]
-        for span in sample.spans:
-            third = ("early", "middle", "late")[min(2, int(1.5 * (span.start + span.end) / reasoning))]
-            rows.append((i, span.end - span.start, span.drop, third, verdict, kind_of(span.text)))
+        reasoning = max(sample["answer"][0] if sample["answer"] else len(sample["tokens"]), 1)
+        verdict = {True: "correct", False: "wrong", None: ""}[sample["correct"]]
+        for span in sample["spans"]:
+            third = ("early", "middle", "late")[min(2, int(1.5 * (span["start"] + span["end"]) / reasoning))]
+            rows.append((i, span["end"] - span["start"], span["drop"], third, verdict, kind_of(span["text"])))
     spans = pandas.DataFrame(rows, columns=["sample", "length", "drop_", "third", "correct", "kind"])
     return spans.assign(group=classes_of(spans.drop_.to_numpy(float), noise)[0])
 
 
 def _overview(samples: Sequence[Sample], spans: int, units: list[str], names: list[str]) -> Table:
-    verdicts = [sample.correct for sample in samples if sample.correct is not None]
+    verdicts = [sample["correct"] for sample in samples if sample["correct"] is not None]
     rows: list[list[Cell]] = [
         ["completions", len(samples)],
-        ["tokens", sum(len(sample.tokens) for sample in samples)],
-        ["completions with an answer", sum(sample.answer is not None for sample in samples)],
+        ["tokens", sum(len(sample["tokens"]) for sample in samples)],
+        ["completions with an answer", sum(sample["answer"] is not None for sample in samples)],
         ["completions known to be right or wrong", len(verdicts)],
         ["correct", sum(verdicts)],
-        ["completions with masked spans", sum(bool(sample.spans) for sample in samples)],
+        ["completions with masked spans", sum(bool(sample["spans"]) for sample in samples)],
         ["masked spans", spans],
         ["unit of drops", units[0] if units else None],
         ["estimators", ", ".join(names) or None],
@@ -142,7 +147,6 @@ def _classes(spans: pandas.DataFrame, noise: float) -> Table:
 
 
 def _means(title: str, column: str, spans: pandas.DataFrame, names: Iterable[str]) -> Table:
-    """Tabulate drops by a column of spans, with an interval of the mean over resampled completions."""
     rows: list[list[Cell]] = []
     for name, inside in ((name, spans[spans[column] == name]) for name in names):
         if len(inside):
@@ -157,8 +161,8 @@ def _means(title: str, column: str, spans: pandas.DataFrame, names: Iterable[str
 def _concentration(trained: Sequence[Sample], names: Sequence[str]) -> Table:
     rows: list[list[Cell]] = []
     for name in names:
-        credits = [sample.credit[name] for sample in trained if name in sample.credit]
-        completions = [np.array([value for value in credit.values if value is not None]) for credit in credits]
+        credits = [sample["credit"][name] for sample in trained if name in sample["credit"]]
+        completions = [np.array([value for value in credit["values"] if value is not None]) for credit in credits]
         completions = [values for values in completions if values.any()]
         if not completions:
             continue
@@ -167,7 +171,7 @@ def _concentration(trained: Sequence[Sample], names: Sequence[str]) -> Table:
         ends = [cell for end in (low, high) for cell in (end, float(np.isclose(tokens, end).mean()))]
         ess = float(np.mean([ess_ratio(values) for values in completions])) if low >= 0 else None
         mass = float(np.mean([top_mass(values) for values in completions]))
-        rows.append([name, credits[0].kind, len(completions), float(tokens.mean()), *ends, ess, mass])
+        rows.append([name, credits[0]["kind"], len(completions), float(tokens.mean()), *ends, ess, mass])
     columns = (
         "estimator", "of tokens", "completions", "mean", "smallest", "share at smallest", "largest", "share at largest",
         "ESS ratio", "top 10 % mass",
@@ -177,3 +181,49 @@ def _concentration(trained: Sequence[Sample], names: Sequence[str]) -> Table:
         "averaged; 1 and 0.1 for equal weights. Signed values have no ESS ratio."
     )
     return Table("Concentration", columns, rows, note)
+
+
+class Estimate(NamedTuple):
+    """Statistic and its bootstrap interval `[low, high]`."""
+
+    value: float
+    low: float
+    high: float
+
+
+def ess_ratio(weights: Numbers) -> float:
+    """Compute the effective sample size of T weights over T, `(sum w)^2 / (T sum w^2)`: 1 for equal weights.
+
+    No weight may be negative, nor all of them 0. Source: "Outcome-Grounded Advantage Reshaping".
+    """
+    w = np.asarray(weights, float) / max(weights)  # squares of very small weights would leave the range of a double
+    return float(w.sum() ** 2 / (len(w) * (w**2).sum()))
+
+
+def top_mass(values: Numbers, share: float = 0.1) -> float:
+    """Compute the share of `sum |x|`, not 0, that the largest `|x|` hold: a top `share` of the values, at least one.
+
+    Source: "Outcome-Grounded Advantage Reshaping".
+    """
+    sizes = np.sort(np.abs(np.asarray(values, float)))[::-1]
+    return float(sizes[: max(1, math.floor(share * len(sizes) + 1e-9))].sum() / sizes.sum())  # 0.29 * 100 is below 29
+
+
+def bootstrap_interval(
+    statistic: Callable[[list[Group]], float], groups: Sequence[Group], *, draws: int = 1000
+) -> Estimate:
+    """Measure a statistic of independent groups with its 95 % percentile bootstrap interval (Efron, 1979).
+
+    Whole groups are drawn with replacement: values that depend on each other, such as the tokens of one completion,
+    belong to one group. Raises `ValueError` if the statistic is not finite on every resample.
+    """
+    value = float(statistic(list(groups)))
+    if len(groups) == 1:  # every resample is the group itself
+        return Estimate(value, value, value)
+    result = stats.bootstrap(
+        (np.arange(len(groups)),), lambda chosen: float(statistic([groups[i] for i in chosen])), n_resamples=draws,
+        vectorized=False, method="percentile", rng=np.random.default_rng(0),
+    )  # fmt: skip
+    if not np.isfinite([value, *result.bootstrap_distribution]).all():
+        raise ValueError("statistic must be finite for the groups and for every draw of them")
+    return Estimate(value, float(result.confidence_interval.low), float(result.confidence_interval.high))

@@ -10,7 +10,6 @@ edits no token, and an empty m would spare the attempt every gradient.
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import correct_siblings
@@ -18,7 +17,6 @@ from cfa_kernels.model.parts import causal_lm, context_length
 
 from ..data import configured_prompt
 from ..rewards.calls import compute_rewards
-from ..rollouts.engine import Rollouts
 from ..state import Samples, Shaped, Trainer, arguments
 
 TEMPLATE = (
@@ -37,9 +35,15 @@ def compare_and_correct(trainer: Trainer, batch: Samples) -> Shaped:
     whether it is `right`. Raises `FloatingPointError` for logits or rewards of corrections that are not finite, and
     `ValueError` for what a reward function returns instead of rewards; the message names the samples.
     """
-    rollouts = batch.rollouts
-    ids = rollouts.rows.completions
-    prompts, limit = _prompts(trainer, batch, ids), _longest_prompt(trainer)
+    config, rollouts, limit = trainer.config, batch.rollouts, _longest_prompt(trainer)
+    ids, texts = rollouts.rows.completions, rollouts.texts
+    siblings = correct_siblings(ids, torch.arange(len(ids)) // config.num_generations, batch.rewards >= CORRECT)
+    left_out = rollouts.truncated & config.mask_truncated_completions
+    prompts = {
+        b: correction_prompt(trainer, batch.rows[b]["question"], texts[b], texts[near[0]])
+        for b, near in enumerate(siblings)
+        if near and not left_out[b]
+    }
     fitting = [b for b, prompt in prompts.items() if limit is None or len(prompt) <= limit]
 
     shaped, edits = batch.rewards.clone(), [torch.ones(len(row)) for row in ids]
@@ -52,12 +56,17 @@ def compare_and_correct(trainer: Trainer, batch: Samples) -> Shaped:
     if fitting:
         keys = [(*batch.keys[b], _STREAM) for b in fitting]
         names = [f"the correction of sample {b}" for b in fitting]
-        corrected = trainer.sample([prompts[b] for b in fitting], keys, names)
-        right, edited = _are_right(trainer, batch, fitting, corrected), []
+        corrected = trainer.sample(keys, [prompts[b] for b in fitting], names)
+        columns, edited = arguments([batch.rows[b] for b in fitting], corrected), []
+        try:
+            rewards, _ = compute_rewards(trainer.rewards, columns, weights=config.reward_weights)
+        except (ValueError, FloatingPointError) as problem:
+            raise type(problem)(f"corrections of samples {fitting}, counted from 0: {problem}") from problem
+        right = (rewards >= CORRECT).tolist()
         for b, text, is_right, row in zip(fitting, corrected.texts, right, corrected.rows.completions, strict=True):
             notes[b] = {"correction": {"completion": text, "right": is_right}}
             if is_right:
-                shaped[b] += trainer.config.compare_and_correct
+                shaped[b] += config.compare_and_correct
                 edits[b] = edited_tokens(ids[b], row)
                 edited.append(edits[b])
         metrics |= {
@@ -70,18 +79,6 @@ def compare_and_correct(trainer: Trainer, batch: Samples) -> Shaped:
     return Shaped(shaped, edits, metrics, notes)
 
 
-def _prompts(trainer: Trainer, batch: Samples, ids: list[Tensor]) -> dict[int, list[int]]:
-    """Encode prompts for corrections, by number of the sample; `ids` are the B completions' tokens."""
-    config, texts = trainer.config, batch.rollouts.texts
-    siblings = correct_siblings(ids, torch.arange(len(ids)) // config.num_generations, batch.rewards >= CORRECT)
-    left_out = batch.rollouts.truncated & config.mask_truncated_completions
-    return {
-        b: correction_prompt(trainer, batch.rows[b]["question"], texts[b], texts[near[0]])
-        for b, near in enumerate(siblings)
-        if near and not left_out[b]
-    }
-
-
 def correction_prompt(trainer: Trainer, question: str, attempt: str, reference: str) -> list[int]:
     """Encode the prompt that asks for a correction: `TEMPLATE` filled, then as any other prompt."""
     request = TEMPLATE.format(question=question, attempt=attempt, reference=reference)
@@ -89,7 +86,6 @@ def correction_prompt(trainer: Trainer, question: str, attempt: str, reference: 
 
 
 def _longest_prompt(trainer: Trainer) -> int | None:
-    """Compute how many tokens a prompt may have; None if the model names no context."""
     context = context_length(causal_lm(trainer.policy))
     return None if context is None else context - trainer.config.max_completion_length
 
@@ -104,13 +100,3 @@ def require_fitting_prompt(trainer: Trainer) -> None:
             f"compare_and_correct: a prompt for correction has at least {least} tokens before attempt and reference, "
             f"and only {limit} fit (the model's context less max_completion_length {config.max_completion_length})"
         )
-
-
-def _are_right(trainer: Trainer, batch: Samples, samples: list[int], corrected: Rollouts) -> list[bool]:
-    """Whether each correction earns the reward of a correct completion."""
-    rows, weights = [batch.rows[b] for b in samples], trainer.config.reward_weights
-    try:
-        rewards, _ = compute_rewards(trainer.rewards, arguments(rows, corrected), weights=weights)
-    except (ValueError, FloatingPointError) as problem:
-        raise type(problem)(f"corrections of samples {samples}, counted from 0: {problem}") from problem
-    return (rewards >= CORRECT).tolist()

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..disk import write_whole
-from .runs import Run, comparison, groups_of, read_runs
-from .samples import Sample, read_samples
+from .runs import Run, Sample, comparison, groups_of, read_runs, read_samples
 
 _MOST_BYTES = 16_000_000
 """Bytes of completions that a page holds; of more it holds every second, every third and so on."""
@@ -32,12 +31,6 @@ def write_run_page(path: Path, folders: Sequence[Path], title: str) -> list[Run]
     Raises `ValueError` that names a folder or line that is not a run's, `OSError` if `path` cannot be written.
     """
     runs = read_runs(folders)
-    write_whole(path, run_page(runs, title))
-    return runs
-
-
-def run_page(runs: Sequence[Run], title: str) -> str:
-    """Make the page of runs."""
     files = {run.name: run.folder / "completions.jsonl" for run in runs}
     sizes = {name: file.stat().st_size for name, file in files.items() if file.is_file()}
     every = {name: math.ceil(size * len(runs) / _MOST_BYTES) for name, size in sizes.items() if size}
@@ -50,9 +43,7 @@ def run_page(runs: Sequence[Run], title: str) -> str:
         {
             "name": run.name, "group": group, "settings": run.written,
             "steps": run.metrics.index.tolist(), "max_steps": run.settings.get("max_steps"),
-            "metrics": {
-                name: [None if math.isnan(value) else value for value in column] for name, column in run.metrics.items()
-            },
+            "metrics": run.metrics.astype(object).where(run.metrics.notna(), None).to_dict("list"),
         }
         for run, group in zip(runs, groups_of(runs), strict=True)
     ]  # fmt: skip
@@ -60,7 +51,8 @@ def run_page(runs: Sequence[Run], title: str) -> str:
     subjects = {tuple(str(run.settings.get(name, "")) for name in ("model", "dataset")) for run in runs}
     if len(subjects) == 1 and all(subject := subjects.pop()):
         title += f": {' on '.join(Path(part).name for part in subject)}"
-    return _page(samples, title, {"runs": drawn, "table": comparison(runs), "notes": "".join(notes)})
+    write_whole(path, _page(samples, title, {"runs": drawn, "table": comparison(runs), "notes": "".join(notes)}))
+    return runs
 
 
 def _page(samples: Iterable[tuple[str | None, Sample]], title: str, data: Mapping[str, Any]) -> str:
@@ -68,11 +60,11 @@ def _page(samples: Iterable[tuple[str | None, Sample]], title: str, data: Mappin
     for name in ("page.css", "page.js", "curves.js"):
         page = page.replace(f"{{{name}}}", (_ASSETS / name).read_text("utf-8"))
     head, tail = page.split("{data}")
-    entries = Counter(_json({**vars(sample), "run": run}) for run, sample in samples)  # equal ones are folded
+    entries = Counter(_json({**sample, "run": run}) for run, sample in samples)  # equal ones are folded
     completions = ",".join(f'{entry[:-1]},"times":{times}}}' for entry, times in entries.items())
     return f'{head}{_json({"title": title, **data})[:-1]},"completions":[{completions}]}}{tail}'
 
 
 def _json(value: Any) -> str:
     """Write JSON that no HTML can be read from."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False, default=vars).replace("<", "\\u003c")
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -9,7 +9,6 @@ import importlib
 import json
 import math
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,17 +23,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from cfa_kernels.credit.weights import unit_weight
+from cfa_kernels.estimators.masking import Masking
+from cfa_kernels.text.offsets import decoded
+
 from ..config import TrainConfig
 from ..disk import naming, write_whole
 from ..evaluate import Evaluation, paired_gain
 from ..extras import program
-from ..metrics import Step
-from ..processes import rank
 from ..provenance import made_by
+from ..state import Step
 from .page import write_run_page
-from .records import completion_record
 
 _ROWS_SHOWN = 10
+_TEXTS = {"question": "question", "reference": "answer"}  # columns of the data, by their names in a record
 _TITLES = {
     "counterfactual": "Counterfactual ", "inverted": "Inverted ", "permuted": "Permuted ", "random": "Random-weight ",
     "uniform": "",
@@ -49,17 +51,14 @@ class Report:
     def __init__(
         self, folder: Path, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any]
     ) -> None:
-        """Begin a report, or continue one from its `state` at a checkpoint."""
         self.console = Console(highlight=False)
         self._is_log = not self.console.is_terminal
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
         self._title = f"{_TITLES[config.credit]}{config.loss_type.upper()}, seed {config.seed}"
-        self._started = time.perf_counter() - state.get("seconds", 0.0)
-        self._evaluations = {step: Evaluation(**result) for step, result in state.get("evaluations", [])}
-        self.evaluated_steps = [*self._evaluations]  # before this process
-        self._bytes: dict[str, int] = state.get("bytes", {})
-        self._id: str = state.get("id", uuid.uuid4().hex)  # by which a tracker knows a resumed run
-        self._tokens: int = state.get("tokens", 0)
+        # A tracker knows a resumed run by its id.
+        fresh = {"id": uuid.uuid4().hex, "bytes": {}, "evaluations": [], "tokens": 0, "seconds": 0.0}
+        self._state: dict[str, Any] = {**fresh, **state}
+        self._started = time.perf_counter() - self._state["seconds"]
         self._has_stepped = False
         self._explained = set[str]()
 
@@ -71,23 +70,16 @@ class Report:
                 file.flush()
                 os.fsync(file.fileno())
             sizes[path.name] = path.stat().st_size
-        return {
-            "id": self._id,
-            "bytes": sizes,
-            "evaluations": [(step, asdict(result)) for step, result in self._evaluations.items()],
-            "tokens": self._tokens,
-            "seconds": time.perf_counter() - self._started,
-        }
+        return {**self._state, "bytes": sizes, "seconds": time.perf_counter() - self._started}
 
     def __enter__(self) -> "Report":
-        """Open the files, the back-ends and the progress bar."""
         self._stack = contextlib.ExitStack()
         self._metrics_file, self._completions_file = map(self._open, ("metrics.jsonl", "completions.jsonl"))
         lines = (self._folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         last = int(json.loads(lines[-1])["step"]) if lines else None
         self._trackers: dict[str, Log] = {}
         for name in self._config.report_to:
-            log, close = open_tracker(name, self._folder, asdict(self._config), self._id, last)
+            log, close = open_tracker(name, self._folder, asdict(self._config), self._state["id"], last)
             self._trackers[name] = log
             self._stack.callback(self._track, name, close)
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
@@ -103,11 +95,10 @@ class Report:
     def _open(self, name: str) -> TextIO:
         with naming(self._folder / name):
             file = self._stack.enter_context((self._folder / name).open("a", encoding="utf-8"))
-            file.truncate(self._bytes.get(name, 0))  # drops the lines after the checkpoint
+            file.truncate(self._state["bytes"].get(name, 0))  # drops the lines after the checkpoint
         return file
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        """Close everything; after an error, write the page of the run so far."""
         self._progress.update(self._bar, visible=False)
         with contextlib.suppress(*[OSError, ValueError] if failed else []):  # a full disk is known by then
             self._stack.close()
@@ -166,7 +157,7 @@ class Report:
 
     def evaluated(self, step: int, result: Evaluation) -> None:
         """Record held-out accuracy after `step` steps."""
-        self._evaluations[step] = result
+        self._state["evaluations"].append((step, asdict(result)))
         figures = result.metrics
         self._record(step, figures)
         sampled = "".join(f", pass@{k} {share:.1%}" for k, share in result.pass_at.items())
@@ -180,8 +171,8 @@ class Report:
     def stepped(self, step: int, result: Step) -> None:
         """Record a training step: files, bar, and a line: in a log file always, else every tenth part of the run."""
         self._has_stepped, metrics = True, result.metrics
-        self._tokens += result.batch.rollouts.tokens()
-        self._record(step, metrics | {"num_tokens": self._tokens})
+        self._state["tokens"] += result.batch.rollouts.tokens()
+        self._record(step, metrics | {"num_tokens": self._state["tokens"]})
         # Samples with spans come first: what was masked, what it did, what each token weighs.
         order = sorted(range(len(result.advantages)), key=lambda b: -bool(result.credit.spans[b]))
         logged = order[: self._config.log_completions]
@@ -232,7 +223,7 @@ class Report:
 
     def closing(self) -> None:
         """Print by how much held-out accuracy moved, and where all files are."""
-        before, *_, after = self._evaluations.values()
+        before, *_, after = (Evaluation(**result) for _, result in self._state["evaluations"])
         seconds = time.perf_counter() - self._started
         gain, low, high = paired_gain(before, after)
         summary = {
@@ -257,16 +248,66 @@ class Report:
             self._print(f"  {program(module)} {escape(str(self._folder))}{other}")
 
 
-def announce(what: str) -> None:
-    """Tell a log file what begins, before there is a report."""
-    if rank() == 0 and not sys.stdout.isatty():
-        print(f"{what} ...", flush=True)
+def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> dict[str, Any]:
+    """Record completion `b` of a step, with the unit of its spans' drops."""
+    batch, credit, estimator = result.batch, result.credit, config.counterfactual().estimator
+    row, ids, answer = batch.rows[b], batch.rollouts.ids()[b], credit.answers[b]
+    unit = f"importance by {estimator.name}"
+    if isinstance(estimator, Masking) and estimator.outcome in ("logprob", "mean_logprob"):
+        unit = "nats"
+    spans = []
+    for span, drop in zip(credit.spans[b], credit.drop[b].tolist()):  # noqa: B905  # no drops where weights are drawn
+        text, weight = decoded(ids[span.start : span.end], tokenizer), unit_weight(credit.weights[b], span)
+        drop = round(drop, 4) + 0.0 if isinstance(estimator, Masking) else drop  # + 0.0: no -0.0
+        spans.append({"start": span.start, "end": span.end, "text": text, "drop": drop, "weight": weight})
+    counted = not (batch.rollouts.truncated[b] and config.mask_truncated_completions)
+    names = {"counterfactual": estimator.name} | {c: f"{estimator.name}, {c}" for c in ("inverted", "permuted")}
+    record: dict[str, Any] = {
+        "problem": batch.keys[b][-2],
+        "completion": batch.rollouts.texts[b],
+        "reward": batch.rewards[b].item(),
+        "advantage": result.advantages[b].item(),
+        "truncated": bool(batch.rollouts.truncated[b]),
+        "counted": counted,
+        "uncredited": _why_uncredited(result, b, config, counted=counted),
+        "tokens": [decoded([i], tokenizer) for i in ids],
+        **{name: str(row[column]) for name, column in _TEXTS.items() if column in row},
+        "drops_unit": unit,
+        "answer": None if answer is None else {"start": answer.start, "end": answer.end},
+        "spans": spans,
+        "credit": names.get(config.credit, config.credit),
+        "weights": _rounded(credit.weights[b].tolist()),
+    }
+    if credit.advantages is not None:
+        record["estimators"] = {estimator.name: {"advantages": _rounded(credit.advantages[b].tolist())}}
+    return record
+
+
+def _why_uncredited(result: Step, b: int, config: TrainConfig, *, counted: bool) -> str | None:
+    """Say why all tokens of a completion have weight 1; None if some have not."""
+    credit, advantage = result.credit, result.advantages[b].item()
+    shades = credit.weights[b] if credit.advantages is None else credit.advantages[b] - advantage + 1
+    reasons = {
+        "it was cut off at the length limit, and the loss omits it": not counted,
+        "it has no advantage: all completions of its group have one reward": advantage == 0,
+        f"credit={config.credit} gives every token the same weight": config.credit == "uniform",
+        "it is wrong, and completions=positive gives credit to completions with a positive advantage": (
+            config.counterfactual().completions == "positive" and advantage < 0
+        ),
+        "no answer was found in it": credit.answers[b] is None and not credit.spans[b],
+        "no span was found before its answer": not credit.spans[b],
+        "its spans do not differ in importance": True,
+    }
+    is_uniform = bool((shades == 1).all())
+    return next(reason for reason, holds in reasons.items() if holds) if is_uniform else None
+
+
+def _rounded(values: list[float]) -> list[float]:
+    return [round(value, 4) for value in values]
 
 
 class Silence(contextlib.AbstractContextManager[Any]):
     """Report of a process that is not the first: nothing is shown or written."""
-
-    evaluated_steps = ()
 
     def __exit__(self, *_: object) -> None:
         pass

@@ -1,7 +1,9 @@
-"""Read the folders of runs, and sum them up side by side."""
+"""Read runs and completions with their credit, and sum runs up side by side; `docs/analysis.md` has the fields."""
 
+import itertools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,22 @@ import numpy as np
 import pandas
 
 from ..cli import read_mapping
-from .samples import json_lines
 
 _FORMS = {
     "steps": "{:g}", "accuracy at step 0": "{:.1%}", "held-out accuracy": "{:.1%}", "reward": "{:.3f}",
     "tokens": "{:,.0f}", "low": "{:.3g}", "high": "{:.3g}",
 }  # fmt: skip
+KINDS = ("weights", "advantages", "importances")
+"""Kinds of an estimator's numbers: factors of the tokens' losses, advantages to train on, importances."""
+_CORRECT = 0.5  # least reward of a correct completion
+
+Sample = dict[str, Any]
+"""Completion of T tokens with all fields that docs/analysis.md lists, spans and credit among them."""
+_PLAIN = {
+    "advantage": None, "truncated": False, "counted": True, "uncredited": None, "step": None, "problem": None,
+    "question": None, "reference": None, "drops_unit": "nats",
+}  # fmt: skip
+"""Fields that are taken as they are, and their values where a file has none."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,6 @@ def _metrics(folder: Path) -> pandas.DataFrame:
 
 
 def _settings(folder: Path) -> tuple[dict[str, Any], str]:
-    """Read `config.yaml`, and give its text too; no settings if there is no such file."""
     file = folder / "config.yaml"
     return (read_mapping(file), file.read_text("utf-8")) if file.exists() else ({}, "")
 
@@ -103,21 +114,21 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     heads = [
         [run.name, *(str(own.get(name, "-")) for name in differing)] for run, own in zip(runs, settings, strict=True)
     ]
-    table, groups = pandas.DataFrame([run.figures() for run in runs]), np.array(groups_of(runs))
-    for group in range(max(groups) + 1):
-        members = np.flatnonzero(groups == group).tolist()
-        if len(members) > 1:
-            seeds = [str(runs[k].settings.get("seed")) for k in members]
-            twice, accuracies = len({*seeds}) < len(seeds), table["held-out accuracy"].iloc[members]
+    table = pandas.DataFrame([run.figures() for run in runs])
+    for _, part in [*table.groupby(groups_of(runs))]:
+        if len(part) > 1:
+            seeds = [str(runs[k].settings.get("seed")) for k in part.index]
+            twice, accuracies = len({*seeds}) < len(seeds), part["held-out accuracy"]
             is_spread = not twice and accuracies.min() < accuracies.max()
             ends = [100 * accuracies.min(), 100 * accuracies.max()] if is_spread else [math.nan, math.nan]
-            mean = table.iloc[members].mean()
+            mean = part.mean()
             mean["low"], mean["high"] = ends
             table.loc[len(table)] = mean
-            name = "same seed twice" if twice else f"mean of {len(members)} seeds"
-            shared = dict(zip(differing, heads[members[0]][1:], strict=True)) | {"seed": ", ".join(seeds)}
+            name = "same seed twice" if twice else f"mean of {len(part)} seeds"
+            shared = dict(zip(differing, heads[part.index[0]][1:], strict=True)) | {"seed": ", ".join(seeds)}
             heads.append([name, *(shared[one] for one in differing)])
-    cells = {name: [_text(value, _FORMS.get(name, "{:.3g}")) for value in table[name]] for name in table}
+    forms = {name: _FORMS.get(name, "{:.3g}") for name in table}
+    cells = {name: ["-" if math.isnan(value) else forms[name].format(value) for value in table[name]] for name in table}
     lows, highs = cells.pop("low"), cells.pop("high")
     cells["held-out accuracy"] = [
         accuracy if "-" in (low, high) else f"{accuracy} ({low}-{high})"
@@ -134,5 +145,65 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     return {**single, **{name: value for options in inside for name, value in options.items()}}
 
 
-def _text(value: float, form: str) -> str:
-    return "-" if math.isnan(value) else form.format(value)
+def read_samples(path: Path, *, every: int = 1) -> Iterator[Sample]:
+    """Read the completions of a file, or of `completions.jsonl` in a run's folder; with `every=n`, every n-th of them.
+
+    Raises `ValueError` with file, line and reason if there is no file or a line is not a completion.
+    """
+    file = path / "completions.jsonl" if path.is_dir() else path
+    for number, entry in json_lines(file, every):
+        try:
+            yield sample_of(entry)
+        except (LookupError, TypeError, ValueError, AttributeError) as problem:
+            reason = f"{type(problem).__name__}: {problem}"
+            raise ValueError(f"{file}, line {number}: is not a completion with its credit ({reason})") from problem
+
+
+def json_lines(file: Path, every: int = 1) -> Iterator[tuple[int, Any]]:
+    """Read the numbers, from 1, and values of a file's lines; with `every=n`, of every n-th line that is not empty.
+
+    A last line that no newline ends and that is not JSON was half-written by a run that was killed, and is omitted.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file}: there is no such file")
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    for number, line in itertools.islice(numbered, 0, None, every):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as problem:
+            if number == len(lines):
+                return
+            raise ValueError(f"{file}, line {number}: is not JSON ({problem})") from problem
+        yield number, value
+
+
+def sample_of(entry: dict[str, Any]) -> Sample:
+    """Read a completion from its line; raises errors of every kind for what is none."""
+    tokens = [str(token) for token in entry["tokens"]]
+    judgements = [(entry.get("credit", "weights"), {"weights": entry["weights"]})] if "weights" in entry else []
+    credit: dict[str, dict[str, Any]] = {}
+    for name, judgement in [*judgements, *entry.get("estimators", {}).items()]:
+        for kind in (kind for kind in KINDS if kind in judgement):
+            values = [None if value is None else float(value) for value in judgement[kind]]
+            if len(values) != len(tokens):
+                raise ValueError(f"{name} has {len(values)} numbers for {len(tokens)} tokens")
+            credit[f"{name}, {kind}" if name in credit else name] = {"kind": kind, "values": values}
+    reward, answer = entry.get("reward"), entry.get("answer")
+    return {
+        "tokens": tokens,
+        "spans": [_span(span, tokens) for span in entry.get("spans", [])],
+        "credit": credit,
+        "answer": (answer["start"], answer["end"]) if answer else None,
+        "reward": reward,
+        "correct": entry.get("correct", None if reward is None else reward >= _CORRECT),
+        **{name: entry.get(name, value) for name, value in _PLAIN.items()},
+    }
+
+
+def _span(span: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
+    start, end = span["start"], span["end"]
+    if not 0 <= start < end <= len(tokens):
+        raise ValueError(f"span {start} to {end} of {len(tokens)} tokens")
+    text = span.get("text", "".join(tokens[start:end]))
+    return {"start": start, "end": end, "text": text, "drop": float(span["drop"])}

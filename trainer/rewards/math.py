@@ -35,7 +35,7 @@ class MathReward:
 
             raise ImportError(f"reward math_verify: math-verify is not installed: {installing('math')}")
         self._timeout = timeout
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: Any = None  # a `subprocess.Popen`
         self._unreadable: set[str] = set()
 
     def __call__(
@@ -52,8 +52,6 @@ class MathReward:
 
         span = answer_text_span(answer)
         gold, child = answer.strip() if span is None else answer[slice(*span)], self._running()
-        assert child.stdin is not None
-        assert child.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(json.dumps([gold, completion]).encode() + b"\n")
         reply = child.stdout.readline()  # nothing once it has ended
@@ -65,15 +63,14 @@ class MathReward:
             warnings.warn(f"math_verify cannot read the answer {gold!r}: its problem is never solved", stacklevel=3)
         return float(verdict is True)
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        """Return the child, started if there is none or if it has ended meanwhile."""
+    def _running(self) -> Any:
         if self._child is None or self._child.poll() is not None:
             self._child = subprocess.Popen(
                 [sys.executable, "-P", __file__, str(self._timeout)], bufsize=0, stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True,  # the terminal's Ctrl-C lets the trainer finish its step
             )  # fmt: skip
-            if not self._child.stdout.readline():  # type: ignore[union-attr]
+            if not self._child.stdout.readline():
                 said = self._child.communicate()[1].decode(errors="replace").strip().rpartition("\n")[2]
                 raise OSError(f"reward math_verify: its process did not start: {said}")
         return self._child

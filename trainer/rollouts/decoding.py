@@ -260,7 +260,6 @@ class Decoder:
             self._graphs.get(key, step)()
 
     def _step(self, state: _State, live: int, sampling: Sampling, candidates: int | None) -> None:
-        """Make a token of each row, with the first `live` places of the cache."""
         for layer in self._layers:
             layer.rows, layer.live = len(state.token), live
         seen, cache = torch.arange(live, device=state.place.device) >= state.padding, Cache(layers=[*self._layers])

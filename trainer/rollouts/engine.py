@@ -27,8 +27,7 @@ class Rollouts:
         logprobs: B tensors (T_b,) fp32, nats: what the sampler gave each token; of no use if greedy.
         nucleus: least probability of the tokens that `logprobs` are normalised over, if the engine does not tell which:
             else, and for the whole vocabulary, 1.
-        contents: B texts with line breaks in place of thoughts, also those that prompts open; None for a completion
-            without thoughts, empty if there is none with some.
+        contents: B texts with line breaks in place of thoughts, also those that prompts open.
         kept_tokens: for each completion, the ids that each of its tokens was drawn from, over which `logprobs` are
             normalised and the loss is to be; None for the whole vocabulary, or if the engine does not tell.
         mask: B tensors (T_b,), 1 on tokens that the policy wrote, 0 on those of an environment; None for 1 everywhere.
@@ -39,7 +38,7 @@ class Rollouts:
     texts: list[str]
     logprobs: list[Tensor]
     nucleus: float = 1.0
-    contents: Sequence[str | None] = ()
+    contents: Sequence[str] = ()
     kept_tokens: Sequence[KeptTokens] | None = None
     mask: Sequence[Tensor] | None = None
 
@@ -58,28 +57,13 @@ class Rollouts:
         ids = [list(row[:length]) for row, length in zip(completions, lengths, strict=True)]
         texts = [decoded(row, tokenizer, skip_special_tokens=True) for row in ids]
         rules = AnswerRules(thought_tags=thought_tags)
-        spoken = [content_text(row, tokenizer, rules, prompt=prompt) for prompt, row in zip(prompts, ids, strict=True)]
         return cls(
             Rows([torch.tensor(row) for row in prompts], [torch.tensor(row) for row in ids]),
             torch.tensor([row[-1] not in ends for row in ids]), texts,
             [row[:length] for row, length in zip(logprobs, lengths, strict=True)], nucleus,
-            [None if content == text else content for content, text in zip(spoken, texts, strict=True)],
+            [content_text(row, tokenizer, rules, prompt=prompt) for prompt, row in zip(prompts, ids, strict=True)],
             kept_tokens and [row.take(slice(0, length)) for row, length in zip(kept_tokens, lengths, strict=True)],
             mask and [row[:length] for row, length in zip(mask, lengths, strict=True)],
-        )  # fmt: skip
-
-    @classmethod
-    def joined(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
-        """Put rollouts together, one after the other."""
-        prompts, completions = (
-            [row for part in parts for row in getattr(part.rows, name)] for name in ("prompts", "completions")
-        )
-        return cls(
-            Rows(prompts, completions), torch.cat([part.truncated for part in parts]),
-            [text for part in parts for text in part.texts], [row for part in parts for row in part.logprobs],
-            parts[0].nucleus, [text for part in parts for text in part.contents],
-            [row for part in parts for row in part.kept_tokens or ()] or None,
-            [row for part in parts for row in part.mask or ()] or None,
         )  # fmt: skip
 
     def ids(self) -> list[list[int]]:
@@ -112,6 +96,7 @@ class Engine(Protocol):
 
     def weights_changed(self) -> None:
         """Learn that the policy has changed since the last call; PyTorch does not count what fused optimizers write."""
+        return
 
 
 def require_finite_logits(logprobs: Sequence[Tensor], names: Sequence[str] | None) -> None:

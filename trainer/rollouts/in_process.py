@@ -19,7 +19,7 @@ from cfa_kernels.model.walk import ModelWalk
 
 from ..precision import frozen_copy
 from .decoding import Decoder, Sampling
-from .engine import Rollouts, end_ids, require_finite_logits
+from .engine import Engine, Rollouts, end_ids, require_finite_logits
 from .sampling import KeptRecord, draw, keyed_uniforms
 
 Progress = Callable[[int], None]
@@ -27,7 +27,7 @@ Decode = Callable[[Tensor, Tensor, Tensor, Sampling, Progress], tuple[Tensor, Te
 """From prompts, their mask and draws to tokens, log-probs and nuclei, as `Decoder` says."""
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """The policy itself as an engine: adapters merged while it samples, a cache that stays, CUDA graphs on a GPU."""
 
     def __init__(
@@ -86,9 +86,6 @@ class TransformersEngine:
         )
         require_finite_logits(rollouts.logprobs, names)
         return rollouts
-
-    def weights_changed(self) -> None:
-        """Do nothing: the policy's own weights sample."""
 
 
 def decoding_obstacle(model: PreTrainedModel) -> str | None:

@@ -14,7 +14,7 @@ from tests.support.pages import Page, write_lines
 from trainer.analyze.__main__ import main
 from trainer.analyze.analysis import write_analysis
 from trainer.analyze.tables import analyse, classes_of, kind_of
-from trainer.report.samples import Sample, read_samples
+from trainer.report.runs import Sample, read_samples
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +120,7 @@ def test_single_tokens_are_not_judged_by_content_and_units_are_not_mixed(tmp_pat
 def test_a_reward_of_one_half_is_correct_unless_the_file_says_itself(tmp_path) -> None:
     entries = [{"tokens": [], "reward": reward} for reward in (0.4, 0.5)]
     entries.append({"tokens": [], "reward": 1, "correct": False})
-    assert [sample.correct for sample in read_samples(write(tmp_path, *entries))] == [False, True, False]
+    assert [sample["correct"] for sample in read_samples(write(tmp_path, *entries))] == [False, True, False]
 
 
 def test_rounding_counts_neither_for_nor_against_a_span() -> None:
@@ -141,7 +141,7 @@ def test_a_run_of_the_embedded_model_is_analysed_end_to_end(tmp_path, capsys) ->
     assert [row[0] for row in tables["concentration"]["rows"]] == ["masking"]
     assert "## Drops of masked spans" in (out / "analysis.md").read_text("utf-8")
     page = Page((out / "page.html").read_text("utf-8"))
-    logged = Counter(str((sample.tokens, sample.advantage)) for sample in read_samples(folder))
+    logged = Counter(str((sample["tokens"], sample["advantage"])) for sample in read_samples(folder))
     shown = {str((one["tokens"], one["advantage"])): one["times"] for one in page.data["completions"]}
     assert shown == logged
 
@@ -149,7 +149,7 @@ def test_a_run_of_the_embedded_model_is_analysed_end_to_end(tmp_path, capsys) ->
 def test_a_run_with_signed_credit_logs_the_advantages_it_trained_on(tmp_path) -> None:
     options = ("--estimator=prefix_tree", "--max_steps=1", "--eval_problems=1", "--log_completions=8", EVERY_OTHER)
     samples = [*read_samples(run(tmp_path / "run", *options))]
-    advantages = [sample.credit["prefix_tree, advantages"].values for sample in samples]
+    advantages = [sample["credit"]["prefix_tree, advantages"]["values"] for sample in samples]
     assert any(len(set(row)) > 1 for row in advantages)
     tables = analyse(samples)
     assert [row[0] for row in tables["concentration"].rows] == ["prefix_tree", "prefix_tree, advantages"]

@@ -15,6 +15,11 @@ def compared(*arguments: object) -> int:
     return main(["compare", *map(str, arguments)])
 
 
+def page_of_run(folder) -> str:
+    pages.write_run_page(folder / "page.html", [folder], "")
+    return (folder / "page.html").read_text("utf-8")
+
+
 @pytest.fixture
 def folders(tmp_path):
     """Two seeds of one setting and a run of another."""
@@ -61,7 +66,7 @@ def test_the_last_line_of_a_repeated_step_counts_and_a_number_that_is_not_finite
     folder = write_run(tmp_path / "run")
     lines = [{"step": step, "reward": reward} for step, reward in ((1, 1.0), (2, 2.0), (2, 3.0), (3, 0))]
     write_lines(folder / "metrics.jsonl", [*lines, '{"step": 4, "reward": NaN}'])
-    (run,) = Page(pages.run_page(read_runs([folder]), "")).data["runs"]
+    (run,) = Page(page_of_run(folder)).data["runs"]
     assert (run["steps"], run["metrics"]) == ([1, 2, 3, 4], {"reward": [1.0, 3.0, 0, None]})
 
 
@@ -102,7 +107,7 @@ def test_a_page_that_cannot_hold_all_completions_holds_some_of_each_part_and_say
     size = (folder / "completions.jsonl").stat().st_size
     for room, steps, notes in ((size, range(10), 0), (size - 1, range(0, 10, 2), 1), (size / 4.5, (0, 5), 1)):
         monkeypatch.setattr(pages, "_MOST_BYTES", room)
-        page = pages.run_page(read_runs([folder]), "")
+        page = page_of_run(folder)
         assert [shown["step"] for shown in Page(page).data["completions"]] == list(steps)
         assert page.count("One in ") == notes
 

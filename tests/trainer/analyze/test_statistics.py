@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.analyze.statistics import bootstrap_interval, ess_ratio, top_mass
+from trainer.analyze.tables import bootstrap_interval, ess_ratio, top_mass
 
 # Few distinct values, so that ties are common.
 VALUES = st.lists(st.integers(-4, 4), min_size=2, max_size=12)

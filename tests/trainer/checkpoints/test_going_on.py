@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.runs import child, config, flags, kill_at, main, outcome
-from trainer.checkpoints.run_folder import RunFolder
+from trainer.checkpoints import RunFolder
 from trainer.run import set_up, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.traced]
@@ -222,7 +222,7 @@ def clock(monkeypatch, day: int) -> None:
             return datetime.datetime(2026, 11, day, 23, 50, tzinfo=tz)
 
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Day)
-    monkeypatch.setattr("trainer.checkpoints.run_folder.datetime", Day)
+    monkeypatch.setattr("trainer.checkpoints.datetime", Day)
 
 
 def test_a_run_whose_template_writes_the_date_goes_on_the_next_day_with_its_first_prompts(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from tests.support.runs import child, config, flags, main
-from trainer.checkpoints import run_folder
-from trainer.checkpoints.run_folder import Finished, Refused, open_run
+from trainer import checkpoints
+from trainer.checkpoints import Finished, Refused, open_run
 from trainer.disk import DiskError, naming
 
 
@@ -30,7 +30,7 @@ def argv(tmp_path):
 def begun(argv: list[str], steps: int = 3, finished: bool = False):
     """Leave a folder as a run of these settings that took so many steps would."""
     with open_run(config(*argv)) as folder:
-        run_folder.write_whole(folder.path / "config.yaml", run_folder.to_yaml(config(*argv), "a test"))
+        checkpoints.write_whole(folder.path / "config.yaml", checkpoints.to_yaml(config(*argv), "a test"))
         (folder.path / "checkpoints" / f"step-{steps}").mkdir(parents=True)
         (folder.path / "metrics.jsonl").write_text(
             "".join(f'{{"step": {step}, "x": 1}}\n' for step in range(steps + 1))

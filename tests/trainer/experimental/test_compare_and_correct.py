@@ -13,7 +13,7 @@ from tests.support.embedded import EVEN, settings, updated
 from trainer.data import Row
 from trainer.experimental import compare_and_correct
 from trainer.experimental.compare_and_correct import correction_prompt
-from trainer.rewards.advantages import group_advantages
+from trainer.rewards.calls import group_advantages
 from trainer.rollouts.engine import Rollouts
 from trainer.rollouts.in_process import TransformersEngine
 from trainer.run import set_up
@@ -136,12 +136,12 @@ def test_the_prompt_shows_attempt_and_nearest_correct_sibling_and_one_that_is_to
     for b, prompt, key in zip(free.notes, prompts, options["keys"], strict=True):
         group = range(b // 8 * 8, b // 8 * 8 + 8)
         nearest = min((o for o in group if free.batch.rewards[o]), key=lambda o: table(rows[b], rows[o])[-1][-1])
-        reference, question = texts[nearest], trainer.rows[free.batch.problems[b]]["question"]
+        reference, question = texts[nearest], trainer.rows[free.batch.keys[b][-2]]["question"]
         assert prompt == correction_prompt(trainer, question, texts[b], reference)
         text = trainer.tokenizer.decode(prompt)
         places = [text.index(part) for part in (question, f"wrong:\n{texts[b]}", f"correct:\n{reference}")]
         assert places == sorted(places)
-        assert key == (0, 1, free.batch.problems[b], b % 8, 1)
+        assert key == (0, 1, free.batch.keys[b][2], b % 8, 1)
 
     lengths = {b: len(prompt) for b, prompt in zip(free.notes, prompts, strict=True)}
     limit = sorted(lengths.values())[len(lengths) // 2]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.pages import HOSTILE, completion, hostile, write_lines, write_run
 from trainer.report.page import page_of, write_run_page
-from trainer.report.samples import read_samples
+from trainer.report.runs import read_samples
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 wait = pytest.importorskip("selenium.webdriver.support.wait")

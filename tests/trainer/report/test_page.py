@@ -7,7 +7,7 @@ import pytest
 from tests.support.pages import HOSTILE, Page, completion, hostile, write_lines
 from trainer.analyze.analysis import write_analysis
 from trainer.report.page import page_of
-from trainer.report.samples import Sample, read_samples
+from trainer.report.runs import read_samples, sample_of
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def test_the_page_holds_every_estimator_with_its_numbers_spans_and_facts_and_equ
 
 
 def test_the_page_loads_nothing() -> None:
-    page = page_of([Sample(["a"])], "Example")
+    page = page_of([sample_of({"tokens": ["a"]})], "Example")
     read = Page(page)
     assert not any({"src", "href", "action", "srcset"} & set(attributes) for _, attributes in read.elements)
     assert not re.search(r"https?:|@import|url\(", page.replace("'http://www.w3.org/'", ""))
@@ -42,7 +42,7 @@ def test_the_page_loads_nothing() -> None:
 
 def test_hostile_text_is_held_as_text(tmp_path) -> None:
     page = page_of(hostile(tmp_path), "</title><script>")
-    read, plain = Page(page), Page(page_of([Sample(["a"])], ""))
+    read, plain = Page(page), Page(page_of([sample_of({"tokens": ["a"]})], ""))
     assert read.elements == plain.elements
     (shown,) = read.data["completions"]
     assert shown["tokens"] == HOSTILE

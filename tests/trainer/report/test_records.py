@@ -8,7 +8,7 @@ import torch
 
 from cfa_kernels import Credit, Span
 from tests.support.embedded import settings
-from trainer.report.records import completion_record
+from trainer.report.report import completion_record
 
 
 def record_of(
@@ -18,7 +18,7 @@ def record_of(
     spans = [Span(0, 2), Span(2, 3)] if masked else []
     credit = Credit([torch.tensor(weights)], [answer], [spans], [torch.tensor(drop)], torch.zeros(1), None)
     rollouts = SimpleNamespace(ids=lambda: [[5, 6, 7]], texts=["567"], truncated=[truncated])
-    batch = SimpleNamespace(rows=[{}], problems=[0], rewards=torch.ones(1), rollouts=rollouts)
+    batch = SimpleNamespace(rows=[{}], keys=[(0, 1, 0, 0)], rewards=torch.ones(1), rollouts=rollouts)
     result = SimpleNamespace(batch=batch, credit=credit, advantages=torch.tensor([advantage]))
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(str, ids)))
     return completion_record(result, 0, tokenizer, settings(*flags))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from cfa_kernels import answer_text_span
 from trainer.config import TrainConfig
-from trainer.rewards.advantages import group_advantages
-from trainer.rewards.calls import load_reward
+from trainer.rewards.calls import group_advantages, load_reward
 from trainer.rewards.numbers import exact_match, final_number, gold_number, parse_number
 
 FORMS_OF_18 = [

@@ -20,7 +20,7 @@ from trainer.rewards.calls import (
 )
 from trainer.rollouts.engine import Rollouts
 from trainer.settings import ASSETS
-from trainer.state import arguments
+from trainer.state import arguments, joined
 
 SAMPLES = [f"sample {b} (row {10 * b})" for b in range(3)]
 COLUMNS = {"prompts": ["q"] * 3, "completions": ["a", "b", "c"], "completion_ids": [[1], [2], [3]], "level": [1, 2, 0]}
@@ -132,7 +132,7 @@ def test_no_reward_of_the_programs_is_for_what_stands_in_a_thought_that_the_prom
         columns = arguments([{"question": "9 * 2?", "answer": "18"}] * 3, rollouts)
         assert columns["completions"] == texts
         assert rewards_by(name, load_reward(name), SAMPLES, columns) == expected
-    assert (rollouts.contents[0], Rollouts.joined([rollouts, rollouts]).contents[3]) == (None, None)
+    assert joined([rollouts, rollouts]).contents == rollouts.contents * 2
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_evaluation_counts_the_problems_whose_tests_pass(mbpp) -> None:
     def solved(prompts, **options):
         factors = [trainer.tokenizer.decode(prompt).partition("Multiply by ")[2][0] for prompt in prompts]
         texts = [f"```python\ndef f(x): return x * {99 if n == wrong else n}\n```" for n in factors]
-        return dataclasses.replace(trainer.engine(prompts, **options), texts=texts)
+        return dataclasses.replace(trainer.engine(prompts, **options), texts=texts, contents=texts)
 
     config = settings(*mbpp, "--max_completion_length=2")
     result = evaluate(solved, trainer.held_out, trainer.held_out_prompts, config, match=trainer.grader)

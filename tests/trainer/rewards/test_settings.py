@@ -4,8 +4,17 @@ import pytest
 
 from tests.support.embedded import EVEN, metrics_of, run, settings
 from trainer.config import TrainConfig
-from trainer.data import question_instruction
+from trainer.data import configured_prompt
 from trainer.rewards.built_in import BUILT_IN, BuiltIn
+
+
+class Text:
+    """A tokenizer whose ids are the text."""
+
+    chat_template = None
+
+    def __call__(self, text, **_):
+        return {"input_ids": text}
 
 
 @pytest.mark.slow
@@ -52,7 +61,7 @@ def test_a_setting_of_rewards_that_cannot_be_is_named(options, message) -> None:
 def test_rewards_say_what_evaluation_counts_and_what_rows_must_have(argv, grader, kind, instruction) -> None:
     config = settings(*argv)
     assert (config.grader, config.kind) == (grader, kind)
-    assert instruction in question_instruction(config)
+    assert instruction in configured_prompt("How many?", Text(), config)
     assert settings(*argv, "--instruction=Go.").instruction == "Go."
 
 

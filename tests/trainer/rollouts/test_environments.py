@@ -8,10 +8,10 @@ import torch
 
 from cfa_kernels import packed_logprobs
 from tests.support.embedded import all_counted, settings, updated
-from trainer.microbatch import counted_tokens
 from trainer.rollouts.engine import end_ids
 from trainer.rollouts.environments import Calculator, EnvironmentFailure, PlayedEngine, load_environment
 from trainer.run import set_up
+from trainer.step import counted_tokens
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def played() -> Any:
 def sample(trainer: Any) -> Any:
     """Eight completions of each of two problems, as a step draws them."""
     keys = [(0, 1, i, g) for i in range(2) for g in range(8)]
-    return trainer.sample([trainer.prompts[i] for _, _, i, _ in keys], keys)
+    return trainer.sample(keys)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from trainer.evaluate import evaluate
 from trainer.rollouts.in_process import TransformersEngine
 from trainer.rollouts.vllm import VllmEngine
 from trainer.run import set_up
-from trainer.step import draw
 
 requests = pytest.importorskip("requests", reason="TRL's client of a vLLM server needs it (in the extra `test`)")
 
@@ -282,7 +281,7 @@ def test_a_step_samples_from_the_server_and_the_next_one_from_the_weights_it_mad
     ]  # fmt: skip
     trainer = set_up(settings(*argv))
     keys = [(0, 1, 0, g) for g in range(8)]
-    first = draw(trainer, keys)
+    first = trainer.sample(keys)
     metrics = updated(trainer, first)[1]
     assert metrics["sampling/gap"] < 1e-4 < metrics["sampling/sampling_logp_difference/max"] <= 0.106  # -log(0.9)
     assert 0.9 - 1e-5 <= metrics["sampling/importance_sampling_ratio/min"] < 0.999

@@ -2,13 +2,15 @@
 
 A run folder holds `config.yaml`, what the report writes, the trained model at the end, and `checkpoints/`, one folder
 for each step that was kept: `state.pt`, and `run.json` with what the run depends on and how far its files were written.
-A folder has its name only once all of it is on the disk.
+A folder has its name only once all of it is on the disk. Tensors go by the names they have in the model however it is
+sharded, so that another number of processes reads them. Weights that do not train come from the model's own checkpoint.
 """
 
 import contextlib
 import hashlib
 import itertools
 import json
+import random
 import shutil
 import time
 import zipfile
@@ -18,19 +20,24 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from cfa_kernels.model.sharded.fsdp import is_piece
 
-from ..cli import read_mapping, to_yaml
-from ..config import TrainConfig
-from ..disk import DiskError, naming, whole_folder, write_whole
-from ..policy import require_finite_weights
-from ..processes import on_first
-from ..provenance import made_by
-from ..state import Trainer
-from .state import collect, restore
+from .cli import read_mapping, to_yaml
+from .config import TrainConfig
+from .disk import DiskError, naming, whole_folder, write_whole
+from .policy import WHOLE, require_finite_weights, trained_state
+from .processes import on_first
+from .provenance import made_by
+from .state import Trainer
 
 RUNS = Path("runs")
 _SETTINGS, _SUMMARY, _LOCK = "config.yaml", "summary.json", ".lock"
@@ -142,6 +149,42 @@ class RunFolder:
         return self.path / "checkpoints" / f"step-{step}"
 
 
+def collect(trainer: Trainer) -> dict[str, Any]:
+    """Collect tensors, whole and on the host of the first process, and plain values; all processes call this."""
+    optimizer, device = trainer.optimizer, trainer.config.precision.device
+    name, key, *rest = np.random.get_state()
+    return {
+        "weights": trained_state(trainer.policy),
+        # torch would take a step to make the state of an optimizer that has none.
+        "optimizer": get_optimizer_state_dict(trainer.policy, optimizer, options=WHOLE) if optimizer.state else {},
+        "scheduler": trainer.scheduler.state_dict(),
+        "python": random.getstate(),
+        "numpy": (name, key.tolist(), *rest),  # type: ignore[attr-defined]
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def restore(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Bring a run that was just set up to where it was when `state` was collected."""
+    policy, optimizer, device = trainer.policy, trainer.optimizer, trainer.config.precision.device
+    set_model_state_dict(policy, state["weights"], options=WHOLE)
+    if state["optimizer"]:
+        set_optimizer_state_dict(policy, optimizer, state["optimizer"], options=WHOLE)
+        for name, parameter in trainer.trained.items():
+            if name not in state["optimizer"]["state"]:  # it never had a gradient; torch gave it a state all the same
+                optimizer.state.pop(parameter, None)
+    trainer.scheduler.load_state_dict(state["scheduler"])
+    for group, rate in zip(optimizer.param_groups, trainer.scheduler.get_last_lr(), strict=True):
+        group |= {"lr": rate, "betas": tuple(group["betas"])}  # which torch has made a list
+    trainer.engine.weights_changed()
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
 @contextlib.contextmanager
 def open_run(config: TrainConfig) -> Iterator[RunFolder]:
     """Give a run a folder to itself: its own from before, or a new one, which is removed if nothing is written to it.
@@ -158,7 +201,6 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
 
 
 def _folder_of(path: Path) -> RunFolder:
-    """Make the folder of a new run, or of one that has begun, with the time of its beginning."""
     for step in sorted(_steps(path), reverse=True) if _is_begun(path) else []:
         with contextlib.suppress(OSError, ValueError, KeyError):  # `begin` finds what is wrong with it
             content = json.loads((path / "checkpoints" / f"step-{step}" / "run.json").read_bytes())
@@ -167,7 +209,6 @@ def _folder_of(path: Path) -> RunFolder:
 
 
 def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
-    """Choose a run's folder, and lock it until `stack` ends."""
     if config.output_dir is None:
         for file in sorted(RUNS.glob(f"*/{_SETTINGS}"), reverse=True) if config.resume else []:
             path, settings = file.parent, _mapping(file)
@@ -209,7 +250,6 @@ def _locked(path: Path, stack: contextlib.ExitStack) -> Path:
 
 
 def _free(path: Path) -> Path:
-    """Give `path`, or the first of `path-2`, `path-3`, ... that is not there."""
     names = itertools.chain([path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2)))
     return next(one for one in names if not one.exists())
 
@@ -244,7 +284,6 @@ def _facts(trainer: Trainer) -> dict[str, str]:
 
 
 def _mapping(file: Path) -> dict[str, Any]:
-    """Read a mapping from a file; it is empty where there is none."""
     with contextlib.suppress(OSError, ValueError):
         return read_mapping(file)
     return {}

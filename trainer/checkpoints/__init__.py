@@ -1,1 +1,0 @@
-"""Keep a run so that the same command resumes it, however it ended."""
