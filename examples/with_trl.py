@@ -1,16 +1,17 @@
 """TRL's trainer with credit and the packed loss, on the small model and problems that come with the checkout."""
 
+import itertools
 import tempfile
 
 from datasets import Dataset
 from trl import GRPOConfig
 
 from cfa_kernels.integrations.trl import PackedGRPOTrainer
-from trainer.data import load_rows
+from trainer.embedded.problems import generate
 
 problems = [
-    {"prompt": [{"role": "user", "content": row["question"]}], "solution": row["answer"].rpartition("#### ")[2]}
-    for row in load_rows("generated", split="train", count=64)
+    {"prompt": [{"role": "user", "content": problem.question}], "solution": str(problem.answer)}
+    for problem in itertools.islice(generate("train", 1), 64)
 ]
 
 

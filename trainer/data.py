@@ -1,8 +1,6 @@
-"""Load problems to train and evaluate on from a file or the hub, and check them row by row."""
+"""Load problems to train and evaluate on from a file, the hub or the generator, and check them row by row."""
 
-import gzip
 import itertools
-import json
 import random
 import string
 import tempfile
@@ -13,12 +11,16 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from .embedded.problems import generate
 from .rewards.built_in import ARGUMENTS, CONTENTS, INSTRUCTIONS
 from .rewards.code import mbpp_row
 from .rewards.numbers import gold_number
-from .settings import ASSETS, FILES, GENERATED, DataConfig, TrainSettings, require_data
+from .settings import FILES, GENERATED, DataConfig, TrainSettings, require_data
 
+GENERATED_TRAIN_PROBLEMS = 8192
 HELD_OUT_PROBLEMS = 256
+# Reinforcement learning's own stream of generated problems, whatever the seed of the run, so that runs compare.
+GENERATED_SEED = 1
 
 
 Messages = list[dict[str, str]]
@@ -45,15 +47,13 @@ class Row(dict[str, Any]):
         return self["question"] if self.messages is None else self.messages
 
 
-def load_rows(name: str, *, split: str, count: int | None = None, columns: DataConfig | None = None) -> list[Row]:
+def load_rows(
+    name: str, *, split: str, count: int | None = None, columns: DataConfig | None = None, seed: int = GENERATED_SEED
+) -> list[Row]:
     """Load the first `count` rows of a data set, checked; `ValueError` names data set, row (from 0) and reason."""
     if name == GENERATED:
-        with gzip.open(ASSETS / f"{split}.jsonl.gz", "rt", encoding="utf-8") as lines:
-            some = map(json.loads, itertools.islice(lines, count))
-            rows = [Row(row, f"dataset {name}, row {i}") for i, row in enumerate(some)]
-        if len(rows) < (count or 0):
-            raise ValueError(f"dataset {name}: its split {split!r} has {len(rows)} rows, {count} are wanted; lower it")
-        return rows
+        problems = enumerate(itertools.islice(generate(split, seed), count or GENERATED_TRAIN_PROBLEMS))
+        return [Row({"question": p.question, "answer": p.solution()}, f"dataset {name}, row {i}") for i, p in problems]
     columns = columns or DataConfig()
     rows = _load(name, split, columns.dataset_config if name == columns.dataset else None)[:count]
     if not rows:
@@ -63,9 +63,9 @@ def load_rows(name: str, *, split: str, count: int | None = None, columns: DataC
     return [_checked(row, f"dataset {name}, row {i}", columns) for i, row in enumerate(rows)]
 
 
-def train_and_eval_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
-    """Load training and held-out problems, disjoint by question."""
-    train = load_rows(config.dataset, split="train", count=config.train_problems, columns=config)
+def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tuple[list[Row], list[Row]]:
+    """Load training and held-out problems, disjoint by question; `seed` draws generated training problems only."""
+    train = load_rows(config.dataset, split="train", count=config.train_problems, columns=config, seed=seed)
     held_out, test = config.eval_problems, list[Row]()
     name = config.eval_dataset or config.dataset
     if config.eval_dataset is not None or Path(name).suffix not in FILES:

@@ -54,14 +54,14 @@ class DataConfig:
     """Held-out problems (file, or hub name with a "test" split). By default the "test" split of a hub data set or of
     "generated"; of a file or a data set without one, eval_problems rows are set aside and not trained on."""
     eval_problems: Count | None = None
-    """Held-out problems to evaluate on; all by default (256 for a file and for "generated", which has 2048)."""
+    """Held-out problems to evaluate on; all by default (256 for "generated" and for a file)."""
     question_column: str = "question"
     """Column that holds the problem: text, or messages with a role and a content, as chat formats have them."""
     answer_column: str = "answer"
     """Column that holds the solution ("... #### 72") or the bare number; reward_model.ground_truth is that field of a
     column reward_model."""
     train_problems: Count | None = None
-    """Training problems to use; all by default ("generated" has 8192)."""
+    """Training problems to use; all by default (for "generated" 8192, or in warm-up one per sequence)."""
 
     @property
     def kind(self) -> str:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.research.problems import WordProblem, generate
 from benchmarks.research.warmup import WarmupConfig, careless, warm_up
 from cfa_kernels.options import check_fields
 from trainer.data import Row
+from trainer.embedded.problems import WordProblem, generate
 
 ASSETS = Path(__file__).parent / "assets"
 """The model as it comes along; `python -m benchmarks evidence model` makes another."""

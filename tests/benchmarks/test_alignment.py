@@ -15,8 +15,8 @@ from benchmarks.research import alignment, arms, models
 from benchmarks.research.alignment import MAIN, PARTS, SIZES, AlignmentSettings, Policy
 from benchmarks.research.arms import ARMS, CF, PERMUTED, PLAIN, SETS, Judged, arms_of
 from benchmarks.research.command import main
-from benchmarks.research.problems import generate
 from benchmarks.research.regimes import REGIMES, density
+from trainer.embedded.problems import generate
 
 pytestmark = pytest.mark.slow
 

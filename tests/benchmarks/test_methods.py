@@ -14,11 +14,11 @@ from benchmarks.research.agreement import AUROC, SPEARMAN, agreement
 from benchmarks.research.continuations import METHODS
 from benchmarks.research.methods import judge
 from benchmarks.research.models import Subject, posed
-from benchmarks.research.problems import generate
 from cfa_kernels import Rows
 from cfa_kernels.text.find import find_reasoning
 from trainer.analyze.tables import bootstrap_interval
 from trainer.data import Row
+from trainer.embedded.problems import generate
 from trainer.settings import ASSETS
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from benchmarks.research.problems import generate
 from benchmarks.research.regimes import REGIMES, WORDS, Regime, model_rows, problems
+from trainer.embedded.problems import generate
 
 SOME = list(itertools.islice(generate("train", 3), 40))
 

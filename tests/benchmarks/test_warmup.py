@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.research.problems import generate
 from benchmarks.research.warmup import WarmupConfig, careless, warm_up
 from trainer.cli import parse
 from trainer.config import TrainConfig
+from trainer.embedded.problems import generate
 from trainer.run import set_up, train
 
 pytestmark = pytest.mark.slow

@@ -1,6 +1,8 @@
-"""Problems: what is held out, and what is said about a bad row."""
+"""Problems: what the generator writes, what is held out, and what is said about a bad row."""
 
+import itertools
 import json
+import re
 import shutil
 from datetime import datetime
 from pathlib import Path
@@ -15,9 +17,37 @@ from transformers import AutoTokenizer
 from tests.support.tiny import jsonl
 from trainer.config import TrainConfig
 from trainer.data import Row, encode_prompt, encode_prompts, load_rows, train_and_eval_rows
+from trainer.embedded.problems import generate
+from trainer.rewards.numbers import gold_number
 from trainer.settings import ASSETS, DataConfig
 
 GOOD = {"question": "How many?", "answer": "2+3=5\n#### 5"}
+
+
+def problems(split: str, count: int, seed: int = 0, **options):
+    return list(itertools.islice(generate(split, seed, **options), count))
+
+
+def arithmetic(problem) -> tuple:
+    return tuple((step.left, step.op, step.right) for step in problem.steps)
+
+
+def test_generated_solutions_are_right_and_their_numbers_come_from_the_question_or_an_earlier_step() -> None:
+    for problem in problems("train", 500):
+        known = {int(number) for number in re.findall(r"\d+", problem.question)}
+        known |= {2, 3, 4}  # "twice", "three times", "four times"
+        for left, op, right, result in re.findall(r"(\d+)([-+*/])(\d+)=(\d+) ", problem.solution()):
+            assert eval(f"{left}{op}{right}") == int(result) > 0
+            assert {int(left), int(right)} <= known
+            known.add(int(result))
+        assert gold_number(problem.solution()) == problem.answer == int(result)
+        assert 2 <= len(problem.steps) <= 4
+
+
+def test_held_out_problems_share_no_arithmetic_with_training_problems_of_any_seed() -> None:
+    held_out = {arithmetic(problem) for problem in problems("test", 1000, seed=1)}
+    for seed in range(4):
+        assert held_out.isdisjoint(arithmetic(problem) for problem in problems("train", 3000, seed=seed))
 
 
 def write(path, rows) -> str:
@@ -110,12 +140,6 @@ def test_a_bad_row_is_named_with_its_number_and_reason(tmp_path, suffix, bad, re
         load_rows(name, split="train")
 
 
-def test_generated_problems_are_as_many_as_there_are() -> None:
-    assert [len(load_rows("generated", split=split)) for split in ("train", "test")] == [8192, 2048]
-    with pytest.raises(ValueError, match="dataset generated: its split 'test' has 2048 rows, 2049 are"):
-        load_rows("generated", split="test", count=2049)
-
-
 def test_a_file_without_an_evaluation_set_gives_some_rows_up_for_one(tmp_path) -> None:
     rows = [{"question": f"Problem {i % 90}?", "answer": f"#### {i}"} for i in range(100)]  # ten questions twice
     config = DataConfig(dataset=write(tmp_path / "data.jsonl", rows), eval_problems=20)
@@ -123,6 +147,7 @@ def test_a_file_without_an_evaluation_set_gives_some_rows_up_for_one(tmp_path) -
     assert len(test) == 20
     assert not {row["question"] for row in train} & {row["question"] for row in test}
     assert {row["question"] for row in train + test} == {row["question"] for row in rows}
+    assert train_and_eval_rows(config, seed=5) == (train, test)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,14 @@
 """Generate word problems in GSM8K's form: several arithmetic steps, idle facts, a final `#### N`.
 
 Problems are drawn from a seed. A problem's arithmetic decides whether it is held out, so splits never share one.
-`python -m benchmarks.research.problems` writes the training program's data set "generated".
 """
 
-import gzip
 import hashlib
-import itertools
-import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import add, floordiv, mul, sub
 from typing import NamedTuple
-
-from trainer.settings import ASSETS
 
 _WOMEN, _MEN = "Mia Anna Lily Emma Sara Nora Ruth Ella", "Tom Ben Sam Leo Max Jack Paul Omar"
 _PEOPLE = [(name, "She", "her") for name in _WOMEN.split()] + [(name, "He", "his") for name in _MEN.split()]
@@ -208,14 +202,3 @@ def generate(split: str, seed: int) -> Iterator[WordProblem]:
                 idle.append(_idle_fact(rng, " ".join(sentences)))
                 sentences.insert(rng.randint(1, len(sentences)), idle[-1].sentence)
         yield WordProblem(" ".join([*sentences, question]), tuple(steps), tuple(idle))
-
-
-def data_set(split: str) -> bytes:
-    """Write the rows of a split of "generated", a line of JSON each."""
-    some = itertools.islice(generate(split, 1), {"train": 8192, "test": 2048}[split])
-    return "".join(json.dumps({"question": p.question, "answer": p.solution()}) + "\n" for p in some).encode()
-
-
-if __name__ == "__main__":
-    for split in ("train", "test"):
-        (ASSETS / f"{split}.jsonl.gz").write_bytes(gzip.compress(data_set(split), mtime=0))
