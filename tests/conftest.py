@@ -36,7 +36,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_protocol(item: pytest.Item):
     """Without a GPU, refuse what one would refuse."""
     real = torch.cuda.is_available() or item.get_closest_marker("traced")
-    with contextlib.nullcontext() if real else as_on_gpu.AsOnGpu():
+    with contextlib.nullcontext() if real else as_on_gpu.mode_of(item):
         return (yield)
 
 
@@ -47,7 +47,7 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="module")
-def qwen3() -> torch.nn.Module:
+def qwen3(device: torch.device) -> torch.nn.Module:
     """A small model with attention only."""
     from tests.support.models import make_model
 
