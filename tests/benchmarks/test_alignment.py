@@ -23,6 +23,15 @@ pytestmark = pytest.mark.slow
 SETTINGS = AlignmentSettings(truth_groups=8, blocks=3, group=4, max_tokens=70, continuations=2)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_problems():
+    """Of the generated ones, which every policy would write out by its template."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = models.read_problems
+        patch.setattr(alignment, "read_problems", lambda *columns, **options: read(*columns, **{"count": 64} | options))
+        yield
+
+
 @pytest.fixture(scope="module")
 def policy():
     return Policy(SETTINGS)
@@ -234,11 +243,11 @@ def test_errors_hold_how_well_the_truth_is_known():
     found, errors = [], []
     for _ in range(50):
         parts = truth + random.normal(size=(PARTS, 40)) / 5
-        blocks = [
-            {str(size): {name: [[*parts @ step, step @ step] for step in own[start : start + SIZES[-1]]]
-                         for name, own in steps.items()} for size in SIZES}
-            for start in (0, SIZES[-1])
-        ]  # fmt: skip
+        blocks = []
+        for start in (0, SIZES[-1]):
+            lines = {name: [[*parts @ step, step @ step] for step in own[start : start + SIZES[-1]]]
+                     for name, own in steps.items()}  # fmt: skip
+            blocks.append({str(size): lines for size in SIZES})
         figure = alignment.summary(blocks, parts @ parts.T)["CF"][str(MAIN)]
         found.append(figure["ratio"])
         errors.append(figure["ratio_error"])
@@ -261,7 +270,7 @@ def test_the_command_writes_its_tables_and_resumes(policy, tmp_path, monkeypatch
     monkeypatch.setattr(alignment, "MAIN", 2)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--blocks", "2", "--arms", "CF where right", "right times 4", "ceiling"]
-    arguments += ["--continuations", "1", "--group", "4", "--moments", "2"]
+    arguments += ["--continuations", "1", "--group", "4", "--moments", "1"]
     truth = torch.randn(PARTS + 1, sum(p.numel() for p in policy.parameters))
     monkeypatch.setattr(alignment, "true_gradient", lambda policy, settings, part: truth[-1] + truth[part] / 4)
     assert main([*arguments, "--blocks", "3"]) == 0
