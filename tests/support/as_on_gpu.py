@@ -224,11 +224,8 @@ def _launched(launch: Callable[..., None]) -> Callable[..., None]:
 
     def launched(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
         # Within an operator no mode is active, and nothing is told apart; its own tensors were looked at before.
-        if (
-            AsOnGpu.refuses_launches
-            or AsOnGpu.active
-            and torch._C._len_torch_function_stack()
-            and not all(map(on_gpu, _tensors(args)))
+        if AsOnGpu.refuses_launches or (
+            AsOnGpu.active and torch._C._len_torch_function_stack() and not all(map(on_gpu, _tensors(args)))
         ):
             raise RuntimeError(f"{self.fn}: on a GPU a kernel would refuse a tensor of the host")
         launch(self, *args, **kwargs)
