@@ -1,29 +1,37 @@
 """Shared set-up: Triton's interpreter where there is no GPU, repeatable properties, paths to real data."""
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import settings
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from tests.support import as_on_gpu, interpreter
-
-if not torch.cuda.is_available():
-    as_on_gpu.install()
-    interpreter.install()
-
-# The same examples in every run, and no stop-watch: a busy machine must not fail a test.
-settings.register_profile("suite", deadline=None, derandomize=True)
-settings.load_profile("suite")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_GSM8K = Path(os.environ.get("GSM8K", REPOSITORY.parent / "shared" / "gsm8k"))
+
+# With `-n` the first process only hands tests out to workers: it imports nothing that takes seconds.
+if "PYTEST_XDIST_WORKER" in os.environ or not re.search(" -n ?[^0]", " ".join(sys.argv)):
+    from hypothesis import settings
+
+    # The same examples in every run, and no stop-watch: a busy machine must not fail a test.
+    settings.register_profile("suite", deadline=None, derandomize=True)
+    settings.load_profile("suite")
+
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+    from tests.support import as_on_gpu, interpreter
+
+    if not torch.cuda.is_available():
+        as_on_gpu.install()
+        interpreter.install()
 
 
 def pytest_collection_finish() -> None:
