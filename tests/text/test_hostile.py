@@ -51,9 +51,7 @@ def check_linear(read: Read, before: str, unit: str, after: str) -> None:
     eighth = seconds(read, text(LENGTH // 8))
     assert eighth < 0.5, f"{LENGTH // 8} characters of {unit!r} take {eighth:.2f} s"
     whole = seconds(read, text(LENGTH))
-    assert whole < max(0.5, 24 * eighth), (
-        f"{LENGTH} of {unit!r} take {whole:.2f} s, an eighth {eighth:.2f} s"
-    )
+    assert whole < max(0.5, 24 * eighth), f"{LENGTH} of {unit!r} take {whole:.2f} s, an eighth {eighth:.2f} s"
     assert whole < 2
 
 
