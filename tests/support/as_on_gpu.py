@@ -57,7 +57,7 @@ def _knows_device(name: str) -> bool:
     """Whether a module of tests has `DEVICE`, or a function or class from another that has."""
     values = vars(sys.modules[name]).values()
     others = {getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in values} - {name}
-    return any(value is DEVICE or value is AsOnGpu for value in values) or any(
+    return any(value is DEVICE for value in values) or any(
         _knows_device(other) for other in others if isinstance(other, str) and other.startswith("tests.support.")
     )
 
