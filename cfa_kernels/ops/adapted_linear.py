@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from .matmul import add_product, multiply, product, wide_product
+from .matmul import add_product, multiply, product, sum_of, wide_product
 
 
 class AdaptedLayer(NamedTuple):
@@ -181,7 +181,7 @@ def _summed(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, along
 
 
 def _added(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    return out + left @ right if is_compiling() else multiply(left, right, out, add=True)
+    return sum_of(out, left @ right) if is_compiling() else multiply(left, right, out, add=True)
 
 
 def _split(matrix: Tensor, dtype: torch.dtype, *, along: int, low: int) -> Tensor:

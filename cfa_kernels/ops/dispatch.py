@@ -1,6 +1,7 @@
 """Choice of the implementation that an op runs: Triton for GPU tensors, the PyTorch reference for CPU tensors."""
 
 import os
+from functools import cache
 
 import torch
 import triton
@@ -38,6 +39,7 @@ def resolve_backend(backend: str | None, tensor: torch.Tensor) -> str:
     return backend
 
 
+@cache
 def architecture(device: torch.device) -> str:
     """Name what kernels on `device` are tuned for: `"hip"`, `"sm_80"`, `"sm_90"`, ...; `"cpu"` in the interpreter."""
     if device.type != "cuda":

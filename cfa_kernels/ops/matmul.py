@@ -44,11 +44,20 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Compute `out += left @ right`, all of one dtype; return `out`. cuBLAS rounds the product before it adds it."""
-    if is_compiling():  # a compiled addition joins what reads it; cuBLAS would first copy `out`
-        return out + left @ right
+    if is_compiling():
+        return sum_of(out, left @ right)
     if _keeps_sums(out) or out.dtype not in (torch.bfloat16, torch.float16):
         return out.addmm_(left, right)
     return out.copy_(torch.addmm(out.float(), left.float(), right.float()))
+
+
+def sum_of(matrix: Tensor, other: Tensor) -> Tensor:
+    """Return the sum of two tensors of one dtype, for graphs: joined with what reads it, not a call of cuBLAS."""
+    if matrix.dtype not in (torch.bfloat16, torch.float16):
+        return matrix + other
+    # An addition of a product in its own dtype becomes a call wherever something else than arithmetic reads the sum, a
+    # backward say; cuBLAS first copies the other tensor.
+    return (matrix.float() + other.float()).to(matrix.dtype)
 
 
 def _keeps_sums(tensor: Tensor) -> bool:

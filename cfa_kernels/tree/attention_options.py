@@ -1,6 +1,7 @@
 """Options of tree attention, as the tables, the reference and the kernels read them."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -67,12 +68,12 @@ class AttentionRule:
                 "exclude each other; give one of them"
             )
 
-    @property
+    @cached_property
     def reach(self) -> Reach:
         """Reach of the rows."""
         return Reach(self.sliding_window, self.attention_chunk_size)
 
-    @property
+    @cached_property
     def kinds(self) -> "RuleKinds":
         """Say which options there are."""
         given = (self.sliding_window, self.attention_chunk_size, self.softcap, self.sinks)

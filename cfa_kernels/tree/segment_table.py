@@ -108,7 +108,7 @@ class SegmentTable:
 
     def require_start(self, row: int) -> None:
         """Raise `ValueError` unless a segment starts at packed row `row`."""
-        if row not in self.row_start:
+        if row and row not in self.row_start:
             segment = int(np.searchsorted(self.row_start, row, side="right")) - 1
             raise ValueError(
                 f"first_query_row must be the first row of a segment, but row {row} is inside segment {segment}"
