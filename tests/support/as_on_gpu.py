@@ -49,7 +49,7 @@ def on_gpu(tensor: Tensor) -> bool:
 def mode_of(item: pytest.Item) -> contextlib.AbstractContextManager[Any]:
     """The mode, for a test that can name `DEVICE`; any other has tensors of the host only, and may launch no kernel."""
     there = "device" in item.fixturenames or _knows_device(item.module.__name__)  # type: ignore[attr-defined]
-    return AsOnGpu() if there else _on_host_only()
+    return AsOnGpu() if there else on_host_only()
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def _knows_device(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _on_host_only() -> Iterator[None]:
+def on_host_only() -> Iterator[None]:
     AsOnGpu.refuses_launches = True
     try:
         yield
