@@ -1,6 +1,5 @@
 """Alignment: gradients by a plain forward, placebos, figures by brute force, runs that resume."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -52,7 +51,8 @@ def of_plain_forwards(policy, group, advantages):
     total = torch.zeros(())
     for prompt, completion, row in zip(group.rows.prompts, group.rows.completions, advantages, strict=True):
         logits = policy.model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-        total = total + (logits.log_softmax(-1).gather(1, completion[:, None])[:, 0] * row).sum()
+        logprobs = (logits / policy.temperature).log_softmax(-1).gather(1, completion[:, None])[:, 0]
+        total = total + (logprobs * row).sum()
     return torch.cat([g.flatten() for g in torch.autograd.grad(total, policy.parameters)])
 
 
@@ -68,18 +68,11 @@ def test_a_gradient_is_that_of_plain_forwards(policy, group, judged, name):
 
 def test_a_gradient_of_few_weights_is_that_of_plain_forwards():
     """The head, whose weights are not among them, goes backward once."""
-    settings = dataclasses.replace(SETTINGS, parameters=r"layers\.1\.", temperature=0.7)
-    policy = Policy(settings)
+    policy = Policy(replace(SETTINGS, parameters=r"layers\.1\.", temperature=0.7))
     group = next(one for one in policy.groups(0, 9, count=16) if one.problems)
     judged = Judged(policy, group)
     for name in (PLAIN, "CF where right", "right times 4"):
-        total = torch.zeros(())
-        columns = group.rows.prompts, group.rows.completions, judged.token_advantages(ARMS[name])
-        for prompt, completion, row in zip(*columns, strict=True):
-            logits = policy.model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-            logprobs = (logits / settings.temperature).log_softmax(-1).gather(1, completion[:, None])[:, 0]
-            total = total + (logprobs * row).sum()
-        expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, policy.parameters)])
+        expected = of_plain_forwards(policy, group, judged.token_advantages(ARMS[name]))
         assert (judged.gradient(ARMS[name])[0] - expected).norm() < 1e-4 * expected.norm(), name
 
 
