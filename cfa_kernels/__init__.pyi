@@ -18,6 +18,7 @@ from .credit.weights import Identity as Identity
 from .credit.weights import OwnWeights as OwnWeights
 from .credit.weights import Range as Range
 from .credit.weights import Redistribute as Redistribute
+from .credit.weights import SignGate as SignGate
 from .credit.weights import TopShare as TopShare
 from .credit.weights import fold_weights as fold_weights
 from .credit.weights import span_weights as span_weights

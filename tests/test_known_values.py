@@ -64,6 +64,7 @@ CREDIT: dict[str, dict[str, Any]] = {
     "resampled": {**RESAMPLING, "samples": 2}, "preselected": {"preselect": 0.5},
     "preselected by gain": {"preselect": 0.5, "preselect_by": "prefix_gain"},
     "redistributed": {"weights": "redistribute", "strength": 1.5}, "progress": {"estimator": "progress"},
+    "gate of signs": {"weights": "sign_gate"},
     "turns": {"units": "turns", "mask_observation": True},
 }  # fmt: skip
 

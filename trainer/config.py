@@ -10,7 +10,8 @@ import torch
 from cfa_kernels import AnswerRules, CounterfactualConfig
 from cfa_kernels.credit.weights import Control
 from cfa_kernels.estimators.base import EXTERNAL
-from cfa_kernels.loss.checks import check_correction, check_level, weights_sequences
+from cfa_kernels.loss.centering import check_joins
+from cfa_kernels.loss.checks import by_sequence, check_correction, check_level, weights_sequences
 from cfa_kernels.loss.token_loss import NUMBERS
 from cfa_kernels.model.limits import smallest_budget
 from cfa_kernels.options import check_fields, imported
@@ -42,6 +43,9 @@ class TrainConfig(TrainSettings):
         if (high := self.importance_sampling_clip_max) is not None:
             correction = {"sampling_mode": self.importance_sampling_mode, "sampling_clip_max": high}
             check_correction(correction | {"sampling_logprobs": ...}, self.loss_type, self.importance_sampling_level)
+        if self.score_centering:
+            corrects = {"sampling_mode": self.importance_sampling_mode if high is not None else None}
+            check_joins(self.importance_sampling_level != "token" or by_sequence(self.loss_options | corrects))
 
     def refuse(self, processes: int = 1) -> None:
         """Raise `ValueError` with the first sentence of the tables below that holds for so many processes."""
@@ -88,7 +92,7 @@ class TrainConfig(TrainSettings):
     @property
     def loss_options(self) -> dict[str, Any]:
         """Return the options of the policy loss, by the names it takes."""
-        names = (*NUMBERS, "loss_type", "importance_sampling_level", "max_completion_length")
+        names = (*NUMBERS, "loss_type", "importance_sampling_level", "max_completion_length", "score_centering")
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
@@ -122,6 +126,10 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         ),
         "vllm_server_base_url: only rollout_engine=vllm reads it; name both or neither": (
             c.rollout_engine != "vllm" and url != TrainSettings.vllm_server_base_url
+        ),
+        f"score_centering: needs the ids of a nucleus and their log-probs, and top_p={c.top_p} with rollout_engine="
+        f"{c.rollout_engine} gives none; take transformers and a top_p below 1": (
+            c.score_centering and (c.rollout_engine != "transformers" or c.top_p == 1)
         ),
         "environment: compare_and_correct writes corrections that no environment answers; name one of them": (
             c.environment is not None and c.compare_and_correct > 0

@@ -177,6 +177,9 @@ class TrainSettings(DataConfig):
     update over the one it was sampled with, at most this much (TRL: 3.0). By default it is not."""
     importance_sampling_mode: Correction = "token_truncate"
     """Correction to apply up to `importance_sampling_clip_max`; see `sampling_mode` of `policy_loss`."""
+    score_centering: bool = False
+    """Subtract from each token's gradient its mean over the nucleus, by the sampler's probabilities: it then does not
+    drift towards a sampler that differs from the policy. Later iterations take their ratios to the sampler too."""
     max_sampling_gap: Positive | None = None
     """Largest gap, in nats, between the log-probs a batch was sampled with and those its first update computes, as
     docs/rollouts.md defines it; a run with a larger one stops. By default what rounding explains: 0.02 in float32, 0.3

@@ -134,7 +134,8 @@ def update(
         measure(metrics, trainer, rollouts, batch, passes, is_sampler=iteration == 0)
         if iteration == 0:
             logprobs = [row for done in passes for row in done.logprobs]
-            objective.old.update(by_row([done.micro for done in passes], logprobs))
+            old = by_row([done.micro for done in passes], logprobs)
+            objective.old.update(dict(enumerate(rollouts.logprobs)) if config.score_centering else old)
         torch.nn.utils.clip_grads_with_norm_(trainer.trained.values(), config.max_grad_norm, norm)
         trainer.optimizer.step()
         trainer.engine.weights_changed()

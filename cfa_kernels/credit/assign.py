@@ -17,7 +17,7 @@ from ..model.check.accuracy import ACCURACY
 from ..model.limits import smallest_budget
 from ..model.parts import vocab_size
 from ..options import as_numbers
-from ..rows import Rows, check_columns, check_finite, check_floating, equal_prompts, keyed_generator, pad_rows, traces
+from ..rows import Rows, check_columns, check_finite, check_floating, keyed_generator, pad_rows, traces
 from ..scoring.access import CAPABILITIES, ModelAccess, as_access
 from ..scoring.branches import check_ids
 from ..scoring.masked import ScoringWork
@@ -34,6 +34,7 @@ from .units import (
     check_advantages,
     compared_rows,
     find_units,
+    groups_of,
     judged_spans,
     mean_advantages,
     of_all_processes,
@@ -314,18 +315,19 @@ class Assignment:
         """Turn importances into weights or, if they are signed, into additions to the advantages."""
         config, batch, reasoning = self.config, self.batch, self.reasoning
         rows, lengths, advantages = range(len(batch)), batch.rows.lengths, mean_advantages(batch)
-        rule = None if estimate.importances.signed else config.weights
+        rule, groups = None if estimate.importances.signed else config.weights, groups_of(batch)
+        absolute = rule is not None and rule.absolute
         inverted, is_random = config.control == "inverted", config.control == "random"
         none, weighed = torch.zeros(0), dict[int, WeightInputs]()
         for b, row in reasoning.items() if config.control != "off" else ():
-            importances = estimate.compared.get(b, none)
-            if config.rewards_units and advantages[b] < 0:
+            importances = (estimate.drops if absolute else estimate.compared).get(b, none)
+            if config.rewards_units and advantages[b] < 0 and not absolute:
                 importances = -importances  # what is good in itself deserves less of a negative advantage
             spans = row.spans if b in estimate.compared or is_random else []
             spans = opened(spans) if config.open_spans else spans
             weighed[b] = WeightInputs(
                 importances, spans, row.answer, lengths[b],
-                min_spread=estimate.min_spreads.get(b, 0.0), advantage=advantages[b],
+                min_spread=estimate.min_spreads.get(b, 0.0), advantage=advantages[b], group=int(groups[b]),
             )  # fmt: skip
         nodes, judged = shared_nodes(batch.rows), [b for b, row in weighed.items() if row.units]
         weighed = with_relatives(weighed, nodes, batch.rows.rollouts)
@@ -395,8 +397,7 @@ class Assignment:
         has_model = self.access.module is not None and config.needs & set(CAPABILITIES)
         model = self.access.model if has_model else None
         vocab = None if model is None else vocab_size(model)
-        groups = self.batch.groups
-        groups = torch.tensor(equal_prompts(self.batch.rows.prompts)) if groups is None else groups
+        groups = groups_of(self.batch)
         if SIBLINGS in config.needs and len(groups.unique()) == len(groups):  # with those that have no reward
             raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
         columns = []

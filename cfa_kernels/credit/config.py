@@ -181,7 +181,14 @@ class CounterfactualConfig:
         """Needs, of `NEEDS`, that a host must meet; none where no estimator runs."""
         if not self.runs_estimator:
             return frozenset()
-        return self.estimator.needs | ({TARGETS} if self.target == "gold" else set())
+        own = {SIBLINGS} if self.weights is not None and self.weights.by_group else set()
+        return self.estimator.needs | own | ({TARGETS} if self.target == "gold" else set())
+
+    def part_that_needs(self, need: str) -> str:
+        """Write out the part with a need, for messages."""
+        if self.weights is not None and need == SIBLINGS and need not in self.estimator.needs:
+            return f"weights={self.weights.name!r}"
+        return "target='gold'" if need == TARGETS else f"estimator={self.estimator.name!r}"
 
     @property
     def asks_model(self) -> bool:

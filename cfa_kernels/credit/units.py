@@ -11,7 +11,7 @@ from ..batch import Batch
 from ..estimators.base import ANSWER, TARGETS
 from ..estimators.probes import Probe, length_without_eos, with_probe
 from ..model.parts import context_length, vocab_size
-from ..rows import check_finite, token_ids, traces
+from ..rows import check_finite, equal_prompts, token_ids, traces
 from ..span import Span
 from ..text.find import Reasoning, find_reasoning
 from ..text.turns import find_turns
@@ -24,6 +24,11 @@ def compared_rows(batch: Batch) -> list[int]:
     """List the rows that are compared: those with a completion, and with a reward where there are rewards."""
     has_reward = [True] * len(batch) if batch.rewards is None else (~batch.rewards.isnan()).tolist()
     return [b for b, length in enumerate(batch.rows.lengths) if length and has_reward[b]]
+
+
+def groups_of(batch: Batch) -> Tensor:
+    """Return the batch's groups, (B,) int64, by default those of equal prompts."""
+    return torch.tensor(equal_prompts(batch.rows.prompts)) if batch.groups is None else batch.groups
 
 
 def credited_rows(batch: Batch, completions: str = "all") -> list[int]:

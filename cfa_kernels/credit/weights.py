@@ -162,6 +162,7 @@ class WeightInputs(NamedTuple):
     are_weights: bool = False  # the importances are a weight for each token, (length,)
     min_spread: float = 0.0  # `Range.min_spread` for them, if it is None
     advantage: float = 1.0  # of the completion, which signed rules share out
+    group: int = 0  # equal for completions that are compared with each other
 
 
 class WeightRule:
@@ -171,6 +172,9 @@ class WeightRule:
         name: what configurations call it.
         compares: whether the weights of a completion depend on the others of the batch.
         signed: whether it gives additions to the advantages, of any sign, instead of weights.
+        absolute: whether it reads importances as they are: 0 where rounding may account for them, and of one sign
+            whatever the advantage.
+        by_group: whether it compares the completions of a group, so that a host must have whole groups.
         token_draws: limits of the weight that each token draws under the control `random`; None where units draw
             importances.
     """
@@ -178,6 +182,8 @@ class WeightRule:
     name: ClassVar[str]
     compares: ClassVar[bool] = False
     signed: ClassVar[bool] = False
+    absolute: ClassVar[bool] = False
+    by_group: ClassVar[bool] = False
     token_draws: ClassVar[tuple[float, float] | None] = None
 
     def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
@@ -365,6 +371,41 @@ class Redistribute(WeightRule):
 
 
 @dataclass(frozen=True)
+class SignGate(WeightRule):
+    """Rule that adds a group's scaled importances to the advantages, where scaling leaves their sign; signed (LOTAPO).
+
+    Over all units of the credited completions of a group, with s the median of |v| over importances v that are not 0:
+    u = tanh(v / s) and z = (u - mean u) / std u. The tokens of a unit get `strength z` if z has the sign of v, else 0
+    (arXiv 2607.13501, eqs. 9 to 14, as in zhuq-111/LAPO-Leave-One-Turn-Attribution@3b264d7). Inverted, v is -v.
+    """
+
+    name = "sign_gate"
+    compares = signed = absolute = by_group = True
+
+    strength: NotNegative = 0.5
+    """Factor of what is added to a unit's advantage."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
+        """Compute what is added to the advantages; 0 on tokens of no unit. Each process has whole groups."""
+        added, groups = [torch.zeros(row.length) for row in rows], [row.group for row in rows]
+        for group in dict.fromkeys(groups):
+            inside = [i for i, own in enumerate(groups) if own == group]
+            sizes = [len(rows[i].importances) for i in inside]
+            values = torch.cat([rows[i].importances for i in inside]).double().numpy() * (-1 if inverted else 1)
+            if not (values != 0).any():
+                continue
+            bounded = np.tanh(values / np.median(np.abs(values[values != 0])))
+            scaled = (bounded - bounded.mean()) / (bounded.std() + _EQUAL)
+            gated = torch.from_numpy(self.strength * scaled * (scaled * values > 0)).split(sizes)
+            for i, own in zip(inside, gated, strict=True):
+                added[i] = spread_over_tokens(own, rows[i].units, rows[i].length).nan_to_num(nan=0.0)
+        return added
+
+
+@dataclass(frozen=True)
 class Added(WeightRule):
     """Rule of signed estimators, which adds importances to the advantages; no configuration names it."""
 
@@ -410,7 +451,9 @@ def with_draws(
     return row._replace(importances=values, are_weights=rule.token_draws is not None)
 
 
-WEIGHTS: dict[str, type[WeightRule]] = {rule.name: rule for rule in (Range, Bilevel, TopShare, Identity, Redistribute)}
+WEIGHTS: dict[str, type[WeightRule]] = {
+    rule.name: rule for rule in (Range, Bilevel, TopShare, Identity, Redistribute, SignGate)
+}
 
 
 def _inverted(row: WeightInputs, inverted: bool) -> WeightInputs:

@@ -53,7 +53,7 @@ def refuse(reasons: Iterable[str], what: str = "counterfactual credit") -> None:
 
 def unmet_needs(config: CounterfactualConfig, offers: Collection[str]) -> list[str]:
     """Name each thing that `config` needs and `offers`, names of `NEEDS`, lacks: the option, the need and a remedy."""
-    return [_sentence(need, config.estimator, offers) for need in sorted(config.needs - set(offers))]
+    return [_sentence(need, config, offers) for need in sorted(config.needs - set(offers))]
 
 
 _INSTEAD = {
@@ -64,11 +64,11 @@ _INSTEAD = {
 """Remedies for needs that another estimator would not remove."""
 
 
-def _sentence(need: str, estimator: Estimator, offers: Collection[str]) -> str:
-    causes = _options_that_need(need, estimator)
+def _sentence(need: str, config: CounterfactualConfig, offers: Collection[str]) -> str:
+    causes = _options_that_need(need, config.estimator)
     does, instead = ("each needs", "omit them") if len(causes) > 1 else ("it needs", "omit it")
     if not causes:
-        causes = ["target='gold'" if need == TARGETS else f"estimator={estimator.name!r}"]
+        causes = [config.part_that_needs(need)]
         able = [name for name, kind in ESTIMATORS.items() if kind().needs <= set(offers)]
         instead = _INSTEAD.get(need, f"take one of {', '.join(able)}")
     return f"{' and '.join(causes)}: {does} {NEEDS[need]}, which this trainer does not give; {instead}"

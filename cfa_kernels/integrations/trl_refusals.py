@@ -61,7 +61,7 @@ def credit_obstacles(trainer: Any) -> list[str]:
             (weights_sequences(trainer.loss_type, trainer.importance_sampling_level), _AT_SEQUENCES),
             (
                 SIBLINGS in config.needs and processes > 1 and rows % group,
-                f"estimator={config.estimator.name!r} on {processes} processes of {rows} completions: groups of "
+                f"{config.part_that_needs(SIBLINGS)} on {processes} processes of {rows} completions: groups of "
                 f"{group} are split between them; give each process whole groups",
             ),
         ),

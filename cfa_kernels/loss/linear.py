@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ..ops.head_matmul import HeadGradients, Index, empty_strip, write_logits
-from ..ops.kept_tokens import KeptTokens, Support
+from ..ops.kept_tokens import KeptLogits, KeptTokens, Support
 from ..ops.operator_arguments import arguments_of
 from ..ops.row_logprobs import row_gradients, row_logprobs
 from ..ops.row_softmax import LogitRows, RowLogprobs, Softmax, compute_dtype
 from ..ops.upload import upload
+from .centering import subtract_expected_score
 from .logits import scaled_rows
 from .policy_rows import STATS, policy_of_logprobs, policy_rows, to_unit_scale
 from .token_loss import PolicyOptions, Tokens, refuse_second_derivative
@@ -67,8 +68,10 @@ def _strips(
     rows_alone: bool,
     strip: tuple[Tensor, Tensor],
     looked_at: slice,
-) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
+) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor, KeptLogits | None]]:
     """Yield the indices of n tokens, and of their states, those (n, H), logits and their gradient (1, n, V) in `strip`.
+
+    Then the logits to centre the scores by, which the gradient may be written over.
 
     `hidden` is (N, H), or with `rows_alone` (M, H): the states of the M `rows`, in their order; `looked_at` takes some
     of the rows, or if they are None of all tokens.
@@ -82,8 +85,8 @@ def _strips(
         states = torch.where(counted[tokens].unsqueeze(1), hidden[places], 0)
         logits, gradient = (memory[: len(states)] for memory in strip)
         write_logits(states, support.head, logits)
-        support.restrict(logits, part)
-        yield tokens, places, states, logits.unsqueeze(0), gradient.unsqueeze(0)
+        kept = support.restrict(logits, part)
+        yield tokens, places, states, logits.unsqueeze(0), gradient.unsqueeze(0), kept
 
 
 def _without_dead_rows(
@@ -108,6 +111,7 @@ def linear_policy_loss_op(
     sampling_logprobs: Tensor | None,
     kept_offsets: Tensor | None,
     kept_ids: Tensor | None,
+    kept_logprobs: Tensor | None,
     scale: Tensor,
     entropy_scale: Tensor | None,
     rows: Tensor | None,
@@ -125,8 +129,9 @@ def linear_policy_loss_op(
 
     hidden is (N, H), or with `rows_alone` (M, H), the states of `rows`; targets and token tensors are (B, T),
     contiguous, N = B * T. Gradients that are not needed are empty. `rows`, on any device, are the flattened tokens to
-    look at; None with `drop_rows` waits for the device and takes those that `contributing` finds. kept_offsets and
-    kept_ids, on the host, are `KeptTokens` of the N tokens; with them `rows` on the device are waited for.
+    look at; None with `drop_rows` waits for the device and takes those that `contributing` finds. kept_offsets,
+    kept_ids and kept_logprobs, on the host, are `KeptTokens` of the N tokens; with them `rows` on the device are waited
+    for, and with log-probs scores are centred.
     """
     options, cap = PolicyOptions.of(kinds, numbers), Softmax(*softmax)
     shape = scale.shape
@@ -140,7 +145,7 @@ def linear_policy_loss_op(
     runs = _sequences(rows, shape, chunk_size) if options.joins_tokens else iter(())
     kept = None
     if kept_offsets is not None and kept_ids is not None:
-        kept = KeptTokens(kept_offsets, kept_ids)
+        kept = KeptTokens(kept_offsets, kept_ids, kept_logprobs)
         kept = kept if rows is None else kept.take(rows.cpu())
     if rows is not None and rows.device != hidden.device:
         (rows,) = upload([rows], hidden.device)
@@ -154,17 +159,21 @@ def linear_policy_loss_op(
         return LogitRows(logits, support.bias, support.targets[index], cap, backend, kept is not None)
 
     def add_gradients(index: Index, states: Tensor, gradient: Tensor, by_logprob: Tensor) -> None:
-        if drop_rows and entropy_scale is None and rows is not None:
+        if drop_rows and entropy_scale is None and rows is not None and kept_logprobs is None:
             index, states, gradient = _without_dead_rows(index, states, gradient, by_logprob)
         gradients.add(index, states, gradient)
 
     with torch.autocast(hidden.device.type, enabled=False):
-        for index, place, states, logits, gradient in () if options.joins_tokens else strips(slice(0, count)):
+        for index, place, states, logits, gradient, kept_logits in (
+            () if options.joins_tokens else strips(slice(0, count))
+        ):
+            logit_rows, some = rows_of(index, logits), tokens.map(itemgetter(index))
             part_loss, stats[:, index], by_some = policy_rows(
-                rows_of(index, logits), tokens.map(itemgetter(index)),
-                entropy_scale, options, gradient if learns else None, with_entropy=with_entropy,
-            )  # fmt: skip
+                logit_rows, some, entropy_scale, options, gradient if learns else None, with_entropy=with_entropy
+            )
             loss += part_loss
+            if kept_logits is not None:
+                loss += subtract_expected_score(kept_logits, logit_rows, some, options, gradient if learns else None)
             if learns:
                 add_gradients(place, states, gradient[0], by_some)
 
@@ -172,7 +181,7 @@ def linear_policy_loss_op(
         for sequences, looked_at in runs:
             once = looked_at.stop - looked_at.start <= chunk_size
             made = list(strips(looked_at)) if once else strips(looked_at)
-            for index, _, _, logits, gradient in made:
+            for index, _, _, logits, gradient, _ in made:
                 values = row_logprobs(
                     rows_of(index, logits), counted[index], with_entropy=with_entropy,
                     gradient=gradient if once and learns else None, entropy_gradient=entropy_scale is not None,
@@ -185,7 +194,7 @@ def linear_policy_loss_op(
             loss += part_loss
             if by_entropies is not None:
                 by_entropy[run] = by_entropies
-            for index, place, states, logits, gradient in (made if once else strips(looked_at)) if learns else ():
+            for index, place, states, logits, gradient, _ in (made if once else strips(looked_at)) if learns else ():
                 if not once:
                     values = RowLogprobs(*known[:, index])
                 by_entropies = None if entropy_scale is None else by_entropy[index]

@@ -16,6 +16,7 @@ from ..ops.kept_tokens import KeptTokens
 from ..ops.row_softmax import Softmax, check_logits_dtype
 from ..ops.upload import upload
 from ..options import check_class
+from .centering import check_centering, check_joins
 from .checks import (
     CheckedBatch,
     LossOptions,
@@ -209,6 +210,7 @@ def linear_policy_loss(
     logit_scale: float = 1.0,
     compute_entropy: bool = False,
     kept_tokens: KeptTokens | None = None,
+    score_centering: bool = False,
     rows: Tensor | None = None,
     return_logprobs: bool = False,
     drop_inactive: bool | None = None,
@@ -230,6 +232,8 @@ def linear_policy_loss(
         kept_tokens: the ids that each of the B * T tokens was drawn from, if the sampler cut its distribution off
             (top-p, top-k, min-p): log-probs, entropies and gradients are normalised over these ids. `rows` on a GPU,
             and `drop_inactive` there, make the host wait then.
+        score_centering: subtract from each token's gradient its mean over the sampler's distribution, at level "token",
+            see `centering.subtract_expected_score`; kept_tokens must have log-probs, and old ones, if any, be those.
         rows: (M,) flattened indices from `contributing_rows`, on any device. Pass them sorted and on the host: then a
             sequence-level loss computes each sequence's logits once, if `chunk_size` rows hold it.
         return_logprobs: also return the log-probs (B, T), detached, in the compute dtype; nan where dropped.
@@ -261,15 +265,25 @@ def linear_policy_loss(
     with_entropy = compute_entropy or batch.entropy_scale is not None
     if rows is not None:
         check_rows(rows, batch, with_entropy, checked)
-    kept = dict.fromkeys(("kept_offsets", "kept_ids"))
+    kept = dict.fromkeys(("kept_offsets", "kept_ids", "kept_logprobs"))
+
+    def place(n: int) -> str:
+        return f"kept_tokens row {n // shape[1]}, token {n % shape[1]}"
+
     if kept_tokens is not None:
         check_class(KeptTokens, kept_tokens=kept_tokens)
         columns: dict[str, Any] = {"targets": targets.flatten(), "counted": batch.keep.flatten()} if checked else {}
-        kept_tokens = kept_tokens.checked(
-            lambda n: f"kept_tokens row {n // shape[1]}, token {n % shape[1]}", batch.keep.numel(),
-            vocabulary=len(lm_head), **columns,
-        )  # fmt: skip
-        kept = dict(zip(kept, kept_tokens, strict=True))
+        kept_tokens = kept_tokens.checked(place, batch.keep.numel(), vocabulary=len(lm_head), **columns)
+        kept = dict(zip(kept, kept_tokens if score_centering else (*kept_tokens[:2], None), strict=True))
+    if score_centering:
+        check_joins(batch.options.joins_tokens)
+        tokens = batch.tokens
+        columns = {
+            "targets": targets, "moved": batch.keep & tokens.moved(),
+            **{name: getattr(tokens, name) for name in ("old_logprobs", "sampling_logprobs")},
+        }  # fmt: skip
+        columns = {name: None if one is None or not checked else one.flatten().cpu() for name, one in columns.items()}
+        check_centering(kept_tokens, place, **columns)
     loss, stats, *_ = linear_policy_loss_op(
         hidden=hidden.reshape(-1, hidden.size(-1)),
         head=lm_head,

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, batch_and_options
-from ..ops.kept_tokens import KeptTokens
+from ..ops.kept_tokens import KeptTokens, padded_kept_tokens
 from ..ops.upload import upload
 from ..options import check_class
 from ..rows import Rows, check_columns, pad_rows
+from .centering import check_centering, check_joins
 from .checks import by_sequence, check_correction, check_level, check_ranges, check_weights
 from .policy import contributing_rows
 
@@ -64,6 +65,16 @@ class LossBatch:
         columns["targets"] = pad_rows(batch.rows.completions, width)
         kept = batch.kept_tokens
         kept = None if kept is None else checked_kept_tokens(kept, batch.rows, columns["mask"])
+        if options.get("score_centering"):
+            check_joins(level != "token" or by_sequence(options))
+            moved = torch.zeros(columns["mask"].numel(), dtype=torch.bool)
+            moved[contributes()] = True
+            sampled = {name: columns[name].flatten() for name in _LOGPROBS[::2] if name in columns}
+            check_centering(
+                None if kept is None else padded_kept_tokens(kept, width),
+                lambda n: f"kept_tokens row {batch.index[n // width]}, token {n % width}",
+                targets=columns["targets"].flatten(), moved=moved, **sampled,
+            )  # fmt: skip
         return LossBatch(columns, needed, trained, kept, options)
 
     def needed(self) -> list[int]:

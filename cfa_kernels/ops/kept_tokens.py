@@ -18,28 +18,45 @@ _COLUMNS = 128  # columns are a multiple of it, so that sizes of products repeat
 class KeptTokens(NamedTuple):
     """Token ids that each of N tokens was drawn from: those of token n are `ids[offsets[n] : offsets[n + 1]]`.
 
-    A token without ids was drawn from the whole vocabulary. Order and repetitions do not matter. Keep both on the host.
+    A token without ids was drawn from the whole vocabulary. Order and repetitions do not matter, but an id with a
+    log-prob may not repeat. Keep all on the host.
     """
 
     offsets: Tensor  # (N + 1,) integers, from 0 to K, never falling
     ids: Tensor  # (K,) integers
+    logprobs: Tensor | None = None  # (K,) of the sampler, nats, normalised over the ids of each token
 
     @classmethod
-    def of(cls, tokens: Sequence[Sequence[int] | Tensor]) -> "KeptTokens":
-        """Take the ids of N tokens one by one, as lists or 1-D tensors."""
+    def of(
+        cls, tokens: Sequence[Sequence[int] | Tensor], logprobs: Sequence[Sequence[float] | Tensor] | None = None
+    ) -> "KeptTokens":
+        """Take the ids of N tokens one by one, as lists or 1-D tensors, perhaps with their log-probs."""
         parts = [torch.as_tensor(ids, dtype=torch.int64) for ids in tokens]
         counts = torch.tensor([len(ids) for ids in parts], dtype=torch.int64)
-        return cls.of_counts(counts, torch.cat(parts) if parts else counts)
+        ids = torch.cat(parts) if parts else counts
+        if logprobs is None:
+            return cls.of_counts(counts, ids)
+        values = [torch.as_tensor(row, dtype=torch.float64) for row in logprobs]
+        for n, (one, row) in enumerate(zip(parts, values, strict=True)):
+            if one.shape != row.shape:
+                raise ValueError(f"logprobs[{n}] must be one for each of {len(one)} ids, got shape {tuple(row.shape)}")
+        return cls.of_counts(counts, ids, torch.cat(values) if values else counts.double())
 
     @classmethod
-    def of_counts(cls, counts: Tensor, ids: Tensor) -> "KeptTokens":
-        """Cut ids (K,) into those of N tokens by their numbers (N,)."""
-        return cls(torch.nn.functional.pad(counts.cumsum(0), (1, 0)), ids)
+    def of_counts(cls, counts: Tensor, ids: Tensor, logprobs: Tensor | None = None) -> "KeptTokens":
+        """Cut ids (K,), and their log-probs (K,), into those of N tokens by their numbers (N,)."""
+        return cls(torch.nn.functional.pad(counts.cumsum(0), (1, 0)), ids, logprobs)
 
     @classmethod
-    def joined(cls, parts: Sequence["KeptTokens"]) -> "KeptTokens":
-        """Put several together, one after the other."""
-        return cls.of_counts(torch.cat([one.counts for one in parts]), torch.cat([one.ids for one in parts]))
+    def joined(cls, parts: Sequence["KeptTokens"], counts: Tensor | None = None) -> "KeptTokens":
+        """Put several together, one after the other, with log-probs if all ids have some; cut by `counts` if given."""
+        some = [one for one in parts if len(one.ids)]
+        logprobs = [one.logprobs for one in some if one.logprobs is not None]
+        return cls.of_counts(
+            torch.cat([one.counts for one in parts]) if counts is None else counts,
+            torch.cat([one.ids for one in parts]),
+            torch.cat(logprobs) if some and len(logprobs) == len(some) else None,
+        )
 
     @property
     def counts(self) -> Tensor:
@@ -50,10 +67,13 @@ class KeptTokens(NamedTuple):
         """Take some tokens, in the order of `index`."""
         if isinstance(index, slice):
             offsets = self.offsets[index.start : index.stop + 1]
-            return KeptTokens(offsets - offsets[0], self.ids[offsets[0] : offsets[-1]])
+            inside = slice(offsets[0], offsets[-1])
+            logprobs = None if self.logprobs is None else self.logprobs[inside]
+            return KeptTokens(offsets - offsets[0], self.ids[inside], logprobs)
         counts, starts = self.counts[index], self.offsets[:-1][index]
         first = torch.repeat_interleave(starts - counts.cumsum(0) + counts, counts)
-        return self.of_counts(counts, self.ids[first + torch.arange(len(first))])
+        index = first + torch.arange(len(first))
+        return self.of_counts(counts, self.ids[index], None if self.logprobs is None else self.logprobs[index])
 
     def tokens(self) -> Tensor:
         """Number the token of each id, (K,)."""
@@ -73,16 +93,22 @@ class KeptTokens(NamedTuple):
 
         Ids must be in the vocabulary, and, for `counted` tokens (N,), hold those of `targets` (N,), where given.
         """
-        for field, part in self._asdict().items():
+        for field, part in (("offsets", self.offsets), ("ids", self.ids)):
             if part.is_floating_point() or part.is_complex() or part.dtype == torch.bool:
                 raise TypeError(f"{name}: {field} must be integers, got {part.dtype}")
-        kept = KeptTokens(*(part.cpu().long() for part in self))
-        offsets, ids = kept
+        kept = KeptTokens(self.offsets.cpu().long(), self.ids.cpu().long(), self.logprobs)
+        offsets, ids, logprobs = kept
         if offsets.shape != (count + 1,) or ids.ndim != 1:
             got = f"{tuple(offsets.shape)} and {tuple(ids.shape)}"
             raise ValueError(f"{name}: must hold offsets ({count + 1},) and ids (K,) for {count} tokens, got {got}")
         if offsets[0] != 0 or offsets[-1] != len(ids) or (kept.counts < 0).any():
             raise ValueError(f"{name}: offsets must rise from 0 to {len(ids)}, the number of ids, got {offsets}")
+        if logprobs is not None:
+            if not logprobs.is_floating_point() or logprobs.shape != ids.shape:
+                got = f"{logprobs.dtype} of shape {tuple(logprobs.shape)}"
+                raise ValueError(f"{name}: logprobs must be floating point, one for each of {len(ids)} ids, got {got}")
+            logprobs = logprobs.detach().cpu()
+            kept = kept._replace(logprobs=logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)))
         outside = (ids < 0) if vocabulary is None else (ids < 0) | (ids >= vocabulary)
         if outside.any():
             i = int(outside.nonzero()[0])
@@ -107,7 +133,17 @@ def padded_kept_tokens(rows: Sequence[KeptTokens], width: int) -> KeptTokens:
     counts = torch.zeros(len(rows), width, dtype=torch.int64)
     for line, one in zip(counts, rows, strict=True):
         line[: len(one.offsets) - 1] = one.counts
-    return KeptTokens.of_counts(counts.flatten(), torch.cat([one.ids for one in rows]))
+    return KeptTokens.joined(rows, counts.flatten())
+
+
+class KeptLogits(NamedTuple):
+    """The logits of M rows at the K ids that they keep, as the product made them, and the sampler's log-probs there."""
+
+    line: Tensor  # (K,) int64, rows
+    column: Tensor  # (K,) int64
+    values: Tensor  # (K,)
+    counts: Tensor  # (M,) int64, of each row
+    logprobs: Tensor  # (K,), nats
 
 
 class Support(NamedTuple):
@@ -134,18 +170,20 @@ class Support(NamedTuple):
         there, place_there = upload([columns, place], head.device)
         # A target outside the vocabulary, or that no row keeps, stays outside.
         own = torch.where((targets >= 0) & (targets < size), place_there[targets.clamp(0, size - 1)], -1)
-        kept = KeptTokens(kept.offsets, place[kept.ids])
+        kept = kept._replace(ids=place[kept.ids])
         return cls(head[there], None if bias is None else bias[there], own, kept, there)
 
-    def restrict(self, logits: Tensor, rows: slice) -> None:
-        """Write -inf over the logits (n, U) of `rows` that they do not keep."""
+    def restrict(self, logits: Tensor, rows: slice) -> KeptLogits | None:
+        """Write -inf over the logits (n, U) of `rows` that they do not keep; give the others if they have log-probs."""
         if self.kept is None or not len((part := self.kept.take(rows)).ids):
-            return
+            return None
         some = part.counts.nonzero().flatten()
-        line, column, open_lines = upload([part.tokens(), part.ids, some], logits.device)
+        sampled = [] if part.logprobs is None else [part.counts, part.logprobs]
+        line, column, open_lines, *sampled = upload([part.tokens(), part.ids, some, *sampled], logits.device)
         values = logits[line, column]
         logits.index_fill_(0, open_lines, float("-inf")) if len(some) < len(logits) else logits.fill_(float("-inf"))
         logits[line, column] = values
+        return KeptLogits(line, column, values, *sampled) if sampled else None
 
     def widened(self, total: Tensor, vocabulary: int) -> Tensor:
         """Put the gradient by the head or the bias, (U, ...), or an empty one, among zeros for the other columns."""

@@ -80,7 +80,7 @@ def linear_logprob(
         kept = kept_tokens.checked(
             "kept_tokens[{}]".format, len(hidden), vocabulary=len(lm_head),
             targets=targets if targets.device.type == "cpu" else None,
-        )  # fmt: skip
+        )[:2]  # fmt: skip
     rows = linear_logprob_op(hidden, lm_head, targets.long(), bias, *kept, *softmax, return_entropy, chosen)
     return (rows[0], rows[1]) if return_entropy else rows[0]
 

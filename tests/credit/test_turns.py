@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import math
+import statistics
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from cfa_kernels.credit.assign import counterfactual_credit
 from cfa_kernels.credit.config import CounterfactualConfig, UnreadOptions
 from cfa_kernels.credit.loss import credited_loss
-from cfa_kernels.credit.weights import Redistribute, WeightInputs
+from cfa_kernels.credit.weights import Redistribute, SignGate, WeightInputs
 from cfa_kernels.rows import Rows
 from cfa_kernels.span import Span
 from tests.support.models import HYBRIDS, OTHERS, float64_throughout, make_model, naive_row
@@ -196,6 +198,46 @@ def test_a_turn_that_helps_the_gold_answer_gets_less_of_a_negative_advantage():
         )  # fmt: skip
         helps, harms = (getattr(credit, read)[1][turn.start].item() for turn in credit.spans[1])
         assert (helps > harms) if read == "advantages" else (helps < harms)
+
+
+def test_the_gate_of_signs_adds_what_scaling_within_a_group_leaves_of_each_turn():
+    groups = {7: [[2.0, 1.0, -0.1], [0.3], []], 3: [[-1.5, 0.25]], 1: [[0.0, 0.0]]}
+    rows, expected = [], []
+    for group, members in groups.items():
+        for values in members:
+            units = [Span(2 * k, 2 * k + 2) for k in range(len(values))]
+            rows.append(WeightInputs(torch.tensor(values), units, None, 8, advantage=-2.0, group=group))
+        every = [value for values in members for value in values]
+        scale = statistics.median([abs(value) for value in every if value] or [1.0])
+        bounded = [math.tanh(value / scale) for value in every]
+        mean, deviation = statistics.mean(bounded), statistics.pstdev(bounded) + 1e-6
+        scaled = {value: (math.tanh(value / scale) - mean) / deviation for value in every}
+        for values in members:
+            gated = [scaled[value] if scaled[value] * value > 0 else 0.0 for value in values]
+            expected.append([0.8 * x for x in gated for _ in range(2)] + [0.0] * (8 - 2 * len(values)))
+    order = [3, 0, 4, 1, 2]
+    added = SignGate(strength=0.8)([rows[i] for i in order], inverted=False)
+    for row, i in zip(added, order, strict=True):
+        assert row.tolist() == pytest.approx(expected[i])
+    assert expected[1][0] == 0 != expected[0][0]  # below the group's mean, though it helps
+    turned = SignGate(strength=0.8)([row._replace(importances=-row.importances) for row in rows], inverted=True)
+    assert all(row.tolist() == pytest.approx(own) for row, own in zip(turned, expected, strict=True))
+
+
+def test_the_gate_of_signs_reads_a_turn_alike_whatever_the_advantage_and_needs_a_group():
+    rows, masks = problem()
+    config = CounterfactualConfig(units="turns", target="gold", weights="sign_gate")
+    options = {"config": config, "mask": masks, "targets": [None, "81", None]}
+    for advantage in (-1.0, 1.0):
+        credit = counterfactual_credit(
+            Scored((2.0, 0.0)), CHARACTERS, rows, advantages=torch.tensor([0.0, advantage, 0.0]), **options
+        )
+        helps, idle = (credit.advantages[1][turn.start].item() for turn in credit.spans[1])
+        assert (helps, idle) == pytest.approx((advantage + 0.5, advantage), abs=1e-5)  # std has 1e-6 more
+    with pytest.raises(ValueError, match="groups: no two completions are of one group"):
+        counterfactual_credit(
+            Scored((2.0, 0.0)), CHARACTERS, rows, advantages=torch.ones(3), groups=torch.arange(3), **options
+        )
 
 
 def test_a_rollout_of_more_turns_gets_no_more_in_sum():

@@ -161,6 +161,8 @@ def test_an_obstacle_says_what_to_do():
     assert said(service, estimator="entropy") == "take one of masking, prefix_gain, prefix_tree, sibling_edits"
     assert said(service - {SIBLINGS}, estimator="prefix_tree") == "sample more than one completion of each prompt"
     assert said(frozenset(NEEDS) - {"external"}, estimator="external").startswith("give a function")
+    (sentence,) = unmet_needs(CounterfactualConfig(weights="sign_gate"), service - {SIBLINGS})
+    assert sentence.startswith("weights='sign_gate': it needs several completions of one prompt, which this trainer")
 
 
 @pytest.mark.parametrize("options", CREDIT, ids=str)

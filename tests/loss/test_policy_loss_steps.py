@@ -368,7 +368,7 @@ def test_operators_pass_opcheck(backend, dtype, level, device, small_tiles):
         torch.library.opcheck(logits_policy_loss_op, (source, rows, *token, *options, backend), **mutating)
         torch.library.opcheck(scale_rows_op, (source, factor, rows, backend), **mutating)
     leaves = [tensors[name].clone().requires_grad_() for name in ("hidden", "head", "bias")]
-    kept = KeptTokens.of([range(V)] * B * T) if level == "token" else (None, None)
+    kept = KeptTokens.of([range(V)] * B * T) if level == "token" else (None, None, None)
     grid = [tensor.view(B, T) if isinstance(tensor, Tensor) and tensor.numel() == B * T else tensor for tensor in token]
     torch.library.opcheck(
         linear_policy_loss_op,

@@ -327,7 +327,7 @@ def test_a_second_derivative_is_refused(device):
         gradient.sum().backward()
 
 
-@pytest.mark.parametrize(("backend", "kept"), [("torch", (None, None)), ("triton", KeptTokens.of([range(40)] * 6))])
+@pytest.mark.parametrize(("backend", "kept"), [("torch", (None, None)), ("triton", KeptTokens.of([range(40)] * 6)[:2])])
 def test_the_operators_pass_opcheck(backend, kept, device):
     (hidden, lm_head, targets), keywords = example((6, 8, 40), device, bias=True)
     leaves = [leaf.requires_grad_() for leaf in (hidden, lm_head, keywords["bias"])]

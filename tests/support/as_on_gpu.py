@@ -37,7 +37,15 @@ _ASKING |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Ten
 # Functions that take tensors of both sides, and give what is where their first one is.
 _BY_FIRST = {Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__, torch._has_compatible_shallow_copy_type}
 # Of the library's operators.
-_HOST_ARGUMENTS = {"handle", "segments", "contexts", "kept_offsets", "kept_ids", "linear_policy_loss.rows"}
+_HOST_ARGUMENTS = {
+    "handle",
+    "segments",
+    "contexts",
+    "kept_offsets",
+    "kept_ids",
+    "kept_logprobs",
+    "linear_policy_loss.rows",
+}
 
 Tensor._as_on_gpu = False  # type: ignore[attr-defined]
 

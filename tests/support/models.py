@@ -145,6 +145,7 @@ def float64_throughout(model) -> Iterator[None]:
         for module in modules:
             if module.__name__.startswith("transformers.models."):
                 patch.setattr(module, "torch", _Exact())
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)  # of rotary angles, before transformers 5.23
         if hasattr(model, "set_experts_implementation"):  # grouped products have no float64,
             model.set_experts_implementation("eager")
         yield model.cpu().double()  # nor have kernels

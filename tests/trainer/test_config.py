@@ -277,6 +277,18 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
             ["--loss_type=vespo", "--importance_sampling_clip_max=3", "--importance_sampling_mode=sequence_mask"],
             "sampling_mode='sequence_mask' corrects a row, and loss_type='vespo' weighs it by",
         ),
+        (
+            ["--score_centering", "--top_p=1"],
+            "score_centering: needs the ids of a nucleus and their log-probs, and top_p=1.0 with rollout_engine=trans",
+        ),
+        (
+            ["--score_centering", "--top_p=0.9", "--rollout_engine=vllm"],
+            "top_p=0.9 with rollout_engine=vllm gives none",
+        ),
+        (
+            ["--score_centering", "--top_p=0.9", "--importance_sampling_level=sequence_token"],
+            "score_centering reads each token's ratio by itself: it needs importance_sampling_level='token', no",
+        ),
         (["--num_generations=3"], "a multiple of num_generations, got 128 and 3"),
         (["--credit_options", "w_min", "5"], "w_min must not exceed w_max, got 5 and 4.0"),
         (["--reward_funcs"], "reward_funcs must name at least one function"),

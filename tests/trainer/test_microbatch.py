@@ -154,6 +154,29 @@ def test_the_update_is_over_the_ids_of_the_nucleus_and_no_run_goes_on_without_th
     assert whole.kept_tokens is None
 
 
+def test_scores_are_centred_by_the_samplers_probabilities_in_every_iteration(fresh) -> None:
+    options = ["--temperature=1", "--top_p=0.99", "--loss_type=dppo", "--max_sampling_gap=1000"]
+    rollouts = sample(fresh(*options), [0], temperature=1.0, top_p=0.99)
+
+    def norm(rollouts, *flags) -> float:
+        return updated(fresh(*options, *flags), rollouts)[1]["grad_norm"]
+
+    assert (plain := norm(rollouts)) > 0
+    assert norm(rollouts, "--score_centering") == pytest.approx(plain, rel=1e-4)  # on policy nothing is subtracted
+    sharper = [torch.zeros(len(row)) for row in rollouts.logprobs]  # another sampler, of half the temperature
+    kept = [one._replace(logprobs=2 * one.logprobs) for one in rollouts.kept_tokens]
+    for one, own, ids in zip(kept, sharper, rollouts.rows.completions, strict=True):
+        token = one.tokens()
+        one.logprobs.sub_(torch.zeros(len(own)).index_add_(0, token, one.logprobs.exp()).log()[token])
+        own[token[one.ids == ids[token]]] = one.logprobs[one.ids == ids[token]]
+    other = replace(rollouts, logprobs=sharper, kept_tokens=kept)
+    assert norm(other, "--score_centering") != pytest.approx(plain, rel=1e-3)
+    assert norm(other, "--score_centering", "--num_iterations=2", "--learning_rate=1e-3") > 0
+    wrong = [one._replace(logprobs=one.logprobs - 1) for one in kept]
+    with pytest.raises(ValueError, match=r"row \d+, token \d+: score_centering needs probabilities that sum to 1"):
+        norm(replace(other, kept_tokens=wrong), "--score_centering")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probs_that_are_not_those_sampled_with_stop_the_run_before_a_step(fresh, dtype, monkeypatch) -> None:
     # Logits at half their size: about what a scale that the model's configuration names otherwise does.

@@ -54,7 +54,7 @@ class _State(NamedTuple):
     tokens: Tensor  # (R, L) int64
     logprobs: Tensor  # (R, L) fp32, nan where logits were not finite
     uniforms: Tensor  # (R, L) float64
-    kept: Tensor  # (R, _LOOK, CANDIDATES) int32, `TokenDraw.kept` of the last places, by remainder of _LOOK
+    kept: Tensor  # (R, _LOOK, 2, CANDIDATES) int32, `TokenDraw.kept` of the last places, by remainder of _LOOK
     place: Tensor  # (1,) int64, of the last token
     missed: Tensor  # (1,) bool, whether a nucleus was larger than the candidates
 
@@ -100,7 +100,7 @@ class Decoder:
         self._layers: list[_Layer] = []
         self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._pool, self._addresses = None, list[int]()
-        self._wide: Tensor | None = None  # (R, 1, C) `TokenDraw.kept` of the last step, if too many for the state
+        self._wide: Tensor | None = None  # (R, 1, 2, C) `TokenDraw.kept` of the last step, if too many for the state
 
     def __call__(
         self, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling,
@@ -170,7 +170,7 @@ class Decoder:
         if self._state is None or grows:
             self._state, self._layers = None, []  # freed before the next are made
             most, self._places = max(rows, old), -(-max(places, self._places) // _LENGTHS) * _LENGTHS
-            sizes = [(most, 1)] * 3 + [(most, self._places)] * 3 + [(most, _LOOK, CANDIDATES)] + [(1,)] * 2
+            sizes = [(most, 1)] * 3 + [(most, self._places)] * 3 + [(most, _LOOK, 2, CANDIDATES)] + [(1,)] * 2
             new = functools.partial(torch.zeros, device=fed[0][0].device)
             self._state = _State(*(new(size, dtype=dtype) for size, dtype in zip(sizes, _DTYPES, strict=True)))
             for pair in fed:
@@ -221,7 +221,7 @@ class Decoder:
     def _look(
         self, state: _State, order: Tensor, places: slice, sampling: Sampling
     ) -> tuple[list[int], tuple[np.ndarray, np.ndarray] | None]:
-        """Bring `ended` and `missed` to the host, and, of a nucleus, rows (R,) and ids (R, t, C); one wait for all."""
+        """Bring `ended` and `missed` to the host, and, of a nucleus, rows (R,) and `kept` (R, t, 2, C); by one wait."""
         rows, flags = len(state.token), [state.ended.view(-1), state.missed]
         if not sampling.cuts:
             return torch.cat(flags).tolist(), None
@@ -229,7 +229,8 @@ class Decoder:
         if kept is None:
             kept = state.kept[:, torch.arange(places.start, places.stop, device=order.device) % _LOOK]
         elif kept.is_cuda:  # most of it is empty
-            kept = kept.sort(-1, descending=True).values[..., : int((kept >= 0).sum(-1).max())]
+            order_of = kept[:, :, :1].argsort(-1, descending=True)[..., : int((kept[:, :, 0] >= 0).sum(-1).max())]
+            kept = kept.gather(-1, order_of.expand(-1, -1, 2, -1))
         host = torch.cat([*flags, order[:rows], kept.flatten()]).cpu().numpy()
         own, ids = np.split(host[rows + 1 :], [rows])
         return host[: rows + 1].tolist(), (own, ids.reshape(kept.shape))
@@ -267,8 +268,8 @@ class Decoder:
         scores = self._model(input_ids=state.token, attention_mask=seen, **options).logits[:, -1].float()
         uniforms = None if sampling.greedy else state.uniforms.index_select(1, state.place)
         token, logprobs, narrow, kept = draw(scores, uniforms, sampling.temperature, sampling.top_p, candidates)
-        if kept is not None and (more := CANDIDATES - kept.shape[1]) >= 0:
-            kept = nn.functional.pad(kept, (0, more), value=-1).int()
+        if kept is not None and (more := CANDIDATES - kept.shape[2]) >= 0:
+            kept = nn.functional.pad(kept, (0, more), value=-1)
             state.kept.index_copy_(1, state.place % _LOOK, kept[:, None])
         elif kept is not None:  # in steps that are looked at one by one
             self._wide = kept[:, None]

@@ -27,7 +27,9 @@ class TokenDraw(NamedTuple):
     tokens: Tensor  # (B, 1) int64; any for a row with a nan
     logprobs: Tensor  # (B, 1) fp32, nats, over the nucleus; 0 if greedy, nan where the scores are not finite
     narrow: Tensor  # (B, 1) bool: the nucleus is among the `CANDIDATES` likeliest tokens
-    kept: Tensor | None = None  # (B, C) int64, the ids of the nucleus among others of -1; None without one
+    kept: Tensor | None = (
+        None  # (B, 2, C) int32: the nucleus among others of -1, and bits of its fp32 log-probs; or none
+    )
 
 
 def draw(
@@ -58,7 +60,11 @@ def draw(
     else:
         below = scaled - scaled.amax(-1, keepdim=True)
         inside = below.gather(1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf)
-        logprobs = below.gather(1, tokens) - inside.logsumexp(-1, keepdim=True)
+        total = inside.logsumexp(-1, keepdim=True)
+        logprobs, kept = (
+            below.gather(1, tokens) - total,
+            torch.stack([kept.int(), (inside - total).view(torch.int32)], 1),
+        )
     return TokenDraw(tokens, logprobs.masked_fill(unknown, torch.nan), narrow, kept)
 
 
@@ -87,15 +93,18 @@ def _nucleus(
 
 
 class KeptRecord:
-    """Ids that draws kept, collected on the host while completions are made."""
+    """Ids that draws kept, and their log-probs, collected on the host while completions are made."""
 
     def __init__(self) -> None:
         self._ids, self._counts, self._places = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        self._logprobs = list[np.ndarray]()
 
     def add(self, rows: np.ndarray, kept: np.ndarray, first: int) -> None:
-        """Add `TokenDraw.kept` (R, t, C) of t tokens, from number `first` on, of the completions `rows` (R,)."""
-        inside = kept >= 0
-        self._ids.append(kept[inside].astype(np.int32))
+        """Add `TokenDraw.kept` (R, t, 2, C) of t tokens, from number `first` on, of the completions `rows` (R,)."""
+        inside = kept[:, :, 0] >= 0
+        ids, bits = (kept[:, :, i][inside].astype(np.int32) for i in range(2))
+        self._ids.append(ids)
+        self._logprobs.append(bits.view(np.float32))
         self._counts.append(inside.sum(-1).ravel())
         tokens = first + np.arange(kept.shape[1])
         self._places.append(np.stack(np.broadcast_arrays(rows[:, None], tokens)).reshape(2, -1))
@@ -108,8 +117,8 @@ class KeptRecord:
         own = (row < count).nonzero()[0]
         index = np.zeros((count, length), np.int64)  # number 0 has no ids
         index[row[own], token[own]] = own + 1
-        counts, ids = np.concatenate([np.zeros(1, np.int64), *self._counts]), np.concatenate(self._ids)
-        every = KeptTokens.of_counts(torch.from_numpy(counts), torch.from_numpy(ids))
+        columns = ([np.zeros(1, np.int64), *self._counts], self._ids, self._logprobs)
+        every = KeptTokens.of_counts(*(torch.from_numpy(np.concatenate(parts)) for parts in columns))
         return [every.take(line) for line in torch.from_numpy(index)]
 
 

@@ -97,12 +97,23 @@ def sharding_group(root: Any) -> Any:
 
 def give_back(root: Any) -> None:
     """Drop the weights that a call without backward leaves whole: the next call would not gather them again."""
-    if is_fsdp2(root):
-        for module in root.modules():
-            if is_fsdp2(module):
-                module.reshard()
-        if hasattr(root, "reset_iter_state"):  # since torch 2.13
-            root.reset_iter_state()
+    if not is_fsdp2(root):
+        return
+    since_torch_2_13 = hasattr(root, "reset_iter_state")
+    for module in filter(is_fsdp2, root.modules()):
+        if not since_torch_2_13:  # a unit of several modules, not all of which have run, would stay as it is
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            state._modules_to_run_forward.clear()
+            for part in (state, *_groups_of(state)):
+                part._training_state = type(part._training_state).IDLE
+        module.reshard()  # type: ignore[operator]
+    if since_torch_2_13:
+        root.reset_iter_state()  # type: ignore[operator]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def prepare_zero3(root: Any, causal: PreTrainedModel) -> None:
@@ -122,8 +133,7 @@ def head_whole(root: Any, causal: PreTrainedModel) -> Iterator[None]:
     if unit is None:
         yield
         return
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    groups = _groups_of(unit._get_fsdp_state())
     with attributes_set((group, "post_forward_mesh_info", group.post_forward_mesh_info) for group in groups):
         unit.unshard()
         unit.set_reshard_after_forward(False, recurse=False)

@@ -61,6 +61,9 @@ def test_log_probs_are_those_of_the_policy_with_the_observations_in_its_context(
     values = packed_logprobs(played.policy, rollouts.rows, kept_tokens=rollouts.kept_tokens)
     for mask, own, expected in zip(rollouts.mask, rollouts.logprobs, values, strict=True):
         torch.testing.assert_close(own[mask == 1], expected[mask == 1].detach(), rtol=1e-3, atol=1e-3)
+    for mask, kept in zip(rollouts.mask, rollouts.kept_tokens, strict=True):
+        mass = torch.zeros(len(mask)).index_add_(0, kept.tokens(), kept.logprobs.exp())
+        torch.testing.assert_close(mass, mask.float())
 
 
 def test_rollouts_without_a_call_are_the_engines_own(played):

@@ -65,7 +65,11 @@ def test_the_same_draws_give_the_tokens_that_a_sort_in_float64_gives(kind, size)
             differ += int((picked != by_sorting(scores, uniforms, temperature, top_p)).sum())
             total += len(scores)
             inside = torch.zeros(len(scores), size + 1, dtype=torch.bool)
-            inside = inside.scatter_(1, kept % (size + 1), True)[:, :size] if top_p < 1 else ~inside[:, :size]
+            if top_p < 1:
+                ids, sampled = kept[:, 0].long(), kept[:, 1].view(torch.float32)
+                inside = inside.scatter_(1, ids % (size + 1), True)[:, :size]
+            else:
+                inside = ~inside[:, :size]
             logp = torch.log_softmax(scores / temperature, -1)
             mass = torch.where(inside, logp.double().exp(), 0).sum(1, keepdim=True)
             assert (mass >= top_p - 1e-6).all()  # and it is the smallest: without its least likely id it is too little
@@ -78,7 +82,10 @@ def test_the_same_draws_give_the_tokens_that_a_sort_in_float64_gives(kind, size)
             assert torch.equal(everywhere.tokens, picked)
             assert torch.equal(everywhere.narrow, few.narrow)
             if top_p < 1:
-                assert all({*a.tolist(), -1} == {*b.tolist(), -1} for a, b in zip(everywhere.kept, kept, strict=True))
+                rows_of_both = zip(everywhere.kept[:, 0], kept[:, 0], strict=True)
+                assert all({*a.tolist(), -1} == {*b.tolist(), -1} for a, b in rows_of_both)
+                own = (logp.double() - mass.log()).gather(1, ids.clamp(min=0))[ids >= 0]
+                torch.testing.assert_close(sampled[ids >= 0].double(), own, rtol=1e-5, atol=1e-5)
             assert torch.equal(few.tokens[few.narrow], picked[few.narrow])
     assert differ <= total / 900  # a nucleus whose edge is nearer to top_p than float32 tells apart
 
