@@ -1,29 +1,37 @@
 """Shared set-up: Triton's interpreter where there is no GPU, repeatable properties, paths to real data."""
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import settings
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from tests.support import as_on_gpu, interpreter
-
-if not torch.cuda.is_available():
-    as_on_gpu.install()
-    interpreter.install()
-
-# The same examples in every run, and no stop-watch: a busy machine must not fail a test.
-settings.register_profile("suite", deadline=None, derandomize=True)
-settings.load_profile("suite")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_GSM8K = Path(os.environ.get("GSM8K", REPOSITORY.parent / "shared" / "gsm8k"))
+
+# With `-n` the first process only hands tests out to workers: it imports nothing that takes seconds.
+if "PYTEST_XDIST_WORKER" in os.environ or not re.search(" -n ?[^0]", " ".join(sys.argv)):
+    from hypothesis import settings
+
+    # The same examples in every run, and no stop-watch: a busy machine must not fail a test.
+    settings.register_profile("suite", deadline=None, derandomize=True)
+    settings.load_profile("suite")
+
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+    from tests.support import as_on_gpu, interpreter
+
+    if not torch.cuda.is_available():
+        as_on_gpu.install()
+        interpreter.install()
 
 
 def pytest_collection_finish() -> None:
@@ -36,7 +44,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_protocol(item: pytest.Item):
     """Without a GPU, refuse what one would refuse."""
     real = torch.cuda.is_available() or item.get_closest_marker("traced")
-    with contextlib.nullcontext() if real else as_on_gpu.AsOnGpu():
+    with contextlib.nullcontext() if real else as_on_gpu.mode_of(item):
         return (yield)
 
 
@@ -47,7 +55,7 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="module")
-def qwen3() -> torch.nn.Module:
+def qwen3(device: torch.device) -> torch.nn.Module:
     """A small model with attention only."""
     from tests.support.models import make_model
 

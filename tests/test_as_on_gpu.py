@@ -11,7 +11,7 @@ from cfa_kernels.ops.linear_logprob import linear_logprob
 from cfa_kernels.ops.row_logprobs import row_logprobs
 from cfa_kernels.ops.row_softmax import LogitRows
 from cfa_kernels.tree.attention import tree_attention
-from tests.support.as_on_gpu import on_gpu
+from tests.support.as_on_gpu import on_gpu, on_host_only
 from tests.support.attention_problem import build, qkv
 from tests.support.models import make_model
 
@@ -63,6 +63,8 @@ def test_kernels_take_no_tensors_of_the_host(device):
     row_logprobs(rows, torch.ones(2, dtype=torch.bool, device=device), with_entropy=False)
     with pytest.raises(RuntimeError, match="a kernel would refuse a tensor of the host"):
         row_logprobs(rows, torch.ones(2, dtype=torch.bool), with_entropy=False)
+    with on_host_only(), pytest.raises(RuntimeError, match="a kernel would refuse a tensor of the host"):
+        row_logprobs(rows, torch.ones(2, dtype=torch.bool, device=device), with_entropy=False)
 
 
 def test_the_default_backend_takes_what_its_kernels_take(device):

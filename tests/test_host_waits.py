@@ -23,7 +23,7 @@ from cfa_kernels.tree import packs
 from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns, score_forward
 from tests.support.waits import DEVICE, Waits, a_device, put_on_device
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.traced]  # one stand-in for a GPU is enough
 
 
 def checked(name, **options):

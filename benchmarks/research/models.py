@@ -68,7 +68,7 @@ def read_problems(
             )
     solved, posed_files = list[Row](), list[list[Problem]]()
     for i, file in enumerate(files):
-        rows = load_rows(file or GENERATED, split="test" if i else "train", count=None if file else count or 2048)
+        rows = load_rows(file or GENERATED, split="test" if i else "train", count=None if file else 2048)
         sizes = [len(_COMPUTATION.findall(row["answer"])) for row in rows]
         kept = [
             row for row, n in zip(rows, sizes, strict=True) if not file or not computations or 0 < n <= computations

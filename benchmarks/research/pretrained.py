@@ -83,8 +83,7 @@ def run(pieces: Pieces, folder: Path, settings: PretrainedSettings) -> dict[str,
     )
     problems, held_out = read_problems(
         subject.tokenizer, settings.problems, settings.held_out, examples=settings.examples,
-        computations=settings.computations,
-        count=max(settings.asked, settings.evaluated) if settings.problems else None,
+        computations=settings.computations, count=max(settings.asked, settings.evaluated),
     )  # fmt: skip
     problems, held_out = problems[: settings.asked], held_out[: settings.evaluated]
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.harness.results import Pieces
 from benchmarks.research import ablation
 from benchmarks.research.ablation import ARMS, PLACEBO, PLAIN, AblationSettings, compare, markdown, paired, run
 from tests.support.embedded import SMALL
+from tests.support.runs import printed
 
 pytestmark = pytest.mark.slow
 
@@ -74,10 +76,26 @@ def test_a_table_says_what_credit_gains_beyond_its_placebo():
     assert "less *" not in markdown(document | {"curves": CURVES})
 
 
+def forked(line, **_):
+    """A run of a program by `python -c` in a process that has imported what it needs."""
+    assert line[:2] == [sys.executable, "-c"]
+    code, out = printed(executed, line[2:])
+    return SimpleNamespace(returncode=code, stderr=out)
+
+
+def executed(line):
+    sys.argv = ["-c", *line[1:]]
+    try:
+        exec(line[0], {})
+    except SystemExit as ended:
+        return ended.code or 0
+
+
 def test_finished_runs_are_not_run_again(tmp_path, monkeypatch, capsys):
     size = AblationSettings(seeds=1, steps=2, eval_steps=1, eval_problems=4, eval_samples=2)
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--max_steps", "--device"))]
     pieces = Pieces(tmp_path / "pieces", {}, ENVIRONMENT)
+    monkeypatch.setattr(ablation.subprocess, "run", forked)
     first = run(pieces, tmp_path, size, arms=["entropy"], extra=small)
     assert capsys.readouterr().out.startswith("entropy-seed0: ")
     assert first["curves"]["entropy"][0]["step"] == [0, 1, 2]

@@ -1,6 +1,5 @@
 """Alignment: gradients by a plain forward, placebos, figures by brute force, runs that resume."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -23,6 +22,15 @@ pytestmark = pytest.mark.slow
 SETTINGS = AlignmentSettings(truth_groups=8, blocks=3, group=4, max_tokens=70, continuations=2)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_problems():
+    """Of the generated ones, which every policy would write out by its template."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = models.read_problems
+        patch.setattr(alignment, "read_problems", lambda *columns, **options: read(*columns, **{"count": 64} | options))
+        yield
+
+
 @pytest.fixture(scope="module")
 def policy():
     return Policy(SETTINGS)
@@ -43,7 +51,8 @@ def of_plain_forwards(policy, group, advantages):
     total = torch.zeros(())
     for prompt, completion, row in zip(group.rows.prompts, group.rows.completions, advantages, strict=True):
         logits = policy.model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-        total = total + (logits.log_softmax(-1).gather(1, completion[:, None])[:, 0] * row).sum()
+        logprobs = (logits / policy.temperature).log_softmax(-1).gather(1, completion[:, None])[:, 0]
+        total = total + (logprobs * row).sum()
     return torch.cat([g.flatten() for g in torch.autograd.grad(total, policy.parameters)])
 
 
@@ -59,18 +68,11 @@ def test_a_gradient_is_that_of_plain_forwards(policy, group, judged, name):
 
 def test_a_gradient_of_few_weights_is_that_of_plain_forwards():
     """The head, whose weights are not among them, goes backward once."""
-    settings = dataclasses.replace(SETTINGS, parameters=r"layers\.1\.", temperature=0.7)
-    policy = Policy(settings)
+    policy = Policy(replace(SETTINGS, parameters=r"layers\.1\.", temperature=0.7))
     group = next(one for one in policy.groups(0, 9, count=16) if one.problems)
     judged = Judged(policy, group)
     for name in (PLAIN, "CF where right", "right times 4"):
-        total = torch.zeros(())
-        columns = group.rows.prompts, group.rows.completions, judged.token_advantages(ARMS[name])
-        for prompt, completion, row in zip(*columns, strict=True):
-            logits = policy.model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-            logprobs = (logits / settings.temperature).log_softmax(-1).gather(1, completion[:, None])[:, 0]
-            total = total + (logprobs * row).sum()
-        expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, policy.parameters)])
+        expected = of_plain_forwards(policy, group, judged.token_advantages(ARMS[name]))
         assert (judged.gradient(ARMS[name])[0] - expected).norm() < 1e-4 * expected.norm(), name
 
 
@@ -234,11 +236,11 @@ def test_errors_hold_how_well_the_truth_is_known():
     found, errors = [], []
     for _ in range(50):
         parts = truth + random.normal(size=(PARTS, 40)) / 5
-        blocks = [
-            {str(size): {name: [[*parts @ step, step @ step] for step in own[start : start + SIZES[-1]]]
-                         for name, own in steps.items()} for size in SIZES}
-            for start in (0, SIZES[-1])
-        ]  # fmt: skip
+        blocks = []
+        for start in (0, SIZES[-1]):
+            lines = {name: [[*parts @ step, step @ step] for step in own[start : start + SIZES[-1]]]
+                     for name, own in steps.items()}  # fmt: skip
+            blocks.append({str(size): lines for size in SIZES})
         figure = alignment.summary(blocks, parts @ parts.T)["CF"][str(MAIN)]
         found.append(figure["ratio"])
         errors.append(figure["ratio_error"])
@@ -261,7 +263,7 @@ def test_the_command_writes_its_tables_and_resumes(policy, tmp_path, monkeypatch
     monkeypatch.setattr(alignment, "MAIN", 2)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--blocks", "2", "--arms", "CF where right", "right times 4", "ceiling"]
-    arguments += ["--continuations", "1", "--group", "4", "--moments", "2"]
+    arguments += ["--continuations", "1", "--group", "4", "--moments", "1"]
     truth = torch.randn(PARTS + 1, sum(p.numel() for p in policy.parameters))
     monkeypatch.setattr(alignment, "true_gradient", lambda policy, settings, part: truth[-1] + truth[part] / 4)
     assert main([*arguments, "--blocks", "3"]) == 0

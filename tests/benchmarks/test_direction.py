@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.harness.results import Pieces
-from benchmarks.research import direction, turns
+from benchmarks.research import alignment, direction, turns
 from benchmarks.research.alignment import AlignmentSettings
 from benchmarks.research.arms import PLAIN, Judged
 from benchmarks.research.direction import ANSWER, ARMS, DirectionSettings, Opener
@@ -85,6 +85,7 @@ def test_replays_move_decisive_turns_only_and_add_up_to_what_a_rollout_gained(po
 def test_a_run_compares_every_arm_at_every_density(tmp_path, monkeypatch):
     monkeypatch.setattr(turns, "players", lambda *arguments: (Lucky(ASSETS), turns.Player(ASSETS)))
     monkeypatch.setattr(turns, "DENSITIES", {"1/2": COUNT})
+    monkeypatch.setattr(alignment, "SIZES", (1, 2))
     settings = DirectionSettings(truth_groups=8, blocks=2, replays=1)
     head = {"command": "c", "environment": {"commit": "d", "dirty": False}}
     pieces = Pieces(tmp_path / "pieces", dataclasses.asdict(settings), head)

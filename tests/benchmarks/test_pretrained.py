@@ -195,11 +195,11 @@ def test_a_number_with_decimals_is_no_step_header(text, found):
 
 def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch, capsys):
     arguments = ["pretrained", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
-    arguments += ["--asked", "8", "--evaluated", "2", "--max-tokens", "70", "--group", "6", "--at-once", "4"]
+    arguments += ["--asked", "5", "--evaluated", "2", "--max-tokens", "70", "--group", "6", "--at-once", "4"]
     arguments += ["--continuations", "2", "--credited", "12", "--costly", "2", "--judged"]
     assert main([*arguments, "3"]) == 0
     first = json.loads((tmp_path / "evidence-pretrained.json").read_text())
-    assert first["policy"]["completions"] == 48
+    assert first["policy"]["completions"] == 30
     assert first["truth"]["right"]["completions"] == first["truth"]["wrong"]["completions"] > 1
     assert first["sampled on"]["name"] == first["scored on"]["name"] == first["environment"]["device"]["name"]
     assert first["drops"]["completions"] <= 12

@@ -11,13 +11,8 @@ from tests.support.small_tokenizers import encode, get_tokenizer
 
 CHARACTERS = get_tokenizer("characters")
 TURNS = [
-    ("1 + 1 = 2. ", 1),
-    ("3 * 6 = 18\n#### 18\n", 0),
-    ("16 - 3 = 13. ", 1),
-    ("#### 5", 1),
-    (" eggs", 0),
-    (" a day", 1),
-]
+    ("1 + 1 = 2. ", 1), ("3 * 6 = 18\n#### 18\n", 0), ("16 - 3 = 13. ", 1), ("#### 5", 1), (" eggs", 0), (" a day", 1),
+]  # fmt: skip
 
 
 def with_a_tool() -> tuple[Rows, list[torch.Tensor]]:

@@ -116,8 +116,9 @@ def assert_close(ours, theirs, tolerance=1e-4):
     )
 
 
-@pytest.mark.parametrize("outcome", OUTCOMES)
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma2"])
+@pytest.mark.parametrize(
+    ("name", "outcome"), [*(("Qwen3", outcome) for outcome in OUTCOMES), ("Llama", "last"), ("Gemma2", "mean")]
+)
 def test_importances_are_those_of_plain_forwards_under_the_same_noise(name, outcome):
     model, options = double_model(name), {"outcome": outcome, "sigma": 0.03, "samples": 3}
     found = saliency(model, seed=(7,), **options)
@@ -162,8 +163,7 @@ def test_without_noise_a_divergence_has_no_gradient_and_the_mean_log_prob_stands
             assert_close(ours, reference(model, b, judged, [torch.zeros(1, 1)]))
 
 
-@pytest.mark.parametrize("budget", [None, 1, 60])
-@pytest.mark.parametrize("outcome", OUTCOMES)
+@pytest.mark.parametrize(("outcome", "budget"), zip(OUTCOMES[:2] * 3, [None, 1, 60] * 2, strict=True))
 def test_a_row_depends_neither_on_its_neighbours_and_their_order_nor_on_the_budget(outcome, budget):
     model, options = double_model("Qwen3"), {"outcome": outcome, "samples": 2, "sigma": 0.01}
     apart = [saliency(model, [b], seed=(7,), **options)[0] for b in range(len(PROMPTS))]

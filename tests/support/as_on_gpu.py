@@ -2,15 +2,19 @@
 
 `DEVICE` is the GPU, or host memory by another name: `AsOnGpu` follows what is made on `DEVICE` or moved there through
 every function of torch. It refuses tensors of both sides in one call, `backend="triton"` for tensors of the host, and
-by default heads and dtypes that the kernels do not take. The default backend still runs the PyTorch forms.
+by default heads and dtypes that the kernels do not take. The default backend still runs the PyTorch forms. To follow
+every function takes a third of a test's time, so tests that cannot put anything there run without (`mode_of`).
 """
 
+import contextlib
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -26,7 +30,8 @@ DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cp
 
 _LEAVES = {int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, slice}
 # Functions of one tensor that give none: the most frequent calls, in which nothing can be mixed.
-_ASKING = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "requires_grad", "grad_fn", "is_leaf")}
+_FIELDS = "shape", "dtype", "ndim", "requires_grad", "grad_fn", "is_leaf", "layout"
+_ASKING = {getattr(Tensor, name).__get__ for name in _FIELDS} | {torch._C._set_grad_enabled}
 _ASKING |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.data_ptr, Tensor.__len__}
 
 # Functions that take tensors of both sides, and give what is where their first one is.
@@ -49,10 +54,35 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor._as_on_gpu  # type: ignore[attr-defined]
 
 
+def mode_of(item: pytest.Item) -> contextlib.AbstractContextManager[Any]:
+    """The mode, for a test that can name `DEVICE`; any other has tensors of the host only, and may launch no kernel."""
+    there = "device" in item.fixturenames or _knows_device(item.module.__name__)  # type: ignore[attr-defined]
+    return AsOnGpu() if there else on_host_only()
+
+
+@functools.cache
+def _knows_device(name: str) -> bool:
+    """Whether a module of tests has `DEVICE`, or a function or class from another that has."""
+    values = vars(sys.modules[name]).values()
+    others = {getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in values} - {name}
+    return any(value is DEVICE for value in values) or any(
+        _knows_device(other) for other in others if isinstance(other, str) and other.startswith("tests.support.")
+    )
+
+
+@contextlib.contextmanager
+def on_host_only() -> Iterator[None]:
+    AsOnGpu.refuses_launches = True
+    try:
+        yield
+    finally:
+        AsOnGpu.refuses_launches = False
+
+
 class AsOnGpu(TorchFunctionMode):
     """While it is active, `DEVICE` is another device than the host."""
 
-    active = False
+    active, refuses_launches = False, False
 
     def __enter__(self) -> "AsOnGpu":
         AsOnGpu.active = True
@@ -72,12 +102,27 @@ class AsOnGpu(TorchFunctionMode):
         device = kwargs.get("device")
         if device is not None:
             return _mark(out, torch.device(device) == DEVICE)
-        sides = {tensor._as_on_gpu for tensor in _tensors((*args, *kwargs.values()) if kwargs else args)}
-        if True not in sides:
+        there, here = _sides((*args, *kwargs.values()) if kwargs else args)
+        if not there:
             return out
-        if False in sides:
+        if here:
             _refuse_mixtures(func, args, kwargs)
         return _mark(out, True)
+
+
+def _sides(values: Any) -> tuple[bool, bool]:
+    """Whether a tensor among values is on the GPU, and whether one is on the host."""
+    there, here = False, False
+    for value in values:
+        if isinstance(value, Tensor):
+            if value._as_on_gpu:  # type: ignore[attr-defined]
+                there = True
+            else:
+                here = True
+        elif type(value) not in _LEAVES and isinstance(value, (list, tuple)):
+            sides = _sides(value)
+            there, here = there or sides[0], here or sides[1]
+    return there, here
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -91,7 +136,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _mark(out: Any, there: bool) -> Any:
-    for tensor in _tensors((out,)):
+    for tensor in (out,) if isinstance(out, Tensor) else _tensors((out,)):
         tensor._as_on_gpu = there  # type: ignore[attr-defined]
     return out
 
@@ -111,7 +156,7 @@ def _to(func: Any, args: Any, kwargs: Any) -> Tensor:
     there = on_gpu(args[0])
     if len(args) > 1 and isinstance(args[1], Tensor):
         there = on_gpu(args[1])
-    else:
+    elif len(args) != 2 or not isinstance(args[1], torch.dtype):
         device = torch._C._nn._parse_to(*args[1:], **{k: v for k, v in kwargs.items() if k != "copy"})[0]
         there = there if device is None else device == DEVICE
     return _moved(args[0], func(*args, **kwargs), there)
@@ -187,7 +232,9 @@ def _launched(launch: Callable[..., None]) -> Callable[..., None]:
 
     def launched(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
         # Within an operator no mode is active, and nothing is told apart; its own tensors were looked at before.
-        if AsOnGpu.active and torch._C._len_torch_function_stack() and not all(map(on_gpu, _tensors(args))):
+        if AsOnGpu.refuses_launches or (
+            AsOnGpu.active and torch._C._len_torch_function_stack() and not all(map(on_gpu, _tensors(args)))
+        ):
             raise RuntimeError(f"{self.fn}: on a GPU a kernel would refuse a tensor of the host")
         launch(self, *args, **kwargs)
 

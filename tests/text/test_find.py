@@ -78,7 +78,7 @@ def test_spans_are_the_arithmetic_and_the_other_sentences_before_the_marker(
 
 @pytest.mark.parametrize(
     ("detector", "name"),
-    [(detector, name) for detector in DETECTORS for name in (TOKENIZERS if detector == "math" else TOKENIZERS[::3])],
+    [*(("math", name) for name in TOKENIZERS), *zip(list(DETECTORS)[1:], FAST, strict=False)],
 )
 @property_test
 @given(data=st.data())
@@ -305,10 +305,10 @@ def real_completions(folder: Path) -> list[str]:
     return [re.sub(r"\nA: ?([^\n]*)\Z", r"\n#### \1", text.rstrip()) for text in texts]
 
 
-@pytest.mark.parametrize("name", FAST)
-def test_real_solutions_have_answers_and_disjoint_spans(name: str, gsm8k: Path) -> None:
+@pytest.mark.parametrize(("part", "name"), enumerate(FAST))
+def test_real_solutions_have_answers_and_disjoint_spans(part: int, name: str, gsm8k: Path) -> None:
     tokenizer = get_tokenizer(name)
-    texts = real_completions(gsm8k)
+    texts = real_completions(gsm8k)[660 * part : 660 * (part + 1)]
     rows = {row: encode(tokenizer, text) for row, text in enumerate(texts)}
     counts = []
     for row, (answer, end, spans) in find_reasoning(rows, tokenizer, unanswered=True).items():
@@ -318,7 +318,7 @@ def test_real_solutions_have_answers_and_disjoint_spans(name: str, gsm8k: Path) 
         edges = [0, *itertools.chain.from_iterable(spans), end]
         assert edges == sorted(edges)
         counts.append(len(spans))
-    assert len(counts) == 2640
+    assert len(counts) == 660
     assert np.mean(counts) >= 3.3
     assert np.mean(np.array(counts) > 0) >= 0.99
 

@@ -295,8 +295,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("detector", ["math", "latex", "sentence"])
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(("name", "detector"), zip(FAST[:2] * 3, ["math", "latex", "sentence"] * 2, strict=True))
 @property_test
 @given(parts=st.lists(st.sampled_from([*((p, 1) for p in POLICY), *((o, 0) for o in OTHERS)]), max_size=14))
 def test_what_a_tool_says_changes_neither_answer_nor_spans(name, detector, parts) -> None:
@@ -314,7 +313,7 @@ def test_no_token_of_mask_0_is_in_an_answer_or_a_span_wherever_runs_begin(name, 
     tokenizer = get_tokenizer(name)
     ids = encode(tokenizer, "".join(texts))
     mask = data.draw(st.lists(st.integers(0, 1), min_size=len(ids), max_size=len(ids)))
-    for spans in (EVERY, SpanRules(), SpanRules(lambda text: [(0, len(text))] if text else [])):
+    for spans in (EVERY, SpanRules(), SpanRules(whole)):
         found = find_reasoning({0: ids}, tokenizer, spans=spans, unanswered=True, masks={0: mask})[0]
         units = [*found.spans, *[found.answer] * (found.answer is not None)]
         assert all(mask[t] for unit in units for t in range(*unit))
@@ -338,8 +337,14 @@ BITS = [
 SIGN = re.compile("|".join(map(re.escape, SIGNS)))
 
 
-@pytest.mark.parametrize("detector", ["math", "latex", "sentence", lambda text: [(0, len(text))] if text else []])
-@pytest.mark.parametrize("name", FAST)
+def whole(text: str) -> list[tuple[int, int]]:
+    return [(0, len(text))] if text else []
+
+
+@pytest.mark.parametrize(
+    ("name", "detector"),
+    [*zip(FAST, ["math", "latex", "sentence", whole], strict=True), *((name, whole) for name in FAST[:-1])],
+)
 @property_test
 @given(parts=st.lists(st.sampled_from([*POLICY, *SIGNS]), max_size=14))
 def test_signs_are_no_spans(name, detector, parts) -> None:

@@ -77,19 +77,15 @@ def test_docstrings_come_after_the_statements_and_comments_are_no_units() -> Non
     [
         ("```text\na = 0\n```\n``` py title='b.py'\nb = 1\n```\n```python\nc = 2\n```", ["b = 1"]),
         ("```\nno program\n```\n~~~\na = 0\n```\n~~~\n```\nb = 1\n```", ["b = 1"]),
-        ("```\na = 0\n```\n```python3\nb = 1\n```", ["b = 1"]),
-        ("```{.python}\nb = 1\n```", ["b = 1"]),
+        ("```\na = 0\n```\n```python3\nb = 1\n```", ["b = 1"]), ("```{.python}\nb = 1\n```", ["b = 1"]),
         ("```pycon\n>>> a\n```\n```python2\na\n```", []),
         ("````python\nb = '''\n```\n'''\n````", ["b = '''\n```\n'''"]),
         ("1. Do:\n   ```python\n   if b:\n       c\n   d\n   ```\n", ["if b:", "c", "d"]),
         ("    b = 1\n    return b\n\ndef f(): pass\n", ["b = 1", "return b", "def f():", "pass"]),
-        ("b = 1\nc = 2", ["b = 1", "c = 2"]),
-        ("Then b = 1", []),
-        ("Say ```python x = 1``` here, or `y = 2`", []),
-        ("```python", []),
-        ("", []),
+        ("b = 1\nc = 2", ["b = 1", "c = 2"]), ("Then b = 1", []), ("Say ```python x = 1``` here, or `y = 2`", []),
+        ("```python", []), ("", []),
     ],
-)
+)  # fmt: skip
 def test_the_program_is_the_first_python_block_or_what_parses(text: str, statements: list[str]) -> None:
     assert units(text) == (statements, [])
 

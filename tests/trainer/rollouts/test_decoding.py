@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
-from tests.support.as_on_gpu import DEVICE
 from tests.support.operator_calls import OperatorCalls
 from tests.support.waits import a_device, put_on_device
 from trainer.rollouts import decoding
@@ -46,8 +45,8 @@ def by_generate(model, prompts, **options):
 
 @MODELS
 @pytest.mark.parametrize("how", ["captured", "step by step", "by transformers"])
-def test_completions_on_a_gpu_are_those_of_transformers_on_the_host(options, how, replays) -> None:
-    host, model = tiny(**options), tiny(**options).to(DEVICE)
+def test_completions_on_a_gpu_are_those_of_transformers_on_the_host(options, how, replays, device) -> None:
+    host, model = tiny(**options), tiny(**options).to(device)
     for one in (host, model):  # most completions end, within and between the looks at them
         one.generation_config.eos_token_id = [*range(0, 512, 6)]
     engine = TransformersEngine(model, tokenizer(), captured=how == "captured")
