@@ -47,12 +47,10 @@ class Row(dict[str, Any]):
         return self["question"] if self.messages is None else self.messages
 
 
-def load_rows(
-    name: str, *, split: str, count: int | None = None, columns: DataConfig | None = None, seed: int = GENERATED_SEED
-) -> list[Row]:
+def load_rows(name: str, *, split: str, count: int | None = None, columns: DataConfig | None = None) -> list[Row]:
     """Load the first `count` rows of a data set, checked; `ValueError` names data set, row (from 0) and reason."""
     if name == GENERATED:
-        problems = enumerate(itertools.islice(generate(split, seed), count or GENERATED_TRAIN_PROBLEMS))
+        problems = enumerate(itertools.islice(generate(split, GENERATED_SEED), count or GENERATED_TRAIN_PROBLEMS))
         return [Row({"question": p.question, "answer": p.solution()}, f"dataset {name}, row {i}") for i, p in problems]
     columns = columns or DataConfig()
     rows = _load(name, split, columns.dataset_config if name == columns.dataset else None)[:count]
@@ -63,9 +61,9 @@ def load_rows(
     return [_checked(row, f"dataset {name}, row {i}", columns) for i, row in enumerate(rows)]
 
 
-def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tuple[list[Row], list[Row]]:
-    """Load training and held-out problems, disjoint by question; `seed` draws generated training problems only."""
-    train = load_rows(config.dataset, split="train", count=config.train_problems, columns=config, seed=seed)
+def train_and_eval_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
+    """Load training and held-out problems, disjoint by question."""
+    train = load_rows(config.dataset, split="train", count=config.train_problems, columns=config)
     held_out, test = config.eval_problems, list[Row]()
     name = config.eval_dataset or config.dataset
     if config.eval_dataset is not None or Path(name).suffix not in FILES:
