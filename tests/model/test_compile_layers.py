@@ -6,6 +6,7 @@ from types import MethodType
 
 import pytest
 import torch
+from packaging.version import Version
 from functorch.compile import make_boxed_func
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.backends.common import aot_autograd
@@ -103,7 +104,7 @@ WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_atten
     ],
     ids=["checkpointed, one op", "PEFT", "windows", "experts"],
 )
-def test_compiled_layers_give_the_same_bits_by_few_graphs(name, adapters, changes, monkeypatch):
+def test_compiled_layers_give_the_same_bits_by_few_graphs(name, adapters, changes, monkeypatch, caplog):
     model = policy(name, adapters, **changes)
     with monkeypatch.context() as formula:  # of graphs, which leave an addition to what reads the sum
         for module in (matmul, adapted_linear):
@@ -112,6 +113,9 @@ def test_compiled_layers_give_the_same_bits_by_few_graphs(name, adapters, change
     merged = [step(model, lengths, merge_adapters=True) for lengths in BATCHES if adapters == {}]
     before, kept = graphs(), kept_per_row(model)
     kinds = compile_layers(model, backend="aot_eager")
+    if name == "Qwen3Moe" and Version(torch.__version__) < Version("2.13") and not kinds:
+        assert "run as they are where gradients are taken, not compiled" in caplog.text
+        pytest.skip("this torch does not compile products of experts")
     assert kept_per_row(model) < kept
     assert set(kinds) == {type(layer).__name__ for layer in causal_lm(model).model.layers}
     counts = []
