@@ -1,5 +1,7 @@
 """One packed forward with gradients equals padded forwards with autograd: log-probs, losses, scores, gradients."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,7 @@ from tests.support.models import (
     assert_equals_naive,
     assert_same_gradients,
     batch,
+    float64_throughout,
     gradients,
     make_model,
     plain_logprobs,
@@ -60,7 +63,10 @@ def assert_packs_like_plain_forwards(model, *, tolerance=1e-5, **options):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logprobs_and_gradients_are_those_of_full_forwards(name):
-    assert_packs_like_plain_forwards(make_model(name))
+    # Granite's multipliers enlarge the rounding of float32 products twenty times.
+    exact = float64_throughout if name == "Granite" else contextlib.nullcontext
+    with exact(model := make_model(name)):
+        assert_packs_like_plain_forwards(model)
 
 
 @pytest.mark.parametrize("name", ["GptOss", "DeepseekV3", "Llama4Text", "Qwen2Moe", "Bamba", "Lfm2"])
