@@ -6,8 +6,8 @@ from types import MethodType
 
 import pytest
 import torch
-from packaging.version import Version
 from functorch.compile import make_boxed_func
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.backends.common import aot_autograd
 
