@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_GSM8K = Path(os.environ.get("GSM8K", REPOSITORY.parent / "shared" / "gsm8k"))
 
 # With `-n` the first process only hands tests out to workers: it imports nothing that takes seconds.
-if "PYTEST_XDIST_WORKER" in os.environ or not re.search(" -n ?[^0]", " ".join(sys.argv)):
+if "PYTEST_XDIST_WORKER" in os.environ or not re.search(" -n ?[^0 ]", " ".join(sys.argv)):
     from hypothesis import settings
 
     # The same examples in every run, and no stop-watch: a busy machine must not fail a test.

@@ -27,9 +27,7 @@ class TokenDraw(NamedTuple):
     tokens: Tensor  # (B, 1) int64; any for a row with a nan
     logprobs: Tensor  # (B, 1) fp32, nats, over the nucleus; 0 if greedy, nan where the scores are not finite
     narrow: Tensor  # (B, 1) bool: the nucleus is among the `CANDIDATES` likeliest tokens
-    kept: Tensor | None = (
-        None  # (B, 2, C) int32: the nucleus among others of -1, and bits of its fp32 log-probs; or none
-    )
+    kept: Tensor | None = None  # (B, 2, C) int32: ids of the nucleus among others of -1, and bits of fp32 log-probs
 
 
 def draw(
@@ -61,10 +59,8 @@ def draw(
         below = scaled - scaled.amax(-1, keepdim=True)
         inside = below.gather(1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf)
         total = inside.logsumexp(-1, keepdim=True)
-        logprobs, kept = (
-            below.gather(1, tokens) - total,
-            torch.stack([kept.int(), (inside - total).view(torch.int32)], 1),
-        )
+        logprobs = below.gather(1, tokens) - total
+        kept = torch.stack([kept.int(), (inside - total).view(torch.int32)], 1)
     return TokenDraw(tokens, logprobs.masked_fill(unknown, torch.nan), narrow, kept)
 
 
