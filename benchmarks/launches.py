@@ -110,7 +110,7 @@ def count_layer() -> dict[str, Counter[str]]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model = get_peft_model(model, LoraConfig(r=32, target_modules="all-linear")).to_empty(device="cpu").train()
-    torch._foreach_zero_([weight.data for weight in model.parameters()])
+    torch._foreach_zero_([tensor.data for tensor in (*model.parameters(), *model.buffers())])
     prompts = [torch.full((PROMPT,), i) for i in range(PROBLEMS) for _ in range(GROUP)]
     completions = [torch.arange(i, i + COMPLETION) % 256 for i in range(PROBLEMS * GROUP)]
     spans = [Span(k * (COMPLETION - 4) // SPANS, k * (COMPLETION - 4) // SPANS + 12) for k in range(SPANS)]
