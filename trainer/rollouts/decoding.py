@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 
 from cfa_kernels import KeptTokens
 from cfa_kernels.model.decode_attention import cache_argument, decoding_attention
@@ -26,7 +26,6 @@ from .sampling import CANDIDATES, KeptRecord, draw
 _LOOK = 16  # tokens between two looks at a GPU's results
 _LENGTHS = 64  # of prompts, caches and what a graph reads of them are a multiple of it, so that shapes repeat
 _FEWEST_ROWS = 8  # of a graph; others are powers of two
-_SHARED = 64  # tokens that prompts begin with alike, from which on they are fed once
 _LOG = logging.getLogger(__name__)
 
 
@@ -94,8 +93,6 @@ class Decoder:
         """Record steps as CUDA graphs if `captured`; the cache begins with room for `longest` tokens."""
         self._model, self._captured, self._places = model, captured, longest and longest + _LENGTHS
         self._cache = cache_argument(model)
-        layers = DynamicCache(config=model.config).layers
-        self._shares = all(type(layer) is DynamicLayer for layer in layers)  # a window would lose the beginning
         self._state: _State | None = None
         self._layers: list[_Layer] = []
         self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
@@ -120,11 +117,14 @@ class Decoder:
         prompts = nn.functional.pad(torch.stack([ids, mask])[:, fill], (width + 1 - ids.shape[1], 0))
         prefixes, own = prompts[:, :, :-1].unique(dim=1, return_inverse=True)  # a group's prompt is fed once
         padding, ended = width - prompts[1, :, :-1].sum(1, keepdim=True), torch.arange(rows)[:, None] >= count
-        beginning, rest, places = _beginning_and_rest(prefixes, at_least=_SHARED if self._shares else sys.maxsize)
-        host = [beginning, rest, places, own, prompts[0, :, -1:], padding, ended, uniforms[fill]]
-        beginning, rest, places, own, *columns, uniforms = upload(host, next(self._model.parameters()).device)
+        host = [prefixes, own, prompts[0, :, -1:], padding, ended, uniforms[fill]]
+        prefixes, own, *columns, uniforms = upload(host, next(self._model.parameters()).device)
         with decoding_attention(self._model):
-            fed = self._prefill(beginning, rest, places)
+            cache: Any = DynamicCache(config=self._model.config)
+            at = (prefixes[1].cumsum(1) - 1).clamp(min=0)
+            options = {"attention_mask": prefixes[1], "position_ids": at, self._cache: cache, "use_cache": True}
+            self._model.get_decoder()(input_ids=prefixes[0], **options)
+            fed = [(layer.keys, layer.values) for layer in cache.layers]
             state = self._state_of(rows, width + length, fed)
             for layer, parts in zip(self._layers, fed, strict=True):
                 for store, part in zip((layer.keys, layer.values), parts, strict=True):
@@ -137,22 +137,6 @@ class Decoder:
             made = self._decode(state, width, length, sampling, progress, record)
         drawn = slice(width, width + made)
         return state.tokens[:count, drawn], state.logprobs[:count, drawn], record.rows(count, made)
-
-    def _prefill(self, beginning: Tensor, rest: Tensor, places: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Feed N prompts as `_beginning_and_rest` gives them; keys and values of each layer, padded on the left."""
-        cache: Any = DynamicCache(config=self._model.config)
-        options = {self._cache: cache, "use_cache": True}
-        if shared := len(beginning):
-            self._model.get_decoder()(input_ids=beginning[None], **options)
-            cache.batch_repeat_interleave(rest.shape[1])
-        at = shared + (rest[1].cumsum(1) - 1).clamp(min=0)
-        seen = nn.functional.pad(rest[1], (shared, 0), value=1)
-        self._model.get_decoder()(input_ids=rest[0], attention_mask=seen, position_ids=at, **options)
-        fed = [(layer.keys, layer.values) for layer in cache.layers]
-        if not shared:
-            return fed
-        index = places[:, None, :, None]
-        return [tuple(x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in pair) for pair in fed]  # type: ignore[misc]
 
     def _rows_for(self, count: int) -> int:
         return max(_FEWEST_ROWS, 1 << (count - 1).bit_length()) if self._captured else count
@@ -279,27 +263,6 @@ class Decoder:
         for end in sampling.ends:
             state.ended.logical_or_(token == end)
         state.place.add_(1)
-
-
-def _beginning_and_rest(prompts: Tensor, at_least: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut off what all prompts begin with, (2, N, W) ids and their mask, where it has so many tokens.
-
-    Returns:
-        Ids of the beginning (S,); ids and mask of the rests (2, N, R), padded on the left; and where each place of a
-        prompt that is padded on the left is in its beginning and its padded rest, (N, S + R).
-    """
-    (ids, mask), width = prompts, prompts.shape[2]
-    padding = width - mask.sum(1, keepdim=True)
-    whole = ids.gather(1, (torch.arange(width) + padding).clamp(max=width - 1))
-    alike = int((whole == whole[:1]).all(0).cumprod(0).sum())
-    shared = min(alike, width - int(padding.max()) - 1) if len(ids) > 1 else 0
-    if shared < at_least:
-        return ids[0, :0], prompts, torch.zeros(len(ids), 0, dtype=torch.int64)
-    room, place = width - int(padding.min()), torch.arange(width - int(padding.min()))
-    padding = padding - padding.min()
-    rest = torch.stack([ids, mask])[:, :, width - room + shared :]
-    rest = rest * (torch.arange(room - shared) >= padding)
-    return whole[0, :shared], rest, torch.where(place < padding + shared, (place - padding).clamp(min=0), place)
 
 
 def capture(step: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:

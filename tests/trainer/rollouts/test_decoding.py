@@ -86,29 +86,6 @@ def test_prompts_that_repeat_are_fed_once_and_their_completions_stay_the_same(op
             torch.testing.assert_close(together.logprobs[b], single.logprobs[0], rtol=1e-6, atol=1e-5)
 
 
-@MODELS
-def test_what_prompts_begin_with_is_fed_once_and_their_completions_stay_the_same(options, monkeypatch) -> None:
-    model, shapes = tiny(**options), []
-    model.model.register_forward_pre_hook(
-        lambda _, __, inputs: shapes.append(inputs["input_ids"].shape), with_kwargs=True
-    )
-    engine, begun = TransformersEngine(model, tokenizer()), [*LONG, 21, 22]
-    monkeypatch.setattr(decoding, "_SHARED", 5)
-    cases = {
-        ((1, 21), (3, 5)): [[*begun, 5, 6, 7, 8, 3], [*begun, 4], [*begun, 5, 6], [*begun, 4]],
-        ((1, 20), (2, 2)): [begun, [*begun, 4]],  # one of them is the beginning
-    }
-    for fed, prompts in cases.items():
-        keys = [(3, i) for i in range(len(prompts))]
-        shapes.clear()
-        together = engine(prompts, **SAMPLED | {"keys": keys, "max_completion_length": 4})
-        assert shapes[:2] == ([*fed] if not options else [(fed[1][0], fed[0][1] + fed[1][1]), (len(prompts), 1)])
-        for b, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
-            single = engine([prompt], **SAMPLED | {"keys": [key], "max_completion_length": 4})
-            assert together.texts[b] == single.texts[0]
-            torch.testing.assert_close(together.logprobs[b], single.logprobs[0], rtol=1e-6, atol=1e-5)
-
-
 def test_what_a_call_gave_stays_when_the_next_one_is_made() -> None:
     engine = TransformersEngine(tiny(), tokenizer())
     first = engine(PROMPTS, **SAMPLED)
