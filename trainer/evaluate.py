@@ -41,14 +41,14 @@ class Evaluation:
 
 def evaluate(
     engine: Engine, rows: Sequence[Row], prompts: Sequence[Sequence[int]], config: TrainConfig, *,
-    match: Reward = exact_match, advance: Callable[[float], None] = lambda _: None,
+    match: Reward = exact_match, advance: Callable[[int], None] = lambda _: None,
 ) -> Evaluation:  # fmt: skip
     """Complete every prompt greedily, and by sampling `eval_samples` times, and score completions by `match`.
 
     A completion solves its problem if `match`, a reward function, gives 1 or more. Samples repeat at equal weights,
-    whatever the step. Each process takes a share of the prompts, and all get the whole result; `advance(n)` reports
-    progress, in completions, part by part as their tokens are made. Raises `FloatingPointError` for logits or rewards
-    that are not finite, and `RewardError` if `match` fails; the message names the problems.
+    whatever the step. Each process takes a share of the prompts, and all get the whole result; `advance(n)` hears of n
+    more completions. Raises `FloatingPointError` for logits or rewards that are not finite, and `RewardError` if `match`
+    fails; the message names the problems.
     """
 
     def judge(
@@ -61,20 +61,15 @@ def evaluate(
         size = config.generation_batch_size // count()
         for batch in (by_length[start : start + size] for start in range(0, len(by_length), size)):
             chosen = [problems[at] for at in batch]
-            names, told = [f"held-out problem {i}" for i in chosen], [0.0]
-
-            def tell(tokens: int, completions: int = len(batch), told: list[float] = told) -> None:
-                told.append(completions * tokens / config.max_completion_length)
-                advance(told[-1] - told[-2])
-
+            names = [f"held-out problem {i}" for i in chosen]
             rollouts = engine(
                 [prompts[i] for i in chosen], max_completion_length=config.max_completion_length, names=names,
-                keys=[keys[at] for at in batch] if keys else None, progress=tell, **options,
+                keys=[keys[at] for at in batch] if keys else None, **options,
             )  # fmt: skip
             rewards = rewards_by("of evaluation", match, names, arguments([rows[i] for i in chosen], rollouts))
             solved = [reward is not None and reward >= 1 for reward in rewards]
             results |= zip(batch, zip(solved, rollouts.rows.lengths, strict=True), strict=True)
-            tell(config.max_completion_length)
+            advance(len(batch))
         return [*itertools.chain.from_iterable(gather([results[at] for at in share]))]
 
     correct, lengths = map(list, zip(*judge(range(len(rows))), strict=True))

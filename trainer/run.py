@@ -263,8 +263,8 @@ def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> 
     progress = report.evaluating(step, len(share) * (1 + config.eval_samples))
     with contextlib.suppress(Ended), progress as advance, processes.whole_weights(trainer.policy):
 
-        def advance_or_end(problems: float) -> None:
-            advance(problems)
+        def advance_or_end(completions: int) -> None:
+            advance(completions)
             if ending.signal and processes.count() == 1:
                 raise Ended
 

@@ -137,7 +137,7 @@ class Report:
             self._print(f"  note     {escape(note)}\n")
 
     @contextlib.contextmanager
-    def evaluating(self, step: int, problems: int) -> Iterator[Callable[[float], None]]:
+    def evaluating(self, step: int, problems: int) -> Iterator[Callable[[int], None]]:
         """Show a bar for an evaluation, or a line in a log file; yields the function that advances it."""
         self._begins(step, f"evaluating, {problems:,} completions of held-out problems")
         task = self._progress.add_task(f"held-out, step {step}", total=problems, note="")

@@ -100,12 +100,9 @@ class Decoder:
         self._wide: Tensor | None = None  # (R, 1, 2, C) `TokenDraw.kept` of the last step, if too many for the state
 
     def __call__(
-        self, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling,
-        progress: Callable[[int], None] = lambda tokens: None,
-    ) -> tuple[Tensor, Tensor, list[KeptTokens] | None]:  # fmt: skip
+        self, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling
+    ) -> tuple[Tensor, Tensor, list[KeptTokens] | None]:
         """Complete prompts (B, P), padded on the left, with `uniforms` (B, T) for as many tokens, all on the host.
-
-        `progress` gets the number of tokens of each completion, whenever the host looks.
 
         Returns:
             Tokens and log-probs, (B, T) or up to where all rows have ended. Log-probs are fp32, nats; 0 if greedy, nan
@@ -134,7 +131,7 @@ class Decoder:
                 part.copy_(column)
             state.uniforms[:, width : width + length] = uniforms
             record = KeptRecord()
-            made = self._decode(state, width, length, sampling, progress, record)
+            made = self._decode(state, width, length, sampling, record)
         drawn = slice(width, width + made)
         return state.tokens[:count, drawn], state.logprobs[:count, drawn], record.rows(count, made)
 
@@ -162,10 +159,7 @@ class Decoder:
                 self._layers.append(_Layer(keys, values, self._state.place))
         return _State(*(part[:rows] for part in self._state))
 
-    def _decode(
-        self, state: _State, width: int, length: int, sampling: Sampling, progress: Callable[[int], None],
-        record: KeptRecord,
-    ) -> int:  # fmt: skip
+    def _decode(self, state: _State, width: int, length: int, sampling: Sampling, record: KeptRecord) -> int:
         """Decode from place `width` on until all rows have ended, or `length` tokens; give the number of tokens."""
         deferred = self._captured or state.token.device.type == "cuda"  # a look at results is a wait
         made, wide_until, candidates = 0, 0, CANDIDATES if deferred else None
@@ -192,7 +186,6 @@ class Decoder:
             if kept is not None:
                 record.add(*kept, made)
             made += times
-            progress(made)
             if all(ended):
                 break
             candidates = candidates and (sys.maxsize if made < wide_until else CANDIDATES)

@@ -1,6 +1,6 @@
 """Inputs and results of every engine: prompts with their keys, and `Rollouts`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,14 +83,13 @@ class Engine(Protocol):
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, max_completion_length: int,
         keys: Sequence[Sequence[int]] | None = None, temperature: float = 1.0, top_p: float = 1.0,
-        names: Sequence[str] | None = None, progress: Callable[[int], None] | None = None,
+        names: Sequence[str] | None = None,
     ) -> Rollouts:  # fmt: skip
         """Complete B prompts by at most so many tokens: by sampling with a key of integers each, or greedily.
 
         Equal keys draw equal numbers, whatever else is in the batch. Log-probs are at the temperature; `top_p` is the
-        nucleus, in (0, 1]; `names` are the prompts' in errors; `progress` may be told how many tokens each completion
-        has so far. Raises `FloatingPointError` that names prompts and token if logits are not finite before the end of
-        a completion.
+        nucleus, in (0, 1]; `names` are the prompts' in errors. Raises `FloatingPointError` that names prompts and token
+        if logits are not finite before the end of a completion.
         """
         ...
 

@@ -22,8 +22,7 @@ from .decoding import Decoder, Sampling
 from .engine import Engine, Rollouts, end_ids, require_finite_logits
 from .sampling import KeptRecord, draw, keyed_uniforms
 
-Progress = Callable[[int], None]
-Decode = Callable[[Tensor, Tensor, Tensor, Sampling, Progress], tuple[Tensor, Tensor, list[KeptTokens] | None]]
+Decode = Callable[[Tensor, Tensor, Tensor, Sampling], tuple[Tensor, Tensor, list[KeptTokens] | None]]
 """From prompts, their mask and draws to tokens, log-probs and nuclei, as `Decoder` says."""
 
 
@@ -63,7 +62,7 @@ class TransformersEngine(Engine):
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, max_completion_length: int,
         keys: Sequence[Sequence[int]] | None = None, temperature: float = 1.0, top_p: float = 1.0,
-        names: Sequence[str] | None = None, progress: Progress | None = None,
+        names: Sequence[str] | None = None,
     ) -> Rollouts:  # fmt: skip
         """Complete prompts as `Engine` says."""
         if self._model is not self._policy:  # in the memory that a CUDA graph reads weights from
@@ -77,8 +76,7 @@ class TransformersEngine(Engine):
         uniforms = torch.zeros(size, dtype=torch.float64) if keys is None else keyed_uniforms(keys, size[1])
         merging = merged_adapters(self._model, keep=self._keep_merged) if self._merges else contextlib.nullcontext()
         with merging, evaluation_mode(ModelWalk(self._model)), decoding_head(causal_lm(self._model)):
-            tell = progress or (lambda tokens: None)
-            made = self._decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling, tell)
+            made = self._decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling)
         tokens, logprobs, kept = made
         values = [*logprobs.to("cpu", copy=True)]
         rollouts = Rollouts.of(
@@ -100,7 +98,7 @@ def decoding_obstacle(model: PreTrainedModel) -> str | None:
 
 
 def by_transformers(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling, progress: Progress
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor, list[KeptTokens] | None]:
     """Complete prompts as `Decoder` does, by transformers' `generate` and a cache that grows."""
     logprobs, record = list[Tensor](), KeptRecord()
@@ -112,7 +110,6 @@ def by_transformers(
         if draws.kept is not None:
             record.add(np.arange(len(scores)), draws.kept[:, None].cpu().numpy(), len(logprobs))
         logprobs.append(draws.logprobs)
-        progress(len(logprobs))
         return torch.full_like(scores, -torch.inf).scatter_(1, draws.tokens, 0.0)
 
     sequences = model.generate(  # type: ignore[operator]

@@ -8,7 +8,7 @@ import functools
 import math
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -70,12 +70,9 @@ class VllmEngine:
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, max_completion_length: int,
         keys: Sequence[Sequence[int]] | None = None, temperature: float = 1.0, top_p: float = 1.0,
-        names: Sequence[str] | None = None, progress: Callable[[int], None] | None = None,
+        names: Sequence[str] | None = None,
     ) -> Rollouts:  # fmt: skip
-        """Complete prompts as `Engine` says, with as many requests; a key gives the seed of its request.
-
-        A server reports nothing before a completion is complete, nor does `progress`.
-        """
+        """Complete prompts as `Engine` says, with as many requests; a key gives the seed of its request."""
         names = names or [f"sample {b}" for b in range(len(prompts))]
         options: dict[str, Any] = {"max_tokens": max_completion_length, "temperature": 0.0}
         if keys is not None:
