@@ -1,4 +1,4 @@
-"""Find a run's folder, keep it for one process, and resume from its last good checkpoint.
+"""Find a run's folder, keep it for one process, and resume from its last checkpoint.
 
 A run folder holds `config.yaml`, what the report writes, the trained model at the end, and `checkpoints/`, one folder
 for each step that was kept: `state.pt`, and `run.json` with what the run depends on and how far its files were written.
@@ -13,7 +13,6 @@ import json
 import random
 import shutil
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -28,8 +27,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-
-from cfa_kernels.model.sharded.fsdp import is_piece
 
 from .cli import read_mapping, to_yaml
 from .config import TrainConfig
@@ -60,60 +57,49 @@ class Refused(ValueError):
 
 @dataclass
 class RunFolder:
-    """Folder of a run, in which no other process writes; `notes` name damaged checkpoints."""
+    """Folder of a run, in which no other process writes."""
 
     path: Path
-    notes: list[str] = field(default_factory=list)
     started: datetime = field(default_factory=lambda: datetime.now())
     """When the run began: the date in prompts whose chat template writes one."""
     _facts: dict[str, str] = field(default_factory=dict)
 
     def begin(self, trainer: Trainer) -> tuple[int, dict[str, Any]]:
-        """Bring a trainer to the last good checkpoint; gives its step and the report's state, or step 0 and nothing.
+        """Bring a trainer to the last checkpoint; gives its step and the report's state, or step 0 and nothing.
 
         Raises:
-            Refused: no checkpoint is good, or the run was begun with other data, weights or kind of device.
+            Refused: it cannot be read, or the run was begun with other data or another kind of device.
             DiskError: the settings cannot be written.
         """
         config, self._facts, self.started = trainer.config, _facts(trainer), trainer.started
-        is_begun, steps = on_first(lambda: (_is_begun(self.path), sorted(_steps(self.path), reverse=True)))
-        for step in steps:
-            try:
-                report: dict[str, Any] = on_first(lambda: self._read(step))["report"]  # noqa: B023 (called at once)
-                state = torch.load(self._checkpoint(step) / "state.pt", "cpu", weights_only=True)
-            except Refused:
-                if is_begun:
-                    raise
-            except Exception as problem:  # a file that was changed fails in as many ways as it has bytes
-                said = f"{type(problem).__name__}: {problem}"
-                self.notes.append(f"{self._checkpoint(step)} is damaged and was skipped: {said}")
-            else:
-                restore(trainer, state)
-                break
+        is_begun, step = on_first(lambda: (_is_begun(self.path), max(_steps(self.path), default=0)))
+        report: dict[str, Any] = {}
+        try:
+            content = on_first(lambda: self.read(step))
+            state = torch.load(self._checkpoint(step) / "state.pt", "cpu", weights_only=True)
+        except Exception as problem:  # a file that was changed fails in as many ways as it has bytes
+            if is_begun:  # else nothing is lost
+                what = f"{self._checkpoint(step)} cannot be read: {type(problem).__name__}: {problem}"
+                raise Refused(f"{what}; remove it to resume from the one before; {_NEW}") from problem
         else:
-            step, report = 0, {}
-            if is_begun:
-                raise Refused("; ".join([f"{self.path}: no checkpoint to resume from", *self.notes, _NEW]))
+            pairs = {name: (content["facts"].get(name), fact) for name, fact in self._facts.items()}
+            changed = [f"{name} was {then} and is {now} now" for name, (then, now) in pairs.items() if then != now]
+            if changed and is_begun:
+                raise Refused(f"{self.path}: {'; '.join(changed)}; {_NEW}")
+            if not changed:
+                restore(trainer, state)
+                report = content["report"]
         if step > config.max_steps:
             raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
         on_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config, made_by())))
         return step, report
 
-    def _read(self, step: int) -> dict[str, Any]:
-        """Read a checkpoint except its tensors, and raise unless it is complete and this run's."""
-        folder = self._checkpoint(step)
-        content: dict[str, Any] = json.loads((folder / "run.json").read_bytes())
-        if content["step"] != step:
-            raise ValueError(f"it holds step {content['step']}: it was copied or renamed")
-        with zipfile.ZipFile(folder / "state.pt") as parts:  # torch reads a changed byte without a word
-            if (part := parts.testzip()) is not None:
-                raise ValueError(f"state.pt: the CRC of {part} is wrong")
+    def read(self, step: int) -> dict[str, Any]:
+        """Read a checkpoint except its tensors; raises `ValueError` if the report's files are shorter than then."""
+        content: dict[str, Any] = json.loads((self._checkpoint(step) / "run.json").read_bytes())
         for name, size in content["report"]["bytes"].items():
             if (now := (self.path / name).stat().st_size) < size:
                 raise ValueError(f"{self.path / name} has {now} bytes, and had {size} at step {step}")
-        for name, fact in self._facts.items():
-            if (then := content["facts"].get(name)) != fact:
-                raise Refused(f"{self.path}: {name} was {then} and is {fact} now; {_NEW}")
         return content
 
     def save(self, trainer: Trainer, step: int, report: Callable[[], dict[str, Any]]) -> None:
@@ -132,10 +118,10 @@ class RunFolder:
         with whole_folder(folder) as aside:
             with (aside / "state.pt").open("wb") as file:
                 torch.save(state, file)
-            content = {"step": step, "facts": self._facts, "report": report, "started": self.started.isoformat()}
+            content = {"facts": self._facts, "report": report, "started": self.started.isoformat()}
             (aside / "run.json").write_text(json.dumps(content), encoding="utf-8")
-        newest = sorted(one for one in _steps(self.path) if one <= step)[-_CHECKPOINTS:]
-        for other in folder.parent.iterdir():  # those beyond this step were damaged
+        newest = sorted(_steps(self.path))[-_CHECKPOINTS:]
+        for other in folder.parent.iterdir():
             if other.name not in {f"step-{one}" for one in newest}:
                 shutil.rmtree(other, ignore_errors=True)
 
@@ -201,11 +187,12 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
 
 
 def _folder_of(path: Path) -> RunFolder:
-    for step in sorted(_steps(path), reverse=True) if _is_begun(path) else []:
+    run = RunFolder(path)
+    if _is_begun(path):
         with contextlib.suppress(OSError, ValueError, KeyError):  # `begin` finds what is wrong with it
-            content = json.loads((path / "checkpoints" / f"step-{step}" / "run.json").read_bytes())
-            return RunFolder(path, started=datetime.fromisoformat(content["started"]))
-    return RunFolder(path)
+            content = run.read(max(_steps(path)))
+            run.started = datetime.fromisoformat(content["started"])
+    return run
 
 
 def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
@@ -264,20 +251,12 @@ def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
 
 
 def _facts(trainer: Trainer) -> dict[str, str]:
-    """Name what a run depends on, settings apart: kind of device, problems, weights that are in no checkpoint."""
-    weights, models = hashlib.sha256(), [trainer.policy, *filter(None, [trainer.reference])]
-    for weight in [p for model in models for p in model.parameters() if not p.requires_grad]:
-        whole = weight.full_tensor() if is_piece(weight) else weight  # type: ignore[attr-defined]
-        weights.update(whole.flatten()[:256].float().cpu().numpy().tobytes())
-    texts = "prompts (instruction, chat template, tokenizer)"
+    """Name what a run depends on, settings apart: kind of device, problems and how they are asked."""
     parts = {
-        "training problems": trainer.rows, f"training {texts}": trainer.prompts,
-        "held-out problems": trainer.held_out, f"held-out {texts}": trainer.held_out_prompts,
-    }  # fmt: skip
-    return {
-        "kind of device": trainer.config.precision.device.type,
-        "SHA-256 of the first 256 values of each of the model's own weights": weights.hexdigest()[:12],
-    } | {
+        "problems": [trainer.rows, trainer.held_out],
+        "prompts (instruction, chat template, tokenizer)": [trainer.prompts, trainer.held_out_prompts],
+    }
+    return {"kind of device": trainer.config.precision.device.type} | {
         f"SHA-256 of the {name}": hashlib.sha256(json.dumps(part, default=str).encode()).hexdigest()[:12]
         for name, part in parts.items()
     }
@@ -299,6 +278,6 @@ def _is_done(path: Path, config: TrainConfig) -> bool:
 
 
 def _steps(path: Path) -> set[int]:
-    """List the steps whose checkpoints are in `path`, good or damaged."""
+    """List the steps whose checkpoints are in `path`."""
     names = (entry.name.removeprefix("step-") for entry in (path / "checkpoints").glob("step-*"))
     return {int(name) for name in names if name.isdecimal()}

@@ -189,7 +189,7 @@ def keep_few_kernels() -> None:
 
 
 def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | None = None) -> Path:
-    """Evaluate, train, evaluate again, save, from the last good checkpoint on; give the run folder's path.
+    """Evaluate, train, evaluate again, save, from the last checkpoint on; give the run folder's path.
 
     Args:
         trainer: as `set_up` made it.
@@ -214,7 +214,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     batches = itertools.islice(problem_batches(len(trainer.rows), per_step, config.seed), start, None)
     with Report(folder.path, config, trainer.tokenizer, report_state) if processes.rank() == 0 else Silence() as report:
         spare = describe_spare_ids(vocab_size(causal_lm(trainer.policy)), trainer.tokenizer)
-        notes = [*folder.notes, *trainer.engine.notes, *filter(None, [spare])]
+        notes = [*trainer.engine.notes, *filter(None, [spare])]
         if config.rollout_engine == "vllm" and config.top_p < 1:
             notes.append(
                 f"rollout_engine: TRL's client tells no ids that vLLM kept at top_p={config.top_p}, so the loss is "
