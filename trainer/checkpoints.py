@@ -71,7 +71,7 @@ class RunFolder:
             Refused: it cannot be read, or the run was begun with other data or another kind of device.
             DiskError: the settings cannot be written.
         """
-        config, self._facts, self.started = trainer.config, _facts(trainer), trainer.started
+        config, self._facts = trainer.config, _facts(trainer)
         is_begun, step = on_first(lambda: (_is_begun(self.path), max(_steps(self.path), default=0)))
         report: dict[str, Any] = {}
         try:
@@ -79,7 +79,8 @@ class RunFolder:
             state = torch.load(self._checkpoint(step) / "state.pt", "cpu", weights_only=True)
         except Exception as problem:  # a file that was changed fails in as many ways as it has bytes
             if is_begun:  # else nothing is lost
-                what = f"{self._checkpoint(step)} cannot be read: {type(problem).__name__}: {problem}"
+                said = problem if isinstance(problem, OSError | ValueError) else type(problem).__name__
+                what = f"{self._checkpoint(step)} cannot be read ({said})"
                 raise Refused(f"{what}; remove it to resume from the one before; {_NEW}") from problem
         else:
             pairs = {name: (content["facts"].get(name), fact) for name, fact in self._facts.items()}

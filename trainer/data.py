@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import string
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from .embedded.problems import generate
 from .rewards.built_in import ARGUMENTS, CONTENTS, INSTRUCTIONS
@@ -89,12 +89,11 @@ def train_and_eval_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
 
 def encode_prompt(
     question: str | Messages, tokenizer: PreTrainedTokenizerBase, *, instruction: str | None = "",
-    system: str | None = None, thinking: bool = False, at: datetime | None = None,
+    system: str | None = None, thinking: bool = False,
 ) -> list[int]:  # fmt: skip
     """Encode the prompt: by the chat template if the tokenizer has one, else `Question: ...`.
 
-    `instruction` goes behind the last message, `system` in the place of the first. A template that writes the date
-    writes that of `at`, by default today's.
+    `instruction` goes behind the last message, `system` in the place of the first.
     """
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
     if instruction:
@@ -106,7 +105,7 @@ def encode_prompt(
         return encoded["input_ids"]
     # A template writes the special tokens itself.
     has_template = tokenizer.chat_template is not None
-    text = _rendered(messages, tokenizer, at, thinking=thinking)
+    text = _rendered(messages, tokenizer, thinking=thinking)
     return tokenizer(text, add_special_tokens=not has_template)["input_ids"]
 
 
@@ -114,18 +113,13 @@ def _has_own_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return getattr(tokenizer, "backend", None) == "mistral_common"  # its `chat_template` is None
 
 
-def _rendered(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, at: datetime | None = None, *, thinking: bool = False
-) -> str:
+def _rendered(messages: Messages, tokenizer: PreTrainedTokenizerBase, *, thinking: bool = False) -> str:
     if tokenizer.chat_template is None:
         if len(messages) > 1:
             raise ValueError("a tokenizer without a chat template takes one message, no system prompt and no dialogue")
         return f"Question: {messages[0]['content']}\nAnswer:"
-    dated: dict[str, Any] = {}
-    if at is not None and "strftime_now" in str(tokenizer.chat_template):
-        dated["chat_template"] = _clock(at) + str(tokenizer.get_chat_template())
     text: Any = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking, **dated
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
     )
     return text
 
@@ -152,36 +146,33 @@ def require_whole_prompt(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         )
 
 
-def _clock(at: datetime) -> str:
-    """Write a macro for a chat template that takes the place of transformers' `strftime_now`, which is today's."""
-    # Functions among a template's variables reach it as text.
-    codes = [f"%{flag}{code}" for code in string.ascii_letters for flag in ("", "-")]
-    parts = "".join(f"|replace({code!r}, {at.strftime(code)!r})" for code in codes if at.strftime(code) != code)
-    return "{% macro strftime_now(format) %}{{ format" + parts + " }}{% endmacro %}\n"
+def stop_clock(at: datetime) -> None:
+    """Let chat templates that write the date write that of `at`: a run resumed tomorrow has the same prompts."""
+    # A function among a template's variables would reach it as text.
+    chat_template_utils.datetime = type("Clock", (), {"now": staticmethod(lambda: at)})  # type: ignore[misc]
 
 
 def configured_prompt(
-    question: str | Messages, tokenizer: PreTrainedTokenizerBase, config: TrainSettings, at: datetime | None = None
+    question: str | Messages, tokenizer: PreTrainedTokenizerBase, config: TrainSettings
 ) -> list[int]:
     """Encode the prompt of a question with the instruction, system prompt and thought that a run asks for."""
     own = INSTRUCTIONS[config.kind] if isinstance(question, str) else None
     return encode_prompt(
         question, tokenizer, instruction=own if config.instruction is None else config.instruction,
-        system=config.system_prompt, thinking=config.enable_thinking, at=at,
+        system=config.system_prompt, thinking=config.enable_thinking,
     )  # fmt: skip
 
 
 def encode_prompts(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainSettings, context: int | None,
-    at: datetime | None = None,
-) -> list[list[int]]:  # fmt: skip
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainSettings, context: int | None
+) -> list[list[int]]:
     """Encode the prompts of all rows; `ValueError` names the first that the template or the context does not take."""
     completion, prompts = config.max_completion_length, []
     if config.enable_thinking and "enable_thinking" not in str(tokenizer.chat_template):
         raise ValueError(f"enable_thinking: the chat template of model {config.model} does not read it; omit it")
     for row in rows:
         try:
-            prompts.append(configured_prompt(row.prompt, tokenizer, config, at))
+            prompts.append(configured_prompt(row.prompt, tokenizer, config))
         except Exception as problem:  # a chat template raises what it likes
             said = f"{type(problem).__name__}: {problem}"
             raise ValueError(f"{row.where}: the chat template of model {config.model} fails: {said}") from problem

@@ -27,7 +27,7 @@ from . import processes
 from .checkpoints import Finished, Refused, RunFolder, open_run
 from .cli import refusing
 from .config import TrainConfig
-from .data import encode_prompts, require_whole_prompt, train_and_eval_rows
+from .data import encode_prompts, require_whole_prompt, stop_clock, train_and_eval_rows
 from .disk import DiskError, whole_folder
 from .endings import Ended, Ending
 from .evaluate import evaluate
@@ -91,7 +91,7 @@ def main(settings: TrainSettings) -> int:
 def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     """Set up everything a run needs, checked before it starts.
 
-    `started` is when the run began, by which chat templates write dates; by default it begins now.
+    `started` is when the run began, whose date chat templates write; by default it begins now.
 
     Raises:
         ValueError, OSError, ImportError: a setting, a row of data, a checkpoint or a reward function is not what it
@@ -102,7 +102,6 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     """
     # What is cheap to refuse comes first: a reward, a row or a prompt must not wait until a model is loaded.
     processes.start(config)
-    started = started or datetime.now()
     keep_few_kernels()
     for name in config.report_to:
         tracker_library(name)
@@ -118,7 +117,8 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     tokenizer, architecture = load_tokenizer(config)
     require_whole_prompt(tokenizer, config.model)
     limit = context_length(architecture)
-    prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit, started) for part in (rows, held_out))
+    stop_clock(started or datetime.now())
+    prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
     set_seed(config.seed)  # adapters begin at random
     moving = processes.count() > 1 and config.parallel == "fsdp2"  # CUDA graphs do not follow weights that move
     auto = config.precision.device.type == "cuda" and not moving
@@ -159,7 +159,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 0, config.max_steps)
     trainer = Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
-        held_out_prompts, grader, started,
+        held_out_prompts, grader,
     )  # fmt: skip
     if config.compare_and_correct:
         from .experimental import compare_and_correct as experiment  # which no other run reads

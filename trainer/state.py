@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from datetime import datetime
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ class Trainer:
     held_out: list[Row]
     held_out_prompts: list[list[int]]
     grader: Reward  # solved where it gives 1 or more
-    started: datetime = field(default_factory=datetime.now)  # of the run: the date that chat templates write
     shape: Callable[["Trainer", "Samples"], "Shaped"] | None = None  # an experiment on rewards and credit
 
     @property

@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import shutil
-from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from transformers import AutoTokenizer
 
 from tests.support.tiny import jsonl
 from trainer.config import TrainConfig
-from trainer.data import Row, encode_prompt, encode_prompts, load_rows, train_and_eval_rows
+from trainer.data import Row, encode_prompts, load_rows, train_and_eval_rows
 from trainer.embedded.problems import generate
 from trainer.rewards.numbers import gold_number
 from trainer.settings import ASSETS, DataConfig
@@ -315,18 +314,3 @@ def test_a_prompt_that_does_not_fit_is_named_with_its_data_set_and_its_row_of_th
         encode_prompts(train + test, WordTokenizer(), config, 518)
     with pytest.raises(ValueError, match=rf"^dataset {name}, row \d: the prompt has \d+ tokens, at most 0 fit"):
         encode_prompts(train + test, WordTokenizer(), config, 100)
-
-
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        ("{{ strftime_now('%d %b %Y') }}: {{ messages[0]['content'] }}", "03 Jan 2025: a"),
-        ("{% set form = '%-d.%m' %}{{ strftime_now(format=form) }}: {{ messages[0]['content'] }}", "3.01: a"),
-        ("{%- macro system() -%}{{ strftime_now('%Y-%m-%d') }}{%- endmacro -%}\n {{ system() }} a", "2025-01-03 a"),
-        ("\n {% if strftime_now is defined %}{% set day = strftime_now('%d') %}{% endif %}\n{{ day }}", "\n03"),
-    ],
-)
-def test_a_template_writes_the_date_of_the_run_whatever_form_it_asks_for(template, text):
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
-    tokenizer.chat_template = template
-    assert tokenizer.decode(encode_prompt("a", tokenizer, at=datetime(2025, 1, 3, 12))) == text

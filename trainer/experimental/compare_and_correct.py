@@ -82,7 +82,7 @@ def compare_and_correct(trainer: Trainer, batch: Samples) -> Shaped:
 def correction_prompt(trainer: Trainer, question: str, attempt: str, reference: str) -> list[int]:
     """Encode the prompt that asks for a correction: `TEMPLATE` filled, then as any other prompt."""
     request = TEMPLATE.format(question=question, attempt=attempt, reference=reference)
-    return configured_prompt(request, trainer.tokenizer, trainer.config, trainer.started)
+    return configured_prompt(request, trainer.tokenizer, trainer.config)
 
 
 def _longest_prompt(trainer: Trainer) -> int | None:
