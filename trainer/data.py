@@ -152,9 +152,7 @@ def stop_clock(at: datetime) -> None:
     chat_template_utils.datetime = type("Clock", (), {"now": staticmethod(lambda: at)})  # type: ignore[misc]
 
 
-def configured_prompt(
-    question: str | Messages, tokenizer: PreTrainedTokenizerBase, config: TrainSettings
-) -> list[int]:
+def configured_prompt(question: str | Messages, tokenizer: PreTrainedTokenizerBase, config: TrainSettings) -> list[int]:
     """Encode the prompt of a question with the instruction, system prompt and thought that a run asks for."""
     own = INSTRUCTIONS[config.kind] if isinstance(question, str) else None
     return encode_prompt(

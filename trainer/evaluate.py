@@ -47,7 +47,7 @@ def evaluate(
 
     A completion solves its problem if `match`, a reward function, gives 1 or more. Samples repeat at equal weights,
     whatever the step. Each process takes a share of the prompts, and all get the whole result; `advance(n)` hears of n
-    more completions. Raises `FloatingPointError` for logits or rewards that are not finite, and `RewardError` if `match`
+    more completions. Raises `FloatingPointError` for logits or rewards that are not finite, `RewardError` if `match`
     fails; the message names the problems.
     """
 

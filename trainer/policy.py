@@ -115,23 +115,15 @@ def _load_whole(name: str, dtype: torch.dtype) -> Any:
         for tensor, saved, own in info["mismatched_keys"]
     ]
     faults = {"lacks": info["missing_keys"], "has no place for": info["unexpected_keys"], "holds": sizes}
-    is_more = not (info["missing_keys"] or sizes)  # than the model needs, and nothing else is wrong
     if said := [
         f"{fault} {', '.join(sorted(names)[:5])} ({len(names)} in all)" for fault, names in faults.items() if names
     ]:
-        fitting = f"model {name}: its checkpoint does not fit {type(model).__name__}: it {'; it '.join(said)}"
+        # A value head, or layers that predict further tokens, are not used; transformers omits them where it loads.
+        advice = "; load and save it once by AutoModelForCausalLM to drop them" * bool(info["unexpected_keys"])
         raise ValueError(
-            fitting + (_WITHOUT.format(source=model_path(name), to=f"{Path(name).name}-without") * is_more)
+            f"model {name}: its checkpoint does not fit {type(model).__name__}: it {'; it '.join(said)}{advice}"
         )
     return model
-
-
-# Value heads and layers that predict further tokens are not used; transformers omits them where it loads.
-_WITHOUT = (
-    '; to drop them, run python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
-    "[kind.from_pretrained('{source}').save_pretrained('{to}') for kind in (AutoModelForCausalLM, AutoTokenizer)]\" "
-    "and take --model {to}"
-)
 
 
 def require_finite_weights(weights: Mapping[str, Tensor]) -> None:

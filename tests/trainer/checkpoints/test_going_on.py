@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.runs import child, config, flags, kill_at, main, outcome
 from trainer.checkpoints import RunFolder
@@ -107,7 +106,9 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_without_it_the_one_before
     for file, content in {"state.pt": b"PK", "run.json": b"{"}.items():
         whole = (last / file).read_bytes()
         (last / file).write_bytes(content)
-        with pytest.raises(ValueError, match=rf"^{last} cannot be read \(.*\); remove it to resume from the one before; --"):
+        with pytest.raises(
+            ValueError, match=rf"^{last} cannot be read \(.*\); remove it to resume from the one before; --"
+        ):
             RunFolder(folder).begin(trainer)
         (last / file).write_bytes(whole)
     metrics = (folder / "metrics.jsonl").read_bytes()
