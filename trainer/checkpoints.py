@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import (
@@ -138,23 +136,18 @@ class RunFolder:
 
 def collect(trainer: Trainer) -> dict[str, Any]:
     """Collect tensors, whole and on the host of the first process, and plain values; all processes call this."""
-    optimizer, device = trainer.optimizer, trainer.config.precision.device
-    name, key, *rest = np.random.get_state()
+    optimizer = trainer.optimizer
     return {
         "weights": trained_state(trainer.policy),
         # torch would take a step to make the state of an optimizer that has none.
         "optimizer": get_optimizer_state_dict(trainer.policy, optimizer, options=WHOLE) if optimizer.state else {},
         "scheduler": trainer.scheduler.state_dict(),
-        "python": random.getstate(),
-        "numpy": (name, key.tolist(), *rest),  # type: ignore[attr-defined]
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
 
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     """Bring a run that was just set up to where it was when `state` was collected."""
-    policy, optimizer, device = trainer.policy, trainer.optimizer, trainer.config.precision.device
+    policy, optimizer = trainer.policy, trainer.optimizer
     set_model_state_dict(policy, state["weights"], options=WHOLE)
     if state["optimizer"]:
         set_optimizer_state_dict(policy, optimizer, state["optimizer"], options=WHOLE)
@@ -165,11 +158,6 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     for group, rate in zip(optimizer.param_groups, trainer.scheduler.get_last_lr(), strict=True):
         group |= {"lr": rate, "betas": tuple(group["betas"])}  # which torch has made a list
     trainer.engine.weights_changed()
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 @contextlib.contextmanager

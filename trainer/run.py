@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import get_scheduler, set_seed
@@ -210,7 +211,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     ending.waits = True
     start, report_state = folder.begin(trainer)
     per_step = config.generation_batch_size // config.num_generations
-    # The order of problems is a function of the seed, so that no checkpoint has to hold it.
+    # The order of problems, and what a step draws at random, is a function of the seed: no checkpoint has to hold it.
     batches = itertools.islice(problem_batches(len(trainer.rows), per_step, config.seed), start, None)
     with Report(folder.path, config, trainer.tokenizer, report_state) if processes.rank() == 0 else Silence() as report:
         spare = describe_spare_ids(vocab_size(causal_lm(trainer.policy)), trainer.tokenizer)
@@ -228,6 +229,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
             for step in range(start, config.max_steps + 1):
                 if step > start:
                     report.sampling(step)
+                    seed_all(config.seed, step)
                     report.stepped(step, training_step(trainer, step, next(batches)))
                 if is_due(step, config.eval_steps, config) and step not in evaluated:
                     evaluate_at(trainer, report, step, ending)
@@ -252,6 +254,11 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     return folder.path
 
 
+def seed_all(*key: int) -> None:
+    """Seed the global generators, from which a user's rewards may draw, by the run's seed and a step."""
+    set_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+
+
 def is_due(step: int, every: int | None, config: TrainConfig) -> bool:
     """Whether a periodic task (first, last and every `every` steps) is due after `step`."""
     return step in (0, config.max_steps) or (every is not None and step % every == 0)
@@ -260,6 +267,7 @@ def is_due(step: int, every: int | None, config: TrainConfig) -> bool:
 def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> None:
     """Evaluate after a step; a signal ends the evaluation of a single process unfinished."""
     config, share = trainer.config, processes.own_share(trainer.held_out)
+    seed_all(config.seed, step, 1)
     progress = report.evaluating(step, len(share) * (1 + config.eval_samples))
     with contextlib.suppress(Ended), progress as advance, processes.whole_weights(trainer.policy):
 
