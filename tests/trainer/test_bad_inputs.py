@@ -41,9 +41,6 @@ CATALOGUE: dict[str, tuple] = {
     # Files of settings
     "a folder of settings": (["--config={tmp}"], PARSE, "Is a directory", "{tmp}"),
     "settings in Latin-1": (["--config={tmp}/a.yaml"], PARSE, "a.yaml: is not YAML", "utf-8", {"a.yaml": b"a: \xe9"}),
-    "settings that do not parse": (
-        ["--config={tmp}/a.yaml"], PARSE, "a.yaml", "not YAML", "line 1", {"a.yaml": "max_steps: [1"},
-    ),
     "settings with tags": (
         ["--config={tmp}/a.yaml"], PARSE, "a.yaml", "not YAML", "python/object",
         {"a.yaml": "max_steps: !!python/object/apply:os.getpid []"},
@@ -61,9 +58,6 @@ CATALOGUE: dict[str, tuple] = {
     ),
     # What is not there
     "a tracker that is not installed": (["--report_to=wandb"], BEFORE, "report_to: wandb is not installed", "pip"),
-    "TensorBoard not installed": (
-        ["--report_to=tensorboard"], BEFORE, "report_to: tensorboard is not installed", "pip install tensorboard",
-    ),
     "a tracker that does not start": (
         ["--report_to=trackio"], LATER, "report_to: trackio cannot start: RuntimeError: no account",
         {"trackio.py": "def init(**_): raise RuntimeError('no account')"},
@@ -80,7 +74,6 @@ CATALOGUE: dict[str, tuple] = {
         ["--reward_funcs=own:another_column"], BEFORE, "reward another_column: ", "'difficulty'", "'question'",
     ),
     # Data
-    "a folder of data": (["--dataset={tmp}"], PARSE, "dataset {tmp}: expected a .json"),
     "a table of data": (["--dataset={tmp}/a.csv"], PARSE, "a.csv: expected a .json", {"a.csv": "a"}),
     "data in Latin-1": (
         [OWN_DATA], BEFORE, "rows.jsonl: cannot be read: UnicodeDecodeError",
@@ -89,12 +82,10 @@ CATALOGUE: dict[str, tuple] = {
     "data that are not JSON": (
         [OWN_DATA], BEFORE, "rows.jsonl: cannot be read", "in row 1", {"rows.jsonl": jsonl(ROWS[0], '{"question": ')},
     ),
-    "a row that is a list": ([OWN_DATA], BEFORE, "row 0: has no column 'question'", {"rows.jsonl": "[1, 2]\n"}),
     "half a character": (
         [OWN_DATA], BEFORE, "rows.jsonl: cannot be read", "surrogate", "row 0",
         {"rows.jsonl": jsonl(row(question="What \ud83d ?"))},
     ),
-    "data nested without end": ([OWN_DATA], BEFORE, "rows.jsonl: cannot be read", {"rows.jsonl": '{"x":' + "[" * 9999}),
     "another name of the column": (
         [OWN_DATA], BEFORE, "row 0: has no column 'question'", "['prompt']", "question_column",
         {"rows.jsonl": jsonl({"prompt": "3?"})},
@@ -104,9 +95,8 @@ CATALOGUE: dict[str, tuple] = {
             [OWN_DATA], BEFORE, f"rows.jsonl: has a column {name!r}", "rename",
             {"rows.jsonl": jsonl(*(one | {name: 1} for one in ROWS))},
         )
-        for name in ("prompts", "completions", "completion_ids", "completion_contents")
+        for name in ("prompts", "completion_contents")
     },
-    "a folder named as data": (["--dataset={tmp}/a.jsonl"], PARSE, "a.jsonl: expected a .json", {"a.jsonl/b": ""}),
     "text for Parquet": (
         ["--dataset={tmp}/a.parquet"], BEFORE, "dataset {tmp}/a.parquet: cannot be read", {"a.parquet": "x"},
     ),
@@ -122,7 +112,6 @@ CATALOGUE: dict[str, tuple] = {
         for what, template, says in (
             ("raises", "{{ raise_exception('System role not supported') }}", "fails: TemplateError: System role not"),
             ("does not parse", "{% for message in messages %}", "fails: TemplateSyntaxError: "),
-            ("divides by zero", "{{ 1 / 0 }}", "fails: ZeroDivisionError: division by zero"),
         )
     },
     "a chat template that takes content in parts": (
@@ -137,14 +126,9 @@ CATALOGUE: dict[str, tuple] = {
         [OWN_MODEL], BEFORE, "model {tmp}/m: its prompts end in '<eos>', the token that ends or", "add_eos_token",
         {"ends": "<eos>", "m/chat_template.jinja": None},
     ),
-    "a tokenizer that pads every text": (
-        [OWN_MODEL], BEFORE, "model {tmp}/m: its prompts end in '<pad>', the token that ", "add_eos_token",
-        {"ends": "<pad>", "m/chat_template.jinja": None},
-    ),
     # The model's folder
     "a model that is a file": (["--model={tmp}/a"], PARSE, "{tmp}/a: there is no such folder", {"a": "text"}),
     "no configuration": ([OWN_MODEL], BEFORE, "{tmp}/m: its configuration cannot be loaded", {CONFIG: None}),
-    "a configuration that is not JSON": ([OWN_MODEL], BEFORE, "model {tmp}/m: ", "config.json", {CONFIG: "{"}),
     "a model of no known kind": (
         [OWN_MODEL], BEFORE, "model {tmp}/m: ", "qwen99", {CONFIG: '{"model_type": "qwen99"}'},
     ),
@@ -167,7 +151,6 @@ CATALOGUE: dict[str, tuple] = {
     **{
         what: ([OWN_MODEL], LATER, "model {tmp}/m: its weights cannot be loaded", files)
         for what, files in {
-            "no weights": {WEIGHTS: None},
             "weights cut short": {"cut": 0.5},
             "a shard that is missing": {
                 WEIGHTS: None,
@@ -182,9 +165,6 @@ CATALOGUE: dict[str, tuple] = {
     "a reward of nan": (["--reward_funcs=own:not_a_number"], LATER, "reward not_a_number is nan", "step is not saved"),
     "too few rewards in evaluation": (
         ["--eval_reward=own:too_few", ANY], LATER, "step 0, reward of evaluation: returned 1 values for 2 completions",
-    ),
-    "a reward of nan in evaluation": (
-        ["--eval_reward=own:not_a_number", ANY], LATER, "held-out problem 0: reward of evaluation is nan",
     ),
 }  # fmt: skip
 
@@ -242,8 +222,7 @@ def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeyp
 
     out = tmp_path / "out"
     flags = [*flags_of(good, out), *map(filled, argv)]
-    for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
-        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     monkeypatch.syspath_prepend(good)
     monkeypatch.syspath_prepend(tmp_path)
     if stage != LATER:

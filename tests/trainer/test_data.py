@@ -64,20 +64,12 @@ def test_rows_of_a_file_keep_their_order_and_further_columns(tmp_path, suffix) -
     assert load_rows(str(tmp_path / f"data{suffix}"), split="train", count=2) == rows[:2]
 
 
-def test_columns_can_be_named_and_bare_numbers_are_answers(tmp_path) -> None:
-    name = write(tmp_path / "data.jsonl", [{"problem": "How many?", "result": 5}])
-    columns = DataConfig(question_column="problem", answer_column="result")
-    rows = load_rows(name, split="train", columns=columns)
-    assert rows == [{"question": "How many?", "answer": "5"}]
-
-
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_prompts_in_chat_format_and_answers_inside_a_column_are_read_as_dapo_math_has_them(tmp_path, suffix) -> None:
-    row = {"prompt": CHAT, "reward_model": {"ground_truth": "5", "style": "rule"}, "ability": "MATH"}
-    name = write(tmp_path / f"data{suffix}", [row])
+def test_prompts_in_chat_format_and_answers_inside_a_column_are_read_as_dapo_math_has_them(tmp_path) -> None:
+    row = {"prompt": CHAT, "reward_model": {"ground_truth": 5, "style": "rule"}, "ability": "MATH"}
+    name = write(tmp_path / "data.parquet", [row])
     columns = DataConfig(question_column="prompt", answer_column="reward_model.ground_truth")
     (read,) = load_rows(name, split="train", columns=columns)
     assert read == {"question": "How many?", "answer": "5", "reward_model": row["reward_model"], "ability": "MATH"}
@@ -99,12 +91,8 @@ def test_prompts_in_chat_format_and_answers_inside_a_column_are_read_as_dapo_mat
     ],
 )
 def test_a_row_in_chat_format_that_is_wrong_is_named(tmp_path, column, value, reason) -> None:
-    rows = [{"prompt": CHAT, "gold": {"truth": 5}}] * 2
     columns = DataConfig(question_column="prompt", answer_column="gold.truth")
-    name = write(tmp_path / "data.jsonl", rows)
-    assert load_rows(name, split="train", columns=columns)[1]["answer"] == "5"
-    # Alone in its file, where columns of one type need not agree.
-    name = write(tmp_path / "data.jsonl", [rows[0] | {column: value}])
+    name = write(tmp_path / "data.jsonl", [{"prompt": CHAT, "gold": {"truth": 5}} | {column: value}])
     with pytest.raises(ValueError, match=f"row 0: .*{reason}"):
         load_rows(name, split="train", columns=columns)
 
@@ -122,19 +110,17 @@ def test_a_hub_data_set_without_a_test_split_gives_some_rows_up_for_one(tmp_path
         train_and_eval_rows(DataConfig(dataset="owner/sums", eval_dataset="owner/sums"))
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize(
-    ("bad", "reason"),
+    ("suffix", "bad", "reason"),
     [
-        ({"question": None, "answer": "#### 5"}, "column 'question' must be text that is not empty, got None"),
-        ({"question": "How many?", "answer": None}, "column 'answer' must be text that is not empty, got None"),
-        ({"question": "  \n", "answer": "#### 5"}, "column 'question' must be text that is not empty"),
-        ({"question": "How many?", "answer": ""}, "column 'answer' must be text that is not empty"),
-        ({"question": "How many?", "answer": "five\n#### five"}, "no number can be read from 'answer'"),
+        (".parquet", {"question": None}, "column 'question' must be text that is not empty, got None"),
+        (".jsonl", {"answer": None}, "column 'answer' must be text that is not empty, got None"),
+        (".jsonl", {"question": "  \n"}, "column 'question' must be text that is not empty"),
+        (".parquet", {"answer": "five\n#### five"}, "no number can be read from 'answer'"),
     ],
 )
 def test_a_bad_row_is_named_with_its_number_and_reason(tmp_path, suffix, bad, reason) -> None:
-    name = write(tmp_path / f"data{suffix}", [GOOD, GOOD, bad, GOOD])
+    name = write(tmp_path / f"data{suffix}", [GOOD, GOOD, GOOD | bad, GOOD])
     with pytest.raises(ValueError, match=f"row 2: {reason}"):
         load_rows(name, split="train")
 
@@ -163,44 +149,6 @@ def test_a_file_that_leaves_nothing_to_train_on_is_an_error(tmp_path, monkeypatc
         train_and_eval_rows(DataConfig(dataset="data.jsonl", **options))
 
 
-class Hub:
-    """Stands in for the hub: one data set with the given configurations, or with an error."""
-
-    def __init__(self, monkeypatch, configs, error=None) -> None:
-        self.configs, self.calls, self.error = configs, [], error
-        monkeypatch.setattr(datasets, "load_dataset", self.load)
-
-    def load(self, name, config, split):
-        if config is None and len(self.configs) == 1:
-            config = self.configs[0]
-        if self.error or config not in self.configs:
-            missing = f"BuilderConfig {config!r} not found. " if config else "Config name is missing. "
-            raise self.error or ValueError(f"{missing}Available: {self.configs}")
-        self.calls.append((name, config, split))
-        return SimpleNamespace(to_list=lambda: [GOOD | {"question": f"{split} problem?"}])
-
-
-@pytest.mark.parametrize(("configs", "chosen"), [(["default"], "default"), (["main", "socratic"], "main")])
-def test_the_paper_data_set_needs_no_configuration_and_is_tested_on_its_own_test_split(monkeypatch, configs, chosen):
-    hub = Hub(monkeypatch, configs)
-    train, test = train_and_eval_rows(DataConfig(dataset="openai/gsm8k"))
-    assert hub.calls == [("openai/gsm8k", chosen, "train"), ("openai/gsm8k", chosen, "test")]
-    assert (train[0]["question"], test[0]["question"]) == ("train problem?", "test problem?")
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (None, r"ValueError: Config name is missing. Available: \['easy', 'hard'\]; name it by dataset_config$"),
-        (OSError("a file is cut short"), "OSError: a file is cut short$"),
-    ],
-)
-def test_a_hub_data_set_that_cannot_be_read_is_named_in_one_line(monkeypatch, error, said) -> None:
-    Hub(monkeypatch, ["easy", "hard"], error)
-    with pytest.raises(ValueError, match=rf"^dataset somebody/problems: cannot be read: {said}"):
-        train_and_eval_rows(DataConfig(dataset="somebody/problems"))
-
-
 def in_cache(folder, name: str, configs: dict[str, int]) -> None:
     """Keep a data set of the hub in a cache as `datasets` does, with a number of rows in each configuration."""
     for config, count in configs.items():
@@ -224,11 +172,9 @@ def in_cache(folder, name: str, configs: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("configs", "asked", "chosen"),
     [
-        ({"main": 4}, None, "main"),
         ({"main": 4, "socratic": 3}, None, "main"),
         ({"main": 4, "socratic": 3}, "socratic", "socratic"),
         ({"full": 5}, None, "full"),
-        ({"default": 5}, None, "default"),
     ],
     ids=str,
 )

@@ -14,112 +14,67 @@ from trainer.rewards.calls import group_advantages, load_reward
 from trainer.rewards.numbers import exact_match, final_number, gold_number, parse_number
 
 FORMS_OF_18 = [
-    "#### 18",
-    "####18",
-    "#### $18",
-    "#### **18**",
-    r"#### \boxed{18}",
-    "#### 18.",
-    "#### 18.00",
-    "#### +18",
-    "#### 18 eggs for the next 7 days",
-    "She sells 9*2=18.\n#### 17\nWait, that is wrong.\n#### 18",
-    r"So she makes \boxed{18} dollars.",
-    r"The total is $\boxed{\$18}$.",
-    "The answer is 18.",
-    "The final answer is 18 dollars a day",
-    "She sells 9*2=18.\nA: 18",
-    "**Final Answer:** $18.00",
-    "The answer is:\n$$18$$",
-    "<think>It is 17. #### 17</think><answer>18</answer>",
+    "#### 18", "####18", "#### $18", "#### **18**", r"#### \boxed{18}", "#### 18.", "#### 18.00", "#### +18",
+    "#### 18 eggs for the next 7 days", "She sells 9*2=18.\n#### 17\nWait, that is wrong.\n#### 18",
+    r"So she makes \boxed{18} dollars.", r"The total is $\boxed{\$18}$.", "The answer is 18.",
+    "The final answer is 18 dollars a day", "She sells 9*2=18.\nA: 18", "**Final Answer:** $18.00",
+    "The answer is:\n$$18$$", "<think>It is 17. #### 17</think><answer>18</answer>",
     "#### 1. Multiply\n9*2=18\n#### 2. Stop\nThe answer is 18.",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", FORMS_OF_18)
 def test_a_right_answer_is_recognised_in_every_form(text: str) -> None:
     assert final_number(text) == 18
-    assert exact_match(completions=[text], answer=["9*2=18\n#### 18"]) == [1.0]
-    assert exact_match(completions=[text], answer=["#### 81"]) == [0.0]
+    assert exact_match(completions=[text] * 2, answer=["9*2=18\n#### 18", "#### 81"]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("#### -5", -5),
-        ("#### −5", -5),
-        ("#### -$5", -5),
-        ("#### 1,234", 1234),
-        ("#### $1,234,567.50", Fraction("1234567.5")),
-        (r"\boxed{1{,}234}", 1234),
-        ("#### 10 000", 10000),
-        ("#### 0.1", Fraction(1, 10)),
-        ("#### 3/4", Fraction(3, 4)),
-        (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
-        ("#### 1 1/2", Fraction(3, 2)),
-        ("#### 1e6", 10**6),
-        ("#### 1.5e-3", Fraction(3, 2000)),
-        ("#### 1.5 × 10^3", 1500),
-        (r"\boxed{-2 \times 10^{-1}}", Fraction(-1, 5)),
-        (r"\boxed{1\frac{4}{7}}", Fraction(11, 7)),
-        (r"\boxed{-2 \dfrac12}", Fraction(-5, 2)),
-        (r"The answer is $3\,\tfrac 14$.", Fraction(13, 4)),
-        ("The answer is 2½ cups", Fraction(5, 2)),
-        ("A: 5 and 1/2", Fraction(11, 2)),
-        ("#### ¾", Fraction(3, 4)),
-        (r"So the sum is $\boxed 5$.", 5),
-        (r"\boxed5", 5),
-        (r"\boxed -7 as said", -7),
-        (r"\boxed 36,000.", 36000),
-        (r"\boxed\frac43", Fraction(4, 3)),
-        (r"\fbox 12", 12),
-        (r"\boxed{4} no, \boxed 5", 5),
-        (r"\boxed 4 no, \boxed{5}", 5),
-        (r"The answer is \frac 43", Fraction(4, 3)),
-        (r"#### \frac{12}5", Fraction(12, 5)),
-        (r"\boxed{\frac5{12}}", Fraction(5, 12)),
-        (r"\boxed{\frac{-3}{4}}", Fraction(-3, 4)),
-        ("#### 12,34,567", 1234567),
-        ("#### 1,234,567,890", 1234567890),
-        ("The answer is 5, since 2 + 3 = 5.", 5),
-        ("The answer is 18!", 18),
-        ("#### 5 cm²", 5),
-        (r"#### 10,\!080", 10080),
-        (r"\boxed{1,\!234,\!567}", 1234567),
-        (r"The answer is $3\;\frac{1}{2}$.", Fraction(7, 2)),
-        (r"\boxed{3\!\tfrac12}", Fraction(7, 2)),
-        (r"So it is \boxed \$18.", 18),
-        ("The answer is 1e5.", 100000),
-        ("The answer is 2^{10} = 1024.", 1024),
-        ("#### 3! = 6", 6),
-        (r"#### 90^{\circ}", 90),
-        (r"The answer is the 5^{th} day", 5),
-        ("The answer is 18...", 18),
-        ("The answer is _18_.", 18),
+        ("#### -5", -5), ("#### −5", -5), ("#### -$5", -5), ("#### 1,234", 1234),
+        ("#### $1,234,567.50", Fraction("1234567.5")), (r"\boxed{1{,}234}", 1234), ("#### 10 000", 10000),
+        ("#### 0.1", Fraction(1, 10)), ("#### 3/4", Fraction(3, 4)), (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
+        ("#### 1 1/2", Fraction(3, 2)), ("#### 1e6", 10**6), ("#### 1.5e-3", Fraction(3, 2000)),
+        ("#### 1.5 × 10^3", 1500), (r"\boxed{-2 \times 10^{-1}}", Fraction(-1, 5)),
+        (r"\boxed{1\frac{4}{7}}", Fraction(11, 7)), (r"\boxed{-2 \dfrac12}", Fraction(-5, 2)),
+        (r"The answer is $3\,\tfrac 14$.", Fraction(13, 4)), ("The answer is 2½ cups", Fraction(5, 2)),
+        ("A: 5 and 1/2", Fraction(11, 2)), ("#### ¾", Fraction(3, 4)), (r"So the sum is $\boxed 5$.", 5),
+        (r"\boxed5", 5), (r"\boxed -7 as said", -7), (r"\boxed 36,000.", 36000), (r"\boxed\frac43", Fraction(4, 3)),
+        (r"\fbox 12", 12), (r"\boxed{4} no, \boxed 5", 5), (r"\boxed 4 no, \boxed{5}", 5),
+        (r"The answer is \frac 43", Fraction(4, 3)), (r"#### \frac{12}5", Fraction(12, 5)),
+        (r"\boxed{\frac5{12}}", Fraction(5, 12)), (r"\boxed{\frac{-3}{4}}", Fraction(-3, 4)),
+        ("#### 12,34,567", 1234567), ("#### 1,234,567,890", 1234567890), ("The answer is 5, since 2 + 3 = 5.", 5),
+        ("The answer is 18!", 18), ("#### 5 cm²", 5), (r"#### 10,\!080", 10080),
+        (r"\boxed{1,\!234,\!567}", 1234567), (r"The answer is $3\;\frac{1}{2}$.", Fraction(7, 2)),
+        (r"\boxed{3\!\tfrac12}", Fraction(7, 2)), (r"So it is \boxed \$18.", 18), ("The answer is 1e5.", 100000),
+        ("The answer is 2^{10} = 1024.", 1024), ("#### 3! = 6", 6), (r"#### 90^{\circ}", 90),
+        (r"The answer is the 5^{th} day", 5), ("The answer is 18...", 18), ("The answer is _18_.", 18),
     ],
-)
+)  # fmt: skip
 def test_a_written_number_has_its_exact_value(text: str, value: Fraction) -> None:
     assert final_number(text) == value
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        "1,2,3", "99,0", "1,234,5", "1234,567", "0,123", "12,34", "1,23,4567", "3,14", "1.234.567", "1'000", "1_000",
-        "10!", "5²", r"2\pi", "2π", r"2\sqrt{3}", "5^2", r"\frac123", "1/2/3", "12/05/2020", "2 4/3", "3+4", "1,2/3",
-        "5;6", "2^{10}", "10^{-3}", "5**2", "12_8", "12_{8}", r"12_{\text{eight}}", r"0.\overline{3}", r"0.1\bar6",
-        "0.(3)", "1e5.5", "1{,}23", r"1,\!23", r"1\ 23", "1 234,5", "5x", "2n", "5i", "1.5k", r"5\choose 2",
-    ],
-)  # fmt: skip
+NO_NUMBERS = [
+    "1,2,3", "99,0", "1,234,5", "1234,567", "0,123", "12,34", "1,23,4567", "3,14", "1.234.567", "1'000", "1_000",
+    "10!", "5²", r"2\pi", "2π", r"2\sqrt{3}", "5^2", r"\frac123", "1/2/3", "12/05/2020", "2 4/3", "3+4", "1,2/3",
+    "5;6", "2^{10}", "10^{-3}", "5**2", "12_8", "12_{8}", r"12_{\text{eight}}", r"0.\overline{3}", r"0.1\bar6",
+    "0.(3)", "1e5.5", "1{,}23", r"1,\!23", r"1\ 23", "1 234,5", "5x", "2n", "5i", "1.5k", r"5\choose 2",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "form", ["#### {}", r"\boxed{{{}}}", r"\boxed {}", "<answer>{}</answer>", "The answer is ${}$."]
 )
-def test_a_form_that_cannot_be_read_is_no_number_and_no_part_of_it_is(number: str, form: str) -> None:
-    assert final_number(f"#### 7\nNo. {form.format(number)}" if "####" in form else form.format(number)) is None
-    assert parse_number(number) is None
-    for gold in ("1", "2", "5", "10", "123", "990", "12345", "1234567", "314"):
-        assert exact_match(completions=[form.format(number)], answer=[gold]) == [0.0]
-        assert exact_match(completions=[f"#### {gold}"], answer=[number]) == [0.0]
+def test_a_form_that_cannot_be_read_is_no_number_and_no_part_of_it_is(form: str) -> None:
+    golds = ("1", "2", "5", "10", "123", "990", "12345", "1234567", "314")
+    for number in NO_NUMBERS:
+        text = form.format(number)
+        assert final_number(f"#### 7\nNo. {text}" if "####" in form else text) is None, number
+        assert parse_number(number) is None
+        assert exact_match(completions=[text] * 9, answer=golds) == [0.0] * 9
+        assert exact_match(completions=[f"#### {gold}" for gold in golds], answer=[number] * 9) == [0.0] * 9
 
 
 @given(st.integers(0, 10**12), st.sampled_from([",", "{,}", "\\,", " ", "\u202f"]), st.integers(0, 10**6))
