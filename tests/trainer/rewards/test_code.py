@@ -243,14 +243,10 @@ def test_a_judge_whose_trainer_is_gone_ends_by_itself() -> None:
 @pytest.mark.parametrize(
     ("completion", "code"),
     [
-        ("```python\na = 1\n```", "a = 1\n"),
-        ("```py\na\n```\nor\n```\nb\n```\nend", "b\n"),
-        ("```Python3\n```", ""),
-        ("no code", None),
-        ("```python\na = 1", None),
-        ("```rust\nlet a;\n```", None),
+        ("```python\na = 1\n```", "a = 1\n"), ("```py\na\n```\nor\n```\nb\n```\nend", "b\n"), ("```Python3\n```", ""),
+        ("no code", None), ("```python\na = 1", None), ("```rust\nlet a;\n```", None),
     ],
-)
+)  # fmt: skip
 def test_code_is_the_last_closed_block(completion, code) -> None:
     assert fenced_code(completion) == code
 
