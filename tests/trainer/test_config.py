@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 from typing import get_args
 
 import pytest
-import yaml
 
 from cfa_kernels import AnswerRules, CounterfactualConfig, __version__
 from cfa_kernels.credit.config import SpanRules, flat_options
@@ -163,19 +162,11 @@ BEFORE_TORCH = [
     (["--bogus", "3"], 2, "Unrecognized options: --bogus, 3"),
     (["--config=cf", "--weights=top", "--bogus"], 2, "Unrecognized options: --bogus"),
     (["--learning_rat", "1e-3"], 2, "--learning_rat, 1e-3 Perhaps you meant: --learning_rate FLOAT"),
-    (["--loss_type", "gspo"], 2, "invalid choice 'gspo' for argument '--loss_type'"),
     (["--loss_type", "bnpo"], 2, "invalid choice 'bnpo' for argument '--loss_type'"),
-    (["--report_to=pigeon"], 2, "invalid choice 'pigeon'"),
     (["--max_steps=ten"], 2, "--max_steps: invalid literal for int() with base 10: 'ten'"),
     (["--max_steps=0"], 2, "error: max_steps must be an integer, at least 1, got 0"),
-    (["--seed=4294967296"], 2, "error: seed must be an integer, in [0, 4.29497e09], got 4294967296"),
-    (["--beta=nan"], 2, "error: beta must be finite and at least 0, got nan"),
     (["--epsilon=-0.2"], 2, "error: epsilon must be finite and at least 0, got -0.2"),
-    (["--epsilon_high=1e300"], 2, "error: epsilon_high must be finite and at least 0, got 1e"),
-    (["--temperature=1e-39"], 2, "error: temperature must be in [1e-38, 1e38], got 1e-39"),
     (["--learning_rate=nan"], 2, "error: learning_rate must be in [1e-38, 1e38], got nan"),
-    (["--eval_problems=0"], 2, "error: eval_problems must be an integer, at least 1 or None, got 0"),
-    (["--importance_sampling_clip_max=0"], 2, "clip_max must be in [1e-38, 1e38] or None, got 0.0"),
     (["--top_p=0"], 2, "error: top_p must be in (0, 1], got 0.0"),
     (["--reward_funcs", "own:f", "exact"], 2, "reward_funcs: 'exact' is neither one of exact_match, math_verify, "),
     (["--config"], 2, "--config: expected one argument"),
@@ -245,11 +236,10 @@ def test_credit_is_the_default_preset_unless_one_is_named_and_a_line_says_so(cap
         assert says == (flags in ((), ("--max_spans=5",)))
 
 
-@pytest.mark.parametrize(("of_run", "of_credit", "expected"), [(None, 7, 7), (9, None, 9), (9, 7, 7), (7, 9, 7)])
-def test_the_smaller_budget_of_run_and_credit_options_limits_credit(of_run, of_credit, expected) -> None:
-    options = {} if of_credit is None else {"token_budget": of_credit}
-    config = TrainConfig(device="cpu", token_budget=of_run, credit_options=options)
-    assert config.counterfactual().token_budget == expected
+def test_the_smaller_budget_of_run_and_credit_options_limits_credit() -> None:
+    for of_run, options, expected in ((None, {"token_budget": 7}, 7), (9, {}, 9), (9, {"token_budget": 7}, 7)):
+        config = TrainConfig(device="cpu", token_budget=of_run, credit_options=options)
+        assert config.counterfactual().token_budget == expected
 
 
 def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own(capsys, monkeypatch, tmp_path) -> None:
@@ -289,12 +279,10 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
             "score_centering reads each token's ratio by itself: it needs importance_sampling_level='token', no",
         ),
         (["--num_generations=3"], "a multiple of num_generations, got 128 and 3"),
-        (["--credit_options", "w_min", "5"], "w_min must not exceed w_max, got 5 and 4.0"),
         (["--reward_funcs"], "reward_funcs must name at least one function"),
         (["--merge_adapters=true"], "merge_adapters: use_peft is off, so there is no adapter to merge; omit one of"),
         (["--device=toaster"], "device must be auto, cpu or a GPU such as cuda:0, got 'toaster'"),
         (["--vllm_server_base_url=http://gpu:1"], "only rollout_engine=vllm reads it"),
-        (["--credit_options", "w_answer", "-1"], "w_answer must be finite and at least 0, got -1"),
         (["--rollout_engine=vllm", "--vllm_server_base_url=gpu:1"], "vllm_server_base_url must begin with http://"),
     ],
 )
@@ -307,9 +295,7 @@ def test_a_wrong_setting_ends_the_program_and_is_named(capsys, argv, said) -> No
     [
         ("learning_rats: 1e-3", "unknown setting 'learning_rats'"),
         ("max_steps: 2.5", "max_steps must be an integer, at least 1, got 2.5"),
-        ("use_peft: 'no'", "use_peft must be a bool, got 'no'"),
         ("reward_funcs: exact_match", "reward_funcs must be a list, got 'exact_match'"),
-        ("temperature: {high: 1}", "temperature must be in [1e-38, 1e38], got {'high': 1}"),
         (
             "credit: reversed",
             "credit must be one of 'counterfactual', 'inverted', 'permuted', 'random', 'uniform', got",
@@ -321,10 +307,3 @@ def test_a_wrong_setting_in_a_file_is_named(capsys, tmp_path, text, said) -> Non
     file = tmp_path / "run.yaml"
     file.write_text(text)
     assert said in message(capsys, "--config", str(file))
-
-
-def test_the_embedded_settings_are_valid_yaml_of_known_settings() -> None:
-    from trainer.settings import DEFAULTS_FILE, EMBEDDED, model_path
-
-    with open(f"{model_path(EMBEDDED)}/{DEFAULTS_FILE}", encoding="utf-8") as file:
-        assert set(yaml.safe_load(file)) <= {field.name for field in fields(TrainConfig)}

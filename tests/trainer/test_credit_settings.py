@@ -86,7 +86,7 @@ def test_an_option_that_nothing_reads_is_refused_by_name(capsys) -> None:
     assert "sigma is not read: it is an option of estimator='gradient'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("estimator", ["masking", "gradient", "prefix_gain", "entropy", "prefix_tree", "sibling_edits"])
+@pytest.mark.parametrize("estimator", ["masking", "gradient"])
 def test_an_estimator_judges_the_rows_with_advantage_of_a_micro_batch(fresh, rollouts, estimator) -> None:
     """Two of the four groups are mixed. One micro-batch for each, as credit must not mix them up."""
     trainer = fresh(f"--estimator={estimator}", "--token_budget=1")
@@ -96,17 +96,13 @@ def test_an_estimator_judges_the_rows_with_advantage_of_a_micro_batch(fresh, rol
     assert [len(row) for row in credit.drop] == [len(row) for row in credit.spans]
     assert torch.cat(credit.weights[8:24]).eq(1).all()
     assert torch.isfinite(torch.tensor(metrics["loss"]))
-    if estimator in ("masking", "gradient", "prefix_gain", "entropy", "sibling_edits"):
-        assert torch.cat([credit.weights[b] for b in judged]).std() > 0
-    if estimator == "entropy":  # a share of the whole batch, whatever its micro-batches
-        assert torch.cat([credit.weights[b] for b in judged]).mean() == pytest.approx(0.2, abs=0.02)
+    assert torch.cat([credit.weights[b] for b in judged]).std() > 0
 
 
-@pytest.mark.parametrize("estimator", ["prefix_tree", "entropy_shaping"])
-def test_signed_credit_changes_the_update_as_its_advantages_say(fresh, rollouts, estimator) -> None:
+def test_signed_credit_changes_the_update_as_its_advantages_say(fresh, rollouts) -> None:
     gradients = []
     for credit in ("counterfactual", "uniform", "inverted"):
-        trainer = fresh(f"--estimator={estimator}", f"--credit={credit}", "--max_grad_norm=1e9")
+        trainer = fresh("--estimator=entropy_shaping", f"--credit={credit}", "--max_grad_norm=1e9")
         credit_under(trainer, rollouts)
         gradients.append(torch.cat([p.grad.flatten() for p in trainer.policy.parameters()]))
     forth, plain, back = gradients
@@ -114,8 +110,8 @@ def test_signed_credit_changes_the_update_as_its_advantages_say(fresh, rollouts,
     torch.testing.assert_close(forth - plain, plain - back, rtol=1e-3, atol=1e-4 * plain.abs().max().item())
 
 
-def test_all_of_a_small_batch_in_one_pass_keeps_the_share_of_entropies(fresh, rollouts) -> None:
-    trainer = fresh("--config", "entropy_80_20", "--token_budget=100000")
+def test_micro_batches_keep_the_share_of_entropies_of_the_batch(fresh, rollouts) -> None:
+    trainer = fresh("--config", "entropy_80_20", "--token_budget=1")
     credit, _ = credit_under(trainer, rollouts)
     judged = [b for b, units in enumerate(credit.spans) if units]
     weights = torch.cat([credit.weights[b] for b in judged])

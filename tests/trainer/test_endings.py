@@ -48,9 +48,7 @@ def test_a_run_keeps_no_object_from_the_interpreters_end(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "code", "step"), [("SIGINT", 130, 3), ("SIGTERM", 0, 5), ("SIGHUP", 0, 3), ("SIGTERM", 0, 0)]
-)
+@pytest.mark.parametrize(("name", "code", "step"), [("SIGINT", 130, 3), ("SIGTERM", 0, 0)])
 def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(there, undisturbed, name, code, step) -> None:
     folder = there / f"{name}{step}"
     argv = flags(there / "model", folder)
@@ -62,11 +60,10 @@ def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(there, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 0)])
-def test_a_signal_before_the_first_step_ends_at_once_and_leaves_nothing(there, name, code) -> None:
+def test_a_signal_before_the_first_step_ends_at_once_and_leaves_nothing(there) -> None:
     argv = flags(there / "model", there / "early")
-    _, (ended, _, said) = child(signalled, argv, getattr(signal, name), -1)
-    assert (ended, said) == (code, "ended before the first step; nothing was written\n")
+    _, (ended, _, said) = child(signalled, argv, signal.SIGINT, -1)
+    assert (ended, said) == (130, "ended before the first step; nothing was written\n")
     assert not (there / "early").exists()
 
 
@@ -120,9 +117,8 @@ def unheard(argv: list[str], gone: tuple[int, ...]) -> int | str | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gone", [(1,), (1, 2)])
-def test_a_pipe_that_nobody_reads_any_more_changes_nothing_about_the_run(there, undisturbed, gone) -> None:
-    folder = there / f"unheard{len(gone)}"
+def test_a_pipe_that_nobody_reads_any_more_changes_nothing_about_the_run(there, undisturbed) -> None:
+    folder, gone = there / "unheard", (1, 2)
     argv = flags(there / "model", folder, "--report_to")
     assert child(unheard, argv, gone) == (0, 0)
     assert outcome(folder) == undisturbed

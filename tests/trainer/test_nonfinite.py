@@ -15,6 +15,7 @@ FAULTS = {
     "gradient": r"samples \[0, 1, 2, 3\]: gradient of model.norm.weight is not finite",
     "logits": r"sample 0, sample 1, sample 2, sample 3 \(4 of 4\): the model's logits are not finite",
     "scores": r"completions row \d: the model gave a nan log-prob",
+    "weights": r"model: parameter model.norm.weight is not finite",
 }
 
 
@@ -22,6 +23,8 @@ def damage(trainer, kind: str) -> None:
     policy = trainer.policy
     if kind == "reward":
         trainer.rewards = {"broken": lambda **_: [0, torch.inf, 0, 1]}
+    elif kind == "weights":
+        trainer.optimizer.register_step_post_hook(lambda *_: trainer.policy.model.norm.weight.data.fill_(torch.inf))
     elif kind == "gradient":
         policy.model.norm.weight.register_hook(lambda gradient: gradient * torch.nan)
     else:

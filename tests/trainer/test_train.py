@@ -25,7 +25,6 @@ from tests.support.embedded import (
 from tests.support.runs import timeless
 from trainer.evaluate import Evaluation, paired_gain
 from trainer.rewards.calls import group_advantages
-from trainer.run import train
 from trainer.settings import EMBEDDED, model_path
 from trainer.step import problem_batches, training_step
 
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("loss_type", "budget"),
-    [("dapo", 1), ("grpo", 1), ("dr_grpo", 1), ("cispo", 1), ("sapo", 1), ("luspo", 1), ("dapo", 10_000)],
+    [("dapo", 1), ("grpo", 1), ("dr_grpo", 1), ("dapo", 10_000)],
 )
 def test_the_update_is_that_of_one_loss_over_the_whole_padded_batch(fresh, rollouts, loss_type, budget) -> None:
     trainer = fresh(f"--loss_type={loss_type}", f"--token_budget={budget}", "--max_grad_norm=1e9", "--credit=uniform")
@@ -134,15 +133,6 @@ def test_every_credit_mode_gives_other_weights_and_only_the_answer_free_ones_sco
         == forwards["random"]
         == forwards["uniform"]
     )
-
-
-def test_a_model_that_turns_nan_in_its_last_step_is_not_saved(fresh, tmp_path) -> None:
-    trainer = fresh(f"--output_dir={tmp_path / 'run'}", "--max_completion_length=4", "--max_steps=1")
-    weight = trainer.policy.model.norm.weight
-    trainer.optimizer.register_step_post_hook(lambda *_: weight.data.fill_(torch.inf))
-    with pytest.raises(FloatingPointError, match=r"^step 1, .* this step is not saved$"):
-        train(trainer)
-    assert not (tmp_path / "run" / "checkpoint").exists()
 
 
 @pytest.fixture(scope="module")

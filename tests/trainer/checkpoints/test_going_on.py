@@ -26,7 +26,7 @@ def killed_and_gone_on(argv: list[str], moments: list[int], of: str = "") -> str
     return said
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one(there, undisturbed, seed) -> None:
     folder, moments = there / f"killed{seed}", random.Random(seed).sample(range(1, 40), 3)
     killed_and_gone_on(flags(there / "model", folder), moments)
@@ -55,14 +55,14 @@ def test_a_steady_schedule_lets_a_finished_run_go_on_for_longer(there) -> None:
         argv = flags(there / "model", there / name, "--lr_scheduler_type=constant", f"--max_steps={steps}")
         return child(main, argv)[1]
 
-    assert [ended(*run)[0] for run in (("longer", 4), ("longer", 6), ("whole", 6))] == [0, 0, 0]
+    assert [ended(*run)[0] for run in (("longer", 2), ("longer", 3), ("whole", 3))] == [0, 0, 0]
     ours, theirs = outcome(there / "longer"), outcome(there / "whole")
     assert ours["weights"] == theirs["weights"]
     more = [entry for entry in ours["metrics"] if entry not in theirs["metrics"]]
-    assert [(entry["step"], "eval_accuracy" in entry) for entry in more] == [(4, True)]
-    assert "is finished: it has its 4 steps" in ended("longer", 4)[1]
+    assert [(entry["step"], "eval_accuracy" in entry) for entry in more] == [(2, True)]
+    assert "is finished: it has its 2 steps" in ended("longer", 2)[1]
     (there / "longer" / "summary.json").unlink()
-    assert ended("longer", 4)[2].startswith(f"error: max_steps: {there / 'longer'} is at step 6 already, got 4")
+    assert ended("longer", 2)[2].startswith(f"error: max_steps: {there / 'longer'} is at step 3 already, got 2")
 
 
 def without_a_gradient(argv: list[str]) -> list[tuple[int, bool, list[float]]]:
@@ -174,17 +174,17 @@ def clock(monkeypatch, day: int) -> None:
 
 
 def test_a_run_whose_template_writes_the_date_goes_on_the_next_day_with_its_first_prompts(tmp_path, monkeypatch):
-    argv = flags(tmp_path / "model", tmp_path / "whole")
+    argv = flags(tmp_path / "model", tmp_path / "whole", "--max_steps=2")
     (tmp_path / "model" / "chat_template.jinja").write_text(DATED)
     clock(monkeypatch, 26)
     code, _, wrong = main(argv)
     assert (code, wrong) == (0, "")
 
     def stop(call: int) -> None:
-        if call == 3:
+        if call == 1:
             signal.raise_signal(signal.SIGTERM)
 
-    stopped = flags(tmp_path / "model", tmp_path / "stopped")
+    stopped = flags(tmp_path / "model", tmp_path / "stopped", "--max_steps=2")
     assert main(stopped, stop)[0] == 0
     assert not (tmp_path / "stopped" / "summary.json").exists()
     clock(monkeypatch, 27)
@@ -193,6 +193,6 @@ def test_a_run_whose_template_writes_the_date_goes_on_the_next_day_with_its_firs
     assert "resuming from the checkpoint of step" in said
     assert outcome(tmp_path / "stopped")["weights"] == outcome(tmp_path / "whole")["weights"]
     assert outcome(tmp_path / "stopped")["samples"] == outcome(tmp_path / "whole")["samples"]
-    code, _, wrong = main(flags(tmp_path / "model", tmp_path / "new"))
+    code, _, wrong = main(flags(tmp_path / "model", tmp_path / "new", "--max_steps=2"))
     assert (code, wrong) == (0, "")
     assert outcome(tmp_path / "new")["samples"] != outcome(tmp_path / "whole")["samples"]

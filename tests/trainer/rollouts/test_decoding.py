@@ -43,8 +43,10 @@ def by_generate(model, prompts, **options):
     return engine(prompts, **options)
 
 
-@MODELS
-@pytest.mark.parametrize("how", ["captured", "step by step", "by transformers"])
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [({}, "captured"), (WINDOWED, "captured"), (WINDOWED, "step by step"), ({}, "by transformers")],
+)
 def test_completions_on_a_gpu_are_those_of_transformers_on_the_host(options, how, replays, device) -> None:
     host, model = tiny(**options), tiny(**options).to(device)
     for one in (host, model):  # most completions end, within and between the looks at them

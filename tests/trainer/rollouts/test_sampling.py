@@ -53,8 +53,10 @@ def rows(kind: str, size: int) -> torch.Tensor:
     }[kind]()
 
 
-@pytest.mark.parametrize("size", [7, 301, 2003])
-@pytest.mark.parametrize("kind", ["peaked", "flat", "with ties", "all alike", "half impossible"])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("peaked", 301), ("flat", 7), ("flat", 2003), ("with ties", 2003), ("all alike", 301), ("half impossible", 301)],
+)
 def test_the_same_draws_give_the_tokens_that_a_sort_in_float64_gives(kind, size) -> None:
     scores = rows(kind, size)
     uniforms = torch.rand(len(scores), 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -138,8 +140,9 @@ def poison(trainer):
         hook.remove()
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("how", [{}, {"keys": None}], ids=["sampled", "greedy"])
+@pytest.mark.parametrize(
+    ("value", "how"), [(torch.nan, {}), (-torch.inf, {}), (torch.inf, {"keys": None}), (torch.nan, {"keys": None})]
+)
 def test_logits_that_are_not_finite_name_the_sample_and_the_token(trainer, poison, value, how) -> None:
     poison(3, value, start=2)
     with pytest.raises(FloatingPointError, match=r"^sample 3 \(1 of 8\): .* \(in sample 3 from token 2 on\)"):
