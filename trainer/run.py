@@ -163,10 +163,9 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
         held_out_prompts, grader,
     )  # fmt: skip
     if config.compare_and_correct:
-        from .experimental import compare_and_correct as experiment  # which no other run reads
+        from .experimental.compare_and_correct import compare_and_correct  # which no other run reads
 
-        experiment.require_fitting_prompt(trainer)
-        trainer.shape = experiment.compare_and_correct
+        trainer.shape = compare_and_correct
     return trainer
 
 

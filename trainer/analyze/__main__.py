@@ -1,4 +1,4 @@
-"""Run `python -m trainer.analyze`, `cfa-analyze` or `cfa-compare`; wrong flags and missing files wait for no import."""
+"""Run `python -m trainer.analyze`, `cfa-analyze` or `cfa-compare`; wrong flags wait for no import."""
 
 import argparse
 import sys
@@ -29,13 +29,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("--out", type=Path, help="folder to write to: analysis in the run, or NAME-analysis")
     options = vars(parser.parse_args(argv[compares:]))
     try:
-        for path in options.get("runs", []):
-            if not (path / "metrics.jsonl").is_file():
-                raise ValueError(f"{path}: holds no metrics.jsonl, so it is not the folder of a run")
-        if not compares:
-            file = options["source"] / "completions.jsonl" if options["source"].is_dir() else options["source"]
-            if not file.is_file():
-                raise ValueError(f"{file}: there is no such file")
         with needed_by(prog, "trainer"):
             from .analysis import compare, write_analysis
         if compares:
