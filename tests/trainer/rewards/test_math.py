@@ -37,26 +37,14 @@ def obedient(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_child_that_dies_or_hangs_earns_nothing_and_is_started_anew(obedient) -> None:
+def test_a_child_that_dies_hangs_or_was_killed_is_started_anew_and_an_unreadable_answer_is_named_once(obedient) -> None:
     # A child that hangs is given up after a second; one that dies has all the time that it needs.
     assert obedient(1.0)(completions=["hang", "hold on"], answer=["5"] * 2) == [0.0, 0.0]
     reward = obedient(DEADLINE)
-    assert reward(completions=["5", "die", "5"], answer=["5"] * 3) == [1.0, 0.0, 1.0]
-    assert reward(completions=["5", "6"], answer=["x\n#### 5", " 5 "]) == [1.0, 0.0]
-
-
-@pytest.mark.slow
-def test_a_child_that_was_killed_while_idle_costs_no_completion_its_reward(obedient) -> None:
-    reward = obedient(DEADLINE)
-    assert reward(completions=["5"], answer=["5"]) == [1.0]
+    assert reward(completions=["5", "die", "5"], answer=["5", "5", "x\n#### 5"]) == [1.0, 0.0, 1.0]
     os.kill(reward._child.pid, signal.SIGKILL)
     reward._child.wait()
-    assert reward(completions=["5"], answer=["5"]) == [1.0]
-
-
-@pytest.mark.slow
-def test_an_answer_that_cannot_be_read_is_named_once(obedient) -> None:
-    reward = obedient(DEADLINE)
+    assert reward(completions=["5", "6"], answer=["5", " 5 "]) == [1.0, 0.0]
     with pytest.warns(UserWarning, match="cannot read the answer 'five'") as warned:
         assert reward(completions=["5"] * 3, answer=["five"] * 3) == [0.0] * 3
     assert len(warned) == 1

@@ -53,13 +53,10 @@ def test_rows_of_mbpp_are_held_out_like_all_others(tmp_path) -> None:
     ("bad", "reason"),
     [
         ({"question": "?", "answer": "5"}, "MBPP has a task in text or prompt and a list of tests in test_list, got"),
-        (ROW | {"text": " "}, "MBPP has a task .* got {'text': ' ',"),
         (ROW | {"text": None}, "MBPP has a task .* got {'text': None,"),
         (ROW | {"test_list": []}, r"MBPP has .* 'test_list': \[\]"),
-        (ROW | {"test_list": "assert 1"}, "MBPP has .* 'test_list': 'assert 1'"),
         (SANITIZED | {"test_imports": "import math"}, "MBPP has .* 'test_imports': 'import math'"),
         (ROW | {"test_list": ["assert f(1 == 2"]}, r"'assert f\(1 == 2' in its tests is not Python"),
-        (ROW | {"test_list": [3]}, "3 in its tests is not Python"),
         (ROW | {"test_setup_code": "import"}, "'import' in its tests is not Python"),
     ],
 )

@@ -8,7 +8,6 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -79,8 +78,6 @@ class VllmServer(requests.adapters.BaseAdapter):
             ids, logprobs = self.complete(prompt, body)
             if self.fault == "stops early" and not body.get("ignore_eos"):
                 ids, logprobs = ids[:1], logprobs[:1]
-            if self.fault == "not a number" and not body.get("ignore_eos"):
-                logprobs[-1] = float("nan")
             names = [f"token_id:{token + (self.fault == 'other tokens')}" for token in ids]
             values = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": [None] * len(ids)}
             choices.append({"prompt_token_ids": prompt, "token_ids": ids, "logprobs": values})
@@ -234,37 +231,21 @@ def test_a_server_that_cannot_be_used_is_named_before_a_run_starts(serve, fault,
         engine()
 
 
-# requests reads JSON by simplejson where that is installed, which takes no nan.
-NOT_A_NUMBER = (
-    (FloatingPointError, r"^p\d.* of 4\): the model's logits are not finite \(in p\d from token")
-    if find_spec("simplejson") is None
-    else (ConnectionError, r"did not complete p\d")
-)
-
-
-@pytest.mark.parametrize(
-    ("fault", "error", "message"),
-    [
-        ("stops early", ConnectionError, r"^p\d: the server ended it after 1 of 12 tokens, by \[\d+\]; completions of"),
-        ("not a number", *NOT_A_NUMBER),
-    ],
-)
-def test_an_answer_that_is_not_what_was_asked_for_is_named(serve, fault, error, message) -> None:
-    _, engine = serve(tiny(), tiny(), fault)
+def test_a_completion_that_the_server_cut_short_is_named(serve) -> None:
+    _, engine = serve(tiny(), tiny(), "stops early")
     made = engine()
-    with pytest.raises(error, match=message):
+    message = r"^p\d: the server ended it after 1 of 12 tokens, by \[\d+\]; completions of"
+    with pytest.raises(ConnectionError, match=message):
         made(PROMPTS, **SAMPLED, names=[f"p{b}" for b in range(4)])
 
 
-@pytest.mark.parametrize("listens", [False, True], ids=["nobody there", "no answer"])
-def test_a_server_that_does_not_answer_ends_the_program_with_one_line(tmp_path, capsys, monkeypatch, listens) -> None:
+def test_a_server_that_does_not_answer_ends_the_program_with_one_line(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("trainer.rollouts.vllm.START_SECONDS", 0.2)
     monkeypatch.setattr("trainer.run.load_policy", lambda *_, **__: pytest.fail("the model was loaded before"))
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        if listens:
-            silent.listen()
+        silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         argv = ["--rollout_engine=vllm", f"--vllm_server_base_url={url}"]
         assert main(["--device=cpu", "--train_problems=8", f"--output_dir={tmp_path / 'run'}", *argv]) == 1
