@@ -341,6 +341,21 @@ def test_completions_that_are_at_hand_are_measured_the_truths_first(tmp_path, mo
     assert "moments must be 0 with rollouts, which hold no earlier batches, got 2" in said
 
 
+def test_groups_of_equal_rewards_are_left_out_of_their_batch(policy):
+    rewards = [1.0, 0, 0, 0] + [1.0] * 4 + [0.0] * 8 + [0.0, 1, 1, 1] * 2
+    rows = [torch.tensor([b]) for b in range(24)]
+    made = [*policy.mixed([policy.problems[0]] * 24, rows, rewards, 2)]
+    assert [[int(row) for row in groups.rows.completions] for groups in made] == [[0, 1, 2, 3], [], [*range(16, 24)]]
+    assert [groups.rewards.tolist() for groups in made] == [rewards[:4], [], rewards[16:]]
+
+
+def test_what_a_file_of_the_same_settings_holds_is_not_made_again(tmp_path):
+    made = iter([torch.zeros(2), torch.ones(2)])
+    path = tmp_path / "run" / "squares.pt"
+    values = [alignment._kept(path, {"seed": seed}, lambda: next(made)) for seed in (0, 0, 1, 1)]
+    assert [value.tolist() for value in values] == [[0, 0], [0, 0], [1, 1], [1, 1]]
+
+
 def test_a_truth_whose_parts_do_not_agree_is_refused(tmp_path, monkeypatch, capsys):
     parts = torch.eye(PARTS)  # alike in nothing
     monkeypatch.setattr(alignment, "true_gradient", lambda *arguments: parts[arguments[-1]])
