@@ -279,6 +279,7 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
             "score_centering reads each token's ratio by itself: it needs importance_sampling_level='token', no",
         ),
         (["--num_generations=3"], "a multiple of num_generations, got 128 and 3"),
+        (["--num_generations=1"], "num_generations must be at least 2 for a group to compare, got 1"),
         (["--reward_funcs"], "reward_funcs must name at least one function"),
         (["--merge_adapters=true"], "merge_adapters: use_peft is off, so there is no adapter to merge; omit one of"),
         (["--device=toaster"], "device must be auto, cpu or a GPU such as cuda:0, got 'toaster'"),
