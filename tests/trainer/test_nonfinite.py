@@ -15,7 +15,7 @@ FAULTS = {
     "gradient": r"samples \[0, 1, 2, 3\]: gradient of model.norm.weight is not finite",
     "logits": r"sample 0, sample 1, sample 2, sample 3 \(4 of 4\): the model's logits are not finite",
     "scores": r"completions row \d: the model gave a nan log-prob",
-    "weights": r"model: parameter model.norm.weight is not finite",
+    "weights": r"held-out problem 0, held-out problem 1 \(2 of 2\): the model's logits are not finite",
 }
 
 
