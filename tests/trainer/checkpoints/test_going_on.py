@@ -14,7 +14,7 @@ from trainer.checkpoints import RunFolder
 from trainer.run import set_up, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.traced]
-PEFT = ["--use_peft", "--lora_r=2"]
+PEFT = ["--use_peft", "--lora_r=2", "--max_steps=4"]
 
 
 def killed_and_gone_on(argv: list[str], moments: list[int], of: str = "") -> str:
@@ -43,10 +43,10 @@ def test_a_run_killed_between_the_two_updates_of_a_step_ends_as_the_undisturbed_
 def test_a_lora_run_goes_on_from_its_adapter(there) -> None:
     one, other = (flags(there / "model", there / name, *PEFT) for name in ("adapter", "adapter-killed"))
     assert child(main, one)[0] == 0
-    killed_and_gone_on(other, [20])
+    killed_and_gone_on(other, [14])
     trained = "adapter/adapter_model.safetensors"
     assert outcome(there / "adapter-killed", trained) == outcome(there / "adapter", trained)
-    size = (there / "adapter/checkpoints/step-6/state.pt").stat().st_size
+    size = (there / "adapter/checkpoints/step-4/state.pt").stat().st_size
     assert size < (there / "undisturbed/checkpoints/step-6/state.pt").stat().st_size / 2
 
 
@@ -60,7 +60,6 @@ def test_a_steady_schedule_lets_a_finished_run_go_on_for_longer(there) -> None:
     assert ours["weights"] == theirs["weights"]
     more = [entry for entry in ours["metrics"] if entry not in theirs["metrics"]]
     assert [(entry["step"], "eval_accuracy" in entry) for entry in more] == [(2, True)]
-    assert "is finished: it has its 2 steps" in ended("longer", 2)[1]
     (there / "longer" / "summary.json").unlink()
     assert ended("longer", 2)[2].startswith(f"error: max_steps: {there / 'longer'} is at step 3 already, got 2")
 

@@ -18,10 +18,10 @@ def played() -> Any:
     return set_up(settings("--config=calculator", "--top_p=0.9"))
 
 
-def sample(trainer: Any) -> Any:
+@pytest.fixture(scope="module")
+def rollouts(played: Any) -> Any:
     """Eight completions of each of two problems, as a step draws them."""
-    keys = [(0, 1, i, g) for i in range(2) for g in range(8)]
-    return trainer.sample(keys)
+    return played.sample([(0, 1, i, g) for i in range(2) for g in range(8)])
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,7 @@ def test_the_calculator_completes_the_last_sum(text, result):
     assert environment.step(text) == result
 
 
-def test_a_call_is_answered_and_the_policy_goes_on_after_the_answer(played):
-    rollouts = sample(played)
+def test_a_call_is_answered_and_the_policy_goes_on_after_the_answer(played, rollouts):
     texts = dict.fromkeys(rollouts.texts)
     sums = [line for text in texts for line in text.split("\n") if "=" in line and line.rstrip().endswith(".")]
     assert len(sums) > 8
@@ -55,8 +54,7 @@ def test_a_call_is_answered_and_the_policy_goes_on_after_the_answer(played):
     assert any((mask == 0).any() for mask in rollouts.mask)
 
 
-def test_log_probs_are_those_of_the_policy_with_the_observations_in_its_context(played):
-    rollouts = sample(played)
+def test_log_probs_are_those_of_the_policy_with_the_observations_in_its_context(played, rollouts):
     values = packed_logprobs(played.policy, rollouts.rows, kept_tokens=rollouts.kept_tokens)
     for mask, own, expected in zip(rollouts.mask, rollouts.logprobs, values, strict=True):
         torch.testing.assert_close(own[mask == 1], expected[mask == 1].detach(), rtol=1e-3, atol=1e-3)
@@ -79,8 +77,7 @@ def test_rollouts_without_a_call_are_the_engines_own(played):
         assert torch.equal(own.ids, other.ids)
 
 
-def test_tokens_of_an_environment_are_in_no_span_and_move_nothing(played):
-    rollouts = sample(played)
+def test_tokens_of_an_environment_are_in_no_span_and_move_nothing(played, rollouts):
     batch = all_counted(rollouts)
     assert (
         counted_tokens(batch, range(16)) == sum(int(mask.sum()) for mask in rollouts.mask) < sum(rollouts.rows.lengths)
