@@ -113,9 +113,8 @@ CASES = {
     "all": ["--no_use_peft", "--scale_rewards=batch", "--importance_sampling_clip_max=3", *COMMON],
     "adapters": ["--use_peft", "--lora_r=4", "--loss_type=grpo", "--max_completion_length=32", *COMMON],
     "top": ["--max_completion_length=16", *COMPARING["top of entropies"]],
-    "a function": ["--max_completion_length=16", *COMPARING["a function"]],
 }
-UNDER = {"ddp": ("all", "a function"), "fsdp2": ("all", "adapters", "top")}
+UNDER = {"ddp": ("all", "top"), "fsdp2": ("all", "adapters")}
 
 
 @pytest.fixture(scope="module")

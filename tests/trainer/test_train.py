@@ -137,7 +137,7 @@ def test_every_credit_mode_gives_other_weights_and_only_the_answer_free_ones_sco
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("runs") / "first", "--temperature=1.2")
+    return run(tmp_path_factory.mktemp("runs") / "first", "--temperature=1.2", "--eval_problems=2")
 
 
 def test_a_run_leaves_metrics_samples_curves_settings_and_a_checkpoint(finished) -> None:
@@ -189,7 +189,7 @@ def test_samples_hold_tokens_weights_and_what_masking_did(finished) -> None:
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(finished, tmp_path) -> None:
-    again = run(tmp_path / "again", "--temperature=1.2")
+    again = run(tmp_path / "again", "--temperature=1.2", "--eval_problems=2")
     assert timeless(again) == timeless(finished)
     assert samples_of(again) == samples_of(finished)
     assert (again / "checkpoint/model.safetensors").read_bytes() == (
