@@ -149,8 +149,7 @@ def require_whole_prompt(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 def stop_clock(at: datetime) -> None:
     """Let chat templates that write the date write that of `at`: a run resumed tomorrow has the same prompts."""
     # A function among a template's variables would reach it as text.
-    clock: Any = type("Clock", (), {"now": staticmethod(lambda: at)})
-    chat_template_utils.datetime = clock
+    vars(chat_template_utils)["datetime"] = type("Clock", (), {"now": staticmethod(lambda: at)})
 
 
 def configured_prompt(question: str | Messages, tokenizer: PreTrainedTokenizerBase, config: TrainSettings) -> list[int]:
