@@ -221,7 +221,7 @@ def gsm8k_job(problems: int, *, seed: int = SEED) -> Job:
     return _job_of_problems(f"gsm8k-{4 * problems}", _drawn_problems(problems, seed, lambda question: True))
 
 
-def _drawn_problems(problems: int | None, seed: int, wanted: Callable[[str], bool]) -> list[tuple[str, list[_Scored]]]:
+def _drawn_problems(problems: int, seed: int, wanted: Callable[[str], bool]) -> list[tuple[str, list[_Scored]]]:
     """The first `problems` wanted ones of a random order, with their first four completions, all scorable."""
     order = list(corpus().problems)
     random.Random(seed).shuffle(order)
@@ -234,8 +234,6 @@ def _drawn_problems(problems: int | None, seed: int, wanted: Callable[[str], boo
             drawn.append((question, scored))
         if len(drawn) == problems:
             return drawn
-    if problems is None:
-        return drawn
     raise ValueError(f"problems must be at most {len(drawn)}, how many have four scorable solutions; got {problems}")
 
 
@@ -314,10 +312,10 @@ class JobRollouts:
         }
 
 
-def gsm8k_rollouts(problems: int | None, *, mixed: bool, seed: int = STEP_SEED) -> JobRollouts:
+def gsm8k_rollouts(problems: int, *, mixed: bool, seed: int = STEP_SEED) -> JobRollouts:
     """`problems` problems drawn at random with four completions each and their own rewards, 1 for a right answer.
 
-    None draws all that can be. With `mixed` only problems whose completions differ in reward; else as they come.
+    With `mixed` only problems whose completions differ in reward; else as they come.
     """
     correct = corpus().correct
 
