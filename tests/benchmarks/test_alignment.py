@@ -236,6 +236,21 @@ def test_a_model_of_ones_own_is_measured_by_one_command(tmp_path, monkeypatch, c
     assert json.loads((tmp_path / "own.json").read_text())["settings"]["parameters"] == "few"
 
 
+def test_a_jackknife_is_without_each_line_and_without_each_part_of_the_truth():
+    random = np.random.default_rng(0)
+    lines, parts = random.normal(size=(5, 3 + 2)), 1 + random.normal(size=(3, 40)) / 4
+    gram, every = parts @ parts.T, [0, 1, 2]
+
+    def of(lines, kept):
+        strength = np.mean([gram[i, j] for i, j in itertools.permutations(kept, 2)])
+        return [lines[:, kept].mean() / strength**0.5, lines[:, 3].mean() - 2 * lines[:, 4].mean()]
+
+    found = alignment._jackknife(lines, gram, lambda product, large, small: [product, large - 2 * small])
+    without = [of(np.delete(lines, i, 0), every) for i in range(5)]
+    expected = [of(lines, every), *without, *(of(lines, [p for p in every if p != part]) for part in every)]
+    np.testing.assert_allclose(found, expected)
+
+
 def test_errors_hold_how_well_the_truth_is_known():
     """The same batches beside many truths, each from noisy parts: ratios scatter as the errors say."""
     random, truth = np.random.default_rng(0), np.eye(40)[0]
