@@ -292,6 +292,9 @@ def test_the_command_writes_its_tables_and_resumes(policy, tmp_path, monkeypatch
     monkeypatch.setattr(Policy, "values", lambda self, asked, begun, count: torch.full((len(begun),), 0.5))
     monkeypatch.setattr(alignment, "true_gradient", lambda policy, settings, part: truth[-1] + truth[part] / 4)
     assert main([*arguments, "--blocks", "3"]) == 0
+    (tmp_path / "pieces" / "block-1.json").unlink()  # as if it had been interrupted
+    for name in ("true_gradient", "mean_squares"):  # which are kept
+        monkeypatch.setattr(alignment, name, None)
     assert main(arguments) == 0  # with fewer blocks
     first = json.loads((tmp_path / "evidence-alignment.json").read_text())
     assert list(first["arms"]) == [PLAIN, "CF where right", "right times 4", "ceiling"]
