@@ -61,7 +61,7 @@ class DataConfig:
     """Column that holds the solution ("... #### 72") or the bare number; reward_model.ground_truth is that field of a
     column reward_model."""
     train_problems: Count | None = None
-    """Training problems to use; all by default (8192 for "generated")."""
+    """Training problems to use; all by default (for "generated" 8192, or in warm-up one per sequence)."""
 
     @property
     def kind(self) -> str:
