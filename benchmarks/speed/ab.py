@@ -437,31 +437,26 @@ def main(argv: list[str] | None = None) -> int:
         "schema": 1, "environment": describe_environment(device, options.commit),
         "command": " ".join(["python -m benchmarks speed ab", *words]), "parts": {},
     }  # fmt: skip
-    failed = []
+    part, failed = dict[str, Any](), list[str]()
     for name in options.blocks.split(","):
         run, limit = BLOCKS[name]
         began, limit = time.monotonic(), min(limit, bench.seconds_left)
-        if limit < LEAST:
-            document["parts"][name] = {"skipped": f"{bench.seconds_left:.0f} s of the budget were left"}
-            print(f"== {name} is skipped: {document['parts'][name]['skipped']}", flush=True)
-            write_json(options.into, document)
-            failed.append(name)
-            continue
         print(f"== {name}, at most {limit:.0f} s", flush=True)
         try:
+            if limit < LEAST:
+                raise TooLong(f"{bench.seconds_left:.0f} s of the budget were left")
             with at_most(0 if options.smoke else limit):
-                document["parts"][name] = {"result": run(bench)}
+                part = {"result": run(bench)}
         except TooLong as error:
-            document["parts"][name] = {"skipped": str(error)}
+            part = {"skipped": str(error)}
             print(f"== {name} is skipped: {error}", flush=True)
-            failed.append(name)
-            release_memory(device)
         except Exception as error:
-            document["parts"][name] = {"failed": f"{type(error).__name__}: {str(error)[:2000]}"}
+            part = {"failed": f"{type(error).__name__}: {str(error)[:2000]}"}
             print(traceback.format_exc(limit=12)[-4000:], flush=True)
+        if "result" not in part:
             failed.append(name)
             release_memory(device)
-        document["parts"][name]["took"] = time.monotonic() - began
+        document["parts"][name] = part | {"took": time.monotonic() - began}
         write_json(options.into, document)
         print(page({name: document["parts"][name]}), flush=True)
     if failed:
