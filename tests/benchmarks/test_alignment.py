@@ -377,13 +377,6 @@ def test_groups_of_equal_rewards_are_left_out_of_their_batch(policy):
     assert [groups.rewards.tolist() for groups in made] == [rewards[:4], [], rewards[16:]]
 
 
-def test_what_a_file_of_the_same_settings_holds_is_not_made_again(tmp_path):
-    made = iter([torch.zeros(2), torch.ones(2)])
-    path = tmp_path / "run" / "squares.pt"
-    values = [alignment._kept(path, {"seed": seed}, lambda: next(made)) for seed in (0, 0, 1, 1)]
-    assert [value.tolist() for value in values] == [[0, 0], [0, 0], [1, 1], [1, 1]]
-
-
 def test_a_truth_whose_parts_do_not_agree_is_refused(tmp_path, monkeypatch, capsys):
     parts = torch.eye(PARTS)  # alike in nothing
     monkeypatch.setattr(Policy, "look", LOOKED)
