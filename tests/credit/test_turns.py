@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 import statistics
 
@@ -52,9 +53,12 @@ def model():
     return make_model("Qwen3", vocab_size=128)
 
 
+copied = functools.cache(copy.deepcopy)
+
+
 def exact(model, pieces: list[torch.Tensor], answer: torch.Tensor) -> torch.Tensor:
     """Log-probs of an answer's tokens after pieces of text, by one plain forward in float64."""
-    with float64_throughout(copy.deepcopy(model)) as precise:
+    with float64_throughout(copied(model)) as precise:
         return naive_row(precise, ids("What?"), torch.cat([*pieces, answer]))[-len(answer) :]
 
 
@@ -94,7 +98,7 @@ def test_a_masked_turn_costs_its_answer_what_it_costs_an_unpacked_row(model, opt
     assert credit.work.forwards == 1
 
 
-@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("options", [WAYS[0], WAYS[3]], ids=str)
 @pytest.mark.parametrize("name", ["DeepseekV3", "Bamba", "Lfm2", "Qwen3Next", "Qwen3_5Text"])
 def test_so_it_does_with_latent_attention_and_with_layers_that_carry_a_state(name, options, unchecked):
     """Gated delta nets in float64: their chunks lose more in float32 than is allowed, packed and unpacked."""
