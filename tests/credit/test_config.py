@@ -88,10 +88,7 @@ def test_an_option_that_nothing_reads_is_refused_by_name_even_at_its_default(est
         ({"units": "tokens", "open_spans": True}, "open_spans is not read: with units='tokens' there are no spans"),
         ({"samples": 2}, "samples is not read: it is an option of estimator='gradient', and"),
         ({"preselect_by": "gradient"}, "preselect_by='gradient' is not read: preselect is 1"),
-        (
-            {**TOTAL_EFFECTS, "outcome": "mean"},
-            "outcome is not read: .* has estimator='total_effects'",
-        ),
+        ({**TOTAL_EFFECTS, "outcome": "mean"}, "outcome is not read: .* has estimator='total_effects'"),
         ({"sigmma": 1.0}, "unknown option 'sigmma'; did you mean 'sigma'"),
         ({"token_budgets": 1}, "unknown option 'token_budgets'; did you mean 'token_budget'"),
         ({"nothing_like_it": 1}, "unknown option 'nothing_like_it'$"),
