@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cfa_kernels.credit.assign import counterfactual_credit
-from cfa_kernels.credit.config import CounterfactualConfig, UnreadOptions
+from cfa_kernels.credit.config import CounterfactualConfig
 from cfa_kernels.credit.loss import credited_loss
 from cfa_kernels.credit.weights import Redistribute, SignGate, WeightInputs
 from cfa_kernels.rows import Rows
@@ -283,18 +283,3 @@ def test_bad_columns_are_named_by_row_before_anything_is_fed(model, options, col
         counterfactual_credit(
             model, CHARACTERS, rows, config=CounterfactualConfig(**{"units": "turns"} | options), **given
         )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mask_observation": True}, "mask_observation is not read: units='spans' are no turns"),
-        ({"units": "turns", "open_spans": True}, "open_spans is not read: with units='turns'"),
-        ({"units": "turns", "max_spans": 3}, "max_spans is not read: with units='turns' no spans are looked for"),
-        ({"estimator": "entropy", "target": "gold"}, "target is not read: estimator='entropy' reads no answer"),
-    ],
-)
-def test_options_that_cannot_act_on_turns_are_refused(options, message):
-    with pytest.raises(ValueError, match=message) as raised:
-        CounterfactualConfig(**options)
-    assert isinstance(raised.value, UnreadOptions) == ("is not read" in message)
