@@ -12,7 +12,6 @@ from trainer.extras import needed_by
 COMMANDS = {
     "speed": ("benchmarks.speed.command", "test on the device, measure its ceilings, time everything"),
     "launches": ("benchmarks.launches", "count what a compiled layer launches and moves on a GPU, without one"),
-    "scale": ("benchmarks.scale", "predict how long ranks that share a model wait for each other, by their number"),
     "evidence": ("benchmarks.research.command", "what credit finds and what it is good for, NAME by NAME"),
     "models": ("benchmarks.models.table", "which model types are scored and trained exactly, for docs/models.md"),
     "figures": ("benchmarks.harness.figures", "print the figures of result files together"),

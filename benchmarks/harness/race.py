@@ -103,7 +103,7 @@ def race(
     if not running:
         return laps
     clocks: dict[str, Callable[[Callable[[], Any]], float]] = {
-        c.name: DeviceClock(device) if clock == "device" and device.type == "cuda" else partial(_wall_seconds, device)
+        c.name: DeviceClock(device) if clock == "device" and device.type == "cuda" else partial(wall_seconds, device)
         for c in running
     }
     per_round = sum(laps[contender.name].check_seconds for contender in running)
@@ -162,7 +162,8 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _wall_seconds(device: torch.device, run: Callable[[], Any]) -> float:
+def wall_seconds(device: torch.device, run: Callable[[], Any]) -> float:
+    """Seconds that a caller waits for one run."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()

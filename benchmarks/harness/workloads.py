@@ -56,18 +56,12 @@ class Job:
 
     def to(self, device: torch.device) -> "Job":
         """The same job with its ids on `device`."""
-        moved = {
-            "prompts": [p.to(device) for p in self.prompts],
-            "completions": [c.to(device) for c in self.completions],
-        }
-        return Job(**{**vars(self), **moved})
+        prompts, completions = ([ids.to(device) for ids in rows] for rows in (self.prompts, self.completions))
+        return replace(self, prompts=prompts, completions=completions)
 
     def part(self, rows: Sequence[int]) -> "Job":
         """The job of some of its completions."""
-        columns = {
-            name: [getattr(self, name)[b] for b in rows] for name in ("prompts", "completions", "spans", "answers")
-        }
-        return Job(**{**vars(self), **columns})
+        return replace(self, **{name: [getattr(self, name)[b] for b in rows] for name in _COLUMNS})
 
     def describe(self) -> dict[str, Any]:
         """Sizes, for the record."""
@@ -83,6 +77,9 @@ class Job:
             "span_tokens_mean": sum(s.end - s.start for row in self.spans for s in row) / sum(map(len, self.spans)),
             "answer_tokens_mean": sum(a.end - a.start for a in self.answers) / rows,
         }
+
+
+_COLUMNS = ("prompts", "completions", "spans", "answers")
 
 
 def variants(job: Job, b: int) -> Iterator[Tensor]:
@@ -221,7 +218,7 @@ def gsm8k_job(problems: int, *, seed: int = SEED) -> Job:
     return _job_of_problems(f"gsm8k-{4 * problems}", _drawn_problems(problems, seed, lambda question: True))
 
 
-def _drawn_problems(problems: int | None, seed: int, wanted: Callable[[str], bool]) -> list[tuple[str, list[_Scored]]]:
+def _drawn_problems(problems: int, seed: int, wanted: Callable[[str], bool]) -> list[tuple[str, list[_Scored]]]:
     """The first `problems` wanted ones of a random order, with their first four completions, all scorable."""
     order = list(corpus().problems)
     random.Random(seed).shuffle(order)
@@ -234,8 +231,6 @@ def _drawn_problems(problems: int | None, seed: int, wanted: Callable[[str], boo
             drawn.append((question, scored))
         if len(drawn) == problems:
             return drawn
-    if problems is None:
-        return drawn
     raise ValueError(f"problems must be at most {len(drawn)}, how many have four scorable solutions; got {problems}")
 
 
@@ -314,10 +309,10 @@ class JobRollouts:
         }
 
 
-def gsm8k_rollouts(problems: int | None, *, mixed: bool, seed: int = STEP_SEED) -> JobRollouts:
+def gsm8k_rollouts(problems: int, *, mixed: bool, seed: int = STEP_SEED) -> JobRollouts:
     """`problems` problems drawn at random with four completions each and their own rewards, 1 for a right answer.
 
-    None draws all that can be. With `mixed` only problems whose completions differ in reward; else as they come.
+    With `mixed` only problems whose completions differ in reward; else as they come.
     """
     correct = corpus().correct
 
@@ -332,10 +327,7 @@ def gsm8k_rollouts(problems: int | None, *, mixed: bool, seed: int = STEP_SEED) 
 def shaped_rollouts(problems: int, *, group: int, **shape: int) -> JobRollouts:
     """Random words in the shape that `shaped_job` takes; every other completion of a group is right."""
     jobs = [shaped_job(group=group, **shape, seed=SEED + i) for i in range(problems)]
-    columns = {
-        name: [row for job in jobs for row in getattr(job, name)]
-        for name in ("prompts", "completions", "spans", "answers")
-    }
+    columns = {name: [row for job in jobs for row in getattr(job, name)] for name in _COLUMNS}
     # Halves of characters would shift the places of peers that find the answer by counting characters.
     words = word_ids()
     for name in ("prompts", "completions"):

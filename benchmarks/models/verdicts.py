@@ -213,7 +213,8 @@ def judge_training(model: PreTrainedModel, plain: Plain, batches: Sequence[Batch
                 theirs = plain.logprobs(torch.cat([prompt, completion]), TEMPERATURE)[len(prompt) - 1 :]
                 worst = max(worst, _gap(row.detach(), theirs))
             worst_gradient = max(worst_gradient, gradient_gap(result, plain_gradients(model, batch)))
-        return Verdict.of(worst, worst_gradient, rounding_of_gradients(model, batches[0]))
+        small = worst_gradient <= GRADIENT_TOLERANCE  # then rounding need not explain it
+        return Verdict.of(worst, worst_gradient, 0.0 if small else rounding_of_gradients(model, batches[0]))
     except Exception as error:
         return Verdict.refusal(error, model)
 

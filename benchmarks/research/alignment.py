@@ -420,13 +420,14 @@ def _jackknife(lines: np.ndarray, gram: np.ndarray, figure: Callable[..., Any]) 
     It takes the mean product with the truth, by the truth's norm, and the mean of the columns behind the P products.
     """
 
-    def at(mean: np.ndarray, without: int | None = None) -> Any:
+    def product(means: np.ndarray, without: int | None = None) -> Any:
         kept = [part for part in range(len(gram)) if part != without]
-        product = mean[kept].mean() / math.sqrt(_strength(gram[np.ix_(kept, kept)]))
-        return figure(product, *mean[len(gram) :])
+        return means[..., kept].mean(-1) / math.sqrt(_strength(gram[np.ix_(kept, kept)]))
 
-    mean, left = lines.mean(0), (lines.sum(0) - lines) / (len(lines) - 1)
-    return np.array([at(mean), *map(at, left), *(at(mean, part) for part in range(len(gram)))])
+    means, parts = np.vstack([lines.mean(0), (lines.sum(0) - lines) / (len(lines) - 1)]), range(len(gram))
+    products = [*product(means), *(product(means[0], part) for part in parts)]
+    behind = [*means[:, len(gram) :], *(means[0, len(gram) :] for _ in parts)]
+    return np.array([figure(one, *rest) for one, rest in zip(products, behind, strict=True)])
 
 
 def _cosines(lines: np.ndarray, gram: np.ndarray, pooled: bool) -> np.ndarray:

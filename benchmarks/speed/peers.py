@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib.util
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.harness.race import Absent, release_memory
+from benchmarks.harness.race import Absent, release_memory, wall_seconds
 from benchmarks.harness.workloads import Job, variants
 from cfa_kernels import Rows, score_counterfactuals
 from cfa_kernels.model.decode_attention import cache_argument
@@ -153,13 +152,7 @@ def best_batch_size(
     for size in sizes:
         try:
             for _ in range(2 if device.type == "cuda" else 1):
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                start = time.perf_counter()
-                run(size, model, job)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                seconds[size] = time.perf_counter() - start
+                seconds[size] = wall_seconds(device, functools.partial(run, size, model, job))
         except torch.OutOfMemoryError:
             seconds.pop(size, None)
             release_memory(device)

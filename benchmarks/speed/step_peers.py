@@ -7,13 +7,12 @@ and answers are given: finding them costs every contender the same.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from benchmarks.speed.peers import using_attention
 from benchmarks.speed.replay import (
@@ -25,7 +24,7 @@ from benchmarks.speed.replay import (
     Weights,
     trl_update,
 )
-from benchmarks.speed.varlen import causal_varlen_attention
+from benchmarks.speed.varlen import PER_SEQUENCE
 from cfa_kernels import Batch, Rows
 from cfa_kernels.credit.weights import Range, WeightInputs
 from cfa_kernels.loss.policy import linear_policy_loss
@@ -70,47 +69,20 @@ def _sequences(replay: Replay) -> list[tuple[Tensor, int]]:
     return [(torch.cat([prompt, completion[:-1]]), len(prompt)) for prompt, completion in pairs]
 
 
-def in_budget(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Neighbours up to `budget` tokens together."""
-    part, total = list[int](), 0
-    for i, length in enumerate(lengths):
-        if part and total + length > budget:
-            yield part
-            part, total = [], 0
-        part.append(i)
-        total += length
-    yield part
-
-
-def _per_sequence_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
-    scaling: float, cu_seq_lens_q: Tensor, lengths: list[int], **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Causal attention within each of the sequences laid end to end; q (1, H, N, D) -> (1, N, H, D).
-
-    On a GPU one call of FlashAttention's variable-length kernel; on a CPU PyTorch's own causal kernel once per
-    sequence. Neither looks at a pair of tokens from two sequences.
-    """
-    if query.is_cuda:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        ends, longest = (cu_seq_lens_q, cu_seq_lens_q), (max(lengths), max(lengths))
-        return causal_varlen_attention(q, k, v, ends, longest, scale=scaling)[None], None
-    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    result = [
-        functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        for q, k, v in parts
-    ]
-    return torch.cat(result, dim=2).transpose(1, 2), None
-
-
-AttentionInterface.register("benchmark_per_sequence", _per_sequence_attention)
-
-
 def row_states(causal: PreTrainedModel, ids: Tensor, positions: Tensor, **attention: Any) -> Tensor:
     """Hidden states (N, H) of one packed row."""
     return backbone(causal)(
         input_ids=ids[None], position_ids=positions[None], use_cache=False, **attention
     ).last_hidden_state[0]
+
+
+def varlen_states(causal: PreTrainedModel, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Hidden states (L, H) of each row, fed end to end without padding, each with its own positions."""
+    lengths = [*map(len, rows)]
+    ids, positions = (torch.cat([*x]).to(causal.device) for x in (rows, map(torch.arange, lengths)))
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(causal.device, torch.int32)
+    with using_attention(causal, PER_SEQUENCE):
+        return row_states(causal, ids, positions, cu_seq_lens_q=ends, longest=max(lengths)).split(lengths)
 
 
 def _fused_loss(replay: Replay, head: Head, hidden: Tensor, rows: Sequence[int]) -> Tensor:
@@ -133,22 +105,11 @@ def _fused_loss(replay: Replay, head: Head, hidden: Tensor, rows: Sequence[int])
 def varlen(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     """Padding-free, every completion with its own prompt: sequences end to end, positions that start again."""
     causal, head, total = replay.causal, check_supported(replay.causal), torch.zeros((), device=replay.device)
-    with stopwatch.update(), using_attention(causal, "benchmark_per_sequence"):
-        sequences = _sequences(replay)
-        for rows in in_budget([len(ids) for ids, _ in sequences], default_token_budget(causal, training=True)):
-            lengths = [len(sequences[b][0]) for b in rows]
-            ends = torch.tensor([0, *lengths]).cumsum(0)
-            hidden = row_states(
-                causal,
-                torch.cat([sequences[b][0] for b in rows]),
-                torch.cat([torch.arange(length, device=replay.device) for length in lengths]),
-                cu_seq_lens_q=ends.to(replay.device, torch.int32),
-                lengths=lengths,
-            )
-            predicting = [
-                hidden[start + sequences[b][1] - 1 : end]
-                for b, start, end in zip(rows, ends[:-1].tolist(), ends[1:].tolist(), strict=True)
-            ]
+    with stopwatch.update():
+        pairs = _sequences(replay)
+        for rows in groups_within([len(ids) for ids, _ in pairs], default_token_budget(causal, training=True)):
+            states = varlen_states(causal, [pairs[b][0] for b in rows])
+            predicting = [one[pairs[b][1] - 1 :] for one, b in zip(states, rows, strict=True)]
             loss = _fused_loss(replay, head, torch.cat(predicting), rows)
             loss.backward()
             total += loss.detach()

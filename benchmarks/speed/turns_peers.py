@@ -15,20 +15,19 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import SEED, head_dim, tokenizer, word_ids
 from benchmarks.speed.peers import using_attention
 from benchmarks.speed.replay import EPSILON, padded_ids
-from benchmarks.speed.step_peers import VARLEN, in_budget, row_states
+from benchmarks.speed.step_peers import VARLEN, row_states, varlen_states
 from benchmarks.speed.varlen import causal_varlen_attention
 from cfa_kernels import Batch, CounterfactualConfig, Rows, Span, credited_loss, packed_policy_loss
 from cfa_kernels.loss.policy import linear_policy_loss
 from cfa_kernels.model.limits import default_token_budget
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.scoring.access import InProcess
+from cfa_kernels.tree.packs import groups_within
 
 OURS, TRL, HALF, GAIN = "ours", "TRL's tree, keys gathered", "ours, half of the turns masked", "ours, prefix gain"
 ONE_FORWARD, EACH_TURN = "ours, one forward", "one forward a turn"
@@ -127,20 +126,14 @@ def _loss(work: Work, hidden: Tensor, targets: Tensor, advantages: Tensor) -> Te
 def varlen(work: Work) -> None:
     """Rows end to end, each with all that it begins with."""
     whole = [torch.from_numpy(work.rows.whole(b))[:-1] for b in range(len(work.rows))]
-    for part in in_budget([len(ids) for ids in whole], default_token_budget(work.causal, training=True)):
-        lengths = [len(whole[b]) for b in part]
-        ends = torch.tensor([0, *lengths]).cumsum(0)
-        ids, positions = (
-            torch.cat(x).to(work.device) for x in ([whole[b] for b in part], [*map(torch.arange, lengths)])
-        )
+    for part in groups_within([*map(len, whole)], default_token_budget(work.causal, training=True)):
         own = [work.masks[b].nonzero()[:, 0] for b in part]
-        before = [int(end) + len(work.rows.prompts[b]) - 1 for b, end in zip(part, ends, strict=False)]
-        predicting = torch.cat([places + start for places, start in zip(own, before, strict=True)])
         targets = torch.cat([work.rows.completions[b][places] for b, places in zip(part, own, strict=True)])
-        advantages = work.advantages[part].repeat_interleave(torch.tensor([*map(len, own)]))
-        sequences = {"cu_seq_lens_q": ends.to(work.device, torch.int32), "lengths": lengths}
-        with work.forward(), using_attention(work.causal, "benchmark_per_sequence"):
-            hidden = row_states(work.causal, ids, positions, **sequences)[predicting.to(work.device)]
+        advantages = work.advantages[list(part)].repeat_interleave(torch.tensor([*map(len, own)]))
+        places = [(len(work.rows.prompts[b]) - 1 + rows).to(work.device) for b, rows in zip(part, own, strict=True)]
+        with work.forward():
+            states = varlen_states(work.causal, [whole[b] for b in part])
+            hidden = torch.cat([one[rows] for one, rows in zip(states, places, strict=True)])
             loss = _loss(work, hidden, targets, advantages)
         loss.backward()
 
@@ -172,19 +165,10 @@ def trl_tree(work: Work) -> None:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, *longest: int, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, *longest: int, softmax_scale: float, **_: Any
 ) -> Tensor:
-    """Causal attention of each segment, q (N, H, D), to keys (M, Hkv, D) of which the last are its own."""
-    scale = options["softmax_scale"]
-    if q.is_cuda:
-        return causal_varlen_attention(q, k, v, (ends, key_ends), (longest[0], longest[1]), scale=scale)
-    columns = ((q, ends), (k, key_ends), (v, key_ends))
-    parts = (x.transpose(0, 1)[None].split(stops.diff().tolist(), dim=2) for x, stops in columns)
-    result = []
-    for one, keys, values in zip(*parts, strict=True):
-        mask = causal_lower_right(one.shape[2], keys.shape[2])
-        result.append(scaled_dot_product_attention(one, keys, values, mask, scale=scale, enable_gqa=True))
-    return torch.cat(result, dim=2)[0].transpose(0, 1)
+    """The attention of TRL's segments, q (N, H, D), to keys (M, Hkv, D) of which the last are their own."""
+    return causal_varlen_attention(q, k, v, (ends, key_ends), (longest[0], longest[1]), scale=softmax_scale)
 
 
 def edges(mask: Tensor) -> list[int]:

@@ -20,6 +20,7 @@ from trainer.embedded.problems import generate
 pytestmark = pytest.mark.slow
 
 SETTINGS = AlignmentSettings(truth_groups=8, blocks=3, group=4, max_tokens=70, continuations=2)
+LOOKED = lambda self: {"right": 0.5, "mixed": 0.5}  # noqa: E731 (a first look that finds something to learn)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,9 +38,14 @@ def policy():
 
 
 @pytest.fixture(scope="module")
-def group(policy):
-    """Completions of a problem that has right and wrong ones."""
-    return next(group for group in policy.groups(0, 9, count=16) if group.problems)
+def groups(policy):
+    """Completions of problems that each have right and wrong ones."""
+    return [group for group in policy.groups(0, 9, count=16) if group.problems]
+
+
+@pytest.fixture(scope="module")
+def group(groups):
+    return groups[0]
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +188,8 @@ def test_figures_of_batches_that_are_smaller_than_any_follow_from_the_larger_one
     assert 0 < found[str(MAIN)]["ratio_error"] < 0.1
 
 
-def test_groups_that_go_through_the_model_together_have_the_sum_of_their_gradients(policy):
-    single = [one for one in policy.groups(0, 9, count=16) if one.problems][:2]
+def test_groups_that_go_through_the_model_together_have_the_sum_of_their_gradients(policy, groups):
+    single = groups[:2]
     prompts, completions = (
         [row for one in single for row in getattr(one.rows, name)] for name in ("prompts", "completions")
     )
@@ -197,7 +203,7 @@ def test_groups_that_go_through_the_model_together_have_the_sum_of_their_gradien
         assert (together - apart).norm() < 1e-3 * apart.norm(), name
     batches = list(policy.groups(0, 9, count=16, batch=8))
     assert len(batches) == 2
-    assert sum(len(one.problems) for one in batches) == sum(len(one.problems) for one in policy.groups(0, 9, count=16))
+    assert sum(len(one.problems) for one in batches) == sum(len(one.problems) for one in groups)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +223,10 @@ def test_a_model_of_ones_own_is_measured_by_one_command(tmp_path, monkeypatch, c
     file = tmp_path / "problems.jsonl"
     rows = [{"question": one.question, "answer": one.solution()} for one in itertools.islice(generate("train", 1), 64)]
     file.write_text("\n".join(map(json.dumps, rows)))
-    small = ["--truth-groups", "48", "--parts", "3", "--batch", "4", "--blocks", "2", "--dtype", "float32"]
-    small += ["--block", "16"]
+    monkeypatch.setattr(
+        alignment, "true_gradient", lambda policy, *_: torch.ones(sum(map(torch.numel, policy.parameters)))
+    )
+    small = ["--batch", "4", "--blocks", "2", "--block", "16", "--dtype", "float32"]
     small += ["--examples", "0", "--group", "4", "--max-tokens", "70"]
     arguments = ["own", "--folder", str(tmp_path), "--commit", "none", "--model", str(alignment.SMALL)]
     assert main([*arguments, "--problems", str(file), *small]) == 0
@@ -226,6 +234,21 @@ def test_a_model_of_ones_own_is_measured_by_one_command(tmp_path, monkeypatch, c
     assert re.search(r"first look: \d+% right", out)
     assert re.search(r"credit (would|may).* help here: a step from 16 completions has", out)
     assert json.loads((tmp_path / "own.json").read_text())["settings"]["parameters"] == "few"
+
+
+def test_a_jackknife_is_without_each_line_and_without_each_part_of_the_truth():
+    random = np.random.default_rng(0)
+    lines, parts = random.normal(size=(5, 3 + 2)), 1 + random.normal(size=(3, 40)) / 4
+    gram, every = parts @ parts.T, [0, 1, 2]
+
+    def of(lines, kept):
+        strength = np.mean([gram[i, j] for i, j in itertools.permutations(kept, 2)])
+        return [lines[:, kept].mean() / strength**0.5, lines[:, 3].mean() - 2 * lines[:, 4].mean()]
+
+    found = alignment._jackknife(lines, gram, lambda product, large, small: [product, large - 2 * small])
+    without = [of(np.delete(lines, i, 0), every) for i in range(5)]
+    expected = [of(lines, every), *without, *(of(lines, [p for p in every if p != part]) for part in every)]
+    np.testing.assert_allclose(found, expected)
 
 
 def test_errors_hold_how_well_the_truth_is_known():
@@ -240,7 +263,7 @@ def test_errors_hold_how_well_the_truth_is_known():
         for start in (0, SIZES[-1]):
             lines = {name: [[*parts @ step, step @ step] for step in own[start : start + SIZES[-1]]]
                      for name, own in steps.items()}  # fmt: skip
-            blocks.append({str(size): lines for size in SIZES})
+            blocks.append({str(size): lines for size in (1, MAIN)})
         figure = alignment.summary(blocks, parts @ parts.T)["CF"][str(MAIN)]
         found.append(figure["ratio"])
         errors.append(figure["ratio_error"])
@@ -265,8 +288,13 @@ def test_the_command_writes_its_tables_and_resumes(policy, tmp_path, monkeypatch
     arguments += ["--blocks", "2", "--arms", "CF where right", "right times 4", "ceiling"]
     arguments += ["--continuations", "1", "--group", "4", "--moments", "1"]
     truth = torch.randn(PARTS + 1, sum(p.numel() for p in policy.parameters))
+    monkeypatch.setattr(Policy, "look", LOOKED)
+    monkeypatch.setattr(Policy, "values", lambda self, asked, begun, count: torch.full((len(begun),), 0.5))
     monkeypatch.setattr(alignment, "true_gradient", lambda policy, settings, part: truth[-1] + truth[part] / 4)
     assert main([*arguments, "--blocks", "3"]) == 0
+    (tmp_path / "pieces" / "block-1.json").unlink()  # as if it had been interrupted
+    for name in ("true_gradient", "mean_squares"):  # which are kept
+        monkeypatch.setattr(alignment, name, None)
     assert main(arguments) == 0  # with fewer blocks
     first = json.loads((tmp_path / "evidence-alignment.json").read_text())
     assert list(first["arms"]) == [PLAIN, "CF where right", "right times 4", "ceiling"]
@@ -343,6 +371,7 @@ def test_completions_that_are_at_hand_are_measured_the_truths_first(tmp_path, mo
 
 def test_a_truth_whose_parts_do_not_agree_is_refused(tmp_path, monkeypatch, capsys):
     parts = torch.eye(PARTS)  # alike in nothing
+    monkeypatch.setattr(Policy, "look", LOOKED)
     monkeypatch.setattr(alignment, "true_gradient", lambda *arguments: parts[arguments[-1]])
     assert main(["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]) == 1
     assert "truth_groups: the parts of the true gradient do not agree; raise it" in capsys.readouterr().err
@@ -350,7 +379,7 @@ def test_a_truth_whose_parts_do_not_agree_is_refused(tmp_path, monkeypatch, caps
 
 def test_a_regime_brings_its_model_its_problems_and_its_room():
     policy = Policy(AlignmentSettings(regime="idle8", group=4))
-    group = next(one for one in policy.groups(0, 9, count=16) if one.problems)
+    group = next(one for one in policy.groups(0, 9, count=4) if one.problems)
     lines = policy.tokenizer.decode(group.rows.completions[0]).count("\n")
     assert policy.tokenizer.decode(group.problems[0].prompt).count("Talk 8.") == 1
     assert 8 < lines < 16

@@ -138,6 +138,16 @@ def test_gradients_that_are_one_percent_off_are_wrong_though_log_probs_are_right
     assert verdict.gradient_error == pytest.approx(0.01, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("gap", "rounding", "status"), [(9e-5, None, EXACT), (5e-4, 1e-4, EXACT), (5e-4, 1e-6, WRONG), (2e-2, 1.0, WRONG)]
+)
+def test_a_larger_gap_is_right_where_the_models_own_rounding_explains_it(llama, monkeypatch, gap, rounding, status):
+    monkeypatch.setattr(model_verdicts, "gradient_gap", lambda *_: gap)
+    monkeypatch.setattr(model_verdicts, "plain_gradients", lambda *_: {})
+    monkeypatch.setattr(model_verdicts, "rounding_of_gradients", rounding and (lambda *_: rounding))  # None: not asked
+    assert judge_training(llama, Plain(llama), [ragged_batch(0)]).status == status
+
+
 def test_a_gradient_that_is_nan_or_missing_is_not_a_small_gap(llama):
     gradient_gap = model_verdicts.gradient_gap
     theirs = model_verdicts.plain_gradients(llama, ragged_batch(0))

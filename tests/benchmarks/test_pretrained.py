@@ -1,5 +1,6 @@
 """Evidence on a model of one's own: problems and examples, gains by continuations, drops by hand, runs that resume."""
 
+import functools
 import json
 import re
 from types import SimpleNamespace
@@ -194,6 +195,7 @@ def test_a_number_with_decimals_is_no_step_header(text, found):
 
 
 def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(continuations, "summed", functools.partial(continuations.summed, draws=20))
     arguments = ["pretrained", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--asked", "5", "--evaluated", "2", "--max-tokens", "70", "--group", "6", "--at-once", "4"]
     arguments += ["--continuations", "2", "--credited", "12", "--costly", "2", "--judged"]

@@ -1,5 +1,6 @@
 """The benchmarks themselves: peers do the same job, wrong answers get no time, result files hold what they must."""
 
+import functools
 import json
 import signal
 import subprocess
@@ -86,15 +87,10 @@ def test_every_completion_ends_with_its_answer_and_no_span_touches_it(job):
 
 
 def test_without_real_data_jobs_are_made_of_generated_text_and_say_so(monkeypatch):
-    def forget():
-        for cached in (workloads.corpus, workloads.tokenizer, workloads._marker_id):
-            cached.cache_clear()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(workloads, "gsm8k_folder", lambda: None)
-        forget()
-        job = gsm8k_job(2)
-        forget()
+    monkeypatch.setattr(workloads, "gsm8k_folder", lambda: None)
+    for name in ("corpus", "tokenizer", "_marker_id"):  # the others keep theirs
+        monkeypatch.setattr(workloads, name, functools.cache(getattr(workloads, name).__wrapped__))
+    job = gsm8k_job(2)
     assert job.source.startswith("generated")
     assert job.describe()["distinct_prompts"] == 2
     assert job.describe()["spans_mean"] >= 2
