@@ -5,12 +5,7 @@ import warnings
 import pytest
 import torch
 
-from cfa_kernels import (
-    linear_policy_loss,
-    logits_policy_loss,
-    packed_policy_loss,
-    policy_loss,
-)
+from cfa_kernels import linear_policy_loss, logits_policy_loss, packed_policy_loss, policy_loss
 from cfa_kernels.estimators import gradient
 from cfa_kernels.loss.ragged import LossBatch
 from cfa_kernels.model import tree_forward
@@ -78,9 +73,9 @@ def test_what_is_left_to_the_device_is_none():
             y + torch.ones(4)
 
 
-@pytest.mark.parametrize("budget", [20, 60])  # completions, and completions with their branches, that are over it
 @pytest.mark.parametrize(  # under a cap, a divergence takes the logits themselves
-    ("outcome", "softcap"), [("logprob", None), ("mean", None), ("mean", 4.0)]
+    ("outcome", "softcap", "budget"),  # completions are over it, or completions with their branches
+    [("logprob", None, 20), ("mean", None, 60), ("mean", 4.0, 20), ("mean", 4.0, 60)],
 )
 def test_scoring_looks_once_however_many_packs_there_are(outcome, softcap, budget):
     model = checked("Gemma2", final_logit_softcapping=softcap)

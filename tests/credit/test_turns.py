@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 import statistics
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from cfa_kernels.credit.assign import counterfactual_credit
-from cfa_kernels.credit.config import CounterfactualConfig, UnreadOptions
+from cfa_kernels.credit.config import CounterfactualConfig
 from cfa_kernels.credit.loss import credited_loss
 from cfa_kernels.credit.weights import Redistribute, SignGate, WeightInputs
 from cfa_kernels.rows import Rows
@@ -52,9 +53,12 @@ def model():
     return make_model("Qwen3", vocab_size=128)
 
 
+copied = functools.cache(copy.deepcopy)
+
+
 def exact(model, pieces: list[torch.Tensor], answer: torch.Tensor) -> torch.Tensor:
     """Log-probs of an answer's tokens after pieces of text, by one plain forward in float64."""
-    with float64_throughout(copy.deepcopy(model)) as precise:
+    with float64_throughout(copied(model)) as precise:
         return naive_row(precise, ids("What?"), torch.cat([*pieces, answer]))[-len(answer) :]
 
 
@@ -94,7 +98,7 @@ def test_a_masked_turn_costs_its_answer_what_it_costs_an_unpacked_row(model, opt
     assert credit.work.forwards == 1
 
 
-@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("options", [WAYS[0], WAYS[3]], ids=str)
 @pytest.mark.parametrize("name", ["DeepseekV3", "Bamba", "Lfm2", "Qwen3Next", "Qwen3_5Text"])
 def test_so_it_does_with_latent_attention_and_with_layers_that_carry_a_state(name, options, unchecked):
     """Gated delta nets in float64: their chunks lose more in float32 than is allowed, packed and unpacked."""
@@ -279,18 +283,3 @@ def test_bad_columns_are_named_by_row_before_anything_is_fed(model, options, col
         counterfactual_credit(
             model, CHARACTERS, rows, config=CounterfactualConfig(**{"units": "turns"} | options), **given
         )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mask_observation": True}, "mask_observation is not read: units='spans' are no turns"),
-        ({"units": "turns", "open_spans": True}, "open_spans is not read: with units='turns'"),
-        ({"units": "turns", "max_spans": 3}, "max_spans is not read: with units='turns' no spans are looked for"),
-        ({"estimator": "entropy", "target": "gold"}, "target is not read: estimator='entropy' reads no answer"),
-    ],
-)
-def test_options_that_cannot_act_on_turns_are_refused(options, message):
-    with pytest.raises(ValueError, match=message) as raised:
-        CounterfactualConfig(**options)
-    assert isinstance(raised.value, UnreadOptions) == ("is not read" in message)

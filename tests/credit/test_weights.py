@@ -6,15 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfa_kernels.credit.weights import (
-    NORMALIZATIONS,
-    Bilevel,
-    Identity,
-    Range,
-    TopShare,
-    WeightInputs,
-    span_weights,
-)
+from cfa_kernels.credit.weights import NORMALIZATIONS, Bilevel, Identity, Range, TopShare, WeightInputs, span_weights
 from cfa_kernels.span import Span
 
 SPANS = [Span(1, 3), Span(4, 6), Span(6, 7)]

@@ -6,11 +6,7 @@ from torch import Tensor
 
 from cfa_kernels import Batch, CounterfactualConfig, Credit, Rows, Span, fold_weights
 from cfa_kernels.estimators.base import ENTROPIES, NEEDS, SIBLINGS, Importances
-from cfa_kernels.integrations.credit import (
-    OFFERED_BY_A_SERVICE,
-    credit_rows,
-    unmet_needs,
-)
+from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, credit_rows, unmet_needs
 from cfa_kernels.scoring.access import LogprobService
 from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE
 from tests.support.models import naive_row

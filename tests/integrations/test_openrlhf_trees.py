@@ -203,10 +203,7 @@ def under_ray(stage: int) -> None:
     options = TOTAL_EFFECTS
     own, maker = (
         maker(group, None, None, None, SimpleNamespace(value=0.0), strategy, tiny_tokenizer(), **credit)
-        for maker, credit in (
-            (RemoteExperienceMaker, {}),
-            (kind, {"counterfactual": CounterfactualConfig(**options)}),
-        )
+        for maker, credit in ((RemoteExperienceMaker, {}), (kind, {"counterfactual": CounterfactualConfig(**options)}))
     )
     assert isinstance(maker.access, Workers)
     own = own.compute_advantages_and_returns(experiences(Experience))

@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cfa_kernels import (
-    CounterfactualConfig,
-    Importances,
-    Rows,
-    counterfactual_credit,
-    policy_loss,
-)
+from cfa_kernels import CounterfactualConfig, Importances, Rows, counterfactual_credit, policy_loss
 from cfa_kernels.credit import deferred
 from tests.support.plug_ins import TOTAL_EFFECTS
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
@@ -246,8 +240,7 @@ def test_every_feature_of_trl_stays(train, feature):
 
 
 @pytest.mark.skipif(RELEASE < (1, 14), reason="the stand-in for vLLM speaks the interface of TRL 1.14 and later")
-@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
-@pytest.mark.parametrize("loss", [{}, {"packed_loss": True}], ids=str)
+@pytest.mark.parametrize(("mode", "loss"), [("token_truncate", {}), ("sequence_mask", {"packed_loss": True})])
 def test_vllms_importance_ratios_multiply_with_the_weights(train, mode, loss):
     recorded, record = record_generations()
     trained = train(with_vllm(recorded), vllm_importance_sampling_mode=mode, trainer=loss)
@@ -333,8 +326,7 @@ def test_rows_that_no_function_rewards_are_no_siblings(train):
     assert seen[0].rewards.tolist() == [0.0, 1.0] * 3
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("estimator", ["prefix_tree", "sibling_edits"])
+@pytest.mark.parametrize(("estimator", "packed"), [("prefix_tree", False), ("sibling_edits", True)])
 def test_completions_masked_as_truncated_are_siblings_of_the_others(train, estimator, packed):
     """Their rewards are in the group's advantages, so their tokens are in its comparison."""
 

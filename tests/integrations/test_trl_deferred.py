@@ -79,14 +79,17 @@ def entropies(estimator: str) -> dict[str, Any]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "as it comes": {"max_steps": 2},
     "LoRA with a reference model": {"trainer": {"peft_config": LORA}, "beta": 0.1, "max_steps": 2},
-    "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    "accumulation, a tool's tokens": {
+        "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "trainer": {"rollout_func": rollouts},
+    },
     "iterations within a step": {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "num_iterations": 2},
-    "reentrant checkpointing": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "reentrant checkpointing, truncated completions masked": {
+        "gradient_checkpointing_kwargs": {"use_reentrant": True}, "mask_truncated_completions": True,
+        "max_completion_length": 8,
+    },
     "rows not fed": {"trainer": {"reward_funcs": uneven, "log_entropy": False}, "per_device_train_batch_size": 24},
-    "a tool's tokens": {"trainer": {"rollout_func": rollouts}},
-    "truncated completions masked": {"mask_truncated_completions": True, "max_completion_length": 8},
     "prefix gain": config(estimator="prefix_gain"), "total effects": config(**TOTAL_EFFECTS),
-    "entropies": config(estimator="entropy"), "entropies, rows not fed": entropies("entropy"),
+    "entropies, rows not fed": entropies("entropy"),
     "entropies added, rows not fed": entropies("entropy_shaping"),
     "high entropies": {"top_entropy_quantile": 0.33, "max_steps": 2},
     "seeds": config(preselect=0.5, preselect_by="gradient") | {"gradient_accumulation_steps": 2},

@@ -140,10 +140,7 @@ def test_without_the_packed_loss_the_mask_is_trls_to_read(train):
     [
         (lambda mask: mask[1:], "sampling_mask: expected the kept ids of 8 completions, got 7"),
         (lambda mask: [mask[0][:2], *mask[1:]], r"sampling_mask row 0: must hold offsets \(6,\) and ids"),
-        (
-            lambda mask: [*mask[:2], [[3, 9], *mask[2][1:]], *mask[3:]],
-            "mask row 2, token 0: must hold the sampled",
-        ),
+        (lambda mask: [*mask[:2], [[3, 9], *mask[2][1:]], *mask[3:]], "mask row 2, token 0: must hold the sampled"),
         (lambda mask: [[[999, *mask[0][0]], *mask[0][1:]], *mask[1:]], r"row \d+, token 0: ids must be in the vocabul"),
     ],
 )

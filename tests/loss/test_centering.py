@@ -66,8 +66,13 @@ class Problem:
         return total
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize(("backend", "kind"), [("torch", "narrow"), ("torch", "wide"), ("triton", "narrow")])
+@pytest.mark.parametrize(
+    ("backend", "kind", "loss_type"),
+    [
+        *(("torch", kind, loss_type) for kind in ("narrow", "wide") for loss_type in LOSSES),
+        *(("triton", "narrow", loss_type) for loss_type in ("reinforce", "dapo", "bnpo")),
+    ],
+)
 def test_the_loss_is_without_what_the_sampler_expects_of_it(backend, kind, loss_type, device, poisoned_memory):
     dtype = torch.float64 if backend == "torch" else torch.float32
     problem, results = Problem(kind, dtype, device), []

@@ -56,7 +56,7 @@ def test_every_form_and_backend_agrees_with_policy_loss_on_options_drawn_togethe
             )
             assert_same(ours, expected, rtol=1e-11, atol=1e-13)
             torch.testing.assert_close(ours[2], expected[2], rtol=1e-11, atol=1e-13)
-        if seed > 1 and (loss_type != alike[0] or level != "token"):
+        if seed >= (5 if (loss_type, level) == (alike[0], "token") else 1):
             continue
         tensors, options = problem(torch.float32, device, **features)
         kernel, reference = (of_logits(tensors, backend=backend, **options) for backend in ("triton", "torch"))

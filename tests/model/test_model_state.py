@@ -92,18 +92,20 @@ def test_a_forward_whose_model_has_changed_since_is_not_continued(change):
     before = drops(forward)
     do(model, forward)
     batch = Batch(ROWS, units=SMALL_SPANS[0], answers=SMALL_SPANS[1])
-    for ask in (
-        lambda: forward.query([[QUERY]]),
-        lambda: forward.score(batch, mask=PLACEHOLDER),
-    ):
+    for ask in (lambda: forward.query([[QUERY]]), lambda: forward.score(batch, mask=PLACEHOLDER)):
         with pytest.raises(RuntimeError, match=f"cannot be continued: .*{message}"):
             ask()
     if change == "an optimizer step":  # so that before and now are not the same model
         assert (drops(forward_of(model)) - before).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
-@pytest.mark.parametrize("make", [small_model, small_adapted])
+@pytest.mark.parametrize(
+    ("make", "checkpointing"),
+    [
+        (small_model, None), (small_model, {"use_reentrant": False}), (small_adapted, None),
+        (small_adapted, {"use_reentrant": True}),
+    ],
+)  # fmt: skip
 @pytest.mark.traced  # checkpoints compare devices, which the stand-in names otherwise
 def test_what_leaves_the_weights_alone_leaves_a_forward_valid(make, checkpointing):
     model = make().train()

@@ -106,7 +106,7 @@ def refusal(model, few, monkeypatch):
 
 @pytest.mark.parametrize("name", DOZEN)
 def test_few_layers_get_the_verdict_of_the_whole(name, monkeypatch):
-    model = make_model(name, **DOZEN[name] | {"num_hidden_layers": 8})
+    model = make_model(name, **DOZEN[name] | {"num_hidden_layers": 6})
     if model._can_set_attn_implementation():
         model.set_attn_implementation("eager")
     assert refusal(model, True, monkeypatch) == refusal(model, False, monkeypatch)

@@ -47,9 +47,10 @@ def shifted(monkeypatch):
     monkeypatch.setattr(merged, "_merged_now", far)
 
 
-@pytest.mark.parametrize("mask", [3, "drop"])
-@pytest.mark.parametrize("outcome", OUTCOMES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "outcome", "mask"),
+    [(kind, OUTCOMES[i - k], mask) for i, kind in enumerate(KINDS) for k, mask in enumerate((3, "drop"))],
+)
 def test_merged_scores_are_those_of_the_adapters(kind, outcome, mask):
     causal = causal_lm(policy(kind))
     forward = packed_forward(causal, ROWS, keep_states=True)

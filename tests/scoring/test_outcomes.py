@@ -78,8 +78,10 @@ def test_the_importance_of_every_token_equals_its_definition_by_full_forwards(na
         assert all((drop >= 0).all() for drop in scores.drop)
 
 
-@pytest.mark.parametrize("budget", [1, 40, 100])
-@pytest.mark.parametrize("outcome", OUTCOMES)
+@pytest.mark.parametrize(
+    ("outcome", "budget"),
+    [("logprob", 1), ("mean", 1), ("mean_logprob", 40), ("last", 40), ("logprob", 100), ("mean", 100)],
+)
 def test_a_completion_over_the_token_budget_is_split_to_the_same_result_and_fed_once(qwen3, outcome, budget):
     (prompt,), (completion,), answer = tokens(9), tokens(20, seed=5), Span(16, 19)
     spans = every_token(answer, len(completion))
@@ -131,9 +133,10 @@ def exact_logits(head, states):
     return z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("softcap", [None, 8.0])
+@pytest.mark.parametrize(
+    ("softcap", "count", "dtype"),
+    [(None, 1, torch.float32), (None, 3, torch.bfloat16), (8.0, 1, torch.bfloat16), (8.0, 3, torch.float32)],
+)
 def test_a_divergence_over_a_large_vocabulary_is_within_2e_5_nats_of_float64(softcap, count, dtype, device):
     head, states = head_and_rows(4 * count, softcap=softcap, logit_scale=0.7)
     head = Head(head.weight.to(device, dtype), head.bias.to(device, dtype), softcap, 0.7)

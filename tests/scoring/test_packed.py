@@ -76,8 +76,7 @@ def test_so_they_are_with_sinks_latent_attention_chunks_windows_and_states(name)
     assert_packs_like_plain_forwards(model.train())
 
 
-@pytest.mark.parametrize("budget", [1, 60])
-@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize(("budget", "reentrant"), [(1, None), (60, True), (1, False)])
 def test_so_they_are_in_several_packs_and_with_checkpointed_layers(budget, reentrant):
     model = make_model("Qwen3").train()
     if reentrant is not None:
@@ -95,9 +94,13 @@ def adapted(dropout: float = 0.0):
     return model.train()
 
 
-@pytest.mark.parametrize("padding", [0, 4])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("order", ["packed plain packed", "plain packed plain"])
+@pytest.mark.parametrize(
+    ("order", "reentrant", "padding"),
+    [
+        ("packed plain packed", True, 0), ("packed plain packed", False, 4),
+        ("plain packed plain", True, 4), ("plain packed plain", False, 0),
+    ],
+)  # fmt: skip
 def test_one_backward_runs_the_layers_of_plain_and_packed_forwards_again_each_its_own_way(
     order, reentrant, padding, unchecked
 ):
@@ -149,10 +152,9 @@ def test_autocast_applies_as_it_does_to_full_forwards():
 
 
 @KIND
-def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, level):
+def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, level, qwen3):
     """With options drawn together, others for each kind of loss."""
-    model = make_model("Qwen3")
-    features = drawn_features(0, loss_type, level)
+    model, features = qwen3, drawn_features(0, loss_type, level)
     names = ("old", "weights", "token_advantages", "temperature", "correction", "softcap", "logit_scale")
     has_old, has_weights, by_token, temperature, mode, *_ = (features.pop(name) for name in names)
     signs = torch.tensor([1.0, -0.5, 0.0, 0.7, -1.2, 0.3, 0.0])
@@ -256,8 +258,15 @@ def test_a_loss_that_trains_nothing_is_zero_and_has_zero_gradients_of_one_token(
 APART = {"Bamba": HYBRIDS["Bamba"], "Phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}}
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma2", "Qwen3Moe", *APART])
-@pytest.mark.parametrize("options", [{}, {"token_budget": 25}, {"needed": [5] * 7}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in ("Qwen3", "Gemma2", "Qwen3Moe", *APART)),
+        *((name, {"token_budget": 25}) for name in ("Qwen3", "Phi3")),
+        *((name, {"needed": [5] * 7}) for name in ("Gemma2", "Bamba")),
+    ],
+    ids=str,
+)
 def test_scores_read_off_the_training_forward_are_those_of_separate_scoring(name, options):
     """An answer beyond what was fed is fed with the branches; forwards of some models cannot be continued at all."""
     model = make_model(name, **APART.get(name, {}))
@@ -331,8 +340,11 @@ PROBE = Probe(torch.tensor([PHRASES.index("#### 5") + len(WORDS)]), Span(0, 1))
 SAID = ("3 + 4 = 7. ", "7 - 2 = 5. ", "#### 5")
 
 
-@pytest.mark.parametrize("said", [SAID, SAID[:2]], ids=["answered", "no answer"])
-@pytest.mark.parametrize("probes", [None, [PROBE, None], [PROBE, PROBE]], ids=["no probe", "one", "two"])
+@pytest.mark.parametrize(
+    ("probes", "said"),
+    [(None, SAID), (None, SAID[:2]), ([PROBE, None], SAID), ([PROBE, PROBE], SAID[:2])],
+    ids=["answered", "no answer", "one probe", "two probes, no answer"],
+)
 @pytest.mark.parametrize("options", [{}, {"mask": "drop"}, {"estimator": "prefix_gain"}], ids=str)
 def test_credit_on_a_training_forward_is_that_of_a_forward_of_its_own(options, probes, said):
     tokenizer, model = tiny_tokenizer(), tiny_model()
@@ -380,10 +392,10 @@ def test_a_forward_scores_those_of_its_rows_that_a_batch_numbers_and_no_others()
         ({"temperature": "1"}, r"temperature must be in \[1e-38, 1e38\], got '1'"),
     ],
 )
-def test_bad_input_is_refused_by_argument_row_and_value(change, message):
+def test_bad_input_is_refused_by_argument_row_and_value(change, message, qwen3):
     arguments = {"old_logprobs": None, "advantages": torch.ones(7)} | change
     with pytest.raises(ValueError, match=message):
-        packed_policy_loss(make_model("Qwen3"), ROWS, **arguments)
+        packed_policy_loss(qwen3, ROWS, **arguments)
 
 
 @pytest.mark.parametrize(

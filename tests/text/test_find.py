@@ -77,8 +77,7 @@ def test_spans_are_the_arithmetic_and_the_other_sentences_before_the_marker(
 
 
 @pytest.mark.parametrize(
-    ("detector", "name"),
-    [*(("math", name) for name in TOKENIZERS), *zip(list(DETECTORS)[1:], FAST, strict=False)],
+    ("detector", "name"), [*(("math", name) for name in TOKENIZERS), *zip(list(DETECTORS)[1:], FAST, strict=False)]
 )
 @property_test
 @given(data=st.data())

@@ -107,7 +107,7 @@ def test_the_kernel_agrees_with_the_reference_on_ragged_trees(device, rows, head
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("option", [{}, {"sliding_window": 9}, {"attention_chunk_size": 12}, {"softcap": 2.0}])
+@pytest.mark.parametrize("option", [{}, {"sliding_window": 9, "softcap": 2.0}, {"attention_chunk_size": 12}])
 def test_queries_from_a_segment_on_get_the_results_they_get_among_all(option, backend, device):
     rows = realistic_rows(completions=1, prompt=9, length=38)
     table, (q, k, v), _ = problem(rows, (4, 2), (16, 24), device=device)
