@@ -1,6 +1,7 @@
 """Let an environment answer what the policy writes: its observation follows a call, then the policy continues."""
 
 import re
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -18,7 +19,7 @@ from .engine import Engine, Rollouts
 
 
 class EnvironmentFailure(RewardError):
-    """An environment raised or returned no text; the message names rollout and turn."""
+    """An environment raised, did not return, or returned no text; the message names rollout and turn."""
 
 
 class Calculator:
@@ -77,11 +78,11 @@ class PlayedEngine:
 
     def __init__(
         self, engine: Engine, tokenizer: PreTrainedTokenizerBase, make: Callable[[], Any], ends: Sequence[int],
-        *, thought_tags: str = "",
+        *, thought_tags: str = "", timeout: float = 10.0,
     ) -> None:  # fmt: skip
-        """Play `make`'s environments; `ends` as in `Rollouts.of`."""
+        """Play `make`'s environments; `ends` as in `Rollouts.of`, and a step may take `timeout` seconds."""
         self._engine, self._tokenizer, self._make, self._ends = engine, tokenizer, make, ends
-        self._thought_tags, self.notes = thought_tags, engine.notes
+        self._thought_tags, self._timeout, self.notes = thought_tags, timeout, engine.notes
 
     def weights_changed(self) -> None:
         """Tell the engine."""
@@ -155,7 +156,20 @@ class PlayedEngine:
         return ids
 
     def _ask(self, where: str, environment: Any, method: str, *arguments: str) -> Any:
-        try:
-            return getattr(environment, method)(*arguments)
-        except Exception as problem:
+        result = list[Any]()
+
+        def run() -> None:
+            try:
+                result.append((getattr(environment, method)(*arguments), None))
+            except Exception as problem:
+                result.append((None, problem))
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(self._timeout)
+        if not result:
+            raise EnvironmentFailure(f"{where}: {method} did not return within {self._timeout:g} seconds")
+        value, problem = result[0]
+        if problem is not None:
             raise EnvironmentFailure(f"{where}: {method} raised {type(problem).__name__}: {problem}") from problem
+        return value

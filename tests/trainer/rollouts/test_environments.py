@@ -1,5 +1,6 @@
 """Turns of an environment in the training program: what it wrote is sampled after, and not trained on."""
 
+import time
 from typing import Any
 
 import pytest
@@ -99,6 +100,7 @@ class Bad(Calculator):
     ("step", "message"),
     [
         (Bad.step, "problem 1, turn 0: step raised KeyError: 'no book'"),
+        (lambda self, text: time.sleep(60), "problem 1, turn 0: step did not return within 0.2 seconds"),
         (lambda self, text: "", "problem 1, turn 0: step must return a text that is not empty, got ''"),
         (lambda self, text: 7, "problem 1, turn 0: step must return a text that is not empty, got 7"),
         (lambda self, text: "3<|im_end|>", "problem 1, turn 0: step returned the end of a completion"),
@@ -106,8 +108,10 @@ class Bad(Calculator):
 )
 def test_a_bad_environment_is_named_by_rollout_and_turn(played, step, message):
     made = iter([Calculator, type("Broken", (Calculator,), {"step": step})])
-    ends = end_ids(played.policy, played.tokenizer)
-    engine = PlayedEngine(played.engine._engine, played.tokenizer, lambda: next(made)(), ends)
+    engine = PlayedEngine(
+        played.engine._engine, played.tokenizer, lambda: next(made)(), end_ids(played.policy, played.tokenizer),
+        timeout=0.2,
+    )  # fmt: skip
     with pytest.raises(EnvironmentFailure, match=message):
         engine(played.prompts[:2], max_completion_length=60, names=["problem 0", "problem 1"])
 
