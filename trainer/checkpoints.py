@@ -12,6 +12,7 @@ import itertools
 import json
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -25,6 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+
+from cfa_kernels.model.sharded.fsdp import is_piece
 
 from .cli import read_mapping, to_yaml
 from .config import TrainConfig
@@ -66,7 +69,7 @@ class RunFolder:
         """Bring a trainer to the last checkpoint; gives its step and the report's state, or step 0 and nothing.
 
         Raises:
-            Refused: it cannot be read, or the run was begun with other data or another kind of device.
+            Refused: it cannot be read, or the run was begun with other data, weights or kind of device.
             DiskError: the settings cannot be written.
         """
         config, self._facts = trainer.config, _facts(trainer)
@@ -74,6 +77,7 @@ class RunFolder:
         report: dict[str, Any] = {}
         try:
             content = on_first(lambda: self.read(step))
+            on_first(lambda: _require_unchanged(self._checkpoint(step) / "state.pt"))
             state = torch.load(self._checkpoint(step) / "state.pt", "cpu", weights_only=True)
         except Exception as problem:  # a file that was changed fails in as many ways as it has bytes
             if is_begun:  # else nothing is lost
@@ -132,6 +136,13 @@ class RunFolder:
 
     def _checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step}"
+
+
+def _require_unchanged(file: Path) -> None:
+    """Raise `ValueError` for a changed byte, which torch reads without a word."""
+    with zipfile.ZipFile(file) as parts:
+        if (part := parts.testzip()) is not None:
+            raise ValueError(f"{file.name}: the CRC of {part} is wrong")
 
 
 def collect(trainer: Trainer) -> dict[str, Any]:
@@ -240,12 +251,19 @@ def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
 
 
 def _facts(trainer: Trainer) -> dict[str, str]:
-    """Name what a run depends on, settings apart: kind of device, problems and how they are asked."""
+    """Name what a run depends on, settings apart: kind of device, problems and prompts, weights in no checkpoint."""
+    weights, models = hashlib.sha256(), [trainer.policy, *filter(None, [trainer.reference])]
+    for weight in [p for model in models for p in model.parameters() if not p.requires_grad]:
+        whole = weight.full_tensor() if is_piece(weight) else weight  # type: ignore[attr-defined]
+        weights.update(whole.flatten()[:256].float().cpu().numpy().tobytes())
     parts = {
         "problems": [trainer.rows, trainer.held_out],
         "prompts (instruction, chat template, tokenizer)": [trainer.prompts, trainer.held_out_prompts],
     }
-    return {"kind of device": trainer.config.precision.device.type} | {
+    return {
+        "kind of device": trainer.config.precision.device.type,
+        "SHA-256 of the first 256 values of each of the model's own weights": weights.hexdigest()[:12],
+    } | {
         f"SHA-256 of the {name}": hashlib.sha256(json.dumps(part, default=str).encode()).hexdigest()[:12]
         for name, part in parts.items()
     }

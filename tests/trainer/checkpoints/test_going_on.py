@@ -4,10 +4,12 @@ import datetime
 import random
 import shutil
 import signal
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.runs import child, config, flags, kill_at, main, outcome
 from trainer.checkpoints import RunFolder
@@ -102,7 +104,10 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_without_it_the_one_before
     trainer, folder = stopped
     folder = shutil.copytree(folder, tmp_path / "run")
     before, last = (folder / "checkpoints" / name for name in checkpoints(folder))
-    for file, content in {"state.pt": b"PK", "run.json": b"{"}.items():
+    with zipfile.ZipFile(last / "state.pt") as parts:
+        tensor = parts.read(max(parts.infolist(), key=lambda part: part.file_size))
+    flipped = (last / "state.pt").read_bytes().replace(tensor, bytes([tensor[0] ^ 1, *tensor[1:]]))
+    for file, content in (("state.pt", b"PK"), ("state.pt", flipped), ("run.json", b"{")):
         whole = (last / file).read_bytes()
         (last / file).write_bytes(content)
         with pytest.raises(
@@ -133,6 +138,20 @@ def test_other_problems_or_prompts_under_the_same_settings_are_refused(stopped, 
     changed = replace(trainer, **{part: getattr(trainer, part)[1:]})
     with pytest.raises(ValueError, match=rf"SHA-256 of the {said} was .* and is .* now; --no_resume"):
         RunFolder(folder).begin(changed)
+
+
+@pytest.mark.parametrize("more", [PEFT, ["--beta=0.1"]])
+def test_other_weights_of_the_model_are_refused_where_they_are_in_no_checkpoint(there, tmp_path, more) -> None:
+    trainer = set_up(config(*flags(there / "model", tmp_path, *more)))
+    run = RunFolder(tmp_path)
+    run.begin(trainer)
+    run.save(trainer, 1, lambda: {"bytes": {}})
+    assert run.begin(trainer)[0] == 1
+    model = trainer.reference or trainer.policy
+    with torch.no_grad():
+        next(p for p in model.parameters() if not p.requires_grad).mul_(1.01)
+    with pytest.raises(ValueError, match=r"each of the model's own weights was .* and is .* now; --no_resume"):
+        run.begin(trainer)
 
 
 def test_before_its_first_step_a_run_takes_other_problems(stopped, tmp_path) -> None:
