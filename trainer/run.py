@@ -163,9 +163,10 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
         held_out_prompts, grader,
     )  # fmt: skip
     if config.compare_and_correct:
-        from .experimental.compare_and_correct import compare_and_correct  # which no other run reads
+        from .experimental import compare_and_correct as experiment  # which no other run reads
 
-        trainer.shape = compare_and_correct
+        experiment.require_fitting_prompt(trainer)
+        trainer.shape = experiment.compare_and_correct
     return trainer
 
 

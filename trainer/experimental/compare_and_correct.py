@@ -85,3 +85,15 @@ def correction_prompt(trainer: Trainer, question: str, attempt: str, reference: 
 def _longest_prompt(trainer: Trainer) -> int | None:
     context = context_length(causal_lm(trainer.policy))
     return None if context is None else context - trainer.config.max_completion_length
+
+
+def require_fitting_prompt(trainer: Trainer) -> None:
+    """Raise `ValueError` if not even an empty attempt at the shortest problem could be corrected within the limits."""
+    config, limit = trainer.config, _longest_prompt(trainer)
+    shortest = min(range(len(trainer.rows)), key=lambda i: len(trainer.prompts[i]))
+    least = len(correction_prompt(trainer, trainer.rows[shortest]["question"], "", ""))
+    if limit is not None and least > limit:
+        raise ValueError(
+            f"compare_and_correct: a prompt for correction has at least {least} tokens before attempt and reference, "
+            f"and only {limit} fit (the model's context less max_completion_length {config.max_completion_length})"
+        )

@@ -15,6 +15,7 @@ from trainer.experimental.compare_and_correct import correction_prompt
 from trainer.rewards.calls import group_advantages
 from trainer.rollouts.engine import Rollouts
 from trainer.rollouts.in_process import TransformersEngine
+from trainer.run import set_up
 from trainer.state import Samples, Shaped
 from trainer.step import training_step
 
@@ -192,3 +193,13 @@ def test_off_by_default_and_nobody_correct_is_the_same_to_the_bit(fresh, monkeyp
     assert torch.equal(parameters(plain), parameters(unused))
     extra = results[1].metrics.keys() - results[0].metrics.keys()
     assert extra == {"time/correct", "corrections/fraction", "corrections/too_long", "corrections/tokens"}
+
+
+def test_a_run_in_which_no_correction_fits_ends_before_it_starts(fresh, monkeypatch) -> None:
+    trainer = fresh()
+    longest = max(map(len, trainer.prompts + trainer.held_out_prompts))
+    monkeypatch.setattr(compare_and_correct, "_longest_prompt", lambda _: longest)
+    with pytest.raises(ValueError, match=rf"compare_and_correct: .* only {longest} fit \(the model's context less"):
+        set_up(settings("--compare_and_correct=0.3"))
+    monkeypatch.setattr(compare_and_correct, "TEMPLATE", "{question}{attempt}{reference}")
+    set_up(settings("--compare_and_correct=0.3"))
