@@ -160,7 +160,7 @@ CATALOGUE: dict[str, tuple] = {
     },
     # What reward functions give
     "a reward that raises": (
-        ["--reward_funcs=own:raises"], LATER, "step 1, reward raises raised KeyError: 'difficulty' (in own.py, line 2)",
+        ["--reward_funcs=own:raises"], LATER, "row ", "reward raises raised KeyError: 'difficulty' (in own.py, line 2)",
     ),
     "a reward of nan": (["--reward_funcs=own:not_a_number"], LATER, "reward not_a_number is nan", "step is not saved"),
     "too few rewards in evaluation": (

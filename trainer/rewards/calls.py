@@ -18,6 +18,8 @@ from .built_in import ARGUMENTS, BUILT_IN, CONTENTS, require_rewards
 Reward = Callable[..., list[float | None]]
 """TRL's contract: `f(prompts=, completions=, completion_ids=, **others)`; None abstains."""
 
+FAILURES = (Exception, SystemExit)  # of a user's code; not signals
+
 
 class RewardError(ValueError):
     """A reward function did not return rewards; the message names it."""
@@ -82,15 +84,17 @@ def rewards_by(
 ) -> list[float | None]:
     """Call one reward function on B samples and check that it returns as many real numbers of any type, or None.
 
-    Raises `RewardError` that names the function and its line where it raises; `FloatingPointError` for a reward that
-    is not finite in float32.
+    Raises `RewardError` that names function, line and sample, the first for which the function also raises alone;
+    `FloatingPointError` for a reward that is not finite in float32.
     """
     columns = {name: column for name, column in columns.items() if name != CONTENTS or _takes(function, name)}
     try:
         # Copies, for a function may empty or sort the lists that it gets.
         values: Any = function(**{argument: [*column] for argument, column in columns.items()})
-    except (Exception, SystemExit) as problem:  # of a user's code; not signals
-        raise RewardError(f"reward {name} raised {type(problem).__name__}: {problem}{_place(problem)}") from problem
+    except FAILURES as problem:
+        where = "" if isinstance(problem, OSError) else _first_raising(function, samples, columns)
+        cause = f"{type(problem).__name__}: {problem}{_place(problem)}"
+        raise RewardError(f"{where}reward {name} raised {cause}") from problem
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     if not is_list and getattr(values, "ndim", None) != 1:
         raise RewardError(f"reward {name}: returned a {type(values).__name__}, expected a list of numbers")
@@ -121,6 +125,15 @@ def _takes(function: Reward, name: str) -> bool:
     except ValueError:  # of a builtin that does not say
         return False
     return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def _first_raising(function: Reward, samples: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> str:
+    for b, sample in enumerate(samples):
+        try:
+            function(**{argument: [column[b]] for argument, column in columns.items()})
+        except FAILURES:
+            return f"{sample}: "
+    return ""
 
 
 def _real(value: Any, name: str) -> float:

@@ -1,6 +1,7 @@
 """Calls of reward functions: what they get, what they may return, and what is said about anything else."""
 
 import functools
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -46,10 +47,11 @@ def test_reward_functions_get_trl_arguments_and_are_added_up_by_weight_without_a
     assert calls == [COLUMNS] * 2
 
 
-def test_a_function_that_raises_is_named_with_its_own_line() -> None:
+def test_a_function_that_raises_is_named_with_its_own_line_and_the_first_sample_that_it_fails_on() -> None:
     line = inverse.__code__.co_firstlineno + 1
     problem = rf"ZeroDivisionError: division by zero \(in test_calls.py, line {line}\)"
-    with pytest.raises(RewardError, match=f"^reward mine raised {problem}$"):
+    message = rf"^{re.escape(SAMPLES[2])}: reward mine raised {problem}$"
+    with pytest.raises(RewardError, match=message):
         rewards_by("mine", inverse, SAMPLES, COLUMNS)
 
 
