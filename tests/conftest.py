@@ -15,6 +15,13 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_GSM8K = Path(os.environ.get("GSM8K", REPOSITORY.parent / "shared" / "gsm8k"))
 
+
+def fill_fresh_memory() -> None:
+    """Make each byte that nobody wrote 0x7f (glibc): what reads it fails each time and not once in a hundred."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(-6, 0x80)  # M_PERTURB
+
+
 # With `-n` the first process only hands tests out to workers: it imports nothing that takes seconds.
 if "PYTEST_XDIST_WORKER" in os.environ or not re.search(" -n ?[^0 ]", " ".join(sys.argv)):
     from hypothesis import settings
@@ -23,9 +30,7 @@ if "PYTEST_XDIST_WORKER" in os.environ or not re.search(" -n ?[^0 ]", " ".join(s
     settings.register_profile("suite", deadline=None, derandomize=True)
     settings.load_profile("suite")
 
-    # glibc: each byte that nobody wrote is 0x7f, so that what reads it fails each time and not once in a hundred.
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).mallopt(-6, 0x80)  # M_PERTURB
+    fill_fresh_memory()
 
     import torch
 
