@@ -1,7 +1,8 @@
 """`python -m benchmarks launches`: count what a compiled decoder layer launches and moves on a GPU; none is needed.
 
 The library's packed forward, its backward and its scores run on a CPU as on a GPU: bfloat16 rows, float32 adapters as
-one operator, attention as another. Inductor schedules the graphs of a layer, which are counted, not run: all are zeros.
+one operator, attention as another. Inductor schedules the graphs of a layer as for an H100, which are counted, not run:
+all are zeros. An H200's profile had the same number, and kernels that sum a product's parts within cuBLAS.
 """
 
 import copy
@@ -10,16 +11,20 @@ from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch._inductor.scheduler
+import torch.utils._triton
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch._inductor import compile_fx
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
+from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM
 
 from benchmarks.harness.results import table
@@ -48,9 +53,35 @@ def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
 
 
-def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
-    """Stand in for `ops.matmul.multiply`, of which only layers that are not counted read the result; of zeros."""
-    return out if add else out.zero_()
+GPU = {
+    "name": "NVIDIA H100", "major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32,
+    "regs_per_multiprocessor": 65_536, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
+    "shared_memory_per_block": 49_152, "shared_memory_per_block_optin": 232_448, "gcnArchName": "",
+}  # fmt: skip
+
+
+def as_with_a_gpu() -> ExitStack:
+    """Let inductor's scheduler find a GPU inside."""
+    stack, properties = ExitStack(), SimpleNamespace(**GPU)
+    found: dict[str, Any] = {"is_available": True, "current_device": 0, "device_count": 1, "_lazy_init": None}
+    found |= {"get_device_properties": properties, "_get_device_properties": properties}
+    found |= {"get_device_capability": (properties.major, properties.minor)}
+    for name, value in found.items():
+        stand_in = mock.Mock(return_value=value)
+        stack.enter_context(mock.patch.object(torch.cuda, name, stand_in, create=True))
+    for module in (torch._inductor.scheduler, torch.utils._triton):
+        stack.enter_context(mock.patch.object(module, "has_triton", return_value=True))
+    return stack
+
+
+def on_gpu(value: Any, mode: Any) -> Any:
+    """Replace tensors that hold nothing by tensors of a GPU that hold nothing, and devices by that GPU."""
+    if isinstance(value, torch.device):
+        return torch.device("cuda", 0)
+    if not isinstance(value, Tensor):
+        return value
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda:0")
 
 
 def count_nodes(nodes: Sequence[Any]) -> Counter[str]:
@@ -63,7 +94,7 @@ def count_nodes(nodes: Sequence[Any]) -> Counter[str]:
         elif "mm" in name:
             count["products"] += 1
         elif type(node.node).__name__ != "MultiOutput" and type(node).__name__ != "NopKernelSchedulerNode":
-            count["fused"] += len(getattr(node, "get_outer_nodes", lambda: [0])())  # joined for a CPU's loops only
+            count["fused"] += 1
             count["moved"] += node.get_read_write_buffers_sizes()
     return count
 
@@ -78,10 +109,14 @@ def counting(counts: dict[str, Counter[str]], graph: Any, inputs: Sequence[Any],
         compile_fx.view_to_reshape(graph)
         compile_fx.fake_tensor_prop(graph, inputs)
         compile_fx._recursive_post_grad_passes(graph, inference)
-        kind = {"is_inference": inference, "is_backward": backward}
-        lowered = GraphLowering(graph, example_inputs=inputs, shape_env=fake.shape_env, **kind)
-        with V.set_graph_handler(lowered), V.set_extern_kernel_nodes([]):
-            lowered.run(*inputs)
+        there = functools.partial(on_gpu, mode=fake)
+        for node in graph.graph.nodes:
+            node.kwargs, node.meta["val"] = tree_map(there, node.kwargs), tree_map(there, node.meta.get("val"))
+        kind = {"is_inference": inference, "is_backward": backward, "shape_env": fake.shape_env}
+        given = [there(one) for one in inputs]
+        lowered = GraphLowering(graph, example_inputs=given, **kind)
+        with as_with_a_gpu(), V.set_graph_handler(lowered), V.set_extern_kernel_nodes([]):
+            lowered.run(*given)
             lowered._update_scheduler()
             counts[PASSES[1 if backward else 2 * inference]] = count_nodes(lowered.scheduler.nodes)
 
@@ -117,7 +152,7 @@ def count_layer() -> dict[str, Counter[str]]:
     inner, causal = functools.partial(counting, counts), causal_lm(model)
     modules = (lora, "is_on_gpu"), (matmul, "_keeps_sums"), (matmul, "_has_onednn")
     stand_ins = [(*name, lambda _, truth=name[1] != "_has_onednn": truth) for name in modules]
-    stand_ins += [(adapted_linear, "wide_product", wide_mm), (adapted_linear, "multiply", multiply)]
+    stand_ins += [(adapted_linear, "wide_product", wide_mm)]
     checks = (packed, "check_trainable"), (masked, "check_supported")  # of layers that are not run
     with ExitStack() as stack:
         for place in [*stand_ins, *((*one, lambda walk, **_: read_head(walk.model)) for one in checks)]:
