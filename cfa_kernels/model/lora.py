@@ -65,8 +65,8 @@ def one_pass_adapters(model: Model | nn.Module, rows: int, *, compiled: bool = F
     """Run the LoRA layers of `model` as ops inside; their own `forward` is restored, also after an error.
 
     Those in halves on a GPU keep it for forwards of fewer than `FEW_ROWS` rows, unless their layers are `compiled`.
-    On a GPU bfloat16 rows meet float32 adapters as two bfloat16 parts, 6 bytes a weight, which are kept until a weight
-    is written to. Weights must not change inside.
+    On a GPU bfloat16 rows meet float32 adapters in bfloat16 parts, 8 bytes a weight, which are kept until a weight is
+    written to. Weights must not change inside.
     """
     walk = ModelWalk.of(model)
     layers = _lora_layers(walk)

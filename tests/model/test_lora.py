@@ -25,6 +25,7 @@ from tests.support.models import (
     score_columns,
     score_forward,
     small_adapted,
+    tokens,
 )  # fmt: skip
 
 
@@ -98,7 +99,7 @@ def log_probs_by_peft(monkeypatch, unchecked):
         with monkeypatch.context() as patch:
             if own:
                 patch.setattr(lora, "_lora_layers", lambda walk: [])
-            rows = packed_logprobs(model, Rows(*SMALL_ROWS))
+            rows = packed_logprobs(model, Rows(tokens(*[5] * 8), tokens(*[40] * 8, seed=1)))
         sum(row.sum() for row in rows).backward()
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         return torch.cat(rows).detach(), torch.cat([parameter.grad.flatten() for parameter in trained])

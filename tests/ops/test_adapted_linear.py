@@ -1,4 +1,4 @@
-"""Linear layers and their adapters as one op: the formula, its gradients, its rounding, and what it moves on a GPU."""
+"""Linear layers and their adapters as one op: the formula, its gradients, its rounding, its launches on a GPU."""
 
 import pytest
 import torch
@@ -84,7 +84,8 @@ def gradients(op, x, layers, by_outs, dtype=None):
 
 
 @pytest.mark.parametrize("widths", [(64,), (64, 16, 16)])
-def test_rounding_is_no_worse_than_that_of_pefts_own_path_and_adapters_keep_sixteen_bits(widths, device):
+def test_rounding_is_little_more_than_that_of_pefts_own_path_and_of_the_rows(widths, device):
+    """Of adapters that count as much as their layers: theirs count a hundredth."""
     tensors, count = problem(device, widths), len(widths)
     truth = gradients(one_by_one, *tensors, dtype=torch.float64)
     ours, theirs = (gradients(op, *tensors) for op in (adapted_linear, one_by_one))
@@ -96,8 +97,16 @@ def test_rounding_is_no_worse_than_that_of_pefts_own_path_and_adapters_keep_sixt
 
     ours, theirs = errors(ours), errors(theirs)
     for mine, other in zip(ours[: count + 1], theirs[: count + 1], strict=True):  # results and gradient of the rows
-        assert mine <= (1.01 if device.type == "cpu" else 1.1) * other < 2**-7  # cuBLAS rounds before it adds
-    assert max(ours[count + 1 :]) < 2**-15
+        assert mine <= 1.25 * other < 2**-7
+    assert max(ours[count + 1 :]) < 2**-8
+
+
+@pytest.mark.parametrize("factors", [([[1 + 2**-10], [1.0]], [[1.0, -1.0]]), ([[1.0], [1.0]], [[1 + 2**-10, -1.0]])])
+def test_what_a_factor_loses_by_rounding_acts_on_the_rows(factors, device):
+    down, up = (torch.tensor(factor, device=device) for factor in factors)
+    layer = AdaptedLayer(torch.zeros(1, 1, dtype=HALF, device=device), None, down, up)
+    (out,) = adapted_linear(torch.ones(3, 1, dtype=HALF, device=device), [layer], 0.5)
+    assert out.tolist() == [[2**-11]] * 3
 
 
 def test_no_rows_give_no_rows_and_gradients_of_nothing(device):
@@ -133,9 +142,10 @@ def test_kernels_of_a_forward_and_a_backward_on_a_gpu_are_no_more_than_pefts(mon
                 torch.autograd.grad(results, leaves, [torch.empty(1000, 48, dtype=HALF)] * count)
             launched[count] = kernels(forward), kernels(backward)
     forward, backward = launched[1]
-    assert forward == ["mm", "add", "copy_", "sub", "mm", "addmm_"]
-    assert backward == ["mm", "add", "copy_", "sub", "mm", "addmm_", "mm", "add", "mul_", "mm", "add"]
-    assert [len(names) for names in launched[3]] == [6 + 2 * 2, 11 + 3 * 2 + 4]  # the last add gradients of one leaf
+    assert forward == ["mm", "mm", "addmm_"]
+    assert backward == ["mm", "mm", "addmm_", "mm", "mm"]
+    # Side by side the three take a copy, and the gradients of one leaf are added.
+    assert [len(names) for names in launched[3]] == [3 + 2 * 2, 5 + 2 * 3 + 1 + 4]
     base = nn.Sequential(nn.Linear(64, 48, bias=False, dtype=HALF))
     model = get_peft_model(base, LoraConfig(r=32, target_modules=["0"]))
     x = torch.empty(10, 64, dtype=HALF).requires_grad_()
