@@ -98,8 +98,11 @@ def test_a_masked_turn_costs_its_answer_what_it_costs_an_unpacked_row(model, opt
     assert credit.work.forwards == 1
 
 
-@pytest.mark.parametrize("options", [WAYS[0], WAYS[3]], ids=str)
-@pytest.mark.parametrize("name", ["DeepseekV3", "Bamba", "Lfm2", "Qwen3Next", "Qwen3_5Text"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("DeepseekV3", WAYS[0]), ("Bamba", WAYS[3]), ("Lfm2", WAYS[0]), ("Qwen3Next", WAYS[3]), ("Qwen3_5Text", WAYS[0])],
+    ids=str,
+)
 def test_so_it_does_with_latent_attention_and_with_layers_that_carry_a_state(name, options, unchecked):
     """Gated delta nets in float64: their chunks lose more in float32 than is allowed, packed and unpacked."""
     model = make_model(name, vocab_size=128, **(OTHERS | HYBRIDS)[name])

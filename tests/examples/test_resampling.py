@@ -1,6 +1,7 @@
 """Resampled fills follow the model's own distribution in the unit's place, and score as full forwards would."""
 
 import copy
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,9 +38,12 @@ def scores_of(model, *data, seed, samples=1, outcome):
     return SimpleNamespace(drop=[row.double() for row in found.values], work=found.work)
 
 
+copied = functools.cache(copy.deepcopy)
+
+
 def chances(model, ids):
     """(V,) float64 distribution of the token after `ids`, by one plain forward."""
-    exact = copy.deepcopy(model).double().eval()
+    exact = copied(model).double().eval()
     with torch.no_grad():
         return exact(input_ids=ids[None].to(exact.device)).logits[0, -1].double().cpu().softmax(-1)
 

@@ -11,7 +11,7 @@ from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import ScoringWork
 from cfa_kernels.span import Span
 from examples.estimators.total_effects import chained_effects, total_effects
-from tests.support.models import HYBRIDS, LONGROPE, PLACEHOLDER, batch_of, make_model, naive_row, score_columns, tokens
+from tests.support.models import HYBRIDS, LONGROPE, PLACEHOLDER, batch_of, make_model, naive_rows, score_columns, tokens
 
 
 def exact(name="Qwen3", **changes):
@@ -64,7 +64,8 @@ def plain_effects(model, prompt, completion, units, answer):
     def logprob(masked, span):
         return sum(lines[masked][span.start : span.end])
 
-    lines = {masked: naive_row(model, prompt, completion, masked).tolist() for masked in [None, *before]}
+    judged = [None, *before]
+    lines = dict(zip(judged, naive_rows(model, prompt, completion, judged).tolist(), strict=True))
     direct = [logprob(None, answer) - logprob(unit, answer) for unit in before]
     links = [
         [max(0.0, logprob(None, later) - logprob(unit, later)) / (later.end - later.start) for later in before]
@@ -105,8 +106,8 @@ def test_effects_equal_full_forwards_summed_up_by_hand(name, changes):
 def test_the_judged_batch_has_losses_to_clamp(qwen3):
     """Else the comparison above would not see a missing clamp."""
     prompt, completion, units, _ = (column[0] for column in batch())
-    lost = naive_row(qwen3, prompt, completion) - naive_row(qwen3, prompt, completion, units[0])
-    losses = [lost[start:end].sum() for start, end in units[1:-1]]
+    whole, masked = naive_rows(qwen3, prompt, completion, [None, units[0]])
+    losses = [(whole - masked)[start:end].sum() for start, end in units[1:-1]]
     assert min(losses) < -0.01 < 0.01 < max(losses)
 
 

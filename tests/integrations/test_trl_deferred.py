@@ -91,7 +91,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prefix gain": config(estimator="prefix_gain"), "total effects": config(**TOTAL_EFFECTS),
     "entropies, rows not fed": entropies("entropy"),
     "entropies added, rows not fed": entropies("entropy_shaping"),
-    "high entropies": {"top_entropy_quantile": 0.33, "max_steps": 2},
+    "high entropies": {"top_entropy_quantile": 0.33},
     "seeds": config(preselect=0.5, preselect_by="gradient") | {"gradient_accumulation_steps": 2},
 }  # fmt: skip
 

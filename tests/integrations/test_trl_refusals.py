@@ -43,7 +43,8 @@ except ImportError:
             return super()._compute_loss(model, inputs)
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+# All is on the host: nothing to tell apart.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.traced]
 UNIFORM = CounterfactualConfig(control="off")
 
 

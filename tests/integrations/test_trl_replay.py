@@ -20,7 +20,8 @@ from tests.support.tiny import tiny_model  # noqa: E402
 from tests.support.trl_exact import Exact, assert_equal, batch, both, loss_and_gradients  # noqa: E402
 from tests.support.trl_training import LORA, build, logged, packs, record_generations, rollouts, seven  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]
+# All is on the host: nothing to tell apart.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.traced, packs]
 
 
 class Replayed(Exact):
@@ -55,9 +56,9 @@ def kept_of(inputs: dict[str, Any], vocabulary: int) -> list[KeptTokens]:
     ]
 
 
-@pytest.fixture
-def pair(tmp_path) -> tuple[Any, Any]:
-    return both(tmp_path, kind=Replayed)
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> tuple[Any, Any]:
+    return both(tmp_path_factory.mktemp("run"), kind=Replayed)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +69,10 @@ def pair(tmp_path) -> tuple[Any, Any]:
     ],
     ids=str,
 )  # fmt: skip
-def test_loss_and_gradients_are_those_of_log_probs_over_the_kept_ids(pair, changes):
+def test_loss_and_gradients_are_those_of_log_probs_over_the_kept_ids(pair, monkeypatch, changes):
     for trainer in pair:
         for name, value in changes.items():
-            setattr(trainer, name, value)
+            monkeypatch.setattr(trainer, name, value)
     inputs = batch()
     if "importance_sampling_level" in changes:
         inputs["advantages"] = inputs["advantages"][:, 0].clone()
@@ -81,9 +82,11 @@ def test_loss_and_gradients_are_those_of_log_probs_over_the_kept_ids(pair, chang
     assert_equal(pair, inputs)
 
 
-def test_a_sampler_of_the_same_policy_has_ratio_1_over_what_it_kept(pair):
-    theirs, ours = pair
-    ours.use_vllm, ours._corrects, inputs = True, True, batch()
+def test_a_sampler_of_the_same_policy_has_ratio_1_over_what_it_kept(pair, monkeypatch):
+    (theirs, ours), inputs = pair, batch()
+    monkeypatch.setattr(ours, "use_vllm", True)
+    monkeypatch.setattr(ours, "_corrects", True)
+    ours._metrics["train"].clear()
     del inputs["old_per_token_logps"]
     theirs.kept = kept = kept_of(inputs, theirs.model.config.vocab_size)
     ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfa_kernels import Batch, Span
@@ -28,7 +28,7 @@ ROWS = Rows(
     [prompt for prompt, lengths in zip(PROMPTS, LENGTHS, strict=True) for _ in lengths],
     tokens(*[n for lengths in LENGTHS for n in lengths], seed=2),
 )
-SPANS = [[Span(4 * k, 4 * k + 2) for k in range(n // 4 - 1)] for n in ROWS.lengths]
+SPANS = [[Span(8 * k, 8 * k + 2) for k in range(n // 8)] for n in ROWS.lengths]
 ANSWERS = [Span(n - 4, n - 1) for n in ROWS.lengths]
 BATCH = Batch(ROWS, units=SPANS, answers=ANSWERS)
 
@@ -66,10 +66,13 @@ def sizes(monkeypatch, unchecked):
 
 
 @pytest.mark.parametrize(
-    ("mask", "outcome"), [(PLACEHOLDER, "logprob"), ("drop", "last"), (of_two_more, "logprob"), (of_two_more, "last")]
-)
-@pytest.mark.parametrize("budget", [None, 25])
-@pytest.mark.parametrize("continues", [True, False])
+    ("continues", "budget", "mask", "outcome"),  # each mask with and without a budget, behind rows and not
+    [
+        (True, None, "drop", "last"), (True, None, of_two_more, "logprob"), (True, 25, PLACEHOLDER, "logprob"),
+        (True, 25, of_two_more, "last"), (False, None, PLACEHOLDER, "logprob"), (False, None, of_two_more, "last"),
+        (False, 25, "drop", "last"), (False, 25, of_two_more, "logprob"),
+    ],
+)  # fmt: skip
 def test_scores_are_those_of_a_model_without_the_limit(continues, budget, outcome, mask, sizes):
     model, batch = llama(MOST + 1), BATCH.with_columns(token_budget=budget)
     if continues:
@@ -137,6 +140,7 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_s
 
 
 @pytest.mark.parametrize("divergence", [False, True])
+@settings(max_examples=40)
 @given(SEQUENCES, SEQUENCES, st.integers(1, 30), st.integers(0, 12))
 def test_every_query_is_laid_out_once_within_the_limit_and_after_the_first_of_its_bundle(
     divergence, fed, rows, budget, extra

@@ -53,22 +53,20 @@ STORED = [[torch.arange(4, 4 + k) for k, _ in enumerate(row)] for row in batch()
 
 
 @pytest.mark.parametrize("mask", [PLACEHOLDER, "drop", of_two_more, STORED], ids=["id", "drop", "function", "stored"])
-@pytest.mark.parametrize("access", ["in process", "a training forward", "a service"])
-def test_a_branch_scores_as_the_sequence_that_its_mask_makes_fed_by_itself(access, mask):
+def test_a_branch_scores_as_the_sequence_that_its_mask_makes_fed_by_itself(mask):
+    """In process, behind a training forward, and by a service."""
     model, (prompts, completions, spans, answers) = make_model("Qwen3").cpu().double(), batch()
     rows = Rows(prompts, completions)
-
     logprobs = functools.partial(naive_row, model)
-    if access == "in process":
-        scores = score_counterfactuals(model, rows, spans, answers, mask=mask)
-    elif access == "a training forward":
-        scores = score_forward(packed_forward(model, rows, keep_states=True), spans, answers, mask=mask)
-    else:
-        service = LogprobService(lambda *columns: [*map(logprobs, *columns)])
-        scores = service.score(Batch(rows, units=spans, answers=answers), mask=mask)
+    service = LogprobService(lambda *columns: [*map(logprobs, *columns)])
+    every = [
+        score_counterfactuals(model, rows, spans, answers, mask=mask),
+        score_forward(packed_forward(model, rows, keep_states=True), spans, answers, mask=mask),
+        service.score(Batch(rows, units=spans, answers=answers), mask=mask),
+    ]
     for b, answer in enumerate(answers):
         base = torch.nan if answer is None else logprobs(prompts[b], completions[b])[slice(*answer)].sum()
-        assert scores.base[b].item() == pytest.approx(float(base), abs=1e-5, nan_ok=True)
+        assert [scores.base[b].item() for scores in every] == pytest.approx([float(base)] * 3, abs=1e-5, nan_ok=True)
         for k, (start, end) in enumerate(spans[b] if answer else []):
             if mask is STORED:
                 ids = STORED[b][k]
@@ -78,9 +76,10 @@ def test_a_branch_scores_as_the_sequence_that_its_mask_makes_fed_by_itself(acces
             branch = torch.cat([completions[b][:start], ids, completions[b][end:]])
             moved = len(ids) - (end - start) if end <= answer.start else 0
             masked = logprobs(prompts[b], branch)[answer.start + moved : answer.end + moved].sum()
-            assert abs(scores.masked[b][k].item() - masked.item()) < 1e-5
-            assert abs(scores.drop[b][k].item() - (base - masked).item()) < 1e-5
-            assert start < answer.start or scores.drop[b][k] == 0
+            for scores in every:
+                assert abs(scores.masked[b][k].item() - masked.item()) < 1e-5
+                assert abs(scores.drop[b][k].item() - (base - masked).item()) < 1e-5
+                assert start < answer.start or scores.drop[b][k] == 0
     assert all(map(torch.equal, completions, batch()[1]))
 
 
@@ -160,13 +159,10 @@ def test_the_last_layer_computes_its_output_and_mlp_for_answer_rows_alone(name):
     assert rows == [fed] * 4 + [6] * 2
 
 
-def test_nothing_is_computed_for_rows_without_an_answer(qwen3):
+def test_nothing_is_computed_for_rows_without_an_answer_nor_for_an_empty_batch(qwen3):
     scores = score_columns(qwen3, *([x] for x in (*tokens(5, 9), [Span(1, 2)], None)), mask=0)
     assert scores.work.forwards == scores.work.tokens_fed == 0
     assert torch.isnan(scores.base).all()
-
-
-def test_an_empty_batch_scores_nothing(qwen3):
     scores = score_columns(qwen3, [], [], [], [], mask=0)
     assert scores.base.shape == (0,)
     assert scores.masked == scores.drop == []
@@ -178,8 +174,7 @@ class Fails(Exception):
 
 
 @pytest.mark.parametrize("fails", ["never", "in the self-check", "in scoring"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("implementation", "dtype"), [("sdpa", torch.float32), ("eager", torch.bfloat16)])
 def test_the_model_is_as_before_afterwards_also_after_an_exception(implementation, fails, dtype, monkeypatch):
     model = make_model("Qwen3", attention_dropout=0.5).to(dtype)
     model.set_attn_implementation(implementation)

@@ -203,15 +203,20 @@ def naive(model, prompt, completion, answer, span=None):
 
 def naive_row(model, prompt, completion, span=None):
     """(T,) log-probs of a completion by one plain full forward with `span` replaced."""
-    ids, training = torch.cat([prompt, completion]), model.training
-    if span is not None:
-        ids[len(prompt) + span.start : len(prompt) + span.end] = PLACEHOLDER
+    return naive_rows(model, prompt, completion, [span])[0]
+
+
+def naive_rows(model, prompt, completion, spans):
+    """(K, T) log-probs of a completion with each of the spans replaced, or with nothing, by a plain full forward."""
+    ids, training = torch.cat([prompt, completion]).repeat(len(spans), 1), model.training
+    for row, span in zip(ids, spans, strict=True):
+        if span is not None:
+            row[len(prompt) + span.start : len(prompt) + span.end] = PLACEHOLDER
     model.eval()
     with torch.no_grad():
-        logits = model(input_ids=ids[None].to(model.device)).logits[0, len(prompt) - 1 : -1].cpu()
+        logits = model(input_ids=ids.to(model.device)).logits[:, len(prompt) - 1 : -1].cpu()
     model.train(training)
-    logprobs = at_least_float32(logits).log_softmax(-1)
-    return logprobs.gather(1, ids[len(prompt) :, None])[:, 0]
+    return at_least_float32(logits).log_softmax(-1).gather(2, ids[:, len(prompt) :, None])[..., 0]
 
 
 def at_least_float32(logits):
@@ -235,12 +240,12 @@ def assert_equals_naive(scores, model, prompts, completions, spans, answers, tol
             assert torch.isnan(scores.base[b])
             assert torch.isnan(scores.drop[b]).all()
             continue
-        base = naive(model, prompts[b], completions[b], answer)
+        lines = naive_rows(model, prompts[b], completions[b], [None, *spans[b]])
+        base, *masked = [sum(line[slice(*answer)].tolist()) for line in lines]
         assert abs(scores.base[b].item() - base) <= tolerance
-        for k, span in enumerate(spans[b]):
-            masked = naive(model, prompts[b], completions[b], answer, span)
-            assert abs(scores.masked[b][k].item() - masked) <= tolerance
-            assert abs(scores.drop[b][k].item() - (base - masked)) <= 2 * tolerance
+        for k, value in enumerate(masked):
+            assert abs(scores.masked[b][k].item() - value) <= tolerance
+            assert abs(scores.drop[b][k].item() - (base - value)) <= 2 * tolerance
 
 
 def plain_logprobs(model, prompts, completions, temperature=1.0, *, with_entropies=False):

@@ -63,7 +63,7 @@ def build(
     """
     settings = {
         "use_cpu": True, "bf16": False, "per_device_train_batch_size": 8, "num_generations": 8,
-        "max_completion_length": 16, "max_steps": 1, "report_to": [], "logging_steps": 1, "save_strategy": "no",
+        "max_completion_length": 10, "max_steps": 1, "report_to": [], "logging_steps": 1, "save_strategy": "no",
         "learning_rate": 1e-2, "disable_tqdm": True, "seed": 7,
     }  # fmt: skip
     made = {

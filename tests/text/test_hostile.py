@@ -19,7 +19,7 @@ READERS: dict[str, Read] = {
     "answer": lambda text: answer_text_span(text, AnswerRules(answer_fallback="last_number")),
     "number": parse_number,
 }
-LENGTH = 20_000
+LENGTH = 10_000
 UNITS = [
     " ", "\t", "\r", "\u3000", "\n", " \n", "1", "1 ", "1,", "1,11,", ".", "1.", "(", ")", "[", "{", "}", "((1", "(1+",
     "f(1", "$", "$$", "$a$", "<<1", "<<1>>", "#### ", "#### 1. a\n", "+", "-", "1+", "1 a + 1 ", "=", "a=", "**", "\\",
@@ -38,7 +38,7 @@ def seconds(read: Read, text: str) -> float:
         start = time.process_time()
         read(text)
         times.append(time.process_time() - start)
-        if times[-1] < 0.2:
+        if times[-1] < 0.1:
             break
     return min(times)
 
@@ -47,12 +47,12 @@ def check_linear(read: Read, before: str, unit: str, after: str) -> None:
     def text(length: int) -> str:
         return before + (unit * length)[:length] + after
 
-    # What is linear takes 8 times as long, what is quadratic 64 times. Idle machines take below 0.1 s for the whole.
+    # What is linear takes 8 times as long, what is quadratic 64 times. Idle machines take below 0.05 s for the whole.
     eighth = seconds(read, text(LENGTH // 8))
-    assert eighth < 0.5, f"{LENGTH // 8} characters of {unit!r} take {eighth:.2f} s"
+    assert eighth < 0.25, f"{LENGTH // 8} characters of {unit!r} take {eighth:.2f} s"
     whole = seconds(read, text(LENGTH))
-    assert whole < max(0.5, 24 * eighth), f"{LENGTH} of {unit!r} take {whole:.2f} s, an eighth {eighth:.2f} s"
-    assert whole < 2
+    assert whole < max(0.25, 24 * eighth), f"{LENGTH} of {unit!r} take {whole:.2f} s, an eighth {eighth:.2f} s"
+    assert whole < 1
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -66,7 +66,7 @@ def test_repetition_is_read_in_linear_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-@settings(property_test, max_examples=25)
+@settings(property_test, max_examples=10)
 @given(pieces=st.tuples(*[st.lists(st.sampled_from(UNITS), max_size=2).map("".join)] * 3))
 def test_any_repetition_is_read_in_linear_time(name: str, pieces: tuple[str, str, str]) -> None:
     before, unit, after = pieces

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import cfa_kernels
 from cfa_kernels.text.python_code import ranked_python_intervals
-from tests.support.small_tokenizers import property_test
+from tests.support.small_tokenizers import property_test, snippets
 
 
 def units(text: str) -> tuple[list[str], list[str]]:
@@ -133,7 +133,7 @@ PIECES = [
 
 
 @property_test
-@given(pieces=st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=14))
+@given(pieces=st.lists(st.one_of(st.sampled_from(PIECES), snippets(3)), max_size=14))
 def test_units_are_inside_disjoint_in_order_and_unmoved_by_what_follows_the_block(pieces: list[str]) -> None:
     code = "".join(pieces)
     ranks = ranked_python_intervals(code)
