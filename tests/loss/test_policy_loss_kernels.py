@@ -391,17 +391,13 @@ def test_in_place_gives_the_same_gradient_in_the_logits_memory(backend, level, d
         torch.autograd.grad(loss, working)
 
 
-def test_in_place_refuses_logits_that_someone_else_has_saved(device):
+def test_in_place_refuses_logits_that_someone_else_has_saved_and_leaves_them_alone_without_gradients(device):
     tensors, options = problem(torch.float32, device)
     source = tensors["logits"].clone().requires_grad_()
     logits = torch.tanh(source)  # keeps its result for its own backward
     loss, _ = logits_policy_loss(logits, *others(tensors), inplace=True, **options)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_in_place_leaves_the_logits_alone_without_gradients(device):
-    tensors, options = problem(torch.float32, device)
     logits = tensors["logits"].clone().requires_grad_()
     with torch.no_grad():
         logits_policy_loss(logits, *others(tensors), inplace=True, **options)

@@ -44,10 +44,9 @@ def test_log_probs_entropies_and_gradients_are_those_over_the_kept_ids(
     ("backend", "kind", "level"),
     [
         *(("torch", kind, level) for kind in KINDS for level in ("token", "sequence")),
-        ("triton", "narrow", "token"),
-        ("triton", "mixed", "sequence"),
+        ("triton", "narrow", "token"), ("triton", "mixed", "sequence"),
     ],
-)
+)  # fmt: skip
 def test_loss_and_gradients_are_those_over_the_kept_ids(backend, kind, level, device, poisoned_memory):
     dtype = torch.float64 if backend == "torch" else torch.float32
     hidden, head, targets, options, lists = example(kind, dtype, device, **TRANSFORMS[1])
@@ -115,10 +114,7 @@ def test_logits_are_made_of_the_columns_that_are_kept_and_never_of_rows_by_vocab
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
-        (
-            KeptTokens.of([[1, 2], [4]]),
-            r"kept_tokens: must hold offsets \(4,\) and ids \(K,\) for 3 tokens, got \(3,\)",
-        ),
+        (KeptTokens.of([[1, 2], [4]]), r"must hold offsets \(4,\) and ids \(K,\) for 3 tokens, got \(3,\)"),
         (KeptTokens.of([[1, 2], [4, 5], []]), r"kept_tokens\[1\]: must hold the sampled token 3, got 2 other ids"),
         (KeptTokens.of([[1, 9], [3], []]), r"kept_tokens\[0\]: ids must be in the vocabulary \[0, 9\), got 9"),
         (KeptTokens.of([[1], [3, -1], []]), r"kept_tokens\[1\]: ids must be in the vocabulary \[0, 9\), got -1"),
