@@ -42,15 +42,9 @@ def measure_ceilings(device: torch.device, *, smoke: bool = False) -> dict[str, 
     target = torch.empty_like(source)
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty(side, side, device=device, dtype=dtype)
-    laps = race(
-        [
-            Contender("copy", lambda: target.copy_(source), lambda _: None),
-            Contender("gemm", lambda: torch.mm(a, b, out=product), lambda _: None),
-        ],
-        device=device,
-        budget=Budget(seconds=5.0, min_rounds=10),
-        clock="device",
-    )
+    jobs = {"copy": lambda: target.copy_(source), "gemm": lambda: torch.mm(a, b, out=product)}
+    contenders = [Contender(name, job, lambda _: None) for name, job in jobs.items()]
+    laps = race(contenders, device=device, budget=Budget(seconds=5.0, min_rounds=10), clock="device")
     copied, flops = 2.0 * source.numel() * source.element_size(), 2.0 * side**3
     return {
         "copy_gb_per_s": copied / laps["copy"].median / 1e9,

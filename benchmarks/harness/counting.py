@@ -36,10 +36,6 @@ def attention_flops(config: Any, pairs: float) -> float:
     return 4.0 * config.num_attention_heads * head_dim(config) * config.num_hidden_layers * pairs
 
 
-def head_flops(config: Any, rows: float) -> float:
-    return 2.0 * config.hidden_size * config.vocab_size * rows
-
-
 def tree_pairs(job: Job) -> float:
     """Visible pairs of the packed tree: prompts once, completions once, branches from their span's start."""
     pairs, seen = 0.0, set()
@@ -51,10 +47,6 @@ def tree_pairs(job: Job) -> float:
         pairs += _causal(rows, p)
         pairs += sum(_causal(rows - span.start, p + span.start) for span in spans)
     return pairs
-
-
-def tree_head_rows(job: Job) -> int:
-    return sum((a.end - a.start) * (1 + len(spans)) for a, spans in zip(job.answers, job.spans, strict=True))
 
 
 def _causal(length: int, past: int) -> float:
@@ -99,5 +91,6 @@ def counted(model: PreTrainedModel, tree: Job | None = None) -> Iterator[Work]:
         for hook in hooks:
             hook.remove()
     if tree is not None and not work.head_rows:  # a fused head is not a module
-        work.head_rows = tree_head_rows(tree)
-        work.flops += head_flops(config, work.head_rows)
+        answers = zip(tree.answers, tree.spans, strict=True)
+        work.head_rows = sum((answer.end - answer.start) * (1 + len(spans)) for answer, spans in answers)
+        work.flops += 2.0 * config.hidden_size * config.vocab_size * work.head_rows

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,11 +85,7 @@ class Budget:
 
 
 def race(
-    contenders: Sequence[Contender],
-    *,
-    device: torch.device,
-    budget: Budget,
-    clock: Literal["wall", "device"] = "wall",
+    contenders: Sequence[Contender], *, device: torch.device, budget: Budget, clock: Literal["wall", "device"] = "wall"
 ) -> dict[str, Lap]:
     """Check every contender once, then time the sound ones in rounds, each round starting one further along.
 
@@ -238,18 +235,9 @@ def _cache_filler(device: torch.device, size: int) -> Tensor:
 
 def spread(seconds: Sequence[float]) -> dict[str, float | int]:
     """Median and spread of the rounds, in seconds."""
-    if len(seconds) > 1:
-        first, _, third = statistics.quantiles(seconds, n=4, method="inclusive")
-    else:
-        first = third = seconds[0]
-    return {
-        "median": statistics.median(seconds),
-        "iqr": third - first,
-        "min": min(seconds),
-        "max": max(seconds),
-        "mean": statistics.fmean(seconds),
-        "rounds": len(seconds),
-    }
+    least, first, median, third, most = np.quantile(seconds, (0, 0.25, 0.5, 0.75, 1)).tolist()
+    mean, rounds = statistics.fmean(seconds), len(seconds)
+    return {"median": median, "iqr": third - first, "min": least, "max": most, "mean": mean, "rounds": rounds}
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Write results: a document as JSON, beside it tables as Markdown; pieces of work that an interrupted run takes up."""
 
-import copy
 import json
 import os
 import shlex
@@ -55,13 +54,6 @@ class Pieces:
             raise ValueError(f"{folder}: holds pieces of {known}, not of {own}; name another --folder, or remove it")
         write_json(note, own)
         self._folder = folder
-
-    def below(self, part: str) -> "Pieces":
-        """Return the pieces of a part of the work, in a folder below."""
-        own = copy.copy(self)
-        own._folder = self._folder / part
-        own._folder.mkdir(exist_ok=True)
-        return own
 
     def __contains__(self, name: str) -> bool:
         return self._path(name).exists()

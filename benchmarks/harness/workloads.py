@@ -8,7 +8,7 @@ import functools
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -160,23 +160,24 @@ def _generated_corpus() -> Corpus:
     return Corpus("generated: no real data here", texts, problems, correct)
 
 
+def digit_bpe(texts: Iterable[str], size: int, special: list[str]) -> Tokenizer:
+    """Train a byte-level BPE with a token for each digit."""
+    bpe = Tokenizer(models.BPE())
+    parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence(parts), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return bpe
+
+
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE with single digits, as Qwen's, trained on the corpus; its pad token is the placeholder."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<pad>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(corpus().training_texts, trainer)
-    # One token in real vocabularies, too.
-    bpe.add_tokens([MARKER])
+    bpe = digit_bpe(corpus().training_texts, VOCABULARY, ["<pad>", "<eos>"])
+    bpe.add_tokens([MARKER])  # one token in real vocabularies, too
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
 
 
@@ -213,9 +214,9 @@ def _scorable(text: str, max_spans: int) -> _Scored | None:
     return _Scored(ids, spans, Span(after_marker, answer.end)) if spans else None
 
 
-def gsm8k_job(problems: int, *, seed: int = SEED) -> Job:
+def gsm8k_job(problems: int) -> Job:
     """`problems` problems drawn at random, four completions each, every one with an answer and a span."""
-    return _job_of_problems(f"gsm8k-{4 * problems}", _drawn_problems(problems, seed, lambda question: True))
+    return _job_of_problems(f"gsm8k-{4 * problems}", _drawn_problems(problems, SEED, lambda question: True))
 
 
 def _drawn_problems(problems: int, seed: int, wanted: Callable[[str], bool]) -> list[tuple[str, list[_Scored]]]:
@@ -240,16 +241,8 @@ def _job_of_problems(name: str, drawn: Sequence[tuple[str, list[_Scored]]]) -> J
 
 
 def _job(name: str, source: str, prompts: list[Tensor], rows: Sequence[_Scored]) -> Job:
-    return Job(
-        name=name,
-        source=source,
-        prompts=prompts,
-        completions=[row.completion for row in rows],
-        spans=[row.spans for row in rows],
-        answers=[row.answer for row in rows],
-        placeholder_id=tokenizer().pad_token_id,
-        tokenizer=tokenizer(),
-    )
+    completions, spans, answers = ([getattr(row, name) for row in rows] for name in ("completion", "spans", "answer"))
+    return Job(name, source, prompts, completions, spans, answers, tokenizer().pad_token_id, tokenizer())
 
 
 def shaped_job(*, group: int, prompt: int, completion: int, spans: int, span_tokens: int = 12, seed: int = SEED) -> Job:
@@ -266,9 +259,8 @@ def shaped_job(*, group: int, prompt: int, completion: int, spans: int, span_tok
     starts = [k * room // spans for k in range(spans)]
     row_spans = [Span(start, start + span_tokens) for start in starts]
     rows = [_Scored(ids, row_spans, answer) for ids in completions]
-    return _job(
-        f"shaped-g{group}-p{prompt}-c{completion}-k{spans}", "generated: random ids", [prompt_ids] * group, rows
-    )
+    name = f"shaped-g{group}-p{prompt}-c{completion}-k{spans}"
+    return _job(name, "generated: random ids", [prompt_ids] * group, rows)
 
 
 # Rollouts

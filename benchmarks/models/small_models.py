@@ -34,7 +34,7 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decod
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 # Options that a class needs before it gives its defaults.
 NEEDED_BY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}
 }
 # Types whose causal model takes a part of their configuration.
 PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}

@@ -3,6 +3,7 @@
 `table.py` builds the models, runs them one by one and writes the verdicts.
 """
 
+import copy
 import math
 import traceback
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 import cfa_kernels
 from benchmarks.models.small_models import TEXT_IDS, WINDOW
+from benchmarks.speed.step_reference import taken_gradients
 from cfa_kernels import Batch, Rows, Span, packed_logprobs, score_counterfactuals
 
 TOLERANCE = 1e-3  # nats, at float32
@@ -206,9 +208,8 @@ def judge_training(model: PreTrainedModel, plain: Plain, batches: Sequence[Batch
     try:
         for batch in batches:
             ours = packed_logprobs(model, batch.rows, temperature=TEMPERATURE)
-            model.zero_grad()
             _weighted(ours).backward()
-            result = _gradients(model)
+            result = taken_gradients(model)
             for row, prompt, completion in zip(ours, batch.rows.prompts, batch.rows.completions, strict=True):
                 theirs = plain.logprobs(torch.cat([prompt, completion]), TEMPERATURE)[len(prompt) - 1 :]
                 worst = max(worst, _gap(row.detach(), theirs))
@@ -228,23 +229,14 @@ def _weighted(rows: Sequence[Tensor], first: int = 0) -> Tensor:
     return total
 
 
-def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Collect the gradients of the parameters; zeros where there are none."""
-    return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-    }
-
-
 def plain_gradients(model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
     """The definition of what `_weighted` gives the parameters: a full forward and backward for each row."""
-    model.zero_grad()
     for index, (prompt, completion) in enumerate(zip(batch.rows.prompts, batch.rows.completions, strict=True)):
         ids = torch.cat([prompt, completion])
         logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / TEMPERATURE
         logprobs = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0]
         _weighted([logprobs], index).backward()
-    return _gradients(model)
+    return taken_gradients(model)
 
 
 def gradient_gap(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -264,7 +256,7 @@ def rounding_of_gradients(model: PreTrainedModel, batch: Batch) -> float:
     """Measure how far the model's own gradients move when each weight moves to a neighbouring number, at random."""
     before = plain_gradients(model, batch)
     generator = torch.Generator().manual_seed(0)
-    chosen_rows = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights = copy.deepcopy(model.state_dict())
     try:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -272,6 +264,4 @@ def rounding_of_gradients(model: PreTrainedModel, batch: Batch) -> float:
                 parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))
         return gradient_gap(plain_gradients(model, batch), before)
     finally:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(chosen_rows[name])
+        model.load_state_dict(weights)

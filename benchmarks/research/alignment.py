@@ -228,23 +228,20 @@ def true_gradient(policy: Policy, settings: AlignmentSettings, part: int) -> Ten
 
 
 def run(
-    pieces: Pieces, folder: Path, settings: AlignmentSettings, *, arms: Sequence[str] | Mapping[str, Arm] | None = None,
-    policy: Policy | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    pieces: Pieces, folder: Path, settings: AlignmentSettings, *, arms: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Measure the arms, block by block, and sum up.
 
     Args:
         pieces: a first look, the truth's figures, and the products of each block.
         folder: of the vectors that blocks are compared with: parts of the true gradient, the mean squares for Adam.
         settings: how much.
-        arms: names that `arms_of` takes, or arms; default the set "main".
-        policy: by default that of the settings.
+        arms: names that `arms_of` takes; default the set "main".
 
     Raises:
         ValueError: an unknown arm, or settings that leave nothing to measure.
     """
-    chosen = arms if isinstance(arms, Mapping) else arms_of(arms or ["main"])
-    policy = policy or (Recorded if settings.rollouts else Policy)(settings)
+    chosen, policy = arms_of(arms or ["main"]), (Recorded if settings.rollouts else Policy)(settings)
     look = pieces.get("first look", policy.look)
     measured_on = pieces.get("measured on", lambda: describe_environment(policy.model.device, None)["device"])
     print(f"first look: {look['right']:.0%} right, {look['mixed']:.0%} of the groups have right and wrong completions")

@@ -17,7 +17,7 @@ import tyro
 from tyro.extras import subcommand_cli_from_dict
 
 from benchmarks.harness.results import RESULTS, Pieces, document_head, write
-from benchmarks.research import ablation, alignment, arms, direction, pretrained, regimes, turns
+from benchmarks.research import ablation, alignment, arms, pretrained, regimes
 from benchmarks.research.warmup import WarmupConfig, warm_up
 
 PROGRAM = "python -m benchmarks evidence"
@@ -43,7 +43,7 @@ class Measure(NamedTuple):
     """A measurement that keeps pieces: settings, how it is run and written down, names that can be chosen.
 
     `extent`: settings that say how many pieces there are, and not what a piece is, so that a longer run resumes from a
-    shorter one. `draw` writes a document's figure to a path.
+    shorter one.
     """
 
     settings: type
@@ -52,7 +52,6 @@ class Measure(NamedTuple):
     text: str
     names: Sequence[str] = ()
     extent: Sequence[str] = ()
-    draw: Callable[[Any, Path], None] | None = None
 
 
 OWN = alignment.AlignmentSettings(
@@ -65,14 +64,6 @@ MEASURES = {
         pretrained.PretrainedSettings, pretrained.run, pretrained.markdown,
         "Measure what a model writes to the problems of a file, what matters in it, and which estimators find that.",
         extent=("judged", "costly", "credited", "scored_in"),
-    ),
-    "turns": Measure(
-        turns.TurnsSettings, turns.run, turns.markdown,
-        "Measure which estimators find the turns of a rollout that mattered.", draw=turns.draw,
-    ),
-    "turns-direction": Measure(
-        direction.DirectionSettings, direction.run, direction.markdown,
-        "Measure how well a step that weighs turns by credit points at the true gradient.", extent=("blocks",),
     ),
     "ablation": Measure(
         ablation.AblationSettings, ablation.run, ablation.markdown,
@@ -140,11 +131,7 @@ def commands(line: Sequence[str]) -> dict[str, Callable[..., list[Path]]]:
         assert place.folder is not None
         head = document_head(line, place.commit)
         document = head | measure.run(Pieces(place.folder / "pieces", known, head), place.folder, settings, **chosen)
-        paths = write(document, measure.markdown(document), place.results, name)
-        if measure.draw:
-            paths.append(place.results / f"{name}.png")
-            measure.draw(document, paths[-1])
-        return paths
+        return write(document, measure.markdown(document), place.results, name)
 
     own = {"own": run_own, "model": train_model, "tables": write_tables}
     return {name: measured(name, measure) for name, measure in MEASURES.items()} | own

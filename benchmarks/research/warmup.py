@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import (
@@ -31,6 +30,7 @@ from transformers import (
     set_seed,
 )
 
+from benchmarks.harness.workloads import digit_bpe
 from cfa_kernels.options import Count, check_fields
 from trainer.config import TrainConfig
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
@@ -103,45 +103,21 @@ class WarmupConfig(DataConfig):
 
 def train_tokenizer(rows: Sequence[Row], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE as Qwen's: a token per digit, ChatML template, distinct pad and end-of-text tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    parts = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts])
-    tokenizer.decoder = decoders.ByteLevel()
-    bpe = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, START, END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((f"user\n{row['question']}\nassistant\n{row['answer']}" for row in rows), bpe)
+    texts = (f"user\n{row['question']}\nassistant\n{row['answer']}" for row in rows)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        padding_side="left",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=1_000_000,
-    )
+        tokenizer_object=digit_bpe(texts, vocab_size, [PAD, START, END]), eos_token=END, pad_token=PAD,
+        padding_side="left", chat_template=CHAT_TEMPLATE, model_max_length=1_000_000,
+    )  # fmt: skip
 
 
 def small_model(config: WarmupConfig, tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
     """Make a Qwen3 of the given size with random weights."""
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_attention_heads // 2,
-            head_dim=32,
-            intermediate_size=config.intermediate_size,
-            max_position_embeddings=config.max_position_embeddings,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-        )
-    )
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=len(tokenizer), num_key_value_heads=config.num_attention_heads // 2, head_dim=32,
+        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None, **{name: getattr(config, name) for name in sizes},
+    ))  # fmt: skip
 
 
 class Example(NamedTuple):
@@ -247,12 +223,9 @@ def warm_up(config: WarmupConfig) -> Path:
         scheduler.step()
     longest = sorted(len(example.solution) for example in examples)[int(0.995 * len(examples))]
     length_limit = 16 * math.ceil(longest * 1.1 / 16)
-    result = evaluate(
-        TransformersEngine(model.eval(), tokenizer),
-        held_out,
-        [encode_prompt(row["question"], tokenizer) for row in held_out],
-        TrainConfig(generation_batch_size=128, max_completion_length=length_limit),
-    )
+    asked = [encode_prompt(row["question"], tokenizer) for row in held_out]
+    limits = TrainConfig(generation_batch_size=128, max_completion_length=length_limit)
+    result = evaluate(TransformersEngine(model.eval(), tokenizer), held_out, asked, limits)
     save_policy(model, tokenizer, folder)
     suited = yaml.safe_dump(SUITED | {"max_completion_length": length_limit}, sort_keys=False)
     (folder / DEFAULTS_FILE).write_text(suited, encoding="utf-8")

@@ -345,9 +345,8 @@ def trl(bench: Bench) -> Any:
     lines = race_steps(bench, "4x8", contenders, bench.rounds)
     contenders.clear()
     release_memory(bench.device)
-    ours = steps_of(bench, "8x8", (PLAIN, EXACT), [bench.best]) | steps_of(
-        bench, "8x8", (EXACT,), [bench.best + MERGED]
-    )
+    ours = steps_of(bench, "8x8", (PLAIN, EXACT), [bench.best])
+    ours |= steps_of(bench, "8x8", (EXACT,), [bench.best + MERGED])
     return lines + race_steps(bench, "8x8", ours, max(bench.rounds // 2, 1))
 
 

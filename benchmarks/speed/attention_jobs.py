@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness.race import Absent, Contender
 from benchmarks.harness.workloads import MODELS, SEED, Job, head_dim, random_model
-from benchmarks.speed.reference import ErrorBudget, error_budgets
+from benchmarks.speed.reference import ErrorBudget, ErrorBudgets
 from benchmarks.speed.varlen import causal_varlen_attention
 from cfa_kernels import Batch, Rows
 from cfa_kernels.scoring.plan import plan_scoring
@@ -103,17 +103,21 @@ def gathered_varlen(job: AttentionJob) -> Tensor:
     return causal_varlen_attention(job.q, k, v, job.ends, longest, scale=job.q.shape[-1] ** -0.5)
 
 
-def flash(shape: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Causal attention of (batch, heads, length, D); on a GPU by flash attention and nothing else."""
-    q, k, v = shape
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION] if q.is_cuda else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def sdpa(shape: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """`flash` by the backend that PyTorch chooses: on some GPUs cuDNN's, which is faster."""
-    q, k, v = shape
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of (batch, heads, length, D), by the backend that PyTorch chooses: on some GPUs cuDNN's."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`sdpa`, on a GPU by flash attention and nothing else."""
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION] if q.is_cuda else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        return sdpa(q, k, v)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`sdpa` by explicit softmax."""
+    with sdpa_kernel([SDPBackend.MATH]):
+        return sdpa(q, k, v)
 
 
 def along_each_segment(job: AttentionJob, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -142,12 +146,6 @@ def equal_sequences(job: AttentionJob) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`flash` by explicit softmax."""
-    with sdpa_kernel([SDPBackend.MATH]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
 def attention_contenders(job: AttentionJob) -> list[Contender]:
     tree = ErrorBudget.of(functools.partial(along_each_segment, job), job.q, job.k, job.v)
     shape = equal_sequences(job)
@@ -155,8 +153,8 @@ def attention_contenders(job: AttentionJob) -> list[Contender]:
     return [
         Contender(OURS, functools.partial(ours_attention, job), tree.check),
         Contender(GATHERED, functools.partial(gathered_varlen, job), tree.check),
-        Contender(FLASH, functools.partial(flash, shape), lambda out: equal.check(out[:1])),
-        Contender(DEFAULT, functools.partial(sdpa, shape), lambda out: equal.check(out[:1])),
+        Contender(FLASH, functools.partial(flash, *shape), lambda out: equal.check(out[:1])),
+        Contender(DEFAULT, functools.partial(sdpa, *shape), lambda out: equal.check(out[:1])),
     ]
 
 
@@ -191,14 +189,15 @@ def gradients_along_each_segment(job: AttentionJob, by_out: Tensor, q: Tensor, k
 
 def gradients_of(attend: Callable[..., Tensor], by_out: Tensor, *inputs: Tensor) -> Callable[[], Gradients]:
     """Make a function that takes the gradients of one forward repeatedly; its first call runs the forward."""
-    graph: list[tuple[Tensor, list[Tensor]]] = []
+
+    @functools.cache
+    def graph() -> tuple[Tensor, list[Tensor]]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        with torch.enable_grad():
+            return attend(*leaves), leaves
 
     def run() -> Gradients:
-        if not graph:
-            leaves = [x.detach().requires_grad_() for x in inputs]
-            with torch.enable_grad():
-                graph.append((attend(*leaves), leaves))
-        out, leaves = graph[0]
+        out, leaves = graph()
         return torch.autograd.grad(out, leaves, by_out, retain_graph=True)
 
     return run
@@ -207,13 +206,7 @@ def gradients_of(attend: Callable[..., Tensor], by_out: Tensor, *inputs: Tensor)
 def gradient_check(reference: Callable[..., Gradients], *inputs: Tensor) -> Callable[[Gradients], dict[str, float]]:
     """Hold gradients to `reference` of the inputs in float64."""
     exact, low = reference(*(x.double() for x in inputs)), reference(*inputs)
-    budgets = error_budgets(exact, low, inputs[0].dtype)
-
-    def check(found: Gradients) -> dict[str, float]:
-        named = zip(("by q", "by k", "by v"), found, budgets, strict=True)
-        return {"error_over_budget": max(b.check(x, name)["error_over_budget"] for name, x, b in named)}
-
-    return check
+    return ErrorBudgets.of(exact, low, inputs[0].dtype, ("by q", "by k", "by v")).check
 
 
 def backward_contenders(job: AttentionJob) -> list[Contender]:
@@ -231,8 +224,8 @@ def backward_contenders(job: AttentionJob) -> list[Contender]:
     run = {
         OURS: gradients_of(lambda q, k, v: ours_attention(replace(job, q=q, k=k, v=v)), by_out, *inputs),
         GATHERED: gradients_of(lambda q, k, v: gathered_varlen(replace(job, q=q, k=k, v=v)), by_out, *inputs),
-        FLASH: gradients_of(lambda *x: flash(x), by_equal, *shape),
-        DEFAULT: gradients_of(lambda *x: sdpa(x), by_equal, *shape),
+        FLASH: gradients_of(flash, by_equal, *shape),
+        DEFAULT: gradients_of(sdpa, by_equal, *shape),
     }
     checks = dict.fromkeys((FLASH, DEFAULT), lambda found: equal(tuple(x[:1] for x in found)))
     return [Contender(name, take, checks.get(name, tree)) for name, take in run.items()]

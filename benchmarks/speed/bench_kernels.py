@@ -86,11 +86,7 @@ def _cpu(model: str, problems: int, mixed: bool) -> dict[str, Make]:
     }
 
 
-KERNELS: dict[str, dict[str, Make]] = {
-    "smoke": _cpu("qwen3-tiny", 1, False),
-    "cpu": _cpu("qwen3-40m", 2, True),
-    "cuda": _gpu(),
-}
+KERNELS = {"smoke": _cpu("qwen3-tiny", 1, False), "cpu": _cpu("qwen3-40m", 2, True), "cuda": _gpu()}
 
 
 # Tests

@@ -4,7 +4,6 @@ A job is one training step's loss: forward and backward of the weighted, clipped
 contender returns the loss and its gradients and is checked against float64 before it is timed.
 """
 
-import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -32,7 +31,6 @@ def laps(
     facts = {**vars(shape), "dtype": str(shape.dtype).removeprefix("torch."), "seed": SEED}
     figures.workloads[f"{GROUP}, {workload}"] = facts
     yield race(linear_contenders(make_job(shape, device)), device=device, budget=budget, clock="device")
-    gc.collect()
     release_memory(device)
 
 

@@ -13,7 +13,7 @@ from benchmarks.harness.counting import counted
 from benchmarks.harness.race import Budget, Contender, Figures, Lap, race, release_memory, times_ours
 from benchmarks.harness.workloads import SEED, Job, gsm8k_job, random_model
 from benchmarks.speed.command import chosen_peers, workload_set
-from benchmarks.speed.peers import BEST_PADDED, PEERS, REFERENCE, Observed, Peer, as_is, best_batch_size
+from benchmarks.speed.peers import BEST_PADDED, PEERS, REFERENCE, Observed, Peer, best_batch_size
 from benchmarks.speed.reference import Reference
 
 
@@ -30,7 +30,7 @@ class ScoringWorkload:
 
 WORKLOADS: dict[str, dict[str, ScoringWorkload]] = {
     "smoke": {
-        "qwen3-tiny gsm8k": ScoringWorkload("qwen3-tiny", functools.partial(gsm8k_job, 1), torch.float32, {}, (4,)),
+        "qwen3-tiny gsm8k": ScoringWorkload("qwen3-tiny", functools.partial(gsm8k_job, 1), torch.float32, {}, (4,))
     },
     "cpu": {
         "qwen3-40m gsm8k": ScoringWorkload(
@@ -39,7 +39,7 @@ WORKLOADS: dict[str, dict[str, ScoringWorkload]] = {
             torch.float32,
             {REFERENCE: 4.0, "aligntune batched": 4.0},
             (2, 4, 8, 16),
-        ),
+        )
     },
     "cuda": {
         f"{model} gsm8k": ScoringWorkload(
@@ -91,21 +91,16 @@ def scoring_laps(
     names = chosen_peers(request.config, [*PEERS, *BEST_PADDED])
     peers = {name: PEERS[name] for name in names if name in PEERS}
     searched: dict[str, dict[str, Any]] = {}
-    for name in [name for name in names if name in BEST_PADDED]:
-        run = BEST_PADDED[name]
+    for name, run in ((name, BEST_PADDED[name]) for name in names if name in BEST_PADDED):
         size, tried = best_batch_size(run, model, job, chosen.padded_sizes)
-        peers[name] = Peer(functools.partial(run, size), as_is)
+        peers[name] = Peer(functools.partial(run, size))
         searched[name] = {"batch_size": size, "seconds_by_batch_size": tried}
     laps = race(scoring_contenders(model, job, peers), device=device, budget=budget)
     for name, facts in searched.items():
         laps[name].facts |= facts
-    figures.workloads[workload] = {
-        **job.describe(),
-        "model": chosen.model,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "dtype": str(chosen.dtype).removeprefix("torch."),
-        "seed": SEED,
-    }
+    sizes = {"model": chosen.model, "parameters": sum(p.numel() for p in model.parameters())}
+    dtype = str(chosen.dtype).removeprefix("torch.")
+    figures.workloads[workload] = {**job.describe(), **sizes, "dtype": dtype, "seed": SEED}
     yield laps
     del model, job, peers
     release_memory(device)

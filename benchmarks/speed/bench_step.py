@@ -21,16 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
-from benchmarks.harness.race import (
-    Absent,
-    Budget,
-    Contender,
-    Figures,
-    Lap,
-    race,
-    release_memory,
-    times_ours,
-)
+from benchmarks.harness.race import Absent, Budget, Contender, Figures, Lap, race, release_memory, times_ours
 from benchmarks.harness.workloads import SEED, STEP_SEED, JobRollouts, gsm8k_rollouts, policy
 from benchmarks.speed.command import chosen_peers, workload_set
 from benchmarks.speed.replay import Replay, StepPeer, Stopwatch
@@ -224,11 +215,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def step_race(
-    request: pytest.FixtureRequest,
-    workload: str,
-    device: torch.device,
-    budget: Budget,
-    figures: Figures,
+    request: pytest.FixtureRequest, workload: str, device: torch.device, budget: Budget, figures: Figures
 ) -> Iterator[dict[str, Lap]]:
     chosen = WORKLOADS[workload_set(request.config)][workload]
     fresh = functools.partial(policy, chosen.model, lora=chosen.lora, device=device, dtype=chosen.dtype)

@@ -142,11 +142,7 @@ def hold(budget: Budget, figures: Figures) -> Callable[..., None]:
     """
 
     def hold_ratios(
-        group: str,
-        ratios: dict[str, float],
-        floors: dict[str, float],
-        short: Sequence[str] = (),
-        ours: str = "ours",
+        group: str, ratios: dict[str, float], floors: dict[str, float], short: Sequence[str] = (), ours: str = "ours"
     ) -> None:
         missed = list(short)
         for name, ratio in ratios.items():

@@ -1,6 +1,6 @@
 """Inputs and references of the loss benchmark: one training step's loss from hidden states.
 
-The loss is the weighted, clipped, token-level (dapo) one. A `LossReference` is float64's result with an error budget.
+The loss is the weighted, clipped, token-level (dapo) one. Its reference is float64's result with error budgets.
 """
 
 from collections.abc import Iterator
@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmarks.harness.race import WrongAnswer
 from benchmarks.harness.workloads import HEADS, SEED
-from benchmarks.speed.reference import ErrorBudget, error_budgets
+from benchmarks.speed.reference import ErrorBudgets
 from cfa_kernels.loss.policy import policy_loss
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
@@ -152,26 +151,6 @@ def chunked(job: LossJob, dtype: torch.dtype, chunk: int) -> Result:
     return (loss / total, *gradients)
 
 
-@dataclass(frozen=True)
-class LossReference:
-    """An error budget for the loss and one for each gradient."""
-
-    budgets: tuple[ErrorBudget, ...]
-
-    @staticmethod
-    def of(truth: Result, low: Result, dtype: torch.dtype) -> "LossReference":
-        return LossReference(error_budgets(truth, low, dtype))
-
-    def check(self, result: Result) -> dict[str, float]:
-        """Hold a result to its budgets; returns the largest share of one."""
-        if len(result) != len(self.budgets):
-            raise WrongAnswer(f"{len(self.budgets)} tensors expected, got {len(result)}")
-        shares = []
-        for name, ours, budget in zip(("loss", "by input", "by head"), result, self.budgets, strict=False):
-            slack = 1e-4 if name == "loss" else 0.0  # a sum of terms of both signs
-            shares.append(budget.check(ours, name, slack)["error_over_budget"])
-        return {"error_over_budget": max(shares)}
-
-
-def linear_reference(job: LossJob) -> LossReference:
-    return LossReference.of(chunked(job, torch.float64, 1024), chunked(job, job.shape.dtype, 1024), job.shape.dtype)
+def linear_reference(job: LossJob) -> ErrorBudgets:
+    truth, low = chunked(job, torch.float64, 1024), chunked(job, job.shape.dtype, 1024)
+    return ErrorBudgets.of(truth, low, job.shape.dtype, ("loss", "by input", "by head"))

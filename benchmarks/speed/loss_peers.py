@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.race import Absent, Contender
-from benchmarks.speed.loss_jobs import (
-    EPSILON,
-    EPSILON_HIGH,
-    LossJob,
-    Result,
-    chunked,
-    linear_reference,
-)
+from benchmarks.speed.loss_jobs import EPSILON, EPSILON_HIGH, LossJob, Result, chunked, linear_reference
 from cfa_kernels.loss.policy import linear_policy_loss, policy_loss
 
 CHUNK = {"cpu": 256, "cuda": 4096}

@@ -42,13 +42,9 @@ class Peer:
     """
 
     run: Callable[[PreTrainedModel, Job], Observed]
-    view: Callable[[Tensor, Job, int], Tensor]
+    view: Callable[[Tensor, Job, int], Tensor] = lambda scores, job, b: scores
     scores_in_model_dtype: bool = False
     packed: bool = False
-
-
-def as_is(scores: Tensor, job: Job, b: int) -> Tensor:
-    return scores
 
 
 def _answer_logprob(logits: Tensor, targets: Tensor) -> Tensor:
@@ -65,31 +61,23 @@ def _targets(job: Job, b: int) -> Tensor:
 
 
 @torch.no_grad()
-def per_span(model: PreTrainedModel, job: Job) -> Observed:
-    """The definition: one full forward for the completion and one for each of its spans."""
+def per_span(model: PreTrainedModel, job: Job, *, keep: bool = False) -> Observed:
+    """The definition: one full forward for the completion and one for each of its spans.
+
+    With `keep`, rows end where the answer's last token is predicted, and logits are only of the rows that predict it.
+    """
     observed = []
     for b, (prompt, answer) in enumerate(zip(job.prompts, job.answers, strict=True)):
-        first = len(prompt) + answer.start - 1
-        scores = []
+        first, count, scores = len(prompt) + answer.start - 1, answer.end - answer.start, list[Tensor]()
         for row in variants(job, b):
-            logits = model(torch.cat([prompt, row])[None], use_cache=False).logits[0]
-            scores.append(_answer_logprob(logits[first : first + answer.end - answer.start], _targets(job, b)))
+            ids, options = (row[: answer.end - 1], {"logits_to_keep": count}) if keep else (row, {})
+            logits = model(torch.cat([prompt, ids])[None], use_cache=False, **options).logits[0]
+            scores.append(_answer_logprob(logits if keep else logits[first : first + count], _targets(job, b)))
         observed.append(torch.stack(scores))
     return observed
 
 
-@torch.no_grad()
-def per_span_logits_to_keep(model: PreTrainedModel, job: Job) -> Observed:
-    """Score likewise, with logits only of the rows that predict the answer."""
-    observed = []
-    for b, (prompt, answer) in enumerate(zip(job.prompts, job.answers, strict=True)):
-        scores = []
-        for row in variants(job, b):
-            ids = torch.cat([prompt, row[: answer.end - 1]])[None]
-            logits = model(ids, use_cache=False, logits_to_keep=answer.end - answer.start).logits[0]
-            scores.append(_answer_logprob(logits, _targets(job, b)))
-        observed.append(torch.stack(scores))
-    return observed
+per_span_logits_to_keep = functools.partial(per_span, keep=True)
 
 
 # 3: padded batches
@@ -255,15 +243,8 @@ def packed_forest(job: Job) -> Forest:
     segment = torch.repeat_interleave(torch.arange(len(ids)), lengths)
     offset = torch.arange(total) - torch.repeat_interleave(torch.tensor(starts), lengths)
     targets = [_targets(job, b) for b in range(len(job.completions)) for _ in range(1 + len(job.spans[b]))]
-    return Forest(
-        torch.cat(ids),
-        torch.cat(positions).to(device),
-        segment.to(device),
-        offset.to(device),
-        visible.to(device),
-        torch.cat(needed).to(device),
-        torch.cat(targets),
-    )
+    made = (torch.cat(ids), torch.cat(positions), segment, offset, visible, torch.cat(needed), torch.cat(targets))
+    return Forest(*(tensor.to(device) for tensor in made))
 
 
 @torch.no_grad()
@@ -400,13 +381,13 @@ def ours(model: PreTrainedModel, job: Job) -> Observed:
 
 
 PEERS: dict[str, Peer] = {
-    "per span": Peer(per_span, as_is),
-    "per span with logits_to_keep": Peer(per_span_logits_to_keep, as_is),
-    "KV reuse": Peer(kv_reuse, as_is),
-    "FlexAttention tree": Peer(flex_tree, as_is, packed=True),
+    "per span": Peer(per_span),
+    "per span with logits_to_keep": Peer(per_span_logits_to_keep),
+    "KV reuse": Peer(kv_reuse),
+    "FlexAttention tree": Peer(flex_tree, packed=True),
     "aligntune batched": Peer(aligntune_batched, aligntune_importance, scores_in_model_dtype=True),
-    "lm-eval": Peer(lm_eval_loglikelihood, as_is, scores_in_model_dtype=True),
-    "ours": Peer(ours, as_is, packed=True),
+    "lm-eval": Peer(lm_eval_loglikelihood, scores_in_model_dtype=True),
+    "ours": Peer(ours, packed=True),
 }
 REFERENCE = "per span"
 

@@ -56,10 +56,7 @@ class Load:
         return dataclasses.replace(rollouts, job=dataclasses.replace(job, completions=completions))
 
 
-LOADS = {
-    "smoke": Load("qwen3-tiny", 2, 2, 20, 60, 8, 3),
-    "cuda": Load("Qwen3-1.7B", 8, 8, 110, 220, 64, 6),
-}
+LOADS = {"smoke": Load("qwen3-tiny", 2, 2, 20, 60, 8, 3), "cuda": Load("Qwen3-1.7B", 8, 8, 110, 220, 64, 6)}
 
 
 class Recorded:

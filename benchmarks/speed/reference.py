@@ -99,10 +99,28 @@ class ErrorBudget:
         return {"error_over_budget": error / allowed}
 
 
-def error_budgets(truth: Sequence[Tensor], low: Sequence[Tensor], dtype: torch.dtype) -> tuple[ErrorBudget, ...]:
-    """Make a budget for each tensor of a result, from float64's and from `dtype`'s."""
-    eps = torch.finfo(dtype).eps
-    return tuple(ErrorBudget(exact, max_error(mine, exact), eps) for mine, exact in zip(low, truth, strict=True))
+@dataclass(frozen=True)
+class ErrorBudgets:
+    """An error budget for each tensor of a result, by name."""
+
+    budgets: dict[str, ErrorBudget]
+
+    @staticmethod
+    def of(truth: Sequence[Tensor], low: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str]) -> "ErrorBudgets":
+        """From float64's result and from `dtype`'s."""
+        eps, pairs = torch.finfo(dtype).eps, zip(truth, low, strict=True)
+        named = zip(names, pairs, strict=False)
+        return ErrorBudgets({name: ErrorBudget(exact, max_error(mine, exact), eps) for name, (exact, mine) in named})
+
+    def check(self, result: Sequence[Tensor]) -> dict[str, float]:
+        """Hold a result to its budgets; returns the largest share of one."""
+        if len(result) != len(self.budgets):
+            raise WrongAnswer(f"{len(self.budgets)} tensors expected, got {len(result)}")
+        shares = []
+        for (name, budget), ours in zip(self.budgets.items(), result, strict=True):
+            slack = 1e-4 if name == "loss" else 0.0  # a sum of terms of both signs
+            shares.append(budget.check(ours, name, slack)["error_over_budget"])
+        return {"error_over_budget": max(shares)}
 
 
 def max_error(ours: Tensor, exact: Tensor) -> float:

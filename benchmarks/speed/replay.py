@@ -89,12 +89,6 @@ class Stopwatch:
         self._device = device
         self._marks: list[Mark] = []
 
-    def credit(self) -> contextlib.AbstractContextManager[None]:
-        return self.part("credit")
-
-    def update(self) -> contextlib.AbstractContextManager[None]:
-        return self.part("update")
-
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         outer = self._marks[-1].part if self._marks else None
@@ -107,15 +101,12 @@ class Stopwatch:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-        return Mark(part, *self._now(), event)
-
-    def _now(self) -> tuple[float, float]:
-        return time.perf_counter(), time.process_time()
+        return Mark(part, time.perf_counter(), time.process_time(), event)
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each part until the device has done it; waits for the device."""
         if self._device.type != "cuda":
-            return self._sums(lambda begin, end: end.wall - begin.wall)
+            return self.host_seconds()
         torch.cuda.synchronize(self._device)
         return self._sums(lambda begin, end: begin.event.elapsed_time(end.event) / 1e3)
 
@@ -163,12 +154,7 @@ class StepPeer:
 
 
 def _trl_trainer(
-    policy: nn.Module,
-    rollouts: JobRollouts,
-    micro_batch: int,
-    *,
-    credited: bool = False,
-    log_entropy: bool = True,
+    policy: nn.Module, rollouts: JobRollouts, micro_batch: int, *, credited: bool = False, log_entropy: bool = True
 ) -> Any:
     """A `GRPOTrainer` that finds `recorded` where it would sample and score completions.
 
@@ -198,28 +184,15 @@ def _trl_trainer(
         raise ValueError(f"micro_batch must divide the {rows} rows, got {micro_batch}")
     folder = tempfile.TemporaryDirectory()  # TRL makes one, and nothing is ever put there
     settings = GRPOConfig(
-        folder.name,
-        use_cpu=device.type == "cpu",
-        bf16=dtype == torch.bfloat16,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=rows // micro_batch,
-        num_generations=rollouts.group,
-        max_completion_length=max(map(len, rollouts.job.completions)) + 1,
-        loss_type="dapo",
-        epsilon=EPSILON,
-        epsilon_high=EPSILON_HIGH,
-        beta=0.0,
-        temperature=1.0,
-        report_to=[],
-    )
+        folder.name, use_cpu=device.type == "cpu", bf16=dtype == torch.bfloat16, gradient_checkpointing=False,
+        per_device_train_batch_size=micro_batch, gradient_accumulation_steps=rows // micro_batch,
+        num_generations=rollouts.group, max_completion_length=max(map(len, rollouts.job.completions)) + 1,
+        loss_type="dapo", epsilon=EPSILON, epsilon_high=EPSILON_HIGH, beta=0.0, temperature=1.0, report_to=[],
+    )  # fmt: skip
     trainer = (_credited(Replaying, log_entropy) if credited else Replaying)(
-        model=policy,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=settings,
-        train_dataset=Dataset.from_dict({"prompt": ["replayed"] * rows}),
-        processing_class=rollouts.job.tokenizer,
-    )
+        model=policy, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=settings,
+        train_dataset=Dataset.from_dict({"prompt": ["replayed"] * rows}), processing_class=rollouts.job.tokenizer,
+    )  # fmt: skip
     trainer.current_gradient_accumulation_steps = settings.gradient_accumulation_steps
     trainer.recorded, trainer.folder = padded_layout(rollouts), folder
     return trainer
@@ -242,7 +215,7 @@ def _credited(replaying: type, log_entropy: bool) -> type:
             super().__init__(**options, credit=CounterfactualConfig(), log_entropy=log_entropy)
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
-            with self.stopwatch.credit():
+            with self.stopwatch.part("credit"):
                 output = super()._generate_and_score_completions(inputs)
             if self._deferred is not None:  # credit is assigned from the training forwards that follow
                 self._deferred.by_forward = self._clocked(self._deferred.by_forward)
@@ -250,7 +223,7 @@ def _credited(replaying: type, log_entropy: bool) -> type:
 
         def _clocked(self, assign: Callable[..., None]) -> Callable[..., None]:
             def clocked(*given: Any) -> None:
-                with self.stopwatch.credit():
+                with self.stopwatch.part("credit"):
                     assign(*given)
 
             return clocked
@@ -273,17 +246,10 @@ def padded_ids(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Ten
 
 def padded_layout(rollouts: JobRollouts) -> dict[str, Tensor]:
     """The batch as TRL lays it out: prompts padded on the left, completions on the right."""
-    device = rollouts.job.prompts[0].device
-    prompt_ids, prompt_mask = padded_ids(rollouts.job.prompts, side="left")
-    completion_ids, completion_mask = padded_ids(rollouts.job.completions)
-    return {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-        "advantages": rollouts.advantages.to(device),
-        "num_items_in_batch": completion_mask.sum(),
-    }
+    layout = dict(zip(("prompt_ids", "prompt_mask"), padded_ids(rollouts.job.prompts, side="left"), strict=True))
+    layout |= zip(("completion_ids", "completion_mask"), padded_ids(rollouts.job.completions), strict=True)
+    advantages = rollouts.advantages.to(layout["prompt_ids"].device)
+    return layout | {"advantages": advantages, "num_items_in_batch": layout["completion_mask"].sum()}
 
 
 def trl_update(replay: Replay, trainer: Any) -> Tensor:

@@ -1,8 +1,8 @@
 """Collect the ways to do credit and update of one training step, one function each, all with one signature.
 
 A contender takes a `Replay` (a policy and recorded rollouts) and a `Stopwatch`, does its work inside
-`with stopwatch.credit()` and `with stopwatch.update()`, leaves its gradient on the policy's parameters and returns
-the loss and the token weights it used. The loss is dapo's, on-policy, at temperature 1; no optimizer steps. Spans
+`with stopwatch.part(...)`, "credit" and "update", leaves its gradient on the policy's parameters and returns the loss
+and the token weights it used. The loss is dapo's, on-policy, at temperature 1; no optimizer steps. Spans
 and answers are given: finding them costs every contender the same.
 """
 
@@ -15,15 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.speed.peers import using_attention
-from benchmarks.speed.replay import (
-    EPSILON,
-    EPSILON_HIGH,
-    Replay,
-    StepPeer,
-    Stopwatch,
-    Weights,
-    trl_update,
-)
+from benchmarks.speed.replay import EPSILON, EPSILON_HIGH, Replay, StepPeer, Stopwatch, Weights, trl_update
 from benchmarks.speed.varlen import PER_SEQUENCE
 from cfa_kernels import Batch, Rows
 from cfa_kernels.credit.weights import Range, WeightInputs
@@ -41,7 +33,7 @@ from cfa_kernels.tree.packs import groups_within
 def trl_plain(replay: Replay, stopwatch: Stopwatch, *, whole: bool = False) -> tuple[Tensor, None]:
     """TRL's dapo step: padded, with its chunked head and its metrics; without activation checkpointing, as all here."""
     trainer = replay.trl(micro_batch=len(replay.job.completions) if whole else None)
-    with stopwatch.update():
+    with stopwatch.part("update"):
         return trl_update(replay, trainer), None
 
 
@@ -49,7 +41,7 @@ def trl_credited(replay: Replay, stopwatch: Stopwatch, *, log_entropy: bool = Tr
     """`PackedGRPOTrainer(credit=CounterfactualConfig())` as a TRL user has it: it finds spans and answers."""
     trainer = replay.trl(credited=True, log_entropy=log_entropy)
     trainer.stopwatch = stopwatch
-    with stopwatch.update():
+    with stopwatch.part("update"):
         loss = trl_update(replay, trainer)
     return loss, trainer.weights
 
@@ -93,19 +85,18 @@ def _fused_loss(replay: Replay, head: Head, hidden: Tensor, rows: Sequence[int])
     completions = [replay.job.completions[b] for b in rows]
     lengths = torch.tensor([len(completion) for completion in completions], device=replay.device)
     targets = torch.cat(completions)[None]
-    loss, _ = linear_policy_loss(
+    return linear_policy_loss(
         hidden[None], head.weight, targets, None, replay.advantages(rows).repeat_interleave(lengths)[None],
         torch.ones_like(targets, dtype=torch.bool), bias=head.bias, softcap=head.softcap,
         logit_scale=head.logit_scale, epsilon=EPSILON, epsilon_high=EPSILON_HIGH,
         num_items_in_batch=replay.rollouts.tokens,
-    )[:2]  # fmt: skip
-    return loss
+    )[0]  # fmt: skip
 
 
 def varlen(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     """Padding-free, every completion with its own prompt: sequences end to end, positions that start again."""
     causal, head, total = replay.causal, check_supported(replay.causal), torch.zeros((), device=replay.device)
-    with stopwatch.update():
+    with stopwatch.part("update"):
         pairs = _sequences(replay)
         for rows in groups_within([len(ids) for ids, _ in pairs], default_token_budget(causal, training=True)):
             states = varlen_states(causal, [pairs[b][0] for b in rows])
@@ -146,7 +137,7 @@ def ours(replay: Replay, stopwatch: Stopwatch, *, credited: bool) -> tuple[Tenso
             forward = packed_forward(replay.causal, rows, token_budget=1 << 30, keep_states=credited)
         own = None
         if weights is not None:
-            with stopwatch.credit():
+            with stopwatch.part("credit"):
                 scored = Batch(rows, units=part.spans, answers=part.answers)
                 drops = forward.score(scored, mask=job.placeholder_id).drop
                 columns = zip(drops, part.spans, part.answers, map(len, part.completions), strict=True)

@@ -150,15 +150,7 @@ class Truth:
             raise ValueError(
                 f"the reference is none: gradients of {worst} in two precisions are {errors[worst]:.2g} apart"
             )
-        return Truth(
-            loss,
-            weights,
-            gradients,
-            abs(low_loss - loss),
-            budgets,
-            max(errors.values()),
-            rollouts.active,
-        )
+        return Truth(loss, weights, gradients, abs(low_loss - loss), budgets, max(errors.values()), rollouts.active)
 
     def check(self, result: StepResult, eps: float) -> dict[str, float]:
         """Hold a step to this; `eps` is the rounding step of the policy's precision."""

@@ -226,7 +226,7 @@ def test_a_model_of_ones_own_is_measured_by_one_command(tmp_path, monkeypatch, c
     monkeypatch.setattr(
         alignment, "true_gradient", lambda policy, *_: torch.ones(sum(map(torch.numel, policy.parameters)))
     )
-    small = ["--batch", "4", "--blocks", "2", "--block", "16", "--dtype", "float32"]
+    small = ["--batch", "2", "--blocks", "2", "--block", "8", "--dtype", "float32"]
     small += ["--examples", "0", "--group", "4", "--max-tokens", "70"]
     arguments = ["own", "--folder", str(tmp_path), "--commit", "none", "--model", str(alignment.SMALL)]
     assert main([*arguments, "--problems", str(file), *small]) == 0
@@ -281,14 +281,17 @@ def test_vectors_of_a_device_meet_none_of_the_host(device):
     assert {*found["products"]["8"]} == {*chosen}
 
 
-def test_the_command_writes_its_tables_and_resumes(policy, tmp_path, monkeypatch):
+def test_the_command_writes_its_tables_and_resumes(policy, groups, tmp_path, monkeypatch):
     monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
     monkeypatch.setattr(alignment, "MAIN", 2)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--blocks", "2", "--arms", "CF where right", "right times 4", "ceiling"]
-    arguments += ["--continuations", "1", "--group", "4", "--moments", "1"]
-    truth = torch.randn(PARTS + 1, sum(p.numel() for p in policy.parameters))
+    arguments += ["--continuations", "1", "--group", "4", "--moments", "1", "--parameters", r"layers\.1\."]
+    trained = policy.model.get_submodule("model.layers.1")
+    truth = torch.randn(PARTS + 1, sum(p.numel() for p in trained.parameters()))
     monkeypatch.setattr(Policy, "look", LOOKED)
+    drawn = lambda self, *key, count, batch: itertools.islice(itertools.cycle(groups), key[-1], key[-1] + count)  # noqa: E731
+    monkeypatch.setattr(Policy, "groups", drawn)
     monkeypatch.setattr(Policy, "values", lambda self, asked, begun, count: torch.full((len(begun),), 0.5))
     monkeypatch.setattr(alignment, "true_gradient", lambda policy, settings, part: truth[-1] + truth[part] / 4)
     assert main([*arguments, "--blocks", "3"]) == 0

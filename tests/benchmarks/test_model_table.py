@@ -245,6 +245,3 @@ def test_the_table_is_written_of_all_types_and_some_are_only_printed(tmp_path, m
     with pytest.raises(SystemExit):
         main([*arguments, "--only", "a", "c"])
     assert "no such type or row: c" in capsys.readouterr().err
-
-
-# The page

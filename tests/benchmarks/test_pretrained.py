@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.research import continuations, drops
+from benchmarks.research import agreement, continuations, drops
 from benchmarks.research.command import main
 from benchmarks.research.continuations import Case, cases_of, continued, fed, gains, judged, places
 from benchmarks.research.models import Problem, Subject, read_problems, require_mixed
 from cfa_kernels import Span
 from cfa_kernels.text.find import Reasoning, find_reasoning
+from trainer.analyze.tables import Estimate
 from trainer.settings import ASSETS
 
 pytestmark = pytest.mark.slow
@@ -196,6 +197,8 @@ def test_a_number_with_decimals_is_no_step_header(text, found):
 
 def test_the_command_writes_its_tables_and_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(continuations, "summed", functools.partial(continuations.summed, draws=20))
+    known = lambda figure, rows, draws: Estimate(float(figure(rows)), 0.0, 1.0)  # noqa: E731 (others test intervals)
+    monkeypatch.setattr(agreement, "bootstrap_interval", known)
     arguments = ["pretrained", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
     arguments += ["--asked", "5", "--evaluated", "2", "--max-tokens", "70", "--group", "6", "--at-once", "4"]
     arguments += ["--continuations", "2", "--credited", "12", "--costly", "2", "--judged"]

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,15 +79,16 @@ def test_the_trl_trainer_credits_what_it_finds_and_is_held_to_it(credited):
 
 def test_a_part_within_a_part_counts_to_itself_only(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(Stopwatch, "_now", lambda self: (now[0], 2 * now[0]))
+    clocks = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 2 * now[0])
+    monkeypatch.setattr("benchmarks.speed.replay.time", clocks)
     stopwatch = Stopwatch(CPU)
-    with stopwatch.update():
+    with stopwatch.part("update"):
         now[0] += 1
-        with stopwatch.credit():
+        with stopwatch.part("credit"):
             now[0] += 10
         now[0] += 2
     now[0] += 100
-    with stopwatch.credit():
+    with stopwatch.part("credit"):
         now[0] += 5
     assert stopwatch.seconds() == {"credit": 15, "update": 3}
     assert stopwatch.cpu_seconds() == {"credit": 30, "update": 6}

@@ -45,7 +45,7 @@ def test_every_form_and_backend_agrees_with_policy_loss_on_options_drawn_togethe
     """The kernel of whole rows, which knows only the loss of a token, on fewer draws where types share one."""
     alike = [name for name, kind in LOSS_TYPES.items() if kind.token_loss == LOSS_TYPES[loss_type].token_loss]
     names = set()
-    for seed in range(7):
+    for seed in range(12, 16):  # in which every option is drawn for every kind
         features = drawn_features(seed, loss_type, level)
         tensors, options = problem(**features)
         names |= options.keys()
@@ -56,7 +56,7 @@ def test_every_form_and_backend_agrees_with_policy_loss_on_options_drawn_togethe
             )
             assert_same(ours, expected, rtol=1e-11, atol=1e-13)
             torch.testing.assert_close(ours[2], expected[2], rtol=1e-11, atol=1e-13)
-        if seed >= (5 if (loss_type, level) == (alike[0], "token") else 1):
+        if seed >= (15 if (loss_type, level) == (alike[0], "token") else 13):
             continue
         tensors, options = problem(torch.float32, device, **features)
         kernel, reference = (of_logits(tensors, backend=backend, **options) for backend in ("triton", "torch"))
@@ -136,10 +136,16 @@ def test_a_vocabulary_of_262147_as_shipped(device):
     assert_same(ours, (exact[0].float(), [exact[1][0].float()]), rtol=1e-5, atol=1e-8)
 
 
-@FORM
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("feature", [{"beta": 0.1}, {"entropy_coef": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    ("form", "backend", "level", "feature"),
+    [
+        (of_logits, "torch", "token", {"beta": 0.1}), (of_logits, "triton", "sequence", {"entropy_coef": 0.1}),
+        (of_logits, "triton", "token", {"entropy_coef": 0.1}), (of_hidden, "torch", "sequence", {"beta": 0.1}),
+        (of_hidden, "torch", "sequence_token", {"entropy_coef": 0.1}), (of_hidden, "triton", "token", {"beta": 0.1}),
+        (of_hidden, "triton", "sequence", {"entropy_coef": 0.1}),
+        (of_logits, "triton", "sequence_token", {"beta": 0.1}),
+    ],
+)  # fmt: skip
 def test_kl_and_entropy_keep_rows_without_advantage(form, backend, level, feature, device):
     tensors, options = problem(torch.float32, device, **feature)
     options["importance_sampling_level"] = level
@@ -157,8 +163,7 @@ def tiles_of_64(monkeypatch):
     monkeypatch.setattr(row_logprobs, "launch_options", lambda _, size, **__: tiles | {"VECTOR": 16 // size})
 
 
-@pytest.mark.parametrize("with_row_values", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "with_row_values"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
 @pytest.mark.parametrize("vocabulary", [1, 3, 8, 15, 64, 67, 137])
 def test_rows_that_end_within_a_vector_are_read_and_written_to_their_last_logit(
     vocabulary, dtype, with_row_values, device, tiles_of_64
@@ -352,8 +357,7 @@ def test_a_target_outside_the_vocabulary_that_nobody_checks_gives_a_nan_loss(on_
     assert (gradient[0, 0] == 0).all()
 
 
-@FORM
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("form", "backend"), [(of_logits, "triton"), (of_hidden, "torch")])
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "cispo_two_sided", "dppo", "sapo"])
 def test_a_nan_logit_that_nobody_checks_gives_a_nan_loss(form, loss_type, backend, device):
     for old in (True, False):
@@ -387,17 +391,13 @@ def test_in_place_gives_the_same_gradient_in_the_logits_memory(backend, level, d
         torch.autograd.grad(loss, working)
 
 
-def test_in_place_refuses_logits_that_someone_else_has_saved(device):
+def test_in_place_refuses_logits_that_someone_else_has_saved_and_leaves_them_alone_without_gradients(device):
     tensors, options = problem(torch.float32, device)
     source = tensors["logits"].clone().requires_grad_()
     logits = torch.tanh(source)  # keeps its result for its own backward
     loss, _ = logits_policy_loss(logits, *others(tensors), inplace=True, **options)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_in_place_leaves_the_logits_alone_without_gradients(device):
-    tensors, options = problem(torch.float32, device)
     logits = tensors["logits"].clone().requires_grad_()
     with torch.no_grad():
         logits_policy_loss(logits, *others(tensors), inplace=True, **options)

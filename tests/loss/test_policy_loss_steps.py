@@ -120,16 +120,15 @@ def rows_through_the_head(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "where", ["short sequences", "long", "long with old log-probs", "device's rows", "host's rows"]
-)
-@pytest.mark.parametrize(
-    ("level", "backend", "correction"),
+    ("where", "level", "backend", "correction"),
     [
-        *((level, "torch", mode) for level in LEVELS[:2] for mode in (None, "sequence_mask")),
-        ("token", "torch", "geometric_mask"),
-        ("token", "triton", "sequence_mask"),
+        *((where, level, "torch", mode)
+          for where in ("short sequences", "long", "long with old log-probs", "device's rows", "host's rows")
+          for level in LEVELS[:2] for mode in (None, "sequence_mask")),
+        ("short sequences", "token", "torch", "geometric_mask"), ("long", "token", "torch", "geometric_mask"),
+        ("short sequences", "token", "triton", "sequence_mask"), ("device's rows", "token", "triton", "sequence_mask"),
     ],
-)
+)  # fmt: skip
 def test_gemms_are_three_with_a_trained_head_and_two_with_a_frozen_one(
     rows_through_the_head, level, backend, correction, where, device
 ):

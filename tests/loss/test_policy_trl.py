@@ -96,17 +96,10 @@ def compare(tokens, *, advantages="advantages", old=True, weights=False, num_ite
     ours = tokens["logprobs"].clone().requires_grad_()
     our_entropies = tokens["entropies"].clone().requires_grad_()
     loss, metrics = policy_loss(
-        ours,
-        tokens["old"] if old else None,
-        a,
-        tokens["mask"],
-        weights=tokens["weights"] if weights else None,
-        ref_logprobs=tokens["ref"] if options["beta"] else None,
-        num_items_in_batch=num_items,
-        entropies=our_entropies,
-        validate=False,  # weights differ at the sequence level too
-        **options,
-    )
+        ours, tokens["old"] if old else None, a, tokens["mask"], weights=tokens["weights"] if weights else None,
+        ref_logprobs=tokens["ref"] if options["beta"] else None, num_items_in_batch=num_items, entropies=our_entropies,
+        validate=False, **options,  # weights differ at the sequence level too
+    )  # fmt: skip
     loss.backward()
     exact = {"rtol": 1e-12, "atol": 1e-14}
     torch.testing.assert_close(loss, expected, **exact)

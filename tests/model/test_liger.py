@@ -17,6 +17,8 @@ from transformers.integrations.liger import apply_liger_kernel
 from triton.runtime import JITFunction, interpreter
 
 from cfa_kernels import check_model, packed_logprobs
+from cfa_kernels.model.check.verify import check_trainable
+from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.ops.dispatch import interpreting
 from cfa_kernels.ops.triton_math import tanh
 from cfa_kernels.rows import Rows
@@ -85,17 +87,20 @@ def gradients_of_packed_rows(model):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "gate", "checkpointing"),
+    ("name", "options", "gate", "checkpointing", "check"),
     [
-        ("Qwen3", {}, "swiglu", {"use_reentrant": False}),  # Liger's loss in the model's forward, as by default
-        ("Gemma2", {"fused_linear_cross_entropy": False}, "geglu_tanh", {}),
+        # Liger's loss in the model's forward, as by default
+        ("Qwen3", {}, "swiglu", {"use_reentrant": False}, check_model),
+        ("Gemma2", {"fused_linear_cross_entropy": False}, "geglu_tanh", {}, check_trainable),
     ],
 )
-def test_a_model_with_ligers_modules_is_checked_and_its_gradients_are_those_without(name, options, gate, checkpointing):
+def test_a_model_with_ligers_modules_is_checked_and_its_gradients_are_those_without(
+    name, options, gate, checkpointing, check
+):
     expected = gradients_of_packed_rows(adapted(name, None))
     with liger_kernels() as ran:
         model = adapted(name, options, **checkpointing)
-        check_model(model)
+        check(causal_lm(model))
         assert {"_rms_norm_forward_kernel", "_triton_rope", f"_{gate}_forward_kernel"} <= set(ran)
         ran.clear()
         ours = gradients_of_packed_rows(model)
