@@ -40,6 +40,8 @@ def test_every_setting_of_credit_reaches_the_library() -> None:
     drops = {"mask": "drop", "preselect": 0.5, "preselect_by": "gradient"}
     assert settings(*named(**drops)).counterfactual() == CounterfactualConfig(**drops)
     assert settings().counterfactual() == CounterfactualConfig()
+    for name, control in {"uniform": "off", "counterfactual": None, "permuted": "permuted", "random": "random"}.items():
+        assert settings(f"--credit={name}").counterfactual().control == control
 
 
 @dataclass(frozen=True)

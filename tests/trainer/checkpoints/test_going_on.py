@@ -127,11 +127,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_without_it_the_one_before
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
-    [
-        ("rows", "problems"),
-        ("held_out_prompts", r"prompts \(instruction, chat template, tokenizer\)"),
-    ],
+    ("part", "said"), [("rows", "problems"), ("held_out_prompts", r"prompts \(instruction, chat template, tokenizer\)")]
 )
 def test_other_problems_or_prompts_under_the_same_settings_are_refused(stopped, part, said) -> None:
     trainer, folder = stopped
@@ -154,15 +150,9 @@ def test_other_weights_of_the_model_are_refused_where_they_are_in_no_checkpoint(
         run.begin(trainer)
 
 
-def test_before_its_first_step_a_run_takes_other_problems(stopped, tmp_path) -> None:
-    trainer, _ = stopped
-    run = RunFolder(tmp_path)
-    run.begin(trainer)
-    run.save(trainer, 0, lambda: {"bytes": {}})
-    assert run.begin(replace(trainer, rows=trainer.rows[1:])) == (0, {})
-
-
-def test_what_a_killed_process_left_half_written_is_deleted(stopped, tmp_path) -> None:
+def test_what_a_killed_process_left_half_written_is_deleted_and_before_its_first_step_a_run_takes_other_problems(
+    stopped, tmp_path
+) -> None:
     trainer, _ = stopped
     run = RunFolder(tmp_path)
     assert run.begin(trainer) == (0, {})
@@ -170,6 +160,7 @@ def test_what_a_killed_process_left_half_written_is_deleted(stopped, tmp_path) -
     run.save(trainer, 0, lambda: {"bytes": {}})
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0"]
     assert run.begin(trainer) == (0, {"bytes": {}})
+    assert run.begin(replace(trainer, rows=trainer.rows[1:])) == (0, {})
 
 
 # On an odd day a prompt has one word more.
