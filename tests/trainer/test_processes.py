@@ -27,14 +27,6 @@ from trainer.run import set_up
 from trainer.state import Trainer
 from trainer.step import problem_batches, training_step
 
-FEW = [
-    "--num_generations=4", "--max_completion_length=12", "--no_mask_truncated_completions", "--temperature=1.2",
-    "--token_budget=1", "--log_completions=16", "--seed=14", f"--reward_funcs={__name__}:for_some",
-    "--eval_problems=2", "--instruction=",
-]  # fmt: skip
-"""Four groups a step, each a micro-batch. Of two processes the second has none with an advantage in the first step, and
-in the second step two have advantages in the first process, one in the second."""
-
 
 def for_some(*, paid: Sequence[bool], **_: Any) -> list[float]:
     """Reward every other completion, but of a third of all problems none: their groups have no advantage."""
@@ -43,12 +35,21 @@ def for_some(*, paid: Sequence[bool], **_: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory) -> list[str]:
-    """Flags of `FEW` and of a tiny model with 14 problems, and two that are held out."""
+    """Flags of runs of a tiny model on 14 problems: four groups a step, each a micro-batch.
+
+    Of two processes the second has no group with an advantage in the first step; in the second step two groups have
+    one in the first process, and one in the second.
+    """
     folder = write_tiny(tmp_path_factory.mktemp("tiny"))
     ends = itertools.islice(itertools.product(("", " Add"), ("", " and", " halve"), ("", " 3", " 4")), 16)
     rows = [{"question": f"What is 3 + 4 ?{''.join(end)}", "answer": "7", "paid": bool(end[2])} for end in ends]
     (folder / "rows.jsonl").write_text(jsonl(*rows))
-    return [*FEW, f"--model={folder / 'model'}", f"--dataset={folder / 'rows.jsonl'}", "--no_use_peft"]
+    return [
+        f"--model={folder / 'model'}", f"--dataset={folder / 'rows.jsonl'}", "--no_use_peft", "--eval_problems=2",
+        "--num_generations=4", "--max_completion_length=12", "--no_mask_truncated_completions", "--temperature=1.2",
+        "--token_budget=1", "--log_completions=16", "--instruction=", "--seed=14",
+        f"--reward_funcs={__name__}:for_some",
+    ]  # fmt: skip
 
 
 def batch_of(trainer: Trainer) -> list[int]:
@@ -221,20 +222,16 @@ def launched(argv: list[str], folder: Path) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # which has no children
     made = torch.distributed.run.config_from_args
 
-    def forking(args: Any) -> tuple[Any, Callable[[list[str]], None], list[list[str]]]:
+    def forking(args: Any) -> tuple[Any, Callable[[], None], list[str]]:
         config, command, given = made(args)
         assert (command, given) == (sys.executable, ["-u", "-m", "trainer", *argv])
         config.start_method = "fork"
-        return config, ended_by_main, [argv]
+        return config, lambda: sys.exit(program.main(argv)), []
 
     torch.distributed.run.config_from_args = forking
     options = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
     parser = launch.launch_command_parser()
     launch.launch_command(parser.parse_args([*options, "-m", "trainer", *argv]))
-
-
-def ended_by_main(argv: list[str]) -> None:
-    sys.exit(program.main(argv))
 
 
 @pytest.mark.slow
