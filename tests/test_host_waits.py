@@ -30,7 +30,7 @@ def checked(name, **options):
 
 @pytest.fixture(params=["Qwen3", "Gemma3Text"])  # without and with sliding windows
 def model(request):
-    return checked(request.param)
+    return checked(request.param, num_hidden_layers=2)
 
 
 def assert_waits(waits: Waits, *causes: str) -> None:
@@ -75,10 +75,10 @@ def test_what_is_left_to_the_device_is_none():
 
 @pytest.mark.parametrize(  # under a cap, a divergence takes the logits themselves
     ("outcome", "softcap", "budget"),  # completions are over it, or completions with their branches
-    [("logprob", None, 20), ("mean", None, 60), ("mean", 4.0, 20), ("mean", 4.0, 60)],
+    [("logprob", None, 20), ("mean", None, 60), ("mean", 4.0, 20)],
 )
 def test_scoring_looks_once_however_many_packs_there_are(outcome, softcap, budget):
-    model = checked("Gemma2", final_logit_softcapping=softcap)
+    model = checked("Gemma2", final_logit_softcapping=softcap, num_hidden_layers=2)
     options = {"mask": PLACEHOLDER, "token_budget": budget, "outcome": outcome}
     expected = score_columns(model, *batch(), **options)
     with a_device() as waits:
@@ -90,9 +90,9 @@ def test_scoring_looks_once_however_many_packs_there_are(outcome, softcap, budge
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("outcome", ["last", "mean", "mean_logprob", "logprob"])
+@pytest.mark.parametrize("outcome", ["last", "mean", "mean_logprob"])
 def test_gradients_at_the_embeddings_look_once_however_many_packs_and_draws_there_are(outcome, monkeypatch):
-    model = checked("Gemma2", final_logit_softcapping=4.0)
+    model = checked("Gemma2", final_logit_softcapping=4.0, num_hidden_layers=2)
     # A device that is not there has no random numbers of its own.
     monkeypatch.setattr(gradient, "keyed_generator", lambda *key, device: keyed_generator(*key))
     with a_device() as waits:

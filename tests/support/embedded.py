@@ -1,5 +1,7 @@
 """The embedded model, set up small: settings, samples and runs that several tests use."""
 
+import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,12 @@ SMALL = [
 
 
 def settings(*argv: str) -> TrainConfig:
+    """Check flags as the program does, the same ones once: to parse them takes longer than a step of the model."""
+    return copy.copy(_checked(*argv))
+
+
+@functools.cache
+def _checked(*argv: str) -> TrainConfig:
     return config(*SMALL, *argv)
 
 

@@ -10,6 +10,7 @@ PRELOADED = [
     "tests.support.imports_alone",  # first: it looks at what the library brings with it
     "cfa_kernels.integrations.trl", "datasets", "peft",
     "tests.support.sharded", "tests.support.models", "tests.support.runs", "tests.support.embedded",
+    "tests.support.warm",  # last
 ]  # fmt: skip
 
 

@@ -170,11 +170,7 @@ BEFORE_TORCH = [
     (["--top_p=0"], 2, "error: top_p must be in (0, 1], got 0.0"),
     (["--reward_funcs", "own:f", "exact"], 2, "reward_funcs: 'exact' is neither one of exact_match, math_verify, "),
     (["--config"], 2, "--config: expected one argument"),
-    (
-        ["--config=nowhere.yaml"],
-        2,
-        "--config nowhere.yaml: there is no such file; the names that ship are calc",
-    ),
+    (["--config=nowhere.yaml"], 2, "--config nowhere.yaml: there is no such file; the names that ship are calc"),
     (["--dataset=nowhere.jsonl"], 2, "dataset nowhere.jsonl: expected a .json, .jsonl or .parquet file that exists"),
     (["--model=./nowhere"], 2, "model ./nowhere: there is no such folder"),
 ]

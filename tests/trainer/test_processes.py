@@ -1,21 +1,25 @@
 """The training program on several processes: the run of one, and no process waits for ever."""
 
 import itertools
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.run
+from accelerate.commands import launch
 from safetensors.torch import load_file
 
 from tests.support import sharded
 from tests.support.embedded import COMPARING, SMALL, metrics_of, run, samples_of, settings
-from tests.support.runs import main
+from tests.support.runs import child, main
+from tests.support.tiny import jsonl, write_tiny
+from trainer import __main__ as program
 from trainer import processes
 from trainer.checkpoints import open_run
 from trainer.processes import PeerError, describe_failure, gather, own_share
@@ -23,17 +27,35 @@ from trainer.run import set_up
 from trainer.state import Trainer
 from trainer.step import problem_batches, training_step
 
-FEW = [
-    "--num_generations=4", "--max_completion_length=64", "--no_mask_truncated_completions", "--temperature=1.2",
-    "--token_budget=1", "--log_completions=16", "--seed=10", f"--reward_funcs={__name__}:for_some",
-]  # fmt: skip
-"""Four groups a step, each a micro-batch. Of two processes the second has none with an advantage in the first step, and
-in the second step two have advantages in the first process, one in the second."""
 
-
-def for_some(*, prompts: Sequence[str], **_: Any) -> list[float]:
+def for_some(*, paid: Sequence[bool], **_: Any) -> list[float]:
     """Reward every other completion, but of a third of all problems none: their groups have no advantage."""
-    return [float(i % 2 and sum(map(ord, prompt)) % 3 > 0) for i, prompt in enumerate(prompts)]
+    return [float(i % 2 and one) for i, one in enumerate(paid)]
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory) -> list[str]:
+    """Flags of runs of a tiny model on 14 problems: four groups a step, each a micro-batch.
+
+    Of two processes the second has no group with an advantage in the first step; in the second step two groups have
+    one in the first process, and one in the second.
+    """
+    folder = write_tiny(tmp_path_factory.mktemp("tiny"))
+    ends = itertools.islice(itertools.product(("", " Add"), ("", " and", " halve"), ("", " 3", " 4")), 16)
+    rows = [{"question": f"What is 3 + 4 ?{''.join(end)}", "answer": "7", "paid": bool(end[2])} for end in ends]
+    (folder / "rows.jsonl").write_text(jsonl(*rows))
+    return [
+        f"--model={folder / 'model'}", f"--dataset={folder / 'rows.jsonl'}", "--no_use_peft", "--eval_problems=2",
+        "--num_generations=4", "--max_completion_length=12", "--no_mask_truncated_completions", "--temperature=1.2",
+        "--token_budget=1", "--log_completions=16", "--instruction=", "--seed=14",
+        f"--reward_funcs={__name__}:for_some",
+    ]  # fmt: skip
+
+
+def batch_of(trainer: Trainer) -> list[int]:
+    """Four problems, of which the first two have advantages."""
+    order = sorted(range(len(trainer.rows)), key=lambda i: not trainer.rows[i]["paid"])
+    return [*order[:2], *order[-2:]]
 
 
 def infinite_in_second(*, prompts: Sequence[str], **_: Any) -> list[float]:
@@ -44,16 +66,17 @@ def infinite_in_second(*, prompts: Sequence[str], **_: Any) -> list[float]:
 def trained(rank: int, folder: Path, cases: Mapping[str, Sequence[str]], *argv: str) -> None:
     """Train by the settings of each case; of all processes the first writes, to a folder of the case's name."""
     for name, case in cases.items():
-        run(folder / name, *FEW, "--eval_problems=2", *case, *argv)
+        run(folder / name, *argv, *case)
 
 
-def failing(rank: int) -> None:
-    trainer = set_up(settings(*FEW, "--max_completion_length=12"))
+def failing(rank: int, few: Sequence[str]) -> None:
+    trainer = set_up(settings(*few))
+    batch = batch_of(trainer)
     weight = trainer.policy.model.norm.weight
     before = weight.detach().clone()
     poison = weight.register_hook(lambda gradient: gradient * torch.nan) if rank == 0 else None
     with pytest.raises(FloatingPointError, match=r"^samples \[0, 1, 2, 3\]: gradient of model.norm.weight is not"):
-        training_step(trainer, 1, [4, 13, 9, 12])  # the second process has no advantage: all find what one has
+        training_step(trainer, 1, batch)  # the second process has no advantage: all find what one has
     assert torch.equal(weight, before)
     if poison is not None:
         poison.remove()
@@ -62,29 +85,27 @@ def failing(rank: int) -> None:
     trainer.rewards = {"infinite": infinite_in_second}
     kind = PeerError if rank == 0 else FloatingPointError
     with pytest.raises(kind, match=rf"^{'' if rank else 'rank 1: '}sample 0 \(.*\): reward infinite is inf") as raised:
-        training_step(trainer, 1, [4, 13, 9, 12])
+        training_step(trainer, 1, batch)
     assert describe_failure(raised.value).startswith("rank 1: sample 0 (")
     assert gather(rank) == [0, 1]  # all are in step again
 
 
-def left_while_sampling(rank: int, folder: Path, parallel: str) -> None:
+def left_while_sampling(rank: int, folder: Path, parallel: str, few: Sequence[str]) -> None:
     def dies(*_: Any, **__: Any) -> None:
         os._exit(0)
 
     if rank == 1:
         Trainer.sample = dies  # type: ignore[method-assign]
-    argv = [*SMALL, *FEW, "--estimator=masking", "--max_completion_length=12", f"--parallel={parallel}"]
-    argv += [f"--output_dir={folder / 'run'}"]
+    argv = [*SMALL, *few, "--estimator=masking", f"--parallel={parallel}", f"--output_dir={folder / 'run'}"]
     code, _, said = main(argv)
     assert code == 1
     assert re.fullmatch(r"error: rank 0: another process has ended or does not answer \(.*\)\n", said)
     os._exit(0)  # nobody is left to part from
 
 
-def checkpointed(rank: int, folder: Path, parallel: str) -> None:
+def checkpointed(rank: int, folder: Path, parallel: str, few: Sequence[str]) -> None:
     """A run of several processes goes on from its checkpoint with the same bits; leaves what it had then."""
-    argv = [*FEW, "--max_completion_length=12", f"--parallel={parallel}", f"--output_dir={folder / 'run'}"]
-    trainer = set_up(settings(*argv))
+    trainer = set_up(settings(*few, f"--parallel={parallel}", f"--output_dir={folder / 'run'}"))
     weights, after = [*trainer.policy.parameters()], []
 
     def own_pieces() -> list[torch.Tensor]:
@@ -92,10 +113,10 @@ def checkpointed(rank: int, folder: Path, parallel: str) -> None:
 
     with open_run(trainer.config) as run_folder:
         assert run_folder.begin(trainer) == (0, {})
-        training_step(trainer, 1, [4, 13, 9, 12])
+        training_step(trainer, 1, batch_of(trainer))
         run_folder.save(trainer, 1, lambda: {"bytes": {}, "rank": rank})
         for _ in range(2):
-            training_step(trainer, 2, [1, 15, 11, 7])
+            training_step(trainer, 2, [1, 7, 11, 13])
             after.append(own_pieces())
             assert run_folder.begin(trainer) == (1, {"bytes": {}, "rank": 0})
         assert all(map(torch.equal, *after))
@@ -111,24 +132,25 @@ LEARNING_RATE = 1e-3
 COMMON = [f"--learning_rate={LEARNING_RATE}", "--num_iterations=2", "--beta=0.05"]
 CASES = {
     "all": ["--no_use_peft", "--scale_rewards=batch", "--importance_sampling_clip_max=3", *COMMON],
-    "adapters": ["--use_peft", "--lora_r=4", "--loss_type=grpo", "--max_completion_length=32", *COMMON],
-    "top": ["--max_completion_length=16", *COMPARING["top of entropies"]],
+    "adapters": ["--use_peft", "--lora_r=4", "--loss_type=grpo", *COMMON],
+    "top": COMPARING["top of entropies"],
 }
 UNDER = {"ddp": ("all", "top"), "fsdp2": ("all", "adapters")}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Path:
+def alone(tmp_path_factory, few) -> Path:
     """Runs of one process, "all" in one micro-batch a step."""
     folder = tmp_path_factory.mktemp("alone")
-    trained(0, folder, CASES | {"all": [*CASES["all"], "--token_budget=100000"]})
+    trained(0, folder, CASES | {"all": [*CASES["all"], "--token_budget=100000"]}, *few)
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", UNDER)
-def test_two_processes_train_as_one(alone, tmp_path, parallel) -> None:
-    sharded.run(2, trained, tmp_path, {name: CASES[name] for name in UNDER[parallel]}, f"--parallel={parallel}")
+def test_two_processes_train_as_one(alone, few, tmp_path, parallel) -> None:
+    cases = {name: CASES[name] for name in UNDER[parallel]}
+    sharded.run(2, trained, tmp_path, cases, *few, f"--parallel={parallel}")
     for name in UNDER[parallel]:
         expected, actual = metrics_of(alone / name), metrics_of(tmp_path / name)
         assert len(actual) == len(expected) == 4
@@ -148,7 +170,7 @@ def same_samples(actual: list[dict], expected: list[dict]) -> None:
     assert [sample["tokens"] for sample in actual] == [sample["tokens"] for sample in expected]
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours["weights"] == pytest.approx(theirs["weights"], abs=2e-3)
-    batches = problem_batches(16, 4, seed=10)
+    batches = problem_batches(14, 4, seed=14)
     for step, groups in ((1, [2, 0]), (2, [2, 1])):  # with an advantage, in each process
         unequal = {sample["problem"] for sample in actual if sample["step"] == step and sample["advantage"]}
         batch = next(batches)
@@ -169,9 +191,9 @@ def same_weights(folder: Path, other: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_a_checkpoint_of_two_processes_is_gone_on_from_by_two_and_by_one(tmp_path, parallel) -> None:
-    sharded.run(2, checkpointed, tmp_path, parallel)
-    trainer = set_up(settings(*FEW, "--max_completion_length=12", f"--output_dir={tmp_path / 'run'}"))
+def test_a_checkpoint_of_two_processes_is_gone_on_from_by_two_and_by_one(few, tmp_path, parallel) -> None:
+    sharded.run(2, checkpointed, tmp_path, parallel, few)
+    trainer = set_up(settings(*few, f"--output_dir={tmp_path / 'run'}"))
     with open_run(trainer.config) as folder:
         assert folder.begin(trainer) == (1, {"bytes": {}, "rank": 0})
     saved = torch.load(tmp_path / "run" / "checkpoints" / "step-1" / "state.pt", weights_only=True)["weights"]
@@ -183,40 +205,53 @@ def test_a_checkpoint_of_two_processes_is_gone_on_from_by_two_and_by_one(tmp_pat
 
 
 @pytest.mark.slow
-def test_what_one_process_cannot_do_ends_all() -> None:
-    sharded.run(2, failing)
+def test_what_one_process_cannot_do_ends_all(few) -> None:
+    sharded.run(2, failing, few)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_a_process_whose_peer_is_killed_while_it_samples_ends_with_one_line(tmp_path, parallel) -> None:
-    sharded.run(2, left_while_sampling, tmp_path, parallel)
+def test_a_process_whose_peer_is_killed_while_it_samples_ends_with_one_line(few, tmp_path, parallel) -> None:
+    sharded.run(2, left_while_sampling, tmp_path, parallel, few)
+
+
+def launched(argv: list[str], folder: Path) -> None:
+    """`accelerate launch -m trainer`, whose processes are forked: to import torch in each anew takes seconds."""
+    for file, name in enumerate(("out", "err"), start=1):
+        os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), file)
+    multiprocessing.current_process()._config["daemon"] = False  # which has no children
+    made = torch.distributed.run.config_from_args
+
+    def forking(args: Any) -> tuple[Any, Callable[[], None], list[str]]:
+        config, command, given = made(args)
+        assert (command, given) == (sys.executable, ["-u", "-m", "trainer", *argv])
+        config.start_method = "fork"
+        return config, lambda: sys.exit(program.main(argv)), []
+
+    torch.distributed.run.config_from_args = forking
+    options = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    parser = launch.launch_command_parser()
+    launch.launch_command(parser.parse_args([*options, "-m", "trainer", *argv]))
 
 
 @pytest.mark.slow
-def test_accelerate_starts_it_by_torchrun_and_an_error_is_one_line_with_its_rank(tmp_path) -> None:
-    few = [*SMALL, *FEW, "--generation_batch_size=8", "--max_completion_length=8", "--max_steps=1"]
-    argv = [*few, f"--output_dir={tmp_path / 'run'}", f"--reward_funcs={__name__}:infinite_in_second"]
-    options = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options, "-m", "trainer", *argv]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert ended.returncode == 1
-    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+def test_accelerate_starts_it_by_torchrun_and_an_error_is_one_line_with_its_rank(few, tmp_path) -> None:
+    argv = [*SMALL, *few, "--generation_batch_size=8", "--max_steps=1", f"--output_dir={tmp_path / 'run'}"]
+    argv += [f"--reward_funcs={__name__}:infinite_in_second"]
+    assert child(launched, argv, tmp_path) == (1, None)
+    out, err = ((tmp_path / name).read_text() for name in ("out", "err"))
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert re.fullmatch(r"error: rank 1: step 1, sample 0 \(.*\): reward infinite_in_second is inf, .*", errors[0])
-    assert "trainer/step.py" not in ended.stderr  # no traceback of ours
-    assert ended.stdout.count("held-out accuracy") == 1
+    assert "trainer/step.py" not in err  # no traceback of ours
+    assert out.count("held-out accuracy") == 1
     assert [entry["step"] for entry in metrics_of(tmp_path / "run")] == [0]
 
 
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (
-            ["--generation_batch_size=8"],
-            "^generation_batch_size=8 is 1 problems, which 2 processes cannot",
-        ),
+        (["--generation_batch_size=8"], "^generation_batch_size=8 is 1 problems, which 2 processes cannot"),
         (["--rollout_engine=vllm"], "^rollout_engine: vllm serves one process, and there are 2"),
         (["--compare_and_correct=0.3"], "^compare_and_correct: runs in one process, and there are 2"),
         (["--parallel=fsdp2", "--estimator=gradient"], "^estimator: gradient takes gradients through a model that is"),

@@ -77,6 +77,9 @@ def test_a_setting_that_a_run_did_not_know_had_its_default_and_how_often_it_save
 
 
 def test_to_start_anew_takes_a_new_folder(argv, tmp_path) -> None:
+    path = begun(argv(), steps=0)
+    with open_run(config(*argv("run", "--seed=1"))) as folder:  # before its first step it may be another run
+        assert folder.path == path
     begun(argv())
     for name in ("run-2", "run-3"):
         assert begun(argv("run", "--no_resume", "--seed=4")) == tmp_path / name
@@ -135,21 +138,12 @@ def test_a_folder_is_free_again_when_the_process_that_had_it_was_killed(argv, tm
         assert folder.path == tmp_path / "run"
 
 
-def test_a_folder_of_a_run_that_failed_before_its_first_step_takes_other_settings(argv, tmp_path) -> None:
-    path = begun(argv(), steps=0)
-    with open_run(config(*argv("run", "--seed=1"))) as folder:
-        assert folder.path == path
-
-
-def test_a_folder_that_holds_something_else_is_left_alone(argv, tmp_path) -> None:
+def test_a_folder_that_holds_something_else_is_left_alone_and_one_that_cannot_be_made_is_named(argv, tmp_path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("")
     for more in ([], ["--no_resume"]):
         with pytest.raises(Refused, match="run is not empty and holds no run; name another folder or remove it"):
             open_run(config(*argv("run", *more))).__enter__()
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_before_the_model_is_loaded(argv) -> None:
     with pytest.raises(DiskError, match=r"^output_dir: /dev/null/run cannot be written: Not a directory"):
         open_run(config(*argv(), "--output_dir=/dev/null/run")).__enter__()
 

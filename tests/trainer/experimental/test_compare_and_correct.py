@@ -152,8 +152,7 @@ def test_the_prompt_shows_attempt_and_nearest_correct_sibling_and_one_that_is_to
 
 
 @pytest.mark.parametrize(
-    "options",
-    [("--num_iterations=2",), ("--credit=random", "--credit_options", "normalize", "mean")],
+    "options", [("--num_iterations=2",), ("--credit=random", "--credit_options", "normalize", "mean")]
 )
 def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_as_they_were(
     fresh, written, options

@@ -10,14 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from trainer.metrics import reward_metrics
-from trainer.rewards.calls import (
-    RewardError,
-    compute_rewards,
-    load_reward,
-    load_rewards,
-    require_callable,
-    rewards_by,
-)
+from trainer.rewards.calls import RewardError, compute_rewards, load_reward, load_rewards, require_callable, rewards_by
 from trainer.rollouts.engine import Rollouts
 from trainer.settings import ASSETS
 from trainer.state import arguments, joined

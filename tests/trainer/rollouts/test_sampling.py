@@ -42,7 +42,7 @@ def by_sorting(scores: torch.Tensor, uniforms: torch.Tensor, temperature: float,
 
 def rows(kind: str, size: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(size)
-    scores = torch.randn(150, size, generator=generator)
+    scores = torch.randn(50, size, generator=generator)
     impossible = torch.randperm(size, generator=generator)[: size // 2]
     return {
         "peaked": lambda: scores * 8,
