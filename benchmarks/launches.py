@@ -53,22 +53,21 @@ def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
 
 
-GPU = {
-    "name": "NVIDIA H100", "major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32,
-    "regs_per_multiprocessor": 65_536, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
-    "shared_memory_per_block": 49_152, "shared_memory_per_block_optin": 232_448, "gcnArchName": "",
-}  # fmt: skip
+H100 = SimpleNamespace(
+    name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, warp_size=32, regs_per_multiprocessor=65_536,
+    max_threads_per_multi_processor=2048, max_threads_per_block=1024, shared_memory_per_block=49_152,
+    shared_memory_per_block_optin=232_448, gcnArchName="",
+)  # fmt: skip
 
 
 def as_with_a_gpu() -> ExitStack:
-    """Let inductor's scheduler find a GPU inside."""
-    stack, properties = ExitStack(), SimpleNamespace(**GPU)
+    """Let inductor's scheduler find an H100 inside."""
+    stack = ExitStack()
     found: dict[str, Any] = {"is_available": True, "current_device": 0, "device_count": 1, "_lazy_init": None}
-    found |= {"get_device_properties": properties, "_get_device_properties": properties}
-    found |= {"get_device_capability": (properties.major, properties.minor)}
+    found |= {"get_device_capability": (H100.major, H100.minor)}
+    found |= dict.fromkeys(("get_device_properties", "_get_device_properties"), H100)
     for name, value in found.items():
-        stand_in = mock.Mock(return_value=value)
-        stack.enter_context(mock.patch.object(torch.cuda, name, stand_in, create=True))
+        stack.enter_context(mock.patch.object(torch.cuda, name, create=True, return_value=value))
     for module in (torch._inductor.scheduler, torch.utils._triton):
         stack.enter_context(mock.patch.object(module, "has_triton", return_value=True))
     return stack

@@ -111,9 +111,8 @@ class AblationSettings:
 
 
 def run(
-    pieces: Pieces, folder: Path, settings: AblationSettings, *, arms: Sequence[str] | None = None,
-    extra: Sequence[str] = (),
-) -> dict[str, Any]:  # fmt: skip
+    pieces: Pieces, folder: Path, settings: AblationSettings, *, arms: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Run every arm and seed, then compare.
 
     Args:
@@ -121,7 +120,6 @@ def run(
         folder: where runs leave their files.
         settings: how much.
         arms: names in `ARMS`; default all.
-        extra: flags of the training program for every arm.
 
     Raises:
         ValueError: an unknown arm.
@@ -131,7 +129,7 @@ def run(
         f"--max_steps={settings.steps}", f"--num_iterations={settings.inner_steps}", "--log_completions=0",
         f"--eval_steps={settings.eval_steps}", "--device=cpu",
         f"--eval_problems={settings.eval_problems}", f"--eval_samples={settings.eval_samples}",
-        *_regime(settings, folder), *([f"--model={settings.model}"] if settings.model else []), *extra,
+        *_regime(settings, folder), *([f"--model={settings.model}"] if settings.model else []),
     ]  # fmt: skip
 
     def one(arm: str, seed: int, rate: str = "") -> dict[str, Any]:

@@ -96,13 +96,14 @@ def test_finished_runs_are_not_run_again(tmp_path, monkeypatch, capsys):
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--max_steps", "--device"))]
     pieces = Pieces(tmp_path / "pieces", {}, ENVIRONMENT)
     monkeypatch.setattr(ablation.subprocess, "run", forked)
-    first = run(pieces, tmp_path, size, arms=["entropy"], extra=small)
+    monkeypatch.setitem(ablation.ARMS, "entropy", [*ablation.ARMS["entropy"], *small])
+    first = run(pieces, tmp_path, size, arms=["entropy"])
     assert capsys.readouterr().out.startswith("entropy-seed0: ")
     assert first["curves"]["entropy"][0]["step"] == [0, 1, 2]
     assert np.all(np.diff(first["curves"]["entropy"][0]["seconds"]) > 0)
     assert all(0 <= 8 * share == round(8 * share) for share in first["curves"]["entropy"][0]["sampled"])
     monkeypatch.setattr(ablation, "_train", None)
-    again = run(pieces, tmp_path, size, arms=["entropy"], extra=small)
+    again = run(pieces, tmp_path, size, arms=["entropy"])
     assert again == first == json.loads(json.dumps(first))
 
 
