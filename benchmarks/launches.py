@@ -48,11 +48,7 @@ def wide_mm(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.new_zeros(left.shape[0], right.shape[1], dtype=dtype)
 
 
-@wide_mm.register_fake
-def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    return left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
-
-
+wide_mm.register_fake(lambda left, right, dtype: left.new_empty(left.shape[0], right.shape[1], dtype=dtype))
 H100 = SimpleNamespace(
     name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, warp_size=32, regs_per_multiprocessor=65_536,
     max_threads_per_multi_processor=2048, max_threads_per_block=1024, shared_memory_per_block=49_152,
@@ -71,16 +67,6 @@ def as_with_a_gpu() -> ExitStack:
     for module in (torch._inductor.scheduler, torch.utils._triton):
         stack.enter_context(mock.patch.object(module, "has_triton", return_value=True))
     return stack
-
-
-def on_gpu(value: Any, mode: Any) -> Any:
-    """Replace tensors that hold nothing by tensors of a GPU that hold nothing, and devices by that GPU."""
-    if isinstance(value, torch.device):
-        return torch.device("cuda", 0)
-    if not isinstance(value, Tensor):
-        return value
-    with mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda:0")
 
 
 def count_nodes(nodes: Sequence[Any]) -> Counter[str]:
@@ -104,16 +90,21 @@ def counting(counts: dict[str, Counter[str]], graph: Any, inputs: Sequence[Any],
     outs = [out.meta["val"] if isinstance(out, torch.fx.Node) else out for out in graph.graph.output_node().args[0]]
     fake: Any = torch._guards.detect_fake_mode(inputs)
     compile_fx.record_original_output_strides(graph)
+
+    def there(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            with fake:
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda:0")
+        return torch.device("cuda:0") if isinstance(value, torch.device) else value
+
     with V.set_fake_mode(fake), torch.no_grad(), DebugContext():
         compile_fx.view_to_reshape(graph)
         compile_fx.fake_tensor_prop(graph, inputs)
         compile_fx._recursive_post_grad_passes(graph, inference)
-        there = functools.partial(on_gpu, mode=fake)
         for node in graph.graph.nodes:
             node.kwargs, node.meta["val"] = tree_map(there, node.kwargs), tree_map(there, node.meta.get("val"))
-        kind = {"is_inference": inference, "is_backward": backward, "shape_env": fake.shape_env}
         given = [there(one) for one in inputs]
-        lowered = GraphLowering(graph, example_inputs=given, **kind)
+        lowered = GraphLowering(graph, given, fake.shape_env, is_backward=backward, is_inference=inference)
         with as_with_a_gpu(), V.set_graph_handler(lowered), V.set_extern_kernel_nodes([]):
             lowered.run(*given)
             lowered._update_scheduler()
@@ -133,7 +124,7 @@ def counting(counts: dict[str, Counter[str]], graph: Any, inputs: Sequence[Any],
 
         return [*map(value, outs)]
 
-    run._boxed_call = True  # type: ignore[attr-defined]
+    run._boxed_call = True
     return run
 
 

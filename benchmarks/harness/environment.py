@@ -1,5 +1,6 @@
 """Record where figures come from: device, driver, versions, commit."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -41,34 +42,25 @@ def gsm8k_folder() -> Path | None:
 def describe_environment(device: torch.device, commit: str | None) -> dict[str, Any]:
     """Device, driver, versions, commit and seeds; `commit` is right where a copy's git knows an older one."""
     recorded, dirty = (commit, False) if commit else find_commit()
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()} | dict.fromkeys(PACKAGES, "absent")
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "absent"
+    described, driver = (_describe_gpu, _driver) if device.type == "cuda" else (_describe_cpu, platform.platform)
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": _describe_gpu() if device.type == "cuda" else _describe_cpu(),
-        "driver": _driver() if device.type == "cuda" else platform.platform(),
-        "versions": versions,
-        "commit": recorded or "unknown",
-        "dirty": dirty,
-        "seeds": {"workloads": SEED, "models": SEED},
-        "data": "real" if gsm8k_folder() is not None else "generated",
-    }
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "device": described(),
+        "driver": driver(), "versions": versions, "commit": recorded or "unknown", "dirty": dirty,
+        "seeds": {"workloads": SEED, "models": SEED}, "data": "generated" if gsm8k_folder() is None else "real",
+    }  # fmt: skip
 
 
 def _describe_gpu() -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
     return {
-        "kind": "hip" if torch.version.hip else "cuda",
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        "capability": f"{properties.major}.{properties.minor}",
-        "runtime": torch.version.hip or torch.version.cuda,
-    }
+        "kind": "hip" if torch.version.hip else "cuda", "name": properties.name,
+        "memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}", "runtime": torch.version.hip or torch.version.cuda,
+    }  # fmt: skip
 
 
 def _describe_cpu() -> dict[str, Any]:

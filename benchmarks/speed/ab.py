@@ -69,7 +69,6 @@ class Bench:
         self.device, self.smoke, self.rounds = device, smoke, rounds
         self.loads = LOADS["smoke" if smoke else "cuda"]
         self.name, self.dtype = ("qwen3-tiny", torch.float32) if smoke else ("Qwen3-1.7B", torch.bfloat16)
-        self.document: dict[str, Any] = {"parts": {}}
         self._ends = time.monotonic() + budget
         self._replays: dict[str, Replay] = {}
         self._compiled: list[str] | None = None
@@ -145,20 +144,12 @@ def liger_kernels(model: nn.Module) -> Iterator[None]:
 # Races
 
 
-@dataclass
-class Outcome:
-    """What a contender left behind in its first run."""
-
-    gradient: Tensor  # of all trained weights, flat, float32
-    weights: Tensor | None
-
-
 def race_steps(bench: Bench, load: str, contenders: Mapping[str, "Step"], rounds: int) -> Any:
     """Time steps in turns; compare the gradient and weights of each with those of the first of its kind."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     parts: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {name: [] for name in contenders}
     facts: dict[str, dict[str, Any]] = {name: {} for name in contenders}
-    first: dict[str, Outcome] = {}  # by kind
+    first: dict[str, Outcome] = {}  # by kind, of the first run
     running = dict(contenders)
     for i in range(-2, rounds):
         order = list(running)
@@ -182,12 +173,12 @@ def race_steps(bench: Bench, load: str, contenders: Mapping[str, "Step"], rounds
                 del running[name]
                 release_memory(bench.device)
                 continue
-            gradients = taken_gradients(running[name].policy)
+            gradients = taken_gradients(running[name].replay.policy)
             if i == -1:
                 if bench.device.type == "cuda":
                     facts[name]["peak_bytes"] = torch.cuda.max_memory_allocated(bench.device)
-                outcome = Outcome(flat(gradients), None if weights is None else torch.cat(weights))
-                facts[name] |= compared(outcome, first.setdefault(running[name].kind, outcome))
+                outcome = flat(gradients), None if weights is None else torch.cat(weights)
+                facts[name] |= compared(outcome, first.setdefault(STEP_PEERS[running[name].peer].kind, outcome))
             if i < 0:
                 facts[name][("first_seconds", "second_seconds")[i + 2]] = took
                 continue
@@ -211,13 +202,17 @@ def flat(gradients: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([by_name[name].flatten().float().cpu() for name in sorted(by_name)])
 
 
+Outcome = tuple[Tensor, Tensor | None]  # the gradient of all trained weights, flat, float32; weights of credit
+
+
 def compared(outcome: Outcome, first: Outcome) -> dict[str, float]:
     """How far a step is from the first contender's: share of the gradient's norm, largest difference of a weight."""
-    result = {"gradient_norm": outcome.gradient.norm().item()}
-    if outcome.gradient.shape == first.gradient.shape:
-        result["gradient_off"] = ((outcome.gradient - first.gradient).norm() / first.gradient.norm()).item()
-    if outcome.weights is not None and first.weights is not None:
-        result["weights_off"] = (outcome.weights - first.weights).abs().max().item()
+    (gradient, weights), (other, others) = outcome, first
+    result = {"gradient_norm": gradient.norm().item()}
+    if gradient.shape == other.shape:
+        result["gradient_off"] = ((gradient - other).norm() / other.norm()).item()
+    if weights is not None and others is not None:
+        result["weights_off"] = (weights - others).abs().max().item()
     return result
 
 
@@ -238,14 +233,6 @@ class Step:
     replay: Replay
     peer: str
     variant: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-
-    @property
-    def policy(self) -> nn.Module:
-        return self.replay.policy
-
-    @property
-    def kind(self) -> str:
-        return STEP_PEERS[self.peer].kind
 
     def __call__(self, watch: Stopwatch) -> Any:
         """Run it, as the variant whose context the caller has entered."""
@@ -325,7 +312,7 @@ def profile(bench: Bench) -> Any:
         def run(step: Step = step) -> float:
             watch = Stopwatch(bench.device)
             step(watch)
-            taken_gradients(step.policy)
+            taken_gradients(step.replay.policy)
             return sum(watch.seconds().values())
 
         with step.variant():
