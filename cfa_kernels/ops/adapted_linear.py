@@ -157,5 +157,5 @@ def _split(matrix: Tensor, dtype: torch.dtype, *, along: int, low: int) -> Tenso
     parts = matrix.new_empty([*matrix.shape[:along], 3, *matrix.shape[along:]], dtype=dtype)
     parts.copy_(matrix.unsqueeze(along))
     places = parts.unbind(along)
-    torch.sub(matrix, places[0], out=places[low])
+    places[low].copy_(matrix - places[0])
     return parts
