@@ -85,7 +85,7 @@ def gradients(op, x, layers, by_outs, dtype=None):
 
 @pytest.mark.parametrize("widths", [(64,), (64, 16, 16)])
 def test_rounding_is_little_more_than_that_of_pefts_own_path_and_of_the_rows(widths, device):
-    """Of adapters that count as much as their layers: theirs count a hundredth."""
+    """Adapters here add as much as their layers, so rounding between the factors shows: sqrt(4 / 3) is expected."""
     tensors, count = problem(device, widths), len(widths)
     truth = gradients(one_by_one, *tensors, dtype=torch.float64)
     ours, theirs = (gradients(op, *tensors) for op in (adapted_linear, one_by_one))
