@@ -124,6 +124,13 @@ def latex(text: str) -> list[list[str]]:
             [],
         ),
         (r"\[ f = \begin{cases} 1 \\ 2 \end{cases} \] \[ g \]", [r"f = \begin{cases} 1 \\ 2 \end{cases}", "g"], [], []),
+        (
+            r"\[ f = \begin{cases} 1 \end{array} \\ 2 \end{cases} \\ g \]",  # what ends nothing leaves `cases` open
+            [r"f = \begin{cases} 1 \end{array} \\ 2 \end{cases}", "g"],
+            [],
+            [],
+        ),
+        ("\\begin{gather} \\begin{gather} a \\end{gather} b \\end{gather}\nIt is 5.", ["a", "b"], [], ["It is 5."]),
         (r"Let \(a + b\) be, $ c = d $ too. No $x$, \(y\).", ["c = d"], ["a + b"], [r"No $x$, \(y\)."]),
         (r"$n \equiv 1 \pmod{5}$, $\frac{1}{2}$, $-5$, $x^2$", [r"n \equiv 1 \pmod{5}"], [], []),
         (r"$90^\circ$, $45^{\circ}$, $f \circ g$", [], [r"f \circ g"], []),

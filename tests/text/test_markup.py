@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels import AnswerRules, SpanRules, answer_text_span, detect_spans, find_answer
 from cfa_kernels.text import markup
-from cfa_kernels.text.find import content_text, find_reasoning
+from cfa_kernels.text.find import Reasoning, content_text, find_reasoning
 from cfa_kernels.text.markup import THOUGHTS, sign_names
 from cfa_kernels.text.offsets import token_offsets
 from tests.support.small_tokenizers import (
@@ -207,6 +207,13 @@ def test_calls_responses_and_roles_are_neither_answers_nor_spans(call, as_specia
     assert read(f"<think>{call} Hm.</think> #### 18", tokenizer) == ("18", ["Hm."])
 
 
+@pytest.mark.parametrize("role", ["user", "assistant", "system", "tool", "ipython", "model"])
+def test_the_name_of_a_role_in_a_line_of_its_own_is_no_span(role) -> None:
+    for text in (f"I ask.\n{role}\nSo 9 * 2 = 18. #### 18", f"{role} \nI ask. So 9 * 2 = 18. #### 18"):
+        assert read(text, tokenizer_with()) == ("18", ["I ask.", "So 9 * 2 = 18."])
+    assert read(f"The {role}\nis so. #### 18", tokenizer_with()) == ("18", [f"The {role}", "is so."])
+
+
 def test_a_prompt_that_only_speaks_of_a_closer_leaves_the_first_thought_to_the_completion() -> None:
     prompt = "Think within <think> </think>, then answer.\nUser: 9 * 2?\nAssistant:"
     text = "#### 17\n</think>\nThe answer is 18."
@@ -266,6 +273,16 @@ TOOL = "\nResult: 9 * 2 = 18\n#### 18\n"
 )  # fmt: skip
 def test_answers_and_spans_are_what_the_policy_wrote(parts, answer, spans) -> None:
     assert read_masked(parts, tokenizer_with()) == (answer, spans)
+
+
+def test_an_answer_with_a_token_of_others_in_it_is_none_even_if_that_token_has_no_text() -> None:
+    tokenizer = tokenizer_with()
+    silent = tokenizer.pad_token_id
+    ids = [*encode(tokenizer, "The answer is 1"), silent, *encode(tokenizer, "8 eggs")]
+    assert spelled(ids, find_answer(ids, tokenizer), tokenizer) == "18"
+    mask = [int(i != silent) for i in ids]
+    assert find_answer(ids, tokenizer, mask=mask) is None
+    assert find_reasoning({0: ids}, tokenizer, masks={0: mask}) == {0: Reasoning(None, len(ids), [])}
 
 
 TURN = "<|im_end|>\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"

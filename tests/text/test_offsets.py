@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from cfa_kernels.text.find import detect_spans, find_answer
 from cfa_kernels.text.offsets import _BYTE_OF, Decoder, decoded, describe_spare_ids, token_offsets
 from tests.support.small_tokenizers import (
+    BACKENDS,
     CORPUS,
     FAST,
     TOKENIZERS,
@@ -125,6 +126,26 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_believed() -> None:
 
     tokenizer = wrap(byte_level(None), Shouting)
     assert token_offsets(encode(tokenizer, "She has 3 eggs"), tokenizer).text == "SHE HAS 3 EGGS"
+
+
+class Hiding(PreTrainedTokenizerFast):
+    """Shows no two bytes of a character that is not complete, and writes capitals behind 語."""
+
+    def _decode(self, *args: object, **kwargs: object) -> str:
+        text = super()._decode(*args, **kwargs).replace("\ufffd\ufffd", "")
+        return text.upper() if "語" in text else text
+
+
+def test_what_a_decoding_hides_again_keeps_its_place() -> None:
+    tokenizer = wrap(BACKENDS["byte-fallback, blank kept"](), Hiding)
+    tokens = ["日本 語", *(f"<0x{byte:02X}>" for byte in "日中".encode()), *"eggs"]
+    ids = tokenizer.convert_tokens_to_ids(tokens)
+    assert [tokenizer.decode(ids[:n]) for n in (2, 3, 4, 5, 11)] == [
+        "日本 語\ufffd", "日本 語", "日本 語日", "日本 語", "日本 語日中EGGS"
+    ]  # fmt: skip
+    offsets = token_offsets(ids, tokenizer)
+    assert offsets.starts.tolist() == [0, 4, 4, 4, 5, 5, 5, 6, 7, 8, 9]
+    assert offsets.ends.tolist() == [4, 5, 5, 5, 5, 5, 6, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -130,6 +130,16 @@ def test_the_figures_of_several_micro_batches_are_those_of_one(fresh, short, lev
     assert mode is None or actual[0]["sampling/importance_sampling_ratio/min"] < 1
 
 
+def test_figures_of_the_sampler_are_those_of_the_policy_that_sampled(fresh, short) -> None:
+    """A second step on the same completions has another policy, which is not the sampler's."""
+    argv = ("--token_budget=100000", "--learning_rate=1e-3", "--importance_sampling_clip_max=3")
+    once, twice = (updated(fresh(*argv, f"--num_iterations={n}"), short)[1] for n in (1, 2))
+    of_sampler = {name for name in once if name.startswith("sampling/")}
+    assert len(of_sampler) > 3
+    assert {name: twice[name] for name in of_sampler} == {name: once[name] for name in of_sampler}
+    assert twice["ratio_mean"] != once["ratio_mean"]
+
+
 def update_on_a_group(trainer) -> dict[str, float]:
     """Sample eight completions of a problem and take the optimizer step on them."""
     config = trainer.config
