@@ -64,6 +64,7 @@ def merged_adapters(model: nn.Module, *, keep: bool = False) -> Iterator[int]:
     copies: dict[nn.Parameter, Tensor] = {}
     owners = Counter(_place(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     originals: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its storage and the values in it
+    adapters: list[tuple[nn.Parameter, Tensor]] = []  # likewise; PEFT 0.18 puts copies of halves on a CPU there
     try:
         for name, layer in layers.items():
             base = layer.get_base_layer()
@@ -79,6 +80,7 @@ def merged_adapters(model: nn.Module, *, keep: bool = False) -> Iterator[int]:
                 originals.append((weight, weight.data, weight.data.clone()))
             if is_quantised(base):
                 raise CannotMerge(f"{name}: its base, a {type(base).__name__}, holds its weights quantised")
+            adapters += [(parameter, parameter.data) for parameter in layer.parameters()]
             try:
                 layer.merge()
             except Exception as problem:  # each kind of adapter has its own reasons
@@ -99,6 +101,9 @@ def merged_adapters(model: nn.Module, *, keep: bool = False) -> Iterator[int]:
         for parameter, storage, values in reversed(originals):  # several layers may adapt one module's parameters
             storage.copy_(values)
             parameter.data = storage
+        for parameter, storage in adapters:
+            if parameter.data_ptr() != storage.data_ptr():
+                parameter.data = storage
         for layer in layers.values():
             layer.merged_adapters.clear()
 

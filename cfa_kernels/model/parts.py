@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Iterator
+from inspect import signature
 from itertools import chain
 from typing import Any, cast
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -90,6 +93,17 @@ def input_device(model: PreTrainedModel) -> torch.device:
     """Device that ids must be on."""
     # The first kind of FSDP keeps flat parameters, in the layers around the embedding.
     return next(chain(model.get_input_embeddings().parameters(), model.parameters())).device
+
+
+_ASK_FOR_TYPES = Version(transformers.__version__) < Version("5.6")
+
+
+def token_types(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
+    """Tell classes that see, some of which once asked for it where they train, that every token is text."""
+    if not (_ASK_FOR_TYPES and model.training):
+        return {}
+    asked = {"token_type_ids", "mm_token_type_ids"} & signature(model.forward).parameters.keys()
+    return dict.fromkeys(asked, torch.zeros_like(ids))
 
 
 def vocab_size(model: PreTrainedModel) -> int:

@@ -22,7 +22,7 @@ from .head import Head
 from .limits import largest_forward
 from .lora import one_pass_adapters
 from .modes import attention_implementation, attention_of, checkpointed_modules, evaluation_mode, exchanged, value_of
-from .parts import backbone, input_device
+from .parts import backbone, input_device, token_types
 from .sharded.ranks import inside
 from .stateful_layers import tree_states
 from .walk import Model, ModelWalk
@@ -117,6 +117,7 @@ def packed_hidden(
             attention_mask=staged.everywhere,
             position_ids=staged.position_ids,
             use_cache=False,
+            **token_types(model, staged.input_ids),
             **({} if routers is None else {"output_router_logits": True}),
         )
     if routers is not None:

@@ -146,11 +146,25 @@ def _read(
     decoder = Decoder.of(tokenizer)
     offsets = completion.offsets or decoder.offsets([completion.token_ids], names, ends_shown=False)[0]
     others = _others(completion.mask, len(offsets.starts))
-    foreign = merged((int(offsets.starts[run.start]), int(offsets.ends[run.stop - 1])) for run in _runs(others))
+    foreign, offsets = _foreign(offsets, others)
     prompt = completion.prompt
     if not isinstance(prompt, str):
         prompt = "" if prompt is None else decoder.offsets([prompt], names)[0].text
     return offsets, read_speech(offsets.text, prompt=prompt, foreign=foreign, thought_tags=answers.thought_tags), others
+
+
+def _foreign(offsets: TokenOffsets, others: bytearray) -> tuple[list[Interval], TokenOffsets]:
+    """Find what others wrote; a line break is added behind a single character, which blanked ends a paragraph then."""
+
+    def foreign() -> list[Interval]:
+        return merged((int(offsets.starts[run.start]), int(offsets.ends[run.stop - 1])) for run in _runs(others))
+
+    ends = [end for start, end in foreign() if end - start == 1]
+    if ends:
+        pieces = [offsets.text[start:end] for start, end in itertools.pairwise([0, *ends, len(offsets.text)])]
+        starts, stops = (at + np.searchsorted(ends, at, "right") for at in offsets[1:])
+        offsets = TokenOffsets("\n".join(pieces), starts, stops)
+    return foreign(), offsets
 
 
 def _others(mask: Mask | None, length: int) -> bytearray:

@@ -28,6 +28,7 @@ from tests.support.trl_training import (  # noqa: E402
     changed,
     forwards,
     logged,
+    packs,
     record_generations,
     rollouts,
     seven,
@@ -118,7 +119,7 @@ def test_figures_leave_a_tools_tokens_out(train):
     assert logged(trained, "credit/weight_mean")[0] == pytest.approx(expected.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("loss", [{}, {"packed_loss": True}], ids=str)
+@pytest.mark.parametrize("loss", [{}, pytest.param({"packed_loss": True}, marks=packs)], ids=str)
 def test_an_id_that_the_tokenizer_has_no_token_for_ends_no_training(train, loss):
     spare = len(tiny_tokenizer()) + 3
     model = tiny_model()

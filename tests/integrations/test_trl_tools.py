@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from cfa_kernels import CounterfactualConfig
 
@@ -27,6 +29,7 @@ from trainer.rollouts.environments import Calculator  # noqa: E402
 pytestmark = [
     pytest.mark.slow, pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(RELEASE < (1, 14), reason="TRL's loop of tools has this interface from 1.14 on"),
+    pytest.mark.skipif(Version(transformers.__version__) < Version("5.13"), reason="the response template is 5.13's"),
 ]  # fmt: skip
 
 CALL = '{"name": "add", "arguments": {"a": 3, "b": 4}}'

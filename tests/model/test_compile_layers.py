@@ -6,6 +6,7 @@ from types import MethodType
 
 import pytest
 import torch
+import transformers
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 
@@ -127,9 +128,10 @@ def test_compiled_layers_give_the_same_bits_by_few_graphs(name, adapters, change
     if name == "Gemma3Text":  # a graph runs what its class has, a layer with hooks runs as it is
         ran = runs_ligers_kernels(model, monkeypatch)
     kinds = compile_layers(model, backend="aot_eager")
-    if name == "Qwen3Moe" and Version(torch.__version__) < Version("2.13") and not kinds:
+    is_older = Version(torch.__version__) < Version("2.13") or Version(transformers.__version__) < Version("5.23")
+    if name == "Qwen3Moe" and is_older and not kinds:  # before 5.23 no operator on a CPU has experts' gradients
         assert "run as they are where gradients are taken, not compiled" in caplog.text
-        pytest.skip("this torch does not compile products of experts")
+        pytest.skip("this torch or transformers does not compile products of experts")
     assert kept_per_row(model) < kept
     assert set(kinds) == {type(layer).__name__ for layer in causal_lm(model).model.layers}
     counts = []

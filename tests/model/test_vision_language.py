@@ -56,7 +56,7 @@ def test_text_is_scored_and_trained_as_by_the_models_own_forward(name):
     loss.backward()
     packed = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    # Gemma 3 asks for token types where it trains: text of the packed tree needs none.
+    # Before transformers 5.6 Gemma 3 asks for token types where it trains.
     types = {"token_type_ids": torch.zeros_like(ids)} if name == "Gemma3" else {}
     logits = model(input_ids=ids, **types).logits[:, 7:-1]
     logprobs = logits.log_softmax(-1).gather(2, ids[:, 8:, None])[..., 0]

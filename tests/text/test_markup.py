@@ -325,11 +325,19 @@ OTHERS = [
 @given(parts=st.lists(st.sampled_from([*((p, 1) for p in POLICY), *((o, 0) for o in OTHERS)]), max_size=14))
 def test_what_a_tool_says_changes_neither_answer_nor_spans(name, detector, parts) -> None:
     tokenizer, spans = get_tokenizer(name), SpanRules(detector, max_spans=99)
-    # One character of another's is a line break to the formulas around it, more are a paragraph's.
-    silent = [(text if mask else "\n" * (len(text) + 2 * (len(text) > 1)), mask) for text, mask in parts]
+    silent = [(text if mask else "\n" * (len(text) + 2), mask) for text, mask in parts]
     for options in ({}, {"answer_fallback": "last_number"}):
         expected = read_masked(silent, tokenizer, spans=spans, **options)
         assert read_masked(parts, tokenizer, spans=spans, **options) == expected
+
+
+@pytest.mark.parametrize("said", ["\n", "x", "é", " 7 "])
+@pytest.mark.parametrize("opener", ["\\[", "$$"])
+def test_no_formula_goes_on_behind_what_others_wrote_however_short(opener, said) -> None:
+    parts, spans = [(f"{opener} a = 1", 1), (said, 0), ("Then b is 2. Good.", 1)], SpanRules("latex", max_spans=99)
+    for tokenizer in map(get_tokenizer, FAST):
+        assert read_masked(parts, tokenizer, spans=spans)[1] == ["a = 1", "Then b is 2.", "Good."]
+        assert read_masked([("####", 1), (said, 0), (" 18", 1)], tokenizer)[0] is None
 
 
 @pytest.mark.parametrize("name", FAST)

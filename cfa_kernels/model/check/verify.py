@@ -34,7 +34,17 @@ from ..modes import (
     value_of,
     without_accelerates_autocast,
 )
-from ..parts import active_noise, backbone, causal_lm, computation, configs, input_device, noise_remedy, vocab_size
+from ..parts import (
+    active_noise,
+    backbone,
+    causal_lm,
+    computation,
+    configs,
+    input_device,
+    noise_remedy,
+    token_types,
+    vocab_size,
+)
 from ..quantised import HALVES, is_quantised
 from ..router_loss import packed_router_loss, uses_of_rows
 from ..sharded.fsdp import without_casts
@@ -376,7 +386,7 @@ def own_output(model: PreTrainedModel, ids: Tensor, body: nn.Module | None = Non
     if (ranks := inside(model)) is not None:
         ranks.before_forward()
         run = model.forward if body is None else body  # without the hooks of its wrapper, which would start it again
-    return run(input_ids=ids, use_cache=False, **options)
+    return run(input_ids=ids, use_cache=False, **token_types(model, ids), **options)
 
 
 def _gap(model: PreTrainedModel, ours: Tensor, theirs: Tensor) -> float:
