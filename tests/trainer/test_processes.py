@@ -21,7 +21,9 @@ from tests.support.runs import child, main
 from tests.support.tiny import jsonl, write_tiny
 from trainer import __main__ as program
 from trainer import processes
+from trainer import run as program_run
 from trainer.checkpoints import open_run
+from trainer.policy import load_policy
 from trainer.processes import PeerError, describe_failure, gather, own_share
 from trainer.run import set_up
 from trainer.state import Trainer
@@ -70,7 +72,14 @@ def trained(rank: int, folder: Path, cases: Mapping[str, Sequence[str]], *argv: 
 
 
 def failing(rank: int, few: Sequence[str]) -> None:
+    def other_weights(*args: Any, **options: Any) -> torch.nn.Module:
+        policy = load_policy(*args, **options)
+        policy.model.norm.weight.data += rank
+        return policy
+
+    program_run.load_policy = other_weights
     trainer = set_up(settings(*few))
+    assert trainer.policy.model.norm.weight.eq(1).all()  # all have the first one's
     batch = batch_of(trainer)
     weight = trainer.policy.model.norm.weight
     before = weight.detach().clone()
