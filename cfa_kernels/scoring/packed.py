@@ -18,7 +18,7 @@ from ..loss.ragged import LossBatch, checked_kept_tokens
 from ..model.attention import KeyValueStore
 from ..model.check.verify import check_trainable
 from ..model.head import Head
-from ..model.limits import rope_lengths, rows_per_forward, smallest_budget
+from ..model.limits import rope_lengths, smallest_budget
 from ..model.parts import causal_lm
 from ..model.router_loss import packed_router_loss, uses_of_rows
 from ..model.run_inside import run_inside
@@ -31,7 +31,7 @@ from ..ops.kept_tokens import KeptTokens, padded_kept_tokens
 from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
 from ..options import POSITIVE
-from ..rows import Rows, fed_together
+from ..rows import Rows
 from ..tree.packs import lay_out_behind
 from ..tree.prefix_tree import Pack, Query
 from .access import InProcess, Sharded
@@ -48,12 +48,11 @@ from .masked import (
 from .outcomes import Outcome
 from .plan import (
     ScoringPlan,
+    TrainingPlan,
     as_many_as_others,
-    checked_needed,
-    packs_of,
     plan_queries,
     plan_scoring,
-    trained_first,
+    plan_training,
 )
 
 
@@ -169,12 +168,12 @@ def packed_forward(
     """
     foreseen = None if router_loss else foreseen  # what is not of the batch is not in its routers' loss
     check_ids(causal, rows)
-    counts = checked_needed(needed, rows.lengths)
     walk = ModelWalk.of(causal)
-    budget = rows_per_forward(walk, token_budget)
+    plan = plan_training(
+        walk, rows, needed, None if router_loss else trained,
+        token_budget=token_budget, whole=router_loss, foreseen=foreseen,
+    )  # fmt: skip
     head = check_trainable(walk, router_loss=router_loss)
-    groups = fed_together(rows)
-    with_gradient, without = trained_first(causal, groups, counts, None if router_loss else trained)
     states = list[_PackStates]()
 
     def feed(packs: Iterable[Pack]) -> None:
@@ -184,11 +183,10 @@ def packed_forward(
             states.append(_PackStates(pack, hidden, store, *routers))
 
     with tree_training_mode(walk):
-        packs = packs_of(rows, groups, counts, walk, with_gradient, budget, whole=router_loss, foreseen=foreseen)
-        feed(as_many_as_others(causal, packs, at_least=int(trained is not None)))
+        feed(as_many_as_others(causal, plan.packs(plan.trained), at_least=int(trained is not None)))
         with torch.no_grad():
-            feed(packs_of(rows, groups, counts, walk, without, budget, foreseen=foreseen))
-    return PackedForward(walk, head, rows, counts, states, without, ModelState(walk) if keep_states else None)
+            feed(plan.packs(plan.untrained))
+    return PackedForward(plan, head, states, ModelState(walk) if keep_states else None)
 
 
 def stands_alone(walk: ModelWalk) -> bool:
@@ -216,29 +214,19 @@ class PackedForward(InProcess):
     As a `ModelAccess` it feeds only what the forward has not fed: branches and queries continue its completions.
     """
 
-    def __init__(
-        self,
-        walk: ModelWalk,
-        head: Head,
-        rows: Rows,
-        counts: np.ndarray,
-        packs: list[_PackStates],
-        without_gradient: list[int],
-        state: ModelState | None,
-    ) -> None:
-        super().__init__(walk.model)
-        if isinstance(inside(walk.model), Ranks):
+    def __init__(self, plan: TrainingPlan, head: Head, packs: list[_PackStates], state: ModelState | None) -> None:
+        super().__init__(plan.walk.model)
+        if isinstance(inside(plan.walk.model), Ranks):
             self.capabilities = Sharded.capabilities
-        self.head, self.rows, self.counts, self.packs = head, rows, counts, packs
-        self._walk = walk
-        self._without_gradient = without_gradient
+        self.head, self.rows, self.counts, self.packs = head, plan.rows, plan.counts, packs
+        self._walk, self._untrained = plan.walk, plan.untrained
         self.device = head.weight.device
         self._head = TensorMarks(_parts(head))
         self._model = state
-        predicting, offset = [np.zeros(0, np.int64)] * (len(rows) + 1), 0
+        predicting, offset = [np.zeros(0, np.int64)] * (len(self.rows) + 1), 0
         for one in packs:
             own = [b for b in one.pack.queries if b >= 0]
-            parts = np.split(one.pack.rows[one.pack.query_index] + offset, np.cumsum(counts[own]))
+            parts = np.split(one.pack.rows[one.pack.query_index] + offset, np.cumsum(self.counts[own]))
             for b, part in zip(own, parts, strict=False):  # the last part is empty
                 predicting[b] = part
             offset += one.pack.num_tokens
@@ -291,7 +279,7 @@ class PackedForward(InProcess):
         for b, (needed, count) in enumerate(zip(batch.needed(), self.counts.tolist(), strict=True)):
             if needed > count:
                 raise ValueError(f"batch row {b}: its loss needs {needed} tokens, but {count} were fed (needed[{b}])")
-        for b in self._without_gradient:
+        for b in self._untrained:
             if batch.trained[b] and torch.is_grad_enabled():
                 raise ValueError(f"batch row {b}: its loss has a gradient, but it was fed without (trained[{b}])")
         row, token = np.divmod(batch.needed_tokens.numpy(), mask.shape[1])

@@ -125,32 +125,80 @@ def queries_of(row: ScoredRow, outcome: Outcome = "logprob", mask: Mask | None =
     return queries
 
 
-def packs_of(
-    rows: Rows, groups: Sequence[int], counts: np.ndarray, walk: ModelWalk, order: Sequence[int], budget: int,
-    whole: bool = False, foreseen: Sequence[Sequence[Query]] | None = None,
-) -> Iterator[Pack]:  # fmt: skip
-    """Lay out the first `counts` tokens of each row in `order`, a group together; the queries of packs are rows.
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Plan of a forward with gradients: how much of each row is fed, and which rows are fed without a gradient."""
 
-    Tokens that no target needs are fed if `whole`: the last one, those after `counts`, and prompts by themselves. Those
-    of the queries `foreseen` for a row are fed with it, under numbers below 0, and without targets, unless they make a
-    group exceed the budget.
+    walk: ModelWalk
+    rows: Rows
+    counts: np.ndarray  # (B,) int64: the first tokens of each completion, which will be read
+    groups: Sequence[int]  # of each row, equal for those that are fed together
+    trained: list[int]  # rows whose group needs a gradient
+    untrained: list[int]  # all others
+    token_budget: int
+    whole: bool  # whether tokens that nobody reads are fed too
+    foreseen: Sequence[Sequence[Query]] | None  # for each row, queries to feed with it
+
+    def packs(self, order: Sequence[int]) -> Iterator[Pack]:
+        """Lay out the rows in `order`, a group together, one pack at a time; the queries of packs are rows.
+
+        Queries foreseen for a row have numbers below 0 and no targets, and are left out where they make a group exceed
+        the budget.
+        """
+        rows = self.rows
+        lengths = [len(rows.prompts[b]) + len(rows.completions[b]) for b in order]
+        bundles, parts = apart_by_length(
+            self.walk, [self._sequence(b) for b in order], lengths, [rows.index[b] for b in order]
+        )
+        queries = {b: query for b, bundle in zip(order, bundles, strict=True) for query in bundle}
+        with_row: dict[int, list[int]] = {b: [b] for b in order}
+        for b in order:
+            for query in () if self.foreseen is None else self.foreseen[b]:
+                with_row[b].append(-1 - len(queries))
+                queries[with_row[b][-1]] = replace(query, targets=query.targets[:0])
+        for part in parts:
+            together = groupby([order[i] for i in part], self.groups.__getitem__)
+            bundled = [[n for b in group for n in with_row[b]] for _, group in together]
+            for pack in lay_out(queries, bundled, self.token_budget):
+                own = [n for n in pack.queries if n >= 0]
+                is_over = pack.num_tokens > self.token_budget and len(own) < len(pack.queries)  # a group by itself
+                yield from lay_out(queries, [own], self.token_budget) if is_over else [pack]
+
+    def _sequence(self, b: int) -> list[Query]:
+        """Make the query of a completion's first tokens; none for 0, unless the whole row is fed."""
+        count, first = int(self.counts[b]), len(self.rows.prompts[b]) - 1
+        if count == 0 and not self.whole:
+            return []
+        tokens = self.rows.whole(b)
+        fed = len(tokens) if self.whole else first + count
+        return [Query(tokens[:fed], first, tokens[first + 1 : first + 1 + count], beyond=tokens[fed:])]
+
+
+def plan_training(
+    walk: ModelWalk,
+    rows: Rows,
+    needed: Sequence[int] | None = None,
+    trained: Sequence[bool] | None = None,
+    *,
+    token_budget: int | None = None,
+    whole: bool = False,
+    foreseen: Sequence[Sequence[Query]] | None = None,
+) -> TrainingPlan:
+    """Check the input of `packed_forward`, and split rows into those whose group needs a gradient and all others.
+
+    If processes share the model, and so must run equally many forwards, all rows are of the first kind.
     """
-    lengths = [len(rows.prompts[b]) + len(rows.completions[b]) for b in order]
-    bundles, parts = apart_by_length(
-        walk, [_sequence(rows, b, int(counts[b]), whole) for b in order], lengths, [rows.index[b] for b in order]
-    )
-    queries = {b: query for b, bundle in zip(order, bundles, strict=True) for query in bundle}
-    with_row: dict[int, list[int]] = {b: [b] for b in order}
-    for b in order:
-        for query in () if foreseen is None else foreseen[b]:
-            with_row[b].append(-1 - len(queries))
-            queries[with_row[b][-1]] = replace(query, targets=query.targets[:0])
-    for part in parts:
-        together = groupby([order[i] for i in part], groups.__getitem__)
-        for pack in lay_out(queries, [[n for b in group for n in with_row[b]] for _, group in together], budget):
-            own = [n for n in pack.queries if n >= 0]
-            is_over = pack.num_tokens > budget and len(own) < len(pack.queries)  # a group by itself
-            yield from lay_out(queries, [own], budget) if is_over else [pack]
+    counts = np.array(rows.lengths, dtype=np.int64) if needed is None else _checked_needed(needed, rows.lengths)
+    groups = fed_together(rows)
+    order = sorted(range(len(rows)), key=groups.__getitem__)
+    reached = {*groups}
+    if trained is not None:
+        check_columns(groups, trained=trained)
+        if not isinstance(inside(walk.model), Ranks):
+            reached = {groups[b] for b in order if trained[b] and counts[b]}
+    with_gradient, without = ([b for b in order if (groups[b] in reached) is some] for some in (True, False))
+    budget = rows_per_forward(walk, token_budget)
+    return TrainingPlan(walk, rows, counts, groups, with_gradient, without, budget, whole, foreseen)
 
 
 def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least: int = 0) -> Iterable[Pack]:
@@ -168,38 +216,10 @@ def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least
     return own + [idle_pack()] * (wanted - len(own))
 
 
-def trained_first(
-    model: PreTrainedModel, groups: Sequence[int], counts: np.ndarray, trained: Sequence[bool] | None
-) -> tuple[list[int], list[int]]:
-    """Split rows into those whose group needs a gradient and all others.
-
-    If processes share `model`, and so must run equally many forwards, all rows are of the first kind.
-    """
-    order = sorted(range(len(groups)), key=groups.__getitem__)
-    if trained is None:
-        return order, []
-    check_columns(groups, trained=trained)
-    reached = {groups[b] for b in order if trained[b] and counts[b]}
-    if isinstance(inside(model), Ranks):
-        reached = set(groups)
-    return [b for b in order if groups[b] in reached], [b for b in order if groups[b] not in reached]
-
-
-def checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.ndarray:
+def _checked_needed(needed: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
     """Return how many tokens of each completion are to be fed, (B,) int64."""
-    if needed is None:
-        return np.array(lengths, dtype=np.int64)
     check_columns(lengths, needed=needed)
     for b, (count, length) in enumerate(zip(needed, lengths, strict=True)):
         if isinstance(count, bool) or not isinstance(count, numbers.Integral) or not 0 <= count <= length:
             raise ValueError(f"needed row {b}: must be a number of tokens from 0 to {length}, got {count!r}")
     return np.array(needed, dtype=np.int64)
-
-
-def _sequence(rows: Rows, b: int, count: int, whole: bool) -> list[Query]:
-    """Make the query of a completion's first `count` tokens; none for 0, unless the `whole` row is fed."""
-    if count == 0 and not whole:
-        return []
-    first, tokens = len(rows.prompts[b]) - 1, rows.whole(b)
-    fed = len(tokens) if whole else first + count
-    return [Query(tokens[:fed], first, tokens[first + 1 : first + 1 + count], beyond=tokens[fed:])]

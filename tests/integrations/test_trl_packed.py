@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cfa_kernels.scoring import packed
+from cfa_kernels.scoring import plan
 
 pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
@@ -119,7 +119,7 @@ def test_the_loss_of_routers_is_that_of_the_padded_batch(tmp_path, monkeypatch, 
     trainers = both(tmp_path, model, router_aux_loss_coef=0.5)
     assert trainers[1].aux_loss_enabled
     for budget in (2048, 10):  # in one pack, and in several
-        monkeypatch.setattr(packed, "rows_per_forward", lambda *_, budget=budget: budget)
+        monkeypatch.setattr(plan, "rows_per_forward", lambda *_, budget=budget: budget)
         assert_equal(trainers, batch(), tolerance=1e-6)  # transformers' loss is float32
 
 

@@ -226,8 +226,8 @@ def test_prompts_without_a_trained_row_are_fed_without_gradient(name, monkeypatc
     monkeypatch.setattr(packed, "packed_hidden", recorded)
     ours = packed_policy_loss(model, Rows(prompts, rows), advantages=advantages, **options)
     assert with_gradient == [(True, 9 + 2 * 11 + 7 + 2 * 11), (False, 9 + 2 * 11)]
-    trained_first = packed.trained_first
-    monkeypatch.setattr(packed, "trained_first", lambda *arguments: trained_first(*arguments[:-1], None))
+    plan = packed.plan_training
+    monkeypatch.setattr(packed, "plan_training", lambda *arguments, **options: plan(*arguments[:-1], **options))
     whole = packed_policy_loss(model, Rows(prompts, rows), advantages=advantages, **options)
     assert with_gradient[2:] == [(True, 9 + 9 + 7 + 6 * 11)]
     torch.testing.assert_close(ours.logprobs, whole.logprobs, rtol=0, atol=2e-5)
