@@ -13,10 +13,10 @@ from packaging.version import Version
 from tests.conftest import REPOSITORY
 
 
-@pytest.mark.parametrize("package", ["transformers", "triton"])
+@pytest.mark.parametrize("package", ["accelerate", "peft", "transformers", "triton"])
 def test_the_oldest_version_that_is_tested_is_the_oldest_that_is_allowed(package):
     (pin,) = re.findall(rf"^{package}==([\d.]+)$", (REPOSITORY / "constraints-oldest.txt").read_text(), re.MULTILINE)
-    (oldest,) = (each.version for each in _requirements()[package].specifier if each.operator == ">=")
+    (oldest,) = (each.version for each in _requirements("trl")[package].specifier if each.operator == ">=")
     assert Version(pin) == Version(oldest)
 
 
