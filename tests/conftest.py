@@ -44,6 +44,11 @@ if "PYTEST_XDIST_WORKER" in os.environ or not re.search(" -n ?[^0 ]", " ".join(s
         interpreter.install()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Kernels are built first: no worker starts these long files when the others have nothing left to do."""
+    items.sort(key=lambda item: not item.path.name.startswith("test_aot_"))
+
+
 def pytest_collection_finish() -> None:
     """Spare what was imported: every training collects garbage, and would look at all of it again."""
     gc.collect()

@@ -7,8 +7,10 @@ from types import MethodType
 import pytest
 import torch
 import transformers
+from functorch.compile import make_boxed_func
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
+from torch._dynamo.backends.common import aot_autograd
 
 from cfa_kernels import Rows, Span, packed_forward
 from cfa_kernels.model.compile_layers import compile_layers
@@ -189,10 +191,18 @@ def test_layers_that_compile_to_other_results_run_as_they_are_unless_autocast_ro
     assert "a small tree's results differ by 0.00" in caplog.text
     layers.requires_grad_(True)
     assert_same(step(model, BATCHES[0]), expected)
-    model = policy("Llama")
-    causal_lm(model).model.layers.requires_grad_(False)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert compile_layers(model, backend=wrong) == ["LlamaDecoderLayer"]
+
+    def rounds(share):
+        def off(x):
+            return x * share if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+        return lambda graph, inputs: make_boxed_func(lambda *args: [*map(off, graph(*args))])
+
+    for off, compiled in ((1.001, ["LlamaDecoderLayer"]), (1.1, [])):  # gradients alone
+        backend = aot_autograd(fw_compiler=rounds(1.001), bw_compiler=rounds(off))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert compile_layers(policy("Llama", num_hidden_layers=1), backend=backend) == compiled
+        torch._dynamo.reset()
 
 
 def test_what_cannot_be_compiled_is_refused_by_name():

@@ -47,8 +47,8 @@ PLAIN_SM_90 = statistics_case("sm_90", torch.bfloat16, every_feature=False)
 CASES = [
     *(statistics_case(target, torch.bfloat16) for target in TARGETS if target != "sm_80"),
     *(statistics_case(target, torch.bfloat16, aligned=False) for target in TARGETS if target != "sm_90"),
-    *(statistics_case(target, torch.float32) for target in TARGETS), *(merge_case(target) for target in TARGETS),
-    ALIGNED_SM_80, UNALIGNED_SM_90, PLAIN_SM_90, statistics_case("sm_90", torch.float16, every_feature=False),
+    *(statistics_case(target, torch.float32) for target in ("sm_90", "gfx942")), *map(merge_case, TARGETS),
+    ALIGNED_SM_80, UNALIGNED_SM_90, statistics_case("sm_90", torch.float16, every_feature=False),
     *(case.with_ones() for case in (PLAIN_SM_90, UNALIGNED_SM_90, merge_case("sm_90"))),
 ]  # fmt: skip
 
