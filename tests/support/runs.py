@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,14 @@ def child(work: Callable[..., Any], *args: Any, deadline: float = SECONDS) -> tu
     process.start()
     theirs.close()
     ours.recv()
-    process.join(deadline)
+    answer = None
+    if wait([ours, process.sentinel], deadline):  # an answer of more than a pipe holds is read before the process ends
+        with contextlib.suppress(EOFError):
+            answer = ours.recv() if ours.poll() else None
+        process.join(SECONDS)
     if process.is_alive():
         process.kill()
         raise TimeoutError(f"a run did not end in {deadline} seconds")
-    answer = None
-    with contextlib.suppress(EOFError):
-        answer = ours.recv()
     assert process.exitcode is not None
     return process.exitcode, answer
 
