@@ -156,15 +156,16 @@ def _read(
 def _foreign(offsets: TokenOffsets, others: bytearray) -> tuple[list[Interval], TokenOffsets]:
     """Find what others wrote; a line break is added behind a single character, which blanked ends a paragraph then."""
 
-    def foreign() -> list[Interval]:
+    def regions(offsets: TokenOffsets) -> list[Interval]:
         return merged((int(offsets.starts[run.start]), int(offsets.ends[run.stop - 1])) for run in _runs(others))
 
-    ends = [end for start, end in foreign() if end - start == 1]
-    if ends:
+    foreign = regions(offsets)
+    if ends := [end for start, end in foreign if end - start == 1]:
         pieces = [offsets.text[start:end] for start, end in itertools.pairwise([0, *ends, len(offsets.text)])]
         starts, stops = (at + np.searchsorted(ends, at, "right") for at in offsets[1:])
         offsets = TokenOffsets("\n".join(pieces), starts, stops)
-    return foreign(), offsets
+        foreign = regions(offsets)
+    return foreign, offsets
 
 
 def _others(mask: Mask | None, length: int) -> bytearray:
