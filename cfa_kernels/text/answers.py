@@ -250,7 +250,9 @@ def lead_in_start(text: str, marker: int) -> int:
     A line above that ends in a colon, or in a word before a display, leads to the marker too, and so does a heading.
     """
     for _ in range(3):  # sentence, line above, heading
-        marker = _heading_start(text, _clause_start(text, marker))
+        before, marker = marker, _heading_start(text, _clause_start(text, marker))
+        if marker == before:
+            break
     return marker
 
 
@@ -265,19 +267,20 @@ def _heading_start(text: str, position: int) -> int:
 
 def _clause_start(text: str, marker: int) -> int:
     head = text[:marker].rstrip(_OPENING)
-    start = sentence_intervals(f"{head} x")[-1][0]  # of the sentence that continues at the marker
+    line = head.rfind("\n") + 1  # which begins a sentence
+    start = line + sentence_intervals(f"{head[line:]} x")[-1][0]  # of the sentence that continues at the marker
     gap = text[len(head) : marker]
     has_display = any(sign in text[len(head) : marker + 2] for sign in ("$$", r"\["))
     is_led_to = head.endswith(":") or (has_display and head[-1:].isalpha())
     if start > len(head) or ("\n" in gap and not is_led_to):
         return marker
     behind = max([start + label_length(head[start:]), *(end.end() for end in _DISPLAY_END.finditer(head, start))])
-    numbers = list(re.finditer(r"\d", head[behind:]))
-    if numbers:
-        behind += numbers[-1].end()
+    digit = next((i for i in range(len(head) - 1, behind - 1, -1) if head[i].isdecimal()), None)  # the last
+    if digit is not None:
+        behind = digit + 1
     elif behind == start + label_length(head[start:]):
         return start
-    words = (_PAUSE.search(head.rstrip(":"), behind) if numbers else None) or _WORD.search(head, behind)
+    words = (None if digit is None else _PAUSE.search(head.rstrip(":"), behind)) or _WORD.search(head, behind)
     return marker if words is None else words.end() if words.group() in ",;:" else words.start()
 
 

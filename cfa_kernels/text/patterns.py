@@ -22,7 +22,10 @@ ANNOTATION = r"<<[^<>\n]{0,200}>>"
 EQUALS = r"(?:&?[=＝]=?(?!>)&?|[≈≅≤≥]|\\(?:approx|leq?|geq?)(?![a-zA-Z]))"
 
 LETTER_OR_DIGIT = re.compile(r"[^\W_]")
-SENTENCE_END = re.compile(r"\n|[.!?…]{1,6}[\"'”’)\]*_]{0,4}(?=\s|\Z)|[。！？][”’」』）]{0,4}")
+# One class of characters first, for which the engine skips over a text in less than half of the time.
+SENTENCE_END = re.compile(
+    r"[\n.!?…。！？](?:(?<=\n)|(?<=[.!?…])[.!?…]{0,5}[\"'”’)\]*_]{0,4}(?=\s|\Z)|(?<=[。！？])[”’」』）]{0,4})"
+)
 _NO_SENTENCE_END = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Jr|Sr|vs|approx|e\.g|i\.e)|(?:^|\n|[.!?]\s)\s?\d{1,3})\Z")
 
 
