@@ -101,7 +101,7 @@ def merged_adapters(model: nn.Module, *, keep: bool = False) -> Iterator[int]:
         for parameter, storage, values in reversed(originals):  # several layers may adapt one module's parameters
             storage.copy_(values)
             parameter.data = storage
-        for parameter, storage in adapters:
+        for parameter, storage in reversed(adapters):
             if parameter.data_ptr() != storage.data_ptr():
                 parameter.data = storage
         for layer in layers.values():

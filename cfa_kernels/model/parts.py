@@ -98,11 +98,14 @@ def input_device(model: PreTrainedModel) -> torch.device:
 _ASK_FOR_TYPES = Version(transformers.__version__) < Version("5.6")
 
 
-def token_types(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
-    """Tell classes that see, some of which once asked for it where they train, that every token is text."""
-    if not (_ASK_FOR_TYPES and model.training):
+def token_types(module: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """Make the token types, all 0 for text, of `ids` (B, T) by the names that `module.forward` takes.
+
+    Before transformers 5.6 some vision-language classes demand them in training; elsewhere there are none.
+    """
+    if not (_ASK_FOR_TYPES and module.training):
         return {}
-    asked = {"token_type_ids", "mm_token_type_ids"} & signature(model.forward).parameters.keys()
+    asked = {"token_type_ids", "mm_token_type_ids"} & signature(module.forward).parameters.keys()
     return dict.fromkeys(asked, torch.zeros_like(ids))
 
 

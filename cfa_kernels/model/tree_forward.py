@@ -117,7 +117,7 @@ def packed_hidden(
             attention_mask=staged.everywhere,
             position_ids=staged.position_ids,
             use_cache=False,
-            **token_types(model, staged.input_ids),
+            **token_types(backbone(model), staged.input_ids),
             **({} if routers is None else {"output_router_logits": True}),
         )
     if routers is not None:

@@ -183,9 +183,9 @@ def packed_forward(
             states.append(_PackStates(pack, hidden, store, *routers))
 
     with tree_training_mode(walk):
-        feed(as_many_as_others(causal, plan.packs(plan.trained), at_least=int(trained is not None)))
+        feed(as_many_as_others(causal, plan.packs(plan.with_gradient), at_least=int(trained is not None)))
         with torch.no_grad():
-            feed(plan.packs(plan.untrained))
+            feed(plan.packs(plan.without_gradient))
     return PackedForward(plan, head, states, ModelState(walk) if keep_states else None)
 
 
@@ -219,7 +219,7 @@ class PackedForward(InProcess):
         if isinstance(inside(plan.walk.model), Ranks):
             self.capabilities = Sharded.capabilities
         self.head, self.rows, self.counts, self.packs = head, plan.rows, plan.counts, packs
-        self._walk, self._untrained = plan.walk, plan.untrained
+        self._walk, self._without_gradient = plan.walk, plan.without_gradient
         self.device = head.weight.device
         self._head = TensorMarks(_parts(head))
         self._model = state
@@ -279,7 +279,7 @@ class PackedForward(InProcess):
         for b, (needed, count) in enumerate(zip(batch.needed(), self.counts.tolist(), strict=True)):
             if needed > count:
                 raise ValueError(f"batch row {b}: its loss needs {needed} tokens, but {count} were fed (needed[{b}])")
-        for b in self._untrained:
+        for b in self._without_gradient:
             if batch.trained[b] and torch.is_grad_enabled():
                 raise ValueError(f"batch row {b}: its loss has a gradient, but it was fed without (trained[{b}])")
         row, token = np.divmod(batch.needed_tokens.numpy(), mask.shape[1])

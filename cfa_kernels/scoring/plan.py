@@ -133,8 +133,8 @@ class TrainingPlan:
     rows: Rows
     counts: np.ndarray  # (B,) int64: the first tokens of each completion, which will be read
     groups: Sequence[int]  # of each row, equal for those that are fed together
-    trained: list[int]  # rows whose group needs a gradient
-    untrained: list[int]  # all others
+    with_gradient: list[int]  # rows whose group needs one
+    without_gradient: list[int]  # all others
     token_budget: int
     whole: bool  # whether tokens that nobody reads are fed too
     foreseen: Sequence[Sequence[Query]] | None  # for each row, queries to feed with it
@@ -186,7 +186,8 @@ def plan_training(
 ) -> TrainingPlan:
     """Check the input of `packed_forward`, and split rows into those whose group needs a gradient and all others.
 
-    If processes share the model, and so must run equally many forwards, all rows are of the first kind.
+    If processes share the model, and so must run equally many forwards, all rows are of the first kind. Raises
+    `ValueError` naming row and value of `needed`, or the length of `needed` or `trained`, that does not fit the rows.
     """
     counts = np.array(rows.lengths, dtype=np.int64) if needed is None else _checked_needed(needed, rows.lengths)
     groups = fed_together(rows)

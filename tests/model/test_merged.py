@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from cfa_kernels.model.merged import CannotMerge, adapted_layers, merged_adapters, merged_weights
@@ -14,6 +14,7 @@ from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.sharded.ranks import INSIDE, Ranks
 from cfa_kernels.model.state import ModelState
 from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
+from tests.support.models import MOE, make_model
 from trainer.rollouts.in_process import TransformersEngine
 
 
@@ -57,6 +58,25 @@ def test_merged_adapters_sample_the_same_and_leave_the_same_bits(options) -> Non
     assert_same_bits(before, bits(model))
     assert state.change(causal_lm(model)) is None
     assert adapted_layers(model)
+
+
+def test_adapters_of_one_modules_parameters_leave_the_same_bits_wherever_peft_puts_the_merged_ones() -> None:
+    parameters = ["gate_up_proj", "down_proj"]
+    config = LoraConfig(r=2, target_modules=[], target_parameters=parameters, init_lora_weights=False)
+    model = get_peft_model(make_model("Qwen3Moe", num_hidden_layers=1, **MOE), config)
+    before, layers = bits(model), adapted_layers(model)
+    for layer in layers.values():
+
+        def merge(layer: nn.Module = layer) -> None:
+            type(layer).merge(layer)
+            for parameter in layer.parameters():
+                parameter.data = parameter.data.clone()
+
+        layer.merge = merge
+    with merged_adapters(model) as count:
+        assert count == len(layers) == 2  # one wraps the other
+        assert any(not torch.equal(values, before[name][0]) for name, (values, *_) in bits(model).items())
+    assert_same_bits(before, bits(model))
 
 
 def test_a_merge_in_bfloat16_leaves_the_same_bits_even_after_an_error() -> None:

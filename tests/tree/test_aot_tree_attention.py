@@ -75,8 +75,8 @@ def sums(target: str) -> AotCase:
     return build("sum_parts_kernel", target, BF16, options, "256/256")
 
 
-# Each row of `TUNED` on the architectures that it is for, with the options and heads that need the most of it. Of rows
-# for every architecture those in full precision are built for two: on each NVIDIA GPU they are the same instructions.
+# Each row of `TUNED` on the architectures that it is for, with the options and heads that need the most of it. Rows in
+# full precision, which are the same on every architecture, are built for one of NVIDIA's and one of AMD's.
 FORWARD = [
     *(
         case
