@@ -24,6 +24,14 @@ from .config import CounterfactualConfig
 from .units import check_advantages, check_needed, credited_rows
 from .weights import Gather, normalized_weights
 
+HOST_BOUND = 10_000
+"""Completion tokens of a training forward up to which a GPU waits for its host to launch it.
+
+Rows fed with such a forward fill that time. Behind a larger one the host has time to launch another, which needs no
+backward: fed with it, the probes of half of 8 x 8 completions of 220 tokens lengthened an H200's update from 0.286 to
+0.369 seconds.
+"""
+
 
 class Draws:
     """Keys of draws, one per batch: the seed, the step and the number of earlier batches of that step.
@@ -107,11 +115,13 @@ class DeferredCredit:
     def foreseen(self, rows: Sequence[int], causal: PreTrainedModel) -> list[list[Query]] | None:
         """List for each of `rows` the queries that its forward can feed so that its credit needs no further forward.
 
-        None for none, and on a CPU, where their backward costs more than another forward. Call it before that forward.
-        For an estimator that foresees none no text is looked at yet: the device runs the forward meanwhile.
+        None for none, and where their backward costs more than another forward: on a CPU, and beyond `HOST_BOUND`. Call
+        it before that forward. There no text is looked at yet: the device runs the forward meanwhile.
         """
-        config = self.config
-        if input_device(causal).type == "cpu" or not (config.continues and config.estimator.foresees):
+        config, tokens = self.config, sum(self.batch.rows.lengths[b] for b in rows)
+        if not (config.continues and config.estimator.foresees):
+            return None
+        if input_device(causal).type == "cpu" or tokens > HOST_BOUND:
             return None
         alone = inside(causal) is not None or stands_alone(ModelWalk.of(causal))
         if alone or self._compares or config.reads_entropies:

@@ -42,27 +42,30 @@ def test_micro_batches_change_neither_weights_nor_draws(options):
 
 
 @pytest.mark.parametrize("trained", [None, [True, True, False, False, False, True]])
-def test_what_is_foreseen_is_fed_with_the_rows_on_a_gpu(trained, monkeypatch):
+def test_what_is_foreseen_is_fed_with_the_rows_of_a_small_forward_on_a_gpu(trained, monkeypatch):
     """Prefix gain's values then need no forward of their own, and log-probs and gradients stay as they were."""
     # The sentence before an answer belongs to its marker, so that something is fed.
     config = CounterfactualConfig(estimator="prefix_gain", answer_format=r"\S+ #### (\d+)")
     model, both = tiny_model().eval().double(), {}
-    for device in ("cpu", "cuda"):
+    tokens = sum(ROWS.lengths)
+    for device, most in (("cpu", tokens), ("cuda", tokens - 1), ("cuda", tokens)):
         monkeypatch.setattr(deferred, "input_device", lambda _, device=device: torch.device(device))
+        monkeypatch.setattr(deferred, "HOST_BOUND", most)
         credit = DeferredCredit(config, tiny_tokenizer(), BATCH, seed=0)
         foreseen = credit.foreseen(range(6), model)
-        assert (foreseen is None) == (device == "cpu")
+        together = device == "cuda" and most == tokens
+        assert (foreseen is not None) == together
         forward = packed_forward(model, ROWS, keep_states=True, trained=trained, foreseen=foreseen)
         credit.by_forward(range(6), forward)
         logprobs = forward.logprobs()
         kept = [row for b, row in enumerate(logprobs) if trained is None or trained[b]]
         leaves = torch.autograd.grad(sum(row.square().sum() for row in kept), model.parameters())
-        both[device] = credit.take(range(6)).weights, [row.detach() for row in logprobs], leaves
+        both[together] = credit.take(range(6)).weights, [row.detach() for row in logprobs], leaves
         work = credit.finished().work
-        assert work.forwards == (0 if foreseen else 1)
-        assert (work.tokens_fed == 0) == (device == "cuda")
-    torch.testing.assert_close(both["cuda"], both["cpu"], rtol=0, atol=1e-6)
-    assert any((row != 1).any() for row in both["cpu"][0])
+        assert work.forwards == (0 if together else 1)
+        assert (work.tokens_fed == 0) == together
+    torch.testing.assert_close(both[True], both[False], rtol=0, atol=1e-6)
+    assert any((row != 1).any() for row in both[False][0])
 
 
 def beside_others(model, batch):
