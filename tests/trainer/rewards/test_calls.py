@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -63,7 +64,10 @@ def test_a_function_that_exits_is_named_and_ctrl_c_is_no_error_of_it(raised, err
         (lambda completions: [], "unexpected keyword argument 'prompts'"),
         (lambda prompts, completions, completion_ids: [], "unexpected keyword argument 'question'"),
         (lambda difficulty, **_: [], "missing a required argument: 'difficulty'"),
-        (lambda completions, /, **_: [], "missing a required positional-only argument|'completions'"),
+        pytest.param(
+            lambda completions, /, **_: [], "missing a required positional-only argument|'completions'",
+            marks=pytest.mark.skipif(sys.version_info[:2] == (3, 13), reason="bind of Python 3.13.0 lets it pass"),
+        ),
     ],
 )
 def test_a_function_that_does_not_take_the_columns_is_named_with_them(function, said) -> None:
