@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from ..credit.presets import DEFAULT_PRESET
 from ..loss.checks import LossOptions
 from ..model.check.verify import check_supported, check_trainable
 from ..model.compile_layers import compile_layers
+from ..model.limits import rope_lengths
 from ..model.parts import causal_lm, vocab_size
 from ..model.run_inside import is_sharded, run_inside
 from ..rows import Rows, pad_rows
@@ -33,7 +35,7 @@ from ..text.offsets import describe_spare_ids
 from . import require
 from .credit import refuse
 from .trl_credit import KEPT, ROW, batch_credit, kept_tokens_of, loss_mask, of_first_tokens, weighed, why_at_once
-from .trl_losses import check_trains_packed, loss_of_packed_rows, prompts_together
+from .trl_losses import check_trains_packed, is_moved_by_padding, loss_of_packed_rows, prompts_together
 from .trl_refusals import OLDEST, credit_obstacles, packing_obstacles, zero_stage
 
 _LOG = get_logger(__name__)
@@ -111,18 +113,19 @@ class CounterfactualMixin(_Trainer):
         self.credit = CounterfactualConfig(control="off") if credit is None else as_config(credit)
         super().__init__(*args, **kwargs)
         self.packed_loss, self.log_entropy = packed_loss, log_entropy
+        self._temperature = self.temperature  # TRL's models and sampling keep it, whatever the attribute is later
         self._draws = Draws(self.args.seed)
         if self.credit.control != "off":
             if spare := describe_spare_ids(vocab_size(causal_lm(self.model)), _tokenizer_of(self)):
                 _LOG.warning(spare)
             refuse(credit_obstacles(self))
         if packed_loss:
-            refuse(packing_obstacles(self, super()), "packed_loss=True")
+            refuse(packing_obstacles(self), "packed_loss=True")
         # The packed loss corrects for vLLM's log-probs itself; TRL would feed the completions once more for it.
         self._corrects = packed_loss and getattr(self, "vllm_importance_sampling_correction", False)
         if self._corrects:
             self.vllm_importance_sampling_correction = False
-        self._model_is_checked = self._has_said_why = self._has_said_few = False
+        self._model_is_checked = self._has_said_why = self._has_said_few = self._is_moved = False
         self._warned = set[str]()
         self._deferred: DeferredCredit | None = None
         if packed_loss and getattr(self, "rollout_func", None) is not None:
@@ -150,6 +153,8 @@ class CounterfactualMixin(_Trainer):
                         run_inside(model, partial(check, causal_lm(model)))
                     except NotImplementedError as error:
                         raise NotImplementedError(f"{error}; {remedy}") from error
+                if self.packed_loss:
+                    self._is_moved = run_inside(model, partial(is_moved_by_padding, causal_lm(model)))
         if self.packed_loss and self.args.torch_compile:
             with self.accelerator.autocast():
                 try:
@@ -175,7 +180,7 @@ class CounterfactualMixin(_Trainer):
         batch = batch_credit(
             self.credit, _tokenizer_of(self), output, self._own_rewards(count), self._sampled,
             first=self.accelerator.process_index * count, group_size=self.num_generations,  # type: ignore[arg-type]
-            seed=self._draws.key(self.state.global_step), temperature=self.temperature,
+            seed=self._draws.key(self.state.global_step), temperature=self._temperature,
             gather=None if self.accelerator.num_processes == 1 else lambda value: gather_object([value]),
         )  # fmt: skip
         if self._is_deferred(batch):
@@ -212,9 +217,31 @@ class CounterfactualMixin(_Trainer):
         rows = Rows.from_padded(*(output[name] for name in names))
         with torch.no_grad(), self._queried_model() as model, self.accelerator.autocast():
             old = packed_logprobs(
-                model, rows, temperature=self.temperature, kept_tokens=of_first_tokens(output[KEPT], rows)
+                model, rows, temperature=self._temperature, kept_tokens=of_first_tokens(output[KEPT], rows)
             )
         output["old_per_token_logps"] = pad_rows(old, output["completion_ids"].shape[1])  # type: ignore[arg-type]
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return TRL's log-probs of the sampling policy or the reference; where padding moves positions, the loss's."""
+        result = super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        )
+        if not self.packed_loss:
+            return result
+        is_policy = model is self.model and is_sharded(self.model_wrapped)
+        whole = self.model_wrapped if is_policy else self.accelerator.unwrap_model(model)
+        width, shortest = input_ids.shape[1], int(attention_mask.sum(1).min())
+        # TRL takes the frequencies of the padded length for every row.
+        switches = rope_lengths(causal_lm(whole))[0]
+        if not self._is_moved and not any(shortest <= length < width for length in switches):
+            return result
+        parts = (each.split([width - logits_to_keep, logits_to_keep], 1) for each in (input_ids, attention_mask))
+        rows = Rows.from_padded(*chain.from_iterable(zip(*parts, strict=True)))
+        with torch.no_grad(), self.accelerator.autocast():
+            own = packed_logprobs(whole, rows, temperature=self._temperature)
+        return pad_rows(own, logits_to_keep).to(result[0]), *result[1:]  # type: ignore[arg-type]
 
     @property
     def _feeds_for_credit(self) -> bool:
@@ -397,7 +424,7 @@ class CounterfactualMixin(_Trainer):
             "weights": None if ratio is None else ratio.expand_as(inputs["completion_ids"]),
             "ref_logprobs": inputs.get("ref_per_token_logps"),
             "epsilon": self.epsilon_low,
-            "temperature": self.temperature,
+            "temperature": self._temperature,
             "compute_entropy": self.log_entropy or self._entropy_bonus_enabled or self.top_entropy_quantile < 1,
             "num_items_in_batch": 1.0,
         }
@@ -405,7 +432,8 @@ class CounterfactualMixin(_Trainer):
 
     def _correction(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Options of the loss for rollouts of another policy, with TRL's modes, bounds and mask."""
-        sampled, threshold = inputs.get("sampling_per_token_logps"), self.args.off_policy_mask_threshold
+        sampled, name = inputs.get("sampling_per_token_logps"), "off_policy_mask_threshold"
+        threshold = getattr(self, name, getattr(self.args, name))
         names = ("mode", "clip_min", "clip_max") if self.use_vllm and self._corrects and sampled is not None else ()
         options = {f"sampling_{name}": getattr(self, f"vllm_importance_sampling_{name}") for name in names}
         if sampled is None:  # a policy drifts from the one that sampled only by its own updates

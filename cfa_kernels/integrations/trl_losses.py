@@ -17,10 +17,14 @@ from ..loss.policy import policy_loss
 from ..loss.ragged import LossBatch
 from ..model.check.verify import check_trainable
 from ..model.modes import one_mode
+from ..model.parts import context_length, input_device, vocab_size
 from ..model.sharded.ranks import inside
 from ..rows import Rows, pad_rows
 from ..scoring.packed import packed_forward
 from .trl_credit import KEPT, ROW, of_first_tokens, unpadded
+
+_MOVED = 0.01
+"""Nats: log-probs that differ by more come from other positions, or from rounding, where either may be taken."""
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
@@ -163,3 +167,19 @@ def check_trains_packed(model: PreTrainedModel, *, router_loss: bool = False) ->
     """Check as `check_trainable` does, in training mode, whatever mode the model is in."""
     with one_mode(model, training=True):
         check_trainable(model, router_loss=router_loss)
+
+
+@torch.no_grad()
+def is_moved_by_padding(model: PreTrainedModel) -> bool:
+    """Whether padding on the left moves a row's positions: learned ones are counted from the padding if none are given.
+
+    TRL gives none. Positions that are known to be relative, or read from the mask, are the same to rounding.
+    """
+    width = min(32, context_length(model) or 32)
+    ids = torch.arange(width, device=input_device(model)).remainder(vocab_size(model))[None]
+    mask, half = torch.ones_like(ids), width // 2
+    with one_mode(model, training=False):
+        alone = model(input_ids=ids[:, half:], attention_mask=mask[:, half:]).logits
+        padded = model(input_ids=ids, attention_mask=mask.index_fill(1, ids.new_tensor(range(half)), 0)).logits
+    alone, padded = (logits.float().log_softmax(-1) for logits in (alone, padded[:, half:]))
+    return not bool((alone - padded).abs().max() <= _MOVED)

@@ -1,5 +1,6 @@
 """Name the settings of a trainer of TRL that credit and the packed loss cannot be combined with."""
 
+import inspect
 from typing import Any
 
 from accelerate.utils import DistributedType
@@ -69,15 +70,17 @@ def credit_obstacles(trainer: Any) -> list[str]:
     ]
 
 
-def packing_obstacles(trainer: Any, base: Any) -> list[str]:
-    """Name what its packed loss cannot be combined with; `base` has the methods that the mixin overrides."""
+def packing_obstacles(trainer: Any) -> list[str]:
+    """Name what its packed loss cannot be combined with."""
     args, model = trainer.args, causal_lm(trainer.accelerator.unwrap_model(trainer.model))
     mode = getattr(args, "vllm_importance_sampling_mode", "") if args.use_vllm else ""
     weighs_sequences = weights_sequences(trainer.loss_type, trainer.importance_sampling_level)
     cuts = {name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")}
     cut = [f"{name}={value}" for name, value in cuts.items() if value not in (None, 0, 1)]
-    own = {"loss": "_compute_loss", "log-probs": "_get_per_token_logps_and_entropies"}
-    methods = {name: getattr(getattr(base, name), "__func__", None) for name in own.values()}
+    own = {
+        "loss": "_compute_loss", "log-probs": "_get_per_token_logps_and_entropies",
+        "off-policy mask": "get_off_policy_mask", "factors of vespo": "get_gamma_weights",
+    }  # fmt: skip
     cases = (
         (TRL < _LOSSES_OF_TODAY, f"TRL {TRL}: it normalises losses in another way than TRL 1.10 and later"),
         (
@@ -90,7 +93,7 @@ def packing_obstacles(trainer: Any, base: Any) -> list[str]:
         ),
         *(
             (
-                methods[name] is not getattr(GRPOTrainer, name),
+                not _is_trls(trainer, name),
                 f"{type(trainer).__name__}: it has its own {what} ({name}), which would not run",
             )
             for what, name in own.items()
@@ -112,6 +115,20 @@ def packing_obstacles(trainer: Any, base: Any) -> list[str]:
         ),
     )
     return [*obstacles(*cases), *_obstacles_of_both(trainer)]
+
+
+def _is_trls(trainer: Any, name: str) -> bool:
+    """Whether a method that the packed loss takes the place of is TRL's own; a subclass may add to the packed loss."""
+    order = [cls for cls in type(trainer).__mro__ if name in vars(cls)]
+    ours = [cls.__module__.startswith(__package__) for cls in order]
+    after = order[ours.index(True) :] if name == "_compute_loss" else order
+    owners = [cls for cls in after if not cls.__module__.startswith(__package__)]
+    method, modules = inspect.getattr_static(GRPOTrainer, name, None), []
+    code = getattr(method, "__func__", method)
+    while code is not None:  # TRL's function inside decorators of its own and of torch's; a patch is neither
+        modules.append(code.__globals__["__name__"].partition(".")[0])
+        code = getattr(code, "__wrapped__", None)
+    return not owners or (owners == [GRPOTrainer] and {*modules} <= {"trl", "torch"})
 
 
 def _obstacles_of_both(trainer: Any) -> list[str]:

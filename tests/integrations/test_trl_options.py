@@ -1,6 +1,7 @@
 """Every option of TRL's configuration: the losses give what TRL's gives, refuse it, or are not touched by it."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,10 @@ integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is
 
 from accelerate import PartialState  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from transformers import TrainingArguments  # noqa: E402
+from transformers import TrainerCallback, TrainingArguments  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
+from tests.support.models import make_model  # noqa: E402
 from tests.support.tiny import tiny_model, tiny_tokenizer  # noqa: E402
 from tests.support.trl_training import (  # noqa: E402
     PROMPT,
@@ -126,6 +128,100 @@ def test_log_probs_of_a_trainers_own_are_refused_as_they_would_not_be_used(tmp_p
     message = r"Other: it has its own log-probs \(_get_per_token_logps_and_entropies\), which would not run"
     with pytest.raises(NotImplementedError, match=message):
         build(str(tmp_path), cls, trainer={"credit": UNIFORM, "packed_loss": True})
+
+
+class OwnMask(GRPOTrainer):
+    @staticmethod
+    def get_off_policy_mask(*args: Any, **kwargs: Any) -> Any:
+        return GRPOTrainer.get_off_policy_mask(*args, **kwargs)
+
+
+class OwnFactors(GRPOTrainer):
+    @staticmethod
+    def get_gamma_weights(*args: Any, **kwargs: Any) -> Any:
+        return GRPOTrainer.get_gamma_weights(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [(OwnMask, "off-policy mask .get_off_policy_mask"), (OwnFactors, "factors of vespo .get_gamma_weights")],
+)
+def test_parts_of_the_loss_of_a_trainers_own_are_refused(tmp_path, base, said):
+    cls = type("PackedOther", (integration.CounterfactualMixin, base), {})
+    with pytest.raises(NotImplementedError, match=f"PackedOther: it has its own {said}"):
+        build(str(tmp_path), cls, trainer={"packed_loss": True})
+
+
+def test_log_probs_of_a_class_above_the_mixin_and_a_loss_patched_into_trls_are_refused(tmp_path, monkeypatch):
+    class Mine(integration.PackedGRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    class Logging(integration.PackedGRPOTrainer):
+        def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._compute_loss(*args, **kwargs)
+
+    build(str(tmp_path), Logging, trainer={"packed_loss": True})
+    with pytest.raises(NotImplementedError, match="Mine: it has its own log-probs"):
+        build(str(tmp_path), Mine, trainer={"packed_loss": True})
+    own = GRPOTrainer._compute_loss
+
+    @functools.wraps(own)
+    def patched(self: Any, *args: Any) -> Any:
+        return own(self, *args) * 0.0
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", patched)
+    with pytest.raises(NotImplementedError, match="PackedGRPOTrainer: it has its own loss"):
+        build(str(tmp_path), integration.PackedGRPOTrainer, trainer={"packed_loss": True})
+    build(str(tmp_path), integration.PackedGRPOTrainer, trainer={"packed_loss": False})
+
+
+def test_the_off_policy_mask_is_that_of_the_trainer_and_the_temperature_that_of_sampling(tmp_path):
+    """TRL reads the one from its attribute; models and sampling have the other from the start."""
+
+    class Strict(GRPOTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.off_policy_mask_threshold = 0.0
+
+    class Changing(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.trainer.temperature = 0.5
+
+    packed = type("PackedStrict", (integration.CounterfactualMixin, Strict), {})
+    options = {"num_iterations": 2, "max_steps": 4, "optim": "sgd", "learning_rate": 0.3, "num_generations": 4}
+    given, results = {"credit": None, "packed_loss": True}, list[Any]()
+    for cls in (GRPOTrainer, Strict, packed):
+        change = Changing()
+        made = {"callbacks": [change], "rollout_func": rollouts} | (given if cls is packed else {})
+        change.trainer = build(str(tmp_path), cls, trainer=made, **options)
+        change.trainer.train()
+        results.append(parameters(change.trainer))
+    torch.testing.assert_close(results[2], results[1], rtol=1e-4, atol=1e-6)
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(results[1].values(), results[0].values(), strict=True))
+
+
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
+FAR = {
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 9,
+    },
+    "max_position_embeddings": 128, "original_max_position_embeddings": 9, "hidden_size": 32, "head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("GPT2", GPT2), ("Phi3", FAR)], ids=["learned", "longrope"])
+def test_old_and_reference_log_probs_have_the_positions_of_the_loss(train, tmp_path, kind, shape):
+    """Padding moves learned positions, and longrope's frequencies; the policy is the reference here."""
+    vocabulary = {"vocab_size": len(tiny_tokenizer()), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    model = make_model(kind, **shape | vocabulary)
+    model.save_pretrained(tmp_path / "model")
+    options = {"beta": 0.3, "num_iterations": 2, "learning_rate": 0.0, "num_generations": 4}
+    given = {"model": str(tmp_path / "model"), "credit": None, "packed_loss": True}
+    done = train(trainer=given, model_init_kwargs={"dtype": "float32"}, **options)
+    assert logged(done, "kl") == pytest.approx([0.0], abs=1e-6)
+    assert logged(done, "clip_ratio/region_mean") == [0.0]
 
 
 def test_the_packed_trainer_has_no_credit_unless_it_is_named(tmp_path):

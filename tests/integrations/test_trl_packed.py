@@ -55,7 +55,7 @@ BONUS = {"_entropy_bonus_enabled": True, "entropy_coef": 0.3}
     "changes",
     [
         {"beta": 0.1},
-        {"temperature": 0.7},
+        {"temperature": 0.7, "_temperature": 0.7},
         {"epsilon_low": 0.01, "epsilon_high": 3.0},
         {"use_vllm": True, "vllm_importance_sampling_correction": True},
         MASKED,

@@ -278,7 +278,7 @@ def test_sharded_models_are_not_refused_but_for_gradients_through_them(mine, mon
     monkeypatch.setattr(mine.accelerator.state, "distributed_type", kind)
     monkeypatch.setattr(trl_refusals, "zero_stage", lambda trainer: stage)
     assert trl_refusals.credit_obstacles(mine) == []
-    assert trl_refusals.packing_obstacles(mine, super(CounterfactualMixin, mine)) == []
+    assert trl_refusals.packing_obstacles(mine) == []
     for options, message in (
         ({"estimator": "gradient"}, "estimator='gradient': .*which this trainer.*; take one of mask"),
         ({"preselect": 0.5, "preselect_by": "gradient"}, "preselect_by='gradient': .*; omit it"),

@@ -65,7 +65,8 @@ def test_a_function_that_exits_is_named_and_ctrl_c_is_no_error_of_it(raised, err
         (lambda prompts, completions, completion_ids: [], "unexpected keyword argument 'question'"),
         (lambda difficulty, **_: [], "missing a required argument: 'difficulty'"),
         pytest.param(
-            lambda completions, /, **_: [], "missing a required positional-only argument|'completions'",
+            lambda completions, /, **_: [],
+            "missing a required positional-only argument|'completions'",
             marks=pytest.mark.skipif(sys.version_info[:2] == (3, 13), reason="bind of Python 3.13.0 lets it pass"),
         ),
     ],
