@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from inspect import signature
 from itertools import chain
+from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .walk import Model, ModelWalk
+from .walk import Model, ModelWalk, Same
 
 
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
@@ -126,17 +127,18 @@ _SHAPES_LOGITS = re.compile("cap|logit|scale|scaling|multiplier|dim_model_base")
 _NOISE = re.compile("drop|jitter|noise")
 
 
-def computation(model: Model) -> int:
-    """Hash of how a model computes: its modules, their forwards, caps and scales of logits, hooks at its ends."""
+def computation(model: Model) -> tuple[Any, ...]:
+    """Equal as long as a model computes alike: its modules, their forwards, caps and scales of logits, hooks.
+
+    Of hooks, those at its ends are looked at, not those on modules in between.
+    """
     walk = ModelWalk.of(model)
     model = walk.model
     hooked = [model, backbone(model), model.get_input_embeddings(), model.get_output_embeddings()]
-    return hash(
-        (
-            walk.forwards,
-            *(item for owner in (model, *configs(model)) for item in _numbers(owner, _SHAPES_LOGITS)),
-            *(_hook(hook) for module in hooked if module is not None for hook in foreign_hooks(module)),
-        )
+    return (
+        walk.forwards,
+        *(item for owner in (model, *configs(model)) for item in _numbers(owner, _SHAPES_LOGITS)),
+        *(_hook(hook) for module in hooked if module is not None for hook in foreign_hooks(module)),
     )
 
 
@@ -169,7 +171,7 @@ def _numbers(owner: object, names: re.Pattern) -> list[tuple[str, float]]:
     return [(name, value) for name, value in attributes if not isinstance(value, bool) and names.search(name)]
 
 
-_OWN_HOOKS = (f"{__package__}.probe_mode", f"{__package__}.sharding")
+_OURS = __package__.partition(".")[0] + "."
 _NO_CHANGE = "enable_input_require_grads"  # transformers adds a hook of it at every call
 
 
@@ -179,11 +181,12 @@ def foreign_hooks(module: nn.Module) -> list[Any]:
     return [
         hook
         for hook in hooks
-        if _NO_CHANGE not in getattr(hook, "__qualname__", "") and getattr(hook, "__module__", "") not in _OWN_HOOKS
+        if _NO_CHANGE not in getattr(hook, "__qualname__", "") and not getattr(hook, "__module__", "").startswith(_OURS)
     ]
 
 
 def _hook(hook: Any) -> object:
-    """Key of a hook: equal for hooks that the same code makes from the same numbers."""
+    """Key of a hook: equal for hooks that the same code makes from the same values."""
     inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-    return id(getattr(hook, "__code__", hook)), *(value for value in inside if isinstance(value, (int, float)))
+    values = (value if isinstance(value, (int, float, str, NoneType)) else Same(value) for value in inside)
+    return Same(getattr(hook, "__code__", hook)), *values

@@ -98,13 +98,13 @@ class ModelWalk:
         return [(name, module) for name, module in self.modules.items() if "_disable_adapters" in module.__dict__]
 
     @cached_property
-    def forwards(self) -> int:
+    def forwards(self) -> tuple[Any, ...]:
         """Equal as long as the model has the same modules, of the same classes, and runs the same `forward` in each."""
-        of_class = {kind: _function(kind.forward) for kind in self.by_class}
+        of_class = (Same(kind.forward) for kind in self.by_class)
         some = [(n, m) for n, m in self.modules.items() if "forward" in m.__dict__ or "_original_forward" in m.__dict__]
         own = ((name, own_forward(module)) for name, module in some)
-        overwritten = ((name, _function(forward)) for name, forward in own if forward is not None)
-        return hash((self._structure, *of_class.values(), *overwritten))
+        overwritten = ((name, Same(forward)) for name, forward in own if forward is not None)
+        return self._structure, *of_class, *overwritten
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter, those that modules share as often as they do."""
@@ -139,5 +139,17 @@ def own_forward(module: nn.Module) -> Any:
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
-def _function(called: Any) -> int:
-    return id(getattr(called, "__func__", called))
+class Same:
+    """Equals that of the same object only, of a method's function: once it is gone, another may have its address."""
+
+    def __init__(self, value: Any) -> None:
+        value = getattr(value, "__func__", value)
+        try:
+            self._value: Any = ref(value)
+        except TypeError:
+            self._value = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and (value := self._value()) is not None and value is other._value()
+
+    __hash__ = None  # type: ignore[assignment]

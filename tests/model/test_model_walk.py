@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -123,6 +124,20 @@ def test_a_change_of_structure_or_forwards_shows_in_the_next_walk(change):
     before = ModelWalk(model).forwards
     assert ModelWalk(model).forwards == before
     CHANGES[change](model)
+    assert ModelWalk(model).forwards != before
+
+
+def test_a_forward_that_is_gone_is_not_taken_for_another_at_its_address():
+    model = make_model("Qwen3", num_hidden_layers=1)
+    layer, kept = model.model.layers[0].self_attn, list[Any]()
+    layer.forward = own = lambda *args: None
+    before, address = ModelWalk(model).forwards, id(own)
+    assert ModelWalk(model).forwards == before
+    del own, layer.forward
+    while not kept or id(kept[-1]) != address:
+        kept.append(lambda *args: 0)
+        assert len(kept) < 10_000
+    layer.forward = kept[-1]
     assert ModelWalk(model).forwards != before
 
 

@@ -172,6 +172,21 @@ def test_a_self_check_is_kept_while_nothing_changes(monkeypatch):
     verify.check_supported(model)
 
 
+@pytest.mark.parametrize(("before", "after"), [("scale", "roll"), ([1], [0])])
+def test_a_hook_of_the_same_code_with_another_value_inside_is_checked(before, after):
+    def hook(inside):
+        return lambda _, args, out: out + out.roll(1, 1) if inside in ("roll", [0]) else 2 * out
+
+    model = make_model("Qwen3")
+    embedding = model.get_input_embeddings()
+    first = embedding.register_forward_hook(hook(before))
+    verify.check_supported(model)
+    first.remove()
+    embedding.register_forward_hook(hook(after))
+    with pytest.raises(NotImplementedError, match="model: "):
+        verify.check_supported(model)
+
+
 def test_a_model_in_accelerates_autocast_is_checked_by_its_own_forward():
     model = make_model("Qwen3").cpu()
     AcceleratorState._reset_state(True)

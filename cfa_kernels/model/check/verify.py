@@ -67,7 +67,7 @@ class _Verdict:
     routed: bool = False  # so was the loss of its routers
 
 
-_BY_MODEL: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, _Verdict]] = weakref.WeakKeyDictionary()
+_BY_MODEL: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], _Verdict]] = weakref.WeakKeyDictionary()
 _BY_STRUCTURE: dict[tuple, _Verdict] = {}
 
 # Log-probs that differ by more than this many nats are wrong, unless the model's own rounding is worse: float32
