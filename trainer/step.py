@@ -224,7 +224,7 @@ def measure(metrics: Averages, trainer: Trainer, batch: Batch, passes: Sequence[
         require_finite(done.micro, done.logprobs, done.norm, trainer.policy)
         tokens, rows = done.moving
         counts = {name: tokens for name in done.metrics if name == "ratio_mean" or "sampling/" in name}
-        counts["vespo/phi_seq_mean"] = rows
+        counts |= {"vespo/phi_seq_mean": rows, "sampling/off_policy_mask/mean": rows}
         if corrects_rows:
             counts["sampling/importance_sampling_ratio/mean"] = rows
         if config.importance_sampling_level != "token" and config.loss_type != "gmpo":

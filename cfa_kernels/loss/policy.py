@@ -107,9 +107,10 @@ def policy_loss(
         weighted advantage), `kl`, `entropy`, `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`,
         `/high_max`, or `cispo_clip_ratio`, or `vespo/phi_seq_mean` (over sequences with a weighted advantage); means
         over tokens, of clip ratios at a sequence level over sequences, except in gmpo, which clips tokens. With
-        `sampling_logprobs` also `sampling/sampling_logp_difference/mean` and `/max`, and with a correction or a mask
-        `sampling/importance_sampling_ratio/mean`, `/min` and `/max` of the factor, over tokens or sequences with a
-        weighted advantage. A figure over no token or sequence at all is nan: omit it from your log.
+        `sampling_logprobs` also `sampling/sampling_logp_difference/mean` and `/max`, with a correction
+        `sampling/importance_sampling_ratio/mean`, `/min` and `/max` of its factor, over tokens or sequences with a
+        weighted advantage, and with `off_policy_mask_threshold` the share of these sequences that stay,
+        `sampling/off_policy_mask/mean`. A figure over no token or sequence at all is nan: omit it from your log.
 
     Raises:
         ValueError: a wrong option, shape or value, naming row and token.
@@ -398,8 +399,12 @@ def _metrics(
         gap, known = (logprobs - tokens.sampling_logprobs).abs(), moving & ~tokens.sampling_logprobs.isnan()
         metrics["sampling/sampling_logp_difference/mean"] = _mean(gap, known)
         metrics["sampling/sampling_logp_difference/max"] = _largest(gap, known)
-        if batch.options.correction or batch.options.off_policy_mask_threshold != math.inf:
-            factor = off_policy_factor(logprobs, tokens, batch.options._replace(loss_type="reinforce"))
+        by_itself = batch.options._replace(loss_type="reinforce")
+        if batch.options.off_policy_mask_threshold != math.inf:
+            kept = off_policy_factor(logprobs, tokens, by_itself._replace(correction=""))
+            metrics["sampling/off_policy_mask/mean"] = _mean(kept[:, :1], moving.any(1, keepdim=True))  # type: ignore[index]
+        if batch.options.correction:
+            factor = off_policy_factor(logprobs, tokens, by_itself._replace(off_policy_mask_threshold=math.inf))
             assert factor is not None
             factor, seen, name = factor.expand_as(keep), moving, "sampling/importance_sampling_ratio"
             if batch.options.correction.startswith(("sequence", "geometric")):
@@ -422,7 +427,7 @@ def _metrics(
     if measures == "upper clip":
         metrics["cispo_clip_ratio"] = high_mean
     elif measures == "sequence weight":
-        phi = off_policy_factor(logprobs, tokens, batch.options)
+        phi = off_policy_factor(logprobs, tokens, batch.options._replace(off_policy_mask_threshold=math.inf))
         assert phi is not None
         of_rows = torch.where(moving, phi, 0).sum(1) / moving.sum(1).clamp(min=1)
         metrics["vespo/phi_seq_mean"] = _mean(of_rows, moving.any(1))

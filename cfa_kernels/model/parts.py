@@ -119,8 +119,14 @@ def vocab_size(model: PreTrainedModel) -> int:
 def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
     """Longest sequence the model, or one of this configuration, was made for, if it says."""
     config = model if isinstance(model, PreTrainedConfig) else model.config
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return longest if isinstance(longest, int) and longest > 0 else None
+    config = config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if not (isinstance(longest, int) and longest > 0):
+        return None
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type") in ("yarn", "linear"):  # stretched from a context that the configuration may still name
+        longest = max(longest, int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", longest)))
+    return longest
 
 
 _SHAPES_LOGITS = re.compile("cap|logit|scale|scaling|multiplier|dim_model_base")

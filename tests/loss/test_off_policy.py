@@ -87,5 +87,16 @@ def test_sequences_that_drifted_are_dropped_where_their_advantage_is_negative():
     sampling = logprobs + torch.tensor([[0.5, 0.1], [0.5, 0.1], [0.1, 0.1]])
     advantages = torch.tensor([-1.0, 1.0, -1.0])
     options = {"sampling_logprobs": sampling, "off_policy_mask_threshold": 0.2}
-    _, gradient, _ = loss_and_gradient(logprobs, None, advantages, mask, **options)
+    _, gradient, metrics = loss_and_gradient(logprobs, None, advantages, mask, **options)
     torch.testing.assert_close(gradient, torch.tensor([[0.0] * 2, [-1 / 6] * 2, [1 / 6] * 2]).double())
+    ratio = "sampling/importance_sampling_ratio"
+    assert not any(name.startswith(ratio) for name in metrics)
+    assert metrics["sampling/off_policy_mask/mean"] == pytest.approx(2 / 3)
+    corrected = {"sampling_logprobs": sampling, "sampling_mode": "token_truncate", "sampling_clip_max": 9.0}
+    for loss_type in ("dapo", "vespo"):  # TRL's figures are of the correction and of its weights, not of the mask
+        both = [
+            loss_and_gradient(logprobs, None, advantages, mask, loss_type=loss_type, **corrected | more)[2]
+            for more in ({}, options)
+        ]
+        for name in (f"{ratio}/mean", f"{ratio}/min", *["vespo/phi_seq_mean"] * (loss_type == "vespo")):
+            assert both[0][name] == both[1][name] > 0, name

@@ -10,6 +10,9 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from cfa_kernels.model import attention, limits
 from cfa_kernels.model.check import verify
+from cfa_kernels.model.parts import context_length
+from cfa_kernels.rows import Rows
+from cfa_kernels.scoring.packed import packed_logprobs
 from cfa_kernels.span import Span
 from cfa_kernels.tree.attention_options import EVERYTHING, Reach
 from tests.support.models import (
@@ -377,3 +380,22 @@ def test_masks_are_read_from_the_function_that_builds_them(size):
 def test_a_mask_of_any_other_rule_is_refused(rule):
     with pytest.raises(NotImplementedError, match="its attention mask"):
         attention.read_visibility(rule, 5)
+
+
+@pytest.mark.parametrize(
+    ("rope", "most", "longest"),
+    [
+        ({"rope_type": "default"}, 64, 64),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 64, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256, 256),
+        ({"rope_type": "linear", "factor": 2.0}, 64, 128),
+    ],
+    ids=str,
+)
+def test_a_context_that_is_stretched_is_the_longer_one(rope, most, longest):
+    model = make_model("Qwen3", max_position_embeddings=most, rope_parameters={"rope_theta": 1e4} | rope)
+    assert context_length(model) == longest
+    rows = Rows([torch.arange(4)], [torch.arange(longest - 3) % VOCAB])
+    with pytest.raises(ValueError, match=f"exceed the model's context of {longest}"):
+        packed_logprobs(model, rows)
+    assert packed_logprobs(model, Rows(rows.prompts, [rows.completions[0][:-1]]))[0].isfinite().all()
