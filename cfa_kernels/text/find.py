@@ -202,7 +202,7 @@ def _reasoning(
         answer = Span(*offsets.tokens([(located.start, located.end)])[0])
         if others.find(1, *answer) >= 0:  # a token without text in its middle
             answer = located = None
-    lead_in = partial(lead_in_start, speech.statement) if answers.lead_in == "sentence" else None
+    lead_in = partial(lead_in_start, speech) if answers.lead_in == "sentence" else None
     limit, token_limit = _reasoning_end(offsets, located, answer, lead_in)
     if spans is None or not (answer or unanswered):
         return Reasoning(answer, token_limit, [])

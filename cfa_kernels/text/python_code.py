@@ -11,7 +11,7 @@ from .patterns import LETTER_OR_DIGIT, Interval, trimmed
 
 _FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)$", re.MULTILINE)
 _PYTHON_INFO = re.compile(r"\{?\s*\.?(?:python|py)(?:3(?:\.\d+)?)?(?![\w.+-])", re.IGNORECASE)
-_LINE = re.compile(r"[^\r\n]*[^\W_][^\r\n]*")
+_LINE = re.compile(r"(?<![^\r\n])[^\r\n]*[^\W_][^\r\n]*")  # from its start only, or blanks are read again
 _FIRST_INDENT = re.compile(r"^[ \t\f]*(?=[^\s#])", re.MULTILINE)
 _BETWEEN = re.compile(r"(?:[\s;\\]|#[^\n]*)*")
 _BODY_PARTS = (ast.stmt, ast.excepthandler, ast.match_case)

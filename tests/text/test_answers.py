@@ -50,6 +50,88 @@ def test_an_answer_is_found_in_every_form_without_its_units_and_not_in_a_thought
     assert answer_of(text) == answer
 
 
+SOLUTION = "\n16 - 3 - 4 = 9\n9 * 2 = 18\n\nJanet makes \\boxed{18} dollars."
+
+
+@pytest.mark.parametrize("sign", [". ", ".", ") ", "、", ": ", "\ufe0f\u20e3 ", " | ", ".2 ", "** "])
+@pytest.mark.parametrize(
+    "words", ["Revenue", '"Revenue"', "9 eggs at $2", "$9 \\times 2$", "**9 eggs**", "💰 Sum", "计算"]
+)
+def test_a_heading_with_a_number_yields_to_an_answer_behind_it(sign: str, words: str) -> None:
+    heading = f"#### 3{sign}{words}"
+    assert answer_of(heading + SOLUTION) == answer_of("#### 3 - Sell" + SOLUTION) == "18"
+    assert answer_of(f"{heading}\n9 * 2 = 18\nThe answer is 18.") == "18"
+    assert answer_of(f"\\boxed{{5}}\n#### 18 eggs{SOLUTION[:15]}") == "18"
+    if sign + words[0] != ".9" and sign.strip() in (".", ")", "、", ":", "\ufe0f\u20e3"):
+        assert answer_of(heading + "\n9 * 2 = 18") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("$12 + ($3 × 2) = $18", "18"), ("20% × 90 = 18", "18"), ("50% of 36 = 18.", "18"), ("2*(4+5) = 18.", "18"),
+        ("2(9) = 18", "18"), ("36 * (1/2) = 18", "18"), ("100% - 82% = 18%", "18"), ("12 (eggs) + 6 = 18", "18"),
+        ("1/2 of the 36 = 18", "18"), ("(16 - 3 - 4) * 2 = 18", "18"), ("18(9 * 2 = 18)", "18"),
+        ("3 m^2 * 6 = 18", "18"), (r"180^\circ - 90^\circ = 90^\circ", "90"), (r"\left(4 + 5\right) \times 2 = 18",
+        "18"),
+        ("(18 eggs)", "18"), ("12 * (3 + 4).", "12 * (3 + 4)"), ("5/x", "5/x"), ("5 + x", "5 + x"),
+        ("5 ± 2", "5 ± 2"), ("(3, 4)", "(3, 4)"), ("5 kg * 2", "5 kg * 2"), ("10⁻³", "10⁻³"), ("1\u2009234",
+        "1\u2009234"),
+        ("2√3", "2√3"), (r"\sqrt{3}", r"\sqrt{3}"), ("60 km/h", "60"), ("18 cm^2", "18"), ("18 of the 24 eggs", "18"),
+        ("25% of 40", "25"), ("18 (9 * 2 = 18)", "18"), ("18(eggs)", "18"), ("18 eggs - that is a lot", "18"),
+        ("(1,234)", "1,234"),
+        ("18, for 9 * 2 = 18", "18"), ("‑18", "‑18"), ("USD 18", "18"), ("Rs. 18", "18"), ("Rs.18", "18"), ("US$18",
+        "18"),
+        ("￥18", "18"), ("✅ 18", "18"),
+    ],
+)  # fmt: skip
+def test_no_part_of_a_calculation_is_taken_for_its_result(text: str, answer: str) -> None:
+    for form in ("#### {}", "The answer is {}", "Final Answer: {}", "A: {}", "### Answer\n{}"):
+        assert answer_of(form.format(text)) == answer, form
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("**Answer:**\n\n16 - 3 - 4 = 9 eggs are left.\nSo she makes 9 * 2 = $18.", None),
+        ("Answer: 16 - 3 - 4 = 9 eggs\n9 * 2 = $18", None), ("A: 16 - 3 - 4 = 9 eggs. 9 * 2 = $18.", None),
+        ("Now we compute the final answer\n16 - 3 - 4 = 9\n9 * 2 = 18", None),
+        ("We add up to get the answer\n9 eggs are left, which bring 18 dollars.", None),
+        ("Answer: 9. Count\n10. Multiply: 9 * 2 = 18", None), ("A: 9\nB: 18\nC: 27\nIt is B, 18.", None),
+        ("Answer: 18 eggs\nI hope this helps. 16 - 3 = 13.", "18"), ("Answer: 9 * 2 = 18\nFor 3 * 6 = 18.", "18"),
+        ("Answer: 18. She makes 18.\nThat is it", "18"), ("The answer is 9 * 2 = 18. Check: 18 / 2 = 9.", "18"),
+        ("Answer: x = 5\nCheck: 2 * 5 = 10", "5"), ("2. Answer: 18. Good.\n3. Check", "18"), ("A: 18\nSo B: 5", "18"),
+        ("### Step 4: State the final answer\n18 eggs", "18"), ("Step 4: Answer\n18", "18"),
+        ("So, the answer\n18", "18"), ("**Final Answer**\n18 dollars for 7 days", "18"),
+        ("The answer is:\n```\n18\n```", "18"), ("The answer is:\n> 18", "18"), ("Answer： 18", "18"),
+        ("<Answer>18</Answer> <ANSWER>19</answer>", "19"),
+    ],
+)  # fmt: skip
+def test_a_label_above_a_solution_or_an_option_states_nothing(text: str, answer: str | None) -> None:
+    assert answer_of(text) == answer
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "18元", "18 個", "￥18", r"18~\text{cm}", "18~cm^2", "~18~", r"18\quad\text{eggs}", r"\ 18\ ",
+        r"18\textrm{ eggs}", r"\left(18\right)",
+        r"18\textbf{ eggs}", r"18\textit{ eggs}", r"\displaystyle 18", r"18\degree", r"18^\circ C", "18 m", r"18\\",
+        r"18\text{ feet}/\text{second}", r"\$18/\text{hour}", r"\text{USD }18", r"\text{about }18", r"18\text{ cm}^{2}",
+    ],
+)  # fmt: skip
+def test_one_number_is_read_in_a_box_whatever_its_units(content: str) -> None:
+    assert answer_of(f"\\boxed{{{content}}}") == answer_of(f"The answer is $ {content}$.") == "18"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["2x + 3y = 5", "5 x", "x = 5, y = 3", "12 (3 + 4)", r"18 \text{ or } 19", "18 m^2 + 2", "x^2 + y^2 = 25"],
+)
+def test_a_box_of_more_than_one_number_is_taken_whole(content: str) -> None:
+    assert answer_of(f"\\boxed{{{content}}}") == content
+
+
 @pytest.mark.parametrize(
     ("text", "answer", "marker"),
     [
@@ -78,6 +160,7 @@ def test_a_marker_begins_with_the_words_before_it_or_the_outermost_box(text: str
     [
         ("Therefore, the rope is 20 centimeters.", "20"), ("She has 3 + 4 = <<3+4=7>>7 eggs. That is all.", "7"),
         ("There are 16 eggs and $-2.50 of debt", "-2.50"), ("The area is 12 cm^2", "12"),
+        ("It is 2√3.", "2√3"), (r"It is \sqrt{3}.", r"\sqrt{3}"), ("It is 5%-10%.", "10"), ("It fell by ‑18.", "‑18"),
         ("<think>It is 5.</think>So it is.", None), ("The answer is 18. She has 5 left.", "18"), ("None at all", None),
     ],
 )  # fmt: skip

@@ -26,7 +26,8 @@ UNITS = [
     "\\\\", "\\boxed{", "\\boxed{}", "\\boxed 5", "\\frac{", "\\frac{1}{", "\\text{a}", "\\[", "\\(", "\\begin{align}",
     "\\end{align}", "a ", "ab-", "1 of ", "answer is ", "The answer to ", "nswer", "</answer>", "<answer>1",
     "A: x\nB: 1\n", "<think>", "'", '"', "'''", "```\n", "```python\n", "x=1;", "if a:\n ", "@a\n", "f'{", "!1",
-    "1/2/", "1e5", "1:2", "www.", "\ud800", "a =", "the final ", "x x ",
+    "1/2/", "1e5", "1:2", "www.", "\ud800", "a =", "the final ", "x x ", "1 eggs * (", "1(2)", "(1, 2", "1 % of ",
+    "Answer: 1+1=2 ", "Answer\n1. a\n", "#### 1. a ", "<Answer>", "√", "A: 1\n", "\\text{ cm}^2",
 ]  # fmt: skip
 SURROUNDINGS = [("", ""), ("She has 3 + 4 = 7 eggs.", ""), ("1", "1"), ("The answer is ", "}")]
 
@@ -63,6 +64,7 @@ def test_repetition_is_read_in_linear_time(name: str) -> None:
         check_linear(READERS[name], before, " ", after)
     check_linear(READERS[name], "#### ", "a=", "")
     check_linear(READERS[name], "The answer is ", "the =", "")
+    check_linear(READERS[name], "```python\n", " ", "")
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -75,6 +75,44 @@ def test_the_words_behind_the_last_other_number_lead_to_the_answer(text: str, sp
     assert spans_of(text) == spans
 
 
+WORK = ["She has 16 eggs.", "16 - 3 = 13", "13 * 2 = 26"]
+
+
+@pytest.mark.parametrize(
+    "form", ["\\boxed{26}", "#### 26", "The answer is 26.", "$$\\boxed{26}$$", "So it is \\boxed{26}"]
+)
+@pytest.mark.parametrize(
+    "line", ["Let me think about this:", "**Solution**", "## Solution", "The final answer is:", "We get the total"]
+)
+def test_no_line_leads_to_an_answer_across_a_thought_or_a_call(line: str, form: str) -> None:
+    for answers in (USUAL_ANSWERS, PAPERS):
+        for gap in ("\n", "\n\n"):
+            text = f"{line}\n<think>She has 16 eggs. 16 - 3 = 13. 13 * 2 = 26.</think>{gap}{form}"
+            so = ["So it is"] if "So" in form and answers is PAPERS else []
+            assert spans_of(text, answers) == [line, *WORK, *so]
+            text = (
+                f"{' '.join(WORK)}\n{line}\n<tool_call>13 * 2</tool_call><tool_response>26</tool_response>{gap}{form}"
+            )
+            assert spans_of(text, answers) == [*WORK, line, *so]
+
+
+def test_neither_marker_nor_statement_holds_what_a_tool_wrote() -> None:
+    def read(*parts: tuple[str, int]) -> tuple[str | None, list[str], str]:
+        ids, mask = [], []
+        for part, own in parts:
+            ids += encode(TOKENIZER, part)
+            mask += [own] * (len(ids) - len(mask))
+        answer, end, spans = find_reasoning({0: ids}, TOKENIZER, masks={0: mask}, unanswered=True)[0]
+        decoded = [TOKENIZER.decode(ids[slice(*span)]).strip() for span in spans]
+        return answer and TOKENIZER.decode(ids[slice(*answer)]).strip(), decoded, TOKENIZER.decode(ids[end:]).strip()
+
+    called = ("3 * 4 = 12. Let me see:\n<tool_call>12 - 5</tool_call>\n", 1)
+    answer, spans, rest = read(called, ("<tool_response>7</tool_response>\n", 0), ("I see 7.\nThe answer is 7.", 1))
+    assert (answer, spans, rest) == ("7", ["3 * 4 = 12", "Let me see:", "I see 7."], "The answer is 7.")
+    assert read(("3 * 4 = 12. The answer is:", 1), ("\n17 ", 0), ("8 eggs", 1))[0] is None
+    assert read(("3 * 4 = 12. The answer is:", 1), ("\n", 0), ("8 eggs", 1))[0] == "8"
+
+
 def test_an_answer_of_the_callers_and_one_by_fallback_have_their_lead_ins_too() -> None:
     text = "16 - 3 = 13. Therefore, the rope is 20 centimeters. Done"
     ids = encode(TOKENIZER, text)

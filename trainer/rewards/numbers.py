@@ -10,16 +10,16 @@ from typing import Any
 from cfa_kernels import AnswerRules, answer_text_span
 
 _LONGEST = 1000  # characters of a number: Python reads no integer of more than 4,300 digits
-_MINUS = str.maketrans({"−": "-", "–": "-", "－": "-"})
-_CURRENCY = r"(?:\\?[$€£¥₹])?"
-_COMMA = r"(?:,(?:\\!)?|\{,\}|\\,|[ \u00a0\u202f])"  # between thousands
+_MINUS = str.maketrans({"−": "-", "–": "-", "－": "-", "‑": "-"})
+_CURRENCY = r"(?:\\?[$€£¥￥₹])?"
+_COMMA = r"(?:,(?:\\!)?|\{,\}|\\,|[ \u00a0\u2009\u202f])"  # between thousands
 _WHOLE = rf"(?:[1-9]\d{{0,2}}(?:{_COMMA}\d{{3}})+|[1-9]\d?(?:,\d\d)+,\d{{3}}|\d+)(?!\d)"
 _DECIMAL = rf"(?:{_WHOLE}(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(
     rf"(?P<sign>[+-]?)\s*{_CURRENCY}\s*(?:(?P<whole>{_WHOLE})\s+(?:and\s+)?(?=[1-9]\d*\s*/))?"
     rf"(?P<over>[+-]?{_DECIMAL})(?:\s*/\s*(?P<under>[+-]?{_DECIMAL}))?\s*{_CURRENCY}"
 )
-_SEPARATORS = re.compile(r"\\[,!]|[{}, \u00a0\u202f]")
+_SEPARATORS = re.compile(r"\\[,!]|[{}, \u00a0\u2009\u202f]")
 _PART = r"(?:\{\s*([^{}]+?)\s*\}|(\d))"
 _FRAC = re.compile(rf"(?:\\[,;:! ]|\s){{0,4}}\\[dtc]?frac\s?{_PART}\s?{_PART}(?!\d)")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")

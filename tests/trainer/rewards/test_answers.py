@@ -50,6 +50,7 @@ def test_a_right_answer_is_recognised_in_every_form(text: str) -> None:
         (r"\boxed{3\!\tfrac12}", Fraction(7, 2)), (r"So it is \boxed \$18.", 18), ("The answer is 1e5.", 100000),
         ("The answer is 2^{10} = 1024.", 1024), ("#### 3! = 6", 6), (r"#### 90^{\circ}", 90),
         (r"The answer is the 5^{th} day", 5), ("The answer is 18...", 18), ("The answer is _18_.", 18),
+        ("#### ‑18", -18), ("#### 1\u2009234", 1234), ("#### -￥5", -5),
     ],
 )  # fmt: skip
 def test_a_written_number_has_its_exact_value(text: str, value: Fraction) -> None:
@@ -77,7 +78,7 @@ def test_a_form_that_cannot_be_read_is_no_number_and_no_part_of_it_is(form: str)
         assert exact_match(completions=[f"#### {gold}" for gold in golds], answer=[number] * 9) == [0.0] * 9
 
 
-@given(st.integers(0, 10**12), st.sampled_from([",", "{,}", "\\,", " ", "\u202f"]), st.integers(0, 10**6))
+@given(st.integers(0, 10**12), st.sampled_from([",", "{,}", "\\,", " ", "\u2009", "\u202f"]), st.integers(0, 10**6))
 def test_thousands_are_read_with_their_separators_and_a_digit_more_or_less_makes_no_number(
     number: int, comma: str, other: int
 ) -> None:
