@@ -17,6 +17,7 @@ Read = Callable[[str], object]
 READERS: dict[str, Read] = {
     **DETECTORS,
     "answer": lambda text: answer_text_span(text, AnswerRules(answer_fallback="last_number")),
+    "prompt": lambda text: answer_text_span("#### 1", prompt=text),
     "number": parse_number,
 }
 LENGTH = 10_000
@@ -26,7 +27,8 @@ UNITS = [
     "\\\\", "\\boxed{", "\\boxed{}", "\\boxed 5", "\\frac{", "\\frac{1}{", "\\text{a}", "\\[", "\\(", "\\begin{align}",
     "\\end{align}", "a ", "ab-", "1 of ", "answer is ", "The answer to ", "nswer", "</answer>", "<answer>1",
     "A: x\nB: 1\n", "<think>", "'", '"', "'''", "```\n", "```python\n", "x=1;", "if a:\n ", "@a\n", "f'{", "!1",
-    "1/2/", "1e5", "1:2", "www.", "\ud800", "a =", "the final ", "x x ",
+    "1/2/", "1e5", "1:2", "www.", "\ud800", "a =", "the final ", "x x ", "<|start|>a.",
+    "<|start|>a to=b", "<|channel|>a", "python to=assistantfinal", "[|a", "]~b]a", "<seed:a", "<answer", "<search>",
 ]  # fmt: skip
 SURROUNDINGS = [("", ""), ("She has 3 + 4 = 7 eggs.", ""), ("1", "1"), ("The answer is ", "}")]
 
