@@ -28,6 +28,7 @@ UNITS = [
     "\\end{align}", "a ", "ab-", "1 of ", "answer is ", "The answer to ", "nswer", "</answer>", "<answer>1",
     "A: x\nB: 1\n", "<think>", "'", '"', "'''", "```\n", "```python\n", "x=1;", "if a:\n ", "@a\n", "f'{", "!1",
     "1/2/", "1e5", "1:2", "www.", "\ud800", "a =", "the final ", "x x ", "<|start|>a.",
+    "½", "（", "1（1", "个", "1个-", "1e", "1 m ", "1 ft. ", "1-", "1/", "f(1)", "1 + a = ", "a_1 + ",
     "<|start|>a to=b", "<|channel|>a", "python to=assistantfinal", "[|a", "]~b]a", "<seed:a", "<answer", "<search>",
 ]  # fmt: skip
 SURROUNDINGS = [("", ""), ("She has 3 + 4 = 7 eggs.", ""), ("1", "1"), ("The answer is ", "}")]
