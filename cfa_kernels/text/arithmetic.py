@@ -34,7 +34,7 @@ _LEXEMES = {
         ("o", rf"of(?: the)?{_BEFORE_NUMBER}"),
         ("E", rf"(?:equals|is equal to){_BEFORE_NUMBER}"),
         ("W", rf"{_WORD}(?: (?!{_WORD_OPERATOR}){_WORD}(?![\w(])){{0,5}}"),
-        ("O", r"(?<=[\d\s)}%$])[xX](?=\s?[\d$(\\.])"),
+        ("O", r"(?<=[\d\s)}%$])[xX](?=\s?[\d$(\\.¼-¾⅐-⅞])"),
         ("v", r"(?<=\d)[a-zA-Z](?![\w'’])"),  # a variable's coefficient stands before it
         ("V", r"[a-zA-Z](?:_\{?\w{1,3}\}?)?(?![\w'’])"),
         ("C", r"(?<=\d)[eE][+-]?\d{1,3}(?!\w)"),
@@ -89,11 +89,8 @@ _DIGIT = re.compile(r"\d")
 _CLEARLY_ARITHMETIC = re.compile("[EAOM]|(?:[md].*){2}")
 _NAME_BEFORE = re.compile(r"\\?[a-zA-ZΑ-ω]\w{0,20}\Z")
 _NUMBERS = re.compile(r"[PUS]{0,8}[NH](?:[CUS]{0,8}(?:WT?|T)?[Mm][PUS]{0,8}[NH]){1,9}[CUS]{0,8}|N(?:dN){2,9}")
-_FILLED = re.compile(r"0\d")
 _CLOCK = re.compile(r"(?i:\s?[ap]\.?m\b)")
-_PLACE = re.compile(
-    r"\b(?i:chapter|section|page|part|unit|lesson|figure|table|example|exercise|problem|question|step|level)s?\s?\Z"
-)
+_PLACE = re.compile(r"\b(?i:chapter|section|page|lesson|figure|table|exercise|problem|question|step|level)s?\s?\Z")
 _SIZE_OF = re.compile(
     r"[s-]?\s?(?i:lumber|boards?|planks?|studs?|beams?|photos?|prints?|pictures?|frames?|canvas|grids?|matrix|matrices"
     r"|tiles?|cards?|rugs?|inch(?:es)?|in\.)\b"
@@ -158,9 +155,8 @@ def _whole_expression(text: str, lexemes: list[re.Match[str]], kinds: str, first
     start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()
     # "sin(30°) = 0.5" is a call, "eggs(3 + 4 = 7)" is not.
     is_call = kinds[first] == "P" and first not in _unpaired(lexemes, kinds, first, after - 1)[0]
-    name = None
-    if closed or is_call or text[start - 1 : start] == "_":
-        name = _NAME_BEFORE.search(text, max(0, start - 24), start)
+    is_named = closed or is_call or text[start - 1 : start] == "_"
+    name = _NAME_BEFORE.search(text, max(0, start - 24), start) if is_named else None
     return (name.start() if name else start), end
 
 
@@ -178,10 +174,11 @@ def _is_range_or_size(text: str, lexemes: list[re.Match[str]], expression: re.Ma
             return True
         each = zip(lexemes[first:after], kinds, strict=True)
         numbers = [lexeme.group().strip().replace(",", "") for lexeme, kind in each if kind in "NH"]
-        if not all(number.replace(".", "", 1).isdecimal() for number in numbers):
+        if not all(one.replace(".", "", 1).isdecimal() for one in numbers):
             return False
         low, *others = map(float, numbers)
-        return low < (math.prod(others) if "d" in kinds else sum(others)) or any(map(_FILLED.match, numbers))
+        taken = math.prod(others) if "d" in kinds else sum(others)
+        return low < taken or any(re.match(r"0\d", one) for one in numbers)
     signs = {lexeme.group().strip() for lexeme, kind in zip(lexemes[first:after], kinds, strict=True) if kind == "O"}
     return signs <= {"x", "X"} and bool(signs) and bool(_SIZE_OF.match(text, lexemes[after - 1].end()))
 
