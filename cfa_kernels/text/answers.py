@@ -76,11 +76,11 @@ _AFTER = (
 _BEFORE = rf"(?:[(\[{{]|\*\*|\\[(\[]|\\left\s?|{CURRENCY}|{BLANK}|{ANNOTATION}){{0,6}}+"
 _JOINT = rf"{_OPERATOR}|(?<=[\d)])(?=\()"
 _EQUALS_VALUE = re.compile(
-    rf"(?:{_AFTER}{BLANK}?(?:{_JOINT}|of(?: the)?\b){_BEFORE}{_VALUE}{_SCRIPT}){{0,20}}"
+    rf"(?:{_AFTER}{BLANK}?(?:{_JOINT}|of(?: the)?\b){_BEFORE}{_VALUE}{_SCRIPT}){{0,20}}+"
     rf"{_AFTER}{BLANK}?{EQUALS}{_LEAD}(?P<value>{_SUM})"
 )
 _NO_RESULT = re.compile(
-    rf"(?:{_AFTER}{BLANK}?(?:{_JOINT}){_BEFORE}(?:{_VALUE}|{_VARIABLE}){_SCRIPT}){{1,20}}[)\]]{{0,3}}"
+    rf"(?:{_AFTER}{BLANK}?(?:{_JOINT}){_BEFORE}(?:{_VALUE}|{_VARIABLE}){_SCRIPT}){{1,20}}+[)\]]{{0,3}}"
 )
 _LEAD_AND_VALUE = re.compile(rf"{_LEAD}(?P<value>{_TUPLE}|{_SUM})")
 _VALUE_IN_TEXT = re.compile(rf"(?<![a-zA-ZÀ-ɏ\d_.,^/:%\\])(?<![\^_]\{{)(?P<value>{_SUM})")

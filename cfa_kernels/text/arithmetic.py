@@ -4,6 +4,7 @@ The text becomes lexemes of one letter each (`_LEXEMES`), so that an expression 
 string of kinds.
 """
 
+import math
 import re
 
 from .patterns import (
@@ -22,7 +23,9 @@ from .patterns import (
 
 _BEFORE_NUMBER = r"(?=\s{1,4}[\d$(\\.])"
 _WORD_OPERATOR = rf"(?:plus|minus|times|mod|divided|multiplied|equals|is equal|of(?: the)?{_BEFORE_NUMBER})"
-_WORD = r"(?:[^\W\d_]{2,}(?:['’/-][^\W\d_]+){0,4}(?:-\d{1,4}(?![\d.,]))?|[aAI](?= [^\W\d_]{2}))"
+_CJK = "[ぁ-ゖァ-ヺー㐀-鿿가-힣]"  # one character may be a word
+_WORD = rf"(?:(?:[^\W\d_]{{2,}}|{_CJK})(?:['’/-][^\W\d_]+){{0,4}}(?:-\d{{1,4}}(?![\d.,]))?|[aAI](?= [^\W\d_]{{2}}))"
+_DASHES = MINUS + "\u2010"  # a hyphen, too
 
 # Grouped by first character, tried in order: most of a text is words and numbers, and this decides the speed.
 _LEXEMES = {
@@ -31,9 +34,10 @@ _LEXEMES = {
         ("o", rf"of(?: the)?{_BEFORE_NUMBER}"),
         ("E", rf"(?:equals|is equal to){_BEFORE_NUMBER}"),
         ("W", rf"{_WORD}(?: (?!{_WORD_OPERATOR}){_WORD}(?![\w(])){{0,5}}"),
-        ("O", r"(?<=[\d\s)}%$])[xX](?=\s?[\d$(\\.])"),
+        ("O", r"(?<=[\d\s)}%$])[xX](?=\s?[\d$(\\.¼-¾⅐-⅞])"),
         ("v", r"(?<=\d)[a-zA-Z](?![\w'’])"),  # a variable's coefficient stands before it
         ("V", r"[a-zA-Z](?:_\{?\w{1,3}\}?)?(?![\w'’])"),
+        ("C", r"(?<=\d)[eE][+-]?\d{1,3}(?!\w)"),
     ],
     r"(?=[\d.\\])": [
         ("H", r"\d{1,2}:\d\d(?::\d\d)?(?:\s?[apAP]\.?[mM]\b\.?)?(?![\d:])"),
@@ -44,16 +48,22 @@ _LEXEMES = {
         ("E", EQUALS),
         ("S", r"\*\*"),  # emphasis or a power
         ("O", r"[+*×·⋅∙÷^✕✖＋]|/(?=\s)|(?<=\s)%(?=\s\d)|\\(?:times|cdot|div|pm|bmod)(?![a-zA-Z])"),
-        ("M", rf"[{MINUS}](?=\s)"),
-        ("m", rf"[{MINUS}]"),  # a tight minus: a sign, a difference or a range
+        ("M", rf"[{_DASHES}](?=\s)"),
+        ("m", rf"[{_DASHES}]"),  # a tight minus: a sign, a difference or a range
         ("W", r"(?<=[\w)])/[^\W\d_]+"),
         ("d", r"/"),
         ("U", CURRENCY),
-        ("N", rf"(?:(?<=[=≈])|(?<=[=≈]\s))`{CURRENCY}?{DIGITS}`"),
-        ("N", rf"√\s?(?:{DIGITS}|\([^()\n]{{1,60}}\))"),
-        ("I", r"(?:(?<=[\d)}])|(?<=\d[a-z]))(?:\\left\s?)?\("),  # a factor: 2(3 + 4)
-        ("P", r"[(\[{~]|\\[(\[{]|\\left\s?[(\[]|(?<![\w|])\|(?=[\d(.-])"),
-        ("C", r"[)\]}%°¢²³]|\\[)\]}%]|\\right\s?[)\]]|(?<=[\d)])(?:\||!(?=\s?[=+*/×)-]))"),
+        ("I", r"(?:(?<=[\d)}])|(?<=\d[a-z]))(?:\\left\s?)?[(（]"),  # a factor: 2(3 + 4)
+        ("P", r"[(\[{~（]|\\[(\[{]|\\left\s?[(\[]|(?<![\w|])\|(?=[\d(.-])"),
+        (
+            "C",
+            r"[)\]}%°¢²³）]|\\[)\]}%]|\\right\s?[)\]]|(?<=[\d)])(?:\||!(?=\s?[=+*/×)-]))|(?<=\d)[¼-¾⅐-⅞]"
+            rf"|(?<=[a-z]{{2}})\.(?: \w{{1,4}}\.)?(?=\s?[+*×·÷=/{_DASHES}]\s?[\d$(<])",  # "5 sq. ft. = 5"
+        ),
+        (
+            "N",
+            rf"[¼-¾⅐-⅞]|√\s?(?:{DIGITS}|\([^()\n]{{1,60}}\))|(?:(?<=[=≈])|(?<=[=≈]\s))`{CURRENCY}?{DIGITS}`",
+        ),
         ("T", rf"(?:\\[,;:!]\s?)?\\(?:text|mathrm|mbox)\s?{GROUP}"),
         ("L", r"\n"),
         ("B", r"\S"),
@@ -66,38 +76,43 @@ _LEXEME = re.compile(
     % "|".join(f"{guard}(?:{'|'.join(f'({pattern})' for _, pattern in group)})" for guard, group in _LEXEMES.items())
 )
 # Of a text of ASCII: the engine looks a class of characters up in a table, half the time of asking what each one is.
-_ASCII_LEXEME = re.compile(_LEXEME.pattern.replace(r"[^\W\d_]", "[a-zA-Z]"))
+_ASCII_LEXEME = re.compile(_LEXEME.pattern.replace(r"[^\W\d_]", "[a-zA-Z]").replace(f"|{_CJK}", ""))
 _KIND_OF_GROUP = ["", *(kind for group in _LEXEMES.values() for kind, _ in group)]
 
 # Words belong to an operand only if an operator follows: "16 eggs - 3 eggs = 13", but not "13 eggs left".
-_OPERAND = r"[PIUSm]{0,8}(?:A[Um]{0,2}[NH]|[NAVH])v?[CUS]{0,8}(?:(?:WT?|T)(?=L?[OMmdoE]))?"
-_MEMBERS = rf"(?:(?:[OMmdoSI]|L?E){_OPERAND}|OT(?=L?E))+E?"
+_UNIT = r"(?:(?:WT?|T)[CS]{0,4}(?=L?[OMmdoE]))?"
+_OPERAND = rf"[PIUSm]{{0,8}}(?:A[Um]{{0,2}}[NH]|[NAVH])(?:v|V(?<=NV)(?=C?L?[OMoE]))?[CUS]{{0,8}}{_UNIT}"
+_MEMBERS = rf"(?:(?:[OMmdoSI]|L?E){_OPERAND}|O[WT](?=L?E))+E?"
 _EXPRESSION = re.compile(rf"{_OPERAND}{_MEMBERS}|A(?:[Um]{{0,2}}[NH])?")
-_MEMBERS_AFTER_BRACKET = re.compile(rf"[CUS]{{0,8}}(?:(?:WT?|T)(?=L?[OMmdoE]))?{_MEMBERS}")
+_MEMBERS_AFTER_BRACKET = re.compile(rf"[CUS]{{0,8}}{_UNIT}{_MEMBERS}")
 _DIGIT = re.compile(r"\d")
 _CLEARLY_ARITHMETIC = re.compile("[EAOM]|(?:[md].*){2}")
-_NAME_BEFORE = re.compile(r"\\?[^\W\d_]\w{0,20}\Z")
-_FROM_TO = re.compile(r"[PUS]{0,8}(N)[CUS]{0,8}(?:WT?|T)?M[PUS]{0,8}(N)[CUS]{0,8}")
+_NAME_BEFORE = re.compile(r"\\?[a-zA-ZΑ-ω]\w{0,20}\Z")
+_NUMBERS = re.compile(r"[PUS]{0,8}[NH](?:[CUS]{0,8}(?:WT?|T)?[Mm][PUS]{0,8}[NH]){1,9}[CUS]{0,8}|N(?:dN){2,9}")
+_CLOCK = re.compile(r"(?i:\s?[ap]\.?m\b)")
+_PLACE = re.compile(r"\b(?i:chapter|section|page|lesson|figure|table|exercise|problem|question|step|level)s?\s?\Z")
 _SIZE_OF = re.compile(
     r"[s-]?\s?(?i:lumber|boards?|planks?|studs?|beams?|photos?|prints?|pictures?|frames?|canvas|grids?|matrix|matrices"
     r"|tiles?|cards?|rugs?|inch(?:es)?|in\.)\b"
 )
 
 
+_PERHAPS_BRACKET = re.compile("[PIC]")
 _REACH = 40  # lexemes among which the other half of a bracket is searched
 
 
 def _bracket(lexeme: re.Match[str]) -> int:
     last = lexeme.group()[-1]  # of the kind P, I or C
-    return 1 if last in "([{" else -1 if last in ")]}" else 0
+    return 1 if last in "([{（" else -1 if last in ")]}）" else 0
 
 
 def _unpaired(lexemes: list[re.Match[str]], kinds: str, first: int, after: int) -> tuple[list[int], list[int]]:
     """Find the lexemes of `[first, after)` that are brackets, opening and closing ones, without their other half."""
     opened: list[int] = []
     closed: list[int] = []
-    for i in range(first, after):
-        sign = _bracket(lexemes[i]) if kinds[i] in "PIC" else 0
+    for place in _PERHAPS_BRACKET.finditer(kinds, first, after):
+        i = place.start()
+        sign = _bracket(lexemes[i])
         if sign < 0 and opened:
             opened.pop()
         elif sign:
@@ -138,18 +153,32 @@ def _whole_expression(text: str, lexemes: list[re.Match[str]], kinds: str, first
             more = _MEMBERS_AFTER_BRACKET.match(kinds, after)
             after = more.end() if more and not any(_unpaired(lexemes, kinds, after, more.end())) else after
     start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()
-    name = _NAME_BEFORE.search(text, max(0, start - 24), start) if closed else None
+    # "sin(30°) = 0.5" is a call, "eggs(3 + 4 = 7)" is not.
+    is_call = kinds[first] == "P" and first not in _unpaired(lexemes, kinds, first, after - 1)[0]
+    is_named = closed or is_call or text[start - 1 : start] == "_"
+    name = _NAME_BEFORE.search(text, max(0, start - 24), start) if is_named else None
     return (name.start() if name else start), end
 
 
 def _is_range_or_size(text: str, lexemes: list[re.Match[str]], expression: re.Match[str]) -> bool:
-    """Tell whether `3 - 4 people`, `Chapter 3 - 2`, `5:30 - 6:45` or `2 x 4 boards` only looks like a calculation."""
+    """Tell whether `3 - 4 people`, `Chapter 3 - 2`, `5:30 - 6:45` or `2 x 4 boards` only looks like a calculation.
+
+    Dates and telephone numbers look like one from which less than nothing remains, or of which less than one.
+    """
     kinds, (first, after) = expression.group(), expression.span()
     if "E" in kinds or "A" in kinds or (first and _KIND_OF_GROUP[lexemes[first - 1].lastindex or 0] == "E"):
         return False
-    if pair := _FROM_TO.fullmatch(kinds):
-        low, high = (lexemes[first + pair.start(group)].group().strip().replace(",", "") for group in (1, 2))
-        return all(number.replace(".", "", 1).isdecimal() for number in (low, high)) and float(low) < float(high)
+    if _NUMBERS.fullmatch(kinds):
+        start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()
+        if "N" not in kinds or _CLOCK.match(text, end) or _PLACE.search(text, max(0, start - 12), start):
+            return True
+        each = zip(lexemes[first:after], kinds, strict=True)
+        numbers = [lexeme.group().strip().replace(",", "") for lexeme, kind in each if kind in "NH"]
+        if not all(one.replace(".", "", 1).isdecimal() for one in numbers):
+            return False
+        low, *others = map(float, numbers)
+        taken = math.prod(others) if "d" in kinds else sum(others)
+        return low < taken or any(re.match(r"0\d", one) for one in numbers)
     signs = {lexeme.group().strip() for lexeme, kind in zip(lexemes[first:after], kinds, strict=True) if kind == "O"}
     return signs <= {"x", "X"} and bool(signs) and bool(_SIZE_OF.match(text, lexemes[after - 1].end()))
 

@@ -12,13 +12,15 @@ from typing import NamedTuple
 from .patterns import Interval
 
 
-def _xml(*names: str) -> dict[str, str]:
-    return {f"<{name}>": f"</{name}>" for name in names}
+def _pairs(opener: str, closer: str, *names: str) -> dict[str, str]:
+    return {opener.format(name): closer.format(name) for name in names}
 
+
+_XML, _BARS = ("<{}>", "</{}>"), ("<|{}_begin|>", "<|{}_end|>")
 
 THOUGHTS = {
-    **_xml("think", "thinking", "thought", "thoughts", "reasoning", "analysis", "reflection", "scratchpad", "cot"),
-    **_xml("reason", "rationale", "chain_of_thought", "seed:think", "mm:think", "longcat_think"),
+    **_pairs(*_XML, "think", "thinking", "thought", "thoughts", "reasoning", "analysis", "reflection", "scratchpad"),
+    **_pairs(*_XML, "cot", "reason", "rationale", "chain_of_thought", "seed:think", "mm:think", "longcat_think"),
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",
     "<|START_THINKING|>": "<|END_THINKING|>",
@@ -31,35 +33,43 @@ THOUGHTS = {
 """Signs between which models think, closers by openers; `AnswerRules` may add to them. Harmony's are in `_TURN`."""
 
 _CALLS = {
-    **_xml("tool_call", "tool_calls", "tool", "function_call", "function_calls", "minimax:tool_call", "search"),
+    **_pairs(*_XML, "tool_call", "tool_calls", "tool", "toolcall", "function_call", "function_calls", "search"),
+    **_pairs(*_XML, "minimax:tool_call", "seed:tool_call", "｜DSML｜function_calls", "｜DSML｜tool_calls"),
+    **_pairs(*_BARS, "tool_call", "tool_calls", "tool_calls_section", "python", "action"),
+    **_pairs("<|begin_{}|>", "<|end_{}|>", "of_query", "search_query"),
     "<function=": "</function>",
     "[TOOL_CALLS]": "[/TOOL_CALLS]",
     "<|tool_call>": "<tool_call|>",
     "<|tool_call|>": "<|/tool_call|>",
     "<|START_ACTION|>": "<|END_ACTION|>",
-    "<|tool_calls_section_begin|>": "<|tool_calls_section_end|>",
-    "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>",
+    "<|tools_prefix|>": "<|tools_suffix|>",
     "<|python_tag|>": "<|eom_id|>",
 }
 _RESPONSES = {
-    **_xml("tool_response", "tool_responses", "tool_result", "tool_results", "function_results", "information"),
-    **_xml("interpreter", "observation", "tool_output", "tool_outputs", "execution_result", "execution_results"),
+    **_pairs(*_XML, "tool_response", "tool_responses", "tool_result", "tool_results", "function_results"),
+    **_pairs(*_XML, "information", "interpreter", "observation", "tool_output", "tool_outputs", "execution_result"),
+    **_pairs(*_XML, "execution_results"),
+    **_pairs(*_BARS, "tool_response", "tool_output", "tool_outputs"),
+    **_pairs("<|begin_{}|>", "<|end_{}|>", "of_documents", "search_result"),
     "[TOOL_RESULTS]": "[/TOOL_RESULTS]",
     "<|tool_response>": "<tool_response|>",
     "<|tool_response|>": "<|/tool_response|>",
     "<|START_TOOL_RESULT|>": "<|END_TOOL_RESULT|>",
-    "<｜tool▁outputs▁begin｜>": "<｜tool▁outputs▁end｜>",
 }
 _TURN_NAMES = (
     "<|im_start|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|start_header_id|>",
     "<|end_header_id|>", "<|header_start|>", "<|header_end|>", "<start_of_turn>", "<|turn>", "<|start_of_role|>",
     "<|end_of_role|>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|user|>",
     "<|assistant|>", "<|system|>", "<|observation|>", "<|tool|>", "<｜User｜>", "<｜Assistant｜>", "[INST]", "[/INST]",
-    "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>",
+    "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "[|user|]", "[|assistant|]", "[|system|]", "[|tool|]",
+    "]~b]", "<SPECIAL_10>", "<SPECIAL_11>", "｜DSML｜",
 )  # fmt: skip
 
-_CHANNEL = r"(?:analysis|commentary|final)(?: to=[\w.]{1,80})?(?: ?(?:json|code)\b)?"
-_AUTHOR = r"(?:assistant|user|system|developer|tool|functions\.[\w.]{1,60})?(?: to=[\w.]{1,80})?"
+_NAME = r"[\w.-]{1,80}"
+_TO = rf" to={_NAME}(?: ?(?:json|code)\b)?"
+_CHANNEL = rf"(?:analysis|commentary|final)(?:{_TO}| ?(?:json|code)\b)?"
+_AUTHOR = rf"(?:assistant|{_NAME}(?= to=|<\||\Z))?(?: to={_NAME})?"
+_ROLE = r"(?i:user|assistant|system|observation|tool)"
 # Headers of turns, the last two forms as harmony's are once special tokens were dropped: "...= 18.assistantfinal18".
 _TURN = re.compile(
     r"<\|im_start\|>\w{0,30}[^\n<]{0,60}\n?"
@@ -68,25 +78,31 @@ _TURN = re.compile(
     r"|<(?:start_of_turn|\|turn)>\w{0,30}\n?"
     r"|<\|start_of_role\|>[^<]{0,200}(?:<\|end_of_role\|>)?"
     r"|<\|START_OF_TURN_TOKEN\|>(?:<\|[A-Z]{1,20}_TOKEN\|>)?"
-    r"|<[|｜](?i:user|assistant|system|observation|tool)[|｜]>\n?"
+    rf"|(?:<[|｜]{_ROLE}[|｜]>|\[\|{_ROLE}\|\]|(?:\]~b\]|<SPECIAL_\d\d>)(?:(?:{_ROLE}|ai)\b)?)\n?"
     r"|\[/?INST\]"
-    rf"|(?:<\|start\|>{_AUTHOR})?<\|channel\|>(?P<channel>\w{{0,20}}(?: to=[\w.]{{1,80}})?)"
+    rf"|(?:<\|start\|>{_AUTHOR})?<\|channel\|>(?P<channel>\w{{0,20}}(?: to={_NAME})?)"
     r"(?:[^<\n]{0,40}(?=<\|(?:constrain|message)\|>))?(?:<\|constrain\|>\w{0,20})?(?:<\|message\|>)?"
     rf"|<\|start\|>{_AUTHOR}(?:<\|message\|>)?"
-    rf"|(?:functions\.[\w.]{{1,80}} to=)?assistant(?P<dropped>{_CHANNEL})"
+    rf"|assistant(?P<dropped>{_CHANNEL})"
 )
+_AUTHOR_BEFORE = re.compile(rf"{_NAME} to=\Z")  # the last form
 _FIRST_CHANNEL = re.compile(
     r"\s{0,20}(?P<dropped>analysis(?=[^\s:.,;!?'’-])|(?:commentary|final)(?=[A-Z\d*$\\#(])"
-    r"|commentary to=[\w.]{1,80}(?: ?json\b)?)"
+    rf"|(?:analysis|commentary){_TO})"
 )
+# Harmony's tools are authors by their names.
 _OTHER = re.compile(
     r"(?i)(?<![a-z])(?:user|human|system|developer|tool|functions?|ipython|observation|environment)(?![a-z])"
+    r"| to=|\[INST\]|<\|start\|>(?!assistant\b)\w"
 )
 _ROLES = ("user", "assistant", "system", "tool", "ipython", "model")
 _LABEL = re.compile(
-    rf"^(?:{'|'.join(_ROLES)})[ \t]*$|<[|｜][\w▁/]{{1,40}}[|｜]>|<(?:end_of_turn|turn\|)>",
+    rf"^(?:{'|'.join(_ROLES)})[ \t]*$|<[|｜][\w▁/]{{1,40}}[|｜]>|\[\|[a-z]{{4,20}}\|\]|<(?:end_of_turn|turn\|)>|\[e~\["
+    r"|</?seed:\w{1,30}>",
     re.MULTILINE,
 )
+# Tags around what is said, of which the reader of answers needs the first.
+_REPLY = re.compile(r"(?i)(?<![\"'`])</?(?:answer|response|solution)>")
 
 
 class _Signs(NamedTuple):
@@ -101,6 +117,15 @@ class _Signs(NamedTuple):
         return group[0] == "o", int(group[1:])
 
 
+_HALVES = slice(0, 2), slice(2, None)  # few places of a text share even the first one with a sign
+
+
+def _spellings(sign: str) -> set[str]:
+    """Give a sign as models spell it, with either word for a beginning and with DeepSeek's bars and lines."""
+    words = {sign, sign.replace("_begin|", "_start|")}
+    return words | {word.replace("|", "｜").replace("_", "▁") for word in words if sign.startswith("<|")}
+
+
 @lru_cache(maxsize=64)
 def _signs(thought_tags: str) -> _Signs:
     words = thought_tags.split()
@@ -111,17 +136,18 @@ def _signs(thought_tags: str) -> _Signs:
         for pair in table.items()
     ]
     label = {"<|channel>": r"(?:\w{1,20}\n)?"}  # "thought"
-    either = "|".join(
-        f"(?P<o{i}>{re.escape(opener)}{label.get(opener, '')})|(?P<c{i}>{re.escape(closer)})"
-        for i, (_, opener, closer) in enumerate(pairs)
-    )
-    names = {sign for _, *pair in pairs for sign in pair}
+    by_head = dict[str, list[str]]()
+    for i, (_, *pair) in enumerate(pairs):
+        for group, sign in zip("oc", pair, strict=True):
+            head, rest = ("|".join(sorted({re.escape(one[part]) for one in _spellings(sign)})) for part in _HALVES)
+            by_head.setdefault(head, []).append(f"(?P<{group}{i}>(?:{rest}){label.get(sign, '')})")
+    either = "|".join(f"(?:{head})(?:{'|'.join(rests)})" for head, rests in by_head.items())
+    names = {name for _, *pair in pairs for sign in pair for name in _spellings(sign)}
     begins = {sign[: 8 if sign[0].isalpha() else 2] for sign in names.union(_TURN_NAMES)}
     begins = {case(one) for one in begins for case in (str, str.lower, str.upper, str.capitalize)}
-    begins |= {"<end_of_turn>", *(f"\n{role}" for role in _ROLES)}
+    begins |= {"<end_of_turn>", "[e~[", *(f"\n{role}" for role in _ROLES)}
     hint = re.compile("|".join(map(re.escape, sorted(begins))) + f"|assistant{_CHANNEL}")
-    firsts = "".join(re.escape(first) for first in sorted({sign[0] for sign in names}))
-    pattern = re.compile(f"(?=[{firsts}])(?:{either})", re.IGNORECASE)
+    pattern = re.compile(either, re.IGNORECASE)
     return _Signs([kind for kind, _, _ in pairs], pattern, hint, frozenset(names).union(_TURN_NAMES))
 
 
@@ -155,9 +181,10 @@ def read_speech(text: str, *, prompt: str = "", foreign: Sequence[Interval] = ()
         return Speech(text, text, text, text, [])
     regions = _regions(text, state, foreign, signs)
     others = [*foreign, *regions["response"], *regions["turn"]]
-    no_reasoning = merged([*others, *regions["call"], *regions["sign"]])
+    signs_and_calls = merged([*others, *regions["call"], *regions["sign"]])
     content = blanked(text, [*others, *regions["thought"]])
-    return Speech(text, content, blanked(content, no_reasoning), blanked(text, no_reasoning), no_reasoning)
+    no_reasoning = merged([*signs_and_calls, *regions["reply"]])
+    return Speech(text, content, blanked(content, signs_and_calls), blanked(text, no_reasoning), no_reasoning)
 
 
 class _State(NamedTuple):
@@ -165,11 +192,17 @@ class _State(NamedTuple):
     has_thought: bool = False  # whether there was one in the turn; else a closer ends one that began before the text
 
 
+def _header(turn: re.Match[str]) -> Interval:
+    """Give the characters of a turn's header, of which a match may omit the author."""
+    start, end = turn.span()
+    author = _AUTHOR_BEFORE.search(turn.string, max(0, start - 84), start)
+    return (author.start() if author else start), end
+
+
 def _owner(turn: re.Match[str]) -> str:
     """Tell what the text below a turn's header is: "content", a "thought", or another's or a tool's "response"."""
     channel = turn.groupdict().get("channel") or turn["dropped"]
-    author, _, recipient = turn.group().partition(" to=")
-    if _OTHER.search(author) or turn.group() == "[INST]" or (recipient and not recipient.startswith("assistant")):
+    if _OTHER.search(turn.string, *_header(turn)):
         return "response"
     return "content" if not channel or channel.startswith("final") else "thought"
 
@@ -188,7 +221,8 @@ def _after_others(state: _State, text: str, signs: _Signs) -> _State:
     tool = None
     for sign in signs.pattern.finditer(text, after):
         opens, pair = signs.of(sign)
-        if tool is not None or signs.kinds[pair] != "thought":
+        is_open = opens and signs.kinds[pair] == "thought" and sign.end() >= end  # whatever the text speaks of
+        if not is_open and (tool is not None or signs.kinds[pair] != "thought"):
             tool = tool if tool not in (None, pair) else pair if opens else None
         elif not opens or sign.end() >= end or (turns and sign.start() == start):
             has_thought = opens or bool(turns) or sign.end() >= end or state.has_thought
@@ -205,11 +239,12 @@ def _regions(text: str, state: _State, foreign: Sequence[Interval], signs: _Sign
     """Find the regions of a text by kind."""
     written = blanked(text, foreign)
     turns = [*_TURN.finditer(written), *filter(None, [_FIRST_CHANNEL.match(written)])]
-    cuts: list[tuple[int, int, re.Match[str] | None]] = [(*turn.span(), turn) for turn in turns]
+    cuts: list[tuple[int, int, re.Match[str] | None]] = [(*_header(turn), turn) for turn in turns]
     cuts += [(start, end, None) for start, end in foreign]
     regions: dict[str, list[Interval]] = {kind: [] for kind in ("thought", "call", "response")}
-    regions["turn"] = [turn.span() for turn in turns]
+    regions["turn"] = [*map(_header, turns)]
     regions["sign"] = [label.span() for label in _LABEL.finditer(written)]
+    regions["reply"] = [tag.span() for tag in _REPLY.finditer(written)]
     owner, at = "content", 0
     for start, end, turn in [*sorted(cuts, key=lambda cut: cut[:2]), (len(text), len(text), None)]:
         if owner == "response":

@@ -195,6 +195,20 @@ def test_a_runs_own_format_is_given_no_thought(answer_format, text, prompt, answ
         "<execution_results>9 * 2 = 17 #### 17</execution_results>",
         "<|tool_response|>9 * 2 = 17 #### 17<|/tool_response|>",
         "<|im_system|>tool<|im_middle|>9 * 2 = 17 #### 17<|im_end|><|im_assistant|>assistant<|im_middle|>",
+        "<|start|>python<|message|>9 * 2 = 17 #### 17<|end|><|start|>assistant<|channel|>final<|message|>",
+        "<|start|>browser.open to=assistant<|channel|>commentary<|message|>A: 17<|end|><|start|>assistant<|message|>",
+        "<|start|>my-tool<|message|>The answer is 17.<|end|><|start|>assistant<|message|>",
+        "<｜tool▁output▁begin｜>9 * 2 = 17 #### 17<｜tool▁output▁end｜>",
+        "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>#### 17<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="calc">#### 17</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        "[e~[\n]~b]tool\n<response>9 * 2 = 17 #### 17</response>[e~[\n]~b]ai\n",
+        "<|python_start|>9 * 2 = 17 #### 17<|python_end|>",
+        "<|tool_call_start|>#### 16<|tool_call_end|><|tool_response_start|>#### 17<|tool_response_end|>",
+        "<|action_start|><|plugin|>#### 17<|action_end|>",
+        "<TOOLCALL>#### 16</TOOLCALL><SPECIAL_12>\n<SPECIAL_11>User\n[#### 17]\n<SPECIAL_11>Assistant\n",
+        "[|endofturn|]\n[|tool|]\n9 * 2 = 17 #### 17[|endofturn|]\n[|assistant|]\n",
+        "<seed:tool_call>\n<function=calc>\n<parameter=x>#### 17</parameter>\n</function>\n</seed:tool_call>",
+        "<|begin_search_query|>#### 16<|end_search_query|><|begin_search_result|>#### 17<|end_search_result|>",
     ],
 )
 @pytest.mark.parametrize("as_special", [False, True])
@@ -207,11 +221,48 @@ def test_calls_responses_and_roles_are_neither_answers_nor_spans(call, as_specia
     assert read(f"<think>{call} Hm.</think> #### 18", tokenizer) == ("18", ["Hm."])
 
 
+@pytest.mark.parametrize("name", ["answer", "response", "solution", "Answer"])
+def test_tags_around_what_is_said_are_no_spans(name) -> None:
+    tokenizer = tokenizer_with()
+    said = f"<think>Hm. #### 17</think>\n<{name}>\nSo 9 * 2 = 18. It is \\boxed{{18}}.\n</{name}>"
+    assert read(said, tokenizer) == ("18", ["Hm.", "#### 17", "So 9 * 2 = 18."])
+    assert read(f"So it is. <{name}>It is 9 * 2.</{name}>\nA: 18", tokenizer)[1] == ["So it is.", "It is 9 * 2."]
+    code = f'print("<{name}>", 18)'
+    assert markup.read_speech(code).reasoning == code
+
+
+def test_signs_of_budgets_are_no_spans() -> None:
+    text = "<seed:think>I ask. <seed:cot_budget_reflect>I used 9.</seed:cot_budget_reflect></seed:think>\n#### 18"
+    assert read(text, tokenizer_with()) == ("18", ["I ask.", "I used 9."])
+
+
+def test_tools_of_harmony_are_others_also_once_special_tokens_were_dropped() -> None:
+    tokenizer = tokenizer_with()
+    for head, author in (("analysis to=python code", "python"), ("commentary to=browser.search", "browser.search")):
+        text = f"{head}(#### 16){author} to=assistantcommentary#### 17assistantfinalSo it is. #### 18"
+        assert read(text, tokenizer) == ("18", ["So it is."])
+        assert read(text.removesuffix(" #### 18"), tokenizer)[0] is None
+
+
+def test_a_header_that_is_cut_off_and_words_behind_a_start_are_what_they_are() -> None:
+    for cut in ("<|start|>", "<|start|>pyth", "<|start|>assis"):
+        assert read(f"#### 18{cut}", tokenizer_with())[0] == "18"
+    assert read("<|start|>So 9 * 2 = 18.\n#### 18", tokenizer_with()) == ("18", ["So 9 * 2 = 18."])
+
+
 @pytest.mark.parametrize("role", ["user", "assistant", "system", "tool", "ipython", "model"])
 def test_the_name_of_a_role_in_a_line_of_its_own_is_no_span(role) -> None:
     for text in (f"I ask.\n{role}\nSo 9 * 2 = 18. #### 18", f"{role} \nI ask. So 9 * 2 = 18. #### 18"):
         assert read(text, tokenizer_with()) == ("18", ["I ask.", "So 9 * 2 = 18."])
     assert read(f"The {role}\nis so. #### 18", tokenizer_with()) == ("18", [f"The {role}", "is so."])
+
+
+@pytest.mark.parametrize("call", ["<search>", "<tool_call>", "<|python_tag|>", "<information>", "[TOOL_CALLS]"])
+def test_a_prompt_that_speaks_of_calls_still_opens_a_thought_at_its_end(call) -> None:
+    prompt = f"Call tools by writing {call}. What is 9 * 2? Assistant: <think>\n"
+    assert answer_text_span("#### 17", prompt=prompt) is None
+    assert answer_text_span("#### 17 no</think>\n#### 18", prompt=prompt) == (24, 26)
+    assert answer_text_span("#### 17", prompt=f"Begin with <think>, call {call}. 9 * 2? A:") == (5, 7)
 
 
 def test_a_prompt_that_only_speaks_of_a_closer_leaves_the_first_thought_to_the_completion() -> None:
@@ -366,7 +417,7 @@ def test_a_mask_that_is_no_mask_is_named() -> None:
 SIGNS = [*itertools.chain(*THOUGHTS.items()), "<tool_call>", "</tool_call>", "<|im_end|>"]
 BITS = [
     "assistant", "final", "analysis", "commentary to=functions.f json", "user\n", "\nuser\n", "<end_of_turn>", "<|",
-    "[", "<",
+    "[", "<", "<answer>", "</solution>", "[e~[", "<seed:x>", "[|endofturn|]", "tool", "ai\n", "f to=", "<SPECIAL_12>",
 ]  # fmt: skip
 SIGN = re.compile("|".join(map(re.escape, SIGNS)))
 
@@ -400,7 +451,7 @@ def test_a_text_that_is_taken_for_plain_holds_no_sign(parts) -> None:
     for text in ("".join(parts), "".join(parts).upper(), "".join(parts).lower()):
         speech, signs = markup.read_speech(text), markup._signs("")
         regions = markup._regions(text, markup._State(), [], signs)
-        left_out = [interval for kind in ("turn", "sign", "call", "response") for interval in regions[kind]]
+        left_out = [interval for kind in ("turn", "sign", "call", "response", "reply") for interval in regions[kind]]
         assert speech.no_reasoning == markup.merged(left_out)
         others = [interval for kind in ("turn", "response", "thought") for interval in regions[kind]]
         assert speech.content == markup.blanked(text, others)
