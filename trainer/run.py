@@ -239,7 +239,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 if (step > start or not report_state) and (request or is_due(step, config.save_steps, config)):
                     folder.save(trainer, step, report.state)
                 if request:
-                    report.ended(f"ended by {request.name} after step {step}; {folder.how_to_go_on()}")
+                    report.ended(f"ended by {request.name} after step {step}; {folder.how_to_go_on(config)}")
                     return folder.path
             model = folder.path / ("adapter" if config.use_peft else "checkpoint")
             with whole_folder(model) if processes.rank() == 0 else contextlib.nullcontext(model) as aside:
@@ -249,7 +249,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
             kind = RewardError if isinstance(problem, RewardError) else FloatingPointError
             raise kind(f"step {step}, {problem}; this step is not saved") from problem
         except DiskError as problem:
-            raise DiskError(f"step {step}: {problem}; {folder.how_to_go_on()}") from problem
+            raise DiskError(f"step {step}: {problem}; {folder.how_to_go_on(config)}") from problem
         processes.gather(None)  # the others end when the first has saved
     return folder.path
 

@@ -123,11 +123,11 @@ def checkpointed(rank: int, folder: Path, parallel: str, few: Sequence[str]) -> 
     with open_run(trainer.config) as run_folder:
         assert run_folder.begin(trainer) == (0, {})
         training_step(trainer, 1, batch_of(trainer))
-        run_folder.save(trainer, 1, lambda: {"bytes": {}, "rank": rank})
+        run_folder.save(trainer, 1, lambda: {"bytes": {}, "evaluations": [0], "rank": rank})
         for _ in range(2):
             training_step(trainer, 2, [1, 7, 11, 13])
             after.append(own_pieces())
-            assert run_folder.begin(trainer) == (1, {"bytes": {}, "rank": 0})
+            assert run_folder.begin(trainer) == (1, {"bytes": {}, "evaluations": [0], "rank": 0})
         assert all(map(torch.equal, *after))
         assert not all(map(torch.equal, after[0], own_pieces()))
         nan = torch.nan if rank == 0 else 1.0
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_two_processes_is_gone_on_from_by_two_and_by_one(few, tm
     sharded.run(2, checkpointed, tmp_path, parallel, few)
     trainer = set_up(settings(*few, f"--output_dir={tmp_path / 'run'}"))
     with open_run(trainer.config) as folder:
-        assert folder.begin(trainer) == (1, {"bytes": {}, "rank": 0})
+        assert folder.begin(trainer) == (1, {"bytes": {}, "evaluations": [0], "rank": 0})
     saved = torch.load(tmp_path / "run" / "checkpoints" / "step-1" / "state.pt", weights_only=True)["weights"]
     own = dict(trainer.policy.named_parameters())
     assert saved.keys() == own.keys()
