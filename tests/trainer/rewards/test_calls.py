@@ -133,6 +133,15 @@ def test_no_reward_of_the_programs_is_for_what_stands_in_a_thought_that_the_prom
     assert joined([rollouts, rollouts]).contents == rollouts.contents * 2
 
 
+@pytest.mark.parametrize("column", ["answer_format", "answer_fallback", "lead_in", "thought_tags"])
+def test_a_column_with_the_name_of_an_option_is_not_taken_for_it(column) -> None:
+    columns = {"prompts": ["?"], "completions": ["It is 7!"], "completion_ids": [[1]], "answer": ["#### 7"]}
+    reward = load_reward("exact_match", answer_format=r"is (\d)!")
+    for others in ({}, {column: ["none"]}):
+        require_callable({"exact_match": reward}, {"answer": "#### 7", **others})
+        assert rewards_by("exact_match", reward, ["one"], columns | others) == [1.0]
+
+
 @pytest.mark.parametrize(
     "values",
     [
