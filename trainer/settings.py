@@ -122,7 +122,8 @@ class TrainSettings(DataConfig):
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     """Further logging back-ends; each must be installed."""
     log_completions: Amount = 4
-    """Completions written to completions.jsonl per step, with their tokens and weights."""
+    """Completions written to completions.jsonl per step, with their tokens and weights: half are the first with spans,
+    the others are spread over the batch."""
     page_steps: Count = 5
     """Rewrite report.html every so many steps (also after each evaluation and at the end)."""
 
