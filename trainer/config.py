@@ -128,6 +128,9 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         "merge_adapters: use_peft is off, so there is no adapter to merge; omit one of them": (
             WHOLE in credit.needs and not c.use_peft
         ),
+        "dtype: bfloat16 without use_peft would train weights to which most steps are lost by rounding; take mixed": (
+            c.dtype == "bfloat16" and not c.use_peft
+        ),
         f"vllm_server_base_url must begin with http:// or https://, got {url!r}": (
             not url.startswith(("http://", "https://"))
         ),

@@ -207,8 +207,8 @@ class TrainSettings(DataConfig):
     """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
     dtype: DtypeName = "auto"
     """Arithmetic: float32 throughout; mixed, which keeps weights in float32 and multiplies them in bfloat16 (autocast);
-    or bfloat16 weights with float32 adapters. On a GPU auto is bfloat16 under LoRA and mixed if all
-    weights train; on a CPU it is float32."""
+    or bfloat16 weights with float32 adapters, which needs use_peft. On a GPU auto is bfloat16 under LoRA and mixed if
+    all weights train; on a CPU it is float32."""
     parallel: Literal["ddp", "fsdp2"] = "ddp"
     """With several processes, as torchrun starts them: ddp keeps a whole model in each and sums gradients once a
     step; fsdp2 keeps a piece of every weight in each, whole only while it is needed (torch's fully_shard)."""

@@ -284,6 +284,7 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
             ["--credit_options", "target", "gold"],
             "target='gold': it needs gold answers that the caller passes in, which this trainer does",
         ),
+        (["--dtype=bfloat16", "--no_use_peft"], "dtype: bfloat16 without use_peft would train weights to which most"),
         (["--device=toaster"], "device must be auto, cpu or a GPU such as cuda:0, got 'toaster'"),
         (["--vllm_server_base_url=http://gpu:1"], "only rollout_engine=vllm reads it"),
         (["--rollout_engine=vllm", "--vllm_server_base_url=gpu:1"], "vllm_server_base_url must begin with http://"),
