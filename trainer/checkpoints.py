@@ -35,15 +35,13 @@ from .disk import DiskError, naming, whole_folder, write_whole
 from .policy import WHOLE, require_finite_weights, trained_state
 from .processes import on_first
 from .provenance import made_by
+from .settings import CHANGE_NO_RESULT
 from .state import Trainer
 
 RUNS = Path("runs")
 _SETTINGS, _SUMMARY, _LOCK = "config.yaml", "summary.json", ".lock"
 # Settings that may change when a run resumes: where it runs and writes, and how often it saves, tests and logs.
-_MAY_CHANGE = frozenset({
-    "output_dir", "resume", "save_steps", "eval_steps", "report_to", "log_completions", "device", "parallel",
-    "vllm_server_base_url", "page_steps",
-})  # fmt: skip
+_MAY_CHANGE = CHANGE_NO_RESULT | {"eval_steps", "device", "parallel", "vllm_server_base_url"}
 _CHECKPOINTS = 2  # that are kept
 _TRAINED = "SHA-256 of the first 256 values of each weight that trains"  # as loaded, which step 0 alone depends on
 _NEW = "--no_resume starts again, in a new folder"
@@ -228,7 +226,7 @@ def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
         raise Refused(f"output_dir: {path} is not empty and holds no run; name another folder or remove it")
     if not config.resume and is_begun:
         return _locked(_free(path), stack)
-    path = _locked(path, stack)
+    path, is_begun = _locked(path, stack), _is_begun(path)  # which another run may have written by now
     if is_begun and not (settings := _mapping(path / _SETTINGS)):
         raise Refused(
             f"{path / _SETTINGS} is missing or cannot be read, and the checkpoints beside it are of the settings that "

@@ -282,9 +282,9 @@ def naming_own_code(config: TrainConfig) -> Iterator[None]:
         raise
 
 
-def seed_all(*key: int) -> None:
-    """Seed the global generators, from which a user's rewards may draw, by the run's seed and a step."""
-    set_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+def seed_all(seed: int, step: int, stream: int = 0) -> None:
+    """Seed the global generators, from which a user's rewards may draw, by the run's seed, a step and the process."""
+    set_seed(int(np.random.SeedSequence((seed, step, stream, processes.rank())).generate_state(1)[0]))
 
 
 def is_due(step: int, every: int | None, config: TrainConfig) -> bool:

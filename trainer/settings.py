@@ -37,6 +37,9 @@ CREDIT_OPTIONS = (
 """Options of credit, which are flags too."""
 
 
+CHANGE_NO_RESULT = frozenset({"output_dir", "resume", "save_steps", "report_to", "log_completions", "page_steps"})
+"""Settings of where and how often a run saves and logs."""
+
 Amount = Annotated[int, Interval(0)]
 Positive = Annotated[float, POSITIVE]
 

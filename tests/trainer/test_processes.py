@@ -3,17 +3,20 @@
 import itertools
 import multiprocessing
 import os
+import random
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.run
 from accelerate.commands import launch
 from safetensors.torch import load_file
+from transformers import set_seed
 
 from tests.support import sharded
 from tests.support.embedded import COMPARING, SMALL, metrics_of, run, samples_of, settings
@@ -25,7 +28,7 @@ from trainer import run as program_run
 from trainer.checkpoints import open_run
 from trainer.policy import load_policy
 from trainer.processes import PeerError, describe_failure, gather, own_share
-from trainer.run import set_up
+from trainer.run import seed_all, set_up
 from trainer.state import Trainer
 from trainer.step import problem_batches, training_step
 
@@ -33,6 +36,17 @@ from trainer.step import problem_batches, training_step
 def for_some(*, paid: Sequence[bool], **_: Any) -> list[float]:
     """Reward every other completion, but of a third of all problems none: their groups have no advantage."""
     return [float(i % 2 and one) for i, one in enumerate(paid)]
+
+
+def test_rewards_draw_other_numbers_in_each_process_and_the_first_ones_are_those_of_one(monkeypatch) -> None:
+    draws = []
+    for rank, stream in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        seed_all(3, 5, stream)
+        draws.append((torch.rand(1).item(), np.random.random(), random.random()))
+    assert len({*draws}) == 4
+    set_seed(int(np.random.SeedSequence((3, 5)).generate_state(1)[0]))
+    assert draws[0] == (torch.rand(1).item(), np.random.random(), random.random())
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Calls of reward functions: what they get, what they may return, and what is said about anything else."""
 
 import functools
+import math
 import re
 import sys
 from fractions import Fraction
@@ -158,7 +159,18 @@ def test_any_real_numbers_are_rewards(values) -> None:
     assert total.tolist() == [1.0, 0.0, 1.0]
     assert by_function["mine"] == [1.0, 0.0, None]
     metrics = reward_metrics(total, by_function, 3)
-    assert (metrics["rewards/mine/mean"], metrics["rewards/mine/std"]) == (0.5, 0.5)
+    assert metrics["rewards/mine/mean"] == 0.5
+    assert metrics["rewards/mine/std"] == pytest.approx(0.5**0.5)
+
+
+def test_figures_of_rewards_are_trls_and_finite_for_all_that_are_finite() -> None:
+    rewards = torch.tensor([0.0, 1, 1, 1, 0, 0, 0, 3])
+    metrics = reward_metrics(rewards, {"mine": [*rewards.tolist(), None], "one": [1.0]}, 4)
+    assert metrics["reward_std"] == pytest.approx(float(rewards.std()))  # over all, by Bessel's correction
+    assert metrics["rewards/mine/std"] == pytest.approx(float(rewards.std()))
+    assert "rewards/one/std" not in metrics  # where TRL's is nan
+    huge = reward_metrics(rewards * 1e38, {"mine": (rewards * 1e38).tolist()}, 4)
+    assert all(map(math.isfinite, huge.values()))
 
 
 @pytest.mark.parametrize("values", [torch.tensor([1, 0, 1]), np.array([True, False, True])])
