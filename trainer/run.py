@@ -229,7 +229,8 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 "over the whole vocabulary; --top_p=1 samples from that distribution"
             )
         if report_state:
-            notes.insert(0, f"resuming from the checkpoint of step {start}; --no_resume starts again, in a new folder")
+            where = ", in a new folder" * (start > 0)
+            notes.insert(0, f"resuming from the checkpoint of step {start}; --no_resume starts again{where}")
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
         evaluated, step = {at for at, _ in report_state.get("evaluations", [])}, start
         try:
