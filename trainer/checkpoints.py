@@ -35,16 +35,15 @@ from .disk import DiskError, naming, whole_folder, write_whole
 from .policy import WHOLE, require_finite_weights, trained_state
 from .processes import on_first
 from .provenance import made_by
+from .settings import CHANGE_NO_RESULT
 from .state import Trainer
 
 RUNS = Path("runs")
 _SETTINGS, _SUMMARY, _LOCK = "config.yaml", "summary.json", ".lock"
 # Settings that may change when a run resumes: where it runs and writes, and how often it saves, tests and logs.
-_MAY_CHANGE = frozenset({
-    "output_dir", "resume", "save_steps", "eval_steps", "report_to", "log_completions", "device", "parallel",
-    "vllm_server_base_url", "page_steps",
-})  # fmt: skip
+_MAY_CHANGE = CHANGE_NO_RESULT | {"eval_steps", "device", "parallel", "vllm_server_base_url"}
 _CHECKPOINTS = 2  # that are kept
+_TRAINED = "SHA-256 of the first 256 values of each weight that trains"  # as loaded, which step 0 alone depends on
 _NEW = "--no_resume starts again, in a new folder"
 
 
@@ -68,6 +67,8 @@ class RunFolder:
     def begin(self, trainer: Trainer) -> tuple[int, dict[str, Any]]:
         """Bring a trainer to the last checkpoint; gives its step and the report's state, or step 0 and nothing.
 
+        That of step 0, where there is none after it, is dropped unless settings, data and weights are the same.
+
         Raises:
             Refused: it cannot be read, or the run was begun with other data, weights or kind of device.
             DiskError: the settings cannot be written.
@@ -76,22 +77,27 @@ class RunFolder:
         is_begun, step = on_first(lambda: (_is_begun(self.path), max(_steps(self.path), default=0)))
         report: dict[str, Any] = {}
         try:
+            if not is_begun and on_first(lambda: self._is_other(config)):
+                raise ValueError("its settings are others")
             content = on_first(lambda: self.read(step))
             on_first(lambda: _require_unchanged(self._checkpoint(step) / "state.pt"))
             state = torch.load(self._checkpoint(step) / "state.pt", "cpu", weights_only=True)
+            pairs = {name: (content["facts"].get(name), fact) for name, fact in self._facts.items()}
+            changed = [f"{name} was {then} and is {now} now" for name, (then, now) in pairs.items() if then != now]
+            if changed and not is_begun:
+                raise ValueError("data or weights are others")
         except Exception as problem:  # a file that was changed fails in as many ways as it has bytes
-            if is_begun:  # else nothing is lost
+            if is_begun:
                 said = problem if isinstance(problem, OSError | ValueError) else type(problem).__name__
                 what = f"{self._checkpoint(step)} cannot be read ({said})"
                 raise Refused(f"{what}; remove it to resume from the one before; {_NEW}") from problem
+            # Nothing is lost. What is there must not be taken for a checkpoint of the settings that are written next.
+            on_first(lambda: shutil.rmtree(self.path / "checkpoints", ignore_errors=True))
         else:
-            pairs = {name: (content["facts"].get(name), fact) for name, fact in self._facts.items()}
-            changed = [f"{name} was {then} and is {now} now" for name, (then, now) in pairs.items() if then != now]
-            if changed and is_begun:
+            if changed := [one for one in changed if not one.startswith(_TRAINED)]:
                 raise Refused(f"{self.path}: {'; '.join(changed)}; {_NEW}")
-            if not changed:
-                restore(trainer, state)
-                report = content["report"]
+            restore(trainer, state)
+            report = content["report"]
         if step > config.max_steps:
             raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
         on_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config, made_by())))
@@ -100,6 +106,8 @@ class RunFolder:
     def read(self, step: int) -> dict[str, Any]:
         """Read a checkpoint except its tensors; raises `ValueError` if the report's files are shorter than then."""
         content: dict[str, Any] = json.loads((self._checkpoint(step) / "run.json").read_bytes())
+        if step and not content["report"].get("evaluations"):
+            raise ValueError("run.json has no evaluation")
         for name, size in content["report"]["bytes"].items():
             if (now := (self.path / name).stat().st_size) < size:
                 raise ValueError(f"{self.path / name} has {now} bytes, and had {size} at step {step}")
@@ -128,11 +136,17 @@ class RunFolder:
             if other.name not in {f"step-{one}" for one in newest}:
                 shutil.rmtree(other, ignore_errors=True)
 
-    def how_to_go_on(self) -> str:
-        """Say what the same command will do."""
+    def how_to_go_on(self, config: TrainConfig) -> str:
+        """Say what the same command will do, or the one that resumes."""
         if not (steps := _steps(self.path)):
             return "no checkpoint was kept yet"
-        return f"{self.path} holds the checkpoint of step {max(steps)}: the same command resumes from there"
+        with_path = "" if config.resume else f" with --output_dir={self.path} in place of --no_resume"
+        return f"{self.path} holds the checkpoint of step {max(steps)}: the same command{with_path} resumes from there"
+
+    def _is_other(self, config: TrainConfig) -> bool:
+        """Whether what the folder holds is not to be resumed by a run of these settings."""
+        settings = _mapping(self.path / _SETTINGS)
+        return not (config.resume and settings) or bool(_differences(settings, config))
 
     def _checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step}"
@@ -189,7 +203,7 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
 def _folder_of(path: Path) -> RunFolder:
     run = RunFolder(path)
     if _is_begun(path):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # `begin` finds what is wrong with it
+        with contextlib.suppress(Exception):  # `begin` finds what is wrong with it
             content = run.read(max(_steps(path)))
             run.started = datetime.fromisoformat(content["started"])
     return run
@@ -206,12 +220,19 @@ def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
         started = time.strftime("%Y%m%d-%H%M%S")
         return _locked(_free(RUNS / f"{started}-{Path(config.model).name}-{config.credit}-seed{config.seed}"), stack)
     path = Path(config.output_dir)
-    if path.is_dir() and not (path / _SETTINGS).exists() and any(entry.name[0] != "." for entry in path.iterdir()):
+    is_begun = _is_begun(path)
+    is_run = is_begun or (path / _SETTINGS).exists()
+    if path.is_dir() and not is_run and any(entry.name[0] != "." for entry in path.iterdir()):
         raise Refused(f"output_dir: {path} is not empty and holds no run; name another folder or remove it")
-    if not config.resume and _is_begun(path):
+    if not config.resume and is_begun:
         return _locked(_free(path), stack)
-    path = _locked(path, stack)
-    if _is_begun(path) and (changed := _differences(_mapping(path / _SETTINGS), config)):
+    path, is_begun = _locked(path, stack), _is_begun(path)  # which another run may have written by now
+    if is_begun and not (settings := _mapping(path / _SETTINGS)):
+        raise Refused(
+            f"{path / _SETTINGS} is missing or cannot be read, and the checkpoints beside it are of the settings that "
+            f"it held; write it again, by a run of these settings in another folder if need be, or {_NEW}"
+        )
+    if is_begun and (changed := _differences(settings, config)):
         raise Refused(f"{path} was begun with other settings: {', '.join(changed)}. Give the same ones, or {_NEW}")
     if _is_done(path, config):
         raise Finished(f"{path} is finished: it has its {config.max_steps} steps; {_NEW}")
@@ -252,17 +273,18 @@ def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
 
 def _facts(trainer: Trainer) -> dict[str, str]:
     """Name what a run depends on, settings apart: kind of device, problems and prompts, weights in no checkpoint."""
-    weights, models = hashlib.sha256(), [trainer.policy, *filter(None, [trainer.reference])]
-    for weight in [p for model in models for p in model.parameters() if not p.requires_grad]:
+    weights = {trains: hashlib.sha256() for trains in (True, False)}
+    for weight in [p for model in filter(None, (trainer.policy, trainer.reference)) for p in model.parameters()]:
         whole = weight.full_tensor() if is_piece(weight) else weight  # type: ignore[attr-defined]
-        weights.update(whole.flatten()[:256].float().cpu().numpy().tobytes())
+        weights[weight.requires_grad].update(whole.detach().flatten()[:256].float().cpu().numpy().tobytes())
     parts = {
         "problems": [trainer.rows, trainer.held_out],
         "prompts (instruction, chat template, tokenizer)": [trainer.prompts, trainer.held_out_prompts],
     }
     return {
         "kind of device": trainer.config.precision.device.type,
-        "SHA-256 of the first 256 values of each of the model's own weights": weights.hexdigest()[:12],
+        "SHA-256 of the first 256 values of each of the model's own weights": weights[False].hexdigest()[:12],
+        _TRAINED: weights[True].hexdigest()[:12],
     } | {
         f"SHA-256 of the {name}": hashlib.sha256(json.dumps(part, default=str).encode()).hexdigest()[:12]
         for name, part in parts.items()
@@ -281,7 +303,8 @@ def _is_begun(path: Path) -> bool:
 
 
 def _is_done(path: Path, config: TrainConfig) -> bool:
-    return bool(_mapping(path / _SUMMARY).get("steps", 0) >= config.max_steps)
+    steps = _mapping(path / _SUMMARY).get("steps")
+    return isinstance(steps, int) and steps >= config.max_steps
 
 
 def _steps(path: Path) -> set[int]:

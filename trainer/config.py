@@ -9,12 +9,13 @@ import torch
 
 from cfa_kernels import AnswerRules, CounterfactualConfig
 from cfa_kernels.credit.weights import Control
-from cfa_kernels.estimators.base import EXTERNAL
+from cfa_kernels.estimators.base import EXTERNAL, LOG_RATIOS, NEEDS, TARGETS
+from cfa_kernels.integrations.credit import unmet_needs
 from cfa_kernels.loss.centering import check_joins
 from cfa_kernels.loss.checks import by_sequence, check_correction, check_level, weights_sequences
 from cfa_kernels.loss.token_loss import NUMBERS
 from cfa_kernels.model.limits import smallest_budget
-from cfa_kernels.options import check_fields, imported
+from cfa_kernels.options import Interval, check_fields, imported
 from cfa_kernels.scoring.access import GRADIENTS, WHOLE
 
 from .precision import Precision
@@ -84,6 +85,13 @@ class TrainConfig(TrainSettings):
         return {"answer_format": form, **{name: self.credit_options[name] for name in names}}
 
     @property
+    def own_credit(self) -> dict[str, str]:
+        """Name the functions and classes of the user's that credit calls, by option."""
+        named = {"answer_format": self.answer_format, "estimator": self.estimator}
+        named["weights"] = self.credit_options.get("weights")  # type: ignore[assignment]
+        return {option: name for option, name in named.items() if name and _REFERENCE.fullmatch(name)}
+
+    @property
     def reward_options(self) -> dict[str, Any]:
         """Return the options of reward functions, by the names that `load_reward` takes."""
         return {**self.answer_options(), "timeout": self.reward_timeout, "isolation": self.code_isolation}
@@ -112,13 +120,16 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         "importance_sampling_mode has no effect without importance_sampling_clip_max; set it, or drop the mode": (
             c.importance_sampling_mode != "token_truncate" and high is None
         ),
-        f"estimator: {c.estimator} needs importances from a caller; give 'module:name'": EXTERNAL in credit.needs,
+        **dict.fromkeys(unmet_needs(credit, NEEDS.keys() - {EXTERNAL, LOG_RATIOS, TARGETS}), True),
         f"importance_sampling_level must be token or sequence_token with {' and '.join(weighs)}, got sequence: a "
         "completion has one ratio there, so that only the sum of its tokens' weights acts": (
             weights_sequences(c.loss_type, c.importance_sampling_level) and bool(weighs)
         ),
         "merge_adapters: use_peft is off, so there is no adapter to merge; omit one of them": (
             WHOLE in credit.needs and not c.use_peft
+        ),
+        "dtype: bfloat16 without use_peft would train weights to which most steps are lost by rounding; take mixed": (
+            c.dtype == "bfloat16" and not c.use_peft
         ),
         f"vllm_server_base_url must begin with http:// or https://, got {url!r}": (
             not url.startswith(("http://", "https://"))
@@ -132,6 +143,9 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         ),
         "environment: compare_and_correct writes corrections that no environment answers; name one of them": (
             c.environment is not None and c.compare_and_correct > 0
+        ),
+        f"reward_weights must be finite numbers, got {c.reward_weights}": any(
+            w not in Interval() for w in c.reward_weights
         ),
         "reward_funcs must name at least one function, got none": not c.reward_funcs,
         f"reward_weights: {len(c.reward_weights)} weights for {len(c.reward_funcs)} reward_funcs; give one for each, "

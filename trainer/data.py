@@ -63,7 +63,6 @@ def load_rows(name: str, *, split: str, count: int | None = None, columns: DataC
 
 def train_and_eval_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
     """Load training and held-out problems, disjoint by question."""
-    train = load_rows(config.dataset, split="train", count=config.train_problems, columns=config)
     held_out, test = config.eval_problems, list[Row]()
     name = config.eval_dataset or config.dataset
     if config.eval_dataset is not None or Path(name).suffix not in FILES:
@@ -73,6 +72,8 @@ def train_and_eval_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
         except NoSplitError:
             if config.eval_dataset is not None:
                 raise
+    wanted = config.train_problems
+    train = load_rows(config.dataset, split="train", count=wanted if test else None, columns=config)
     if not test:
         random.Random(0).shuffle(train)  # whatever the run's seed: runs that compare are tested on the same rows
         held_out = held_out or HELD_OUT_PROBLEMS
@@ -81,7 +82,7 @@ def train_and_eval_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
         test, train = train[:held_out], train[held_out:]
     # Data sets repeat questions, within a file and across splits; a repeated one would be trained and tested on.
     prompts = {str(row.prompt) for row in test}
-    train = [row for row in train if str(row.prompt) not in prompts]
+    train = [row for row in train if str(row.prompt) not in prompts][:wanted]
     if not train:
         raise ValueError(f"dataset {config.dataset}: every training problem is also held out")
     return train, test

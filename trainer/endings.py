@@ -28,7 +28,10 @@ class Ending:
         self.waits = False
 
     def __enter__(self) -> "Ending":
-        self._before = {one: signal.signal(one, self._handle) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        # One that is ignored at the start stays so: nohup does that, and a shell that starts a script's command by `&`.
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        ours = [one for one in signals if signal.getsignal(one) != signal.SIG_IGN]
+        self._before = {one: signal.signal(one, self._handle) for one in ours}
         return self
 
     def __exit__(self, *_: object) -> None:

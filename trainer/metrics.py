@@ -57,18 +57,20 @@ class Averages:
 def reward_metrics(
     rewards: Tensor, by_function: Mapping[str, list[float | None]], num_generations: int
 ) -> dict[str, float]:
-    """Summarize (B,) rewards with groups side by side: mean, spread within groups, share of groups without any."""
+    """Summarize (B,) rewards with groups side by side: mean, spread, share of groups without any."""
+    rewards = rewards.double()  # squares of what float32 holds may be beyond it
     groups = rewards.view(-1, num_generations)
     metrics = {
         "reward": rewards.mean().item(),
-        "reward_std": groups.std(1).mean().item(),
+        "reward_std": rewards.std().item(),
         "frac_reward_zero_std": (groups.amax(1) == groups.amin(1)).float().mean().item(),
     }
     for name, values in by_function.items():
-        votes = torch.tensor([value for value in values if value is not None])
+        votes = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
         if len(votes):
             metrics[f"rewards/{name}/mean"] = votes.mean().item()
-            metrics[f"rewards/{name}/std"] = votes.std(correction=0).item()
+        if len(votes) > 1:
+            metrics[f"rewards/{name}/std"] = votes.std().item()
     return metrics
 
 
@@ -142,7 +144,11 @@ def require_supported(policy: nn.Module, longest: int) -> None:
             policy.train(is_training)
             check_mode(causal)
 
-    run_inside(policy, check)
+    try:
+        run_inside(policy, check)
+    except NotImplementedError as problem:
+        loads = "from_pretrained" in str(problem)
+        raise NotImplementedError(f"{problem}{'; the program reads config.json in its folder' * loads}") from problem
 
 
 def require_finite(index: Sequence[int], logprobs: Sequence[Tensor], norm: Tensor, policy: nn.Module) -> None:

@@ -60,10 +60,12 @@ def main(settings: Settings) -> list[float]:
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # no dropout, in training too
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     train, held_out = load(settings, tokenizer)
+    if len(train) < (groups := settings.generation_batch_size // settings.num_generations):
+        raise SystemExit(f"error: {len(train)} problems are not held out, and a step takes {groups}; give more rows")
     order = random.Random(settings.seed)
     before = evaluate(model, tokenizer, held_out, settings)
     for step in range(1, settings.max_steps + 1):
-        problems = order.sample(train, settings.generation_batch_size // settings.num_generations)
+        problems = order.sample(train, groups)
         reward, loss = training_step(model, tokenizer, optimizer, problems, settings)
         print(f"step {step}: reward {reward:.2f}, loss {loss:+.4f}")
     return [before, evaluate(model, tokenizer, held_out, settings)]

@@ -6,7 +6,10 @@ import gc
 import itertools
 import logging
 import os
+import re
 import sys
+import traceback
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,7 +24,9 @@ from cfa_kernels.model.compile_layers import compile_layers
 from cfa_kernels.model.memory import is_out_of_memory
 from cfa_kernels.model.merged import merged_weights
 from cfa_kernels.model.parts import causal_lm, context_length, vocab_size
+from cfa_kernels.options import imported
 from cfa_kernels.scoring.access import WHOLE
+from cfa_kernels.text.answers import answer_text_span
 from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
@@ -37,7 +42,7 @@ from .metrics import require_supported, sampling_gap_limit
 from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
 from .report.report import Report, Silence, tracker_library
-from .rewards.calls import RewardError, load_reward, load_rewards, require_callable
+from .rewards.calls import FAILURES, RewardError, load_reward, load_rewards, require_callable
 from .rollouts.engine import Engine, end_ids
 from .rollouts.environments import PlayedEngine, load_environment
 from .rollouts.in_process import TransformersEngine
@@ -112,9 +117,12 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     rewards = load_rewards(config.reward_funcs, **config.reward_options)
     loaded = dict(zip(config.reward_funcs, rewards.values(), strict=True))
     grader = loaded.get(config.grader) or load_reward(config.grader, **config.reward_options)
+    played = None if config.environment is None else load_environment(config.environment)
     rows, held_out = train_and_eval_rows(config)
     require_callable(rewards, rows[0])
     require_callable({config.grader: grader}, held_out[0])
+    with naming_own_code(config):
+        answer_text_span(rows[0]["question"], config.counterfactual().answers)
     tokenizer, architecture = load_tokenizer(config)
     require_whole_prompt(tokenizer, config.model)
     limit = context_length(architecture)
@@ -143,8 +151,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
         captured = False if moving else None
         own: dict[str, Any] = {"longest": longest, "thought_tags": tags, "keep_merged": merges}
         engine = TransformersEngine(policy, tokenizer, rounded, captured=captured, **own)
-    if config.environment is not None:
-        played = load_environment(config.environment)
+    if played is not None:
         engine = PlayedEngine(engine, tokenizer, played, end_ids(policy, tokenizer), thought_tags=tags)
     for model in [policy] if reference in (None, policy) else [policy, reference]:
         processes.distribute(model, config)
@@ -222,7 +229,8 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 "over the whole vocabulary; --top_p=1 samples from that distribution"
             )
         if report_state:
-            notes.insert(0, f"resuming from the checkpoint of step {start}; --no_resume starts again, in a new folder")
+            where = ", in a new folder" * (start > 0)
+            notes.insert(0, f"resuming from the checkpoint of step {start}; --no_resume starts again{where}")
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
         evaluated, step = {at for at, _ in report_state.get("evaluations", [])}, start
         try:
@@ -230,7 +238,9 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 if step > start:
                     report.sampling(step)
                     seed_all(config.seed, step)
-                    report.stepped(step, training_step(trainer, step, next(batches)))
+                    with naming_own_code(config):
+                        result = training_step(trainer, step, next(batches))
+                    report.stepped(step, result)
                 if is_due(step, config.eval_steps, config) and step not in evaluated:
                     evaluate_at(trainer, report, step, ending)
                 # Read once: a signal may come between saving and the question whether to end.
@@ -239,7 +249,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 if (step > start or not report_state) and (request or is_due(step, config.save_steps, config)):
                     folder.save(trainer, step, report.state)
                 if request:
-                    report.ended(f"ended by {request.name} after step {step}; {folder.how_to_go_on()}")
+                    report.ended(f"ended by {request.name} after step {step}; {folder.how_to_go_on(config)}")
                     return folder.path
             model = folder.path / ("adapter" if config.use_peft else "checkpoint")
             with whole_folder(model) if processes.rank() == 0 else contextlib.nullcontext(model) as aside:
@@ -249,14 +259,33 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
             kind = RewardError if isinstance(problem, RewardError) else FloatingPointError
             raise kind(f"step {step}, {problem}; this step is not saved") from problem
         except DiskError as problem:
-            raise DiskError(f"step {step}: {problem}; {folder.how_to_go_on()}") from problem
+            raise DiskError(f"step {step}: {problem}; {folder.how_to_go_on(config)}") from problem
         processes.gather(None)  # the others end when the first has saved
     return folder.path
 
 
-def seed_all(*key: int) -> None:
-    """Seed the global generators, from which a user's rewards may draw, by the run's seed and a step."""
-    set_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+@contextlib.contextmanager
+def naming_own_code(config: TrainConfig) -> Iterator[None]:
+    """Raise `RewardError` naming a user's function that raises in credit or whose result the library refuses."""
+    try:
+        yield
+    except FAILURES as problem:
+        if isinstance(problem, (*_PROBLEMS, MemoryError)) or is_out_of_memory(problem):
+            raise
+        for option, name in config.own_credit.items():
+            file = sys.modules[imported(option, name).__module__].__file__ or ""
+            lines = [at.lineno for at in traceback.extract_tb(problem.__traceback__) if at.filename == file]
+            if lines:
+                said = f"{type(problem).__name__}: {problem} (in {Path(file).name}, line {lines[-1]})"
+                raise RewardError(f"{option} {name} raised {said}") from problem
+            if isinstance(problem, ValueError) and re.search(rf"(^|: )({option}|importances)\b", str(problem)):
+                raise RewardError(f"{option} {name}: {problem}") from problem
+        raise
+
+
+def seed_all(seed: int, step: int, stream: int = 0) -> None:
+    """Seed the global generators, from which a user's rewards may draw, by the run's seed, a step and the process."""
+    set_seed(int(np.random.SeedSequence((seed, step, stream, processes.rank())).generate_state(1)[0]))
 
 
 def is_due(step: int, every: int | None, config: TrainConfig) -> bool:

@@ -37,6 +37,9 @@ CREDIT_OPTIONS = (
 """Options of credit, which are flags too."""
 
 
+CHANGE_NO_RESULT = frozenset({"output_dir", "resume", "save_steps", "report_to", "log_completions", "page_steps"})
+"""Settings of where and how often a run saves and logs."""
+
 Amount = Annotated[int, Interval(0)]
 Positive = Annotated[float, POSITIVE]
 
@@ -122,7 +125,8 @@ class TrainSettings(DataConfig):
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     """Further logging back-ends; each must be installed."""
     log_completions: Amount = 4
-    """Completions written to completions.jsonl per step, with their tokens and weights."""
+    """Completions written to completions.jsonl per step, with their tokens and weights: half are the first with spans,
+    the others are spread over the batch."""
     page_steps: Count = 5
     """Rewrite report.html every so many steps (also after each evaluation and at the end)."""
 
@@ -206,8 +210,8 @@ class TrainSettings(DataConfig):
     """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
     dtype: DtypeName = "auto"
     """Arithmetic: float32 throughout; mixed, which keeps weights in float32 and multiplies them in bfloat16 (autocast);
-    or bfloat16 weights with float32 adapters. On a GPU auto is bfloat16 under LoRA and mixed if all
-    weights train; on a CPU it is float32."""
+    or bfloat16 weights with float32 adapters, which needs use_peft. On a GPU auto is bfloat16 under LoRA and mixed if
+    all weights train; on a CPU it is float32."""
     parallel: Literal["ddp", "fsdp2"] = "ddp"
     """With several processes, as torchrun starts them: ddp keeps a whole model in each and sums gradients once a
     step; fsdp2 keeps a piece of every weight in each, whole only while it is needed (torch's fully_shard)."""

@@ -52,7 +52,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     """Train one step on some problems, by number: B = problems x num_generations completions."""
     config = trainer.config
     times = StageTimes(config.precision.device)
-    keys = [(config.seed, step, i, g) for i in processes.own_share(problems) for g in range(config.num_generations)]
+    keys = sample_keys(config, step, problems)
     with times.during("generate"):
         rollouts = trainer.sample(keys)
 
@@ -76,6 +76,16 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
         **times.metrics(),
     }
     return Step(metrics, samples, advantages, credit, shaped.notes, nothing)
+
+
+def sample_keys(config: TrainConfig, step: int, problems: Sequence[int]) -> list[tuple[int, ...]]:
+    """Give each completion of this process's groups the key that it is drawn with.
+
+    A problem that comes again, as there are fewer than the step has groups, has other keys then.
+    """
+    groups = processes.own_share([(i, problems[:at].count(i)) for at, i in enumerate(problems)])
+    size = config.num_generations
+    return [(config.seed, step, i, nth * size + g) for i, nth in groups for g in range(size)]
 
 
 def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollouts) -> Samples:

@@ -24,6 +24,30 @@ def too_few(completions, **_): return [1.0]
 def not_a_number(completions, **_): return [float("nan")] * len(completions)
 def abstains(completions, **_): return [None] * len(completions)
 def another_column(completions, difficulty, **_): return difficulty
+def every_other(completions, **_): return [float(i % 2) for i in range(len(completions))]
+def no_answer(text): raise RuntimeError("mine")
+def beyond(text): return 0, len(text) + 5
+def no_answer_in_thoughts(text): return None if "What" in text else 1 / 0
+def no_importances(model, batch): raise RuntimeError("mine")
+def few_importances(model, batch): return [[1.0]]
+def no_weights(importances, units, answer, length): raise SystemExit("mine")
+def negative(importances, units, answer, length): return [-1.0] * length
+class NoPattern:
+    call = "("
+    def reset(self): ...
+    def step(self, text): ...
+class NoCall(NoPattern):
+    call = None
+class Unmade(NoPattern):
+    def __init__(self, server): ...
+class Exits(NoPattern):
+    call = "."
+    def step(self, text): raise SystemExit(3)
+class Once(NoPattern):
+    call, made = ".", []
+    def __init__(self):
+        self.made.append(1)
+        if len(self.made) > 1: raise RuntimeError("no server")
 """
 
 
@@ -34,6 +58,9 @@ def row(**changes) -> dict:
 WEIGHTS, CONFIG, TOKENIZER = "m/model.safetensors", "m/config.json", "m/tokenizer.json"
 OWN_DATA, OWN_MODEL = "--dataset={tmp}/rows.jsonl", "--model={tmp}/m"
 ANY = "--reward_funcs=own:abstains"  # judges rows of any kind
+
+MASKING = ["--estimator=masking"]
+EVERY = ["--reward_funcs=own:every_other", "--eval_reward=own:every_other", "--no_mask_truncated_completions"]
 
 # What is wrong: the flags, where the program ends, the words of its message, and files. Files of `m/` change a copy of
 # the tiny model, None takes one away.
@@ -163,6 +190,35 @@ CATALOGUE: dict[str, tuple] = {
         ["--reward_funcs=own:raises"], LATER, "row ", "reward raises raised KeyError: 'difficulty' (in own.py, line 2)",
     ),
     "a reward of nan": (["--reward_funcs=own:not_a_number"], LATER, "reward not_a_number is nan", "step is not saved"),
+    # Code of one's own that credit and rollouts run
+    **{
+        f"an environment that {what}": ([f"--environment=own:{name}", ANY], BEFORE, f"own:{name} cannot be made", said)
+        for what, name, said in (
+            ("has no pattern", "NoPattern", "unterminated subpattern"), ("has no call", "NoCall", "TypeError: "),
+            ("takes arguments", "Unmade", "missing 1 required positional argument: 'server'"),
+        )
+    },
+    "an environment that exits": (["--environment=own:Exits", ANY], LATER, "turn 0: step raised SystemExit: 3; this"),
+    "an environment that is made once": (
+        ["--environment=own:Once", ANY], LATER, "held-out problem 0: making it raised RuntimeError: no server",
+    ),
+    "a form of answers that raises": (
+        ["--answer_format=own:no_answer", ANY], BEFORE, "answer_format own:no_answer raised RuntimeError: mine (in own",
+    ),
+    "a form of answers that gives no span": (
+        ["--answer_format=own:beyond", ANY], BEFORE, "answer_format own:beyond: answer_format must return None or (",
+    ),
+    **{
+        f"credit by {name}": ([*flags, *EVERY], LATER, "step 1, ", f"own:{name}{said}", "this step is not saved")
+        for name, said, *flags in (
+            ("no_answer_in_thoughts", " raised ZeroDivisionError: division by zero (in own.py, line ",
+             "--answer_format=own:no_answer_in_thoughts"),
+            ("no_importances", " raised RuntimeError: mine (in own.py, line ", "--estimator=own:no_importances"),
+            ("few_importances", ": estimator: gave values for 1 rows, asked for 4", "--estimator=own:few_importances"),
+            ("no_weights", " raised SystemExit: mine (in own.py, line ", "--weights=own:no_weights", *MASKING),
+            ("negative", ": weights, row ", "--weights=own:negative", *MASKING),
+        )
+    },
     "too few rewards in evaluation": (
         ["--eval_reward=own:too_few", ANY], LATER, "step 0, reward of evaluation: returned 1 values for 2 completions",
     ),

@@ -278,6 +278,13 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
         (["--num_generations=1"], "num_generations must be at least 2 for a group to compare, got 1"),
         (["--reward_funcs"], "reward_funcs must name at least one function"),
         (["--merge_adapters=true"], "merge_adapters: use_peft is off, so there is no adapter to merge; omit one of"),
+        (["--estimator=external"], "estimator='external': it needs importances that the caller passes in, which this"),
+        (["--estimator=progress"], "estimator='progress': it needs log-probs of sampled tokens under the policy and"),
+        (
+            ["--credit_options", "target", "gold"],
+            "target='gold': it needs gold answers that the caller passes in, which this trainer does",
+        ),
+        (["--dtype=bfloat16", "--no_use_peft"], "dtype: bfloat16 without use_peft would train weights to which most"),
         (["--device=toaster"], "device must be auto, cpu or a GPU such as cuda:0, got 'toaster'"),
         (["--vllm_server_base_url=http://gpu:1"], "only rollout_engine=vllm reads it"),
         (["--rollout_engine=vllm", "--vllm_server_base_url=gpu:1"], "vllm_server_base_url must begin with http://"),

@@ -132,6 +132,8 @@ def test_a_file_without_an_evaluation_set_gives_some_rows_up_for_one(tmp_path) -
     assert len(test) == 20
     assert not {row["question"] for row in train} & {row["question"] for row in test}
     assert {row["question"] for row in train + test} == {row["question"] for row in rows}
+    fewer = train_and_eval_rows(DataConfig(dataset=config.dataset, eval_problems=20, train_problems=30))
+    assert fewer == (train[:30], test)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,18 @@ def test_signals_are_the_programs_own_again_afterwards() -> None:
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored() -> None:
+    """As nohup does with SIGHUP, and a script's shell with SIGINT of what it starts by `&`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Ending() as ending:
+            signal.raise_signal(signal.SIGHUP)
+        assert ending.signal is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_terminal_that_is_gone_does_not_keep_its_signal_from_ending_the_run() -> None:
     read, gone = os.pipe()
     os.close(read)

@@ -149,7 +149,7 @@ def update_on_a_group(trainer) -> dict[str, float]:
 
 @pytest.mark.parametrize(("dtype", "rounding", "temperature"), [("float32", 1e-4, 0.6), ("bfloat16", 0.15, 1.0)])
 def test_a_policy_that_trains_as_it_samples_is_not_stopped(fresh, dtype, rounding, temperature) -> None:
-    trainer = fresh(f"--dtype={dtype}", f"--temperature={temperature}", "--top_p=0.9")
+    trainer = fresh(f"--dtype={dtype}", "--use_peft", f"--temperature={temperature}", "--top_p=0.9")
     assert all(update_on_a_group(trainer)["sampling/gap"] < rounding / temperature for _ in range(2))
 
 
@@ -193,14 +193,14 @@ def test_scores_are_centred_by_the_samplers_probabilities_in_every_iteration(fre
 
 def test_log_probs_that_are_not_those_sampled_with_stop_the_run_before_a_step(fresh, monkeypatch) -> None:
     # Logits at half their size: about what a scale that the model's configuration names otherwise does.
-    trainer = fresh("--dtype=bfloat16")
+    trainer = fresh("--dtype=bfloat16", "--use_peft")
     check = packed_loss.check_trainable
     monkeypatch.setattr(packed_loss, "check_trainable", lambda model, **_: replace(check(model), logit_scale=0.5))
     before = [p.detach().clone() for p in trainer.policy.parameters()]
     with pytest.raises(FloatingPointError, match=r"^samples \[\d.*\]: their log-probs in the update are not those"):
         update_on_a_group(trainer)
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters(), strict=True))
-    assert update_on_a_group(fresh("--dtype=bfloat16", "--max_sampling_gap=1000"))["sampling/gap"] > 0.3
+    assert update_on_a_group(fresh("--dtype=bfloat16", "--use_peft", "--max_sampling_gap=1000"))["sampling/gap"] > 0.3
 
 
 def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts) -> None:

@@ -37,7 +37,7 @@ def mixed(tiny_folder):
     [
         ("auto", "cpu", False, F32, F32), ("auto", "cpu", True, F32, F32), ("auto", "cuda:1", True, BF16, BF16),
         ("auto", "cuda", False, F32, BF16), ("mixed", "cuda", True, F32, BF16), ("float32", "cuda", False, F32, F32),
-        ("bfloat16", "cuda", False, BF16, BF16), ("mixed", "cpu", False, F32, BF16),
+        ("bfloat16", "cuda", True, BF16, BF16), ("mixed", "cpu", False, F32, BF16),
     ],
 )  # fmt: skip
 def test_dtype_chooses_the_type_of_weights_and_of_products(dtype, device, adapters, weights, products) -> None:

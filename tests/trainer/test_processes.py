@@ -3,17 +3,20 @@
 import itertools
 import multiprocessing
 import os
+import random
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.run
 from accelerate.commands import launch
 from safetensors.torch import load_file
+from transformers import set_seed
 
 from tests.support import sharded
 from tests.support.embedded import COMPARING, SMALL, metrics_of, run, samples_of, settings
@@ -25,7 +28,7 @@ from trainer import run as program_run
 from trainer.checkpoints import open_run
 from trainer.policy import load_policy
 from trainer.processes import PeerError, describe_failure, gather, own_share
-from trainer.run import set_up
+from trainer.run import seed_all, set_up
 from trainer.state import Trainer
 from trainer.step import problem_batches, training_step
 
@@ -33,6 +36,17 @@ from trainer.step import problem_batches, training_step
 def for_some(*, paid: Sequence[bool], **_: Any) -> list[float]:
     """Reward every other completion, but of a third of all problems none: their groups have no advantage."""
     return [float(i % 2 and one) for i, one in enumerate(paid)]
+
+
+def test_rewards_draw_other_numbers_in_each_process_and_the_first_ones_are_those_of_one(monkeypatch) -> None:
+    draws = []
+    for rank, stream in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        seed_all(3, 5, stream)
+        draws.append((torch.rand(1).item(), np.random.random(), random.random()))
+    assert len({*draws}) == 4
+    set_seed(int(np.random.SeedSequence((3, 5)).generate_state(1)[0]))
+    assert draws[0] == (torch.rand(1).item(), np.random.random(), random.random())
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +137,11 @@ def checkpointed(rank: int, folder: Path, parallel: str, few: Sequence[str]) -> 
     with open_run(trainer.config) as run_folder:
         assert run_folder.begin(trainer) == (0, {})
         training_step(trainer, 1, batch_of(trainer))
-        run_folder.save(trainer, 1, lambda: {"bytes": {}, "rank": rank})
+        run_folder.save(trainer, 1, lambda: {"bytes": {}, "evaluations": [0], "rank": rank})
         for _ in range(2):
             training_step(trainer, 2, [1, 7, 11, 13])
             after.append(own_pieces())
-            assert run_folder.begin(trainer) == (1, {"bytes": {}, "rank": 0})
+            assert run_folder.begin(trainer) == (1, {"bytes": {}, "evaluations": [0], "rank": 0})
         assert all(map(torch.equal, *after))
         assert not all(map(torch.equal, after[0], own_pieces()))
         nan = torch.nan if rank == 0 else 1.0
@@ -204,7 +218,7 @@ def test_a_checkpoint_of_two_processes_is_gone_on_from_by_two_and_by_one(few, tm
     sharded.run(2, checkpointed, tmp_path, parallel, few)
     trainer = set_up(settings(*few, f"--output_dir={tmp_path / 'run'}"))
     with open_run(trainer.config) as folder:
-        assert folder.begin(trainer) == (1, {"bytes": {}, "rank": 0})
+        assert folder.begin(trainer) == (1, {"bytes": {}, "evaluations": [0], "rank": 0})
     saved = torch.load(tmp_path / "run" / "checkpoints" / "step-1" / "state.pt", weights_only=True)["weights"]
     own = dict(trainer.policy.named_parameters())
     assert saved.keys() == own.keys()

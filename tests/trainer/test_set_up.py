@@ -21,6 +21,7 @@ SIZE = {
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 MODELS = {
     "ModernBertDecoder": {"cls_token_id": 1, "sep_token_id": 1, "initializer_range": 0.2},
+    "Llama": {"attention_dropout": 0.5},
     "Phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 128},
 }
 
@@ -49,6 +50,11 @@ def test_a_model_whose_logits_are_not_its_heads_output_is_refused_also_without_c
     assert "ModernBertDecoderForCausalLM" in printed
     assert "head" in printed
     assert not run.exists()
+
+
+def test_dropout_is_refused_with_the_file_that_sets_it(saved) -> None:
+    with pytest.raises(NotImplementedError, match=r"takes attention_dropout=0\); the program reads config.json in its"):
+        set_up(settings(f"--model={saved('Llama')}", "--credit=uniform", "--max_completion_length=4"))
 
 
 def test_where_layers_cannot_be_compiled_auto_says_so_and_goes_on(caplog) -> None:

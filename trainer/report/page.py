@@ -47,7 +47,10 @@ def write_run_page(path: Path, folders: Sequence[Path], title: str) -> list[Run]
         }
         for run, group in zip(runs, groups_of(runs), strict=True)
     ]  # fmt: skip
-    notes = [f"One in {n} of the completions in {files[name]} is on this page. " for name, n in every.items() if n > 1]
+    notes = [
+        "Of the completions logged in a step half are the first with spans, the others are spread over the batch. "
+    ]
+    notes += [f"One in {n} of the completions in {files[name]} is on this page. " for name, n in every.items() if n > 1]
     subjects = {tuple(str(run.settings.get(name, "")) for name in ("model", "dataset")) for run in runs}
     if len(subjects) == 1 and all(subject := subjects.pop()):
         title += f": {' on '.join(Path(part).name for part in subject)}"

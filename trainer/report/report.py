@@ -173,9 +173,7 @@ class Report:
         self._has_stepped, metrics = True, result.metrics
         self._state["tokens"] += result.batch.rollouts.tokens()
         self._record(step, metrics | {"num_tokens": self._state["tokens"]})
-        # Samples with spans come first: what was masked, what it did, what each token weighs.
-        order = sorted(range(len(result.advantages)), key=lambda b: -bool(result.credit.spans[b]))
-        logged = order[: self._config.log_completions]
+        logged = logged_rows([bool(spans) for spans in result.credit.spans], self._config.log_completions)
         records = (completion_record(result, b, self._tokenizer, self._config) for b in logged)
         entries = [{"step": step, **one, **result.notes.get(b, {})} for b, one in zip(logged, records, strict=True)]
         self._write(self._completions_file, entries)
@@ -246,6 +244,17 @@ class Report:
         )
         for module, other in (("trainer.analyze", ""), ("trainer.analyze compare", " OTHER_RUN")):
             self._print(f"  {program(module)} {escape(str(self._folder))}{other}")
+
+
+def logged_rows(has_spans: Sequence[bool], count: int) -> list[int]:
+    """Choose completions to log: half are the first with spans, which show credit, others at equal distances, as is.
+
+    Often only right ones have spans; the others are right as often as the batch is.
+    """
+    first = [b for b, has in enumerate(has_spans) if has][: -(-count // 2)]
+    others = [b for b in range(len(has_spans)) if b not in first]
+    places = min(count - len(first), len(others))
+    return first + [others[i * len(others) // places] for i in range(places)]
 
 
 def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 import pandas
 
 from ..cli import read_mapping
+from ..settings import CHANGE_NO_RESULT
 
 _FORMS = {
     "steps": "{:g}", "accuracy at step 0": "{:.1%}", "held-out accuracy": "{:.1%}", "reward": "{:.3f}",
@@ -95,8 +96,8 @@ def _settings(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def groups_of(runs: Sequence[Run]) -> list[int]:
-    """Number the groups of runs that differ in their seeds only, by their first run."""
-    own = ("seed", "output_dir")
+    """Number the groups of runs that differ in seeds and in where and how often they log only, by their first run."""
+    own = CHANGE_NO_RESULT | {"seed"}
     keys = [repr(sorted(repr(item) for item in run.settings.items() if item[0] not in own)) for run in runs]
     keys = [key if run.settings else run.name for run, key in zip(runs, keys, strict=True)]
     return pandas.factorize(np.array(keys, dtype=object))[0].tolist()
@@ -125,7 +126,9 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             mean["low"], mean["high"] = ends
             table.loc[len(table)] = mean
             name = "same seed twice" if twice else f"mean of {len(part)} seeds"
-            shared = dict(zip(differing, heads[part.index[0]][1:], strict=True)) | {"seed": ", ".join(seeds)}
+            columns = zip(*(heads[k][1:] for k in part.index), strict=True)
+            shared = {one: ", ".join(dict.fromkeys(cells)) for one, cells in zip(differing, columns, strict=True)}
+            shared["seed"] = ", ".join(seeds)
             heads.append([name, *(shared[one] for one in differing)])
     forms = {name: _FORMS.get(name, "{:.3g}") for name in table}
     cells = {name: ["-" if math.isnan(value) else forms[name].format(value) for value in table[name]] for name in table}
@@ -153,10 +156,12 @@ def read_samples(path: Path, *, every: int = 1) -> Iterator[Sample]:
     file = path / "completions.jsonl" if path.is_dir() else path
     for number, entry in json_lines(file, every):
         try:
-            yield sample_of(entry)
+            sample = sample_of(entry)
+            json.dumps(sample, allow_nan=False)  # as a page holds it
         except (LookupError, TypeError, ValueError, AttributeError) as problem:
             reason = f"{type(problem).__name__}: {problem}"
             raise ValueError(f"{file}, line {number}: is not a completion with its credit ({reason})") from problem
+        yield sample
 
 
 def json_lines(file: Path, every: int = 1) -> Iterator[tuple[int, Any]]:
@@ -189,15 +194,20 @@ def sample_of(entry: dict[str, Any]) -> Sample:
             if len(values) != len(tokens):
                 raise ValueError(f"{name} has {len(values)} numbers for {len(tokens)} tokens")
             credit[f"{name}, {kind}" if name in credit else name] = {"kind": kind, "values": values}
-    reward, answer = entry.get("reward"), entry.get("answer")
+    reward, answer, plain = entry.get("reward"), entry.get("answer"), {**_PLAIN, **entry}
+    correct = entry.get("correct", None if reward is None else reward >= _CORRECT)
+    if correct not in (True, False, None) or not isinstance(plain["drops_unit"], str):
+        raise ValueError(f"correct is {correct!r} and drops_unit {plain['drops_unit']!r}, not true or false and a text")
+    if answer and not 0 <= answer["start"] <= answer["end"] <= len(tokens):
+        raise ValueError(f"answer {answer['start']} to {answer['end']} of {len(tokens)} tokens")
     return {
         "tokens": tokens,
         "spans": [_span(span, tokens) for span in entry.get("spans", [])],
         "credit": credit,
         "answer": (answer["start"], answer["end"]) if answer else None,
         "reward": reward,
-        "correct": entry.get("correct", None if reward is None else reward >= _CORRECT),
-        **{name: entry.get(name, value) for name, value in _PLAIN.items()},
+        "correct": correct,
+        **{name: plain[name] for name in _PLAIN},
     }
 
 

@@ -31,8 +31,16 @@ def load_reward(name: str, **options: Any) -> Reward:
         return imported("reward_funcs", name)
     require_rewards([name])
     function = imported("reward_funcs", BUILT_IN[name].function)
-    own = {option: options[option] for option in BUILT_IN[name].options if options.get(option) is not None}
-    return function(**own) if isinstance(function, type) else functools.partial(function, **own)
+    taken = BUILT_IN[name].options
+    own = {option: options[option] for option in taken if options.get(option) is not None}
+    if isinstance(function, type):
+        return function(**own)
+
+    @functools.wraps(function)
+    def reward(**columns: Any) -> list[float | None]:  # a column of the data may have an option's name
+        return function(**{name: column for name, column in columns.items() if name not in taken}, **own)
+
+    return reward
 
 
 def load_rewards(names: Sequence[str], **options: Any) -> dict[str, Reward]:

@@ -14,7 +14,7 @@ from cfa_kernels import KeptTokens
 from cfa_kernels.options import imported
 from cfa_kernels.text.offsets import decoded
 
-from ..rewards.calls import RewardError
+from ..rewards.calls import FAILURES, RewardError
 from .engine import Engine, Rollouts
 
 
@@ -61,11 +61,21 @@ class Calculator:
 
 
 def load_environment(name: str) -> Callable[[], Any]:
-    """Return the class of an environment, "calculator" or "module:Class"; `ValueError` for one without its methods."""
+    """Return the class of an environment, "calculator" or "module:Class", of which one is made to try it.
+
+    Raises `ValueError` for one without its methods, that cannot be made without arguments or whose call is no pattern.
+    """
     kind = Calculator if name == "calculator" else imported("environment", name)
     missing = [part for part in ("call", "reset", "step") if not hasattr(kind, part)]
     if missing:
         raise ValueError(f"environment: {name} has no {missing[0]}; it needs reset(), step(text) and a pattern, call")
+    try:
+        re.compile(kind().call)
+    except FAILURES as problem:
+        said = f"{type(problem).__name__}: {problem}"
+        raise ValueError(
+            f"environment: {name} cannot be made without arguments and give its pattern, call: {said}"
+        ) from problem
     return kind
 
 
@@ -96,9 +106,10 @@ class PlayedEngine:
         names = names or [f"rollout {b}" for b in range(len(prompts))]
         ids, masks, nucleus = [list[int]() for _ in prompts], [list[int]() for _ in prompts], 1.0
         logprobs, kept = ([list[Any]() for _ in prompts] for _ in range(2))
-        environments, active, turn = [self._make() for _ in prompts], list(range(len(prompts))), 0
+        environments = [self._ask(name, "making it", self._make) for name in names]
+        active, turn = list(range(len(prompts))), 0
         for b in active:
-            self._ask(names[b], environments[b], "reset")
+            self._ask(names[b], "reset", environments[b].reset)
         while active:
             part = self._engine(
                 [[*prompts[b], *ids[b]] for b in active],
@@ -110,7 +121,7 @@ class PlayedEngine:
             for i, b in enumerate(active):
                 room = max_completion_length - len(ids[b])
                 row = part.rows.completions[i].tolist()[:room]
-                end, text = self._call_in(row, environments[b].call)
+                end, text = self._call_in(names[b], environments[b], row)
                 row = row[: end or len(row)]
                 ids[b] += row
                 masks[b] += [1] * len(row)
@@ -134,20 +145,21 @@ class PlayedEngine:
             [torch.tensor(row) for row in masks],
         )  # fmt: skip
 
-    def _call_in(self, row: list[int], pattern: str) -> tuple[int | None, str]:
+    def _call_in(self, where: str, environment: Any, row: list[int]) -> tuple[int | None, str]:
         """Count the tokens up to the end of the first call in a row, None without one; and their text."""
 
         def text(count: int) -> str:
             return decoded(row[:count], self._tokenizer)
 
-        found = re.search(pattern, text(len(row)))
+        pattern: re.Pattern[str] = self._ask(where, "call", lambda: re.compile(environment.call))
+        found = pattern.search(text(len(row)))
         if found is None:
             return None, ""
         end = bisect_left(range(len(row)), found.end(), key=lambda t: len(text(t + 1))) + 1
         return end, text(end)
 
     def _observed(self, where: str, environment: Any, text: str) -> list[int]:
-        observation = self._ask(where, environment, "step", text)
+        observation = self._ask(where, "step", lambda: environment.step(text))
         if not isinstance(observation, str) or not observation:
             raise EnvironmentFailure(f"{where}: step must return a text that is not empty, got {observation!r}")
         ids: list[int] = self._tokenizer(observation, add_special_tokens=False)["input_ids"]
@@ -155,21 +167,21 @@ class PlayedEngine:
             raise EnvironmentFailure(f"{where}: step returned the end of a completion, {observation!r}; omit it")
         return ids
 
-    def _ask(self, where: str, environment: Any, method: str, *arguments: str) -> Any:
+    def _ask(self, where: str, what: str, call: Callable[[], Any]) -> Any:
         result = list[Any]()
 
         def run() -> None:
             try:
-                result.append((getattr(environment, method)(*arguments), None))
-            except Exception as problem:
+                result.append((call(), None))
+            except FAILURES as problem:
                 result.append((None, problem))
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(self._timeout)
         if not result:
-            raise EnvironmentFailure(f"{where}: {method} did not return within {self._timeout:g} seconds")
+            raise EnvironmentFailure(f"{where}: {what} did not return within {self._timeout:g} seconds")
         value, problem = result[0]
         if problem is not None:
-            raise EnvironmentFailure(f"{where}: {method} raised {type(problem).__name__}: {problem}") from problem
+            raise EnvironmentFailure(f"{where}: {what} raised {type(problem).__name__}: {problem}") from problem
         return value

@@ -161,6 +161,11 @@ def test_a_run_with_signed_credit_is_analysed_end_to_end_by_the_advantages_it_tr
         ({"tokens": ["a"], "weights": [1, 2]}, "weights has 2 numbers for 1 tokens"),
         ({"tokens": ["a"], "spans": spans((0, 2, 0.0))}, "span 0 to 2 of 1 tokens"),
         ({"tokens": ["a"], "reward": "good"}, "is not a completion"),
+        ({"tokens": ["a"], "correct": "yes"}, "correct is 'yes' and drops_unit 'nats', not true or false and a text"),
+        ({"tokens": ["a"], "drops_unit": ["nats"]}, "drops_unit .'nats'., not true or false and a text"),
+        ({"tokens": ["a"], "answer": {"start": "0", "end": 1}}, "TypeError: '<=' not supported"),
+        ({"tokens": ["a"], "answer": {"start": 0, "end": 2}}, "answer 0 to 2 of 1 tokens"),
+        ({"tokens": ["a"], "reward": float("nan")}, "Out of range float values are not JSON compliant"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, capsys, entry, message) -> None:

@@ -62,6 +62,14 @@ def test_figures_are_those_of_the_runs_files_and_means_are_over_seeds(folders, t
             assert {name: run["metrics"][name][at] for name in entry} == entry
 
 
+def test_a_mean_is_also_over_seeds_of_runs_that_log_otherwise_and_shows_both_settings(tmp_path) -> None:
+    settings = [{"log_completions": 4}, {"log_completions": 64, "resume": False}]
+    folders = [write_run(tmp_path / f"cf-{seed}", seed, 20, **own) for seed, own in enumerate(settings)]
+    names, rows = comparison(read_runs(folders))
+    mean = dict(zip(names, rows[2], strict=True))
+    assert [mean[name] for name in ("run", "log_completions", "seed")] == ["mean of 2 seeds", "4, 64", "0, 1"]
+
+
 def test_the_last_line_of_a_repeated_step_counts_and_a_number_that_is_not_finite_is_a_gap(tmp_path) -> None:
     folder = write_run(tmp_path / "run")
     lines = [{"step": step, "reward": reward} for step, reward in ((1, 1.0), (2, 2.0), (2, 3.0), (3, 0))]

@@ -107,7 +107,9 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_without_it_the_one_before
         tensors = [part for part in parts.infolist() if "/data/" in part.filename]
         tensor = parts.read(max(tensors, key=lambda part: part.file_size))
     flipped = (last / "state.pt").read_bytes().replace(tensor, bytes([tensor[0] ^ 1, *tensor[1:]]))
-    for file, content in (("state.pt", b"PK"), ("state.pt", flipped), ("run.json", b"{")):
+    bare = (last / "run.json").read_bytes().replace(b'"evaluations"', b'"gone"')
+    damaged = (("state.pt", b"PK"), ("state.pt", flipped), ("run.json", b"{"), ("run.json", b"[]"), ("run.json", bare))
+    for file, content in damaged:
         whole = (last / file).read_bytes()
         (last / file).write_bytes(content)
         with pytest.raises(
@@ -141,7 +143,7 @@ def test_other_weights_of_the_model_are_refused_where_they_are_in_no_checkpoint(
     trainer = set_up(config(*flags(there / "model", tmp_path, *more)))
     run = RunFolder(tmp_path)
     run.begin(trainer)
-    run.save(trainer, 1, lambda: {"bytes": {}})
+    run.save(trainer, 1, lambda: {"bytes": {}, "evaluations": [0]})
     assert run.begin(trainer)[0] == 1
     model = trainer.reference or trainer.policy
     with torch.no_grad():
@@ -161,6 +163,31 @@ def test_what_a_killed_process_left_half_written_is_deleted_and_before_its_first
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0"]
     assert run.begin(trainer) == (0, {"bytes": {}})
     assert run.begin(replace(trainer, rows=trainer.rows[1:])) == (0, {})
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("change", ["learning_rate", "max_completion_length", "resume", "weights"])
+def test_a_checkpoint_of_step_0_is_dropped_when_settings_or_the_weights_that_train_have_changed(
+    stopped, tmp_path, change
+) -> None:
+    trainer, run = stopped[0], RunFolder(tmp_path)
+    run.begin(trainer)
+    run.save(trainer, 0, lambda: {"bytes": {}})
+    weight = trainer.policy.model.norm.weight
+    others = {
+        "learning_rate": ["--learning_rate=0.1"], "max_completion_length": ["--max_completion_length=4"],
+        "resume": ["--no_resume"],
+    }.get(change)  # fmt: skip
+    argv = flags(tmp_path / "model", stopped[1])
+    changed = replace(trainer, config=config(*argv, *others)) if others else trainer
+    weight.data += float(change == "weights")
+    before = weight.detach().clone()
+    try:
+        for _ in range(2):  # the first one may end before it has a checkpoint of its own
+            assert run.begin(changed) == (0, {})
+        assert torch.equal(weight, before)
+    finally:
+        weight.data.sub_(float(change == "weights"))
 
 
 # On an odd day a prompt has one word more.

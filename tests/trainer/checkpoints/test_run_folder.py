@@ -12,7 +12,7 @@ import yaml
 
 from tests.support.runs import child, config, flags, main
 from trainer import checkpoints
-from trainer.checkpoints import Finished, Refused, open_run
+from trainer.checkpoints import Finished, Refused, RunFolder, open_run
 from trainer.disk import DiskError, naming
 
 
@@ -74,6 +74,33 @@ def test_a_setting_that_a_run_did_not_know_had_its_default_and_how_often_it_save
         assert folder.path == path
     with pytest.raises(Refused, match=r"beta \(0.0 then, 0.5 now\)"):
         open_run(config(*argv("run", "--beta=0.5"))).__enter__()
+
+
+@pytest.mark.parametrize("text", [None, "", "max_steps: ["])
+def test_a_run_whose_settings_are_lost_is_not_taken_for_none(argv, text) -> None:
+    path = begun(argv())
+    (path / "config.yaml").unlink()
+    if text is not None:
+        (path / "config.yaml").write_text(text)
+    with pytest.raises(Refused, match=rf"^{path}/config.yaml is missing or cannot be read, and the checkpoints beside"):
+        open_run(config(*argv())).__enter__()
+    with open_run(config(*argv("run", "--no_resume"))) as folder:
+        assert folder.path.name == "run-2"
+
+
+@pytest.mark.parametrize(("name", "text"), [("checkpoints/step-3/run.json", "[]"), ("summary.json", '{"steps": null}')])
+def test_a_damaged_file_ends_nothing_before_a_checkpoint_is_read(argv, name, text) -> None:
+    path = begun(argv())
+    (path / name).write_text(text)
+    with open_run(config(*argv())) as folder:
+        assert folder.path == path
+
+
+def test_the_command_that_resumes_is_named(argv) -> None:
+    path = begun(argv())
+    assert RunFolder(path).how_to_go_on(config(*argv())).endswith("step 3: the same command resumes from there")
+    said = RunFolder(path).how_to_go_on(config(*argv("run", "--no_resume")))
+    assert said.endswith(f"the same command with --output_dir={path} in place of --no_resume resumes from there")
 
 
 def test_to_start_anew_takes_a_new_folder(argv, tmp_path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from cfa_kernels import Credit, Span
 from tests.support.embedded import settings
-from trainer.report.report import completion_record
+from trainer.report.report import completion_record, logged_rows
 
 
 def record_of(
@@ -22,6 +22,15 @@ def record_of(
     result = SimpleNamespace(batch=batch, credit=credit, advantages=torch.tensor([advantage]))
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(str, ids)))
     return completion_record(result, 0, tokenizer, settings(*flags))
+
+
+def test_half_of_what_is_logged_shows_credit_and_the_rest_is_spread_over_the_batch() -> None:
+    right = [b % 16 < 8 for b in range(32)]  # which alone have spans
+    assert logged_rows(right, 8) == [0, 1, 2, 3, 4, 11, 18, 25]
+    assert logged_rows(right, 1) == [0]
+    assert logged_rows([False] * 32, 4) == [0, 8, 16, 24]
+    for count in (0, 32, 100):
+        assert sorted(logged_rows(right, count)) == [*range(min(count, 32))]
 
 
 def test_a_record_holds_the_weight_of_a_spans_last_token_as_its_first_may_count_as_outside() -> None:

@@ -1,6 +1,7 @@
 """Calls of reward functions: what they get, what they may return, and what is said about anything else."""
 
 import functools
+import math
 import re
 import sys
 from fractions import Fraction
@@ -133,6 +134,15 @@ def test_no_reward_of_the_programs_is_for_what_stands_in_a_thought_that_the_prom
     assert joined([rollouts, rollouts]).contents == rollouts.contents * 2
 
 
+@pytest.mark.parametrize("column", ["answer_format", "answer_fallback", "lead_in", "thought_tags"])
+def test_a_column_with_the_name_of_an_option_is_not_taken_for_it(column) -> None:
+    columns = {"prompts": ["?"], "completions": ["It is 7!"], "completion_ids": [[1]], "answer": ["#### 7"]}
+    reward = load_reward("exact_match", answer_format=r"is (\d)!")
+    for others in ({}, {column: ["none"]}):
+        require_callable({"exact_match": reward}, {"answer": "#### 7", **others})
+        assert rewards_by("exact_match", reward, ["one"], columns | others) == [1.0]
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -149,7 +159,18 @@ def test_any_real_numbers_are_rewards(values) -> None:
     assert total.tolist() == [1.0, 0.0, 1.0]
     assert by_function["mine"] == [1.0, 0.0, None]
     metrics = reward_metrics(total, by_function, 3)
-    assert (metrics["rewards/mine/mean"], metrics["rewards/mine/std"]) == (0.5, 0.5)
+    assert metrics["rewards/mine/mean"] == 0.5
+    assert metrics["rewards/mine/std"] == pytest.approx(0.5**0.5)
+
+
+def test_figures_of_rewards_are_trls_and_finite_for_all_that_are_finite() -> None:
+    rewards = torch.tensor([0.0, 1, 1, 1, 0, 0, 0, 3])
+    metrics = reward_metrics(rewards, {"mine": [*rewards.tolist(), None], "one": [1.0]}, 4)
+    assert metrics["reward_std"] == pytest.approx(float(rewards.std()))  # over all, by Bessel's correction
+    assert metrics["rewards/mine/std"] == pytest.approx(float(rewards.std()))
+    assert "rewards/one/std" not in metrics  # where TRL's is nan
+    huge = reward_metrics(rewards * 1e38, {"mine": (rewards * 1e38).tolist()}, 4)
+    assert all(map(math.isfinite, huge.values()))
 
 
 @pytest.mark.parametrize("values", [torch.tensor([1, 0, 1]), np.array([True, False, True])])

@@ -33,6 +33,7 @@ def test_a_run_adds_its_rewards_up_by_their_weights(tmp_path) -> None:
     ("options", "message"),
     [
         ({"reward_weights": [1.0, 2.0]}, "reward_weights: 2 weights for 1 reward_funcs"),
+        ({"reward_weights": [float("nan")]}, r"reward_weights must be finite numbers, got \[nan\]"),
         ({"reward_timeout": 0.0}, r"reward_timeout must be in \[1e-38, 1e38\], got 0.0"),
         ({"eval_samples": -1}, "eval_samples must be an integer, at least 0, got -1"),
         ({"reward_funcs": ["code"]}, "dataset: 'generated' has no tests"),
