@@ -232,10 +232,12 @@ class CounterfactualMixin(_Trainer):
             return result
         is_policy = model is self.model and is_sharded(self.model_wrapped)
         whole = self.model_wrapped if is_policy else self.accelerator.unwrap_model(model)
-        width, shortest = input_ids.shape[1], int(attention_mask.sum(1).min())
         # TRL takes the frequencies of the padded length for every row.
-        switches = rope_lengths(causal_lm(whole))[0]
-        if not self._is_moved and not any(shortest <= length < width for length in switches):
+        width, shortest, switches = input_ids.shape[1], attention_mask.sum(1).min(), rope_lengths(causal_lm(whole))[0]
+        moved = [self._is_moved, *(bool(shortest <= length < width) for length in switches)]
+        if is_sharded(whole):  # then all processes run it or none
+            moved = self.accelerator.gather(torch.tensor(moved, device=input_ids.device)).tolist()
+        if not any(moved):
             return result
         parts = (each.split([width - logits_to_keep, logits_to_keep], 1) for each in (input_ids, attention_mask))
         rows = Rows.from_padded(*chain.from_iterable(zip(*parts, strict=True)))
