@@ -235,7 +235,7 @@ def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
     if is_begun and (changed := _differences(settings, config)):
         raise Refused(f"{path} was begun with other settings: {', '.join(changed)}. Give the same ones, or {_NEW}")
     if _is_done(path, config):
-        raise Finished(f"{path} is finished: it has its {config.max_steps} steps; {_NEW}")
+        raise Finished(f"{path} is finished: it has the {config.max_steps} steps that are asked for; {_NEW}")
     return path
 
 

@@ -46,7 +46,7 @@ class Ending:
     def _handle(self, number: int, _: FrameType | None) -> None:
         again, self.signal = self.signal, self.signal or signal.Signals(number)
         if not again and not self.waits:
-            raise Ended("ended before the first step; nothing was written")
+            raise Ended("ended before a step; nothing was written, and what was there is unchanged")
         if again and number != signal.SIGINT:
             return
         text = "ended at once" if again else f"{self.signal.name}: ending after this step; Ctrl-C then ends at once"

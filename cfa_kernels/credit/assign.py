@@ -299,7 +299,7 @@ class Assignment:
             raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
         batch = batch.with_columns(targets=target_ids(batch.targets, tokenizer))
         whole, gained = batch, [0] * len(batch)
-        if ANSWER in config.needs and not config.needs & {ENTROPIES, EXTERNAL} and traces(batch.rows):
+        if ANSWER in config.needs and not config.needs & {ENTROPIES, EXTERNAL, LOG_RATIOS} and traces(batch.rows):
             whole, gained = with_context(batch, all_written(batch))
         return cls(config, access, tokenizer, whole, find_units(config, tokenizer, whole), keys, batch, gained)
 

@@ -15,13 +15,14 @@ from ..model.modes import evaluation_mode
 from ..model.parts import causal_lm, input_device
 from ..model.sharded.ranks import inside
 from ..model.walk import ModelWalk
+from ..ops.kept_tokens import KeptTokens
 from ..rows import Rows, traces
 from ..scoring.access import InProcess, ModelAccess
 from ..scoring.packed import PackedForward, packed_logprobs, stands_alone
 from ..tree.prefix_tree import Query
 from .assign import Assignment, Credit, counterfactual_credit
 from .config import CounterfactualConfig
-from .units import check_advantages, check_needed, credited_rows
+from .units import check_advantages, check_needed, credited_rows, written
 from .weights import Gather, normalized_weights
 
 HOST_BOUND = 10_000
@@ -140,10 +141,11 @@ class DeferredCredit:
         if self.compares_beyond([rows]):
             return self.by_model(forward.model)
         began = time.perf_counter()
-        entropies: Sequence[Tensor] | None = None
-        if self.config.reads_entropies:
+        entropies = self._given(rows)
+        if self.config.reads_entropies and entropies is None:
+            kept = self.batch.take(rows).kept_tokens
             with torch.no_grad():
-                values = list(forward.logprobs(self.temperature, return_entropy=True)[1])
+                values = list(forward.logprobs(self.temperature, return_entropy=True, kept_tokens=kept)[1])
             entropies = self._whole(rows, values)
         self._assign(rows, forward, entropies)
         self.seconds += time.perf_counter() - began
@@ -160,17 +162,24 @@ class DeferredCredit:
         """
         began = time.perf_counter()
         rows = range(len(self.batch)) if rows is None else rows
+        entropies = self._given(rows) if entropies is None else entropies
         if self.config.reads_entropies and entropies is None:
             assert isinstance(model, nn.Module)
             read = [b for b, some in zip(rows, self.reads(rows), strict=True) if some] or rows[:1]
+            part = self.batch.take(read)
             values = token_entropies(
-                model, self.batch.rows.take(read), temperature=self.temperature,
+                model, part.rows, temperature=self.temperature, kept_tokens=part.kept_tokens,
                 token_budget=smallest_budget(self.config.token_budget, self.batch.token_budget),
             )  # fmt: skip
             known = dict(zip(read, values, strict=True))
             entropies = self._whole(rows, [known.get(b, torch.zeros(0)) for b in rows])
         self._assign(rows, model, entropies)
         self.seconds += time.perf_counter() - began
+
+    def _given(self, rows: Sequence[int]) -> list[Tensor] | None:
+        """Return the caller's entropies of `rows`, if there are any."""
+        own = self.batch.entropies
+        return None if own is None else [own[b] for b in rows]
 
     def _whole(self, rows: Sequence[int], values: Sequence[Tensor]) -> list[Tensor]:
         """Extend values of the first tokens of `rows` by 0 to all of them: what was not computed is not read."""
@@ -194,8 +203,8 @@ class DeferredCredit:
             factors = self.batch.weights[b].to(credit.weights[i])  # type: ignore[index]
             weights = credit.weights[i] * factors
             # Weights that remain are normalised if some were taken away; if none remain, there is no credit.
-            partly = not factors.all() and weights.any()
-            own = None if self.batch.mask is None else self.batch.mask[b]
+            partly = credit.advantages is None and not factors.all() and weights.any()
+            own = written(self.batch, b)
             credit.weights[i] = normalized_weights(weights, self.config.normalize, own) if partly else weights
         self.parts.append((rows, credit))
         self._assigned.update(rows)
@@ -224,7 +233,12 @@ class DeferredCredit:
 
 
 def token_entropies(
-    model: nn.Module, rows: Rows, *, temperature: float = 1.0, token_budget: int | None = None
+    model: nn.Module,
+    rows: Rows,
+    *,
+    temperature: float = 1.0,
+    kept_tokens: Sequence[KeptTokens] | None = None,
+    token_budget: int | None = None,
 ) -> list[Tensor]:
     """Compute the entropy (nats) that each token was drawn with, B tensors (T_b,) on the host, in evaluation mode.
 
@@ -232,6 +246,11 @@ def token_entropies(
     """
     with evaluation_mode(causal_lm(model)), torch.no_grad():
         _, entropies = packed_logprobs(
-            model, rows, temperature=temperature, return_entropy=True, token_budget=token_budget
+            model,
+            rows,
+            temperature=temperature,
+            return_entropy=True,
+            kept_tokens=kept_tokens,
+            token_budget=token_budget,
         )
     return [row.cpu() for row in entropies]

@@ -66,6 +66,8 @@ def credited_loss(
         plain, every = LossBatch.of(batch, **others), range(len(batch))
         assigned = DeferredCredit(config, tokenizer, batch, seed=seed, temperature=others.get("temperature", 1.0))
         if scorer is not None:
+            if config.reads_entropies and batch.entropies is None:
+                raise ValueError("scorer: its entropies are not the policy's, which credit reads; pass entropies")
             assigned.by_model(scorer)
         reads = [one and scorer is None for one in assigned.reads(every)]  # also one without an advantage, if compared
         needed = zip(batch.rows.lengths, plain.needed(), reads, strict=True)

@@ -65,7 +65,7 @@ def check_traces(rows: Rows, written: Sequence[Tensor], advantages: Tensor | Seq
                         ours, theirs = advantages[b], advantages[other]
                         if ours.ndim:
                             ours, theirs = ours[slice(*turn)], theirs[first : first + len(own)]
-                        if not torch.equal(ours.nan_to_num(), theirs.nan_to_num()):
+                        if not torch.allclose(ours.nan_to_num(), theirs.nan_to_num(), rtol=1e-5):
                             raise ValueError(
                                 f"{where} of the former, tokens {tuple(turn)}: their advantages are "
                                 f"{ours.tolist()!r:.60} and {theirs.tolist()!r:.60}; a shared token has one"
@@ -82,7 +82,7 @@ def with_context(batch: Batch, written: Sequence[Tensor]) -> tuple[Batch, list[i
     rows, advantages = batch.rows, batch.advantages
     prompts, completions, masks = list(rows.prompts), list(rows.completions), list(written)
     by_token = None if advantages is None or isinstance(advantages, Tensor) else list(advantages)
-    for members in traces(rows).values():
+    for rollout, members in traces(rows).items():
         tree, paths = _paths(rows, members)
         values = np.zeros((2, tree.num_tokens))  # whether the policy wrote a token, and its advantage
         for b in members:
@@ -95,15 +95,22 @@ def with_context(batch: Batch, written: Sequence[Tensor]) -> tuple[Batch, list[i
             whole, start = torch.from_numpy(rows.whole(b)), min(inside)
             prompts[b], completions[b] = whole[:start], whole[start:]
             end, last = len(paths[b]), paths[b][-1]
-            goes_on = any(len(paths[a]) > end and paths[a][end - 1] == last for a in members)
-            masks[b] = torch.from_numpy((values[0, paths[b][start:]] > 0) & (not goes_on))
+            longer = [a for a in members if len(paths[a]) > end and paths[a][end - 1] == last]
+            if isinstance(advantages, Tensor) and any(advantages[a] != advantages[b] for a in longer):
+                other = next(a for a in longer if advantages[a] != advantages[b])
+                raise ValueError(
+                    f"rollouts {rollout!r}: row {rows.index[other]} continues row {rows.index[b]}, and their "
+                    f"advantages are {advantages[other]:g} and {advantages[b]:g}; the former scores the turns of the "
+                    "latter, so give the rows of a rollout one advantage"
+                )
+            masks[b] = torch.from_numpy((values[0, paths[b][start:]] > 0) & (not longer))
             if by_token is not None:
                 by_token[b] = torch.from_numpy(values[1, paths[b][start:]]).to(by_token[b].dtype)
     columns = {name: getattr(batch, name) for name in ("rewards", "groups", "probes", "targets")}
-    longer = Rows(prompts, completions, rows.index, rows.rollouts)
+    extended = Rows(prompts, completions, rows.index, rows.rollouts)
     own = advantages if by_token is None else by_token
-    gained = [new - old for new, old in zip(longer.lengths, rows.lengths, strict=True)]
-    return Batch(longer, advantages=own, mask=masks, **columns), gained
+    gained = [new - old for new, old in zip(extended.lengths, rows.lengths, strict=True)]
+    return Batch(extended, advantages=own, mask=masks, **columns), gained
 
 
 def as_sampled(row: Reasoning | None, drop: Tensor, gained: int, own: Tensor) -> tuple[Span | None, list[Span], Tensor]:

@@ -39,9 +39,14 @@ def credited_rows(batch: Batch, completions: str = "all") -> list[int]:
     if advantages is None:
         return rows
     if completions == "positive":
-        return [b for b in rows if advantages[b].sum() > 0]
-    moves = (advantages != 0).tolist() if isinstance(advantages, Tensor) else [row.any() for row in advantages]
-    return [b for b in rows if moves[b]]
+        return [b for b in rows if _counted(batch, b).sum() > 0]
+    return [b for b in rows if _counted(batch, b).any()]
+
+
+def _counted(batch: Batch, b: int) -> Tensor:
+    """Return the advantage of a row, or those of its tokens that the policy wrote."""
+    own = batch.advantages[b]  # type: ignore[index]
+    return own[batch.mask[b]] if own.ndim and batch.mask is not None else own
 
 
 def check_advantages(batch: Batch, completions: str) -> None:

@@ -188,3 +188,22 @@ def test_factors_multiply_the_weights_and_what_is_left_is_normalised():
     assert first[:2].eq(0).all()
     assert first.mean() == pytest.approx(1)
     assert fifth.eq(0).all()
+
+
+def test_what_a_tool_wrote_decides_neither_which_rows_are_scored_nor_the_mean_of_weights():
+    """Nor is signed credit normalised where a caller's weights take tokens away."""
+    counted = [torch.arange(n) > 0 for n in ROWS.lengths]
+    advantages = [torch.where(mask, value, 5.0) for mask, value in zip(counted, ADVANTAGES, strict=True)]
+    positive = CounterfactualConfig(completions="positive")
+    batch = Batch(ROWS, advantages=advantages, mask=counted)
+    assert DeferredCredit(positive, tiny_tokenizer(), batch, seed=0).to_judge() == [0, 2, 3, 5]
+    model = tiny_model().eval()
+    weights = [(torch.arange(n) != 2).float() for n in ROWS.lengths]
+    own = [torch.where(mask, value, 0.0) for mask, value in zip(counted, ADVANTAGES, strict=True)]
+    credit = DeferredCredit(
+        CounterfactualConfig(normalize="mean"), tiny_tokenizer(), Batch(ROWS, advantages=own, weights=weights), seed=0
+    )
+    credit.by_model(model)
+    for row, mask in zip(credit.take(range(6)).weights, counted, strict=True):
+        assert row[mask].mean() == pytest.approx(1.0, abs=1e-5)
+        assert (row[~mask] == 1).all()

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, counterfactual_credit, credited_loss, packed_policy_loss, token_entropies
+from cfa_kernels import (
+    CounterfactualConfig,
+    KeptTokens,
+    counterfactual_credit,
+    credited_loss,
+    packed_policy_loss,
+    token_entropies,
+)
 from cfa_kernels.model import tree_forward
 from cfa_kernels.scoring import packed
 from tests.support.log_prob_hosts import REWARDS, batch_rows
@@ -50,3 +57,34 @@ def test_masking_continues_the_forward_of_the_loss(monkeypatch, unchecked):
 def test_an_unknown_preset_is_named():
     with pytest.raises(ValueError, match=r"credit must be a CounterfactualConfig or one of .* got 'masking'"):
         credited_loss(tiny_model(), tiny_tokenizer(), ROWS, advantages=ADVANTAGES, credit="masking")
+
+
+def test_entropies_are_the_callers_or_those_over_the_kept_ids():
+    model, tokenizer = tiny_model().eval(), tiny_tokenizer()
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.rand(n, generator=generator) for n in ROWS.lengths]
+    config, options = CounterfactualConfig("entropy", fraction=0.3), {"advantages": ADVANTAGES}
+    ours = counterfactual_credit(None, tokenizer, ROWS, config=config, entropies=given, **options)
+    found = credited_loss(model, tokenizer, ROWS, credit=config, entropies=given, **options)
+    assert all(map(torch.equal, found.credit.weights, ours.weights))
+    own = credited_loss(model, tokenizer, ROWS, credit=config, **options)
+    assert not all(map(torch.equal, own.credit.weights, ours.weights))
+    kept = [KeptTokens.of([sorted({int(token), 3, 4}) for token in row]) for row in ROWS.completions]
+    config = CounterfactualConfig("entropy_shaping", alpha=0.1)
+    expected = token_entropies(model, ROWS, kept_tokens=kept)
+    by_hand = counterfactual_credit(None, tokenizer, ROWS, config=config, entropies=expected, **options)
+    found = credited_loss(model, tokenizer, ROWS, credit=config, kept_tokens=kept, **options)
+    torch.testing.assert_close(found.credit.advantages, by_hand.advantages, rtol=1e-5, atol=1e-6)
+    assert max(float(row.max()) for row in expected) < 1.1 < max(map(float, token_entropies(model, ROWS)[0]))
+
+
+def test_a_scorer_has_no_entropies_of_the_policy():
+    model, tokenizer = tiny_model().eval(), tiny_tokenizer()
+    options = {
+        "advantages": ADVANTAGES,
+        "credit": CounterfactualConfig("entropy", fraction=0.3),
+        "scorer": tiny_model(),
+    }
+    with pytest.raises(ValueError, match=r"^scorer: its entropies are not the policy's, .*; pass entropies"):
+        credited_loss(model, tokenizer, ROWS, **options)
+    credited_loss(model, tokenizer, ROWS, entropies=[torch.rand(n) for n in ROWS.lengths], **options)

@@ -320,3 +320,25 @@ def test_scores_of_turns_deep_in_traces_are_those_of_rows_apart():
             if span.end < answer.start:
                 masked = naive_row(model, PROMPTS[b], edited)[slice(*answer)].sum()
                 assert drop.item() == pytest.approx((base - masked).item(), abs=4e-5)
+
+
+def test_a_row_that_another_continues_has_its_advantage_or_there_is_no_sign_to_go_by():
+    """The turns of the former are scored in the latter, by whose advantage they would be judged."""
+    model = make_model("Qwen3", vocab_size=128)
+    start, mask = joined(("look 1+1. ", 1), ("[2] ", 0))
+    rows = Rows([PROMPTS[0], torch.cat([PROMPTS[0], start])], [start, ids("then 2.\n#### 2")], rollouts=["a", "a"])
+    options = {"config": CounterfactualConfig(units="turns"), "mask": [mask, torch.ones(len(rows.completions[1]))]}
+    counterfactual_credit(model, CHARACTERS, rows, advantages=torch.ones(2), **options)
+    said = r"^rollouts 'a': row 1 continues row 0, and their advantages are -1 and 1; .* one advantage"
+    with pytest.raises(ValueError, match=said):
+        counterfactual_credit(model, CHARACTERS, rows, advantages=torch.tensor([1.0, -1.0]), **options)
+
+
+def test_rounding_is_no_disagreement_and_log_ratios_are_read_of_rows_of_a_rollout():
+    model = make_model("Qwen3", vocab_size=128)
+    advantages = [torch.full((len(row),), 0.3) for row in COMPLETIONS]
+    advantages[1] += 3e-8
+    config = CounterfactualConfig(units="turns", preselect=0.5, preselect_by="progress")
+    given = {name: [torch.zeros(len(row)) for row in COMPLETIONS] for name in ("old_logprobs", "ref_logprobs")}
+    found = counterfactual_credit(model, CHARACTERS, ROWS, config=config, mask=MASKS, advantages=advantages, **given)
+    assert any(map(len, found.spans))

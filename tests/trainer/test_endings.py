@@ -63,7 +63,7 @@ def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(there, 
 def test_a_signal_before_the_first_step_ends_at_once_and_leaves_nothing(there) -> None:
     argv = flags(there / "model", there / "early")
     _, (ended, _, said) = child(signalled, argv, signal.SIGINT, -1)
-    assert (ended, said) == (130, "ended before the first step; nothing was written\n")
+    assert (ended, said) == (130, "ended before a step; nothing was written, and what was there is unchanged\n")
     assert not (there / "early").exists()
 
 

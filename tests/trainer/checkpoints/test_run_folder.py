@@ -58,7 +58,7 @@ def test_a_changed_setting_is_refused_and_the_difference_shown(argv, more, said)
 
 def test_under_a_steady_schedule_a_run_may_become_longer(argv) -> None:
     path = begun(argv("run", "--lr_scheduler_type=constant"), finished=True)
-    with pytest.raises(Finished, match="run is finished: it has its 6 steps; --no_resume starts again"):
+    with pytest.raises(Finished, match="run is finished: it has the 6 steps that are asked for; --no_resume"):
         open_run(config(*argv("run", "--lr_scheduler_type=constant"))).__enter__()
     with open_run(config(*argv("run", "--lr_scheduler_type=constant", "--max_steps=8"))) as folder:
         assert folder.path == path
