@@ -330,7 +330,7 @@ class Assignment:
                 min_spread=estimate.min_spreads.get(b, 0.0), advantage=advantages[b], group=int(groups[b]),
             )  # fmt: skip
         nodes, judged = shared_nodes(batch.rows), [b for b, row in weighed.items() if row.units]
-        weighed = with_relatives(weighed, nodes, batch.rows.rollouts)
+        weighed = with_relatives(weighed, nodes, batch.rows.rollouts, pooled=rule is not None and rule.compares)
         for b in weighed if config.control in ("permuted", "random") else ():
             generator = keyed_generator(*self.seed, batch.index[b], "weights")
             weighed[b] = with_draws(weighed[b], rule, config.control, generator)  # type: ignore[arg-type]

@@ -128,11 +128,11 @@ def as_sampled(row: Reasoning | None, drop: Tensor, gained: int, own: Tensor) ->
 
 
 def with_relatives(
-    weighed: Mapping[int, WeightInputs], nodes: Nodes, rollouts: Sequence[Hashable | None]
+    weighed: Mapping[int, WeightInputs], nodes: Nodes, rollouts: Sequence[Hashable | None], *, pooled: bool = False
 ) -> dict[int, WeightInputs]:
     """Let each row be weighed among all units of its rollout; a unit in several rows has the mean of its importances.
 
-    Units of other rows stand behind the row's own tokens.
+    Units of other rows stand behind the row's own tokens, unless all rows are `pooled`: they would count again there.
     """
     sharing = {b: row for b, row in weighed.items() if b in nodes and len(row.importances) == len(row.units)}
     values = defaultdict[Hashable, dict[tuple[int, int], list[float]]](lambda: defaultdict(list))
@@ -147,7 +147,7 @@ def with_relatives(
     for b, row in sharing.items():
         own, known = [_key(nodes[b], unit) for unit in row.units], values[rollouts[b]]
         units, length = list(row.units), row.length
-        others = [key for key in known if key not in own]
+        others = [] if pooled else [key for key in known if key not in own]
         for key in others:
             units.append(Span(length, length + sizes[key]))
             length += sizes[key]

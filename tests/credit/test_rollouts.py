@@ -342,3 +342,16 @@ def test_rounding_is_no_disagreement_and_log_ratios_are_read_of_rows_of_a_rollou
     given = {name: [torch.zeros(len(row)) for row in COMPLETIONS] for name in ("old_logprobs", "ref_logprobs")}
     found = counterfactual_credit(model, CHARACTERS, ROWS, config=config, mask=MASKS, advantages=advantages, **given)
     assert any(map(len, found.spans))
+
+
+def test_rules_that_pool_all_rows_count_a_rollouts_tokens_once():
+    generator = torch.Generator().manual_seed(1)
+    completions = [torch.randint(3, 100, (40,), generator=generator) for _ in range(6)]
+    entropies = [torch.rand(40, generator=generator) + (b < 4) for b in range(6)]
+    config, found = CounterfactualConfig("entropy", fraction=0.2), []
+    for rollouts in (None, ["x"] * 4 + ["y", "z"]):
+        rows = Rows([PROMPTS[0]] * 6, completions, rollouts=rollouts)
+        options = {"config": config, "entropies": entropies, "advantages": torch.ones(6)}
+        found.append(torch.cat(counterfactual_credit(None, CHARACTERS, rows, **options).weights))
+    assert found[0].mean() == pytest.approx(0.2)
+    assert torch.equal(found[0], found[1])
