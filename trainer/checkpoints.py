@@ -33,7 +33,7 @@ from .cli import read_mapping, to_yaml
 from .config import TrainConfig
 from .disk import DiskError, naming, whole_folder, write_whole
 from .policy import WHOLE, require_finite_weights, trained_state
-from .processes import on_first
+from .processes import gather, on_first
 from .provenance import made_by
 from .settings import CHANGE_NO_RESULT
 from .state import Trainer
@@ -75,27 +75,25 @@ class RunFolder:
         """
         config, self._facts = trainer.config, _facts(trainer)
         is_begun, step = on_first(lambda: (_is_begun(self.path), max(_steps(self.path), default=0)))
-        report: dict[str, Any] = {}
+        report, state, changed = dict[str, Any](), None, list[str]()
         try:
-            if not is_begun and on_first(lambda: self._is_other(config)):
-                raise ValueError("its settings are others")
-            content = on_first(lambda: self.read(step))
-            on_first(lambda: _require_unchanged(self._checkpoint(step) / "state.pt"))
-            state = torch.load(self._checkpoint(step) / "state.pt", "cpu", weights_only=True)
-            pairs = {name: (content["facts"].get(name), fact) for name, fact in self._facts.items()}
-            changed = [f"{name} was {then} and is {now} now" for name, (then, now) in pairs.items() if then != now]
-            if changed and not is_begun:
-                raise ValueError("data or weights are others")
+            if is_begun or not on_first(lambda: self._is_other(config)):
+                content = on_first(lambda: self.read(step))
+                on_first(lambda: _require_unchanged(self._checkpoint(step) / "state.pt"))
+                pairs = {name: (content["facts"].get(name), fact) for name, fact in self._facts.items()}
+                changed = [f"{name} was {then} and is {now} now" for name, (then, now) in pairs.items() if then != now]
+                state = torch.load(self._checkpoint(step) / "state.pt", "cpu", weights_only=True)
         except Exception as problem:  # a file that was changed fails in as many ways as it has bytes
-            if is_begun:
+            if is_begun:  # else nothing is lost
                 said = problem if isinstance(problem, OSError | ValueError) else type(problem).__name__
                 what = f"{self._checkpoint(step)} cannot be read ({said})"
                 raise Refused(f"{what}; remove it to resume from the one before; {_NEW}") from problem
-            # Nothing is lost. What is there must not be taken for a checkpoint of the settings that are written next.
+        if is_begun and (changed := [one for one in changed if not one.startswith(_TRAINED)]):
+            raise Refused(f"{self.path}: {'; '.join(changed)}; {_NEW}")
+        if not is_begun and not all(gather(state is not None and not changed)):  # in all processes or in none
+            state = None  # and must not be taken for a checkpoint of the settings that are written next
             on_first(lambda: shutil.rmtree(self.path / "checkpoints", ignore_errors=True))
-        else:
-            if changed := [one for one in changed if not one.startswith(_TRAINED)]:
-                raise Refused(f"{self.path}: {'; '.join(changed)}; {_NEW}")
+        if state is not None:
             restore(trainer, state)
             report = content["report"]
         if step > config.max_steps:

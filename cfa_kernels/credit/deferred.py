@@ -141,9 +141,9 @@ class DeferredCredit:
         if self.compares_beyond([rows]):
             return self.by_model(forward.model)
         began = time.perf_counter()
-        entropies = self._given(rows)
+        entropies = self._given("entropies", rows)
         if self.config.reads_entropies and entropies is None:
-            kept = self.batch.take(rows).kept_tokens
+            kept = self._given("kept_tokens", rows)
             with torch.no_grad():
                 values = list(forward.logprobs(self.temperature, return_entropy=True, kept_tokens=kept)[1])
             entropies = self._whole(rows, values)
@@ -162,13 +162,13 @@ class DeferredCredit:
         """
         began = time.perf_counter()
         rows = range(len(self.batch)) if rows is None else rows
-        entropies = self._given(rows) if entropies is None else entropies
+        entropies = self._given("entropies", rows) if entropies is None else entropies
         if self.config.reads_entropies and entropies is None:
             assert isinstance(model, nn.Module)
             read = [b for b, some in zip(rows, self.reads(rows), strict=True) if some] or rows[:1]
-            part = self.batch.take(read)
             values = token_entropies(
-                model, part.rows, temperature=self.temperature, kept_tokens=part.kept_tokens,
+                model, self.batch.rows.take(read), temperature=self.temperature,
+                kept_tokens=self._given("kept_tokens", read),
                 token_budget=smallest_budget(self.config.token_budget, self.batch.token_budget),
             )  # fmt: skip
             known = dict(zip(read, values, strict=True))
@@ -176,9 +176,9 @@ class DeferredCredit:
         self._assign(rows, model, entropies)
         self.seconds += time.perf_counter() - began
 
-    def _given(self, rows: Sequence[int]) -> list[Tensor] | None:
-        """Return the caller's entropies of `rows`, if there are any."""
-        own = self.batch.entropies
+    def _given(self, column: str, rows: Sequence[int]) -> list[Any] | None:
+        """Return what the caller gave in a column for each of `rows`, if there is one."""
+        own = getattr(self.batch, column)
         return None if own is None else [own[b] for b in rows]
 
     def _whole(self, rows: Sequence[int], values: Sequence[Tensor]) -> list[Tensor]:

@@ -126,7 +126,7 @@ def _is_trls(trainer: Any, name: str) -> bool:
     method, modules = inspect.getattr_static(GRPOTrainer, name, None), []
     code = getattr(method, "__func__", method)
     while code is not None:  # TRL's function inside decorators of its own and of torch's; a patch is neither
-        modules.append(code.__globals__["__name__"].partition(".")[0])
+        modules.append(getattr(code, "__globals__", {}).get("__name__", "").partition(".")[0])
         code = getattr(code, "__wrapped__", None)
     return not owners or (owners == [GRPOTrainer] and {*modules} <= {"trl", "torch"})
 

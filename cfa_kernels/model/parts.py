@@ -125,7 +125,9 @@ def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
         return None
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if rope.get("rope_type") in ("yarn", "linear"):  # stretched from a context that the configuration may still name
-        longest = max(longest, int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", longest)))
+        longest = max(
+            longest, int((rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or longest))
+        )
     return longest
 
 
@@ -192,7 +194,8 @@ def foreign_hooks(module: nn.Module) -> list[Any]:
 
 
 def _hook(hook: Any) -> object:
-    """Key of a hook: equal for hooks that the same code makes from the same values."""
+    """Key of a hook: equal for hooks that the same code makes from the same values, of the same object."""
     inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    inside += [*(getattr(hook, "__defaults__", None) or ()), getattr(hook, "__self__", None)]
     values = (value if isinstance(value, (int, float, str, NoneType)) else Same(value) for value in inside)
     return Same(getattr(hook, "__code__", hook)), *values

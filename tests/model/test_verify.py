@@ -175,10 +175,31 @@ def test_a_self_check_is_kept_while_nothing_changes(monkeypatch):
     verify.check_supported(model)
 
 
+class Mixing:
+    """A hook that is a method."""
+
+    def __init__(self, inside):
+        self.inside = inside
+
+    def __call__(self, module, args, out):
+        return out + out.roll(1, 1) if self.inside in ("roll", [0]) else 2 * out
+
+    def method(self, module, args, out):
+        return self(module, args, out)
+
+
+HOOKS = {
+    "closure": lambda inside: lambda module, args, out: Mixing(inside)(module, args, out),
+    "default": lambda inside: lambda module, args, out, own=inside: Mixing(own)(module, args, out),
+    "method": lambda inside: Mixing(inside).method,
+    "object": Mixing,
+}
+
+
 @pytest.mark.parametrize(("before", "after"), [("scale", "roll"), ([1], [0])])
-def test_a_hook_of_the_same_code_with_another_value_inside_is_checked(before, after):
-    def hook(inside):
-        return lambda _, args, out: out + out.roll(1, 1) if inside in ("roll", [0]) else 2 * out
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_of_the_same_code_with_another_value_inside_is_checked(kind, before, after):
+    hook = HOOKS[kind]
 
     model = make_model("Qwen3")
     embedding = model.get_input_embeddings()
