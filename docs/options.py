@@ -4,29 +4,29 @@
 """
 
 import re
+from dataclasses import fields
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cfa_kernels import CounterfactualConfig
-from cfa_kernels.credit.config import AnswerRules, SpanRules, flat_options
-from cfa_kernels.credit.weights import WEIGHTS
+from cfa_kernels.credit.config import PARTS, part_options
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERS
 from trainer.cli import documented
 
 FOLDER = Path(__file__).parent
-OWN = ("estimator", "weights", "control", "completions", "units", "target", "normalize", "open_spans", "token_budget")
+OWN = [entry.name for entry in fields(CounterfactualConfig) if entry.name not in ("spans", "answers")]
 """Options of the configuration itself."""
 
 ROWS: dict[str, dict[str, Any]] = {
     "`masking`": {},
-    '`masking`, `outcome="last"` or `"mean"`': {"outcome": "mean"},
-    '`masking`, `mask="drop"`': {"mask": "drop"},
-    "`masking`, `merge_adapters`": {"merge_adapters": True},
-    "`masking`, `preselect`, by length or `prefix_gain`": {"preselect": 0.5, "preselect_by": "prefix_gain"},
-    "`masking`, `preselect`, by `entropy`": {"preselect": 0.5, "preselect_by": "entropy"},
-    "`masking`, `preselect`, by `gradient`": {"preselect": 0.5, "preselect_by": "gradient"},
+    '`masking`, `outcome="last"` or `"mean"`': {"estimator.outcome": "mean"},
+    '`masking`, `mask="drop"`': {"estimator.mask": "drop"},
+    "`masking`, `merge_adapters`": {"estimator.merge_adapters": True},
+    "`masking`, `preselect`, by length or `prefix_gain`": {"estimator.preselect": 0.5, "estimator.preselect_by": "prefix_gain"},
+    "`masking`, `preselect`, by `entropy`": {"estimator.preselect": 0.5, "estimator.preselect_by": "entropy"},
+    "`masking`, `preselect`, by `gradient`": {"estimator.preselect": 0.5, "estimator.preselect_by": "gradient"},
     **{f"`{name}`": {"estimator": name} for name in ESTIMATORS if name != "masking"},
     "a function of yours": {"estimator": lambda model, batch: batch.units},
     '`target="gold"`': {"target": "gold"},
@@ -36,22 +36,24 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def options() -> str:
-    """The table of every option: flat name, part, default, meaning."""
-    lines = ["| option | part | default | meaning |", "|---|---|---|---|"]
+    """The table of every option: path, readers, default, meaning."""
+    lines = ["| option | read by | default | meaning |", "|---|---|---|---|"]
     docs = documented(CounterfactualConfig)
     default = CounterfactualConfig()
     for name in OWN:
         value = getattr(default, name)
         lines.append(_line(name, "", "by the estimator" if name in ("weights", "units") else value, docs[name]))
-    lines += [_line(name, _owner(part), entry.default, documented(part)[name]) for name, part, entry in flat_options()]
+    for path, part, entry in part_options():
+        reader = f"`{part.name}`" if path.partition(".")[0] in PARTS else ""  # type: ignore[attr-defined]
+        lines.append(_line(path, reader, entry.default, documented(part)[entry.name]))
     return "\n".join(lines)
 
 
 def hosts() -> str:
     """The table of what runs in which host, as what a configuration needs and a host does not offer."""
     labels: dict[str, list[str]] = {}  # of rows with equal cells
-    for label, flat in ROWS.items():
-        needs = CounterfactualConfig.from_flat(flat).needs
+    for label, given in ROWS.items():
+        needs = CounterfactualConfig.of(given).needs
         cells = " | ".join("no" if needs - offered else "yes" for offered in OFFERS.values())
         labels.setdefault(cells, []).append(label)
     lines = [f"| | {' | '.join(OFFERS)} |", "|---|" + "---|" * len(OFFERS)]
@@ -59,10 +61,19 @@ def hosts() -> str:
 
 
 def verl() -> str:
-    """The options that can run in verl, whose workers hold pieces, each with the default of the chosen parts."""
-    default, others = {"estimator": "masking"}, ("sigma", "merge_adapters")
-    names = dict.fromkeys(name for name, _, _ in flat_options() if name not in others)
-    return "\n".join(f"  {name}: {default.get(name, 'null')}" for name in dict.fromkeys([*OWN, *names]))
+    """The options that can run in verl, whose workers hold pieces; null is the default of the chosen parts."""
+    lines, before = ["  preset: none"], ""
+    others = ("estimator.sigma", "estimator.merge_adapters")
+    paths = dict.fromkeys(path for path, _, _ in part_options() if path not in others)
+    for path in [*OWN, *paths]:
+        part, dot, option = path.partition(".")
+        if part in PARTS and not dot:
+            continue
+        if dot and part != before:
+            lines += [f"  {part}:", *(["    name: null"] if part in PARTS else [])]
+        lines.append(f"    {option}: null" if dot else f"  {part}: null")
+        before = part
+    return "\n".join(lines)
 
 
 TABLES = {
@@ -86,12 +97,6 @@ def pages() -> Iterator[tuple[Path, str, str]]:
                 f"{page.name}: has no place for the table {name!r}; put {begin.strip()} and {end.strip()} there"
             )
         yield page, text, text[: found.start()] + begin + "\n" + table() + "\n" + end + text[found.end() :]
-
-
-def _owner(part: Any) -> str:
-    if part in (SpanRules, AnswerRules):
-        return f"`{part.__name__}`"
-    return f"`{part.__name__}`, `{'weights' if part in WEIGHTS.values() else 'estimator'}={part.name}`"
 
 
 def _line(name: str, owner: str, default: Any, meaning: str) -> str:

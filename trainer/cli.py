@@ -1,11 +1,12 @@
 """Fill the settings from their defaults, the model folder's file, `--config` and flags, by tyro; print help.
 
-It imports torch only for flags that put other parts in the place of a preset's, as seconds of imports come after this.
+This imports no torch. Flags and keys that name no setting are options of credit, by path; the library checks them later.
 """
 
 import argparse
 import ast
 import contextlib
+import difflib
 import inspect
 import io
 import itertools
@@ -16,7 +17,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,12 @@ import tyro
 import yaml
 
 from cfa_kernels import __version__
-from cfa_kernels.credit.presets import DEFAULT_PRESET, PRESETS, preset_names
+from cfa_kernels.credit.presets import NONE, preset_names
 from cfa_kernels.options import check_fields
 
 from .extras import program
 from .rewards.built_in import require_rewards
-from .settings import (
-    ASSETS,
-    CREDIT_OPTIONS,
-    DEFAULTS_FILE,
-    EMBEDDED,
-    TrainSettings,
-    model_path,
-    require_data,
-    require_model,
-)
+from .settings import CONFIGS, DEFAULTS_FILE, EMBEDDED, TrainSettings, model_path, require_data, require_model
 
 MODEL_SETTINGS = (
     "temperature", "top_p", "max_completion_length", "instruction", "use_peft", "learning_rate",
@@ -46,18 +38,13 @@ MODEL_SETTINGS = (
 )  # fmt: skip
 """Settings that a model folder may bring, which runs no code: how it samples, is prompted and trains best."""
 
-DESCRIPTION = """Train a language model by reinforcement with counterfactual credit assignment. With no setting it
-trains the embedded model on generated word problems in a few minutes on a CPU; with --config cf,
+DESCRIPTION = """Train a language model by GRPO or DAPO, with counterfactual credit where --credit or --estimator names
+it. With no setting it trains the embedded model on generated word problems in a few minutes on a CPU; with --config cf,
 --model <hub name or folder> and --dataset <hub name or file> it is the CF paper's run."""
 _FIRST = (
     "model", "dataset", "reward_funcs", "output_dir", "max_steps", "learning_rate", "generation_batch_size",
-    "num_generations", "max_completion_length", "credit", "estimator", "seed",
+    "num_generations", "max_completion_length", "credit", "seed",
 )  # fmt: skip
-
-
-def config_names() -> list[str]:
-    """List the names that `--config` takes for a file that ships."""
-    return sorted([*preset_names(), "calculator"])
 
 
 class _Yaml(yaml.SafeLoader):
@@ -69,46 +56,50 @@ _Yaml.add_implicit_resolver(
 )
 
 
+def config_names() -> list[str]:
+    """List the names that `--config` takes for a file that ships."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
 def parse(argv: Sequence[str], *, prog: str) -> TrainSettings:
     """Fill the settings from, in rising order: their defaults, the model folder's, `--config`, flags.
 
-    A file of `--config` that ships with the program is another model's run: the model folder wins over it. Credit is by
-    the default one of these unless `--config` or `--estimator` name another.
     A setting that is wrong ends the program with exit code 2 and a message that names it.
     """
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     before.add_argument("--config")
-    before.add_argument("--credit_options", nargs=2, action="append", default=[])
-    for name in ("model", "estimator", *(name for name in CREDIT_OPTIONS if not hasattr(TrainSettings, name))):
-        before.add_argument(f"--{name}", default=argparse.SUPPRESS)
+    before.add_argument("--model")
     with refusing(prog):
-        chosen, flags = before.parse_known_args(argv)
-        given = vars(chosen)
-        source, pairs = given.pop("config"), given.pop("credit_options")
-        early = {name: given.pop(name) for name in ("model", "estimator") if name in given}
-        source = source or (DEFAULT_PRESET if _names_no_credit(argv) else None)
-        file = _config_file(source) if source else None
-        preset = file if file and file.resolve().parent == PRESETS.resolve() else None
-        settings = (_read_settings(file) if file else {}) | early
-        model = settings.get("model") or EMBEDDED
+        given, flags = before.parse_known_args(argv)
+        settings = _read_settings(_config_file(given.config)) if given.config else {}
+        model = settings["model"] = given.model or settings.get("model") or EMBEDDED
         if (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
-            suits = _model_settings(suited, model)
-            settings = settings | suits if preset else suits | settings
+            settings = _model_settings(suited, model) | settings
         defaults = TrainSettings(**{name: value for name, value in settings.items() if value is not None})
         check_fields(defaults)
-        written = {"true": "True", "false": "False"}  # as YAML and Hydra have them, and as tyro does
-        for name, value in [*pairs, *given.items()]:
-            flags += ["--credit_options", name, written.get(value, value)]
-        # tyro takes the keys of a dictionary's default for the only ones.
-        bare = replace(defaults, credit_options={})
-        result = tyro.cli(TrainSettings, args=flags, default=bare, prog=prog, description="", use_underscores=True)
+        result, others = tyro.cli(
+            TrainSettings, args=flags, default=defaults, prog=prog, description="", use_underscores=True,
+            return_unknown_args=True,
+        )  # fmt: skip
         check_fields(result)
-        # A preset is a whole: what another estimator or rule does not read would otherwise be refused.
-        options, own = dict(defaults.credit_options), result.credit_options
-        if preset and (own or "estimator" in early):
-            _drop_unread(preset.stem, result.estimator, options, own)
-        result.credit_options = options | own
+        result.credit_options = defaults.credit_options | _by_path(others)
         return result
+
+
+def _by_path(flags: Sequence[str]) -> dict[str, Any]:
+    """Read `--path value` and `--path=value`; numbers, true, false and null are what YAML takes them for."""
+    options, words = {}, iter(flags)
+    for flag in words:
+        path, equals, value = flag.removeprefix("--").partition("=")
+        if not flag.startswith("--") or (not equals and (value := next(words, "--")).startswith("--")):
+            raise ValueError(f"{flag}: is no setting and no option of credit with a value; --help-all lists them")
+        if near := difflib.get_close_matches(path, [entry.name for entry in fields(TrainSettings)], n=1, cutoff=0.8):
+            raise ValueError(f"{flag}: is no setting; did you mean --{near[0]}?")
+        with contextlib.suppress(yaml.YAMLError, ValueError):
+            plain = yaml.load(value, _Yaml)
+            value = value if isinstance(plain, str | list | dict) or value.lower() in ("on", "off") else plain
+        options[path] = value
+    return options
 
 
 def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
@@ -119,19 +110,10 @@ def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
         for name in filter(None, (settings.dataset, settings.eval_dataset)):
             require_data(name)
         require_model(settings.model)
-        if _names_no_credit(argv) and settings.credit != "uniform":
-            others = ", ".join(name for name in preset_names() if name != DEFAULT_PRESET)
-            print(
-                f"note: credit by {DEFAULT_PRESET}, the default preset; --config also takes {others}; --credit uniform "
-                "assigns none, and `python -m benchmarks evidence own` of a checkout measures which is better for a "
-                "model",
-                file=sys.stderr,
-            )
+        if settings.credit == NONE and not settings.credit_options:
+            names = ", ".join(preset_names())
+            print(f"note: no credit; --credit takes {names}, and docs/credit.md says when it helps", file=sys.stderr)
         return settings
-
-
-def _names_no_credit(argv: Sequence[str]) -> bool:
-    return not any(flag.partition("=")[0] in ("--config", "--estimator") for flag in argv)
 
 
 @contextlib.contextmanager
@@ -139,7 +121,7 @@ def refusing(prog: str) -> Iterator[None]:
     """End the program with exit code 2 and one line for settings that are wrong; tyro has a box for wrong flags."""
     try:
         yield
-    except (ValueError, OSError, argparse.ArgumentError, SystemExit) as problem:
+    except (ValueError, TypeError, OSError, argparse.ArgumentError, SystemExit) as problem:
         if not _is_first():
             time.sleep(30)  # the launcher ends all when one ends, and the first one has to say why before that
         if isinstance(problem, SystemExit):  # tyro's, which has said it
@@ -153,7 +135,7 @@ def _is_first() -> bool:
 
 
 def _model_settings(path: Path, model: str) -> dict[str, Any]:
-    settings = _read_settings(path)
+    settings = read_mapping(path)
     if others := sorted(settings.keys() - {*MODEL_SETTINGS}):
         raise ValueError(f"{path}: a model may set {', '.join(MODEL_SETTINGS)}, not {others[0]}; use --config")
     if model != EMBEDDED:
@@ -162,42 +144,27 @@ def _model_settings(path: Path, model: str) -> dict[str, Any]:
     return settings
 
 
-def _drop_unread(preset: str, estimator: str, options: dict[str, Any], own: dict[str, Any]) -> None:
-    """Drop the options of a preset that no part reads which flags with `own` options choose in its place; say so."""
-    from cfa_kernels.credit.config import CounterfactualConfig, UnreadOptions
-
-    dropped = list[str]()
-    with contextlib.suppress(ValueError):  # of another kind: the settings' own check names it
-        while True:  # an error names the options of one part
-            try:
-                CounterfactualConfig.from_flat({"estimator": estimator, **options, **own})
-                break
-            except UnreadOptions as problem:
-                if not (names := [name for name in problem.names if name in options and name not in own]):
-                    break
-                dropped += [f"{name}={options.pop(name)}" for name in names]
-    if dropped:
-        print(f"note: --config {preset} without {', '.join(dropped)}, which the flags leave unread", file=sys.stderr)
-
-
 def _config_file(name: str) -> Path:
-    folder = PRESETS if name in preset_names() else ASSETS
-    file = Path(name) if Path(name).exists() else folder / f"{name}.yaml"
+    file = Path(name) if Path(name).exists() else CONFIGS / f"{name}.yaml"
     if not file.exists():
-        raise ValueError(f"--config {name}: there is no such file; the names that ship are {', '.join(config_names())}")
+        remedy = f"--credit {name} is a preset of credit" if name in preset_names() else ", ".join(config_names())
+        raise ValueError(f"--config {name}: there is no such file, and no run that ships: {remedy}")
     return file
 
 
 def to_yaml(config: Any, made_by: str) -> str:
     """Write settings as YAML that `--config` reads back, behind a comment that says what made it."""
-    return f"# {made_by}\n{yaml.safe_dump(asdict(config), sort_keys=False)}"
+    settings = asdict(config)
+    return f"# {made_by}\n{yaml.safe_dump(settings | settings.pop('credit_options'), sort_keys=False)}"
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
+    """Read a file of settings; keys that name none are options of credit."""
     settings, known = read_mapping(path), {entry.name for entry in fields(TrainSettings)}
-    if unknown := [name for name in settings if name not in known]:
-        raise ValueError(f"{path}: unknown setting {unknown[0]!r}")
-    return settings
+    return {
+        **{name: value for name, value in settings.items() if name in known},
+        "credit_options": {name: value for name, value in settings.items() if name not in known},
+    }
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -226,27 +193,28 @@ def print_help(argv: Sequence[str]) -> bool:
     if "--version" in argv:
         print(f"cfa_kernels {__version__}")
     elif not {"-h", "--help"}.isdisjoint(argv):
-        _print_settings()
+        _print_settings([flag for flag in argv if flag not in ("-h", "--help")])
     else:
         return False
     return True
 
 
-def _print_settings() -> None:
+def _print_settings(argv: Sequence[str]) -> None:
+    """Print the first settings with the values that they have beside the other flags, such as a `--model`."""
     width = min(shutil.get_terminal_size().columns, 110)
 
     def show(name: str, text: str) -> None:
         head = f"  --{name:<24} "
         print(textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * 29, break_on_hyphens=False))
 
-    print(f"usage: {program('trainer')} [--SETTING VALUE ...]\n\n{textwrap.fill(DESCRIPTION, width)}\n")
-    names = ", ".join(config_names())
-    show("config", f"YAML file of settings, or one that ships: {names}. Flags win over it. [{DEFAULT_PRESET}]")
+    prog = program("trainer")
+    values = vars(parse(argv, prog=prog))
+    print(f"usage: {prog} [--SETTING VALUE ...]\n\n{textwrap.fill(DESCRIPTION, width)}\n")
+    show("config", f"YAML file of settings, or a run that ships: {', '.join(config_names())}. Flags win over it.")
     texts = {name: text for part in TrainSettings.__mro__[-2::-1] for name, text in documented(part).items()}
-    defaults = vars(TrainSettings(**read_mapping(PRESETS / f"{DEFAULT_PRESET}.yaml")))
     for name in _FIRST:
         first, dot, _ = texts[name].partition(". ")
-        default = defaults[name]
+        default = values[name]
         show(name, first + dot.strip() + (f" [{default}]" if isinstance(default, str | int | float) else ""))
     print()
     show("help-all", "Every setting: data, run, model, credit, loss, rollouts, devices.")

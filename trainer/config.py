@@ -1,31 +1,24 @@
 """Check the settings of a run against each other and the library, and turn them into what its parts take."""
 
 import os
-import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cfa_kernels import AnswerRules, CounterfactualConfig
-from cfa_kernels.credit.weights import Control
+from cfa_kernels import CounterfactualConfig
+from cfa_kernels.credit.config import as_config
 from cfa_kernels.estimators.base import EXTERNAL, LOG_RATIOS, NEEDS, TARGETS
 from cfa_kernels.integrations.credit import unmet_needs
 from cfa_kernels.loss.centering import check_joins
 from cfa_kernels.loss.checks import by_sequence, check_correction, check_level, weights_sequences
 from cfa_kernels.loss.token_loss import NUMBERS
-from cfa_kernels.model.limits import smallest_budget
-from cfa_kernels.options import Interval, check_fields, imported
+from cfa_kernels.options import Interval, check_fields
 from cfa_kernels.scoring.access import GRADIENTS, WHOLE
 
 from .precision import Precision
 from .rewards.built_in import BUILT_IN
 from .settings import GENERATED, TrainSettings
-
-_CONTROLS: dict[str, Control | None] = {
-    "counterfactual": None, "inverted": "inverted", "permuted": "permuted", "random": "random", "uniform": "off",
-}  # fmt: skip
-_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an answer: it has no group
 
 
 @dataclass
@@ -71,30 +64,25 @@ class TrainConfig(TrainSettings):
 
     def counterfactual(self) -> CounterfactualConfig:
         """Build the library's configuration of credit."""
-        own: Any = self.credit_options.get("token_budget")
-        budget = smallest_budget(self.token_budget, own)
-        options = {"estimator": self.estimator, "control": _CONTROLS[self.credit], "token_budget": budget}
-        return CounterfactualConfig.from_flat({**self.credit_options, **options, **self.answer_options()})
-
-    def answer_options(self) -> dict[str, Any]:
-        """Return the run's own form of answers, by the names of `AnswerRules`."""
-        form: Any = self.answer_format  # a pattern as it stands
-        if form is not None and _REFERENCE.fullmatch(form):
-            form = imported("answer_format", form)
-        names = [entry.name for entry in fields(AnswerRules) if entry.name in self.credit_options]
-        return {"answer_format": form, **{name: self.credit_options[name] for name in names}}
+        return as_config({"preset": self.credit, **self.credit_options, "token_budget": self.token_budget})
 
     @property
     def own_credit(self) -> dict[str, str]:
         """Name the functions and classes of the user's that credit calls, by option."""
-        named = {"answer_format": self.answer_format, "estimator": self.estimator}
-        named["weights"] = self.credit_options.get("weights")  # type: ignore[assignment]
-        return {option: name for option, name in named.items() if name and _REFERENCE.fullmatch(name)}
+        config = self.counterfactual()
+        parts: dict[str, Any] = {
+            "estimator": getattr(config.estimator, "function", type(config.estimator)),
+            "weights": getattr(config.weights, "function", type(config.weights)),
+            "answer_format": config.answers.answer_format,
+        }
+        named = {option: f"{one.__module__}:{one.__qualname__}" for option, one in parts.items() if callable(one)}
+        return {option: name for option, name in named.items() if not name.startswith(("cfa_kernels.", "builtins:"))}
 
     @property
     def reward_options(self) -> dict[str, Any]:
         """Return the options of reward functions, by the names that `load_reward` takes."""
-        return {**self.answer_options(), "timeout": self.reward_timeout, "isolation": self.code_isolation}
+        answers = vars(self.counterfactual().answers)
+        return {**answers, "timeout": self.reward_timeout, "isolation": self.code_isolation}
 
     @property
     def loss_options(self) -> dict[str, Any]:
@@ -106,7 +94,7 @@ class TrainConfig(TrainSettings):
 def _contradictions(c: TrainConfig) -> dict[str, bool]:
     credit, high, url = c.counterfactual(), c.importance_sampling_clip_max, c.vllm_server_base_url
     weighing = {
-        f"credit={c.credit}": credit.control != "off",
+        f"credit by {credit.estimator.name}": credit.control != "off",
         "compare_and_correct": c.compare_and_correct > 0,
         "importance_sampling_clip_max": high is not None and c.importance_sampling_mode.startswith("token"),
     }
@@ -172,7 +160,7 @@ def _of_processes(c: TrainConfig, processes: int) -> dict[str, bool]:
             on_gpu and device.index is not None
         ),
         f"device: process {place} of this machine has no GPU; it has {gpus}; start {gpus}": on_gpu and place >= gpus,
-        f"estimator: {c.estimator} takes gradients through a model that is whole in one process, which "
+        f"estimator: {c.counterfactual().estimator.name} takes gradients through a model that is whole in one process, which "
         "parallel=fsdp2 does not keep; take parallel=ddp": in_pieces and GRADIENTS in c.counterfactual().needs,
         "merge_adapters: merges weights that are whole in one process, which parallel=fsdp2 does not keep; omit it, or "
         "take parallel=ddp": in_pieces and WHOLE in c.counterfactual().needs,

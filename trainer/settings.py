@@ -6,36 +6,23 @@ settings that suit it better. `cli` fills the dataclass from YAML and flags, `co
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
+from cfa_kernels.credit.presets import NONE
 from cfa_kernels.options import POSITIVE, Count, Interval, NotNegative, PositiveShare
 
 EMBEDDED = "embedded"
 GENERATED = "generated"
 ASSETS = Path(__file__).parent / "embedded" / "assets"
+CONFIGS = Path(__file__).parent / "configs"
+"""Folder of the runs that `--config` takes by name."""
 DEFAULTS_FILE = "defaults.yaml"
 FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """Endings of files of rows, and what `datasets` calls them."""
 
-# Names that modules with torch declare; tests/trainer/test_config.py compares them.
-LossType = Literal[
-    "grpo", "dr_grpo", "dapo", "dppo", "reinforce", "luspo", "cispo", "cispo_two_sided", "vespo", "gmpo", "sapo"
-]
-"""All of the library's but bnpo, whose divisor is that of a part cut by memory."""
-Level = Literal["token", "sequence", "sequence_token"]
-Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
 DtypeName = Literal["auto", "float32", "mixed", "bfloat16"]
-CREDIT_OPTIONS = (
-    "weights", "units", "completions", "normalize", "open_spans", "outcome", "mask", "samples", "preselect",
-    "preselect_by", "placeholder_id", "sigma", "alpha", "kappa", "correct_threshold", "w_min", "w_max",
-    "w_answer", "strength", "mask_observation", "merge_adapters",
-    "min_spread", "tau", "boost", "floor", "fraction", "detector", "max_spans", "selection", "answer_format",
-    "answer_fallback", "lead_in", "thought_tags",
-)  # fmt: skip
-"""Options of credit, which are flags too."""
-
 
 CHANGE_NO_RESULT = frozenset({"output_dir", "resume", "save_steps", "report_to", "log_completions", "page_steps"})
 """Settings of where and how often a run saves and logs."""
@@ -86,9 +73,6 @@ class TrainSettings(DataConfig):
     """Seconds after which math_verify and code give up on a completion, with reward 0."""
     code_isolation: Literal["bubblewrap", "none"] = "bubblewrap"
     """Isolation of tested programs from this machine: bubblewrap, or none, which lets them do all that you may do."""
-    answer_format: str | None = None
-    """Form of answers in place of those that docs/spans.md lists: a regular expression whose one group, or group
-    `answer`, is the answer, or "module:function" of a text that gives the answer's start and end."""
     eval_reward: str | None = None
     """Reward function that evaluation counts by: a problem is solved if it gives 1 or more. By default the first of
     reward_funcs that comes with the program and grades, else exact_match. Rows must be of the kind that it reads."""
@@ -149,23 +133,21 @@ class TrainSettings(DataConfig):
     """Let the chat template open a thought, or ask for one, as those of Qwen3 do."""
 
     # credit
-    credit: Literal["counterfactual", "inverted", "permuted", "random", "uniform"] = "counterfactual"
-    """Spread of credit over tokens: by importance, its inverse, that of other units, at random, or evenly (DAPO)."""
-    estimator: str = "masking"
-    """Estimator of the importance of a unit: one that docs/credit.md lists, or your "module:name"."""
-    credit_options: tyro.conf.UseAppendAction[dict[str, bool | int | float | str]] = field(default_factory=dict)
-    """An option of the estimator, of the rule for weights or of spans, and its value: --credit_options max_spans 5, or
-    for short --max_spans 5. docs/credit.md lists them; by default what the estimator's source does."""
+    credit: str = NONE
+    """Credit of tokens: a preset that docs/credit.md lists, or none, which trains plain GRPO or DAPO. Options by path
+    choose or change its parts: --estimator gradient --estimator.samples 4, --spans.max_spans 5."""
+    credit_options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+    """Options of credit by path: keys of a file and flags that name no setting. The library checks them."""
     compare_and_correct: NotNegative = 0.0
     """After IBPO: the policy rewrites wrong completions next to the nearest correct sibling. A correct rewrite raises
     their reward by this much (lambda times rho) before the group is compared, and only tokens that it edits get credit.
     0 leaves completions as they are."""
 
     # loss
-    loss_type: LossType = "dapo"
-    """Loss type: how token losses are formed and summed."""
-    importance_sampling_level: Level = "token"
-    """Whether probability ratios are per token or per completion (GSPO)."""
+    loss_type: str = "dapo"
+    """Loss type: how token losses are formed and summed; docs/trl.md lists them."""
+    importance_sampling_level: str = "token"
+    """Level of probability ratios: token, sequence (GSPO) or sequence_token."""
     epsilon: NotNegative = 0.2
     """Lower clip: ratios below 1 - epsilon get no gradient. DAPO."""
     epsilon_high: NotNegative = 0.28
@@ -179,7 +161,7 @@ class TrainSettings(DataConfig):
     importance_sampling_clip_max: Positive | None = None
     """Correct the loss for the engine's log-probs: each token's policy term is multiplied by its probability in the
     update over the one it was sampled with, at most this much (TRL: 3.0). By default it is not."""
-    importance_sampling_mode: Correction = "token_truncate"
+    importance_sampling_mode: str = "token_truncate"
     """Correction to apply up to `importance_sampling_clip_max`; see `sampling_mode` of `policy_loss`."""
     score_centering: bool = False
     """Subtract from each token's gradient its mean over the nucleus, by the sampler's probabilities: it then does not

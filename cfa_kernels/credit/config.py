@@ -1,10 +1,11 @@
 """Configure how credit is assigned, in parts: an estimator, a rule for weights, rules for spans and for answers.
 
-Each part declares its fields once; flags, YAML, hosts and `docs/credit.md` derive from them by their flat names.
+Each part is a dataclass that declares its options once. A flag, a YAML key, a key of a host's configuration and a keyword
+are the same path: `estimator.samples` is the option `samples` of the part `estimator`.
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -15,128 +16,108 @@ from ..estimators.base import ANSWER, ENTROPIES, SIBLINGS, TARGETS, Estimator, O
 from ..options import Count, check_fields, imported
 from ..scoring.access import CAPABILITIES
 from ..text.rules import AnswerRules, SpanRules
-from .presets import PRESETS, preset_names
+from .presets import NONE, PRESETS, preset_names
 from .weights import WEIGHTS, Control, Identity, OwnWeights, WeightRule
 
-
-class UnreadOptions(ValueError):
-    """Options, by `names`, that none of the chosen parts reads."""
-
-    def __init__(self, names: Sequence[str], message: str) -> None:
-        super().__init__(message)
-        self.names = names
+PARTS = {"estimator": ESTIMATORS, "weights": WEIGHTS}
+"""Parts that are chosen by name, and the names."""
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class CounterfactualConfig:
     """Configuration of credit; by default spans are masked and their drops mapped to a range, after the CF paper.
 
-    Each part is an object, or a name with the part's options as flat keywords:
-    `CounterfactualConfig(Gradient(sigma=0.01))` is `CounterfactualConfig(estimator="gradient", sigma=0.01)`.
-    Raises `ValueError` for a value that an option does not take, `UnreadOptions` for those that no chosen part reads.
+    A part is an object, a name, or a mapping of its name and options: `Gradient(sigma=0.01)` is
+    `{"name": "gradient", "sigma": 0.01}`. Raises `ValueError` for a value that an option does not take, and for an
+    option that no chosen part reads; the message names its path.
     """
 
-    estimator: Estimator
+    estimator: Estimator = "masking"  # type: ignore[assignment]
     """Estimator of the importance of units: a part or name of `ESTIMATORS`, or a function (model, `Batch`) ->
     `Importances`; yours also by "module:name"."""
-    weights: WeightRule | None
+    weights: WeightRule | None = None
     """Rule that turns importances into weights: a part or name of `WEIGHTS`, or a function, or your
     "module:name". By default that of the estimator's source; None where its values are added to the advantages."""
-    control: Control | None
+    control: Control | None = None
     """Control of a comparison: "inverted", high importance gets low weight; "permuted", importances are
     shuffled among the units of a completion; "random", draws replace the importances; "off", all weights are 1. None
     for no control."""
-    completions: Literal["all", "positive"]
+    completions: Literal["all", "positive"] = "all"
     """Completions to score: "all" with an advantage, or those of "positive" advantage; others keep weight 1."""
-    units: Literal["spans", "tokens", "turns"]
+    units: Literal["spans", "tokens", "turns"] = None  # type: ignore[assignment]
     """Units to score: spans, single tokens, or turns, the runs of 1 in the mask of what the policy wrote; those before
     the answer's marker where an answer is needed, else all. By default as in the estimator's source."""
-    target: Literal["answer", "gold"]
+    target: Literal["answer", "gold"] = "answer"
     """Outcome to score by: the completion's own "answer", or a "gold" answer, the column `targets`. The gold
     answer takes the place of the own one, or follows the completion's end where it has none."""
-    spans: SpanRules
+    spans: SpanRules = None  # type: ignore[assignment]
     """Rules for spans."""
-    answers: AnswerRules
+    answers: AnswerRules = None  # type: ignore[assignment]
     """Rules for answers."""
-    normalize: Literal["mean"] | None
+    normalize: Literal["mean"] | None = None
     """\"mean\" rescales each completion's weights to mean 1, unless all are 0; None, as in the CF paper, does not."""
-    open_spans: bool
+    open_spans: bool = False
     """Weigh each span from its second token on. A span's first token decides which span follows, and weighting it would
     reward that choice itself. So it counts as outside, except in spans of a single token, which keep their weight."""
-    token_budget: Count | None
+    token_budget: Count | None = None
     """Maximum packed tokens per forward of credit, or the caller's if that is less; None takes the caller's, else as
     many as half of a GPU's free memory holds, on a CPU a fixed number."""
 
-    def __init__(
-        self,
-        estimator: str | Estimator | Callable[..., Any] = "masking",
-        weights: str | WeightRule | Callable[..., Any] | None = None,
-        control: Control | None = None,
-        *,
-        completions: Literal["all", "positive"] = "all",
-        units: Literal["spans", "tokens", "turns"] | None = None,
-        target: Literal["answer", "gold"] = "answer",
-        spans: SpanRules | None = None,
-        answers: AnswerRules | None = None,
-        normalize: Literal["mean"] | None = None,
-        open_spans: bool = False,
-        token_budget: int | None = None,
-        **flat: Any,
-    ) -> None:
-        chosen = _named("estimator", estimator, ESTIMATORS, OwnFunction, flat)
-        control = "off" if control is False else control  # YAML reads an unquoted off as False
-        rule = _weight_rule(weights, chosen, flat)
-        units = chosen.judges if units is None else units  # type: ignore[assignment]
-        parts: dict[str, Any] = {
-            "estimator": chosen,
-            "weights": rule,
-            "control": control,
-            "completions": completions,
+    def __post_init__(self) -> None:
+        estimator = _part("estimator", self.estimator, ESTIMATORS, OwnFunction)
+        units = estimator.judges if self.units is None else self.units
+        parts = {
+            "estimator": estimator,
+            "weights": _weight_rule(self.weights, estimator),
+            "control": "off" if self.control is False else self.control,  # as YAML reads an unquoted off
             "units": units,
-            "target": target,
-            "spans": _part(SpanRules, spans, flat if units == "spans" else {}),
-            "answers": _part(AnswerRules, answers, flat),
-            "normalize": normalize,
-            "open_spans": open_spans,
-            "token_budget": token_budget,
+            "spans": SpanRules() if self.spans is None else _rules("spans", self.spans, SpanRules),
+            "answers": AnswerRules() if self.answers is None else _rules("answers", self.answers, AnswerRules),
         }
+        has_spans = self.spans is not None
         for name, value in parts.items():
             object.__setattr__(self, name, value)
         check_fields(self)
-        if isinstance(rule, Identity) and chosen.negative and control not in ("random", "off"):
+        if isinstance(self.weights, Identity) and estimator.negative and self.control not in ("random", "off"):
             raise ValueError(
-                f"weights='identity' takes importances for weights, and estimator={chosen.name!r} gives negative ones; "
-                "take 'range', 'bilevel', 'top' or a function"
+                f"weights='identity' takes importances for weights, and estimator={estimator.name!r} gives negative "
+                "ones; take 'range', 'bilevel', 'top' or a function"
             )
-        if open_spans and units != "spans":
-            raise UnreadOptions(["open_spans"], f"open_spans is not read: with units={units!r} there are no spans")
-        if getattr(chosen, "mask_observation", False) and units != "turns":
-            raise UnreadOptions(["mask_observation"], f"mask_observation is not read: units={units!r} are no turns")
-        if target == "gold" and ANSWER not in chosen.needs:
-            raise UnreadOptions(["target"], f"target is not read: estimator={chosen.name!r} reads no answer")
-        if flat:
-            raise UnreadOptions([*flat], _unread(next(iter(flat)), parts))
+        unread = {
+            f"spans is not read: with units={units!r} no spans are looked for": has_spans and units != "spans",
+            f"open_spans is not read: with units={units!r} there are no spans": self.open_spans and units != "spans",
+            f"estimator.mask_observation is not read: units={units!r} are no turns": (
+                getattr(estimator, "mask_observation", False) and units != "turns"
+            ),
+            f"target is not read: estimator={estimator.name!r} reads no answer": (
+                self.target == "gold" and ANSWER not in estimator.needs
+            ),
+        }
+        for sentence in (sentence for sentence, holds in unread.items() if holds):
+            raise ValueError(sentence)
 
     @classmethod
-    def from_flat(cls, settings: Mapping[str, Any]) -> "CounterfactualConfig":
-        """Build a configuration from flat names and values, as YAML, flags and Hydra give them; None is not set."""
-        names = {name for name, _, _ in flat_options()} | {entry.name for entry in fields(cls)}
-        return cls(**{name: value for name, value in settings.items() if value is not None or name not in names})
+    def of(cls, options: Mapping[str, Any]) -> "CounterfactualConfig":
+        """Build a configuration from options by path, as YAML, flags and Hydra give them.
+
+        `{"estimator": "gradient", "estimator.samples": 4}` is `{"estimator": {"name": "gradient", "samples": 4}}`. None
+        is not set. `preset` names a preset, whose parts the others replace (a part of another name) or change (options).
+        """
+        nested = _nested(options)
+        if (preset := nested.pop("preset", NONE)) != NONE:
+            nested = _merged(_nested(_preset_options(preset)), nested)
+        known = [entry.name for entry in fields(cls)]
+        for name in (name for name in nested if name not in known):
+            paths = [path for path, _, _ in part_options()]
+            owners = [path for path in paths if path.rpartition(".")[2] == name]
+            remedy = f"; did you mean {owners[0]!r}?" if owners else _near(name, [*known, *paths])
+            raise ValueError(f"unknown option {name!r} of credit{remedy}")
+        return cls(**nested)
 
     @classmethod
     def preset(cls, name: str) -> "CounterfactualConfig":
-        """Build a configuration that ships, by name: those of the papers, and `presets.DEFAULT_PRESET`.
-
-        Raises `ValueError` for an unknown name, and for one that only the training program can run.
-        """
-        names = preset_names()
-        if name not in names:
-            near = _near(name, dict.fromkeys(names))
-            raise ValueError(f"credit must be a CounterfactualConfig or one of {', '.join(names)}, got {name!r}{near}")
-        settings = yaml.safe_load((PRESETS / f"{name}.yaml").read_text("utf-8"))
-        if "estimator" not in settings:
-            raise ValueError(f"credit={name!r} runs only in the training program: cfa-train --config {name}")
-        return cls.from_flat({"estimator": settings["estimator"], **settings.get("credit_options", {})})
+        """Build a configuration that ships, by name (`presets.preset_names`); `ValueError` for an unknown name."""
+        return cls.of({"preset": name})
 
     @property
     def asked_for(self) -> str:
@@ -206,78 +187,115 @@ class CounterfactualConfig:
         return ENTROPIES in self.needs
 
 
-def as_config(value: Any) -> CounterfactualConfig:
-    """Return `value`, the preset of a name, or the default configuration for None; `TypeError` for anything else."""
-    if value is None:
-        return CounterfactualConfig()
-    if isinstance(value, str):
-        return CounterfactualConfig.preset(value)
-    if not isinstance(value, CounterfactualConfig):
-        remedy = "; make one by CounterfactualConfig.from_flat" if isinstance(value, Mapping) else ""
-        raise TypeError(f"the configuration of credit must be a CounterfactualConfig or a name, got {value!r}{remedy}")
-    return value
+def as_config(credit: Any) -> CounterfactualConfig:
+    """Return the configuration that `credit` names: the one rule for what is on and what is off.
+
+    Credit is off (`control="off"`) for None, "none", and a mapping of options, by path, that names neither a preset nor
+    an estimator. Raises `TypeError` for anything that is no configuration, name or mapping, `ValueError` as
+    `CounterfactualConfig.of`, and for options of credit that is off.
+    """
+    if isinstance(credit, CounterfactualConfig):
+        return credit
+    if not (credit is None or isinstance(credit, str | Mapping)):
+        raise TypeError(f"credit must be a CounterfactualConfig, a preset's name, or a mapping, got {credit!r}")
+    options = _nested(credit if isinstance(credit, Mapping) else {"preset": credit})
+    is_off = options.get("preset", NONE) == NONE and "estimator" not in options
+    config = CounterfactualConfig.of(options | ({"control": "off"} if is_off else {}))
+    unread = options.keys() - {"preset", "answers", "token_budget"} if is_off and options != {"control": "off"} else ()
+    if unread:
+        raise ValueError(f"{min(unread)} is not read: credit is off; name a preset or an estimator")
+    return config
 
 
-def flat_options() -> Iterator[tuple[str, type, Any]]:
-    """Yield the flat name of every option, the part that declares it, and the field; once for each part with it."""
-    for part in (*ESTIMATORS.values(), *WEIGHTS.values(), SpanRules, AnswerRules):
-        for entry in fields(part):  # type: ignore[arg-type]
-            yield entry.name, part, entry
+def part_options() -> Iterator[tuple[str, type, Any]]:
+    """Yield the path of every option of a part, the class that declares it, and its field; once for each class."""
+    parts = {name: [*among.values()] for name, among in PARTS.items()} | {"spans": [SpanRules], "answers": [AnswerRules]}
+    for name, kinds in parts.items():
+        yield from ((f"{name}.{entry.name}", kind, entry) for kind in kinds for entry in fields(kind))
 
 
-def _part(kind: type, part: Any, flat: dict[str, Any]) -> Any:
-    """Return `part`, or make it from its flat options, which are taken out of `flat`."""
-    own = {entry.name: flat.pop(entry.name) for entry in fields(kind) if entry.name in flat}
-    if part is None:
-        return kind(**own)
-    if own:
-        raise ValueError(f"{next(iter(own))}: {kind.__name__} is given as an object; set the option there")
-    return part
+def _preset_options(name: str) -> dict[str, Any]:
+    if name not in (names := preset_names()):
+        raise ValueError(f"credit must be {NONE!r} or one of {', '.join(names)}, got {name!r}{_near(name, names)}")
+    return yaml.safe_load((PRESETS / f"{name}.yaml").read_text("utf-8"))
 
 
-def _named(option: str, value: Any, among: Mapping[str, type], own: type, flat: dict[str, Any]) -> Any:
-    """Resolve a part given by name, `module:name`, class or object; a function becomes an `own` part."""
+def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Nest options by path, named parts and their options in a mapping each; what is None is not set."""
+    nested: dict[str, Any] = {}
+    for path, value in options.items():
+        name, dot, option = str(path).partition(".")
+        own = {option: value} if dot else {"name": value} if name in PARTS and isinstance(value, str) else value
+        if isinstance(own, Mapping):
+            if not isinstance(before := nested.get(name, {}), Mapping):
+                raise ValueError(f"{path}: {name} is given as an object; set the option there")
+            own = {**before, **{key: one for key, one in own.items() if one is not None}}
+        if own is not None and own != {}:
+            nested[name] = own
+    return nested
+
+
+def _merged(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Change options: a part of another name replaces the one before it, options alone change it."""
+    merged = {**before, **after}
+    for name in before.keys() & after.keys():
+        old, new = before[name], after[name]
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and new.get("name", old.get("name")) == old.get("name"):
+            merged[name] = {**old, **new}
+    return merged
+
+
+def _part(path: str, value: Any, among: Mapping[str, type], own: type, usual: str | None = None) -> Any:
+    """Resolve a part given by name, `module:name`, class, object or mapping; a function becomes an `own` part."""
     (kind,) = own.__bases__  # of a part, registered or not
+    options: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        options = dict(value)
+        value = options.pop("name", usual or next(iter(among)))
     if isinstance(value, str) and ":" in value:
-        value = imported(option, value)
+        value = imported(path, value)
     if isinstance(value, str) and value in among:
-        return _part(among[value], None, flat)
+        value = among[value]
     if isinstance(value, type) and issubclass(value, kind):
-        return _part(value, None, flat)
+        _refuse_unread(path, f"{path}={value.name!r}", options, value)
+        return value(**options)
+    if options:
+        raise ValueError(f"{path}.{next(iter(options))}: {value!r} has no options; omit it")
     if isinstance(value, kind):
-        return _part(type(value), value, flat)
+        return value
     if callable(value):
         return own(value)
     near = _near(value, among) if isinstance(value, str) else ""
-    raise ValueError(f"{option} must be a function, 'module:name' or one of {', '.join(among)}, got {value!r}{near}")
+    raise ValueError(f"{path} must be a function, 'module:name' or one of {', '.join(among)}, got {value!r}{near}")
 
 
-def _weight_rule(weights: Any, estimator: Estimator, flat: dict[str, Any]) -> WeightRule | None:
+def _weight_rule(weights: Any, estimator: Estimator) -> WeightRule | None:
     if estimator.weights is not None:
-        return _named("weights", estimator.weights if weights is None else weights, WEIGHTS, OwnWeights, flat)
+        return _part("weights", estimator.weights if weights is None else weights, WEIGHTS, OwnWeights, estimator.weights)
     if weights is not None:
         signed = f"estimator={estimator.name!r} is signed, its values are added to the advantages"
-        raise UnreadOptions(["weights"], f"weights={weights!r} is not read: {signed}")
+        name = weights.get("name", weights) if isinstance(weights, Mapping) else weights
+        raise ValueError(f"weights={name!r} is not read: {signed}")
     return None
 
 
-def _near(name: str, among: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, among, n=1)
+def _rules(path: str, value: Any, kind: type) -> Any:
+    if isinstance(value, Mapping):
+        _refuse_unread(path, path, value, kind)
+        return kind(**value)
+    return value
+
+
+def _refuse_unread(path: str, chosen: str, options: Iterable[str], kind: Any) -> None:
+    """Raise `ValueError` naming the first option that the chosen part does not declare, and the parts that do."""
+    own = [entry.name for entry in fields(kind)]
+    for name in (name for name in options if name not in own):
+        parts: Any = PARTS.get(path, {})
+        readers = [reader for reader, part in parts.items() if name in (entry.name for entry in fields(part))]
+        remedy = f"; it is an option of {', '.join(readers)}" if readers else _near(name, own)
+        raise ValueError(f"{path}.{name} is not read: {chosen} has {', '.join(own) or 'no options'}{remedy}")
+
+
+def _near(name: str, among: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, [*among], n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _unread(name: str, parts: Mapping[str, Any]) -> str:
-    """Explain why an option that none of the chosen parts reads is refused."""
-    owners = [part for option, part, _ in flat_options() if option == name]
-    if not owners:
-        names = {option: None for option, _, _ in flat_options()} | dict.fromkeys(parts)
-        return f"unknown option {name!r}{_near(name, names)}"
-    if SpanRules in owners:
-        return f"{name} is not read: with units={parts['units']!r} no spans are looked for"
-    readers = " or ".join(
-        f"{'weights' if part in WEIGHTS.values() else 'estimator'}={getattr(part, 'name', '')!r}"
-        for part in owners  # type: ignore[attr-defined]
-    )
-    rule = parts["weights"]
-    chosen = f"estimator={parts['estimator'].name!r}" + (f" with weights={rule.name!r}" if rule is not None else "")
-    return f"{name} is not read: it is an option of {readers}, and the configuration has {chosen}"

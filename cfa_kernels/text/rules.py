@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from ..options import Count, check_fields
+from ..options import Count, check_fields, imported
 from .arithmetic import ranked_math_intervals
 from .latex import ranked_latex_intervals
 from .patterns import Interval, sentence_intervals
@@ -16,6 +16,9 @@ Detector = Callable[[str], Iterable[Interval]]
 DetectorName = Literal["math", "sentence", "latex", "python"]
 Selection = Literal["nearest", "first", "longest", "even", "last"]
 Fallback = Literal["last_number"]
+
+REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""Names of functions of the caller's, "module:name"; as a pattern of an answer it would have no group."""
 
 AnswerFormat = str | re.Pattern[str] | Callable[[str], Interval | None]
 """Type of a run's own form of answers."""
@@ -66,7 +69,7 @@ class AnswerRules:
     answer_format: AnswerFormat | None = None
     """The run's own form of answers; None reads the usual ones. A regular expression whose one group, or group
     `answer`, is the answer (the last match counts; thoughts are blanked out before), or a function from the whole text
-    to half-open characters or None."""
+    to half-open characters or None, also by "module:name"."""
     answer_fallback: Fallback | None = None
     """\"last_number\" takes the last number if no answer is marked; None takes nothing."""
     lead_in: Literal["sentence", "statement"] = "sentence"
@@ -80,6 +83,8 @@ class AnswerRules:
         check_fields(self)
         if len(self.thought_tags.split()) % 2:
             raise ValueError(f"thought_tags must be openers and closers in turn, in pairs, got {self.thought_tags!r}")
+        if isinstance(self.answer_format, str) and REFERENCE.fullmatch(self.answer_format):
+            object.__setattr__(self, "answer_format", imported("answer_format", self.answer_format))
         if isinstance(self.answer_format, str | re.Pattern):
             answer_pattern(self.answer_format)
 
