@@ -104,7 +104,8 @@ class RunFolder:
         content = {"facts": self._facts, "report": report, "started": self.started.isoformat()}
         folder = self._checkpoint(step)
         with whole_folder(folder) as aside:
-            torch.save(state, aside / "state.pt")
+            with (aside / "state.pt").open("wb") as file:  # to which torch says what the disk said
+                torch.save(state, file)
             (aside / "run.json").write_text(json.dumps(content), encoding="utf-8")
         newest = {self._checkpoint(one) for one in sorted(_steps(self.path))[-_CHECKPOINTS:]}
         for other in {*folder.parent.iterdir()} - newest:

@@ -8,17 +8,17 @@ import os
 import re
 import resource
 import signal
-import sys
+from typing import Any
 
 import pytest
 from safetensors import SafetensorError
 
 from tests.support.embedded import SMALL
-from tests.support.runs import child, flags, main, outcome
+from tests.support.runs import child, flags, main, outcome, timeless
 from trainer import __main__, run
 from trainer.disk import DiskError, naming, whole_folder, write_whole
 from trainer.endings import Ended, Ending
-from trainer.evaluate import evaluate
+from trainer.report.report import Report
 
 
 def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> tuple[int, str, str]:
@@ -32,7 +32,7 @@ def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> t
         set_up = run.set_up
         run.set_up = lambda *args: (send(), set_up(*args))[1]
     if step == 0:
-        run.evaluate = lambda *args, **options: (send(), evaluate(*args, **options))[1]
+        run.evaluate = lambda *_, **__: (send(), os._exit(9))  # it is left at once
     return main(argv, lambda call: send() if call == step else None)
 
 
@@ -48,7 +48,7 @@ def test_a_run_keeps_no_object_from_the_interpreters_end(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "code", "step"), [("SIGINT", 130, 3), ("SIGTERM", 0, 0)])
+@pytest.mark.parametrize(("name", "code", "step"), [("SIGINT", 130, 3), ("SIGTERM", 0, 0), ("SIGHUP", 0, 5)])
 def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(there, undisturbed, name, code, step) -> None:
     folder = there / f"{name}{step}"
     argv = flags(there / "model", folder)
@@ -57,6 +57,27 @@ def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(there, 
     assert f"ended by {name} after step {step}; {folder} holds the checkpoint of step {step}: the same command" in out
     assert f"resuming from the checkpoint of step {step}; --no_resume starts again" in child(main, argv)[1][1]
     assert outcome(folder) == undisturbed
+
+
+def signalled_at_a_result(argv: list[str]) -> tuple[int, str, str]:
+    """Run, and send this process a signal when its first evaluation is over."""
+    evaluated = Report.evaluated
+
+    def signal_first(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        evaluated(*args)
+
+    Report.evaluated = signal_first  # type: ignore[method-assign]
+    return main(argv)
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_is_finished_when_a_signal_comes_is_kept(there) -> None:
+    _, (ended, out, said) = child(signalled_at_a_result, flags(there / "model", there / "kept"))
+    assert (ended, said) == (0, "")
+    assert "ended by SIGTERM after step 0" in out
+    (entry,) = timeless(there / "kept")
+    assert "eval_accuracy" in entry
 
 
 @pytest.mark.slow
@@ -115,32 +136,6 @@ def test_a_terminal_that_is_gone_does_not_keep_its_signal_from_ending_the_run() 
             os.close(copy)
         os.close(gone)
     assert ending.signal == signal.SIGHUP
-
-
-def unheard(argv: list[str], gone: tuple[int, ...]) -> int | str | None:
-    """Run the program as a process of its own does, where nobody reads what it writes to the files `gone`."""
-    read, write = os.pipe()
-    for file in gone:
-        os.dup2(write, file)
-    os.close(read)
-    os.close(write)
-    try:
-        return __main__.main(argv)
-    except SystemExit as ending:
-        return ending.code
-    finally:
-        sys.stdout.flush()  # as Python does at the end; what it cannot write then makes the exit code 120
-        sys.stderr.flush()
-
-
-@pytest.mark.slow
-def test_a_pipe_that_nobody_reads_any_more_changes_nothing_about_the_run(there, undisturbed) -> None:
-    folder, gone = there / "unheard", (1, 2)
-    argv = flags(there / "model", folder, "--report_to")
-    assert child(unheard, argv, gone) == (0, 0)
-    assert outcome(folder) == undisturbed
-    assert child(unheard, argv, gone) == (0, 0)  # a finished run only says so
-    assert child(unheard, ["--help"], gone) == (0, 0)
 
 
 def without_space(argv: list[str]) -> list[tuple[int, str, str]]:
