@@ -85,6 +85,13 @@ class TrainConfig(TrainSettings):
         return {"answer_format": form, **{name: self.credit_options[name] for name in names}}
 
     @property
+    def own_credit(self) -> dict[str, str]:
+        """Name the functions and classes of the user's that credit calls, by option."""
+        named = {"answer_format": self.answer_format, "estimator": self.estimator}
+        named["weights"] = self.credit_options.get("weights")  # type: ignore[assignment]
+        return {option: name for option, name in named.items() if name and _REFERENCE.fullmatch(name)}
+
+    @property
     def reward_options(self) -> dict[str, Any]:
         """Return the options of reward functions, by the names that `load_reward` takes."""
         return {**self.answer_options(), "timeout": self.reward_timeout, "isolation": self.code_isolation}

@@ -6,8 +6,11 @@ import gc
 import itertools
 import logging
 import os
+import re
 import signal
 import sys
+import traceback
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -21,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from cfa_kernels.model.compile_layers import compile_layers
 from cfa_kernels.model.memory import is_out_of_memory
 from cfa_kernels.model.parts import causal_lm, context_length, vocab_size
+from cfa_kernels.options import imported
 from cfa_kernels.scoring.access import WHOLE
 from cfa_kernels.text.offsets import describe_spare_ids
 
@@ -37,7 +41,7 @@ from .metrics import require_supported, sampling_gap_limit
 from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
 from .report.report import Report, Silence, tracker_library
-from .rewards.calls import RewardError, load_reward, load_rewards, require_callable
+from .rewards.calls import FAILURES, RewardError, load_reward, load_rewards, require_callable
 from .rollouts.engine import Engine, end_ids
 from .rollouts.environments import PlayedEngine, load_environment
 from .rollouts.in_process import TransformersEngine
@@ -76,11 +80,9 @@ def main(settings: TrainSettings) -> int:
             exhausted = isinstance(problem, MemoryError) or is_out_of_memory(problem)
             if not (exhausted or isinstance(problem, expected) or processes.is_silence(problem)):
                 raise
-            if exhausted:
-                # The launcher ends the other processes, which may be waiting in the middle of a forward.
-                where = f"rank {processes.rank()}: " if processes.count() > 1 else ""
-                hint = "lower token_budget, max_completion_length or num_generations"
-                print(f"error: {where}out of memory ({' '.join(str(problem).split())}); {hint}", file=sys.stderr)
+            if exhausted:  # the launcher ends the other processes, which may be waiting in the middle of a forward
+                said = f"rank {processes.rank()}: out of memory ({' '.join(str(problem).split())})"
+                print(f"error: {said}; lower token_budget, max_completion_length or num_generations", file=sys.stderr)
                 return 1
             _say(f"error: {' '.join(processes.describe_failure(problem).split())}")
             processes.end()
@@ -92,11 +94,9 @@ def main(settings: TrainSettings) -> int:
 def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     """Set up everything a run needs; `started` is when it began, whose date chat templates write, by default now.
 
-    Raises:
-        ValueError, OSError, ImportError: a setting, a row of data, a checkpoint or a reward function is not what it
-            must be; the message names it.
-        FloatingPointError: a weight of the model is not finite.
-        NotImplementedError: the model's log-probs cannot be taken; the message names the model and the reason.
+    Raises `ValueError`, `OSError` or `ImportError` that names a setting, a row of data, a checkpoint or a reward
+    function that is not what it must be, `FloatingPointError` for a weight that is not finite, and
+    `NotImplementedError` for a model whose log-probs cannot be taken.
     """
     processes.start(config)
     keep_few_kernels()
@@ -195,17 +195,10 @@ def keep_few_kernels() -> None:
 def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | None = None) -> Path:
     """Evaluate, train, evaluate again, save, from the last checkpoint on; give the run folder's path.
 
-    Args:
-        trainer: as `set_up` made it.
-        folder: as `open_run` found it, which this otherwise does itself.
-        ending: a request to end after a step, once there is one; the same command then resumes.
-
-    Raises:
-        Finished, Refused: as `open_run`, or there is no checkpoint to resume from.
-        DiskError: a file of the run cannot be written; checkpoints before it are untouched.
-        FloatingPointError: log-probs, gradients, rewards or weights cannot be trusted; the message names step and
-            samples. No model is saved then.
-        RewardError: a reward function failed; the message names step, function and row.
+    `folder` is as `open_run` found it, which this otherwise does itself. A request of `ending` ends the run after a
+    step, and the same command resumes. Raises as `open_run` does; `DiskError` for a file that cannot be written;
+    `FloatingPointError` for numbers that cannot be trusted and `RewardError` for a reward function that failed, after
+    which no model is saved.
     """
     if folder is None:
         with open_run(trainer.config) as folder:
@@ -235,7 +228,9 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 if step > start:
                     report.sampling(step)
                     seed_all(config.seed, step)
-                    report.stepped(step, training_step(trainer, step, next(batches)))
+                    with naming_own_code(config):
+                        result = training_step(trainer, step, next(batches))
+                    report.stepped(step, result)
                 if is_due(step, config.eval_steps, config) and step not in evaluated and not asked_to_end(ending):
                     evaluate_at(trainer, report, step, ending)
                 request = asked_to_end(ending)  # read once: a signal may come between saving and ending
@@ -256,6 +251,25 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
             raise DiskError(f"step {step}: {problem}; {folder.how_to_go_on(config)}") from problem
         processes.gather(None)  # the others end when the first has saved
     return folder.path
+
+
+@contextlib.contextmanager
+def naming_own_code(config: TrainConfig) -> Iterator[None]:
+    """Raise `RewardError` naming a user's function that raises in credit or whose result the library refuses."""
+    try:
+        yield
+    except FAILURES as problem:
+        if isinstance(problem, (*_PROBLEMS, MemoryError)) or is_out_of_memory(problem):
+            raise
+        for option, name in config.own_credit.items():
+            file = sys.modules[imported(option, name).__module__].__file__ or ""
+            lines = [at.lineno for at in traceback.extract_tb(problem.__traceback__) if at.filename == file]
+            if lines:
+                said = f"{type(problem).__name__}: {problem} (in {Path(file).name}, line {lines[-1]})"
+                raise RewardError(f"{option} {name} raised {said}") from problem
+            if isinstance(problem, ValueError) and re.search(rf"(^|: )({option}|importances)\b", str(problem)):
+                raise RewardError(f"{option} {name}: {problem}") from problem
+        raise
 
 
 def asked_to_end(ending: Ending) -> signal.Signals | None:
