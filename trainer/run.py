@@ -231,11 +231,11 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                     with naming_own_code(config):
                         result = training_step(trainer, step, next(batches))
                     report.stepped(step, result)
+                is_new = step > start or not report_state  # its checkpoint has not been kept
                 if is_due(step, config.eval_steps, config) and step not in evaluated and not asked_to_end(ending):
-                    evaluate_at(trainer, report, step, ending)
+                    is_new |= evaluate_at(trainer, report, step, ending)
                 request = asked_to_end(ending)  # read once: a signal may come between saving and ending
-                # The step that a run resumes from has its checkpoint.
-                if (step > start or not report_state) and (request or is_due(step, config.save_steps, config)):
+                if is_new and (request or step == start or is_due(step, config.save_steps, config)):
                     folder.save(trainer, step, report.state)
                 if request:
                     report.ended(f"ended by {request.name} after step {step}; {folder.how_to_go_on(config)}")
@@ -287,8 +287,8 @@ def is_due(step: int, every: int | None, config: TrainConfig) -> bool:
     return step in (0, config.max_steps) or (every is not None and step % every == 0)
 
 
-def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> None:
-    """Evaluate after a step; a signal ends the evaluation of a single process at once, without a result."""
+def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> bool:
+    """Evaluate after a step; a signal ends that of a single process at once. Returns whether there is a result."""
     config, share = trainer.config, processes.own_share(trainer.held_out)
     seed_all(config.seed, step, 1)
     progress = report.evaluating(step, len(share) * (1 + config.eval_samples))
@@ -300,8 +300,9 @@ def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> 
             ending.waits = True
     except Ended:
         ending.waits = True
-    else:
-        report.evaluated(step, result)
+        return False
+    report.evaluated(step, result)
+    return True
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:

@@ -4,6 +4,7 @@ import atexit
 import errno
 import gc
 import itertools
+import json
 import os
 import re
 import resource
@@ -73,11 +74,16 @@ def signalled_at_a_result(argv: list[str]) -> tuple[int, str, str]:
 
 @pytest.mark.slow
 def test_an_evaluation_that_is_finished_when_a_signal_comes_is_kept(there) -> None:
-    _, (ended, out, said) = child(signalled_at_a_result, flags(there / "model", there / "kept"))
+    argv = flags(there / "model", there / "kept")
+    assert child(signalled, argv, signal.SIGTERM, 0)[1][0] == 0  # without a result
+    assert not timeless(there / "kept")
+    _, (ended, out, said) = child(signalled_at_a_result, argv)
     assert (ended, said) == (0, "")
     assert "ended by SIGTERM after step 0" in out
     (entry,) = timeless(there / "kept")
     assert "eval_accuracy" in entry
+    report = json.loads((there / "kept/checkpoints/step-0/run.json").read_text())["report"]
+    assert [step for step, _ in report["evaluations"]] == [0]
 
 
 @pytest.mark.slow
@@ -130,6 +136,8 @@ def test_a_terminal_that_is_gone_does_not_keep_its_signal_from_ending_the_run() 
         with Ending() as ending:
             ending.waits = True
             signal.raise_signal(signal.SIGHUP)
+        for one in (1, 2):
+            os.write(one, b"to nowhere")
     finally:
         for one, copy in enumerate(before, start=1):
             os.dup2(copy, one)
