@@ -219,8 +219,8 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 "over the whole vocabulary; --top_p=1 samples from that distribution"
             )
         if report_state:
-            again = f"; steps {start + 1} to {logged} are done again" * (logged > start)
-            notes.insert(0, f"resuming from the checkpoint of step {start}; --no_resume starts again{again}")
+            again = f", steps up to {logged} are repeated" * (logged > start)
+            notes.insert(0, f"resuming from the checkpoint of step {start}{again}; --no_resume starts again")
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
         evaluated, step = {at for at, _ in report_state.get("evaluations", [])}, start
         try:

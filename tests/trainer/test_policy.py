@@ -1,5 +1,7 @@
 """Loading and saving: a policy is exactly what its checkpoint holds, and what is saved is finite."""
 
+import warnings
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -38,6 +40,13 @@ def test_a_whole_checkpoint_loads_as_it_was_saved(folder) -> None:
     policy, _ = loaded(folder, "--no_use_peft")
     saved = load_file(folder / "model.safetensors")
     assert all(torch.equal(p, saved[name]) for name, p in policy.named_parameters())
+
+
+def test_an_adapter_is_made_without_a_warning(folder) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loaded(folder, "--use_peft")
+    assert not [one for one in seen if issubclass(one.category, FutureWarning)]
 
 
 @pytest.mark.parametrize(

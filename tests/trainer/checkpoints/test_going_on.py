@@ -36,7 +36,7 @@ def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one(there, undis
 def test_a_run_killed_between_the_two_updates_of_a_step_ends_as_the_undisturbed_one(there, undisturbed) -> None:
     folder = there / "between"
     said = killed_and_gone_on(flags(there / "model", folder), [8], "update")
-    assert "resuming from the checkpoint of step 2" in said
+    assert "resuming from the checkpoint of step 2, steps up to 3 are repeated; --no_resume" in said
     assert outcome(folder) == undisturbed
 
 
