@@ -95,11 +95,6 @@ def test_a_signal_before_the_first_step_ends_at_once_and_leaves_nothing(there) -
 
 
 @pytest.mark.slow
-def test_what_a_process_returns_may_be_longer_than_a_pipe_holds() -> None:
-    assert child(bytes, 1 << 20, deadline=30) == (0, bytes(1 << 20))
-
-
-@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(there) -> None:
     folder = there / "twice"
     assert child(signalled, flags(there / "model", folder), signal.SIGINT, 3, True) == (130, None)
