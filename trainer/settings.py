@@ -104,8 +104,8 @@ class TrainSettings(DataConfig):
     """Run folder: new, empty, or with this run, interrupted. The default under runs/ has date, model, credit and seed
     in its name."""
     resume: bool = True
-    """The same command again resumes from the last checkpoint of its output_dir, or by default of the newest
-    unfinished run under runs/ with the same settings. --no_resume starts again, in a new folder."""
+    """The same command again resumes from the last checkpoint of its output_dir. --no_resume starts again, in a new
+    folder."""
     save_steps: Count = 10
     """Save a checkpoint every so many steps, at the beginning and at the end; the newest two stay."""
     eval_steps: Count | None = None

@@ -86,10 +86,11 @@ def test_merged_scores_read_the_copy_that_sampling_made_and_the_base_keeps_its_b
     torch.testing.assert_close(trained[0], trained[1], rtol=0, atol=1e-3)
 
 
-def test_what_cannot_be_merged_ends_a_run_before_its_first_step(fresh, monkeypatch) -> None:
+def test_what_cannot_be_merged_ends_a_run_in_its_first_step(fresh, monkeypatch) -> None:
     monkeypatch.setattr(merged, "is_quantised", lambda _: True)
+    trainer = fresh("--use_peft", "--merge_adapters=true", EVERY_OTHER)
     with pytest.raises(merged.CannotMerge, match=r"^merge_adapters=True: .*q_proj: its base, a Linear, holds"):
-        fresh("--use_peft", "--merge_adapters=true")
+        training_step(trainer, 1, [0])
 
 
 def test_a_batch_with_nothing_to_learn_from_leaves_the_model_alone(fresh, rollouts) -> None:
