@@ -1,6 +1,6 @@
 """Connect credit to any trainer: what a host offers, and credit of rows whose model is in other processes."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import CounterfactualConfig
 from ..batch import Batch
+from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit
 from ..estimators import ESTIMATORS
 from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, LOG_RATIOS, NEEDS, REWARDS, SIBLINGS, TARGETS, Estimator
@@ -28,8 +29,7 @@ OFFERS = {
     "TRL, AsyncGRPO": frozenset(NEEDS) - _COLUMNS - {ENTROPIES, SIBLINGS, REWARDS},
     "verl": OFFERED_BY_A_SERVICE | {ENTROPIES} | Sharded.capabilities,
     "verl, by log-prob requests": OFFERED_BY_A_SERVICE | {ENTROPIES},
-    "OpenRLHF": OFFERED_BY_A_SERVICE | Sharded.capabilities,
-    "OpenRLHF, by log-prob requests": OFFERED_BY_A_SERVICE,
+    "OpenRLHF": OFFERED_BY_A_SERVICE,
     "prime-rl": OFFERED_BY_A_SERVICE,
     "your loop, `InProcess` or `PackedForward`": frozenset(NEEDS),
     "your loop, `Sharded`": frozenset(NEEDS) - _IN_ONE_PROCESS,
@@ -38,6 +38,22 @@ OFFERS = {
 """Names of `NEEDS` that each host offers; refusals and the table in docs/other_trainers.md derive from it."""
 
 ONE_RATIO = "a completion has one ratio there, so that only the sum of its tokens' weights acts"
+
+
+def named_credit(value: CounterfactualConfig | str | Mapping[str, Any] | None) -> CounterfactualConfig:
+    """Return the configuration of credit that a host's user names; `control="off"` for None and for no options.
+
+    Args:
+        value: a configuration, the name of a preset, or flat options with `estimator`, of which None is not set.
+    """
+    if isinstance(value, Mapping):
+        config, given = CounterfactualConfig.from_flat(value), [name for name in value if value[name] is not None]
+        if "estimator" in given or config.control == "off":
+            return config
+        if given:
+            raise ValueError(f"counterfactual: {', '.join(given)} set without an estimator; name one, such as masking")
+        value = None
+    return CounterfactualConfig(control="off") if value is None else as_config(value)
 
 
 def obstacles(*cases: tuple[object, str]) -> list[str]:

@@ -49,7 +49,7 @@ from verl.workers.engine_workers import TrainingWorker  # noqa: E402
 import cfa_kernels.integrations.verl as integration  # noqa: E402
 from cfa_kernels import Draws  # noqa: E402
 from cfa_kernels.integrations.verl import CounterfactualMixin  # noqa: E402
-from cfa_kernels.integrations.workers import Share, Workers, judge_share  # noqa: E402
+from cfa_kernels.integrations.workers import Share, score_share  # noqa: E402
 from cfa_kernels.scoring.access import LogprobService  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -58,9 +58,9 @@ KEYS = [f"{uid}_{i}_0" for i, uid in enumerate("pppqqq")]
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    """The configuration of the documentation, as verl composes it."""
+    """The configuration of the documentation, as verl composes it, with credit."""
     with initialize_config_dir(str(REPOSITORY / "docs"), version_base=None):
-        return compose("verl_gsm8k")
+        return compose("verl_gsm8k", overrides=["counterfactual.estimator=masking"])
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +296,7 @@ class Group:
         self.asked += 1
         if self.problem is not None:
             raise self.problem
-        return [judge_share(self.model, pickle.loads(pickle.dumps(share))) for share in shares]
+        return [score_share(self.model, pickle.loads(pickle.dumps(share))) for share in shares]
 
 
 def set_up(config: Any, group: Any, **credit: Any) -> Any:
@@ -337,7 +337,7 @@ def test_where_trees_cannot_be_scored_the_log_says_why_and_requests_are_sent(con
     config = OmegaConf.merge(config, {"actor_rollout_ref": change})
     trainer = set_up(config, Group(problem))
     assert isinstance(trainer._access, LogprobService)
-    (said,) = [record.getMessage() for record in caplog.records if record.name == Workers.__module__]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == integration.__name__]
     assert said.startswith("credit: scored by log-prob requests")
     assert said.endswith(f"{reason}")
     config = OmegaConf.merge(config, {"counterfactual": TOTAL_EFFECTS})
