@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from .. import CounterfactualConfig
 from ..credit.assign import FIGURES
-from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
 from ..credit.nothing import NOT_MIXED, why_nothing
-from ..credit.presets import DEFAULT_PRESET
 from ..loss.checks import LossOptions
 from ..model.check.verify import check_supported, check_trainable
 from ..model.compile_layers import compile_layers
@@ -33,7 +31,7 @@ from ..scoring.access import GRADIENTS
 from ..scoring.packed import packed_logprobs
 from ..text.offsets import describe_spare_ids
 from . import require
-from .credit import refuse
+from .credit import named_credit, refuse
 from .trl_credit import KEPT, ROW, batch_credit, kept_tokens_of, loss_mask, of_first_tokens, weighed, why_at_once
 from .trl_losses import check_trains_packed, is_moved_by_padding, loss_of_packed_rows, prompts_together
 from .trl_refusals import OLDEST, credit_obstacles, packing_obstacles, zero_stage
@@ -110,7 +108,7 @@ class CounterfactualMixin(_Trainer):
     ) -> None:
         if not log_entropy and not packed_loss:
             raise ValueError("log_entropy=False needs packed_loss=True; TRL's loss logs it always")
-        self.credit = CounterfactualConfig(control="off") if credit is None else as_config(credit)
+        self.credit = named_credit(credit)
         super().__init__(*args, **kwargs)
         self.packed_loss, self.log_entropy = packed_loss, log_entropy
         self._temperature = self.temperature  # TRL's models and sampling keep it, whatever the attribute is later
@@ -447,16 +445,6 @@ class CounterfactualMixin(_Trainer):
 
 class PackedGRPOTrainer(CounterfactualMixin, GRPOTrainer):
     """TRL's `GRPOTrainer` on packed trees, with the same losses and gradients; `credit=` adds credit."""
-
-
-class CounterfactualGRPOTrainer(PackedGRPOTrainer):
-    """The same with credit, by default `presets.DEFAULT_PRESET`; see `CounterfactualMixin`.
-
-    On a pretrained model this default made a step's direction worse (docs/evidence.md): measure before you train.
-    """
-
-    def __init__(self, *args: Any, credit: CounterfactualConfig | str | None = DEFAULT_PRESET, **kwargs: Any) -> None:
-        super().__init__(*args, credit=credit, **kwargs)
 
 
 def _tokenizer_of(trainer: Any) -> Any:

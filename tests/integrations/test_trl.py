@@ -19,7 +19,7 @@ integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is
 from datasets import Dataset  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 
-from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer  # noqa: E402
+from cfa_kernels.integrations.trl import PackedGRPOTrainer  # noqa: E402
 from tests.support.trl_training import (  # noqa: E402
     LORA,
     PROMPT,
@@ -157,7 +157,7 @@ def test_an_id_that_the_tokenizer_has_no_token_for_ends_no_training(train, loss)
     ],
 )
 def test_figures_of_two_processes_are_combined_by_what_they_mean(name, here, there, expected):
-    trainer = object.__new__(CounterfactualGRPOTrainer)
+    trainer = object.__new__(PackedGRPOTrainer)
     trainer.importance_sampling_level, trainer._metrics = "token", {"train": defaultdict(list)}
     others = torch.tensor([there, 30.0 if name in ("kl", "clip_ratio/low_mean") else 1.0])
     trainer.accelerator = SimpleNamespace(device="cpu", gather=lambda local: torch.cat([local, others]))
@@ -192,7 +192,7 @@ def test_scoring_runs_in_trls_precision_with_the_tokenizer_of_a_processor(train,
         seen.append((torch.is_autocast_enabled("cpu"), type(tokenizer)))
         return credit(model, tokenizer, *args, **kwargs)
 
-    class Processed(CounterfactualGRPOTrainer):
+    class Processed(PackedGRPOTrainer):
         def train(self):
             self.processing_class = Processor(self.processing_class)
             return super().train()

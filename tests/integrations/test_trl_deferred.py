@@ -163,7 +163,7 @@ def test_what_keeps_credit_out_of_the_training_forward_is_said_once(train, caplo
 def test_vllms_correction_takes_log_probs_beside_and_credit_is_deferred_all_the_same(train, monkeypatch, mode):
     """TRL's padded forward for the log-probs keeps nothing that credit could read."""
     options = SGD | {"vllm_importance_sampling_mode": mode, "gradient_accumulation_steps": 2}
-    vllm = with_vllm(integration.CounterfactualGRPOTrainer)
+    vllm = with_vllm(integration.PackedGRPOTrainer)
     deferred, plain = train_both(lambda **given: train(vllm, **given), monkeypatch, **options)
     assert deferred._deferred is not None
     torch.testing.assert_close(parameters(deferred), parameters(plain), rtol=1e-4, atol=1e-5)

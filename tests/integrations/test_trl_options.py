@@ -226,23 +226,11 @@ def test_old_and_reference_log_probs_have_the_positions_of_the_loss(train, tmp_p
     assert logged(done, "clip_ratio/region_mean") == [0.0]
 
 
-def test_the_packed_trainer_has_no_credit_unless_it_is_named(tmp_path):
-    """And the one that is named after credit has the default preset."""
-
-    def made(cls, **given):
-        own = {"train_dataset": Dataset.from_dict({"prompt": [PROMPT] * 8}), "processing_class": tiny_tokenizer()}
-        options = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
-        return getattr(integration, cls)(tiny_model(), seven, args=options, **own, **given)
-
-    plain, credited = made("PackedGRPOTrainer"), made("CounterfactualGRPOTrainer")
-    assert plain.packed_loss and credited.packed_loss  # noqa: PT018
-    assert plain.credit.control == "off"
-    assert credited.credit == CounterfactualConfig.preset("prefix_gain_positive")
-    assert made("PackedGRPOTrainer", credit="cf").credit == CounterfactualConfig.preset("cf")
+def test_credit_by_a_name_that_no_preset_has_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"credit must be a CounterfactualConfig or one of cf, .*, got 'cff'; did you"):
-        made("PackedGRPOTrainer", credit="cff")
+        build(str(tmp_path), trainer={"credit": "cff"})
     with pytest.raises(ValueError, match="runs only in the training program: cfa-train --config ibpo"):
-        made("PackedGRPOTrainer", credit="ibpo")
+        build(str(tmp_path), trainer={"credit": "ibpo"})
 
 
 @pytest.mark.parametrize(

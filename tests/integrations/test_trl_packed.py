@@ -12,7 +12,7 @@ pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed
 
 
 from cfa_kernels.integrations import trl_losses
-from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
+from cfa_kernels.integrations.trl import PackedGRPOTrainer
 from tests.support.models import MOE, assert_same_gradients, make_model, skip_before
 from tests.support.policy_problem import OF_TRL
 from tests.support.trl_exact import LENGTHS, UNIFORM, assert_equal, batch, both, loss_and_gradients, noise
@@ -270,7 +270,7 @@ def first_of_three(completions: list[Any], **_: Any) -> list[float]:
 def test_a_micro_batch_without_an_advantage_brings_no_figure_of_tokens_that_move_the_loss(train, options, log_entropy):
     options = {"steps_per_generation": 3, "gradient_accumulation_steps": 3, "shuffle_dataset": False} | options
     arguments = {"credit": UNIFORM, "packed_loss": True, "log_entropy": log_entropy}
-    vllm, alone = with_vllm(CounterfactualGRPOTrainer), {"gradient_accumulation_steps": 1, "steps_per_generation": 1}
+    vllm, alone = with_vllm(PackedGRPOTrainer), {"gradient_accumulation_steps": 1, "steps_per_generation": 1}
     some = train(vllm, trainer=arguments | {"reward_funcs": first_of_three}, **options)
     one = train(vllm, trainer=arguments | {"reward_funcs": first_of_three}, **options | alone)
     (figures, *_), (expected, *_) = some.state.log_history, one.state.log_history
@@ -299,7 +299,7 @@ def test_the_rows_of_one_optimizer_step_lie_by_prompt_in_its_micro_batches(train
     seen: list[dict[str, Any]] = []
     steps = 2 if "steps_per_generation" in options else 1
 
-    class Watched(CounterfactualGRPOTrainer):
+    class Watched(PackedGRPOTrainer):
         def _compute_loss(self, model, inputs):
             seen.append(inputs)
             return super()._compute_loss(model, inputs)

@@ -28,7 +28,7 @@ from transformers import (  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from cfa_kernels.integrations import trl_refusals  # noqa: E402
-from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer, CounterfactualMixin  # noqa: E402
+from cfa_kernels.integrations.trl import PackedGRPOTrainer, CounterfactualMixin  # noqa: E402
 from tests.support import trl_training  # noqa: E402
 from tests.support.trl_training import PROMPT, changed, experts, logged, packs  # noqa: E402
 
@@ -323,7 +323,7 @@ def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion
         )
     expected = ["check_supported", "check_trains_packed"][: 1 + packed]
 
-    class Later(CounterfactualGRPOTrainer):
+    class Later(PackedGRPOTrainer):
         def _model_is_placed(self) -> bool:
             return False
 
@@ -354,7 +354,7 @@ def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion
     ],
 )  # fmt: skip
 def test_a_model_is_placed_when_it_is_whole_on_the_device(kind, device, placed):
-    trainer = object.__new__(CounterfactualGRPOTrainer)
+    trainer = object.__new__(PackedGRPOTrainer)
     trainer.accelerator = SimpleNamespace(distributed_type=kind, device=torch.device("cpu"))
     trainer.model = torch.nn.Linear(2, 2, device=device)
     assert trainer._model_is_placed() == placed
