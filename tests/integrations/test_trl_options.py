@@ -13,7 +13,6 @@ from cfa_kernels import CounterfactualConfig
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
 from accelerate import PartialState  # noqa: E402
-from datasets import Dataset  # noqa: E402
 from transformers import TrainerCallback, TrainingArguments  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer import grpo_trainer  # noqa: E402
@@ -21,14 +20,12 @@ from trl.trainer import grpo_trainer  # noqa: E402
 from tests.support.models import make_model  # noqa: E402
 from tests.support.tiny import tiny_model, tiny_tokenizer  # noqa: E402
 from tests.support.trl_training import (  # noqa: E402
-    PROMPT,
     build,
     experts,
     logged,
     packs,
     parameters,
     rollouts,
-    seven,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]

@@ -10,6 +10,7 @@ from cfa_kernels.scoring import plan
 
 pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
+from trl import GRPOTrainer
 
 from cfa_kernels.integrations import trl_losses
 from cfa_kernels.integrations.trl import PackedGRPOTrainer
@@ -281,6 +282,20 @@ def test_a_micro_batch_without_an_advantage_brings_no_figure_of_tokens_that_move
     by_prompt = not {"top_entropy_quantile", "entropy_coef"} & options.keys()  # else rows stay in TRL's micro-batches
     for name in moving if by_prompt else ():
         assert float(figures[name]) == pytest.approx(float(expected[name]), rel=1e-3), name
+
+
+@pytest.mark.skipif(RELEASE < (1, 14), reason="the stand-in for vLLM speaks TRL 1.14's interface")
+def test_the_distance_of_the_sampler_is_logged_in_a_batchs_first_pass_as_in_trl(train):
+    options = SGD | {"num_iterations": 2, "max_steps": 4}
+    theirs = train(with_vllm(GRPOTrainer), **options)
+    ours = train(with_vllm(PackedGRPOTrainer), trainer={"credit": None, "packed_loss": True}, **options)
+    names = {name for name in theirs.state.log_history[0] if name.startswith("sampling/")}
+    assert len(names) == 5
+    for mine, other in zip(ours.state.log_history, theirs.state.log_history, strict=True):
+        assert {name for name in mine if name.startswith("sampling/")} == names & other.keys()
+    for name in names:
+        assert len(logged(ours, name)) == 2
+        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-4), name
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,6 @@ def take_place(rank: int, how: str) -> None:
 def as_one_of_two(rank: int, folder: str, how: str, cases: Cases) -> None:
     """Train by each of `cases`, arguments of the trainer and of TRL's configuration; save what came of it."""
     take_place(rank, how)
-    # One process finds that padding moves positions: the reference's log-probs are packed then, in both if they share.
-    trl_training.integration.is_moved_by_padding = lambda model: rank == 1
     found = {}
     for name, case in cases.items():
         try:
