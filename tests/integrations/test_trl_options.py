@@ -1,7 +1,6 @@
 """Every option of TRL's configuration: the losses give what TRL's gives, refuse it, or are not touched by it."""
 
 import dataclasses
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,64 +113,6 @@ def test_noise_and_dropout_of_training_have_no_part_in_credit(train):
     for noisy in ({"neftune_noise_alpha": 5.0}, {"model": tiny_model(attention_dropout=0.5)}):
         model = {name: noisy.pop(name) for name in ("model",) if name in noisy}
         assert logged(train(trainer=given | model, **noisy), "credit/drop_mean") == logged(plain, "credit/drop_mean")
-
-
-def test_log_probs_of_a_trainers_own_are_refused_as_they_would_not_be_used(tmp_path):
-    class Other(GRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-    cls = type("CounterfactualOther", (integration.CounterfactualMixin, Other), {})
-    build(str(tmp_path), cls, trainer={"credit": UNIFORM})
-    message = r"Other: it has its own log-probs \(_get_per_token_logps_and_entropies\), which would not run"
-    with pytest.raises(NotImplementedError, match=message):
-        build(str(tmp_path), cls, trainer={"credit": UNIFORM, "packed_loss": True})
-
-
-class OwnMask(GRPOTrainer):
-    @staticmethod
-    def get_off_policy_mask(*args: Any, **kwargs: Any) -> Any:
-        return GRPOTrainer.get_off_policy_mask(*args, **kwargs)
-
-
-class OwnFactors(GRPOTrainer):
-    @staticmethod
-    def get_gamma_weights(*args: Any, **kwargs: Any) -> Any:
-        return GRPOTrainer.get_gamma_weights(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("base", "said"),
-    [(OwnMask, "off-policy mask .get_off_policy_mask"), (OwnFactors, "factors of vespo .get_gamma_weights")],
-)
-def test_parts_of_the_loss_of_a_trainers_own_are_refused(tmp_path, base, said):
-    cls = type("PackedOther", (integration.CounterfactualMixin, base), {})
-    with pytest.raises(NotImplementedError, match=f"PackedOther: it has its own {said}"):
-        build(str(tmp_path), cls, trainer={"packed_loss": True})
-
-
-def test_log_probs_of_a_class_above_the_mixin_and_a_loss_patched_into_trls_are_refused(tmp_path, monkeypatch):
-    class Mine(integration.PackedGRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-    class Logging(integration.PackedGRPOTrainer):
-        def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super()._compute_loss(*args, **kwargs)
-
-    build(str(tmp_path), Logging, trainer={"packed_loss": True})
-    with pytest.raises(NotImplementedError, match="Mine: it has its own log-probs"):
-        build(str(tmp_path), Mine, trainer={"packed_loss": True})
-    own = GRPOTrainer._compute_loss
-
-    @functools.wraps(own)
-    def patched(self: Any, *args: Any) -> Any:
-        return own(self, *args) * 0.0
-
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", patched)
-    with pytest.raises(NotImplementedError, match="PackedGRPOTrainer: it has its own loss"):
-        build(str(tmp_path), integration.PackedGRPOTrainer, trainer={"packed_loss": True})
-    build(str(tmp_path), integration.PackedGRPOTrainer, trainer={"packed_loss": False})
 
 
 def test_the_off_policy_mask_is_that_of_the_trainer_and_the_temperature_that_of_sampling(tmp_path):

@@ -22,7 +22,6 @@ from cfa_kernels import Batch, CounterfactualConfig, Rows, counterfactual_credit
 from tests.support import sharded, verl_engine
 from tests.support.log_prob_hosts import (
     CREDIT,
-    IMPOSSIBLE,
     PROMPTS,
     REWARDS,
     batch_mask,
@@ -345,18 +344,6 @@ def test_where_trees_cannot_be_scored_the_log_says_why_and_requests_are_sent(con
         NotImplementedError, match=rf"estimator='total_effects': .*requested because of .*{re.escape(reason)}"
     ):
         set_up(config, Group(problem), **TOTAL_EFFECTS) if problem else integration.run(config)
-
-
-@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=str)
-def test_an_estimator_that_needs_the_model_at_hand_is_refused_where_log_probs_are_requested(config, options, message):
-    config = OmegaConf.merge(config, {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}})
-    for name, value in options.items():
-        OmegaConf.update(config, f"counterfactual.{name}", value, force_add=True)
-    if message is None:
-        return integration.refuse_settings(config)
-    for start in (integration.run, type("Trainer", (CounterfactualMixin, object), {})):
-        with pytest.raises(NotImplementedError, match=f"cannot be combined with .*{re.escape(message)}"):
-            start(config)
 
 
 def test_rows_without_advantage_are_not_asked_for(one_by_one, transfer_queue, monkeypatch):
