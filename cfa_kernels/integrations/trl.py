@@ -210,7 +210,7 @@ class CounterfactualMixin(_Trainer):
         """Put the kept ids into the loss's inputs, and normalise the log-probs that TRL computed over them."""
         masks, self._sampling_mask = self._sampling_mask, None
         if output.get("ref_per_token_logps") is not None:
-            refuse([f"beta={self.beta}: TRL normalises the reference's log-probs over the vocabulary"], "sampling_mask")
+            refuse([f"beta={self.beta}: log-probs of the reference are over the whole vocabulary"], "sampling_mask")
         output[KEPT] = kept_tokens_of(masks, self._sampled, loss_mask(output))
         if output.get("old_per_token_logps") is None:
             return
