@@ -1,7 +1,4 @@
-"""Add counterfactual credit to OpenRLHF, by a mixin of its experience maker.
-
-Credit goes into `experience.advantages`, by which its losses multiply their ratios; its actors give the log-probs.
-"""
+"""Add credit to OpenRLHF: a factor of `experience.advantages`, from log-probs that its actors are asked for."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
