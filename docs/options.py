@@ -59,10 +59,10 @@ def hosts() -> str:
 
 
 def verl() -> str:
-    """The options that can run in verl, whose workers hold pieces, each with the default of the chosen parts."""
-    default, others = {"estimator": "masking"}, ("sigma", "merge_adapters")
+    """The options that can run in verl, whose workers hold pieces, none of them set."""
+    others = ("sigma", "merge_adapters")
     names = dict.fromkeys(name for name, _, _ in flat_options() if name not in others)
-    return "\n".join(f"  {name}: {default.get(name, 'null')}" for name in dict.fromkeys([*OWN, *names]))
+    return "\n".join(f"  {name}: null" for name in dict.fromkeys([*OWN, *names]))
 
 
 TABLES = {

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig
-from ..credit.config import as_config
 from ..credit.deferred import Draws
-from ..credit.presets import DEFAULT_PRESET
 from ..estimators.base import SIBLINGS
 from ..rows import Rows, equal_prompts
 from ..scoring.access import LogprobService
-from .credit import OFFERS, credit_rows, obstacles, refuse, unmet_needs
+from .credit import OFFERS, credit_rows, named_credit, obstacles, refuse, unmet_needs
 
 
 class CounterfactualMixin:
@@ -30,7 +28,7 @@ class CounterfactualMixin:
     `credit/*` goes into the metrics of each trace.
 
     Attributes:
-        counterfactual: configuration of credit or the name of a preset.
+        counterfactual: configuration of credit or the name of a preset; None for no credit.
         tokenizer: the policy's; None loads it by the pool's model name.
         seed: a key of all draws, together with the step that an episode belongs to.
         dtype: in which the inference server computes.
@@ -39,7 +37,7 @@ class CounterfactualMixin:
         NotImplementedError: an algorithm, estimator or trace that credit cannot be combined with, each named.
     """
 
-    counterfactual: ClassVar[CounterfactualConfig | str] = DEFAULT_PRESET
+    counterfactual: ClassVar[CounterfactualConfig | str | None] = None
     tokenizer: Any = None
     seed: ClassVar[int] = 0
     dtype: ClassVar[torch.dtype] = torch.bfloat16
@@ -48,7 +46,7 @@ class CounterfactualMixin:
     policy_pool: Any
 
     def __init__(self, config: Any, policy_pool: Any) -> None:
-        self._config = as_config(self.counterfactual)
+        self._config = named_credit(self.counterfactual)
         super().__init__(config, policy_pool)  # type: ignore[call-arg]
         name, loss = type(self).__name__, self.action_loss_type
         refuse(

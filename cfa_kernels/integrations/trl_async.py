@@ -11,9 +11,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from .. import CounterfactualConfig
-from ..credit.config import as_config
 from ..credit.deferred import Draws
-from ..credit.presets import DEFAULT_PRESET
 from ..model.attention import TreeMask, attend
 from ..model.parts import causal_lm, configs
 from ..model.stateful_layers import has_cells
@@ -21,7 +19,7 @@ from ..rows import Rows
 from ..scoring.access import InProcess
 from ..tree.attention_options import Reach
 from ..tree.segment_table import SegmentTable
-from .credit import OFFERS, credit_rows, obstacles, refuse, unmet_needs
+from .credit import OFFERS, credit_rows, named_credit, obstacles, refuse, unmet_needs
 
 ATTENTION = "cfa_trl_tree"
 
@@ -82,14 +80,14 @@ class CounterfactualAsyncMixin:
 
     Args:
         *args, **kwargs: the trainer's own.
-        credit: a `CounterfactualConfig` or the name of a preset.
+        credit: a `CounterfactualConfig` or the name of a preset; None for no credit.
 
     Raises:
         NotImplementedError: an estimator or setting that credit cannot be combined with, each named.
     """
 
-    def __init__(self, *args: Any, credit: CounterfactualConfig | str = DEFAULT_PRESET, **kwargs: Any) -> None:
-        self.credit = as_config(credit)
+    def __init__(self, *args: Any, credit: CounterfactualConfig | str | None = None, **kwargs: Any) -> None:
+        self.credit = named_credit(credit)
         refuse(unmet_needs(self.credit, OFFERS["TRL, AsyncGRPO"]))
         super().__init__(*args, **kwargs)
         own: Any = self

@@ -10,7 +10,6 @@ import torch
 
 from cfa_kernels import Batch, CounterfactualConfig, DeferredCredit, Draws, KeptTokens, Rows
 from cfa_kernels.integrations.prime_rl import CounterfactualMixin
-from tests.support.log_prob_hosts import IMPOSSIBLE
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 traces = pytest.importorskip("verifiers.v1.trace", reason="verifiers is not installed", exc_type=ImportError)
@@ -173,15 +172,6 @@ def test_without_credit_the_advantages_are_the_algorithms():
     plain = GRPOAlgorithm(SimpleNamespace(length_penalty=None), Pool())
     assert assigned(group(), made) == assigned(group(), plain)
     assert made.policy_pool.requests == 0
-
-
-@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE)
-def test_estimators_that_need_more_than_log_probs_are_refused(options, message):
-    if message is None:
-        algorithm(options)
-        return
-    with pytest.raises(NotImplementedError, match=message):
-        algorithm(options)
 
 
 def test_what_the_host_cannot_give_is_refused_by_name():

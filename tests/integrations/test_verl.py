@@ -22,7 +22,6 @@ from cfa_kernels import Batch, CounterfactualConfig, Rows, counterfactual_credit
 from tests.support import sharded, verl_engine
 from tests.support.log_prob_hosts import (
     CREDIT,
-    IMPOSSIBLE,
     PROMPTS,
     REWARDS,
     batch_mask,
@@ -49,7 +48,7 @@ from verl.workers.engine_workers import TrainingWorker  # noqa: E402
 import cfa_kernels.integrations.verl as integration  # noqa: E402
 from cfa_kernels import Draws  # noqa: E402
 from cfa_kernels.integrations.verl import CounterfactualMixin  # noqa: E402
-from cfa_kernels.integrations.workers import Share, Workers, judge_share  # noqa: E402
+from cfa_kernels.integrations.workers import Share, score_share  # noqa: E402
 from cfa_kernels.scoring.access import LogprobService  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -58,9 +57,9 @@ KEYS = [f"{uid}_{i}_0" for i, uid in enumerate("pppqqq")]
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    """The configuration of the documentation, as verl composes it."""
+    """The configuration of the documentation, as verl composes it, with credit."""
     with initialize_config_dir(str(REPOSITORY / "docs"), version_base=None):
-        return compose("verl_gsm8k")
+        return compose("verl_gsm8k", overrides=["counterfactual.estimator=masking"])
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +295,7 @@ class Group:
         self.asked += 1
         if self.problem is not None:
             raise self.problem
-        return [judge_share(self.model, pickle.loads(pickle.dumps(share))) for share in shares]
+        return [score_share(self.model, pickle.loads(pickle.dumps(share))) for share in shares]
 
 
 def set_up(config: Any, group: Any, **credit: Any) -> Any:
@@ -337,7 +336,7 @@ def test_where_trees_cannot_be_scored_the_log_says_why_and_requests_are_sent(con
     config = OmegaConf.merge(config, {"actor_rollout_ref": change})
     trainer = set_up(config, Group(problem))
     assert isinstance(trainer._access, LogprobService)
-    (said,) = [record.getMessage() for record in caplog.records if record.name == Workers.__module__]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == integration.__name__]
     assert said.startswith("credit: scored by log-prob requests")
     assert said.endswith(f"{reason}")
     config = OmegaConf.merge(config, {"counterfactual": TOTAL_EFFECTS})
@@ -345,18 +344,6 @@ def test_where_trees_cannot_be_scored_the_log_says_why_and_requests_are_sent(con
         NotImplementedError, match=rf"estimator='total_effects': .*requested because of .*{re.escape(reason)}"
     ):
         set_up(config, Group(problem), **TOTAL_EFFECTS) if problem else integration.run(config)
-
-
-@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=str)
-def test_an_estimator_that_needs_the_model_at_hand_is_refused_where_log_probs_are_requested(config, options, message):
-    config = OmegaConf.merge(config, {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}})
-    for name, value in options.items():
-        OmegaConf.update(config, f"counterfactual.{name}", value, force_add=True)
-    if message is None:
-        return integration.refuse_settings(config)
-    for start in (integration.run, type("Trainer", (CounterfactualMixin, object), {})):
-        with pytest.raises(NotImplementedError, match=f"cannot be combined with .*{re.escape(message)}"):
-            start(config)
 
 
 def test_rows_without_advantage_are_not_asked_for(one_by_one, transfer_queue, monkeypatch):

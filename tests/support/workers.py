@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from cfa_kernels import Batch, CounterfactualConfig, Credit, Span, counterfactual_credit
-from cfa_kernels.integrations.workers import Share, Workers, judge_share
+from cfa_kernels.integrations.workers import Share, Workers, score_share
 from cfa_kernels.rows import Rows
 from tests.support.log_prob_hosts import batch_rows
 from tests.support.plug_ins import RESAMPLING, TOTAL_EFFECTS
@@ -85,4 +85,4 @@ def on_a_sharded_model(rank: int, how: str) -> None:
         shared: nn.Module = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
     else:
         shared = wrapped(model, how)
-    as_one_process(rank, partial(judge_share, shared))
+    as_one_process(rank, partial(score_share, shared))
