@@ -33,7 +33,7 @@ from . import processes
 from .checkpoints import Finished, Refused, RunFolder, open_run
 from .cli import refusing
 from .config import TrainConfig
-from .data import encode_prompts, require_whole_prompt, stop_clock, train_and_eval_rows
+from .data import encode_prompts, require_whole_prompt, stop_clock, stop_strings, train_and_eval_rows
 from .disk import DiskError, whole_folder
 from .endings import Ended, Ending
 from .evaluate import evaluate
@@ -143,13 +143,14 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
             pass  # raises what no step should be the first to say
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
     rounded = config.precision.products if config.precision.is_mixed else None
-    tags = credit.answers.thought_tags
+    tags, stop = credit.answers.thought_tags, stop_strings(tokenizer, config)
     engine: Engine
     if config.rollout_engine == "vllm":
-        engine = VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy), tags)
+        gap = sampling_gap_limit(config, policy)
+        engine = VllmEngine(policy, tokenizer, config.vllm_server_base_url, gap, tags, stop)
     else:
         captured = False if moving else None
-        own: dict[str, Any] = {"longest": longest, "thought_tags": tags, "keep_merged": merges}
+        own: dict[str, Any] = {"longest": longest, "thought_tags": tags, "keep_merged": merges, "stop": stop}
         engine = TransformersEngine(policy, tokenizer, rounded, captured=captured, **own)
     if played is not None:
         engine = PlayedEngine(engine, tokenizer, played, end_ids(policy, tokenizer), thought_tags=tags)
