@@ -95,30 +95,35 @@ _OPENS_PART = re.compile(
 )
 
 # What makes a number one of two, or a part of a measure: "5 or 6", "between 5 and 10", "3 hours 30 minutes".
-_WORDS = r"(?:[%°*_$)]|\\\$|\s?(?!(?:or|and|to)\b)[^\W\d_]{1,20}(?!\s?=)){0,4}+"
+_WORDS = r"(?:[%°*_$)]|\\\$|\s?(?!(?:or|and|to|through)\b)[^\W\d_]{1,20}(?!\s?=)){0,4}+"
 _PART = (
     r"(?:(?:year|month|week|day|ho?u?r|min(?:ute)?|sec(?:ond)?|dollar|cent|pound|lb|ounce)s?|oz|[hms]|f[oe]*t"
     r"|in(?:ches)?)"
 )
 _OTHER = re.compile(
     rf"{BLANK}?{_PART},?{BLANK}?(?:and{BLANK})?\d{{1,4}}{BLANK}?{_PART}\b"
-    rf"|{_WORDS},?\s?\(?(?:\b(?:(?P<and>and)|or|to|vs|maybe|possibly|perhaps)\b\.?|[~&]){BLANK}?"
+    rf"|{_WORDS},?\s?\(?(?:\b(?:(?P<and>and)|or|to|through|vs|maybe|possibly|perhaps)\b\.?|[~&]){BLANK}?"
     r"(?:(?:is it|maybe|perhaps|possibly|even|about|around|[^\W\d_]\s?=)\s?){0,2}"
     rf"(?:[*_$]{{0,3}}{CURRENCY}?(?P<other>{_VALUE})(?!\s(?:decimal|significant|d\.p|places))"
     r"|(?:more|less|fewer|one|two|three|four|five|six|seven|eight|nine|ten|an?\shalf|half)\b)",
     re.IGNORECASE,
 )
-_DENIED = re.compile(r"(?i)(?:\b(?:not|never|n?either|nor|between)|n['’]t)\b[^\d\n]{0,30}\Z")
+_DENIED = re.compile(
+    r"(?i)(?:\b(?:not|never|n?either|nor|between)|n['’]t)\b[^\d\n]{0,30}\Z"
+    r"|\b(?:step|part|case|stage|option|choice|question|problem|equation|method)\W{1,3}\Z"
+)
 _OPEN_WORDS = re.compile(
-    r"(?i)\b(?:not|no|never|n?either|n?or|between|unless|if|maybe|perhaps|might|may|could|would|unsure|unknown|wrong"
+    r"(?i)\b(?:not|no|never|n?either|n?or|between|unless|if|maybe|perhaps|might|may|unsure|unknown|wrong"
     r"|incorrect|least|most|more than|less than|fewer|over|under|first|need|let|start|begin|option|choice|case|part"
     r"|step|stage|method|equation|question|problem)\b|n['’]t\b|\?"
 )
-_HEADING_LABEL = re.compile(r"\W{0,8}(?i:step|part|case|stage)\s\d{1,3}\b|#{1,6}\s{0,3}\W{0,3}\d{1,2}\s?[.):：、]")
+_HEADING_LABEL = re.compile(r"\W{0,8}(?i:step|part|case|stage)\s\d{1,3}\b|#{1,6}\W{0,4}\d{1,2}\s?[^\w\s]")
 _BOLD = re.compile(r"\*\*([^*\n]{1,80})\*\*")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 # A number of a list's item with words behind it.
-_ITEM = re.compile(rf"[*_]{{0,3}}(?:[.):：、]|\ufe0f?\u20e3|{BLANK}[-–—|])(?:[^\w\n]|_){{0,40}}+[^\W\d_][^\n]{{0,300}}")
+_ITEM = re.compile(
+    rf"[*_]{{0,3}}(?:{BLANK}?\\?[.):：、]|\ufe0f?\u20e3|{BLANK}[-–—|])(?:[^\w\n]|_){{0,40}}+[^\W\d_][^\n]{{0,300}}"
+)
 
 
 def _value_at(text: str, position: int, limit: int) -> Interval | None:
@@ -255,7 +260,11 @@ def _stated_answer(speech: Speech) -> AnswerText | None:
             continue
         else:
             value = _value_below(text, start, is_said=bool(announcement["verb"]))
-            if value is None and not (announcement["verb"] or announcement["letter"]):
+            if (
+                value is None
+                and not announcement["letter"]
+                and (not announcement["verb"] or ":" in text[start : start + 5])
+            ):
                 value = _sentence_value(text, start)
             if value and speech.text[start : value[1]] != text[start : value[1]]:
                 value = None  # a tool wrote in between
@@ -278,7 +287,7 @@ def _sentence_value(text: str, position: int) -> Interval | None:
         first, last = bold[0] if len(bold) == 1 else (start, end)
         number = _VALUE_IN_TEXT.search(text, first, last)
         value = _spoken_value(text, number.start("value")) if number else None
-        if value is None or value[1] > last or re.search(r"\d", text[first : value[0]] + text[value[1] : last]):
+        if value is None or value[1] > last or re.search(r"\d", text[value[1] : last]):
             return None
         behind = _NUMBER.findall(text, end, end + 2000)
         is_open = _OPEN_WORDS.search(text, start, end) or label_length(text[start:end])

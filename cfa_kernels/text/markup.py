@@ -111,11 +111,12 @@ _LABEL = re.compile(
 # What a model that runs on writes above a question of its own, at the start of a line: "Question:", "**Q2:**",
 # "Problem 3.", "### Question", "Human:", and the line "user" that a header of a turn leaves without its special tokens.
 _NEXT_QUESTION = re.compile(
-    r"^[^\S\n]{0,8}(?:>\s?)?(?:(?P<heading>#{1,6})[^\S\n]{0,4})?(?P<bold>[*_]{2,3})?(?P<bracket>[\[<])?"
-    r"(?:(?i:(?:(?:next|new|another)\s)?(?:question|problem))(?:\s?\W?\d{1,3}\b)?|Q(?:\s?\d{1,3}\b|\.(?=\s))?"
-    r"|(?i:exercise|example)\s\W?\d{1,3}\b|(?i:human|user|instruct(?:ion)?))"
-    r"(?:[*_\])]{0,4}[^\S\n]?[:：]|(?<=Q\.)|(?<=\d)[*_]{0,3}[.)][*_]{0,3}(?=\s)"
-    r"|(?(heading)[*_]{0,3}[^\S\n]*$|(?(bold)[*_]{2,3}[^\S\n]*$|(?(bracket)[>\]]|(?<=user)[^\S\n]*$))))",
+    r"^[^\S\n]{0,8}(?:(?:[>|-]|\d{1,2}[.)])\s)?(?P<heading>#{1,6}[^\S\n]{0,4})?(?:[*_\[<(]{1,4}|\\[a-z]{1,12}\*?\{)?"
+    r"(?:(?:(?i:(?:(?:here(?:'s|\sis)|next|new|another|second|third|follow-?up|practice|test|math|word|similar)\s){0,3}"
+    r"(?:question|problem|prompt)(?:\s(?:statement|description))?|(?:exercise|example)(?=\s\W?\d))|Q|[问問][题題]?|[题題]目)"
+    r"(?i:\s?(?:no\.?\s?|\W)?\d{1,3}\b|\s(?:one|two|three|four|five)\b)?"
+    r"|(?i:human|user|instruct(?:ion)?|(?(heading)input|(?!))))"
+    r"(?:[*_\])}]{0,4}(?:[^\S\n]?[:：]|>|[^\S\n]*$)|(?<=Q)\.(?=\s)|(?<=\d)[*_]{0,3}[.)][*_]{0,3}(?=\s))",
     re.MULTILINE,
 )
 _LINE = re.compile(r"[^\n]+")
