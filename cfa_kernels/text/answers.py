@@ -105,7 +105,7 @@ _OTHER = re.compile(
     rf"|{_WORDS},?\s?\(?(?:\b(?:(?P<and>and)|or|to|through|vs|maybe|possibly|perhaps)\b\.?|[~&]){BLANK}?"
     r"(?:(?:is it|maybe|perhaps|possibly|even|about|around|[^\W\d_]\s?=)\s?){0,2}"
     rf"(?:[*_$]{{0,3}}{CURRENCY}?(?P<other>{_VALUE})(?!\s(?:decimal|significant|d\.p|places))"
-    r"|(?:more|less|fewer|one|two|three|four|five|six|seven|eight|nine|ten|an?\shalf|half)\b)",
+    r"|(?:more|less|fewer|one|two|three|four|five|six|seven|eight|nine|ten|an?\shalf|half)\b|\s{0,40}\Z)",
     re.IGNORECASE,
 )
 _DENIED = re.compile(
@@ -269,8 +269,7 @@ def _stated_answer(speech: Speech) -> AnswerText | None:
             if value and speech.text[start : value[1]] != text[start : value[1]]:
                 value = None  # a tool wrote in between
         if value:
-            is_two = not announcement["tag"] and _is_one_of_two(text, value)
-            return AnswerText(announcement.start(), value[0], value[0] if is_two else value[1])
+            return AnswerText(announcement.start(), value[0], value[0] if _is_one_of_two(text, value) else value[1])
     return None
 
 
