@@ -294,13 +294,12 @@ def _regions(text: str, state: _State, foreign: Sequence[Interval], signs: _Sign
 
 def _end_of_reply(text: str, turns: Sequence[re.Match[str]], regions: dict[str, list[Interval]], signs: _Signs) -> int:
     """Find where the next question begins, by its header or by that of the user's turn; the text's length without."""
-    own = [turn for turn in turns if _OF_USER.search(text, *turn.span())]
     said = blanked(text, [part for kind in ("thought", "call", "response", "turn") for part in regions[kind]])
     starts = [match.start() for match in _NEXT_QUESTION.finditer(said)]
-    for turn in own:
-        start = turn.end() + len(text[turn.end() :]) - len(text[turn.end() :].lstrip())
-        sign = signs.pattern.match(text, start)
-        if not (sign and signs.kinds[signs.of(sign)[1]] == "response"):
+    for turn in turns:
+        sign = signs.pattern.search(text, turn.end(), turn.end() + 80)
+        is_tools = sign and signs.kinds[signs.of(sign)[1]] == "response" and not text[turn.end() : sign.start()].strip()
+        if _OF_USER.search(text, *turn.span()) and not is_tools:
             starts.append(turn.start())
     lines = (line for line in _LINE.finditer(said) if re.search(r"\d", line[0][label_length(line[0]) :]))
     number = next((line.start() for line in lines), len(text)) if starts else 0
