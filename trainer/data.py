@@ -23,6 +23,8 @@ HELD_OUT_PROBLEMS = 256
 GENERATED_SEED = 1
 
 
+_HEADER = "Question:"
+
 Messages = list[dict[str, str]]
 """A prompt as chat templates take it: messages with a `role` and a `content`."""
 
@@ -117,11 +119,17 @@ def _rendered(messages: Messages, tokenizer: PreTrainedTokenizerBase, *, thinkin
     if tokenizer.chat_template is None:
         if len(messages) > 1:
             raise ValueError("a tokenizer without a chat template takes one message, no system prompt and no dialogue")
-        return f"Question: {messages[0]['content']}\nAnswer:"
+        return f"{_HEADER} {messages[0]['content']}\nAnswer:"
     text: Any = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
     )
     return text
+
+
+def stop_strings(tokenizer: PreTrainedTokenizerBase, config: TrainSettings) -> list[str]:
+    """List the texts that end a completion: those of the run, by default the header of the program's own prompts."""
+    is_own = tokenizer.chat_template is None and not _has_own_template(tokenizer)
+    return config.stop if config.stop is not None else [f"\n{_HEADER}"] * is_own
 
 
 def require_whole_prompt(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -32,7 +32,7 @@ from . import processes
 from .checkpoints import Finished, Refused, RunFolder, open_run
 from .cli import refusing
 from .config import TrainConfig
-from .data import encode_prompts, require_whole_prompt, stop_clock, train_and_eval_rows
+from .data import encode_prompts, require_whole_prompt, stop_clock, stop_strings, train_and_eval_rows
 from .disk import DiskError, whole_folder
 from .endings import Ended, Ending
 from .evaluate import evaluate
@@ -164,12 +164,13 @@ def load_engine(
 ) -> Engine:
     """Make the engine that samples prompts and completions of at most `longest` tokens; `captured` as it has it."""
     credit = config.counterfactual()
-    tags = credit.answers.thought_tags
+    tags, stop = credit.answers.thought_tags, stop_strings(tokenizer, config)
     if config.rollout_engine == "vllm":
-        return VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy), tags)
+        gap = sampling_gap_limit(config, policy)
+        return VllmEngine(policy, tokenizer, config.vllm_server_base_url, gap, tags, stop)
     return TransformersEngine(
         policy, tokenizer, config.precision.products if config.precision.is_mixed else None, captured=captured,
-        longest=longest, thought_tags=tags, keep_merged=WHOLE in credit.needs,
+        longest=longest, thought_tags=tags, keep_merged=WHOLE in credit.needs, stop=stop,
     )  # fmt: skip
 
 

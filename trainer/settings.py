@@ -200,6 +200,9 @@ class TrainSettings(DataConfig):
     """Nucleus sampling: the smallest set of tokens with this much probability."""
     max_completion_length: Count = 512
     """Maximum tokens sampled per completion."""
+    stop: list[str] | None = None
+    """Texts that end a completion, which ends before them. By default the header of the next question where the program
+    writes the prompt itself, for a model without a chat template; none otherwise."""
     rollout_engine: Literal["transformers", "vllm"] = "transformers"
     """Engine that samples: transformers, in the training process, or a vLLM server, reached through TRL's client."""
     vllm_server_base_url: str = "http://localhost:8000"
