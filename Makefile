@@ -49,6 +49,7 @@ lint: $(SETUP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+	$(PY) .ci/limits.py
 
 # The pages as a site in site/; a link or an anchor that leads nowhere is an error.
 docs: $(SETUP)

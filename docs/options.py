@@ -4,8 +4,8 @@
 """
 
 import re
-from dataclasses import fields
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,10 @@ ROWS: dict[str, dict[str, Any]] = {
     '`masking`, `outcome="last"` or `"mean"`': {"estimator.outcome": "mean"},
     '`masking`, `mask="drop"`': {"estimator.mask": "drop"},
     "`masking`, `merge_adapters`": {"estimator.merge_adapters": True},
-    "`masking`, `preselect`, by length or `prefix_gain`": {"estimator.preselect": 0.5, "estimator.preselect_by": "prefix_gain"},
+    "`masking`, `preselect`, by length or `prefix_gain`": {
+        "estimator.preselect": 0.5,
+        "estimator.preselect_by": "prefix_gain",
+    },
     "`masking`, `preselect`, by `entropy`": {"estimator.preselect": 0.5, "estimator.preselect_by": "entropy"},
     "`masking`, `preselect`, by `gradient`": {"estimator.preselect": 0.5, "estimator.preselect_by": "gradient"},
     **{f"`{name}`": {"estimator": name} for name in ESTIMATORS if name != "masking"},
@@ -61,7 +64,7 @@ def hosts() -> str:
 
 
 def verl() -> str:
-    """The options that can run in verl, whose workers hold pieces; null is the default of the chosen parts."""
+    """The options that can run in verl, whose workers hold pieces, none of them set."""
     lines, before = ["  preset: none"], ""
     others = ("estimator.sigma", "estimator.merge_adapters")
     paths = dict.fromkeys(path for path, _, _ in part_options() if path not in others)

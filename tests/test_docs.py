@@ -30,8 +30,6 @@ def run(page: Path, namespace: dict[str, Any], in_place_of: dict[str, str] | Non
 
     Args:
         in_place_of: by the name of a variable that a block sets to a string, the string that it is set to here.
-
-    (The one that needs OpenRLHF runs in its own tests, which replace the GPU libraries.)
     """
     text, count = page.read_text(encoding="utf-8"), 0
     for block in BLOCK.finditer(text):

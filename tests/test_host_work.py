@@ -47,7 +47,7 @@ def test_credit_asks_once_for_the_batch_and_reads_text_while_the_forward_runs(op
         (packed, "packed_hidden"), (masked, "packed_hidden"),
     ):  # fmt: skip
         counted(owner, name)
-    config = CounterfactualConfig(**options)
+    config = CounterfactualConfig.of(options)
     for _ in range(2):  # the first checks the model and keeps the walk, and what is derived from it
         calls.clear()
         events.clear()

@@ -46,26 +46,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 OUTCOMES = ("logprob", "mean_logprob", "last", "mean")
 SUMS = ("dapo", "grpo", "bnpo", "dr_grpo")
 
-CF_PAPER = {"selection": "first", "lead_in": "statement", "min_spread": 0.0}
+CF_PAPER = {"spans.selection": "first", "answers.lead_in": "statement", "weights.min_spread": 0.0}
 CREDIT: dict[str, dict[str, Any]] = {
     "default": {}, "CF paper": CF_PAPER, "CF paper, mean": CF_PAPER | {"normalize": "mean"},
-    "CF paper, sentences": CF_PAPER | {"detector": "sentence"}, "inverted": {"control": "inverted"},
+    "CF paper, sentences": CF_PAPER | {"spans.detector": "sentence"}, "inverted": {"control": "inverted"},
     "random": {"control": "random"}, "off": {"control": "off"}, "mean": {"normalize": "mean"},
-    "bilevel": {"weights": "bilevel"}, "top": {"weights": "top", "fraction": 0.3},
-    "longest spans": {"max_spans": 2, "selection": "longest"}, "sentences": {"detector": "sentence"},
-    "OAR-P": {"units": "tokens", "outcome": "mean", "weights": "bilevel"}, "OAR-G": {"estimator": "gradient"},
-    "OAR-G, no noise": {"estimator": "gradient", "sigma": 0.0},
-    "OAR-G, spans": {"estimator": "gradient", "units": "spans", "weights": "range", "samples": 3},
+    "bilevel": {"weights": "bilevel"}, "top": {"weights": "top", "weights.fraction": 0.3},
+    "longest spans": {"spans.max_spans": 2, "spans.selection": "longest"}, "sentences": {"spans.detector": "sentence"},
+    "OAR-P": {"units": "tokens", "estimator.outcome": "mean", "weights": "bilevel"}, "OAR-G": {"estimator": "gradient"},
+    "OAR-G, no noise": {"estimator": "gradient", "estimator.sigma": 0.0},
+    "OAR-G, spans": {"estimator": "gradient", "units": "spans", "weights": "range", "estimator.samples": 3},
     "prefix gain": {"estimator": "prefix_gain"}, "entropy": {"estimator": "entropy"},
     "entropy shaping": {"estimator": "entropy_shaping"}, "prefix tree": {"estimator": "prefix_tree"},
     "sibling edits": {"estimator": "sibling_edits"},
     "sibling edits, inverted": {"estimator": "sibling_edits", "control": "inverted", "weights": "range"},
     "external": {"estimator": "external", "units": "tokens", "weights": "bilevel"}, "total effect": TOTAL_EFFECTS,
-    "resampled": {**RESAMPLING, "samples": 2}, "preselected": {"preselect": 0.5},
-    "preselected by gain": {"preselect": 0.5, "preselect_by": "prefix_gain"},
-    "redistributed": {"weights": "redistribute", "strength": 1.5}, "progress": {"estimator": "progress"},
+    "resampled": {**RESAMPLING, "estimator.samples": 2}, "preselected": {"estimator.preselect": 0.5},
+    "preselected by gain": {"estimator.preselect": 0.5, "estimator.preselect_by": "prefix_gain"},
+    "redistributed": {"weights": "redistribute", "weights.strength": 1.5}, "progress": {"estimator": "progress"},
     "gate of signs": {"weights": "sign_gate"},
-    "turns": {"units": "turns", "mask_observation": True},
+    "turns": {"units": "turns", "estimator.mask_observation": True},
 }  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def _of_credit() -> Iterator[tuple[str, Iterable[Tensor]]]:
     for seed, name in enumerate(("old_logprobs", "ref_logprobs"), 40):
         turns[name] = [-_draw(seed + b, k, low=0, high=1).float() for b, k in enumerate(rows.lengths)]
     for name, options in CREDIT.items():
-        config = CounterfactualConfig(**options)
+        config = CounterfactualConfig.of(options)
         credit = counterfactual_credit(
             model, tokenizer, rows, config=config, seed=3, external=external if name == "external" else None,
             **known, **(turns if config.units == "turns" else {}),
@@ -200,7 +200,7 @@ def test_figures_of_fixed_batches_are_the_known_ones():
 
 
 def test_every_estimator_and_weight_rule_has_known_figures():
-    configs = [CounterfactualConfig(**options) for options in CREDIT.values()]
+    configs = [CounterfactualConfig.of(options) for options in CREDIT.values()]
     assert {config.estimator.name for config in configs} == {*ESTIMATORS, "total_effects", "resampling"}
     assert {type(config.weights) for config in configs if config.weights} == set(WEIGHTS.values())
 

@@ -3,11 +3,9 @@
 import os
 import sys
 
-from .endings import ignore_broken_pipe
 from .extras import needed_by, program
 
 
-@ignore_broken_pipe()
 def main(argv: list[str] | None = None) -> int:
     """Run the program; gives its exit code."""
     argv = sys.argv[1:] if argv is None else argv

@@ -103,6 +103,7 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
     judged = " or ".join(BUILT_IN[unfit[0]].kinds) if unfit else ""
     return {
         f"num_generations must be at least 2 for a group to compare, got {c.num_generations}": c.num_generations < 2,
+        "stop must name texts that are not empty": "" in (c.stop or []),
         f"generation_batch_size must be a multiple of num_generations, got {c.generation_batch_size} and "
         f"{c.num_generations}": c.generation_batch_size % max(c.num_generations, 1) > 0,
         "importance_sampling_mode has no effect without importance_sampling_clip_max; set it, or drop the mode": (

@@ -23,6 +23,8 @@ HELD_OUT_PROBLEMS = 256
 GENERATED_SEED = 1
 
 
+_HEADER = "Question:"
+
 Messages = list[dict[str, str]]
 """A prompt as chat templates take it: messages with a `role` and a `content`."""
 
@@ -63,7 +65,7 @@ def load_rows(name: str, *, split: str, count: int | None = None, columns: DataC
 
 def train_and_eval_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
     """Load training and held-out problems, disjoint by question."""
-    held_out, test = config.eval_problems, list[Row]()
+    held_out, wanted, test = config.eval_problems, config.train_problems, list[Row]()
     name = config.eval_dataset or config.dataset
     if config.eval_dataset is not None or Path(name).suffix not in FILES:
         count = held_out or (HELD_OUT_PROBLEMS if name == GENERATED else None)
@@ -72,7 +74,6 @@ def train_and_eval_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
         except NoSplitError:
             if config.eval_dataset is not None:
                 raise
-    wanted = config.train_problems
     train = load_rows(config.dataset, split="train", count=wanted if test else None, columns=config)
     if not test:
         random.Random(0).shuffle(train)  # whatever the run's seed: runs that compare are tested on the same rows
@@ -118,11 +119,17 @@ def _rendered(messages: Messages, tokenizer: PreTrainedTokenizerBase, *, thinkin
     if tokenizer.chat_template is None:
         if len(messages) > 1:
             raise ValueError("a tokenizer without a chat template takes one message, no system prompt and no dialogue")
-        return f"Question: {messages[0]['content']}\nAnswer:"
+        return f"{_HEADER} {messages[0]['content']}\nAnswer:"
     text: Any = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
     )
     return text
+
+
+def stop_strings(tokenizer: PreTrainedTokenizerBase, config: TrainSettings) -> list[str]:
+    """List the texts that end a completion: those of the run, by default the header of the program's own prompts."""
+    is_own = tokenizer.chat_template is None and not _has_own_template(tokenizer)
+    return config.stop if config.stop is not None else [f"\n{_HEADER}"] * is_own
 
 
 def require_whole_prompt(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -186,67 +193,60 @@ def _load(name: str, split: str, config: str | None) -> list[Any]:
     require_data(name)
     import datasets  # slow to import
 
-    kind = FILES.get(Path(name).suffix)
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
-        if kind:
+        if kind := FILES.get(Path(name).suffix):
             with tempfile.TemporaryDirectory() as cache:  # the usual one would serve a file's old rows once it changes
                 return datasets.load_dataset(kind, data_files=name, split="train", cache_dir=cache).to_list()
         try:
-            return datasets.load_dataset(name, config or "main", split=split).to_list()
+            splits = datasets.load_dataset(name, config or "main")
         except ValueError:  # it has no such configuration
             if config is not None:
                 raise
-        return datasets.load_dataset(name, None, split=split).to_list()  # its only one, or its own default
+            splits = datasets.load_dataset(name)  # its only one, or its own default
     except StopIteration:  # of a file without rows
         return []
     except Exception as problem:  # of every kind
         cause: BaseException = problem
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        said = " ".join(str(cause).split())
-        advice = "; name it by dataset_config" * (not kind and config is None and "config" in said.lower())
-        kind_of = NoSplitError if said.startswith("Unknown split") else ValueError
-        raise kind_of(f"dataset {name}: cannot be read: {type(cause).__name__}: {said}{advice}") from problem
+        raise ValueError(f"dataset {name}: cannot be read: {type(cause).__name__}: {cause}") from problem
+    if split not in splits:
+        raise NoSplitError(f"dataset {name}: has no split {split!r}, only {sorted(splits)}")
+    return splits[split].to_list()
 
 
 def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:
     if columns.kind == "mbpp":
         return Row(mbpp_row(row, where), where)
-    row, texts, messages = row.copy(), dict[str, str](), None
-    for role, column in (("question", columns.question_column), ("answer", columns.answer_column)):
-        text = _taken(row, column, where, role)
-        if role == "question" and isinstance(text, list):
-            messages, text = text, _last_content(text, f"{where}: column {column!r}")
-        text = str(text) if role == "answer" and isinstance(text, int | float) else text
+    row = row.copy()
+    question, answer = (_taken(row, name, where) for name in (columns.question_column, columns.answer_column))
+    messages = question if isinstance(question, list) else None
+    if messages is not None:
+        pairs = [(m.get("role"), m.get("content")) if isinstance(m, Mapping) else (None, None) for m in messages]
+        if not pairs or pairs[-1][0] != "user" or not all(isinstance(text, str) for pair in pairs for text in pair):
+            form = "messages with a role and a content, both text, the last one the user's"
+            raise ValueError(f"{where}: {columns.question_column!r} must hold {form}, got {messages}")
+        question = messages[-1]["content"]
+    texts = {"question": question, "answer": str(answer) if isinstance(answer, int | float) else answer}
+    for role, text in texts.items():
         if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"{where}: column {column!r} must be text that is not empty, got {text!r}")
-        texts[role] = text
+            raise ValueError(f"{where}: the {role} must be text that is not empty, got {text!r}")
     if columns.kind == "numbers" and gold_number(texts["answer"]) is None:
         raise ValueError(f"{where}: no number can be read from {columns.answer_column!r}: {texts['answer'][-60:]!r}")
     return Row(row | texts, where, messages)
 
 
-def _taken(row: dict[str, Any], column: str, where: str, role: str) -> Any:
+def _taken(row: dict[str, Any], column: str, where: str) -> Any:
     """Take a column out of a row, or read a field inside one by a dotted path."""
     if column in row:
         return row.pop(column)
     value: Any = row
-    for part in column.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            inside = sorted(value) if isinstance(value, Mapping) else value
-            raise ValueError(f"{where}: has no column {column!r}, only {inside}; name the one by {role}_column")
-        value = value[part]
+    try:
+        for part in column.split("."):
+            value = value[part]
+    except (KeyError, TypeError) as problem:
+        said = f"has no column {column!r}, only {sorted(row)}; question_column and answer_column name them"
+        raise ValueError(f"{where}: {said}") from problem
     return value
-
-
-def _last_content(messages: Messages, what: str) -> str:
-    """Give the content of the last message, of the user; raise `ValueError` for what is not a list of messages."""
-    for i, message in enumerate(messages):
-        fields = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
-        if not all(isinstance(field, str) for field in fields):
-            raise ValueError(f"{what}: message {i} must have a role and a content, both text, got {message!r}")
-    if not messages or messages[-1]["role"] != "user":
-        raise ValueError(f"{what}: its last message must be the user's, got {messages[-1:]}")
-    return messages[-1]["content"]

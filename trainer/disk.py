@@ -14,32 +14,27 @@ class DiskError(OSError):
 
 
 @contextlib.contextmanager
-def naming(path: Path, setting: str = "") -> Iterator[None]:
-    """Turn what the disk refuses into a `DiskError` that names `path`, after the `setting` that gave it."""
+def naming(path: Path) -> Iterator[None]:
+    """Turn what the disk refuses into a `DiskError` that names `path`."""
     try:
         yield
     except DiskError:
         raise
     except (OSError, SafetensorError, RuntimeError) as problem:
-        if isinstance(problem, RuntimeError):
-            if not isinstance(problem.__context__, OSError):  # what torch.save makes of a write that failed
-                raise
-            problem = problem.__context__
-        cause = getattr(problem, "strerror", None) or problem
-        raise DiskError(f"{setting}{path} cannot be written: {cause}") from problem
+        cause = problem.__context__ if isinstance(problem, RuntimeError) else problem  # torch.save raises another
+        if not isinstance(cause, OSError | SafetensorError):
+            raise
+        raise DiskError(f"{path} cannot be written: {getattr(cause, 'strerror', None) or cause}") from problem
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader finds the old text or the new one, whenever the machine stops."""
     aside = path.with_name(f".{path.name}.partial")
-    try:
-        with naming(path):
-            aside.write_text(text, encoding="utf-8")
-            _sync(aside)
-            os.replace(aside, path)
-            _sync(path.parent)
-    finally:
-        aside.unlink(missing_ok=True)
+    with naming(path):
+        aside.write_text(text, encoding="utf-8")
+        _sync(aside)
+        os.replace(aside, path)
+        _sync(path.parent)
 
 
 @contextlib.contextmanager

@@ -1,18 +1,13 @@
-"""Stop after the current step on SIGINT, SIGTERM or SIGHUP; print to nowhere once nobody reads it."""
+"""Stop after the current step on SIGINT, SIGTERM or SIGHUP."""
 
-import contextlib
-import errno
-import functools
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from types import FrameType
-from typing import Any, TextIO
 
 
 class Ended(BaseException):
-    """A signal ended the program before it had anything to keep."""
+    """A signal ended what it interrupted."""
 
 
 class Ending:
@@ -45,48 +40,19 @@ class Ending:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         again, self.signal = self.signal, self.signal or signal.Signals(number)
-        if not again and not self.waits:
-            raise Ended("ended before a step; nothing was written, and what was there is unchanged")
         if again and number != signal.SIGINT:
             return
-        text = "ended at once" if again else f"{self.signal.name}: ending after this step; Ctrl-C then ends at once"
+        when = " after this step" if self.waits else ""
+        text = "ended at once" if again else f"{self.signal.name}: ending{when}; Ctrl-C then ends at once"
         cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides it
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(2, f"\n{cursor}{text}\n".encode())  # past Python's buffer, in which the signal may have come
+        streams = ((sys.__stdout__, "\n"), (sys.__stderr__, f"\n{cursor}{text}\n"))
+        for stream, said in ((stream, said) for stream, said in streams if stream is not None):
+            try:
+                os.write(stream.fileno(), said.encode())  # past Python's buffer, in which the signal may have come
+            except OSError:  # the terminal has closed, or Ctrl-C ended the other side of the pipe, too
+                with open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), stream.fileno())
         if again:
             os._exit(130)
-
-
-@contextlib.contextmanager
-def ignore_broken_pipe() -> Iterator[None]:
-    """Continue in silence, inside, if a pipe is closed (`| head`) or the terminal is gone."""
-    before: Any = sys.stdout, sys.stderr
-    streams = [stream and _Stream(stream) for stream in before]  # there are none where a shell closed them
-    sys.stdout, sys.stderr = streams
-    try:
-        yield
-    finally:
-        for stream in filter(None, streams):
-            stream.flush()
-        sys.stdout, sys.stderr = before
-
-
-class _Stream:
-    # Ctrl-C ends `cfa-train | tee log` on both sides at once; the run still has a step to finish and to save.
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.write, self.flush = (functools.partial(self._attempt, name) for name in ("write", "flush"))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def _attempt(self, method: str, *text: str) -> Any:
-        try:
-            return getattr(self._stream, method)(*text)
-        except OSError as problem:
-            if problem.errno not in (errno.EPIPE, errno.EIO):  # of a pipe and of a terminal
-                raise
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), self._stream.fileno())
-            return getattr(self._stream, method)(*text)
+        if not self.waits:
+            raise Ended("ended before a step; nothing was written, and what was there is unchanged")

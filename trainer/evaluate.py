@@ -51,7 +51,7 @@ def evaluate(
     fails; the message names the problems.
     """
 
-    def judge(
+    def solve(
         problems: Sequence[int], keys: Sequence[tuple[int, ...]] = (), **options: float
     ) -> list[tuple[bool, int]]:
         """Complete problems, by number; return whether each is solved, and its tokens."""
@@ -72,12 +72,12 @@ def evaluate(
             advance(len(batch))
         return [*itertools.chain.from_iterable(gather([results[at] for at in share]))]
 
-    correct, lengths = map(list, zip(*judge(range(len(rows))), strict=True))
+    correct, lengths = map(list, zip(*solve(range(len(rows))), strict=True))
     passes = dict[int, float]()
     if n := config.eval_samples:
         # Without the step: all evaluations of a run draw the same numbers, so that only the weights differ.
         keys = [(config.seed, 0, i, s, _STREAM) for i in range(len(rows)) for s in range(n)]
-        sampled = judge([key[2] for key in keys], keys, temperature=config.temperature, top_p=config.top_p)
+        sampled = solve([key[2] for key in keys], keys, temperature=config.temperature, top_p=config.top_p)
         solved = [sum(one for one, _ in sampled[i * n : (i + 1) * n]) for i in range(len(rows))]
         sizes = sorted({n, *(2**i for i in range(n.bit_length()))})
         passes = {k: sum(pass_at(k, right, n) for right in solved) / len(rows) for k in sizes}

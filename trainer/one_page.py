@@ -11,22 +11,19 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cfa_kernels import CounterfactualConfig, Rows, credited_loss
+from cfa_kernels import Rows, credited_loss
 
 from .embedded.problems import generate
 from .rewards.built_in import INSTRUCTIONS
 from .rewards.numbers import exact_match
 from .rollouts.engine import end_ids
 from .settings import ASSETS
-
-CREDIT = {"counterfactual": CounterfactualConfig(normalize="mean"), "uniform": CounterfactualConfig(control="off")}
-
 
 @dataclass
 class Settings:
@@ -41,7 +38,7 @@ class Settings:
     learning_rate: float = 2e-4  # of AdamW
     temperature: float = 1.0  # of sampling and of the loss
     eval_problems: int = 128  # problems of the evaluation, which are not trained on
-    credit: Literal["counterfactual", "uniform"] = "counterfactual"  # by masking spans, or even: plain DAPO
+    credit: str = "none"  # a preset, such as cf, which masks spans; none is plain DAPO
     seed: int = 0  # of everything that is drawn
 
 
@@ -87,7 +84,7 @@ def training_step(model: Any, tokenizer: Any, optimizer: Any, some: list[Problem
     # 3. One forward on the packed tree of prompts and completions. Credit: mask each span of the reasoning, score the
     #    answer from the keys and values of that forward, turn the drop of its log-prob into a weight of each token.
     #    Loss: DAPO's clipped token loss with these weights, from the hidden states of the same forward.
-    options: dict[str, Any] = {"credit": CREDIT[settings.credit], "temperature": settings.temperature}
+    options: dict[str, Any] = {"credit": settings.credit, "temperature": settings.temperature}
     loss = credited_loss(model, tokenizer, rows, advantages=advantages, **options).loss  # on-policy: no old log-probs
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -4,11 +4,11 @@ This is the trainer's one contact with PEFT and with files of weights.
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import (
@@ -30,6 +30,18 @@ from .settings import model_path, require_model
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
+@contextlib.contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Name the model where transformers does not; errors differ by file and version."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as problem:
+        said = str(problem).partition("\n")[0]
+        raise ValueError(f"model {name}: cannot be loaded: {type(problem).__name__}: {said}") from problem
+
+
 def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
     """Load the tokenizer, with a pad token and left padding, and the configuration of the model that it is for.
 
@@ -37,24 +49,14 @@ def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTra
     """
     name = config.model
     require_model(name)
-    with _loading(name, "configuration"):
+    with _loading(name):
         architecture = AutoConfig.from_pretrained(model_path(name))
-    with _loading(name, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(model_path(name), padding_side="left")
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         known = tokenizer("What is 3 + 4?")["input_ids"]
-    if not known:  # transformers makes an empty tokenizer where it finds no file of one
-        raise ValueError(f"model {name}: its tokenizer gives no token for text; has it a tokenizer.json?")
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise ValueError(f"model {name}: its tokenizer has neither a pad nor an end-of-text token")
-        tokenizer.pad_token = tokenizer.eos_token
-    largest = max(*known, tokenizer.pad_token_id, tokenizer.eos_token_id or 0)
     size = getattr(architecture.get_text_config(), "vocab_size", None)
-    if size is not None and largest >= size:
-        raise ValueError(
-            f"model {name}: its tokenizer gives token {largest}, beyond the model's vocabulary (vocab_size {size}); it "
-            "is another model's"
-        )
+    if not known or (size is not None and max(known) >= size):  # transformers makes an empty one where it finds no file
+        raise ValueError(f"model {name}: its tokenizer gives ids {known} for text, and its vocab_size is {size}")
     return tokenizer, architecture
 
 
@@ -66,7 +68,18 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, comp
             tokenizer names a token that ends a completion; the message names model and tensors.
         FloatingPointError: a weight is not finite; the message names it.
     """
-    model = _load_whole(config.model, config.precision.weights)
+    with _loading(config.model):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_path(config.model), dtype=config.precision.weights, output_loading_info=True
+        )
+    model, info = loaded
+    for fault in ("missing_keys", "unexpected_keys"):  # to the former transformers gives random values
+        if names := sorted(info[fault]):
+            keys = f"{', '.join(names[:5])} ({len(names)} in all)"
+            raise ValueError(
+                f"model {config.model}: its checkpoint does not fit {type(model).__name__}, {fault}: {keys}; load and "
+                "save it once by AutoModelForCausalLM if they are not needed"
+            )
     model.to(config.precision.device)
     require_finite_weights(dict(model.named_parameters()))
     if config.precision.device.type == "cuda" and is_liger_kernel_available():
@@ -87,43 +100,9 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, comp
         from peft import LoraConfig, get_peft_model  # needed only where an adapter trains
 
         adapter = LoraConfig(r=config.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, adapter)
+        with warnings.catch_warnings(category=FutureWarning, action="ignore"):  # PEFT asks for an old name
+            model = get_peft_model(model, adapter)
     return model.eval()  # dropout would make the update's log-probs other than those that were sampled with
-
-
-@contextlib.contextmanager
-def _loading(name: str, part: str) -> Iterator[None]:
-    """Name the model and its part where transformers does not; errors differ by file and version."""
-    try:
-        yield
-    except ImportError:
-        raise
-    except Exception as problem:
-        said = str(problem).partition("\n")[0]
-        raise ValueError(f"model {name}: its {part} cannot be loaded: {type(problem).__name__}: {said}") from problem
-
-
-def _load_whole(name: str, dtype: torch.dtype) -> Any:
-    """Load a causal model that uses every tensor of its checkpoint; transformers gives missing ones random values."""
-    with _loading(name, "weights"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model_path(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    model, info = loaded
-    sizes = [
-        f"{tensor} as {tuple(saved)} where the model needs {tuple(own)}"
-        for tensor, saved, own in info["mismatched_keys"]
-    ]
-    faults = {"lacks": info["missing_keys"], "has no place for": info["unexpected_keys"], "holds": sizes}
-    if said := [
-        f"{fault} {', '.join(sorted(names)[:5])} ({len(names)} in all)" for fault, names in faults.items() if names
-    ]:
-        # A value head, or layers that predict further tokens, are not used; transformers omits them where it loads.
-        advice = "; load and save it once by AutoModelForCausalLM to drop them" * bool(info["unexpected_keys"])
-        raise ValueError(
-            f"model {name}: its checkpoint does not fit {type(model).__name__}: it {'; it '.join(said)}{advice}"
-        )
-    return model
 
 
 def require_finite_weights(weights: Mapping[str, Tensor]) -> None:

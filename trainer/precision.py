@@ -46,9 +46,9 @@ def require_device(device: torch.device) -> None:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as problem:  # the latter of a PyTorch that was built without CUDA
-        there = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU that PyTorch can use"
-        reason = str(problem).partition("\n")[0].partition(". ")[0]
-        raise ValueError(f"device: {device} cannot be used: {reason}; this machine has {there}") from problem
+        said = str(problem).partition("\n")[0]
+        gpus = torch.cuda.device_count()
+        raise ValueError(f"device: {device} cannot be used, PyTorch finds {gpus} GPUs: {said}") from problem
 
 
 def frozen_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

@@ -89,10 +89,9 @@ def gather(value: _Value, problem: str | None = None) -> list[_Value]:
     except RuntimeError as silence:
         raise PeerError(f"rank {rank()}: {problem or _silence(silence)}") from silence
     values, problems = zip(*pairs, strict=True)
-    if len({*problems}) == 1 and problem is not None:  # the same everywhere
-        raise PeerError(problem)
-    if any(one is not None for one in problems):
-        raise PeerError("; ".join(f"rank {i}: {one}" for i, one in enumerate(problems) if one is not None))
+    named = [f"rank {i}: {one}" for i, one in enumerate(problems) if one is not None]
+    if named:  # one that is the same everywhere has no rank
+        raise PeerError("; ".join(named) if len({*problems}) > 1 else problem)
     return [*values]
 
 

@@ -7,33 +7,32 @@ import itertools
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import get_scheduler, set_seed
+from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from cfa_kernels.model.compile_layers import compile_layers
 from cfa_kernels.model.memory import is_out_of_memory
-from cfa_kernels.model.merged import merged_weights
 from cfa_kernels.model.parts import causal_lm, context_length, vocab_size
 from cfa_kernels.options import imported
 from cfa_kernels.scoring.access import WHOLE
-from cfa_kernels.text.answers import answer_text_span
 from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
 from .checkpoints import Finished, Refused, RunFolder, open_run
 from .cli import refusing
 from .config import TrainConfig
-from .data import encode_prompts, require_whole_prompt, stop_clock, train_and_eval_rows
+from .data import encode_prompts, require_whole_prompt, stop_clock, stop_strings, train_and_eval_rows
 from .disk import DiskError, whole_folder
 from .endings import Ended, Ending
 from .evaluate import evaluate
@@ -81,11 +80,9 @@ def main(settings: TrainSettings) -> int:
             exhausted = isinstance(problem, MemoryError) or is_out_of_memory(problem)
             if not (exhausted or isinstance(problem, expected) or processes.is_silence(problem)):
                 raise
-            if exhausted:
-                # The launcher ends the other processes, which may be waiting in the middle of a forward.
-                where = f"rank {processes.rank()}: " if processes.count() > 1 else ""
-                hint = "lower token_budget, max_completion_length or num_generations"
-                print(f"error: {where}out of memory ({' '.join(str(problem).split())}); {hint}", file=sys.stderr)
+            if exhausted:  # the launcher ends the other processes, which may be waiting in the middle of a forward
+                said = f"rank {processes.rank()}: out of memory ({' '.join(str(problem).split())})"
+                print(f"error: {said}; lower token_budget, max_completion_length or num_generations", file=sys.stderr)
                 return 1
             _say(f"error: {' '.join(processes.describe_failure(problem).split())}")
             processes.end()
@@ -95,20 +92,16 @@ def main(settings: TrainSettings) -> int:
 
 
 def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
-    """Set up everything a run needs, checked before it starts.
+    """Set up everything a run needs; `started` is when it began, whose date chat templates write, by default now.
 
-    `started` is when the run began, whose date chat templates write; by default it begins now.
-
-    Raises:
-        ValueError, OSError, ImportError: a setting, a row of data, a checkpoint or a reward function is not what it
-            must be; the message names it.
-        FloatingPointError: a weight of the model is not finite.
-        NotImplementedError: the model's log-probs cannot be taken or its answers not scored; the message names the
-            model and the reason.
+    Raises `ValueError`, `OSError` or `ImportError` that names a setting, a row of data, a checkpoint or a reward
+    function that is not what it must be, `FloatingPointError` for a weight that is not finite, and
+    `NotImplementedError` for a model whose log-probs cannot be taken.
     """
-    # What is cheap to refuse comes first: a reward, a row or a prompt must not wait until a model is loaded.
     processes.start(config)
     keep_few_kernels()
+    stop_clock(started or datetime.now())
+    # A reward, a row or a prompt that is wrong must not wait until a model is loaded.
     for name in config.report_to:
         tracker_library(name)
     require_device(config.precision.device)
@@ -121,37 +114,25 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     rows, held_out = train_and_eval_rows(config)
     require_callable(rewards, rows[0])
     require_callable({config.grader: grader}, held_out[0])
-    with naming_own_code(config):
-        answer_text_span(rows[0]["question"], config.counterfactual().answers)
     tokenizer, architecture = load_tokenizer(config)
     require_whole_prompt(tokenizer, config.model)
     limit = context_length(architecture)
-    stop_clock(started or datetime.now())
     prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
+    longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
+
     set_seed(config.seed)  # adapters begin at random
     moving = processes.count() > 1 and config.parallel == "fsdp2"  # CUDA graphs do not follow weights that move
     auto = config.precision.device.type == "cuda" and not moving
     compiles = auto if config.torch_compile == "auto" else config.torch_compile == "on"
     policy = load_policy(config, tokenizer, compiles=compiles)
-    longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
     if processes.rank() == 0 and not sys.stdout.isatty():  # for a log file: there is no report yet
         print("checking the model's log-probs and gradients ...", flush=True)
-    merges = WHOLE in (credit := config.counterfactual()).needs
     with config.precision.autocast():
         require_supported(policy, longest)
-        with merged_weights(causal_lm(policy)) if merges else contextlib.nullcontext():
-            pass  # raises what no step should be the first to say
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
-    rounded = config.precision.products if config.precision.is_mixed else None
-    tags = credit.answers.thought_tags
-    engine: Engine
-    if config.rollout_engine == "vllm":
-        engine = VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy), tags)
-    else:
-        captured = False if moving else None
-        own: dict[str, Any] = {"longest": longest, "thought_tags": tags, "keep_merged": merges}
-        engine = TransformersEngine(policy, tokenizer, rounded, captured=captured, **own)
+    engine = load_engine(config, policy, tokenizer, longest, captured=False if moving else None)
     if played is not None:
+        tags = config.counterfactual().answers.thought_tags
         engine = PlayedEngine(engine, tokenizer, played, end_ids(policy, tokenizer), thought_tags=tags)
     for model in [policy] if reference in (None, policy) else [policy, reference]:
         processes.distribute(model, config)
@@ -161,6 +142,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     if moving:  # as it runs from now on
         with config.precision.autocast():
             require_supported(policy, longest)
+
     weights = [p for p in policy.parameters() if p.requires_grad]
     fused = config.precision.device.type == "cuda" or None  # elsewhere torch's own choice
     optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0, fused=fused)
@@ -175,6 +157,21 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
         experiment.require_fitting_prompt(trainer)
         trainer.shape = experiment.compare_and_correct
     return trainer
+
+
+def load_engine(
+    config: TrainConfig, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, longest: int, *, captured: bool | None
+) -> Engine:
+    """Make the engine that samples prompts and completions of at most `longest` tokens; `captured` as it has it."""
+    credit = config.counterfactual()
+    tags, stop = credit.answers.thought_tags, stop_strings(tokenizer, config)
+    if config.rollout_engine == "vllm":
+        gap = sampling_gap_limit(config, policy)
+        return VllmEngine(policy, tokenizer, config.vllm_server_base_url, gap, tags, stop)
+    return TransformersEngine(
+        policy, tokenizer, config.precision.products if config.precision.is_mixed else None, captured=captured,
+        longest=longest, thought_tags=tags, keep_merged=WHOLE in credit.needs, stop=stop,
+    )  # fmt: skip
 
 
 def compile_or_say(model: nn.Module, *, must: bool) -> None:
@@ -199,17 +196,10 @@ def keep_few_kernels() -> None:
 def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | None = None) -> Path:
     """Evaluate, train, evaluate again, save, from the last checkpoint on; give the run folder's path.
 
-    Args:
-        trainer: as `set_up` made it.
-        folder: as `open_run` found it, which this otherwise does itself.
-        ending: a request to end after a step, once there is one; the same command then resumes.
-
-    Raises:
-        Finished, Refused: as `open_run`, or there is no checkpoint to resume from.
-        DiskError: a file of the run cannot be written; checkpoints before it are untouched.
-        FloatingPointError: log-probs, gradients, rewards or weights cannot be trusted; the message names step and
-            samples. No model is saved then.
-        RewardError: a reward function failed; the message names step, function and row.
+    `folder` is as `open_run` found it, which this otherwise does itself. A request of `ending` ends the run after a
+    step, and the same command resumes. Raises as `open_run` does; `DiskError` for a file that cannot be written;
+    `FloatingPointError` for numbers that cannot be trusted and `RewardError` for a reward function that failed, after
+    which no model is saved.
     """
     if folder is None:
         with open_run(trainer.config) as folder:
@@ -217,6 +207,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     config, ending = trainer.config, ending or Ending()
     ending.waits = True
     start, report_state = folder.begin(trainer)
+    logged = folder.last_logged()  # before the report drops what the checkpoint does not have
     per_step = config.generation_batch_size // config.num_generations
     # The order of problems, and what a step draws at random, is a function of the seed: no checkpoint has to hold it.
     batches = itertools.islice(problem_batches(len(trainer.rows), per_step, config.seed), start, None)
@@ -229,8 +220,8 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 "over the whole vocabulary; --top_p=1 samples from that distribution"
             )
         if report_state:
-            where = ", in a new folder" * (start > 0)
-            notes.insert(0, f"resuming from the checkpoint of step {start}; --no_resume starts again{where}")
+            again = f", steps up to {logged} are repeated" * (logged > start)
+            notes.insert(0, f"resuming from the checkpoint of step {start}{again}; --no_resume starts again")
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
         evaluated, step = {at for at, _ in report_state.get("evaluations", [])}, start
         try:
@@ -241,12 +232,11 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                     with naming_own_code(config):
                         result = training_step(trainer, step, next(batches))
                     report.stepped(step, result)
-                if is_due(step, config.eval_steps, config) and step not in evaluated:
-                    evaluate_at(trainer, report, step, ending)
-                # Read once: a signal may come between saving and the question whether to end.
-                request = next(filter(None, processes.gather(ending.signal)), None)
-                # The step that a run resumes from has its checkpoint.
-                if (step > start or not report_state) and (request or is_due(step, config.save_steps, config)):
+                is_new = step > start or not report_state  # its checkpoint has not been kept
+                if is_due(step, config.eval_steps, config) and step not in evaluated and not asked_to_end(ending):
+                    is_new |= evaluate_at(trainer, report, step, ending)
+                request = asked_to_end(ending)  # read once: a signal may come between saving and ending
+                if is_new and (request or step == start or is_due(step, config.save_steps, config)):
                     folder.save(trainer, step, report.state)
                 if request:
                     report.ended(f"ended by {request.name} after step {step}; {folder.how_to_go_on(config)}")
@@ -283,6 +273,11 @@ def naming_own_code(config: TrainConfig) -> Iterator[None]:
         raise
 
 
+def asked_to_end(ending: Ending) -> signal.Signals | None:
+    """Return the signal that has come to one of the processes; all call this."""
+    return next(filter(None, processes.gather(ending.signal)), None)
+
+
 def seed_all(seed: int, step: int, stream: int = 0) -> None:
     """Seed the global generators, from which a user's rewards may draw, by the run's seed, a step and the process."""
     set_seed(int(np.random.SeedSequence((seed, step, stream, processes.rank())).generate_state(1)[0]))
@@ -293,21 +288,22 @@ def is_due(step: int, every: int | None, config: TrainConfig) -> bool:
     return step in (0, config.max_steps) or (every is not None and step % every == 0)
 
 
-def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> None:
-    """Evaluate after a step; a signal ends the evaluation of a single process unfinished."""
+def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> bool:
+    """Evaluate after a step; a signal ends that of a single process at once. Returns whether there is a result."""
     config, share = trainer.config, processes.own_share(trainer.held_out)
     seed_all(config.seed, step, 1)
     progress = report.evaluating(step, len(share) * (1 + config.eval_samples))
-    with contextlib.suppress(Ended), progress as advance, processes.whole_weights(trainer.policy):
-
-        def advance_or_end(completions: int) -> None:
-            advance(completions)
-            if ending.signal and processes.count() == 1:
-                raise Ended
-
-        rows, prompts = trainer.held_out, trainer.held_out_prompts
-        result = evaluate(trainer.engine, rows, prompts, config, match=trainer.grader, advance=advance_or_end)
-        report.evaluated(step, result)
+    ending.waits = processes.count() > 1
+    try:
+        with progress as advance, processes.whole_weights(trainer.policy):
+            rows, prompts = trainer.held_out, trainer.held_out_prompts
+            result = evaluate(trainer.engine, rows, prompts, config, match=trainer.grader, advance=advance)
+            ending.waits = True
+    except Ended:
+        ending.waits = True
+        return False
+    report.evaluated(step, result)
+    return True
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:

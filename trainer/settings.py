@@ -88,8 +88,8 @@ class TrainSettings(DataConfig):
     """Run folder: new, empty, or with this run, interrupted. The default under runs/ has date, model, credit and seed
     in its name."""
     resume: bool = True
-    """The same command again resumes from the last checkpoint of its output_dir, or by default of the newest
-    unfinished run under runs/ with the same settings. --no_resume starts again, in a new folder."""
+    """The same command again resumes from the last checkpoint of its output_dir. --no_resume starts again, in a new
+    folder."""
     save_steps: Count = 10
     """Save a checkpoint every so many steps, at the beginning and at the end; the newest two stay."""
     eval_steps: Count | None = None
@@ -182,6 +182,9 @@ class TrainSettings(DataConfig):
     """Nucleus sampling: the smallest set of tokens with this much probability."""
     max_completion_length: Count = 512
     """Maximum tokens sampled per completion."""
+    stop: list[str] | None = None
+    """Texts that end a completion, which ends before them. By default the header of the next question where the program
+    writes the prompt itself, for a model without a chat template; none otherwise."""
     rollout_engine: Literal["transformers", "vllm"] = "transformers"
     """Engine that samples: transformers, in the training process, or a vLLM server, reached through TRL's client."""
     vllm_server_base_url: str = "http://localhost:8000"

@@ -32,34 +32,34 @@ PLAIN, PLACEBO = "plain DAPO", "permuted where right, spans open"
 # Every arm at mean weight 1, else the arms would differ by their step sizes; "as the paper" once without. 80/20 is one
 # threshold and one denominator for the batch (arXiv 2506.01939): rescaled completion by completion, those with few open
 # tokens would weigh as much as those with many. Its kept tokens weigh 1, and Adam takes no notice of the smaller sum.
-MEAN = ("--credit_options", "normalize", "mean")
+MEAN = ("--normalize=mean")
 ARMS: dict[str, tuple[str, ...]] = {
-    PLAIN: ("--credit=uniform",),
+    PLAIN: ("--credit=none",),
     "counterfactual": ("--config=cf", *MEAN),
     "counterfactual, as the paper": ("--config=cf",),
-    "inverted": ("--config=cf", "--credit=inverted", *MEAN),
-    "random": ("--config=cf", "--credit=random", *MEAN),
+    "inverted": ("--config=cf", "--control=inverted", *MEAN),
+    "random": ("--config=cf", "--control=random", *MEAN),
     "OAR-P": ("--config=oar_p", *MEAN),
     "OAR-G": ("--config=oar_g", *MEAN),
-    "entropy": ("--estimator=entropy", "--credit_options", "weights", "bilevel", *MEAN),
-    "80/20": ("--config=entropy_80_20",),
+    "entropy": ("--estimator=entropy", "--weights=bilevel", *MEAN),
+    "80/20": ("--credit=entropy_80_20",),
     "entropy shaping": ("--estimator=entropy_shaping",),
-    "prefix_gain": ("--config=prefix_gain", *MEAN),
-    "prefix_tree": ("--config=prefix_tree",),
+    "prefix_gain": ("--credit=prefix_gain", *MEAN),
+    "prefix_tree": ("--credit=prefix_tree",),
     "sibling_edits": ("--estimator=sibling_edits", *MEAN),
     "compare and correct": ("--config=ibpo", *MEAN),
 }
 SETS = {"credit": list(ARMS)}
-RIGHT = ("--credit_options", "completions", "positive")
+RIGHT = ("--completions=positive")
 ARMS |= {
     "CF where right": (*ARMS["counterfactual"], *RIGHT),
-    "prefix gain where right": ("--config=prefix_gain_positive", "--credit_options", "open_spans", "false"),
-    "prefix gain where right, spans open": ("--config=prefix_gain_positive",),
-    PLACEBO: ("--config=prefix_gain_positive", "--credit=permuted"),
+    "prefix gain where right": ("--credit=prefix_gain_positive", "--open_spans=false"),
+    "prefix gain where right, spans open": ("--credit=prefix_gain_positive",),
+    PLACEBO: ("--credit=prefix_gain_positive", "--control=permuted"),
     "random where right": (*ARMS["random"], *RIGHT),
     "position where right": ("--estimator=benchmarks.research.methods:position", *MEAN, *RIGHT),
 }
-ARMS["CF where right, spans open"] = (*ARMS["CF where right"], "--credit_options", "open_spans", "true")
+ARMS["CF where right, spans open"] = (*ARMS["CF where right"], "--open_spans=true")
 SETS["training"] = [PLAIN, "CF where right", "position where right", "random where right"]
 
 

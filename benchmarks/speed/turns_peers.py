@@ -32,7 +32,7 @@ from cfa_kernels.tree.packs import groups_within
 OURS, TRL, HALF, GAIN = "ours", "TRL's tree, keys gathered", "ours, half of the turns masked", "ours, prefix gain"
 ONE_FORWARD, EACH_TURN = "ours, one forward", "one forward a turn"
 CREDIT = {
-    HALF: CounterfactualConfig(units="turns", target="gold", preselect=0.5),
+    HALF: CounterfactualConfig.of({"units": "turns", "target": "gold", "estimator.preselect": 0.5}),
     GAIN: CounterfactualConfig("prefix_gain", units="turns", target="gold"),
 }
 WHOLE = 1 << 30

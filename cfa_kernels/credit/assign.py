@@ -235,7 +235,7 @@ def counterfactual_credit(
         NotImplementedError: an estimator needs what this access to the model does not offer.
         Also what the estimator itself raises.
     """
-    config, access = as_config(config), as_access(model)
+    config, access = CounterfactualConfig() if config is None else as_config(config), as_access(model)
 
     def checked() -> Batch:
         batch = rows.with_columns(**columns) if isinstance(rows, Batch) else Batch(rows, **columns)

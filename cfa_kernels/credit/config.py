@@ -209,7 +209,10 @@ def as_config(credit: Any) -> CounterfactualConfig:
 
 def part_options() -> Iterator[tuple[str, type, Any]]:
     """Yield the path of every option of a part, the class that declares it, and its field; once for each class."""
-    parts = {name: [*among.values()] for name, among in PARTS.items()} | {"spans": [SpanRules], "answers": [AnswerRules]}
+    parts = {name: [*among.values()] for name, among in PARTS.items()} | {
+        "spans": [SpanRules],
+        "answers": [AnswerRules],
+    }
     for name, kinds in parts.items():
         yield from ((f"{name}.{entry.name}", kind, entry) for kind in kinds for entry in fields(kind))
 
@@ -240,7 +243,11 @@ def _merged(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     merged = {**before, **after}
     for name in before.keys() & after.keys():
         old, new = before[name], after[name]
-        if isinstance(old, Mapping) and isinstance(new, Mapping) and new.get("name", old.get("name")) == old.get("name"):
+        if (
+            isinstance(old, Mapping)
+            and isinstance(new, Mapping)
+            and new.get("name", old.get("name")) == old.get("name")
+        ):
             merged[name] = {**old, **new}
     return merged
 
@@ -271,7 +278,9 @@ def _part(path: str, value: Any, among: Mapping[str, type], own: type, usual: st
 
 def _weight_rule(weights: Any, estimator: Estimator) -> WeightRule | None:
     if estimator.weights is not None:
-        return _part("weights", estimator.weights if weights is None else weights, WEIGHTS, OwnWeights, estimator.weights)
+        return _part(
+            "weights", estimator.weights if weights is None else weights, WEIGHTS, OwnWeights, estimator.weights
+        )
     if weights is not None:
         signed = f"estimator={estimator.name!r} is signed, its values are added to the advantages"
         name = weights.get("name", weights) if isinstance(weights, Mapping) else weights

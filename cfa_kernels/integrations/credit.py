@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, replace
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -28,8 +27,7 @@ OFFERS = {
     "TRL, AsyncGRPO": frozenset(NEEDS) - _COLUMNS - {ENTROPIES, SIBLINGS, REWARDS},
     "verl": OFFERED_BY_A_SERVICE | {ENTROPIES} | Sharded.capabilities,
     "verl, by log-prob requests": OFFERED_BY_A_SERVICE | {ENTROPIES},
-    "OpenRLHF": OFFERED_BY_A_SERVICE | Sharded.capabilities,
-    "OpenRLHF, by log-prob requests": OFFERED_BY_A_SERVICE,
+    "OpenRLHF": OFFERED_BY_A_SERVICE,
     "prime-rl": OFFERED_BY_A_SERVICE,
     "your loop, `InProcess` or `PackedForward`": frozenset(NEEDS),
     "your loop, `Sharded`": frozenset(NEEDS) - _IN_ONE_PROCESS,
@@ -65,28 +63,26 @@ _INSTEAD = {
 
 
 def _sentence(need: str, config: CounterfactualConfig, offers: Collection[str]) -> str:
-    causes = _options_that_need(need, config.estimator)
-    does, instead = ("each needs", "omit them") if len(causes) > 1 else ("it needs", "omit it")
-    if not causes:
-        causes = [config.part_that_needs(need)]
+    cause, instead = _option_that_needs(need, config.estimator), "omit it"
+    if cause is None:
+        cause = config.part_that_needs(need)
         able = [name for name, kind in ESTIMATORS.items() if kind().needs <= set(offers)]
         instead = _INSTEAD.get(need, f"take one of {', '.join(able)}")
-    return f"{' and '.join(causes)}: {does} {NEEDS[need]}, which this trainer does not give; {instead}"
+    return f"{cause}: it needs {NEEDS[need]}, which this trainer does not give; {instead}"
 
 
-def _options_that_need(missing: str, estimator: Estimator) -> list[str]:
-    """Find the fewest options of an estimator without which it would not need `missing`; none where it always does."""
+def _option_that_needs(missing: str, estimator: Estimator) -> str | None:
+    """Find the option of an estimator without which it would not need `missing`; None where it always does."""
     kind: Any = type(estimator)
-    usual = {entry.name: entry.default for entry in fields(kind)}
-    changed = [name for name in usual if getattr(estimator, name) != usual[name]]
-    for names in (names for size in range(len(changed)) for names in combinations(changed, size + 1)):
-        try:
-            without: Any = replace(estimator, **{name: usual[name] for name in names})  # type: ignore[type-var]
-        except ValueError:  # another option is read only together with this one
-            continue
-        if missing not in without.needs:
-            return [f"{name}={getattr(estimator, name)!r}" for name in names]
-    return []
+    for entry in fields(kind):
+        if (value := getattr(estimator, entry.name)) != entry.default:
+            try:
+                without: Any = replace(estimator, **{entry.name: entry.default})  # type: ignore[type-var]
+            except ValueError:  # another option is read only together with this one
+                continue
+            if missing not in without.needs:
+                return f"{entry.name}={value!r}"
+    return None
 
 
 def credit_rows(

@@ -15,7 +15,6 @@ from torch import Tensor
 from .. import CounterfactualConfig
 from ..credit.config import as_config
 from ..credit.deferred import Draws
-from ..credit.presets import DEFAULT_PRESET
 from ..estimators.base import SIBLINGS
 from ..rows import Rows, equal_prompts
 from ..scoring.access import LogprobService
@@ -30,7 +29,7 @@ class CounterfactualMixin:
     `credit/*` goes into the metrics of each trace.
 
     Attributes:
-        counterfactual: configuration of credit or the name of a preset.
+        counterfactual: configuration of credit or the name of a preset; None for no credit.
         tokenizer: the policy's; None loads it by the pool's model name.
         seed: a key of all draws, together with the step that an episode belongs to.
         dtype: in which the inference server computes.
@@ -39,7 +38,7 @@ class CounterfactualMixin:
         NotImplementedError: an algorithm, estimator or trace that credit cannot be combined with, each named.
     """
 
-    counterfactual: ClassVar[CounterfactualConfig | str] = DEFAULT_PRESET
+    counterfactual: ClassVar[CounterfactualConfig | str | None] = None
     tokenizer: Any = None
     seed: ClassVar[int] = 0
     dtype: ClassVar[torch.dtype] = torch.bfloat16

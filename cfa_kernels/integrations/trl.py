@@ -4,11 +4,11 @@ TRL generates, rewards and computes advantages; credit of the generation batch (
 them. Then TRL's own loss runs, or the packed one (`trl_losses.py`), which may assign credit from its own forward.
 """
 
+import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,21 +21,17 @@ from ..credit.assign import FIGURES
 from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
 from ..credit.nothing import NOT_MIXED, why_nothing
-from ..credit.presets import DEFAULT_PRESET
 from ..loss.checks import LossOptions
 from ..model.check.verify import check_supported, check_trainable
 from ..model.compile_layers import compile_layers
-from ..model.limits import rope_lengths
 from ..model.parts import causal_lm, vocab_size
 from ..model.run_inside import is_sharded, run_inside
-from ..rows import Rows, pad_rows
 from ..scoring.access import GRADIENTS
-from ..scoring.packed import packed_logprobs
 from ..text.offsets import describe_spare_ids
 from . import require
 from .credit import refuse
-from .trl_credit import KEPT, ROW, batch_credit, kept_tokens_of, loss_mask, of_first_tokens, weighed, why_at_once
-from .trl_losses import check_trains_packed, is_moved_by_padding, loss_of_packed_rows, prompts_together
+from .trl_credit import KEPT, PADDED, ROW, batch_credit, kept_tokens_of, loss_mask, weighed, why_at_once
+from .trl_losses import check_trains_packed, logprobs_of_packed_rows, loss_of_packed_rows, prompts_together
 from .trl_refusals import OLDEST, credit_obstacles, packing_obstacles, zero_stage
 
 _LOG = get_logger(__name__)
@@ -61,6 +57,10 @@ _COMBINE = _CREDIT_FIGURES | {
     "sampling/importance_sampling_ratio/max": "max",
 }
 
+_OF_SAMPLING = ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio")
+
+_LOGPROBS = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
+
 FEW_ROWS = 4000
 """Packed rows of a forward below which the log names a larger size.
 
@@ -77,8 +77,8 @@ class CounterfactualMixin(_Trainer):
         packed_loss: compute TRL's loss from one packed forward of each micro-batch, which feeds equal prompts once
             and no padding, with or without credit. The rows of an optimizer step are sorted by prompt (not for `bnpo`,
             whose micro-batches are its denominators). False, without credit, is TRL's trainer to the bit.
-        log_entropy: False leaves TRL's `entropy` out of the metrics of the packed loss; completions without an
-            advantage are then not fed, if there is no KL term.
+        log_entropy: False leaves TRL's `entropy` out of the metrics of the packed loss, unless the loss reads it;
+            completions without an advantage are then not fed, if there is no KL term.
 
     With `packed_loss=True` a `rollout_func` may also return `sampling_mask`: for each completion a `KeptTokens`, or for
     each of its tokens the list of ids that the sampler kept (empty for a tool's). The loss is normalised over them.
@@ -91,6 +91,8 @@ class CounterfactualMixin(_Trainer):
     args: Any
     model: Any
     _sampling_mask: Any = None  # of the rollouts that are being made
+    _kept: Any = None  # ids that the sampler kept, of the rows whose loss TRL computes
+    _fed = 0  # tokens of the last packed forward for log-probs
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raise `TypeError` where the trainer comes before the mixin, whose methods would then never run."""
@@ -110,7 +112,7 @@ class CounterfactualMixin(_Trainer):
     ) -> None:
         if not log_entropy and not packed_loss:
             raise ValueError("log_entropy=False needs packed_loss=True; TRL's loss logs it always")
-        self.credit = CounterfactualConfig(control="off") if credit is None else as_config(credit)
+        self.credit = as_config(credit)
         super().__init__(*args, **kwargs)
         self.packed_loss, self.log_entropy = packed_loss, log_entropy
         self._temperature = self.temperature  # TRL's models and sampling keep it, whatever the attribute is later
@@ -122,10 +124,12 @@ class CounterfactualMixin(_Trainer):
         if packed_loss:
             refuse(packing_obstacles(self), "packed_loss=True")
         # The packed loss corrects for vLLM's log-probs itself; TRL would feed the completions once more for it.
-        self._corrects = packed_loss and getattr(self, "vllm_importance_sampling_correction", False)
+        self._corrects = (
+            packed_loss and not self._loss_is_trls and getattr(self, "vllm_importance_sampling_correction", False)
+        )
         if self._corrects:
             self.vllm_importance_sampling_correction = False
-        self._model_is_checked = self._has_said_why = self._has_said_few = self._is_moved = False
+        self._model_is_checked = self._has_said_why = self._has_said_few = False
         self._warned = set[str]()
         self._deferred: DeferredCredit | None = None
         if packed_loss and getattr(self, "rollout_func", None) is not None:
@@ -153,8 +157,6 @@ class CounterfactualMixin(_Trainer):
                         run_inside(model, partial(check, causal_lm(model)))
                     except NotImplementedError as error:
                         raise NotImplementedError(f"{error}; {remedy}") from error
-                if self.packed_loss:
-                    self._is_moved = run_inside(model, partial(is_moved_by_padding, causal_lm(model)))
         if self.packed_loss and self.args.torch_compile:
             with self.accelerator.autocast():
                 try:
@@ -209,41 +211,56 @@ class CounterfactualMixin(_Trainer):
         """Put the kept ids into the loss's inputs, and normalise the log-probs that TRL computed over them."""
         masks, self._sampling_mask = self._sampling_mask, None
         if output.get("ref_per_token_logps") is not None:
-            refuse([f"beta={self.beta}: TRL normalises the reference's log-probs over the vocabulary"], "sampling_mask")
+            refuse([f"beta={self.beta}: log-probs of the reference are over the whole vocabulary"], "sampling_mask")
         output[KEPT] = kept_tokens_of(masks, self._sampled, loss_mask(output))
         if output.get("old_per_token_logps") is None:
             return
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        rows = Rows.from_padded(*(output[name] for name in names))
-        with torch.no_grad(), self._queried_model() as model, self.accelerator.autocast():
-            old = packed_logprobs(
-                model, rows, temperature=self._temperature, kept_tokens=of_first_tokens(output[KEPT], rows)
-            )
-        output["old_per_token_logps"] = pad_rows(old, output["completion_ids"].shape[1])  # type: ignore[arg-type]
+        with torch.no_grad():
+            old = self._packed(self.model, output, output[KEPT], entropies=False, routers=False)
+        output["old_per_token_logps"] = old[0]
 
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Return TRL's log-probs of the sampling policy or the reference; where padding moves positions, the loss's."""
-        result = super()._get_per_token_logps_and_entropies(
-            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-        )
-        if not self.packed_loss:
-            return result
-        is_policy = model is self.model and is_sharded(self.model_wrapped)
-        whole = self.model_wrapped if is_policy else self.accelerator.unwrap_model(model)
-        # TRL takes the frequencies of the padded length for every row.
-        width, shortest, switches = input_ids.shape[1], attention_mask.sum(1).min(), rope_lengths(causal_lm(whole))[0]
-        moved = [self._is_moved, *(bool(shortest <= length < width) for length in switches)]
-        if is_sharded(whole):  # then all processes run it or none
-            moved = self.accelerator.gather(torch.tensor(moved, device=input_ids.device)).tolist()
-        if not any(moved):
-            return result
-        parts = (each.split([width - logits_to_keep, logits_to_keep], 1) for each in (input_ids, attention_mask))
-        rows = Rows.from_padded(*chain.from_iterable(zip(*parts, strict=True)))
-        with torch.no_grad(), self.accelerator.autocast():
-            own = packed_logprobs(whole, rows, temperature=self._temperature)
-        return pad_rows(own, logits_to_keep).to(result[0]), *result[1:]  # type: ignore[arg-type]
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what TRL reads off a forward: log-probs of the sampling policy, of the reference, or of its loss."""
+        asked = _LOGPROBS.bind(self, model, *args, **kwargs).arguments
+        if not self.packed_loss or asked.get("pixel_values") is not None:
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        parts = [asked["input_ids"], asked["attention_mask"]]
+        start = parts[0].shape[1] - asked["logits_to_keep"]
+        values = [half for part in parts for half in (part[:, :start], part[:, start:])]
+        inputs = dict(zip(("prompt_ids", "completion_ids", "prompt_mask", "completion_mask"), values, strict=True))
+        columns = self._packed(
+            model, inputs, self._kept, entropies=asked.get("compute_entropy", False),
+            routers=asked.get("compute_aux_loss", False),
+        )  # fmt: skip
+        return tuple(columns[: 2 + ("compute_aux_loss" in _LOGPROBS.parameters)])
+
+    def _packed(self, model: Any, inputs: dict[str, Any], kept: Any, **wanted: bool) -> list[Tensor | None]:
+        """Compute log-probs of TRL's padded rows, and what else is wanted, from one packed forward."""
+        body = partial(
+            logprobs_of_packed_rows, causal_lm(model), inputs={name: inputs[name] for name in PADDED}, kept=kept,
+            temperature=self._temperature, head_in_float32=self._head_in_float32, **wanted,
+        )  # fmt: skip
+        with self.accelerator.autocast():
+            columns, self._fed = run_inside(self._outermost(model), body, trains=True, check=self._check_trainable)
+        return columns
+
+    def _outermost(self, model: Any) -> Any:
+        """Return the module that gathers the weights of the policy or of the reference, if they are pieces."""
+        is_policy = model is not getattr(self, "ref_model", None)
+        return self.model_wrapped if is_policy and is_sharded(self.model_wrapped) else model
+
+    @property
+    def _head_in_float32(self) -> bool:
+        return bool(getattr(self.args, "cast_lm_head_to_fp32", False))
+
+    @property
+    def _check_trainable(self) -> Any:
+        return partial(check_trainable, router_loss=self.aux_loss_enabled)
+
+    @property
+    def _loss_is_trls(self) -> bool:
+        """Whether the loss reads entropies, so that TRL's own runs, on log-probs of a packed forward."""
+        return self.top_entropy_quantile < 1 or self.use_adaptive_entropy or self.entropy_coef != 0  # type: ignore[no-any-return]
 
     @property
     def _feeds_for_credit(self) -> bool:
@@ -255,7 +272,7 @@ class CounterfactualMixin(_Trainer):
             return False
         micro_batches = self.args.steps_per_generation
         one_update = self.args.gradient_accumulation_steps % (micro_batches * self.num_iterations) == 0
-        reason = why_at_once(batch, micro_batches, one_update)
+        reason = "the loss reads entropies" if self._loss_is_trls else why_at_once(batch, micro_batches, one_update)
         if reason is not None and not self._has_said_why:
             self._has_said_why = True
             _LOG.warning(f"packed_loss=True: credit takes a separate forward before the update: {reason}")
@@ -309,8 +326,7 @@ class CounterfactualMixin(_Trainer):
         window, most = sorted((self.args.steps_per_generation, self.args.gradient_accumulation_steps))
         # TRL has shuffled the rows of the batch. Gradients of one optimizer step are summed, so within a step the
         # rows may be in any order, unless a term belongs to a micro-batch as a whole, or steps and batches overlap.
-        as_a_whole = self.loss_type == "bnpo" or self._entropy_bonus_enabled or self.aux_loss_enabled
-        as_a_whole = as_a_whole or self.top_entropy_quantile < 1
+        as_a_whole = self.loss_type == "bnpo" or self._loss_is_trls or self.aux_loss_enabled
         if not self.model.training or buffered is before or as_a_whole or most % window:
             return inputs
         self._buffered_inputs = []
@@ -350,39 +366,37 @@ class CounterfactualMixin(_Trainer):
         if not self.packed_loss:
             return super()._compute_loss(model, inputs)
         mode = "train" if self.model.training else "eval"
+        if self._loss_is_trls:
+            self._kept = inputs.get(KEPT)
+            loss = super()._compute_loss(model, inputs)
+            self._kept, padded = None, inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
+            self._log_gathered({"packed/tokens_fed": self._fed, "packed/tokens_padded": padded}, mode)
+            return loss
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
         normalizer: Tensor | float = accumulation
         # Over the generation batch, where other terms are over this micro-batch.
-        sums = self.loss_type in ("dapo", "cispo", "vespo")
-        if sums:
+        if self.loss_type in ("dapo", "cispo", "vespo"):
             normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
             if mode == "train":
                 normalizer = normalizer * accumulation / self.args.steps_per_generation
-        # An adaptive bonus counts if the entropy of the optimizer step before was low.
-        is_low = not self.use_adaptive_entropy or self._last_world_entropy <= self.args.entropy_target
-        quantile, credit = self.top_entropy_quantile, self._deferred if ROW in inputs else None
+        credit = self._deferred if ROW in inputs else None
         body = partial(
             loss_of_packed_rows, causal_lm(model), inputs=inputs, options=self._loss_options(inputs), credit=credit,
-            entropy_coef=self.entropy_coef if is_low else 0.0, scale=normalizer / accumulation,
-            router_coef=self.router_aux_loss_coef if self.aux_loss_enabled else None,
-            high_entropies=partial(self.get_high_entropy_mask, threshold=1 - quantile) if quantile < 1 else None,
-            head_in_float32=getattr(self.args, "cast_lm_head_to_fp32", False),
+            router_coef=self.router_aux_loss_coef if self.aux_loss_enabled else None, scale=normalizer / accumulation,
+            head_in_float32=self._head_in_float32,
         )  # fmt: skip
-        # In evaluation transformers calls the model inside DeepSpeed's engine, whose hooks gather its layers.
-        outermost = self.model_wrapped if is_sharded(self.model_wrapped) else model
         with self.accelerator.autocast():  # around TRL's own forward, too
-            check = partial(check_trainable, router_loss=self.aux_loss_enabled)
-            loss, metrics = run_inside(outermost, body, trains=True, check=check)
+            loss, metrics = run_inside(self._outermost(model), body, trains=True, check=self._check_trainable)
         if credit is not None:
             self._report(credit)
-        names = ("ratio_mean", "policy_loss", "bonus/entropy", "bonus/tokens", "tokens")
-        others = {name: metrics.pop(name, None) for name in names}
-        if self._entropy_bonus_enabled:
-            metrics["policy_loss"] = others["policy_loss"] / (normalizer if sums else 1)
-            if mode == "train":
-                self._follow_entropy(others["bonus/entropy"], others["bonus/tokens"])
+        # TRL compares the sampler with the policy of the generation; a later pass is of another policy.
+        first = self._step % (self.args.steps_per_generation * self.num_iterations) < self.args.steps_per_generation
+        unlogged = () if self._corrects and (first or mode == "eval") else _OF_SAMPLING
+        tokens = metrics.pop("tokens")
         self._say_few_rows(int(metrics["packed/tokens_fed"]))
-        self._log_gathered(metrics, mode, tokens=others["tokens"])
+        self._log_gathered(
+            {n: value for n, value in metrics.items() if n != "ratio_mean" and not n.startswith(unlogged)}, mode, tokens
+        )
         return loss / normalizer
 
     def _say_few_rows(self, fed: int) -> None:
@@ -398,23 +412,6 @@ class CounterfactualMixin(_Trainer):
             f"per_device_train_batch_size={size} with gradient_accumulation_steps={steps // times} launches less"
         )
 
-    def _follow_entropy(self, entropy: Tensor, tokens: Tensor) -> None:
-        """Log the bonus's coefficient, adapted as TRL does to the mean entropy of the tokens of a step."""
-        args, window = self.args, self._entropy_window_stats
-        sums = torch.stack([entropy * tokens, tokens.to(entropy)])
-        self._entropy_window_stats = sums if window is None else window + sums  # type: ignore[assignment]
-        if not self.accelerator.sync_gradients:
-            return
-        if self.use_adaptive_entropy:
-            total, count = self.accelerator.reduce(self._entropy_window_stats, reduction="sum")
-            self._last_world_entropy = (total / count.clamp(min=1)).item()
-            if self._last_world_entropy <= args.entropy_target:
-                self.entropy_coef = min(self.entropy_coef + args.entropy_coef_delta, args.entropy_coef_max)
-            else:
-                self.entropy_coef = max(self.entropy_coef - args.entropy_coef_delta, args.entropy_coef_min)
-        self._entropy_window_stats = None
-        self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
-
     def _loss_options(self, inputs: dict[str, Any]) -> dict[str, Any]:
         ratio = inputs.get("importance_sampling_ratio")
         names = LossOptions.__annotations__.keys() & vars(self.args).keys()  # TRL's names
@@ -427,7 +424,7 @@ class CounterfactualMixin(_Trainer):
             "ref_logprobs": inputs.get("ref_per_token_logps"),
             "epsilon": self.epsilon_low,
             "temperature": self._temperature,
-            "compute_entropy": self.log_entropy or self._entropy_bonus_enabled or self.top_entropy_quantile < 1,
+            "compute_entropy": self.log_entropy,
             "num_items_in_batch": 1.0,
         }
         return options | self._correction(inputs)
@@ -447,16 +444,6 @@ class CounterfactualMixin(_Trainer):
 
 class PackedGRPOTrainer(CounterfactualMixin, GRPOTrainer):
     """TRL's `GRPOTrainer` on packed trees, with the same losses and gradients; `credit=` adds credit."""
-
-
-class CounterfactualGRPOTrainer(PackedGRPOTrainer):
-    """The same with credit, by default `presets.DEFAULT_PRESET`; see `CounterfactualMixin`.
-
-    On a pretrained model this default made a step's direction worse (docs/evidence.md): measure before you train.
-    """
-
-    def __init__(self, *args: Any, credit: CounterfactualConfig | str | None = DEFAULT_PRESET, **kwargs: Any) -> None:
-        super().__init__(*args, credit=credit, **kwargs)
 
 
 def _tokenizer_of(trainer: Any) -> Any:

@@ -13,7 +13,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from .. import CounterfactualConfig
 from ..credit.config import as_config
 from ..credit.deferred import Draws
-from ..credit.presets import DEFAULT_PRESET
 from ..model.attention import TreeMask, attend
 from ..model.parts import causal_lm, configs
 from ..model.stateful_layers import has_cells
@@ -82,13 +81,13 @@ class CounterfactualAsyncMixin:
 
     Args:
         *args, **kwargs: the trainer's own.
-        credit: a `CounterfactualConfig` or the name of a preset.
+        credit: a `CounterfactualConfig` or the name of a preset; None for no credit.
 
     Raises:
         NotImplementedError: an estimator or setting that credit cannot be combined with, each named.
     """
 
-    def __init__(self, *args: Any, credit: CounterfactualConfig | str = DEFAULT_PRESET, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, credit: CounterfactualConfig | str | None = None, **kwargs: Any) -> None:
         self.credit = as_config(credit)
         refuse(unmet_needs(self.credit, OFFERS["TRL, AsyncGRPO"]))
         super().__init__(*args, **kwargs)

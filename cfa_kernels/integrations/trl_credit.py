@@ -14,6 +14,9 @@ from ..text.offsets import decoded
 ROW = "credit_row"
 """Name, among the inputs of the loss, of the (b,) places of a micro-batch's rows in their generation batch."""
 
+PADDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+"""Names, among the inputs of the loss, of TRL's padded rows."""
+
 KEPT = "kept_tokens"
 """Name, among the inputs of the loss, of the list of `KeptTokens` of a micro-batch's rows."""
 
@@ -58,8 +61,7 @@ def batch_credit(
         first: rows of the processes before this one.
     """
     index = range(first, first + len(rewards))
-    padded = {name: output[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
-    rows = Rows.from_padded(**padded)
+    rows = Rows.from_padded(**{name: output[name] for name in PADDED})
     whole = [
         row if len(row) else torch.tensor(ids, dtype=torch.int64)
         for row, ids in zip(rows.completions, sampled, strict=True)

@@ -1,8 +1,7 @@
 """Replace TRL's loss by the same loss from a packed tree of its padded batch; nothing here imports TRL."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -12,19 +11,13 @@ from transformers import PreTrainedModel
 
 from ..batch import Batch
 from ..credit.deferred import DeferredCredit
-from ..loss.checks import LossOptions, weights_sequences
-from ..loss.policy import policy_loss
 from ..loss.ragged import LossBatch
 from ..model.check.verify import check_trainable
 from ..model.modes import one_mode
-from ..model.parts import context_length, input_device, vocab_size
-from ..model.sharded.ranks import inside
+from ..ops.kept_tokens import KeptTokens
 from ..rows import Rows, pad_rows
 from ..scoring.packed import packed_forward
 from .trl_credit import KEPT, ROW, of_first_tokens, unpadded
-
-_MOVED = 0.01
-"""Nats: log-probs that differ by more come from other positions, or from rounding, where either may be taken."""
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
@@ -36,8 +29,6 @@ def loss_of_packed_rows(
     inputs: dict[str, Any],
     options: dict[str, Any],
     head_in_float32: bool,
-    entropy_coef: float = 0.0,
-    high_entropies: Callable[[Tensor, Tensor], Tensor] | None = None,
     router_coef: float | None = None,
     scale: Tensor | float = 1.0,
     credit: DeferredCredit | None = None,
@@ -49,11 +40,8 @@ def loss_of_packed_rows(
             its distributions off.
         options: those of `linear_policy_loss`, (B, T) as there; `targets` are TRL's completions.
         head_in_float32: the head's products in float32, outside autocast.
-        entropy_coef: factor of the mean entropy, which is subtracted.
-        high_entropies: finds the tokens (B, T) that policy term and entropy act on, by entropies and mask (B, T); every
-            process calls it.
         router_coef: factor of the routers' loss; None for a model without.
-        scale: of these two terms in the loss.
+        scale: of that term in the loss.
         credit: that of the generation batch, if these rows get theirs from this forward or have had it from an earlier
             one; None if `advantages` are those to train on.
     """
@@ -70,7 +58,6 @@ def loss_of_packed_rows(
     kept = of_first_tokens(inputs[KEPT], rows) if KEPT in inputs else None
     batch = Batch(rows, kept_tokens=kept, **{name: unpadded(column, rows) for name, column in columns.items()})
     counted = sum(int(row.sum()) for row in batch.mask or ())
-    options["entropy_coef"] = entropy_coef * scale / max(counted, 1) if entropy_coef else 0.0
     due = credit if credit is not None and credit.is_due(places) else None
     if credit is not None and due is None:
         batch = batch.with_columns(advantages=credit.credited(places))
@@ -85,34 +72,11 @@ def loss_of_packed_rows(
         model, rows, needed=needed, trained=trained, keep_states=keep_states, router_loss=router_coef is not None,
         foreseen=None if due is None else due.foreseen(places, model),
     )  # fmt: skip
-    in_heads_mode = partial(torch.autocast, forward.device.type, enabled=False) if head_in_float32 else nullcontext
-    if high_entropies is not None:  # before branches, of which processes feed different numbers
-        with in_heads_mode(), torch.set_grad_enabled(torch.is_grad_enabled() and entropy_coef != 0):
-            values = forward.logprobs(options["temperature"], return_entropy=True, kept_tokens=batch.kept_tokens)
-        mask = plain.columns["mask"].to(forward.device)
-        logprobs, entropies = (torch.where(mask, pad_rows(each, mask.shape[1]), 0) for each in values)  # type: ignore[arg-type]
-        if (ranks := inside(model)) is not None:
-            ranks.largest(0)  # raises if a process has failed, for whose entropies the others would wait
-        high = high_entropies(entropies.detach().float(), mask)
     if due is not None:
         due.by_forward(places, forward)
         batch = batch.with_columns(advantages=due.credited(places))
-    figures = {}
-    if high_entropies is not None:
-        whole = LossBatch.of(batch, **options)
-        figures, factors = _metrics_of_all(whole, logprobs, entropies), unpadded(_acting(high, whole), rows)
-        own: Sequence[Any] = batch.weights or [1.0] * len(rows)
-        batch = batch.with_columns(weights=[factor * row for factor, row in zip(factors, own, strict=True)])
-        options |= {"entropy_coef": 0.0, "compute_entropy": False}
-    with in_heads_mode():
+    with _heads_mode(forward.device, head_in_float32):
         loss, metrics, _ = forward.policy_loss(batch, **options)
-    metrics |= figures
-    if high_entropies is not None:
-        metrics |= {"bonus/entropy": (entropies * high).sum() / high.sum().clamp(min=1), "bonus/tokens": high.sum()}
-        loss = loss - entropy_coef * scale * metrics["bonus/entropy"]
-    elif "entropy" in metrics:
-        metrics |= {"bonus/entropy": metrics["entropy"].nan_to_num(nan=0.0), "bonus/tokens": torch.tensor(counted)}
-    metrics["policy_loss"] = loss + entropy_coef * scale * metrics.get("bonus/entropy", 0.0)
     if router_coef is not None:
         routers = forward.router_loss()
         loss, metrics["aux_loss"] = loss + router_coef * scale * routers, routers
@@ -122,22 +86,35 @@ def loss_of_packed_rows(
     return loss, {name: value.detach() for name, value in (metrics | fed).items()}
 
 
-def _metrics_of_all(batch: LossBatch, logprobs: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-    """Compute the metrics of a loss that all tokens are in."""
-    tensors, _ = batch.to(logprobs.device)
-    inputs: dict[str, Any] = {name: tensors[name] for name in ("weights", "ref_logprobs", "sampling_logprobs")}
-    inputs |= {name: value for name, value in batch.options.items() if name in LossOptions.__annotations__}
-    inputs |= {"entropies": entropies.detach(), "entropy_coef": 0.0}
-    positional = (tensors[name] for name in ("old_logprobs", "advantages", "mask"))
-    return policy_loss(logprobs.detach(), *positional, **inputs)[1]  # type: ignore[arg-type]
+@torch.compiler.disable
+def logprobs_of_packed_rows(
+    model: PreTrainedModel,
+    *,
+    inputs: dict[str, Any],
+    kept: Sequence[KeptTokens] | None,
+    temperature: float,
+    head_in_float32: bool,
+    entropies: bool,
+    routers: bool,
+) -> tuple[list[Tensor | None], int]:
+    """Compute what TRL reads off its padded forward from one packed forward; differentiable.
+
+    Returns:
+        Log-probs (B, T), entropies (B, T) if wanted, the loss of routers if wanted; and the count of tokens fed.
+    """
+    rows = Rows.from_padded(**inputs)
+    forward = packed_forward(model, rows, router_loss=routers)
+    kept = None if kept is None else of_first_tokens(kept, rows)
+    with _heads_mode(forward.device, head_in_float32):
+        values = forward.logprobs(temperature, return_entropy=entropies, kept_tokens=kept)
+    width = inputs["completion_ids"].shape[1]
+    columns: list[Any] = [pad_rows(each, width) for each in (values if isinstance(values, tuple) else (values,))]
+    columns += [None] * (2 - len(columns))
+    return [*columns, forward.router_loss() if routers else None], forward.tokens_fed
 
 
-def _acting(high: Tensor, batch: LossBatch) -> Tensor:
-    """Return the factors (B, T) of the policy terms of tokens: 1 where `high`; their mean in a row with one ratio."""
-    high, options = high.cpu().to(batch.columns["advantages"].dtype), batch.options
-    if not weights_sequences(options["loss_type"], options["importance_sampling_level"]):
-        return high
-    return (high.sum(1, keepdim=True) / batch.columns["mask"].sum(1, keepdim=True).clamp(min=1)).expand_as(high)
+def _heads_mode(device: torch.device, head_in_float32: bool) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, enabled=False) if head_in_float32 else nullcontext()
 
 
 def prompts_together(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -167,19 +144,3 @@ def check_trains_packed(model: PreTrainedModel, *, router_loss: bool = False) ->
     """Check as `check_trainable` does, in training mode, whatever mode the model is in."""
     with one_mode(model, training=True):
         check_trainable(model, router_loss=router_loss)
-
-
-@torch.no_grad()
-def is_moved_by_padding(model: PreTrainedModel) -> bool:
-    """Whether padding on the left moves a row's positions: learned ones are counted from the padding if none are given.
-
-    TRL gives none. Positions that are known to be relative, or read from the mask, are the same to rounding.
-    """
-    width = min(32, context_length(model) or 32)
-    ids = torch.arange(width, device=input_device(model)).remainder(vocab_size(model))[None]
-    mask, half = torch.ones_like(ids), width // 2
-    with one_mode(model, training=False):
-        alone = model(input_ids=ids[:, half:], attention_mask=mask[:, half:]).logits
-        padded = model(input_ids=ids, attention_mask=mask.index_fill(1, ids.new_tensor(range(half)), 0)).logits
-    alone, padded = (logits.float().log_softmax(-1) for logits in (alone, padded[:, half:]))
-    return not bool((alone - padded).abs().max() <= _MOVED)

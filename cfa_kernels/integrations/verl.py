@@ -6,23 +6,26 @@ On FSDP the workers score packed trees (`TreeScoring`); on other engines they ge
 `packed_update=True` they also update the actor from packed trees (`verl_update`).
 """
 
+import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig
+from ..credit.config import as_config
 from ..credit.deferred import Draws
+from ..estimators.base import SIBLINGS
 from ..rows import Rows
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
-from .credit import credit_rows, obstacles, refuse
+from .credit import OFFERS, credit_rows, obstacles, refuse, unmet_needs
 from .verl_update import WholeGroups, data_parallel_workers, pack, packs_updates
-from .workers import Share, Workers, choose_access, judge_share, ray_class, unmet_needs_of_host
+from .workers import Share, Workers, score_share
 
 OLDEST = "0.9.1"
+_LOG = logging.getLogger(__name__)
 _VERL = require("verl", OLDEST)
 
 from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402  the check above says more
@@ -38,8 +41,8 @@ INEXACT_LOSSES = ("clip_cov", "dro", "geo_mean", "kl_cov")
 
 
 def credit_config(config: Any) -> CounterfactualConfig:
-    """Read the section `counterfactual` of verl's configuration; the defaults if there is none."""
-    return CounterfactualConfig.from_flat(dict(config.get("counterfactual") or {}))
+    """Read the section `counterfactual` of verl's configuration; no credit unless it names an estimator."""
+    return as_config(dict(config.get("counterfactual") or {}))
 
 
 class TreeScoring(_Worker):
@@ -49,10 +52,10 @@ class TreeScoring(_Worker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def score_trees(self, share: Share) -> Any:
-        """Score this worker's share with the actor's model, see `judge_share`; all workers are called at once."""
+        """Score this worker's share with the actor's model, see `score_share`; all workers are called at once."""
         engine = self.actor.engine
         with engine.eval_mode():
-            return judge_share(engine.module, share)
+            return score_share(engine.module, share)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pack_update(self) -> None:
@@ -60,8 +63,12 @@ class TreeScoring(_Worker):
         pack(self.actor.engine)
 
 
-with_tree_scoring = partial(ray_class, TreeScoring)
-"""Makes a Ray actor class like its argument, one of verl's, with `TreeScoring`."""
+def with_tree_scoring(worker: Any) -> Any:
+    """Make a Ray actor class like `worker`, one of verl's, with `TreeScoring`."""
+    import ray
+
+    plain = worker.__ray_actor_class__
+    return ray.remote(type(f"TreeScoring{plain.__name__}", (TreeScoring, plain), {}))
 
 
 def tree_obstacles(config: Any) -> list[str]:
@@ -120,11 +127,21 @@ class CounterfactualMixin(WholeGroups):
         group = self.actor_rollout_wg
         if packs_updates(self.config):
             group.pack_update()
-        self._access = service = LogprobService(self._logprobs)
-        if self.counterfactual.asks_model:
+        self._access = LogprobService(self._logprobs)
+        if not self.counterfactual.asks_model:
+            return
+        if not (reasons := tree_obstacles(self.config)):
             workers = Workers(lambda shares: group.score_trees(shares), group.world_size)
-            unmet = partial(_unmet_needs, self.config)
-            self._access = choose_access(workers, service, tree_obstacles(self.config), unmet)
+            try:
+                _LOG.info("credit: packed trees are scored on %d workers in %s", workers.count, workers.dtype)
+                self._access = workers
+            except NotImplementedError as error:
+                reasons = [str(getattr(error, "cause", error))]  # Ray's own text is a traceback
+        if reasons:
+            refuse(_unmet_needs(self.config, reasons))
+            _LOG.warning(
+                "credit: scored by log-prob requests, which share no prefixes, because of %s", "; ".join(reasons)
+            )
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)
@@ -225,7 +242,11 @@ def _session_rewards(keys: Sequence[str], scores: Sequence[Tensor]) -> Tensor:
 
 
 def _unmet_needs(config: Any, reasons: Sequence[str]) -> list[str]:
-    return unmet_needs_of_host(credit_config(config), "verl", config.actor_rollout_ref.rollout.n, reasons)
+    """Name what credit needs and verl lacks; `reasons` are those for log-prob requests."""
+    offers = OFFERS["verl, by log-prob requests" if reasons else "verl"]
+    offers = offers - {SIBLINGS} if config.actor_rollout_ref.rollout.n == 1 else offers
+    because = f" (log-probs are requested because of {'; '.join(reasons)})" if reasons else ""
+    return [need + because for need in unmet_needs(credit_config(config), offers)]
 
 
 def refuse_settings(config: Any) -> None:

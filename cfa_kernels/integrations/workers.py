@@ -1,11 +1,10 @@
 """Score completions by a model that a host's workers hold: estimators go to the model, importances come back in order.
 
-The host's main process gives `counterfactual_credit` a `Workers`; each worker calls `judge_share` on what it is sent.
+The host's main process gives `counterfactual_credit` a `Workers`; each worker calls `score_share` on what it is sent.
 Groups are dealt whole, so that every prompt is fed once and completions that are compared stay together. If workers
-cannot (`choose_access`), the host's log-prob requests take their place.
+cannot, the host's log-prob requests take their place.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -15,20 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import CounterfactualConfig
 from ..batch import Batch, Masks, ScoredRow
-from ..estimators.base import SIBLINGS, OwnFunction
+from ..estimators.base import OwnFunction
 from ..model.check.verify import check_supported
 from ..model.sharded.ranks import raised_by
 from ..rows import Rows, equal_prompts
-from ..scoring.access import LogprobService, ModelAccess, RemoteAccess, Sharded, as_access
+from ..scoring.access import RemoteAccess, Sharded, as_access
 from ..scoring.branches import check_ids
 from ..scoring.masked import CounterfactualScores, ScoringWork
 from ..scoring.outcomes import Outcome
 from ..tree import balance
-from .credit import OFFERS, refuse, unmet_needs
-
-_LOG = logging.getLogger(__name__)
 
 
 class Share(NamedTuple):
@@ -38,7 +33,7 @@ class Share(NamedTuple):
     batch: Batch
 
 
-def judge_share(module: nn.Module, share: Share) -> Any:
+def score_share(module: nn.Module, share: Share) -> Any:
     """Run a share's estimator next to the model; workers that hold pieces of one call this together, sharded as it is.
 
     Returns the estimator's result, on the host; for a share without completions the dtype that the model computes in.
@@ -46,7 +41,7 @@ def judge_share(module: nn.Module, share: Share) -> Any:
     """
     access, batch = as_access(module), share.batch
 
-    def judged() -> Any:
+    def scored() -> Any:
         check_supported(access.model)  # first: it runs forwards, of all workers alike
         if not len(batch):
             return access.dtype
@@ -55,7 +50,7 @@ def judge_share(module: nn.Module, share: Share) -> Any:
 
     try:
         with torch.no_grad():
-            return access.run(judged)
+            return access.run(scored)
     except NotImplementedError:  # of the model, which is the same everywhere
         raise
     except Exception as error:
@@ -67,7 +62,7 @@ def judge_share(module: nn.Module, share: Share) -> Any:
 class Workers(RemoteAccess):
     """Access to a model that `count` workers of a host hold, whole or in pieces; estimators that query it run there.
 
-    `ask` sends each worker its share, at once, and returns the results of `judge_share` in the same order. Workers with
+    `ask` sends each worker its share, at once, and returns the results of `score_share` in the same order. Workers with
     an empty share are called too, since those that hold pieces of one model run it together.
     """
 
@@ -117,44 +112,6 @@ class Workers(RemoteAccess):
 
 def _scores(access: Any, batch: Batch, **options: Any) -> CounterfactualScores:
     return access.score(batch, **options)  # type: ignore[no-any-return]
-
-
-def choose_access(
-    workers: Workers,
-    service: LogprobService,
-    reasons: Sequence[str],
-    unmet: Callable[[Sequence[str]], list[str]],
-) -> ModelAccess:
-    """Choose `workers`, which check their model now, or, for `reasons`, a host's log-prob requests, and log which.
-
-    `unmet` gives, for the reasons, the needs that requests do not meet, which are refused.
-    """
-    if not reasons:
-        try:
-            _LOG.info("credit: packed trees are scored on %d workers in %s", workers.count, workers.dtype)
-            return workers
-        except NotImplementedError as error:
-            reasons = [str(getattr(error, "cause", error))]  # Ray's own text is a traceback
-    refuse(unmet(reasons))
-    _LOG.warning("credit: scored by log-prob requests, which share no prefixes, because of %s", "; ".join(reasons))
-    return service
-
-
-def unmet_needs_of_host(
-    config: CounterfactualConfig, host: str, completions: int | None, reasons: Sequence[str]
-) -> list[str]:
-    """Name each thing that `config` needs and a host of `OFFERS` lacks; `reasons` are those for log-prob requests."""
-    offers = OFFERS[f"{host}, by log-prob requests" if reasons else host] - ({SIBLINGS} if completions == 1 else set())
-    because = f" (log-probs are requested because of {'; '.join(reasons)})" if reasons else ""
-    return [need + because for need in unmet_needs(config, offers)]
-
-
-def ray_class(mixin: type, worker: Any) -> Any:
-    """Make a Ray actor class like `worker`, a host's, with the methods of `mixin`."""
-    import ray
-
-    plain = worker.__ray_actor_class__
-    return ray.remote(type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {}))
 
 
 def deal_groups(batch: Batch, workers: int) -> list[list[int]]:

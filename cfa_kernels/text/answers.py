@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..options import check_class
-from .markup import Speech, read_speech
+from .markup import Speech, read_speech, unfinished_number
 from .patterns import (
     ANNOTATION,
     BLANK,
@@ -25,7 +25,7 @@ from .rules import USUAL_ANSWERS, AnswerRules, answer_pattern
 
 
 class AnswerText(NamedTuple):
-    """Characters of an answer and of the marker before it: `marker <= start < end`."""
+    """Characters of an answer and of the marker before it: `marker <= start < end`; empty, it retracts those before."""
 
     marker: int
     start: int
@@ -94,6 +94,37 @@ _OPENS_PART = re.compile(
     r"(?P<label>[.):：、]|\ufe0f?\u20e3)?(?:[^\w\n]|_){0,40}+[^\W_][^\n]{0,300}+\n\s{0,20}(?P<below>\S)"
 )
 
+# What makes a number one of two, or a part of a measure: "5 or 6", "between 5 and 10", "3 hours 30 minutes".
+_WORDS = r"(?:[%°*_$)]|\\\$|\s?(?!(?:or|and|to|through)\b)[^\W\d_]{1,20}(?!\s?=)){0,4}+"
+_PART = (
+    r"(?:(?:year|month|week|day|ho?u?r|min(?:ute)?|sec(?:ond)?|dollar|cent|pound|lb|ounce)s?|oz|[hms]|f[oe]*t"
+    r"|in(?:ches)?)"
+)
+_OTHER = re.compile(
+    rf"{BLANK}?{_PART},?{BLANK}?(?:and{BLANK})?\d{{1,4}}{BLANK}?{_PART}\b"
+    rf"|{_WORDS},?\s?\(?(?:\b(?:(?P<and>and)|or|to|through|vs|maybe|possibly|perhaps)\b\.?|[~&]){BLANK}?"
+    r"(?:(?:is it|maybe|perhaps|possibly|even|about|around|[^\W\d_]\s?=)\s?){0,2}"
+    rf"(?:[*_$]{{0,3}}{CURRENCY}?(?P<other>{_VALUE})(?!\s(?:decimal|significant|d\.p|places))"
+    r"|(?:more|less|fewer|one|two|three|four|five|six|seven|eight|nine|ten|an?\shalf|half)\b|\s{0,40}\Z)",
+    re.IGNORECASE,
+)
+_DENIED = re.compile(
+    r"(?i)(?:\b(?:not|never|n?either|nor|between)|n['’]t)\b[^\d\n]{0,30}\Z"
+    r"|\b(?:step|part|case|stage|option|choice|question|problem|equation|method)\W{1,3}\Z"
+)
+_OPEN_WORDS = re.compile(
+    r"(?i)\b(?:not|no|never|n?either|n?or|between|unless|if|maybe|perhaps|might|may|unsure|unknown|wrong"
+    r"|incorrect|least|most|more than|less than|fewer|over|under|first|need|let|start|begin|option|choice|case|part"
+    r"|step|stage|method|equation|question|problem)\b|n['’]t\b|\?"
+)
+_HEADING_LABEL = re.compile(r"\W{0,8}(?i:step|part|case|stage)\s\d{1,3}\b|#{1,6}\W{0,4}\d{1,2}\s?[^\w\s]")
+_BOLD = re.compile(r"\*\*([^*\n]{1,80})\*\*")
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+# A number of a list's item with words behind it.
+_ITEM = re.compile(
+    rf"[*_]{{0,3}}(?:{BLANK}?\\?[.):：、]|\ufe0f?\u20e3|{BLANK}[-–—|])(?:[^\w\n]|_){{0,40}}+[^\W\d_][^\n]{{0,300}}"
+)
+
 
 def _value_at(text: str, position: int, limit: int) -> Interval | None:
     """Find the value that words and signs lead to; of a chain `3 * 6 = 18` its last member, a sum without one whole."""
@@ -112,6 +143,25 @@ def _spoken_value(text: str, position: int, tail: re.Pattern[str] = _VALUE_TAIL)
     return (value[0], rest.end()) if value and rest else value
 
 
+def _is_one_of_two(text: str, value: Interval, sentence: int | None = None) -> bool:
+    """Tell whether a value is one of two that differ, a range's end or a part of a measure.
+
+    In a sentence that begins at a given place, two values with "and" between them are two facts, but for "between" and
+    the like.
+    """
+    other = _OTHER.match(text, value[1])
+    if other is None or other["other"] == text[slice(*value)]:
+        return False
+    return sentence is None or not other["and"] or bool(_DENIED.search(text, sentence, value[0]))
+
+
+def _numbers_item(text: str, value: Interval, most: int) -> bool:
+    """Tell whether a value up to `most` is the number of a list's item, whose words do not repeat it."""
+    number, item = text[slice(*value)], _ITEM.match(text, value[1])
+    is_small = number.isdecimal() and int(number[:4]) <= most
+    return item is not None and is_small and number not in _NUMBER.findall(item[0])
+
+
 def _content(text: str, start: int, end: int) -> Interval | None:
     r"""Read a box, a tag or a formula: one number without its units, else all that is not blanks or `\text`."""
     start, end = trimmed(text, start, end)
@@ -127,7 +177,8 @@ def _content(text: str, start: int, end: int) -> Interval | None:
 _HASHES = re.compile(rf"#{{4,}}{BLANK}*\n?")
 _OR_FACTORIAL = re.compile(rf"{_TAIL}|!")
 _BRACE = re.compile(
-    rf"\\(?:boxed|fbox)\s{{0,3}}(?:\{{|(?:\\\$)?(?P<bare>{_SUM}(?:{_TAIL}|!)?|[a-zA-Z](?![a-zA-Z])))|\\.|[{{}}]",
+    rf"(?P<end><\|end_of_box\|>)|(?P<opens>(?P<begin><\|begin_of_box\|>)|\\(?:boxed|fbox)\s{{0,3}}(?:\{{|\Z))"
+    rf"|\\(?:boxed|fbox)\s{{0,3}}(?:\\\$)?(?P<bare>{_SUM}(?:{_TAIL}|!)?|[a-zA-Z](?![a-zA-Z]))|\\.|[{{}}]",
     re.DOTALL,
 )
 _NAMED = (
@@ -138,7 +189,7 @@ _IS = r"(?i:\s(?:to|for)\s[^\n.!?:：]{1,80}?)?\s{1,3}(?i:(?:is|equals|(?:would|
 _STATEMENT = rf"{_NAMED}(?:{_COLON}|(?P<line>{BLANK}*$)|(?P<verb>{_IS}))"
 _OPTIONS = r"[^\n]{0,200}+\n[*_> \t]{0,8}B[*_]{0,3}\s?[:：]"  # "A: 9" above "B: 18"
 _ANNOUNCEMENT = re.compile(
-    rf"(?P<tag><(?i:answer)>)|^[*_> \t]{{0,8}}A[*_]{{0,3}}{_COLON}(?!{_OPTIONS})|{_STATEMENT}", re.MULTILINE
+    rf"(?P<tag><(?i:answer)>)|(?P<letter>^[*_> \t]{{0,8}}A[*_]{{0,3}}{_COLON}(?!{_OPTIONS}))|{_STATEMENT}", re.MULTILINE
 )
 _CLOSING_TAG = re.compile(r"</answer>", re.IGNORECASE)
 _LEADS_TO_MARKER = re.compile(rf"{_STATEMENT}\W{{0,12}}\Z", re.MULTILINE)
@@ -155,35 +206,46 @@ def _hashes_answer(text: str) -> AnswerText | None:
     for hashes in reversed(list(_HASHES.finditer(text))):
         value = _spoken_value(text, hashes.end(), _OR_FACTORIAL)
         part = _OPENS_PART.match(text, value[1]) if value else None
-        if value and not (part and part["label"]):  # "#### 2. Add the tips"
-            return AnswerText(hashes.start(), *value)
+        if value and not ((part and part["label"]) or _numbers_item(text, value, 99)):  # "#### 2. Add the tips"
+            return AnswerText(hashes.start(), value[0], value[0] if _is_one_of_two(text, value) else value[1])
     return None
 
 
 def _boxed_answer(text: str) -> AnswerText | None:
-    """Find the non-empty box that opens last; its marker is the outermost box around it."""
+    """Find the box that opens last; its marker is the outermost box around it. Cut or empty it retracts the others."""
     boxes: list[tuple[int, int, int]] = []
     open_braces: list[re.Match[str]] = []
-    for brace in _BRACE.finditer(text) if r"\boxed" in text or r"\fbox" in text else ():
+    floors = [0]  # braces that only the end of a box token closes
+    for brace in _BRACE.finditer(text) if any(sign in text for sign in (r"\boxed", r"\fbox", "_of_box|>")) else ():
         sign = brace.group()
         if brace["bare"]:
             boxes.append((brace.start(), *brace.span("bare")))
-        elif sign == "}" and open_braces:
-            opening = open_braces.pop()
-            if opening.group() != "{":
+        elif brace["end"]:
+            if len(floors) > 1:
+                del open_braces[floors.pop() :]
+                opening = open_braces.pop()
                 boxes.append((opening.start(), opening.end(), brace.start()))
-        elif sign.endswith("{") and sign != r"\{":
+        elif sign == "}":
+            if len(open_braces) > floors[-1] and (opening := open_braces.pop()).group() != "{":
+                boxes.append((opening.start(), opening.end(), brace.start()))
+        elif brace["opens"] or sign == "{":
             open_braces.append(brace)
+            floors += [len(open_braces)] * bool(brace["begin"])
+    cut = max((brace.start() for brace in open_braces if brace["opens"]), default=-1)
     markers: list[int] = []
     outer_end = -1
     boxes.sort()
+    if cut > max((start for start, _, _ in boxes), default=-1):
+        return AnswerText(cut, cut, cut)
     for start, _, end in boxes:
         inside = start < outer_end
         markers.append(markers[-1] if inside else start)
         outer_end = outer_end if inside else end
-    for marker, (_, start, end) in reversed(list(zip(markers, boxes, strict=True))):
+    for marker, (own, start, end) in reversed(list(zip(markers, boxes, strict=True))):
         if value := _content(text, start, end):
             return AnswerText(marker, *value)
+        if marker == own and len(boxes) > 1:
+            return AnswerText(own, own, own)
     return None
 
 
@@ -198,10 +260,37 @@ def _stated_answer(speech: Speech) -> AnswerText | None:
             continue
         else:
             value = _value_below(text, start, is_said=bool(announcement["verb"]))
+            if (
+                value is None
+                and not announcement["letter"]
+                and (not announcement["verb"] or ":" in text[start : start + 5])
+            ):
+                value = _sentence_value(text, start)
             if value and speech.text[start : value[1]] != text[start : value[1]]:
                 value = None  # a tool wrote in between
         if value:
-            return AnswerText(announcement.start(), *value)
+            return AnswerText(announcement.start(), value[0], value[0] if _is_one_of_two(text, value) else value[1])
+    return None
+
+
+def _sentence_value(text: str, position: int) -> Interval | None:
+    """Find the number of the sentence behind a heading or a colon, if it has only one, or one in bold.
+
+    None if another number follows, as the sentence then begins a solution, or if the sentence leaves the answer open.
+    """
+    gap = _GAP.match(text, position)
+    position = gap.end() if gap else position
+    for start, end in sentence_intervals(text[position : position + 400])[:1]:
+        start, end = position + start, position + end
+        bold = [part.span(1) for part in _BOLD.finditer(text, start, end) if re.search(r"\d", part[1])]
+        first, last = bold[0] if len(bold) == 1 else (start, end)
+        number = _VALUE_IN_TEXT.search(text, first, last)
+        value = _spoken_value(text, number.start("value")) if number else None
+        if value is None or value[1] > last or re.search(r"\d", text[value[1] : last]):
+            return None
+        behind = _NUMBER.findall(text, end, end + 2000)
+        is_open = _OPEN_WORDS.search(text, start, end) or label_length(text[start:end])
+        return None if is_open or {*behind} - {text[slice(*value)]} else value
     return None
 
 
@@ -221,6 +310,8 @@ def _value_below(text: str, position: int, *, is_said: bool) -> Interval | None:
     if value is None:
         return None
     part = _OPENS_PART.match(text, value[1])
+    if _numbers_item(text, value, 1):  # "Answer: 1. First, we"
+        return None
     if part and part["label"]:
         number, following = _SMALL.match(text, value[0]), _SMALL.match(text, part.start("below"))
         counts_up = number and following and int(following[1]) == int(number[1]) + 1  # "Answer: 1. Count\n2. Add"
@@ -234,15 +325,18 @@ def _value_below(text: str, position: int, *, is_said: bool) -> Interval | None:
 
 
 def _last_number(text: str) -> AnswerText | None:
-    for position, end in reversed(sentence_intervals(text)):
-        value = None
+    for start, end in reversed(sentence_intervals(text)):
+        label = _HEADING_LABEL.match(text, start, end)
+        position, before, value = label.end() if label else start, None, None
         while match := _VALUE_IN_TEXT.search(text, position, end):
-            value = match.span("value")
+            before, value = value, match.span("value")
             rest = _VALUE_TAIL.match(text, value[1], end)
             value = (value[0], rest.end()) if rest else value
             position = value[1]
         if value:
-            return AnswerText(value[0], *value)
+            is_second = before and _is_one_of_two(text, before, start)
+            is_open = is_second or _is_one_of_two(text, value, start) or _DENIED.search(text, start, value[0])
+            return None if is_open else AnswerText(value[0], *value)
     return None
 
 
@@ -353,7 +447,12 @@ def _usual_answer(speech: Speech) -> AnswerText | None:
     hashes = _hashes_answer(speech.statement)
     if hashes and not _OPENS_PART.match(speech.statement, hashes.end):
         return hashes
-    other = _boxed_answer(speech.statement) or _stated_answer(speech)
+    box, other = _boxed_answer(speech.statement), None
+    if box is None or box.start == box.end:
+        stated = _stated_answer(speech)
+        other = stated if stated and (box is None or stated.marker > box.marker) else box
+    else:
+        other = box
     # Hashes with words behind the number and a line below may be a heading: "#### 3 - Revenue".
     return hashes if hashes and not (other and other.start > hashes.end) else other
 
@@ -371,17 +470,24 @@ def locate_answer(text: str | Speech, rules: AnswerRules = USUAL_ANSWERS) -> Ans
         answer = _function_answer(speech, answer_format)
     if answer is None:
         return _last_number(speech.statement) if rules.answer_fallback == "last_number" else None
+    if answer.start == answer.end:
+        return None
     return answer._replace(marker=_marker_start(speech, answer.marker))
 
 
-def answer_text_span(text: str, answers: AnswerRules = USUAL_ANSWERS, *, prompt: str = "") -> Interval | None:
+def answer_text_span(
+    text: str, answers: AnswerRules = USUAL_ANSWERS, *, prompt: str = "", truncated: bool = False
+) -> Interval | None:
     r"""Find the final answer in a completion's text, right or wrong: half-open characters, or `None`.
 
     The answer follows the last `####` that a number follows, but no heading; else it is inside the box (`\boxed{}`,
     `\fbox{}`) that opens last; else it follows the last statement: "the answer is 18", "Answer: 18", "A: 18" at the
     start of a line, `<answer>18</answer>`. Thoughts (`<think>` and the like, also one that the `prompt` before the
-    text opens), calls of tools and their results hold no answer. `answers` may replace these forms; raises
-    `ValueError` if its function returns no interval.
+    text opens), calls of tools and their results hold no answer, nor does what follows once the text asks the next
+    question itself. If the text is `truncated`, a number at its very end may not be whole and is none. `answers` may
+    replace these forms; raises `ValueError` if its function returns no interval.
     """
-    answer = locate_answer(read_speech(text, prompt=prompt, thought_tags=answers.thought_tags), answers)
+    foreign = unfinished_number(text) if truncated else ()
+    speech = read_speech(text, prompt=prompt, foreign=foreign, thought_tags=answers.thought_tags)
+    answer = locate_answer(speech, answers)
     return None if answer is None else (answer.start, answer.end)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ..options import check_class
 from ..span import Span, span_inside
 from .answers import AnswerText, lead_in_start, locate_answer
-from .markup import Speech, merged, read_speech, sign_names
+from .markup import Speech, merged, read_speech, sign_names, unfinished_number
 from .offsets import Decoder, TokenOffsets
 from .patterns import LETTER_OR_DIGIT, Interval, holds_number
 from .rules import USUAL_ANSWERS, USUAL_SPANS, AnswerRules, SpanRules
@@ -118,12 +118,14 @@ def content_text(
     *,
     prompt: TokenIds | None = None,
     mask: Mask | None = None,
+    truncated: bool = False,
 ) -> str:
     """Decode what a completion says: line breaks take the place of its thoughts and of what the policy did not write.
 
-    `answer_text_span` finds the answer in this text that `find_answer`, with the same arguments, finds in the tokens.
+    `answer_text_span` finds the answer in this text that `find_answer`, with the same arguments, finds in the tokens,
+    except that a `truncated` completion's text loses a number at its very end, which may not be whole.
     """
-    return _read(_Completion(token_ids, prompt, mask), tokenizer, answers)[1].content
+    return _read(_Completion(token_ids, prompt, mask, truncated=truncated), tokenizer, answers)[1].content
 
 
 class _Completion(NamedTuple):
@@ -131,6 +133,7 @@ class _Completion(NamedTuple):
     prompt: TokenIds | str | None
     mask: Mask | None
     offsets: TokenOffsets | None = None  # if it is decoded
+    truncated: bool = False
 
 
 def _key(ids: TokenIds) -> Hashable:
@@ -147,6 +150,7 @@ def _read(
     offsets = completion.offsets or decoder.offsets([completion.token_ids], names, ends_shown=False)[0]
     others = _others(completion.mask, len(offsets.starts))
     foreign, offsets = _foreign(offsets, others)
+    foreign = merged([*foreign, *(unfinished_number(offsets.text) if completion.truncated else ())])
     prompt = completion.prompt
     if not isinstance(prompt, str):
         prompt = "" if prompt is None else decoder.offsets([prompt], names)[0].text

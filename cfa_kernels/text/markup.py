@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .patterns import Interval
+from .patterns import Interval, label_length
 
 
 def _pairs(opener: str, closer: str, *names: str) -> dict[str, str]:
@@ -64,6 +64,11 @@ _TURN_NAMES = (
     "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "[|user|]", "[|assistant|]", "[|system|]", "[|tool|]",
     "]~b]", "<SPECIAL_10>", "<SPECIAL_11>", "｜DSML｜",
 )  # fmt: skip
+_TURN_ENDS = (
+    "<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<|return|>", "<end_of_turn>", "<turn|>", "[|endofturn|]",
+    "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[e~[",
+)  # fmt: skip
+_BOXES = ("<|begin_of_box|>", "<|end_of_box|>")  # GLM-V's, which the reader of answers needs
 
 _NAME = r"[\w.-]{1,80}"
 _TO = rf" to={_NAME}(?: ?(?:json|code)\b)?"
@@ -71,7 +76,9 @@ _CHANNEL = rf"(?:analysis|commentary|final)(?:{_TO}| ?(?:json|code)\b)?"
 _AUTHOR = rf"(?:assistant|{_NAME}(?= to=|<\||\Z))?(?: to={_NAME})?"
 _ROLE = r"(?i:user|assistant|system|observation|tool)"
 # Headers of turns, the last two forms as harmony's are once special tokens were dropped: "...= 18.assistantfinal18".
+# What follows the end of a turn, up to the next header, is nobody's.
 _TURN = re.compile(
+    rf"(?P<end>{'|'.join(map(re.escape, _TURN_ENDS))})|"
     r"<\|im_start\|>\w{0,30}[^\n<]{0,60}\n?"
     r"|<\|im_(?:user|assistant|system)\|>[^\n<]{0,60}(?:<\|im_middle\|>)?"
     r"|<\|(?:start_header_id|header_start)\|>[^\n<]{0,60}(?:<\|(?:end_header_id|header_end)\|>\s{0,4})?"
@@ -97,10 +104,23 @@ _OTHER = re.compile(
 )
 _ROLES = ("user", "assistant", "system", "tool", "ipython", "model")
 _LABEL = re.compile(
-    rf"^(?:{'|'.join(_ROLES)})[ \t]*$|<[|｜][\w▁/]{{1,40}}[|｜]>|\[\|[a-z]{{4,20}}\|\]|<(?:end_of_turn|turn\|)>|\[e~\["
+    rf"^(?:{'|'.join(_ROLES)})[ \t]*$|<[|｜](?!(?:begin|end)_of_box)[\w▁/]{{1,40}}[|｜]>|\[\|[a-z]{{4,20}}\|\]"
     r"|</?seed:\w{1,30}>",
     re.MULTILINE,
 )
+# What a model that runs on writes above a question of its own, at the start of a line: "Question:", "**Q2:**",
+# "Problem 3.", "### Question", "Human:", and the line "user" that a header of a turn leaves without its special tokens.
+_NEXT_QUESTION = re.compile(
+    r"^[^\S\n]{0,8}(?:(?:[>|-]|\d{1,2}[.)])\s)?(?P<heading>#{1,6}[^\S\n]{0,4})?(?:[*_\[<(]{1,4}|\\[a-z]{1,12}\*?\{)?"
+    r"(?:(?:(?i:(?:(?:here(?:'s|\sis)|next|new|another|second|third|follow-?up|practice|test|math|word|similar)\s){0,3}"
+    r"(?:question|problem|prompt)(?:\s(?:statement|description))?|(?:exercise|example)(?=\s\W?\d))|Q|[问問][题題]?|[题題]目)"
+    r"(?i:\s?(?:no\.?\s?|\W)?\d{1,3}\b|\s(?:one|two|three|four|five)\b)?"
+    r"|(?i:human|user|instruct(?:ion)?|(?(heading)input|(?!))))"
+    r"(?:[*_\])}]{0,4}(?:[^\S\n]?[:：]|>|[^\S\n]*$)|(?<=Q)\.(?=\s)|(?<=\d)[*_]{0,3}[.)][*_]{0,3}(?=\s))",
+    re.MULTILINE,
+)
+_LINE = re.compile(r"[^\n]+")
+_OF_USER = re.compile(r"(?i)(?<![a-z])(?:user|human)(?![a-z])|\[/?INST\]")
 # Tags around what is said, of which the reader of answers needs the first.
 _REPLY = re.compile(r"(?i)(?<![\"'`])</?(?:answer|response|solution)>")
 
@@ -109,7 +129,7 @@ class _Signs(NamedTuple):
     kinds: list[str]  # of each pair of signs
     pattern: re.Pattern[str]  # group `o3` is the opener of pair 3, `c3` its closer
     hint: re.Pattern[str]  # what a text without turns and signs does not hold, quick to search
-    names: frozenset[str]
+    names: set[str]
 
     def of(self, sign: re.Match[str]) -> tuple[bool, int]:
         """Tell whether a sign opens, and which pair it is of."""
@@ -143,17 +163,18 @@ def _signs(thought_tags: str) -> _Signs:
             by_head.setdefault(head, []).append(f"(?P<{group}{i}>(?:{rest}){label.get(sign, '')})")
     either = "|".join(f"(?:{head})(?:{'|'.join(rests)})" for head, rests in by_head.items())
     names = {name for _, *pair in pairs for sign in pair for name in _spellings(sign)}
-    begins = {sign[: 8 if sign[0].isalpha() else 2] for sign in names.union(_TURN_NAMES)}
+    names.update(_TURN_NAMES, _TURN_ENDS)
+    begins = {sign[: 8 if sign[0].isalpha() else 2] for sign in names}
     begins = {case(one) for one in begins for case in (str, str.lower, str.upper, str.capitalize)}
-    begins |= {"<end_of_turn>", "[e~[", *(f"\n{role}" for role in _ROLES)}
+    begins |= {f"\n{role}" for role in _ROLES}
     hint = re.compile("|".join(map(re.escape, sorted(begins))) + f"|assistant{_CHANNEL}")
     pattern = re.compile(either, re.IGNORECASE)
-    return _Signs([kind for kind, _, _ in pairs], pattern, hint, frozenset(names).union(_TURN_NAMES))
+    return _Signs([kind for kind, _, _ in pairs], pattern, hint, names.union(_BOXES))
 
 
 def sign_names(thought_tags: str = "") -> frozenset[str]:
     """Name the special tokens that `read_speech` must see in a text; `thought_tags` as in `AnswerRules`."""
-    return _signs(thought_tags).names
+    return frozenset(_signs(thought_tags).names)
 
 
 class Speech(NamedTuple):
@@ -167,7 +188,11 @@ class Speech(NamedTuple):
 
 
 def read_speech(text: str, *, prompt: str = "", foreign: Sequence[Interval] = (), thought_tags: str = "") -> Speech:
-    """Read a completion's text.
+    """Read a completion's text up to where a model that runs on asks itself a question.
+
+    A header of a question or of the user's turn ends the text if a number stands before it, else it may restate the
+    question: "Sure! Question: ..." and a header that begins the text end nothing. Thoughts, and what others wrote, hold
+    no such header, and a turn that begins with a tool's result is none of the user's.
 
     Args:
         text: as `token_offsets` gives it with `sign_names` shown.
@@ -177,7 +202,7 @@ def read_speech(text: str, *, prompt: str = "", foreign: Sequence[Interval] = ()
     """
     signs, state = _signs(thought_tags), _after_prompt(prompt, thought_tags)
     has_signs = signs.hint.search(text) or _FIRST_CHANNEL.match(text) or text.startswith(_ROLES)
-    if not (foreign or state.thought is not None or has_signs):
+    if not (foreign or state.thought is not None or has_signs or _NEXT_QUESTION.search(text)):
         return Speech(text, text, text, text, [])
     regions = _regions(text, state, foreign, signs)
     others = [*foreign, *regions["response"], *regions["turn"]]
@@ -185,6 +210,12 @@ def read_speech(text: str, *, prompt: str = "", foreign: Sequence[Interval] = ()
     content = blanked(text, [*others, *regions["thought"]])
     no_reasoning = merged([*signs_and_calls, *regions["reply"]])
     return Speech(text, content, blanked(content, signs_and_calls), blanked(text, no_reasoning), no_reasoning)
+
+
+def unfinished_number(text: str) -> list[Interval]:
+    """Find the number at the very end of a text that was cut off, which may not be whole: 10 of "10,222.22"."""
+    start = len(text.rstrip("0123456789.,:/^{\\'’"))
+    return [(start, len(text))] if re.search(r"\d", text[start:]) else []
 
 
 class _State(NamedTuple):
@@ -201,8 +232,9 @@ def _header(turn: re.Match[str]) -> Interval:
 
 def _owner(turn: re.Match[str]) -> str:
     """Tell what the text below a turn's header is: "content", a "thought", or another's or a tool's "response"."""
-    channel = turn.groupdict().get("channel") or turn["dropped"]
-    if _OTHER.search(turn.string, *_header(turn)):
+    named = turn.groupdict()
+    channel = named.get("channel") or named["dropped"]
+    if named.get("end") or _OTHER.search(turn.string, *_header(turn)):
         return "response"
     return "content" if not channel or channel.startswith("final") else "thought"
 
@@ -256,7 +288,22 @@ def _regions(text: str, state: _State, foreign: Sequence[Interval], signs: _Sign
             state = _after_others(state, text[start:end], signs)
         else:
             state = _State(-1, True) if owner == "thought" else _State()
+    regions["response"].append((_end_of_reply(written, turns, regions, signs), len(text)))
     return regions
+
+
+def _end_of_reply(text: str, turns: Sequence[re.Match[str]], regions: dict[str, list[Interval]], signs: _Signs) -> int:
+    """Find where the next question begins, by its header or by that of the user's turn; the text's length without."""
+    said = blanked(text, [part for kind in ("thought", "call", "response", "turn") for part in regions[kind]])
+    starts = [match.start() for match in _NEXT_QUESTION.finditer(said)]
+    for turn in turns:
+        sign = signs.pattern.search(text, turn.end(), turn.end() + 80)
+        is_tools = sign and signs.kinds[signs.of(sign)[1]] == "response" and not text[turn.end() : sign.start()].strip()
+        if _OF_USER.search(text, *turn.span()) and not is_tools:
+            starts.append(turn.start())
+    lines = (line for line in _LINE.finditer(said) if re.search(r"\d", line[0][label_length(line[0]) :]))
+    number = next((line.start() for line in lines), len(text)) if starts else 0
+    return min((start for start in starts if start > number), default=len(text))
 
 
 def _read_piece(

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 REPLACEMENT = "\ufffd"
+_CLOSER = "<|end_of_box|>"  # at the end of a text it is a sign, not an end
 
 
 class TokenOffsets(NamedTuple):
@@ -68,9 +69,10 @@ class _Vocabulary:
         self.style, self.strips_blank = _style(tokenizer)
         self.pieces = {i: b"" if i in special else self._bytes(token) for i, token in tokens.items()}
         count = max(self.pieces, default=-1) + 2  # the last for ids that are no token
-        self._bytes_of, self._is_silent = np.full(count, b"", object), np.ones(count, bool)
+        self._bytes_of, self._is_silent, self._is_end = np.full(count, b"", object), *np.ones((2, count), bool)
         for i, piece in self.pieces.items():
             self._bytes_of[i], self._is_silent[i] = piece, i in special
+            self._is_end[i] = i in special and tokens[i] != _CLOSER
         self._has_text: dict[int, bool] = {}  # of ids that `get_vocab` omits
         # A subclass may decode in its own way.
         probe = sorted(tokens.keys() - self.fallback_bytes)[:: max(1, len(tokens) // 500)]
@@ -103,8 +105,9 @@ class _Vocabulary:
         ids = np.concatenate([*rows, np.zeros(0, np.int64)])
         places = np.minimum(ids, len(self._bytes_of) - 1)
         pieces, silent = self._bytes_of[places].tolist(), self._is_silent[places].tobytes()
+        ending = self._is_end[places].tobytes()
         for row, stop in zip(rows, stops, strict=True):
-            end = stop - len(row) + (len(row) if ends_shown else len(silent[stop - len(row) : stop].rstrip(b"\1")))
+            end = stop - len(row) + (len(row) if ends_shown else len(ending[stop - len(row) : stop].rstrip(b"\1")))
             t = silent.find(b"\1", stop - len(row), end) if shown else -1
             while t >= 0:
                 name = self.special.get(int(ids[t]), "")
@@ -126,7 +129,8 @@ class _Vocabulary:
     ) -> TokenOffsets:
         spelled = {i: self.special[i] for i in self.special.keys() & {*ids} if self.special[i] in shown}
         silent = {i for i in ids if i in self.special or not self.knows(i, tokenizer)}
-        count = 0 if ends_shown or not shown else len([*itertools.takewhile(silent.__contains__, reversed(ids))])
+        ending = silent - {i for i, name in spelled.items() if name == _CLOSER}
+        count = 0 if ends_shown or not shown else len([*itertools.takewhile(ending.__contains__, reversed(ids))])
         text, starts, ends = _incremental_offsets(
             ids[: len(ids) - count], silent.difference(spelled), lambda part: self._decode(part, tokenizer, spelled)
         )

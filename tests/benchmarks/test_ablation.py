@@ -128,7 +128,7 @@ def test_each_arm_takes_the_rate_that_was_best_on_seeds_of_their_own(tmp_path, m
     def train(place, flags, steps):
         given = dict(flag.split("=", 1) for flag in flags if "=" in flag)
         asked.append((int(given["--seed"]), given["--learning_rate"]))
-        high, uniform = given["--learning_rate"] == "2e-4", "--credit=uniform" in flags
+        high, uniform = given["--learning_rate"] == "2e-4", "--credit=none" in flags
         assert given["--max_completion_length"] == "96"
         lines = Path(given["--eval_dataset"]).read_text().splitlines()
         assert len(lines) == 8

@@ -190,7 +190,7 @@ def test_a_tokenizer_without_pad_or_end_of_text_needs_a_placeholder(scored):
 
     with pytest.raises(ValueError, match="placeholder_id: the tokenizer has neither"):
         counterfactual_credit(scored, Bare(), ROWS)
-    counterfactual_credit(scored, Bare(), ROWS, config=CounterfactualConfig(placeholder_id=9))
+    counterfactual_credit(scored, Bare(), ROWS, config=CounterfactualConfig.of({"estimator.placeholder_id": 9}))
     assert scored.batches[0].placeholder == 9
 
 
@@ -201,15 +201,15 @@ def test_credit_finds_the_answer_by_the_configs_own_format_and_fallback(control)
     arrays = (Scored(drops=[0.0] * 9), tokenizer, Rows([torch.tensor([3])], [ids]))
     for options, expected in (
         ({}, "5"),
-        ({"answer_format": r"RESULT=(\d)"}, "8"),
-        ({"answer_format": r"TOTAL=(\d)", "answer_fallback": "last_number"}, "9"),
+        ({"answers.answer_format": r"RESULT=(\d)"}, "8"),
+        ({"answers.answer_format": r"TOTAL=(\d)", "answers.answer_fallback": "last_number"}, "9"),
     ):
-        credit = counterfactual_credit(*arrays, config=CounterfactualConfig(control=control, **options))
+        credit = counterfactual_credit(*arrays, config=CounterfactualConfig.of({"control": control, **options}))
         (answer,) = credit.answers
         assert tokenizer.decode(ids[answer.start : answer.end]).strip() == expected
         assert credit.weights[0][answer.start] == 1.5
     with pytest.raises(ValueError, match="row 0: answer_format must return None or"):
-        counterfactual_credit(*arrays, config=CounterfactualConfig(control=control, answer_format=lambda text: 1))
+        counterfactual_credit(*arrays, config=CounterfactualConfig.of({"control": control, "answers.answer_format": lambda text: 1}))
 
 
 # Other estimators
@@ -275,14 +275,14 @@ def test_signed_values_are_not_lost_where_weights_alone_are_asked_for(scored):
 def test_entropies_are_read_where_they_are_judged_or_choose_what_is_masked(control):
     reads = control not in ("random", "off")
     assert CounterfactualConfig(control=control, estimator="entropy").reads_entropies == reads
-    assert CounterfactualConfig(control=control, preselect=0.5, preselect_by="entropy").reads_entropies == reads
-    assert not CounterfactualConfig(control=control, preselect=0.5, preselect_by="length").reads_entropies
+    assert CounterfactualConfig.of({"control": control, "estimator.preselect": 0.5, "estimator.preselect_by": "entropy"}).reads_entropies == reads
+    assert not CounterfactualConfig.of({"control": control, "estimator.preselect": 0.5, "estimator.preselect_by": "length"}).reads_entropies
 
 
 def test_entropies_judge_every_token_and_the_top_share_of_the_batch_is_kept(scored):
     entropies = [torch.tensor([1.0, 2, 3, 4, 5]), torch.tensor([6.0, 7, 8, 9]), torch.tensor([10.0, 11]),
                  torch.tensor([12.0, 13, 14, 15, 16])]  # fmt: skip
-    config = CounterfactualConfig(estimator="entropy", fraction=0.25)
+    config = CounterfactualConfig.of({"estimator": "entropy", "weights.fraction": 0.25})
     credit = credited(scored, entropies=entropies, config=config)
     threshold = torch.quantile(torch.cat(entropies), 0.75)
     assert all(torch.equal(row, (own >= threshold).float()) for row, own in zip(credit.weights, entropies, strict=True))
@@ -341,7 +341,7 @@ ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
 )  # fmt: skip
 def test_estimators_and_reshapings_that_cannot_be_used_say_why(scored, config, given, message):
     with pytest.raises(ValueError, match=message):
-        credited(scored, config=CounterfactualConfig(**config), **given)
+        credited(scored, config=CounterfactualConfig.of(config), **given)
 
 
 SIBLINGS = Rows([ROWS.prompts[b] for b in (1, 1, 3, 3)], ROWS.completions)
@@ -366,7 +366,7 @@ def test_a_wrong_completion_is_weighed_where_it_differs_from_a_correct_sibling(s
 def test_what_needs_the_model_here_says_so_where_it_lies_in_other_processes(scored, config, needed):
     service = LogprobService(lambda *_: [])
     with pytest.raises(NotImplementedError, match=needed):
-        counterfactual_credit(service, Tokenizer(), ROWS, config=CounterfactualConfig(**config))
+        counterfactual_credit(service, Tokenizer(), ROWS, config=CounterfactualConfig.of(config))
 
 
 def test_lists_of_numbers_do_as_importances_weights_and_columns(scored):
@@ -452,7 +452,7 @@ def test_drops_within_rounding_weigh_alike_and_make_no_distractors(outcome, dtyp
     def credit(drop):
         return counterfactual_credit(
             Scored(drop, base=-10.0, dtype=dtype), get_tokenizer("characters"), rows,
-            config=CounterfactualConfig(outcome=outcome, selection="last", max_spans=2, min_spread=0.0),
+            config=CounterfactualConfig.of({"estimator.outcome": outcome, "spans.selection": "last", "spans.max_spans": 2, "weights.min_spread": 0.0}),
         )  # fmt: skip
 
     ids = torch.tensor(encode(get_tokenizer("characters"), "1 + 1 = 2\n1 + 2 = 3\n#### 18"))

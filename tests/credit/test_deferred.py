@@ -19,7 +19,7 @@ from trainer.step import batch_credit
 
 ROWS, ADVANTAGES = batch_rows(), torch.tensor([1.0, -0.5, 0.3, 0.7, -1.0, 1.0])
 BATCH = Batch(ROWS, advantages=ADVANTAGES)
-DRAWN = [{"control": "random"}, RESAMPLING, {"estimator": "gradient", "sigma": 0.1}]
+DRAWN = [{"control": "random"}, RESAMPLING, {"estimator": "gradient", "estimator.sigma": 0.1}]
 
 
 @pytest.mark.parametrize("options", [{}, {"estimator": "prefix_gain"}, *DRAWN], ids=str)
@@ -27,7 +27,7 @@ def test_micro_batches_change_neither_weights_nor_draws(options):
     model = tiny_model().eval().double()  # whose rounding moves no draw
 
     def batch():
-        return DeferredCredit(CounterfactualConfig(**options), tiny_tokenizer(), BATCH, seed=(3, 1, 0))
+        return DeferredCredit(CounterfactualConfig.of(options), tiny_tokenizer(), BATCH, seed=(3, 1, 0))
 
     whole, parts = batch(), batch()
     whole.by_model(model)
@@ -45,7 +45,7 @@ def test_micro_batches_change_neither_weights_nor_draws(options):
 def test_what_is_foreseen_is_fed_with_the_rows_of_a_small_forward_on_a_gpu(trained, monkeypatch):
     """Prefix gain's values then need no forward of their own, and log-probs and gradients stay as they were."""
     # The sentence before an answer belongs to its marker, so that something is fed.
-    config = CounterfactualConfig(estimator="prefix_gain", answer_format=r"\S+ #### (\d+)")
+    config = CounterfactualConfig.of({"estimator": "prefix_gain", "answers.answer_format": r"\S+ #### (\d+)"})
     model, both = tiny_model().eval().double(), {}
     tokens = sum(ROWS.lengths)
     for device, most in (("cpu", tokens), ("cuda", tokens - 1), ("cuda", tokens)):
@@ -78,8 +78,8 @@ def beside_others(model, batch):
 
 COMPARING = [
     {"estimator": "prefix_tree"}, {"estimator": "sibling_edits"}, {"estimator": "entropy"},
-    {"weights": "top", "fraction": 0.4},
-    {"estimator": "prefix_gain", "weights": "top", "fraction": 0.4, "control": "inverted"},
+    {"weights": "top", "weights.fraction": 0.4},
+    {"estimator": "prefix_gain", "weights": "top", "weights.fraction": 0.4, "control": "inverted"},
     {"estimator": beside_others, "weights": "identity", "units": "tokens"},
 ]  # fmt: skip
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
@@ -87,7 +87,7 @@ COUNTED = [torch.full((n,), float(b != 3)) for b, n in enumerate(ROWS.lengths)]
 
 
 def comparing(options, rows=range(6), **given):
-    rows, config = list(rows), CounterfactualConfig(**options)
+    rows, config = list(rows), CounterfactualConfig.of(options)
     columns = {"groups": torch.tensor([0, 0, 0, 1, 1, 1])[rows], "rewards": REWARDS[rows]}
     counted = [COUNTED[b] for b in rows]
     batch = Batch(ROWS.take(rows), advantages=ADVANTAGES[rows], mask=counted, **columns)
@@ -157,7 +157,7 @@ def test_integer_advantages_are_not_credited_as_their_products_with_weights_woul
 @pytest.mark.parametrize("options", DRAWN, ids=str)
 def test_the_trainer_and_trl_draw_alike(options):
     """For one seed, one step and the same rows, of which TRL's second process has the last group."""
-    model, config = tiny_model().eval().double(), CounterfactualConfig(**options)
+    model, config = tiny_model().eval().double(), CounterfactualConfig.of(options)
     settings = SimpleNamespace(seed=7, num_generations=3, temperature=1.0, counterfactual=lambda: config)
     ours = batch_credit(settings, tiny_tokenizer(), BATCH, step=4)
     ours.by_model(model)
@@ -178,7 +178,7 @@ def test_the_trainer_and_trl_draw_alike(options):
 
 
 def test_factors_multiply_the_weights_and_what_is_left_is_normalised():
-    config = CounterfactualConfig(w_min=2.0, w_max=2.0, w_answer=2.0, normalize="mean")
+    config = CounterfactualConfig.of({"weights.w_min": 2.0, "weights.w_max": 2.0, "weights.w_answer": 2.0, "normalize": "mean"})
     factors = [torch.ones(n) for n in ROWS.lengths]
     factors[0][:2] = 0
     factors[4][:] = 0

@@ -63,14 +63,14 @@ def test_entropies_are_the_callers_or_those_over_the_kept_ids():
     model, tokenizer = tiny_model().eval(), tiny_tokenizer()
     generator = torch.Generator().manual_seed(0)
     given = [torch.rand(n, generator=generator) for n in ROWS.lengths]
-    config, options = CounterfactualConfig("entropy", fraction=0.3), {"advantages": ADVANTAGES}
+    config, options = CounterfactualConfig.of({"estimator": "entropy", "weights.fraction": 0.3}), {"advantages": ADVANTAGES}
     ours = counterfactual_credit(None, tokenizer, ROWS, config=config, entropies=given, **options)
     found = credited_loss(model, tokenizer, ROWS, credit=config, entropies=given, **options)
     assert all(map(torch.equal, found.credit.weights, ours.weights))
     own = credited_loss(model, tokenizer, ROWS, credit=config, **options)
     assert not all(map(torch.equal, own.credit.weights, ours.weights))
     kept = [KeptTokens.of([sorted({int(token), 3, 4}) for token in row]) for row in ROWS.completions]
-    config = CounterfactualConfig("entropy_shaping", alpha=0.1)
+    config = CounterfactualConfig.of({"estimator": "entropy_shaping", "estimator.alpha": 0.1})
     expected = token_entropies(model, ROWS, kept_tokens=kept)
     by_hand = counterfactual_credit(None, tokenizer, ROWS, config=config, entropies=expected, **options)
     found = credited_loss(model, tokenizer, ROWS, credit=config, kept_tokens=kept, **options)
@@ -82,7 +82,7 @@ def test_a_scorer_has_no_entropies_of_the_policy():
     model, tokenizer = tiny_model().eval(), tiny_tokenizer()
     options = {
         "advantages": ADVANTAGES,
-        "credit": CounterfactualConfig("entropy", fraction=0.3),
+        "credit": CounterfactualConfig.of({"estimator": "entropy", "weights.fraction": 0.3}),
         "scorer": tiny_model(),
     }
     with pytest.raises(ValueError, match=r"^scorer: its entropies are not the policy's, .*; pass entropies"):

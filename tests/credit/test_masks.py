@@ -34,7 +34,7 @@ ESTIMATORS_OF_TEXT = [
 def test_tokens_of_others_are_no_units_weigh_one_and_set_no_scale(options):
     rows, mask = with_a_tool()
     given = {
-        "config": CounterfactualConfig(**options), "advantages": torch.tensor([1.0, -1.0]), "rewards": [1.0, 0.0],
+        "config": CounterfactualConfig.of(options), "advantages": torch.tensor([1.0, -1.0]), "rewards": [1.0, 0.0],
         "entropies": [torch.rand(n, generator=torch.Generator().manual_seed(n)) for n in rows.lengths],
     }  # fmt: skip
     access = Scored(torch.arange(60.0))
@@ -104,16 +104,16 @@ def test_a_mask_that_is_none_is_named(mask, message):
         ({}, torch.float32, 0.1),
         ({}, torch.float16, 0.1),
         ({}, torch.bfloat16, 0.2),  # of two tokens each, the roots of 2 multiply
-        ({"outcome": "mean_logprob"}, torch.bfloat16, 0.1),
-        ({"min_spread": 0.5}, torch.float32, 0.5),
-        ({"min_spread": 0.0}, torch.float32, 0.0),
+        ({"estimator.outcome": "mean_logprob"}, torch.bfloat16, 0.1),
+        ({"weights.min_spread": 0.5}, torch.float32, 0.5),
+        ({"weights.min_spread": 0.0}, torch.float32, 0.0),
     ],
 )
 @pytest.mark.parametrize("spread", [0.02, 0.05, 0.15, 0.4, 3.0])
 def test_importances_that_hardly_differ_get_weights_that_hardly_do(options, dtype, least, spread):
     ids = torch.tensor(encode(CHARACTERS, "1 + 1 = 2\n1 + 2 = 3\n#### 18"))
     access = Scored([0.0, spread], base=-1e-4, dtype=dtype)  # a likely answer, which hardly rounds
-    config = CounterfactualConfig(**options)
+    config = CounterfactualConfig.of(options)
     credit = counterfactual_credit(access, CHARACTERS, Rows([ids[:2]], [ids]), config=config)
     low, high = (credit.weights[0][span.start].item() for span in credit.spans[0])
     share = min(1.0, spread / least) if least else 1.0
@@ -123,7 +123,7 @@ def test_importances_that_hardly_differ_get_weights_that_hardly_do(options, dtyp
 def test_importances_in_no_known_unit_get_the_whole_range_unless_the_option_says_otherwise():
     ids = torch.tensor(encode(CHARACTERS, "1 + 1 = 2\n1 + 2 = 3\n#### 18"))
     estimator = importances_of(lambda batch: [[0.0, 1e-3] for _ in batch.units])
-    for options, expected in (({}, [0.5, 4.0]), ({"min_spread": 2e-3}, [0.75, 2.5])):
-        config = CounterfactualConfig(estimator, **options)
+    for options, expected in (({}, [0.5, 4.0]), ({"weights.min_spread": 2e-3}, [0.75, 2.5])):
+        config = CounterfactualConfig.of({"estimator": estimator, **options})
         credit = counterfactual_credit(Scored(), CHARACTERS, Rows([ids[:2]], [ids]), config=config)
         assert [credit.weights[0][span.start].item() for span in credit.spans[0]] == pytest.approx(expected)

@@ -17,7 +17,7 @@ ALL, NONE = [True] * 6, [False] * 6
 def reason(advantages, truncated=NONE, *, masked=False, rewards=1.0, rows=None, **options):
     rows = rows or batch_rows()
     counted = [torch.full((n,), float(not (masked and cut))) for n, cut in zip(rows.lengths, truncated, strict=True)]
-    config = CounterfactualConfig(**options)
+    config = CounterfactualConfig.of(options)
     batch = Batch(rows, advantages=torch.tensor(advantages), rewards=[rewards] * len(rows), mask=counted)
     deferred = DeferredCredit(config, tiny_tokenizer(), batch, seed=0)
     deferred.by_model(tiny_model())
@@ -77,7 +77,7 @@ def test_few_judged_completions_are_told_too():
             {"advantages": only(0), "truncated": only(0, value=True, other=False), "masked": True},
             "advantages on truncated only", "max_completion_length",
         ),
-        ({"advantages": only(0), "w_min": 1.0, "w_max": 1.0, "w_answer": 1.0}, "all weights 1", "detector"),
+        ({"advantages": only(0), "weights.w_min": 1.0, "weights.w_max": 1.0, "weights.w_answer": 1.0}, "all weights 1", "detector"),
     ],
 )  # fmt: skip
 def test_a_batch_that_teaches_nothing_says_which_and_what_to_change(options, what, change):

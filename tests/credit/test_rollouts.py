@@ -163,7 +163,7 @@ WAYS = [
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_a_shared_token_has_one_credit(options):
-    config = CounterfactualConfig(per_turn(3), units="turns", **options)
+    config = CounterfactualConfig.of({"estimator": per_turn(3), "units": "turns", **options})
     credit = counterfactual_credit(None, CHARACTERS, ROWS, advantages=ADVANTAGES, config=config, mask=MASKS)
     lines = credit.added or credit.weights
     turn = slice(0, len(ids(START[0][0])))
@@ -200,7 +200,7 @@ def test_a_trace_without_an_answer_gets_the_credit_of_what_others_share_with_it(
 
 def test_the_packed_step_credits_turns_of_traces_as_apart():
     model = make_model("Qwen3", vocab_size=128)
-    config = CounterfactualConfig(units="turns", mask_observation=True)
+    config = CounterfactualConfig.of({"units": "turns", "estimator.mask_observation": True})
     result = credited_loss(model, CHARACTERS, ROWS, advantages=ADVANTAGES, credit=config, mask=MASKS, loss_type="dapo")
     apart = counterfactual_credit(model, CHARACTERS, ROWS, advantages=ADVANTAGES, config=config, mask=MASKS)
     torch.testing.assert_close(result.credit.weights, apart.weights, rtol=0, atol=1e-3)
@@ -249,7 +249,7 @@ def test_rows_of_one_turn_each_get_the_credit_of_one_row_of_all_turns(estimator,
 
 def test_a_frozen_reference_judges_in_the_models_place():
     model, reference = (make_model("Qwen3", vocab_size=128, num_hidden_layers=layers) for layers in (3, 2))
-    config = CounterfactualConfig(units="turns", target="gold", weights="redistribute", strength=2.0)
+    config = CounterfactualConfig.of({"units": "turns", "target": "gold", "weights": "redistribute", "weights.strength": 2.0})
     columns = {"mask": MASKS, "targets": ["81"] * 5}
     result = credited_loss(
         model, CHARACTERS, ROWS, advantages=ADVANTAGES, credit=config, scorer=reference, loss_type="dapo", **columns
@@ -338,7 +338,7 @@ def test_rounding_is_no_disagreement_and_log_ratios_are_read_of_rows_of_a_rollou
     model = make_model("Qwen3", vocab_size=128)
     advantages = [torch.full((len(row),), 0.3) for row in COMPLETIONS]
     advantages[1] += 3e-8
-    config = CounterfactualConfig(units="turns", preselect=0.5, preselect_by="progress")
+    config = CounterfactualConfig.of({"units": "turns", "estimator.preselect": 0.5, "estimator.preselect_by": "progress"})
     given = {name: [torch.zeros(len(row)) for row in COMPLETIONS] for name in ("old_logprobs", "ref_logprobs")}
     found = counterfactual_credit(model, CHARACTERS, ROWS, config=config, mask=MASKS, advantages=advantages, **given)
     assert any(map(len, found.spans))
@@ -348,7 +348,7 @@ def test_rules_that_pool_all_rows_count_a_rollouts_tokens_once():
     generator = torch.Generator().manual_seed(1)
     completions = [torch.randint(3, 100, (40,), generator=generator) for _ in range(6)]
     entropies = [torch.rand(40, generator=generator) + (b < 4) for b in range(6)]
-    config, found = CounterfactualConfig("entropy", fraction=0.2), []
+    config, found = CounterfactualConfig.of({"estimator": "entropy", "weights.fraction": 0.2}), []
     for rollouts in (None, ["x"] * 4 + ["y", "z"]):
         rows = Rows([PROMPTS[0]] * 6, completions, rollouts=rollouts)
         options = {"config": config, "entropies": entropies, "advantages": torch.ones(6)}

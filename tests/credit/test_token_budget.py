@@ -20,7 +20,7 @@ from cfa_kernels.model.head import read_head
 from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 
 BUDGET = 48
-MASKING = {"estimator": "masking", "max_spans": 8}
+MASKING = {"estimator": "masking", "spans.max_spans": 8}
 
 
 def rows(**options) -> Rows:
@@ -54,7 +54,7 @@ WAYS = {  # the caller's budget, the batch's, the configuration's
     "configuration, less": (999, 999, BUDGET),
 }  # fmt: skip
 CREDIT = [
-    MASKING, MASKING | {"preselect": 0.9, "preselect_by": "gradient"}, {"estimator": "prefix_gain"},
+    MASKING, MASKING | {"estimator.preselect": 0.9, "estimator.preselect_by": "gradient"}, {"estimator": "prefix_gain"},
     {"estimator": "gradient"}, {"estimator": "entropy"},
 ]  # fmt: skip
 
@@ -66,7 +66,7 @@ PAIRS = [(options, way) for i, options in enumerate(CREDIT) for k, way in enumer
 def test_the_forwards_of_credit_and_loss_have_at_most_the_rows_of_the_smaller_budget(options, way):
     model, (caller, own, config) = tiny_model().eval(), WAYS[way]
     batch = Batch(ROWS, advantages=ADVANTAGES, token_budget=own)
-    credit = CounterfactualConfig(**options, token_budget=config)
+    credit = CounterfactualConfig.of({**options, "token_budget": config})
     with counted(model) as fed:
         credited_loss(model, tiny_tokenizer(), batch, credit=credit, token_budget=caller)
     if way == "none":
@@ -80,7 +80,7 @@ def test_the_forwards_of_credit_and_loss_have_at_most_the_rows_of_the_smaller_bu
 @pytest.mark.parametrize(("options", "way"), [pair for pair in PAIRS if not pair[1].startswith("caller")], ids=str)
 def test_so_have_those_of_credit_by_itself(options, way):
     model, (_, own, config) = tiny_model().eval(), WAYS[way]
-    credit = CounterfactualConfig(**options, token_budget=config)
+    credit = CounterfactualConfig.of({**options, "token_budget": config})
     batch = Batch(ROWS, advantages=ADVANTAGES, token_budget=own)
     deferred = DeferredCredit(credit, tiny_tokenizer(), batch, seed=0)
     with counted(model) as fed:
@@ -92,7 +92,7 @@ def test_a_scorer_has_the_callers_budget_too():
     model, scorer = tiny_model().eval(), tiny_model().eval()
     with counted(scorer) as fed:
         credited_loss(
-            model, tiny_tokenizer(), ROWS, advantages=ADVANTAGES, credit=CounterfactualConfig(**MASKING), scorer=scorer,
+            model, tiny_tokenizer(), ROWS, advantages=ADVANTAGES, credit=CounterfactualConfig.of(MASKING), scorer=scorer,
             token_budget=BUDGET,
         )  # fmt: skip
     assert len(fed) > 3
@@ -137,6 +137,6 @@ def test_a_bad_budget_is_named_also_next_to_a_smaller_one(bad):
         batch = Batch(ROWS, advantages=ADVANTAGES, token_budget=budgets[0])
         with pytest.raises(ValueError, match="token_budget must be"):
             packed_policy_loss(model, batch, token_budget=budgets[1])
-    credit = CounterfactualConfig(**MASKING, token_budget=2)
+    credit = CounterfactualConfig.of({**MASKING, "token_budget": 2})
     with pytest.raises(ValueError, match="token_budget must be"):
         counterfactual_credit(model, tiny_tokenizer(), ROWS, config=credit, token_budget=bad)

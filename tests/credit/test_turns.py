@@ -79,7 +79,7 @@ def drops(model, rollout, answer: str, options) -> torch.Tensor:
 
 
 WAYS = [
-    {"mask": mask, "mask_observation": both} for mask in ("placeholder", "drop") for both in (False, True)
+    {"mask": mask, "estimator.mask_observation": both} for mask in ("placeholder", "drop") for both in (False, True)
 ]  # fmt: skip
 
 
@@ -87,7 +87,7 @@ WAYS = [
 @pytest.mark.parametrize("gold", [None, "81"])
 def test_a_masked_turn_costs_its_answer_what_it_costs_an_unpacked_row(model, options, gold):
     rows, masks = problem()
-    config = CounterfactualConfig(units="turns", target="gold" if gold else "answer", **options)
+    config = CounterfactualConfig.of({"units": "turns", "target": "gold" if gold else "answer", **options})
     credit = counterfactual_credit(
         model, CHARACTERS, rows, config=config, mask=masks, targets=[gold] * 3 if gold else None
     )
@@ -108,7 +108,7 @@ def test_so_it_does_with_latent_attention_and_with_layers_that_carry_a_state(nam
     model = make_model(name, vocab_size=128, **(OTHERS | HYBRIDS)[name])
     rows, masks = problem()
     credit_in = float64_throughout if name.startswith("Qwen3") else contextlib.nullcontext
-    config = CounterfactualConfig(units="turns", **options)
+    config = CounterfactualConfig.of({"units": "turns", **options})
     with credit_in(model) as precise:
         credit = counterfactual_credit(precise or model, CHARACTERS, rows, config=config, mask=masks)
         step = credited_loss(
@@ -177,7 +177,7 @@ def test_redistributed_advantages_keep_their_sum_and_are_constant_in_a_turn(stre
     rows, masks = problem()
     advantages = torch.tensor([advantage, -advantage, 0.0])
     column = [value * mask for value, mask in zip(advantages, masks, strict=True)] if by_token else advantages
-    config = CounterfactualConfig(units="turns", weights="redistribute", strength=strength)
+    config = CounterfactualConfig.of({"units": "turns", "weights": "redistribute", "weights.strength": strength})
     credit = counterfactual_credit(
         Scored((3.0, 1.0, -0.5)), CHARACTERS, rows, advantages=column, config=config, mask=masks
     )
@@ -284,5 +284,5 @@ def test_bad_columns_are_named_by_row_before_anything_is_fed(model, options, col
     given |= {name: [torch.zeros(n) for n in rows.lengths] for name, column in given.items() if column == 0}
     with pytest.raises(ValueError, match=message):
         counterfactual_credit(
-            model, CHARACTERS, rows, config=CounterfactualConfig(**{"units": "turns"} | options), **given
+            model, CHARACTERS, rows, config=CounterfactualConfig.of({"units": "turns"} | options), **given
         )

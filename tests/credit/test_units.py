@@ -27,4 +27,4 @@ INTEGERS = "advantages must be floating point, got torch.int64; convert them wit
 )
 def test_advantages_that_are_integers_or_not_finite_are_an_error_whatever_the_credit(advantages, message, options):
     with pytest.raises(ValueError, match=re.escape(message)):
-        counterfactual_credit(None, None, ROWS, advantages=advantages, config=CounterfactualConfig(**options))
+        counterfactual_credit(None, None, ROWS, advantages=advantages, config=CounterfactualConfig.of(options))

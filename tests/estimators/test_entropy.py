@@ -14,7 +14,7 @@ ENTROPIES = [torch.tensor([0.0, 0.5, 1.0, 9.0]), torch.tensor([0.25, 2.0, -1e-4]
 
 
 def shaped(advantages, entropies=ENTROPIES, **options):
-    config = CounterfactualConfig(estimator="entropy_shaping", **options)
+    config = CounterfactualConfig.of({"estimator": "entropy_shaping", **options})
     return counterfactual_credit(
         None, get_tokenizer("byte-level, single digits"), ROWS, advantages=advantages, entropies=entropies,
         config=config, seed=3,

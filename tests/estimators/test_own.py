@@ -45,7 +45,7 @@ def credit_of(access, config):
 
 
 def test_a_name_and_flat_options_find_it():
-    config = CounterfactualConfig(estimator="lateness", power=2.0, w_max=3.0)
+    config = CounterfactualConfig.of({"estimator": "lateness", "power": 2.0, "weights.w_max": 3.0})
     assert config == CounterfactualConfig(Lateness(2.0), Range(w_max=3.0))
     assert config.units == "tokens"
     assert ("power", Lateness) in [(name, part) for name, part, _ in flat_options()]
@@ -54,7 +54,7 @@ def test_a_name_and_flat_options_find_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"estimator": "lateness", "sigma": 0.1}, "sigma is not read: .* the configuration has estimator='lateness'"),
+        ({"estimator": "lateness", "estimator.sigma": 0.1}, "sigma is not read: .* the configuration has estimator='lateness'"),
         ({"power": 2.0}, "power is not read: it is an option of estimator='lateness'"),
         ({"estimator": "lateness", "power": -1}, "power must be finite and at least 0, got -1"),
         ({"estimator": "latenes"}, "estimator must be .* lateness, got 'latenes'; did you mean 'lateness'"),
@@ -62,7 +62,7 @@ def test_a_name_and_flat_options_find_it():
 )
 def test_its_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
-        CounterfactualConfig(**options)
+        CounterfactualConfig.of(options)
 
 
 def test_a_host_that_lacks_what_it_needs_refuses_it():

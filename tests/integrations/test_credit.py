@@ -138,7 +138,7 @@ def test_a_function_of_the_callers_asks_the_service_in_the_models_place():
 
 @pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=str)
 def test_what_a_service_does_not_offer_is_named_by_the_option_that_needs_it(options, message):
-    found = unmet_needs(CounterfactualConfig(**options), OFFERED_BY_A_SERVICE)
+    found = unmet_needs(CounterfactualConfig.of(options), OFFERED_BY_A_SERVICE)
     if message is None:
         assert found == []
         return
@@ -149,7 +149,7 @@ def test_what_a_service_does_not_offer_is_named_by_the_option_that_needs_it(opti
 
 def test_an_obstacle_says_what_to_do():
     def said(offers, **options):
-        (sentence,) = unmet_needs(CounterfactualConfig(**options), offers)
+        (sentence,) = unmet_needs(CounterfactualConfig.of(options), offers)
         return sentence.partition("does not give; ")[2]
 
     service = OFFERED_BY_A_SERVICE
@@ -163,12 +163,12 @@ def test_an_obstacle_says_what_to_do():
 
 @pytest.mark.parametrize("options", CREDIT, ids=str)
 def test_what_a_service_offers_is_no_obstacle(options):
-    assert unmet_needs(CounterfactualConfig(**options), OFFERED_BY_A_SERVICE) == []
+    assert unmet_needs(CounterfactualConfig.of(options), OFFERED_BY_A_SERVICE) == []
     assert unmet_needs(CounterfactualConfig(estimator="entropy"), OFFERED_BY_A_SERVICE | {ENTROPIES}) == []
 
 
 def test_null_is_not_set_and_an_unknown_name_is_refused_all_the_same():
-    given = {"estimator": "gradient", "preselect": None, "max_spans": None, "weights": None}
+    given = {"estimator": "gradient", "estimator.preselect": None, "spans.max_spans": None, "weights": None}
     assert CounterfactualConfig.from_flat(given) == CounterfactualConfig(estimator="gradient")
     with pytest.raises(ValueError, match="unknown option 'w_mx'; did you mean 'w_max'"):
         CounterfactualConfig.from_flat({"w_mx": None})

@@ -10,7 +10,6 @@ import torch
 
 from cfa_kernels import Batch, CounterfactualConfig, DeferredCredit, Draws, KeptTokens, Rows
 from cfa_kernels.integrations.prime_rl import CounterfactualMixin
-from tests.support.log_prob_hosts import IMPOSSIBLE
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 traces = pytest.importorskip("verifiers.v1.trace", reason="verifiers is not installed", exc_type=ImportError)
@@ -107,7 +106,7 @@ class Pool:
 
 
 def algorithm(options: dict[str, Any], base: type = GRPOAlgorithm, pool: Any = None) -> Any:
-    own = {"counterfactual": CounterfactualConfig(**options), "dtype": torch.float32, "tokenizer": tiny_tokenizer()}
+    own = {"counterfactual": CounterfactualConfig.of(options), "dtype": torch.float32, "tokenizer": tiny_tokenizer()}
     made = type("Credited", (CounterfactualMixin, base), own)(SimpleNamespace(length_penalty=None), pool or Pool())
     asyncio.run(made.setup())
     return made
@@ -140,7 +139,7 @@ def rows_of_group() -> tuple[Rows, list[torch.Tensor], list[float]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"estimator": "prefix_gain"}, {"units": "tokens", "outcome": "mean_logprob", "weights": "bilevel"},
+        {}, {"estimator": "prefix_gain"}, {"units": "tokens", "estimator.outcome": "mean_logprob", "weights": "bilevel"},
         {"estimator": "prefix_tree"}, {"control": "permuted"},
     ],
     ids=str,
@@ -154,7 +153,7 @@ def test_advantages_are_those_of_the_model_itself(options):
         rows, advantages=torch.tensor(rewards) - mean, mask=masks, rewards=torch.tensor(rewards),
         groups=torch.tensor([0, 0, 0, 0, 1, 2]),
     )  # fmt: skip
-    credit = DeferredCredit(CounterfactualConfig(**options), tiny_tokenizer(), batch, seed=Draws(0).key(0))
+    credit = DeferredCredit(CounterfactualConfig.of(options), tiny_tokenizer(), batch, seed=Draws(0).key(0))
     credit.by_model(tiny_model().eval())
     whole = credit.credited(range(6))
     expected = [values[mask.bool()] for values, mask in zip(whole, masks, strict=True)]
@@ -173,15 +172,6 @@ def test_without_credit_the_advantages_are_the_algorithms():
     plain = GRPOAlgorithm(SimpleNamespace(length_penalty=None), Pool())
     assert assigned(group(), made) == assigned(group(), plain)
     assert made.policy_pool.requests == 0
-
-
-@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE)
-def test_estimators_that_need_more_than_log_probs_are_refused(options, message):
-    if message is None:
-        algorithm(options)
-        return
-    with pytest.raises(NotImplementedError, match=message):
-        algorithm(options)
 
 
 def test_what_the_host_cannot_give_is_refused_by_name():

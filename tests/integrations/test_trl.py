@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, Importances, Rows, counterfactual_credit, policy_loss
+from cfa_kernels import CounterfactualConfig, Importances, Rows, counterfactual_credit
 from cfa_kernels.credit import deferred
 from tests.support.plug_ins import TOTAL_EFFECTS
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
@@ -19,12 +19,11 @@ integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is
 from datasets import Dataset  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 
-from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer  # noqa: E402
+from cfa_kernels.integrations.trl import PackedGRPOTrainer  # noqa: E402
 from tests.support.trl_training import (  # noqa: E402
     LORA,
     PROMPT,
     RELEASE,
-    build,
     changed,
     forwards,
     logged,
@@ -33,11 +32,10 @@ from tests.support.trl_training import (  # noqa: E402
     rollouts,
     seven,
     uneven,
-    with_vllm,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-ONES = CounterfactualConfig(w_min=1.0, w_max=1.0, w_answer=1.0)
+ONES = CounterfactualConfig.of({"weights.w_min": 1.0, "weights.w_max": 1.0, "weights.w_answer": 1.0})
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "trl.md"
 
@@ -157,7 +155,7 @@ def test_an_id_that_the_tokenizer_has_no_token_for_ends_no_training(train, loss)
     ],
 )
 def test_figures_of_two_processes_are_combined_by_what_they_mean(name, here, there, expected):
-    trainer = object.__new__(CounterfactualGRPOTrainer)
+    trainer = object.__new__(PackedGRPOTrainer)
     trainer.importance_sampling_level, trainer._metrics = "token", {"train": defaultdict(list)}
     others = torch.tensor([there, 30.0 if name in ("kl", "clip_ratio/low_mean") else 1.0])
     trainer.accelerator = SimpleNamespace(device="cpu", gather=lambda local: torch.cat([local, others]))
@@ -192,7 +190,7 @@ def test_scoring_runs_in_trls_precision_with_the_tokenizer_of_a_processor(train,
         seen.append((torch.is_autocast_enabled("cpu"), type(tokenizer)))
         return credit(model, tokenizer, *args, **kwargs)
 
-    class Processed(CounterfactualGRPOTrainer):
+    class Processed(PackedGRPOTrainer):
         def train(self):
             self.processing_class = Processor(self.processing_class)
             return super().train()
@@ -217,39 +215,6 @@ def test_evaluation_is_trls_own_and_scores_nothing(train):
     assert not logged(trained, "eval_credit/tokens_fed")
 
 
-@pytest.mark.skipif(RELEASE < (1, 14), reason="the stand-in for vLLM speaks the interface of TRL 1.14 and later")
-@pytest.mark.parametrize(("mode", "loss"), [("token_truncate", {}), ("sequence_mask", {"packed_loss": True})])
-def test_vllms_importance_ratios_multiply_with_the_weights(train, mode, loss):
-    recorded, record = record_generations()
-    trained = train(with_vllm(recorded), vllm_importance_sampling_mode=mode, trainer=loss)
-    ((before, output, _),) = record
-    model = tiny_model()
-    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
-    logits = model(ids, attention_mask=torch.cat([output["prompt_mask"], output["completion_mask"]], 1)).logits
-    logprobs = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[:, -5:, 0]
-    old = output.get("old_per_token_logps")
-    assert (old is None) == bool(loss)  # the packed loss corrects by its own forward
-    gap = (logprobs.detach() - output["sampling_per_token_logps"]) * output["completion_mask"]
-    if mode == "token_truncate":
-        ratio = gap.exp().clamp(max=3.0)
-    else:
-        ratio = gap.sum(1, keepdim=True).exp()
-        ratio = ratio.masked_fill(ratio > 3.0, 0.0)
-    if not loss:
-        torch.testing.assert_close(ratio, output["importance_sampling_ratio"], rtol=1e-4, atol=1e-4)
-    if loss.get("packed_loss"):  # credit is assigned later, from the training forward
-        rows = Rows.from_padded(*(output[name] for name in PADDED))
-        credit = counterfactual_credit(tiny_model(), tiny_tokenizer(), rows, advantages=before)
-        weights = credit.padded(output["completion_ids"].shape[1])
-    else:
-        weights = output["advantages"] / before[:, None]
-    loss, _ = policy_loss(
-        logprobs, old, before, output["completion_mask"], weights=ratio * weights,
-        epsilon_high=0.2,
-    )  # fmt: skip
-    assert logged(trained, "loss")[0] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
-
-
 # Estimators
 
 NAMED = ["masking", "gradient", "entropy", "entropy_shaping", "prefix_tree", "sibling_edits"]
@@ -263,7 +228,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("options", [*({"estimator": name} for name in NAMED), *OTHERS], ids=str)
 def test_an_estimator_by_name_trains(train, theirs, options):
-    mine = train(trainer={"credit": CounterfactualConfig(**options)})
+    mine = train(trainer={"credit": CounterfactualConfig.of(options)})
     assert changed(mine, theirs)
     assert torch.isfinite(torch.tensor(logged(mine, "loss"))).all()
     assert logged(mine, "credit/scored_fraction")[0] > 0
@@ -339,13 +304,3 @@ def test_completions_masked_as_truncated_are_siblings_of_the_others(train, estim
     assert any(not torch.equal(*pair) for pair in zip(expected, alone, strict=True))
     for b, row in zip(others, expected, strict=True):
         torch.testing.assert_close(output["advantages"][b, :5], row)
-
-
-def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(NotImplementedError, match=r"estimator='external': .*; give a function"):
-        build(str(tmp_path), trainer={"credit": CounterfactualConfig(estimator="external")})
-    made = build(str(tmp_path), trainer={"credit": CounterfactualConfig(estimator="prefix_tree")})
-    monkeypatch.setattr(type(made.accelerator), "num_processes", 2)
-    made.args.per_device_train_batch_size = 4
-    made.args.steps_per_generation = 1
-    assert any("groups of 8 are split" in line for line in integration.credit_obstacles(made))

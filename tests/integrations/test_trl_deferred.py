@@ -67,7 +67,7 @@ def test_a_step_feeds_every_completion_once(tmp_path):
 
 
 def config(**options: Any) -> dict[str, Any]:
-    return {"trainer": {"credit": CounterfactualConfig(**options)}}
+    return {"trainer": {"credit": CounterfactualConfig.of(options)}}
 
 
 def entropies(estimator: str) -> dict[str, Any]:
@@ -91,7 +91,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prefix gain": config(estimator="prefix_gain"), "total effects": config(**TOTAL_EFFECTS),
     "entropies, rows not fed": entropies("entropy"),
     "entropies added, rows not fed": entropies("entropy_shaping"),
-    "high entropies": {"top_entropy_quantile": 0.33},
     "seeds": config(preselect=0.5, preselect_by="gradient") | {"gradient_accumulation_steps": 2},
 }  # fmt: skip
 
@@ -138,6 +137,7 @@ def test_of_equal_completions_the_one_that_was_fed_is_scored(train, monkeypatch)
     ("options", "reason"),
     [
         ({"num_iterations": 2, "max_steps": 2}, "the policy changes between training forwards over one generation"),
+        ({"top_entropy_quantile": 0.33}, "the loss reads entropies"),
         (config(control="random"), None),  # feeds nothing
         (config(estimator="prefix_tree"), None),
         (config(estimator="gradient"), "estimator='gradient' reads nothing that a training forward has fed"),
@@ -163,7 +163,7 @@ def test_what_keeps_credit_out_of_the_training_forward_is_said_once(train, caplo
 def test_vllms_correction_takes_log_probs_beside_and_credit_is_deferred_all_the_same(train, monkeypatch, mode):
     """TRL's padded forward for the log-probs keeps nothing that credit could read."""
     options = SGD | {"vllm_importance_sampling_mode": mode, "gradient_accumulation_steps": 2}
-    vllm = with_vllm(integration.CounterfactualGRPOTrainer)
+    vllm = with_vllm(integration.PackedGRPOTrainer)
     deferred, plain = train_both(lambda **given: train(vllm, **given), monkeypatch, **options)
     assert deferred._deferred is not None
     torch.testing.assert_close(parameters(deferred), parameters(plain), rtol=1e-4, atol=1e-5)

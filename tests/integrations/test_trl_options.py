@@ -1,7 +1,6 @@
 """Every option of TRL's configuration: the losses give what TRL's gives, refuse it, or are not touched by it."""
 
 import dataclasses
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ from cfa_kernels import CounterfactualConfig
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
 from accelerate import PartialState  # noqa: E402
-from datasets import Dataset  # noqa: E402
 from transformers import TrainerCallback, TrainingArguments  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer import grpo_trainer  # noqa: E402
@@ -21,14 +19,12 @@ from trl.trainer import grpo_trainer  # noqa: E402
 from tests.support.models import make_model  # noqa: E402
 from tests.support.tiny import tiny_model, tiny_tokenizer  # noqa: E402
 from tests.support.trl_training import (  # noqa: E402
-    PROMPT,
     build,
     experts,
     logged,
     packs,
     parameters,
     rollouts,
-    seven,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]
@@ -119,64 +115,6 @@ def test_noise_and_dropout_of_training_have_no_part_in_credit(train):
         assert logged(train(trainer=given | model, **noisy), "credit/drop_mean") == logged(plain, "credit/drop_mean")
 
 
-def test_log_probs_of_a_trainers_own_are_refused_as_they_would_not_be_used(tmp_path):
-    class Other(GRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-    cls = type("CounterfactualOther", (integration.CounterfactualMixin, Other), {})
-    build(str(tmp_path), cls, trainer={"credit": UNIFORM})
-    message = r"Other: it has its own log-probs \(_get_per_token_logps_and_entropies\), which would not run"
-    with pytest.raises(NotImplementedError, match=message):
-        build(str(tmp_path), cls, trainer={"credit": UNIFORM, "packed_loss": True})
-
-
-class OwnMask(GRPOTrainer):
-    @staticmethod
-    def get_off_policy_mask(*args: Any, **kwargs: Any) -> Any:
-        return GRPOTrainer.get_off_policy_mask(*args, **kwargs)
-
-
-class OwnFactors(GRPOTrainer):
-    @staticmethod
-    def get_gamma_weights(*args: Any, **kwargs: Any) -> Any:
-        return GRPOTrainer.get_gamma_weights(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("base", "said"),
-    [(OwnMask, "off-policy mask .get_off_policy_mask"), (OwnFactors, "factors of vespo .get_gamma_weights")],
-)
-def test_parts_of_the_loss_of_a_trainers_own_are_refused(tmp_path, base, said):
-    cls = type("PackedOther", (integration.CounterfactualMixin, base), {})
-    with pytest.raises(NotImplementedError, match=f"PackedOther: it has its own {said}"):
-        build(str(tmp_path), cls, trainer={"packed_loss": True})
-
-
-def test_log_probs_of_a_class_above_the_mixin_and_a_loss_patched_into_trls_are_refused(tmp_path, monkeypatch):
-    class Mine(integration.PackedGRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-    class Logging(integration.PackedGRPOTrainer):
-        def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super()._compute_loss(*args, **kwargs)
-
-    build(str(tmp_path), Logging, trainer={"packed_loss": True})
-    with pytest.raises(NotImplementedError, match="Mine: it has its own log-probs"):
-        build(str(tmp_path), Mine, trainer={"packed_loss": True})
-    own = GRPOTrainer._compute_loss
-
-    @functools.wraps(own)
-    def patched(self: Any, *args: Any) -> Any:
-        return own(self, *args) * 0.0
-
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", patched)
-    with pytest.raises(NotImplementedError, match="PackedGRPOTrainer: it has its own loss"):
-        build(str(tmp_path), integration.PackedGRPOTrainer, trainer={"packed_loss": True})
-    build(str(tmp_path), integration.PackedGRPOTrainer, trainer={"packed_loss": False})
-
-
 def test_the_off_policy_mask_is_that_of_the_trainer_and_the_temperature_that_of_sampling(tmp_path):
     """TRL reads the one from its attribute; models and sampling have the other from the start."""
 
@@ -226,23 +164,11 @@ def test_old_and_reference_log_probs_have_the_positions_of_the_loss(train, tmp_p
     assert logged(done, "clip_ratio/region_mean") == [0.0]
 
 
-def test_the_packed_trainer_has_no_credit_unless_it_is_named(tmp_path):
-    """And the one that is named after credit has the default preset."""
-
-    def made(cls, **given):
-        own = {"train_dataset": Dataset.from_dict({"prompt": [PROMPT] * 8}), "processing_class": tiny_tokenizer()}
-        options = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
-        return getattr(integration, cls)(tiny_model(), seven, args=options, **own, **given)
-
-    plain, credited = made("PackedGRPOTrainer"), made("CounterfactualGRPOTrainer")
-    assert plain.packed_loss and credited.packed_loss  # noqa: PT018
-    assert plain.credit.control == "off"
-    assert credited.credit == CounterfactualConfig.preset("prefix_gain_positive")
-    assert made("PackedGRPOTrainer", credit="cf").credit == CounterfactualConfig.preset("cf")
+def test_credit_by_a_name_that_no_preset_has_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"credit must be a CounterfactualConfig or one of cf, .*, got 'cff'; did you"):
-        made("PackedGRPOTrainer", credit="cff")
+        build(str(tmp_path), trainer={"credit": "cff"})
     with pytest.raises(ValueError, match="runs only in the training program: cfa-train --config ibpo"):
-        made("PackedGRPOTrainer", credit="ibpo")
+        build(str(tmp_path), trainer={"credit": "ibpo"})
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from cfa_kernels.scoring import plan
 
 pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
+from trl import GRPOTrainer
 
 from cfa_kernels.integrations import trl_losses
-from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
+from cfa_kernels.integrations.trl import PackedGRPOTrainer
 from tests.support.models import MOE, assert_same_gradients, make_model, skip_before
 from tests.support.policy_problem import OF_TRL
 from tests.support.trl_exact import LENGTHS, UNIFORM, assert_equal, batch, both, loss_and_gradients, noise
@@ -164,20 +165,6 @@ def test_prompts_are_fed_once_and_padding_never(pair, monkeypatch):
     assert len(pair[1]._metrics["eval"]["entropy"]) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "message"),
-    [
-        ("completion_mask", [1, 0, 1, 1, 1, 0, 0, 0, 0], "completion_mask row 2: must be padded only on the right"),
-        ("prompt_mask", [1, 1, 1, 1, 1, 0], "prompt_mask row 2: must be padded only on the left, without gaps"),
-    ],
-)
-def test_masks_with_gaps_are_refused(pair, name, row, message):
-    inputs = batch()
-    inputs[name][2] = torch.tensor(row)
-    with pytest.raises(ValueError, match=message):
-        pair[1]._compute_loss(pair[1].model, inputs)
-
-
 SGD = {"optim": "sgd", "learning_rate": 0.3}  # no square roots of gradients that are rounding alone
 AVERAGED = ("entropy", "clip_ratio/region_mean", "clip_ratio/high_max")  # over micro-batches
 
@@ -270,7 +257,7 @@ def first_of_three(completions: list[Any], **_: Any) -> list[float]:
 def test_a_micro_batch_without_an_advantage_brings_no_figure_of_tokens_that_move_the_loss(train, options, log_entropy):
     options = {"steps_per_generation": 3, "gradient_accumulation_steps": 3, "shuffle_dataset": False} | options
     arguments = {"credit": UNIFORM, "packed_loss": True, "log_entropy": log_entropy}
-    vllm, alone = with_vllm(CounterfactualGRPOTrainer), {"gradient_accumulation_steps": 1, "steps_per_generation": 1}
+    vllm, alone = with_vllm(PackedGRPOTrainer), {"gradient_accumulation_steps": 1, "steps_per_generation": 1}
     some = train(vllm, trainer=arguments | {"reward_funcs": first_of_three}, **options)
     one = train(vllm, trainer=arguments | {"reward_funcs": first_of_three}, **options | alone)
     (figures, *_), (expected, *_) = some.state.log_history, one.state.log_history
@@ -281,6 +268,22 @@ def test_a_micro_batch_without_an_advantage_brings_no_figure_of_tokens_that_move
     by_prompt = not {"top_entropy_quantile", "entropy_coef"} & options.keys()  # else rows stay in TRL's micro-batches
     for name in moving if by_prompt else ():
         assert float(figures[name]) == pytest.approx(float(expected[name]), rel=1e-3), name
+
+
+@pytest.mark.skipif(RELEASE < (1, 14), reason="the stand-in for vLLM speaks TRL 1.14's interface")
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_vllms_correction_is_trls_and_its_figures_are_those_of_a_batchs_first_pass(train, mode):
+    options = SGD | {"num_iterations": 2, "max_steps": 4, "vllm_importance_sampling_mode": mode}
+    theirs = train(with_vllm(GRPOTrainer), **options)
+    ours = train(with_vllm(PackedGRPOTrainer), trainer={"credit": None, "packed_loss": True}, **options)
+    names = {name for name in theirs.state.log_history[0] if name.startswith("sampling/")}
+    assert len(names) == 5
+    for mine, other in zip(ours.state.log_history, theirs.state.log_history, strict=True):
+        assert {name for name in mine if name.startswith("sampling/")} == names & other.keys()
+    torch.testing.assert_close(parameters(ours), parameters(theirs), rtol=1e-4, atol=1e-5)
+    for name in names:
+        assert len(logged(ours, name)) == 2
+        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-4), name
 
 
 @pytest.mark.parametrize(
@@ -299,7 +302,7 @@ def test_the_rows_of_one_optimizer_step_lie_by_prompt_in_its_micro_batches(train
     seen: list[dict[str, Any]] = []
     steps = 2 if "steps_per_generation" in options else 1
 
-    class Watched(CounterfactualGRPOTrainer):
+    class Watched(PackedGRPOTrainer):
         def _compute_loss(self, model, inputs):
             seen.append(inputs)
             return super()._compute_loss(model, inputs)

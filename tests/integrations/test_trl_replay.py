@@ -12,13 +12,11 @@ from cfa_kernels import CounterfactualConfig, KeptTokens
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
-from packaging.version import Version  # noqa: E402
 
-from cfa_kernels.integrations import trl_refusals  # noqa: E402
 from cfa_kernels.integrations.trl_credit import KEPT  # noqa: E402
 from tests.support.tiny import tiny_model  # noqa: E402
 from tests.support.trl_exact import Exact, assert_equal, batch, both, loss_and_gradients  # noqa: E402
-from tests.support.trl_training import LORA, build, logged, packs, record_generations, rollouts, seven  # noqa: E402
+from tests.support.trl_training import LORA, logged, packs, record_generations, rollouts, seven  # noqa: E402
 
 # All is on the host: nothing to tell apart.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.traced, packs]
@@ -156,12 +154,6 @@ def test_masks_that_do_not_fit_are_named_by_row_and_token(train, change, message
         train(trainer={"rollout_func": wrong, "packed_loss": True})
 
 
-def test_what_a_mask_cannot_be_combined_with_is_refused(train, tmp_path, monkeypatch):
-    with pytest.raises(NotImplementedError, match=r"sampling_mask cannot be combined with beta=0.1: TRL normalises"):
+def test_a_mask_is_refused_with_a_reference_model(train):
+    with pytest.raises(NotImplementedError, match=r"sampling_mask cannot be combined with beta=0\.1: log-probs"):
         train(trainer={"rollout_func": masked, "packed_loss": True, "peft_config": LORA}, beta=0.1)
-    made = build(str(tmp_path), trainer={"packed_loss": True}, top_p=0.9)
-    made.args.use_vllm = True
-    assert trl_refusals.packing_obstacles(made) == []
-    monkeypatch.setattr(trl_refusals, "TRL", Version("1.17.0"))
-    (reason,) = trl_refusals.packing_obstacles(made)
-    assert reason.startswith("top_p=0.9 in TRL 1.17.0: its correction for cut distributions would not run")

@@ -24,7 +24,7 @@ UNIFORM = CounterfactualConfig(control="off")
 
 
 @pytest.mark.parametrize(
-    "config", [CounterfactualConfig(control="random"), CounterfactualConfig(**RESAMPLING)], ids=["random", "resampled"]
+    "config", [CounterfactualConfig(control="random"), CounterfactualConfig.of(RESAMPLING)], ids=["random", "resampled"]
 )
 def test_a_resumed_run_draws_what_the_run_it_resumes_would_have(tmp_path, config):
     def run(steps: int, checkpoint: str | None = None) -> tuple[Any, list[torch.Tensor]]:
@@ -70,7 +70,7 @@ def without_answers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     ("config", "looked_for"),
     [
         (CounterfactualConfig(), ["####", r"\boxed{}", "answer_format", "So we add them up."]),
-        (CounterfactualConfig(answer_format="X(.)"), ["Only answer_format='X(.)' says", "So we add them up."]),
+        (CounterfactualConfig.of({"answers.answer_format": "X(.)"}), ["Only answer_format='X(.)' says", "So we add them up."]),
     ],
     ids=["usual forms", "own form"],
 )

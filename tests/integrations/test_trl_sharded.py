@@ -16,10 +16,12 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from packaging.version import Version
+from safetensors.torch import save_file
 
 from cfa_kernels import CounterfactualConfig, Importances
 from tests.support import trl_training
 from tests.support.sharded import deepspeed_on_a_cpu, run, skip_unless_deepspeed, values
+from tests.support.tiny import tiny_model
 from tests.support.trl_training import LORA, PROMPT, packs, same_rollouts
 
 pytestmark = [packs, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -64,6 +66,12 @@ def build(how: str, processes: int, folder: str, given: dict[str, Any], options:
     rows = 8 // processes // options.get("gradient_accumulation_steps", 1)
     settings = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows, "max_steps": 2, "optim": "sgd"}
     made = {"train_dataset": Dataset.from_dict({"prompt": [PROMPT] * 8}), "rollout_func": same_rollouts}
+    if options.get("beta") and "peft_config" not in given:  # a model of its own, which TRL loads and shares out
+        model, made["model"] = tiny_model(), folder  # transformers saves in the first process only
+        model.config.architectures = [type(model).__name__]
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        (Path(folder) / "config.json").write_text(model.config.to_json_string(use_diff=False))
     return trl_training.build(folder, trainer=made | given, **settings | shared | options)
 
 
@@ -91,8 +99,6 @@ def take_place(rank: int, how: str) -> None:
 def as_one_of_two(rank: int, folder: str, how: str, cases: Cases) -> None:
     """Train by each of `cases`, arguments of the trainer and of TRL's configuration; save what came of it."""
     take_place(rank, how)
-    # One process finds that padding moves positions: the reference's log-probs are packed then, in both if they share.
-    trl_training.integration.is_moved_by_padding = lambda model: rank == 1
     found = {}
     for name, case in cases.items():
         try:
@@ -126,7 +132,7 @@ PACKED: dict[str, Any] = {"packed_loss": True}
 IDLE: dict[str, Any] = {"reward_funcs": first_half}  # the second process has nothing to judge or to feed
 OFF: dict[str, Any] = {"credit": CounterfactualConfig(control="off")}
 ONCE = {"max_steps": 1}
-GRADIENT = CounterfactualConfig(estimator="gradient", outcome="mean_logprob", sigma=0)
+GRADIENT = CounterfactualConfig.of({"estimator": "gradient", "estimator.outcome": "mean_logprob", "estimator.sigma": 0})
 # by name: arguments of the trainer, and of TRL's configuration
 CASES: Cases = {
     "credit, nothing to judge in one": (IDLE, ONCE),
@@ -134,6 +140,7 @@ CASES: Cases = {
         PACKED,
         {"gradient_checkpointing": False, "top_entropy_quantile": 0.33},
     ),
+    "packed, a reference model": (PACKED, {"beta": 0.1, "model_init_kwargs": {"dtype": "float32"}}),
     "packed, nothing to feed in one, LoRA, KL, accumulated": (
         {**PACKED, **IDLE, "log_entropy": False, "peft_config": LORA},
         {"beta": 0.1, "gradient_accumulation_steps": 2, **ONCE},

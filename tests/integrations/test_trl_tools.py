@@ -12,19 +12,16 @@ from cfa_kernels import CounterfactualConfig
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
 from datasets import Dataset  # noqa: E402
-from transformers.utils import get_json_schema  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer  # noqa: E402
 from tests.support.trl_training import (  # noqa: E402
     PROMPT,
     RELEASE,
-    build,
     logged,
     parameters,
     record_generations,
 )
-from trainer.rollouts.environments import Calculator  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.filterwarnings("ignore"),
@@ -191,12 +188,3 @@ def test_training_with_tools_is_trls(train, how, credit):
     assert max(logged(packed, "grad_norm")) > 0
     for name in ("loss", "grad_norm", "entropy", "reward", "completions/mean_length"):
         assert logged(packed, name) == pytest.approx(logged(theirs, name), rel=1e-4, abs=1e-5), name
-
-
-def test_the_training_programs_environment_is_trls(tmp_path):
-    given = {"environment_factory": Calculator, "processing_class": tokenizer_with_tools(), "model": model_with_tools()}
-    made = build(str(tmp_path), GRPOTrainer, trainer=given | {"train_dataset": CONVERSATIONS, "reward_funcs": seven})
-    assert [tool.__name__ for tool in made.tools] == ["step"]
-    schema = get_json_schema(made.tools[0])["function"]["parameters"]
-    assert list(schema["properties"]) == schema["required"] == ["text"]
-    assert made.tools[0]("He pays <<48/2=") == "24>>"

@@ -22,7 +22,6 @@ from cfa_kernels import Batch, CounterfactualConfig, Rows, counterfactual_credit
 from tests.support import sharded, verl_engine
 from tests.support.log_prob_hosts import (
     CREDIT,
-    IMPOSSIBLE,
     PROMPTS,
     REWARDS,
     batch_mask,
@@ -49,7 +48,7 @@ from verl.workers.engine_workers import TrainingWorker  # noqa: E402
 import cfa_kernels.integrations.verl as integration  # noqa: E402
 from cfa_kernels import Draws  # noqa: E402
 from cfa_kernels.integrations.verl import CounterfactualMixin  # noqa: E402
-from cfa_kernels.integrations.workers import Share, Workers, judge_share  # noqa: E402
+from cfa_kernels.integrations.workers import Share, score_share  # noqa: E402
 from cfa_kernels.scoring.access import LogprobService  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -58,9 +57,9 @@ KEYS = [f"{uid}_{i}_0" for i, uid in enumerate("pppqqq")]
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    """The configuration of the documentation, as verl composes it."""
+    """The configuration of the documentation, as verl composes it, with credit."""
     with initialize_config_dir(str(REPOSITORY / "docs"), version_base=None):
-        return compose("verl_gsm8k")
+        return compose("verl_gsm8k", overrides=["counterfactual.estimator=masking"])
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +125,7 @@ def build(config: Any, workers: WorkerGroup | None, trainer: type = PPOTrainerSy
 
     built = object.__new__(Trainer)
     built.config, built.tokenizer, built.actor_rollout_wg = config, tiny_tokenizer(), workers
-    built.counterfactual = CounterfactualConfig(**credit)
+    built.counterfactual = CounterfactualConfig.of(credit)
     built._draws, built.global_steps, built._access = Draws(0), 0, LogprobService(built._logprobs)
     return built
 
@@ -221,7 +220,7 @@ def one_by_one(config) -> Any:
     "options",
     [
         *CREDIT, {"estimator": "entropy"}, {"estimator": "entropy_shaping"},
-        {"estimator": "entropy", "control": "random"}, {"preselect": 0.5, "preselect_by": "entropy"},
+        {"estimator": "entropy", "control": "random"}, {"estimator.preselect": 0.5, "estimator.preselect_by": "entropy"},
     ],
     ids=str,
 )  # fmt: skip
@@ -296,7 +295,7 @@ class Group:
         self.asked += 1
         if self.problem is not None:
             raise self.problem
-        return [judge_share(self.model, pickle.loads(pickle.dumps(share))) for share in shares]
+        return [score_share(self.model, pickle.loads(pickle.dumps(share))) for share in shares]
 
 
 def set_up(config: Any, group: Any, **credit: Any) -> Any:
@@ -337,7 +336,7 @@ def test_where_trees_cannot_be_scored_the_log_says_why_and_requests_are_sent(con
     config = OmegaConf.merge(config, {"actor_rollout_ref": change})
     trainer = set_up(config, Group(problem))
     assert isinstance(trainer._access, LogprobService)
-    (said,) = [record.getMessage() for record in caplog.records if record.name == Workers.__module__]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == integration.__name__]
     assert said.startswith("credit: scored by log-prob requests")
     assert said.endswith(f"{reason}")
     config = OmegaConf.merge(config, {"counterfactual": TOTAL_EFFECTS})
@@ -345,18 +344,6 @@ def test_where_trees_cannot_be_scored_the_log_says_why_and_requests_are_sent(con
         NotImplementedError, match=rf"estimator='total_effects': .*requested because of .*{re.escape(reason)}"
     ):
         set_up(config, Group(problem), **TOTAL_EFFECTS) if problem else integration.run(config)
-
-
-@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=str)
-def test_an_estimator_that_needs_the_model_at_hand_is_refused_where_log_probs_are_requested(config, options, message):
-    config = OmegaConf.merge(config, {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}})
-    for name, value in options.items():
-        OmegaConf.update(config, f"counterfactual.{name}", value, force_add=True)
-    if message is None:
-        return integration.refuse_settings(config)
-    for start in (integration.run, type("Trainer", (CounterfactualMixin, object), {})):
-        with pytest.raises(NotImplementedError, match=f"cannot be combined with .*{re.escape(message)}"):
-            start(config)
 
 
 def test_rows_without_advantage_are_not_asked_for(one_by_one, transfer_queue, monkeypatch):
@@ -377,7 +364,7 @@ def test_rows_without_advantage_are_not_asked_for(one_by_one, transfer_queue, mo
     assert all(row.eq(0).all() for row in advantages_of(batch)[3:5])
 
 
-@pytest.mark.parametrize("credit", [{"control": "off"}, {"w_min": 1.0, "w_max": 1.0, "w_answer": 1.0}], ids=str)
+@pytest.mark.parametrize("credit", [{"control": "off"}, {"weights.w_min": 1.0, "weights.w_max": 1.0, "weights.w_answer": 1.0}], ids=str)
 def test_with_weights_of_one_the_advantages_are_verls_to_the_last_bit(one_by_one, transfer_queue, monkeypatch, credit):
     stock = own_advantages(one_by_one, transfer_queue)
     workers = WorkerGroup(1, 1, False, monkeypatch)
@@ -465,8 +452,8 @@ def test_a_trainer_reads_its_configuration_and_refuses_before_anything_starts(co
     def make(**changes: Any) -> Any:
         return type("Trainer", (CounterfactualMixin, Host), {})(OmegaConf.merge(config, changes))
 
-    trainer = make(counterfactual={"w_max": 3.0}, actor_rollout_ref={"actor": {"data_loader_seed": 5}})
-    assert trainer.counterfactual == CounterfactualConfig(w_max=3.0)
+    trainer = make(counterfactual={"weights.w_max": 3.0}, actor_rollout_ref={"actor": {"data_loader_seed": 5}})
+    assert trainer.counterfactual == CounterfactualConfig.of({"weights.w_max": 3.0})
     assert trainer._draws.seed == 5
     with pytest.raises(NotImplementedError, match="use_kl_in_reward"):
         make(algorithm={"use_kl_in_reward": True})

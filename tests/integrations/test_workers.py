@@ -9,7 +9,7 @@ import torch
 
 from cfa_kernels import Batch, Span
 from cfa_kernels.estimators.base import Importances, OwnFunction
-from cfa_kernels.integrations.workers import Share, Workers, deal_groups, judge_share
+from cfa_kernels.integrations.workers import Share, Workers, deal_groups, score_share
 from cfa_kernels.rows import Rows
 from tests.support import sharded, workers
 from tests.support.tiny import tiny_model
@@ -45,7 +45,7 @@ def test_every_worker_is_asked_and_results_are_in_the_batchs_order():
 
     def ask(shares):
         asked.append([share.batch.index for share in shares])
-        return [judge_share(model, share) for share in shares]
+        return [score_share(model, share) for share in shares]
 
     given = batch([9, 3, 6, 5], [[3], [4], [5], [3]])
     found, expected = Workers(ask, 5).score(given), Workers(ask, 1).score(given)
@@ -60,7 +60,7 @@ def test_a_function_of_the_callers_runs_beside_the_host_and_asks_the_workers():
 
     def ask(shares):
         asked.append(len(shares))
-        return [judge_share(tiny_model(), share) for share in shares]
+        return [score_share(tiny_model(), share) for share in shares]
 
     workers, given = Workers(ask, 2), batch([5, 4], [[3], [4]])
 
@@ -74,7 +74,7 @@ def test_a_function_of_the_callers_runs_beside_the_host_and_asks_the_workers():
 
 def test_a_worker_that_does_not_answer_is_noticed():
     with pytest.raises(ValueError, match="asked 2 workers, 1 answered"):
-        Workers(lambda shares: [judge_share(tiny_model(), shares[0])], 2).score(batch([4, 4], [[3], [4]]))
+        Workers(lambda shares: [score_share(tiny_model(), shares[0])], 2).score(batch([4, 4], [[3], [4]]))
 
 
 def test_what_only_the_workers_have_is_refused_by_name():
@@ -93,7 +93,7 @@ def test_what_is_joined_keeps_what_belongs_to_no_completion():
         return Importances([base[b : b + 1] for b in range(len(some))], base=base, change_of="logprob", details={})
 
     model, given = tiny_model(), batch([5, 3, 4], [[3], [4], [5]])
-    found = Workers(lambda shares: [judge_share(model, Share(marked, share.batch)) for share in shares], 2).apply(
+    found = Workers(lambda shares: [score_share(model, Share(marked, share.batch)) for share in shares], 2).apply(
         marked, given
     )
     assert found.base.tolist() == [0, 1, 2]

@@ -113,10 +113,10 @@ def test_training_sees_the_weights_that_it_had(dtype, fails, monkeypatch):
 def test_credit_takes_the_option_by_its_flat_name():
     model = small_adapted().eval()
     rows = batch_rows()
-    assert CounterfactualConfig.from_flat({"merge_adapters": True}).estimator.merge_adapters
+    assert CounterfactualConfig.from_flat({"estimator.merge_adapters": True}).estimator.merge_adapters
     weights = []
     for merges in (False, True):
-        config = CounterfactualConfig(merge_adapters=merges, min_spread=0.0)
+        config = CounterfactualConfig.of({"estimator.merge_adapters": merges, "weights.min_spread": 0.0})
         credit = DeferredCredit(config, tiny_tokenizer(), Batch(rows, advantages=torch.ones(len(rows))), seed=0)
         credit.by_forward(range(len(rows)), packed_forward(causal_lm(model), rows, keep_states=True))
         weights.append(torch.cat(credit.finished().weights))
@@ -128,7 +128,7 @@ def test_what_does_not_hold_whole_weights_is_refused_before_it_is_asked():
     service = LogprobService(lambda *columns: pytest.fail("asked"))
     with pytest.raises(NotImplementedError, match="merge_adapters=True needs the model's weights, whole in"):
         service.score(BATCH, mask=3, merge_adapters=True)
-    config = CounterfactualConfig(merge_adapters=True)
+    config = CounterfactualConfig.of({"estimator.merge_adapters": True})
     rows = Batch(batch_rows(), advantages=torch.ones(len(batch_rows())))
     for access in (service, Sharded(policy())):
         credit = DeferredCredit(config, tiny_tokenizer(), rows, seed=0)

@@ -346,11 +346,11 @@ SAID = ("3 + 4 = 7. ", "7 - 2 = 5. ", "#### 5")
     [(None, SAID), (None, SAID[:2]), ([PROBE, None], SAID), ([PROBE, PROBE], SAID[:2])],
     ids=["answered", "no answer", "one probe", "two probes, no answer"],
 )
-@pytest.mark.parametrize("options", [{}, {"mask": "drop"}, {"estimator": "prefix_gain"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"estimator.mask": "drop"}, {"estimator": "prefix_gain"}], ids=str)
 def test_credit_on_a_training_forward_is_that_of_a_forward_of_its_own(options, probes, said):
     tokenizer, model = tiny_tokenizer(), tiny_model()
     ids = torch.tensor([len(WORDS) + PHRASES.index(phrase) for phrase in said])
-    rows, config = Rows([torch.tensor([3, 4, 5]), torch.tensor([3, 4, 6])], [ids] * 2), CounterfactualConfig(**options)
+    rows, config = Rows([torch.tensor([3, 4, 5]), torch.tensor([3, 4, 6])], [ids] * 2), CounterfactualConfig.of(options)
     apart = counterfactual_credit(model, tokenizer, rows, config=config, probes=probes)
     forward = packed_forward(model, rows, keep_states=True)
     credit = counterfactual_credit(forward, tokenizer, rows, config=config, probes=probes)

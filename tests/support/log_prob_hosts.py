@@ -11,10 +11,10 @@ PROMPTS = [[3, 4, 5]] * 3 + [[9, 5, 10, 7]] * 3
 REWARDS = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
 
 CREDIT = [
-    {"units": "tokens", "outcome": "mean_logprob", "weights": "bilevel"},
-    {"preselect": 0.5, "preselect_by": "prefix_gain", "normalize": "mean"},
+    {"units": "tokens", "estimator.outcome": "mean_logprob", "weights": "bilevel"},
+    {"estimator.preselect": 0.5, "estimator.preselect_by": "prefix_gain", "normalize": "mean"},
     {"estimator": "prefix_gain", "control": "inverted"},
-    {"units": "turns", "mask_observation": True},
+    {"units": "turns", "estimator.mask_observation": True},
     {"estimator": "prefix_gain", "completions": "positive", "normalize": "mean", "open_spans": True},
     {"estimator": "prefix_tree"}, {"estimator": "prefix_tree", "control": "random"},
     {"estimator": "prefix_tree", "control": "inverted"}, {"estimator": "sibling_edits"},
@@ -23,11 +23,11 @@ CREDIT = [
 
 IMPOSSIBLE = [
     ({"estimator": "gradient"}, "estimator='gradient': it needs gradients"),
-    ({"estimator": "gradient", "sigma": 0.1}, "estimator='gradient': it needs gradients"),
-    ({"outcome": "last"}, "outcome='last': it needs distributions"),
-    ({"outcome": "mean", "units": "tokens"}, "outcome='mean': it needs distributions"),
+    ({"estimator": "gradient", "estimator.sigma": 0.1}, "estimator='gradient': it needs gradients"),
+    ({"estimator.outcome": "last"}, "outcome='last': it needs distributions"),
+    ({"estimator.outcome": "mean", "units": "tokens"}, "outcome='mean': it needs distributions"),
     (TOTAL_EFFECTS, "estimator='total_effects': it needs the model"),
-    ({"preselect": 0.5, "preselect_by": "gradient"}, "preselect_by='gradient': it needs gradients"),
+    ({"estimator.preselect": 0.5, "estimator.preselect_by": "gradient"}, "preselect_by='gradient': it needs gradients"),
     ({"estimator": "external"}, "estimator='external': it needs importances that the caller passes in"),
     ({"estimator": "prefix_tree", "control": "random"}, None),
     ({"estimator": "gradient", "control": "random"}, None),
@@ -55,7 +55,7 @@ def batch_mask() -> list[Tensor]:
 
 def credited(advantages: Tensor, options: dict[str, object], temperature: float = 1.0) -> Tensor:
     """(6, T) advantages of the batch with credit by the model itself, 0 on padding; `advantages` are (6,)."""
-    model, config, rows = tiny_model().eval(), CounterfactualConfig(**options), batch_rows()
+    model, config, rows = tiny_model().eval(), CounterfactualConfig.of(options), batch_rows()
     batch = Batch(rows, advantages=advantages, rewards=torch.tensor(REWARDS), mask=batch_mask())
     deferred = DeferredCredit(config, tiny_tokenizer(), batch, seed=Draws(0).key(0), temperature=temperature)
     deferred.by_model(model)

@@ -52,7 +52,7 @@ def flags(model: Path, folder: Path | None, *more: str) -> list[str]:
 
 def config(*argv: str) -> TrainConfig:
     """Check flags as the program does; credit is by masking, the class default, unless they name another."""
-    named = any(flag.startswith(("--config", "--estimator")) for flag in argv)
+    named = any(flag.startswith(("--config", "--credit", "--estimator")) for flag in argv)
     prog, masking = "python -m trainer", [] if named else ["--estimator=masking"]
     with refusing(prog):
         return TrainConfig(**vars(parse([*masking, *argv], prog=prog)))
@@ -147,7 +147,7 @@ def outcome(folder: Path, trained: str = "checkpoint/model.safetensors") -> dict
     return {
         "weights": (folder / trained).read_bytes(),
         "optimizer": bits(torch.load(last / "state.pt", weights_only=True)["optimizer"]), "metrics": timeless(folder),
-        "samples": (folder / "completions.jsonl").read_text("utf-8"),
+        "estimator.samples": (folder / "completions.jsonl").read_text("utf-8"),
         "summary": summary | {"seconds": None, "made_by": None},
         "files": sorted(path.name for path in folder.iterdir()), "last": last.name,
     }  # fmt: skip

@@ -54,7 +54,7 @@ def forwards(model: Any) -> Iterator[list[int]]:
 
 
 def build(
-    folder: str, cls: type = integration.CounterfactualGRPOTrainer, *, trainer: dict[str, Any] | None = None,
+    folder: str, cls: type = integration.PackedGRPOTrainer, *, trainer: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:  # fmt: skip
     """A trainer for one step, if `options` (TRL's configuration) do not say otherwise; `trainer`: its arguments.

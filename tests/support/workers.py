@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from cfa_kernels import Batch, CounterfactualConfig, Credit, Span, counterfactual_credit
-from cfa_kernels.integrations.workers import Share, Workers, judge_share
+from cfa_kernels.integrations.workers import Share, Workers, score_share
 from cfa_kernels.rows import Rows
 from tests.support.log_prob_hosts import batch_rows
 from tests.support.plug_ins import RESAMPLING, TOTAL_EFFECTS
@@ -20,15 +20,15 @@ from tests.support.sharded import wrapped
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"outcome": "mean"}, TOTAL_EFFECTS, {**RESAMPLING, "samples": 2},
-    {"preselect": 0.5, "preselect_by": "prefix_gain"}, {"estimator": "prefix_gain"},
+    {}, {"estimator.outcome": "mean"}, TOTAL_EFFECTS, {**RESAMPLING, "estimator.samples": 2},
+    {"estimator.preselect": 0.5, "estimator.preselect_by": "prefix_gain"}, {"estimator": "prefix_gain"},
 ]  # fmt: skip
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.3, 0.7, -1.0, 1.0])
 
 
 def credit(model: object, options: dict[str, Any], groups: Sequence[int]) -> Credit:
     return counterfactual_credit(
-        model, tiny_tokenizer(), batch_rows(), advantages=ADVANTAGES, config=CounterfactualConfig(**options), seed=3,
+        model, tiny_tokenizer(), batch_rows(), advantages=ADVANTAGES, config=CounterfactualConfig.of(options), seed=3,
         groups=torch.tensor(groups),
     )  # fmt: skip
 
@@ -85,4 +85,4 @@ def on_a_sharded_model(rank: int, how: str) -> None:
         shared: nn.Module = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
     else:
         shared = wrapped(model, how)
-    as_one_process(rank, partial(judge_share, shared))
+    as_one_process(rank, partial(score_share, shared))

@@ -29,6 +29,8 @@ UNITS = [
     "A: x\nB: 1\n", "<think>", "'", '"', "'''", "```\n", "```python\n", "x=1;", "if a:\n ", "@a\n", "f'{", "!1",
     "1/2/", "1e5", "1:2", "www.", "\ud800", "a =", "the final ", "x x ", "1 eggs * (", "1(2)", "(1, 2", "1 % of ",
     "Answer: 1+1=2 ", "Answer\n1. a\n", "#### 1. a ", "<Answer>", "√", "A: 1\n", "\\text{ cm}^2",
+    "\nQuestion: 1 ", "\nQ", "#### 2. a", "<|begin_of_box|>", "<|begin_of_box|>{", "<|end_of_box|>", "1 or ", "1 h ",
+    "Answer: a 1 **2** ", "Answer:", "not ", "</s>", "<|im_start|>user", "\n# ",
     "<|start|>a.", "½", "（", "1（1", "个", "1个-", "1e", "1 m ", "1 ft. ", "1-", "1/", "f(1)", "1 + a = ", "a_1 + ",
     "<|start|>a to=b", "<|channel|>a", "python to=assistantfinal", "[|a", "]~b]a", "<seed:a", "<answer", "<search>",
 ]  # fmt: skip

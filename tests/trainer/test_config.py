@@ -55,7 +55,7 @@ def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
 
 @pytest.mark.parametrize(
     "weighing",
-    [[], ["--credit=uniform", "--compare_and_correct=0.3"], ["--credit=uniform", "--importance_sampling_clip_max=3"]],
+    [[], ["--credit=none", "--compare_and_correct=0.3"], ["--credit=none", "--importance_sampling_clip_max=3"]],
 )
 def test_weights_of_tokens_are_refused_where_a_completion_has_one_ratio(capsys, weighing) -> None:
     level = "--importance_sampling_level=sequence"
@@ -65,7 +65,7 @@ def test_weights_of_tokens_are_refused_where_a_completion_has_one_ratio(capsys, 
         said,
     )
     assert settings(level, *weighing, "--loss_type=cispo").loss_type == "cispo"
-    assert settings(level, "--credit=uniform").importance_sampling_level == "sequence"
+    assert settings(level, "--credit=none").importance_sampling_level == "sequence"
 
 
 def test_the_embedded_model_brings_settings_that_suit_it() -> None:
@@ -195,7 +195,7 @@ def test_names_that_are_written_without_torch_are_the_librarys() -> None:
     assert BUILT_IN["exact_match"].options == tuple(entry.name for entry in fields(AnswerRules))
 
 
-@pytest.mark.parametrize("flag", ["--open_spans={}", "--credit_options open_spans {}"])
+@pytest.mark.parametrize("flag", ["--open_spans={}", "--open_spans {}"])
 def test_a_flag_of_credit_is_true_or_false_as_yaml_writes_it(flag):
     for word, value in {"true": True, "True": True, "false": False}.items():
         config = settings(*flag.format(word).split())
@@ -204,32 +204,32 @@ def test_a_flag_of_credit_is_true_or_false_as_yaml_writes_it(flag):
 
 
 def test_a_flag_that_changes_the_rule_of_a_preset_drops_the_options_of_the_presets_own_and_says_so(capsys) -> None:
-    for flags in (["--weights=top"], ["--credit_options", "weights", "top"]):
+    for flags in (["--weights=top"], ["--weights=top"]):
         config = settings("--config=cf", *flags)
-        others = {"selection": "first", "lead_in": "statement"}  # the preset's, which are read under any rule
-        assert config.counterfactual() == CounterfactualConfig(weights="top", **others)
+        others = {"spans.selection": "first", "answers.lead_in": "statement"}  # the preset's, which are read under any rule
+        assert config.counterfactual() == CounterfactualConfig.of({"weights": "top", **others})
         dropped = "w_min=0.5, w_max=4.0, w_answer=1.5, min_spread=0.0"
         assert f"note: --config cf without {dropped}" in capsys.readouterr().err
     assert settings("--config=cf", "--estimator=entropy_shaping").counterfactual().weights is None
     capsys.readouterr()
-    assert "w_max is not read" in message(capsys, "--weights=top", "--w_max=3")  # not a preset's
+    assert "w_max is not read" in message(capsys, "--weights=top", "--weights.w_max=3")  # not a preset's
 
 
 def test_credit_is_the_default_preset_unless_one_is_named_and_a_line_says_so(capsys) -> None:
     default = CounterfactualConfig.preset(DEFAULT_PRESET)
     for flags, expected in {
         (): default,
-        ("--max_spans=5",): replace(default, spans=SpanRules(max_spans=5)),
+        ("--spans.max_spans=5",): replace(default, spans=SpanRules(max_spans=5)),
         ("--config=cf",): CounterfactualConfig.preset("cf"),
         ("--estimator=masking",): CounterfactualConfig(),
-        ("--credit=uniform",): replace(default, control="off"),
+        ("--credit=none",): replace(default, control="off"),
     }.items():
         config = TrainConfig(**vars(of_rank(["--device=cpu", *flags], prog="cfa-train")))
         assert config.counterfactual() == expected
         says = (
             f"note: credit by {DEFAULT_PRESET}, the default preset; --config also takes cf," in capsys.readouterr().err
         )
-        assert says == (flags in ((), ("--max_spans=5",)))
+        assert says == (flags in ((), ("--spans.max_spans=5",)))
 
 
 def test_the_smaller_budget_of_run_and_credit_options_limits_credit() -> None:
@@ -246,7 +246,7 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
         "def flat(importances, units, answer, length): ...\nnumber = 1\n"
     )
     credit = settings(
-        "--estimator=mine:Late", "--credit_options", "power", "2.0", "--weights=mine:flat"
+        "--estimator=mine:Late", "--power=2.0", "--weights=mine:flat"
     ).counterfactual()
     assert (credit.estimator.name, credit.estimator.power, credit.weights.name) == ("late", 2.0, "flat")
     assert CounterfactualConfig.from_flat({"estimator": "mine:Late"}).estimator.power == 1.0
@@ -277,11 +277,11 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
         (["--num_generations=3"], "a multiple of num_generations, got 128 and 3"),
         (["--num_generations=1"], "num_generations must be at least 2 for a group to compare, got 1"),
         (["--reward_funcs"], "reward_funcs must name at least one function"),
-        (["--merge_adapters=true"], "merge_adapters: use_peft is off, so there is no adapter to merge; omit one of"),
+        (["--estimator.merge_adapters=true"], "merge_adapters: use_peft is off, so there is no adapter to merge; omit one of"),
         (["--estimator=external"], "estimator='external': it needs importances that the caller passes in, which this"),
         (["--estimator=progress"], "estimator='progress': it needs log-probs of sampled tokens under the policy and"),
         (
-            ["--credit_options", "target", "gold"],
+            ["--target=gold"],
             "target='gold': it needs gold answers that the caller passes in, which this trainer does",
         ),
         (["--dtype=bfloat16", "--no_use_peft"], "dtype: bfloat16 without use_peft would train weights to which most"),

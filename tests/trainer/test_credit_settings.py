@@ -32,13 +32,13 @@ def named(**options) -> list[str]:
 def test_every_setting_of_credit_reaches_the_library() -> None:
     """Those the program has; the others are the library's defaults."""
     gradient = {
-        "units": "spans", "outcome": "last", "weights": "bilevel", "tau": 0.3, "boost": 1.5, "floor": 0.1,
-        "sigma": 0.01, "samples": 2, "normalize": "mean",
+        "units": "spans", "estimator.outcome": "last", "weights": "bilevel", "weights.tau": 0.3, "weights.boost": 1.5, "weights.floor": 0.1,
+        "estimator.sigma": 0.01, "estimator.samples": 2, "normalize": "mean",
     }  # fmt: skip
-    credit = settings("--credit=inverted", "--estimator=gradient", *named(**gradient)).counterfactual()
-    assert credit == CounterfactualConfig(control="inverted", estimator="gradient", **gradient)
-    drops = {"mask": "drop", "preselect": 0.5, "preselect_by": "gradient"}
-    assert settings(*named(**drops)).counterfactual() == CounterfactualConfig(**drops)
+    credit = settings("--control=inverted", "--estimator=gradient", *named(**gradient)).counterfactual()
+    assert credit == CounterfactualConfig.of({"control": "inverted", "estimator": "gradient", **gradient})
+    drops = {"estimator.mask": "drop", "estimator.preselect": 0.5, "estimator.preselect_by": "gradient"}
+    assert settings(*named(**drops)).counterfactual() == CounterfactualConfig.of(drops)
     assert settings().counterfactual() == CounterfactualConfig()
     for name, control in {"uniform": "off", "counterfactual": None, "permuted": "permuted", "random": "random"}.items():
         assert settings(f"--credit={name}").counterfactual().control == control
@@ -74,16 +74,16 @@ def test_a_field_added_to_a_part_is_a_setting_of_yaml_and_an_option_of_every_tra
 
 @pytest.mark.parametrize("name", preset_names())
 def test_a_papers_settings_are_found_by_name_and_flags_win_over_them(name) -> None:
-    config = settings("--config", name, "--credit_options", "normalize", "mean")
-    assert config == settings("--config", str(PRESETS / f"{name}.yaml"), "--credit_options", "normalize", "mean")
+    config = settings("--config", name, "--normalize=mean")
+    assert config == settings("--config", str(PRESETS / f"{name}.yaml"), "--normalize=mean")
     assert config.credit_options["normalize"] == "mean"
-    papers = {"min_spread": 0.0, "selection": "first", "lead_in": "statement"}
-    assert (config.counterfactual() == CounterfactualConfig(normalize="mean", **papers)) == (name == "cf")
+    papers = {"weights.min_spread": 0.0, "spans.selection": "first", "answers.lead_in": "statement"}
+    assert (config.counterfactual() == CounterfactualConfig.of({"normalize": "mean", **papers})) == (name == "cf")
 
 
 def test_an_option_that_nothing_reads_is_refused_by_name(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        settings("--estimator=sibling_edits", "--credit_options", "sigma", "0.1")
+        settings("--estimator=sibling_edits", "--estimator.sigma=0.1")
     assert ended.value.code == 2
     assert "sigma is not read: it is an option of estimator='gradient'" in capsys.readouterr().err
 

@@ -4,21 +4,22 @@ import atexit
 import errno
 import gc
 import itertools
+import json
 import os
 import re
 import resource
 import signal
-import sys
+from typing import Any
 
 import pytest
 from safetensors import SafetensorError
 
 from tests.support.embedded import SMALL
-from tests.support.runs import child, flags, main, outcome
+from tests.support.runs import child, flags, main, outcome, timeless
 from trainer import __main__, run
 from trainer.disk import DiskError, naming, whole_folder, write_whole
 from trainer.endings import Ended, Ending
-from trainer.evaluate import evaluate
+from trainer.report.report import Report
 
 
 def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> tuple[int, str, str]:
@@ -32,7 +33,7 @@ def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> t
         set_up = run.set_up
         run.set_up = lambda *args: (send(), set_up(*args))[1]
     if step == 0:
-        run.evaluate = lambda *args, **options: (send(), evaluate(*args, **options))[1]
+        run.evaluate = lambda *_, **__: (send(), os._exit(9))  # it is left at once
     return main(argv, lambda call: send() if call == step else None)
 
 
@@ -48,7 +49,7 @@ def test_a_run_keeps_no_object_from_the_interpreters_end(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "code", "step"), [("SIGINT", 130, 3), ("SIGTERM", 0, 0)])
+@pytest.mark.parametrize(("name", "code", "step"), [("SIGINT", 130, 3), ("SIGTERM", 0, 0), ("SIGHUP", 0, 5)])
 def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(there, undisturbed, name, code, step) -> None:
     folder = there / f"{name}{step}"
     argv = flags(there / "model", folder)
@@ -59,17 +60,38 @@ def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(there, 
     assert outcome(folder) == undisturbed
 
 
+def signalled_at_a_result(argv: list[str]) -> tuple[int, str, str]:
+    """Run, and send this process a signal when its first evaluation is over."""
+    evaluated = Report.evaluated
+
+    def signal_first(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        evaluated(*args)
+
+    Report.evaluated = signal_first  # type: ignore[method-assign]
+    return main(argv)
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_is_finished_when_a_signal_comes_is_kept(there) -> None:
+    argv = flags(there / "model", there / "kept")
+    assert child(signalled, argv, signal.SIGTERM, 0)[1][0] == 0  # without a result
+    assert not timeless(there / "kept")
+    _, (ended, out, said) = child(signalled_at_a_result, argv)
+    assert (ended, said) == (0, "")
+    assert "ended by SIGTERM after step 0" in out
+    (entry,) = timeless(there / "kept")
+    assert "eval_accuracy" in entry
+    report = json.loads((there / "kept/checkpoints/step-0/run.json").read_text())["report"]
+    assert [step for step, _ in report["evaluations"]] == [0]
+
+
 @pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_at_once_and_leaves_nothing(there) -> None:
     argv = flags(there / "model", there / "early")
     _, (ended, _, said) = child(signalled, argv, signal.SIGINT, -1)
     assert (ended, said) == (130, "ended before a step; nothing was written, and what was there is unchanged\n")
     assert not (there / "early").exists()
-
-
-@pytest.mark.slow
-def test_what_a_process_returns_may_be_longer_than_a_pipe_holds() -> None:
-    assert child(bytes, 1 << 20, deadline=30) == (0, bytes(1 << 20))
 
 
 @pytest.mark.slow
@@ -109,38 +131,14 @@ def test_a_terminal_that_is_gone_does_not_keep_its_signal_from_ending_the_run() 
         with Ending() as ending:
             ending.waits = True
             signal.raise_signal(signal.SIGHUP)
+        for one in (1, 2):
+            os.write(one, b"to nowhere")
     finally:
         for one, copy in enumerate(before, start=1):
             os.dup2(copy, one)
             os.close(copy)
         os.close(gone)
     assert ending.signal == signal.SIGHUP
-
-
-def unheard(argv: list[str], gone: tuple[int, ...]) -> int | str | None:
-    """Run the program as a process of its own does, where nobody reads what it writes to the files `gone`."""
-    read, write = os.pipe()
-    for file in gone:
-        os.dup2(write, file)
-    os.close(read)
-    os.close(write)
-    try:
-        return __main__.main(argv)
-    except SystemExit as ending:
-        return ending.code
-    finally:
-        sys.stdout.flush()  # as Python does at the end; what it cannot write then makes the exit code 120
-        sys.stderr.flush()
-
-
-@pytest.mark.slow
-def test_a_pipe_that_nobody_reads_any_more_changes_nothing_about_the_run(there, undisturbed) -> None:
-    folder, gone = there / "unheard", (1, 2)
-    argv = flags(there / "model", folder, "--report_to")
-    assert child(unheard, argv, gone) == (0, 0)
-    assert outcome(folder) == undisturbed
-    assert child(unheard, argv, gone) == (0, 0)  # a finished run only says so
-    assert child(unheard, ["--help"], gone) == (0, 0)
 
 
 def without_space(argv: list[str]) -> list[tuple[int, str, str]]:

@@ -36,7 +36,7 @@ def test_a_group_is_fed_without_the_rows_that_the_loss_does_not_count(trainer, r
 def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before_a_step(fresh, rollouts, credit, looks):
     ratios = "--importance_sampling_clip_max=3"
     trainer = fresh(
-        "--no_use_peft", "--token_budget=1", ratios, f"--credit={credit}", "--credit_options", "max_spans", "1"
+        "--no_use_peft", "--token_budget=1", ratios, f"--credit={credit}", "--spans.max_spans=1"
     )
     with a_device() as waits:
         put_on_device(trainer.policy)
@@ -55,7 +55,7 @@ def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before
 def test_a_micro_batch_without_memory_is_done_in_halves_to_the_same_update(fresh, rollouts, beta, where, monkeypatch):
     """Also where its credit has been assigned before memory runs out, which is then not assigned again."""
     trainer = fresh(
-        f"--beta={beta}", "--token_budget=100000", "--max_grad_norm=1e9", "--credit_options", "max_spans", "1"
+        f"--beta={beta}", "--token_budget=100000", "--max_grad_norm=1e9", "--spans.max_spans=1"
     )
     trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 0.0)
 
@@ -119,7 +119,7 @@ def test_the_figures_of_several_micro_batches_are_those_of_one(fresh, short, lev
     actual = []
     for budget in (1, 100_000):
         trainer = fresh(
-            f"--token_budget={budget}", "--beta=0.1", "--num_iterations=2", "--credit=uniform",
+            f"--token_budget={budget}", "--beta=0.1", "--num_iterations=2", "--credit=none",
             f"--importance_sampling_level={level}", "--learning_rate=1e-3", f"--loss_type={loss_type}", *correction,
             "--max_sampling_gap=1000",
         )  # fmt: skip
@@ -213,7 +213,7 @@ def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts) -> No
 
 def test_the_correction_multiplies_the_policy_term_by_the_truncated_ratio(fresh) -> None:
     """Over two iterations: the ratio is that of the first, while the policy is the one that sampled."""
-    argv = ("--max_sampling_gap=1000", "--num_iterations=2", "--max_grad_norm=1e9", "--credit=uniform")
+    argv = ("--max_sampling_gap=1000", "--num_iterations=2", "--max_grad_norm=1e9", "--credit=none")
     plain, correcting = fresh(*argv), fresh(*argv, "--importance_sampling_clip_max=1.5")
     rollouts = sample(plain, [0], temperature=plain.config.temperature, max_completion_length=24)
     shift = torch.tensor([0.0, 0.2, -0.2, 1.0]).repeat(6)  # nats

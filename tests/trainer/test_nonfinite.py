@@ -39,7 +39,7 @@ def test_a_run_ends_with_step_and_cause_and_saves_nothing(tiny_folder, tmp_path,
     argv = [
         *TINY_RUN, f"--model={tiny_folder / 'model'}", f"--dataset={tiny_folder / 'rows.jsonl'}", "--no_use_peft",
         "--no_mask_truncated_completions", EVERY_OTHER, f"--output_dir={tmp_path / 'run'}",
-        "--credit=counterfactual" if kind == "scores" else "--credit=uniform",
+        "--estimator=masking" if kind == "scores" else "--credit=none",
     ]  # fmt: skip
     trainer = set_up(config(*argv))
     monkeypatch.setattr("trainer.run.training_step", lambda *step: (damage(trainer, kind), training_step(*step))[1])

@@ -1,5 +1,7 @@
 """Loading and saving: a policy is exactly what its checkpoint holds, and what is saved is finite."""
 
+import warnings
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -40,16 +42,23 @@ def test_a_whole_checkpoint_loads_as_it_was_saved(folder) -> None:
     assert all(torch.equal(p, saved[name]) for name, p in policy.named_parameters())
 
 
+def test_an_adapter_is_made_without_a_warning(folder) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loaded(folder, "--use_peft")
+    assert not [one for one in seen if issubclass(one.category, FutureWarning)]
+
+
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ({NORM: None}, f"it lacks {NORM}"),
-        ({"lm_head.weight": None, NORM: None}, f"it lacks lm_head.weight, {NORM} (2 in all)"),
+        ({NORM: None}, f"does not fit Qwen3ForCausalLM, missing_keys: {NORM}"),
+        ({"lm_head.weight": None, NORM: None}, f"missing_keys: lm_head.weight, {NORM} (2 in all)"),
         (
             {"model.layers.0.mlp.gate_proj.bias": torch.zeros(48)},
-            "it has no place for model.layers.0.mlp.gate_proj.bias (1 in all); load and save it once by AutoModelFor",
+            "unexpected_keys: model.layers.0.mlp.gate_proj.bias (1 in all); load and save it once by AutoModelFor",
         ),
-        ({NORM: torch.ones(16)}, f"it holds {NORM} as (16,) where the model needs (32,)"),
+        ({NORM: torch.ones(16)}, "cannot be loaded: "),
         ({NORM: torch.tensor([torch.nan] + [1.0] * 31)}, f"parameter {NORM} is not finite"),
     ],
 )

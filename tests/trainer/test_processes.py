@@ -279,7 +279,7 @@ def test_accelerate_starts_it_by_torchrun_and_an_error_is_one_line_with_its_rank
         (["--compare_and_correct=0.3"], "^compare_and_correct: runs in one process, and there are 2"),
         (["--parallel=fsdp2", "--estimator=gradient"], "^estimator: gradient takes gradients through a model that is"),
         (
-            ["--parallel=fsdp2", "--use_peft", "--merge_adapters=true"],
+            ["--parallel=fsdp2", "--use_peft", "--estimator.merge_adapters=true"],
             "^merge_adapters: merges weights that are whole in one process, which parallel=fsdp2 does not keep",
         ),
         (["--device=cuda:0"], "^device: cuda:0 is one GPU, and there are 2 processes"),

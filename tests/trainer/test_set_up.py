@@ -43,7 +43,7 @@ def saved(tmp_path):
 def test_a_model_whose_logits_are_not_its_heads_output_is_refused_also_without_credit(saved, capsys) -> None:
     folder = saved("ModernBertDecoder")
     run = folder.parent / "run"
-    argv = [*SMALL, f"--model={folder}", "--credit=uniform", f"--output_dir={run}", "--max_completion_length=4"]
+    argv = [*SMALL, f"--model={folder}", "--credit=none", f"--output_dir={run}", "--max_completion_length=4"]
     assert main(argv) == 1
     printed = capsys.readouterr().err
     assert "error: model: " in printed
@@ -54,7 +54,7 @@ def test_a_model_whose_logits_are_not_its_heads_output_is_refused_also_without_c
 
 def test_dropout_is_refused_with_the_file_that_sets_it(saved) -> None:
     with pytest.raises(NotImplementedError, match=r"takes attention_dropout=0\); the program reads config.json in its"):
-        set_up(settings(f"--model={saved('Llama')}", "--credit=uniform", "--max_completion_length=4"))
+        set_up(settings(f"--model={saved('Llama')}", "--credit=none", "--max_completion_length=4"))
 
 
 def test_where_layers_cannot_be_compiled_auto_says_so_and_goes_on(caplog) -> None:
@@ -74,7 +74,7 @@ def test_compilation_that_is_asked_for_where_it_cannot_be_is_refused(tmp_path, c
 def test_rows_that_may_change_each_others_rotary_frequencies_are_refused(saved) -> None:
     folder = saved("Phi3")
     with pytest.raises(NotImplementedError, match=r"rotary frequencies of Phi3ForCausalLM .* 128 tokens"):
-        set_up(settings(f"--model={folder}", "--credit=uniform", "--max_completion_length=128"))
+        set_up(settings(f"--model={folder}", "--credit=none", "--max_completion_length=128"))
 
 
 def grown_by_shapes() -> float:

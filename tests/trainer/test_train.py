@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(("loss_type", "budget"), [("dapo", 1), ("grpo", 1), ("dr_grpo", 1), ("dapo", 10_000)])
 def test_the_update_is_that_of_one_loss_over_the_whole_padded_batch(fresh, rollouts, loss_type, budget) -> None:
-    trainer = fresh(f"--loss_type={loss_type}", f"--token_budget={budget}", "--max_grad_norm=1e9", "--credit=uniform")
+    trainer = fresh(f"--loss_type={loss_type}", f"--token_budget={budget}", "--max_grad_norm=1e9", "--credit=none")
     advantages = advantages_of(rollouts)
     drawn = torch.Generator().manual_seed(0)
     weights = [torch.rand(length, generator=drawn) * 4 for length in rollouts.rows.lengths]
@@ -56,7 +56,7 @@ def test_a_second_iteration_on_the_same_rollouts_is_off_policy(fresh, rollouts) 
 @pytest.mark.parametrize("peft", ["--no_use_peft", "--use_peft"])
 def test_kl_is_taken_to_the_model_as_it_was_loaded(fresh, peft) -> None:
     trainer = fresh(
-        "--beta=0.1", "--learning_rate=1e-3", peft, "--credit=uniform", EVERY_OTHER, "--temperature=3",
+        "--beta=0.1", "--learning_rate=1e-3", peft, "--credit=none", EVERY_OTHER, "--temperature=3",
         "--max_completion_length=16", "--no_mask_truncated_completions",
     )  # fmt: skip
     kl = [training_step(trainer, step, [0]).metrics["kl"] for step in (1, 2)]
@@ -70,7 +70,7 @@ def test_merged_scores_read_the_copy_that_sampling_made_and_the_base_keeps_its_b
     merged_now = merged._merged_now
     monkeypatch.setattr(merged, "_merged_now", lambda walk: made.append(1) or merged_now(walk))
     for merges in ("true", "false"):
-        trainer, generator = fresh(*flags, f"--merge_adapters={merges}"), torch.Generator().manual_seed(0)
+        trainer, generator = fresh(*flags, f"--estimator.merge_adapters={merges}"), torch.Generator().manual_seed(0)
         for name, parameter in trainer.policy.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_(std=0.01, generator=generator)
@@ -86,10 +86,11 @@ def test_merged_scores_read_the_copy_that_sampling_made_and_the_base_keeps_its_b
     torch.testing.assert_close(trained[0], trained[1], rtol=0, atol=1e-3)
 
 
-def test_what_cannot_be_merged_ends_a_run_before_its_first_step(fresh, monkeypatch) -> None:
+def test_what_cannot_be_merged_ends_a_run_in_its_first_step(fresh, monkeypatch) -> None:
     monkeypatch.setattr(merged, "is_quantised", lambda _: True)
+    trainer = fresh("--use_peft", "--estimator.merge_adapters=true", EVERY_OTHER)
     with pytest.raises(merged.CannotMerge, match=r"^merge_adapters=True: .*q_proj: its base, a Linear, holds"):
-        fresh("--use_peft", "--merge_adapters=true")
+        training_step(trainer, 1, [0])
 
 
 def test_a_batch_with_nothing_to_learn_from_leaves_the_model_alone(fresh, rollouts) -> None:

@@ -23,7 +23,7 @@ from cfa_kernels.ops.upload import upload
 
 from .sampling import CANDIDATES, KeptRecord, draw
 
-_LOOK = 16  # tokens between two looks at a GPU's results
+LOOK = 16  # tokens between two looks at a GPU's results, or for a stop string
 _LENGTHS = 64  # of prompts, caches and what a graph reads of them are a multiple of it, so that shapes repeat
 _FEWEST_ROWS = 8  # of a graph; others are powers of two
 _LOG = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class Sampling(NamedTuple):
     top_p: float
     ends: tuple[int, ...]
     pad: int
+    stopped: Callable[[Tensor], Tensor] | None = None  # which rows of tokens (R, t) hold a stop string, (R, 1) bool
 
     @property
     def cuts(self) -> bool:
@@ -53,7 +54,7 @@ class _State(NamedTuple):
     tokens: Tensor  # (R, L) int64
     logprobs: Tensor  # (R, L) fp32, nan where logits were not finite
     uniforms: Tensor  # (R, L) float64
-    kept: Tensor  # (R, _LOOK, 2, CANDIDATES) int32, `TokenDraw.kept` of the last places, by remainder of _LOOK
+    kept: Tensor  # (R, LOOK, 2, CANDIDATES) int32, `TokenDraw.kept` of the last places, by remainder of LOOK
     place: Tensor  # (1,) int64, of the last token
     missed: Tensor  # (1,) bool, whether a nucleus was larger than the candidates
 
@@ -151,7 +152,7 @@ class Decoder:
         if self._state is None or grows:
             self._state, self._layers = None, []  # freed before the next are made
             most, self._places = max(rows, old), -(-max(places, self._places) // _LENGTHS) * _LENGTHS
-            sizes = [(most, 1)] * 3 + [(most, self._places)] * 3 + [(most, _LOOK, 2, CANDIDATES)] + [(1,)] * 2
+            sizes = [(most, 1)] * 3 + [(most, self._places)] * 3 + [(most, LOOK, 2, CANDIDATES)] + [(1,)] * 2
             new = functools.partial(torch.zeros, device=fed[0][0].device)
             self._state = _State(*(new(size, dtype=dtype) for size, dtype in zip(sizes, _DTYPES, strict=True)))
             for pair in fed:
@@ -166,7 +167,7 @@ class Decoder:
         whole, order = state, torch.arange(len(state.token), device=state.token.device)
         while made < length:
             # Nuclei of more ids than the state has places for are looked at after every token.
-            steps = _LOOK if deferred and (candidates == CANDIDATES or not sampling.cuts) else 1
+            steps = LOOK if deferred and (candidates == CANDIDATES or not sampling.cuts) else 1
             times, before = min(steps, length - made), (state.token.clone(), state.ended.clone())
             state.place.fill_(width + made)
             state.missed.fill_(False)
@@ -177,7 +178,7 @@ class Decoder:
             flags, kept = self._look(state, order, slice(width + made, width + made + times), sampling)
             *ended, missed = flags
             if missed:
-                wide_until = made + _LOOK
+                wide_until = made + LOOK
             if missed and candidates == CANDIDATES:  # the same draws once more, among all tokens
                 candidates = sys.maxsize
                 state.token.copy_(before[0])
@@ -186,6 +187,9 @@ class Decoder:
             if kept is not None:
                 record.add(*kept, made)
             made += times
+            if sampling.stopped and made % LOOK == 0:
+                state.ended.logical_or_(sampling.stopped(state.tokens[:, width : width + made]))
+                ended = state.ended.view(-1).tolist()
             if all(ended):
                 break
             candidates = candidates and (sys.maxsize if made < wide_until else CANDIDATES)
@@ -204,7 +208,7 @@ class Decoder:
             return torch.cat(flags).tolist(), None
         kept = self._wide
         if kept is None:
-            kept = state.kept[:, torch.arange(places.start, places.stop, device=order.device) % _LOOK]
+            kept = state.kept[:, torch.arange(places.start, places.stop, device=order.device) % LOOK]
         elif kept.is_cuda:  # most of it is empty
             order_of = kept[:, :, :1].argsort(-1, descending=True)[..., : int((kept[:, :, 0] >= 0).sum(-1).max())]
             kept = kept.gather(-1, order_of.expand(-1, -1, 2, -1))
@@ -246,7 +250,7 @@ class Decoder:
         token, logprobs, narrow, kept = draw(scores, uniforms, sampling.temperature, sampling.top_p, candidates)
         if kept is not None and (more := CANDIDATES - kept.shape[2]) >= 0:
             kept = nn.functional.pad(kept, (0, more), value=-1)
-            state.kept.index_copy_(1, state.place % _LOOK, kept[:, None])
+            state.kept.index_copy_(1, state.place % LOOK, kept[:, None])
         elif kept is not None:  # in steps that are looked at one by one
             self._wide = kept[:, None]
         state.missed.logical_or_((~narrow & ~state.ended).any())

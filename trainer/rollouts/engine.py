@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from cfa_kernels import AnswerRules, KeptTokens
 from cfa_kernels.rows import Rows
 from cfa_kernels.text.find import content_text
-from cfa_kernels.text.offsets import decoded
+from cfa_kernels.text.offsets import Decoder, decoded
 
 _NAMES_SHOWN = 8
 
@@ -47,21 +47,29 @@ class Rollouts:
         cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], logprobs: Sequence[Tensor],
         ends: Sequence[int], tokenizer: PreTrainedTokenizerBase, nucleus: float = 1.0, thought_tags: str = "",
         kept_tokens: Sequence[KeptTokens] | None = None, mask: Sequence[Tensor] | None = None,
+        stop: Sequence[str] = (), stopped: Sequence[bool] | None = None,
     ) -> "Rollouts":  # fmt: skip
         """Hold lists of token ids and their log-probs, each completion up to its first end token.
 
-        `thought_tags` as in `AnswerRules`.
+        `thought_tags` as in `AnswerRules`, `stop` as in `lengths_before`; `stopped` are those already cut there.
         """
         # By position, as pad may be the same id as end.
-        lengths = [next((t + 1 for t, token in enumerate(row) if token in ends), len(row)) for row in completions]
-        ids = [list(row[:length]) for row, length in zip(completions, lengths, strict=True)]
+        before = lengths_before(completions, tokenizer, stop)
+        rows = [row[:length] for row, length in zip(completions, before, strict=True)]
+        lengths = [next((t + 1 for t, token in enumerate(row) if token in ends), len(row)) for row in rows]
+        ids = [list(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+        stopped = stopped or [length is not None for length in before]
+        truncated = [row[-1] not in ends and not own for row, own in zip(ids, stopped, strict=True)]
         texts = [decoded(row, tokenizer, skip_special_tokens=True) for row in ids]
         rules = AnswerRules(thought_tags=thought_tags)
         return cls(
             Rows([torch.tensor(row) for row in prompts], [torch.tensor(row) for row in ids]),
-            torch.tensor([row[-1] not in ends for row in ids]), texts,
+            torch.tensor(truncated), texts,
             [row[:length] for row, length in zip(logprobs, lengths, strict=True)], nucleus,
-            [content_text(row, tokenizer, rules, prompt=prompt) for prompt, row in zip(prompts, ids, strict=True)],
+            [
+                content_text(row, tokenizer, rules, prompt=prompt, truncated=cut)
+                for prompt, row, cut in zip(prompts, ids, truncated, strict=True)
+            ],
             kept_tokens and [row.take(slice(0, length)) for row, length in zip(kept_tokens, lengths, strict=True)],
             mask and [row[:length] for row, length in zip(mask, lengths, strict=True)],
         )  # fmt: skip
@@ -108,7 +116,42 @@ def require_finite_logits(logprobs: Sequence[Tensor], names: Sequence[str] | Non
         )
 
 
+def lengths_before(
+    rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]
+) -> list[int | None]:
+    """Count the tokens of each completion before the first stop string in its text; None where there is none.
+
+    A token whose text begins before the stop string stays, although the string may begin in it: without the token the
+    completion would lose text, `}` of the token "}\\n" before "\\nQuestion:". At least one token stays.
+    """
+    places: list[int | None] = [None] * len(rows)
+    for b, offsets in enumerate(Decoder.of(tokenizer).offsets(rows, frozenset(stop)) if stop else ()):
+        if found := [at for one in stop if (at := offsets.text.find(one)) >= 0]:
+            places[b] = max(1, int(offsets.starts.searchsorted(min(found))))
+    return places
+
+
 def end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """List tokens that end a completion: the model may know several, the tokenizer names one."""
+    """List tokens that end a completion: those that model and tokenizer name, and what closes the template's turns."""
+    return sorted(_named_ends(model, tokenizer) | _turn_ends(tokenizer))
+
+
+def notes_on_ends(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Say which token ends completions only because the chat template closes turns by it."""
+    only = _turn_ends(tokenizer) - _named_ends(model, tokenizer)
+    return [f"{tokenizer.decode([end])!r} ends completions, as it closes the chat template's turns" for end in only]
+
+
+def _named_ends(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     ends = model.generation_config.eos_token_id  # type: ignore[union-attr]
-    return sorted({*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None})
+    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+
+
+def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    turns = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "Seven"}]
+    try:
+        closing = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("Seven")[2]
+        first = tokenizer(closing.lstrip(), add_special_tokens=False)["input_ids"][:1]
+        return {*first} & {*tokenizer.added_tokens_decoder}
+    except Exception:  # it has no template, or one that raises what it likes
+        return set()

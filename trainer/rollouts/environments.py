@@ -106,6 +106,7 @@ class PlayedEngine:
         names = names or [f"rollout {b}" for b in range(len(prompts))]
         ids, masks, nucleus = [list[int]() for _ in prompts], [list[int]() for _ in prompts], 1.0
         logprobs, kept = ([list[Any]() for _ in prompts] for _ in range(2))
+        stopped = [False] * len(prompts)
         environments = [self._ask(name, "making it", self._make) for name in names]
         active, turn = list(range(len(prompts))), 0
         for b in active:
@@ -129,6 +130,7 @@ class PlayedEngine:
                 if part.kept_tokens is not None:
                     kept[b].append(part.kept_tokens[i].take(slice(0, len(row))))
                 if end is None:
+                    stopped[b] = not part.truncated[i] and len(row) == part.rows.lengths[i]
                     continue
                 observation = self._observed(f"{names[b]}, turn {turn}", environments[b], text)
                 seen = observation[: max_completion_length - len(ids[b])]
@@ -142,7 +144,7 @@ class PlayedEngine:
         return Rollouts.of(
             prompts, ids, [torch.cat(row) for row in logprobs], self._ends, self._tokenizer, nucleus,
             self._thought_tags, [KeptTokens.joined(row) for row in kept] if kept[0] else None,
-            [torch.tensor(row) for row in masks],
+            [torch.tensor(row) for row in masks], stopped=stopped,
         )  # fmt: skip
 
     def _call_in(self, where: str, environment: Any, row: list[int]) -> tuple[int | None, str]:

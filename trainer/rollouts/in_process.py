@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from cfa_kernels import KeptTokens
@@ -18,8 +18,8 @@ from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.walk import ModelWalk
 
 from ..precision import frozen_copy
-from .decoding import Decoder, Sampling
-from .engine import Engine, Rollouts, end_ids, require_finite_logits
+from .decoding import LOOK, Decoder, Sampling
+from .engine import Engine, Rollouts, end_ids, lengths_before, notes_on_ends, require_finite_logits
 from .sampling import KeptRecord, draw, keyed_uniforms
 
 Decode = Callable[[Tensor, Tensor, Tensor, Sampling], tuple[Tensor, Tensor, list[KeptTokens] | None]]
@@ -32,18 +32,19 @@ class TransformersEngine(Engine):
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | None = None, *,
         captured: bool | None = None, longest: int = 0, thought_tags: str = "", keep_merged: bool = False,
+        stop: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Find out what `model`, the policy, can do.
 
         With `dtype` a copy of it in that type samples, rounded again from its weights at every call. If `captured`, by
         default on a GPU, a decoding step is one CUDA graph. The cache begins with room for `longest` tokens, of a
-        prompt and its completion. `thought_tags` as in `AnswerRules`. With `keep_merged` the merged weights stay for
-        scoring, as by `merged_adapters`.
+        prompt and its completion. `thought_tags` as in `AnswerRules`, `stop` as in `lengths_before`. With `keep_merged`
+        the merged weights stay for scoring, as by `merged_adapters`.
         """
-        self._policy, self._tokenizer, self._thought_tags = model, tokenizer, thought_tags
+        self._policy, self._tokenizer, self._thought_tags, self._stop = model, tokenizer, thought_tags, stop
         self._keep_merged = keep_merged and dtype is None  # else a copy of the policy is merged
         self._model = model = model if dtype is None else frozen_copy(model, dtype)
-        self.notes: list[str] = []
+        self.notes = notes_on_ends(model, tokenizer)
         try:
             with merged_adapters(model) as layers:
                 self._merges = layers > 0
@@ -70,7 +71,8 @@ class TransformersEngine(Engine):
                 for rounded, weight in zip(self._model.parameters(), self._policy.parameters(), strict=True):
                     rounded.copy_(weight)
         tokenizer, ends = self._tokenizer, end_ids(self._model, self._tokenizer)
-        sampling = Sampling(keys is None, temperature, top_p, tuple(ends), tokenizer.pad_token_id)
+        stopped = self._stopped if self._stop else None
+        sampling = Sampling(keys is None, temperature, top_p, tuple(ends), tokenizer.pad_token_id, stopped)
         batch = tokenizer.pad({"input_ids": [list(row) for row in prompts]}, return_tensors="pt", padding_side="left")
         size = len(prompts), max_completion_length
         uniforms = torch.zeros(size, dtype=torch.float64) if keys is None else keyed_uniforms(keys, size[1])
@@ -80,10 +82,16 @@ class TransformersEngine(Engine):
         tokens, logprobs, kept = made
         values = [*logprobs.to("cpu", copy=True)]
         rollouts = Rollouts.of(
-            prompts, tokens.tolist(), values, ends, tokenizer, kept_tokens=kept, thought_tags=self._thought_tags
-        )
+            prompts, tokens.tolist(), values, ends, tokenizer, kept_tokens=kept, thought_tags=self._thought_tags,
+            stop=self._stop,
+        )  # fmt: skip
         require_finite_logits(rollouts.logprobs, names)
         return rollouts
+
+    def _stopped(self, tokens: Tensor) -> Tensor:
+        last = tokens[:, -LOOK - max(map(len, self._stop)) :]  # a stop string has fewer tokens than characters
+        found = [length is not None for length in lengths_before(last.tolist(), self._tokenizer, self._stop)]
+        return torch.tensor(found, device=tokens.device)[:, None]
 
 
 def decoding_obstacle(model: PreTrainedModel) -> str | None:
@@ -112,8 +120,14 @@ def by_transformers(
         logprobs.append(draws.logprobs)
         return torch.full_like(scores, -torch.inf).scatter_(1, draws.tokens, 0.0)
 
+    def stops(sequences: Tensor, _: Tensor) -> Tensor:
+        if len(logprobs) % LOOK or sampling.stopped is None:
+            return torch.zeros(len(sequences), dtype=torch.bool, device=sequences.device)
+        return sampling.stopped(sequences[:, ids.shape[1] :])[:, 0]
+
     sequences = model.generate(  # type: ignore[operator]
         input_ids=ids, attention_mask=mask, max_new_tokens=uniforms.shape[1], do_sample=False,
         logits_processor=LogitsProcessorList([pick]), eos_token_id=list(sampling.ends), pad_token_id=sampling.pad,
+        stopping_criteria=StoppingCriteriaList([stops] if sampling.stopped else []),
     )  # fmt: skip
     return sequences[:, ids.shape[1] :], torch.cat(logprobs, 1), record.rows(len(ids), len(logprobs))

@@ -24,7 +24,7 @@ from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.packed import packed_logprobs
 
 from ..extras import installing
-from .engine import Rollouts, end_ids, require_finite_logits
+from .engine import Rollouts, end_ids, lengths_before, notes_on_ends, require_finite_logits
 
 _AT_ONCE = 64  # requests; as many as the client keeps connections
 START_SECONDS = 240.0
@@ -37,18 +37,19 @@ class VllmEngine:
 
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, url: str, limit: float = math.inf,
-        thought_tags: str = "",
+        thought_tags: str = "", stop: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Reach the server at `url`, open the channel for weights, and see that it computes with those it is sent.
 
         `limit` is the largest gap between the server's log-probs and those of `model`, a policy in eval mode, nats;
-        `thought_tags` as in `AnswerRules`.
+        `thought_tags` as in `AnswerRules`, `stop` as in `lengths_before`.
         Raises `ImportError`, `NotImplementedError` without a GPU, `ConnectionError` and `ValueError`, which say why.
         """
         self._model, self._tokenizer, self._url = model, tokenizer, url.rstrip("/")
-        self._thought_tags = thought_tags
+        self._thought_tags, self._stop = thought_tags, list(stop)
         self._ends, self._stale = end_ids(model, tokenizer), True
         self.notes = ["rollout_engine: a run with vLLM does not repeat to the token (docs/rollouts.md)"]
+        self.notes += notes_on_ends(model, tokenizer)
         try:
             from trl.generation.vllm_client import VLLMClient
 
@@ -80,6 +81,8 @@ class VllmEngine:
 
         def complete(b: int) -> tuple[list[int], list[float]]:
             special: dict[str, Any] = {"stop_token_ids": self._ends}
+            if self._stop:
+                special["stop"] = self._stop
             if keys is not None:
                 special["seed"] = int(np.random.default_rng(list(keys[b])).integers(2**53))
             return self._complete(names[b], prompts[b], special, **options)
@@ -89,7 +92,9 @@ class VllmEngine:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             completions, logprobs = zip(*pool.map(complete, range(len(prompts))), strict=True)
         sampled = [torch.tensor(row, dtype=torch.float32) for row in logprobs]
-        rollouts = Rollouts.of(prompts, completions, sampled, self._ends, self._tokenizer, top_p, self._thought_tags)
+        rollouts = Rollouts.of(
+            prompts, completions, sampled, self._ends, self._tokenizer, top_p, self._thought_tags, stop=self._stop
+        )
         require_finite_logits(rollouts.logprobs, names)
         return rollouts
 
@@ -142,7 +147,8 @@ class VllmEngine:
         (ids,), logprobs = answer["completion_ids"], answer["logprobs"]
         if logprobs is None or [tokens[0] for tokens in answer["logprob_token_ids"][0]] != ids:
             raise ConnectionError(f"{name}: the server at {self._url} gave no log-prob for each token")
-        if len(ids) < (most := options["max_tokens"]) and not {*ids[-1:]} & {*self._ends}:
+        ended = {*ids[-1:]} & {*self._ends} or lengths_before([ids], self._tokenizer, self._stop)[0]
+        if len(ids) < (most := options["max_tokens"]) and not ended:
             said = f"the server ended it after {len(ids)} of {most} tokens, by {ids[-1:]}"
             raise ConnectionError(f"{name}: {said}; completions of the policy end by one of {self._ends}")
         return ids, [math.nan if values[0] is None else values[0] for values in logprobs[0]]  # JSON knows no nan

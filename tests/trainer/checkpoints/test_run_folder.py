@@ -3,8 +3,10 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,24 +78,13 @@ def test_a_setting_that_a_run_did_not_know_had_its_default_and_how_often_it_save
         open_run(config(*argv("run", "--beta=0.5"))).__enter__()
 
 
-@pytest.mark.parametrize("text", [None, "", "max_steps: ["])
-def test_a_run_whose_settings_are_lost_is_not_taken_for_none(argv, text) -> None:
+def test_a_run_whose_settings_are_lost_is_not_taken_for_none(argv) -> None:
     path = begun(argv())
     (path / "config.yaml").unlink()
-    if text is not None:
-        (path / "config.yaml").write_text(text)
-    with pytest.raises(Refused, match=rf"^{path}/config.yaml is missing or cannot be read, and the checkpoints beside"):
+    with pytest.raises(FileNotFoundError, match=r"config\.yaml"):
         open_run(config(*argv())).__enter__()
     with open_run(config(*argv("run", "--no_resume"))) as folder:
         assert folder.path.name == "run-2"
-
-
-@pytest.mark.parametrize(("name", "text"), [("checkpoints/step-3/run.json", "[]"), ("summary.json", '{"steps": null}')])
-def test_a_damaged_file_ends_nothing_before_a_checkpoint_is_read(argv, name, text) -> None:
-    path = begun(argv())
-    (path / name).write_text(text)
-    with open_run(config(*argv())) as folder:
-        assert folder.path == path
 
 
 def test_the_command_that_resumes_is_named(argv) -> None:
@@ -104,41 +95,28 @@ def test_the_command_that_resumes_is_named(argv) -> None:
 
 
 def test_to_start_anew_takes_a_new_folder(argv, tmp_path) -> None:
-    path = begun(argv(), steps=0)
-    with open_run(config(*argv("run", "--seed=1"))) as folder:  # before its first step it may be another run
-        assert folder.path == path
-    begun(argv())
+    begun(argv(), steps=0)
     for name in ("run-2", "run-3"):
         assert begun(argv("run", "--no_resume", "--seed=4")) == tmp_path / name
     assert begun(argv("another", "--no_resume")) == tmp_path / "another"
 
 
-def test_without_an_output_dir_the_newest_unfinished_run_of_the_same_command_goes_on(
-    argv, tmp_path, monkeypatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    times = iter(f"20260101-00000{i}" for i in range(9))
-    monkeypatch.setattr(time, "strftime", lambda _: next(times))
-    folders = [begun(argv(None, *more)) for more in ([], ["--no_resume"], ["--seed=1"])]
-    begun(argv("runs/z"))  # one that was given a name is not looked for
-    assert [folder.name[:15] for folder in folders] == ["20260101-000000", "20260101-000001", "20260101-000002"]
-    with open_run(config(*argv(None))) as newest, open_run(config(*argv(None, "--save_steps=3"))) as next_one:
-        assert (newest.path, next_one.path) == (folders[1], folders[0])  # one that is in use is left alone
-    (folders[1] / "summary.json").write_text('{"steps": 6}')
-    with open_run(config(*argv(None))) as one:
-        assert one.path == folders[0]
-    (folders[0] / "summary.json").write_text('{"steps": 6}')
-    with open_run(config(*argv(None))) as one:
-        assert one.path.name.startswith("20260101-000003")
+def test_before_its_first_checkpoint_a_folder_may_be_another_runs(argv) -> None:
+    path = begun(argv())
+    shutil.rmtree(path / "checkpoints")
+    with open_run(config(*argv("run", "--seed=1"))) as folder:
+        assert folder.path == path
 
 
-def test_settings_of_other_programs_under_runs_are_passed_over(argv, tmp_path, monkeypatch) -> None:
+def test_without_an_output_dir_a_run_begins_and_says_how_to_resume(argv, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs/other").mkdir(parents=True)
-    for text in ("learning_rate: 1", "- a", "output_dir:", "seed: 2026-13-45"):
-        (tmp_path / "runs/other/config.yaml").write_text(text)
-        with open_run(config(*argv(None))) as folder:
-            assert folder.path.name != "other"
+    monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")
+    first, other = begun(argv(None)), begun(argv(None))
+    assert (first.parent, first.name[:15], other.name) == (Path("runs"), "20260101-000000", f"{first.name}-2")
+    said = RunFolder(other).how_to_go_on(config(*argv(None)))
+    assert said.endswith(f"step 3: the same command with --output_dir={other} resumes from there")
+    with open_run(config(*argv(None), f"--output_dir={other}")) as folder:
+        assert folder.path == other
 
 
 def test_a_second_run_in_a_folder_is_refused_while_the_first_one_lives(argv, tmp_path) -> None:
@@ -171,7 +149,7 @@ def test_a_folder_that_holds_something_else_is_left_alone_and_one_that_cannot_be
     for more in ([], ["--no_resume"]):
         with pytest.raises(Refused, match="run is not empty and holds no run; name another folder or remove it"):
             open_run(config(*argv("run", *more))).__enter__()
-    with pytest.raises(DiskError, match=r"^output_dir: /dev/null/run cannot be written: Not a directory"):
+    with pytest.raises(NotADirectoryError, match=r"/dev/null/run"):
         open_run(config(*argv(), "--output_dir=/dev/null/run")).__enter__()
 
 

@@ -22,7 +22,7 @@ from trainer.step import training_step
 pytestmark = pytest.mark.slow
 
 SHORT = ("--max_completion_length=24", "--no_mask_truncated_completions", "--temperature=1.5")
-ON = ("--compare_and_correct=0.3", "--credit=uniform", EVEN, *SHORT)
+ON = ("--compare_and_correct=0.3", "--credit=none", EVEN, *SHORT)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_the_prompt_shows_attempt_and_nearest_correct_sibling_and_one_that_is_to
 
 
 @pytest.mark.parametrize(
-    "options", [("--num_iterations=2",), ("--credit=random", "--credit_options", "normalize", "mean")]
+    "options", [("--num_iterations=2",), ("--control=random", "--normalize=mean")]
 )
 def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_as_they_were(
     fresh, written, options
@@ -177,7 +177,7 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
     weights = result.credit.weights
     assert all(torch.equal(row, other) for row, other in zip(weights, expected, strict=True))
     assert any((weights[b] == 0).any() for b in right)
-    third = fresh(*ON, *(option for option in options if "iterations" in option), "--credit=uniform")
+    third = fresh(*ON, *(option for option in options if "iterations" in option), "--credit=none")
     updated(third, result.batch.rollouts, advantages, edits=expected)
     assert torch.equal(parameters(trainer), parameters(third))
     assert not torch.equal(parameters(trainer), parameters(twin))

@@ -57,7 +57,7 @@ def test_units_whose_weights_are_drawn_have_no_drop_to_record() -> None:
             {"advantage": -1.0, "answer": Span(2, 3)},
             "it is wrong, and completions=positive",
         ),
-        (["--credit=uniform"], {"answer": Span(2, 3)}, "credit=uniform gives every token the same weight"),
+        (["--credit=none"], {"answer": Span(2, 3)}, "credit=uniform gives every token the same weight"),
     ],
 )
 def test_a_completion_whose_tokens_weigh_the_same_says_why(flags, options, reason) -> None:

@@ -53,6 +53,6 @@ def test_a_run_on_mbpp_trains_and_evaluates_by_tests(mbpp, tmp_path) -> None:
 
 def test_a_run_on_code_that_cannot_be_isolated_ends_with_one_line(mbpp, monkeypatch, capsys) -> None:
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    assert main([*mbpp, "--code_isolation=bubblewrap", "--device=cpu", "--credit=uniform"]) == 1
+    assert main([*mbpp, "--code_isolation=bubblewrap", "--device=cpu", "--credit=none"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: reward code: programs cannot be isolated here")

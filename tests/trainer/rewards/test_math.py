@@ -59,7 +59,7 @@ def test_a_child_that_does_not_start_is_an_error(obedient, monkeypatch, tmp_path
 
 def test_a_run_without_math_verify_ends_with_one_line(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert main(["--credit=uniform", "--reward_funcs", "math_verify", f"--output_dir={tmp_path / 'run'}"]) == 1
+    assert main(["--credit=none", "--reward_funcs", "math_verify", f"--output_dir={tmp_path / 'run'}"]) == 1
     expected = "error: reward math_verify: math-verify is not installed: pip install '.[math]'\n"
     assert capsys.readouterr().err == expected
 

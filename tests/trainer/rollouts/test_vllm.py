@@ -146,7 +146,7 @@ def serve(monkeypatch):
         monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: opened(self, "cuda"))
         monkeypatch.setattr(vllm_client.VLLMClient, "check_server", lambda *_, **__: None)
         monkeypatch.setattr("trainer.run.await_server", lambda _: None)
-        return server, lambda: VllmEngine(policy, tokenizer(), server.url, LIMIT)
+        return server, lambda **options: VllmEngine(policy, tokenizer(), server.url, LIMIT, **options)
 
     return start
 
@@ -168,6 +168,18 @@ def test_a_server_has_the_merged_weights_and_completes_greedily_as_the_policy_do
     assert torch.equal(theirs.truncated, ours.truncated)
     assert len(server.updates) == 2  # changed weights that it had to show, then the policy's
     assert server.requests[-1][1]["temperature"] == 0
+
+
+def test_stop_strings_are_the_servers_and_what_spells_them_is_cut_off(serve) -> None:
+    policy = tiny()
+    whole = TransformersEngine(policy, tokenizer())(PROMPTS, max_completion_length=12)
+    stop = [tokenizer().decode(row[3:5]) for row in whole.ids()]
+    server, engine = serve(policy, other())
+    theirs = engine(stop=stop)(PROMPTS, max_completion_length=12)
+    assert server.requests[-1][1]["stop"] == stop
+    assert theirs.ids() == TransformersEngine(policy, tokenizer(), stop=stop)(PROMPTS, max_completion_length=12).ids()
+    assert max(theirs.rows.lengths) <= 4
+    assert not theirs.truncated.any()
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
