@@ -11,9 +11,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from .embedded.problems import generate
+from examples.code import mbpp_row
+from examples.problems import generate
+
 from .rewards.built_in import ARGUMENTS, CONTENTS, INSTRUCTIONS
-from .rewards.code import mbpp_row
 from .rewards.numbers import gold_number
 from .settings import FILES, GENERATED, DataConfig, TrainSettings, require_data
 

@@ -18,8 +18,8 @@ import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cfa_kernels import CounterfactualConfig, Rows, credited_loss
+from examples.problems import generate
 
-from .embedded.problems import generate
 from .rewards.built_in import INSTRUCTIONS
 from .rewards.numbers import exact_match
 from .rollouts.engine import end_ids

@@ -28,6 +28,7 @@ from cfa_kernels.options import imported
 from cfa_kernels.scoring.access import WHOLE
 from cfa_kernels.text.answers import answer_text_span
 from cfa_kernels.text.offsets import describe_spare_ids
+from examples.environments import PlayedEngine, load_environment
 
 from . import processes
 from .checkpoints import Finished, Refused, RunFolder, open_run
@@ -44,7 +45,6 @@ from .precision import frozen_copy, require_device
 from .report.report import Report, Silence, tracker_library
 from .rewards.calls import FAILURES, RewardError, load_reward, load_rewards, require_callable
 from .rollouts.engine import Engine, end_ids
-from .rollouts.environments import PlayedEngine, load_environment
 from .rollouts.in_process import TransformersEngine
 from .rollouts.vllm import VllmEngine, await_server
 from .settings import TrainSettings
@@ -170,7 +170,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
         held_out_prompts, grader,
     )  # fmt: skip
     if config.compare_and_correct:
-        from .experimental import compare_and_correct as experiment  # which no other run reads
+        from examples import ibpo as experiment  # which no other run reads
 
         experiment.require_fitting_prompt(trainer)
         trainer.shape = experiment.compare_and_correct

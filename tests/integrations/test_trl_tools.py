@@ -15,6 +15,7 @@ from datasets import Dataset  # noqa: E402
 from transformers.utils import get_json_schema  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 
+from examples.environments import Calculator  # noqa: E402
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer  # noqa: E402
 from tests.support.trl_training import (  # noqa: E402
     PROMPT,
@@ -24,7 +25,6 @@ from tests.support.trl_training import (  # noqa: E402
     parameters,
     record_generations,
 )
-from trainer.rollouts.environments import Calculator  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.filterwarnings("ignore"),

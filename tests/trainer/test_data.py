@@ -13,10 +13,10 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
+from examples.problems import generate
 from tests.support.tiny import jsonl
 from trainer.config import TrainConfig
 from trainer.data import Row, encode_prompts, load_rows, train_and_eval_rows
-from trainer.embedded.problems import generate
 from trainer.rewards.numbers import gold_number
 from trainer.settings import ASSETS, DataConfig
 

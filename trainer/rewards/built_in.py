@@ -25,7 +25,7 @@ class BuiltIn(NamedTuple):
 BUILT_IN = {
     "exact_match": BuiltIn(f"{__package__}.numbers:exact_match", ("numbers",), _ANSWERS),
     "math_verify": BuiltIn(f"{__package__}.math:MathReward", ("text", "numbers"), ("timeout",)),
-    "code": BuiltIn(f"{__package__}.code:CodeReward", ("mbpp",), ("timeout", "isolation")),
+    "code": BuiltIn("examples.code:CodeReward", ("mbpp",), ("timeout", "isolation")),
 }
 INSTRUCTIONS = {
     "numbers": "Solve the problem step by step. End with a line of the form: #### <number>",

@@ -14,10 +14,9 @@ import torch
 from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import correct_siblings
 from cfa_kernels.model.parts import causal_lm, context_length
-
-from ..data import configured_prompt
-from ..rewards.calls import compute_rewards
-from ..state import Samples, Shaped, Trainer, arguments
+from trainer.data import configured_prompt
+from trainer.rewards.calls import compute_rewards
+from trainer.state import Samples, Shaped, Trainer, arguments
 
 TEMPLATE = (
     "{question}\n\nThis attempt is wrong:\n{attempt}\n\nThis is correct:\n{reference}\n\n"

@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from cfa_kernels import KeptTokens
 from cfa_kernels.options import imported
 from cfa_kernels.text.offsets import decoded
-
-from ..rewards.calls import FAILURES, RewardError
-from .engine import Engine, Rollouts
+from trainer.rewards.calls import FAILURES, RewardError
+from trainer.rollouts.engine import Engine, Rollouts
 
 
 class EnvironmentFailure(RewardError):

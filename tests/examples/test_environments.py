@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cfa_kernels import packed_logprobs
+from examples.environments import Calculator, EnvironmentFailure, PlayedEngine, load_environment
 from tests.support.embedded import all_counted, settings, updated
 from trainer.rollouts.engine import end_ids
-from trainer.rollouts.environments import Calculator, EnvironmentFailure, PlayedEngine, load_environment
 from trainer.run import set_up
 from trainer.step import counted_tokens
 

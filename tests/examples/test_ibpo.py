@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from cfa_kernels.rows import Rows
+from examples import ibpo as compare_and_correct
+from examples.ibpo import correction_prompt
 from tests.support.edit_table import edits_by_table, table
 from tests.support.embedded import EVEN, settings, updated
 from trainer.data import Row
-from trainer.experimental import compare_and_correct
-from trainer.experimental.compare_and_correct import correction_prompt
 from trainer.rewards.calls import group_advantages
 from trainer.rollouts.engine import Rollouts
 from trainer.rollouts.in_process import TransformersEngine

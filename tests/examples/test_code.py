@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
+from examples.code import CodeReward, fenced_code
 from tests.conftest import REPOSITORY
-from trainer.rewards.code import CodeReward, fenced_code
 
 pytestmark = [
     pytest.mark.slow,
@@ -210,7 +210,7 @@ def parent(): return os.getppid()
 
 def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch) -> None:
     mark = (1 << 30) + os.getpid()
-    monkeypatch.setattr("trainer.rewards.code.MEMORY_BYTES", mark)
+    monkeypatch.setattr("examples.code.MEMORY_BYTES", mark)
     sleeper = "import os, time\nos.setsid()\ntime.sleep(10**6)"
     assert not reward_of("bubblewrap", 0.5).passes(sleeper, TESTS)
     until = time.monotonic() + DEADLINE

@@ -2,10 +2,10 @@
 
 import pytest
 
+from examples.code import mbpp_row
 from tests.support.tiny import jsonl
 from trainer.config import TrainConfig
 from trainer.data import train_and_eval_rows
-from trainer.rewards.code import mbpp_row
 
 ROW = {
     "task_id": 1,
