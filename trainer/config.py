@@ -20,7 +20,7 @@ from cfa_kernels.scoring.access import GRADIENTS, WHOLE
 
 from .precision import Precision
 from .rewards.built_in import BUILT_IN
-from .settings import GENERATED, TrainSettings
+from .settings import TrainSettings
 
 _CONTROLS: dict[str, Control | None] = {
     "counterfactual": None, "inverted": "inverted", "permuted": "permuted", "random": "random", "uniform": "off",
@@ -86,15 +86,15 @@ class TrainConfig(TrainSettings):
 
     @property
     def own_credit(self) -> dict[str, str]:
-        """Name the functions and classes of the user's that credit calls, by option."""
-        named = {"answer_format": self.answer_format, "estimator": self.estimator}
+        """Name the functions and classes of the user's that credit and rollouts call, by option."""
+        named = {name: getattr(self, name) for name in ("answer_format", "estimator", "environment", "shaping_func")}
         named["weights"] = self.credit_options.get("weights")  # type: ignore[assignment]
         return {option: name for option, name in named.items() if name and _REFERENCE.fullmatch(name)}
 
     @property
     def reward_options(self) -> dict[str, Any]:
         """Return the options of reward functions, by the names that `load_reward` takes."""
-        return {**self.answer_options(), "timeout": self.reward_timeout, "isolation": self.code_isolation}
+        return {**self.answer_options(), "timeout": self.reward_timeout}
 
     @property
     def loss_options(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
     credit, high, url = c.counterfactual(), c.importance_sampling_clip_max, c.vllm_server_base_url
     weighing = {
         f"credit={c.credit}": credit.control != "off",
-        "compare_and_correct": c.compare_and_correct > 0,
+        "shaping_func": c.shaping_func is not None,
         "importance_sampling_clip_max": high is not None and c.importance_sampling_mode.startswith("token"),
     }
     weighs = [name for name, does in weighing.items() if does]
@@ -141,9 +141,6 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         f"{c.rollout_engine} gives none; take transformers and a top_p below 1": (
             c.score_centering and (c.rollout_engine != "transformers" or c.top_p == 1)
         ),
-        "environment: compare_and_correct writes corrections that no environment answers; name one of them": (
-            c.environment is not None and c.compare_and_correct > 0
-        ),
         f"reward_weights must be finite numbers, got {c.reward_weights}": any(
             w not in Interval() for w in c.reward_weights
         ),
@@ -151,9 +148,6 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         f"reward_weights: {len(c.reward_weights)} weights for {len(c.reward_funcs)} reward_funcs; give one for each, "
         "or none at all": bool(c.reward_weights) and len(c.reward_weights) != len(c.reward_funcs),
         f"reward_funcs: {''.join(unfit[:1])} reads rows of {judged}, and eval_reward {c.grader} {c.kind}": bool(unfit),
-        "dataset: 'generated' has no tests; name a file or hub data set with MBPP's columns": (
-            c.dataset == GENERATED and c.kind == "mbpp"
-        ),
     }
 
 
@@ -167,7 +161,7 @@ def _of_processes(c: TrainConfig, processes: int) -> dict[str, bool]:
         f"rollout_engine: {c.rollout_engine} serves one process, and there are {processes}; take transformers": (
             c.rollout_engine != "transformers"
         ),
-        f"compare_and_correct: runs in one process, and there are {processes}": c.compare_and_correct > 0,
+        f"shaping_func: runs in one process, and there are {processes}": c.shaping_func is not None,
         f"device: {device} is one GPU, and there are {processes} processes; omit it or say cuda": (
             on_gpu and device.index is not None
         ),

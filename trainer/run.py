@@ -28,7 +28,6 @@ from cfa_kernels.options import imported
 from cfa_kernels.scoring.access import WHOLE
 from cfa_kernels.text.answers import answer_text_span
 from cfa_kernels.text.offsets import describe_spare_ids
-from examples.environments import PlayedEngine, load_environment
 
 from . import processes
 from .checkpoints import Finished, Refused, RunFolder, open_run
@@ -117,7 +116,10 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     rewards = load_rewards(config.reward_funcs, **config.reward_options)
     loaded = dict(zip(config.reward_funcs, rewards.values(), strict=True))
     grader = loaded.get(config.grader) or load_reward(config.grader, **config.reward_options)
-    played = None if config.environment is None else load_environment(config.environment)
+    play, shape = (
+        None if name is None else imported(option, name)
+        for option, name in (("environment", config.environment), ("shaping_func", config.shaping_func))
+    )
     rows, held_out = train_and_eval_rows(config)
     require_callable(rewards, rows[0])
     require_callable({config.grader: grader}, held_out[0])
@@ -151,8 +153,8 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
         captured = False if moving else None
         own: dict[str, Any] = {"longest": longest, "thought_tags": tags, "keep_merged": merges}
         engine = TransformersEngine(policy, tokenizer, rounded, captured=captured, **own)
-    if played is not None:
-        engine = PlayedEngine(engine, tokenizer, played, end_ids(policy, tokenizer), thought_tags=tags)
+    if play is not None:
+        engine = play(engine, tokenizer, end_ids(policy, tokenizer), tags)
     for model in [policy] if reference in (None, policy) else [policy, reference]:
         processes.distribute(model, config)
         if compiles:
@@ -167,13 +169,8 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 0, config.max_steps)
     trainer = Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
-        held_out_prompts, grader,
+        held_out_prompts, grader, shape,
     )  # fmt: skip
-    if config.compare_and_correct:
-        from examples import ibpo as experiment  # which no other run reads
-
-        experiment.require_fitting_prompt(trainer)
-        trainer.shape = experiment.compare_and_correct
     return trainer
 
 
@@ -242,7 +239,8 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                         result = training_step(trainer, step, next(batches))
                     report.stepped(step, result)
                 if is_due(step, config.eval_steps, config) and step not in evaluated:
-                    evaluate_at(trainer, report, step, ending)
+                    with naming_own_code(config):
+                        evaluate_at(trainer, report, step, ending)
                 # Read once: a signal may come between saving and the question whether to end.
                 request = next(filter(None, processes.gather(ending.signal)), None)
                 # The step that a run resumes from has its checkpoint.
@@ -266,7 +264,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
 
 @contextlib.contextmanager
 def naming_own_code(config: TrainConfig) -> Iterator[None]:
-    """Raise `RewardError` naming a user's function that raises in credit or whose result the library refuses."""
+    """Raise `RewardError` naming a user's function that raises in a step or whose result the library refuses."""
     try:
         yield
     except FAILURES as problem:
@@ -306,7 +304,9 @@ def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> 
                 raise Ended
 
         rows, prompts = trainer.held_out, trainer.held_out_prompts
-        result = evaluate(trainer.engine, rows, prompts, config, match=trainer.grader, advance=advance_or_end)
+        result = evaluate(
+            trainer.engine, rows, prompts, config, match=trainer.grader, advance=advance_or_end, step=step
+        )
         report.evaluated(step, result)
 
 

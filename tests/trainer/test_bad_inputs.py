@@ -76,8 +76,8 @@ CATALOGUE: dict[str, tuple] = {
         [OWN_MODEL], PARSE, "m/defaults.yaml", "not YAML", {"m/defaults.yaml": "lora_r: {"},
     ),
     "a model's defaults that reach beyond it": (
-        [OWN_MODEL], PARSE, "m/defaults.yaml: a model may set temperature, ", "not code_isolation",
-        {"m/defaults.yaml": "code_isolation: none"},
+        [OWN_MODEL], PARSE, "m/defaults.yaml: a model may set temperature, ", "not reward_timeout",
+        {"m/defaults.yaml": "reward_timeout: 1"},
     ),
     # The run folder
     "a run folder that is a file": (

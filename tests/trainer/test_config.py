@@ -55,13 +55,13 @@ def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
 
 @pytest.mark.parametrize(
     "weighing",
-    [[], ["--credit=uniform", "--compare_and_correct=0.3"], ["--credit=uniform", "--importance_sampling_clip_max=3"]],
+    [[], ["--credit=uniform", "--shaping_func=math:gcd"], ["--credit=uniform", "--importance_sampling_clip_max=3"]],
 )
 def test_weights_of_tokens_are_refused_where_a_completion_has_one_ratio(capsys, weighing) -> None:
     level = "--importance_sampling_level=sequence"
     said = message(capsys, level, *weighing)
     assert re.search(
-        r"importance_sampling_level must be token or sequence_token with (credit=counter|compare_and|importance_s)",
+        r"importance_sampling_level must be token or sequence_token with (credit=counter|shaping|importance_s)",
         said,
     )
     assert settings(level, *weighing, "--loss_type=cispo").loss_type == "cispo"
@@ -168,7 +168,7 @@ BEFORE_TORCH = [
     (["--epsilon=-0.2"], 2, "error: epsilon must be finite and at least 0, got -0.2"),
     (["--learning_rate=nan"], 2, "error: learning_rate must be in [1e-38, 1e38], got nan"),
     (["--top_p=0"], 2, "error: top_p must be in (0, 1], got 0.0"),
-    (["--reward_funcs", "own:f", "exact"], 2, "reward_funcs: 'exact' is neither one of exact_match, math_verify, "),
+    (["--reward_funcs", "own:f", "exact"], 2, "reward_funcs: 'exact' is neither one of exact_match, math_verify "),
     (["--config"], 2, "--config: expected one argument"),
     (["--config=nowhere.yaml"], 2, "--config nowhere.yaml: there is no such file; the names that ship are calc"),
     (["--dataset=nowhere.jsonl"], 2, "dataset nowhere.jsonl: expected a .json, .jsonl or .parquet file that exists"),

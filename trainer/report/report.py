@@ -274,7 +274,7 @@ def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, 
     record: dict[str, Any] = {
         "problem": batch.keys[b][-2],
         "completion": batch.rollouts.texts[b],
-        "reward": batch.rewards[b].item(),
+        "reward": None if batch.rewards[b].isnan() else batch.rewards[b].item(),
         "advantage": result.advantages[b].item(),
         "truncated": bool(batch.rollouts.truncated[b]),
         "counted": counted,
@@ -298,6 +298,7 @@ def _why_uncredited(result: Step, b: int, config: TrainConfig, *, counted: bool)
     shades = credit.weights[b] if credit.advantages is None else credit.advantages[b] - advantage + 1
     reasons = {
         "it was cut off at the length limit, and the loss omits it": not counted,
+        "no reward function gave it a reward": bool(result.batch.rewards[b].isnan()),
         "it has no advantage: all completions of its group have one reward": advantage == 0,
         f"credit={config.credit} gives every token the same weight": config.credit == "uniform",
         "it is wrong, and completions=positive gives credit to completions with a positive advantage": (
