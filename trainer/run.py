@@ -154,7 +154,8 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
         own: dict[str, Any] = {"longest": longest, "thought_tags": tags, "keep_merged": merges}
         engine = TransformersEngine(policy, tokenizer, rounded, captured=captured, **own)
     if play is not None:
-        engine = play(engine, tokenizer, end_ids(policy, tokenizer), tags)
+        with naming_own_code(config):
+            engine = play(engine, tokenizer, end_ids(policy, tokenizer), tags)
     for model in [policy] if reference in (None, policy) else [policy, reference]:
         processes.distribute(model, config)
         if compiles:
