@@ -25,7 +25,7 @@ from benchmarks.harness.environment import REPOSITORY
 from benchmarks.harness.results import Pieces, made_by, table
 from benchmarks.research.regimes import ASSETS, REGIMES, check, problems
 from cfa_kernels.options import Count, Interval
-from trainer.report.runs import read_runs
+from trainer.report.runs import read_metrics
 
 PLAIN, PLACEBO = "plain DAPO", "permuted where right, spans open"
 
@@ -343,7 +343,7 @@ def _curve(place: Path, steps: int) -> dict[str, Any]:
     """
     means, shares = ["credit/weight_mean", "credit/weight_std"], ["corrections/fraction", "corrections/right_fraction"]
     names = ["step_time", "eval_accuracy", "eval_pass@1", *TRENDS, *means, *shares]
-    metrics = read_runs([place])[0].metrics.reindex(columns=names)
+    metrics = read_metrics(place).reindex(columns=names)
     metrics["seconds"] = metrics["step_time"].fillna(0.0).cumsum()
     metrics["ess"] = 1 / (1 + (metrics["credit/weight_std"] / metrics["credit/weight_mean"]) ** 2)
     done = metrics[metrics["eval_accuracy"].notna()]

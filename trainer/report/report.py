@@ -109,7 +109,7 @@ class Report:
         page = self._folder / "report.html"
         if (self._folder / "metrics.jsonl").stat().st_size:
             try:
-                write_run_page(page, [self._folder], self._title)
+                write_run_page(page, self._folder, self._title)
             except (ValueError, OSError) as problem:  # the page only shows what other files hold
                 self._warn(f"{page} was not written: {problem}")
 
