@@ -78,7 +78,7 @@ def analyse(samples: Sequence[Sample]) -> dict[str, pandas.DataFrame]:
     if len(spans):
         spans["class"], cuts = classes_of(spans["drop"].to_numpy(), noise)
         counts = spans["class"].value_counts().reindex(CLASSES, fill_value=0)
-        edges = {"drop above": [*cuts, noise, -noise, -math.inf], "spans": counts, "share": counts / len(spans)}
+        edges = {"drop above": [*cuts, noise, 0 - noise, -math.inf], "spans": counts, "share": counts / len(spans)}
         levels = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1]
         tables |= {
             f"Drops of masked spans, {units[0]}": spans["drop"].describe(levels).drop(["min", "max"]).to_frame(),

@@ -70,8 +70,8 @@ def figures(metrics: pandas.DataFrame) -> dict[str, float]:
 
 
 def written(value: float) -> str:
-    """Write a figure, whole from 10,000 on, else by four digits."""
-    return "-" if math.isnan(value) else f"{value:,.0f}" if value >= 1e4 else f"{value:.4g}"
+    """Write a figure by three digits, or whole; "-" for nan."""
+    return "-" if math.isnan(value) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def read_samples(path: Path, *, every: int = 1) -> Iterator[Sample]:

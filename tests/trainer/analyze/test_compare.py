@@ -17,7 +17,7 @@ def test_figures_are_those_of_the_runs_files_and_means_are_over_seeds(tmp_path, 
     accuracy = ["credit", "seed", "accuracy at step 0, %", "held-out accuracy, %", "low", "high"]
     assert list(table["cf-3"][accuracy]) == ["counterfactual", "3", "25", "80", "75", "85"]
     assert list(table["mean of 2 seeds"][accuracy]) == ["counterfactual", "2, 3", "25", "75", "70", "80"]
-    assert list(table["cf-2"][["steps", "reward", "tokens", "seconds, credit"]]) == ["20", "1.97", "2000", "1.05"]
+    assert list(table["cf-2"][["steps", "reward", "tokens", "seconds, credit"]]) == ["20", "1.97", "2,000", "1.05"]
     assert main(["compare", *map(str, folders)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80

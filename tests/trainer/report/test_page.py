@@ -64,7 +64,7 @@ def test_the_page_of_a_run_holds_its_metrics_settings_and_figures(tmp_path) -> N
         assert {name: run["metrics"][name][at] for name in entry} == entry
     figures = run["figures"]
     assert (figures["accuracy at step 0, %"], figures["held-out accuracy, %"]) == ("25", "60 (55-65)")
-    assert (figures["reward"], figures["tokens"], figures["steps"]) == ("1.96", "2000", "20")  # of the last two steps
+    assert (figures["reward"], figures["tokens"], figures["steps"]) == ("1.96", "2,000", "20")  # of the last two steps
     stages = [float(figures[f"seconds, {name}"]) for name in ("generate", "credit", "update", "other")]
     assert stages == [2, 1.05, 0.7, 0.01]
     assert sum(stages) == float(figures["seconds per step"])
