@@ -1,4 +1,4 @@
-"""Packaging: `pip install .` installs `cfa_kernels` and `trainer/`, which is called `cfa_trainer` there.
+"""Packaging: `pip install .` installs `cfa_kernels` and `trainer/`, called `cfa_trainer` there, `examples/` inside it.
 
 Benchmarks and tests run from the checkout. Ranges stand here, exact pins in constraints.txt. The core is what kernels,
 losses and scoring import.
@@ -71,11 +71,13 @@ setup(
     packages=[
         *find_packages(include=["cfa_kernels", "cfa_kernels.*"]),
         *("cfa_trainer" + name.removeprefix("trainer") for name in find_packages(include=["trainer", "trainer.*"])),
+        "cfa_trainer.examples",
+        "cfa_trainer.examples.estimators",
     ],
-    package_dir={"cfa_trainer": "trainer"},
+    package_dir={"cfa_trainer": "trainer", "cfa_trainer.examples": "examples"},
     package_data={
         "cfa_kernels": ["py.typed", "__init__.pyi", "model/README.md", "credit/presets/*"],
-        "cfa_trainer": ["embedded/assets/*", "report/assets/*"],
+        "cfa_trainer": ["configs/*", "embedded/assets/*", "report/assets/*"],
     },
     entry_points={
         "console_scripts": [

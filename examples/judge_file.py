@@ -1,4 +1,4 @@
-"""Judge the completions of a file by a model; write tables and a page of them."""
+"""Judge the completions of a file by a model; write a page of them."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cfa_kernels import Rows, counterfactual_credit
-from trainer.analyze.analysis import write_analysis
+from trainer.report.page import page_of
+from trainer.report.runs import sample_of
 
 name = "trainer/embedded/assets"
 model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
@@ -38,7 +39,7 @@ for b, (line, ids) in enumerate(zip(lines, completions, strict=True)):
         "answer": answer and answer._asdict(), "question": line["question"], "reference": line["answer"],
         "correct": line["completion"].rpartition("####")[2].strip() == line["answer"],
     })  # fmt: skip
-judged = Path("runs/judged.jsonl")
-judged.parent.mkdir(exist_ok=True)
-judged.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
-print(f"open {write_analysis(judged) / 'page.html'}")
+page = Path("runs/judged.html")
+page.parent.mkdir(exist_ok=True)
+page.write_text(page_of(map(sample_of, records), "Judged completions"), "utf-8")
+print(f"open {page}")

@@ -7,7 +7,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 
 from cfa_kernels.integrations.trl import PackedGRPOTrainer
-from trainer.embedded.problems import generate
+from examples.problems import generate
 
 problems = [
     {"prompt": [{"role": "user", "content": problem.question}], "solution": str(problem.answer)}

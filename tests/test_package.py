@@ -123,6 +123,16 @@ def test_the_wheel_holds_the_library_and_the_program_and_the_sdist_the_checkout(
     assert files >= {f"cfa_{path.relative_to(REPOSITORY).as_posix()}" for path in program}
     help_of = "from cfa_trainer.__main__ import main; main(['--help'])"
     assert "entropy_80_20" in run(help_of, PYTHONPATH=str(tmp_path / "installed"))
+    # Names of examples are those of the checkout, also next to a user's own package of that name.
+    assert {path.name for path in (REPOSITORY / "examples").glob("*.py")} <= {Path(name).name for name in files}
+    (tmp_path / "user" / "examples").mkdir(parents=True)
+    (tmp_path / "user" / "examples" / "mine.py").write_text("")
+    for folder in ("user", "installed"):
+        add = f"import os, sys; os.chdir({str(tmp_path / folder)!r}); from cfa_trainer import __main__ as program"
+        code = f"{add}; program.add_examples(); import examples.ibpo, examples.estimators.resampling"
+        code += "; import examples.mine" * (folder == "user")
+        where = run(f"{code}; print(examples.ibpo.__file__)", PYTHONPATH=str(tmp_path / "installed"))
+        assert where.startswith(str(tmp_path / "installed" / "cfa_trainer" / "examples"))
     assert files >= {"cfa_kernels/py.typed", "cfa_kernels/model/README.md"}
     assert inside >= {"setup.py", "pyproject.toml", "constraints.txt", "Makefile", "LICENSE", "tests/conftest.py"}
     others = (each for each in wheel if not each.filename.endswith(".safetensors"))

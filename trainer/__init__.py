@@ -4,6 +4,6 @@ Read `run.py`, the way from the settings to the saved model, and `step.py`, one 
 `rewards/`, `checkpoints.py` and `report/`. `config.py` checks settings, `data.py` rows, `policy.py` the model and
 `metrics.py` numbers.
 
-A run by default reads nothing of `rewards/code.py`, `rewards/math.py`, `rollouts/vllm.py` and
-`experimental/`. `embedded/` holds the problems and the model of the demo, `analyze/` looks at what runs have written.
+A run by default reads nothing of `rewards/math.py` and `rollouts/vllm.py`. `embedded/` holds the problems and the
+model of the demo, `analyze/` looks at what runs have written.
 """

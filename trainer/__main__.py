@@ -1,7 +1,9 @@
 """`python -m trainer`, or `cfa-train`: help, wrong flags and missing files before slow imports."""
 
+import importlib.util
 import os
 import sys
+import types
 
 from .extras import needed_by, program
 
@@ -11,6 +13,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if os.getcwd() not in sys.path:  # an entry point omits it; a user's rewards and estimators may be there
         sys.path.append(os.getcwd())
+    add_examples()
     with needed_by(program("trainer"), "trainer"):
         from .cli import of_rank, print_help
 
@@ -20,6 +23,17 @@ def main(argv: list[str] | None = None) -> int:
         settings = of_rank(flags, prog=program("trainer"))
         from .run import main as run
     return run(settings)
+
+
+def add_examples() -> None:
+    """Let `examples.code` and the like be imported where the program is installed, behind a user's own `examples`."""
+    ours = importlib.util.find_spec(f"{__package__}.examples")  # none in a checkout, which they are next to
+    if ours is not None and ours.submodule_search_locations is not None:
+        try:
+            package = importlib.import_module("examples")
+        except ImportError:
+            package = sys.modules["examples"] = types.ModuleType("examples")
+        package.__path__ = [*getattr(package, "__path__", ()), *ours.submodule_search_locations]
 
 
 if __name__ == "__main__":

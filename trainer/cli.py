@@ -1,6 +1,6 @@
 """Fill the settings from their defaults, the model folder's file, `--config` and flags, by tyro; print help.
 
-This imports no torch. Flags and keys that name no setting are options of credit, by path; the library checks them later.
+This imports no torch. Flags and keys that name no setting are options of credit by path, which the library checks.
 """
 
 import argparse

@@ -8,6 +8,7 @@ import torch
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.config import as_config
+from cfa_kernels.credit.presets import NONE
 from cfa_kernels.estimators.base import EXTERNAL, LOG_RATIOS, NEEDS, TARGETS
 from cfa_kernels.integrations.credit import unmet_needs
 from cfa_kernels.loss.centering import check_joins
@@ -18,7 +19,7 @@ from cfa_kernels.scoring.access import GRADIENTS, WHOLE
 
 from .precision import Precision
 from .rewards.built_in import BUILT_IN
-from .settings import GENERATED, TrainSettings
+from .settings import TrainSettings
 
 
 @dataclass
@@ -67,8 +68,14 @@ class TrainConfig(TrainSettings):
         return as_config({"preset": self.credit, **self.credit_options, "token_budget": self.token_budget})
 
     @property
+    def credit_name(self) -> str:
+        """Name the run's credit, as logs and pages have it: the estimator with its control, or none."""
+        credit = self.counterfactual()
+        return NONE if credit.control == "off" else ", ".join(filter(None, [credit.estimator.name, credit.control]))
+
+    @property
     def own_credit(self) -> dict[str, str]:
-        """Name the functions and classes of the user's that credit calls, by option."""
+        """Name the functions and classes of the user's that credit and rollouts call, by option."""
         config = self.counterfactual()
         parts: dict[str, Any] = {
             "estimator": getattr(config.estimator, "function", type(config.estimator)),
@@ -76,13 +83,13 @@ class TrainConfig(TrainSettings):
             "answer_format": config.answers.answer_format,
         }
         named = {option: f"{one.__module__}:{one.__qualname__}" for option, one in parts.items() if callable(one)}
+        named |= {option: name for option in ("environment", "shaping_func") if (name := getattr(self, option))}
         return {option: name for option, name in named.items() if not name.startswith(("cfa_kernels.", "builtins:"))}
 
     @property
     def reward_options(self) -> dict[str, Any]:
         """Return the options of reward functions, by the names that `load_reward` takes."""
-        answers = vars(self.counterfactual().answers)
-        return {**answers, "timeout": self.reward_timeout, "isolation": self.code_isolation}
+        return {**vars(self.counterfactual().answers), "timeout": self.reward_timeout}
 
     @property
     def loss_options(self) -> dict[str, Any]:
@@ -95,7 +102,7 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
     credit, high, url = c.counterfactual(), c.importance_sampling_clip_max, c.vllm_server_base_url
     weighing = {
         f"credit by {credit.estimator.name}": credit.control != "off",
-        "compare_and_correct": c.compare_and_correct > 0,
+        "shaping_func": c.shaping_func is not None,
         "importance_sampling_clip_max": high is not None and c.importance_sampling_mode.startswith("token"),
     }
     weighs = [name for name, does in weighing.items() if does]
@@ -130,9 +137,6 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         f"{c.rollout_engine} gives none; take transformers and a top_p below 1": (
             c.score_centering and (c.rollout_engine != "transformers" or c.top_p == 1)
         ),
-        "environment: compare_and_correct writes corrections that no environment answers; name one of them": (
-            c.environment is not None and c.compare_and_correct > 0
-        ),
         f"reward_weights must be finite numbers, got {c.reward_weights}": any(
             w not in Interval() for w in c.reward_weights
         ),
@@ -140,9 +144,6 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         f"reward_weights: {len(c.reward_weights)} weights for {len(c.reward_funcs)} reward_funcs; give one for each, "
         "or none at all": bool(c.reward_weights) and len(c.reward_weights) != len(c.reward_funcs),
         f"reward_funcs: {''.join(unfit[:1])} reads rows of {judged}, and eval_reward {c.grader} {c.kind}": bool(unfit),
-        "dataset: 'generated' has no tests; name a file or hub data set with MBPP's columns": (
-            c.dataset == GENERATED and c.kind == "mbpp"
-        ),
     }
 
 
@@ -156,13 +157,13 @@ def _of_processes(c: TrainConfig, processes: int) -> dict[str, bool]:
         f"rollout_engine: {c.rollout_engine} serves one process, and there are {processes}; take transformers": (
             c.rollout_engine != "transformers"
         ),
-        f"compare_and_correct: runs in one process, and there are {processes}": c.compare_and_correct > 0,
+        f"shaping_func: runs in one process, and there are {processes}": c.shaping_func is not None,
         f"device: {device} is one GPU, and there are {processes} processes; omit it or say cuda": (
             on_gpu and device.index is not None
         ),
         f"device: process {place} of this machine has no GPU; it has {gpus}; start {gpus}": on_gpu and place >= gpus,
-        f"estimator: {c.counterfactual().estimator.name} takes gradients through a model that is whole in one process, which "
-        "parallel=fsdp2 does not keep; take parallel=ddp": in_pieces and GRADIENTS in c.counterfactual().needs,
+        f"estimator: {c.counterfactual().estimator.name} takes gradients through a model that is whole in one process, "
+        "which parallel=fsdp2 does not keep; take parallel=ddp": in_pieces and GRADIENTS in c.counterfactual().needs,
         "merge_adapters: merges weights that are whole in one process, which parallel=fsdp2 does not keep; omit it, or "
         "take parallel=ddp": in_pieces and WHOLE in c.counterfactual().needs,
     }

@@ -1,6 +1,7 @@
-"""Load problems to train and evaluate on from a file, the hub or the generator, and check them row by row."""
+"""Load problems to train and evaluate on from a file, the hub or the demo, and check them row by row."""
 
-import itertools
+import gzip
+import json
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -11,16 +12,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from .embedded.problems import generate
-from .rewards.built_in import ARGUMENTS, CONTENTS, INSTRUCTIONS
-from .rewards.code import mbpp_row
+from .rewards.built_in import ARGUMENTS, INSTRUCTIONS, OPTIONAL
 from .rewards.numbers import gold_number
-from .settings import FILES, GENERATED, DataConfig, TrainSettings, require_data
+from .settings import ASSETS, FILES, GENERATED, DataConfig, TrainSettings, require_data
 
-GENERATED_TRAIN_PROBLEMS = 8192
 HELD_OUT_PROBLEMS = 256
-# Reinforcement learning's own stream of generated problems, whatever the seed of the run, so that runs compare.
-GENERATED_SEED = 1
 
 
 _HEADER = "Question:"
@@ -34,7 +30,7 @@ class NoSplitError(ValueError):
 
 
 class Row(dict[str, Any]):
-    """Columns of a problem: `question`, and `answer` or `tests`; others go to rewards. `where` names it in errors.
+    """Columns of a problem: `question` and `answer`; others go to rewards. `where` names it in errors.
 
     The question of a row with `messages` is its last one's content.
     """
@@ -52,13 +48,17 @@ class Row(dict[str, Any]):
 def load_rows(name: str, *, split: str, count: int | None = None, columns: DataConfig | None = None) -> list[Row]:
     """Load the first `count` rows of a data set, checked; `ValueError` names data set, row (from 0) and reason."""
     if name == GENERATED:
-        problems = enumerate(itertools.islice(generate(split, GENERATED_SEED), count or GENERATED_TRAIN_PROBLEMS))
-        return [Row({"question": p.question, "answer": p.solution()}, f"dataset {name}, row {i}") for i, p in problems]
+        # Written by examples/problems.py from seed 1, whatever the seed of the run, so that runs compare.
+        with gzip.open(ASSETS / f"{split}.jsonl.gz", "rt", encoding="utf-8") as lines:
+            rows = [Row(json.loads(line), f"dataset {name}, row {i}") for i, line in enumerate(lines)]
+        if len(rows) < (count or 0):
+            raise ValueError(f"dataset {name}: has {len(rows)} problems to {split} on, and {count} are asked for")
+        return rows[:count]
     columns = columns or DataConfig()
     rows = _load(name, split, columns.dataset_config if name == columns.dataset else None)[:count]
     if not rows:
         raise ValueError(f"dataset {name}: has no rows")
-    if reserved := [column for column in (*ARGUMENTS, CONTENTS) if column in rows[0]]:
+    if reserved := [column for column in (*ARGUMENTS, *OPTIONAL) if column in rows[0]]:
         raise ValueError(f"dataset {name}: has a column {reserved[0]!r}, which reward functions get anyway; rename it")
     return [_checked(row, f"dataset {name}, row {i}", columns) for i, row in enumerate(rows)]
 
@@ -218,8 +218,6 @@ def _load(name: str, split: str, config: str | None) -> list[Any]:
 
 
 def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:
-    if columns.kind == "mbpp":
-        return Row(mbpp_row(row, where), where)
     row = row.copy()
     question, answer = (_taken(row, name, where) for name in (columns.question_column, columns.answer_column))
     messages = question if isinstance(question, list) else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from .config import TrainConfig
 from .data import Row
 from .processes import count, gather, own_share
-from .rewards.calls import Reward, rewards_by
+from .rewards.calls import Reward, RewardLog, rewards_by
 from .rewards.numbers import exact_match
 from .rollouts.engine import Engine
 from .state import arguments
@@ -41,7 +41,7 @@ class Evaluation:
 
 def evaluate(
     engine: Engine, rows: Sequence[Row], prompts: Sequence[Sequence[int]], config: TrainConfig, *,
-    match: Reward = exact_match, advance: Callable[[int], None] = lambda _: None,
+    match: Reward = exact_match, advance: Callable[[int], None] = lambda _: None, step: int = 0,
 ) -> Evaluation:  # fmt: skip
     """Complete every prompt greedily, and by sampling `eval_samples` times, and score completions by `match`.
 
@@ -66,7 +66,8 @@ def evaluate(
                 [prompts[i] for i in chosen], max_completion_length=config.max_completion_length, names=names,
                 keys=[keys[at] for at in batch] if keys else None, **options,
             )  # fmt: skip
-            rewards = rewards_by("of evaluation", match, names, arguments([rows[i] for i in chosen], rollouts))
+            columns, log = arguments([rows[i] for i in chosen], rollouts), RewardLog(step, config.max_steps)
+            (rewards,) = rewards_by({"of evaluation": match}, names, columns, log).values()
             solved = [reward is not None and reward >= 1 for reward in rewards]
             results |= zip(batch, zip(solved, rollouts.rows.lengths, strict=True), strict=True)
             advance(len(batch))

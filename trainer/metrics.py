@@ -19,6 +19,7 @@ from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.run_inside import run_inside
 
 from .config import TrainConfig
+from .rewards.calls import mixed_groups
 from .rollouts.engine import Rollouts
 
 # Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;
@@ -57,13 +58,13 @@ class Averages:
 def reward_metrics(
     rewards: Tensor, by_function: Mapping[str, list[float | None]], num_generations: int
 ) -> dict[str, float]:
-    """Summarize (B,) rewards with groups side by side: mean, spread, share of groups without any."""
+    """Summarize (B,) rewards, nan for none, with groups side by side: mean, spread, share of groups without any."""
     rewards = rewards.double()  # squares of what float32 holds may be beyond it
-    groups = rewards.view(-1, num_generations)
+    known = rewards[~rewards.isnan()]
     metrics = {
-        "reward": rewards.mean().item(),
-        "reward_std": rewards.std().item(),
-        "frac_reward_zero_std": (groups.amax(1) == groups.amin(1)).float().mean().item(),
+        "reward": known.mean().item(),
+        "reward_std": known.std().item(),
+        "frac_reward_zero_std": 1 - mixed_groups(rewards.view(-1, num_generations)).float().mean().item(),
     }
     for name, values in by_function.items():
         votes = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
@@ -72,6 +73,14 @@ def reward_metrics(
         if len(votes) > 1:
             metrics[f"rewards/{name}/std"] = votes.std().item()
     return metrics
+
+
+def logged_metrics(logged: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Average what reward functions logged under each name."""
+    values: dict[str, list[float]] = {}
+    for name, value in logged:
+        values.setdefault(name, []).append(value)
+    return {name: sum(own) / len(own) for name, own in values.items()}
 
 
 def length_metrics(rollouts: Rollouts) -> dict[str, float]:

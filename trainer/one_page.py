@@ -6,7 +6,6 @@ Read it from top to bottom, copy it, change it. One process, no checkpoints, no 
     python -m cfa_trainer.one_page --model Qwen/Qwen3-1.7B --dataset gsm8k.jsonl --max_steps 100 --learning_rate 1e-6
 """
 
-import itertools
 import json
 import random
 from dataclasses import dataclass
@@ -19,11 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cfa_kernels import Rows, credited_loss
 
-from .embedded.problems import generate
+from .data import load_rows
 from .rewards.built_in import INSTRUCTIONS
 from .rewards.numbers import exact_match
 from .rollouts.engine import end_ids
-from .settings import ASSETS
+from .settings import ASSETS, GENERATED
+
 
 @dataclass
 class Settings:
@@ -125,8 +125,8 @@ def load(settings: Settings, tokenizer: Any) -> tuple[list[Problem], list[Proble
     """Load problems to train and to evaluate on, asked as the model's chat template asks them."""
     if settings.dataset is None:
         counts = {"test": settings.eval_problems, "train": 2048}
-        some = [one for split, count in counts.items() for one in itertools.islice(generate(split, 1), count)]
-        pairs = [(one.question, one.solution()) for one in some]
+        some = [row for split, count in counts.items() for row in load_rows(GENERATED, split=split, count=count)]
+        pairs = [(row["question"], row["answer"]) for row in some]
     else:
         lines = [json.loads(line) for line in Path(settings.dataset).read_text("utf-8").splitlines()]
         pairs = [(f"{line['question']}\n{INSTRUCTIONS['numbers']}", line["answer"]) for line in lines]

@@ -43,7 +43,6 @@ from .precision import frozen_copy, require_device
 from .report.report import Report, Silence, tracker_library
 from .rewards.calls import FAILURES, RewardError, load_reward, load_rewards, require_callable
 from .rollouts.engine import Engine, end_ids
-from .rollouts.environments import PlayedEngine, load_environment
 from .rollouts.in_process import TransformersEngine
 from .rollouts.vllm import VllmEngine, await_server
 from .settings import TrainSettings
@@ -110,7 +109,10 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     rewards = load_rewards(config.reward_funcs, **config.reward_options)
     loaded = dict(zip(config.reward_funcs, rewards.values(), strict=True))
     grader = loaded.get(config.grader) or load_reward(config.grader, **config.reward_options)
-    played = None if config.environment is None else load_environment(config.environment)
+    play, shape = (
+        None if name is None else imported(option, name)
+        for option, name in (("environment", config.environment), ("shaping_func", config.shaping_func))
+    )
     rows, held_out = train_and_eval_rows(config)
     require_callable(rewards, rows[0])
     require_callable({config.grader: grader}, held_out[0])
@@ -131,9 +133,10 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
         require_supported(policy, longest)
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
     engine = load_engine(config, policy, tokenizer, longest, captured=False if moving else None)
-    if played is not None:
-        tags = config.counterfactual().answers.thought_tags
-        engine = PlayedEngine(engine, tokenizer, played, end_ids(policy, tokenizer), thought_tags=tags)
+    if play is not None:
+        with naming_own_code(config):
+            tags = config.counterfactual().answers.thought_tags
+            engine = play(engine, tokenizer, end_ids(policy, tokenizer), tags)
     for model in [policy] if reference in (None, policy) else [policy, reference]:
         processes.distribute(model, config)
         if compiles:
@@ -149,13 +152,8 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 0, config.max_steps)
     trainer = Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
-        held_out_prompts, grader,
+        held_out_prompts, grader, shape,
     )  # fmt: skip
-    if config.compare_and_correct:
-        from .experimental import compare_and_correct as experiment  # which no other run reads
-
-        experiment.require_fitting_prompt(trainer)
-        trainer.shape = experiment.compare_and_correct
     return trainer
 
 
@@ -234,7 +232,8 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                     report.stepped(step, result)
                 is_new = step > start or not report_state  # its checkpoint has not been kept
                 if is_due(step, config.eval_steps, config) and step not in evaluated and not asked_to_end(ending):
-                    is_new |= evaluate_at(trainer, report, step, ending)
+                    with naming_own_code(config):
+                        is_new |= evaluate_at(trainer, report, step, ending)
                 request = asked_to_end(ending)  # read once: a signal may come between saving and ending
                 if is_new and (request or step == start or is_due(step, config.save_steps, config)):
                     folder.save(trainer, step, report.state)
@@ -256,7 +255,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
 
 @contextlib.contextmanager
 def naming_own_code(config: TrainConfig) -> Iterator[None]:
-    """Raise `RewardError` naming a user's function that raises in credit or whose result the library refuses."""
+    """Raise `RewardError` naming a user's function that raises in a step or whose result the library refuses."""
     try:
         yield
     except FAILURES as problem:
@@ -297,7 +296,7 @@ def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> 
     try:
         with progress as advance, processes.whole_weights(trainer.policy):
             rows, prompts = trainer.held_out, trainer.held_out_prompts
-            result = evaluate(trainer.engine, rows, prompts, config, match=trainer.grader, advance=advance)
+            result = evaluate(trainer.engine, rows, prompts, config, match=trainer.grader, advance=advance, step=step)
             ending.waits = True
     except Ended:
         ending.waits = True

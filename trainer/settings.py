@@ -55,7 +55,7 @@ class DataConfig:
 
     @property
     def kind(self) -> str:
-        """Kind of the rows: numbers, with an answer in which a number can be read; text, with any; or mbpp."""
+        """Kind of the rows: numbers, with an answer in which a number can be read; or text, with any."""
         return "numbers"
 
 
@@ -64,22 +64,19 @@ class TrainSettings(DataConfig):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     reward_funcs: list[str] = field(default_factory=lambda: ["exact_match"])
-    """Reward functions, added up: exact_match, math_verify, code, or your "module:function". The first is right
-    for an equal number, the second by math-verify, code for a program that passes its row's tests; yours has TRL's
-    signature f(prompts=, completions=, completion_ids=, **columns) -> list of float or None."""
+    """Reward functions, added up: exact_match, math_verify, which docs/rewards.md describes, or your "module:function"
+    of TRL's form, f(prompts=, completions=, completion_ids=, **columns) -> list of float or None."""
     reward_weights: list[float] = field(default_factory=list)
     """Factors of reward_funcs in the sum, one for each; by default 1. Metrics of each function are without them."""
     reward_timeout: Positive = 10.0
-    """Seconds after which math_verify and code give up on a completion, with reward 0."""
-    code_isolation: Literal["bubblewrap", "none"] = "bubblewrap"
-    """Isolation of tested programs from this machine: bubblewrap, or none, which lets them do all that you may do."""
+    """Seconds after which math_verify gives up on a completion, with reward 0."""
     eval_reward: str | None = None
     """Reward function that evaluation counts by: a problem is solved if it gives 1 or more. By default the first of
     reward_funcs that comes with the program and grades, else exact_match. Rows must be of the kind that it reads."""
     environment: str | None = None
-    """Environment that answers the policy's calls: calculator, which completes sums such as `<<48/2=`, or
-    "module:Class" with reset(), step(text) -> text and a pattern, call, that ends a turn. Its tokens are not trained
-    on."""
+    """Your "module:function" that lets an environment answer the policy's calls: it makes an engine of engine,
+    tokenizer, ends and thought_tags, in whose rollouts tokens with a mask of 0 are not trained on.
+    examples.environments:calculator completes sums such as `<<48/2=`."""
     eval_samples: Amount = 0
     """Completions sampled for each held-out problem, in addition to the greedy one, for pass@k up to that many."""
 
@@ -125,8 +122,8 @@ class TrainSettings(DataConfig):
     """Rank of the adapter, on every linear layer but the head; its scale is 32 / lora_r."""
     instruction: str | None = None
     """Text after the question, on a separate line; may be empty. By default it asks for the form of answers that
-    evaluation's reward reads: a line "#### <number>", \\boxed{}, or a fenced block of Python. Messages of the data have
-    their own, so nothing is added to them by default."""
+    evaluation's reward reads: a line "#### <number>", or \\boxed{}. Messages of the data have their own, so nothing is
+    added to them by default."""
     system_prompt: str | None = None
     """Text of a system message before the question, in place of the data's; by default theirs, or none."""
     enable_thinking: bool = False
@@ -138,10 +135,9 @@ class TrainSettings(DataConfig):
     choose or change its parts: --estimator gradient --estimator.samples 4, --spans.max_spans 5."""
     credit_options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
     """Options of credit by path: keys of a file and flags that name no setting. The library checks them."""
-    compare_and_correct: NotNegative = 0.0
-    """After IBPO: the policy rewrites wrong completions next to the nearest correct sibling. A correct rewrite raises
-    their reward by this much (lambda times rho) before the group is compared, and only tokens that it edits get credit.
-    0 leaves completions as they are."""
+    shaping_func: str | None = None
+    """Your "module:function" of trainer, samples and `Shaped` that returns a changed copy of the last: rewards before
+    groups are compared, and factors of token weights. --config ibpo names one that corrects wrong completions."""
 
     # loss
     loss_type: str = "dapo"

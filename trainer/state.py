@@ -12,10 +12,10 @@ from cfa_kernels import Credit, Rows
 from cfa_kernels.credit.nothing import Nothing
 
 from .config import TrainConfig
-from .data import Row
+from .data import Row, configured_prompt
 from .processes import whole_weights
 from .rewards.built_in import ARGUMENTS, CONTENTS
-from .rewards.calls import Reward
+from .rewards.calls import Reward, RewardLog, compute_rewards
 from .rollouts.engine import Engine, Rollouts
 
 
@@ -43,7 +43,7 @@ class Trainer:
     held_out: list[Row]
     held_out_prompts: list[list[int]]
     grader: Reward  # solved where it gives 1 or more
-    shape: Callable[["Trainer", "Samples"], "Shaped"] | None = None  # an experiment on rewards and credit
+    shape: Callable[["Trainer", "Samples", "Shaped"], "Shaped"] | None = None  # an experiment on rewards and credit
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -65,6 +65,20 @@ class Trainer:
                 top_p=config.top_p, names=names,
             )  # fmt: skip
 
+    def reward(
+        self, rows: Sequence[Row], rollouts: Rollouts, names: Sequence[str], keys: Sequence[tuple[int, ...]]
+    ) -> "Samples":
+        """Put completions, drawn with `keys` for rows of the data, together with their rewards."""
+        log = RewardLog(keys[0][1] - 1, self.config.max_steps)
+        rewards, by_function = compute_rewards(
+            self.rewards, arguments(rows, rollouts), weights=self.config.reward_weights, names=names, log=log
+        )
+        return Samples(keys, rows, rollouts, rewards, by_function, log.metrics, log.rows(len(rows)))
+
+    def encode(self, question: str) -> list[int]:
+        """Encode the prompt of a question by the run's settings."""
+        return configured_prompt(question, self.tokenizer, self.config)
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -73,8 +87,10 @@ class Samples:
     keys: Sequence[tuple[int, ...]]  # B keys that the completions were drawn with; the last but one is the problem
     rows: Sequence[Row]  # B rows of the data
     rollouts: Rollouts
-    rewards: Tensor  # (B,) fp32, summed over reward functions
+    rewards: Tensor  # (B,) fp32, summed over reward functions; nan where all abstain
     by_function: Mapping[str, list[float | None]] = field(default_factory=dict)  # B values of each reward function
+    logged: Sequence[tuple[str, float]] = ()  # metrics that reward functions logged
+    extra: Sequence[Mapping[str, Any]] = ()  # B records of what they logged of completions
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -36,10 +36,18 @@ from cfa_kernels.tree.packs import groups_within
 
 from . import processes
 from .config import TrainConfig
-from .metrics import Averages, StageTimes, check_sampling_gap, length_metrics, require_finite, reward_metrics
-from .rewards.calls import compute_rewards, group_advantages
+from .metrics import (
+    Averages,
+    StageTimes,
+    check_sampling_gap,
+    length_metrics,
+    logged_metrics,
+    require_finite,
+    reward_metrics,
+)
+from .rewards.calls import group_advantages
 from .rollouts.engine import Rollouts
-from .state import Samples, Shaped, Step, Trainer, arguments, joined
+from .state import Samples, Shaped, Step, Trainer, joined
 
 MicroBatch = list[int]
 """Rows of one forward and backward, by their places in the batch; none where a process only runs as others do."""
@@ -61,13 +69,14 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     shaped = Shaped(samples.rewards)  # rewards (B,), edits B tensors (T_b,)
     if trainer.shape is not None:
         with times.during("correct"):
-            shaped = trainer.shape(trainer, samples)
+            shaped = trainer.shape(trainer, samples, shaped)
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)  # (B,)
     batch = update_batch(config, rollouts, advantages, shaped)
 
     with times.during("update"):
         credit, nothing, losses = update(trainer, step, rollouts, batch, times)
     metrics = {
+        **logged_metrics(samples.logged),
         **reward_metrics(samples.rewards, samples.by_function, config.num_generations),
         **length_metrics(rollouts),
         **losses,
@@ -75,7 +84,8 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
         **shaped.metrics,
         **times.metrics(),
     }
-    return Step(metrics, samples, advantages, credit, shaped.notes, nothing)
+    notes = {b: {**shaped.notes.get(b, {}), "logged": row} for b, row in enumerate(samples.extra) if row}
+    return Step(metrics, samples, advantages, credit, {**shaped.notes, **notes}, nothing)
 
 
 def sample_keys(config: TrainConfig, step: int, problems: Sequence[int]) -> list[tuple[int, ...]]:
@@ -92,10 +102,7 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     """Put completions together with their rewards."""
     rows = [trainer.rows[key[-2]] for key in keys]
     names = [f"sample {b} ({row.where})" for b, row in enumerate(rows)]
-    weights = trainer.config.reward_weights
-    return Samples(
-        keys, rows, rollouts, *compute_rewards(trainer.rewards, arguments(rows, rollouts), weights=weights, names=names)
-    )
+    return trainer.reward(rows, rollouts, names, keys)
 
 
 def update_batch(config: TrainConfig, rollouts: Rollouts, advantages: Tensor, shaped: Shaped) -> Batch:

@@ -25,14 +25,14 @@ from benchmarks.harness.environment import REPOSITORY
 from benchmarks.harness.results import Pieces, made_by, table
 from benchmarks.research.regimes import ASSETS, REGIMES, check, problems
 from cfa_kernels.options import Count, Interval
-from trainer.report.runs import read_runs
+from trainer.report.runs import read_metrics
 
 PLAIN, PLACEBO = "plain DAPO", "permuted where right, spans open"
 
 # Every arm at mean weight 1, else the arms would differ by their step sizes; "as the paper" once without. 80/20 is one
 # threshold and one denominator for the batch (arXiv 2506.01939): rescaled completion by completion, those with few open
 # tokens would weigh as much as those with many. Its kept tokens weigh 1, and Adam takes no notice of the smaller sum.
-MEAN = ("--normalize=mean")
+MEAN = "--normalize=mean"
 ARMS: dict[str, tuple[str, ...]] = {
     PLAIN: ("--credit=none",),
     "counterfactual": ("--config=cf", *MEAN),
@@ -50,7 +50,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "compare and correct": ("--config=ibpo", *MEAN),
 }
 SETS = {"credit": list(ARMS)}
-RIGHT = ("--completions=positive")
+RIGHT = "--completions=positive"
 ARMS |= {
     "CF where right": (*ARMS["counterfactual"], *RIGHT),
     "prefix gain where right": ("--credit=prefix_gain_positive", "--open_spans=false"),
@@ -343,7 +343,7 @@ def _curve(place: Path, steps: int) -> dict[str, Any]:
     """
     means, shares = ["credit/weight_mean", "credit/weight_std"], ["corrections/fraction", "corrections/right_fraction"]
     names = ["step_time", "eval_accuracy", "eval_pass@1", *TRENDS, *means, *shares]
-    metrics = read_runs([place])[0].metrics.reindex(columns=names)
+    metrics = read_metrics(place).reindex(columns=names)
     metrics["seconds"] = metrics["step_time"].fillna(0.0).cumsum()
     metrics["ess"] = 1 / (1 + (metrics["credit/weight_std"] / metrics["credit/weight_mean"]) ** 2)
     done = metrics[metrics["eval_accuracy"].notna()]

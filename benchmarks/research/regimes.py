@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.research.warmup import WarmupConfig, careless, warm_up
 from cfa_kernels.options import check_fields
+from examples.problems import WordProblem, generate
 from trainer.data import Row
-from trainer.embedded.problems import WordProblem, generate
 
 ASSETS = Path(__file__).parent / "assets"
 """The model as it comes along; `python -m benchmarks evidence model` makes another."""

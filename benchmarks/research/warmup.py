@@ -32,9 +32,9 @@ from transformers import (
 
 from benchmarks.harness.workloads import digit_bpe
 from cfa_kernels.options import Count, check_fields
+from examples.problems import WordProblem, generate
 from trainer.config import TrainConfig
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
-from trainer.embedded.problems import WordProblem, generate
 from trainer.evaluate import evaluate
 from trainer.policy import save_policy
 from trainer.rollouts.in_process import TransformersEngine

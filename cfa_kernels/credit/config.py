@@ -1,7 +1,7 @@
 """Configure how credit is assigned, in parts: an estimator, a rule for weights, rules for spans and for answers.
 
-Each part is a dataclass that declares its options once. A flag, a YAML key, a key of a host's configuration and a keyword
-are the same path: `estimator.samples` is the option `samples` of the part `estimator`.
+Each part is a dataclass that declares its options once. A flag, a YAML key and a key of a host's configuration are the
+same path: `estimator.samples` is the option `samples` of the part `estimator`.
 """
 
 import difflib
@@ -100,8 +100,8 @@ class CounterfactualConfig:
     def of(cls, options: Mapping[str, Any]) -> "CounterfactualConfig":
         """Build a configuration from options by path, as YAML, flags and Hydra give them.
 
-        `{"estimator": "gradient", "estimator.samples": 4}` is `{"estimator": {"name": "gradient", "samples": 4}}`. None
-        is not set. `preset` names a preset, whose parts the others replace (a part of another name) or change (options).
+        `{"estimator": "gradient", "estimator.samples": 4}` is `{"estimator": {"name": "gradient", "samples": 4}}`. What
+        is None is not set. `preset` names a preset; a part of another name replaces its part, options alone change it.
         """
         nested = _nested(options)
         if (preset := nested.pop("preset", NONE)) != NONE:

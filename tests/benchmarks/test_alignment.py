@@ -15,7 +15,7 @@ from benchmarks.research.alignment import MAIN, PARTS, SIZES, AlignmentSettings,
 from benchmarks.research.arms import ARMS, CF, PERMUTED, PLAIN, SETS, Judged, arms_of
 from benchmarks.research.command import main
 from benchmarks.research.regimes import REGIMES, density
-from trainer.embedded.problems import generate
+from examples.problems import generate
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ from benchmarks.research.methods import judge
 from benchmarks.research.models import Subject, posed
 from cfa_kernels import Rows
 from cfa_kernels.text.find import find_reasoning
+from examples.problems import generate
 from trainer.analyze.tables import bootstrap_interval
 from trainer.data import Row
-from trainer.embedded.problems import generate
 from trainer.settings import ASSETS
 
 pytestmark = pytest.mark.slow

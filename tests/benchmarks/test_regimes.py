@@ -7,7 +7,7 @@ import re
 import pytest
 
 from benchmarks.research.regimes import REGIMES, WORDS, Regime, model_rows, problems
-from trainer.embedded.problems import generate
+from examples.problems import generate
 
 SOME = list(itertools.islice(generate("train", 3), 40))
 

@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.research.warmup import WarmupConfig, careless, warm_up
+from examples.problems import generate
 from trainer.cli import parse
 from trainer.config import TrainConfig
-from trainer.embedded.problems import generate
 from trainer.run import set_up, train
 
 pytestmark = pytest.mark.slow

@@ -209,7 +209,9 @@ def test_credit_finds_the_answer_by_the_configs_own_format_and_fallback(control)
         assert tokenizer.decode(ids[answer.start : answer.end]).strip() == expected
         assert credit.weights[0][answer.start] == 1.5
     with pytest.raises(ValueError, match="row 0: answer_format must return None or"):
-        counterfactual_credit(*arrays, config=CounterfactualConfig.of({"control": control, "answers.answer_format": lambda text: 1}))
+        counterfactual_credit(
+            *arrays, config=CounterfactualConfig.of({"control": control, "answers.answer_format": lambda text: 1})
+        )
 
 
 # Other estimators
@@ -275,8 +277,15 @@ def test_signed_values_are_not_lost_where_weights_alone_are_asked_for(scored):
 def test_entropies_are_read_where_they_are_judged_or_choose_what_is_masked(control):
     reads = control not in ("random", "off")
     assert CounterfactualConfig(control=control, estimator="entropy").reads_entropies == reads
-    assert CounterfactualConfig.of({"control": control, "estimator.preselect": 0.5, "estimator.preselect_by": "entropy"}).reads_entropies == reads
-    assert not CounterfactualConfig.of({"control": control, "estimator.preselect": 0.5, "estimator.preselect_by": "length"}).reads_entropies
+    assert (
+        CounterfactualConfig.of(
+            {"control": control, "estimator.preselect": 0.5, "estimator.preselect_by": "entropy"}
+        ).reads_entropies
+        == reads
+    )
+    assert not CounterfactualConfig.of(
+        {"control": control, "estimator.preselect": 0.5, "estimator.preselect_by": "length"}
+    ).reads_entropies
 
 
 def test_entropies_judge_every_token_and_the_top_share_of_the_batch_is_kept(scored):

@@ -178,7 +178,9 @@ def test_the_trainer_and_trl_draw_alike(options):
 
 
 def test_factors_multiply_the_weights_and_what_is_left_is_normalised():
-    config = CounterfactualConfig.of({"weights.w_min": 2.0, "weights.w_max": 2.0, "weights.w_answer": 2.0, "normalize": "mean"})
+    config = CounterfactualConfig.of(
+        {"weights.w_min": 2.0, "weights.w_max": 2.0, "weights.w_answer": 2.0, "normalize": "mean"}
+    )
     factors = [torch.ones(n) for n in ROWS.lengths]
     factors[0][:2] = 0
     factors[4][:] = 0

@@ -63,7 +63,10 @@ def test_entropies_are_the_callers_or_those_over_the_kept_ids():
     model, tokenizer = tiny_model().eval(), tiny_tokenizer()
     generator = torch.Generator().manual_seed(0)
     given = [torch.rand(n, generator=generator) for n in ROWS.lengths]
-    config, options = CounterfactualConfig.of({"estimator": "entropy", "weights.fraction": 0.3}), {"advantages": ADVANTAGES}
+    config, options = (
+        CounterfactualConfig.of({"estimator": "entropy", "weights.fraction": 0.3}),
+        {"advantages": ADVANTAGES},
+    )
     ours = counterfactual_credit(None, tokenizer, ROWS, config=config, entropies=given, **options)
     found = credited_loss(model, tokenizer, ROWS, credit=config, entropies=given, **options)
     assert all(map(torch.equal, found.credit.weights, ours.weights))

@@ -59,14 +59,18 @@ def test_a_host_that_gives_log_probs_alone_finds_the_same_prefix_gains_and_mean_
         here = credit_of(model, batch, config)
         torch.testing.assert_close(there.drop, here.drop, rtol=0, atol=2e-5)
     with pytest.raises(NotImplementedError, match="outcome='mean'"):
-        counterfactual_credit(service, TOKENIZER, batch[2], config=CounterfactualConfig.of({"estimator.outcome": "mean"}))
+        counterfactual_credit(
+            service, TOKENIZER, batch[2], config=CounterfactualConfig.of({"estimator.outcome": "mean"})
+        )
 
 
 def test_a_probe_gives_an_answer_to_a_completion_without_one(model, batch):
     prompts, completions, _ = batch
     ids = torch.tensor(encode(TOKENIZER, "#### 4"))
     probe = Probe(ids, Span(len(ids) - 1, len(ids)))
-    credit = credit_of(model, batch, probes=[None, None, probe], config=CounterfactualConfig.of({"weights.min_spread": 0.0}))
+    credit = credit_of(
+        model, batch, probes=[None, None, probe], config=CounterfactualConfig.of({"weights.min_spread": 0.0})
+    )
     assert len(credit.spans[2]) > 1
     assert credit.answers[2] is None
     kept = completions[2][:-1]  # without its end of text
@@ -120,7 +124,10 @@ def test_a_target_is_scored_in_the_place_of_the_answer(model, batch):
         ({"probes": [(torch.ones(2).long(), (0, 1)), None, None]}, "probes row 0 must be of class Probe, got tuple"),
         ({"probes": [Probe(torch.tensor([9**9]), Span(0, 1)), None, None]}, "probes row 0: id 387420489 at position 0"),
         ({"targets": [torch.tensor([9**9]), None, None]}, "targets row 0: id 387420489 at position 0 is outside"),
-        ({"config": CounterfactualConfig.of({"estimator.placeholder_id": 9**9})}, "placeholder_id: id 387420489 .* is outside"),
+        (
+            {"config": CounterfactualConfig.of({"estimator.placeholder_id": 9**9})},
+            "placeholder_id: id 387420489 .* is outside",
+        ),
     ],
 )
 def test_bad_probes_and_targets_are_refused_by_row(model, batch, given, message):
@@ -132,7 +139,9 @@ def test_bad_probes_and_targets_are_refused_by_row(model, batch, given, message)
 @pytest.mark.parametrize("units", ["spans", "tokens"])
 def test_outcomes_and_token_units_reach_the_scoring(model, batch, outcome, units):
     prompts, completions, _ = batch
-    credit = credit_of(model, batch, CounterfactualConfig.of({"estimator.outcome": outcome, "units": units, "weights": "bilevel"}))
+    credit = credit_of(
+        model, batch, CounterfactualConfig.of({"estimator.outcome": outcome, "units": units, "weights": "bilevel"})
+    )
     expected = score_columns(
         model, prompts, completions, credit.spans, [a if s else None for a, s in zip(credit.answers, credit.spans)],  # noqa: B905
         mask=TOKENIZER.pad_token_id, outcome=outcome,
@@ -146,7 +155,12 @@ def test_the_top_share_by_an_estimate_is_masked_exactly(model, batch, preselect_
     entropies = [torch.rand(n, generator=torch.Generator().manual_seed(0)) for n in batch[2].lengths]
     known = {"entropies": entropies, "rewards": [1.0, 0.0, 0.0]}
     exact = credit_of(model, batch)
-    some = credit_of(model, batch, CounterfactualConfig.of({"estimator.preselect": 0.5, "estimator.preselect_by": preselect_by}), **known)
+    some = credit_of(
+        model,
+        batch,
+        CounterfactualConfig.of({"estimator.preselect": 0.5, "estimator.preselect_by": preselect_by}),
+        **known,
+    )
     for few, all_of_them in zip(some.drop[:2], exact.drop[:2], strict=True):
         masked = few != 0
         assert 0 < masked.sum() < len(few)
@@ -161,7 +175,8 @@ def exact():
 @pytest.mark.parametrize("units", ["spans", "tokens"])
 def test_credit_by_total_effects_weighs_by_them_and_keeps_the_answers_own_score(exact, batch, units):
     direct, total = (
-        credit_of(exact, batch, CounterfactualConfig.of({"units": units, **estimator})) for estimator in ({}, TOTAL_EFFECTS)
+        credit_of(exact, batch, CounterfactualConfig.of({"units": units, **estimator}))
+        for estimator in ({}, TOTAL_EFFECTS)
     )
     rows = batch_of(exact, *batch[:2], total.spans, total.answers, mask=TOKENIZER.pad_token_id)
     expected = total_effects(InProcess(exact), rows)

@@ -249,7 +249,9 @@ def test_rows_of_one_turn_each_get_the_credit_of_one_row_of_all_turns(estimator,
 
 def test_a_frozen_reference_judges_in_the_models_place():
     model, reference = (make_model("Qwen3", vocab_size=128, num_hidden_layers=layers) for layers in (3, 2))
-    config = CounterfactualConfig.of({"units": "turns", "target": "gold", "weights": "redistribute", "weights.strength": 2.0})
+    config = CounterfactualConfig.of(
+        {"units": "turns", "target": "gold", "weights": "redistribute", "weights.strength": 2.0}
+    )
     columns = {"mask": MASKS, "targets": ["81"] * 5}
     result = credited_loss(
         model, CHARACTERS, ROWS, advantages=ADVANTAGES, credit=config, scorer=reference, loss_type="dapo", **columns
@@ -338,7 +340,9 @@ def test_rounding_is_no_disagreement_and_log_ratios_are_read_of_rows_of_a_rollou
     model = make_model("Qwen3", vocab_size=128)
     advantages = [torch.full((len(row),), 0.3) for row in COMPLETIONS]
     advantages[1] += 3e-8
-    config = CounterfactualConfig.of({"units": "turns", "estimator.preselect": 0.5, "estimator.preselect_by": "progress"})
+    config = CounterfactualConfig.of(
+        {"units": "turns", "estimator.preselect": 0.5, "estimator.preselect_by": "progress"}
+    )
     given = {name: [torch.zeros(len(row)) for row in COMPLETIONS] for name in ("old_logprobs", "ref_logprobs")}
     found = counterfactual_credit(model, CHARACTERS, ROWS, config=config, mask=MASKS, advantages=advantages, **given)
     assert any(map(len, found.spans))

@@ -12,7 +12,12 @@ from cfa_kernels.span import Span
 SPANS = [Span(1, 3), Span(4, 6), Span(6, 7)]
 ANSWER = Span(8, 10)
 DROP = torch.tensor([3.0, 1.0, -1.0])
-NOTHING_LEFT = {"weights.w_min": 0.0, "weights.w_max": 0.0, "spans": [Span(0, 4), Span(4, 7), Span(7, 11)], "answer": None}
+NOTHING_LEFT = {
+    "weights.w_min": 0.0,
+    "weights.w_max": 0.0,
+    "spans": [Span(0, 4), Span(4, 7), Span(7, 11)],
+    "answer": None,
+}
 
 
 @pytest.mark.parametrize(

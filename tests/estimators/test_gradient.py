@@ -169,7 +169,10 @@ def test_without_noise_a_divergence_has_no_gradient_and_the_mean_log_prob_stands
 @ON_THE_HOST
 @pytest.mark.parametrize(("outcome", "budget"), [("last", None), ("mean", 1), ("last", 60)])
 def test_a_row_depends_neither_on_its_neighbours_and_their_order_nor_on_the_budget(outcome, budget):
-    model, options = double_model("Qwen3"), {"estimator.outcome": outcome, "estimator.samples": 2, "estimator.sigma": 0.01}
+    model, options = (
+        double_model("Qwen3"),
+        {"estimator.outcome": outcome, "estimator.samples": 2, "estimator.sigma": 0.01},
+    )
     apart = [saliency(model, [b], seed=(7,), **options)[0] for b in range(len(PROMPTS))]
     order = [4, 6, 2, 0, 3, 1, 5]
     together = saliency(model, order, seed=(7,), token_budget=budget, **options)

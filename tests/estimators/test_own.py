@@ -54,7 +54,10 @@ def test_a_name_and_flat_options_find_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"estimator": "lateness", "estimator.sigma": 0.1}, "sigma is not read: .* the configuration has estimator='lateness'"),
+        (
+            {"estimator": "lateness", "estimator.sigma": 0.1},
+            "sigma is not read: .* the configuration has estimator='lateness'",
+        ),
         ({"power": 2.0}, "power is not read: it is an option of estimator='lateness'"),
         ({"estimator": "lateness", "power": -1}, "power must be finite and at least 0, got -1"),
         ({"estimator": "latenes"}, "estimator must be .* lateness, got 'latenes'; did you mean 'lateness'"),

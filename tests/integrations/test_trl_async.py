@@ -177,7 +177,12 @@ def test_attention_dropout_is_refused():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"estimator": "gradient", "estimator.sigma": 0.0}, {"units": "turns"}, {"units": "turns", "weights": "redistribute"}],
+    [
+        {},
+        {"estimator": "gradient", "estimator.sigma": 0.0},
+        {"units": "turns"},
+        {"units": "turns", "weights": "redistribute"},
+    ],
     ids=str,
 )
 def test_a_step_trains_on_the_credited_advantages_of_its_samples(tmp_path, monkeypatch, options):

@@ -70,7 +70,10 @@ def without_answers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     ("config", "looked_for"),
     [
         (CounterfactualConfig(), ["####", r"\boxed{}", "answer_format", "So we add them up."]),
-        (CounterfactualConfig.of({"answers.answer_format": "X(.)"}), ["Only answer_format='X(.)' says", "So we add them up."]),
+        (
+            CounterfactualConfig.of({"answers.answer_format": "X(.)"}),
+            ["Only answer_format='X(.)' says", "So we add them up."],
+        ),
     ],
     ids=["usual forms", "own form"],
 )

@@ -364,7 +364,9 @@ def test_rows_without_advantage_are_not_asked_for(one_by_one, transfer_queue, mo
     assert all(row.eq(0).all() for row in advantages_of(batch)[3:5])
 
 
-@pytest.mark.parametrize("credit", [{"control": "off"}, {"weights.w_min": 1.0, "weights.w_max": 1.0, "weights.w_answer": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "credit", [{"control": "off"}, {"weights.w_min": 1.0, "weights.w_max": 1.0, "weights.w_answer": 1.0}], ids=str
+)
 def test_with_weights_of_one_the_advantages_are_verls_to_the_last_bit(one_by_one, transfer_queue, monkeypatch, credit):
     stock = own_advantages(one_by_one, transfer_queue)
     workers = WorkerGroup(1, 1, False, monkeypatch)

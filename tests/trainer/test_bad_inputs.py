@@ -21,15 +21,7 @@ def another_column(completions, difficulty, **_): return difficulty
 def every_other(completions, **_): return [float(i % 2) for i in range(len(completions))]
 def no_importances(model, batch): raise RuntimeError("mine")
 def few_importances(model, batch): return [[1.0]]
-class NoPattern:
-    call = "("
-    def reset(self): ...
-    def step(self, text): ...
-class Unmade(NoPattern):
-    def __init__(self, server): ...
-class Exits(NoPattern):
-    call = "."
-    def step(self, text): raise SystemExit(3)
+def broken(engine, *others): raise RuntimeError("no server")
 """
 CONFIG, TOKENIZER, TEMPLATE = "m/config.json", "m/tokenizer.json", "m/chat_template.jinja"
 DATA, MODEL, ANY = "--dataset={tmp}/rows.jsonl", "--model={tmp}/m", "--reward_funcs=own:abstains"
@@ -42,7 +34,7 @@ SETTINGS: list[tuple] = [
     ("--config={tmp}/a.yaml", "a.yaml: is not YAML of plain values: 'utf-8'", {"a.yaml": b"a: \xe9"}),
     ("--config={tmp}/a.yaml", "python/object", {"a.yaml": "max_steps: !!python/object/apply:os.getpid []"}),
     (MODEL, "m/defaults.yaml: is not YAML", {"m/defaults.yaml": "lora_r: {"}),
-    (MODEL, "not code_isolation", {"m/defaults.yaml": "code_isolation: none"}),
+    (MODEL, "not reward_timeout", {"m/defaults.yaml": "reward_timeout: 1"}),
     ("--dataset={tmp}/a.csv", "a.csv: expected a .json", {"a.csv": "a"}),
     ("--model={tmp}/a.txt", "{tmp}/a.txt: there is no such folder", {"a.txt": "text"}),
 ]
@@ -53,8 +45,6 @@ BEFORE_THE_MODEL: list[tuple] = [
     ("--device=meta", "device: meta cannot be used"),
     ("--reward_funcs=raising:f", "cannot import 'raising:f'", {"raising.py": "raise RuntimeError('no key')"}),
     ("--reward_funcs=own:another_column", "reward another_column: "),
-    ("--environment=own:NoPattern", "own:NoPattern cannot be made"),
-    ("--environment=own:Unmade", "missing 1 required positional argument: 'server'"),
     (DATA, "rows.jsonl: cannot be read: UnicodeDecodeError", {"rows.jsonl": b'{"question": "\xe9?", "answer": "1"}'}),
     (DATA, "rows.jsonl: cannot be read", {"rows.jsonl": jsonl(ROWS[0], '{"question": ')}),
     (DATA, "surrogate", {"rows.jsonl": jsonl(ROWS[0] | {"question": "What \ud83d ?"})}),
@@ -87,7 +77,7 @@ WITH_THE_MODEL: list[tuple] = [
     ("--eval_reward=own:too_few " + ANY, "step 0, reward of evaluation: returned 1 values for 2 completions"),
     ("--estimator=own:no_importances " + EVERY, "step 1, estimator own:no_importances raised RuntimeError: mine (in"),
     ("--estimator=own:few_importances " + EVERY, "own:few_importances: estimator: gave values for 1 rows, asked for 4"),
-    ("--environment=own:Exits " + ANY, "turn 0: step raised SystemExit: 3; this"),
+    ("--environment=own:broken " + ANY, "environment own:broken raised RuntimeError: no server (in own.py"),
 ]  # fmt: skip
 CASES = [*((2, *one) for one in SETTINGS), *((1, *one) for one in [*BEFORE_THE_MODEL, *WITH_THE_MODEL])]
 

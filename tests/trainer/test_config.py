@@ -55,13 +55,13 @@ def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
 
 @pytest.mark.parametrize(
     "weighing",
-    [[], ["--credit=none", "--compare_and_correct=0.3"], ["--credit=none", "--importance_sampling_clip_max=3"]],
+    [[], ["--credit=none", "--shaping_func=math:gcd"], ["--credit=none", "--importance_sampling_clip_max=3"]],
 )
 def test_weights_of_tokens_are_refused_where_a_completion_has_one_ratio(capsys, weighing) -> None:
     level = "--importance_sampling_level=sequence"
     said = message(capsys, level, *weighing)
     assert re.search(
-        r"importance_sampling_level must be token or sequence_token with (credit=counter|compare_and|importance_s)",
+        r"importance_sampling_level must be token or sequence_token with (credit=counter|shaping|importance_s)",
         said,
     )
     assert settings(level, *weighing, "--loss_type=cispo").loss_type == "cispo"
@@ -168,7 +168,7 @@ BEFORE_TORCH = [
     (["--epsilon=-0.2"], 2, "error: epsilon must be finite and at least 0, got -0.2"),
     (["--learning_rate=nan"], 2, "error: learning_rate must be in [1e-38, 1e38], got nan"),
     (["--top_p=0"], 2, "error: top_p must be in (0, 1], got 0.0"),
-    (["--reward_funcs", "own:f", "exact"], 2, "reward_funcs: 'exact' is neither one of exact_match, math_verify, "),
+    (["--reward_funcs", "own:f", "exact"], 2, "reward_funcs: 'exact' is neither one of exact_match, math_verify "),
     (["--config"], 2, "--config: expected one argument"),
     (["--config=nowhere.yaml"], 2, "--config nowhere.yaml: there is no such file; the names that ship are calc"),
     (["--dataset=nowhere.jsonl"], 2, "dataset nowhere.jsonl: expected a .json, .jsonl or .parquet file that exists"),
@@ -206,7 +206,10 @@ def test_a_flag_of_credit_is_true_or_false_as_yaml_writes_it(flag):
 def test_a_flag_that_changes_the_rule_of_a_preset_drops_the_options_of_the_presets_own_and_says_so(capsys) -> None:
     for flags in (["--weights=top"], ["--weights=top"]):
         config = settings("--config=cf", *flags)
-        others = {"spans.selection": "first", "answers.lead_in": "statement"}  # the preset's, which are read under any rule
+        others = {
+            "spans.selection": "first",
+            "answers.lead_in": "statement",
+        }  # the preset's, which are read under any rule
         assert config.counterfactual() == CounterfactualConfig.of({"weights": "top", **others})
         dropped = "w_min=0.5, w_max=4.0, w_answer=1.5, min_spread=0.0"
         assert f"note: --config cf without {dropped}" in capsys.readouterr().err
@@ -245,9 +248,7 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
         "@dataclass(frozen=True)\nclass Late(Estimator):\n    name, power = 'late', 1.0\n    power: float = 1.0\n\n"
         "def flat(importances, units, answer, length): ...\nnumber = 1\n"
     )
-    credit = settings(
-        "--estimator=mine:Late", "--power=2.0", "--weights=mine:flat"
-    ).counterfactual()
+    credit = settings("--estimator=mine:Late", "--power=2.0", "--weights=mine:flat").counterfactual()
     assert (credit.estimator.name, credit.estimator.power, credit.weights.name) == ("late", 2.0, "flat")
     assert CounterfactualConfig.from_flat({"estimator": "mine:Late"}).estimator.power == 1.0
     for name, said in {"mine:Lat": "cannot import 'mine:Lat': Attr", "mine:number": "'mine:number' is a int"}.items():
@@ -277,7 +278,10 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
         (["--num_generations=3"], "a multiple of num_generations, got 128 and 3"),
         (["--num_generations=1"], "num_generations must be at least 2 for a group to compare, got 1"),
         (["--reward_funcs"], "reward_funcs must name at least one function"),
-        (["--estimator.merge_adapters=true"], "merge_adapters: use_peft is off, so there is no adapter to merge; omit one of"),
+        (
+            ["--estimator.merge_adapters=true"],
+            "merge_adapters: use_peft is off, so there is no adapter to merge; omit one of",
+        ),
         (["--estimator=external"], "estimator='external': it needs importances that the caller passes in, which this"),
         (["--estimator=progress"], "estimator='progress': it needs log-probs of sampled tokens under the policy and"),
         (

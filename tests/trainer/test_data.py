@@ -1,6 +1,5 @@
 """Problems: what the generator writes, what is held out, and what is said about a bad row."""
 
-import itertools
 import json
 import re
 import shutil
@@ -16,37 +15,9 @@ from tests.support.tiny import jsonl
 from trainer import data
 from trainer.config import TrainConfig
 from trainer.data import Row, encode_prompts, load_rows, train_and_eval_rows
-from trainer.embedded.problems import generate
-from trainer.rewards.numbers import gold_number
 from trainer.settings import ASSETS, DataConfig
 
 GOOD = {"question": "How many?", "answer": "2+3=5\n#### 5"}
-
-
-def problems(split: str, count: int, seed: int = 0, **options):
-    return list(itertools.islice(generate(split, seed, **options), count))
-
-
-def arithmetic(problem) -> tuple:
-    return tuple((step.left, step.op, step.right) for step in problem.steps)
-
-
-def test_generated_solutions_are_right_and_their_numbers_come_from_the_question_or_an_earlier_step() -> None:
-    for problem in problems("train", 500):
-        known = {int(number) for number in re.findall(r"\d+", problem.question)}
-        known |= {2, 3, 4}  # "twice", "three times", "four times"
-        for left, op, right, result in re.findall(r"(\d+)([-+*/])(\d+)=(\d+) ", problem.solution()):
-            assert eval(f"{left}{op}{right}") == int(result) > 0
-            assert {int(left), int(right)} <= known
-            known.add(int(result))
-        assert gold_number(problem.solution()) == problem.answer == int(result)
-        assert 2 <= len(problem.steps) <= 4
-
-
-def test_held_out_problems_share_no_arithmetic_with_training_problems_of_any_seed() -> None:
-    held_out = {arithmetic(problem) for problem in problems("test", 1000, seed=1)}
-    for seed in range(4):
-        assert held_out.isdisjoint(arithmetic(problem) for problem in problems("train", 3000, seed=seed))
 
 
 def write(path, rows) -> str:

@@ -35,9 +35,7 @@ def test_a_group_is_fed_without_the_rows_that_the_loss_does_not_count(trainer, r
 @pytest.mark.parametrize(("credit", "looks"), [("uniform", 0), ("counterfactual", 1)])
 def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before_a_step(fresh, rollouts, credit, looks):
     ratios = "--importance_sampling_clip_max=3"
-    trainer = fresh(
-        "--no_use_peft", "--token_budget=1", ratios, f"--credit={credit}", "--spans.max_spans=1"
-    )
+    trainer = fresh("--no_use_peft", "--token_budget=1", ratios, f"--credit={credit}", "--spans.max_spans=1")
     with a_device() as waits:
         put_on_device(trainer.policy)
         trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 1e-3)
@@ -54,9 +52,7 @@ def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before
 @pytest.mark.parametrize(("beta", "where"), [(0, "loss"), (1e-6, "forward")])
 def test_a_micro_batch_without_memory_is_done_in_halves_to_the_same_update(fresh, rollouts, beta, where, monkeypatch):
     """Also where its credit has been assigned before memory runs out, which is then not assigned again."""
-    trainer = fresh(
-        f"--beta={beta}", "--token_budget=100000", "--max_grad_norm=1e9", "--spans.max_spans=1"
-    )
+    trainer = fresh(f"--beta={beta}", "--token_budget=100000", "--max_grad_norm=1e9", "--spans.max_spans=1")
     trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 0.0)
 
     def updated_by(most: int) -> tuple[torch.Tensor, dict[str, float], torch.Tensor, list[int]]:

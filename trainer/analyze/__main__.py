@@ -1,17 +1,17 @@
 """Run `python -m trainer.analyze`, `cfa-analyze` or `cfa-compare`; wrong flags wait for no import."""
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
 from ..extras import needed_by, program
 
-DESCRIPTION = """Analyse the credit of logged completions: how much masked spans matter, which contents do, how
+DESCRIPTION = """Print tables of the credit of logged completions: how much masked spans matter, which contents do, how
 concentrated weights are. RUN_OR_FILE is a folder that the training program wrote (log more with --log_completions) or a
-file with one JSON object per completion. Writes analysis.json, analysis.md and page.html. `compare RUN ...`, or
-`cfa-compare RUN ...`, compares."""
-COMPARISON = """Compare runs of the training program: settings that differ, final held-out accuracy with its interval,
-reward, tokens, time per step and by stage, with means of runs that differ in their seeds only. Writes a page, too."""
+file with one JSON object per completion. `compare RUN ...`, or `cfa-compare RUN ...`, compares."""
+COMPARISON = """Print runs of the training program side by side: settings that differ, final held-out accuracy with its
+interval, reward, tokens, time per step and by stage, with means of runs that differ in their seeds only."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,19 +23,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=prog, description=COMPARISON if compares else DESCRIPTION)
     if compares:
         parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder that the training program wrote")
-        parser.add_argument("--out", type=Path, default=Path("compare.html"), help="page to write (compare.html)")
     else:
         parser.add_argument("source", type=Path, metavar="RUN_OR_FILE")
-        parser.add_argument("--out", type=Path, help="folder to write to: analysis in the run, or NAME-analysis")
-    options = vars(parser.parse_args(argv[compares:]))
+    options, width = parser.parse_args(argv[compares:]), shutil.get_terminal_size().columns
     try:
         with needed_by(prog, "trainer"):
-            from .analysis import compare, write_analysis
+            from ..report.runs import read_samples
+            from .compare import comparison, shown
+            from .tables import analyse
         if compares:
-            compare(**options)
+            print(shown(comparison(options.runs), width))
         else:
-            folder = write_analysis(**options)
-            print(f"{folder / 'analysis.md'}\n{folder / 'page.html'}")
+            for title, table in analyse([*read_samples(options.source)]).items():
+                print(f"{title}\n{shown(table, width)}\n")
     except (ValueError, OSError) as problem:
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
         return 1

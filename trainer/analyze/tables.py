@@ -5,11 +5,9 @@ quantiles, as the paper's cuts have other units, and "Outcome-Grounded Advantage
 statistic may be off.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -21,8 +19,6 @@ from cfa_kernels.text.arithmetic import ranked_math_intervals
 from ..report.runs import Sample
 
 Group = TypeVar("Group")
-Numbers = Sequence[float] | np.ndarray
-Cell = str | int | float | None
 
 CLASSES = ("critical", "important", "moderate", "low", "no effect", "distractor")
 _CUTS = (0.9, 0.6, 0.1)
@@ -36,16 +32,6 @@ _KINDS = {
     "conclusion": r"\b(?:therefore|thus|hence|so|finally|in conclusion|answer)\b",
     "statement": "",
 }
-
-
-@dataclass(frozen=True)
-class Table:
-    """Table for JSON and Markdown; `note` says how to read it."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[list[Cell]]
-    note: str = ""
 
 
 def kind_of(text: str) -> str:
@@ -68,35 +54,45 @@ def classes_of(drops: np.ndarray, noise: float) -> tuple[list[str], list[float]]
     return [CLASSES[i] for i in classes], cuts.tolist()
 
 
-def analyse(samples: Sequence[Sample]) -> dict[str, Table]:
-    """Make all tables, by name; those about spans only if a span was masked.
+def analyse(samples: Sequence[Sample]) -> dict[str, pandas.DataFrame]:
+    """Make all tables, by title; those about spans only if a span was masked.
 
-    A drop within 0.001 nats of 0 is no effect. Raises `ValueError` for drops in different units; names them.
+    A drop within 0.001 nats of 0 is no effect. Raises `ValueError` for no sample, or for drops in different units.
     """
+    if not samples:
+        raise ValueError("there is no completion; was log_completions 0, or did the run end in its first step?")
     units = sorted({sample["drops_unit"] for sample in samples if sample["spans"]})
     if len(units) > 1:
         raise ValueError(f"samples: drops must be in one unit, got {', '.join(units)}")
-    noise = 1e-3 if units == ["nats"] else 0.0
-    names = list(dict.fromkeys(name for sample in samples for name in sample["credit"]))
-    trained = [
-        sample for sample in samples if not sample["truncated"] and sample["advantage"] != 0 and sample["tokens"]
-    ]
-    spans = _spans(samples, noise)
-    tables = {"overview": _overview(samples, len(spans), units, names)}
+    spans, noise = _spans(samples), 1e-3 if units == ["nats"] else 0.0
+    verdicts = [sample["correct"] for sample in samples if sample["correct"] is not None]
+    overview = {
+        "completions": len(samples),
+        "tokens": sum(len(sample["tokens"]) for sample in samples),
+        "completions with an answer": sum(sample["answer"] is not None for sample in samples),
+        "completions known to be right or wrong": len(verdicts),
+        "correct": sum(verdicts),
+        "masked spans": len(spans),
+    }
+    tables = {"Overview": pandas.DataFrame({"value": overview})}
     if len(spans):
+        spans["class"], cuts = classes_of(spans["drop"].to_numpy(), noise)
+        counts = spans["class"].value_counts().reindex(CLASSES, fill_value=0)
+        edges = {"drop above": [*cuts, noise, 0 - noise, -math.inf], "spans": counts, "share": counts / len(spans)}
+        levels = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1]
         tables |= {
-            "distribution": _distribution(spans.drop_),
-            "classes": _classes(spans, noise),
-            "thirds": _means("Drop by place", "third", spans, ("early", "middle", "late")),
-            "correctness": _means("Drop by correctness", "correct", spans, ("correct", "wrong")),
+            f"Drops of masked spans, {units[0]}": spans["drop"].describe(levels).drop(["min", "max"]).to_frame(),
+            "Classes of drops, cut at the 0.9, 0.6 and 0.1 quantiles of those that hurt": pandas.DataFrame(edges),
+            "Drop by place": _means("third", spans, ("early", "middle", "late")),
+            "Drop by correctness": _means("correct", spans, ("correct", "wrong")),
         }
-        if (spans.length > 1).any():  # the text of a single token says little of content
-            tables["kinds"] = _means("Drops by kind of content, the first that fits", "kind", spans, _KINDS)
-    tables["concentration"] = _concentration(trained, names)
-    return {name: table for name, table in tables.items() if table.rows}
+        if (spans["length"] > 1).any():  # the text of a single token says little of content
+            tables["Drop by kind of content, the first that fits"] = _means("kind", spans, _KINDS)
+    tables["Concentration, over completions that train"] = _concentration(samples)
+    return {title: table for title, table in tables.items() if len(table)}
 
 
-def _spans(samples: Sequence[Sample], noise: float) -> pandas.DataFrame:
+def _spans(samples: Sequence[Sample]) -> pandas.DataFrame:
     rows = []
     for i, sample in enumerate(samples):
         reasoning = max(sample["answer"][0] if sample["answer"] else len(sample["tokens"]), 1)
@@ -104,83 +100,38 @@ def _spans(samples: Sequence[Sample], noise: float) -> pandas.DataFrame:
         for span in sample["spans"]:
             third = ("early", "middle", "late")[min(2, int(1.5 * (span["start"] + span["end"]) / reasoning))]
             rows.append((i, span["end"] - span["start"], span["drop"], third, verdict, kind_of(span["text"])))
-    spans = pandas.DataFrame(rows, columns=["sample", "length", "drop_", "third", "correct", "kind"])
-    return spans.assign(group=classes_of(spans.drop_.to_numpy(float), noise)[0])
+    return pandas.DataFrame(rows, columns=["sample", "length", "drop", "third", "correct", "kind"])
 
 
-def _overview(samples: Sequence[Sample], spans: int, units: list[str], names: list[str]) -> Table:
-    verdicts = [sample["correct"] for sample in samples if sample["correct"] is not None]
-    rows: list[list[Cell]] = [
-        ["completions", len(samples)],
-        ["tokens", sum(len(sample["tokens"]) for sample in samples)],
-        ["completions with an answer", sum(sample["answer"] is not None for sample in samples)],
-        ["completions known to be right or wrong", len(verdicts)],
-        ["correct", sum(verdicts)],
-        ["completions with masked spans", sum(bool(sample["spans"]) for sample in samples)],
-        ["masked spans", spans],
-        ["unit of drops", units[0] if units else None],
-        ["estimators", ", ".join(names) or None],
-    ]
-    return Table("Overview", ("", "value"), rows)
-
-
-def _distribution(drops: pandas.Series) -> Table:
-    rows: list[list[Cell]] = [["mean", float(drops.mean())], ["standard deviation", float(drops.std(ddof=0))]]
-    if rows[1][1]:
-        rows += [["skewness", float(stats.skew(drops))], ["excess kurtosis", float(stats.kurtosis(drops))]]
-    levels = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
-    rows += [[f"quantile {level:g}", float(value)] for level, value in drops.quantile(levels).items()]
-    return Table("Drops of masked spans", ("", "value"), rows, "Positive: masking the span hurts the answer.")
-
-
-def _classes(spans: pandas.DataFrame, noise: float) -> Table:
-    edges = [*(f"{cut:.4g}" for cut in classes_of(spans.drop_.to_numpy(), noise)[1]), f"{noise:g}"]
-    ranges = [f"above {edges[0]}", *(f"({low}, {high}]" for high, low in itertools.pairwise(edges))]
-    ranges += [f"[{0 - noise:g}, {noise:g}]", f"below {0 - noise:g}"]
-    counts = spans.group.value_counts().reindex(CLASSES, fill_value=0).tolist()
-    rows = [[*row, row[-1] / len(spans)] for row in zip(CLASSES, ranges, counts, strict=True)]
-    note = (
-        f"Cut at the 0.9, 0.6 and 0.1 quantiles of the drops above {noise:g}. Masking a distractor helps the "
-        f"answer; within {noise:g} of 0 is no effect."
-    )
-    return Table("Classes of drops", ("class", "drop", "spans", "share"), rows, note)
-
-
-def _means(title: str, column: str, spans: pandas.DataFrame, names: Iterable[str]) -> Table:
-    rows: list[list[Cell]] = []
+def _means(column: str, spans: pandas.DataFrame, names: Iterable[str]) -> pandas.DataFrame:
+    """Mean drops with their 95 % intervals, by bootstrap over completions."""
+    rows = {}
     for name, inside in ((name, spans[spans[column] == name]) for name in names):
         if len(inside):
-            groups = [drops.tolist() for _, drops in inside.groupby("sample").drop_]
+            groups = [drops.tolist() for _, drops in inside.groupby("sample")["drop"]]
             interval = bootstrap_interval(lambda drawn: sum(map(sum, drawn)) / sum(map(len, drawn)), groups, draws=200)
-            shares = [float((inside.group == group).mean()) for group in ("critical", "distractor")]
-            rows.append([name, len(inside), *interval, float(inside.drop_.median()), *shares])
-    columns = (column, "spans", "mean drop", "low", "high", "median drop", "critical", "distractors")
-    return Table(title, columns, rows, "Low and high bound the mean: 95 %, bootstrap over completions.")
+            shares = [float((inside["class"] == one).mean()) for one in ("critical", "distractor")]
+            rows[name] = [len(inside), *interval, float(inside["drop"].median()), *shares]
+    columns = ["spans", "mean", "low", "high", "median", "critical", "distractors"]
+    return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 
-def _concentration(trained: Sequence[Sample], names: Sequence[str]) -> Table:
-    rows: list[list[Cell]] = []
-    for name in names:
-        credits = [sample["credit"][name] for sample in trained if name in sample["credit"]]
-        completions = [np.array([value for value in credit["values"] if value is not None]) for credit in credits]
-        completions = [values for values in completions if values.any()]
-        if not completions:
-            continue
-        tokens = np.concatenate(completions)
-        low, high = float(tokens.min()), float(tokens.max())
-        ends = [cell for end in (low, high) for cell in (end, float(np.isclose(tokens, end).mean()))]
-        ess = float(np.mean([ess_ratio(values) for values in completions])) if low >= 0 else None
-        mass = float(np.mean([top_mass(values) for values in completions]))
-        rows.append([name, credits[0]["kind"], len(completions), float(tokens.mean()), *ends, ess, mass])
-    columns = (
-        "estimator", "of tokens", "completions", "mean", "smallest", "share at smallest", "largest", "share at largest",
-        "ESS ratio", "top 10 % mass",
-    )  # fmt: skip
-    note = (
-        "Completions that train: not truncated, advantage not 0. ESS ratio and top mass are taken per completion, then "
-        "averaged; 1 and 0.1 for equal weights. Signed values have no ESS ratio."
-    )
-    return Table("Concentration", columns, rows, note)
+def _concentration(samples: Sequence[Sample]) -> pandas.DataFrame:
+    """Ranges of the tokens' numbers; ESS ratio and top mass are taken per completion, then averaged."""
+    trained = [one for one in samples if not one["truncated"] and one["advantage"] != 0 and one["tokens"]]
+    rows = {}
+    for name in dict.fromkeys(name for sample in samples for name in sample["credit"]):
+        values = [
+            [x for x in one["credit"][name]["values"] if x is not None] for one in trained if name in one["credit"]
+        ]
+        completions = [np.array(own) for own in values if any(own)]
+        if completions:
+            tokens = np.concatenate(completions)
+            ess = np.mean([ess_ratio(own) for own in completions]) if tokens.min() >= 0 else math.nan
+            mass = np.mean([top_mass(own) for own in completions])
+            rows[name] = [len(completions), tokens.mean(), tokens.min(), tokens.max(), ess, mass]
+    columns = ["completions", "mean", "smallest", "largest", "ESS ratio", "top 10 % mass"]
+    return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 
 class Estimate(NamedTuple):
@@ -191,7 +142,7 @@ class Estimate(NamedTuple):
     high: float
 
 
-def ess_ratio(weights: Numbers) -> float:
+def ess_ratio(weights: Sequence[float] | np.ndarray) -> float:
     """Compute the effective sample size of T weights over T, `(sum w)^2 / (T sum w^2)`: 1 for equal weights.
 
     No weight may be negative, nor all of them 0. Source: "Outcome-Grounded Advantage Reshaping".
@@ -200,7 +151,7 @@ def ess_ratio(weights: Numbers) -> float:
     return float(w.sum() ** 2 / (len(w) * (w**2).sum()))
 
 
-def top_mass(values: Numbers, share: float = 0.1) -> float:
+def top_mass(values: Sequence[float] | np.ndarray, share: float = 0.1) -> float:
     """Compute the share of `sum |x|`, not 0, that the largest `|x|` hold: a top `share` of the values, at least one.
 
     Source: "Outcome-Grounded Advantage Reshaping".

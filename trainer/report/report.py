@@ -37,11 +37,6 @@ from .page import write_run_page
 
 _ROWS_SHOWN = 10
 _TEXTS = {"question": "question", "reference": "answer"}  # columns of the data, by their names in a record
-_TITLES = {
-    "counterfactual": "Counterfactual ", "inverted": "Inverted ", "permuted": "Permuted ", "random": "Random-weight ",
-    "uniform": "",
-}  # fmt: skip
-
 Log = Callable[[dict[str, float], int], object]
 
 
@@ -54,7 +49,7 @@ class Report:
         self.console = Console(highlight=False)
         self._is_log = not self.console.is_terminal
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
-        self._title = f"{_TITLES[config.credit]}{config.loss_type.upper()}, seed {config.seed}"
+        self._title = f"{config.loss_type.upper()}, credit: {config.credit_name}, seed {config.seed}"
         # A tracker knows a resumed run by its id.
         fresh = {"id": uuid.uuid4().hex, "bytes": {}, "evaluations": [], "tokens": 0, "seconds": 0.0}
         self._state: dict[str, Any] = {**fresh, **state}
@@ -109,7 +104,7 @@ class Report:
         page = self._folder / "report.html"
         if (self._folder / "metrics.jsonl").stat().st_size:
             try:
-                write_run_page(page, [self._folder], self._title)
+                write_run_page(page, self._folder, self._title)
             except (ValueError, OSError) as problem:  # the page only shows what other files hold
                 self._warn(f"{page} was not written: {problem}")
 
@@ -270,11 +265,10 @@ def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, 
         drop = round(drop, 4) + 0.0 if isinstance(estimator, Masking) else drop  # + 0.0: no -0.0
         spans.append({"start": span.start, "end": span.end, "text": text, "drop": drop, "weight": weight})
     counted = not (batch.rollouts.truncated[b] and config.mask_truncated_completions)
-    names = {"counterfactual": estimator.name} | {c: f"{estimator.name}, {c}" for c in ("inverted", "permuted")}
     record: dict[str, Any] = {
         "problem": batch.keys[b][-2],
         "completion": batch.rollouts.texts[b],
-        "reward": batch.rewards[b].item(),
+        "reward": None if batch.rewards[b].isnan() else batch.rewards[b].item(),
         "advantage": result.advantages[b].item(),
         "truncated": bool(batch.rollouts.truncated[b]),
         "counted": counted,
@@ -284,7 +278,7 @@ def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, 
         "drops_unit": unit,
         "answer": None if answer is None else {"start": answer.start, "end": answer.end},
         "spans": spans,
-        "credit": names.get(config.credit, config.credit),
+        "credit": config.credit_name,
         "weights": _rounded(credit.weights[b].tolist()),
     }
     if credit.advantages is not None:
@@ -298,8 +292,9 @@ def _why_uncredited(result: Step, b: int, config: TrainConfig, *, counted: bool)
     shades = credit.weights[b] if credit.advantages is None else credit.advantages[b] - advantage + 1
     reasons = {
         "it was cut off at the length limit, and the loss omits it": not counted,
+        "no reward function gave it a reward": bool(result.batch.rewards[b].isnan()),
         "it has no advantage: all completions of its group have one reward": advantage == 0,
-        f"credit={config.credit} gives every token the same weight": config.credit == "uniform",
+        "credit is off, and every token has the same weight": config.credit_name == "none",
         "it is wrong, and completions=positive gives credit to completions with a positive advantage": (
             config.counterfactual().completions == "positive" and advantage < 0
         ),

@@ -6,7 +6,9 @@ from typing import NamedTuple
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of every reward function, in addition to the columns of the data."""
 CONTENTS = "completion_contents"
-"""A further argument of functions that take it: completions without their thoughts, which prompts may open."""
+"""Completions without their thoughts, which prompts may open."""
+OPTIONAL = (CONTENTS, "trainer_state", "log_metric", "log_extra")
+"""Further arguments of functions that take them; the last three are TRL's."""
 _ANSWERS = ("answer_format", "answer_fallback", "lead_in", "thought_tags")  # of `AnswerRules`
 
 
@@ -25,12 +27,10 @@ class BuiltIn(NamedTuple):
 BUILT_IN = {
     "exact_match": BuiltIn(f"{__package__}.numbers:exact_match", ("numbers",), _ANSWERS),
     "math_verify": BuiltIn(f"{__package__}.math:MathReward", ("text", "numbers"), ("timeout",)),
-    "code": BuiltIn(f"{__package__}.code:CodeReward", ("mbpp",), ("timeout", "isolation")),
 }
 INSTRUCTIONS = {
     "numbers": "Solve the problem step by step. End with a line of the form: #### <number>",
     "text": "Solve the problem step by step. Put your final answer within \\boxed{}.",
-    "mbpp": "Answer with the program in one block of Python, between a line ```python and a line ```.",
 }
 """Text after the question, by the kind of rows."""
 

@@ -1,7 +1,10 @@
 """Load reward functions by name, call them by TRL's contract, add their rewards up, and compare them in groups."""
 
+import asyncio
+import contextlib
 import functools
 import inspect
+import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -10,13 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerState
 
 from cfa_kernels.options import imported
 
-from .built_in import ARGUMENTS, BUILT_IN, CONTENTS, require_rewards
+from .built_in import ARGUMENTS, BUILT_IN, OPTIONAL, require_rewards
 
-Reward = Callable[..., list[float | None]]
-"""TRL's contract: `f(prompts=, completions=, completion_ids=, **others)`; None abstains."""
+_LOG = logging.getLogger(__name__)
+
+Reward = Callable[..., Any]
+"""TRL's contract: `f(prompts=, completions=, completion_ids=, **others)` gives a list, or is async; None abstains."""
 
 FAILURES = (Exception, SystemExit)  # of a user's code; not signals
 
@@ -51,6 +57,32 @@ def load_rewards(names: Sequence[str], **options: Any) -> dict[str, Reward]:
     return functions
 
 
+class RewardLog:
+    """State of the run and two functions to log by, which TRL passes to reward functions too, and what they logged."""
+
+    def __init__(self, step: int, max_steps: int) -> None:
+        """Begin before a step; `step` counts those that are done."""
+        self.metrics: list[tuple[str, float]] = []
+        self.columns: dict[str, list[Any]] = {}
+        state = TrainerState(global_step=step, max_steps=max_steps)
+        self.arguments = {"trainer_state": state, "log_metric": self._log_metric, "log_extra": self._log_extra}
+
+    def _log_metric(self, name: str, value: float) -> None:
+        self.metrics.append((name, float(value)))
+
+    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+        self.columns[column] = [
+            value if isinstance(value, str | int | float | None) else str(value) for value in values
+        ]
+
+    def rows(self, count: int) -> list[dict[str, Any]]:
+        """Give the columns that were logged as a record of each of so many samples."""
+        for name, values in self.columns.items():
+            if len(values) != count:
+                raise RewardError(f"log_extra: column {name!r} has {len(values)} values for {count} completions")
+        return [{name: values[i] for name, values in self.columns.items()} for i in range(count)]
+
+
 def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]) -> None:
     """Raise `ValueError` naming the first reward function that cannot be called with `columns` of the data."""
     for name, function in functions.items():
@@ -59,7 +91,7 @@ def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]
         except ValueError:  # of a builtin that does not say
             continue
         try:
-            signature.bind(**dict.fromkeys([*ARGUMENTS, *columns]))
+            signature.bind(**_taken(function, dict.fromkeys([*ARGUMENTS, *columns, *OPTIONAL])))
         except TypeError as problem:
             said = f"it is called with {', '.join(ARGUMENTS)} and the columns {sorted(columns)} by name"
             raise ValueError(f"reward {name}: {problem}; {said}, so let it take **others") from problem
@@ -67,45 +99,108 @@ def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]
 
 def compute_rewards(
     functions: Mapping[str, Reward], columns: Mapping[str, Sequence[Any]], *, weights: Sequence[float] = (),
-    names: Sequence[str] | None = None,
+    names: Sequence[str] | None = None, log: RewardLog | None = None,
 ) -> tuple[Tensor, dict[str, list[float | None]]]:  # fmt: skip
     """Call reward functions on B samples and add the results up, each times its weight; None abstains.
 
-    `columns` holds B values of each argument, `names` the samples' in errors. Gives the (B,) fp32 sums and each
-    function's own list, without its weight. Raises as `rewards_by`, and if all abstain or a sum is not finite.
+    `columns` holds B values of each argument, `names` the samples' in errors. Gives the (B,) fp32 sums, nan for a
+    sample that all functions abstain on, and each function's own list, without its weight. Raises as `rewards_by`, and
+    if a sum is not finite.
     """
     samples = names or [f"sample {i}" for i in range(len(columns["completions"]))]
-    by_function = {name: rewards_by(name, function, samples, columns) for name, function in functions.items()}
-    total = torch.zeros(len(samples))
+    by_function = rewards_by(functions, samples, columns, log)
+    total, silent = torch.zeros(len(samples)), list[str]()
     for i, (sample, values) in enumerate(zip(samples, zip(*by_function.values(), strict=True), strict=True)):
-        if all(value is None for value in values):
-            raise RewardError(f"{sample}: every reward function returned None")
         for value, weight in zip(values, weights or [1.0] * len(values), strict=True):
             total[i] += 0.0 if value is None else weight * value
         if not total[i].isfinite():
             raise FloatingPointError(f"{sample}: the sum of its rewards is {total[i].item()}")
+        if all(value is None for value in values):
+            total[i] = torch.nan
+            silent.append(sample)
+    if silent:
+        others = f" and of {len(silent) - 1} others" * (len(silent) > 1)
+        _LOG.warning("%s%s: every reward function returned None, so there is no advantage", silent[0], others)
     return total, by_function
 
 
 def rewards_by(
-    name: str, function: Reward, samples: Sequence[str], columns: Mapping[str, Sequence[Any]]
-) -> list[float | None]:
-    """Call one reward function on B samples and check that it returns as many real numbers of any type, or None.
+    functions: Mapping[str, Reward], samples: Sequence[str], columns: Mapping[str, Sequence[Any]],
+    log: RewardLog | None = None,
+) -> dict[str, list[float | None]]:  # fmt: skip
+    """Call reward functions on B samples, and check that each gives as many real numbers of any type, or None.
 
-    Raises `RewardError` that names function, line and sample, the first for which the function also raises alone;
-    `FloatingPointError` for a reward that is not finite in float32.
+    Coroutines of all functions are awaited together, in one event loop for the whole run. Raises `RewardError` that
+    names function, line and sample, the first for which the function also raises alone; `FloatingPointError` for a
+    reward that is not finite in float32.
     """
-    columns = {name: column for name, column in columns.items() if name != CONTENTS or _takes(function, name)}
-    try:
+    further = {} if log is None else log.arguments
+
+    def called(function: Reward, columns: Mapping[str, Sequence[Any]]) -> Any:
         # Copies, for a function may empty or sort the lists that it gets.
-        values: Any = function(**{argument: [*column] for argument, column in columns.items()})
-    except FAILURES as problem:
-        where = "" if isinstance(problem, OSError) else _first_raising(function, samples, columns)
-        cause = f"{type(problem).__name__}: {problem}{_place(problem)}"
-        raise RewardError(f"{where}reward {name} raised {cause}") from problem
+        return function(**_taken(function, {name: [*column] for name, column in columns.items()} | further))
+
+    def raising(name: str, problem: BaseException) -> RewardError:
+        where = ""
+        for b, sample in enumerate(samples if not isinstance(problem, OSError) else ()):
+            try:
+                alone = called(functions[name], {argument: [column[b]] for argument, column in columns.items()})
+            except FAILURES as again:
+                alone = again
+            if isinstance(_awaited([alone])[0], FAILURES):
+                where = f"{sample}: "
+                break
+        return RewardError(f"{where}reward {name} raised {type(problem).__name__}: {problem}{_place(problem)}")
+
+    results = dict[str, Any]()
+    for name, function in functions.items():
+        try:
+            results[name] = called(function, columns)
+        except FAILURES as problem:
+            raise raising(name, problem) from problem
+    for (name, _), result in zip(results.items(), _awaited([*results.values()]), strict=True):
+        if isinstance(result, FAILURES):
+            raise raising(name, result) from result
+        results[name] = _checked(name, result, samples)
+    return results
+
+
+def _taken(function: Reward, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Omit the optional arguments that a function does not take."""
+    parameters: Mapping[str, inspect.Parameter] = {}
+    with contextlib.suppress(ValueError):  # of a builtin that does not say
+        parameters = inspect.signature(function).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return {name: one for name, one in arguments.items() if takes_all or name in parameters or name not in OPTIONAL}
+
+
+def _awaited(results: list[Any]) -> list[Any]:
+    """Await the results that are awaitable, together; what one raises takes its place."""
+
+    async def outcome(result: Any) -> Any:
+        try:
+            return await result if inspect.isawaitable(result) else result
+        except FAILURES as problem:
+            return problem
+
+    async def all_of() -> list[Any]:
+        return await asyncio.gather(*map(outcome, results))
+
+    return _loop().run_until_complete(all_of()) if any(map(inspect.isawaitable, results)) else results
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One loop for all steps: a client that a user's module keeps belongs to the loop of its first request."""
+    return asyncio.new_event_loop()
+
+
+def _checked(name: str, values: Any, samples: Sequence[str]) -> list[float | None]:
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     if not is_list and getattr(values, "ndim", None) != 1:
-        raise RewardError(f"reward {name}: returned a {type(values).__name__}, expected a list of numbers")
+        shape = f" of shape {tuple(values.shape)}" if hasattr(values, "shape") else ""
+        expected = f"a list of numbers, one for each of {len(samples)} completions"
+        raise RewardError(f"reward {name}: returned a {type(values).__name__}{shape}, expected {expected}")
     if len(values) != len(samples):
         raise RewardError(f"reward {name}: returned {len(values)} values for {len(samples)} completions")
     return [v if v is None else _real(v, f"{samples[i]}: reward {name}") for i, v in enumerate(values)]
@@ -115,33 +210,24 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     """Compute (reward - group mean) / (std + 1e-4) of (B,) rewards, groups side by side; (B,) fp32.
 
     `scale_rewards` names the standard deviation: the group's, the batch's, or none (no division). A group whose
-    rewards are all equal has advantage exactly 0, so that nothing spends work on it.
+    rewards are all equal has advantage exactly 0, so that nothing spends work on it. A completion without a reward
+    (nan) has advantage 0 and is in no mean, as in TRL.
     """
     groups = rewards.float().view(-1, num_generations)  # (groups, G)
-    centred = groups - groups.mean(1, keepdim=True)
+    known = ~groups.isnan()
+    centred = groups - groups.nanmean(1, keepdim=True)
     if scale_rewards != "none":
-        deviation = groups.std(1, keepdim=True) if scale_rewards == "group" else rewards.float().std()
-        centred = centred / (deviation + 1e-4)  # TRL's, so that advantages agree with its own
+        rows = [row[own] for row, own in zip(groups, known, strict=True)]
+        rows = rows if scale_rewards == "group" else [groups[known]] * len(rows)
+        deviations = torch.stack([row.std() if len(row) > 1 else torch.zeros(()) for row in rows])
+        centred = centred / (deviations[:, None] + 1e-4)  # TRL's, so that advantages agree with its own
     # Rounding of the mean may leave 1e-8 where all rewards are equal, which the division would blow up.
-    mixed = groups.amax(1, keepdim=True) > groups.amin(1, keepdim=True)
-    return torch.where(mixed, centred, torch.zeros_like(centred)).flatten()
+    return torch.where(known & mixed_groups(groups)[:, None], centred, 0.0).flatten()
 
 
-def _takes(function: Reward, name: str) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # of a builtin that does not say
-        return False
-    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-
-
-def _first_raising(function: Reward, samples: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> str:
-    for b, sample in enumerate(samples):
-        try:
-            function(**{argument: [column[b]] for argument, column in columns.items()})
-        except FAILURES:
-            return f"{sample}: "
-    return ""
+def mixed_groups(groups: Tensor) -> Tensor:
+    """Say of each row of (groups, G) rewards whether two differ that are not nan; (groups,) bool."""
+    return groups.nan_to_num(-torch.inf).amax(1) > groups.nan_to_num(torch.inf).amin(1)
 
 
 def _real(value: Any, name: str) -> float:
@@ -154,6 +240,6 @@ def _real(value: Any, name: str) -> float:
 
 
 def _place(problem: BaseException) -> str:
-    frames = traceback.extract_tb(problem.__traceback__)[1:]  # the first is our call
+    frames = [frame for frame in traceback.extract_tb(problem.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" (in {Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""

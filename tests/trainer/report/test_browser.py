@@ -149,40 +149,34 @@ def test_completions_come_ten_at_a_time_in_an_order_and_by_step_or_verdict(brows
     assert not browser.get_log("browser")
 
 
-def test_runs_are_drawn_over_each_other_and_the_numbers_read_off_are_those_of_their_metrics(browser, tmp_path) -> None:
-    own = {"model": "org/small", "dataset": "sums.jsonl"}
-    folders = [write_run(tmp_path / f"seed{seed}", seed, completions=[completion(1, seed)], **own) for seed in (0, 1)]
-    write_run_page(tmp_path / "page.html", folders, "Two seeds")
+def test_a_run_is_drawn_and_the_numbers_read_off_are_those_of_its_metrics(browser, tmp_path) -> None:
+    folder = write_run(tmp_path / "run", completions=[completion(1, 1.0)], model="org/small", dataset="sums.jsonl")
+    write_run_page(tmp_path / "page.html", folder, "A run")
     open_page(browser, tmp_path / "page.html")
-    entries = [[json.loads(line) for line in (folder / "metrics.jsonl").open()] for folder in folders]
-    assert browser.find_element("tag name", "h1").text == "Two seeds: small on sums.jsonl"
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert browser.find_element("tag name", "h1").text == "A run: small on sums.jsonl"
     top = [browser.find_element("id", part).location["y"] for part in ("figures", "curves", "search")]
-    assert top == sorted(top)  # the comparison comes first
+    assert top == sorted(top)  # the figures come first
+    assert texts(browser, "#figures tr:nth-child(3) > *") == ["held-out accuracy, %", "50 (45-55)"]
     assert texts(browser, "#curves strong") == ["Held-out accuracy", "Reward", "Time", "Time of credit"]
     assert "Entropy (nats per token): 0.333 at each step." in browser.find_element("id", "notes").text
-    assert texts(browser, "#figures tr:first-child td") == ["seed0", "seed1", "mean of 2 seeds"]
     curve = "#curves svg"
     titles = {1: ("Reward (mean over completions)", "reward"), 2: ("Time (seconds per step)", "step_time")}
     for step, key in ((4, webdriver.Keys.END), (3, webdriver.Keys.ARROW_LEFT), (1, webdriver.Keys.HOME)):
         for index, (title, metric) in titles.items():
-            wanted = " · ".join(f"seed{k} {entries[k][step][metric]:.3g}" for k in (0, 1))
-            assert press(browser, curve, key, index=index) == f"{title}, step {step}: {wanted}"
-    assert (
-        press(browser, curve, webdriver.Keys.END)
-        == "Held-out accuracy (%, greedy), step 4: seed0 50.0 (45.0-55.0) · seed1 60.0 (55.0-65.0)"
-    )
+            wanted = f"{title}, step {step}: {entries[step][metric]:.3g}"
+            assert press(browser, curve, key, index=index) == wanted
+    assert press(browser, curve, webdriver.Keys.END) == "Held-out accuracy (%, greedy), step 4: 50.0 (45.0-55.0)"
     assert hover(browser, curve, 1).startswith("Reward (mean over completions), step ")
-    own = [f"figure:nth-child(2) path[style]{faint}" for faint in (".faint", ":not(.faint)")]
-    assert [len(texts(browser, selector)) for selector in own] == [2, 1]  # a run each, and the mean of one group
+    lines = [f"figure:nth-child(2) path{kind}" for kind in (".faint", ":not([class])")]
+    assert [len(texts(browser, selector)) for selector in lines] == [1, 1]
 
     assert not texts(browser, "#more svg")
     browser.find_element("css selector", "#more summary").click()
     soon(browser, lambda: texts(browser, "#more svg"))
-    assert texts(browser, "#more strong") == ["num_tokens", "time/generate"]
-    assert "seed: 1" in texts(browser, "pre")[1]
-
-    press(browser, "[name=run]", "seed1")
-    assert texts(browser, "#list summary") == ["seed1 · step 1 · problem 7 · reward 1 · correct · advantage 0.5"]
+    assert texts(browser, "#more strong") == ["num_tokens"]
+    assert "seed: 0" in texts(browser, "pre")[0]
+    assert texts(browser, "#list summary") == ["step 1 · problem 7 · reward 1 · correct · advantage 0.5"]
     assert not browser.get_log("browser")
 
 
@@ -192,12 +186,12 @@ def test_eight_curves_are_drawn_inside_their_axes_of_a_run_that_goes_on(browser,
              "completions/mean_length", "step_time", "time/credit", "credit/weight_std")  # fmt: skip
     entries = [{"step": step, "entropy": 1, **dict.fromkeys(names, step)} for step in range(1, 5)]
     write_lines(folder / "metrics.jsonl", entries)
-    write_run_page(tmp_path / "page.html", [folder], "One run")
+    write_run_page(tmp_path / "page.html", folder, "One run")
     open_page(browser, tmp_path / "page.html")
     assert browser.find_element("tag name", "h1").text == "One run, step 4 of 9"
     assert texts(browser, "#curves strong")[7:] == ["Gradient norm"]  # the ninth is below, and entropy is constant
     assert texts(browser, "#curves figure:first-child text")[-2:] == ["step", "%, greedy"]
-    paths = "".join(texts(browser, "#curves path[style]", "getAttribute('d')"))
+    paths = "".join(texts(browser, "#curves path:not([class])", "getAttribute('d')"))
     assert all(8 < float(height) < 164 for height in re.findall(r" ([\d.]+)", paths))
     for name in ("wrong", "follow"):
         press(browser, f"[name={name}]", webdriver.Keys.SPACE)

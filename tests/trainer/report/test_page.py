@@ -1,11 +1,12 @@
-"""The page of completions, before any script runs: what it holds, what it loads, and texts that want to be obeyed."""
+"""The page before any script runs: what it holds, what it loads, and texts that want to be obeyed."""
 
+import json
 import re
 
 import pytest
 
-from tests.support.pages import HOSTILE, Page, completion, hostile, write_lines
-from trainer.analyze.analysis import write_analysis
+from tests.support.pages import HOSTILE, Page, completion, hostile, write_lines, write_run
+from trainer.report import page as pages
 from trainer.report.page import page_of
 from trainer.report.runs import read_samples, sample_of
 
@@ -18,7 +19,7 @@ def test_the_page_holds_every_estimator_with_its_numbers_spans_and_facts_and_equ
     file = write_lines(tmp_path / "two.jsonl", [entry, completion(4, 0.0), entry])
     shown, other = Page(page_of(read_samples(file), "Example")).data["completions"]
     assert shown == {
-        "run": None, "step": 3, "problem": 7, "question": "2+3?", "reference": "5", "reward": 1.0, "correct": True,
+        "step": 3, "problem": 7, "question": "2+3?", "reference": "5", "reward": 1.0, "correct": True,
         "advantage": 0.5, "truncated": False, "counted": True, "uncredited": None,
         "tokens": list("Step1=2+3."), "answer": [9, 10], "drops_unit": "nats",
         "spans": [{**span, "text": text} for span, text in zip(entry["spans"], ("St", "1=2"), strict=True)],
@@ -48,9 +49,79 @@ def test_hostile_text_is_held_as_text(tmp_path) -> None:
     assert shown["tokens"] == HOSTILE
     assert not set(page) & set("\x00\x1b\x85\r\u202e\u2066\ud800")
 
-    spans = [{"start": i, "end": i + 1, "drop": float(i)} for i in range(len(HOSTILE))]
-    file = write_lines(tmp_path / "tables.jsonl", [{"tokens": HOSTILE, "spans": spans}])
-    report = (write_analysis(file, tmp_path / "out") / "analysis.md").read_text("utf-8")
-    assert "<" not in report
-    tables = [line for line in report.split("\n") if line.startswith("|")]
-    assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4, 5, 7, 9) for line in tables)
+
+def page_of_run(folder) -> Page:
+    pages.write_run_page(folder / "page.html", folder, "")
+    return Page((folder / "page.html").read_text("utf-8"))
+
+
+def test_the_page_of_a_run_holds_its_metrics_settings_and_figures(tmp_path) -> None:
+    folder = write_run(tmp_path / "run", 1, 20)
+    run = page_of_run(folder).data["run"]
+    assert run["settings"] == (folder / "config.yaml").read_text("utf-8")  # with version, commit and command on top
+    for entry in map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines()):
+        at = run["steps"].index(entry.pop("step"))
+        assert {name: run["metrics"][name][at] for name in entry} == entry
+    figures = run["figures"]
+    assert (figures["accuracy at step 0, %"], figures["held-out accuracy, %"]) == ("25", "60 (55-65)")
+    assert (figures["reward"], figures["tokens"], figures["steps"]) == ("1.96", "2,000", "20")  # of the last two steps
+    stages = [float(figures[f"seconds, {name}"]) for name in ("generate", "credit", "update", "other")]
+    assert stages == [2, 1.05, 0.7, 0.01]
+    assert sum(stages) == float(figures["seconds per step"])
+
+
+def test_the_last_line_of_a_repeated_step_counts_and_a_number_that_is_not_finite_is_a_gap(tmp_path) -> None:
+    folder = write_run(tmp_path / "run")
+    lines = [{"step": step, "reward": reward} for step, reward in ((1, 1.0), (2, 2.0), (2, 3.0), (3, 0))]
+    write_lines(folder / "metrics.jsonl", [*lines, '{"step": 4, "reward": NaN}'])
+    run = page_of_run(folder).data["run"]
+    assert (run["steps"], run["metrics"]) == ([1, 2, 3, 4], {"reward": [1.0, 3.0, 0, None]})
+
+
+@pytest.mark.parametrize(
+    ("name", "half"), [("metrics.jsonl", '{"step": 5, "rew'), ("completions.jsonl", '{"step": 5, "é')]
+)
+def test_a_last_line_that_a_killed_run_left_half_written_is_left_out(tmp_path, name, half) -> None:
+    folder = write_run(tmp_path / "run", completions=[completion(1, 1.0)])
+    whole = page_of_run(folder).data
+    (folder / name).write_bytes((folder / name).read_bytes() + half.encode()[: -1 if half[-1] == "é" else None])
+    assert page_of_run(folder).data == whole
+
+
+def test_a_page_that_cannot_hold_all_completions_holds_some_of_each_part_and_says_so(tmp_path, monkeypatch) -> None:
+    folder = write_run(tmp_path / "run", completions=[completion(step, 1.0) for step in range(10)])
+    size = (folder / "completions.jsonl").stat().st_size
+    for room, steps, notes in ((size, range(10), 0), (size - 1, range(0, 10, 2), 1), (size / 4.5, (0, 5), 1)):
+        monkeypatch.setattr(pages, "_MOST_BYTES", room)
+        data = page_of_run(folder).data
+        assert [shown["step"] for shown in data["completions"]] == list(steps)
+        assert data["notes"].count("One in ") == notes
+
+
+@pytest.mark.parametrize(
+    ("file", "lines", "message"),
+    [
+        ("metrics.jsonl", [], r"metrics\.jsonl: holds no step"),
+        ("metrics.jsonl", ['{"step": 1}', '{"step"', '{"step": 2}'], r"metrics\.jsonl, line 2: is not JSON"),
+        ("metrics.jsonl", [{"step": 1, "reward": "high"}], "line 1: must hold a step and numbers .*'high'"),
+        ("config.yaml", ["- 1"], r"config\.yaml: must hold settings as"),
+        ("completions.jsonl", ["{"] * 2, "line 1: is not JSON"),
+        ("completions.jsonl", [{}], "is not a completion with its credit .KeyError: 'tokens'"),
+        ("completions.jsonl", [{"tokens": ["a"], "weights": [1, 2]}], "weights has 2 numbers for 1 tokens"),
+        ("completions.jsonl", [{"tokens": ["a"], "spans": [{"start": 0, "end": 2}]}], "span 0 to 2 of 1 tokens"),
+        ("completions.jsonl", [{"tokens": ["a"], "reward": "good"}], "line 1: is not a completion"),
+        (
+            "completions.jsonl",
+            [{"tokens": ["a"], "correct": "yes"}],
+            "correct is 'yes' and drops_unit 'nats'",
+        ),
+        ("completions.jsonl", [{"tokens": ["a"], "answer": {"start": 0, "end": 2}}], "answer 0 to 2 of 1 tokens"),
+        ("completions.jsonl", [{"tokens": ["a"], "reward": float("nan")}], "Out of range float values"),
+    ],
+)
+def test_a_folder_that_is_not_a_run_is_named_with_its_line_and_has_no_page(tmp_path, file, lines, message) -> None:
+    folder = write_run(tmp_path / "run", completions=[completion(1, 1.0)])
+    write_lines(folder / file, lines)
+    with pytest.raises(ValueError, match=message):
+        page_of_run(folder)
+    assert not (folder / "page.html").exists()

@@ -34,7 +34,7 @@ def test_a_run_leaves_a_page_of_its_metrics_and_its_completions(tmp_path, monkey
     # Killed after its summary a run counts as finished, so all else must be there by then.
     assert there == [("summary.json", True)]
     data = Page((folder / "report.html").read_text("utf-8")).data
-    (shown,) = data["runs"]
+    shown = data["run"]
     for entry in metrics_of(folder):
         at = shown["steps"].index(entry.pop("step"))
         assert {name: shown["metrics"][name][at] for name in entry} == entry
@@ -52,7 +52,7 @@ def test_the_page_is_there_after_each_evaluation_and_one_that_cannot_be_written_
     result = Evaluation([True, True, True, False], 3.0)
     with Report(tmp_path, settings(), None, {}) as report:
         report.evaluated(0, result)
-        (first,) = Page(page.read_text("utf-8")).data["runs"]
+        first = Page(page.read_text("utf-8")).data["run"]
         assert first["metrics"]["eval_accuracy"] == [0.75]
         ends = [first["metrics"][f"eval_accuracy_{end}"][0] for end in ("low", "high")]
         assert ends == pytest.approx([0.3006, 0.9544], abs=1e-4)

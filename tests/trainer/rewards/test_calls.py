@@ -1,5 +1,6 @@
 """Calls of reward functions: what they get, what they may return, and what is said about anything else."""
 
+import asyncio
 import functools
 import math
 import re
@@ -11,8 +12,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from trainer.metrics import reward_metrics
-from trainer.rewards.calls import RewardError, compute_rewards, load_reward, load_rewards, require_callable, rewards_by
+from trainer.metrics import logged_metrics, reward_metrics
+from trainer.rewards.built_in import BUILT_IN
+from trainer.rewards.calls import (
+    RewardError,
+    RewardLog,
+    compute_rewards,
+    group_advantages,
+    load_reward,
+    load_rewards,
+    require_callable,
+    rewards_by,
+)
 from trainer.rollouts.engine import Rollouts
 from trainer.settings import ASSETS
 from trainer.state import arguments, joined
@@ -42,21 +53,40 @@ def test_reward_functions_get_trl_arguments_and_are_added_up_by_weight_without_a
     assert calls == [COLUMNS] * 2
 
 
-def test_a_function_that_raises_is_named_with_its_own_line_and_the_first_sample_that_it_fails_on() -> None:
-    line = inverse.__code__.co_firstlineno + 1
+async def inverse_later(level, **_):
+    await asyncio.sleep(0)
+    return [1 / one for one in level]
+
+
+@pytest.mark.parametrize(("function", "after"), [(inverse, 1), (inverse_later, 2)])
+def test_a_function_that_raises_is_named_with_its_own_line_and_the_first_sample_that_it_fails_on(
+    function, after
+) -> None:
+    line = function.__code__.co_firstlineno + after
     problem = rf"ZeroDivisionError: division by zero \(in test_calls.py, line {line}\)"
     message = rf"^{re.escape(SAMPLES[2])}: reward mine raised {problem}$"
     with pytest.raises(RewardError, match=message):
-        rewards_by("mine", inverse, SAMPLES, COLUMNS)
+        rewards_by({"mine": function}, SAMPLES, COLUMNS)
 
 
-@pytest.mark.parametrize(("raised", "error"), [(SystemExit(3), RewardError), (KeyboardInterrupt(), KeyboardInterrupt)])
-def test_a_function_that_exits_is_named_and_ctrl_c_is_no_error_of_it(raised, error) -> None:
+@pytest.mark.parametrize(
+    ("raised", "error", "is_async"),
+    [
+        (SystemExit(3), RewardError, False),
+        (SystemExit(3), RewardError, True),
+        (KeyboardInterrupt(), KeyboardInterrupt, False),
+    ],
+)
+def test_a_function_that_exits_is_named_and_ctrl_c_is_no_error_of_it(raised, error, is_async) -> None:
     def leaving(**_):
         raise raised
 
+    async def leaving_later(**_):
+        raise raised
+
+    leaving = leaving_later if is_async else leaving
     with pytest.raises(error):
-        rewards_by("mine", leaving, SAMPLES, COLUMNS)
+        rewards_by({"mine": leaving}, SAMPLES, COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +140,9 @@ def test_contents_are_for_functions_that_take_them() -> None:
 
     assert compute_rewards({"strict": strict, "any": any_columns}, given)[0].tolist() == [0, 0, 0]
     assert seen == given
-    assert rewards_by("mine", by_name, SAMPLES, given) == [0, 1, 0]
-    assert rewards_by("mine", functools.partial(by_name), SAMPLES, given) == [0, 1, 0]
+    assert rewards_by({"mine": by_name}, SAMPLES, given) == {"mine": [0, 1, 0]}
+    assert rewards_by({"mine": functools.partial(by_name)}, SAMPLES, given) == {"mine": [0, 1, 0]}
+    require_callable({"mine": by_name}, {"answer": "1"})
 
 
 @pytest.mark.parametrize("name", ["exact_match", "math_verify"])
@@ -130,7 +161,7 @@ def test_no_reward_of_the_programs_is_for_what_stands_in_a_thought_that_the_prom
         rollouts = Rollouts.of([before] * 3, ids, [torch.zeros(len(row)) for row in ids], [0], tokenizer)
         columns = arguments([{"question": "9 * 2?", "answer": "18"}] * 3, rollouts)
         assert columns["completions"] == texts
-        assert rewards_by(name, load_reward(name), SAMPLES, columns) == expected
+        assert rewards_by({name: load_reward(name)}, SAMPLES, columns) == {name: expected}
     assert joined([rollouts, rollouts]).contents == rollouts.contents * 2
 
 
@@ -140,7 +171,7 @@ def test_a_column_with_the_name_of_an_option_is_not_taken_for_it(column) -> None
     reward = load_reward("exact_match", answer_format=r"is (\d)!")
     for others in ({}, {column: ["none"]}):
         require_callable({"exact_match": reward}, {"answer": "#### 7", **others})
-        assert rewards_by("exact_match", reward, ["one"], columns | others) == [1.0]
+        assert rewards_by({"mine": reward}, ["one"], columns | others) == {"mine": [1.0]}
 
 
 @pytest.mark.parametrize(
@@ -186,10 +217,9 @@ def test_an_array_of_rewards_is_a_list_of_them(values) -> None:
         ([0, torch.tensor(torch.nan), 0], FloatingPointError, "sample 1: reward mine is nan"),
         ([0, 0, 10**40], FloatingPointError, "sample 2: reward mine is 1000.*, beyond what float32 holds"),
         ([True, False], ValueError, "reward mine: returned 2 values for 3 completions"),
-        ([None, 0.0, 1.0], ValueError, "sample 0: every reward function returned None"),
         (None, ValueError, "reward mine: returned a NoneType, expected a list of numbers"),
         ({0: 1, 1: 0, 2: 1}, ValueError, "reward mine: returned a dict, expected a list of numbers"),
-        (torch.ones(3, 1), ValueError, "reward mine: returned a Tensor, expected a list of numbers"),
+        (torch.ones(3, 1), ValueError, r"reward mine: returned a Tensor of shape \(3, 1\), expected a list of numbers"),
     ],
 )
 def test_anything_else_names_function_sample_and_value(values, kind, message) -> None:
@@ -200,7 +230,7 @@ def test_anything_else_names_function_sample_and_value(values, kind, message) ->
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("accuracy", "is neither one of exact_match, math_verify, code nor of the form"),
+        ("accuracy", f"is neither one of {', '.join(BUILT_IN)} nor of the form"),
         ("math:no_such", "cannot import 'math:no_such'"),
         ("math:pi", "is a float, not a function"),
     ],
@@ -215,3 +245,75 @@ def test_reward_functions_are_reported_under_the_last_part_of_their_names_and_no
     for names in (["math:gcd", "numpy:gcd"], ["exact_match", "trainer.rewards.numbers:exact_match"]):
         with pytest.raises(ValueError, match=f"two of {', '.join(names)} would be reported by one name"):
             load_rewards(names)
+
+
+# TRL's form: coroutines, arguments of the run, and samples that all functions abstain on
+
+
+def test_coroutines_of_all_functions_are_awaited_together_and_in_one_loop_for_the_whole_run() -> None:
+    loops, meeting = [], []
+
+    async def first(completions, **_):
+        loops.append(asyncio.get_running_loop())
+        meeting.append("first")
+        while "second" not in meeting:  # would wait for ever if they ran one after the other
+            await asyncio.sleep(0)
+        return [1.0, None, 0.0]
+
+    class Second:
+        async def __call__(self, completions, **_):
+            meeting.append("second")
+            return [0.5] * len(completions)
+
+    functions = {"first": first, "plain": lambda **_: asyncio.run(asyncio.sleep(0, [0, 0, 1])), "second": Second()}
+    for _ in range(2):
+        meeting.clear()
+        total, by_function = compute_rewards(functions, COLUMNS)
+        assert total.tolist() == [1.5, 0.5, 1.5]
+        assert by_function["first"] == [1.0, None, 0.0]
+    assert loops[0] is loops[1]
+
+
+def test_functions_get_the_state_of_the_run_and_log_if_they_take_the_arguments() -> None:
+    def plain(prompts, completions, completion_ids, level):
+        return [0.0] * 3
+
+    def stateful(completions, trainer_state, log_metric, log_extra, **columns):
+        log_metric("seen", trainer_state.global_step)
+        log_extra("length", [len(text) for text in completions])
+        log_extra("verdict", [torch.tensor(1.0), None, "bad"])
+        return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+    functions, log = {"plain": plain, "stateful": stateful}, RewardLog(2, 4)
+    require_callable(functions, {"level": 1})
+    assert compute_rewards(functions, COLUMNS, log=log)[0].tolist() == [0.5] * 3
+    assert log.metrics == [("seen", 2.0)]
+    assert log.rows(3)[1:] == [{"length": 1, "verdict": None}, {"length": 1, "verdict": "bad"}]
+    with pytest.raises(RewardError, match="log_extra: column 'length' has 3 values for 2 completions"):
+        log.rows(2)
+    assert logged_metrics([("a", 1.0), ("b", 2.0), ("a", 2.0)]) == {"a": 1.5, "b": 2.0}
+
+
+def test_a_sample_without_any_reward_is_warned_of_and_compared_with_none(caplog) -> None:
+    functions = {"one": lambda **_: [None, 0.0, 1.0], "two": lambda **_: [None, None, 0.5]}
+    total, by_function = compute_rewards(functions, COLUMNS)
+    assert total.isnan().tolist() == [True, False, False]
+    assert total[1:].tolist() == [0.0, 1.5]
+    assert caplog.messages == ["sample 0: every reward function returned None, so there is no advantage"]
+    metrics = reward_metrics(total, by_function, 3)
+    assert (metrics["reward"], metrics["frac_reward_zero_std"]) == (0.75, 0.0)
+    assert metrics["reward_std"] == pytest.approx(1.5 / 2**0.5)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_of_samples_without_a_reward_are_trls(scale) -> None:
+    nan = math.nan
+    rewards = torch.tensor([[1.0, nan, 0, 0.5], [nan, 2, nan, nan], [nan] * 4, [1, 1, 1, nan]])
+    groups = rewards.double()
+    mean = groups.nanmean(1, keepdim=True)
+    spread = {"none": 1.0, "batch": groups[~groups.isnan()].std() + 1e-4}.get(scale)
+    if spread is None:  # of those that are known, by Bessel's correction
+        known = (~groups.isnan()).sum(1, keepdim=True)
+        spread = ((groups - mean).square().nansum(1, keepdim=True) / (known - 1)).sqrt() + 1e-4
+    expected = ((groups - mean) / spread).nan_to_num(0.0)
+    torch.testing.assert_close(group_advantages(rewards.flatten(), 4, scale).view(4, 4).double(), expected)

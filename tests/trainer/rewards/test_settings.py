@@ -1,11 +1,17 @@
 """Settings of rewards: weights of several functions, and which rewards go with which rows."""
 
-import pytest
+import re
 
-from tests.support.embedded import EVEN, metrics_of, run, settings
+import pytest
+from transformers import TrainerState
+
+from tests.conftest import REPOSITORY
+from tests.support.embedded import EVEN, metrics_of, run, samples_of, settings
+from trainer.cli import documented
 from trainer.config import TrainConfig
 from trainer.data import configured_prompt
 from trainer.rewards.built_in import BUILT_IN, BuiltIn
+from trainer.settings import TrainSettings
 
 
 class Text:
@@ -29,6 +35,30 @@ def test_a_run_adds_its_rewards_up_by_their_weights(tmp_path) -> None:
     assert step["rewards/even/mean"] > 0
 
 
+def talkative(completions, trainer_state, log_metric, log_extra, **_):
+    """Abstain on every second completion, and log."""
+    log_metric("mine/step", trainer_state.global_step)
+    log_extra("place", range(len(completions)))
+    return [None if b % 2 else float(b % 4 == 0) for b in range(len(completions))]
+
+
+async def later(completions, **_):
+    return talkative(completions, TrainerState(global_step=7), *[lambda *_: None] * 2)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_all_rewards_abstain_and_holds_what_they_log(tmp_path) -> None:
+    folder = run(tmp_path / "run", "--reward_funcs", f"{__name__}:talkative", f"{__name__}:later")
+    steps = [entry for entry in metrics_of(folder) if "reward" in entry]
+    assert [entry["mine/step"] for entry in steps] == [0, 1]
+    assert all(entry["reward"] == 1 and entry["grad_norm"] > 0 for entry in steps)
+    for entry in samples_of(folder):
+        place = entry["logged"]["place"]
+        assert (entry["reward"] is None) == (place % 2 == 1)
+        assert entry["advantage"] or place % 2
+    assert "no reward function gave it a reward" in (folder / "report.html").read_text("utf-8")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -36,10 +66,9 @@ def test_a_run_adds_its_rewards_up_by_their_weights(tmp_path) -> None:
         ({"reward_weights": [float("nan")]}, r"reward_weights must be finite numbers, got \[nan\]"),
         ({"reward_timeout": 0.0}, r"reward_timeout must be in \[1e-38, 1e38\], got 0.0"),
         ({"eval_samples": -1}, "eval_samples must be an integer, at least 0, got -1"),
-        ({"reward_funcs": ["code"]}, "dataset: 'generated' has no tests"),
         (
-            {"reward_funcs": ["exact_match", "code"]},
-            "reward_funcs: code reads rows of mbpp, and eval_reward exact_match numbers",
+            {"reward_funcs": ["math_verify", "exact_match"]},
+            "reward_funcs: exact_match reads rows of numbers, and eval_reward math_verify text",
         ),
     ],
 )
@@ -54,7 +83,6 @@ def test_a_setting_of_rewards_that_cannot_be_is_named(options, message) -> None:
         ([], "exact_match", "numbers", ""),  # the embedded model's own
         (["--reward_funcs", "math:gcd", "exact_match"], "exact_match", "numbers", ""),
         (["--model=other", "--reward_funcs", "math_verify"], "math_verify", "text", r"\boxed{}"),
-        (["--model=other", "--reward_funcs", "code", "--dataset=owner/mbpp"], "code", "mbpp", "```python"),
         (["--reward_funcs", "math:gcd", "--eval_reward", "math:gcd"], "math:gcd", "text", ""),
         (["--reward_funcs", "math:gcd"], "exact_match", "numbers", ""),
     ],
@@ -72,3 +100,12 @@ def test_a_reward_of_the_program_that_only_shapes_is_not_what_evaluation_counts_
     config = TrainConfig(reward_funcs=order)
     assert config.grader == ("math_verify" if "math_verify" in order else "exact_match")
     assert TrainConfig(reward_funcs=order, eval_reward="exact_match").grader == "exact_match"
+
+
+def test_the_page_and_the_setting_name_the_rewards_that_the_program_has() -> None:
+    page = (REPOSITORY / "docs" / "rewards.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|.*?\|(.*)\|$", page, re.MULTILINE)
+    assert [(name, tuple(re.findall(r"`(numbers|text)`", kinds))) for name, kinds in rows] == [
+        (name, one.kinds) for name, one in BUILT_IN.items()
+    ]
+    assert ", ".join(BUILT_IN) in documented(TrainSettings)["reward_funcs"]

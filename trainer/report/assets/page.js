@@ -3,7 +3,6 @@ const data = JSON.parse(document.getElementById('data').textContent);
 const [list, search, place, next, reading] = ['list', 'search', 'place', 'next', 'reading'].map(id => document.getElementById(id));
 const WIDE = matchMedia('(min-width: 45rem)').matches, ON_PAGE = 10;
 let matching = [];
-
 function make(tag, attributes, ...children) {
   const space = ['svg', 'path', 'text', 'circle'].includes(tag) ? '2000/svg' : '1999/xhtml';
   const made = document.createElementNS('http://www.w3.org/' + space, tag);
@@ -11,13 +10,9 @@ function make(tag, attributes, ...children) {
   made.append(...children);
   return made;
 }
-function digits(value, count) {
-  if (value === null) return 'none';
-  return value && Math.abs(value) < 1e-4 ? value.toExponential(count - 1) : String(Number(value.toPrecision(count)));
-}
-function extent(values) {
-  return values.reduce(([low, high], x) => x === null ? [low, high] : [Math.min(low, x), Math.max(high, x)], [Infinity, -Infinity]);
-}
+const digits = (value, count) =>
+  value === null ? 'none' : value && Math.abs(value) < 1e-4 ? value.toExponential(count - 1) : String(Number(value.toPrecision(count)));
+const extent = values => values.filter(x => x !== null).reduce(([low, high], x) => [Math.min(low, x), Math.max(high, x)], [Infinity, -Infinity]);
 // Signs for characters that do not print: controls, directions, joiners, halves of surrogates.
 function printed(text) {
   const sign = character => `[U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, '0')}]`;
@@ -38,10 +33,8 @@ function scaleOf(kind, values) {
   return { low, high, shade, middle: 100 * (neutral - low) / (high - low || 1) };
 }
 function importancesOf(sample) {
-  const values = sample.tokens.map(() => null);
-  for (const { start, end, drop } of sample.spans)
-    for (let i = start; i < end; i++) values[i] = Math.max(values[i] ?? -Infinity, drop);
-  return values;
+  const drops = i => sample.spans.filter(({ start, end }) => start <= i && i < end).map(span => span.drop);
+  return sample.tokens.map((_, i) => drops(i).length ? Math.max(...drops(i)) : null);
 }
 function figure(sample, [name, { kind, values }]) {
   const { low, high, shade, middle } = scaleOf(kind, values), [from, to] = sample.answer || [0, 0];
@@ -59,11 +52,10 @@ function completion(sample, open) {
     columns.push(sample.spans.length ? ['importance of spans', { kind: sample.drops_unit, values: importancesOf(sample) }]
       : ['tokens', { kind: 'without credit', values: sample.tokens.map(() => null) }]);
   const facts = [
-    sample.run, known(sample.step) && `step ${sample.step}`, known(sample.problem) && `problem ${sample.problem}`,
+    known(sample.step) && `step ${sample.step}`, known(sample.problem) && `problem ${sample.problem}`,
     known(sample.reward) && `reward ${digits(sample.reward, 6)}`, known(sample.correct) && (sample.correct ? 'correct' : 'wrong'),
     known(sample.advantage) && sample.counted && `advantage ${digits(sample.advantage, 3)}`, sample.truncated && 'truncated',
-    !sample.counted && 'not in the loss',
-    sample.times > 1 && `\u00d7${sample.times}`].filter(Boolean).map(printed).join(' \u00b7 ');
+    !sample.counted && 'not in the loss', sample.times > 1 && `\u00d7${sample.times}`].filter(Boolean).map(printed).join(' \u00b7 ');
   const why = sample.uncredited === null ? [] : [make('p', { class: 'soft' }, printed(`Not shaded: ${sample.uncredited}.`))];
   const made = make('details', { open }, make('summary', {}, facts || 'completion'), ...why, make('div', { class: 'sides' }));
   if (sample.question !== null)
@@ -80,10 +72,9 @@ function showMore() {
   next.hidden = list.children.length === matching.length;
 }
 function look() {
-  const { run, step, wrong, order } = Object.fromEntries(new FormData(search));
+  const { step, wrong, order } = Object.fromEntries(new FormData(search));
   const rank = order === 'step' ? sample => sample.step : sample => extent(sample.spans.map(span => span.drop))[1];
-  matching = data.completions
-    .filter(sample => (!run || sample.run === run) && (!step || sample.step === Number(step)) && (!wrong || sample.correct === false))
+  matching = data.completions.filter(sample => (!step || sample.step === Number(step)) && (!wrong || sample.correct === false))
     .map(sample => [rank(sample), sample]).sort(([a], [b]) => b - a || 0).map(([, sample]) => sample);
   list.replaceChildren();
   showMore();
@@ -94,7 +85,7 @@ next.addEventListener('click', showMore);
 
 // The numbers of the token under the mouse or the arrow keys, for all estimators at once.
 function leave() {
-  for (const token of document.querySelectorAll('.here')) token.classList.remove('here');
+  document.querySelectorAll('.here').forEach(token => token.classList.remove('here'));
   reading.textContent = '';
 }
 function show(block, index) {
@@ -108,8 +99,7 @@ function show(block, index) {
 }
 addEventListener('mouseover', event => {
   const token = event.target.closest('.tokens > span');
-  if (token) show(token.parentElement, [...token.parentElement.children].indexOf(token));
-  else leave();
+  token ? show(token.parentElement, [...token.parentElement.children].indexOf(token)) : leave();
 });
 list.addEventListener('keydown', event => {
   const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -1e9, End: 1e9 }[event.key];
@@ -123,9 +113,6 @@ list.addEventListener('keydown', event => {
 addEventListener('keydown', event => { if (event.key === 'Escape') leave(); });
 
 document.title = document.querySelector('h1').textContent = printed(data.title);
-const names = new Set(data.completions.map(sample => sample.run));
-search.run.append(...[...names].map(name => make('option', { value: name }, printed(name))));
-search.run.parentElement.hidden = names.size < 2;
 for (const [name, value] of new URLSearchParams(location.hash.slice(1))) { // as the page was left when it loaded itself anew
   const field = search.elements.namedItem(name) || {};
   field[field.type === 'checkbox' ? 'checked' : 'value'] = value;

@@ -1,4 +1,9 @@
-"""Let an environment answer what the policy writes: its observation follows a call, then the policy continues."""
+"""Let an environment answer what the policy writes: its observation follows a call, then the policy continues.
+
+    cfa-train --environment examples.environments:calculator
+
+For an environment of yours write a function like `calculator` in a module of yours.
+"""
 
 import re
 import threading
@@ -11,21 +16,19 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels import KeptTokens
-from cfa_kernels.options import imported
 from cfa_kernels.text.offsets import decoded
 
-from ..rewards.calls import FAILURES, RewardError
-from .engine import Engine, Rollouts
+FAILURES = (Exception, SystemExit)  # of an environment's code; not signals
 
 
-class EnvironmentFailure(RewardError):
+class EnvironmentFailure(ValueError):
     """An environment raised, did not return, or returned no text; the message names rollout and turn."""
 
 
 class Calculator:
     """Complete sums such as GSM8K's `<<48/2=` by their results, also without the brackets.
 
-    It is an environment of `cfa-train --environment` and of TRL's `environment_factory`, where `step` is the tool.
+    It is an environment of `PlayedEngine` and of TRL's `environment_factory`, where `step` is the tool.
 
     Attributes:
         call: pattern whose first match in what the policy has written since the last observation ends its turn.
@@ -60,25 +63,6 @@ class Calculator:
         return (str(total) if total.denominator == 1 else f"{float(total):g}") + ">>" * sums.startswith("<<")
 
 
-def load_environment(name: str) -> Callable[[], Any]:
-    """Return the class of an environment, "calculator" or "module:Class", of which one is made to try it.
-
-    Raises `ValueError` for one without its methods, that cannot be made without arguments or whose call is no pattern.
-    """
-    kind = Calculator if name == "calculator" else imported("environment", name)
-    missing = [part for part in ("call", "reset", "step") if not hasattr(kind, part)]
-    if missing:
-        raise ValueError(f"environment: {name} has no {missing[0]}; it needs reset(), step(text) and a pattern, call")
-    try:
-        re.compile(kind().call)
-    except FAILURES as problem:
-        said = f"{type(problem).__name__}: {problem}"
-        raise ValueError(
-            f"environment: {name} cannot be made without arguments and give its pattern, call: {said}"
-        ) from problem
-    return kind
-
-
 class PlayedEngine:
     """An engine whose completions continue after the observations of environments, one for each completion.
 
@@ -87,12 +71,20 @@ class PlayedEngine:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, make: Callable[[], Any], ends: Sequence[int],
-        *, thought_tags: str = "", timeout: float = 10.0,
+        self, make: Callable[[], Any], engine: Any, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int],
+        thought_tags: str = "", timeout: float = 10.0,
     ) -> None:  # fmt: skip
-        """Play `make`'s environments; `ends` as in `Rollouts.of`, and a step may take `timeout` seconds."""
+        """Play the environments that `make` makes, of which one is tried.
+
+        An environment has `reset()`, `step(text)`, which returns a text, and `call`, the pattern that ends a turn.
+        `engine`, `tokenizer`, `ends` and `thought_tags` are what the program gives; a step may take `timeout` seconds.
+        """
         self._engine, self._tokenizer, self._make, self._ends = engine, tokenizer, make, ends
         self._thought_tags, self._timeout, self.notes = thought_tags, timeout, engine.notes
+        tried = self._ask("trial", "maker", make)
+        if missing := [part for part in ("call", "reset", "step") if not hasattr(tried, part)]:
+            raise EnvironmentFailure(f"environment has no {missing[0]}; it needs reset, step and a pattern, call")
+        self._ask("trial", "call", lambda: re.compile(tried.call))
 
     def weights_changed(self) -> None:
         """Tell the engine."""
@@ -101,13 +93,13 @@ class PlayedEngine:
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, max_completion_length: int,
         keys: Sequence[Sequence[int]] | None = None, names: Sequence[str] | None = None, **options: Any,
-    ) -> Rollouts:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Complete prompts as `Engine` says; further turns draw with the keys and the number of the turn."""
         names = names or [f"rollout {b}" for b in range(len(prompts))]
         ids, masks, nucleus = [list[int]() for _ in prompts], [list[int]() for _ in prompts], 1.0
         logprobs, kept = ([list[Any]() for _ in prompts] for _ in range(2))
         stopped = [False] * len(prompts)
-        environments = [self._ask(name, "making it", self._make) for name in names]
+        environments = [self._ask(name, "maker", self._make) for name in names]
         active, turn = list(range(len(prompts))), 0
         for b in active:
             self._ask(names[b], "reset", environments[b].reset)
@@ -141,7 +133,7 @@ class PlayedEngine:
                 if len(ids[b]) < max_completion_length:
                     going.append(b)
             active, turn = going, turn + 1
-        return Rollouts.of(
+        return type(part).of(
             prompts, ids, [torch.cat(row) for row in logprobs], self._ends, self._tokenizer, nucleus,
             self._thought_tags, [KeptTokens.joined(row) for row in kept] if kept[0] else None,
             [torch.tensor(row) for row in masks], stopped=stopped,
@@ -163,10 +155,14 @@ class PlayedEngine:
     def _observed(self, where: str, environment: Any, text: str) -> list[int]:
         observation = self._ask(where, "step", lambda: environment.step(text))
         if not isinstance(observation, str) or not observation:
-            raise EnvironmentFailure(f"{where}: step must return a text that is not empty, got {observation!r}")
+            raise EnvironmentFailure(
+                f"{where}: environment's step must return a text that is not empty, got {observation!r}"
+            )
         ids: list[int] = self._tokenizer(observation, add_special_tokens=False)["input_ids"]
         if any(token in self._ends for token in ids):
-            raise EnvironmentFailure(f"{where}: step returned the end of a completion, {observation!r}; omit it")
+            raise EnvironmentFailure(
+                f"{where}: environment's step returned the end of a completion, {observation!r}; omit it"
+            )
         return ids
 
     def _ask(self, where: str, what: str, call: Callable[[], Any]) -> Any:
@@ -182,8 +178,15 @@ class PlayedEngine:
         thread.start()
         thread.join(self._timeout)
         if not result:
-            raise EnvironmentFailure(f"{where}: {what} did not return within {self._timeout:g} seconds")
+            raise EnvironmentFailure(f"{where}: environment's {what} did not return within {self._timeout:g} seconds")
         value, problem = result[0]
         if problem is not None:
-            raise EnvironmentFailure(f"{where}: {what} raised {type(problem).__name__}: {problem}") from problem
+            raise EnvironmentFailure(
+                f"{where}: environment's {what} raised {type(problem).__name__}: {problem}"
+            ) from problem
         return value
+
+
+def calculator(engine: Any, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], thought_tags: str) -> PlayedEngine:
+    """Let a calculator complete the sums that the policy writes."""
+    return PlayedEngine(Calculator, engine, tokenizer, ends, thought_tags)

@@ -1,4 +1,4 @@
-"""Compare and correct in the trainer: who is corrected, what it earns, and where credit then falls."""
+"""IBPO's step in the trainer: who is corrected, what it earns, and where credit then falls."""
 
 import dataclasses
 import math
@@ -7,22 +7,21 @@ import pytest
 import torch
 
 from cfa_kernels.rows import Rows
+from examples import ibpo
+from examples.ibpo import correction_prompt
 from tests.support.edit_table import edits_by_table, table
 from tests.support.embedded import EVEN, settings, updated
 from trainer.data import Row
-from trainer.experimental import compare_and_correct
-from trainer.experimental.compare_and_correct import correction_prompt
 from trainer.rewards.calls import group_advantages
 from trainer.rollouts.engine import Rollouts
 from trainer.rollouts.in_process import TransformersEngine
-from trainer.run import set_up
 from trainer.state import Samples, Shaped
 from trainer.step import training_step
 
 pytestmark = pytest.mark.slow
 
 SHORT = ("--max_completion_length=24", "--no_mask_truncated_completions", "--temperature=1.5")
-ON = ("--compare_and_correct=0.3", "--credit=none", EVEN, *SHORT)
+ON = ("--shaping_func=examples.ibpo:compare_and_correct", "--credit=none", EVEN, *SHORT)
 
 
 @pytest.fixture
@@ -56,19 +55,19 @@ def by_hand(trainer, rewards, corrected, *flags, truncated=()) -> Shaped:
         return Rollouts(Rows([row[:1] for row in ids], ids), cut, texts, [torch.zeros(len(row)) for row in ids])
 
     def judge(prompts, completions, completion_ids, question):
-        wrong = [f"q {b}" for b in range(len(rewards)) if rewards[b] < compare_and_correct.CORRECT]
+        wrong = [f"q {b}" for b in range(len(rewards)) if rewards[b] < ibpo.CORRECT]
         assert question == prompts == wrong[: len(completions)]
         assert completion_ids == [tokenizer(text)["input_ids"] for text in completions]
-        return [None if text == "?" else float("right" in text) for text in completions]
+        return [{"?": None, "x": "x"}.get(text, float("right" in text)) for text in completions]
 
     keys, data = [(0, 0, 0, g) for g in range(len(texts))], [Row({"question": f"q {b}"}) for b in range(len(texts))]
     sampled = Samples(keys, data, batch(texts), torch.tensor(rewards))
     config, engine = (
-        settings("--compare_and_correct=0.3", "--num_generations=4", *flags),
+        settings("--shaping_func=examples.ibpo:compare_and_correct", "--num_generations=4", *flags),
         lambda *_, **__: batch(corrected),
     )
     changed = dataclasses.replace(trainer, config=config, engine=engine, rewards={"judge": judge})
-    return compare_and_correct.compare_and_correct(changed, sampled)
+    return ibpo.compare_and_correct(changed, sampled, Shaped(sampled.rewards))
 
 
 def notes_of(notes) -> dict[int, tuple[str, bool]]:
@@ -117,8 +116,14 @@ def test_wrong_completions_beside_correct_ones_are_corrected_truncated_ones_only
 
 
 def test_a_reward_that_fails_on_corrections_names_their_samples(trainer) -> None:
-    with pytest.raises(ValueError, match=r"^the correction of sample 2: every reward function returned None"):
-        by_hand(trainer, [1.0, 0.0, 0.0, 1.0], ["right", "?"])
+    with pytest.raises(ValueError, match=r"^the correction of sample 2: reward judge is 'x'"):
+        by_hand(trainer, [1.0, 0.0, 0.0, 1.0], ["right", "x"])
+
+
+def test_a_completion_without_a_reward_is_not_corrected_and_a_correction_without_one_is_not_right(trainer) -> None:
+    shaped = by_hand(trainer, [1.0, 0.0, math.nan, 1.0], ["?"])
+    assert notes_of(shaped.notes) == {1: ("?", False)}
+    assert shaped.rewards[[0, 1, 3]].tolist() == [1, 0, 1]
 
 
 def test_the_prompt_shows_attempt_and_nearest_correct_sibling_and_one_that_is_too_long_is_counted(
@@ -142,7 +147,7 @@ def test_the_prompt_shows_attempt_and_nearest_correct_sibling_and_one_that_is_to
 
     lengths = {b: len(prompt) for b, prompt in zip(free.notes, prompts, strict=True)}
     limit = sorted(lengths.values())[len(lengths) // 2]
-    monkeypatch.setattr(compare_and_correct, "_longest_prompt", lambda _: limit)
+    monkeypatch.setattr(ibpo, "_longest_prompt", lambda _: limit)
     result = training_step(limited, 1, [0, 1, 2])
     fit = [b for b, length in lengths.items() if length <= limit]
     assert notes_of(result.notes) == {b: notes_of(free.notes)[b] for b in fit}
@@ -151,9 +156,7 @@ def test_the_prompt_shows_attempt_and_nearest_correct_sibling_and_one_that_is_to
     assert all((result.credit.weights[b] == 1).all() for b in range(24) if b not in fit)
 
 
-@pytest.mark.parametrize(
-    "options", [("--num_iterations=2",), ("--control=random", "--normalize=mean")]
-)
+@pytest.mark.parametrize("options", [("--num_iterations=2",), ("--control=random", "--normalize=mean")])
 def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_as_they_were(
     fresh, written, options
 ) -> None:
@@ -184,21 +187,11 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
 
 
 def test_off_by_default_and_nobody_correct_is_the_same_to_the_bit(fresh, monkeypatch) -> None:
-    monkeypatch.setattr(compare_and_correct, "CORRECT", 2.0)
-    plain, unused = fresh(EVEN, *SHORT), fresh(EVEN, *SHORT, "--compare_and_correct=0.3")
-    assert not plain.config.compare_and_correct
+    monkeypatch.setattr(ibpo, "CORRECT", 2.0)
+    plain, unused = fresh(EVEN, *SHORT), fresh(EVEN, *SHORT, "--shaping_func=examples.ibpo:compare_and_correct")
+    assert plain.shape is None
     results = [training_step(trainer, 1, [0, 1]) for trainer in (plain, unused)]
     assert not results[0].notes
     assert torch.equal(parameters(plain), parameters(unused))
     extra = results[1].metrics.keys() - results[0].metrics.keys()
     assert extra == {"time/correct", "corrections/fraction", "corrections/too_long", "corrections/tokens"}
-
-
-def test_a_run_in_which_no_correction_fits_ends_before_it_starts(fresh, monkeypatch) -> None:
-    trainer = fresh()
-    longest = max(map(len, trainer.prompts + trainer.held_out_prompts))
-    monkeypatch.setattr(compare_and_correct, "_longest_prompt", lambda _: longest)
-    with pytest.raises(ValueError, match=rf"compare_and_correct: .* only {longest} fit \(the model's context less"):
-        set_up(settings("--compare_and_correct=0.3"))
-    monkeypatch.setattr(compare_and_correct, "TEMPLATE", "{question}{attempt}{reference}")
-    set_up(settings("--compare_and_correct=0.3"))

@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
+from examples.code import CodeReward, fenced_code
 from tests.conftest import REPOSITORY
-from trainer.rewards.code import CodeReward, fenced_code
 
 pytestmark = [
     pytest.mark.slow,
@@ -210,7 +210,7 @@ def parent(): return os.getppid()
 
 def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch) -> None:
     mark = (1 << 30) + os.getpid()
-    monkeypatch.setattr("trainer.rewards.code.MEMORY_BYTES", mark)
+    monkeypatch.setattr("examples.code.MEMORY_BYTES", mark)
     sleeper = "import os, time\nos.setsid()\ntime.sleep(10**6)"
     assert not reward_of("bubblewrap", 0.5).passes(sleeper, TESTS)
     until = time.monotonic() + DEADLINE
@@ -221,14 +221,14 @@ def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch) -> N
 
 def test_programs_run_without_isolation_only_if_told_to(monkeypatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name, **_: f"/nowhere/{name}")
-    message = "No such file or directory: '/nowhere/bwrap'.*set code_isolation to none"
+    message = "No such file or directory: '/nowhere/bwrap'.*take passes_tests_unisolated"
     with pytest.raises(ValueError, match=message):
         CodeReward()
     assert CodeReward(isolation="none").passes(RIGHT, TESTS)
 
 
 def test_a_judge_whose_trainer_is_gone_ends_by_itself() -> None:
-    source = (REPOSITORY / "trainer/rewards/code.py").read_text()
+    source = (REPOSITORY / "examples/code.py").read_text()
     command = [sys.executable, "-I", "-S", "-c", source, "1", str(1 << 30)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as judge:
         assert judge.stdout is not None

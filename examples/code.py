@@ -1,5 +1,9 @@
 """Reward programs that pass their rows' tests, in processes that bubblewrap keeps from doing harm.
 
+    cfa-train --reward_funcs examples.code:passes_tests
+
+Rows have `tests` and perhaps a `test_setup`; `mbpp.py` makes such rows of MBPP.
+
 This file is also their program (`main`), by the standard library only: one process runs the solution, another the
 tests. A name that the tests lack is requested from the solution's process, which answers in literals, so nothing that
 the solution changes takes part in a comparison or in the verdict.
@@ -22,7 +26,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,34 +36,6 @@ START_SECONDS = 60.0
 REPLY_CHARACTERS = 1 << 24
 _ROOT = "/root-of-program"  # a process that chroot started opens no user namespace
 _FENCED = re.compile(r"^```[ \t]*+(?:python3?|py)?[ \t]*+\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
-# Austin et al. (2021), "Program Synthesis with Large Language Models".
-_PROMPT = (
-    "You are an expert Python programmer, and here is your task: {task} Your code should pass these tests:\n\n{tests}"
-)
-
-
-def mbpp_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Make a question of a row of MBPP, whose other columns stay; the reward reads `tests` and `test_setup`.
-
-    Names of Python and its modules that the reference `code` defines again, as task 126 does `sum`, are the solution's
-    in tests. Raises `ValueError` that begins with `where`.
-    """
-    task = row.get("text", row.get("prompt"))
-    tests, imports = row.get("test_list"), row.get("test_imports") or []
-    if not (isinstance(task, str) and task.strip() and isinstance(tests, list) and tests and isinstance(imports, list)):
-        columns = {name: row.get(name) for name in ("text", "prompt", "test_list", "test_imports")}
-        raise ValueError(f"{where}: MBPP has a task in text or prompt and a list of tests in test_list, got {columns}")
-    setup = [*imports, row.get("test_setup_code") or ""]
-    for statement in (*tests, *setup):
-        try:
-            compile(statement, "test", "exec")
-        except (SyntaxError, ValueError, TypeError) as problem:
-            raise ValueError(f"{where}: {statement!r} in its tests is not Python: {problem}") from problem
-    question = _PROMPT.format(task=task.strip(), tests="\n".join(tests))
-    defined = re.findall(r"^(?:def|class)\s+(\w+)", str(row.get("code")), re.MULTILINE)
-    tested = {*re.findall(r"\w+", " ".join(tests))} & {*dir(builtins), *sys.stdlib_module_names}
-    setup += [f"{name} = of_solution({name!r})" for name in defined if name in tested]
-    return {**row, "question": question, "tests": tests, "test_setup": "\n".join(setup)}
 
 
 def fenced_code(completion: str) -> str | None:
@@ -71,7 +47,7 @@ def fenced_code(completion: str) -> str | None:
 class CodeReward:
     """Give 1 where a completion's last fenced block of Python passes all tests of its row, else 0.
 
-    Rows are those of `mbpp_row`. docs/rewards.md says how solutions are isolated, and what that does not stop.
+    docs/rewards.md says how solutions are isolated, and what that does not stop.
     """
 
     def __init__(self, timeout: float = 10.0, isolation: str = "bubblewrap") -> None:
@@ -81,8 +57,8 @@ class CodeReward:
             if not self.passes("def right(): return 1", ["assert right() == 1"]):
                 raise OSError("a program did not run to its end")
         except OSError as problem:
-            advice = "Install bubblewrap, allow user namespaces, or set code_isolation to none, which lets programs do"
-            said = f"reward code: programs cannot be isolated here ({problem}). {advice} all that you may do"
+            advice = "Install bubblewrap, allow user namespaces, or take passes_tests_unisolated, which lets programs"
+            said = f"programs cannot be isolated here ({problem}). {advice} do all that you may do"
             raise ValueError(said) from problem
         self._seconds = timeout
 
@@ -135,6 +111,16 @@ def isolated(command: Sequence[str]) -> list[str]:
         program += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         user = ["--userspec=65534:65534", "--groups="]
     return [*program, "--remount-ro", "/", "--", chroot, *user, _ROOT, *command]
+
+
+_ISOLATION = {"passes_tests": "bubblewrap", "passes_tests_unisolated": "none"}
+
+
+def __getattr__(name: str) -> CodeReward:
+    """Make a reward function where it is named, so that a run without isolation ends before it starts."""
+    if name not in _ISOLATION:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return CodeReward(isolation=_ISOLATION[name])
 
 
 _SEVERAL = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}

@@ -1,12 +1,15 @@
 """Let the policy rewrite its wrong completions next to correct siblings, after IBPO (arXiv 2605.16302).
 
+    cfa-train --config ibpo, which names examples.ibpo:compare_and_correct
+
 Our reading of its abstract and public notes; there is no code. A wrong completion y is put before the policy with the
-nearest correct sibling, and one correction y^ is sampled. If y^ is correct, y's reward grows by lambda rho
-(`compare_and_correct`) before the group is normalised, and tokens that the alignment of y and y^ leaves unchanged get
-no credit (m_t = 0). A wrong correction does nothing, which the notes leave open: a policy that copies its wrong attempt
-edits no token, and an empty m would spare the attempt every gradient.
+nearest correct sibling, and one correction y^ is sampled. If y^ is correct, y's reward grows by lambda rho (`BONUS`)
+before the group is normalised, and tokens that the alignment of y and y^ leaves unchanged get no credit (m_t = 0). A
+wrong correction does nothing, which the notes leave open: a policy that copies its wrong attempt edits no token, and an
+empty m would spare the attempt every gradient.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,30 +18,34 @@ from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import correct_siblings
 from cfa_kernels.model.parts import causal_lm, context_length
 
-from ..data import configured_prompt
-from ..rewards.calls import compute_rewards
-from ..state import Samples, Shaped, Trainer, arguments
-
 TEMPLATE = (
     "{question}\n\nThis attempt is wrong:\n{attempt}\n\nThis is correct:\n{reference}\n\n"
     "Write the attempt again, corrected. Keep what is right in it and change only what is wrong."
 )
+BONUS = 0.3  # lambda times rho
 CORRECT = 0.5  # least reward of a correct completion
 _STREAM = 1  # at the end of a sample's key: its correction draws its own numbers
 
 
-def compare_and_correct(trainer: Trainer, batch: Samples) -> Shaped:
+def compare_and_correct(trainer: Any, batch: Any, shaped: Any) -> Any:
     """Let the policy correct the wrong ones of B completions, in groups that hold a correct one, in one batch.
 
-    Truncated completions that the loss omits are not corrected, nor those whose prompt for correction is longer
-    than the context allows (`corrections/too_long`). Each corrected sample gets a note `correction`: the text and
-    whether it is `right`. Raises `FloatingPointError` for logits or rewards of corrections that are not finite, and
-    `ValueError` for what a reward function returns instead of rewards; the message names the samples.
+    Truncated completions that the loss omits are not corrected, nor those without a reward, nor those whose prompt for
+    correction is longer than the context allows (`corrections/too_long`). Each corrected sample gets a note
+    `correction`: the text and whether it is `right`.
+
+    Args:
+        trainer, batch: setup of the run, and the step's samples.
+        shaped: result without corrections, of which this returns a changed copy.
+
+    Raises:
+        FloatingPointError: logits or rewards of corrections are not finite.
+        ValueError: a reward function returns something other than rewards; the message names the samples.
     """
     config, rollouts, limit = trainer.config, batch.rollouts, _longest_prompt(trainer)
     ids, texts = rollouts.rows.completions, rollouts.texts
     siblings = correct_siblings(ids, torch.arange(len(ids)) // config.num_generations, batch.rewards >= CORRECT)
-    left_out = rollouts.truncated & config.mask_truncated_completions
+    left_out = rollouts.truncated & config.mask_truncated_completions | batch.rewards.isnan()
     prompts = {
         b: correction_prompt(trainer, batch.rows[b]["question"], texts[b], texts[near[0]])
         for b, near in enumerate(siblings)
@@ -46,7 +53,7 @@ def compare_and_correct(trainer: Trainer, batch: Samples) -> Shaped:
     }
     fitting = [b for b, prompt in prompts.items() if limit is None or len(prompt) <= limit]
 
-    shaped, edits = batch.rewards.clone(), [torch.ones(len(row)) for row in ids]
+    raised, edits = batch.rewards.clone(), [torch.ones(len(row)) for row in ids]
     notes: dict[int, dict[str, Any]] = {}
     metrics = {
         "corrections/fraction": len(fitting) / len(ids),
@@ -57,13 +64,13 @@ def compare_and_correct(trainer: Trainer, batch: Samples) -> Shaped:
         keys = [(*batch.keys[b], _STREAM) for b in fitting]
         names = [f"the correction of sample {b}" for b in fitting]
         corrected = trainer.sample(keys, [prompts[b] for b in fitting], names)
-        columns, edited = arguments([batch.rows[b] for b in fitting], corrected), []
-        rewards, _ = compute_rewards(trainer.rewards, columns, weights=config.reward_weights, names=names)
+        edited = list[torch.Tensor]()
+        rewards = trainer.reward([batch.rows[b] for b in fitting], corrected, names, keys).rewards
         right = (rewards >= CORRECT).tolist()
         for b, text, is_right, row in zip(fitting, corrected.texts, right, corrected.rows.completions, strict=True):
             notes[b] = {"correction": {"completion": text, "right": is_right}}
             if is_right:
-                shaped[b] += config.compare_and_correct
+                raised[b] += BONUS
                 edits[b] = edited_tokens(ids[b], row)
                 edited.append(edits[b])
         metrics |= {
@@ -73,27 +80,14 @@ def compare_and_correct(trainer: Trainer, batch: Samples) -> Shaped:
         }
         if edited:
             metrics["corrections/edited_fraction"] = torch.cat(edited).double().mean().item()
-    return Shaped(shaped, edits, metrics, notes)
+    return replace(shaped, rewards=raised, edits=edits, metrics=metrics, notes=notes)
 
 
-def correction_prompt(trainer: Trainer, question: str, attempt: str, reference: str) -> list[int]:
+def correction_prompt(trainer: Any, question: str, attempt: str, reference: str) -> list[int]:
     """Encode the prompt that asks for a correction: `TEMPLATE` filled, then as any other prompt."""
-    request = TEMPLATE.format(question=question, attempt=attempt, reference=reference)
-    return configured_prompt(request, trainer.tokenizer, trainer.config)
+    return trainer.encode(TEMPLATE.format(question=question, attempt=attempt, reference=reference))
 
 
-def _longest_prompt(trainer: Trainer) -> int | None:
+def _longest_prompt(trainer: Any) -> int | None:
     context = context_length(causal_lm(trainer.policy))
     return None if context is None else context - trainer.config.max_completion_length
-
-
-def require_fitting_prompt(trainer: Trainer) -> None:
-    """Raise `ValueError` if not even an empty attempt at the shortest problem could be corrected within the limits."""
-    config, limit = trainer.config, _longest_prompt(trainer)
-    shortest = min(range(len(trainer.rows)), key=lambda i: len(trainer.prompts[i]))
-    least = len(correction_prompt(trainer, trainer.rows[shortest]["question"], "", ""))
-    if limit is not None and least > limit:
-        raise ValueError(
-            f"compare_and_correct: a prompt for correction has at least {least} tokens before attempt and reference, "
-            f"and only {limit} fit (the model's context less max_completion_length {config.max_completion_length})"
-        )

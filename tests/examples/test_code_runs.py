@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from examples.mbpp import mbpp_row
 from tests.support.embedded import metrics_of, settings
 from tests.support.tiny import jsonl
 from trainer.__main__ import main
@@ -11,6 +12,7 @@ from trainer.evaluate import evaluate
 from trainer.run import set_up, train
 
 pytestmark = pytest.mark.slow
+REWARD = "examples.code:passes_tests_unisolated"
 
 
 @pytest.fixture
@@ -18,19 +20,20 @@ def mbpp(tmp_path) -> list[str]:
     """Flags of a run on eight tasks that each ask for another multiple."""
     rows = [
         {"text": f"Multiply by {n}.", "test_list": [f"assert f(1) == {n}", "assert f(0) == zero"],
-         "test_setup_code": "zero = 0"} for n in range(8)
+         "test_setup_code": "zero = 0", "code": "def f(x): ..."} for n in range(8)
     ]  # fmt: skip
+    rows = [mbpp_row(row, "a row") for row in rows]
     (tmp_path / "mbpp.jsonl").write_text(jsonl(*rows))
     # What isolates is tested with the reward; here it may be missing.
     return [
-        f"--dataset={tmp_path / 'mbpp.jsonl'}", "--reward_funcs=code", "--code_isolation=none", "--reward_timeout=120",
+        f"--dataset={tmp_path / 'mbpp.jsonl'}", f"--reward_funcs={REWARD}", f"--eval_reward={REWARD}",
         "--eval_problems=3", "--max_completion_length=16", "--max_steps=1", f"--output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
 
 
 def test_evaluation_counts_the_problems_whose_tests_pass(mbpp) -> None:
     trainer = set_up(settings(*mbpp))
-    assert trainer.grader is trainer.rewards["code"]
+    assert trainer.grader is trainer.rewards["passes_tests_unisolated"]
     wanted = [row["question"].partition("Multiply by ")[2][0] for row in trainer.held_out]
     wrong = wanted[1]
 
@@ -47,12 +50,15 @@ def test_evaluation_counts_the_problems_whose_tests_pass(mbpp) -> None:
 def test_a_run_on_mbpp_trains_and_evaluates_by_tests(mbpp, tmp_path) -> None:
     folder = train(set_up(settings(*mbpp, "--eval_samples=2")))
     before, step, after = metrics_of(folder)
-    assert step["rewards/code/mean"] == 0  # the embedded model knows no Python
+    assert step["rewards/passes_tests_unisolated/mean"] == 0  # the embedded model knows no Python
     assert before["eval_pass@2"] == after["eval_accuracy"] == 0
 
 
 def test_a_run_on_code_that_cannot_be_isolated_ends_with_one_line(mbpp, monkeypatch, capsys) -> None:
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    assert main([*mbpp, "--code_isolation=bubblewrap", "--device=cpu", "--credit=none"]) == 1
+    isolated = ["--reward_funcs=examples.code:passes_tests", "--device=cpu", "--credit=none"]
+    assert main([*mbpp, *isolated]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: reward code: programs cannot be isolated here")
+    assert line.startswith(
+        "error: reward_funcs: cannot import 'examples.code:passes_tests': ValueError: programs cannot be isolated"
+    )

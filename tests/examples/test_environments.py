@@ -1,15 +1,17 @@
 """Turns of an environment in the training program: what it wrote is sampled after, and not trained on."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from cfa_kernels import packed_logprobs
-from tests.support.embedded import all_counted, settings, updated
+from examples.environments import Calculator, EnvironmentFailure, PlayedEngine
+from tests.support.embedded import all_counted, run, settings, updated
+from trainer.rewards.calls import RewardError
 from trainer.rollouts.engine import end_ids
-from trainer.rollouts.environments import Calculator, EnvironmentFailure, PlayedEngine, load_environment
 from trainer.run import set_up
 from trainer.step import counted_tokens
 
@@ -67,7 +69,7 @@ def test_log_probs_are_those_of_the_policy_with_the_observations_in_its_context(
 def test_rollouts_without_a_call_are_the_engines_own(played):
     silent = type("Silent", (Calculator,), {"call": "never written"})
     engine = played.engine._engine
-    wrapped = PlayedEngine(engine, played.tokenizer, silent, end_ids(played.policy, played.tokenizer))
+    wrapped = PlayedEngine(silent, engine, played.tokenizer, end_ids(played.policy, played.tokenizer))
     options = {"max_completion_length": 24, "keys": [(0, 1, 2), (3, 4, 5)], "temperature": 1.0, "top_p": 0.9}
     plain, ours = engine(played.prompts[:2], **options), wrapped(played.prompts[:2], **options)
     assert ours.texts == plain.texts
@@ -99,17 +101,17 @@ class Bad(Calculator):
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (Bad.step, "problem 1, turn 0: step raised KeyError: 'no book'"),
-        (lambda self, text: time.sleep(60), "problem 1, turn 0: step did not return within 0.2 seconds"),
-        (lambda self, text: "", "problem 1, turn 0: step must return a text that is not empty, got ''"),
-        (lambda self, text: 7, "problem 1, turn 0: step must return a text that is not empty, got 7"),
-        (lambda self, text: "3<|im_end|>", "problem 1, turn 0: step returned the end of a completion"),
+        (Bad.step, "problem 1, turn 0: environment's step raised KeyError: 'no book'"),
+        (lambda self, text: time.sleep(60), "problem 1, turn 0: environment's step did not return within 0.2 seconds"),
+        (lambda self, text: "", "problem 1, turn 0: environment's step must return a text that is not empty, got ''"),
+        (lambda self, text: 7, "problem 1, turn 0: environment's step must return a text that is not empty, got 7"),
+        (lambda self, text: "3<|im_end|>", "problem 1, turn 0: environment's step returned the end of a completion"),
     ],
 )
 def test_a_bad_environment_is_named_by_rollout_and_turn(played, step, message):
-    made = iter([Calculator, type("Broken", (Calculator,), {"step": step})])
+    made = iter([Calculator, Calculator, type("Broken", (Calculator,), {"step": step})])
     engine = PlayedEngine(
-        played.engine._engine, played.tokenizer, lambda: next(made)(), end_ids(played.policy, played.tokenizer),
+        lambda: next(made)(), played.engine._engine, played.tokenizer, end_ids(played.policy, played.tokenizer),
         timeout=0.2,
     )  # fmt: skip
     with pytest.raises(EnvironmentFailure, match=message):
@@ -118,18 +120,32 @@ def test_a_bad_environment_is_named_by_rollout_and_turn(played, step, message):
 
 def test_an_environment_that_always_has_more_to_say_ends_at_the_limit(played):
     chatty = type("Chatty", (Calculator,), {"call": r"\w", "step": lambda self, text: " and"})
-    engine = PlayedEngine(played.engine._engine, played.tokenizer, chatty, end_ids(played.policy, played.tokenizer))
+    engine = PlayedEngine(chatty, played.engine._engine, played.tokenizer, end_ids(played.policy, played.tokenizer))
     rollouts = engine(played.prompts[:2], max_completion_length=20)
     assert rollouts.truncated.all()
     assert rollouts.rows.lengths == [20, 20]
 
 
-def test_what_is_no_environment_is_refused(capsys):
-    assert load_environment("calculator") is Calculator
-    with pytest.raises(ValueError, match="environment: types:SimpleNamespace has no call; it needs reset"):
-        load_environment("types:SimpleNamespace")
-    with pytest.raises(ValueError, match="environment: cannot import 'nowhere:Class'"):
-        load_environment("nowhere:Class")
-    with pytest.raises(SystemExit):
-        settings("--environment=calculator", "--compare_and_correct=0.3")
-    assert "environment: compare_and_correct writes corrections" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (SimpleNamespace, "environment has no call; it needs reset"),
+        (lambda: 1 / 0, "environment's maker raised ZeroDivisionError"),
+        (type("Bad", (Calculator,), {"call": "("}), "environment's call raised"),
+    ],
+)
+def test_what_is_no_environment_is_refused_before_the_run(played, make, message):
+    with pytest.raises(EnvironmentFailure, match=message):
+        PlayedEngine(make, played.engine._engine, played.tokenizer, [0])
+
+
+def with_bad(engine, tokenizer, ends, thought_tags):
+    return PlayedEngine(Bad, engine, tokenizer, ends)
+
+
+def test_a_run_names_an_environment_that_fails(tmp_path):
+    name = f"{__name__}:with_bad"
+    with pytest.raises(
+        RewardError, match=f"step 0, environment {name}: held-out problem \\d+, turn 0: environment's step"
+    ):
+        run(tmp_path / "run", f"--environment={name}")

@@ -2,10 +2,7 @@
 
 import pytest
 
-from tests.support.tiny import jsonl
-from trainer.config import TrainConfig
-from trainer.data import train_and_eval_rows
-from trainer.rewards.code import mbpp_row
+from examples.mbpp import mbpp_row
 
 ROW = {
     "task_id": 1,
@@ -28,10 +25,10 @@ def test_a_question_shows_its_tests(row, setup) -> None:
     made = mbpp_row(row, "row 0")
     assert made["question"] == (
         "You are an expert Python programmer, and here is your task: Write a function to double a number. "
-        "Your code should pass these tests:\n\nassert double(1) == 2\nassert double(4) == 8"
+        "Your code should pass these tests:\n\nassert double(1) == 2\nassert double(4) == 8\n"
+        "Answer with the program in one block of Python, between a line ```python and a line ```."
     )
-    assert (made["tests"], made["test_setup"], made["code"]) == (ROW["test_list"], setup, ROW["code"])
-    assert "answer" not in made
+    assert (made["tests"], made["test_setup"], made["answer"]) == (ROW["test_list"], setup, ROW["code"])
 
 
 def test_names_of_python_that_the_reference_defines_are_the_solutions() -> None:
@@ -39,14 +36,6 @@ def test_names_of_python_that_the_reference_defines_are_the_solutions() -> None:
     row = ROW | {"code": code, "test_list": ["assert sum(1, 2) == max(1, 0)"]}
     assert mbpp_row(row, "row 0")["test_setup"] == "\nsum = of_solution('sum')"
     assert mbpp_row(row | {"test_list": ["assert own(1)"]}, "row 0")["test_setup"] == ""
-
-
-def test_rows_of_mbpp_are_held_out_like_all_others(tmp_path) -> None:
-    rows = [ROW | {"text": f"Task {i}."} for i in range(6)]
-    (tmp_path / "a.jsonl").write_text(jsonl(*rows), "utf-8")
-    config = TrainConfig(dataset=str(tmp_path / "a.jsonl"), reward_funcs=["code"], eval_problems=2)
-    train, test = train_and_eval_rows(config)
-    assert (len(train), len(test)) == (4, 2)
 
 
 @pytest.mark.parametrize(

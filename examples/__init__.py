@@ -1,0 +1,1 @@
+"""Modules to load by `module:name`, and scripts to read and run."""

@@ -1,1 +1,0 @@
-"""Change a training step experimentally."""
