@@ -149,8 +149,8 @@ def test_a_smoke_run_times_all_that_is_here():
     laps = benchmark.run_race(Replay(fresh(), rollouts), fresh, names, Budget(0.0, 2, 2))
     for name in names:
         facts = laps[name].facts
-        assert len(laps[name].seconds) == len(facts["cpu_seconds_rounds"]) == 2
-        assert facts["update_seconds"] > 0
+        assert len(laps[name].seconds) == 2
+        assert min(facts["cpu_seconds"], facts["update_seconds"]) > 0
         assert (facts["credit_seconds"] > 0) == (name != PLAIN) == (facts["credit_cpu_seconds"] > 0)
 
 
