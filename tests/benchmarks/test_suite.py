@@ -173,7 +173,7 @@ def test_the_command_is_a_call_of_pytest(monkeypatch, tmp_path):
     assert session[session.index("-k") + 1] == "tiny"
 
 
-OPTIONS = "--benchmark-only --bench-device=cpu --bench-smoke --bench-commit=abc -p no:cacheprovider -q".split()
+OPTIONS = ["--benchmark-only", "--bench-device=cpu", "--bench-smoke", "--bench-commit=abc", "-q"]
 
 
 @pytest.fixture(scope="module")
