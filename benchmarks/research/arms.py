@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.research.methods import length, position
 from benchmarks.research.models import Problem, clock
 from cfa_kernels import (
+    Batch,
     CounterfactualConfig,
     Credit,
     Entropy,
     Gradient,
+    Importances,
     Masking,
     OwnFunction,
     PrefixGain,
@@ -25,6 +26,16 @@ from cfa_kernels import (
 from trainer.rewards.calls import group_advantages
 
 PLAIN = "plain"
+
+
+def position(model: Any, batch: Batch) -> Importances:
+    """Score units by their place."""
+    return Importances([torch.arange(len(units)).float() for units in batch.units])
+
+
+def length(model: Any, batch: Batch) -> Importances:
+    """Score units by their number of tokens."""
+    return Importances([torch.tensor([float(unit.end - unit.start) for unit in units]) for units in batch.units])
 
 
 @dataclass(frozen=True)

@@ -317,61 +317,6 @@ def test_a_part_of_the_truth_is_the_sum_of_its_groups_gradients(policy):
     assert (found - expected).norm() < 1e-3 * expected.norm()
 
 
-def recorded(folder, groups, **changes):
-    """Completions of `groups` problems as `pretrained` keeps them, in two files, the later one first by name."""
-    rows = generate("train", 1)
-    problems = folder / "problems.jsonl"
-    written = [{"question": one.question, "answer": one.solution()} for one in itertools.islice(rows, groups)]
-    problems.write_text("\n".join(map(json.dumps, written)))
-    known = {"model": "", "problems": str(problems), "group": 2, **changes}
-    policy = Policy(AlignmentSettings(problems=str(problems), group=2))
-    texts = [one["answer"] for one in written]
-    ids = [policy.tokenizer(text + policy.tokenizer.eos_token)["input_ids"] for text in texts]
-    wrong = policy.tokenizer("#### 0" + policy.tokenizer.eos_token)["input_ids"]
-    rolled = [
-        {"problem": i, "ids": own, "ended": True, "reward": float(own is not wrong)}
-        for i in range(groups) for own in (ids[i], wrong if i % 2 else ids[i])
-    ]  # fmt: skip
-    pieces = folder / "pretrained" / "pieces"
-    pieces.mkdir(parents=True)
-    names = ("model", "problems", "examples", "computations", "group", "max_tokens", "temperature")
-    made = {name: known.get(name, getattr(SETTINGS, name)) for name in names}
-    (pieces / "made.json").write_text(json.dumps({"commit": "none", "settings": made}))
-    for start, stop in ((0, 10), (10, groups)):
-        (pieces / f"rollouts-{start}-to-{stop}.json").write_text(json.dumps(rolled[2 * start : 2 * stop]))
-    return ["--problems", str(problems), "--rollouts", str(folder / "pretrained"), "--group", "2", "--moments", "0"]
-
-
-def test_completions_that_are_at_hand_are_measured_the_truths_first(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(models, "INSTRUCTION", "")
-    arguments = recorded(tmp_path, 24, max_tokens=70)
-    options = ["alignment", *arguments, "--truth-groups", "16", "--block", "4", "--blocks", "2", "--max-tokens", "70"]
-    options += ["--folder", str(tmp_path / "run"), "--results", str(tmp_path), "--commit", "none"]
-    seen, mixed = [], Policy.mixed
-    monkeypatch.setattr(Policy, "mixed", lambda self, *columns: seen.extend(columns[0][::2]) or mixed(self, *columns))
-    assert main([*options, "--arms", "right times 4"]) == 0
-    assert "first look: 75% right, 50% of the groups" in capsys.readouterr().out
-    asked = [json.loads(line)["question"] for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
-    assert [problem.question for problem in seen] == asked
-    known = json.loads((tmp_path / "evidence-alignment.json").read_text())["arms"]["right times 4"]
-    assert known["4"]["batches"] == 2
-    seen.clear()
-    kept = json.loads((tmp_path / "pretrained/pieces/rollouts-0-to-10.json").read_text())
-    sampled, ids = [], torch.tensor(kept[0]["ids"])
-    monkeypatch.setattr(
-        Policy, "answered", lambda self, asked: sampled.extend(asked[::2]) or ([ids] * len(asked), [1.0, 0.0] * 4)
-    )
-    assert main([*options, "--arms", "right times 4", "--blocks", "3"]) == 0  # none at hand for the third
-    assert sampled == seen
-    assert len(sampled) == 4
-    assert main([*options, "--temperature", "0.5", "--folder", str(tmp_path / "other")]) == 1
-    assert re.search(r"temperature must be that of rollouts .*, 1\.0, got 0\.5", capsys.readouterr().err)
-    with pytest.raises(SystemExit):
-        main([*options, "--moments", "2"])
-    said = " ".join(re.sub(r"[^\x00-\x7f]", " ", capsys.readouterr().err).split())
-    assert "moments must be 0 with rollouts, which hold no earlier batches, got 2" in said
-
-
 def test_groups_of_equal_rewards_are_left_out_of_their_batch(policy):
     rewards = [1.0, 0, 0, 0] + [1.0] * 4 + [0.0] * 8 + [0.0, 1, 1, 1] * 2
     rows = [torch.tensor([b]) for b in range(24)]
