@@ -20,6 +20,7 @@ from cfa_kernels import (
     OwnFunction,
     PrefixGain,
     Rows,
+    SpanRules,
     counterfactual_credit,
     packed_forward,
 )
@@ -175,6 +176,7 @@ def _mean(estimator: Any, *weights: Any, **options: Any) -> CounterfactualConfig
 
 
 CF, GAIN = _mean(Masking()), _mean(PrefixGain())
+NEAREST = _mean(Masking(), spans=SpanRules(max_spans=3, selection="nearest"))
 INVERTED = _mean(Masking(), control="inverted")
 PERMUTED, POSITION, LENGTH = (
     _mean(Masking(), control="permuted"),
@@ -197,6 +199,8 @@ ARMS = {
     "right times 4": Arm(times=(4, 1)),
     "unscaled": Arm(advantages=unscaled),
     "ceiling": Arm(advantages=ceiling, twin=True),
+    "CF, 3 nearest spans": Arm(NEAREST, NEAREST),
+    "CF where right, 3 nearest spans": Arm(NEAREST),
     "CF where right, spans open": Arm(_mean(Masking(), open_spans=True, completions="positive")),
     "prefix gain where right, spans open": Arm(_mean(PrefixGain(), open_spans=True, completions="positive")),
     "prefix gain permuted where right, spans open": Arm(

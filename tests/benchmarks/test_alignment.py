@@ -110,6 +110,14 @@ def test_arms_weigh_the_completions_that_they_name_and_placebos_find_the_same(ju
     assert any(not torch.equal(a, b) for a, b in zip(cf, plain, strict=True))
 
 
+def test_the_nearest_spans_have_the_credit_that_they_have_among_all(judged):
+    found, near = judged.credit(CF), judged.credit(arms.NEAREST)
+    assert max(map(len, found.spans)) > 3
+    for every, few, drops, own in zip(found.spans, near.spans, found.drop, near.drop, strict=True):
+        assert few == every[-3:]
+        torch.testing.assert_close(own, drops[-3:], rtol=0, atol=1e-4)
+
+
 def test_step_advantages_add_up_to_what_the_completion_gained(policy, group, judged):
     for row, ids, reward in zip(arms.ceiling(judged), group.rows.completions, group.rewards, strict=True):
         ends = [end - 1 for end, counts in arms.line_ends(ids, policy.tokenizer) if counts]
@@ -249,26 +257,6 @@ def test_a_jackknife_is_without_each_line_and_without_each_part_of_the_truth():
     without = [of(np.delete(lines, i, 0), every) for i in range(5)]
     expected = [of(lines, every), *without, *(of(lines, [p for p in every if p != part]) for part in every)]
     np.testing.assert_allclose(found, expected)
-
-
-def test_errors_hold_how_well_the_truth_is_known():
-    """The same batches beside many truths, each from noisy parts: ratios scatter as the errors say."""
-    random, truth = np.random.default_rng(0), np.eye(40)[0]
-    steps = {name: np.roll(truth, 1) * share + truth + random.normal(size=(2 * SIZES[-1], 40)) * 0.05
-             for name, share in {PLAIN: 0.0, "CF": 1.0}.items()}  # fmt: skip
-    found, errors = [], []
-    for _ in range(50):
-        parts = truth + random.normal(size=(PARTS, 40)) / 5
-        blocks = []
-        for start in (0, SIZES[-1]):
-            lines = {name: [[*parts @ step, step @ step] for step in own[start : start + SIZES[-1]]]
-                     for name, own in steps.items()}  # fmt: skip
-            blocks.append({str(size): lines for size in (1, MAIN)})
-        figure = alignment.summary(blocks, parts @ parts.T)["CF"][str(MAIN)]
-        found.append(figure["ratio"])
-        errors.append(figure["ratio_error"])
-    assert np.std(found) > 0.04  # several times what the batches alone give
-    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(found), rel=0.25)
 
 
 def test_vectors_of_a_device_meet_none_of_the_host(device):
