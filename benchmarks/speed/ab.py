@@ -11,6 +11,7 @@ import contextlib
 import cProfile
 import functools
 import itertools
+import math
 import os
 import signal
 import statistics
@@ -119,6 +120,7 @@ def profile(bench: Bench) -> Any:
         idle = {part: max(parts[part] - seconds, 0.0) for part, seconds in busy.items()}
         summary = summarize(events, sum(parts.values()))
         lines.append({"group": "4x8", "name": name, "busy_parts": busy, "idle_parts": idle, **summary})
+        bench.finished.append(lines[-1])
     profilers = {"forward": cProfile.Profile(), "credit": cProfile.Profile()}
     with steps[f"{EXACT}, {bench.best}"].variant():
         watch = Stopwatch(device, lambda part: profilers.get(part) or contextlib.nullcontext())
@@ -205,6 +207,7 @@ def program_steps(bench: Bench, loads: Mapping[str, Mapping[int, int]]) -> Any:
                     metrics = step()
                     if i >= warm_up:
                         lines.append({"group": f"{load}, {longest} tokens sampled", "name": name, **metrics})
+                bench.finished = whole_steps(stages_of(lines))
     del made, engine, steps
     release_memory(bench.device)
     return {**facts, "figures": whole_steps(stages_of(lines))}
@@ -281,11 +284,13 @@ def main(argv: list[str] | None = None) -> int:
     part, failed = dict[str, Any](), list[str]()
     for name in options.blocks.split(","):
         run, limit = BLOCKS[name]
+        bench.block_ends, bench.finished = math.inf, []
         began, limit = time.monotonic(), min(limit, bench.seconds_left)
+        bench.block_ends = math.inf if options.smoke else began + limit
         print(f"== {name}, at most {limit:.0f} s", flush=True)
         try:
             if limit < LEAST:
-                raise TooLong(f"{bench.seconds_left:.0f} s of the budget were left")
+                raise TooLong(f"{limit:.0f} s of the budget were left")
             with at_most(0 if options.smoke else limit):
                 part = {"result": run(bench)}
         except TooLong as error:
@@ -296,6 +301,7 @@ def main(argv: list[str] | None = None) -> int:
             print(traceback.format_exc(limit=12)[-4000:], flush=True)
         if "result" not in part:
             failed.append(name)
+            part["figures"] = bench.finished
             release_memory(device)
         document["parts"][name] = part | {"took": time.monotonic() - began}
         write_json(options.into, document)

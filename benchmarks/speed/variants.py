@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import math
 import statistics
 import sys
 import time
@@ -51,7 +52,9 @@ class Bench:
         self.device, self.smoke, self.rounds = device, smoke, rounds
         self.loads = LOADS["smoke" if smoke else "cuda"]
         self.name, self.dtype = ("qwen3-tiny", torch.float32) if smoke else ("Qwen3-1.7B", torch.bfloat16)
-        self._ends = time.monotonic() + budget
+        self._ends, self.block_ends = time.monotonic() + budget, math.inf
+        self.finished: list[dict[str, Any]] = []
+        """Figures of the running block, kept where it is stopped."""
         self._replays: dict[str, Replay] = {}
         self._compiled: list[str] | None = None
 
@@ -92,7 +95,8 @@ class Bench:
 
     @property
     def seconds_left(self) -> float:
-        return self._ends - time.monotonic()
+        """Seconds of the budget, or of the block if that ends before."""
+        return min(self._ends, self.block_ends) - time.monotonic()
 
     @property
     def has_liger(self) -> bool:
@@ -143,7 +147,7 @@ def race_steps(bench: Bench, load: str, contenders: Mapping[str, "Step"], rounds
     first: dict[str, Outcome] = {}  # by kind, of the first run
     running = dict(contenders)
     for i in range(-2, rounds):
-        order = list(running)
+        round_began, order = time.monotonic(), list(running)
         turn = i % max(len(order), 1)
         for name in order[turn:] + order[:turn]:
             watch = Stopwatch(bench.device)
@@ -177,15 +181,17 @@ def race_steps(bench: Bench, load: str, contenders: Mapping[str, "Step"], rounds
             parts[name].append((own, watch.host_seconds()))
             for key, value in allocator(bench.device).items():
                 facts[name].setdefault(f"{key}_by_round", []).append(value - stats[key])
-        if bench.seconds_left < 3:
+        if bench.seconds_left < 3 + 1.5 * (time.monotonic() - round_began):
             break
-    return [
+    lines = [
         {
             "group": load, "name": name, "seconds": spread(times) if (times := seconds[name]) else None,
             "parts": medians([one for one, _ in parts[name]]), "host_parts": medians([one for _, one in parts[name]]),
             **facts[name],
         } for name in contenders
     ]  # fmt: skip
+    bench.finished += lines
+    return lines
 
 
 def flat(gradients: Mapping[str, Tensor]) -> Tensor:

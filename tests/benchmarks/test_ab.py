@@ -86,13 +86,20 @@ def test_predictions_name_contenders_and_groups_that_the_races_have():
 def test_a_block_that_exceeds_its_limit_or_finds_no_budget_is_skipped_with_a_line(tmp_path, monkeypatch, capsys):
     ran = []
     quick = lambda bench: ran.append(bench) or [], 9.0
-    blocks = {"slow": (lambda bench: time.sleep(30), 0.2), "next": quick, "last": quick}
+
+    def slow(bench):
+        bench.finished += [{"group": "g", "name": "done", "seconds": {"median": 1.5}}]
+        assert 0 < bench.seconds_left < 0.2
+        time.sleep(30)
+
+    blocks = {"slow": (slow, 0.2), "next": quick, "last": quick}
     monkeypatch.setattr(ab, "BLOCKS", {**blocks, "broken": (lambda bench: [1 // 0], 9.0)})
     monkeypatch.setattr(ab, "LEAST", 0.1)
     arguments = ["--device", "cpu", "--commit", "abc", "--into", str(tmp_path / "ab.json"), "--blocks"]
     assert ab.main([*arguments, "slow,next,broken", "--budget", "60"]) == 1
     parts = json.loads((tmp_path / "ab.json").read_text())["parts"]
     assert parts["slow"]["skipped"] == "the block ran for more than 0.2 s"
+    assert [line["name"] for line in figures_of(parts["slow"])] == ["done"]
     assert "result" in parts["next"]
     assert parts["broken"]["failed"].startswith("ZeroDivisionError")
     assert ab.main([*arguments, "last", "--budget", "0"]) == 1
