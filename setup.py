@@ -38,6 +38,7 @@ TESTING = [
     "pytest>=8",
     "pytest-xdist>=3.7",
     "pytest-timeout>=2.3",
+    "pytest-benchmark>=5.3",
     "hypothesis>=6.100",
     "setuptools>=77",
     "requests>=2.32",
@@ -95,7 +96,7 @@ setup(
         "math": MATH,
         "vllm": [*TRAINER, "trl[vllm]>=1.16,<1.17", "requests>=2.32"],
         # aligntune, a contender of the benchmarks, pins an older trl: pip install --no-deps aligntune
-        "bench": [*TRL, *TRAINER, *TESTING, "lm-eval>=0.4.9"],
+        "bench": [*TRL, *TRAINER, *TESTING, "pytest-benchmark[histogram]>=5.3", "lm-eval>=0.4.9"],
         "test": [*TRL, *TRAINER, *TESTING],
         "docs": ["mkdocs-material>=9.7,<10"],
         "lint": ["ruff>=0.9", "mypy>=1.13", "types-PyYAML", "import-linter>=2.16"],

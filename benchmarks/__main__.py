@@ -10,11 +10,10 @@ import sys
 from trainer.extras import needed_by
 
 COMMANDS = {
-    "speed": ("benchmarks.speed.command", "test on the device, measure its ceilings, time everything"),
+    "speed": ("benchmarks.speed.command", "check and time everything on a device, by pytest-benchmark"),
     "launches": ("benchmarks.launches", "count what a compiled layer launches and moves on a GPU, without one"),
     "evidence": ("benchmarks.research.command", "what credit finds and what it is good for, NAME by NAME"),
     "models": ("benchmarks.models.table", "which model types are scored and trained exactly, for docs/models.md"),
-    "figures": ("benchmarks.harness.figures", "print the figures of result files together"),
 }
 """The module of each command, imported only for it, and what it does; `main` there returns the exit status."""
 

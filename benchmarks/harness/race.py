@@ -1,8 +1,8 @@
 """Time contenders: they are checked, then take turns, so that drift of the machine affects all alike.
 
-A benchmark builds `Contender` values that do the same job, calls `race` and reports each lap with the `report`
-fixture of `conftest.py`. A contender with a wrong answer, or that raises, is refused: it gets no time and its test
-fails. One that cannot run here (a package that is missing) is absent: no time either, and its test is skipped.
+A benchmark builds `Contender` values that do the same job, calls `race` and reports each lap of the `Race` with the
+`report` fixture of `benchmarks/conftest.py`. A contender with a wrong answer, or that raises, is refused: it gets no
+time and its test fails. One that cannot run here (a package is missing) is absent: its test is skipped.
 """
 
 import functools
@@ -66,10 +66,33 @@ class Lap:
 
     @property
     def median(self) -> float:
-        """Seconds; `Absent` for a contender without a time because it could not run."""
-        if not self.seconds and self.absent is not None:
-            raise Absent(f"{self.name}: {self.absent}")
+        """Seconds."""
         return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Race:
+    """Laps of the contenders for one workload.
+
+    Attributes:
+        group: what the contenders have in common.
+        facts: numbers of the workload, with their units in their names.
+        ours: the contender that the others are compared with.
+        floors: promises: least times of contenders, in units of ours.
+    """
+
+    group: str
+    laps: dict[str, Lap]
+    facts: dict[str, Any]
+    ours: str = "ours"
+    floors: dict[str, float] = field(default_factory=dict)
+
+    def ratio(self, name: str) -> float | None:
+        """What a contender costs in units of ours; None where ours has no time. By the processor where it counted."""
+        ours, lap = self.laps.get(self.ours), self.laps[name]
+        if ours is None or not ours.seconds:
+            return None
+        return lap.facts.get("cpu_seconds", lap.median) / ours.facts.get("cpu_seconds", ours.median)
 
 
 @dataclass(frozen=True)
@@ -143,13 +166,6 @@ def _checked(contender: Contender, device: torch.device) -> Lap:
     except Exception as error:  # perhaps of another package: the others still get their time
         lap.refused = f"raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return lap
-
-
-def times_ours(laps: dict[str, Lap], ours: str = "ours") -> dict[str, float]:
-    """Every other contender's median over ours; `AssertionError` if ours was refused, `Absent` if it could not run."""
-    assert laps[ours].refused is None, f"{ours} has no time: {laps[ours].refused}"
-    own = laps[ours].median
-    return {name: lap.median / own for name, lap in laps.items() if lap.seconds and name != ours}
 
 
 def release_memory(device: torch.device) -> None:
@@ -238,21 +254,3 @@ def spread(seconds: Sequence[float]) -> dict[str, float | int]:
     least, first, median, third, most = np.quantile(seconds, (0, 0.25, 0.5, 0.75, 1)).tolist()
     mean, rounds = statistics.fmean(seconds), len(seconds)
     return {"median": median, "iqr": third - first, "min": least, "max": most, "mean": mean, "rounds": rounds}
-
-
-@dataclass
-class Figures:
-    """Everything one session measured, in the form that result files keep; each entry names its `group`.
-
-    Attributes:
-        figures, ratios, absent, refused: entries.
-        workloads: what was measured, by name.
-        failed: tests that failed.
-    """
-
-    figures: list[dict[str, Any]] = field(default_factory=list)
-    ratios: list[dict[str, Any]] = field(default_factory=list)
-    absent: list[dict[str, str]] = field(default_factory=list)
-    refused: list[dict[str, str]] = field(default_factory=list)
-    workloads: dict[str, dict[str, Any]] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)

@@ -78,21 +78,6 @@ def write(document: Document, markdown: str, folder: Path, name: str) -> list[Pa
     return paths
 
 
-def figures_of(part: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The figures of a part of a document of `speed`, or of a block of `speed ab`."""
-    result = part.get("result", part)
-    figures: list[dict[str, Any]] = result if isinstance(result, list) else result.get("figures", [])
-    return figures
-
-
-def interval(figure: Mapping[str, Any] | None, digits: int = 2) -> str:
-    """`0.93 (0.91 to 0.95)`, or a dash where there is none."""
-    if not figure or figure.get("value") is None:
-        return "–"
-    value, low, high = (f"{figure[key]:.{digits}f}" for key in ("value", "low", "high"))
-    return f"{value} ({low} to {high})"
-
-
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; the first column is text, the others figures."""
     rule = ["---", *["---:"] * (len(head) - 1)]

@@ -9,7 +9,6 @@ which is exact: denominators scale a step only. Of a large model a few weights w
 
 import functools
 import itertools
-import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -54,8 +53,6 @@ class AlignmentSettings:
     """Short problems of the file that stand solved before every question."""
     computations: Annotated[int, Interval(0)] = 0
     """Most computations of a problem of the file, by GSM8K's marks; 0 for any."""
-    rollouts: str = ""
-    """Folder of `pretrained`, of the same model and sampling, whose completions are taken first; others are sampled."""
     regime: str = ""
     """Name in `regimes.REGIMES`, in place of `problems` and `max_tokens`; its own model unless one is named."""
     parameters: str = "."
@@ -89,8 +86,6 @@ class AlignmentSettings:
         check(self)
         if self.regime and self.problems:
             raise ValueError(f"problems: regime={self.regime!r} has its own, got {self.problems!r}; leave one out")
-        if self.rollouts and self.moments:
-            raise ValueError(f"moments must be 0 with rollouts, which hold no earlier batches, got {self.moments}")
         if self.truth_groups < self.parts:
             raise ValueError(f"truth_groups must be at least parts, {self.parts}, got {self.truth_groups}")
         if len(self.sizes) < 2:
@@ -188,34 +183,6 @@ class Policy(Subject):
         return gradient
 
 
-class Recorded(Policy):
-    """A policy whose first completions are those that `pretrained` has kept: the truth's, then the blocks'."""
-
-    def __init__(self, settings: AlignmentSettings) -> None:
-        super().__init__(settings)
-        pieces, self.truth_groups = Path(settings.rollouts) / "pieces", settings.truth_groups
-        known, own = json.loads((pieces / "made.json").read_text(encoding="utf-8"))["settings"], asdict(settings)
-        for name in ("model", "problems", "examples", "computations", "group", "max_tokens", "temperature"):
-            if known[name] != own[name]:
-                raise ValueError(f"{name} must be that of rollouts {pieces}, {known[name]!r}, got {own[name]!r}")
-        files = sorted(pieces.glob("rollouts-*.json"), key=lambda path: int(path.stem.split("-")[1]))
-        self.rolled = [one for path in files for one in json.loads(path.read_text(encoding="utf-8"))]
-
-    def groups(self, *key: int, count: int, batch: int = 1) -> Iterator[Groups]:
-        """Take the groups of a part of the truth (seed, 1, part) or of a block (seed, 3, block); sample later ones."""
-        first = key[2] * count + (key[1] == 3) * self.truth_groups
-        some = self.rolled[first * self.group : (first + count) * self.group]
-        if len(some) < count * self.group:
-            yield from super().groups(*key, count=count, batch=batch)
-            return
-        columns = zip(*((self.problems[o["problem"]], torch.tensor(o["ids"]), o["reward"]) for o in some), strict=True)
-        yield from self.mixed(*map(list, columns), batch)
-
-    def look(self) -> dict[str, float]:
-        """Return the shares of all that was recorded."""
-        return require_mixed(torch.tensor([one["reward"] for one in self.rolled]).view(-1, self.group))
-
-
 def true_gradient(policy: Policy, settings: AlignmentSettings, part: int) -> Tensor:
     """Sum REINFORCE's gradient over the groups of a part of the truth, (D,) on the CPU."""
     total = torch.zeros(sum(p.numel() for p in policy.parameters), dtype=torch.float64, device=policy.model.device)
@@ -241,7 +208,7 @@ def run(
     Raises:
         ValueError: an unknown arm, or settings that leave nothing to measure.
     """
-    chosen, policy = arms_of(arms or ["main"]), (Recorded if settings.rollouts else Policy)(settings)
+    chosen, policy = arms_of(arms or ["main"]), Policy(settings)
     look = pieces.get("first look", policy.look)
     measured_on = pieces.get("measured on", lambda: describe_environment(policy.model.device, None)["device"])
     print(f"first look: {look['right']:.0%} right, {look['mixed']:.0%} of the groups have right and wrong completions")

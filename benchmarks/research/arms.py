@@ -8,23 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.research.methods import length, position
 from benchmarks.research.models import Problem, clock
 from cfa_kernels import (
+    Batch,
     CounterfactualConfig,
     Credit,
     Entropy,
     Gradient,
+    Importances,
     Masking,
     OwnFunction,
     PrefixGain,
     Rows,
+    SpanRules,
     counterfactual_credit,
     packed_forward,
 )
 from trainer.rewards.calls import group_advantages
 
 PLAIN = "plain"
+
+
+def position(model: Any, batch: Batch) -> Importances:
+    """Score units by their place."""
+    return Importances([torch.arange(len(units)).float() for units in batch.units])
+
+
+def length(model: Any, batch: Batch) -> Importances:
+    """Score units by their number of tokens."""
+    return Importances([torch.tensor([float(unit.end - unit.start) for unit in units]) for units in batch.units])
 
 
 @dataclass(frozen=True)
@@ -164,6 +176,7 @@ def _mean(estimator: Any, *weights: Any, **options: Any) -> CounterfactualConfig
 
 
 CF, GAIN = _mean(Masking()), _mean(PrefixGain())
+NEAREST = _mean(Masking(), spans=SpanRules(max_spans=3, selection="nearest"))
 INVERTED = _mean(Masking(), control="inverted")
 PERMUTED, POSITION, LENGTH = (
     _mean(Masking(), control="permuted"),
@@ -186,6 +199,8 @@ ARMS = {
     "right times 4": Arm(times=(4, 1)),
     "unscaled": Arm(advantages=unscaled),
     "ceiling": Arm(advantages=ceiling, twin=True),
+    "CF, 3 nearest spans": Arm(NEAREST, NEAREST),
+    "CF where right, 3 nearest spans": Arm(NEAREST),
     "CF where right, spans open": Arm(_mean(Masking(), open_spans=True, completions="positive")),
     "prefix gain where right, spans open": Arm(_mean(PrefixGain(), open_spans=True, completions="positive")),
     "prefix gain permuted where right, spans open": Arm(

@@ -17,7 +17,7 @@ import tyro
 from tyro.extras import subcommand_cli_from_dict
 
 from benchmarks.harness.results import RESULTS, Pieces, document_head, write
-from benchmarks.research import ablation, alignment, arms, pretrained, regimes
+from benchmarks.research import alignment, arms, regimes
 from benchmarks.research.warmup import WarmupConfig, warm_up
 
 PROGRAM = "python -m benchmarks evidence"
@@ -60,16 +60,6 @@ OWN = alignment.AlignmentSettings(
 """What `own` measures: the direction, at a size that two minutes of a GPU pay for."""
 
 MEASURES = {
-    "pretrained": Measure(
-        pretrained.PretrainedSettings, pretrained.run, pretrained.markdown,
-        "Measure what a model writes to the problems of a file, what matters in it, and which estimators find that.",
-        extent=("judged", "costly", "credited", "scored_in"),
-    ),
-    "ablation": Measure(
-        ablation.AblationSettings, ablation.run, ablation.markdown,
-        "Train by the program under every kind of credit, seed by seed.", [*ablation.SETS, *ablation.ARMS],
-        ("seeds", "rates", "jobs", "arms"),
-    ),
     "alignment": Measure(
         alignment.AlignmentSettings, alignment.run, alignment.markdown,
         "Measure how well a small batch's step points at the true gradient, by kind of credit.",

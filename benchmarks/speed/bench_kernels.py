@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness.race import Budget, Contender, Figures, Lap, race, release_memory
+from benchmarks.harness.race import Budget, Contender, Race, race, release_memory
 from benchmarks.harness.workloads import Job, JobRollouts, gsm8k_job, gsm8k_rollouts, shaped_rollouts
 from benchmarks.speed.attention_jobs import (
     DEFAULT,
@@ -19,7 +19,6 @@ from benchmarks.speed.attention_jobs import (
     backward_contenders,
     make_attention_job,
 )
-from benchmarks.speed.command import workload_set
 
 
 @dataclass(frozen=True)
@@ -86,31 +85,22 @@ def _cpu(model: str, problems: int, mixed: bool) -> dict[str, Make]:
     }
 
 
-KERNELS = {"smoke": _cpu("qwen3-tiny", 1, False), "cpu": _cpu("qwen3-40m", 2, True), "cuda": _gpu()}
+WORKLOADS = {"smoke": _cpu("qwen3-tiny", 1, False), "cpu": _cpu("qwen3-40m", 2, True), "cuda": _gpu()}
 
 
-# Tests
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("workload", list(KERNELS[workload_set(metafunc.config)]), scope="module")
+NAMES = [OURS, GATHERED, FLASH, DEFAULT]
 
 
 @pytest.fixture(scope="module")
-def kernel_race(
-    request: pytest.FixtureRequest, workload: str, device: torch.device, budget: Budget, figures: Figures
-) -> Iterator[tuple[Kernel, dict[str, Lap]]]:
-    kernel = KERNELS[workload_set(request.config)][workload](device)
-    figures.workloads[workload] = kernel.facts
+def kernel_race(workload: str, chosen: Make, device: torch.device, budget: Budget) -> Iterator[tuple[Kernel, Race]]:
+    kernel = chosen(device)
     with torch.set_grad_enabled("backward" in workload):
-        yield kernel, race(kernel.contenders, device=device, budget=budget, clock="device")
+        laps = race(kernel.contenders, device=device, budget=budget, clock="device")
+        yield kernel, Race(workload, laps, kernel.facts, OURS)
     del kernel
     release_memory(device)
 
 
-@pytest.mark.parametrize("name", [OURS, GATHERED, FLASH, DEFAULT])
-def test_kernel_time(
-    kernel_race: tuple[Kernel, dict[str, Lap]], workload: str, name: str, report: Callable[..., None]
-) -> None:
-    kernel, laps = kernel_race
-    report(laps[name], group=workload, flops=kernel.flash_flops if name in (FLASH, DEFAULT) else kernel.flops)
+def test_kernel(kernel_race: tuple[Kernel, Race], name: str, report: Callable[..., None]) -> None:
+    kernel, outcome = kernel_race
+    report(outcome, name, flops=kernel.flash_flops if name in (FLASH, DEFAULT) else kernel.flops)

@@ -9,33 +9,22 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from benchmarks.harness.race import Budget, Figures, Lap, race, release_memory
-from benchmarks.harness.workloads import SEED
-from benchmarks.speed.command import workload_set
-from benchmarks.speed.loss_jobs import LINEAR, make_job
-from benchmarks.speed.loss_peers import BOUND, CORRECTED, PEERS, linear_contenders
+from benchmarks.harness.race import Budget, Race, race, release_memory
+from benchmarks.speed.loss_jobs import LINEAR, Shape, make_job
+from benchmarks.speed.loss_peers import BOUND, CORRECTED, OURS, PEERS, linear_contenders
 
-GROUP = "loss from hidden states"
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("workload", list(LINEAR[workload_set(metafunc.config)]), scope="module")
+WORKLOADS = LINEAR
+NAMES = [*PEERS, *CORRECTED, BOUND]
 
 
 @pytest.fixture(scope="module")
-def laps(
-    request: pytest.FixtureRequest, workload: str, device: torch.device, budget: Budget, figures: Figures
-) -> Iterator[dict[str, Lap]]:
+def loss_race(workload: str, chosen: Shape, device: torch.device, budget: Budget) -> Iterator[Race]:
     """By the device's clock: 2,048 rows take less time than launches from Python do."""
-    shape = LINEAR[workload_set(request.config)][workload]
-    facts = {**vars(shape), "dtype": str(shape.dtype).removeprefix("torch."), "seed": SEED}
-    figures.workloads[f"{GROUP}, {workload}"] = facts
-    yield race(linear_contenders(make_job(shape, device)), device=device, budget=budget, clock="device")
+    laps = race(linear_contenders(make_job(chosen, device)), device=device, budget=budget, clock="device")
+    facts = {"tokens": chosen.tokens, "hidden_size": chosen.hidden, "vocabulary": chosen.vocabulary}
+    yield Race(f"loss from hidden states, {workload}", laps, {**facts, "flops": chosen.flops}, OURS)
     release_memory(device)
 
 
-@pytest.mark.parametrize("name", [*PEERS, *CORRECTED, BOUND])
-def test_time(
-    pytestconfig: pytest.Config, laps: dict[str, Lap], workload: str, name: str, report: Callable[..., None]
-) -> None:
-    report(laps[name], group=f"{GROUP}, {workload}", flops=LINEAR[workload_set(pytestconfig)][workload].flops)
+def test_loss(loss_race: Race, name: str, report: Callable[..., None]) -> None:
+    report(loss_race, name)

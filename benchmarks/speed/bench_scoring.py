@@ -10,9 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.harness.counting import counted
-from benchmarks.harness.race import Budget, Contender, Figures, Lap, race, release_memory, times_ours
-from benchmarks.harness.workloads import SEED, Job, gsm8k_job, random_model
-from benchmarks.speed.command import chosen_peers, workload_set
+from benchmarks.harness.race import Budget, Contender, Race, race, release_memory
+from benchmarks.harness.workloads import Job, gsm8k_job, random_model
 from benchmarks.speed.peers import BEST_PADDED, PEERS, REFERENCE, Observed, Peer, best_batch_size
 from benchmarks.speed.reference import Reference
 
@@ -50,10 +49,8 @@ WORKLOADS: dict[str, dict[str, ScoringWorkload]] = {
 }
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    chosen_peers(metafunc.config, [*PEERS, *BEST_PADDED])  # refuses unknown names before anything is made
-    if "workload" in metafunc.fixturenames:
-        metafunc.parametrize("workload", list(WORKLOADS[workload_set(metafunc.config)]), scope="module")
+NAMES = [*PEERS, *BEST_PADDED]
+CHOOSES_PEERS = True
 
 
 def scoring_contenders(model: PreTrainedModel, job: Job, peers: dict[str, Peer]) -> list[Contender]:
@@ -82,39 +79,25 @@ def scoring_contenders(model: PreTrainedModel, job: Job, peers: dict[str, Peer])
 
 
 @pytest.fixture(scope="module")
-def scoring_laps(
-    request: pytest.FixtureRequest, workload: str, device: torch.device, budget: Budget, figures: Figures
-) -> Iterator[dict[str, Lap]]:
-    chosen = WORKLOADS[workload_set(request.config)][workload]
+def scoring_race(
+    workload: str, chosen: ScoringWorkload, names: list[str], device: torch.device, budget: Budget
+) -> Iterator[Race]:
     model = random_model(chosen.model, device=device, dtype=chosen.dtype)
     job = chosen.job().to(device)
-    names = chosen_peers(request.config, [*PEERS, *BEST_PADDED])
     peers = {name: PEERS[name] for name in names if name in PEERS}
     searched: dict[str, dict[str, Any]] = {}
     for name, run in ((name, BEST_PADDED[name]) for name in names if name in BEST_PADDED):
         size, tried = best_batch_size(run, model, job, chosen.padded_sizes)
         peers[name] = Peer(functools.partial(run, size))
-        searched[name] = {"batch_size": size, "seconds_by_batch_size": tried}
+        searched[name] = {"batch_size": size} | {f"seconds_by_{rows}_rows": took for rows, took in tried.items()}
     laps = race(scoring_contenders(model, job, peers), device=device, budget=budget)
     for name, facts in searched.items():
         laps[name].facts |= facts
-    sizes = {"model": chosen.model, "parameters": sum(p.numel() for p in model.parameters())}
-    dtype = str(chosen.dtype).removeprefix("torch.")
-    figures.workloads[workload] = {**job.describe(), **sizes, "dtype": dtype, "seed": SEED}
-    yield laps
+    facts = {**job.describe(), "parameters": sum(p.numel() for p in model.parameters())}
+    yield Race(f"scoring {workload}", laps, facts, floors=chosen.floors)
     del model, job, peers
     release_memory(device)
 
 
-@pytest.mark.parametrize("name", [*PEERS, *BEST_PADDED])
-def test_scoring_time(scoring_laps: dict[str, Lap], workload: str, name: str, report: Callable[..., None]) -> None:
-    if name not in scoring_laps:
-        pytest.skip("not among --peers")
-    report(scoring_laps[name], group=f"scoring {workload}")
-
-
-def test_ours_beats_its_peers_by_the_promised_factors(
-    pytestconfig: pytest.Config, scoring_laps: dict[str, Lap], workload: str, hold: Callable[..., None]
-) -> None:
-    floors = WORKLOADS[workload_set(pytestconfig)][workload].floors
-    hold(f"scoring {workload}", times_ours(scoring_laps), floors)
+def test_scoring(scoring_race: Race, name: str, report: Callable[..., None]) -> None:
+    report(scoring_race, name)

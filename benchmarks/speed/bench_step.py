@@ -21,9 +21,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
-from benchmarks.harness.race import Absent, Budget, Contender, Figures, Lap, race, release_memory, times_ours
-from benchmarks.harness.workloads import SEED, STEP_SEED, JobRollouts, gsm8k_rollouts, policy
-from benchmarks.speed.command import chosen_peers, workload_set
+from benchmarks.harness.race import Absent, Budget, Contender, Lap, Race, race, release_memory
+from benchmarks.harness.workloads import JobRollouts, gsm8k_rollouts, policy
 from benchmarks.speed.replay import Replay, StepPeer, Stopwatch
 from benchmarks.speed.step_peers import EXACT, STEP_PEERS, TRL
 from benchmarks.speed.step_reference import StepResult, Truth, taken_gradients
@@ -61,7 +60,7 @@ def _gsm8k(model: str, problems: int, dtype: torch.dtype, *, promised: bool) -> 
 WORKLOADS: dict[str, dict[str, StepWorkload]] = {
     "smoke": {
         "qwen3-tiny LoRA": StepWorkload(
-            "qwen3-tiny", True, functools.partial(gsm8k_rollouts, 2, mixed=False), torch.float32
+            "qwen3-tiny", True, functools.partial(gsm8k_rollouts, 1, mixed=True), torch.float32
         )
     },
     "cpu": _gsm8k("qwen3-40m", 4, torch.float32, promised=True),
@@ -206,30 +205,19 @@ def pinned_cpu_seconds(contenders: Sequence[Contender], rounds: int) -> dict[str
 
 # Tests
 
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    chosen_peers(metafunc.config, list(STEP_PEERS))  # refuses unknown names before anything is made
-    if "workload" in metafunc.fixturenames:
-        metafunc.parametrize("workload", list(WORKLOADS[workload_set(metafunc.config)]), scope="module")
+NAMES = list(STEP_PEERS)
+CHOOSES_PEERS = True
 
 
 @pytest.fixture(scope="module")
 def step_race(
-    request: pytest.FixtureRequest, workload: str, device: torch.device, budget: Budget, figures: Figures
-) -> Iterator[dict[str, Lap]]:
-    chosen = WORKLOADS[workload_set(request.config)][workload]
+    workload: str, chosen: StepWorkload, names: list[str], device: torch.device, budget: Budget
+) -> Iterator[Race]:
     fresh = functools.partial(policy, chosen.model, lora=chosen.lora, device=device, dtype=chosen.dtype)
     rollouts = chosen.rollouts().to(device)
-    figures.workloads[f"step, {workload}"] = {
-        **rollouts.describe(),
-        "model": chosen.model,
-        "trains": "LoRA r = 32" if chosen.lora else "all",
-        "dtype": str(chosen.dtype).removeprefix("torch."),
-        "seeds": {"model": SEED, "problems": STEP_SEED},
-    }
     replay = Replay(fresh(), rollouts)
-    names = chosen_peers(request.config, list(STEP_PEERS))
-    yield run_race(replay, fresh, names, budget)
+    facts = {**rollouts.describe(), "tokens": rollouts.tokens}
+    yield Race(f"step, {workload}", run_race(replay, fresh, names, budget), facts, EXACT, chosen.floors)
     del replay
     release_memory(device)
 
@@ -245,7 +233,7 @@ def run_race(replay: Replay, fresh: Callable[[], nn.Module], names: Sequence[str
     for contender in timed:
         lap, notes, on_one_thread = laps[contender.name], measured[contender.name], pinned.get(contender.name, [])
         if on_one_thread:
-            lap.facts |= {"cpu_seconds": statistics.median(on_one_thread), "cpu_seconds_rounds": on_one_thread}
+            lap.facts["cpu_seconds"] = statistics.median(on_one_thread)
         for part in ("credit", "update"):  # the pinned rounds come last, what only warmed up first
             wall = notes.seconds[part][: len(notes.seconds[part]) - len(on_one_thread)]
             lap.facts[f"{part}_seconds"] = statistics.median(wall[-len(lap.seconds) :])
@@ -254,15 +242,5 @@ def run_race(replay: Replay, fresh: Callable[[], nn.Module], names: Sequence[str
     return laps
 
 
-@pytest.mark.parametrize("name", list(STEP_PEERS))
-def test_step_time(step_race: dict[str, Lap], workload: str, name: str, report: Callable[..., None]) -> None:
-    if name not in step_race:
-        pytest.skip("not among --peers")
-    report(step_race[name], group=f"step, {workload}")
-
-
-def test_steps_cost_what_was_promised(
-    pytestconfig: pytest.Config, step_race: dict[str, Lap], workload: str, hold: Callable[..., None]
-) -> None:
-    floors = WORKLOADS[workload_set(pytestconfig)][workload].floors
-    hold(f"step, {workload}", times_ours(step_race, EXACT), floors, ours=EXACT)
+def test_step(step_race: Race, name: str, report: Callable[..., None]) -> None:
+    report(step_race, name)

@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.race import Budget, Contender, Figures, Lap, WrongAnswer, race
+from benchmarks.harness.race import Budget, Contender, Lap, Race, WrongAnswer, race
 from benchmarks.harness.workloads import policy
 from benchmarks.speed.bench_step import pinned_cpu_seconds, rows_fed
-from benchmarks.speed.command import workload_set
 from benchmarks.speed.step_peers import VARLEN
 from benchmarks.speed.step_reference import SLACK, Gradients, relative_error, taken_gradients
-from benchmarks.speed.turns_peers import ASKED, EACH_TURN, STEPS, Work, gains_of, make_work, packed_loss
+from benchmarks.speed.turns_peers import ASKED, EACH_TURN, OURS, STEPS, Work, gains_of, make_work, packed_loss
 from cfa_kernels.model.check.verify import check_trainable
 from cfa_kernels.model.parts import causal_lm
 
@@ -29,11 +28,13 @@ SHAPES = {
     "12 turns, 4 rollouts": (4,) * 12, "3 turns, 4 leaves": (1, 2, 4), "3 turns, 2 rollouts": (2,) * 3,
 }  # fmt: skip
 """How many different beginnings rollouts have up to each turn; of the last kind gold answers are asked."""
-SETS = {
-    "smoke": ("qwen3-tiny", (7, 4), list(SHAPES)[3:]), "cpu": ("qwen3-40m", (48, 8), list(SHAPES)[:3]),
-    "cuda": ("Qwen3-1.7B", (1024, 64), list(SHAPES)[:3]),
-}  # fmt: skip
-"""Model, tokens of the prompt and, in the mean, of a turn and of its observation, shapes."""
+WORKLOADS = {
+    "smoke": dict.fromkeys(list(SHAPES)[3:], ("qwen3-tiny", 7, 4)),
+    "cpu": dict.fromkeys(list(SHAPES)[:3], ("qwen3-40m", 48, 8)),
+    "cuda": dict.fromkeys(list(SHAPES)[:3], ("Qwen3-1.7B", 1024, 64)),
+}
+"""By shape: model, tokens of the prompt and, in the mean, of a turn and of its observation."""
+NAMES = [*STEPS, *ASKED]
 FLOORS = {"12 turns, 16 leaves": {VARLEN: 2.0}, "12 turns, 4 rollouts": {EACH_TURN: 4.0}}
 """Promises: least times of contenders, in units of ours. Rows that share nothing also feed three times the tokens."""
 
@@ -99,41 +100,26 @@ def run_race(work: Work, budget: Budget) -> dict[str, Lap]:
     laps = race(contenders, device=work.device, budget=Budget(0.0, 1, 1) if on_cpu else budget)
     timed = [contender for contender in contenders if laps[contender.name].seconds]
     for name, seconds in pinned_cpu_seconds(timed, budget.min_rounds).items() if on_cpu else ():
-        laps[name].facts |= {"cpu_seconds": statistics.median(seconds), "cpu_seconds_rounds": seconds}
+        laps[name].facts["cpu_seconds"] = statistics.median(seconds)
     return laps
 
 
 # Tests
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "shape" in metafunc.fixturenames:
-        metafunc.parametrize("shape", SETS[workload_set(metafunc.config)][2], scope="module")
-
-
 @pytest.fixture(scope="module")
-def laps(
-    request: pytest.FixtureRequest, shape: str, device: torch.device, budget: Budget, figures: Figures
-) -> dict[str, Lap]:
-    name, lengths, _ = SETS[workload_set(request.config)]
+def turns_race(workload: str, chosen: tuple[str, int, int], device: torch.device, budget: Budget) -> Race:
+    name, *lengths = chosen
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    work = make_work(policy(name, lora=True, device=device, dtype=dtype), SHAPES[shape], *lengths)
+    work = make_work(policy(name, lora=True, device=device, dtype=dtype), SHAPES[workload], *lengths)
     tokens = sum(len(work.rows.whole(b)) for b in range(len(work.rows)))
-    figures.workloads[shape] = {"model": name, "rows": len(work.rows), "tokens": tokens, "different": SHAPES[shape]}
-    return run_race(work, budget)
+    laps = run_race(work, budget)
+    if VARLEN in FLOORS.get(workload, {}):
+        fed = {name: lap.facts["rows_with_gradient"] for name, lap in laps.items() if lap.seconds}
+        assert fed[VARLEN] >= 3 * fed[OURS], f"{VARLEN} feeds {fed[VARLEN]} tokens, ours {fed[OURS]}"
+    facts = {"rollouts": len(work.rows), "tokens": tokens}
+    return Race(workload, laps, facts, next(iter(laps)), FLOORS.get(workload, {}))
 
 
-@pytest.mark.parametrize("name", [*STEPS, *ASKED])
-def test_turns_time(laps: dict[str, Lap], shape: str, name: str, report: Callable[..., None]) -> None:
-    if name not in laps:
-        pytest.skip("of another job")
-    report(laps[name], group=shape)
-
-
-def test_turns_cost_what_was_promised(laps: dict[str, Lap], shape: str, hold: Callable[..., None]) -> None:
-    first, *others = laps.values()
-    own = first.facts.get("cpu_seconds", first.median)
-    ratios = {lap.name: lap.facts.get("cpu_seconds", lap.median) / own for lap in others if lap.seconds}
-    fed = {lap.name: lap.facts["rows_with_gradient"] for lap in laps.values() if lap.seconds}
-    short = [f"{VARLEN} feeds {fed[VARLEN]} tokens, ours {fed[first.name]}"] if VARLEN in FLOORS.get(shape, {}) else []
-    hold(shape, ratios, FLOORS.get(shape, {}), short if short and fed[VARLEN] < 3 * fed[first.name] else (), first.name)
+def test_turns(turns_race: Race, name: str, report: Callable[..., None]) -> None:
+    report(turns_race, name)

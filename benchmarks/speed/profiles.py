@@ -1,8 +1,13 @@
-"""Profile a job on the device, under `torch.profiler`: kernels by class, and idle time."""
+"""Profile a job: on the device kernels by class and idle time, by `torch.profiler`; on the host functions."""
 
+import contextlib
+import cProfile
+import itertools
+import pstats
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +27,10 @@ CLASSES = (
 """A kernel belongs to the first class whose pattern is found in its name, else to "other"."""
 
 LISTED = 40
-"""Kernels listed by name, those that take most first."""
+"""Kernels or functions listed by name, those that take most first."""
+
+MARKER = "erfinv"
+"""In the name of the operator that marks where a part begins and ends: no step calls it."""
 
 
 class Event(NamedTuple):
@@ -80,6 +88,44 @@ def _sums(events: Sequence[Event], key: Callable[[Event], str]) -> list[dict[str
         {"name": name, "seconds": seconds[name], "launches": launches[name], "share": seconds[name] / total}
         for name in ordered
     ]
+
+
+def marked_part(device: torch.device) -> Callable[[str], contextlib.AbstractContextManager[None]]:
+    """Make a context of a stopwatch's parts that marks both ends in the device's queue.
+
+    Annotations of the host would miss the kernels of a backward, which a thread of its own launches.
+    """
+    mark = torch.zeros(1, device=device)
+
+    @contextlib.contextmanager
+    def part(name: str) -> Iterator[None]:
+        mark.erfinv_()
+        yield
+        mark.erfinv_()
+
+    return part
+
+
+def busy_by_part(events: Sequence[Event], parts: Sequence[str | None]) -> dict[str, float]:
+    """Seconds in which the device was busy with each part; nothing if it has not as many marks as `parts`."""
+    ordered, busy = sorted(events, key=lambda event: event.start), defaultdict[str, float](float)
+    marks = [i for i, event in enumerate(ordered) if MARKER in event.name]
+    if len(marks) != len(parts):
+        return {}
+    for part, (begin, end) in zip(parts, itertools.pairwise([*marks, len(ordered)]), strict=True):
+        if part is not None:
+            busy[part] += busy_microseconds(ordered[begin + 1 : end]) / 1e6
+    return dict(busy)
+
+
+def host_functions(profiler: cProfile.Profile) -> list[dict[str, Any]]:
+    """The functions in which the host spent most: those with most seconds of their own, and those with most in all."""
+    rows = [
+        {"function": f"{'/'.join(Path(file).parts[-3:])}:{line}({name})", "calls": calls, "own": own, "in_all": in_all}
+        for (file, line, name), (_, calls, own, in_all, _) in pstats.Stats(profiler).stats.items()  # type: ignore[attr-defined]
+    ]
+    most = [sorted(rows, key=lambda row: -row[key])[:LISTED] for key in ("own", "in_all")]
+    return [*most[0], *(row for row in most[1] if row not in most[0])]
 
 
 def device_events(run: Callable[[], Any], device: torch.device) -> list[Event]:

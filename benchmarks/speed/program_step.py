@@ -5,7 +5,9 @@ recorded ones of the mean length, with answers and spans that the program finds,
 """
 
 import dataclasses
+import functools
 import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import yaml
 from transformers import get_scheduler
 
 from benchmarks.harness.race import WrongAnswer
-from benchmarks.harness.workloads import SEED, JobRollouts, policy, shaped_rollouts
+from benchmarks.harness.workloads import SEED, JobRollouts, policy, shaped_rollouts, tokenizer
 from cfa_kernels.credit.presets import PRESETS
 from cfa_kernels.model.parts import causal_lm
 from trainer.config import TrainConfig
@@ -24,39 +26,59 @@ from trainer.rollouts.in_process import TransformersEngine
 from trainer.state import Trainer
 from trainer.step import training_step
 
-CREDITED = "cf", "prefix_gain_positive"  # presets
+PRESETS_RACED = {
+    "off": {"credit": "uniform"},
+    "cf": {"preset": "cf"},
+    "cf, merged": {"preset": "cf", "merge_adapters": True},
+    "cf, 3 nearest spans": {"preset": "cf", "max_spans": 3, "selection": "nearest"},
+    "prefix_gain_positive": {"preset": "prefix_gain_positive"},
+}
+"""Credit of the raced steps: a preset, with more options of credit."""
+
 SHARPNESS = 6.0  # factor of the logits, so that nuclei are as narrow as a trained model's
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A model, and the shape of a step: `longest` tokens are decoded for every completion of `completion` tokens."""
+    """A model, and the shape of a step; completions have `spans` spans, in turn."""
 
     model: str
     problems: int
     group: int
     prompt: int
     completion: int
-    longest: int
-    spans: int
+    spans: tuple[int, ...]
 
     def rollouts(self) -> JobRollouts:
         """Random words with an expression in each span and a number behind the marker."""
         rollouts = shaped_rollouts(
-            self.problems, group=self.group, prompt=self.prompt, completion=self.completion - 1, spans=self.spans
+            self.problems, group=self.group, prompt=self.prompt, completion=self.completion - 1, spans=max(self.spans)
         )
         job = rollouts.job
         expression, number = (torch.tensor(job.tokenizer.encode(text)) for text in (" 3 * 4 = 12,", " 72"))
         end = torch.tensor([job.tokenizer.eos_token_id])
         completions = []
-        for ids, spans, answer in zip(job.completions, job.spans, job.answers, strict=True):
-            for span in spans:
+        columns = zip(job.completions, job.spans, job.answers, itertools.cycle(self.spans), strict=False)
+        for ids, spans, answer, count in columns:
+            for span in spans[len(spans) - count :]:
                 ids[span.start : span.start + len(expression)] = expression
             completions.append(torch.cat([ids[: answer.start], number, end]))
         return dataclasses.replace(rollouts, job=dataclasses.replace(job, completions=completions))
 
 
-LOADS = {"smoke": Load("qwen3-tiny", 2, 2, 20, 60, 8, 3), "cuda": Load("Qwen3-1.7B", 8, 8, 110, 220, 64, 6)}
+LOADS = {
+    "smoke": {
+        "six spans": Load("qwen3-tiny", 2, 2, 20, 80, (4,)),
+        "GSM8K's spans": Load("qwen3-tiny", 2, 2, 20, 60, (3, 3, 2, 2)),
+        "long answers": Load("qwen3-tiny", 1, 2, 20, 120, (5,)),
+    },
+    "cuda": {
+        "six spans": Load("Qwen3-1.7B", 8, 8, 110, 220, (6,)),
+        "GSM8K's spans": Load("Qwen3-1.7B", 8, 8, 110, 140, (4, 4, 4, 4, 4, 4, 3, 3)),
+        "long answers": Load("Qwen3-1.7B", 2, 8, 110, 2000, (10,)),
+    },
+}  # fmt: skip
+"""By name. GSM8K's solutions have 138 tokens and 3.7 spans in the mean."""
 
 
 class Recorded:
@@ -76,10 +98,9 @@ class Recorded:
 
 def make_trainer(load: Load, device: torch.device) -> Trainer:
     """Set the program up around a model of random weights, as `trainer.run.set_up` does around a loaded one."""
-    rollouts, count = load.rollouts(), load.problems * load.group
     config = TrainConfig(
-        device=str(device), generation_batch_size=count, num_generations=load.group, seed=SEED,
-        max_completion_length=load.longest, max_sampling_gap=1e9,  # recorded completions were not sampled
+        device=str(device), generation_batch_size=load.problems * load.group, num_generations=load.group, seed=SEED,
+        max_sampling_gap=1e9,  # recorded completions were not sampled
     )  # fmt: skip
     model = policy(load.model, lora=True, device=device, dtype=config.precision.weights).eval()
     causal = causal_lm(model)
@@ -89,30 +110,34 @@ def make_trainer(load: Load, device: torch.device) -> Trainer:
         [p for p in model.parameters() if p.requires_grad], lr=config.learning_rate, weight_decay=0.0,
         fused=device.type == "cuda" or None,
     )  # fmt: skip
-    engine = Recorded(TransformersEngine(model, rollouts.job.tokenizer), rollouts)
-    prompts = [rollouts.job.prompts[i].tolist() for i in range(0, count, load.group)]
-    rows = [Row({"question": "", "answer": "72"})] * load.problems
     return Trainer(
-        config, model, rollouts.job.tokenizer, engine, optimizer,
-        get_scheduler(config.lr_scheduler_type, optimizer, 0, config.max_steps), None,
-        {"forced": lambda completions, **_: rollouts.rewards.tolist()}, rows, prompts, rows, prompts, lambda **_: [],
+        config, model, tokenizer(), TransformersEngine(model, tokenizer()), optimizer,
+        get_scheduler(config.lr_scheduler_type, optimizer, 0, config.max_steps), None, {}, [], [], [], [],
+        lambda **_: [],
     )  # fmt: skip
 
 
-def stepper(load: Load, trainer: Trainer, preset: str, **options: Any) -> Callable[[], dict[str, float]]:
-    """Make a step with a preset's credit and more options, which returns its metrics.
+def steppers(load: Load, trainer: Trainer, engine: Any, longest: int) -> dict[str, Callable[[], dict[str, float]]]:
+    """Make a step of a load for each kind of credit, which returns its metrics.
 
-    Raises `WrongAnswer` where they are no step's.
+    `longest` tokens are sampled for every completion by `engine`, that of a trainer just made. A step raises
+    `WrongAnswer` where the metrics are not those of such a step.
     """
-    chosen = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text("utf-8"))
-    chosen["credit_options"] = chosen.get("credit_options", {}) | options
-    config = dataclasses.replace(trainer.config, **chosen)
-    number = itertools.count(1)
+    rollouts, number = load.rollouts(), itertools.count(1)
+    places = range(0, load.problems * load.group, load.group)
+    loaded: dict[str, Any] = {
+        "engine": Recorded(engine, rollouts), "prompts": [rollouts.job.prompts[i].tolist() for i in places],
+        "rows": [Row({"question": "", "answer": "72"})] * load.problems,
+        "rewards": {"forced": lambda completions, **_: rollouts.rewards.tolist()},
+    }  # fmt: skip
 
-    def run() -> dict[str, float]:
-        trainer.config = config
+    def run(config: TrainConfig) -> dict[str, float]:
+        vars(trainer).update(loaded, config=config)
         metrics = training_step(trainer, next(number), range(load.problems)).metrics
-        expected = {"completions/mean_length": load.completion, "credit/spans_mean": load.spans}
+        expected: dict[str, float] = {"completions/mean_length": load.completion}
+        if config.credit != "uniform":
+            most = config.credit_options.get("max_spans", max(load.spans))
+            expected["credit/spans_mean"] = statistics.fmean(min(count, most) for count in load.spans)
         for name, value in expected.items():
             if metrics[name] != value:
                 raise WrongAnswer(f"{name} is {metrics[name]}, expected {value}")
@@ -120,4 +145,15 @@ def stepper(load: Load, trainer: Trainer, preset: str, **options: Any) -> Callab
             raise WrongAnswer(f"grad_norm is {metrics['grad_norm']}, expected more than 0")
         return metrics
 
-    return run
+    made = {}
+    for name, options in PRESETS_RACED.items():
+        chosen, options = dict(options), dict(options)
+        if preset := options.pop("preset", None):
+            chosen = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text("utf-8"))
+            chosen["credit_options"] = chosen.get("credit_options", {}) | options
+        config = dataclasses.replace(
+            trainer.config, generation_batch_size=load.problems * load.group, num_generations=load.group,
+            max_completion_length=longest, **chosen,
+        )  # fmt: skip
+        made[name] = functools.partial(run, config)
+    return made

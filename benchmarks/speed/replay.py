@@ -83,17 +83,21 @@ class Mark(NamedTuple):
 
 
 class Stopwatch:
-    """Seconds of each part of one step, without a wait in between; a part within another counts to the inner only."""
+    """Seconds of each part of one step, without a wait in between; a part within another counts to the inner only.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    `inside` makes a context from a part's name, which is entered with the part.
+    """
+
+    def __init__(self, device: torch.device, inside: Callable[[str], Any] = torch.profiler.record_function) -> None:
+        self._device, self._inside = device, inside
         self._marks: list[Mark] = []
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         outer = self._marks[-1].part if self._marks else None
         self._marks.append(self._mark(name))
-        yield
+        with self._inside(name):
+            yield
         self._marks.append(self._mark(outer))
 
     def _mark(self, part: str | None) -> Mark:
@@ -102,6 +106,11 @@ class Stopwatch:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
         return Mark(part, time.perf_counter(), time.process_time(), event)
+
+    @property
+    def parts(self) -> list[str | None]:
+        """The part that runs after each change of part; None between parts."""
+        return [mark.part for mark in self._marks]
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each part until the device has done it; waits for the device."""
@@ -136,8 +145,8 @@ class StepPeer:
 
     Attributes:
         run: does it.
-        kind: which weights it is to use: "plain" (1), "counterfactual" (the CF paper's) or "found" (the same, of spans
-            and answers that it finds itself).
+        kind: which weights it is to use: "plain" (1), "counterfactual" (the CF paper's), "nearest" (the same, of the
+            spans nearest to the answer) or "found" (the same, of spans and answers that it finds itself).
         head_products: products of a row with the head in the update while the head is frozen; one more if it trains.
         head_rows: which rows those are: "active" tokens (with an advantage), all "tokens", or, of padded batches
             and on a CPU only, all "positions".

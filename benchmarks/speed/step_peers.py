@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.speed.peers import using_attention
 from benchmarks.speed.replay import EPSILON, EPSILON_HIGH, Replay, StepPeer, Stopwatch, Weights, trl_update
+from benchmarks.speed.step_reference import NEAREST_SPANS, judged_job
 from benchmarks.speed.varlen import PER_SEQUENCE
 from cfa_kernels import Batch, Rows
 from cfa_kernels.credit.weights import Range, WeightInputs
@@ -122,7 +123,9 @@ def micro_batches(replay: Replay) -> list[list[int]]:
     return [[b for i in part for b in groups[i]] for part in parts]
 
 
-def ours(replay: Replay, stopwatch: Stopwatch, *, credited: bool) -> tuple[Tensor, Weights | None]:
+def ours(
+    replay: Replay, stopwatch: Stopwatch, *, credited: bool, kind: str = "counterfactual"
+) -> tuple[Tensor, Weights | None]:
     """One tree for each micro-batch: the scores read off its forward, then the loss, fused with the head."""
     job, total = replay.job, torch.zeros((), device=replay.device)
     weights = [torch.ones(len(completion)) for completion in job.completions] if credited else None
@@ -132,7 +135,7 @@ def ours(replay: Replay, stopwatch: Stopwatch, *, credited: bool) -> tuple[Tenso
     }  # fmt: skip
     for index in micro_batches(replay):
         with stopwatch.part("forward"):
-            part = job.part(index)
+            part = judged_job(kind, job.part(index))
             rows, advantages = Rows(part.prompts, part.completions, index), replay.rollouts.advantages[index]
             forward = packed_forward(replay.causal, rows, token_budget=1 << 30, keep_states=credited)
         own = None
@@ -154,6 +157,7 @@ def ours(replay: Replay, stopwatch: Stopwatch, *, credited: bool) -> tuple[Tenso
 
 TRL, WHOLE = "TRL", "TRL, all rows at a time"
 PLAIN, EXACT = "ours", "ours counterfactual, one pass"
+NEAREST = f"{EXACT}, {NEAREST_SPANS} nearest spans"
 VARLEN = "varlen without sharing"
 CREDITED = "CounterfactualGRPOTrainer, packed loss"
 NO_ENTROPY = "CounterfactualGRPOTrainer, packed loss, log_entropy=False"
@@ -172,4 +176,5 @@ STEP_PEERS: dict[str, StepPeer] = {
     NO_ENTROPY: _credited("active", log_entropy=False),
     PLAIN: StepPeer(functools.partial(ours, credited=False), "plain", 2, "active"),
     EXACT: StepPeer(functools.partial(ours, credited=True), "counterfactual", 2, "active"),
+    NEAREST: StepPeer(functools.partial(ours, credited=True, kind="nearest"), "nearest", 2, "active"),
 }

@@ -16,6 +16,9 @@ from cfa_kernels.model.parts import causal_lm
 ROWS = 64
 """Of one forward of the reference: a forward for each span would take longer than all that is timed."""
 
+NEAREST_SPANS = 3
+"""Spans that are scored where only those nearest to the answer are."""
+
 SLACK = 4.0
 """How much larger than that of padded autograd in the policy's own precision a contender's error may be."""
 
@@ -72,12 +75,12 @@ def answer_scores(kind: str, model: nn.Module, rollouts: JobRollouts) -> Observe
     """Log-probs of answers, of a row and its branches, by padded forwards of whole rows in the model's precision."""
     if kind == "plain":
         return None
-    return padded_logits_to_keep(ROWS, causal_lm(model), as_found(rollouts.job) if kind == "found" else rollouts.job)
+    return padded_logits_to_keep(ROWS, causal_lm(model), judged_job(kind, rollouts.job))
 
 
 def weights_of_scores(kind: str, scores: Observed, rollouts: JobRollouts) -> Weights:
     """The weights that a kind of contender should use, given the log-probs of answers."""
-    job = as_found(rollouts.job) if kind == "found" else rollouts.job
+    job = judged_job(kind, rollouts.job)
     drops = [(row[0] - row[1:]).cpu() for row in scores]
     active = set(rollouts.active)
     return [
@@ -102,6 +105,13 @@ def weight_budgets(kind: str, exact: Observed, low: Observed, rollouts: JobRollo
         for budget, row, other in zip(budgets, weights, weights_of_scores(kind, moved, rollouts), strict=True):
             budget += (row.double() - other.double()).abs().cpu()
     return budgets
+
+
+def judged_job(kind: str, job: Job) -> Job:
+    """The job with the spans, and the answers, that a kind of contender scores."""
+    if kind == "nearest":
+        return replace(job, spans=[row[-NEAREST_SPANS:] for row in job.spans])
+    return as_found(job) if kind == "found" else job
 
 
 def as_found(job: Job) -> Job:

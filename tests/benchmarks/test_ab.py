@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from benchmarks.harness import figures
-from benchmarks.harness.results import figures_of
-from benchmarks.speed import ab
+from benchmarks.speed import ab, predictions, variants
+from benchmarks.speed.predictions import figures_of, plain_name
+from benchmarks.speed.program_step import PRESETS_RACED
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +26,9 @@ def test_all_blocks_run_on_a_cpu(tmp_path, capsys):
     expected = {
         "liger": {f"{name}, {ab.AS_RACED}" for name in (ab.PLAIN, ab.EXACT)},
         "trl": {ab.WHOLE, f"{ab.PLAIN}, {ab.AS_RACED}", f"{ab.EXACT}, {ab.AS_RACED}{ab.MERGED}"},
-        "long": {f"{ab.PLAIN}, of {ab.TRL}", f"{ab.PLAIN}, of {ab.VARLEN}"},
-        "trainer": {"cf", "cf, merged", "prefix_gain_positive, in the training forward"},
+        "long": {"TRL, 2 rows at a time", f"{ab.NEAREST}, {ab.AS_RACED}", f"{ab.VARLEN}, {ab.AS_RACED}"},
+        "trainer": {*PRESETS_RACED, "fixed and a token"},
+        "answers": {*PRESETS_RACED},
     }
     for block, part in document["parts"].items():
         assert part["took"] > 0
@@ -38,21 +39,67 @@ def test_all_blocks_run_on_a_cpu(tmp_path, capsys):
     first = document["parts"]["liger"]["result"][0]
     assert first["gradient_off"] == 0
     assert first["seconds"]["median"] > 0
+    lines = {line["name"]: line for line in document["parts"]["trl"]["result"] if line["group"] == "4x8"}
+    assert lines[f"{ab.PLAIN}, {ab.AS_RACED}"]["of_trl"] > 0
+    for line in figures_of(document["parts"]["profile"]):
+        assert line["busy_parts"].keys() == line["idle_parts"].keys() >= {"forward", "loss", "backward"}
+        assert 0 < sum(line["busy_parts"].values()) < line["busy_seconds"] * 1.01
+    functions = [row["function"] for row in document["parts"]["profile"]["result"]["host"]["credit"]]
+    assert any("(score)" in function for function in functions)
+    whole = {(line["group"], line["name"]): line for line in figures_of(document["parts"]["trainer"])}
+    for load in ("six spans", "GSM8K's spans"):
+        line, plain = (whole[f"{load}, 400 tokens sampled", name] for name in ("cf", "off"))
+        assert line["adds"] == pytest.approx(line["whole_step"] / plain["whole_step"] - 1)
+        assert plain["adds"] == 0
+    assert document["predicted"] == json.loads(json.dumps([one._asdict() for one in predictions.PREDICTED]))
     printed = capsys.readouterr().out
-    assert "| 4x8 | ours, HF's layers | " in printed
-    assert figures.main([str(file)]) == 0
+    assert "4x8: ours, HF's layers: " in printed
+    assert "trl: 4x8, ours, seconds.median: predicted 0.138, came " in printed
+
+
+def a_document(cpp, merged):
+    line = {"group": "4x8", "name": f"{predictions.MERGED.removesuffix(variants.MERGED)}, compiled{variants.MERGED}"}
+    parts = {"trl": {"result": [line | {"seconds": {"median": merged}}]}}
+    return {"cpp_wrapper": cpp, "parts": parts}
+
+
+def test_rules_decide_by_the_figure_that_they_name_and_by_no_other():
+    rule = next(rule for rule in predictions.RULES if rule.what.cpp)
+    for merged, follows in ((0.27, rule.above), (0.25, rule.below)):
+        decided, *undecided = sorted(
+            predictions.decisions([a_document(False, 9.0), a_document(True, merged)]).splitlines()
+        )
+        assert decided.startswith("decided: ")
+        assert decided.endswith(f"came {merged}: {follows}")
+        assert [line.partition(":")[0] for line in undecided] == ["undecided"] * (len(predictions.RULES) - 1)
+    assert plain_name(a_document(True, 0.0)["parts"]["trl"]["result"][0]["name"]) == predictions.MERGED
+
+
+def test_predictions_name_contenders_and_groups_that_the_races_have():
+    """So that a prediction without a figure means that nothing was measured."""
+    names = {ab.PLAIN, ab.EXACT, ab.NEAREST, ab.EXACT + ab.MERGED, ab.TRL_LIGER, "fixed and a token", *PRESETS_RACED}
+    for one in (*predictions.PREDICTED, *(rule.what for rule in predictions.RULES)):
+        assert one.block in ab.BLOCKS
+        assert one.name in names or one.name.startswith("TRL, 16 rows")
 
 
 def test_a_block_that_exceeds_its_limit_or_finds_no_budget_is_skipped_with_a_line(tmp_path, monkeypatch, capsys):
     ran = []
     quick = lambda bench: ran.append(bench) or [], 9.0
-    blocks = {"slow": (lambda bench: time.sleep(30), 0.2), "next": quick, "last": quick}
+
+    def slow(bench):
+        bench.finished += [{"group": "g", "name": "done", "seconds": {"median": 1.5}}]
+        assert 0 < bench.seconds_left < 0.2
+        time.sleep(30)
+
+    blocks = {"slow": (slow, 0.2), "next": quick, "last": quick}
     monkeypatch.setattr(ab, "BLOCKS", {**blocks, "broken": (lambda bench: [1 // 0], 9.0)})
     monkeypatch.setattr(ab, "LEAST", 0.1)
     arguments = ["--device", "cpu", "--commit", "abc", "--into", str(tmp_path / "ab.json"), "--blocks"]
     assert ab.main([*arguments, "slow,next,broken", "--budget", "60"]) == 1
     parts = json.loads((tmp_path / "ab.json").read_text())["parts"]
     assert parts["slow"]["skipped"] == "the block ran for more than 0.2 s"
+    assert [line["name"] for line in figures_of(parts["slow"])] == ["done"]
     assert "result" in parts["next"]
     assert parts["broken"]["failed"].startswith("ZeroDivisionError")
     assert ab.main([*arguments, "last", "--budget", "0"]) == 1
@@ -69,7 +116,7 @@ def test_a_block_that_exceeds_its_limit_or_finds_no_budget_is_skipped_with_a_lin
 def test_trls_liger_is_in_the_layers_of_its_own_policy_while_it_runs():
     pytest.importorskip("liger_kernel")
     bench = ab.Bench(CPU, smoke=True, budget=60, rounds=1)
-    step = ab.trl_step(bench, "4x8", liger=True)
+    step = variants.trl_step(bench, "4x8", liger=True)
 
     def kernels():
         model = step.replay.causal.model

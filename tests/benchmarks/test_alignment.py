@@ -110,6 +110,14 @@ def test_arms_weigh_the_completions_that_they_name_and_placebos_find_the_same(ju
     assert any(not torch.equal(a, b) for a, b in zip(cf, plain, strict=True))
 
 
+def test_the_nearest_spans_have_the_credit_that_they_have_among_all(judged):
+    found, near = judged.credit(CF), judged.credit(arms.NEAREST)
+    assert max(map(len, found.spans)) > 3
+    for every, few, drops, own in zip(found.spans, near.spans, found.drop, near.drop, strict=True):
+        assert few == every[-3:]
+        torch.testing.assert_close(own, drops[-3:], rtol=0, atol=1e-4)
+
+
 def test_step_advantages_add_up_to_what_the_completion_gained(policy, group, judged):
     for row, ids, reward in zip(arms.ceiling(judged), group.rows.completions, group.rewards, strict=True):
         ends = [end - 1 for end, counts in arms.line_ends(ids, policy.tokenizer) if counts]
@@ -251,26 +259,6 @@ def test_a_jackknife_is_without_each_line_and_without_each_part_of_the_truth():
     np.testing.assert_allclose(found, expected)
 
 
-def test_errors_hold_how_well_the_truth_is_known():
-    """The same batches beside many truths, each from noisy parts: ratios scatter as the errors say."""
-    random, truth = np.random.default_rng(0), np.eye(40)[0]
-    steps = {name: np.roll(truth, 1) * share + truth + random.normal(size=(2 * SIZES[-1], 40)) * 0.05
-             for name, share in {PLAIN: 0.0, "CF": 1.0}.items()}  # fmt: skip
-    found, errors = [], []
-    for _ in range(50):
-        parts = truth + random.normal(size=(PARTS, 40)) / 5
-        blocks = []
-        for start in (0, SIZES[-1]):
-            lines = {name: [[*parts @ step, step @ step] for step in own[start : start + SIZES[-1]]]
-                     for name, own in steps.items()}  # fmt: skip
-            blocks.append({str(size): lines for size in (1, MAIN)})
-        figure = alignment.summary(blocks, parts @ parts.T)["CF"][str(MAIN)]
-        found.append(figure["ratio"])
-        errors.append(figure["ratio_error"])
-    assert np.std(found) > 0.04  # several times what the batches alone give
-    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(found), rel=0.25)
-
-
 def test_vectors_of_a_device_meet_none_of_the_host(device):
     settings = replace(SETTINGS, truth_groups=12, batch=2, block=8, moments=0, parameters=r"layers\.1\.")
     policy = Policy(settings)
@@ -315,61 +303,6 @@ def test_a_part_of_the_truth_is_the_sum_of_its_groups_gradients(policy):
     found = alignment.true_gradient(policy, settings, 0)
     assert groups
     assert (found - expected).norm() < 1e-3 * expected.norm()
-
-
-def recorded(folder, groups, **changes):
-    """Completions of `groups` problems as `pretrained` keeps them, in two files, the later one first by name."""
-    rows = generate("train", 1)
-    problems = folder / "problems.jsonl"
-    written = [{"question": one.question, "answer": one.solution()} for one in itertools.islice(rows, groups)]
-    problems.write_text("\n".join(map(json.dumps, written)))
-    known = {"model": "", "problems": str(problems), "group": 2, **changes}
-    policy = Policy(AlignmentSettings(problems=str(problems), group=2))
-    texts = [one["answer"] for one in written]
-    ids = [policy.tokenizer(text + policy.tokenizer.eos_token)["input_ids"] for text in texts]
-    wrong = policy.tokenizer("#### 0" + policy.tokenizer.eos_token)["input_ids"]
-    rolled = [
-        {"problem": i, "ids": own, "ended": True, "reward": float(own is not wrong)}
-        for i in range(groups) for own in (ids[i], wrong if i % 2 else ids[i])
-    ]  # fmt: skip
-    pieces = folder / "pretrained" / "pieces"
-    pieces.mkdir(parents=True)
-    names = ("model", "problems", "examples", "computations", "group", "max_tokens", "temperature")
-    made = {name: known.get(name, getattr(SETTINGS, name)) for name in names}
-    (pieces / "made.json").write_text(json.dumps({"commit": "none", "settings": made}))
-    for start, stop in ((0, 10), (10, groups)):
-        (pieces / f"rollouts-{start}-to-{stop}.json").write_text(json.dumps(rolled[2 * start : 2 * stop]))
-    return ["--problems", str(problems), "--rollouts", str(folder / "pretrained"), "--group", "2", "--moments", "0"]
-
-
-def test_completions_that_are_at_hand_are_measured_the_truths_first(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(models, "INSTRUCTION", "")
-    arguments = recorded(tmp_path, 24, max_tokens=70)
-    options = ["alignment", *arguments, "--truth-groups", "16", "--block", "4", "--blocks", "2", "--max-tokens", "70"]
-    options += ["--folder", str(tmp_path / "run"), "--results", str(tmp_path), "--commit", "none"]
-    seen, mixed = [], Policy.mixed
-    monkeypatch.setattr(Policy, "mixed", lambda self, *columns: seen.extend(columns[0][::2]) or mixed(self, *columns))
-    assert main([*options, "--arms", "right times 4"]) == 0
-    assert "first look: 75% right, 50% of the groups" in capsys.readouterr().out
-    asked = [json.loads(line)["question"] for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
-    assert [problem.question for problem in seen] == asked
-    known = json.loads((tmp_path / "evidence-alignment.json").read_text())["arms"]["right times 4"]
-    assert known["4"]["batches"] == 2
-    seen.clear()
-    kept = json.loads((tmp_path / "pretrained/pieces/rollouts-0-to-10.json").read_text())
-    sampled, ids = [], torch.tensor(kept[0]["ids"])
-    monkeypatch.setattr(
-        Policy, "answered", lambda self, asked: sampled.extend(asked[::2]) or ([ids] * len(asked), [1.0, 0.0] * 4)
-    )
-    assert main([*options, "--arms", "right times 4", "--blocks", "3"]) == 0  # none at hand for the third
-    assert sampled == seen
-    assert len(sampled) == 4
-    assert main([*options, "--temperature", "0.5", "--folder", str(tmp_path / "other")]) == 1
-    assert re.search(r"temperature must be that of rollouts .*, 1\.0, got 0\.5", capsys.readouterr().err)
-    with pytest.raises(SystemExit):
-        main([*options, "--moments", "2"])
-    said = " ".join(re.sub(r"[^\x00-\x7f]", " ", capsys.readouterr().err).split())
-    assert "moments must be 0 with rollouts, which hold no earlier batches, got 2" in said
 
 
 def test_groups_of_equal_rewards_are_left_out_of_their_batch(policy):

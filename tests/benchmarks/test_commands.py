@@ -32,9 +32,9 @@ def test_every_option_of_an_evidence_command_is_explained(name, capsys):
 def test_a_command_without_its_packages_is_one_line_that_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "drawn.py").write_text("def main(argv):\n    import matplotlib\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(command.COMMANDS, "figures", ("drawn", ""))
+    monkeypatch.setitem(command.COMMANDS, "launches", ("drawn", ""))
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     with pytest.raises(SystemExit) as ended:
-        command.main(["figures", "results.json"])
+        command.main(["launches"])
     line = "error: python -m benchmarks needs matplotlib, which is not installed: pip install '.[bench]'"
     assert ended.value.code == line

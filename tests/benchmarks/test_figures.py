@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.harness.results import figures_of
+from benchmarks.speed.predictions import figures_of
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -141,14 +141,21 @@ def numbers(path: Path) -> set[float]:
     """The numbers of a JSON file, and the ratios of every two contenders of a group."""
     document = json.loads(path.read_text("utf-8"))
     result = set(leaves(document))
-    for part in document.get("parts", {}).values():
-        for _, group in itertools.groupby(figures_of(part), lambda figure: figure["group"]):
-            for one, other in itertools.permutations(group, 2):
-                for key in ("seconds", "cpu_seconds", "flops"):
-                    a, b = (x["median"] if isinstance(x, dict) else x for x in (one.get(key), other.get(key)))
-                    if a and b:
-                        result.add(a / b)
+    for _, group in itertools.groupby(contenders(document), lambda figure: figure["group"]):
+        for one, other in itertools.permutations(group, 2):
+            for key in ("seconds", "cpu_seconds", "flops"):
+                a, b = (x["median"] if isinstance(x, dict) else x for x in (one.get(key), other.get(key)))
+                if a and b:
+                    result.add(a / b)
     return result
+
+
+def contenders(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Figures by contender: of pytest-benchmark's files, of `speed ab`'s, and of files that the suite wrote before."""
+    for part in document.get("parts", {}).values():
+        yield from figures_of(part)
+    for one in document.get("benchmarks", ()):
+        yield {"group": one["group"], "seconds": one["stats"]["median"], **one["extra_info"]}
 
 
 def leaves(value: Any) -> Iterator[float]:
@@ -198,6 +205,7 @@ TABLE = """| method | direct | more |
         ("12.3 %", "12.4 %", ["line 7: 12.4"]),
         ("4.0 times", "0.25 times", []),
         ("4.0 times", "0.26 times", ["line 7: 0.26"]),
+        ("4.0 times", "3.70 times", []),
         ("[file]", "file ", ["line 7: 12.3", "line 7: 4.0", "line 7: 10,293"]),
         ("CF | 0.89", "CF | [0.50 (0.45 to 0.55)](benchmarks/results/a.md) | 0.89", []),
         (
@@ -214,7 +222,9 @@ def test_a_figure_that_no_linked_file_holds_is_named_with_its_line(tmp_path, bef
     folder.mkdir(parents=True)
     (folder / "a.md").write_text(TABLE)
     figures = [{"group": "g", "name": n, "seconds": {"median": s}} for n, s in (("ours", 2.0), ("theirs", 8.0))]
-    (folder / "a.json").write_text(json.dumps({"parts": {"p": {"figures": figures}}, "share": 0.1234, "fed": 10_293}))
+    document = {"parts": {"p": {"figures": figures}}, "share": 0.1234, "fed": 10_293}
+    document["benchmarks"] = [{"group": "h", "stats": {"median": s}, "extra_info": {}} for s in (2.5, 9.25)]
+    (folder / "a.json").write_text(json.dumps(document))
     (tmp_path / "page.md").write_text(PAGE.replace(before, after))
     result = missing(tmp_path / "page.md")
     assert len(result) == len(absent)

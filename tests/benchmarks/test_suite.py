@@ -2,22 +2,19 @@
 
 import functools
 import json
-import signal
-import subprocess
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks import conftest
 from benchmarks.harness import workloads
 from benchmarks.harness.counting import attention_flops, counted, tree_pairs
-from benchmarks.harness.race import Absent, Budget, Contender, WrongAnswer, race
+from benchmarks.harness.race import Absent, Budget, Contender, Lap, Race, WrongAnswer, race
 from benchmarks.harness.workloads import Job, Span, gsm8k_job, random_model, shaped_job
-from benchmarks.speed import bench_kernels, command
-from benchmarks.speed.loss_jobs import LINEAR
+from benchmarks.speed import bench_kernels, bench_loss, bench_scoring, bench_step, bench_turns, command
 from benchmarks.speed.peers import PEERS, REFERENCE, Peer, packed_forest, per_span
 from benchmarks.speed.reference import Reference
+from tests.conftest import REPOSITORY
 from tests.support.runs import printed
 
 pytestmark = pytest.mark.slow
@@ -41,18 +38,6 @@ def reference(model, job) -> Reference:
 
 
 # Peers
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("name", [name for name in PEERS if name != REFERENCE])
-def test_each_peer_agrees_with_one_full_forward_per_span(name, model, job, reference):
-    peer = PEERS[name]
-    try:
-        with torch.compiler.set_stance("force_eager"):  # compiling takes longer than all the rest
-            observed = peer.run(model, job)
-    except Absent as error:
-        pytest.skip(str(error))
-    assert reference.check(peer, job, observed, torch.float32)["error_over_budget"] <= 1
 
 
 @pytest.mark.parametrize("name", [REFERENCE, "aligntune batched"])
@@ -158,38 +143,119 @@ def test_contenders_take_turns_and_none_is_always_first():
 
 def test_without_a_gpu_the_command_says_so_and_fails(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main(["--results", str(tmp_path)]) != 0
+    assert command.main(["--into", str(tmp_path / "run.json")]) != 0
     assert "no CUDA or HIP device" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_the_result_file_holds_what_a_reader_needs_to_trust_a_figure(tmp_path, monkeypatch):
-    run = subprocess.run
+def test_the_command_is_a_call_of_pytest(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(pytest, "main", lambda session: calls.append(session) or 0)
+    file = tmp_path / "run.json"
+    options = ["--device", "cpu", "--only", "loss", "--rounds", "4", "--into", str(file), "--commit", "abc"]
+    assert command.main([*options, "--", "-k", "tiny"]) == 0
+    ((first, *session),) = calls
+    assert first == str(REPOSITORY / "benchmarks/speed/bench_loss.py")
+    assert {"--benchmark-only", f"--benchmark-json={file}", "--bench-commit=abc"} <= {*session}
+    assert "--benchmark-min-rounds=4" in session
+    assert session[session.index("-k") + 1] == "tiny"
 
-    def forked(line, **options):
-        if line[0] != sys.executable:  # git
-            return run(line, **options)
-        assert line[1:3] == ["-m", "pytest"]
-        return SimpleNamespace(returncode=printed(pytest.main, line[3:])[0])
 
-    monkeypatch.setattr(subprocess, "run", forked)
-    arguments = ["--device", "cpu", "--smoke", "--rounds", "1", "--seconds", "0", "--results", str(tmp_path)]
-    arguments += ["--only", "scoring", "--select", "tiny", "--peers", "ours"]
-    assert command.main(arguments) == 0
-    (file,) = tmp_path.glob("*.json")
-    document = json.loads(file.read_text())
-    environment = document["environment"]
-    assert {"date", "device", "driver", "versions", "commit", "dirty", "seeds", "data"} <= environment.keys()
-    assert {"python", "torch", "triton", "transformers"} <= environment["versions"].keys()
-    assert {"copy_gb_per_s", "gemm_tflop_per_s"} <= document["ceilings"].keys()
-    scoring = document["parts"]["scoring"]
-    assert (scoring["commit"], scoring["select"], scoring["refused"]) == (environment["commit"], "tiny", [])
-    assert [figure["name"] for figure in scoring["figures"]] == ["ours"]
-    for figure in scoring["figures"]:
-        assert {"median", "iqr", "min", "max", "rounds"} <= figure["seconds"].keys()
-        assert figure["tflop_per_s"] == pytest.approx(figure["flops"] / figure["seconds"]["median"] / 1e12)
-        share = figure["tflop_per_s"] / document["ceilings"]["gemm_tflop_per_s"]
-        assert figure["share_of_gemm"] == pytest.approx(share)
+OPTIONS = ["--benchmark-only", "--bench-device=cpu", "--bench-smoke", "--bench-commit=abc", "-q"]
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory) -> tuple[list[dict], dict, list[str]]:
+    """The benchmarks of a run of the whole suite, its document, and options that keep runs beside it."""
+    folder = tmp_path_factory.mktemp("smoke")
+    store = [f"--benchmark-storage=file://{folder}/runs", "--benchmark-autosave", f"--benchmark-json={folder}/run.json"]
+    status, text = printed(pytest.main, [str(REPOSITORY / "benchmarks"), *OPTIONS, *store])
+    assert status == 0, text[-3000:]
+    document = json.loads((folder / "run.json").read_text())
+    return document["benchmarks"], document, store
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_suite_runs_every_contender_in_a_group_by_workload_and_says_where(smoke):
+    benchmarks, document, _ = smoke
+    names = {(one["fullname"].rpartition("/")[2].partition(".")[0], one["params"]["name"]) for one in benchmarks}
+    for module in (bench_kernels, bench_loss, bench_scoring, bench_step, bench_turns):
+        own = {name for file, name in names if file == module.__name__.rpartition(".")[2]}
+        assert {name for name in own if name.startswith("ours")} == {x for x in module.NAMES if x.startswith("ours")}
+        assert len(own) >= 3
+    assert "node" not in document["machine_info"]
+    assert {"device", "driver", "versions", "seeds", "data"} <= document["machine_info"].keys()
+    assert document["commit_info"]["id"] == "abc"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_contender_reports_are_numbers_beside_their_ceilings(smoke):
+    benchmarks, _, _ = smoke
+    for one in benchmarks:
+        info, stats = one["extra_info"], one["stats"]
+        assert all(isinstance(value, int | float) for value in info.values())
+        assert stats["rounds"] == 1
+        if "flops" in info:
+            assert info["tflop_per_s"] == pytest.approx(info["flops"] / stats["median"] / 1e12)
+            assert info["ceiling_tflop_per_s"] > 0
+        assert "ratio_to_ours" in info
+        assert {"error_over_budget", "gradient_error", "error"} & info.keys() or "bare GEMMs" in one["name"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_is_compared_with_the_one_before(smoke):
+    _, _, store = smoke
+    kernels = f"{REPOSITORY}/benchmarks/speed/bench_kernels.py"
+    status, text = printed(pytest.main, [kernels, *OPTIONS, store[0], "--benchmark-compare", "-k", "backward and ours"])
+    assert status == 0
+    assert "(NOW)" in text
+    assert "(0001_" in text
+
+
+class Benchmark:
+    """The fixture of pytest-benchmark as far as `report` uses it, with its clock."""
+
+    def __init__(self):
+        self.group, self.extra_info, self.seconds = None, {}, []
+
+    def pedantic(self, target, rounds):
+        for _ in range(rounds):
+            began = conftest.race_clock()
+            target()
+            self.seconds.append(conftest.race_clock() - began)
+
+
+def reported(race, name, rounds=2):
+    benchmark, budget = Benchmark(), Budget(0.0, rounds, rounds)
+    ceilings = {"gemm_tflop_per_s": 1.0, "copy_gb_per_s": 2.0}
+    conftest.report.__wrapped__(benchmark, budget, ceilings)(race, name)
+    return benchmark
+
+
+def test_the_rounds_of_the_race_are_what_is_reported():
+    laps = {
+        "ours": Lap("ours", [1.0, 3.0]),
+        "other": Lap("other", [4.0, 8.0], {"flops": 12e12, "bytes": 6e9, "way": "x"}),
+    }
+    benchmark = reported(Race("g", laps, {"tokens": 7}), "other")
+    assert benchmark.seconds == pytest.approx([4.0, 8.0])
+    assert benchmark.extra_info == {
+        "tokens": 7, "flops": 12e12, "bytes": 6e9, "tflop_per_s": 2.0, "ceiling_tflop_per_s": 1.0, "gb_per_s": 1.0,
+        "ceiling_gb_per_s": 2.0, "ratio_to_ours": 3.0,
+    }  # fmt: skip
+
+
+def test_a_missed_promise_and_a_wrong_answer_fail_and_an_absent_contender_is_skipped():
+    laps = {"ours": Lap("ours", [2.0]), "other": Lap("other", [4.0]), "wrong": Lap("wrong", refused="off by one")}
+    race = Race("g", laps | {"gone": Lap("gone", absent="no such package")}, {}, floors={"other": 2.5})
+    with pytest.raises(pytest.fail.Exception, match=r"other: 2.00 x ours, promised 2.5"):
+        reported(race, "other")
+    assert reported(race, "other", rounds=1).seconds == [2.0 * 2]  # one round is no measurement
+    with pytest.raises(pytest.fail.Exception, match="off by one"):
+        reported(race, "wrong")
+    for name in ("gone", "unknown"):
+        with pytest.raises(pytest.skip.Exception):
+            reported(race, name)
 
 
 def test_a_peer_that_only_ranks_tokens_is_held_to_the_same_budget(job, reference):
@@ -207,46 +273,3 @@ def test_a_peer_that_only_ranks_tokens_is_held_to_the_same_budget(job, reference
         else:
             with pytest.raises(WrongAnswer):
                 reference.check(Peer(peer.run, peer.view), job, observed, torch.float32)
-
-
-KILLED = """
-import os, signal
-from benchmarks.harness.race import Lap
-
-
-def test_a_finished_race(report):
-    report(Lap("ours", [1.0, 3.0, 2.0]), group="finished")
-
-
-def test_a_failure():
-    assert False
-
-
-def test_a_race_under_way():
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_killed_session_leaves_the_races_it_had_finished_beside_other_parts(tmp_path):
-    file, result = tmp_path / "test_file.py", tmp_path / "result.json"
-    file.write_text(KILLED)
-    result.write_text(json.dumps({"schema": 1, "parts": {"loss": {"figures": []}}}))
-    options = command.Options(device="cpu", smoke=True, commit="abc")
-    line = [str(file) if "bench_step" in word else word for word in command.session("step", options, result)]
-    assert printed(pytest.main, [*line[3:], "-p", "benchmarks.speed.conftest"]) == (-signal.SIGKILL, "")
-    parts = json.loads(result.read_text())["parts"]
-    assert parts.keys() == {"loss", "step"}
-    assert [(f["group"], f["seconds"]["median"]) for f in parts["step"]["figures"]] == [("finished", 2.0)]
-    assert [name.rpartition("::")[2] for name in parts["step"]["failed"]] == ["test_a_failure"]
-
-
-def test_a_workload_is_raced_once_for_all_its_contenders():
-    """Contenders of several races would not have taken turns."""
-    files = [f"benchmarks/speed/bench_{part}.py" for part in ("kernels", "loss", "step")]
-    options = ["-p", "no:cacheprovider", "--bench-device=cpu", "--bench-smoke", "--setup-plan", "-s"]
-    status, plan = printed(pytest.main, [*files, *options])
-    assert status == 0
-    made = [words[2] for line in plan.splitlines() if len(words := line.split()) > 2 and words[:2] == ["SETUP", "M"]]
-    assert {name: made.count(name) for name in ("kernel_race", "laps", "step_race")} == {
-        "kernel_race": len(bench_kernels.KERNELS["smoke"]), "laps": len(LINEAR["smoke"]), "step_race": 1,
-    }  # fmt: skip

@@ -40,7 +40,7 @@ def test_rollouts_branch_off_turn_by_turn(shape):
 def test_a_smoke_run_checks_and_counts_every_contender():
     deep = work("3 turns, 4 leaves")
     laps = benchmark.run_race(deep, Budget(0.0, 2, 2))
-    assert all(len(lap.facts["cpu_seconds_rounds"]) == 2 for lap in laps.values() if lap.absent is None)
+    assert all(lap.facts["cpu_seconds"] > 0 for lap in laps.values() if lap.absent is None)
     assert not [lap.refused for lap in laps.values() if lap.refused]
     fed = {name: lap.facts["rows_with_gradient"] for name, lap in laps.items() if lap.absent is None}
     whole = [tuple(deep.rows.whole(b).tolist()) for b in range(4)]
