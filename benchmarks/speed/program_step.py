@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import yaml
 from transformers import get_scheduler
 
 from benchmarks.harness.race import WrongAnswer
 from benchmarks.harness.workloads import SEED, JobRollouts, policy, shaped_rollouts, tokenizer
-from cfa_kernels.credit.presets import PRESETS
 from cfa_kernels.model.parts import causal_lm
 from trainer.config import TrainConfig
 from trainer.data import Row
@@ -26,14 +24,14 @@ from trainer.rollouts.in_process import TransformersEngine
 from trainer.state import Trainer
 from trainer.step import training_step
 
-PRESETS_RACED = {
-    "off": {"credit": "uniform"},
-    "cf": {"preset": "cf"},
-    "cf, merged": {"preset": "cf", "merge_adapters": True},
-    "cf, 3 nearest spans": {"preset": "cf", "max_spans": 3, "selection": "nearest"},
-    "prefix_gain_positive": {"preset": "prefix_gain_positive"},
+PRESETS_RACED: dict[str, tuple[str, dict[str, Any]]] = {
+    "off": ("none", {}),
+    "cf": ("cf", {}),
+    "cf, merged": ("cf", {"estimator.merge_adapters": True}),
+    "cf, 3 nearest spans": ("cf", {"spans.max_spans": 3, "spans.selection": "nearest"}),
+    "prefix_gain_positive": ("prefix_gain_positive", {}),
 }
-"""Credit of the raced steps: a preset, with more options of credit."""
+"""Credit of the raced steps: a preset, with more options of credit by path."""
 
 SHARPNESS = 6.0  # factor of the logits, so that nuclei are as narrow as a trained model's
 
@@ -135,8 +133,8 @@ def steppers(load: Load, trainer: Trainer, engine: Any, longest: int) -> dict[st
         vars(trainer).update(loaded, config=config)
         metrics = training_step(trainer, next(number), range(load.problems)).metrics
         expected: dict[str, float] = {"completions/mean_length": load.completion}
-        if config.credit != "uniform":
-            most = config.credit_options.get("max_spans", max(load.spans))
+        if config.credit != "none":
+            most = config.credit_options.get("spans.max_spans", max(load.spans))
             expected["credit/spans_mean"] = statistics.fmean(min(count, most) for count in load.spans)
         for name, value in expected.items():
             if metrics[name] != value:
@@ -146,14 +144,10 @@ def steppers(load: Load, trainer: Trainer, engine: Any, longest: int) -> dict[st
         return metrics
 
     made = {}
-    for name, options in PRESETS_RACED.items():
-        chosen, options = dict(options), dict(options)
-        if preset := options.pop("preset", None):
-            chosen = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text("utf-8"))
-            chosen["credit_options"] = chosen.get("credit_options", {}) | options
+    for name, (preset, options) in PRESETS_RACED.items():
         config = dataclasses.replace(
             trainer.config, generation_batch_size=load.problems * load.group, num_generations=load.group,
-            max_completion_length=longest, **chosen,
+            max_completion_length=longest, credit=preset, credit_options=options,
         )  # fmt: skip
         made[name] = functools.partial(run, config)
     return made

@@ -19,7 +19,7 @@ from ..text.rules import AnswerRules, SpanRules
 from .presets import NONE, PRESETS, preset_names
 from .weights import WEIGHTS, Control, Identity, OwnWeights, WeightRule
 
-PARTS = {"estimator": ESTIMATORS, "weights": WEIGHTS}
+PARTS: dict[str, dict[str, Any]] = {"estimator": ESTIMATORS, "weights": WEIGHTS}
 """Parts that are chosen by name, and the names."""
 
 
@@ -252,9 +252,9 @@ def _merged(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def _part(path: str, value: Any, among: Mapping[str, type], own: type, usual: str | None = None) -> Any:
+def _part(path: str, value: Any, among: Mapping[str, Any], own: type, usual: str | None = None) -> Any:
     """Resolve a part given by name, `module:name`, class, object or mapping; a function becomes an `own` part."""
-    (kind,) = own.__bases__  # of a part, registered or not
+    kind: Any = own.__bases__[0]  # of a part, registered or not
     options: dict[str, Any] = {}
     if isinstance(value, Mapping):
         options = dict(value)
@@ -299,7 +299,7 @@ def _refuse_unread(path: str, chosen: str, options: Iterable[str], kind: Any) ->
     """Raise `ValueError` naming the first option that the chosen part does not declare, and the parts that do."""
     own = [entry.name for entry in fields(kind)]
     for name in (name for name in options if name not in own):
-        parts: Any = PARTS.get(path, {})
+        parts = PARTS.get(path, {})
         readers = [reader for reader, part in parts.items() if name in (entry.name for entry in fields(part))]
         remedy = f"; it is an option of {', '.join(readers)}" if readers else _near(name, own)
         raise ValueError(f"{path}.{name} is not read: {chosen} has {', '.join(own) or 'no options'}{remedy}")

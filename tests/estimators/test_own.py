@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig, counterfactual_credit
-from cfa_kernels.credit.config import flat_options
+from cfa_kernels.credit.config import part_options
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.estimators.base import ANSWER
@@ -44,11 +44,11 @@ def credit_of(access, config):
     return counterfactual_credit(access, TOKENIZER, Rows([torch.tensor([3])], [ids]), config=config)
 
 
-def test_a_name_and_flat_options_find_it():
-    config = CounterfactualConfig.of({"estimator": "lateness", "power": 2.0, "weights.w_max": 3.0})
+def test_a_name_and_options_by_path_find_it():
+    config = CounterfactualConfig.of({"estimator": "lateness", "estimator.power": 2.0, "weights.w_max": 3.0})
     assert config == CounterfactualConfig(Lateness(2.0), Range(w_max=3.0))
     assert config.units == "tokens"
-    assert ("power", Lateness) in [(name, part) for name, part, _ in flat_options()]
+    assert ("estimator.power", Lateness) in [(path, part) for path, part, _ in part_options()]
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_a_name_and_flat_options_find_it():
     [
         (
             {"estimator": "lateness", "estimator.sigma": 0.1},
-            "sigma is not read: .* the configuration has estimator='lateness'",
+            "estimator.sigma is not read: estimator='lateness' has power; it is an option of gradient",
         ),
-        ({"power": 2.0}, "power is not read: it is an option of estimator='lateness'"),
+        ({"estimator.power": 2.0}, "power is not read: it is an option of estimator='lateness'"),
         ({"estimator": "lateness", "power": -1}, "power must be finite and at least 0, got -1"),
         ({"estimator": "latenes"}, "estimator must be .* lateness, got 'latenes'; did you mean 'lateness'"),
     ],

@@ -9,11 +9,13 @@ import pytest
 import yaml
 
 from cfa_kernels import CounterfactualConfig
+from cfa_kernels.credit.config import as_config
 from cfa_kernels.integrations import openrlhf
-from cfa_kernels.integrations.credit import named_credit
 from cfa_kernels.integrations.prime_rl import CounterfactualMixin
 from cfa_kernels.integrations.trl_async import CounterfactualAsyncMixin
 from tests.integrations.test_openrlhf import Host
+from trainer.cli import parse
+from trainer.config import TrainConfig
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NAMED = {"estimator": "prefix_gain"}
@@ -39,17 +41,17 @@ def by_trl(credit: dict[str, Any], folder: Path) -> CounterfactualConfig:
 
     arguments = GRPOConfig(str(folder), use_cpu=True, bf16=False, report_to=[])
     data = {"train_dataset": Dataset.from_dict({"prompt": ["3"] * 8}), "processing_class": tiny_tokenizer()}
-    given = {"credit": CounterfactualConfig.from_flat(credit)} if credit else {}
+    given = {"credit": CounterfactualConfig.of(credit)} if credit else {}
     return PackedGRPOTrainer(tiny_model(), lambda **_: [0.0], args=arguments, **data, **given).credit  # type: ignore[no-any-return]
 
 
 def by_async_grpo(credit: dict[str, Any], folder: Path) -> CounterfactualConfig:
-    given = {"credit": CounterfactualConfig.from_flat(credit)} if credit else {}
+    given = {"credit": CounterfactualConfig.of(credit)} if credit else {}
     return type("Mine", (CounterfactualAsyncMixin, Standing), {})(**given).credit  # type: ignore[no-any-return]
 
 
 def by_prime_rl(credit: dict[str, Any], folder: Path) -> CounterfactualConfig:
-    own = {"counterfactual": CounterfactualConfig.from_flat(credit)} if credit else {}
+    own = {"counterfactual": CounterfactualConfig.of(credit)} if credit else {}
     return type("Mine", (CounterfactualMixin, Standing), own)(None, SimpleNamespace(score=None))._config  # type: ignore[no-any-return]
 
 
@@ -63,14 +65,19 @@ def by_openrlhf(credit: dict[str, Any], folder: Path) -> CounterfactualConfig:
 def by_verls_section(credit: dict[str, Any], folder: Path) -> CounterfactualConfig:
     """Read the configuration of the documentation as the launcher of verl does."""
     whole = yaml.safe_load((DOCS / "verl_gsm8k.yaml").read_text(encoding="utf-8"))
-    return named_credit(whole["counterfactual"] | credit)
+    return as_config(whole["counterfactual"] | credit)
+
+
+def by_the_program(credit: dict[str, Any], folder: Path) -> CounterfactualConfig:
+    flags = [f"--{path}={value}" for path, value in credit.items()]
+    return TrainConfig(**vars(parse(flags, prog="cfa-train"))).counterfactual()
 
 
 DOORS: dict[str, Callable[[dict[str, Any], Path], CounterfactualConfig]] = {
     "PackedGRPOTrainer": by_trl, "AsyncGRPO": by_async_grpo, "prime-rl": by_prime_rl, "OpenRLHF": by_openrlhf,
-    "verl": by_verls_section,
+    "verl": by_verls_section, "cfa-train": by_the_program, "as_config": lambda credit, _: as_config(credit),
 }  # fmt: skip
-"""From flat options of credit, none for a user who names nothing, to the configuration that a host trains with."""
+"""From options of credit by path, none for a user who names nothing, to the configuration that a host trains with."""
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -81,9 +88,9 @@ def test_there_is_no_credit_unless_an_estimator_or_a_preset_is_named(tmp_path, d
 
 
 def test_options_of_credit_without_an_estimator_are_an_error():
-    with pytest.raises(ValueError, match="w_max set without an estimator; name one"):
-        named_credit({"weights.w_max": 3.0, "estimator": None})
-    with pytest.raises(ValueError, match="unknown option 'w_most'"):
-        named_credit({"w_most": 3.0})
-    assert named_credit({"control": "off", "estimator": "gradient"}).control == "off"
-    assert named_credit("cf") == CounterfactualConfig.preset("cf")
+    with pytest.raises(ValueError, match="^weights is not read: credit is off; name a preset or an estimator$"):
+        as_config({"weights.w_max": 3.0, "estimator": None})
+    with pytest.raises(ValueError, match="unknown option 'w_max' of credit; did you mean 'weights.w_max'"):
+        as_config({"w_max": 3.0})
+    assert as_config({"control": "off", "estimator": "gradient"}).control == "off"
+    assert as_config("cf") == CounterfactualConfig.preset("cf")
