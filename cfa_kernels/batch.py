@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .ops.kept_tokens import KeptTokens
 from .options import as_numbers, check_class
-from .rows import Rows, check_columns, check_floating, check_tokens
+from .rows import Rows, check_columns, check_floating, check_tokens, row_numbers
 from .span import Span, span_inside
 
 
@@ -97,9 +97,9 @@ class Batch:
         batch._add(columns)
         return batch
 
-    def take(self, rows: Sequence[int]) -> "Batch":
-        """Copy some rows with their columns, in the order of `rows`."""
-        batch, rows = copy.copy(self), list(rows)
+    def take(self, rows: Sequence[int] | Tensor) -> "Batch":
+        """Copy some rows with their columns, in the order of `rows`: numbers, or a mask (B,) bool."""
+        batch, rows = copy.copy(self), row_numbers(rows, len(self))
         batch.__dict__.pop("scored_rows", None)
         for name, value in vars(batch).items():
             if value is not None and name not in _SETTINGS:
@@ -108,8 +108,13 @@ class Batch:
 
     @staticmethod
     def joined(parts: Sequence["Batch"]) -> "Batch":
-        """Put batches with the same columns together, one after the other."""
+        """Put batches together, one after the other; raise `ValueError` naming a column that one part lacks."""
         batch = copy.copy(parts[0])
+        for name in _READ:
+            kinds = [_kind(getattr(part, name)) for part in parts]
+            for i, kind in enumerate(kinds):
+                if kind != kinds[0]:
+                    raise ValueError(f"{name}: part 0 has {kinds[0]} and part {i} has {kind}; all must agree")
         for name, value in vars(batch).items():
             if value is not None and name not in _SETTINGS:
                 vars(batch)[name] = _joined([getattr(part, name) for part in parts])
@@ -151,6 +156,10 @@ def _taken(value: Any, rows: list[int]) -> Any:
     if isinstance(value, Tensor):
         return value[rows]
     return [value[b].clone() if isinstance(value[b], Tensor) else value[b] for b in rows]
+
+
+def _kind(column: Any) -> str:
+    return "none" if column is None else "a tensor" if isinstance(column, Tensor) else "a list"
 
 
 def _joined(values: list[Any]) -> Any:

@@ -84,9 +84,9 @@ class Rows:
         for name in ("prompts", "completions"):  # copies: what Ray hands over cannot be written
             setattr(self, name, [torch.tensor(ids) for ids in state[name]])
 
-    def take(self, rows: Sequence[int]) -> "Rows":
-        """Copy some rows, with their index."""
-        part = object.__new__(Rows)  # what was checked is not checked again
+    def take(self, rows: Sequence[int] | Tensor) -> "Rows":
+        """Copy some rows, with their index; `rows` are their numbers, or a mask (B,) bool."""
+        part, rows = object.__new__(Rows), row_numbers(rows, len(self))  # what was checked is not checked again
         for name, column in vars(self).items():
             setattr(part, name, [column[b].clone() if isinstance(column[b], Tensor) else column[b] for b in rows])
         return part
@@ -103,6 +103,20 @@ def pad_rows(rows: Sequence[Tensor], width: int | None = None, value: float = 0)
             raise ValueError(f"rows must share a dtype, got {rows[0].dtype} and, in row {b}, {row.dtype}")
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
     return padded if width is None else torch.nn.functional.pad(padded, (0, width - padded.shape[1]), value=value)
+
+
+def row_numbers(rows: Any, count: int) -> list[int]:
+    """List the rows that numbers or a mask, of bool, choose from `count`; raise `ValueError` for any other value."""
+    chosen = rows.tolist() if isinstance(rows, Tensor | np.ndarray) else [*rows]
+    is_mask = isinstance(chosen, list) and [isinstance(value, bool | np.bool_) for value in chosen]
+    if is_mask and all(is_mask) and len(chosen) == count:
+        return [b for b, value in enumerate(chosen) if value]
+    try:
+        if is_mask is not False and not any(is_mask):
+            return [range(count)[value] for value in chosen]
+    except (TypeError, IndexError):
+        pass
+    raise ValueError(f"rows must be numbers of {count} rows, or a mask ({count},) of bool, got {rows!r:.80}")
 
 
 def equal_prompts(prompts: Sequence[Tensor]) -> list[int]:

@@ -17,7 +17,7 @@ from ..model.check.accuracy import ACCURACY
 from ..model.limits import smallest_budget
 from ..model.parts import vocab_size
 from ..options import as_numbers
-from ..rows import Rows, check_columns, check_finite, check_floating, keyed_generator, pad_rows, traces
+from ..rows import Rows, check_columns, check_finite, check_floating, keyed_generator, pad_rows, row_numbers, traces
 from ..scoring.access import CAPABILITIES, ModelAccess, as_access
 from ..scoring.branches import check_ids
 from ..scoring.masked import ScoringWork
@@ -121,13 +121,13 @@ class Credit:
         """Pad the weights with 1 to (B, width), by default as wide as the longest completion."""
         return pad_rows(self.weights, width, value=1)
 
-    def take(self, rows: Sequence[int]) -> "Credit":
-        """Copy the credit of some rows, in the order of `rows`; the work stays that of all."""
-        texts, columns = self.texts, {}
+    def take(self, rows: Sequence[int] | Tensor) -> "Credit":
+        """Copy the credit of some rows, as `Batch.take` does; the work stays that of all."""
+        rows, texts, columns = row_numbers(rows, len(self.weights)), self.texts, {}
         for name in _COLUMNS:
             column = getattr(self, name)
             columns[name] = None if column is None else [column[b] for b in rows]
-        base = self.base[list(rows)]
+        base = self.base[rows]
         return replace(self, **columns, base=base, texts=texts and (lambda i: texts(rows[i])))  # type: ignore[arg-type]
 
     @staticmethod

@@ -202,10 +202,9 @@ class DeferredCredit:
         for i, b in enumerate(rows if self.batch.weights is not None else ()):
             factors = self.batch.weights[b].to(credit.weights[i])  # type: ignore[index]
             weights = credit.weights[i] * factors
-            # Weights that remain are normalised if some were taken away; if none remain, there is no credit.
-            partly = credit.advantages is None and not factors.all() and weights.any()
             own = written(self.batch, b)
-            credit.weights[i] = normalized_weights(weights, self.config.normalize, own) if partly else weights
+            scaled = credit.advantages is None and weights[own].any()
+            credit.weights[i] = normalized_weights(weights, self.config.normalize, own) if scaled else weights
         self.parts.append((rows, credit))
         self._assigned.update(rows)
 

@@ -137,7 +137,10 @@ def sibling_edits(completions: Sequence[Tensor], groups: Tensor, correct: Tensor
 
 
 def correct_siblings(completions: Sequence[Tensor], groups: Tensor, correct: Tensor) -> list[list[int]]:
-    """Find the correct completions of each wrong one's group, by rising edit distance over tokens; none for others."""
+    """Find the correct completions of each wrong one's group, by rising edit distance over tokens; none for others.
+
+    Of equally near ones the lower ids come first, so that the batch's order decides nothing.
+    """
     ids, right = [row.numpy() for row in completions], correct.tolist()
     siblings: list[list[int]] = [[] for _ in ids]
     for rows in _members(groups):
@@ -145,8 +148,8 @@ def correct_siblings(completions: Sequence[Tensor], groups: Tensor, correct: Ten
         for b in rows:
             if not right[b]:
                 places = token_places(ids[b])
-                distance = {other: edit_distance(places, len(ids[b]), ids[other]) for other in sources}
-                siblings[b] = sorted(sources, key=distance.__getitem__)
+                keys = {n: (edit_distance(places, len(ids[b]), ids[n]), ids[n].tolist()) for n in sources}
+                siblings[b] = sorted(sources, key=keys.__getitem__)
     return siblings
 
 

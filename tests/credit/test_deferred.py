@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cfa_kernels import Batch, CounterfactualConfig, Credit, DeferredCredit, Draws, Importances, packed_forward
+from cfa_kernels import Batch, CounterfactualConfig, Credit, DeferredCredit, Draws, Importances, Rows, packed_forward
 from cfa_kernels.credit import deferred
 from cfa_kernels.integrations import trl_credit
 from tests.support.log_prob_hosts import batch_rows
@@ -188,6 +188,21 @@ def test_factors_multiply_the_weights_and_what_is_left_is_normalised():
     assert first[:2].eq(0).all()
     assert first.mean() == pytest.approx(1)
     assert fifth.eq(0).all()
+
+
+@pytest.mark.parametrize("factor", [[0.5] * 5, [0.5, 0.5, 1, 1, 1], [0, 0.5, 1, 1, 1], [2, 2, 2, 2, 3]])
+def test_weights_that_factors_change_are_normalised_whether_or_not_one_is_zero(factor):
+    factor, entropies = torch.tensor(factor), torch.tensor([1.0, 2, 3, 4, 5])
+    rows, config = ROWS.take([0]), CounterfactualConfig("entropy", weights="bilevel", normalize="mean")
+    rows = Rows(rows.prompts, [rows.completions[0][:5]])
+    plain, own = (
+        DeferredCredit(config, tiny_tokenizer(), Batch(rows, entropies=[entropies], **given), seed=0)
+        for given in ({}, {"weights": [factor]})
+    )
+    for one in (plain, own):
+        one.by_model(tiny_model().eval())
+    product = plain.take([0]).weights[0] * factor
+    torch.testing.assert_close(own.take([0]).weights[0], product / product.mean())
 
 
 def test_what_a_tool_wrote_decides_neither_which_rows_are_scored_nor_the_mean_of_weights():

@@ -122,7 +122,7 @@ def test_siblings_are_the_correct_ones_by_edit_distance(batch) -> None:
         if right
         else sorted(
             (other for other, (_, g, c, _) in enumerate(batch) if g == group and c),
-            key=lambda other: table(row, batch[other][0])[-1][-1],
+            key=lambda other: (table(row, batch[other][0])[-1][-1], batch[other][0]),
         )
         for row, group, right, _ in batch
     ]
@@ -130,6 +130,13 @@ def test_siblings_are_the_correct_ones_by_edit_distance(batch) -> None:
     edits = sibling_edits(completions, groups, correct)
     for (row, *_), near, found in zip(batch, expected, edits, strict=True):
         assert found.tolist() == (edits_by_table(row, batch[near[0]][0]) if near else [1.0] * len(row))
+
+
+@given(BATCH, st.randoms())
+def test_edits_do_not_depend_on_the_order_of_the_batch(batch, draw) -> None:
+    order = draw.sample(range(len(batch)), len(batch))
+    one, other = (sibling_edits(*columns(rows)[:3]) for rows in (batch, [batch[b] for b in order]))
+    assert all(torch.equal(one[b], row) for b, row in zip(order, other, strict=True))
 
 
 def test_long_groups_are_aligned_in_time_linear_in_their_length() -> None:
