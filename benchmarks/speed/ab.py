@@ -37,7 +37,6 @@ from benchmarks.speed.replay import Replay, Stopwatch
 from benchmarks.speed.step_peers import EXACT, PLAIN, STEP_PEERS, TRL, VARLEN, WHOLE
 from benchmarks.speed.step_reference import taken_gradients
 from cfa_kernels import compile_layers
-from cfa_kernels.credit import deferred
 from cfa_kernels.model.check.verify import check_trainable
 from cfa_kernels.model.compiled import EAGER
 from cfa_kernels.model.modes import value_of
@@ -359,10 +358,7 @@ def long(bench: Bench) -> Any:
 
 
 def trainer(bench: Bench) -> Any:
-    """Steps of the training program by its stages: masking, also with merged adapters, and the gain of prefixes.
-
-    The gain's probes have a forward of their own; in a variant they ride in the training forward and its backward.
-    """
+    """Steps of the training program by its stages: masking, also with merged adapters, and the gain of prefixes."""
     from benchmarks.speed import program_step as program
 
     load = program.LOADS["smoke" if bench.smoke else "cuda"]
@@ -374,8 +370,6 @@ def trainer(bench: Bench) -> Any:
     facts = {"kinds": kinds, "compile_seconds": time.perf_counter() - began}
     steppers = {preset: program.stepper(load, made, preset) for preset in program.CREDITED}
     steppers["cf, merged"] = program.stepper(load, made, "cf", merge_adapters=True)
-    together = mock.patch.object(deferred, "HOST_BOUND", sys.maxsize)
-    steppers["prefix_gain_positive, in the training forward"] = together(steppers["prefix_gain_positive"])
     lines, warm_up = list[Any](), 1 if bench.smoke else 2
     for i in range(warm_up + bench.rounds):
         for preset, step in steppers.items():

@@ -78,7 +78,6 @@ def credited_loss(
             trained=[one or read for one, read in zip(plain.trained.tolist(), reads, strict=True)],
             token_budget=batch.token_budget,
             keep_states=config.continues and scorer is None,
-            foreseen=assigned.foreseen(every, causal) if scorer is None else None,
         )
         if scorer is None:
             assigned.by_forward(every, forward)

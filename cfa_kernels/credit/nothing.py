@@ -51,7 +51,7 @@ def why_nothing(deferred: DeferredCredit, credit: Credit, truncated: Sequence[bo
             "only completions that were cut off at the length limit, which are not in the loss, have an advantage, so "
             "nothing is learnt: let completions be longer (max_completion_length)",
         )
-    due = deferred.to_judge()
+    due = deferred.to_score
     if not due or not config.runs_estimator:
         return None
     judged = [b for b in due if credit.spans[b]]

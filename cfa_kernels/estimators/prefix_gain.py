@@ -41,21 +41,13 @@ class PrefixGain(Estimator):
     needs = frozenset({ANSWER, LOGPROBS})
     continues = True
     observes = True
-    foresees = True  # they are few tokens, and need nothing but the text
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Judge disjoint units in order of position; raises `ValueError` naming row and unit of others."""
-        means, work = (_by_queries if MODEL in access.capabilities else _by_scores)(access, batch, _cuts_of(batch))
+        ends = required("reasoning_ends", batch.reasoning_ends)
+        cuts = [_cuts(row, end) for row, end in zip(batch.scored_rows, ends, strict=True)]
+        means, work = (_by_queries if MODEL in access.capabilities else _by_scores)(access, batch, cuts)
         return Importances([row.exp().diff() for row in means], work=work, change_of="probability")
-
-    def foreseen(self, batch: Batch) -> list[list[Query]]:
-        """List every query."""
-        return [[queries_of(cut)[0] for cut in reversed(row)] for row in _cuts_of(batch)]
-
-
-def _cuts_of(batch: Batch) -> list[list[ScoredRow]]:
-    ends = required("reasoning_ends", batch.reasoning_ends)
-    return [_cuts(row, end) for row, end in zip(batch.scored_rows, ends, strict=True)]
 
 
 def _cuts(row: ScoredRow, reasoning_end: int) -> list[ScoredRow]:

@@ -82,9 +82,8 @@ def loss_of_packed_rows(
         trained = [one or whole for one, whole in zip(trained, reads, strict=True)]
     keep_states = due is not None and due.config.continues
     forward = packed_forward(
-        model, rows, needed=needed, trained=trained, keep_states=keep_states, router_loss=router_coef is not None,
-        foreseen=None if due is None else due.foreseen(places, model),
-    )  # fmt: skip
+        model, rows, needed=needed, trained=trained, keep_states=keep_states, router_loss=router_coef is not None
+    )
     in_heads_mode = partial(torch.autocast, forward.device.type, enabled=False) if head_in_float32 else nullcontext
     if high_entropies is not None:  # before branches, of which processes feed different numbers
         with in_heads_mode(), torch.set_grad_enabled(torch.is_grad_enabled() and entropy_coef != 0):

@@ -118,7 +118,7 @@ class KeptTokens(NamedTuple):
             if len(twice := (keys[order].diff() == 0).nonzero()):
                 i = int(order[twice[0]])
                 raise ValueError(
-                    f"{place(int(kept.tokens()[i]))}: id {int(ids[i])} is there twice; an id with a log-prob may not repeat"
+                    f"{place(int(kept.tokens()[i]))}: id {int(ids[i])} is there twice; with log-probs it may not be"
                 )
         outside = (ids < 0) if vocabulary is None else (ids < 0) | (ids >= vocabulary)
         if outside.any():

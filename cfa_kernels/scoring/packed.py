@@ -148,7 +148,6 @@ def packed_forward(
     token_budget: int | None = None,
     keep_states: bool = False,
     router_loss: bool = False,
-    foreseen: Sequence[Sequence[Query]] | None = None,
 ) -> "PackedForward":
     """Run `causal` on the packed trees of a batch, with gradients.
 
@@ -161,18 +160,15 @@ def packed_forward(
             backward still runs, and leaves zeros.
         keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
         router_loss: for `PackedForward.router_loss`, feed all rows whole and with gradient, and keep routers' logits.
-        foreseen: for each row, queries that will be asked of the result, which are then fed with the row.
 
     The result cannot be read once the weights that it came from have changed. Liger's gated MLPs, where the model has
     them, overwrite what a backward reads: call it once.
     """
-    foreseen = None if router_loss else foreseen  # what is not of the batch is not in its routers' loss
     check_ids(causal, rows)
     walk = ModelWalk.of(causal)
     plan = plan_training(
-        walk, rows, needed, None if router_loss else trained,
-        token_budget=token_budget, whole=router_loss, foreseen=foreseen,
-    )  # fmt: skip
+        walk, rows, needed, None if router_loss else trained, token_budget=token_budget, whole=router_loss
+    )
     head = check_trainable(walk, router_loss=router_loss)
     states = list[_PackStates]()
 
@@ -225,9 +221,8 @@ class PackedForward(InProcess):
         self._model = state
         predicting, offset = [np.zeros(0, np.int64)] * (len(self.rows) + 1), 0
         for one in packs:
-            own = [b for b in one.pack.queries if b >= 0]
-            parts = np.split(one.pack.rows[one.pack.query_index] + offset, np.cumsum(self.counts[own]))
-            for b, part in zip(own, parts, strict=False):  # the last part is empty
+            parts = np.split(one.pack.rows[one.pack.query_index] + offset, np.cumsum(self.counts[one.pack.queries]))
+            for b, part in zip(one.pack.queries, parts, strict=False):  # the last part is empty
                 predicting[b] = part
             offset += one.pack.num_tokens
         self._predicting = np.concatenate(predicting)  # packed row of each fed token, row by row, packs laid end to end

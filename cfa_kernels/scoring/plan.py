@@ -2,7 +2,7 @@
 
 import numbers
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 
@@ -137,32 +137,18 @@ class TrainingPlan:
     without_gradient: list[int]  # all others
     token_budget: int
     whole: bool  # whether tokens that nobody reads are fed too
-    foreseen: Sequence[Sequence[Query]] | None  # for each row, queries to feed with it
 
     def packs(self, order: Sequence[int]) -> Iterator[Pack]:
-        """Lay out the rows in `order`, a group together, one pack at a time; the queries of packs are rows.
-
-        Queries foreseen for a row have numbers below 0 and no targets, and are left out where they make a group exceed
-        the budget.
-        """
+        """Lay out the rows in `order`, a group together, one pack at a time; the queries of packs are rows."""
         rows = self.rows
         lengths = [len(rows.prompts[b]) + len(rows.completions[b]) for b in order]
         bundles, parts = apart_by_length(
             self.walk, [self._sequence(b) for b in order], lengths, [rows.index[b] for b in order]
         )
         queries = {b: query for b, bundle in zip(order, bundles, strict=True) for query in bundle}
-        with_row: dict[int, list[int]] = {b: [b] for b in order}
-        for b in order:
-            for query in () if self.foreseen is None else self.foreseen[b]:
-                with_row[b].append(-1 - len(queries))
-                queries[with_row[b][-1]] = replace(query, targets=query.targets[:0])
         for part in parts:
             together = groupby([order[i] for i in part], self.groups.__getitem__)
-            bundled = [[n for b in group for n in with_row[b]] for _, group in together]
-            for pack in lay_out(queries, bundled, self.token_budget):
-                own = [n for n in pack.queries if n >= 0]
-                is_over = pack.num_tokens > self.token_budget and len(own) < len(pack.queries)  # a group by itself
-                yield from lay_out(queries, [own], self.token_budget) if is_over else [pack]
+            yield from lay_out(queries, [list(group) for _, group in together], self.token_budget)
 
     def _sequence(self, b: int) -> list[Query]:
         """Make the query of a completion's first tokens; none for 0, unless the whole row is fed."""
@@ -182,7 +168,6 @@ def plan_training(
     *,
     token_budget: int | None = None,
     whole: bool = False,
-    foreseen: Sequence[Sequence[Query]] | None = None,
 ) -> TrainingPlan:
     """Check the input of `packed_forward`, and split rows into those whose group needs a gradient and all others.
 
@@ -199,7 +184,7 @@ def plan_training(
             reached = {groups[b] for b in order if trained[b] and counts[b]}
     with_gradient, without = ([b for b in order if (groups[b] in reached) is some] for some in (True, False))
     budget = rows_per_forward(walk, token_budget)
-    return TrainingPlan(walk, rows, counts, groups, with_gradient, without, budget, whole, foreseen)
+    return TrainingPlan(walk, rows, counts, groups, with_gradient, without, budget, whole)
 
 
 def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least: int = 0) -> Iterable[Pack]:

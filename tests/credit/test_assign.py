@@ -457,8 +457,7 @@ def test_drops_within_rounding_weigh_alike_and_make_no_distractors(outcome, dtyp
 
     ids = torch.tensor(encode(get_tokenizer("characters"), "1 + 1 = 2\n1 + 2 = 3\n#### 18"))
     rows = Rows([ids[:2]], [ids])
-    # An answer of two tokens: the roots of 2 (two drops) and of 2 (its tokens), the mean over which halves it.
-    limit = ACCURACY[dtype] * (2.0 if outcome == "logprob" else 1.0)
+    limit = ACCURACY[dtype] * math.sqrt(2)  # a drop is a difference of two scores
     within, beyond = (credit([0.0, -share * limit]) for share in (0.9, 1.1))
     answer = within.answers[0]
     assert answer.end - answer.start == 2

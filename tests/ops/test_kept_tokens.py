@@ -149,7 +149,7 @@ def test_ids_that_are_no_integers_are_refused(ids):
 
 def test_an_id_with_a_log_prob_may_be_there_once_a_token():
     kept = KeptTokens.of([[3, 4], [4, 3, 4]], [[-1.0, -0.5], [-1.0, -0.5, -2.0]])
-    with pytest.raises(ValueError, match=r"token 1: id 4 is there twice; an id with a log-prob may not repeat"):
+    with pytest.raises(ValueError, match=r"token 1: id 4 is there twice; with log-probs it may not be"):
         kept.checked("token {}".format, 2)
     assert len(kept._replace(logprobs=None).checked("token {}".format, 2).ids) == 5
     assert len(KeptTokens.of([[]], [[]]).checked("token {}".format, 1).ids) == 0

@@ -115,17 +115,6 @@ def test_a_masked_row_that_is_longer_is_refused_by_number_before_anything_runs(c
     assert len(sizes) == before
 
 
-def test_queries_that_a_forward_foresees_are_fed_with_it_only_where_its_budget_allows():
-    model = make_model("Qwen3", num_hidden_layers=1)
-    foreseen = [[Query(np.append(row[:9], [5] * 30), 8, np.array([5]))] for row in map(ROWS.whole, range(len(ROWS)))]
-    alone = packed_forward(model, ROWS, token_budget=64, keep_states=True)
-    forward = packed_forward(model, ROWS, token_budget=64, keep_states=True, foreseen=foreseen)
-    assert max(one.pack.num_tokens for one in forward.packs) <= 64
-    assert forward.tokens_fed > alone.tokens_fed
-    torch.testing.assert_close(forward.logprobs(), alone.logprobs(), rtol=0, atol=2e-5)
-    torch.testing.assert_close(forward.query(foreseen)[0], alone.query(foreseen)[0], rtol=0, atol=2e-5)
-
-
 @pytest.mark.parametrize("way", ["a forward with gradients", "gradient"])
 def test_so_is_a_long_row_by_itself(way, sizes, monkeypatch):
     rows = Rows(ROWS.prompts[2:4], [torch.cat([ROWS.completions[2]] * 2), ROWS.completions[3]], [7, 8])
