@@ -342,11 +342,8 @@ def _weigh(
 ) -> Credit:
     """Turn scores into weights or, if they are signed, into additions to the advantages."""
     rule, own, groups = None if scores.signed else config.weights, mean_advantages(batch), groups_of(batch).tolist()
-    is_absolute, none, lengths = (
-        rule is not None and rule.absolute,
-        _RowScores(*[torch.zeros(0)] * 2),
-        batch.rows.lengths,
-    )
+    is_absolute, lengths = rule is not None and rule.absolute, batch.rows.lengths
+    none = _RowScores(torch.zeros(0), torch.zeros(0))
     inputs = dict[int, WeightInputs]()
     for b, row in units.items() if config.control != "off" else ():
         score = scores.rows.get(b, none)

@@ -103,7 +103,7 @@ class DeferredCredit:
         def entropies(batch: Batch) -> Sequence[Tensor]:
             with torch.no_grad():
                 values = forward.logprobs(self.temperature, return_entropy=True, kept_tokens=batch.kept_tokens)[1]
-            return _whole(values, batch.rows)
+            return _whole(list(values), batch.rows)
 
         self._assign(rows, forward, entropies)
 
@@ -149,7 +149,7 @@ class DeferredCredit:
         )
         for i, factors in enumerate(batch.weights or ()):
             weights, own = credit.weights[i] * factors.to(credit.weights[i]), written(batch, i)
-            is_scaled = credit.advantages is None and weights[own].any()
+            is_scaled = credit.advantages is None and (factors != 1).any() and weights[own].any()
             credit.weights[i] = normalized_weights(weights, self.config.normalize, own) if is_scaled else weights
         self.parts.append((rows, credit))
         self._assigned.update(rows)

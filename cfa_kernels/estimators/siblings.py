@@ -16,7 +16,7 @@ from ..options import Finite, check_fields
 from ..rows import check_finite
 from ..scoring.access import ModelAccess
 from .base import REWARDS, SIBLINGS, Estimator, Importances, required, unit_means
-from .edit_distance import edit_distance, edited_tokens, token_places
+from .edit_distance import edit_distance, edited_tokens
 
 # Sums of equal rewards in another order differ by rounding, by less than this relative to the largest reward.
 _EQUAL = 1e-12
@@ -141,15 +141,12 @@ def correct_siblings(completions: Sequence[Tensor], groups: Tensor, correct: Ten
 
     Of equally near ones the lower ids come first, so that the batch's order decides nothing.
     """
-    ids, right = [row.numpy() for row in completions], correct.tolist()
-    siblings: list[list[int]] = [[] for _ in ids]
+    right, siblings = correct.tolist(), [list[int]() for _ in completions]
     for rows in _members(groups):
         sources = [b for b in rows if right[b]]
-        for b in rows:
-            if not right[b]:
-                places = token_places(ids[b])
-                keys = {n: (edit_distance(places, len(ids[b]), ids[n]), ids[n].tolist()) for n in sources}
-                siblings[b] = sorted(sources, key=keys.__getitem__)
+        for b in (b for b in rows if not right[b]):
+            keys = {n: (edit_distance(completions[b], completions[n]), completions[n].tolist()) for n in sources}
+            siblings[b] = sorted(sources, key=keys.__getitem__)
     return siblings
 
 

@@ -77,14 +77,13 @@ def packed_logprobs(
 
     Args:
         model: as in `score_counterfactuals`, in any mode without dropout. If processes share it, each needs a row.
-        rows: prompts and completions. Equal prompts, longer common prefixes, and what the rows of a rollout share are
-            fed once.
+        rows: prompts and completions. Equal prompts and longer common prefixes are fed once.
         temperature: divides the logits.
         return_entropy: also return the entropy of the distribution that each token was drawn from.
         kept_tokens: for each row, the ids that the sampler kept at each of its tokens: log-probs and entropies are then
             normalised over them.
-        token_budget: maximum tokens per forward; default by free memory. Completions of one prompt, and rows of one
-            rollout, stay together.
+        token_budget: maximum tokens per forward; default by free memory. Completions of one prompt, and rows that go on
+            as they begin, stay together.
 
     Returns:
         B tensors (T_b,) in nats on the head's device, float32, or float64 from a model in float64. With
