@@ -47,7 +47,7 @@ from .masked import (
 )
 from .outcomes import Outcome
 from .plan import (
-    ScoringPlan,
+    QueryPlan,
     TrainingPlan,
     as_many_as_others,
     plan_queries,
@@ -178,9 +178,9 @@ def packed_forward(
             states.append(_PackStates(pack, hidden, store, *routers))
 
     with tree_training_mode(walk):
-        feed(as_many_as_others(causal, plan.packs(plan.with_gradient), at_least=int(trained is not None)))
+        feed(as_many_as_others(causal, plan.packs(with_gradient=True), at_least=int(trained is not None)))
         with torch.no_grad():
-            feed(plan.packs(plan.without_gradient))
+            feed(plan.packs(with_gradient=False))
     return PackedForward(plan, head, states, ModelState(walk) if keep_states else None)
 
 
@@ -214,7 +214,7 @@ class PackedForward(InProcess):
         if isinstance(inside(plan.walk.model), Ranks):
             self.capabilities = Sharded.capabilities
         self.head, self.rows, self.counts, self.packs = head, plan.rows, plan.counts, packs
-        self._walk, self._without_gradient = plan.walk, plan.without_gradient
+        self._walk, self._with_gradient = plan.walk, plan.with_gradient
         self.device = head.weight.device
         self._head = TensorMarks(_parts(head))
         self._model = state
@@ -273,8 +273,8 @@ class PackedForward(InProcess):
         for b, (needed, count) in enumerate(zip(batch.needed(), self.counts.tolist(), strict=True)):
             if needed > count:
                 raise ValueError(f"batch row {b}: its loss needs {needed} tokens, but {count} were fed (needed[{b}])")
-        for b in self._without_gradient:
-            if batch.trained[b] and torch.is_grad_enabled():
+        for b, has_gradient in enumerate(self._with_gradient):
+            if not has_gradient and batch.trained[b] and torch.is_grad_enabled():
                 raise ValueError(f"batch row {b}: its loss has a gradient, but it was fed without (trained[{b}])")
         row, token = np.divmod(batch.needed_tokens.numpy(), mask.shape[1])
         starts = np.cumsum(self.counts) - self.counts
@@ -328,10 +328,10 @@ class PackedForward(InProcess):
         pack_of = {b: one.pack for one in self.packs for b in one.pack.queries}
         trunks = [pack_of.get(b) for b in own]
         if merge_adapters:
-            pairs = zip(plan.bundles, trunks, strict=True)
-            plan = replace(plan, bundles=[[_fed_again(query, trunk) for query in bundle] for bundle, trunk in pairs])
+            pairs = zip(plan.queries, plan.bundle_of, strict=True)
+            plan = replace(plan, queries=[_fed_again(query, trunks[bundle]) for query, bundle in pairs])
         values, work = self._run(walk, plan, trunks, merge_adapters)
-        return collect_scores(values, plan, outcome, work)
+        return collect_scores(values, plan.sizes, batch, outcome, work)
 
     def _own_rows(self, rows: Rows) -> list[int]:
         """Find rows of this forward by their index; raise `ValueError` for others; compares no tokens.
@@ -357,7 +357,9 @@ class PackedForward(InProcess):
         if not self.packs or stands_alone(walk):
             return query_logprobs(self.model, bundles, **options)
         plan = plan_queries(walk, bundles, **options)
-        values, work = self._run(walk, plan, [self._nearest(b[0].tokens) if b else None for b in plan.bundles])
+        values, work = self._run(
+            walk, plan, [self._nearest(plan.queries[b[0]].tokens) if b else None for b in plan.bundles]
+        )
         return collect_logprobs(values, plan), work
 
     def _same_model(self) -> ModelWalk:
@@ -383,12 +385,12 @@ class PackedForward(InProcess):
         return max((one.pack for one in self.packs), key=lambda pack: pack.tree.common_prefix(tokens))
 
     def _run(
-        self, walk: ModelWalk, plan: ScoringPlan, trunks: Sequence[Pack | None], merge_adapters: bool = False
+        self, walk: ModelWalk, plan: QueryPlan, trunks: Sequence[Pack | None], merge_adapters: bool = False
     ) -> tuple[Tensor, ScoringWork]:
         """Compute the values of a plan's queries; those of each bundle continue its trunk."""
         states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
-        order = [b for part in plan.parts for b in part]
-        bundles_of = {trunk: [plan.queries_of_bundle[b] for b in order if trunks[b] is trunk] for trunk in states}
+        bundles = [bundle for part in plan.parts for group in part for bundle in group]
+        bundles_of = {trunk: [own for own in bundles if trunks[plan.bundle_of[own[0]]] is trunk] for trunk in states}
         packs = (
             pack for trunk, own in bundles_of.items() for pack in lay_out_behind(trunk, plan.queries, own, plan.limits)
         )
