@@ -92,15 +92,20 @@ class Batch:
 
     def with_columns(self, **columns: Any) -> "Batch":
         """Copy the batch with some columns added or exchanged, which are checked."""
-        batch = copy.copy(self)
-        batch.__dict__.pop("scored_rows", None)
+        batch = self.exchanged()
         batch._add(columns)
+        return batch
+
+    def exchanged(self, **columns: Any) -> "Batch":
+        """Copy the batch with columns that the library itself made, which are not checked again."""
+        batch = copy.copy(self)
+        vars(batch).pop("scored_rows", None)
+        vars(batch).update(columns)
         return batch
 
     def take(self, rows: Sequence[int] | Tensor) -> "Batch":
         """Copy some rows with their columns, in the order of `rows`: numbers, or a mask (B,) bool."""
-        batch, rows = copy.copy(self), row_numbers(rows, len(self))
-        batch.__dict__.pop("scored_rows", None)
+        batch, rows = self.exchanged(), row_numbers(rows, len(self))
         for name, value in vars(batch).items():
             if value is not None and name not in _SETTINGS:
                 vars(batch)[name] = batch.rows if value is self.rows and name != "rows" else _taken(value, rows)

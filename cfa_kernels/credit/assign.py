@@ -254,7 +254,7 @@ def assign_credit(
 
     def own_batch() -> Batch:
         unread = {*LOSS_COLUMNS} - ({"old_logprobs", "ref_logprobs"} if LOG_RATIOS in config.needs else set())
-        return checked().with_columns(**dict.fromkeys(unread))
+        return checked().exchanged(**dict.fromkeys(unread))
 
     shows_all = gather is not None and config.runs_estimator and isinstance(config.estimator, OwnFunction)
     own = own_batch() if shows_all else None
@@ -263,7 +263,7 @@ def assign_credit(
     def scored() -> tuple[Batch, dict[int, Reasoning], _Scores]:
         batch = own_batch() if whole is None else whole
         if batch.targets is not None:
-            batch = batch.with_columns(targets=target_ids(batch.targets, tokenizer))
+            batch = batch.exchanged(targets=target_ids(batch.targets, tokenizer))
         units = find_units(config, tokenizer, batch)
         return batch, units, _score(config, access, tokenizer, batch, units, keys)
 

@@ -86,7 +86,7 @@ class CounterfactualConfig:
         chosen = _named("estimator", estimator, ESTIMATORS, OwnFunction, flat)
         control = "off" if control is False else control  # YAML reads an unquoted off as False
         rule = _weight_rule(weights, chosen, flat)
-        units = chosen.judges if units is None else units  # type: ignore[assignment]
+        units = chosen.default_units if units is None else units  # type: ignore[assignment]
         parts: dict[str, Any] = {
             "estimator": chosen,
             "weights": rule,

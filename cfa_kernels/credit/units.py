@@ -157,15 +157,17 @@ def batch_to_score(
         scored.append(_with_target(batch, b, row, special, model, gold))
     part, completions = batch.take(rows), [completion for completion, _ in scored]  # a copy: an estimator may write
     if any(map(operator.is_not, completions, [batch.rows.completions[b] for b in rows])):
-        part.scored = Rows(part.rows.prompts, completions, part.index)
+        part = part.exchanged(scored=Rows(part.rows.prompts, completions, part.index))
     check_ids(model, part.scored)
-    part.units = [list(row.spans) for _, row in scored]
-    part.answers = [row.answer if row.spans else None for _, row in scored]
-    part.reasoning_ends, part.groups = [row.end for _, row in scored], groups[rows]
-    part.placeholder = placeholder_of(config, tokenizer, model) if ANSWER in config.estimator.needs else None
-    part.token_budget = smallest_budget(config.token_budget, batch.token_budget)
-    part.special_ids = special
-    return rows, part
+    return rows, part.exchanged(
+        units=[list(row.spans) for _, row in scored],
+        answers=[row.answer if row.spans else None for _, row in scored],
+        reasoning_ends=[row.end for _, row in scored],
+        groups=groups[rows],
+        placeholder=placeholder_of(config, tokenizer, model) if ANSWER in config.estimator.needs else None,
+        token_budget=smallest_budget(config.token_budget, batch.token_budget),
+        special_ids=special,
+    )
 
 
 def _spans_to_score(

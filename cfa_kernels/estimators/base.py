@@ -57,7 +57,7 @@ class Estimator:
 
     Attributes:
         name: what configurations call it.
-        judges: what it scores by default, "spans" or "tokens".
+        default_units: what it scores by default, of the names that `CounterfactualConfig.units` takes.
         weights: rule by which its importances become weights by default; None where they are signed.
         negative: whether importances may be below 0.
         needs: names of `NEEDS` that must be met.
@@ -67,7 +67,7 @@ class Estimator:
     """
 
     name: ClassVar[str]
-    judges: ClassVar[str] = "spans"
+    default_units: ClassVar[str] = "spans"
     weights: ClassVar[str | None] = "range"
     # Properties where they depend on options.
     negative: ClassVar[bool] = False

@@ -52,7 +52,7 @@ class Gradient(Estimator):
     """
 
     name = "gradient"
-    judges = "tokens"
+    default_units = "tokens"
     weights = "bilevel"
     needs = frozenset({ANSWER, GRADIENTS})
 

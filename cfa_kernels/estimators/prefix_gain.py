@@ -40,7 +40,7 @@ class PrefixGain(Estimator):
     observes = True
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
-        """Judge disjoint units in order of position; raises `ValueError` naming row and unit of others."""
+        """Score disjoint units in order of position; raises `ValueError` naming row and unit of others."""
         ends = required("reasoning_ends", batch.reasoning_ends)
         cuts = [_cuts(row, end) for row, end in zip(batch.scored_rows, ends, strict=True)]
         means, work = (_by_queries if MODEL in access.capabilities else _by_scores)(access, batch, cuts)
@@ -58,7 +58,7 @@ def _cuts(row: ScoredRow, reasoning_end: int) -> list[ScoredRow]:
         return []
     if row.answer is None:
         raise ValueError(
-            f"answers row {row.index}: is None, but the row has {len(row.spans)} units that are judged by it"
+            f"answers row {row.index}: is None, but the row has {len(row.spans)} units that are scored by it"
         )
     if not 0 <= reasoning_end <= row.answer.start:
         raise ValueError(f"reasoning_ends row {row.index}: {reasoning_end} is outside [0, {row.answer.start}]")

@@ -31,7 +31,7 @@ class PrefixTreeValues(Estimator):
     """
 
     name = "prefix_tree"
-    judges = "tokens"
+    default_units = "tokens"
     weights = None
     negative = True
     needs = frozenset({SIBLINGS, REWARDS})
@@ -52,7 +52,7 @@ class SiblingEdits(Estimator):
     """
 
     name = "sibling_edits"
-    judges = "tokens"
+    default_units = "tokens"
     weights = "identity"
     needs = frozenset({SIBLINGS, REWARDS})
 

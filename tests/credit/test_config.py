@@ -55,7 +55,7 @@ def test_parts_and_flat_names_make_the_same_configuration(parts, flat):
 def reads(estimator: str) -> set[str]:
     """The options that are read with this estimator and all else by default, by the declarations of its parts."""
     kind = ESTIMATORS[estimator]
-    parts = {kind, AnswerRules, *([SpanRules] if kind.judges == "spans" else [])}
+    parts = {kind, AnswerRules, *([SpanRules] if kind.default_units == "spans" else [])}
     parts |= {WEIGHTS[kind.weights]} if kind.weights is not None else set()
     return {name for name, part, _ in flat_options() if part in parts}
 
