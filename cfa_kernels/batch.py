@@ -197,6 +197,8 @@ def _groups(name: str, column: Any, batch: Batch) -> Tensor:
         column = torch.as_tensor(column).cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"groups must be (B,) integers, got {column!r}") from error
+    if len(batch) and (column.is_floating_point() or column.dtype == torch.bool):
+        raise ValueError(f"groups must hold one integer for each of {len(batch)} completions, got {column.dtype}")
     return _listed(name, column, batch)  # type: ignore[no-any-return]
 
 

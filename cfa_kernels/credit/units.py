@@ -130,7 +130,7 @@ def check_needed(config: CounterfactualConfig, batch: Batch) -> None:
     """Raise `ValueError` for gold answers or turns without the column that says them, or without a turn in any row."""
     if TARGETS in config.needs and batch.targets is None:
         raise ValueError("targets must be given with target='gold': a gold answer for each row, got None")
-    if config.units != "turns" or not len(batch):
+    if config.units != "turns" or config.control == "off" or not len(batch):
         return
     if batch.mask is None and not isinstance(batch.advantages, list):
         raise ValueError("mask must be given with units='turns', 1 on tokens that the policy wrote, got None")

@@ -38,7 +38,7 @@ class PrefixTreeValues(Estimator):
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Score the units of a batch; queries no model."""
-        groups, rewards = _siblings(batch), _rewards(batch)
+        groups, rewards = required("groups", batch.groups), _rewards(batch)
         values = prefix_tree_values(batch.rows.completions, groups, rewards)
         scales = _scales(groups, rewards, batch.advantages)
         return Importances(unit_means([x * scale for x, scale in zip(values, scales, strict=True)], batch), signed=True)
@@ -64,16 +64,9 @@ class SiblingEdits(Estimator):
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Score the units of a batch; queries no model."""
-        values = sibling_edits(batch.rows.completions, _siblings(batch), _rewards(batch) >= self.correct_threshold)
+        groups, correct = required("groups", batch.groups), _rewards(batch) >= self.correct_threshold
+        values = sibling_edits(batch.rows.completions, groups, correct)
         return Importances(unit_means(values, batch))
-
-
-def _siblings(batch: Batch) -> Tensor:
-    """Return the groups; raise `ValueError` naming a dtype that is not integer."""
-    groups: Tensor = required("groups", batch.groups)
-    if groups.is_floating_point() or groups.dtype == torch.bool:
-        raise ValueError(f"groups must hold one integer for each of {len(batch)} completions, got {groups.dtype}")
-    return groups
 
 
 def _rewards(batch: Batch) -> Tensor:

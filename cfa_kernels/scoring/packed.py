@@ -334,19 +334,13 @@ class PackedForward(InProcess):
         return collect_scores(values, plan.sizes, batch, outcome, work)
 
     def _own_rows(self, rows: Rows) -> list[int]:
-        """Find rows of this forward by their index; raise `ValueError` for others; compares no tokens.
-
-        A row may be cut into prompt and completion at another place.
-        """
-        if rows.index == self.rows.index:
-            own: list[int] = list(range(len(rows)))
-        else:
-            row_of = dict(zip(self.rows.index, range(len(self.rows)), strict=True))
-            own = [row_of.get(index, -1) for index in rows.index]
-        for index, b, prompt, length in zip(rows.index, own, rows.prompts, rows.lengths, strict=True):
-            if b < 0 or len(prompt) + length != len(self.rows.prompts[b]) + self.rows.lengths[b]:
+        """Find rows of this forward by their index; raise `ValueError` for others; compares no tokens."""
+        row_of = {number: b for b, number in enumerate(self.rows.index)}
+        own = [row_of.get(number, -1) for number in rows.index]
+        for b, number, prompt, length in zip(own, rows.index, rows.prompts, rows.lengths, strict=True):
+            if b < 0 or (len(prompt), length) != (len(self.rows.prompts[b]), self.rows.lengths[b]):
                 raise ValueError(
-                    f"rows: must be those of the forward, and row {index} of {length} tokens is not; give "
+                    f"rows: must be those of the forward, and row {number} of {length} tokens is not; give "
                     "counterfactual_credit the Rows that packed_forward was given"
                 )
         return own

@@ -323,7 +323,7 @@ ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
         ({}, {"seed": None}, "seed must be an integer or a sequence of integers, got None"),
         ({}, {"seed": 1.5}, "seed must be .* got 1.5"),
         ({}, {"groups": ["a"] * 4}, r"groups must be \(B,\) integers, got \['a', 'a', 'a', 'a'\]"),
-        ({"estimator": "external"}, {"external": [[1.0, math.nan]] * 4}, "external row 0, unit 1: must be finite"),
+        ({"estimator": "external"}, {"external": [[1.0, math.nan]] * 4}, "estimator, row 0, unit 1: must be finite"),
         ({"estimator": "external"}, {"external": [torch.ones(3)] * 4}, "external row 0: must hold a number for each"),
         ({"estimator": "external"}, {"external": [torch.ones(2)] * 3}, "external has 3 rows, prompts has 4"),
         ({"estimator": "entropy"}, {"entropies": [torch.ones(4)] * 4}, r"entropies row 0: must be a tensor \(5,\)"),
