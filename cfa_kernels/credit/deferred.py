@@ -13,7 +13,7 @@ from ..model.limits import smallest_budget
 from ..model.modes import evaluation_mode
 from ..model.parts import causal_lm
 from ..ops.kept_tokens import KeptTokens
-from ..rows import Rows
+from ..rows import Rows, row_numbers
 from ..scoring.access import ModelAccess
 from ..scoring.packed import PackedForward, packed_logprobs
 from .assign import Credit, assign_credit
@@ -78,11 +78,11 @@ class DeferredCredit:
 
     def is_due(self, rows: Sequence[int]) -> bool:
         """Whether any of `rows` has no credit yet."""
-        return not self._assigned.issuperset(rows)
+        return not self._assigned.issuperset(row_numbers(rows, len(self.batch)))
 
     def reads(self, rows: Sequence[int]) -> list[bool]:
         """Say of each of `rows` whether assigning credit reads a forward of it, to its end."""
-        scored = {*self.to_score}
+        scored, rows = {*self.to_score}, row_numbers(rows, len(self.batch))
         return [b in scored or (self.config.compares and self.batch.rows.lengths[b] > 0) for b in rows]
 
     def compares_beyond(self, forwards: Sequence[Sequence[int]]) -> bool:
@@ -138,7 +138,7 @@ class DeferredCredit:
         model: nn.Module | ModelAccess,
         entropies: Sequence[Tensor] | Callable[[Batch], Sequence[Tensor]],
     ) -> None:
-        began, rows = time.perf_counter(), list(rows)
+        began, rows = time.perf_counter(), row_numbers(rows, len(self.batch))
         batch = self.batch if rows == [*range(len(self.batch))] else self.batch.take(rows)
         if not callable(entropies):
             batch = batch.with_columns(entropies=entropies)
@@ -157,7 +157,7 @@ class DeferredCredit:
 
     def take(self, rows: Sequence[int]) -> Credit:
         """Return the credit of `rows`, which must be assigned."""
-        rows = list(rows)
+        rows = row_numbers(rows, len(self.batch))
         whole = [credit for own, credit in self.parts if own == rows]  # as a micro-batch asks for its own
         return whole[0] if whole else Credit.joined(self.batch.rows.lengths, self.parts).take(rows)
 

@@ -30,7 +30,7 @@ def test_micro_batches_change_neither_weights_nor_draws(options):
 
     whole, parts = batch(), batch()
     whole.by_model(model)
-    for part in ([4, 1], [0, 2, 3, 5]):
+    for part in (torch.tensor([4, 1]), torch.tensor([True, False, True, True, False, True])):
         assert parts.is_due(part)
         assert parts.finished() is None
         parts.by_forward(part, packed_forward(model, ROWS.take(part), keep_states=True))
