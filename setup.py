@@ -14,6 +14,7 @@ CORE = [
     "triton>=3.6; platform_system == 'Linux'",
     "transformers>=5.5.3,<6",
     "numpy>=2.0",
+    "rapidfuzz>=3",
 ]
 TRL = ["trl>=1.0,<2", "peft>=0.18", "accelerate>=1.10", "datasets>=4.0"]
 TRAINER = [

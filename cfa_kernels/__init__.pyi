@@ -11,8 +11,6 @@ from .credit.deferred import Draws as Draws
 from .credit.deferred import token_entropies as token_entropies
 from .credit.loss import CreditedLoss as CreditedLoss
 from .credit.loss import credited_loss as credited_loss
-from .credit.rollouts import Sharing as Sharing
-from .credit.rollouts import rollout_sharing as rollout_sharing
 from .credit.weights import Bilevel as Bilevel
 from .credit.weights import Identity as Identity
 from .credit.weights import OwnWeights as OwnWeights
@@ -39,7 +37,6 @@ from .loss.policy import contributing_rows as contributing_rows
 from .loss.policy import linear_policy_loss as linear_policy_loss
 from .loss.policy import logits_policy_loss as logits_policy_loss
 from .loss.policy import policy_loss as policy_loss
-from .model.check.accuracy import noise_floor as noise_floor
 from .model.check.verify import check_model as check_model
 from .model.compile_layers import compile_layers as compile_layers
 from .model.run_inside import run_inside as run_inside

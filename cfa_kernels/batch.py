@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .ops.kept_tokens import KeptTokens
 from .options import as_numbers, check_class
-from .rows import Rows, check_columns, check_floating, check_tokens
+from .rows import Rows, check_columns, check_floating, check_tokens, row_numbers
 from .span import Span, span_inside
 
 
@@ -92,15 +92,20 @@ class Batch:
 
     def with_columns(self, **columns: Any) -> "Batch":
         """Copy the batch with some columns added or exchanged, which are checked."""
-        batch = copy.copy(self)
-        batch.__dict__.pop("scored_rows", None)
+        batch = self.exchanged()
         batch._add(columns)
         return batch
 
-    def take(self, rows: Sequence[int]) -> "Batch":
-        """Copy some rows with their columns, in the order of `rows`."""
-        batch, rows = copy.copy(self), list(rows)
-        batch.__dict__.pop("scored_rows", None)
+    def exchanged(self, **columns: Any) -> "Batch":
+        """Copy the batch with columns that the library itself made, which are not checked again."""
+        batch = copy.copy(self)
+        vars(batch).pop("scored_rows", None)
+        vars(batch).update(columns)
+        return batch
+
+    def take(self, rows: Sequence[int] | Tensor) -> "Batch":
+        """Copy some rows with their columns, in the order of `rows`: numbers, or a mask (B,) bool."""
+        batch, rows = self.exchanged(), row_numbers(rows, len(self))
         for name, value in vars(batch).items():
             if value is not None and name not in _SETTINGS:
                 vars(batch)[name] = batch.rows if value is self.rows and name != "rows" else _taken(value, rows)
@@ -108,8 +113,13 @@ class Batch:
 
     @staticmethod
     def joined(parts: Sequence["Batch"]) -> "Batch":
-        """Put batches with the same columns together, one after the other."""
+        """Put batches together, one after the other; raise `ValueError` naming a column that one part lacks."""
         batch = copy.copy(parts[0])
+        for name in _READ:
+            kinds = [_kind(getattr(part, name)) for part in parts]
+            for i, kind in enumerate(kinds):
+                if kind != kinds[0]:
+                    raise ValueError(f"{name}: part 0 has {kinds[0]} and part {i} has {kind}; all must agree")
         for name, value in vars(batch).items():
             if value is not None and name not in _SETTINGS:
                 vars(batch)[name] = _joined([getattr(part, name) for part in parts])
@@ -153,6 +163,10 @@ def _taken(value: Any, rows: list[int]) -> Any:
     return [value[b].clone() if isinstance(value[b], Tensor) else value[b] for b in rows]
 
 
+def _kind(column: Any) -> str:
+    return "none" if column is None else "a tensor" if isinstance(column, Tensor) else "a list"
+
+
 def _joined(values: list[Any]) -> Any:
     if isinstance(values[0], Rows):
         return Rows.joined(values)
@@ -183,6 +197,8 @@ def _groups(name: str, column: Any, batch: Batch) -> Tensor:
         column = torch.as_tensor(column).cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"groups must be (B,) integers, got {column!r}") from error
+    if len(batch) and (column.is_floating_point() or column.dtype == torch.bool):
+        raise ValueError(f"groups must hold one integer for each of {len(batch)} completions, got {column.dtype}")
     return _listed(name, column, batch)  # type: ignore[no-any-return]
 
 

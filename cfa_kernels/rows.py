@@ -1,7 +1,8 @@
 """Hold the prompts and completions of a batch, unpadded: the one form in which rows pass through the library."""
 
 import hashlib
-from collections.abc import Hashable, Sequence, Sized
+from collections import defaultdict
+from collections.abc import Sequence, Sized
 from itertools import chain
 from typing import Any
 
@@ -20,9 +21,6 @@ class Rows:
         completions: B tensors (T_b,); a completion that is masked as a whole may be empty.
         index: B integers, the number of each row in the whole batch of all processes: errors name it, and what is drawn
             for a row depends on it. Default 0 to B - 1.
-        rollouts: B ids of the rollouts that rows are of. One whose history was rewritten, or that called other agents,
-            has several rows, its traces: what they share is fed once, and a token that they share has one credit.
-            Default None: a row that is a rollout by itself.
         lengths: B integers, the tokens of each completion.
     """
 
@@ -31,13 +29,9 @@ class Rows:
         prompts: Sequence[Tensor],
         completions: Sequence[Tensor],
         index: Sequence[int] | None = None,
-        rollouts: Sequence[Hashable | None] | None = None,
     ) -> None:
-        columns: dict[str, Any] = {"completions": completions, "index": index, "rollouts": rollouts}
-        check_columns(prompts, **{name: column for name, column in columns.items() if column is not None})
+        check_columns(prompts, completions=completions, **({} if index is None else {"index": index}))
         self.index = list(range(len(prompts))) if index is None else [int(number) for number in index]
-        own = rollouts.tolist() if isinstance(rollouts, Tensor) else rollouts
-        self.rollouts: list[Hashable | None] = [None] * len(prompts) if own is None else list(own)
         self.prompts = _on_host("prompts", prompts, self.index, at_least=1)
         self.completions = _on_host("completions", completions, self.index, at_least=0)
         self.lengths = list(map(len, self.completions))
@@ -70,8 +64,8 @@ class Rows:
 
     @classmethod
     def joined(cls, parts: Sequence["Rows"]) -> "Rows":
-        """Put rows together, one after the other, with their index and rollouts."""
-        columns = zip(*((part.prompts, part.completions, part.index, part.rollouts) for part in parts), strict=True)
+        """Put rows together, one after the other, with their index."""
+        columns = zip(*((part.prompts, part.completions, part.index) for part in parts), strict=True)
         return cls(*(list(chain.from_iterable(column)) for column in columns))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,9 +78,9 @@ class Rows:
         for name in ("prompts", "completions"):  # copies: what Ray hands over cannot be written
             setattr(self, name, [torch.tensor(ids) for ids in state[name]])
 
-    def take(self, rows: Sequence[int]) -> "Rows":
-        """Copy some rows, with their index."""
-        part = object.__new__(Rows)  # what was checked is not checked again
+    def take(self, rows: Sequence[int] | Tensor) -> "Rows":
+        """Copy some rows, with their index; `rows` are their numbers, or a mask (B,) bool."""
+        part, rows = object.__new__(Rows), row_numbers(rows, len(self))  # what was checked is not checked again
         for name, column in vars(self).items():
             setattr(part, name, [column[b].clone() if isinstance(column[b], Tensor) else column[b] for b in rows])
         return part
@@ -105,29 +99,44 @@ def pad_rows(rows: Sequence[Tensor], width: int | None = None, value: float = 0)
     return padded if width is None else torch.nn.functional.pad(padded, (0, width - padded.shape[1]), value=value)
 
 
+def row_numbers(rows: Any, count: int) -> list[int]:
+    """List the rows that numbers or a mask, of bool, choose from `count`; raise `ValueError` for any other value."""
+    chosen = rows.tolist() if isinstance(rows, Tensor | np.ndarray) else [*rows]
+    is_mask = isinstance(chosen, list) and [isinstance(value, bool | np.bool_) for value in chosen]
+    if is_mask and all(is_mask) and len(chosen) == count:
+        return [b for b, value in enumerate(chosen) if value]
+    try:
+        if is_mask is not False and not any(is_mask):
+            return [range(count)[value] for value in chosen]
+    except (TypeError, IndexError):
+        pass
+    raise ValueError(f"rows must be numbers of {count} rows, or a mask ({count},) of bool, got {rows!r:.80}")
+
+
 def equal_prompts(prompts: Sequence[Tensor]) -> list[int]:
     """Number equal prompts equally, in order of appearance."""
     group_of: dict[bytes, int] = {}
     return [group_of.setdefault(prompt.numpy().tobytes(), len(group_of)) for prompt in prompts]
 
 
-def traces(rows: Rows) -> dict[Hashable, list[int]]:
-    """List the rows of each rollout that has several."""
-    members: dict[Hashable, list[int]] = {}
-    for b, rollout in enumerate(rows.rollouts):
-        if rollout is not None:
-            members.setdefault(rollout, []).append(b)
-    return {rollout: own for rollout, own in members.items() if len(own) > 1}
-
-
 def fed_together(rows: Rows) -> list[int]:
-    """Number rows of one prompt, and rows of one rollout, equally, in order of appearance."""
-    numbers = equal_prompts(rows.prompts)
-    for first, *others in traces(rows).values():
-        for b in others:
-            kept, joined = sorted((numbers[first], numbers[b]))
-            numbers = [kept if number == joined else number for number in numbers]
-    return numbers
+    """Number rows alike that share a beginning, in order of appearance: to be fed side by side, so that it is fed once.
+
+    These are rows of one prompt, and rows whose prompt goes on as another one's completion begins: the history of a
+    later turn.
+    """
+    prompts, firsts = [row.numpy().tobytes() for row in rows.prompts], defaultdict[bytes, set[bytes]](set)
+    for prompt, completion in zip(prompts, rows.completions, strict=True):
+        firsts[prompt].add(completion[:1].numpy().tobytes())
+    before, root_of = list[bytes](), dict[bytes, bytes]()
+    for prompt in sorted(firsts):  # each directly before those that it begins
+        while before and not prompt.startswith(before[-1]):
+            before.pop()
+        earlier = (own for own in before if prompt[len(own) : len(own) + 8] in firsts[own])
+        root_of[prompt] = root_of.get(next(earlier, b""), prompt)
+        before.append(prompt)
+    numbers: dict[bytes, int] = {}
+    return [numbers.setdefault(root_of[prompt], len(numbers)) for prompt in prompts]
 
 
 def keyed_generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:

@@ -34,7 +34,7 @@ def _requirements(*extras: str) -> dict[str, Requirement]:
 
 
 def test_the_core_is_what_kernels_losses_and_scoring_import():
-    assert _requirements().keys() == {"torch", "triton", "transformers", "numpy"}
+    assert _requirements().keys() == {"torch", "triton", "transformers", "numpy", "rapidfuzz"}
 
 
 @pytest.mark.parametrize(

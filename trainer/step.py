@@ -201,14 +201,8 @@ class Objective:
     def _launch(self, index: MicroBatch) -> Pass:
         config, credit = self.trainer.config, self.credit
         batch, is_due = self.batch.take(index), credit.is_due(index)
-        causal, foreseen = causal_lm(self.trainer.policy), None
-        if is_due:
-            with self.times.during("credit"):
-                foreseen = credit.foreseen(index, causal)
-        keeps = is_due and credit.config.continues
-        forward = packed_forward(
-            causal, batch.rows, token_budget=config.token_budget, keep_states=keeps, foreseen=foreseen
-        )
+        causal, keeps = causal_lm(self.trainer.policy), is_due and credit.config.continues
+        forward = packed_forward(causal, batch.rows, token_budget=config.token_budget, keep_states=keeps)
         if is_due:
             with self.times.during("credit"):
                 credit.by_forward(index, forward)

@@ -4,7 +4,6 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,35 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import LOSS_COLUMNS, Batch
-from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, LOG_RATIOS, SIBLINGS, Importances, OwnFunction
+from ..estimators.base import LOG_RATIOS, Importances, OwnFunction
 from ..model.check.accuracy import ACCURACY
-from ..model.limits import smallest_budget
-from ..model.parts import vocab_size
 from ..options import as_numbers
-from ..rows import Rows, check_columns, check_finite, check_floating, keyed_generator, pad_rows, traces
+from ..rows import Rows, check_columns, check_finite, check_floating, keyed_generator, pad_rows, row_numbers
 from ..scoring.access import CAPABILITIES, ModelAccess, as_access
-from ..scoring.branches import check_ids
 from ..scoring.masked import ScoringWork
-from ..scoring.outcomes import rounding
 from ..span import Span
 from ..text.find import Reasoning
 from ..text.offsets import decoded
-from ..tree.prefix_tree import Query
 from .config import CounterfactualConfig, as_config
-from .rollouts import as_sampled, shared_nodes, shared_out, with_context, with_relatives
 from .shown import as_html, as_table
 from .units import (
     all_written,
+    batch_to_score,
     check_advantages,
-    compared_rows,
+    check_needed,
     find_units,
     groups_of,
-    judged_spans,
     mean_advantages,
     of_all_processes,
-    placeholder_of,
-    scored_as,
-    special_ids,
     target_ids,
 )
 from .weights import Added, Gather, WeightInputs, normalized_weights, opened, with_draws
@@ -121,13 +111,13 @@ class Credit:
         """Pad the weights with 1 to (B, width), by default as wide as the longest completion."""
         return pad_rows(self.weights, width, value=1)
 
-    def take(self, rows: Sequence[int]) -> "Credit":
-        """Copy the credit of some rows, in the order of `rows`; the work stays that of all."""
-        texts, columns = self.texts, {}
+    def take(self, rows: Sequence[int] | Tensor) -> "Credit":
+        """Copy the credit of some rows, as `Batch.take` does; the work stays that of all."""
+        rows, texts, columns = row_numbers(rows, len(self.weights)), self.texts, {}
         for name in _COLUMNS:
             column = getattr(self, name)
             columns[name] = None if column is None else [column[b] for b in rows]
-        base = self.base[list(rows)]
+        base = self.base[rows]
         return replace(self, **columns, base=base, texts=texts and (lambda i: texts(rows[i])))  # type: ignore[arg-type]
 
     @staticmethod
@@ -235,249 +225,167 @@ def counterfactual_credit(
         NotImplementedError: an estimator needs what this access to the model does not offer.
         Also what the estimator itself raises.
     """
-    config, access = CounterfactualConfig() if config is None else as_config(config), as_access(model)
+    config = CounterfactualConfig() if config is None else as_config(config)
 
     def checked() -> Batch:
         batch = rows.with_columns(**columns) if isinstance(rows, Batch) else Batch(rows, **columns)
-        unread = {*LOSS_COLUMNS} - ({"old_logprobs", "ref_logprobs"} if LOG_RATIOS in config.needs else set())
-        batch = batch.with_columns(**dict.fromkeys(unread))
         check_advantages(batch, config.completions)
+        check_needed(config, batch)
         return batch
 
-    shows_all = config.runs_estimator and isinstance(config.estimator, OwnFunction)
-    whole = of_all_processes(checked(), gather) if gather is not None and shows_all else None
-
-    def estimate() -> tuple[Assignment, Estimate]:
-        assignment = Assignment.of(config, access, tokenizer, checked() if whole is None else whole, seed)
-        return assignment, assignment.estimate()
-
-    assignment, result = access.run(estimate) if config.asks_model else estimate()
-    if whole is not None:
-        return assignment.credit(result).take(list(map(whole.index.index, rows.index)))
-    return assignment.credit(result, gather)  # outside of `run`, where processes meet in forwards only
+    return assign_credit(model, tokenizer, checked, config=config, seed=seed, gather=gather)
 
 
-class Estimate(NamedTuple):
-    """Importances of the rows that an estimator was given, by row."""
+def assign_credit(
+    model: nn.Module | ModelAccess,
+    tokenizer: Any,
+    checked: Callable[[], Batch],
+    *,
+    config: CounterfactualConfig,
+    seed: int | Sequence[int],
+    gather: Gather | None,
+) -> Credit:
+    """Assign the credit of a batch as `counterfactual_credit` does; `checked` gives it, or raises, in each process."""
+    access = as_access(model)
+    try:
+        keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
+    except TypeError as error:
+        raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
 
-    importances: Importances
-    base: Mapping[int, float]
-    compared: Mapping[int, Tensor]  # (K,), equal throughout a row if they differ by rounding only
-    drops: Mapping[int, Tensor]  # (K,) the importances, 0 where rounding may account for them
-    min_spreads: Mapping[int, float]  # `Range.min_spread` of a row that has none
+    def own_batch() -> Batch:
+        unread = {*LOSS_COLUMNS} - ({"old_logprobs", "ref_logprobs"} if LOG_RATIOS in config.needs else set())
+        return checked().exchanged(**dict.fromkeys(unread))
+
+    shows_all = gather is not None and config.runs_estimator and isinstance(config.estimator, OwnFunction)
+    own = own_batch() if shows_all else None
+    whole = None if own is None or gather is None else of_all_processes(own, gather)
+
+    def scored() -> tuple[Batch, dict[int, Reasoning], _Scores]:
+        batch = own_batch() if whole is None else whole
+        if batch.targets is not None:
+            batch = batch.exchanged(targets=target_ids(batch.targets, tokenizer))
+        units = find_units(config, tokenizer, batch)
+        return batch, units, _score(config, access, tokenizer, batch, units, keys)
+
+    batch, units, scores = access.run(scored) if config.asks_model else scored()
+    if own is not None and whole is not None:
+        return _weigh(config, tokenizer, batch, units, scores, keys, None).take([*map(whole.index.index, own.index)])
+    return _weigh(config, tokenizer, batch, units, scores, keys, gather)  # outside of `run`: processes may meet here
 
 
-@dataclass
-class Assignment:
-    """Inputs of one assignment of credit, with the answers and units of credited rows.
+class _RowScores(NamedTuple):
+    """Scores of the units of one row."""
 
-    `access` may be another one of the same model when `estimate` is called.
-    """
+    importances: Tensor  # (K,), equal throughout if they differ by rounding only
+    drops: Tensor  # (K,), 0 where rounding may account for them
+    base: float = math.nan
+    min_spread: float = 0.0  # `Range.min_spread` if it has none
 
-    config: CounterfactualConfig
-    access: ModelAccess
-    tokenizer: Any
-    batch: Batch
-    reasoning: Mapping[int, Reasoning]
-    seed: tuple[int, ...]
-    sampled: Batch  # as given
-    gained: Sequence[int]  # tokens of its prompt that each completion of `batch` begins with
 
-    @classmethod
-    def of(
-        cls,
-        config: CounterfactualConfig,
-        access: ModelAccess,
-        tokenizer: Any,
-        batch: Batch,
-        seed: int | Sequence[int],
-    ) -> "Assignment":
-        """Find answers and units; nothing is asked of the model."""
-        try:
-            keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
-        except TypeError as error:
-            raise ValueError(f"seed must be an integer or a sequence of integers, got {seed!r}") from error
-        batch = batch.with_columns(targets=target_ids(batch.targets, tokenizer))
-        whole, gained = batch, [0] * len(batch)
-        if ANSWER in config.needs and not config.needs & {ENTROPIES, EXTERNAL, LOG_RATIOS} and traces(batch.rows):
-            whole, gained = with_context(batch, all_written(batch))
-        return cls(config, access, tokenizer, whole, find_units(config, tokenizer, whole), keys, batch, gained)
+class _Scores(NamedTuple):
+    """Scores of the rows that an estimator was given, by row."""
 
-    def foreseen(self) -> list[list[Query]] | None:
-        """List for each row the queries that its score needs; None for none."""
-        if not self.config.runs_estimator or not self._units:
-            return None
-        rows, part = self._scored
-        of_row = dict(zip(rows, self.config.estimator.foreseen(part), strict=True))
-        return [of_row.get(b, []) for b in range(len(self.batch))]
+    rows: dict[int, _RowScores]
+    signed: bool
+    work: ScoringWork | None = None
 
-    def credit(self, estimate: Estimate, gather: Gather | None = None) -> Credit:
-        """Turn importances into weights or, if they are signed, into additions to the advantages."""
-        config, batch, reasoning = self.config, self.batch, self.reasoning
-        rows, lengths, advantages = range(len(batch)), batch.rows.lengths, mean_advantages(batch)
-        rule, groups = None if estimate.importances.signed else config.weights, groups_of(batch)
-        absolute = rule is not None and rule.absolute
-        inverted, is_random = config.control == "inverted", config.control == "random"
-        none, weighed = torch.zeros(0), dict[int, WeightInputs]()
-        for b, row in reasoning.items() if config.control != "off" else ():
-            importances = (estimate.drops if absolute else estimate.compared).get(b, none)
-            if config.rewards_units and advantages[b] < 0 and not absolute:
-                importances = -importances  # what is good in itself deserves less of a negative advantage
-            spans = row.spans if b in estimate.compared or is_random else []
-            spans = opened(spans) if config.open_spans else spans
-            weighed[b] = WeightInputs(
-                importances, spans, row.answer, lengths[b],
-                min_spread=estimate.min_spreads.get(b, 0.0), advantage=advantages[b], group=int(groups[b]),
-            )  # fmt: skip
-        nodes, judged = shared_nodes(batch.rows), [b for b, row in weighed.items() if row.units]
-        weighed = with_relatives(weighed, nodes, batch.rows.rollouts, pooled=rule is not None and rule.compares)
-        for b in weighed if config.control in ("permuted", "random") else ():
-            generator = keyed_generator(*self.seed, batch.index[b], "weights")
-            weighed[b] = with_draws(weighed[b], rule, config.control, generator)  # type: ignore[arg-type]
-        lines = (rule or Added())(list(weighed.values()), inverted=inverted, gather=gather)
-        signed = config.control != "off" and (rule is None or rule.signed)
-        by_row, outside = dict(zip(weighed, lines, strict=True)), 0.0 if signed else 1.0
-        written, sampled = all_written(batch), all_written(self.sampled)
-        result = [by_row[b] if b in by_row else torch.full((length,), outside) for b, length in enumerate(lengths)]
-        for b, line in by_row.items():
-            own = None if written[b].all() else written[b]
-            line = line[: lengths[b]] if own is None else torch.where(own, line[: len(own)], outside)
-            scaled = config.normalize and not signed and (line if own is None else line[own]).any()
-            result[b] = normalized_weights(line, config.normalize, own) if scaled else line
-        if nodes:
-            result = shared_out(result, nodes, written, judged)
-            for b, n in enumerate(self.gained):
-                result[b] = torch.where(sampled[b], result[b][n:], outside)
-        weights, added = ([torch.ones(len(row)) for row in sampled], result) if signed else (result, None)
-        units = [as_sampled(reasoning.get(b), estimate.drops.get(b, none), self.gained[b], sampled[b]) for b in rows]
-        return Credit(
-            weights=weights,
-            answers=[answer for answer, _, _ in units],
-            spans=[spans for _, spans, _ in units],
-            drop=[drop for _, _, drop in units],
-            base=torch.tensor([estimate.base.get(b, math.nan) for b in rows]),
-            work=estimate.importances.work,
-            advantages=None if added is None else self._advantages(added),
-            added=added,
-            texts=lambda b: [decoded([i], self.tokenizer) for i in self.sampled.rows.completions[b].tolist()],
+
+_MIN_SPREAD = (
+    0.1  # nats, or probability: the least difference of two changes of an answer that is worth the whole range
+)
+
+
+def _score(
+    config: CounterfactualConfig,
+    access: ModelAccess,
+    tokenizer: Any,
+    batch: Batch,
+    units: Mapping[int, Reasoning],
+    keys: tuple[int, ...],
+) -> _Scores:
+    """Run the estimator on the units of credited rows, and settle what rounding leaves open."""
+    if not config.runs_estimator or not any(row.spans for row in units.values()):
+        return _Scores({}, config.weights is None)
+    capabilities = config.estimator.needs & set(CAPABILITIES)
+    if missing := sorted(capabilities - access.capabilities):
+        raise NotImplementedError(
+            f"{config.asked_for}: it needs {CAPABILITIES[missing[0]]}, and the model is asked through "
+            f"{type(access).__name__}"
         )
-
-    def estimate(self) -> Estimate:
-        """Run the estimator on the units of credited rows."""
-        config, access, units = self.config, self.access, self._units
-        if not config.runs_estimator or not units:
-            return Estimate(Importances([], signed=config.weights is None), {}, {}, {}, {})
-        capabilities = config.estimator.needs & set(CAPABILITIES)
-        if missing := sorted(capabilities - access.capabilities):
-            raise NotImplementedError(
-                f"{config.asked_for}: it needs {CAPABILITIES[missing[0]]}, and the model is asked through "
-                f"{type(access).__name__}"
-            )
-        rows, part = self._scored
-        result = access.apply(config.estimator, part) if capabilities else config.estimator(access, part)
-        importances = _checked(result, [units.get(b, []) for b in rows], part.index)
-        importances = replace(importances, signed=importances.signed or config.weights is None)
-        accuracy = ACCURACY[access.dtype]
-        compared, drops = _beyond_rounding(importances, part.answers, accuracy)
-        base = [] if importances.base is None else importances.base.float().tolist()
-        spreads = [_min_spread(importances, answer, accuracy) for answer in part.answers]
-        columns = (dict(zip(rows, column)) for column in (base, compared, drops, spreads))  # noqa: B905
-        return Estimate(importances, *columns)
-
-    @cached_property
-    def _units(self) -> dict[int, list[Span]]:
-        return {b: row.spans for b, row in self.reasoning.items() if row.spans}
-
-    @cached_property
-    def _scored(self) -> tuple[list[int], Batch]:
-        """List the rows that the estimator scores or compares, and make its batch of them."""
-        config, none, masks = self.config, Reasoning(None, 0, []), ANSWER in self.config.estimator.needs
-        rows = compared_rows(self.batch) if config.compares else list(self._units)
-        special, gold = special_ids(self.tokenizer), config.target == "gold"
-        has_model = self.access.module is not None and config.needs & set(CAPABILITIES)
-        model = self.access.model if has_model else None
-        vocab = None if model is None else vocab_size(model)
-        groups = groups_of(self.batch)
-        if SIBLINGS in config.needs and len(groups.unique()) == len(groups):  # with those that have no reward
-            raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
-        columns = []
-        for b in rows:
-            row = self.reasoning.get(b, none)
-            row = row._replace(spans=judged_spans(config, self.batch, b, row, special))
-            columns.append(scored_as(self.batch, b, row, special, model, gold))
-        part, scored = self.batch.take(rows), None  # a copy: an estimator may write
-        completions = [completion for completion, _ in columns]
-        if any(map(operator.is_not, completions, (self.batch.rows.completions[b] for b in rows))):
-            scored = Rows(part.rows.prompts, completions, part.index, part.rows.rollouts)
-        check_ids(model, part.rows if scored is None else scored)
-        return rows, part.with_columns(
-            groups=groups[rows],
-            scored=scored,
-            units=[row.spans for _, row in columns],
-            answers=[row.answer if row.spans else None for _, row in columns],
-            reasoning_ends=[row.end for _, row in columns],
-            placeholder=placeholder_of(config, self.tokenizer, vocab) if masks else None,
-            token_budget=smallest_budget(config.token_budget, self.sampled.token_budget),
-            seed=self.seed,
-            special_ids=special,
-        )
-
-    def _advantages(self, added: Sequence[Tensor]) -> list[Tensor]:
-        own, name = self.sampled.advantages, self.config.estimator.name
-        if own is None:
-            cause = f"estimator={name!r}" if self.config.weights is None else f"weights={self.config.weights.name!r}"
-            raise ValueError(f"advantages must be given: {cause} adds to them, got None")
-        return [row.float() + extra for row, extra in zip(own, added, strict=True)]
+    model = access.model if capabilities and access.module is not None else None
+    rows, part = batch_to_score(config, tokenizer, batch, units, model)
+    part.seed, wanted = keys, [units[b].spans if b in units else [] for b in rows]
+    result = access.apply(config.estimator, part) if capabilities else config.estimator(access, part)
+    importances = _checked(result, wanted, part.index)
+    rounding = 2**0.5 * ACCURACY[access.dtype]  # of a change, which is the difference of two scores
+    bases = [math.nan] * len(rows) if importances.base is None else importances.base.tolist()
+    by_row = {}
+    for b, values, base, answer in zip(rows, importances.values, bases, part.answers, strict=True):
+        by_row[b] = _RowScores(values, values, base)
+        if importances.change_of is not None and answer is not None and len(values):
+            numbers = values.numpy()
+            drops = torch.from_numpy(np.where(np.abs(numbers) > rounding, numbers, np.float32(0)))
+            is_equal = numbers.max() - numbers.min() <= rounding
+            compared = values.mean().expand(len(values)) if is_equal else values
+            by_row[b] = _RowScores(compared, drops, base, max(_MIN_SPREAD, rounding))
+    return _Scores(by_row, importances.signed or config.weights is None, importances.work)
 
 
-_MIN_SPREAD = 0.1  # nats, or probability
-
-
-def _min_spread(importances: Importances, answer: Span | None, accuracy: float) -> float:
-    """Give the least difference of two changes of an answer that is worth the whole range: more than rounding's."""
-    if answer is None or importances.change_of is None:
-        return 0.0
-    tokens = answer.end - answer.start
-    errors = accuracy * (tokens**0.5 if importances.change_of == "logprob" else 1 / tokens**0.5)
-    return max(_MIN_SPREAD, math.hypot(errors, errors))
-
-
-def _beyond_rounding(
-    importances: Importances, answers: Sequence[Span | None], accuracy: float
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Settle what rounding leaves open: rows to compare, equal where they may be, and drops, 0 where they may be.
-
-    Importances round only if they are changes of an answer's log-prob or probability.
-    """
-    compared, drops = [*importances.values], [*importances.values]
-    spans = [span if len(values) else None for values, span in zip(drops, answers, strict=True)]
-    judged = [(i, span.end - span.start) for i, span in enumerate(spans) if span and importances.change_of]
-    if not judged:
-        return compared, drops
-    # All rows at once, each number with its row's: a dozen operations on each row took five times as long.
-    rows, tokens = [i for i, _ in judged], torch.tensor([count for _, count in judged]).float()
-    sizes = [len(drops[i]) for i in rows]
-    values, of_row = torch.cat([drops[i] for i in rows]), torch.arange(len(rows)).repeat_interleave(torch.tensor(sizes))
-    if importances.base is not None:
-        scale = tokens if importances.change_of == "mean_logprob" else torch.ones(len(rows))
-        base = importances.base[rows].float().cpu() * scale
-        own = rounding(base, tokens, accuracy) / scale
-        masked = base[of_row] - values * scale[of_row]
-        errors = rounding(masked, tokens[of_row], accuracy) / scale[of_row]
-    else:  # of a probability by the mean over the answer's tokens
-        own = accuracy / tokens**0.5
-        errors = own[of_row]
-    kept = values.where(values.abs() > torch.hypot(own[of_row], errors), 0.0)
-    starts, numbers = np.cumsum(sizes) - sizes, values.numpy()
-    most, least = (
-        torch.from_numpy(starts + [of(each) for each in np.split(numbers, starts[1:])]) for of in (np.argmax, np.argmin)
+def _weigh(
+    config: CounterfactualConfig,
+    tokenizer: Any,
+    batch: Batch,
+    units: Mapping[int, Reasoning],
+    scores: _Scores,
+    keys: tuple[int, ...],
+    gather: Gather | None,
+) -> Credit:
+    """Turn scores into weights or, if they are signed, into additions to the advantages."""
+    rule, own, groups = None if scores.signed else config.weights, mean_advantages(batch), groups_of(batch).tolist()
+    is_absolute, lengths = rule is not None and rule.absolute, batch.rows.lengths
+    none = _RowScores(torch.zeros(0), torch.zeros(0))
+    inputs = dict[int, WeightInputs]()
+    for b, row in units.items() if config.control != "off" else ():
+        score = scores.rows.get(b, none)
+        values = score.drops if is_absolute else score.importances
+        if config.rewards_units and own[b] < 0 and not is_absolute:
+            values = -values  # what is good in itself deserves less of a negative advantage
+        spans = row.spans if b in scores.rows or config.control == "random" else []
+        inputs[b] = WeightInputs(
+            values, opened(spans) if config.open_spans else spans, row.answer, lengths[b],
+            min_spread=score.min_spread, advantage=own[b], group=groups[b],
+        )  # fmt: skip
+        if config.control in ("permuted", "random"):
+            generator = keyed_generator(*keys, batch.index[b], "weights")
+            inputs[b] = with_draws(inputs[b], rule, config.control, generator)
+    lines = (rule or Added())([*inputs.values()], inverted=config.control == "inverted", gather=gather)
+    is_signed = config.control != "off" and (rule is None or rule.signed)
+    outside, masks = 0.0 if is_signed else 1.0, all_written(batch)
+    result = [torch.full((length,), outside) for length in lengths]
+    for b, line in zip(inputs, lines, strict=True):
+        result[b] = line if masks[b].all() else torch.where(masks[b], line, outside)
+        if config.normalize and not is_signed and result[b][masks[b]].any():
+            result[b] = normalized_weights(result[b], config.normalize, masks[b])
+    reasoning = [units.get(b, Reasoning(None, 0, [])) for b in range(len(batch))]
+    return Credit(
+        weights=[torch.ones(length) for length in lengths] if is_signed else result,
+        answers=[row.answer for row in reasoning],
+        spans=[row.spans for row in reasoning],
+        drop=[scores.rows.get(b, none).drops for b in range(len(batch))],
+        base=torch.tensor([scores.rows.get(b, none).base for b in range(len(batch))]),
+        work=scores.work,
+        advantages=_sums(config, batch.advantages, result) if is_signed else None,
+        added=result if is_signed else None,
+        texts=lambda b: [decoded([i], tokenizer) for i in batch.rows.completions[b].tolist()],
     )
-    equal = values[most] - values[least] <= torch.hypot(errors[most], errors[least])
-    for i, is_equal, row in zip(rows, equal.tolist(), kept.split(sizes), strict=True):
-        drops[i] = row
-        if is_equal:
-            compared[i] = compared[i].mean().expand(len(row))
-    return compared, drops
+
+
+def _sums(config: CounterfactualConfig, advantages: Any, added: Sequence[Tensor]) -> list[Tensor]:
+    if advantages is None:
+        rule = config.weights
+        cause = f"estimator={config.estimator.name!r}" if rule is None else f"weights={rule.name!r}"
+        raise ValueError(f"advantages must be given: {cause} adds to them, got None")
+    return [row.float() + extra for row, extra in zip(advantages, added, strict=True)]
 
 
 def _checked(result: Any, units: Sequence[Sequence[Span]], index: Sequence[int]) -> Importances:

@@ -65,7 +65,7 @@ class CounterfactualConfig:
 
     def __post_init__(self) -> None:
         estimator = _part("estimator", self.estimator, ESTIMATORS, OwnFunction)
-        units = estimator.judges if self.units is None else self.units
+        units = estimator.default_units if self.units is None else self.units
         parts = {
             "estimator": estimator,
             "weights": _weight_rule(self.weights, estimator),
@@ -264,7 +264,7 @@ def _part(path: str, value: Any, among: Mapping[str, Any], own: type, usual: str
     if isinstance(value, str) and value in among:
         value = among[value]
     if isinstance(value, type) and issubclass(value, kind):
-        _refuse_unread(path, f"{path}={value.name!r}", options, value)
+        _refuse_unread(path, f"{path}={getattr(value, 'name', '')!r}", options, value)
         return value(**options)
     if options:
         raise ValueError(f"{path}.{next(iter(options))}: {value!r} has no options; omit it")

@@ -62,7 +62,7 @@ def credited_loss(
 
     def body() -> CreditedLoss:
         batch, others = batch_and_options(rows, options)
-        batch = batch.with_columns(token_budget=smallest_budget(token_budget, batch.token_budget))
+        batch = batch.exchanged(token_budget=smallest_budget(token_budget, batch.token_budget))
         plain, every = LossBatch.of(batch, **others), range(len(batch))
         assigned = DeferredCredit(config, tokenizer, batch, seed=seed, temperature=others.get("temperature", 1.0))
         if scorer is not None:
@@ -78,11 +78,10 @@ def credited_loss(
             trained=[one or read for one, read in zip(plain.trained.tolist(), reads, strict=True)],
             token_budget=batch.token_budget,
             keep_states=config.continues and scorer is None,
-            foreseen=assigned.foreseen(every, causal) if scorer is None else None,
         )
         if scorer is None:
             assigned.by_forward(every, forward)
-        loss, metrics, logprobs = forward.policy_loss(batch.with_columns(**assigned.columns(every)), **others)
+        loss, metrics, logprobs = forward.policy_loss(batch.exchanged(**assigned.columns(every)), **others)
         found = assigned.take(every)
         return CreditedLoss(loss, {**metrics, **found.metrics(batch.mask)}, logprobs, found)
 

@@ -32,65 +32,61 @@ def why_nothing(deferred: DeferredCredit, credit: Credit, truncated: Sequence[bo
         credit: theirs.
         truncated: B values, whether a completion was cut off at the length limit.
     """
-    config, batch = deferred.config, deferred.batch
-    count = len(batch)
+    config, batch, count = deferred.config, deferred.batch, len(deferred.batch)
     counted = [True] * count if batch.mask is None else [bool(row.any()) for row in batch.mask]
     moved = [bool((row != 0).any()) for row in batch.advantages]
     if count and all(truncated) and not any(counted):
         return Nothing(
             "all truncated",
             f"all {count} completions were cut off at the length limit and are not in the loss "
-            "(mask_truncated_completions), so nothing is learnt: let completions be longer (max_completion_length), or "
-            "count those that are cut off",
+            "(mask_truncated_completions): let completions be longer (max_completion_length), or count those too",
         )
     if not any(moved):
         return NOT_MIXED
     if not any(c and m for c, m in zip(counted, moved, strict=True)):
         return Nothing(
             "advantages on truncated only",
-            "only completions that were cut off at the length limit, which are not in the loss, have an advantage, so "
-            "nothing is learnt: let completions be longer (max_completion_length)",
+            "only completions that were cut off at the length limit, which are not in the loss, have an advantage: let "
+            "completions be longer (max_completion_length)",
         )
-    due = deferred.to_judge()
+    due = deferred.to_score
     if not due or not config.runs_estimator:
         return None
-    judged = [b for b in due if credit.spans[b]]
-    if len(judged) < _FEW * len(due):
-        what, reason = _why_not_judged(deferred, credit, [b for b in due if not credit.spans[b]], truncated)
-        number = f"only {len(judged)}" if judged else "none"
+    scored = [b for b in due if credit.spans[b]]
+    if len(scored) < _FEW * len(due):
+        what, reason = _why_not_scored(deferred, credit, [b for b in due if not credit.spans[b]], truncated)
         an = "a positive" if config.completions == "positive" else "an"
-        share = f"credit/scored_fraction is {len(judged) / count:.2g}"
-        few = f"of {len(due)} completions with {an} advantage {number} was scored"
-        return Nothing(f"{what} in most" if judged else what, f"{share}: {few}: {reason}")
-    values = credit.weights if credit.added is None else [row + 1 for row in credit.added]
-    if all(bool(((values[b] - 1).abs() <= 1e-6).all()) for b in judged):
         return Nothing(
-            "all weights 1",
-            f"the credit of all {len(judged)} scored completions changes nothing, as their units do not differ in "
-            "importance by more than rounding: take smaller units (units, detector), or a policy whose answers depend "
-            "on its reasoning",
+            f"{what} in most" if scored else what,
+            f"credit/scored_fraction is {len(scored) / count:.2g}: of {len(due)} completions with {an} advantage "
+            f"{f'only {len(scored)}' if scored else 'none'} was scored: {reason}",
         )
-    return None
+    lines = [credit.weights[b] - 1 if credit.added is None else credit.added[b] for b in scored]
+    if any(bool((line.abs() > 1e-6).any()) for line in lines):
+        return None
+    return Nothing(
+        "all weights 1",
+        f"the credit of all {len(scored)} scored completions changes nothing, as their units differ in importance "
+        "by rounding only: take smaller units (units, detector), or a policy whose answers need its reasoning",
+    )
 
 
-def _why_not_judged(
+def _why_not_scored(
     deferred: DeferredCredit, credit: Credit, rows: Sequence[int], truncated: Sequence[bool]
 ) -> tuple[str, str]:
     unanswered = [b for b in rows if credit.answers[b] is None]
     if 2 * len(unanswered) < len(rows):
         return "no span", "answers were found, but no span before them; see CounterfactualConfig's detector and units"
-    if 2 * sum(truncated[b] for b in unanswered) >= len(unanswered):
-        cut = sum(truncated[b] for b in unanswered)
+    if 2 * (cut := sum(truncated[b] for b in unanswered)) >= len(unanswered):
         return "no answer, cut off", (
             f"no answer was found, and {cut} of the {len(unanswered)} without one were cut off at the length limit: "
             "let completions be longer (max_completion_length)"
         )
-    own = deferred.config.answers.answer_format
-    looked = f"Only answer_format={own!r} says what is one"
-    if own is None:
-        looked = (
-            "Answers are read after ####, in \\boxed{} and after words such as 'the answer is'; for others give "
-            "CounterfactualConfig(answer_format=...) or answer_fallback='last_number'"
-        )
-    ends = decoded(deferred.batch.rows.completions[unanswered[0]], deferred.tokenizer)[-60:]
+    own, ends = deferred.config.answers.answer_format, decoded(
+        deferred.batch.rows.completions[unanswered[0]], deferred.tokenizer
+    )[-60:]  # fmt: skip
+    looked = f"Only answer_format={own!r} says what is one" if own is not None else (
+        "Answers are read after ####, in \\boxed{} and after words such as 'the answer is'; for others give "
+        "CounterfactualConfig(answer_format=...) or answer_fallback='last_number'"
+    )  # fmt: skip
     return "no answer", f"no answer was found. {looked}. The first of these completions ends with {ends!r}"

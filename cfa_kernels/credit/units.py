@@ -1,6 +1,7 @@
 """Choose the rows of a batch that get credit, find their answers and units, and append probes."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,15 +9,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..batch import Batch
-from ..estimators.base import ANSWER, TARGETS
+from ..estimators.base import ANSWER, SIBLINGS, TARGETS
 from ..estimators.probes import Probe, length_without_eos, with_probe
+from ..model.limits import smallest_budget
 from ..model.parts import context_length, vocab_size
-from ..rows import check_finite, equal_prompts, token_ids, traces
+from ..rows import Rows, check_finite, equal_prompts, token_ids
+from ..scoring.branches import check_ids
 from ..span import Span
 from ..text.find import Reasoning, find_reasoning
 from ..text.turns import find_turns
 from .config import CounterfactualConfig
-from .rollouts import check_traces
 from .weights import Gather
 
 
@@ -50,18 +52,13 @@ def _counted(batch: Batch, b: int) -> Tensor:
 
 
 def check_advantages(batch: Batch, completions: str) -> None:
-    """Raise `ValueError` unless advantages of compared rows are finite, and there where `completions` needs them.
-
-    Also for rows of one rollout that disagree on what they share.
-    """
+    """Raise `ValueError` unless advantages of compared rows are finite, and there where `completions` needs them."""
     if batch.advantages is not None:
         rows, own = compared_rows(batch), batch.advantages
         values = own[rows] if isinstance(own, Tensor) else [own[b] for b in rows]
         check_finite("advantages", [batch.index[b] for b in rows], values)
     elif completions == "positive":
         raise ValueError("advantages must be given with completions='positive', which selects by them, got None")
-    if traces(batch.rows):
-        check_traces(batch.rows, all_written(batch), batch.advantages)
 
 
 def written(batch: Batch, b: int) -> Tensor:
@@ -101,8 +98,7 @@ def of_all_processes(batch: Batch, gather: Gather) -> Batch:
 def find_units(config: CounterfactualConfig, tokenizer: Any, batch: Batch) -> dict[int, Reasoning]:
     """Find answers, ends of reasoning and units of credited rows, as far as control and estimator need them.
 
-    Completions with a probe, and all of them with gold answers, have units even without an answer. Turns are whole;
-    `judged_spans` gives the part of each that an estimator scores.
+    Completions with a probe, and all of them with gold answers, have units even without an answer. Turns are whole.
     """
     ids = {b: batch.rows.completions[b] for b in credited_rows(batch, config.completions)}
     probed = {b for b in ids if batch.probes is not None and batch.probes[b] is not None}
@@ -111,7 +107,6 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, batch: Batch) -> di
     needs_answer = ANSWER in config.estimator.needs
     if config.target == "gold":
         probed = {*ids}
-    check_needed(config, batch)
     masks, all_true = all_written(batch), batch.mask is None and not isinstance(batch.advantages, list)
     spans = config.spans if config.units == "spans" and config.reads_units else None
     reasoning = find_reasoning(
@@ -135,7 +130,7 @@ def check_needed(config: CounterfactualConfig, batch: Batch) -> None:
     """Raise `ValueError` for gold answers or turns without the column that says them, or without a turn in any row."""
     if TARGETS in config.needs and batch.targets is None:
         raise ValueError("targets must be given with target='gold': a gold answer for each row, got None")
-    if config.units != "turns" or not len(batch):
+    if config.units != "turns" or config.control == "off" or not len(batch):
         return
     if batch.mask is None and not isinstance(batch.advantages, list):
         raise ValueError("mask must be given with units='turns', 1 on tokens that the policy wrote, got None")
@@ -147,7 +142,35 @@ def check_needed(config: CounterfactualConfig, batch: Batch) -> None:
         )
 
 
-def judged_spans(
+def batch_to_score(
+    config: CounterfactualConfig, tokenizer: Any, batch: Batch, units: Mapping[int, Reasoning], model: Any
+) -> tuple[list[int], Batch]:
+    """List the rows that the estimator scores or compares, and make its batch of them; `model` limits their ids."""
+    groups, special, gold = groups_of(batch), special_ids(tokenizer), config.target == "gold"
+    if SIBLINGS in config.needs and len(groups.unique()) == len(groups):  # with those that have no reward
+        raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
+    rows = compared_rows(batch) if config.compares else [b for b, row in units.items() if row.spans]
+    scored = []
+    for b in rows:
+        row = units.get(b, Reasoning(None, 0, []))
+        row = row._replace(spans=_spans_to_score(config, batch, b, row, special))
+        scored.append(_with_target(batch, b, row, special, model, gold))
+    part, completions = batch.take(rows), [completion for completion, _ in scored]  # a copy: an estimator may write
+    if any(map(operator.is_not, completions, [batch.rows.completions[b] for b in rows])):
+        part = part.exchanged(scored=Rows(part.rows.prompts, completions, part.index))
+    check_ids(model, part.scored)
+    return rows, part.exchanged(
+        units=[list(row.spans) for _, row in scored],
+        answers=[row.answer if row.spans else None for _, row in scored],
+        reasoning_ends=[row.end for _, row in scored],
+        groups=groups[rows],
+        placeholder=placeholder_of(config, tokenizer, model) if ANSWER in config.estimator.needs else None,
+        token_budget=smallest_budget(config.token_budget, batch.token_budget),
+        special_ids=special,
+    )
+
+
+def _spans_to_score(
     config: CounterfactualConfig, batch: Batch, b: int, row: Reasoning, special: Sequence[int]
 ) -> list[Span]:
     """List what an estimator scores for each unit of a row: the unit, or the part of a turn before the answer.
@@ -174,7 +197,7 @@ def target_ids(targets: Sequence[Tensor | str | None] | None, tokenizer: Any) ->
     return None if targets is None else list(map(ids, targets))
 
 
-def scored_as(
+def _with_target(
     batch: Batch, b: int, row: Reasoning, eos_ids: Sequence[int], model: PreTrainedModel | None, gold: bool
 ) -> tuple[Tensor, Reasoning]:
     """Append its probe to a row's completion, or replace its answer by its target; `model` limits their ids.
@@ -220,9 +243,10 @@ def special_ids(tokenizer: Any) -> tuple[int, ...]:
     return tuple(token for token in ids if token is not None)
 
 
-def placeholder_of(config: CounterfactualConfig, tokenizer: Any, vocab: int | None) -> int:
+def placeholder_of(config: CounterfactualConfig, tokenizer: Any, model: PreTrainedModel | None) -> int:
     """Choose the id that replaces masked tokens: the estimator's own, else the pad or the end-of-text token."""
     for token in (getattr(config.estimator, "placeholder_id", None), tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
+            vocab = None if model is None else vocab_size(model)
             return int(token_ids("placeholder_id", torch.tensor([token]), vocab))
     raise ValueError("placeholder_id: the tokenizer has neither a pad nor an end-of-text token; name one")

@@ -90,7 +90,7 @@ def spread_over_tokens(values: Tensor, units: Sequence[Span], length: int) -> Te
     return torch.from_numpy(_spread(values.numpy(), units, length))
 
 
-def _spread(values: np.ndarray, units: Sequence[Span] | np.ndarray, length: int) -> np.ndarray:
+def _spread(values: np.ndarray, units: Sequence[Span], length: int) -> np.ndarray:
     tokens = np.full(length, -np.inf, np.float32)
     if len(units):
         starts, ends = np.array(units).T
@@ -224,36 +224,18 @@ class Range(WeightRule):
 
     def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
         """Weigh the tokens of one completion."""
-        return self([row], inverted=inverted)[0]
-
-    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
-        """Weigh the tokens of every completion, all at once: on the few numbers of one, operations take as long."""
-        begins = np.cumsum([0, *(row.length for row in rows)])
-        weights = np.ones(begins[-1], np.float32)
-        judged = [i for i, row in enumerate(rows) if len(row.importances) and not row.are_weights]
-        if judged:
-            sizes = [len(rows[i].importances) for i in judged]
-            owner, first = np.repeat(judged, sizes), np.cumsum(sizes, dtype=np.int64) - sizes
-            values = np.concatenate([rows[i].importances.numpy() for i in judged])
-            low, spread = np.zeros((2, len(rows)), values.dtype)
-            low[judged] = np.minimum.reduceat(values, first)
-            spread[judged] = np.maximum.reduceat(values, first) - low[judged]
-            chosen = spread[owner] > _EQUAL
-            share = (values - low[owner])[chosen] / spread[owner][chosen]
-            edges = (np.array([unit for i in judged for unit in rows[i].units]) + begins[owner][:, None])[chosen]
-            share = _spread(share, edges, len(weights))
-            covered = np.flatnonzero(~np.isnan(share))
-            whole = self.w_min + (1 - share if inverted else share)[covered] * (self.w_max - self.w_min)
-            least = [row.min_spread if self.min_spread is None else self.min_spread for row in rows]
-            of_row = np.searchsorted(begins, covered, "right") - 1
-            nearer = (spread / np.maximum(np.array(least, values.dtype), np.maximum(spread, _EQUAL)))[of_row]
-            weights[covered] = np.where(nearer < 1, 1 + (whole - 1) * nearer, whole)
-        for row, begin, end in zip(rows, begins, begins[1:], strict=False):
-            if row.are_weights:
-                weights[begin:end] = row.importances.numpy()
-            if row.answer is not None:
-                weights[begin:][slice(*row.answer)] = self.w_answer
-        return [torch.from_numpy(line) for line in np.split(weights, begins[1:-1])[: len(rows)]]
+        values, weights = row.importances.numpy(), np.ones(row.length, np.float32)
+        if row.are_weights:
+            weights[:] = values
+        elif len(values) and (spread := values.max() - values.min()) > _EQUAL:
+            share = _spread((values - values.min()) / spread, row.units, row.length)
+            whole = self.w_min + (1 - share if inverted else share) * (self.w_max - self.w_min)
+            least = row.min_spread if self.min_spread is None else self.min_spread
+            nearer = spread / least if spread < least else 1.0
+            weights = np.where(np.isnan(share), weights, 1 + (whole - 1) * nearer if nearer < 1 else whole)
+        if row.answer is not None:
+            weights[slice(*row.answer)] = self.w_answer
+        return torch.from_numpy(weights.astype(np.float32, copy=False))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..batch import Batch
 from ..scoring.access import CAPABILITIES, ModelAccess
 from ..scoring.masked import ScoringWork
-from ..tree.prefix_tree import Query
 
 ANSWER = "answer"
 SIBLINGS = "siblings"
@@ -58,18 +57,17 @@ class Estimator:
 
     Attributes:
         name: what configurations call it.
-        judges: what it scores by default, "spans" or "tokens".
+        default_units: what it scores by default, of the names that `CounterfactualConfig.units` takes.
         weights: rule by which its importances become weights by default; None where they are signed.
         negative: whether importances may be below 0.
         needs: names of `NEEDS` that must be met.
         continues: whether its queries continue completions that a training forward has fed already.
         observes: whether it scores a turn together with the observation that follows it.
         is_reward: whether high importances mean good units, also where the completion's answer is wrong.
-        foresees: whether it lists queries that the training forward itself can feed (`foreseen`).
     """
 
     name: ClassVar[str]
-    judges: ClassVar[str] = "spans"
+    default_units: ClassVar[str] = "spans"
     weights: ClassVar[str | None] = "range"
     # Properties where they depend on options.
     negative: ClassVar[bool] = False
@@ -77,14 +75,9 @@ class Estimator:
     continues: ClassVar[bool] = False
     observes: ClassVar[bool] = False
     is_reward: ClassVar[bool] = False
-    foresees: ClassVar[bool] = False
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Score the units of a batch."""
-        raise NotImplementedError
-
-    def foreseen(self, batch: Batch) -> list[list[Query]]:
-        """List for each completion the queries that its score needs, so that its own forward can feed them."""
         raise NotImplementedError
 
 

@@ -18,7 +18,7 @@ class Entropy(Estimator):
     """Entropy of each token's distribution, averaged over a unit (arXiv 2506.01939)."""
 
     name = "entropy"
-    judges = "tokens"
+    default_units = "tokens"
     weights = "top"
     needs = frozenset({ENTROPIES})
 
@@ -35,7 +35,7 @@ class EntropyShaping(Estimator):
     """
 
     name = "entropy_shaping"
-    judges = "tokens"
+    default_units = "tokens"
     weights = None
     needs = frozenset({ENTROPIES})
 

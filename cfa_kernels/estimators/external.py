@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from ..batch import Batch
 from ..options import as_numbers
-from ..rows import check_finite
 from ..scoring.access import ModelAccess
 from .base import EXTERNAL, Estimator, Importances, required, unit_means
 
@@ -31,5 +30,4 @@ class External(Estimator):
                     f"external row {batch.index[b]}: must hold a number for each of {len(units)} units or {length} "
                     f"tokens, got {len(row)}"
                 )
-        check_finite("external", batch.index, values, of="unit")
         return Importances(values)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..batch import Batch, ScoredRow
 from ..model.check.verify import check_supported
 from ..model.head import Head
-from ..model.limits import apart_by_length, default_token_budget, rows_per_forward
+from ..model.limits import default_token_budget
 from ..model.memory import rows_at_once, run_in_memory
 from ..model.parts import embedding, input_device
 from ..model.tree_forward import last_layer_on_rows, packed_hidden, tree_attention_mode
@@ -25,7 +25,7 @@ from ..rows import equal_prompts, keyed_generator
 from ..scoring.access import GRADIENTS, ModelAccess
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome, row_means
-from ..scoring.plan import queries_of
+from ..scoring.plan import plan_queries, queries_of
 from ..tree.packs import groups_within, lay_out
 from ..tree.prefix_tree import Pack, Query
 from .base import ANSWER, Estimator, Importances
@@ -52,7 +52,7 @@ class Gradient(Estimator):
     """
 
     name = "gradient"
-    judges = "tokens"
+    default_units = "tokens"
     weights = "bilevel"
     needs = frozenset({ANSWER, GRADIENTS})
 
@@ -83,12 +83,13 @@ class Gradient(Estimator):
         if self.sigma == 0:  # a divergence has no gradient there
             options = Gradient("mean_logprob" if self.outcome in DIVERGENCES else self.outcome, 0.0)
         walk = ModelWalk.of(access.model)
-        rows, groups = [_Row.of(row, options.outcome) for row in batch.scored_rows], equal_prompts(batch.rows.prompts)
-        lengths = [len(row.prompt) + len(row.completion) for row in batch.scored_rows]
-        bundles, parts = apart_by_length(
-            walk, [[row.query] if row.query and len(row.moving) else [] for row in rows], lengths, batch.index
-        )
-        queries = {i: query for i, bundle in enumerate(bundles) for query in bundle}
+        rows, own_budget = [_Row.of(row, options.outcome) for row in batch.scored_rows], batch.token_budget
+        plan = plan_queries(
+            walk, [[row.query] if row.query and len(row.moving) else [] for row in rows], index=batch.index,
+            groups=equal_prompts(batch.rows.prompts),
+            token_budget=default_token_budget(walk, training=True) if own_budget is None else own_budget,
+        )  # fmt: skip
+        queries = {plan.bundle_of[n]: query for n, query in enumerate(plan.queries)}  # by row
         head = _widened(check_supported(walk))
 
         def run(pack: Pack) -> _Sums:
@@ -98,14 +99,14 @@ class Gradient(Estimator):
             return lay_out(queries, [[i] for i in pack.queries], pack.num_tokens // 2)
 
         with torch.inference_mode(False), tree_attention_mode(walk), _frozen(walk):
-            if batch.token_budget is None:
-                budget = default_token_budget(walk, training=True)
-            else:
-                budget = rows_per_forward(walk, batch.token_budget)
             packs = (
                 pack
-                for part in parts
-                for pack in lay_out(queries, [[i] for i in sorted(part, key=groups.__getitem__)], budget)
+                for part in plan.parts
+                for pack in lay_out(
+                    queries,
+                    [[plan.bundle_of[n] for n in bundle] for group in part for bundle in group],
+                    plan.limits.token_budget,
+                )
             )
             sums = list(run_in_memory(packs, run, smaller))
         return _gather(rows, batch.index, sums, options.samples)

@@ -6,20 +6,17 @@ before it; masking shows what is lost while all other text stays.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..batch import Batch, ScoredRow
-from ..model.limits import rope_lengths
 from ..rows import Rows, fed_together
 from ..scoring.access import LOGPROBS, MODEL, ModelAccess
 from ..scoring.masked import ScoringWork
 from ..scoring.plan import queries_of
 from ..span import Span
-from ..tree.prefix_tree import Query
 from .base import ANSWER, Estimator, Importances, required
 
 
@@ -41,21 +38,13 @@ class PrefixGain(Estimator):
     needs = frozenset({ANSWER, LOGPROBS})
     continues = True
     observes = True
-    foresees = True  # they are few tokens, and need nothing but the text
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
-        """Judge disjoint units in order of position; raises `ValueError` naming row and unit of others."""
-        means, work = (_by_queries if MODEL in access.capabilities else _by_scores)(access, batch, _cuts_of(batch))
+        """Score disjoint units in order of position; raises `ValueError` naming row and unit of others."""
+        ends = required("reasoning_ends", batch.reasoning_ends)
+        cuts = [_cuts(row, end) for row, end in zip(batch.scored_rows, ends, strict=True)]
+        means, work = (_by_queries if MODEL in access.capabilities else _by_scores)(access, batch, cuts)
         return Importances([row.exp().diff() for row in means], work=work, change_of="probability")
-
-    def foreseen(self, batch: Batch) -> list[list[Query]]:
-        """List every query."""
-        return [[queries_of(cut)[0] for cut in reversed(row)] for row in _cuts_of(batch)]
-
-
-def _cuts_of(batch: Batch) -> list[list[ScoredRow]]:
-    ends = required("reasoning_ends", batch.reasoning_ends)
-    return [_cuts(row, end) for row, end in zip(batch.scored_rows, ends, strict=True)]
 
 
 def _cuts(row: ScoredRow, reasoning_end: int) -> list[ScoredRow]:
@@ -69,7 +58,7 @@ def _cuts(row: ScoredRow, reasoning_end: int) -> list[ScoredRow]:
         return []
     if row.answer is None:
         raise ValueError(
-            f"answers row {row.index}: is None, but the row has {len(row.spans)} units that are judged by it"
+            f"answers row {row.index}: is None, but the row has {len(row.spans)} units that are scored by it"
         )
     if not 0 <= reasoning_end <= row.answer.start:
         raise ValueError(f"reasoning_ends row {row.index}: {reasoning_end} is outside [0, {row.answer.start}]")
@@ -86,24 +75,13 @@ def _by_queries(
     access: ModelAccess, batch: Batch, cuts: Sequence[Sequence[ScoredRow]]
 ) -> tuple[list[Tensor], ScoringWork]:
     """Compute the mean log-probs of the answers of every row's cuts, from packed trees."""
-    switches = rope_lengths(access.model)[0]
-    bundles, owners = list[list[Query]](), list[int]()
-    for b, row in enumerate(cuts):
-        # Longest first: then every other prefix leaves the same path. Frequencies that follow a length keep queries on
-        # different sides of it in rows of their own.
-        queries = [queries_of(cut)[0] for cut in reversed(row)]
-        for _, group in groupby(queries, lambda query: sum(query.length > switch for switch in switches)):
-            bundles.append(list(group))
-            owners.append(b)
-    prompts = fed_together(batch.rows)
+    # Longest first: then every other prefix leaves the same path.
+    bundles = [[queries_of(cut)[0] for cut in reversed(row)] for row in cuts]
     values, work = access.query(
-        bundles, index=[batch.index[b] for b in owners], groups=[prompts[b] for b in owners],
-        token_budget=batch.token_budget,
-    )  # fmt: skip
-    means: list[list[Tensor]] = [[] for _ in cuts]
-    for b, logprobs in zip(owners, values, strict=True):
-        means[b] += [row.mean() for row in logprobs]
-    return [torch.stack(row[::-1]) if row else torch.zeros(0) for row in means], work
+        bundles, index=batch.index, groups=fed_together(batch.rows), token_budget=batch.token_budget
+    )
+    means = [[logprobs.mean() for logprobs in row[::-1]] for row in values]
+    return [torch.stack(row) if row else torch.zeros(0) for row in means], work
 
 
 def _by_scores(

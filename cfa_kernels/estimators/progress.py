@@ -18,7 +18,7 @@ class Progress(Estimator):
     """
 
     name = "progress"
-    judges = "turns"
+    default_units = "turns"
     negative = True
     needs = frozenset({LOG_RATIOS})
     is_reward = True

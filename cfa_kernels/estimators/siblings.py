@@ -16,7 +16,7 @@ from ..options import Finite, check_fields
 from ..rows import check_finite
 from ..scoring.access import ModelAccess
 from .base import REWARDS, SIBLINGS, Estimator, Importances, required, unit_means
-from .edit_distance import edit_distance, edited_tokens, token_places
+from .edit_distance import edit_distance, edited_tokens
 
 # Sums of equal rewards in another order differ by rounding, by less than this relative to the largest reward.
 _EQUAL = 1e-12
@@ -31,14 +31,14 @@ class PrefixTreeValues(Estimator):
     """
 
     name = "prefix_tree"
-    judges = "tokens"
+    default_units = "tokens"
     weights = None
     negative = True
     needs = frozenset({SIBLINGS, REWARDS})
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Score the units of a batch; queries no model."""
-        groups, rewards = _siblings(batch), _rewards(batch)
+        groups, rewards = required("groups", batch.groups), _rewards(batch)
         values = prefix_tree_values(batch.rows.completions, groups, rewards)
         scales = _scales(groups, rewards, batch.advantages)
         return Importances(unit_means([x * scale for x, scale in zip(values, scales, strict=True)], batch), signed=True)
@@ -52,7 +52,7 @@ class SiblingEdits(Estimator):
     """
 
     name = "sibling_edits"
-    judges = "tokens"
+    default_units = "tokens"
     weights = "identity"
     needs = frozenset({SIBLINGS, REWARDS})
 
@@ -64,16 +64,9 @@ class SiblingEdits(Estimator):
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Score the units of a batch; queries no model."""
-        values = sibling_edits(batch.rows.completions, _siblings(batch), _rewards(batch) >= self.correct_threshold)
+        groups, correct = required("groups", batch.groups), _rewards(batch) >= self.correct_threshold
+        values = sibling_edits(batch.rows.completions, groups, correct)
         return Importances(unit_means(values, batch))
-
-
-def _siblings(batch: Batch) -> Tensor:
-    """Return the groups; raise `ValueError` naming a dtype that is not integer."""
-    groups: Tensor = required("groups", batch.groups)
-    if groups.is_floating_point() or groups.dtype == torch.bool:
-        raise ValueError(f"groups must hold one integer for each of {len(batch)} completions, got {groups.dtype}")
-    return groups
 
 
 def _rewards(batch: Batch) -> Tensor:
@@ -137,16 +130,16 @@ def sibling_edits(completions: Sequence[Tensor], groups: Tensor, correct: Tensor
 
 
 def correct_siblings(completions: Sequence[Tensor], groups: Tensor, correct: Tensor) -> list[list[int]]:
-    """Find the correct completions of each wrong one's group, by rising edit distance over tokens; none for others."""
-    ids, right = [row.numpy() for row in completions], correct.tolist()
-    siblings: list[list[int]] = [[] for _ in ids]
+    """Find the correct completions of each wrong one's group, by rising edit distance over tokens; none for others.
+
+    Of equally near ones the lower ids come first, so that the batch's order decides nothing.
+    """
+    right, siblings = correct.tolist(), [list[int]() for _ in completions]
     for rows in _members(groups):
         sources = [b for b in rows if right[b]]
-        for b in rows:
-            if not right[b]:
-                places = token_places(ids[b])
-                distance = {other: edit_distance(places, len(ids[b]), ids[other]) for other in sources}
-                siblings[b] = sorted(sources, key=distance.__getitem__)
+        for b in (b for b in rows if not right[b]):
+            keys = {n: (edit_distance(completions[b], completions[n]), completions[n].tolist()) for n in sources}
+            siblings[b] = sorted(sources, key=keys.__getitem__)
     return siblings
 
 

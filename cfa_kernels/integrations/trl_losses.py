@@ -69,9 +69,8 @@ def loss_of_packed_rows(
         trained = [one or whole for one, whole in zip(trained, reads, strict=True)]
     keep_states = due is not None and due.config.continues
     forward = packed_forward(
-        model, rows, needed=needed, trained=trained, keep_states=keep_states, router_loss=router_coef is not None,
-        foreseen=None if due is None else due.foreseen(places, model),
-    )  # fmt: skip
+        model, rows, needed=needed, trained=trained, keep_states=keep_states, router_loss=router_coef is not None
+    )
     if due is not None:
         due.by_forward(places, forward)
         batch = batch.with_columns(advantages=due.credited(places))

@@ -161,7 +161,7 @@ class CounterfactualMixin(WholeGroups):
             entropies = self._entropies(prompts, responses, advantages) if known is None else list(known.unbind())
         credited, figures = credit_rows(
             self.tokenizer,
-            Rows(prompts, responses, rollouts=[key.rpartition("_")[0] for key in batch.keys]),  # outputs of a session
+            Rows(prompts, responses),
             masks,
             advantages,
             self._access,

@@ -31,7 +31,11 @@ class KeptTokens(NamedTuple):
         cls, tokens: Sequence[Sequence[int] | Tensor], logprobs: Sequence[Sequence[float] | Tensor] | None = None
     ) -> "KeptTokens":
         """Take the ids of N tokens one by one, as lists or 1-D tensors, perhaps with their log-probs."""
-        parts = [torch.as_tensor(ids, dtype=torch.int64) for ids in tokens]
+        parts = [torch.as_tensor(ids) for ids in tokens]
+        for n, ids in enumerate(parts):
+            if len(ids) and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+                raise TypeError(f"tokens[{n}]: ids must be integers, got {ids.dtype}")
+        parts = [ids.long() for ids in parts]
         counts = torch.tensor([len(ids) for ids in parts], dtype=torch.int64)
         ids = torch.cat(parts) if parts else counts
         if logprobs is None:
@@ -109,6 +113,13 @@ class KeptTokens(NamedTuple):
                 raise ValueError(f"{name}: logprobs must be floating point, one for each of {len(ids)} ids, got {got}")
             logprobs = logprobs.detach().cpu()
             kept = kept._replace(logprobs=logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)))
+            keys = kept.tokens() * (int(ids.max()) + 1 if len(ids) else 1) + ids
+            order = keys.argsort()
+            if len(twice := (keys[order].diff() == 0).nonzero()):
+                i = int(order[twice[0]])
+                raise ValueError(
+                    f"{place(int(kept.tokens()[i]))}: id {int(ids[i])} is there twice; with log-probs it may not be"
+                )
         outside = (ids < 0) if vocabulary is None else (ids < 0) | (ids >= vocabulary)
         if outside.any():
             i = int(outside.nonzero()[0])

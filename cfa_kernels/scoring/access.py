@@ -15,12 +15,11 @@ from ..model.run_inside import is_sharded, run_inside
 from ..model.walk import ModelWalk
 from ..options import as_numbers
 from ..rows import check_finite
-from ..tree.packs import Limits
 from ..tree.prefix_tree import Query
 from .branches import checked_masks
 from .masked import CounterfactualScores, ScoringWork, collect_scores, query_logprobs, score_batch
 from .outcomes import DIVERGENCES, Outcome
-from .plan import ScoringPlan, queries_of
+from .plan import queries_of
 
 _Result = TypeVar("_Result")
 
@@ -193,8 +192,8 @@ class LogprobService(RemoteAccess):
             values.append(numbers[-len(query.targets) :])
         check_finite("logprobs_of,", [row.index for row, _ in queries], values[1:], of="answer token")
         fed = sum(map(len, prompts + completions))
-        plan = ScoringPlan(batch.index, bundles, [], rows, Limits(fed))
-        return collect_scores(torch.cat(values), plan, outcome, ScoringWork(len(completions), fed, fed))
+        sizes, work = [query.num_values for _, query in queries], ScoringWork(len(completions), fed, fed)
+        return collect_scores(torch.cat(values), sizes, batch, outcome, work)
 
 
 def as_access(model: nn.Module | ModelAccess | None) -> ModelAccess:

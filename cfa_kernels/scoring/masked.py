@@ -24,13 +24,14 @@ from ..model.parts import causal_lm
 from ..model.run_inside import run_inside
 from ..model.tree_forward import pack_states, packed_hidden, tree_attention_mode
 from ..model.walk import Model, ModelWalk
+from ..ops.upload import upload
 from ..rows import Rows
 from ..span import Span
 from ..tree.packs import lay_out, lay_out_split
 from ..tree.prefix_tree import Pack, Query
 from .branches import check_ids
 from .outcomes import OUTCOMES, Divergences, Outcome
-from .plan import ScoringPlan, plan_queries, plan_scoring
+from .plan import QueryPlan, plan_queries, plan_scoring
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def score_batch(
     walk = ModelWalk.of(model)
     plan = plan_scoring(walk, batch, outcome, mask)
     values, work = run_plan(walk, check_supported(walk), plan, plan.packs(), merge_adapters=merge_adapters)
-    return collect_scores(values, plan, outcome, work)
+    return collect_scores(values, plan.sizes, batch, outcome, work)
 
 
 def query_logprobs(
@@ -129,7 +130,7 @@ def query_logprobs(
     Args:
         model, token_budget: as in `score_counterfactuals`, with its errors.
         bundles: U sequences of queries, each those of one row, which may have none. Ids are not checked. Rotary
-            frequencies that follow a length follow that of a row's longest query.
+            frequencies that follow a length follow that of each query's own whole sequence.
         index: (U,) number by which errors name each row; default its place in `bundles`.
         groups: (U,) numbers, equal for rows of one prompt, which are then fed side by side; default the order given.
 
@@ -157,7 +158,7 @@ class _Reading(NamedTuple):
 def run_plan(
     walk: ModelWalk,
     head: Head,
-    plan: ScoringPlan,
+    plan: QueryPlan,
     packs: Iterable[Pack],
     trunks: Mapping[Pack, tuple[Tensor, KeyValueStore | None]] | None = None,
     *,
@@ -183,9 +184,9 @@ def run_plan(
         rows = pack_states(walk, head, pack, store=store, earlier=hidden)
         if not plan.queries[0].divergence:  # as all others
             return _Reading(pack, head.logprobs(rows.states, rows.targets), pack.query_index)
-        values = divergences.of_pack(
-            pack, rows, [len(plan.queries[n].targets) for n in pack.queries], [plan.bundle_of[n] for n in pack.queries]
-        )
+        counts = np.array([len(plan.queries[n].targets) for n in pack.queries])
+        read = rows.states.index_select(0, *upload([pack.query_index], rows.states.device))
+        values = divergences.read(read, counts, [plan.bundle_of[n] for n in pack.queries])
         return _Reading(pack, -values, np.arange(len(values)))
 
     def smaller(pack: Pack) -> Iterable[Pack]:
@@ -199,7 +200,7 @@ def run_plan(
         return _collect(plan, list(run_in_memory(packs, run, smaller)))
 
 
-def _collect(plan: ScoringPlan, readings: Sequence[_Reading]) -> tuple[Tensor, ScoringWork]:
+def _collect(plan: QueryPlan, readings: Sequence[_Reading]) -> tuple[Tensor, ScoringWork]:
     """Copy the values of all queries to the host, in order, by one copy that waits for the device; count the work."""
     work = ScoringWork(
         forwards=len([one for one in readings if one.pack.num_tokens]),
@@ -220,25 +221,25 @@ def _collect(plan: ScoringPlan, readings: Sequence[_Reading]) -> tuple[Tensor, S
     return values, work
 
 
-def collect_logprobs(values: Tensor, plan: ScoringPlan) -> list[list[Tensor]]:
+def collect_logprobs(values: Tensor, plan: QueryPlan) -> list[list[Tensor]]:
     """Split the values of a plan by bundle and query."""
     each = iter(values.split(plan.sizes))
     return [[next(each) for _ in bundle] for bundle in plan.bundles]
 
 
-def collect_scores(values: Tensor, plan: ScoringPlan, outcome: Outcome, work: ScoringWork) -> CounterfactualScores:
-    """Put the values of a plan together to answer scores, in the order of its rows."""
-    sizes = plan.sizes
+def collect_scores(
+    values: Tensor, sizes: Sequence[int], batch: Batch, outcome: Outcome, work: ScoringWork
+) -> CounterfactualScores:
+    """Put the values of the queries of a batch, `sizes` of them each, together to answer scores."""
     reduction = "mean" if outcome == "mean_logprob" else "sum"
-    scores = torch.segment_reduce(values, reduction, lengths=torch.tensor(sizes)) if sizes else values
+    scores = torch.segment_reduce(values, reduction, lengths=torch.tensor(sizes)) if len(sizes) else values
     scores = torch.cat([scores, scores.new_full((1,), float("nan"))])  # the last is that of a row without an answer
-    base_of, branch_of = [], []  # of each row, and of each span: its index in the scores
-    for queries, row in zip(plan.queries_of_bundle, plan.rows, strict=True):
-        base_of.append(-1 if row.answer is None else queries.start)
-        branches = count(base_of[-1] + 1)
+    base_of, branch_of, queries = [], [], count()  # of each row, and of each span: its index in the scores
+    for row in batch.scored_rows:
+        base_of.append(-1 if row.answer is None else next(queries))
         # A span after the answer masks nothing that the answer depends on: it scores as the base itself.
-        branch_of += [next(branches) if row.masks_something(span) else base_of[-1] for span in row.spans]
-    spans = [len(row.spans) for row in plan.rows]
+        branch_of += [next(queries) if row.masks_something(span) else base_of[-1] for span in row.spans]
+    spans = [len(row.spans) for row in batch.scored_rows]
     base, masked = scores[base_of], scores[branch_of]
     drop = base.repeat_interleave(torch.tensor(spans, dtype=torch.int64)) - masked
     return CounterfactualScores(base, list(masked.split(spans)), list(drop.split(spans)), work)

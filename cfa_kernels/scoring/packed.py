@@ -47,7 +47,7 @@ from .masked import (
 )
 from .outcomes import Outcome
 from .plan import (
-    ScoringPlan,
+    QueryPlan,
     TrainingPlan,
     as_many_as_others,
     plan_queries,
@@ -77,14 +77,13 @@ def packed_logprobs(
 
     Args:
         model: as in `score_counterfactuals`, in any mode without dropout. If processes share it, each needs a row.
-        rows: prompts and completions. Equal prompts, longer common prefixes, and what the rows of a rollout share are
-            fed once.
+        rows: prompts and completions. Equal prompts and longer common prefixes are fed once.
         temperature: divides the logits.
         return_entropy: also return the entropy of the distribution that each token was drawn from.
         kept_tokens: for each row, the ids that the sampler kept at each of its tokens: log-probs and entropies are then
             normalised over them.
-        token_budget: maximum tokens per forward; default by free memory. Completions of one prompt, and rows of one
-            rollout, stay together.
+        token_budget: maximum tokens per forward; default by free memory. Completions of one prompt, and rows that go on
+            as they begin, stay together.
 
     Returns:
         B tensors (T_b,) in nats on the head's device, float32, or float64 from a model in float64. With
@@ -148,7 +147,6 @@ def packed_forward(
     token_budget: int | None = None,
     keep_states: bool = False,
     router_loss: bool = False,
-    foreseen: Sequence[Sequence[Query]] | None = None,
 ) -> "PackedForward":
     """Run `causal` on the packed trees of a batch, with gradients.
 
@@ -161,18 +159,15 @@ def packed_forward(
             backward still runs, and leaves zeros.
         keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
         router_loss: for `PackedForward.router_loss`, feed all rows whole and with gradient, and keep routers' logits.
-        foreseen: for each row, queries that will be asked of the result, which are then fed with the row.
 
     The result cannot be read once the weights that it came from have changed. Liger's gated MLPs, where the model has
     them, overwrite what a backward reads: call it once.
     """
-    foreseen = None if router_loss else foreseen  # what is not of the batch is not in its routers' loss
     check_ids(causal, rows)
     walk = ModelWalk.of(causal)
     plan = plan_training(
-        walk, rows, needed, None if router_loss else trained,
-        token_budget=token_budget, whole=router_loss, foreseen=foreseen,
-    )  # fmt: skip
+        walk, rows, needed, None if router_loss else trained, token_budget=token_budget, whole=router_loss
+    )
     head = check_trainable(walk, router_loss=router_loss)
     states = list[_PackStates]()
 
@@ -183,9 +178,9 @@ def packed_forward(
             states.append(_PackStates(pack, hidden, store, *routers))
 
     with tree_training_mode(walk):
-        feed(as_many_as_others(causal, plan.packs(plan.with_gradient), at_least=int(trained is not None)))
+        feed(as_many_as_others(causal, plan.packs(with_gradient=True), at_least=int(trained is not None)))
         with torch.no_grad():
-            feed(plan.packs(plan.without_gradient))
+            feed(plan.packs(with_gradient=False))
     return PackedForward(plan, head, states, ModelState(walk) if keep_states else None)
 
 
@@ -219,15 +214,14 @@ class PackedForward(InProcess):
         if isinstance(inside(plan.walk.model), Ranks):
             self.capabilities = Sharded.capabilities
         self.head, self.rows, self.counts, self.packs = head, plan.rows, plan.counts, packs
-        self._walk, self._without_gradient = plan.walk, plan.without_gradient
+        self._walk, self._with_gradient = plan.walk, plan.with_gradient
         self.device = head.weight.device
         self._head = TensorMarks(_parts(head))
         self._model = state
         predicting, offset = [np.zeros(0, np.int64)] * (len(self.rows) + 1), 0
         for one in packs:
-            own = [b for b in one.pack.queries if b >= 0]
-            parts = np.split(one.pack.rows[one.pack.query_index] + offset, np.cumsum(self.counts[own]))
-            for b, part in zip(own, parts, strict=False):  # the last part is empty
+            parts = np.split(one.pack.rows[one.pack.query_index] + offset, np.cumsum(self.counts[one.pack.queries]))
+            for b, part in zip(one.pack.queries, parts, strict=False):  # the last part is empty
                 predicting[b] = part
             offset += one.pack.num_tokens
         self._predicting = np.concatenate(predicting)  # packed row of each fed token, row by row, packs laid end to end
@@ -279,8 +273,8 @@ class PackedForward(InProcess):
         for b, (needed, count) in enumerate(zip(batch.needed(), self.counts.tolist(), strict=True)):
             if needed > count:
                 raise ValueError(f"batch row {b}: its loss needs {needed} tokens, but {count} were fed (needed[{b}])")
-        for b in self._without_gradient:
-            if batch.trained[b] and torch.is_grad_enabled():
+        for b, has_gradient in enumerate(self._with_gradient):
+            if not has_gradient and batch.trained[b] and torch.is_grad_enabled():
                 raise ValueError(f"batch row {b}: its loss has a gradient, but it was fed without (trained[{b}])")
         row, token = np.divmod(batch.needed_tokens.numpy(), mask.shape[1])
         starts = np.cumsum(self.counts) - self.counts
@@ -334,25 +328,19 @@ class PackedForward(InProcess):
         pack_of = {b: one.pack for one in self.packs for b in one.pack.queries}
         trunks = [pack_of.get(b) for b in own]
         if merge_adapters:
-            pairs = zip(plan.bundles, trunks, strict=True)
-            plan = replace(plan, bundles=[[_fed_again(query, trunk) for query in bundle] for bundle, trunk in pairs])
+            pairs = zip(plan.queries, plan.bundle_of, strict=True)
+            plan = replace(plan, queries=[_fed_again(query, trunks[bundle]) for query, bundle in pairs])
         values, work = self._run(walk, plan, trunks, merge_adapters)
-        return collect_scores(values, plan, outcome, work)
+        return collect_scores(values, plan.sizes, batch, outcome, work)
 
     def _own_rows(self, rows: Rows) -> list[int]:
-        """Find rows of this forward by their index; raise `ValueError` for others; compares no tokens.
-
-        A row may be cut into prompt and completion at another place.
-        """
-        if rows.index == self.rows.index:
-            own: list[int] = list(range(len(rows)))
-        else:
-            row_of = dict(zip(self.rows.index, range(len(self.rows)), strict=True))
-            own = [row_of.get(index, -1) for index in rows.index]
-        for index, b, prompt, length in zip(rows.index, own, rows.prompts, rows.lengths, strict=True):
-            if b < 0 or len(prompt) + length != len(self.rows.prompts[b]) + self.rows.lengths[b]:
+        """Find rows of this forward by their index; raise `ValueError` for others; compares no tokens."""
+        row_of = {number: b for b, number in enumerate(self.rows.index)}
+        own = [row_of.get(number, -1) for number in rows.index]
+        for b, number, prompt, length in zip(own, rows.index, rows.prompts, rows.lengths, strict=True):
+            if b < 0 or (len(prompt), length) != (len(self.rows.prompts[b]), self.rows.lengths[b]):
                 raise ValueError(
-                    f"rows: must be those of the forward, and row {index} of {length} tokens is not; give "
+                    f"rows: must be those of the forward, and row {number} of {length} tokens is not; give "
                     "counterfactual_credit the Rows that packed_forward was given"
                 )
         return own
@@ -363,7 +351,9 @@ class PackedForward(InProcess):
         if not self.packs or stands_alone(walk):
             return query_logprobs(self.model, bundles, **options)
         plan = plan_queries(walk, bundles, **options)
-        values, work = self._run(walk, plan, [self._nearest(b[0].tokens) if b else None for b in plan.bundles])
+        values, work = self._run(
+            walk, plan, [self._nearest(plan.queries[b[0]].tokens) if b else None for b in plan.bundles]
+        )
         return collect_logprobs(values, plan), work
 
     def _same_model(self) -> ModelWalk:
@@ -389,12 +379,12 @@ class PackedForward(InProcess):
         return max((one.pack for one in self.packs), key=lambda pack: pack.tree.common_prefix(tokens))
 
     def _run(
-        self, walk: ModelWalk, plan: ScoringPlan, trunks: Sequence[Pack | None], merge_adapters: bool = False
+        self, walk: ModelWalk, plan: QueryPlan, trunks: Sequence[Pack | None], merge_adapters: bool = False
     ) -> tuple[Tensor, ScoringWork]:
         """Compute the values of a plan's queries; those of each bundle continue its trunk."""
         states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
-        order = [b for part in plan.parts for b in part]
-        bundles_of = {trunk: [plan.queries_of_bundle[b] for b in order if trunks[b] is trunk] for trunk in states}
+        bundles = [bundle for part in plan.parts for group in part for bundle in group]
+        bundles_of = {trunk: [own for own in bundles if trunks[plan.bundle_of[own[0]]] is trunk] for trunk in states}
         packs = (
             pack for trunk, own in bundles_of.items() for pack in lay_out_behind(trunk, plan.queries, own, plan.limits)
         )

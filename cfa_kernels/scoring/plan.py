@@ -1,16 +1,16 @@
-"""Lay out packs: of whole completions for a forward with gradients, and of the queries that are asked in one call."""
+"""Plan which queries are asked in a call, and which of them may be fed together: of scoring and of training alike."""
 
 import numbers
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import groupby
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from ..batch import Batch, Mask, Masks, ScoredRow
-from ..model.limits import apart_by_length, largest_forward, rows_per_forward
+from ..model.limits import apart_by_length, largest_forward, rope_lengths, rows_per_forward
 from ..model.parts import vocab_size
 from ..model.sharded.ranks import Ranks, inside
 from ..model.stateful_layers import has_cells
@@ -23,26 +23,14 @@ from .outcomes import DIVERGENCES, Outcome
 
 
 @dataclass(frozen=True)
-class ScoringPlan:
-    """Plan of a call: the queries, and which of them may be fed together."""
+class QueryPlan:
+    """Plan of a call: the queries of each row, which are a bundle, and parts of them that may share a forward."""
 
-    index: list[int]  # by which errors name each row
-    bundles: Sequence[list[Query]]  # of each row
-    parts: list[list[int]]  # bundles that may share a forward, by number, equal prompts side by side
-    rows: list[ScoredRow]  # none where only queries are given
+    index: Sequence[int]  # by which errors name each row
+    queries: list[Query]  # of all bundles, as fed
+    bundles: list[list[int]]  # numbers of the queries of each row
+    parts: list[list[list[list[int]]]]  # of each part, groups of bundles, or of what a part has of them
     limits: Limits
-    groups: Sequence[int] = ()  # of each bundle, equal for those of one prompt
-
-    @cached_property
-    def queries(self) -> list[Query]:
-        """List the queries of all bundles, by number."""
-        return [query for bundle in self.bundles for query in bundle]
-
-    @cached_property
-    def queries_of_bundle(self) -> list[range]:
-        """List the queries of each bundle, by number."""
-        stops = list(accumulate(map(len, self.bundles)))
-        return [range(stop - len(bundle), stop) for bundle, stop in zip(self.bundles, stops, strict=True)]
 
     @cached_property
     def bundle_of(self) -> list[int]:
@@ -57,18 +45,17 @@ class ScoringPlan:
     def packs(self) -> Iterator[Pack]:
         """Lay out every pack, in order, one at a time."""
         for part in self.parts:
-            groups = [[self.queries_of_bundle[i] for i in own] for _, own in groupby(part, self.groups.__getitem__)]
-            yield from lay_out_split(self.queries, groups, self.limits)
+            yield from lay_out_split(self.queries, part, self.limits)
 
 
-def plan_scoring(model: Model, batch: Batch, outcome: Outcome = "logprob", mask: Masks = None) -> ScoringPlan:
+def plan_scoring(model: Model, batch: Batch, outcome: Outcome = "logprob", mask: Masks = None) -> QueryPlan:
     """Plan the scores of a batch; nothing runs on a device. Packs are laid out one at a time, as they are fed."""
-    walk, rows = ModelWalk.of(model), batch.scored_rows
+    walk = ModelWalk.of(model)
     masks = checked_masks(mask, batch, vocab_size(walk.model))
-    bundles = [queries_of(row, outcome, rule) for row, rule in zip(rows, masks, strict=True)]
-    lengths = [len(row.prompt) + len(row.completion) for row in rows]
-    groups = fed_together(batch.rows)
-    return _lay_out(walk, batch.index, bundles, lengths, groups, batch.token_budget, rows)
+    bundles = [queries_of(row, outcome, rule) for row, rule in zip(batch.scored_rows, masks, strict=True)]
+    return plan_queries(
+        walk, bundles, index=batch.index, groups=fed_together(batch.rows), token_budget=batch.token_budget
+    )
 
 
 def plan_queries(
@@ -78,35 +65,50 @@ def plan_queries(
     index: Sequence[int] | None = None,
     groups: Sequence[int] | None = None,
     token_budget: int | None = None,
-) -> ScoringPlan:
-    """Check the input of `query_logprobs`; nothing runs on a device."""
-    listed = [list(bundle) for bundle in bundles]
-    lengths = [max((query.length for query in bundle), default=0) for bundle in listed]
-    index = list(range(len(listed)) if index is None else index)
-    groups = [0] * len(listed) if groups is None else groups
-    for name, column in {"index": index, "groups": groups}.items():
-        if len(column) != len(listed):
-            raise ValueError(f"{name} has {len(column)} rows, bundles has {len(listed)}; they must agree")
-    return _lay_out(model, index, listed, lengths, groups, token_budget, rows=[])
+) -> QueryPlan:
+    """Check the input of `query_logprobs`; nothing runs on a device.
 
-
-def _lay_out(
-    model: Model,
-    index: list[int],
-    bundles: list[list[Query]],
-    lengths: Sequence[int],
-    groups: Sequence[int],
-    token_budget: int | None,
-    rows: list[ScoredRow],
-) -> ScoringPlan:
+    Each query keeps the rotary frequencies that its whole sequence has by itself, so a bundle may be in several parts.
+    Raises `NotImplementedError` for a row that no forward may hold.
+    """
     walk = ModelWalk.of(model)
+    index = range(len(bundles)) if index is None else index
+    groups = [0] * len(bundles) if groups is None else groups
+    for name, column in {"index": index, "groups": groups}.items():
+        if len(column) != len(bundles):
+            raise ValueError(f"{name} has {len(column)} rows, bundles has {len(bundles)}; they must agree")
+    switches, queries, numbered = rope_lengths(walk)[0], list[Query](), list[list[int]]()
+    pieces, owners = list[list[int]](), list[int]()
+    for bundle in bundles:
+        numbered.append([*range(len(queries), len(queries) + len(bundle))])
+        queries += bundle
+    for i in sorted(range(len(bundles)), key=groups.__getitem__):
+        sides: dict[int, list[int]] = {}
+        for n in numbered[i]:
+            sides.setdefault(sum(queries[n].length > switch for switch in switches), []).append(n)
+        pieces += sides.values()
+        owners += [i] * len(sides)
+    fed, parts = apart_by_length(
+        walk,
+        [[queries[n] for n in piece] for piece in pieces],
+        [max(queries[n].length for n in piece) for piece in pieces],
+        [index[i] for i in owners],
+    )
+    for piece, own in zip(pieces, fed, strict=True):
+        for n, query in zip(piece, own, strict=True):
+            queries[n] = query
+    # A divergence is read after the first query of its bundle, which must be in an earlier part then.
+    firsts = {bundle[0] for bundle in numbered if bundle}
+    ordered = [[p for p in part if (pieces[p][0] in firsts) is some] for some in (True, False) for part in parts]
+    grouped = [
+        [[pieces[p] for p in group] for _, group in groupby(part, lambda p: groups[owners[p]])] for part in ordered
+    ]
     limits = Limits(
         rows_per_forward(walk, token_budget),
         trunks=not has_cells(walk),  # layers that carry a state do not keep it for branches of a later forward
         most_rows=largest_forward(walk),
     )
-    fed, parts = apart_by_length(walk, bundles, lengths, index)
-    return ScoringPlan(index, fed, [sorted(part, key=groups.__getitem__) for part in parts], rows, limits, groups)
+    return QueryPlan(index, queries, numbered, grouped, limits)
 
 
 def queries_of(row: ScoredRow, outcome: Outcome = "logprob", mask: Mask | None = None) -> list[Query]:
@@ -132,46 +134,17 @@ class TrainingPlan:
     walk: ModelWalk
     rows: Rows
     counts: np.ndarray  # (B,) int64: the first tokens of each completion, which will be read
-    groups: Sequence[int]  # of each row, equal for those that are fed together
-    with_gradient: list[int]  # rows whose group needs one
-    without_gradient: list[int]  # all others
-    token_budget: int
-    whole: bool  # whether tokens that nobody reads are fed too
-    foreseen: Sequence[Sequence[Query]] | None  # for each row, queries to feed with it
+    plan: QueryPlan  # of a query for each row that is fed; no group is cut
+    row_of: list[int]  # of each query
+    with_gradient: list[bool]  # of each row, whether its group needs one
 
-    def packs(self, order: Sequence[int]) -> Iterator[Pack]:
-        """Lay out the rows in `order`, a group together, one pack at a time; the queries of packs are rows.
-
-        Queries foreseen for a row have numbers below 0 and no targets, and are left out where they make a group exceed
-        the budget.
-        """
-        rows = self.rows
-        lengths = [len(rows.prompts[b]) + len(rows.completions[b]) for b in order]
-        bundles, parts = apart_by_length(
-            self.walk, [self._sequence(b) for b in order], lengths, [rows.index[b] for b in order]
-        )
-        queries = {b: query for b, bundle in zip(order, bundles, strict=True) for query in bundle}
-        with_row: dict[int, list[int]] = {b: [b] for b in order}
-        for b in order:
-            for query in () if self.foreseen is None else self.foreseen[b]:
-                with_row[b].append(-1 - len(queries))
-                queries[with_row[b][-1]] = replace(query, targets=query.targets[:0])
-        for part in parts:
-            together = groupby([order[i] for i in part], self.groups.__getitem__)
-            bundled = [[n for b in group for n in with_row[b]] for _, group in together]
-            for pack in lay_out(queries, bundled, self.token_budget):
-                own = [n for n in pack.queries if n >= 0]
-                is_over = pack.num_tokens > self.token_budget and len(own) < len(pack.queries)  # a group by itself
-                yield from lay_out(queries, [own], self.token_budget) if is_over else [pack]
-
-    def _sequence(self, b: int) -> list[Query]:
-        """Make the query of a completion's first tokens; none for 0, unless the whole row is fed."""
-        count, first = int(self.counts[b]), len(self.rows.prompts[b]) - 1
-        if count == 0 and not self.whole:
-            return []
-        tokens = self.rows.whole(b)
-        fed = len(tokens) if self.whole else first + count
-        return [Query(tokens[:fed], first, tokens[first + 1 : first + 1 + count], beyond=tokens[fed:])]
+    def packs(self, *, with_gradient: bool) -> Iterator[Pack]:
+        """Lay out the rows of one kind, a group together, one pack at a time; the queries of packs are rows."""
+        queries = dict(zip(self.row_of, self.plan.queries, strict=True))
+        for part in self.plan.parts:
+            groups = [[self.row_of[n] for bundle in group for n in bundle] for group in part]
+            own = [group for group in groups if self.with_gradient[group[0]] is with_gradient]
+            yield from lay_out(queries, own, self.plan.limits.token_budget)
 
 
 def plan_training(
@@ -182,24 +155,29 @@ def plan_training(
     *,
     token_budget: int | None = None,
     whole: bool = False,
-    foreseen: Sequence[Sequence[Query]] | None = None,
 ) -> TrainingPlan:
     """Check the input of `packed_forward`, and split rows into those whose group needs a gradient and all others.
 
-    If processes share the model, and so must run equally many forwards, all rows are of the first kind. Raises
-    `ValueError` naming row and value of `needed`, or the length of `needed` or `trained`, that does not fit the rows.
+    If processes share the model, and so must run equally many forwards, all rows are of the first kind. Tokens that
+    nobody reads are fed too if `whole`. Raises `ValueError` naming row and value of `needed`, or the length of `needed`
+    or `trained`, that does not fit the rows.
     """
     counts = np.array(rows.lengths, dtype=np.int64) if needed is None else _checked_needed(needed, rows.lengths)
     groups = fed_together(rows)
-    order = sorted(range(len(rows)), key=groups.__getitem__)
     reached = {*groups}
     if trained is not None:
         check_columns(groups, trained=trained)
         if not isinstance(inside(walk.model), Ranks):
-            reached = {groups[b] for b in order if trained[b] and counts[b]}
-    with_gradient, without = ([b for b in order if (groups[b] in reached) is some] for some in (True, False))
-    budget = rows_per_forward(walk, token_budget)
-    return TrainingPlan(walk, rows, counts, groups, with_gradient, without, budget, whole, foreseen)
+            reached = {groups[b] for b in range(len(rows)) if trained[b] and counts[b]}
+    bundles = list[list[Query]]()
+    for b, count in enumerate(counts.tolist()):
+        tokens, first = rows.whole(b), len(rows.prompts[b]) - 1
+        fed = len(tokens) if whole else first + count
+        query = Query(tokens[:fed], first, tokens[first + 1 : first + 1 + count], beyond=tokens[fed:])
+        bundles.append([query] if count or whole else [])
+    plan = plan_queries(walk, bundles, index=rows.index, groups=groups, token_budget=token_budget)
+    row_of = [b for b, bundle in enumerate(bundles) if bundle]
+    return TrainingPlan(walk, rows, counts, plan, row_of, [group in reached for group in groups])
 
 
 def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least: int = 0) -> Iterable[Pack]:

@@ -332,7 +332,7 @@ ONE_GROUP = {"groups": torch.zeros(4, dtype=torch.int64)}
         ({}, {"seed": None}, "seed must be an integer or a sequence of integers, got None"),
         ({}, {"seed": 1.5}, "seed must be .* got 1.5"),
         ({}, {"groups": ["a"] * 4}, r"groups must be \(B,\) integers, got \['a', 'a', 'a', 'a'\]"),
-        ({"estimator": "external"}, {"external": [[1.0, math.nan]] * 4}, "external row 0, unit 1: must be finite"),
+        ({"estimator": "external"}, {"external": [[1.0, math.nan]] * 4}, "estimator, row 0, unit 1: must be finite"),
         ({"estimator": "external"}, {"external": [torch.ones(3)] * 4}, "external row 0: must hold a number for each"),
         ({"estimator": "external"}, {"external": [torch.ones(2)] * 3}, "external has 3 rows, prompts has 4"),
         ({"estimator": "entropy"}, {"entropies": [torch.ones(4)] * 4}, r"entropies row 0: must be a tensor \(5,\)"),
@@ -466,8 +466,7 @@ def test_drops_within_rounding_weigh_alike_and_make_no_distractors(outcome, dtyp
 
     ids = torch.tensor(encode(get_tokenizer("characters"), "1 + 1 = 2\n1 + 2 = 3\n#### 18"))
     rows = Rows([ids[:2]], [ids])
-    # An answer of two tokens: the roots of 2 (two drops) and of 2 (its tokens), the mean over which halves it.
-    limit = ACCURACY[dtype] * (2.0 if outcome == "logprob" else 1.0)
+    limit = ACCURACY[dtype] * math.sqrt(2)  # a drop is a difference of two scores
     within, beyond = (credit([0.0, -share * limit]) for share in (0.9, 1.1))
     answer = within.answers[0]
     assert answer.end - answer.start == 2

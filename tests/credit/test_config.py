@@ -63,7 +63,7 @@ def test_parts_and_options_by_path_make_the_same_configuration(config, options):
 def reads(estimator: str) -> set[str]:
     """The paths that are read with this estimator and all else by default, by the declarations of its parts."""
     kind = ESTIMATORS[estimator]
-    parts = {kind, AnswerRules, *([SpanRules] if kind.judges == "spans" else [])}
+    parts = {kind, AnswerRules, *([SpanRules] if kind.default_units == "spans" else [])}
     parts |= {WEIGHTS[kind.weights]} if kind.weights is not None else set()
     return {path for path, part, _ in part_options() if part in parts}
 
@@ -85,7 +85,7 @@ def test_an_option_that_nothing_reads_is_refused_by_its_path_even_at_its_default
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"estimator": Gradient(), "estimator.sigma": 0.1}, "estimator.sigma: estimator is given as an object; set the"),
+        ({"estimator": Gradient(), "estimator.sigma": 0.1}, "estimator.sigma: estimator is given as an object"),
         ({"spans": SpanRules(), "spans.max_spans": 2}, "spans.max_spans: spans is given as an object; set the option"),
         ({"estimator.sigma": 1.0}, "estimator='masking' has outcome, .*; it is an option of gradient$"),
         ({"weights.tau": 0.1}, "weights.tau is not read: weights='range' has w_min, .*; it is an option of bilevel$"),
@@ -138,7 +138,9 @@ def test_a_name_a_mapping_and_an_object_are_configurations_and_nothing_else_is()
     assert as_config({"estimator": "gradient"}) == CounterfactualConfig("gradient")
     assert as_config(OF(Gradient())) == OF(Gradient())
     assert as_config({"answers.answer_fallback": "last_number"}).control == "off"
-    with pytest.raises(TypeError, match="credit must be a CounterfactualConfig, a preset's name, or a mapping, got 3$"):
+    with pytest.raises(
+        TypeError, match=r"credit must be a CounterfactualConfig, a preset's name, or a mapping, got 3$"
+    ):
         as_config(3)
 
 

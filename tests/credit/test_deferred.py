@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cfa_kernels import Batch, CounterfactualConfig, Credit, DeferredCredit, Draws, Importances, packed_forward
-from cfa_kernels.credit import deferred
+from cfa_kernels import Batch, CounterfactualConfig, Credit, DeferredCredit, Draws, Importances, Rows, packed_forward
 from cfa_kernels.integrations import trl_credit
 from tests.support.log_prob_hosts import batch_rows
 from tests.support.plug_ins import RESAMPLING
@@ -31,7 +30,7 @@ def test_micro_batches_change_neither_weights_nor_draws(options):
 
     whole, parts = batch(), batch()
     whole.by_model(model)
-    for part in ([4, 1], [0, 2, 3, 5]):
+    for part in (torch.tensor([4, 1]), torch.tensor([True, False, True, True, False, True])):
         assert parts.is_due(part)
         assert parts.finished() is None
         parts.by_forward(part, packed_forward(model, ROWS.take(part), keep_states=True))
@@ -39,33 +38,6 @@ def test_micro_batches_change_neither_weights_nor_draws(options):
     torch.testing.assert_close(parts.take(range(6)).weights, whole.take(range(6)).weights, rtol=0, atol=1e-4)
     assert parts.finished().spans == whole.finished().spans
     assert parts.finished() is None
-
-
-@pytest.mark.parametrize("trained", [None, [True, True, False, False, False, True]])
-def test_what_is_foreseen_is_fed_with_the_rows_of_a_small_forward_on_a_gpu(trained, monkeypatch):
-    """Prefix gain's values then need no forward of their own, and log-probs and gradients stay as they were."""
-    # The sentence before an answer belongs to its marker, so that something is fed.
-    config = CounterfactualConfig.of({"estimator": "prefix_gain", "answers.answer_format": r"\S+ #### (\d+)"})
-    model, both = tiny_model().eval().double(), {}
-    tokens = sum(ROWS.lengths)
-    for device, most in (("cpu", tokens), ("cuda", tokens - 1), ("cuda", tokens)):
-        monkeypatch.setattr(deferred, "input_device", lambda _, device=device: torch.device(device))
-        monkeypatch.setattr(deferred, "HOST_BOUND", most)
-        credit = DeferredCredit(config, tiny_tokenizer(), BATCH, seed=0)
-        foreseen = credit.foreseen(range(6), model)
-        together = device == "cuda" and most == tokens
-        assert (foreseen is not None) == together
-        forward = packed_forward(model, ROWS, keep_states=True, trained=trained, foreseen=foreseen)
-        credit.by_forward(range(6), forward)
-        logprobs = forward.logprobs()
-        kept = [row for b, row in enumerate(logprobs) if trained is None or trained[b]]
-        leaves = torch.autograd.grad(sum(row.square().sum() for row in kept), model.parameters())
-        both[together] = credit.take(range(6)).weights, [row.detach() for row in logprobs], leaves
-        work = credit.finished().work
-        assert work.forwards == (0 if together else 1)
-        assert (work.tokens_fed == 0) == together
-    torch.testing.assert_close(both[True], both[False], rtol=0, atol=1e-6)
-    assert any((row != 1).any() for row in both[False][0])
 
 
 def beside_others(model, batch):
@@ -108,7 +80,7 @@ def test_completions_are_compared_with_the_whole_batch_whatever_forwards_hold_th
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     assert theirs is not whole.batch.advantages, "this credit does nothing"
     assert whole.finished().spans[3] == []
-    assert 3 not in whole.to_judge()
+    assert 3 not in whole.to_score
 
 
 @pytest.mark.parametrize("options", COMPARING, ids=range(len(COMPARING)))
@@ -192,13 +164,28 @@ def test_factors_multiply_the_weights_and_what_is_left_is_normalised():
     assert fifth.eq(0).all()
 
 
+@pytest.mark.parametrize("factor", [[0.5] * 5, [0.5, 0.5, 1, 1, 1], [0, 0.5, 1, 1, 1], [2, 2, 2, 2, 3]])
+def test_weights_that_factors_change_are_normalised_whether_or_not_one_is_zero(factor):
+    factor, entropies = torch.tensor(factor), torch.tensor([1.0, 2, 3, 4, 5])
+    rows, config = ROWS.take([0]), CounterfactualConfig("entropy", weights="bilevel", normalize="mean")
+    rows = Rows(rows.prompts, [rows.completions[0][:5]])
+    plain, own = (
+        DeferredCredit(config, tiny_tokenizer(), Batch(rows, entropies=[entropies], **given), seed=0)
+        for given in ({}, {"weights": [factor]})
+    )
+    for one in (plain, own):
+        one.by_model(tiny_model().eval())
+    product = plain.take([0]).weights[0] * factor
+    torch.testing.assert_close(own.take([0]).weights[0], product / product.mean())
+
+
 def test_what_a_tool_wrote_decides_neither_which_rows_are_scored_nor_the_mean_of_weights():
     """Nor is signed credit normalised where a caller's weights take tokens away."""
     counted = [torch.arange(n) > 0 for n in ROWS.lengths]
     advantages = [torch.where(mask, value, 5.0) for mask, value in zip(counted, ADVANTAGES, strict=True)]
     positive = CounterfactualConfig(completions="positive")
     batch = Batch(ROWS, advantages=advantages, mask=counted)
-    assert DeferredCredit(positive, tiny_tokenizer(), batch, seed=0).to_judge() == [0, 2, 3, 5]
+    assert DeferredCredit(positive, tiny_tokenizer(), batch, seed=0).to_score == [0, 2, 3, 5]
     model = tiny_model().eval()
     weights = [(torch.arange(n) != 2).float() for n in ROWS.lengths]
     own = [torch.where(mask, value, 0.0) for mask, value in zip(counted, ADVANTAGES, strict=True)]

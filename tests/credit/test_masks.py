@@ -5,6 +5,7 @@ import torch
 
 from cfa_kernels.credit.assign import counterfactual_credit
 from cfa_kernels.credit.config import CounterfactualConfig
+from cfa_kernels.model.check.accuracy import ACCURACY
 from cfa_kernels.rows import Rows
 from tests.support.scored import Scored, importances_of
 from tests.support.small_tokenizers import encode, get_tokenizer
@@ -103,7 +104,7 @@ def test_a_mask_that_is_none_is_named(mask, message):
     [
         ({}, torch.float32, 0.1),
         ({}, torch.float16, 0.1),
-        ({}, torch.bfloat16, 0.2),  # of two tokens each, the roots of 2 multiply
+        ({}, torch.bfloat16, 0.1),
         ({"estimator.outcome": "mean_logprob"}, torch.bfloat16, 0.1),
         ({"weights.min_spread": 0.5}, torch.float32, 0.5),
         ({"weights.min_spread": 0.0}, torch.float32, 0.0),
@@ -112,11 +113,11 @@ def test_a_mask_that_is_none_is_named(mask, message):
 @pytest.mark.parametrize("spread", [0.02, 0.05, 0.15, 0.4, 3.0])
 def test_importances_that_hardly_differ_get_weights_that_hardly_do(options, dtype, least, spread):
     ids = torch.tensor(encode(CHARACTERS, "1 + 1 = 2\n1 + 2 = 3\n#### 18"))
-    access = Scored([0.0, spread], base=-1e-4, dtype=dtype)  # a likely answer, which hardly rounds
+    access = Scored([0.0, spread], base=-1.0, dtype=dtype)
     config = CounterfactualConfig.of(options)
     credit = counterfactual_credit(access, CHARACTERS, Rows([ids[:2]], [ids]), config=config)
     low, high = (credit.weights[0][span.start].item() for span in credit.spans[0])
-    share = min(1.0, spread / least) if least else 1.0
+    share = (min(1.0, spread / least) if least else 1.0) * (spread > ACCURACY[dtype] * 2**0.5)
     assert (low, high) == (pytest.approx(1 - 0.5 * share), pytest.approx(1 + 3 * share))
 
 

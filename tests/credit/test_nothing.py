@@ -77,7 +77,10 @@ def test_few_judged_completions_are_told_too():
             {"advantages": only(0), "truncated": only(0, value=True, other=False), "masked": True},
             "advantages on truncated only", "max_completion_length",
         ),
-        ({"advantages": only(0), "weights.w_min": 1.0, "weights.w_max": 1.0, "weights.w_answer": 1.0}, "all weights 1", "detector"),
+        (
+            {"advantages": only(0), "weights.w_min": 1.0, "weights.w_max": 1.0, "weights.w_answer": 1.0},
+            "all weights 1", "detector",
+        ),
     ],
 )  # fmt: skip
 def test_a_batch_that_teaches_nothing_says_which_and_what_to_change(options, what, change):

@@ -92,29 +92,11 @@ def test_a_scorer_has_the_callers_budget_too():
     model, scorer = tiny_model().eval(), tiny_model().eval()
     with counted(scorer) as fed:
         credited_loss(
-            model, tiny_tokenizer(), ROWS, advantages=ADVANTAGES, credit=CounterfactualConfig.of(MASKING), scorer=scorer,
-            token_budget=BUDGET,
+            model, tiny_tokenizer(), ROWS, advantages=ADVANTAGES, credit=CounterfactualConfig.of(MASKING),
+            scorer=scorer, token_budget=BUDGET,
         )  # fmt: skip
     assert len(fed) > 3
     assert max(fed) <= BUDGET
-
-
-def test_rows_of_a_rollout_keep_the_budget_of_their_batch():
-    model, seen = tiny_model().eval(), []
-
-    def own(_, batch):
-        seen.append(batch.token_budget)
-        return [torch.ones(len(units)) for units in batch.units]
-
-    given = rows(rollouts=[0, 1, 2, 3, 4, 5])
-    for estimator in (own, "masking"):
-        with counted(model) as fed:
-            counterfactual_credit(
-                model, tiny_tokenizer(), given, config=CounterfactualConfig(estimator, units="turns"),
-                mask=[torch.tensor([1, 1, 0, 1, 1, 0, 1, 1, 1, 1])] * 6, token_budget=BUDGET,
-            )  # fmt: skip
-    assert seen == [BUDGET]
-    assert 0 < max(fed) <= BUDGET
 
 
 def test_a_batch_of_all_processes_has_the_budget_of_this_one():

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.rows import Rows
 from examples import ibpo
 from examples.ibpo import correction_prompt
@@ -87,7 +88,7 @@ def test_a_right_correction_raises_its_attempt_before_the_group_is_compared_and_
 
     tokens = lambda text: trainer.tokenizer(text)["input_ids"]  # noqa: E731
     edits = [row.tolist() for row in shaped.edits]
-    gate = edits_by_table(tokens("a 1"), tokens("a 1 right"))
+    (gate,) = map(list, edits_by_table(tokens("a 1"), tokens("a 1 right")))
     assert 0 in gate
     assert edits == [gate if b == 1 else [1.0] * len(row) for b, row in enumerate(edits)]
     assert shaped.metrics["corrections/edited_fraction"] == pytest.approx(sum(gate) / len(gate))
@@ -167,7 +168,9 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
     assert 0 < len(right) < len(fixed)
     gate = [torch.ones(length) for length in result.batch.rollouts.rows.lengths]
     for b in right:
-        gate[b] = torch.tensor(edits_by_table(result.batch.rollouts.ids()[b], fixed[b]))
+        own = result.batch.rollouts.ids()[b]
+        gate[b] = edited_tokens(torch.tensor(own), torch.tensor(fixed[b]))
+        assert tuple(gate[b].tolist()) in edits_by_table(own, fixed[b])
     shaped = result.batch.rewards + 0.3 * torch.tensor([float(b in right) for b in range(24)])
     advantages = group_advantages(shaped, 8)
     assert torch.equal(result.advantages, advantages)

@@ -88,9 +88,9 @@ def test_there_is_no_credit_unless_an_estimator_or_a_preset_is_named(tmp_path, d
 
 
 def test_options_of_credit_without_an_estimator_are_an_error():
-    with pytest.raises(ValueError, match="^weights is not read: credit is off; name a preset or an estimator$"):
+    with pytest.raises(ValueError, match=r"^weights is not read: credit is off; name a preset or an estimator$"):
         as_config({"weights.w_max": 3.0, "estimator": None})
-    with pytest.raises(ValueError, match="unknown option 'w_max' of credit; did you mean 'weights.w_max'"):
+    with pytest.raises(ValueError, match=r"unknown option 'w_max' of credit; did you mean 'weights.w_max'"):
         as_config({"w_max": 3.0})
     assert as_config({"control": "off", "estimator": "gradient"}).control == "off"
     assert as_config("cf") == CounterfactualConfig.preset("cf")

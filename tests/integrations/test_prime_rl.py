@@ -139,7 +139,8 @@ def rows_of_group() -> tuple[Rows, list[torch.Tensor], list[float]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"estimator": "prefix_gain"}, {"units": "tokens", "estimator.outcome": "mean_logprob", "weights": "bilevel"},
+        {}, {"estimator": "prefix_gain"},
+        {"units": "tokens", "estimator.outcome": "mean_logprob", "weights": "bilevel"},
         {"estimator": "prefix_tree"}, {"control": "permuted"},
     ],
     ids=str,

@@ -84,7 +84,7 @@ def test_the_advantages_are_trls_times_the_weights_of_the_completions(train):
 
 def test_rows_without_advantage_cost_no_scoring(train, monkeypatch):
     fed: list[int] = []
-    credit = deferred.counterfactual_credit
+    credit = deferred.assign_credit
 
     def counted(model: Any, *args: Any, **kwargs: Any) -> Any:
         with forwards(model) as sizes:
@@ -92,7 +92,7 @@ def test_rows_without_advantage_cost_no_scoring(train, monkeypatch):
         fed.extend(sizes)
         return assigned
 
-    monkeypatch.setattr(deferred, "counterfactual_credit", counted)
+    monkeypatch.setattr(deferred, "assign_credit", counted)
     everywhere = train(per_device_train_batch_size=24)
     (all_rows,) = logged(everywhere, "credit/tokens_fed")
     assert sum(fed) == all_rows
@@ -184,7 +184,7 @@ class Processor:
 
 def test_scoring_runs_in_trls_precision_with_the_tokenizer_of_a_processor(train, monkeypatch):
     seen: list[Any] = []
-    credit = deferred.counterfactual_credit
+    credit = deferred.assign_credit
 
     def watched(model: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append((torch.is_autocast_enabled("cpu"), type(tokenizer)))
@@ -195,7 +195,7 @@ def test_scoring_runs_in_trls_precision_with_the_tokenizer_of_a_processor(train,
             self.processing_class = Processor(self.processing_class)
             return super().train()
 
-    monkeypatch.setattr(deferred, "counterfactual_credit", watched)
+    monkeypatch.setattr(deferred, "assign_credit", watched)
     train(Processed, bf16=True)
     assert seen == [(True, type(tiny_tokenizer()))]
 

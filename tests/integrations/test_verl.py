@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels import Batch, CounterfactualConfig, Rows, counterfactual_credit
+from cfa_kernels import CounterfactualConfig, counterfactual_credit
 from tests.support import sharded, verl_engine
 from tests.support.log_prob_hosts import (
     CREDIT,
@@ -193,20 +193,6 @@ def test_the_advantages_are_verls_times_the_weights_of_the_completions(
     assert request["input_ids"].offsets().diff().max() <= 4 + 5  # cut after the answer
 
 
-def test_turns_of_a_sessions_outputs_are_weighed_together(one_by_one, transfer_queue, monkeypatch):
-    sessions = ["p_0", "p_0", "p_1", "q_0", "q_1", "q_1"]
-    keys = [f"{session}_{b}" for b, session in enumerate(sessions)]
-    trainer = build(one_by_one, WorkerGroup(1, 1, False, monkeypatch), units="turns")
-    own = advantages_of(PPOTrainerSync._compute_advantage(trainer, put(transfer_queue, keys), {}))
-    given = advantages_of(trainer._compute_advantage(put(transfer_queue, keys), {}))
-    advantages, apart = torch.stack([row[0] for row in own]), batch_rows()
-    rows = Rows(apart.prompts, apart.completions, rollouts=sessions)
-    batch = Batch(rows, advantages=advantages, mask=batch_mask())
-    expected = counterfactual_credit(tiny_model(), tiny_tokenizer(), batch, config=trainer.counterfactual)
-    firsts = [row[0] for row in expected.applied_to(advantages)]
-    torch.testing.assert_close([row[0] for row in given], firsts, rtol=1e-4, atol=1e-5)
-
-
 @pytest.fixture
 def one_by_one(config) -> Any:
     """The configuration with log-prob requests that take a row at a time."""
@@ -220,7 +206,8 @@ def one_by_one(config) -> Any:
     "options",
     [
         *CREDIT, {"estimator": "entropy"}, {"estimator": "entropy_shaping"},
-        {"estimator": "entropy", "control": "random"}, {"estimator.preselect": 0.5, "estimator.preselect_by": "entropy"},
+        {"estimator": "entropy", "control": "random"},
+        {"estimator.preselect": 0.5, "estimator.preselect_by": "entropy"},
     ],
     ids=str,
 )  # fmt: skip

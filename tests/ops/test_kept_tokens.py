@@ -139,3 +139,17 @@ def test_the_loss_names_row_and_token_and_asks_nothing_of_tokens_that_do_not_cou
         linear_policy_loss(*arguments, mask, kept_tokens=KeptTokens.of(lists))
     mask[1, 2] = 0
     assert linear_policy_loss(*arguments, mask, kept_tokens=KeptTokens.of(lists))[0].isfinite()
+
+
+@pytest.mark.parametrize("ids", [[1.5, 2], [1.0], [True], torch.tensor([2.0])])
+def test_ids_that_are_no_integers_are_refused(ids):
+    with pytest.raises(TypeError, match=r"tokens\[1\]: ids must be integers, got torch\."):
+        KeptTokens.of([[3], ids])
+
+
+def test_an_id_with_a_log_prob_may_be_there_once_a_token():
+    kept = KeptTokens.of([[3, 4], [4, 3, 4]], [[-1.0, -0.5], [-1.0, -0.5, -2.0]])
+    with pytest.raises(ValueError, match=r"token 1: id 4 is there twice; with log-probs it may not be"):
+        kept.checked("token {}".format, 2)
+    assert len(kept._replace(logprobs=None).checked("token {}".format, 2).ids) == 5
+    assert len(KeptTokens.of([[]], [[]]).checked("token {}".format, 1).ids) == 0

@@ -141,7 +141,7 @@ def test_a_divergence_over_a_large_vocabulary_is_within_2e_5_nats_of_float64(sof
     head, states = head_and_rows(4 * count, softcap=softcap, logit_scale=0.7)
     head = Head(head.weight.to(device, dtype), head.bias.to(device, dtype), softcap, 0.7)
     states = states.to(device, dtype)
-    found = Divergences(head).read(states, torch.full((4,), count).numpy(), torch.full((4,), 5).to(device), [0] * 4)
+    found = Divergences(head).read(states, torch.full((4,), count).numpy(), [0] * 4)
     z = exact_logits(head, states).view(4, count, -1).mean(1)
     expected = kl(z[:1], z)
     assert expected.max() > 0.05
@@ -151,9 +151,9 @@ def test_a_divergence_over_a_large_vocabulary_is_within_2e_5_nats_of_float64(sof
 @pytest.mark.parametrize("softcap", [None, 8.0])
 def test_divergences_of_a_later_call_are_from_the_first_query_of_their_own_row(softcap):
     head, states = head_and_rows(6, vocabulary=300, softcap=softcap)
-    reader, counts, chosen = Divergences(head), torch.ones(3, dtype=torch.long).numpy(), torch.tensor([7, 9, 7])
-    first = reader.read(states[:3], counts, chosen, [0, 1, 0])
-    later = reader.read(states[3:], counts, chosen, [0, 1, 0])
+    reader, counts = Divergences(head), torch.ones(3, dtype=torch.long).numpy()
+    first = reader.read(states[:3], counts, [0, 1, 0])
+    later = reader.read(states[3:], counts, [0, 1, 0])
     z = exact_logits(head, states)
     expected = torch.stack([kl(z[i], z[j]) for i, j in ((0, 0), (1, 1), (0, 2), (0, 3), (1, 4), (0, 5))])
     assert first[0] == pytest.approx(0, abs=1e-6)
@@ -165,7 +165,7 @@ def test_a_token_that_a_bias_forbids_adds_nothing_to_a_divergence(softcap):
     head, states = head_and_rows(2, vocabulary=300)
     bias = head.bias.clone()
     bias[:10] = -math.inf
-    ids, cap = torch.tensor([20, 20]), softcap and 1e4  # a cap that leaves -inf far below every other logit
-    found = Divergences(Head(head.weight, bias, cap)).read(states, torch.ones(2).long().numpy(), ids, [0, 0])
+    cap = softcap and 1e4  # a cap that leaves -inf far below every other logit
+    found = Divergences(Head(head.weight, bias, cap)).read(states, torch.ones(2).long().numpy(), [0, 0])
     z = exact_logits(Head(head.weight, head.bias), states)[:, 10:]
     torch.testing.assert_close(found[1].double(), kl(z[0], z[1]), rtol=1e-4, atol=2e-5)

@@ -1,5 +1,6 @@
-"""Edit distance and alignment by the full table: the judge of what counts as edited."""
+"""Edit distance and alignment by the full table: what counts as edited."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -12,21 +13,20 @@ def table(ours: Sequence[int], theirs: Sequence[int]) -> list[list[int]]:
     return cells
 
 
-def edits_by_table(ours: Sequence[int], theirs: Sequence[int]) -> list[float]:
-    """Walk back through the table: delete, else substitute, else insert, else match."""
-    cells, edited, (i, j) = table(ours, theirs), [0.0] * len(ours), (len(ours), len(theirs))
-    while i or j:
-        here = cells[i][j]
+def edits_by_table(ours: Sequence[int], theirs: Sequence[int]) -> set[tuple[float, ...]]:
+    """Find the marks of every alignment with the fewest edits, walking back through the table."""
+    cells = table(ours, theirs)
+
+    @functools.cache
+    def walk(i: int, j: int) -> frozenset[frozenset[int]]:
+        here, found = cells[i][j], set[frozenset[int]]()
         if i and cells[i - 1][j] + 1 == here:
-            i -= 1
-            edited[i] = 1.0
-        elif i and j and ours[i - 1] != theirs[j - 1] and cells[i - 1][j - 1] + 1 == here:
-            i, j = i - 1, j - 1
-            edited[i] = 1.0
-        elif j and cells[i][j - 1] + 1 == here:
-            j -= 1
-            if ours:
-                edited[min(i, len(ours) - 1)] = 1.0
-        else:
-            i, j = i - 1, j - 1
-    return edited
+            found |= {marks | {i - 1} for marks in walk(i - 1, j)}
+        if i and j and cells[i - 1][j - 1] + (ours[i - 1] != theirs[j - 1]) == here:
+            found |= {marks | ({i - 1} if ours[i - 1] != theirs[j - 1] else set()) for marks in walk(i - 1, j - 1)}
+        if j and cells[i][j - 1] + 1 == here:
+            found |= {marks | ({min(i, len(ours) - 1)} if ours else set()) for marks in walk(i, j - 1)}
+        return frozenset(found or {frozenset[int]()})
+
+    every = walk(len(ours), len(theirs))
+    return {tuple(float(t in marks) for t in range(len(ours))) for marks in every}
