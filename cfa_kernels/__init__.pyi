@@ -39,7 +39,6 @@ from .loss.policy import contributing_rows as contributing_rows
 from .loss.policy import linear_policy_loss as linear_policy_loss
 from .loss.policy import logits_policy_loss as logits_policy_loss
 from .loss.policy import policy_loss as policy_loss
-from .model.check.accuracy import noise_floor as noise_floor
 from .model.check.verify import check_model as check_model
 from .model.compile_layers import compile_layers as compile_layers
 from .model.run_inside import run_inside as run_inside

@@ -56,7 +56,7 @@ def test_merged_adapters_sample_the_same_and_leave_the_same_bits(options) -> Non
     with merged_adapters(model):  # a CUDA graph reads them where they were
         assert all(weight.data_ptr() == before[name][1] for name, weight in model.named_parameters())
     assert_same_bits(before, bits(model))
-    assert state.change(causal_lm(model)) is None
+    assert state.holds(causal_lm(model))
     assert adapted_layers(model)
 
 
@@ -86,7 +86,7 @@ def test_a_merge_in_bfloat16_leaves_the_same_bits_even_after_an_error() -> None:
     def fail_inside() -> None:
         with merged_adapters(model) as layers:
             assert layers == 14
-            assert "merged" in state.change(causal_lm(model))
+            assert not state.holds(causal_lm(model))
             changed = {name for name, (values, *_) in bits(model).items() if not torch.equal(values, before[name][0])}
             assert changed == {name for name in before if name.endswith("base_layer.weight")}
             raise KeyError
@@ -94,7 +94,7 @@ def test_a_merge_in_bfloat16_leaves_the_same_bits_even_after_an_error() -> None:
     with pytest.raises(KeyError):
         fail_inside()
     assert_same_bits(before, bits(model))
-    assert state.change(causal_lm(model)) is None
+    assert state.holds(causal_lm(model))
 
 
 def test_a_forward_before_sampling_goes_backward_after_it() -> None:
@@ -175,7 +175,7 @@ def test_merged_copies_are_what_samples_and_weights_keep_their_bits(options) -> 
         with pytest.raises(KeyError), merged_weights(causal_lm(model)):
             raise KeyError
         assert_same_bits(before, bits(model))
-        assert state.change(causal_lm(model)) is None
+        assert state.holds(causal_lm(model))
         assert adapted_layers(model)
 
 

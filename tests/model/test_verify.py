@@ -7,6 +7,9 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cfa_kernels.model import attention, limits
 from cfa_kernels.model.check import verify
@@ -137,7 +140,16 @@ def shifted(model):
     model.model.layers[1].mlp.forward = lambda x: forward(x + 0.05 * x.roll(1, dims=1))
 
 
-CHANGES = {"scale": rescaled, "hook": hooked, "forward": lambda model: scaled(model, 0.9), "inner forward": shifted}
+def mixes(module, args, out):
+    return out + out.roll(1, 1)
+
+
+CHANGES = {
+    "scale": rescaled, "hook": hooked, "forward": lambda model: scaled(model, 0.9), "inner forward": shifted,
+    "inner hook": lambda model: model.model.layers[0].mlp.register_forward_hook(mixes),
+    "inner pre-hook": lambda model: model.model.layers[1].mlp.register_forward_pre_hook(lambda _, x: x[0].cumsum(1)),
+    "hook on the norm": lambda model: model.model.norm.register_forward_hook(mixes),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -148,6 +160,42 @@ def test_a_model_changed_after_its_self_check_is_checked_again(change):
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="model: "):
             verify.check_supported(model)
+
+
+def attention_of_its_own(factor):
+    """Attention of a user, which is sdpa but for the scale."""
+
+    def own(module, query, key, value, mask, scaling=None, **options):
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=factor * scaling, **options)
+
+    return own
+
+
+@pytest.fixture
+def attention_named(monkeypatch):
+    """A function that gives transformers attention by a name."""
+
+    def register(name, function):
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, function)
+        monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, sdpa_mask)
+        return name
+
+    return register
+
+
+@pytest.mark.parametrize("name", ["mine", "sdpa"])
+@pytest.mark.parametrize("checked_before", [False, True])
+def test_attention_of_the_users_own_is_compared_as_it_is_set(name, checked_before, attention_named):
+    model = make_model("Qwen3", initializer_range=0.3)
+    if checked_before:
+        verify.check_supported(model)
+    model.set_attn_implementation(attention_named(name, attention_of_its_own(1)))
+    verify.check_supported(model)
+    attention_named(name, attention_of_its_own(2))
+    with pytest.raises(NotImplementedError, match=rf"not compute the same .*: its attention '{name}' runs .*'sdpa'"):
+        verify.check_supported(model)
+    model.set_attn_implementation("eager")
+    verify.check_supported(model)
 
 
 def test_a_forward_exchanged_in_the_models_class_is_noticed(monkeypatch):
@@ -169,7 +217,7 @@ def test_a_self_check_is_kept_while_nothing_changes(monkeypatch):
     verify.check_supported(model)
     for _ in range(2):  # each adds a hook to the embedding, as TRL and PEFT do at every step
         model.enable_input_require_grads()
-    monkeypatch.setattr(verify, "run_probe", None)
+    monkeypatch.setattr(verify, "_run_probe", None)
     hook.remove()
     hook = watched()
     verify.check_supported(model)
