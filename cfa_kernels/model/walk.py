@@ -32,7 +32,6 @@ class ModelWalk:
         self.by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
         self.kept: dict[str, Any] = {}  # what callers derive from the modules
         self.of_weights: dict[str, Any] = {}  # and from the values of weights: an optimizer's step empties it
-        self.checked: dict[Any, Any] = {}  # verdicts on models that compute so
         self._having: dict[str, list[Any]] = {}
         shared, names, todo = list[tuple[str, str]](), dict[nn.Module, str](), [("", model)]
         while todo:
@@ -61,7 +60,9 @@ class ModelWalk:
         self._watched, self._forwards = self._watched_now(), self._forwards_now()
         some = [(n, m) for n, m in self.modules.items() if "forward" in vars(m) or "_original_forward" in vars(m)]
         own = [(name, forward) for name, m in some if (forward := own_forward(m)) is not None]
-        self._computes = [*self.modules], shared, self._classes, self._forwards[0], own, self._watched
+        computes = [*self.modules], shared, self._classes, self._forwards[0], own, self._watched
+        self.checked: dict[Any, Any] = {}  # verdicts on the model while it computes so
+        self._verdicts: list[tuple[Any, dict[Any, Any]]] = [(computes, self.checked)]
         _WALKS.add(self)
 
     @classmethod
@@ -73,9 +74,16 @@ class ModelWalk:
         if before is not None and before.holds():
             return before
         walk = vars(model)[_WALK] = cls(model)
-        if before is not None and before._computes == walk._computes:
-            walk.checked = before.checked
+        if before is not None:
+            walk._join(before)
         return walk
+
+    def _join(self, before: "ModelWalk") -> None:
+        """Keep the verdicts of the record before: hooks and forwards come and go."""
+        ((computes, own),) = self._verdicts
+        self.checked = next((verdicts for then, verdicts in before._verdicts if then == computes), own)
+        others = [(then, verdicts) for then, verdicts in before._verdicts if verdicts is not self.checked]
+        self._verdicts = [(computes, self.checked), *others[: _FORMS - 1]]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_walk, ()  # a copy of a model, or one that is read from a file, walks by itself
@@ -126,6 +134,7 @@ class ModelWalk:
 
 
 _WALK = "_cfa_walk"
+_FORMS = 4  # of a model, whose verdicts are kept
 _WALKS: WeakSet[ModelWalk] = WeakSet()
 
 

@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 
 from cfa_kernels import CounterfactualConfig
-from tests.support.models import HYBRIDS, make_model, skip_before
+from tests.support.models import make_model, skip_before
 from tests.support.tiny import PHRASES, WORDS, tiny_model
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
@@ -143,11 +143,6 @@ def llama4() -> Any:
     return make_model("Llama4Text", head_dim=16, num_local_experts=2, intermediate_size_mlp=64)
 
 
-def bamba() -> Any:
-    """A model whose layers hand states from token to token."""
-    return make_model("Bamba", **HYBRIDS["Bamba"])
-
-
 def adapter_with_dropout() -> Any:
     return get_peft_model(tiny_model(), LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"]))
 
@@ -166,8 +161,6 @@ LOSS |= {
                                r"Llama4ForCausalLM: the loss of its routers .*its own forward gives none"),
     "a state space": ({"gradient_checkpointing": False}, {"model": mamba}, GRPOTrainer, None,
                       "model: MambaForCausalLM .*packed_loss=False"),
-    "checkpointed states": ({"gradient_checkpointing": True}, {"model": bamba}, GRPOTrainer, None,
-                            "gradient_checkpointing=True: BambaForCausalLM hands states.*set it to False"),
 }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ from ..parts import (
 from ..quantised import HALVES, is_quantised, product_dtype
 from ..router_loss import packed_router_loss, uses_of_rows
 from ..sharded.fsdp import without_casts
-from ..sharded.ranks import inside
+from ..sharded.ranks import Ranks, inside
 from ..stateful_layers import refuse_older_cells
 from ..tree_forward import pack_states, packed_hidden, tree_training_mode
 from ..walk import Model, ModelWalk
@@ -137,7 +137,7 @@ def _verdict(walk: ModelWalk) -> _Verdict:
 def _on_few_layers(walk: ModelWalk, check: Callable[[Mapping[nn.Module, nn.Module]], _Result]) -> _Result:
     """Run `check` on the first and last layer of each kind; on all if it fails so, or if processes share the model."""
     _LOG.info("checking the model %s: a packed tree must give its own log-probs", type(walk.model).__name__)
-    if inside(walk.model) is None and (repeated := repeated_layers(walk)):
+    if not isinstance(inside(walk.model), Ranks) and (repeated := repeated_layers(walk)):
         try:
             return check(repeated)
         except Exception as error:
@@ -425,7 +425,7 @@ def _run_probe(
         stack.enter_context(ieee_products())
         stack.enter_context(without_accelerates_autocast(model))
         stack.enter_context(torch.autocast(input_device(model).type, enabled=False))
-        if inside(model) is not None:
+        if isinstance(inside(model), Ranks):
             stack.enter_context(without_casts(model))
             return measure(False)
         try:
