@@ -82,10 +82,7 @@ def check_supported(model: Model) -> Head:
         NotImplementedError: the head is not a plain linear layer, the model's logits are not its head's output, scaled
             and capped as its configuration says, or a packed tree does not give the model's own log-probs.
     """
-    walk = ModelWalk.of(model)
-    refuse_older_cells(walk)
-    head, verdict = read_head(walk.model), _verdict(walk)
-    return replace(head, softcap=verdict.softcap, logit_scale=verdict.scale)
+    return _supported(ModelWalk.of(model))[0]
 
 
 def check_trainable(model: Model, *, router_loss: bool = False) -> Head:
@@ -96,10 +93,9 @@ def check_trainable(model: Model, *, router_loss: bool = False) -> Head:
             it is taken from the tree (`router_loss`) and the same there.
     """
     walk = ModelWalk.of(model)
-    head = check_supported(walk)
+    head, verdict = _supported(walk)
     if obstacle := _training_obstacle(walk, router_loss):
         raise _not_trainable(walk.model, *obstacle)
-    verdict = _verdict(walk)
     if not verdict.trained and any(m.training for m in walk.modules.values()):
         _on_few_layers(walk, lambda repeated: _check_training(walk, verdict, repeated))
         verdict.trained = True
@@ -126,12 +122,15 @@ def check_model(model: nn.Module) -> None:
     check_trainable(causal_lm(model))
 
 
-def _verdict(walk: ModelWalk) -> _Verdict:
+def _supported(walk: ModelWalk) -> tuple[Head, _Verdict]:
+    refuse_older_cells(walk)
+    head = read_head(walk.model)
     key, ranks = computation(walk), inside(walk.model)
     due = key not in walk.checked
     if due if ranks is None else ranks.largest(due):  # processes that share a model all check it, or none
         walk.checked[key] = _on_few_layers(walk, lambda repeated: _checked(walk, repeated))
-    return walk.checked[key]  # type: ignore[no-any-return]
+    verdict: _Verdict = walk.checked[key]
+    return replace(head, softcap=verdict.softcap, logit_scale=verdict.scale), verdict
 
 
 def _on_few_layers(walk: ModelWalk, check: Callable[[Mapping[nn.Module, nn.Module]], _Result]) -> _Result:
