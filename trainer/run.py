@@ -5,7 +5,6 @@ import contextlib
 import gc
 import itertools
 import logging
-import os
 import re
 import signal
 import sys
@@ -98,7 +97,6 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     `NotImplementedError` for a model whose log-probs cannot be taken.
     """
     processes.start(config)
-    keep_few_kernels()
     stop_clock(started or datetime.now())
     # A reward, a row or a prompt that is wrong must not wait until a model is loaded.
     for name in config.report_to:
@@ -180,15 +178,6 @@ def compile_or_say(model: nn.Module, *, must: bool) -> None:
         if must:
             raise
         _LOG.warning("torch_compile=auto: nothing is compiled: %s", obstacle)
-
-
-def keep_few_kernels() -> None:
-    """Limit the caches of CPU kernels to 64 shapes of products, unless the environment says otherwise."""
-    # oneDNN makes a kernel for each shape, in a millisecond and half a megabyte, and keeps 1,024, as does torch's layer
-    # above it. Shapes differ from step to step, so a run could grow by hundreds of megabytes. Both caches ask when the
-    # first kernel is made.
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, "64")
 
 
 def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | None = None) -> Path:

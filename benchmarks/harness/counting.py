@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.harness.workloads import Job, head_dim
+from cfa_kernels.model.check.verify import check_supported
 
 
 @dataclass
@@ -86,6 +87,9 @@ def counted(model: PreTrainedModel, tree: Job | None = None) -> Iterator[Work]:
     hooks = [m.register_forward_hook(linear) for m in model.modules() if isinstance(m, nn.Linear)]
     hooks.append(trunk.register_forward_pre_hook(forward, with_kwargs=True))
     try:
+        if tree is not None:
+            check_supported(model)  # again, as it has hooks
+            work, packed_done = Work(), False
         yield work
     finally:
         for hook in hooks:

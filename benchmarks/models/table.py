@@ -204,8 +204,9 @@ switched on that is off by default.
 
 `cfa_kernels.check_model(model)` checks your own model before any work is done. Vision-language classes are scored and
 trained on text as they are (`tests/model/test_vision_language.py`); Llama 4's class has no head, so pass
-`model.language_model`. [Quantised bases](quantised.md) have a page. Each row has its layers, its model class and its
-full reason in [models.json](../benchmarks/results/models.json).
+`model.language_model`. [Quantised bases](quantised.md) have a page. Gradient checkpointing works for layers that carry
+a state as for all others. Each row has its layers, its model class and its full reason in
+[models.json](../benchmarks/results/models.json).
 """
 
 

@@ -9,8 +9,6 @@ from packaging.version import Version
 from ..estimators.base import SIBLINGS
 from ..loss.checks import weights_sequences
 from ..loss.types import LEVELS, LOSS_TYPES
-from ..model.parts import causal_lm
-from ..model.stateful_layers import has_cells
 from ..scoring.access import WHOLE
 from . import require
 from .credit import OFFERS, ONE_RATIO, obstacles, unmet_needs
@@ -72,7 +70,7 @@ def credit_obstacles(trainer: Any) -> list[str]:
 
 def packing_obstacles(trainer: Any) -> list[str]:
     """Name what its packed loss cannot be combined with."""
-    args, model = trainer.args, causal_lm(trainer.accelerator.unwrap_model(trainer.model))
+    args = trainer.args
     mode = getattr(args, "vllm_importance_sampling_mode", "") if args.use_vllm else ""
     weighs_sequences = weights_sequences(trainer.loss_type, trainer.importance_sampling_level)
     cuts = {name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")}
@@ -107,11 +105,6 @@ def packing_obstacles(trainer: Any) -> list[str]:
         (
             args.neftune_noise_alpha,
             f"neftune_noise_alpha={args.neftune_noise_alpha}: completions would share a prompt's noise; omit it",
-        ),
-        (
-            args.gradient_checkpointing and has_cells(model),
-            f"gradient_checkpointing=True: {type(model).__name__} hands states from token to token, which "
-            "checkpointed layers would not find again; set it to False",
         ),
     )
     return [*obstacles(*cases), *_obstacles_of_both(trainer)]

@@ -184,7 +184,9 @@ def _build_mask(
     forward = RUNNING.get()
     if forward is None:
         raise RuntimeError(f"attn_implementation={ATTENTION!r} runs only inside a packed forward")
-    return TreeMask(forward.table, read_visibility(mask_function, local_size, device))
+    rows = forward.table.num_rows - forward.first_row
+    shows = not forward.first_row or local_size is None or rows > local_size + 3  # what rows before it may need
+    return TreeMask(forward.table, read_visibility(mask_function, local_size, device, rows if shows else None))
 
 
 AttentionInterface.register(ATTENTION, attend)
@@ -192,15 +194,18 @@ AttentionMaskInterface.register(ATTENTION, _build_mask)
 
 
 def read_visibility(
-    mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None = None
-) -> Reach:
+    mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None = None,
+    rows: int | None = None,
+) -> Reach:  # fmt: skip
     """Find the rule that `mask_function(batch, head, query position, key position)` follows, by calling it.
+
+    It is asked about positions of the forward's `rows` only, where they are given: it may read a table of them.
 
     Raises `NotImplementedError` for a rule that is not causal, a causal window or a causal chunk.
     """
     size = local_size or 8
     near = [edge * size + step for edge in range(4) for step in range(-3, 4)]
-    positions = torch.tensor(sorted({p for p in [*near, *range(8)] if p >= 0}))
+    positions = torch.tensor(sorted({p for p in [*near, *range(8)] if 0 <= p < (rows or p + 1)}))
     query, key = positions[:, None], positions[None, :]
     try:
         try:

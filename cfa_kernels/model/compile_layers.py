@@ -54,7 +54,7 @@ def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
         obstacle = "it has no list `layers` of modules with a `self_attn`"
     if obstacle:
         raise NotImplementedError(f"model: the layers of {name} cannot be compiled: {obstacle}")
-    walk, kinds = ModelWalk(causal), list[CompiledKind]()
+    walk, kinds = ModelWalk.of(causal), list[CompiledKind]()
     with one_mode(walk, training=True):
         check_trainable(walk)
         probe = ProbeTree.of(causal)

@@ -45,14 +45,13 @@ def refuse_length_dependent_rope(model: Model, longest: int) -> None:
 
 
 def apart_by_length(
-    model: Model, bundles: Sequence[list[Query]], lengths: Sequence[int], order: Sequence[int]
+    walk: ModelWalk, bundles: Sequence[list[Query]], lengths: Sequence[int], order: Sequence[int]
 ) -> tuple[Sequence[list[Query]], list[list[int]]]:
     """Split bundles into parts that must not share a forward; return bundles as fed, and the non-empty ones of a part.
 
     Each row, of `lengths` tokens in all, keeps the rotary frequencies that it has by itself and whole. `order`
     holds the caller's number of each row. Raises `NotImplementedError` for a row that no forward may hold.
     """
-    walk = ModelWalk.of(model)
     switches, dynamic = rope_lengths(walk)
     if dynamic is not None:
         for bundle, length, b in zip(bundles, lengths, order, strict=True):
@@ -78,12 +77,12 @@ def apart_by_length(
     return bundles, parts
 
 
-def largest_forward(model: Model) -> int | None:
+def largest_forward(walk: ModelWalk) -> int | None:
     """Find the most rows of a forward in which a row's place does not matter; None if it never matters."""
     # Llama 4 scales the queries of layers without rotary embeddings by a row's place, in steps of this many.
     steps = [
         int(module.floor_scale) - 1
-        for module in ModelWalk.of(model).having("attn_temperature_tuning")
+        for module in walk.having("attn_temperature_tuning")
         if module.attn_temperature_tuning and hasattr(module, "floor_scale")
     ]
     return min(steps, default=None)
@@ -104,11 +103,11 @@ def smallest_budget(*token_budgets: int | None) -> int | None:
     return min(given, default=None)
 
 
-def rows_per_forward(model: Model, token_budget: int | None) -> int:
+def rows_per_forward(walk: ModelWalk, token_budget: int | None) -> int:
     """Return `token_budget`, by default `default_token_budget`, capped by `largest_forward`."""
     if (budget := smallest_budget(token_budget)) is None:
-        return default_token_budget(model)
-    return min(budget, largest_forward(model) or budget)
+        return default_token_budget(walk)
+    return min(budget, largest_forward(walk) or budget)
 
 
 def default_token_budget(model: Model, *, training: bool = False) -> int:
@@ -132,9 +131,8 @@ def default_token_budget(model: Model, *, training: bool = False) -> int:
     return int(min(max(free // 2 // bytes_per_token, 1024), largest))
 
 
-def kept_per_row(model: Model) -> int:
+def kept_per_row(walk: ModelWalk) -> int:
     """Estimate the bytes that all layers keep of a row for a backward; adapters are in the margin."""
-    walk = ModelWalk.of(model)
     # A model's own norms and gates keep float32 copies and every intermediate result; Liger's and compiled ones do not.
     layers: int = walk.model.config.get_text_config().num_hidden_layers
     lean = train_compiled(walk) or any_liger(walk)

@@ -5,24 +5,20 @@ Layers that are not plain LoRA, as PEFT itself defines it, run PEFT's own code.
 
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from copy import copy
-from itertools import repeat
-from operator import attrgetter, contains, is_, itemgetter
+from operator import attrgetter, itemgetter
 from types import MethodType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..ops.adapted_linear import AdaptedLayer, AdapterParts, adapted_linear, split_adapters
 from .modes import exchanged
 from .sharded.fsdp import is_piece
-from .state import mark, marks
-from .walk import Model, ModelWalk
+from .state import adapters, marks
+from .walk import ModelWalk
 
 FEW_ROWS = 2048
 """Rows in halves on a GPU below which PEFT's layers run, where the host is the limit: of it they take less.
@@ -33,8 +29,9 @@ Measured on an H100, forward and backward of Qwen3-1.7B by one op and by PEFT, m
 _FULL = (torch.float32, torch.float64)
 _ONE_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 """Names of layers of one parent that are called with one and the same tensor, and a name for them together."""
-_ADAPTERS = itemgetter("_active_adapter", "_disable_adapters", "merged_adapters", "lora_variant", "scaling")
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BACKWARD_HOOKS = itemgetter("_backward_hooks", "_backward_pre_hooks")
+_FORM = attrgetter("dtype", "device")
 
 
 class _Layer(NamedTuple):
@@ -48,108 +45,29 @@ class _Layer(NamedTuple):
         return AdaptedLayer(self.base.weight, self.base.bias, self.down.weight, self.up.weight)
 
 
-class _Parts(NamedTuple):
-    marks: list[Any]
-    weights: list[AdaptedLayer]  # so that nothing else gets an id of theirs
-    parts: AdapterParts
-
-
-_KEPT: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
-"""Parts of adapters, by the first layer of those that run together, as long as no weight has been written to."""
-
-# Some optimizers write without a trace: those of wrappers that hold the weights in pieces.
-register_optimizer_step_post_hook(lambda *_: _KEPT.clear())
-
-
-def one_pass_adapters(model: Model | nn.Module, rows: int, *, compiled: bool = False) -> AbstractContextManager[None]:
-    """Run the LoRA layers of `model` as ops inside; their own `forward` is restored, also after an error.
+def one_pass_adapters(
+    walk: ModelWalk, rows: int, *, compiled: bool = False, inside: nn.Module | None = None
+) -> AbstractContextManager[None]:
+    """Run the LoRA layers of a model, or of a module `inside` it, as ops; their own `forward` comes back afterwards.
 
     Those in halves on a GPU keep it for forwards of fewer than `FEW_ROWS` rows, unless their layers are `compiled`.
     On a GPU bfloat16 rows meet float32 adapters in bfloat16 parts, 8 bytes a weight, which are kept until a weight is
     written to. Weights must not change inside.
     """
-    walk = ModelWalk.of(model)
     layers = _lora_layers(walk)
     few = rows < FEW_ROWS and not compiled
     if layers and few and is_on_gpu(weight := layers[0].base_layer.weight) and weight.dtype not in _FULL:
         layers = []
     if not layers:  # groups of another forward stay
         return exchanged(())
-    grouped = _grouped(walk, layers)
-    for group in grouped.groups:
+    groups: _Groups | None = walk.kept.get("groups")
+    if groups is None or (inside is None and not groups.hold(walk)):
+        groups = walk.kept["groups"] = _Groups(walk, layers)
+    own = groups.inside(inside)
+    for group in own:
         group.forget()
-    grouped.take_parts()
-    return exchanged(grouped.attributes)
-
-
-def _run_member(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    group, place = layer.cfa_member
-    return group.run(layer, place, x, *args, **kwargs)  # type: ignore[no-any-return]
-
-
-def _grouped(walk: ModelWalk, layers: list[Any]) -> "_Grouped":
-    """Return `layers` by what they read; those of an earlier forward unless an adapter has changed since."""
-    kept: _Grouped | None = walk.kept.get("groups")
-    if kept is not None and kept.holds(layers):
-        return kept
-    plain = {layer: modules for layer in layers if (modules := _plain(layer))}
-    groups = dict[Any, _Group]()
-    for name, layer in walk.modules.items() if plain else ():
-        if layer in plain:
-            (parent, _, own), modules = name.rpartition("."), plain[layer]
-            down = modules.down.weight
-            kind = parent, _ONE_INPUT.get(own, own), modules.scale, down.shape, down.dtype, modules.base.weight.dtype
-            groups.setdefault(kind, _Group(modules.scale)).add(layer, modules)
-    result = _Grouped([*groups.values()], layers, plain.values())
-    if len(plain) == len(layers):
-        walk.kept["groups"] = result
-    return result
-
-
-class _Grouped:
-    """Groups of LoRA layers, and what decides about them besides the modules: that is read by loops of C."""
-
-    def __init__(self, groups: list["_Group"], layers: list[Any], plain: Collection[_Layer]) -> None:
-        self.groups, self._layers = groups, layers
-        # One function for all, and numbers instead of modules: so a graph of one decoder layer fits the next.
-        self.attributes = [
-            (layer, {"forward": MethodType(_run_member, layer), "cfa_member": (group, place)})
-            for group in groups
-            for place, layer in enumerate(group.layers)
-        ]
-        self._adapters = [tuple(map(copy, _ADAPTERS(vars(layer)))) for layer in layers]
-        members = [vars(module) for modules in plain for module in modules[:4]]
-        self._hooks = [hooks for own in members for hooks in _HOOKS(own)]
-        self._members = members
-        stores = [module._parameters for modules in plain for module in (modules.base, modules.down)]
-        self._stores = [store for store in stores if "weight" in store]  # FSDP1's weights are no parameters
-        self._forms = self._forms_now()
-        stores = [module._parameters for group in groups for modules in group.members for module in modules[1:3]]
-        self._adapter_stores = stores if all("weight" in store for store in stores) else []
-        self._taken: tuple[list[Tensor], list[Any], list[_Parts | None]] = [], [], []  # adapters, marks, parts
-
-    def holds(self, layers: list[Any]) -> bool:
-        """Whether the same layers have the same adapters, and nobody watches a module of theirs."""
-        if layers != self._layers or [*map(_ADAPTERS, map(vars, layers))] != self._adapters or any(self._hooks):
-            return False
-        return not any(map(contains, self._members, repeat("forward"))) and self._forms_now() == self._forms
-
-    def take_parts(self) -> None:
-        """Give groups the parts of their adapters, which are looked for one by one only if a weight has changed."""
-        adapters = [*map(itemgetter("weight"), self._adapter_stores)]
-        before, marked, parts = self._taken
-        kept = parts and _KEPT.get(self.groups[0].layers[0]) is parts[0] and len(adapters) == len(before)
-        if kept and all(map(is_, adapters, before)) and marks(adapters) == marked:
-            for group, own in zip(self.groups, parts, strict=True):
-                group.parts = None if own is None else own.parts
-            return
-        self._taken = before, marked, parts = [], [], []  # frees those of before
-        _take_parts(self.groups)
-        taken = [None if group.parts is None else _KEPT.get(group.layers[0]) for group in self.groups]
-        self._taken = adapters, marks(adapters), taken if adapters and taken[0] is not None else []
-
-    def _forms_now(self) -> list[Any]:
-        return [*map(attrgetter("dtype", "shape"), map(itemgetter("weight"), self._stores))]
+    groups.give_parts(walk, again=inside is not None)
+    return exchanged(attribute for group in own for attribute in group.attributes)
 
 
 def _lora_layers(walk: ModelWalk) -> list[Any]:
@@ -159,28 +77,81 @@ def _lora_layers(walk: ModelWalk) -> list[Any]:
     return [one for one in plain if type(one._modules["base_layer"]) is nn.Linear]
 
 
-def _take_parts(groups: Iterable["_Group"]) -> None:
-    """Give groups whose weights are here the parts of their adapters, split again where a weight has changed."""
-    changed = defaultdict[torch.dtype, list[tuple[_Group, list[Any], list[AdaptedLayer]]]](list)
-    for group in groups:
-        first = group.members[0].weights()
-        if first.down.dtype == first.weight.dtype or not is_on_gpu(first.down):
-            continue
-        weights = [modules.weights() for modules in group.members]
-        if any(is_piece(one.down) or one.down.dim() != 2 for one in weights):
-            continue
-        marks: list[Any] = [group.scale, first.weight.dtype]
-        for one in weights:
-            marks += [id(one.down), mark(one.down), id(one.up), mark(one.up)]
-        kept = _KEPT.get(group.layers[0])
-        if kept is not None and kept.marks == marks:
-            group.parts = kept.parts
-        else:
-            changed[first.weight.dtype].append((group, marks, weights))
-    for dtype, some in changed.items():
-        parts = split_adapters([(weights, group.scale) for group, _, weights in some], dtype)
-        for (group, marks, weights), group.parts in zip(some, parts, strict=True):
-            _KEPT[group.layers[0]] = _Parts(marks, weights, group.parts)
+class _Groups:
+    """LoRA layers of a model by what they read, as long as the same adapters act, in the same dtypes."""
+
+    def __init__(self, walk: ModelWalk, layers: list[Any]) -> None:
+        plain = {layer: modules for layer in layers if (modules := _plain(layer))}
+        groups = dict[Any, _Group]()
+        for name, layer in walk.modules.items() if plain else ():
+            if layer in plain:
+                (parent, _, own), modules = name.rpartition("."), plain[layer]
+                kind = (
+                    parent, _ONE_INPUT.get(own, own), modules.scale, modules.down.out_features,
+                    modules.down.weight.dtype, modules.base.weight.dtype,
+                )  # fmt: skip
+                groups.setdefault(kind, _Group(modules.scale)).add(layer, modules)
+        self._groups = [*groups.values()]
+        self._inside: dict[nn.Module | None, list[_Group]] = {None: self._groups}
+        self._adapters = [*map(copy, adapters(walk))]
+        members = [modules for layer in layers for modules in _linears(layer)]
+        self._weights = [store for module in members if "weight" in (store := module._parameters)]  # FSDP1 has none
+        self._hooks = [hooks for module in members for hooks in _BACKWARD_HOOKS(vars(module)) if not hooks]
+        self._forms = self._forms_now()
+        weights = [group.members[0].weights() for group in self._groups]
+        pairs = zip(self._groups, weights, strict=True)
+        self._wide = [group for group, one in pairs if one.down.dtype != one.weight.dtype and is_on_gpu(one.down)]
+
+    def hold(self, walk: ModelWalk) -> bool:
+        """Whether they are those of today."""
+        return adapters(walk) == self._adapters and self._forms_now() == self._forms and not any(self._hooks)
+
+    def inside(self, module: nn.Module | None) -> list["_Group"]:
+        """List the groups inside a module; None for the model."""
+        if module not in self._inside:
+            own = {*module.modules()} if module is not None else set()
+            self._inside[module] = [group for group in self._groups if group.layers[0] in own]
+        return self._inside[module]
+
+    def give_parts(self, walk: ModelWalk, *, again: bool) -> None:
+        """Give groups of float32 adapters on halves their parts, split anew where a weight has changed.
+
+        Where layers run `again`, in a backward, none has.
+        """
+        if again and walk.of_weights.get("parts", (None,))[0] is self:
+            self._take(walk)
+            return
+        weights = [[modules.weights() for modules in group.members] for group in self._wide]
+        if any(is_piece(one.down) or one.down.dim() != 2 for own in weights for one in own):
+            return
+        each = [adapter for own in weights for one in own for adapter in (one.down, one.up)]
+        now = [*map(id, each)], marks(each)
+        if not each:
+            return
+        if walk.of_weights.get("parts", (None, None))[:2] != (self, now):
+            walk.of_weights.pop("parts", None)  # frees those of before
+            by_dtype = defaultdict[torch.dtype, list[int]](list)
+            for i, own in enumerate(weights):
+                by_dtype[own[0].weight.dtype].append(i)
+            parts: list[AdapterParts | None] = [None] * len(weights)
+            for dtype, some in by_dtype.items():
+                split = split_adapters([(weights[i], self._wide[i].scale) for i in some], dtype)
+                for i, one in zip(some, split, strict=True):
+                    parts[i] = one
+            walk.of_weights["parts"] = self, now, parts, each  # so that nothing else gets an id of theirs
+        self._take(walk)
+
+    def _take(self, walk: ModelWalk) -> None:
+        for group, parts in zip(self._wide, walk.of_weights["parts"][2], strict=True):
+            group.parts = parts
+
+    def _forms_now(self) -> list[Any]:
+        return [*map(_FORM, map(itemgetter("weight"), self._weights))]
+
+
+def _run_member(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    group, place = layer.cfa_member
+    return group.run(layer, place, x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 class _Group:
@@ -190,11 +161,15 @@ class _Group:
         self.scale = scale
         self.layers: list[nn.Module] = []
         self.members: list[_Layer] = []
+        self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []  # with which the layers run so
         self.parts: AdapterParts | None = None
         self._ahead: list[tuple[Tensor, Tensor] | None] = []  # rows and result of members that have run
 
     def add(self, layer: nn.Module, modules: _Layer) -> None:
         """Add a layer."""
+        # One function for all, and numbers instead of modules: so a graph of one decoder layer fits the next.
+        member = {"forward": MethodType(_run_member, layer), "cfa_member": (self, len(self.layers))}
+        self.attributes.append((layer, member))
         self.layers.append(layer)
         self.members.append(modules)
         self._ahead.append(None)
@@ -232,11 +207,14 @@ class _Group:
         return own[1]  # type: ignore[index]
 
 
+def _linears(layer: Any) -> list[Any]:
+    """List the base and all adapters' factors of a layer."""
+    return [layer.base_layer, *layer.lora_A.values(), *layer.lora_B.values()]
+
+
 def _plain(layer: Any) -> _Layer | None:
     """Return a layer's modules if it runs as one op."""
-    # Called for every layer of every forward: torch takes longer to find a module as an attribute.
-    modules = layer._modules
-    base, downs, ups, dropouts = (modules[name] for name in ("base_layer", "lora_A", "lora_B", "lora_dropout"))
+    base, downs, ups, dropouts = layer.base_layer, layer.lora_A, layer.lora_B, layer.lora_dropout
     names = [name for name in layer.active_adapters if name in downs._modules]
     if layer.disable_adapters or layer.merged or len(names) != 1 or names[0] in layer.lora_variant:
         return None

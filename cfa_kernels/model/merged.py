@@ -9,11 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .parts import causal_lm, input_device
 from .quantised import is_quantised
@@ -35,10 +33,6 @@ class _Kept(NamedTuple):
     layers: dict[Any, list[str]]  # with the names of their adapters
 
 
-_KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
-register_optimizer_step_post_hook(lambda *_: _KEPT.clear())
-
-
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Find the layers, by name, whose adapters act and are not merged yet."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")  # not there, no such layers
@@ -58,9 +52,9 @@ def merged_adapters(model: nn.Module, *, keep: bool = False) -> Iterator[int]:
     A backward must wait until the context has ended. With `keep`, copies of the merged weights stay for
     `merged_weights` until an optimizer steps. Raises `CannotMerge`, and nothing has changed then.
     """
-    layers, causal = adapted_layers(model), causal_lm(model)
-    _KEPT.pop(causal, None)
-    state = ModelState(causal) if keep else None
+    layers, walk = adapted_layers(model), ModelWalk.of(causal_lm(model))
+    walk.of_weights.pop("merged", None)
+    state = ModelState(walk) if keep else None
     copies: dict[nn.Parameter, Tensor] = {}
     owners = Counter(_place(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     originals: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its storage and the values in it
@@ -96,7 +90,7 @@ def merged_adapters(model: nn.Module, *, keep: bool = False) -> Iterator[int]:
             originals.pop()
         if state is not None:
             names = {layer: [*layer.merged_adapters] for layer in layers.values()}
-            _KEPT[causal] = _Kept(state, copies, names)
+            ModelWalk.of(walk.model).of_weights["merged"] = _Kept(state, copies, names)
     finally:
         for parameter, storage, values in reversed(originals):  # several layers may adapt one module's parameters
             storage.copy_(values)
@@ -116,8 +110,8 @@ def merged_weights(model: Model) -> Iterator[None]:
     `CannotMerge`, which names the option `merge_adapters`.
     """
     walk = ModelWalk.of(model)
-    kept = _KEPT.get(walk.model)
-    if kept is None or kept.state.change(walk) is not None:
+    kept = walk.of_weights.get("merged")
+    if kept is None or not kept.state.holds(walk.model):
         kept = _merged_now(walk)
     own = [(parameter, parameter.data) for parameter in kept.weights]
     torch.clear_autocast_cache()  # of casts of trained weights, whatever is in them now
@@ -145,7 +139,7 @@ def _merged_now(walk: ModelWalk) -> _Kept:
                 raise CannotMerge(f"{type(walk.model).__name__} has no active adapter of PEFT that is not merged yet")
     except CannotMerge as problem:
         raise CannotMerge(f"merge_adapters=True: {problem}; omit the option") from problem
-    return _KEPT[walk.model]
+    return ModelWalk.of(walk.model).of_weights["merged"]  # type: ignore[no-any-return]
 
 
 def _place(weight: Tensor) -> int:

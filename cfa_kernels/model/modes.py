@@ -59,9 +59,8 @@ def value_of(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
         variable.reset(token)
 
 
-def checkpointed_modules(model: Model) -> list[nn.Module]:
+def checkpointed_modules(walk: ModelWalk) -> list[nn.Module]:
     """List the modules that checkpoint their layers in the modes that they are in now."""
-    walk = ModelWalk.of(model)
     flagged = [module for module in walk.having("gradient_checkpointing") if module.gradient_checkpointing]
     return [module for module in [*flagged, *walk.having("checkpoint_fn")] if module.training]
 
@@ -88,9 +87,8 @@ def one_mode(model: Model, *, training: bool) -> Iterator[None]:
             own["training"] = not training
 
 
-def attention_implementation(model: Model, name: str) -> AbstractContextManager[None]:
+def attention_implementation(walk: ModelWalk, name: str) -> AbstractContextManager[None]:
     """Set attention `name` in every layer; raise `NotImplementedError` if the model has no interface for it."""
-    walk = ModelWalk.of(model)
     if not walk.model._can_set_attn_implementation():
         kind = type(walk.model).__name__
         raise NotImplementedError(f"model: {kind} does not use transformers' attention interface")

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from inspect import signature
 from itertools import chain
-from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -12,8 +12,10 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .walk import Model, ModelWalk, Same
+from .walk import ModelWalk
 
 
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
@@ -135,19 +137,26 @@ _SHAPES_LOGITS = re.compile("cap|logit|scale|scaling|multiplier|dim_model_base")
 _NOISE = re.compile("drop|jitter|noise")
 
 
-def computation(model: Model) -> tuple[Any, ...]:
-    """Equal as long as a model computes alike: its modules, their forwards, caps and scales of logits, hooks.
+def computation(walk: ModelWalk) -> tuple[Any, ...]:
+    """Equal as long as a model that stays as recorded computes alike: caps and scales of logits, own attention."""
+    owners = walk.model, *configs(walk.model)
+    return *(item for owner in owners for item in _numbers(owner, _SHAPES_LOGITS)), *own_attention(walk).items()
 
-    Of hooks, those at its ends are looked at, not those on modules in between.
-    """
-    walk = ModelWalk.of(model)
-    model = walk.model
-    hooked = [model, backbone(model), model.get_input_embeddings(), model.get_output_embeddings()]
-    return (
-        walk.forwards,
-        *(item for owner in (model, *configs(model)) for item in _numbers(owner, _SHAPES_LOGITS)),
-        *(_hook(hook) for module in hooked if module is not None for hook in foreign_hooks(module)),
-    )
+
+def own_attention(walk: ModelWalk) -> dict[str, Any]:
+    """Return the functions of attention and masks that a model is set to and that transformers does not bring."""
+    names = dict.fromkeys(name for config in walk.configs if isinstance(name := config._attn_implementation, str))
+    known = [(name, each[name]) for name in names for each in _INTERFACES if name in each]
+    return {name: function for name, function in known if not _is_known(function)}
+
+
+_INTERFACES: tuple[Any, ...] = (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS)
+
+
+def _is_known(function: Any) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__module__", "").startswith(("transformers.", f"{__name__.partition('.')[0]}."))
 
 
 def noise_remedy(model: PreTrainedModel) -> str:
@@ -177,25 +186,3 @@ def configs(model: PreTrainedModel) -> list[Any]:
 def _numbers(owner: object, names: re.Pattern) -> list[tuple[str, float]]:
     attributes = [(name, value) for name, value in vars(owner).items() if isinstance(value, (int, float))]
     return [(name, value) for name, value in attributes if not isinstance(value, bool) and names.search(name)]
-
-
-_OURS = __package__.partition(".")[0] + "."
-_NO_CHANGE = "enable_input_require_grads"  # transformers adds a hook of it at every call
-
-
-def foreign_hooks(module: nn.Module) -> list[Any]:
-    """List the hooks that others have put on a module."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return [
-        hook
-        for hook in hooks
-        if _NO_CHANGE not in getattr(hook, "__qualname__", "") and not getattr(hook, "__module__", "").startswith(_OURS)
-    ]
-
-
-def _hook(hook: Any) -> object:
-    """Key of a hook: equal for hooks that the same code makes from the same values, of the same object."""
-    inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-    inside += [*(getattr(hook, "__defaults__", None) or ()), getattr(hook, "__self__", None)]
-    values = (value if isinstance(value, (int, float, str, NoneType)) else Same(value) for value in inside)
-    return Same(getattr(hook, "__code__", hook)), *values

@@ -1,6 +1,6 @@
-"""Record a model's weights and adapters at a forward, so that code which continues that forward detects a change."""
+"""Mark a model's weights and adapters at a forward, so that code which continues that forward detects a change."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from copy import copy
 from operator import attrgetter, is_
 from typing import Any
@@ -9,60 +9,36 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .walk import Model, ModelWalk
+from .walk import Model, ModelWalk, forget_values
 
 
-def _count_fused_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Count the writes of a fused optimizer step, which PyTorch's fused kernels leave out (seen in 2.13)."""
+def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Count the writes of a fused step, which PyTorch's fused kernels leave out; drop what is kept of weights.
+
+    Some optimizers write without a trace: those of wrappers that hold the weights in pieces.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
             if parameter.grad is not None and not parameter.is_inference():
                 torch.autograd.graph.increment_version(parameter)
+    forget_values()
 
 
-register_optimizer_step_post_hook(_count_fused_step)
+register_optimizer_step_post_hook(_after_step)
 
 _VERSION = attrgetter("_version")
-
-
-class TensorMarks:
-    """Record of tensors by name: how often each had been written to, and its memory. Their values are not read.
-
-    PyTorch counts in-place writes, and the hook above those of a fused optimizer; neither counts writes by `.data`.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors, self._marks = tensors, marks(tensors.values())
-
-    def change(self, now: Mapping[str, Tensor]) -> str | None:
-        """Describe the first difference between the tensors `now` and then; None for none."""
-        same = [*now] == [*self.tensors] and all(map(is_, now.values(), self.tensors.values()))
-        if same and marks(now.values()) == self._marks:
-            return None
-        for (name, before), (version, address) in zip(self.tensors.items(), self._marks, strict=True):
-            if name not in now:
-                return f"{name} has been taken out"
-            if now[name] is not before:
-                return f"{name} has been exchanged"
-            new_version, new_address = mark(before)
-            if new_version != version:
-                return f"{name} has been written to"
-            if new_address != address:
-                return f"{name} has been moved"
-        added = now.keys() - self.tensors.keys()
-        return f"{min(added)} has been added" if added else None
+_ADAPTERS = "_active_adapter", "_disable_adapters", "merged_adapters", "lora_variant", "scaling"
 
 
 def marks(tensors: Collection[Tensor]) -> list[tuple[int | None, int | None]]:
-    """Return the `mark` of each tensor."""
+    """Return how often each tensor has been written to, and its memory."""
     try:  # in a tenth of the time that a loop takes
         return [*zip(map(_VERSION, tensors), map(Tensor.data_ptr, tensors), strict=True)]
     except RuntimeError:  # one has no storage or no version
-        return [*map(mark, tensors)]
+        return [*map(_mark, tensors)]
 
 
-def mark(tensor: Tensor) -> tuple[int | None, int | None]:
-    """Return how often a tensor has been written to, and its memory."""
+def _mark(tensor: Tensor) -> tuple[int | None, int | None]:
     try:
         address = tensor.data_ptr()
     except RuntimeError:  # a tensor made up of others has no storage
@@ -70,60 +46,49 @@ def mark(tensor: Tensor) -> tuple[int | None, int | None]:
     return None if tensor.is_inference() else tensor._version, address
 
 
+class TensorMarks:
+    """Record of tensors: how often each had been written to, and its memory. Their values are not read.
+
+    PyTorch counts in-place writes, and the hook above those of a fused optimizer; neither counts writes by `.data`.
+    """
+
+    def __init__(self, tensors: Collection[Tensor]) -> None:
+        self._tensors, self._marks = tensors, marks(tensors)
+
+    def hold(self, now: Collection[Tensor]) -> bool:
+        """Whether `now` are the very same tensors, not written to and not moved."""
+        same = len(now) == len(self._tensors) and all(map(is_, now, self._tensors))
+        return same and marks(now) == self._marks
+
+
 class ModelState:
     """Record of a model's parameters, the buffers of its checkpoint, and which adapters act and how strongly."""
 
     def __init__(self, model: Model | nn.Module) -> None:
-        walk = _as_it_is(model)
-        self._weights, self._adapted = TensorMarks(_weights(walk)), walk.adapted
-        self._adapters = [tuple(map(copy, one)) for one in _adapters(walk)]
+        walk = ModelWalk.of(model)
+        self._weights, self._adapters = TensorMarks(_weights(walk)), [*map(copy, adapters(walk))]
 
-    def change(self, model: Model | nn.Module) -> str | None:
-        """Describe the first difference between `model` as it is now and as it was; None for none.
-
-        A walk stands for its model, however that has changed since.
-        """
-        walk = _as_it_is(model)
-        if (adapters := _adapters(walk)) != self._adapters:
-            now = {name: one for (name, _), one in zip(walk.adapted, adapters, strict=True)}
-            for (name, _), then in zip(self._adapted, self._adapters, strict=True):
-                pairs = zip(_described(then), _described(now.get(name, then)), strict=True)
-                for key, (before, value) in zip(_DESCRIPTION, pairs, strict=True):
-                    if value != before:
-                        return f"the adapters of {name} have changed ({key}: {before} then, {value} now)"
-        return self._weights.change(_weights(walk))
+    def holds(self, model: nn.Module) -> bool:
+        """Whether `model` has the same weights and adapters now."""
+        walk = ModelWalk.of(model)
+        return adapters(walk) == self._adapters and self._weights.hold(_weights(walk))
 
 
-def _as_it_is(model: Model | nn.Module) -> ModelWalk:
-    """Return the walk over a model as it is now, also where a walk was taken before FSDP gathered weights."""
-    walk = ModelWalk.of(model)
-    return walk if walk.holds() else ModelWalk(walk.model)
+def adapters(walk: ModelWalk) -> list[Any]:
+    """List what decides which adapters act, and how strongly: of each module with adapters of PEFT, as it is."""
+    if "adapters" not in walk.kept:
+        owned = [vars(module) for module in walk.owning("_disable_adapters")]
+        walk.kept["adapters"] = [own for own in owned for _ in _ADAPTERS], [*_ADAPTERS] * len(owned)
+    return [*map(dict.get, *walk.kept["adapters"])]
 
 
-def _weights(walk: ModelWalk) -> dict[str, Tensor]:
-    """Name the parameters of a model, and the buffers of its checkpoint."""
+def _weights(walk: ModelWalk) -> list[Tensor]:
     if "weights" not in walk.kept:
         walk.kept["weights"] = [
-            (f"{prefix}{'.' if prefix else ''}{name}", store, name)
-            for prefix, module in walk.modules.items()
+            (store, name)
+            for module in walk.modules.values()
             for store in (module._parameters, module._buffers)
             for name, tensor in store.items()
             if tensor is not None and name not in module._non_persistent_buffers_set
         ]
-    return {full: store[name] for full, store, name in walk.kept["weights"]}
-
-
-_READ = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
-_DESCRIPTION = "active", "disabled", "merged", "scaling"
-
-
-def _adapters(walk: ModelWalk) -> list[tuple[Any, ...]]:
-    """List what decides which adapters act, of each module that has some, as it is."""
-    return [tuple(map(vars(module).get, _READ)) for _, module in walk.adapted]
-
-
-def _described(adapters: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return values that are equal where the same adapters act equally strongly."""
-    active, disabled, merged, scaling = adapters
-    names = [active] if isinstance(active, str) else [*(active or ())]
-    return names, disabled, [*(merged or ())], {**scaling} if isinstance(scaling, dict) else {}
+    return [store[name] for store, name in walk.kept["weights"]]

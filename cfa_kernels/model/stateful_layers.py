@@ -158,9 +158,15 @@ def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
     return batches
 
 
-def tree_states(model: Model, table: SegmentTable) -> AbstractContextManager[None]:
-    """Run every cell of `model` inside on the pieces of the packed tree that `table` describes."""
-    if not (cells := _cells(model)):
+def tree_states(
+    walk: ModelWalk, table: SegmentTable, *, inside: nn.Module | None = None
+) -> AbstractContextManager[None]:
+    """Run every cell of a model, or of a module `inside` it, on the pieces of the packed tree of `table`."""
+    cells = _cells(walk)
+    if inside is not None and cells:
+        own = {*inside.modules()}
+        cells = [(cell, name) for cell, name in cells if cell in own]
+    if not cells:
         return nullcontext()
     schedule = _Schedule.of(table)
     return exchanged((cell, {"forward": _on_tree(cell.forward, name, schedule)}) for cell, name in cells)
@@ -168,19 +174,20 @@ def tree_states(model: Model, table: SegmentTable) -> AbstractContextManager[Non
 
 def has_cells(model: Model) -> bool:
     """Whether `model` has layers that carry a state."""
-    return bool(_cells(model))
+    return bool(_cells(ModelWalk.of(model)))
 
 
-def _cells(model: Model) -> list[tuple[nn.Module, str]]:
-    by_class = ModelWalk.of(model).by_class
-    return [(cell, name) for kind, cells in by_class.items() if (name := _cache_argument(kind)) for cell in cells]
+def _cells(walk: ModelWalk) -> list[tuple[nn.Module, str]]:
+    if "cells" not in walk.kept:
+        named = {kind: name for kind in walk.by_class if (name := _cache_argument(kind))}
+        walk.kept["cells"] = [(cell, name) for kind, name in named.items() for cell in walk.by_class[kind]]
+    return walk.kept["cells"]  # type: ignore[no-any-return]
 
 
-def refuse_older_cells(model: Model) -> None:
+def refuse_older_cells(walk: ModelWalk) -> None:
     """Raise `NotImplementedError` for layers with a state where transformers is too old to continue one on a tree."""
     if Version(transformers.__version__) >= Version(OLDEST):
         return
-    walk = ModelWalk.of(model)
     methods = {kind: inspect.getmembers(kind, inspect.isfunction) for kind in walk.by_class}
     cells = [kind.__name__ for kind, named in methods.items() if any(_keeping_state(method) for _, method in named)]
     if cells:

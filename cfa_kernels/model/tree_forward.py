@@ -25,23 +25,19 @@ from .modes import attention_implementation, attention_of, checkpointed_modules,
 from .parts import backbone, input_device, token_types
 from .sharded.ranks import inside
 from .stateful_layers import tree_states
-from .walk import Model, ModelWalk
+from .walk import ModelWalk
 
 
 @contextmanager
-def tree_attention_mode(model: Model) -> Iterator[None]:
+def tree_attention_mode(walk: ModelWalk) -> Iterator[None]:
     """Set `evaluation_mode` with tree attention in every layer."""
-    walk = ModelWalk.of(model)
     with tree_training_mode(walk), evaluation_mode(walk):
         yield
 
 
-@contextmanager
-def tree_training_mode(model: Model) -> Iterator[None]:
+def tree_training_mode(walk: ModelWalk) -> AbstractContextManager[None]:
     """Set tree attention as `tree_attention_mode` does, with modes and gradients as they are."""
-    walk = ModelWalk.of(model)
-    with attention_implementation(walk, ATTENTION):
-        yield
+    return attention_implementation(walk, ATTENTION)
 
 
 class HeadRows(NamedTuple):
@@ -79,7 +75,7 @@ def _stage(model: PreTrainedModel, pack: Pack) -> _Staged:
 
 
 def packed_hidden(
-    model: Model,
+    walk: ModelWalk,
     pack: Pack,
     *,
     staged: _Staged | None = None,
@@ -93,7 +89,6 @@ def packed_hidden(
     of a pack's rows, or provides those before the pack's first row. `routers` is appended the logits (N, experts) of
     each router.
     """
-    walk = ModelWalk.of(model)
     model = walk.model
     staged = staged or _stage(model, pack)
     if (ranks := inside(model)) is not None:
@@ -144,8 +139,12 @@ def _recomputed_on_trees(walk: ModelWalk, running: Running, rows: int) -> Abstra
                 if RUNNING.get() is running:
                     return function(*inputs, **named)
                 layers = to_compile([module])
-                adapters, compiled = one_pass_adapters(module, rows, compiled=bool(layers)), compiled_layers(layers)
-                with value_of(RUNNING, again), attention_of(configs, ATTENTION), adapters, compiled:
+                adapters = one_pass_adapters(walk, rows, compiled=bool(layers), inside=module)
+                states = tree_states(walk, running.table, inside=module)
+                with (
+                    value_of(RUNNING, again), attention_of(configs, ATTENTION), states, adapters,
+                    compiled_layers(layers),
+                ):  # fmt: skip
                     return function(*inputs, **named)
 
             return checkpoint(run, *args, **kwargs)
@@ -161,7 +160,7 @@ def _recomputed_on_trees(walk: ModelWalk, running: Running, rows: int) -> Abstra
 
 
 def pack_states(
-    model: Model,
+    walk: ModelWalk,
     head: Head,
     pack: Pack,
     *,
@@ -173,7 +172,6 @@ def pack_states(
     `head` is the one that was checked. A pack that continues another takes the other's `store` and hidden states
     (N, H), `earlier`.
     """
-    walk = ModelWalk.of(model)
     staged = _stage(walk.model, pack)
     device = head.weight.device  # differs from the embedding's where a model's layers are spread over devices
     parts = []

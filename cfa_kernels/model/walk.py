@@ -1,40 +1,45 @@
-"""Walk over the modules of a model once, for everything that calls read of them.
+"""Record a model's modules, for everything that calls read of them, until one cheap test says that they have changed.
 
-A model keeps its walk, which each public call takes up again if the model still has the very modules and tensors: a
-second walk takes four times as long as to see that, torch's `named_modules` longer still, and a step needs several.
+A second walk takes several times as long as the test, torch's `named_modules` longer still.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cached_property
 from itertools import chain, compress, repeat
-from operator import contains, is_, ne
+from operator import contains, is_, itemgetter, ne
+from types import NoneType
 from typing import Any, TypeAlias
-from weakref import ref
+from weakref import WeakSet, ref
 
 from torch import nn
 from transformers import PreTrainedModel
 
+_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
+_OURS = __package__.partition(".")[0] + "."
+_NO_CHANGE = "enable_input_require_grads"  # transformers adds a hook of it at every call
+
 
 class ModelWalk:
-    """Modules of a model by name, in the order of `named_modules`, each once.
+    """Modules of a model by name, in the order of `named_modules`, each once, and what is derived from them.
 
-    Attributes of modules, their `forward` among them, are read again by each public call.
+    A record stands while its model has the very modules, of the same classes and `forward`s, the same hooks on
+    forwards, and the very parameters and buffers. Other attributes of modules are read where they are needed.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model: PreTrainedModel = model  # type: ignore[assignment]
         self.modules: dict[str, nn.Module] = {}
         self.by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
+        self.kept: dict[str, Any] = {}  # what callers derive from the modules
+        self.of_weights: dict[str, Any] = {}  # and from the values of weights: an optimizer's step empties it
         self._having: dict[str, list[Any]] = {}
-        self.kept: dict[str, Any] = {}  # what callers derive from modules and tensors
-        seen, todo = set[nn.Module](), [("", model)]
+        shared, names, todo = list[tuple[str, str]](), dict[nn.Module, str](), [("", model)]
         while todo:
             name, module = todo.pop()
-            if module in seen:
+            if module in names:
+                shared.append((name, names[module]))
                 continue
-            seen.add(module)
-            self.modules[name] = module
+            self.modules[name], names[module] = module, name
             self.by_class[type(module)].append(module)
             if children := module._modules:
                 prefix = f"{name}." if name else ""
@@ -43,7 +48,6 @@ class ModelWalk:
         each = [*self.modules.values()]
         self.owned = [*map(vars, each)]  # attributes of each module
         self._classes = [*map(type, each)]
-        self._structure = hash((*self.modules, *self._classes))
         self._parents = [m._modules for m in each if m._modules]
         self._children = [*map(dict, self._parents)]
         stores = [store for m in each for store in (m._parameters, m._buffers)]
@@ -52,28 +56,46 @@ class ModelWalk:
         self._names = [*map(tuple, self._stores)]
         # Not the tensors themselves: one that its model has given up, for a piece of it say, is freed.
         self._tensors = [ref(one) for one in self._tensors_now()]
+        self._hooks: list[dict[int, Any]] = [store for own in self.owned for store in _HOOKS(own)]
+        self._watched, self._forwards = self._watched_now(), self._forwards_now()
+        some = [(n, m) for n, m in self.modules.items() if "forward" in vars(m) or "_original_forward" in vars(m)]
+        own = [(name, forward) for name, m in some if (forward := own_forward(m)) is not None]
+        computes = [*self.modules], shared, self._classes, self._forwards[0], own, self._watched
+        self.checked: dict[Any, Any] = {}  # verdicts on the model while it computes so
+        self._verdicts: list[tuple[Any, dict[Any, Any]]] = [(computes, self.checked)]
+        _WALKS.add(self)
 
     @classmethod
     def of(cls, model: "Model | nn.Module") -> "ModelWalk":
-        """Return the walk over `model` as it is now; a walk as it is."""
+        """Return the record of `model` as it is now; a record as it is."""
         if isinstance(model, ModelWalk):
             return model
-        walk: ModelWalk | None = vars(model).get(_WALK)
-        if walk is None or not walk.holds():
-            walk = vars(model)[_WALK] = cls(model)
-        walk.__dict__.pop("forwards", None)
-        walk._having.clear()
+        before: ModelWalk | None = vars(model).get(_WALK)
+        if before is not None and before.holds():
+            return before
+        walk = vars(model)[_WALK] = cls(model)
+        if before is not None:
+            walk._join(before)
         return walk
+
+    def _join(self, before: "ModelWalk") -> None:
+        """Keep the verdicts of the record before: hooks and forwards come and go."""
+        ((computes, own),) = self._verdicts
+        self.checked = next((verdicts for then, verdicts in before._verdicts if then == computes), own)
+        others = [(then, verdicts) for then, verdicts in before._verdicts if verdicts is not self.checked]
+        self._verdicts = [(computes, self.checked), *others[: _FORMS - 1]]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_walk, ()  # a copy of a model, or one that is read from a file, walks by itself
 
     def holds(self) -> bool:
-        """Whether the model has the very modules, of the same classes, parameters and buffers that it had."""
+        """Whether the model is still as it was recorded."""
         # Loops of the interpreter take four times as long.
         if any(self._empty) or [*map(type, self.modules.values())] != self._classes:
             return False
         if any(map(ne, self._parents, self._children)) or [*map(tuple, self._stores)] != self._names:
+            return False
+        if self._forwards_now() != self._forwards or self._watched_now() != self._watched:
             return False
         now = self._tensors_now()
         return len(now) == len(self._tensors) and all(map(is_, now, map(ref.__call__, self._tensors)))
@@ -81,30 +103,19 @@ class ModelWalk:
     def _tensors_now(self) -> list[Any]:
         return [one for one in chain.from_iterable(map(dict.values, self._stores)) if one is not None]  # type: ignore[arg-type]
 
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model itself."""
-        return self._model  # type: ignore[return-value]
+    def _forwards_now(self) -> tuple[list[Any], list[Any]]:
+        return [kind.forward for kind in self.by_class], [*map(dict.get, self.owned, repeat("forward"))]  # type: ignore[arg-type]
+
+    def _watched_now(self) -> list[tuple[int, Any]]:
+        """List the hooks of others with their places."""
+        there = compress(range(len(self._hooks)), self._hooks)
+        return [(i, _hook(hook)) for i in there for hook in self._hooks[i].values() if _is_foreign(hook)]
 
     @property
     def configs(self) -> list[Any]:
         """Configurations of the transformers models among the modules, each once."""
         all_of_them = (m.config for kind, ms in self.by_class.items() if issubclass(kind, PreTrainedModel) for m in ms)
         return list({id(config): config for config in all_of_them}.values())
-
-    @cached_property
-    def adapted(self) -> list[tuple[str, Any]]:
-        """Modules, by name, with adapters of PEFT."""
-        return [(name, module) for name, module in self.modules.items() if "_disable_adapters" in module.__dict__]
-
-    @cached_property
-    def forwards(self) -> tuple[Any, ...]:
-        """Equal as long as the model has the same modules, of the same classes, and runs the same `forward` in each."""
-        of_class = (Same(kind.forward) for kind in self.by_class)
-        some = [(n, m) for n, m in self.modules.items() if "forward" in m.__dict__ or "_original_forward" in m.__dict__]
-        own = ((name, own_forward(module)) for name, module in some)
-        overwritten = ((name, Same(forward)) for name, forward in own if forward is not None)
-        return self._structure, *of_class, *overwritten
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter, those that modules share as often as they do."""
@@ -123,13 +134,21 @@ class ModelWalk:
 
 
 _WALK = "_cfa_walk"
+_FORMS = 4  # of a model, whose verdicts are kept
+_WALKS: WeakSet[ModelWalk] = WeakSet()
+
+
+def forget_values() -> None:
+    """Drop what has been derived from the values of weights, of all models."""
+    for walk in [*_WALKS]:
+        walk.of_weights.clear()
 
 
 def _no_walk() -> None: ...
 
 
 Model: TypeAlias = PreTrainedModel | ModelWalk
-"""A transformers model, which is walked over, or the walk of a caller that has taken one."""
+"""A transformers model, whose record is looked up, or the record that a caller has looked up."""
 
 
 def own_forward(module: nn.Module) -> Any:
@@ -139,17 +158,30 @@ def own_forward(module: nn.Module) -> Any:
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
-class Same:
-    """Equals that of the same object only, of a method's function: once it is gone, another may have its address."""
+def is_hooked(module: nn.Module) -> bool:
+    """Whether others have put a hook on a module's forward."""
+    return any(map(_is_foreign, (*module._forward_pre_hooks.values(), *module._forward_hooks.values())))
+
+
+def _is_foreign(hook: Any) -> bool:
+    return _NO_CHANGE not in getattr(hook, "__qualname__", "") and not getattr(hook, "__module__", "").startswith(_OURS)
+
+
+class _Same:
+    """Equals that of the very same object only."""
 
     def __init__(self, value: Any) -> None:
-        value = getattr(value, "__func__", value)
-        try:
-            self._value: Any = ref(value)
-        except TypeError:
-            self._value = lambda: value
+        self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and (value := self._value()) is not None and value is other._value()
+        return isinstance(other, _Same) and self._value is other._value
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _hook(hook: Any) -> object:
+    """Key of a hook: equal for hooks that the same code makes from the same values, of the same object."""
+    inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    inside += [*(getattr(hook, "__defaults__", None) or ()), getattr(hook, "__self__", None)]
+    values = [value if isinstance(value, (int, float, str, NoneType)) else _Same(value) for value in inside]
+    return _Same(getattr(hook, "__code__", hook)), values

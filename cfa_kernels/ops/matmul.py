@@ -2,8 +2,13 @@
 
 Torch itself uses MKL there, which takes twice as long on an AMD processor (Zen 5). The library only changes how sums
 of products are rounded.
+
+oneDNN makes a kernel for each shape, in a millisecond and half a megabyte, and keeps 1,024, as does torch's layer above
+it. Shapes differ from step to step, so a process would grow by hundreds of megabytes: importing this module limits both
+caches, which ask for their size at the first kernel, to 64 shapes, unless the environment says otherwise.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+
+for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, "64")
 
 _BLOCK_ELEMENTS = 2**20  # elements of a product that exist twice at a time: as oneDNN gave them, and where they belong
 

@@ -189,8 +189,8 @@ def stands_alone(walk: ModelWalk) -> bool:
     return has_cells(walk) or bool(rope_lengths(walk)[0])
 
 
-def _parts(head: Head) -> dict[str, Tensor]:
-    return {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+def _parts(head: Head) -> list[Tensor]:
+    return [tensor for tensor in (head.weight, head.bias) if tensor is not None]
 
 
 @dataclass
@@ -360,17 +360,17 @@ class PackedForward(InProcess):
         """Return the model's walk; raise if the model has changed since this forward, or its states were not kept."""
         if self._model is None or self._walk is None:
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
-        if (change := self._model.change(self._walk)) is not None:
+        if not self._model.holds(self._walk.model):
             raise RuntimeError(
-                f"this forward's rows cannot be continued: {change} since it ran, so scores would mix two models; ask "
-                "before the weights or adapters change, or run packed_forward again"
+                "this forward's rows cannot be continued: a weight or an adapter has changed since it ran, so scores "
+                "would mix two models; ask before that, or run packed_forward again"
             )
         return self._walk
 
     def _require_same_head(self) -> None:
-        if (change := self._head.change(_parts(self.head))) is not None:
+        if not self._head.hold(_parts(self.head)):
             raise RuntimeError(
-                f"this forward's log-probs cannot be read: the head's {change} since it ran, so they would mix two "
+                "this forward's log-probs cannot be read: the head has changed since it ran, so they would mix two "
                 "models; ask before the optimizer step, or run packed_forward again"
             )
 

@@ -56,6 +56,8 @@ def first_layer_inputs(model):
     """What the first layer is given in each forward: (rows, H)."""
     seen = []
     hook = model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()[0]))
+    check_supported(model)  # again, as it has a hook
+    seen.clear()
     try:
         yield seen
     finally:

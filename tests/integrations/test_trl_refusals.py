@@ -12,7 +12,7 @@ import torch
 from packaging.version import Version
 
 from cfa_kernels import CounterfactualConfig
-from tests.support.models import HYBRIDS, make_model, skip_before
+from tests.support.models import skip_before
 from tests.support.tiny import PHRASES, WORDS, tiny_model
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
@@ -183,7 +183,6 @@ class OtherRouters(Qwen3MoeForCausalLM):
         (lambda: LouderLM(tiny_model().config), {"packed_loss": True}, "model: .* LouderLM .* nats.*packed_loss=False"),
         (lambda: tiny_model(attention_dropout=0.1), {"packed_loss": True}, "attention_dropout 0.1 .*packed_loss=False"),
         (lambda: OtherRouters(experts().config), {"packed_loss": True}, "differs by 50%.*router_aux_loss_coef=0.0"),
-        (lambda: make_model("Bamba", **HYBRIDS["Bamba"]), {"packed_loss": True}, "BambaForCausalLM hands states"),
     ],
 )
 def test_a_model_that_cannot_be_scored_or_packed_is_named_with_the_way_to_train_it(build, model, given, fragment):

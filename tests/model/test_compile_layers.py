@@ -16,6 +16,7 @@ from cfa_kernels import Rows, Span, packed_forward
 from cfa_kernels.model.compile_layers import compile_layers
 from cfa_kernels.model.limits import kept_per_row
 from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.ops import adapted_linear, matmul
 from cfa_kernels.tree.attention_options import AttentionRule
 from cfa_kernels.tree.segment_table import SegmentTable
@@ -126,7 +127,7 @@ def test_compiled_layers_give_the_same_bits_by_few_graphs(name, adapters, change
             formula.setattr(module, "is_compiling", lambda: True)
         expected = [step(model, lengths) for lengths in BATCHES]
     merged = [step(model, lengths, merge_adapters=True) for lengths in BATCHES if adapters == {}]
-    before, kept, ran = graphs(), kept_per_row(model), []
+    before, kept, ran = graphs(), kept_per_row(ModelWalk.of(model)), []
     if name == "Gemma3Text":  # a graph runs what its class has, a layer with hooks runs as it is
         ran = runs_ligers_kernels(model, monkeypatch)
     kinds = compile_layers(model, backend="aot_eager")
@@ -134,7 +135,7 @@ def test_compiled_layers_give_the_same_bits_by_few_graphs(name, adapters, change
     if name == "Qwen3Moe" and is_older and not kinds:  # before 5.23 no operator on a CPU has experts' gradients
         assert "run as they are where gradients are taken, not compiled" in caplog.text
         pytest.skip("this torch or transformers does not compile products of experts")
-    assert kept_per_row(model) < kept
+    assert kept_per_row(ModelWalk.of(model)) < kept
     assert set(kinds) == {type(layer).__name__ for layer in causal_lm(model).model.layers}
     counts = []
     ran.clear()

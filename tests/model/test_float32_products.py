@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cfa_kernels import linear_logprob, linear_policy_loss
-from cfa_kernels.model.check import accuracy, verify
+from cfa_kernels.model.check import verify
 from cfa_kernels.ops import head_matmul
 from cfa_kernels.ops.matmul import ieee_products
 from tests.support.models import make_model
@@ -94,7 +94,6 @@ def test_a_model_is_checked_where_tf32_is_allowed(way):
     before = settings()
     with LikeTensorCores():
         verify.check_supported(model)
-        assert accuracy.noise_floor(model) > accuracy.FLOAT32_NOISE
         assert settings() == before
         model.forward = lambda **_: 1 / 0
         with pytest.raises(ZeroDivisionError):

@@ -10,6 +10,7 @@ from cfa_kernels.estimators import gradient
 from cfa_kernels.model import limits, memory, tree_forward
 from cfa_kernels.model.check.verify import check_supported
 from cfa_kernels.model.memory import columns_at_once, rows_at_once, run_in_memory
+from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import masked
 from cfa_kernels.scoring.access import InProcess
@@ -151,9 +152,12 @@ def test_memory_of_a_training_forward_is_estimated_within_its_measure_and_a_thir
             forward = packed_forward(model, Rows([prompt], [completion]))
         return sum(size for size, _ in saved.values()) / forward.tokens_fed
 
+    def kept(model):
+        return limits.kept_per_row(ModelWalk.of(model))
+
     one, two = made(1), made(2)
-    estimate, measure = limits.kept_per_row(two) - limits.kept_per_row(one), measured(two) - measured(one)
+    estimate, measure = kept(two) - kept(one), measured(two) - measured(one)
     assert measure <= estimate <= 4 / 3 * measure
-    own = limits.kept_per_row(two)
+    own = kept(two)
     monkeypatch.setattr(type(two).forward, "__module__", "liger_kernel.transformers")
-    assert limits.kept_per_row(two) < own
+    assert kept(two) < own

@@ -56,7 +56,7 @@ def test_merged_adapters_sample_the_same_and_leave_the_same_bits(options) -> Non
     with merged_adapters(model):  # a CUDA graph reads them where they were
         assert all(weight.data_ptr() == before[name][1] for name, weight in model.named_parameters())
     assert_same_bits(before, bits(model))
-    assert state.change(causal_lm(model)) is None
+    assert state.holds(causal_lm(model))
     assert adapted_layers(model)
 
 
@@ -86,7 +86,7 @@ def test_a_merge_in_bfloat16_leaves_the_same_bits_even_after_an_error() -> None:
     def fail_inside() -> None:
         with merged_adapters(model) as layers:
             assert layers == 14
-            assert "merged" in state.change(causal_lm(model))
+            assert not state.holds(causal_lm(model))
             changed = {name for name, (values, *_) in bits(model).items() if not torch.equal(values, before[name][0])}
             assert changed == {name for name in before if name.endswith("base_layer.weight")}
             raise KeyError
@@ -94,7 +94,7 @@ def test_a_merge_in_bfloat16_leaves_the_same_bits_even_after_an_error() -> None:
     with pytest.raises(KeyError):
         fail_inside()
     assert_same_bits(before, bits(model))
-    assert state.change(causal_lm(model)) is None
+    assert state.holds(causal_lm(model))
 
 
 def test_a_forward_before_sampling_goes_backward_after_it() -> None:
@@ -131,25 +131,6 @@ def unmergeable() -> PeftModel:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (tied, r"embed_tokens: its weight is tied to another module's"),
-        (quantised, r"layers.1.self_attn.q_proj: its weight is a Tensor of float8_e4m3fn"),
-        (unmergeable, r"layers.1.self_attn.v_proj: PEFT does not merge .*stays beside"),
-    ],
-)
-def test_what_cannot_be_merged_is_named_and_stays_as_it_is(make, message) -> None:
-    model = make()
-    before = bits(model)
-    with pytest.raises(CannotMerge, match=message), merged_adapters(model):
-        pass
-    assert_same_bits(before, bits(model))
-    assert all(not layer.merged for layer in adapted_layers(model).values())
-    (note,) = TransformersEngine(model, tokenizer()).notes
-    assert re.search("^sampling with unmerged adapters, for .*" + message, note)
-
-
 def kept_copies(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each merge of the whole model from now on."""
     layer, merges = next(iter(adapted_layers(model).values())), list[int]()
@@ -175,7 +156,7 @@ def test_merged_copies_are_what_samples_and_weights_keep_their_bits(options) -> 
         with pytest.raises(KeyError), merged_weights(causal_lm(model)):
             raise KeyError
         assert_same_bits(before, bits(model))
-        assert state.change(causal_lm(model)) is None
+        assert state.holds(causal_lm(model))
         assert adapted_layers(model)
 
 
@@ -255,24 +236,32 @@ def of_a_rank() -> PeftModel:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (tied, r"embed_tokens: its weight is tied to another module's"),
-        (quantised, r"layers.1.self_attn.q_proj: its weight is a Tensor of float8_e4m3fn"),
-        (packed, r"layers.1.self_attn.q_proj: its base, a Packed, holds its weights quantised"),
-        (unmergeable, r"layers.1.self_attn.v_proj: PEFT does not merge .*stays beside"),
-        (offloaded, r"layers.1.self_attn.q_proj: its weight is offloaded"),
-        (of_a_rank, r"the weights of Qwen3ForCausalLM are in pieces on several processes"),
-        (tiny, r"Qwen3ForCausalLM has no active adapter of PEFT that is not merged yet"),
-        (lambda: adapted(tiny()).merge_and_unload(), r"Qwen3ForCausalLM has no active adapter of PEFT"),
-    ],
-)
-def test_scoring_from_merged_weights_is_refused_by_the_options_name(make, message) -> None:
-    model = make()
+MERGED_BY_NONE = {  # by sampling neither
+    r"embed_tokens: its weight is tied to another module's": tied,
+    r"layers.1.self_attn.q_proj: its weight is a Tensor of float8_e4m3fn": quantised,
+    r"layers.1.self_attn.v_proj: PEFT does not merge .*stays beside": unmergeable,
+    r"layers.1.self_attn.q_proj: its base, a Packed, holds its weights quantised": packed,
+    r"layers.1.self_attn.q_proj: its weight is offloaded": offloaded,
+}
+NOT_MERGED = {
+    r"the weights of Qwen3ForCausalLM are in pieces on several processes": of_a_rank,
+    r"Qwen3ForCausalLM has no active adapter of PEFT that is not merged yet": tiny,
+    r"Qwen3ForCausalLM has no active adapter of PEFT": lambda: adapted(tiny()).merge_and_unload(),
+}
+
+
+@pytest.mark.parametrize("message", MERGED_BY_NONE | NOT_MERGED)
+def test_what_cannot_be_merged_is_named_and_stays_as_it_is(message) -> None:
+    model = (MERGED_BY_NONE | NOT_MERGED)[message]()
     before = bits(model)
     ranks = value_of(INSIDE, getattr(model, "ranks", None))
     refused = pytest.raises(CannotMerge, match=f"^merge_adapters=True: .*{message}.*; omit the option$")
     with ranks, refused, merged_weights(causal_lm(model)):
         pass
+    if message in MERGED_BY_NONE:
+        with pytest.raises(CannotMerge, match=message), merged_adapters(model):
+            pass
+        assert all(not layer.merged for layer in adapted_layers(model).values())
+        (note,) = TransformersEngine(model, tokenizer()).notes
+        assert re.search("^sampling with unmerged adapters, for .*" + message, note)
     assert_same_bits(before, bits(model))

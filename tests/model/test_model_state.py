@@ -8,7 +8,6 @@ from peft import LoraConfig, get_peft_model
 
 from cfa_kernels import Batch
 from cfa_kernels.loss.ragged import LossBatch
-from cfa_kernels.model import state as model_state
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.state import ModelState
 from cfa_kernels.rows import Rows
@@ -48,52 +47,35 @@ def moved(model, _):
     weight.data = weight.data.clone()
 
 
-def scaled(model, _):
-    first_layer(model).mlp.down_proj.set_scale("default", 3.0)
-
-
 def other_adapter(model, _):
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
     model.set_adapter("other")
 
 
-def switched_off(model, _):
-    model.base_model.disable_adapter_layers()
-
-
-def merged(model, _):
-    model.merge_adapter()
-
-
-def put_on(model, _):
-    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-
-
 CHANGES = {
-    "an optimizer step": (small_model, optimizer_step, r"embed_tokens.weight has been written to since it ran"),
-    "a fused optimizer step": (small_model, partial(optimizer_step, fused=True), "has been written to since it ran"),
-    "an adapter's step": (small_adapted, optimizer_step, r"q_proj.lora_A.default.weight has been written to"),
-    "a checkpoint": (small_model, lambda model, _: model.load_state_dict(small_model().state_dict()), "written to"),
-    "a weight put in": (small_model, exchanged, r"layers.0.input_layernorm.weight has been exchanged"),
-    "a weight moved": (small_model, moved, r"layers.0.mlp.up_proj.weight has been moved"),
-    "an adapter off": (small_adapted, switched_off, r"q_proj have changed \(disabled: False then, True now"),
-    "an adapter merged": (small_adapted, merged, r"merged: \[\] then, \['default'\] now"),
-    "an adapter's factor": (small_adapted, scaled, r"mlp.down_proj have changed \(scaling: "),
-    "another adapter": (small_adapted, other_adapter, r"active: \['default'\] then, \['other'\] now"),
-    "an adapter put on": (small_model, put_on, "q_proj.weight has been taken out"),
-}
+    "an optimizer step": (small_model, optimizer_step),
+    "a fused optimizer step": (small_model, partial(optimizer_step, fused=True)),
+    "an adapter's step": (small_adapted, optimizer_step),
+    "a checkpoint": (small_model, lambda model, _: model.load_state_dict(small_model().state_dict())),
+    "a weight put in": (small_model, exchanged), "a weight moved": (small_model, moved),
+    "an adapter off": (small_adapted, lambda model, _: model.base_model.disable_adapter_layers()),
+    "an adapter merged": (small_adapted, lambda model, _: model.merge_adapter()),
+    "an adapter's factor": (small_adapted, lambda m, _: first_layer(m).mlp.down_proj.set_scale("default", 3.0)),
+    "another adapter": (small_adapted, other_adapter),
+    "an adapter put on": (small_model, lambda m, _: get_peft_model(m, LoraConfig(r=2, target_modules=["q_proj"]))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_forward_whose_model_has_changed_since_is_not_continued(change):
-    make, do, message = CHANGES[change]
+    make, do = CHANGES[change]
     model = make()
     forward = forward_of(model)
     before = drops(forward)
     do(model, forward)
     batch = Batch(ROWS, units=SMALL_SPANS[0], answers=SMALL_SPANS[1])
     for ask in (lambda: forward.query([[QUERY]]), lambda: forward.score(batch, mask=PLACEHOLDER)):
-        with pytest.raises(RuntimeError, match=f"cannot be continued: .*{message}"):
+        with pytest.raises(RuntimeError, match="cannot be continued: a weight or an adapter has changed since it ran"):
             ask()
     if change == "an optimizer step":  # so that before and now are not the same model
         assert (drops(forward_of(model)) - before).abs().max() > 1e-2
@@ -137,7 +119,7 @@ def test_log_probs_and_loss_are_not_read_by_a_head_that_has_changed_since(change
     forward = packed_forward(model, ROWS)
     CHANGES[change][1](model, forward)
     for read in (forward.logprobs, lambda: forward.policy_loss(LossBatch.of(ROWS, advantages=torch.ones(2)))):
-        with pytest.raises(RuntimeError, match=r"the head's weight has been written to since it ran.*two models"):
+        with pytest.raises(RuntimeError, match=r"the head has changed since it ran.*two models"):
             read()
 
 
@@ -156,35 +138,21 @@ def test_a_query_that_reads_only_rows_of_the_forward_runs_adapters_on_none_of_it
     assert (len(logprobs), work.tokens_fed) == (2, 1)
 
 
-def test_the_state_is_read_once_by_a_forward_that_is_continued(monkeypatch):
-    """Not by a forward that is not."""
-    reads, read = [], model_state.ModelState.__init__
-    monkeypatch.setattr(model_state.ModelState, "__init__", lambda *of: reads.append(of) or read(*of))
-    causal = causal_lm(small_adapted())
-    packed_forward(causal, ROWS)
-    assert not reads
-    forward = forward_of(causal)
-    assert len(reads) == 1
-    drops(forward)
-    forward.query([[QUERY]])
-    forward.policy_loss(LossBatch.of(ROWS, advantages=torch.ones(2)))
-    assert len(reads) == 1
-
-
 def test_buffers_that_a_checkpoint_holds_count_and_others_do_not():
     layer = torch.nn.Module()
     layer.register_buffer("saved", torch.zeros(2))
     layer.register_buffer("scratch", torch.zeros(2), persistent=False)
     state = ModelState(layer)
     layer.scratch += 1
-    assert state.change(layer) is None
+    assert state.holds(layer)
     layer.saved += 1
-    assert state.change(layer) == "saved has been written to"
+    assert not state.holds(layer)
+    state = ModelState(layer)
     layer.more = torch.nn.Parameter(torch.zeros(1))
-    assert ModelState(torch.nn.Linear(2, 2)).change(layer) == "weight has been taken out"
+    assert not state.holds(layer)
 
 
 def test_weights_made_in_inference_mode_are_taken_as_they_are():
     with torch.inference_mode():
         layer = torch.nn.Linear(2, 2)
-    assert ModelState(layer).change(layer) is None
+    assert ModelState(layer).holds(layer)

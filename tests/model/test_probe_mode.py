@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cfa_kernels import check_model
-from cfa_kernels.model.check import verify
 from cfa_kernels.model.check.probe_mode import float32_weights
+from cfa_kernels.model.walk import ModelWalk
 from tests.support.models import small_adapted, snapshot
 
 
@@ -32,10 +32,11 @@ class FailsAt(TorchDispatchMode):
 def test_an_error_at_any_operation_of_a_probe_leaves_weights_and_flags_as_they_were(dtype, error):
     model = small_adapted().to(dtype)
     ids, before = torch.arange(4, 8, device=model.device)[None], snapshot(model)
+    walk = ModelWalk.of(model.get_base_model())
     for number in itertools.count(1):
         mode = FailsAt(number, error)
         try:
-            with torch.no_grad(), mode, float32_weights(model.get_base_model(), moved=True):
+            with torch.no_grad(), mode, float32_weights(walk):
                 model(input_ids=ids)
         except error:
             assert snapshot(model) == before
@@ -46,8 +47,7 @@ def test_an_error_at_any_operation_of_a_probe_leaves_weights_and_flags_as_they_w
 
 
 @pytest.mark.parametrize("number", [20, 110, 400])
-def test_an_interrupted_check_leaves_a_model_that_the_next_one_accepts(number, monkeypatch):
-    monkeypatch.setattr(verify, "_BY_STRUCTURE", {})
+def test_an_interrupted_check_leaves_a_model_that_the_next_one_accepts(number):
     model = small_adapted().to(torch.bfloat16)
     before = snapshot(model)
     with pytest.raises(KeyboardInterrupt), FailsAt(number, KeyboardInterrupt):

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional
 
 from cfa_kernels import Rows, check_model, packed_logprobs
-from cfa_kernels.model.check import verify
 from cfa_kernels.model.quantised import in_float32, is_quantised, product_dtype
 from cfa_kernels.scoring.access import InProcess
 from tests.support.budget import assert_within_budget
@@ -58,11 +57,6 @@ def quantised(kind: type = Int8Linear, adapters: str = "trained", hidden: int = 
             setattr(layer.mlp, name, kind(getattr(layer.mlp, name)))
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=adapters == "fresh")
     return get_peft_model(model, config).eval()
-
-
-@pytest.fixture(autouse=True)
-def checked_anew(monkeypatch):
-    monkeypatch.setattr(verify, "_BY_STRUCTURE", {})
 
 
 @pytest.mark.parametrize(

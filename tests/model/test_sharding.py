@@ -11,10 +11,10 @@ from torch import nn
 from cfa_kernels import CounterfactualConfig, counterfactual_credit, packed_forward, packed_logprobs, packed_policy_loss
 from cfa_kernels.estimators.base import Estimator
 from cfa_kernels.estimators.masking import Masking
-from cfa_kernels.model.check.verify import _BY_MODEL
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.run_inside import run_inside
 from cfa_kernels.model.sharded.fsdp import is_engine
+from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import as_access
 from cfa_kernels.span import Span
@@ -144,8 +144,9 @@ def failing_layers(rank: int, how: str) -> None:
             raise errors.pop()
 
     for inside, error in (("self_attn", RuntimeError("a broken layer")), ("mlp", torch.OutOfMemoryError("CUDA"))):
-        errors[:] = [error]
         hook = mlp_of(shared, inside).register_forward_pre_hook(fails, with_kwargs=True)
+        same(scores(shared, rows), expected, rows)  # a model with another hook is checked again
+        errors[:] = [error]
         if inside == "mlp":
             same(scores(shared, rows), expected, rows)
         else:
@@ -176,11 +177,15 @@ def failing_idle_pack(rank: int, shared: nn.Module) -> None:
     rows = [[0, 1], []][rank]
     scores(shared, rows)
 
+    broken = False
+
     def fails(module, args):
-        if rank:
+        if rank and broken:
             raise ZeroDivisionError("a broken layer")
 
     hook = mlp_of(shared).register_forward_pre_hook(fails)
+    scores(shared, rows)
+    broken = True
     kind = ZeroDivisionError if rank else RuntimeError
     with pytest.raises(kind, match=f"^{'' if rank else 'rank 1: ZeroDivisionError: '}a broken layer"):
         scores(shared, rows)
@@ -245,7 +250,7 @@ def zero3_after_ordinary_steps(rank: int, lora: bool) -> None:
         for _ in range(3):
             shared.backward(0 * shared(input_ids=COMPLETIONS[0][None]).logits.sum())
             shared.step()
-        _BY_MODEL.clear()
+        ModelWalk.of(causal_lm(shared)).checked.clear()
         same(scores(shared, [rank]), scores(alone), [rank])
 
 

@@ -9,6 +9,7 @@ import transformers
 
 from cfa_kernels import check_model, packed_logprobs
 from cfa_kernels.model import stateful_layers
+from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.rows import Rows
 from tests.support.models import HYBRIDS, SHAPE, assert_same_gradients, gradients, make_model, plain_logprobs, tokens
 
@@ -47,6 +48,24 @@ def test_pieces_of_one_token_train_as_plain_forwards_do(name, training):
     assert_same_gradients(ours, expected, 1e-3)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "Bamba"])
+@pytest.mark.traced  # checkpoints compare devices, which the stand-in names otherwise
+def test_checkpointed_layers_find_their_states_again(name, reentrant):
+    model = make_model(name, **HYBRIDS[name]).train()
+
+    def by_packed_rows():
+        model.zero_grad()
+        rows = packed_logprobs(model, Rows(*BATCH))
+        return gradients(model, sum((row * factor.to(row)).sum() for row, factor in zip(rows, FACTORS, strict=True)))
+
+    expected = by_packed_rows()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    check_model(model)
+    assert_same_gradients(by_packed_rows(), expected, 1e-5)
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_before_anything_runs_an_older_transformers_is_refused_with_the_version_needed(monkeypatch, name):
     config = getattr(transformers, f"{name}Config")(**SHAPE | HYBRIDS[name])
@@ -67,4 +86,4 @@ def test_a_cell_is_found_by_any_name_that_transformers_gave_the_argument_of_its_
     named: dict[str, Any] = {}
     exec(f"def forward(self, rows, {taken}=None):\n return {taken}.update_recurrent_state(rows, 0)", named)
     cell = type("Cell", (torch.nn.Module,), {"forward": named["forward"]})
-    assert stateful_layers._cells(torch.nn.ModuleList([cell()])) == [(ANY, taken)]
+    assert stateful_layers._cells(ModelWalk(torch.nn.ModuleList([cell()]))) == [(ANY, taken)]

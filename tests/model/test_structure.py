@@ -1,22 +1,16 @@
-"""A check of a model runs the first and the last layer of each kind, and once for all models that are built alike."""
+"""A check of a model runs the first and the last layer of each kind, once."""
 
 import copy
 import logging
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from cfa_kernels.model.check import verify
-from cfa_kernels.model.check.structure import model_structure, repeated_layers
+from cfa_kernels.model.check.structure import kinds_of_layers, repeated_layers
 from cfa_kernels.model.walk import ModelWalk
 from tests.support.models import HYBRIDS, MASKED, MOE, OTHERS, make_model, small_model
-
-
-@pytest.fixture(autouse=True)
-def no_verdicts(monkeypatch):
-    monkeypatch.setattr(verify, "_BY_STRUCTURE", {})
 
 
 @pytest.fixture
@@ -54,31 +48,29 @@ def test_of_repeated_layers_the_first_and_the_last_run(attended):
     assert mixed.model.layers[3] not in repeated_layers(ModelWalk(mixed))
 
 
-def test_a_model_of_equal_structure_costs_nothing_and_another_is_checked(caplog, attended):
+def test_a_model_is_checked_once_and_a_copy_by_itself(caplog, attended):
     caplog.set_level(logging.INFO, logger=verify.__name__)
     model = deep().train()
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.model.layers[0].mlp.up_proj.weight.mul_(2)
-    verify.check_trainable(model)
-    assert attended()
+    for checked, runs in ((model, True), (model, False), (copy.deepcopy(model), True)):
+        verify.check_trainable(checked)
+        assert bool(attended()) is runs
     assert "checking the model Qwen3ForCausalLM" in caplog.text
-    for equal in (model, other, deep().train()):
-        verify.check_trainable(equal)
-        assert not attended()
-    adapter = get_peft_model(deep(), LoraConfig(r=2, target_modules=["q_proj"])).get_base_model()
-    for changed in (deep(7), deep().bfloat16(), deep(rms_norm_eps=1e-3), adapter):
-        verify.check_trainable(changed)
-        assert attended()
 
 
-def test_code_of_a_single_model_is_like_no_other():
-    model = deep()
-    structure = model_structure(ModelWalk(model))
-    assert structure == model_structure(ModelWalk(deep()))
-    own = model.model.layers[3].mlp.forward
-    model.model.layers[3].mlp.forward = lambda x: own(x)
-    assert model_structure(ModelWalk(model)) != model_structure(ModelWalk(model))
+def test_layers_are_of_one_kind_by_shapes_numbers_and_code():
+    def kinds(change):
+        model = deep(4)
+        change(model.model.layers[1])
+        return [len(kind) for kind in kinds_of_layers(ModelWalk(model), model.model.layers)]
+
+    assert kinds(lambda layer: None) == [4]
+    for change in (
+        lambda layer: setattr(layer.mlp, "forward", lambda x: x),
+        lambda layer: layer.mlp.register_forward_hook(lambda *_: None),
+        lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.1),
+        lambda layer: setattr(layer.mlp, "up_proj", torch.nn.Linear(48, 160, bias=True)),
+    ):
+        assert kinds(change) == [3, 1]
 
 
 DOZEN = {
@@ -92,8 +84,7 @@ DOZEN = {
 
 def refusal(model, few, monkeypatch):
     """Result of a check of few layers, or of all: the kind of refusal, or the head's numbers."""
-    monkeypatch.setattr(verify, "_BY_STRUCTURE", {})
-    verify._BY_MODEL.clear()
+    ModelWalk.of(model).checked.clear()
     repeated = repeated_layers(ModelWalk(model)) if few else {}
     with monkeypatch.context() as patch:
         patch.setattr(verify, "_on_few_layers", lambda walk, check: check(repeated))

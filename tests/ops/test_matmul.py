@@ -1,11 +1,16 @@
 """Matrix products, whichever library makes them, are those of float64."""
 
+import importlib
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 from cfa_kernels.ops import matmul as products
 from cfa_kernels.ops.matmul import multiply, product
 from tests.support.budget import assert_within_budget
+from tests.support.runs import child
 
 SHAPES = [(1, 5, 3), (7, 33, 65), (70, 16, 9), (40, 131, 40)]
 
@@ -64,3 +69,25 @@ def test_float32_products_on_a_cpu_are_onednns_alone_where_it_is_there(monkeypat
     assert (multiply(left, right, out, add=True) == 6).all()
     with pytest.raises(AssertionError, match="torch's own"):
         multiply(left.double(), right.double(), out.double())
+
+
+def grown_by_shapes() -> float:
+    """Multiply in 500 shapes after 100 others; gives by how many MiB the process's own memory grew."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.pop(name, None)
+    importlib.reload(products)
+    used = []
+    for shapes in (range(1, 101), range(101, 601)):
+        for rows in shapes:
+            products.product(torch.ones(rows, 32), torch.ones(32, 20))
+        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+        used.append((resident - shared) * os.sysconf("SC_PAGE_SIZE") / 2**20)
+    return used[1] - used[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from Linux")
+def test_a_process_does_not_keep_a_kernel_for_every_shape() -> None:
+    code, grown = child(grown_by_shapes)
+    assert code == 0
+    assert grown < 64  # 270 with a kernel for each

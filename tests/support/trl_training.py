@@ -13,6 +13,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 import cfa_kernels.integrations.trl as integration
 from cfa_kernels import CounterfactualConfig
+from cfa_kernels.model.check.verify import check_trainable
+from cfa_kernels.model.modes import one_mode
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 RELEASE = integration.TRL.release
@@ -48,8 +50,11 @@ def uneven(completions: list[Any], **kwargs: object) -> list[float]:
 def forwards(model: Any) -> Iterator[list[int]]:
     """The tokens of each forward of a model."""
     sizes: list[int] = []
-    norm = model.model.layers[0].input_layernorm  # a hook on the embedding has the model checked again
+    norm = model.model.layers[0].input_layernorm
     with norm.register_forward_hook(lambda _, args, out: sizes.append(args[0].shape[:2].numel())):
+        with one_mode(model, training=True):
+            check_trainable(model)  # again, as it has a hook
+        sizes.clear()
         yield sizes
 
 

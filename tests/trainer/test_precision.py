@@ -60,8 +60,10 @@ def test_forwards_of_a_step_run_in_bfloat16_and_backwards_outside_autocast(mixed
 
     watch(trainer.policy, "policy")
     watch(trainer.engine._model, "sampled")
-    check_trainable(trainer.reference)  # which is in float32, and done once
     watch(trainer.reference, "reference")
+    for model in (trainer.policy.train(), trainer.reference):
+        check_trainable(model)  # which is in float32, and done once
+    seen |= {name: [] for name in seen}
     training_step(trainer, 1, [0, 1])
     assert len(seen["policy"]) > 2  # branches of masked spans, too
     assert {*seen["policy"], *seen["reference"]} == {(True, F32, BF16)}

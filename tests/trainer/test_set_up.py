@@ -1,18 +1,13 @@
 """What a run sets before its first step, and refuses: models whose log-probs it would take wrongly."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
 
-from cfa_kernels.ops.matmul import product
 from tests.support.embedded import SMALL, settings
-from tests.support.runs import child
 from tests.support.tiny import tiny_tokenizer
 from trainer.__main__ import main
-from trainer.run import compile_or_say, keep_few_kernels, set_up
+from trainer.run import compile_or_say, set_up
 
 SIZE = {
     "vocab_size": len(tiny_tokenizer()), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -75,25 +70,3 @@ def test_rows_that_may_change_each_others_rotary_frequencies_are_refused(saved) 
     folder = saved("Phi3")
     with pytest.raises(NotImplementedError, match=r"rotary frequencies of Phi3ForCausalLM .* 128 tokens"):
         set_up(settings(f"--model={folder}", "--credit=none", "--max_completion_length=128"))
-
-
-def grown_by_shapes() -> float:
-    """Multiply in 500 shapes after 100 others; gives by how many MiB the process's own memory grew."""
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.pop(name, None)
-    keep_few_kernels()
-    used = []
-    for shapes in (range(1, 101), range(101, 601)):
-        for rows in shapes:
-            product(torch.ones(rows, 32), torch.ones(32, 20))
-        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
-        used.append((resident - shared) * os.sysconf("SC_PAGE_SIZE") / 2**20)
-    return used[1] - used[0]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from Linux")
-def test_a_cpu_does_not_keep_a_kernel_for_every_shape_of_a_run() -> None:
-    code, grown = child(grown_by_shapes)
-    assert code == 0
-    assert grown < 64  # 270 with a kernel for each

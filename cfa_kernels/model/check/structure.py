@@ -1,25 +1,17 @@
-"""Describe modules apart from the values of their weights: equal descriptions compute the same."""
+"""Find layers of one kind: equal but for the values of their weights."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..parts import foreign_hooks
-from ..walk import ModelWalk, own_forward
+from ..walk import ModelWalk, is_hooked, own_forward
 
-_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType)
 _PLACE = re.compile("^(training|(layer|block)_?(idx|id|index|number)|idx)$")  # differ between equal layers
-
-
-def model_structure(walk: ModelWalk) -> tuple:
-    """Describe a model: its modules, their numbers, shapes, dtypes and code, and its configurations."""
-    configs = [{**config.to_dict(), "_name_or_path": None} for config in walk.configs]
-    return *map(repr, configs), *_described(walk.modules.items())
 
 
 def repeated_layers(walk: ModelWalk) -> dict[nn.Module, nn.Module]:
@@ -32,11 +24,15 @@ def repeated_layers(walk: ModelWalk) -> dict[nn.Module, nn.Module]:
 
 
 def kinds_of_layers(walk: ModelWalk, layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Group the layers of a list by what they compute, apart from the values of their weights."""
+    """Group the layers of a list by classes, shapes, numbers and their entries in lists of the configuration.
+
+    A layer with hooks, or a `forward` of its own inside, is a kind by itself.
+    """
     kinds: dict[tuple, list[nn.Module]] = defaultdict(list)
+    owners = {id(each): each for config in walk.configs for each in (config, config.get_text_config())}.values()
+    lists = [x for own in owners for x in vars(own).values() if isinstance(x, (list, tuple)) and len(x) == len(layers)]
     for i, layer in enumerate(layers):
-        entries = (x[i] for config in walk.configs for x in _lists_of(config, len(layers)))
-        kinds[*map(repr, entries), *_described(layer.named_modules())].append(layer)
+        kinds[*(repr(x[i]) for x in lists), *_described(layer.named_modules())].append(layer)
     return list(kinds.values())
 
 
@@ -48,48 +44,20 @@ def _lists_of_layers(module: nn.Module) -> Iterator[Any]:
             yield child
 
 
-def _lists_of(config: Any, length: int) -> Iterator[list | tuple]:
-    for owner in {id(each): each for each in (config, config.get_text_config())}.values():
-        yield from (x for x in vars(owner).values() if isinstance(x, (list, tuple)) and len(x) == length)
-
-
 def _described(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple]:
     for name, module in modules:
-        forward = own_forward(module)
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        numbers = [(key, x) for key, x in vars(module).items() if key[0] != "_" and not _PLACE.search(key)]
         yield (
             name,
             type(module),
-            type(module).forward,
-            forward and _code(forward, module),
-            *(_code(hook, module) for hook in foreign_hooks(module)),
-            *(
-                (key, repr(value) if _is_plain(value) else _code(value, module))
-                for key, value in vars(module).items()
-                if key[0] != "_" and key != "forward" and not _PLACE.search(key)
-                if _is_plain(value) or isinstance(value, _FUNCTIONS)
-            ),
-            *((key, *_tensor(value)) for key, value in module._parameters.items() if value is not None),
-            *((key, *_tensor(value), _total(value)) for key, value in module._buffers.items() if value is not None),
+            object() if is_hooked(module) or own_forward(module) is not None else None,  # equals nothing else
+            *((key, repr(x)) for key, x in numbers if _is_plain(x)),
+            *((key, x.shape, x.dtype, x.device.type, x.requires_grad) for key, x in tensors if x is not None),
         )
-
-
-def _tensor(tensor: torch.Tensor) -> tuple:
-    return tensor.shape, tensor.dtype, tensor.device.type, tensor.requires_grad
-
-
-def _total(buffer: torch.Tensor) -> float:
-    return 0.0 if buffer.is_meta else buffer.double().sum().item()
 
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple, dict)):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (bool, int, float, str, NoneType, torch.dtype))
-
-
-def _code(function: Any, module: nn.Module) -> object:
-    """Return the function if other modules may have it too, else an object that equals nothing."""
-    inner = getattr(function, "__func__", function)
-    bound_elsewhere = isinstance(function, MethodType) and function.__self__ is not module
-    private = bound_elsewhere or not isinstance(inner, _FUNCTIONS) or getattr(inner, "__closure__", None)
-    return object() if private else inner

@@ -1,14 +1,13 @@
-"""Check, once per structure of a model, that a packed tree and the head give the model's own log-probs.
+"""Check, once per model, that a packed tree and the head give the model's own log-probs.
 
-A short branching tree is run both ways in float32, so that rounding hides nothing; windows and chunks are made small
-enough to matter in it, and adapters that start as the identity are moved off it. This catches layers that mix tokens
-without attention and logits changed after the head. Among equal layers the first and the last run; only a model that
-fails so is run whole.
+A short branching tree is run both ways in float32, so that rounding hides nothing, and adapters that start as the
+identity are moved off it. This catches layers that mix tokens without attention and logits changed after the head.
+Among equal layers the first and the last run; only a model that fails so is run whole. Where float32 weights cannot be
+had, for a model in pieces or kernels for halves only, the model's own ways of computing a row say what rounding does.
 """
 
 import logging
 import math
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -27,13 +26,7 @@ from ...tree.prefix_tree import Pack, Query
 from ..compiled import EAGER
 from ..head import Head, read_head
 from ..memory import is_out_of_memory
-from ..modes import (
-    attention_implementation,
-    checkpointed_modules,
-    evaluation_mode,
-    value_of,
-    without_accelerates_autocast,
-)
+from ..modes import attention_implementation, evaluation_mode, value_of, without_accelerates_autocast
 from ..parts import (
     active_noise,
     backbone,
@@ -42,18 +35,19 @@ from ..parts import (
     configs,
     input_device,
     noise_remedy,
+    own_attention,
     token_types,
     vocab_size,
 )
-from ..quantised import HALVES, is_quantised
+from ..quantised import HALVES, is_quantised, product_dtype
 from ..router_loss import packed_router_loss, uses_of_rows
 from ..sharded.fsdp import without_casts
-from ..sharded.ranks import inside
-from ..stateful_layers import has_cells, refuse_older_cells
+from ..sharded.ranks import Ranks, inside
+from ..stateful_layers import refuse_older_cells
 from ..tree_forward import pack_states, packed_hidden, tree_training_mode
 from ..walk import Model, ModelWalk
-from .probe_mode import float32_weights, layers_skipped, small_windows
-from .structure import model_structure, repeated_layers
+from .probe_mode import float32_weights, layers_skipped
+from .structure import repeated_layers
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,13 +61,10 @@ class _Verdict:
     routed: bool = False  # so was the loss of its routers
 
 
-_BY_MODEL: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], _Verdict]] = weakref.WeakKeyDictionary()
-_BY_STRUCTURE: dict[tuple, _Verdict] = {}
-
 # Log-probs that differ by more than this many nats are wrong, unless the model's own rounding is worse: float32
 # leaves some 1e-5, a wrong mask, position or transform of logits whole nats.
 _TOLERANCE = 1e-3
-_ROUNDINGS = 8  # tolerated multiple of the difference between the model's own two ways of computing a row
+_ROUNDINGS = 8  # tolerated multiple of the difference between the model's own ways of computing a row
 _SHARE = 0.02  # tolerated share of what masking moves
 _ROUTER_SHARE = 1e-2  # tolerated share of the routers' loss, which jumps where rounding sends a token elsewhere
 _LARGE = 60.0  # the largest logit before scale and cap
@@ -91,37 +82,35 @@ def check_supported(model: Model) -> Head:
         NotImplementedError: the head is not a plain linear layer, the model's logits are not its head's output, scaled
             and capped as its configuration says, or a packed tree does not give the model's own log-probs.
     """
-    walk = ModelWalk.of(model)
-    refuse_older_cells(walk)
-    head, verdict = read_head(walk.model), _verdict(walk)
-    return replace(head, softcap=verdict.softcap, logit_scale=verdict.scale)
+    return _supported(ModelWalk.of(model))[0]
 
 
 def check_trainable(model: Model, *, router_loss: bool = False) -> Head:
     """Check as `check_supported` does, and a packed tree in the mode that the model is in.
 
     Raises:
-        NotImplementedError: as `check_supported`, and for dropout, jitter and other noise, checkpointed layers with a
-            state, and a loss of routers unless it is taken from the tree (`router_loss`) and the same there.
+        NotImplementedError: as `check_supported`, and for dropout, jitter and other noise, and a loss of routers unless
+            it is taken from the tree (`router_loss`) and the same there.
     """
     walk = ModelWalk.of(model)
-    head = check_supported(walk)
+    head, verdict = _supported(walk)
     if obstacle := _training_obstacle(walk, router_loss):
         raise _not_trainable(walk.model, *obstacle)
-    verdict = _verdict(walk)
     if not verdict.trained and any(m.training for m in walk.modules.values()):
-        _on_few_layers(walk, lambda repeated: _check_training(walk.model, verdict, repeated))
+        _on_few_layers(walk, lambda repeated: _check_training(walk, verdict, repeated))
         verdict.trained = True
     if router_loss and not verdict.routed:
-        _on_few_layers(walk, lambda repeated: _check_routers(walk.model, repeated))
+        _on_few_layers(walk, lambda repeated: _check_routers(walk, repeated))
         verdict.routed = True
     return head
 
 
 def check_model(model: nn.Module) -> None:
-    """Check that a model can be scored and trained on packed trees, in its current mode; once per structure.
+    """Check that a model can be scored and trained on packed trees, in its current mode; once per model.
 
-    Scoring and training check by themselves; call it before a run to get a refusal at once.
+    Scoring and training check by themselves; call it before a run to get a refusal at once. They check again once a
+    module, a `forward`, a hook, a cap or scale of logits or an attention function has been put in, exchanged or taken
+    out; what a hook or an attention function reads elsewhere, and other numbers in modules, must stay as they are.
 
     Args:
         model: a transformers causal model, or a wrapper of one.
@@ -133,25 +122,21 @@ def check_model(model: nn.Module) -> None:
     check_trainable(causal_lm(model))
 
 
-def _verdict(walk: ModelWalk) -> _Verdict:
-    model, now = walk.model, computation(walk)
-    before, verdict = _BY_MODEL.get(model, (None, None))
-    if verdict is None or before != now:
-        # Processes that share a model must all check it, or none.
-        structure = None if inside(model) else model_structure(walk)
-        verdict = _BY_STRUCTURE.get(structure) if structure else None
-        if verdict is None:
-            verdict = _on_few_layers(walk, lambda repeated: _checked(model, repeated))
-        if structure:
-            _BY_STRUCTURE[structure] = verdict
-        _BY_MODEL[model] = now, verdict
-    return verdict
+def _supported(walk: ModelWalk) -> tuple[Head, _Verdict]:
+    refuse_older_cells(walk)
+    head = read_head(walk.model)
+    key, ranks = computation(walk), inside(walk.model)
+    due = key not in walk.checked
+    if due if ranks is None else ranks.largest(due):  # processes that share a model all check it, or none
+        walk.checked[key] = _on_few_layers(walk, lambda repeated: _checked(walk, repeated))
+    verdict: _Verdict = walk.checked[key]
+    return replace(head, softcap=verdict.softcap, logit_scale=verdict.scale), verdict
 
 
 def _on_few_layers(walk: ModelWalk, check: Callable[[Mapping[nn.Module, nn.Module]], _Result]) -> _Result:
     """Run `check` on the first and last layer of each kind; on all if it fails so, or if processes share the model."""
     _LOG.info("checking the model %s: a packed tree must give its own log-probs", type(walk.model).__name__)
-    if inside(walk.model) is None and (repeated := repeated_layers(walk)):
+    if not isinstance(inside(walk.model), Ranks) and (repeated := repeated_layers(walk)):
         try:
             return check(repeated)
         except Exception as error:
@@ -169,18 +154,14 @@ def _training_obstacle(walk: ModelWalk, router_loss: bool) -> tuple[str, str] | 
         return f"has {what} {value:g} in {name}", f"{_ONE_DRAW}; {remedy}"
     if not router_loss and getattr(walk.model.config.get_text_config(), "output_router_logits", False):
         return "adds a loss of its routers (output_router_logits)", "that counts shared rows once; switch it off"
-    if has_cells(walk) and checkpointed_modules(walk):
-        return (
-            "hands states from token to token in checkpointed layers",
-            "the second forward would not find them again; switch checkpointing off",
-        )
     return None
 
 
-def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) -> _Verdict:
+def _checked(walk: ModelWalk, repeated: Mapping[nn.Module, nn.Module]) -> _Verdict:
+    model = walk.model
     probe, name = ProbeTree.of(model), type(model).__name__
 
-    def measure() -> _Verdict:
+    def measure(exact: bool) -> _Verdict:
         hidden, head = own_output(model, probe.ids[:2], backbone(model)).last_hidden_state, read_head(model)
         if hidden.shape[-1] != head.weight.shape[-1]:
             raise NotImplementedError(
@@ -189,7 +170,7 @@ def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) ->
             )
         factor = _amplification(hidden, head)
         theirs = _own_logits(model, probe.ids, factor)
-        alone = torch.cat([_own_logits(model, row[None], factor) for row in probe.ids[:2]]).log_softmax(-1)
+        alone = torch.cat([_own_logits(model, row[None], factor) for row in probe.ids[:2]])
         linear = functional.linear(hidden.to(head.weight) * factor, head.weight, head.bias).float()
         if linear.shape != theirs[:2].shape:
             raise NotImplementedError(
@@ -197,7 +178,8 @@ def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) ->
                 "of its head"
             )
         truth = theirs[:2].log_softmax(-1)
-        rounding = _gap(model, truth, alone)
+        ways = [alone] if exact else [alone, _rounded_logits(walk, probe.ids, factor)[:2]]
+        rounding = max(_gap(model, truth, way.log_softmax(-1)) for way in ways)
         gaps = {
             transform: _gap(model, Head(head.weight, head.bias, *transform).transformed(linear).log_softmax(-1), truth)
             for transform in _transforms(model)
@@ -210,21 +192,22 @@ def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) ->
                 "head"
             )
         verdict = _Verdict(*best, rounding)
-        if problem := _tree_problem(model, probe, verdict, factor, theirs):
+        if problem := _tree_problem(walk, probe, verdict, factor, theirs):
             raise NotImplementedError(problem)
         return verdict
 
-    return run_probe(model, measure, repeated=repeated)
+    return _run_probe(walk, measure, repeated)
 
 
-def _check_training(model: PreTrainedModel, verdict: _Verdict, repeated: Mapping[nn.Module, nn.Module]) -> None:
+def _check_training(walk: ModelWalk, verdict: _Verdict, repeated: Mapping[nn.Module, nn.Module]) -> None:
+    model = walk.model
     probe = ProbeTree.of(model)
 
-    def measure() -> None:
+    def measure(_: bool) -> None:
         hidden = own_output(model, probe.ids[:2], backbone(model)).last_hidden_state
         factor = _amplification(hidden, read_head(model))
         theirs = _own_logits(model, probe.ids, factor)
-        if problem := _tree_problem(model, probe, verdict, factor, theirs):
+        if problem := _tree_problem(walk, probe, verdict, factor, theirs):
             again = _own_logits(model, probe.ids, factor)
             gap = _gap(model, theirs.log_softmax(-1), again.log_softmax(-1))
             if gap <= max(_TOLERANCE, _ROUNDINGS * verdict.rounding):
@@ -235,19 +218,20 @@ def _check_training(model: PreTrainedModel, verdict: _Verdict, repeated: Mapping
                 f"{_ONE_DRAW}; look for draws in its own code or its hooks, such as NEFTune's{noise_remedy(model)}",
             )
 
-    run_probe(model, measure, training=True, repeated=repeated)
+    _run_probe(walk, measure, repeated, training=True)
 
 
-def _check_routers(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) -> None:
+def _check_routers(walk: ModelWalk, repeated: Mapping[nn.Module, nn.Module]) -> None:
+    model = walk.model
     probe, routers, reason = ProbeTree.of(model), list[tuple[Tensor, ...]](), "its own forward gives none (aux_loss)"
 
-    def measure() -> None:
+    def measure(_: bool) -> None:
         nonlocal reason
         try:
             theirs = getattr(own_output(model, probe.ids, output_router_logits=True), "aux_loss", None)
             if isinstance(theirs, Tensor):
-                with tree_training_mode(model):
-                    packed_hidden(model, probe.pack, routers=routers)
+                with tree_training_mode(walk):
+                    packed_hidden(walk, probe.pack, routers=routers)
                 uses = uses_of_rows(probe.pack, probe.ids.cpu().numpy())
                 ours = packed_router_loss(model, [(routers.pop(), uses)])
                 gap = _gap(model, ours, theirs.to(ours)) / theirs.item()
@@ -263,19 +247,18 @@ def _check_routers(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Modul
             f"their logits ({reason}), so packed trees cannot have it; train without (router_aux_loss_coef=0.0 in TRL)"
         )
 
-    run_probe(model, measure, repeated=repeated)
+    _run_probe(walk, measure, repeated)
 
 
-def _tree_problem(
-    model: PreTrainedModel, probe: "ProbeTree", verdict: _Verdict, factor: float, theirs: Tensor
-) -> str | None:
+def _tree_problem(walk: ModelWalk, probe: "ProbeTree", verdict: _Verdict, factor: float, theirs: Tensor) -> str | None:
     """Compare a packed tree with the model's own logits; describe a difference, None for none."""
+    model = walk.model
     name = type(model).__name__
     head = read_head(model)
     head = replace(head, weight=head.weight * factor, softcap=verdict.softcap, logit_scale=verdict.scale)
     try:
-        with tree_training_mode(model):
-            ours = head.logprobs(*pack_states(model, head, probe.pack))
+        with tree_training_mode(walk):
+            ours = head.logprobs(*pack_states(walk, head, probe.pack))
     except NotImplementedError as error:
         own = str(error) if str(error).startswith("model:") else f"model: {name}: {error}"
         raise NotImplementedError(f"{own}, so it cannot be scored") from error
@@ -295,7 +278,7 @@ def _tree_problem(
         return None
     return (
         f"model: {name} does not compute the same in a packed tree as by itself (log-probs differ by {gap:.3g} nats)"
-        f"{_other_mixers(model)}, so it cannot be scored"
+        f"{_other_mixers(walk)}, so it cannot be scored"
     )
 
 
@@ -315,9 +298,14 @@ def _transforms(model: PreTrainedModel) -> list[tuple[float | None, float]]:
     return [(cap, scale) for cap in (None, *caps) for scale in dict.fromkeys(scales)]
 
 
-def _other_mixers(model: PreTrainedModel) -> str:
-    """Name the kinds of layers that look at other tokens without attention, if the configuration tells."""
-    config = model.config.get_text_config()
+def _other_mixers(walk: ModelWalk) -> str:
+    """Name own attention, or the kinds of layers that look at other tokens without it, if the configuration tells."""
+    for own, function in own_attention(walk).items():
+        return (
+            f": its attention {own!r} runs {function!r}, which is not transformers' own; call "
+            "set_attn_implementation('sdpa') for plain attention"
+        )
+    config = walk.model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     others = sorted({str(kind) for kind in kinds if "linear" in str(kind) or "attention" not in str(kind)})
     states = f": its {' and '.join(others)} layers carry a state that several tokens of a branch cannot take up"
@@ -380,6 +368,19 @@ def _own_logits(model: PreTrainedModel, ids: Tensor, factor: float) -> Tensor:
     return logits
 
 
+def _rounded_logits(walk: ModelWalk, ids: Tensor, factor: float) -> Tensor:
+    """Compute `_own_logits` with each number of the embeddings moved to a neighbour, up and down by turns."""
+    model = walk.model
+
+    def shift(_: nn.Module, __: object, out: Tensor) -> Tensor:
+        dtype = out.dtype if out.dtype in HALVES else product_dtype(walk)
+        signs = 1 - 2 * (torch.arange(out.numel(), device=out.device) % 2).view_as(out)
+        return (out.float() * (1 + torch.finfo(dtype).eps * signs)).to(out.dtype)
+
+    with model.get_input_embeddings().register_forward_hook(shift):
+        return _own_logits(model, ids, factor)
+
+
 def own_output(model: PreTrainedModel, ids: Tensor, body: nn.Module | None = None, **options: Any) -> Any:
     """Run the model, or its body, on `ids` (n, L); processes that share it meet before, so none runs if one fails."""
     run: Callable[..., Any] = model if body is None else body
@@ -395,45 +396,43 @@ def _gap(model: PreTrainedModel, ours: Tensor, theirs: Tensor) -> float:
     return gap if (ranks := inside(model)) is None else ranks.largest(gap)
 
 
-def run_probe(
-    model: PreTrainedModel,
-    measure: Callable[[], _Result],
+def _run_probe(
+    walk: ModelWalk,
+    measure: Callable[[bool], _Result],
+    repeated: Mapping[nn.Module, nn.Module],
     *,
     training: bool = False,
-    moved: bool = True,
-    repeated: Mapping[nn.Module, nn.Module] | None = None,
 ) -> _Result:
-    """Run `measure()` with the model prepared for a probe, in float32 if its layers run in it, else in its own dtype.
+    """Run `measure(exact)` with the model prepared for a probe: in float32 if that can be had, else in its own dtype.
 
-    The model is in evaluation mode, or for `training` in the modes of its modules. Trainable adapters are shifted if
-    `moved`. Layers that are `repeated` hand their input on.
+    The model is in evaluation mode, or for `training` in the modes of its modules. Layers that are `repeated` hand
+    their input on. Attention of the user's own runs as it is set, for the tree to be compared with.
     """
-    narrow = any(parameter.dtype in HALVES for parameter in model.parameters()) or any(
-        map(is_quantised, model.modules())
-    )
+    model = walk.model
+    narrow = any(p.dtype in HALVES for p in walk.parameters()) or any(map(is_quantised, walk.modules.values()))
     with ExitStack() as stack:
         if training:
-            devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+            devices = {parameter.device for parameter in walk.parameters() if parameter.device.type == "cuda"}
             stack.enter_context(torch.random.fork_rng(list(devices)))
             stack.enter_context(torch.no_grad())
         else:
-            stack.enter_context(evaluation_mode(model))
-        if model._can_set_attn_implementation():
-            stack.enter_context(attention_implementation(model, "eager"))
-        stack.enter_context(small_windows(model))
-        stack.enter_context(layers_skipped(repeated or {}))
+            stack.enter_context(evaluation_mode(walk))
+        if model._can_set_attn_implementation() and not own_attention(walk):
+            stack.enter_context(attention_implementation(walk, "eager"))
+        stack.enter_context(layers_skipped(repeated))
         stack.enter_context(value_of(EAGER, True))
         stack.enter_context(ieee_products())
         stack.enter_context(without_accelerates_autocast(model))
         stack.enter_context(torch.autocast(input_device(model).type, enabled=False))
-        if inside(model) is not None:
+        if isinstance(inside(model), Ranks):
             stack.enter_context(without_casts(model))
+            return measure(False)
         try:
-            with float32_weights(model, moved, repeated or {}):
-                return measure()
+            with float32_weights(walk, repeated):
+                return measure(True)
         except (NotImplementedError, FloatingPointError):
             raise
-        except Exception:  # a kernel for halves only
+        except Exception:  # a kernel for halves only, or no memory for float32
             if not narrow:
                 raise
-        return measure()
+        return measure(False)
