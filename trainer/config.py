@@ -12,8 +12,8 @@ from cfa_kernels.credit.weights import Control
 from cfa_kernels.estimators.base import EXTERNAL, LOG_RATIOS, NEEDS, TARGETS
 from cfa_kernels.integrations.credit import unmet_needs
 from cfa_kernels.loss.centering import check_joins
-from cfa_kernels.loss.checks import by_sequence, check_correction, check_level, weights_sequences
-from cfa_kernels.loss.token_loss import NUMBERS
+from cfa_kernels.loss.options import NUMBERS, LossOptions
+from cfa_kernels.loss.types import weights_sequences
 from cfa_kernels.model.limits import smallest_budget
 from cfa_kernels.options import Interval, check_fields, imported
 from cfa_kernels.scoring.access import GRADIENTS, WHOLE
@@ -38,14 +38,14 @@ class TrainConfig(TrainSettings):
             self.precision  # noqa: B018
         except RuntimeError as problem:
             raise ValueError(f"device must be auto, cpu or a GPU such as cuda:0, got {self.device!r}") from problem
-        check_level(vars(self))
+        names = {name: value for name, value in self.loss_options.items() if name != "score_centering"}
+        LossOptions(**names)
         self.refuse()
         if (high := self.importance_sampling_clip_max) is not None:
-            correction = {"sampling_mode": self.importance_sampling_mode, "sampling_clip_max": high}
-            check_correction(correction | {"sampling_logprobs": ...}, self.loss_type, self.importance_sampling_level)
+            names |= {"sampling_mode": self.importance_sampling_mode, "sampling_clip_max": high}
+        joins_tokens = LossOptions(**names).joins_tokens
         if self.score_centering:
-            corrects = {"sampling_mode": self.importance_sampling_mode if high is not None else None}
-            check_joins(self.importance_sampling_level != "token" or by_sequence(self.loss_options | corrects))
+            check_joins(joins_tokens)
 
     def refuse(self, processes: int = 1) -> None:
         """Raise `ValueError` with the first sentence of the tables below that holds for so many processes."""

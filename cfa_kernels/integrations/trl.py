@@ -22,7 +22,7 @@ from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
 from ..credit.nothing import NOT_MIXED, why_nothing
 from ..credit.presets import DEFAULT_PRESET
-from ..loss.checks import LossOptions
+from ..loss.options import LossOptions
 from ..model.check.verify import check_supported, check_trainable
 from ..model.compile_layers import compile_layers
 from ..model.limits import rope_lengths

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from ..batch import Batch
 from ..credit.deferred import DeferredCredit
-from ..loss.checks import LossOptions, weights_sequences
 from ..loss.policy import policy_loss
 from ..loss.ragged import LossBatch
+from ..loss.types import weights_sequences
 from ..model.check.verify import check_trainable
 from ..model.modes import one_mode
 from ..model.parts import context_length, input_device, vocab_size
@@ -126,16 +126,15 @@ def _metrics_of_all(batch: LossBatch, logprobs: Tensor, entropies: Tensor) -> di
     """Compute the metrics of a loss that all tokens are in."""
     tensors, _ = batch.to(logprobs.device)
     inputs: dict[str, Any] = {name: tensors[name] for name in ("weights", "ref_logprobs", "sampling_logprobs")}
-    inputs |= {name: value for name, value in batch.options.items() if name in LossOptions.__annotations__}
-    inputs |= {"entropies": entropies.detach(), "entropy_coef": 0.0}
+    inputs |= {"entropies": entropies.detach(), "loss_options": batch.options["loss_options"].but(entropy_coef=0.0)}
     positional = (tensors[name] for name in ("old_logprobs", "advantages", "mask"))
     return policy_loss(logprobs.detach(), *positional, **inputs)[1]  # type: ignore[arg-type]
 
 
 def _acting(high: Tensor, batch: LossBatch) -> Tensor:
     """Return the factors (B, T) of the policy terms of tokens: 1 where `high`; their mean in a row with one ratio."""
-    high, options = high.cpu().to(batch.columns["advantages"].dtype), batch.options
-    if not weights_sequences(options["loss_type"], options["importance_sampling_level"]):
+    high, options = high.cpu().to(batch.columns["advantages"].dtype), batch.options["loss_options"]
+    if not weights_sequences(options.loss_type, options.importance_sampling_level):
         return high
     return (high.sum(1, keepdim=True) / batch.columns["mask"].sum(1, keepdim=True).clamp(min=1)).expand_as(high)
 

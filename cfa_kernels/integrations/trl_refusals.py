@@ -7,8 +7,7 @@ from accelerate.utils import DistributedType
 from packaging.version import Version
 
 from ..estimators.base import SIBLINGS
-from ..loss.checks import weights_sequences
-from ..loss.types import LEVELS, LOSS_TYPES
+from ..loss.types import LEVELS, LOSS_TYPES, weights_sequences
 from ..model.parts import causal_lm
 from ..model.stateful_layers import has_cells
 from ..scoring.access import WHOLE

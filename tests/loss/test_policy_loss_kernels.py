@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cfa_kernels.loss import policy_rows
-from cfa_kernels.loss.checks import LEVELS, LossOptions
+from cfa_kernels.loss.options import CORRECTIONS, LEVELS, LossOptions
 from cfa_kernels.loss.policy import linear_policy_loss, logits_policy_loss
 from cfa_kernels.loss.types import LOSS_TYPES
 from cfa_kernels.ops import row_logprobs
@@ -43,7 +43,7 @@ def test_every_form_and_backend_agrees_with_policy_loss_on_options_drawn_togethe
     loss_type, level, device, small_tiles
 ):
     """The kernel of whole rows, which knows only the loss of a token, on fewer draws where types share one."""
-    alike = [name for name, kind in LOSS_TYPES.items() if kind.token_loss == LOSS_TYPES[loss_type].token_loss]
+    alike = [name for name, kind in LOSS_TYPES.items() if kind.formula == LOSS_TYPES[loss_type].formula]
     names = set()
     for seed in range(12, 16):  # in which every option is drawn for every kind
         features = drawn_features(seed, loss_type, level)
@@ -63,6 +63,28 @@ def test_every_form_and_backend_agrees_with_policy_loss_on_options_drawn_togethe
         assert_same(kernel, reference, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(kernel[2], reference[2], rtol=1e-5, atol=2e-6)
     assert names >= LossOptions.__annotations__.keys() - {"validate"}
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "reinforce"])
+def test_the_kernel_of_whole_rows_is_the_formula(loss_type, device, small_tiles, monkeypatch):
+    launch, builds = policy_rows.run_softmax, []
+    monkeypatch.setattr(policy_rows, "run_softmax", lambda *args, **how: builds.append(how) or launch(*args, **how))
+    for seed in range(14):
+        features = drawn_features(seed, loss_type, "token")
+        features |= {"kl_estimator": "k3", "use_bias_correction_kl": False, "off_policy_mask_threshold": None}
+        mode = (None, *CORRECTIONS)[seed % 6]
+        features |= {"correction": mode, "sampling_clip_min": mode and 0.9, "sampling_clip_max": mode and 1.1}
+        features["old"] |= seed % 6 > 2  # by which a sequence's correction is known beforehand
+        tensors, options = problem(torch.float32, device, **features)
+        ours = of_logits(tensors, backend="triton", compute_entropy=True, **options)
+        exact = plain(tensors, of_logits, torch.float64, **options)
+        assert_same(ours, (exact[0].float(), [exact[1][0].float()]), rtol=1e-5, atol=1e-6)
+        for name, metric in exact[2].items():
+            torch.testing.assert_close(ours[2][name], metric.float(), rtol=1e-5, atol=2e-6, msg=name)
+    assert len(builds) == 14
+    assert {how["CORRECTION"] for how in builds} == {"", "token_truncate", "token_mask", "token_gate"}
+    for flag in ("HAS_OLD", "HAS_WEIGHTS", "HAS_REF", "HAS_ENTROPY_SCALE"):
+        assert {how[flag] for how in builds} == {True, False}, flag
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels.loss.checks import LEVELS
 from cfa_kernels.loss.linear import linear_policy_loss_op
 from cfa_kernels.loss.logits import logits_policy_loss_op, scale_rows_op
+from cfa_kernels.loss.options import LEVELS, LossOptions
 from cfa_kernels.loss.policy import contributing_rows, linear_policy_loss, logits_policy_loss
-from cfa_kernels.loss.token_loss import PolicyOptions
 from cfa_kernels.ops import head_matmul, row_softmax
 from cfa_kernels.ops.kept_tokens import KeptTokens
 from tests.support.operator_calls import OperatorCalls
@@ -346,7 +345,7 @@ def test_autocast_runs_the_head_in_its_dtype_and_the_loss_in_float32(backend, de
 def operator_arguments(tensors: dict[str, Any], dtype: torch.dtype, level: str) -> tuple[Any, ...]:
     flat = {name: tensors[name].reshape(-1) for name in ("targets", "old")}
     scale = tensors["mask"].to(dtype).reshape(-1) / COUNTED
-    options = PolicyOptions(level=level, beta=0.1, correction="sequence_mask" if level == "sequence" else "token_mask")
+    options = LossOptions(importance_sampling_level=level, beta=0.1, sampling_mode=f"{level}_mask")
     token = (
         flat["old"].to(dtype), torch.full_like(scale, 0.5), None, flat["old"].to(dtype), flat["old"].to(dtype) + 0.1,
         scale, scale.new_tensor(0.1),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cfa_kernels.loss.options import CORRECTIONS, KL_ESTIMATORS
 from cfa_kernels.loss.policy import linear_policy_loss, logits_policy_loss, policy_loss
-from cfa_kernels.loss.token_loss import CORRECTIONS, KL_ESTIMATORS
 from cfa_kernels.loss.types import LOSS_TYPES
 
 B, T, V, H = 3, 4, 37, 24

@@ -14,7 +14,7 @@ from cfa_kernels.credit.config import SpanRules, flat_options
 from cfa_kernels.credit.presets import DEFAULT_PRESET
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.masking import Masking
-from cfa_kernels.loss.token_loss import CORRECTIONS
+from cfa_kernels.loss.options import CORRECTIONS
 from cfa_kernels.loss.types import LEVELS, LOSS_TYPES
 from tests.conftest import REPOSITORY
 from tests.support.runs import config as settings
