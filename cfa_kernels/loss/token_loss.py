@@ -57,11 +57,15 @@ class Inputs(NamedTuple):
     weighted: Tensor  # advantages times weights
     options: LossOptions
 
-    def clip(self, value: Tensor) -> Tensor:
-        """Find -1 / +1 where `value` is out of bounds in the direction that the advantage moves it."""
+    def outside(self, value: Tensor) -> Tensor:
+        """Find -1 / +1 where `value` is below / above its bounds."""
         low, high = self.options.bounds
-        below, above = (value < low) & (self.weighted < 0), (value > high) & (self.weighted > 0)
-        return above.to(value.dtype) - below.to(value.dtype)
+        return (value > high).to(value.dtype) - (value < low).to(value.dtype)
+
+    def clip(self, value: Tensor) -> Tensor:
+        """Find those where the advantage moves it further out."""
+        outside = self.outside(value)
+        return outside * (outside * self.weighted > 0)
 
 
 Formula = Callable[[Inputs], tuple[Tensor, Tensor]]
