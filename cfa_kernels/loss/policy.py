@@ -66,7 +66,7 @@ def policy_loss(
     | sampling_mode | None | how to correct for sampling_logprobs, see `correction`: TRL's, or "geometric_mask" |
     | sampling_clip_min, sampling_clip_max | None | its bounds |
     | off_policy_mask_threshold | None | nats, of `drift_mask`, by which sequences are left out |
-    | epsilon, epsilon_high | 0.2, 0.28 | bounds: 1 - epsilon, 1 + epsilon_high (cispo, dppo, gmpo: see there) |
+    | epsilon, epsilon_high | 0.2, 0.28 | bounds around 1, or 0 as of `LossType.rests_at` |
     | delta | None | caps the ratio outside the clip (two-sided clipping), and that of dppo |
     | beta, kl_estimator | 0.0, "k3" | factor and kind of the KL term: k1, k2, k3 or abs, see `token_loss.KL` |
     | use_bias_correction_kl | False | multiplies the KL term by the ratio (TRL's default; ours is plain k3) |
@@ -91,8 +91,8 @@ def policy_loss(
     | grpo, sapo, gmpo | sum_b( sum_t(l * m) / max(n, 1) ) / B |
     | bnpo | sum(l * m) / max(sum(m), 1) |
     | dr_grpo | sum(l * m) / (B * max_completion_length) |
-    | dapo, cispo, cispo_two_sided, vespo, dppo, reinforce | sum(l * m) / max(N, 1), N = num_items_in_batch or sum(m) |
     | luspo | sum(l * m) / B |
+    | all others | sum(l * m) / max(N, 1), N = num_items_in_batch or sum(m) |
 
     Gradient accumulation: give every micro-batch the step's totals (`num_items_in_batch`, `num_sequences_in_batch`,
     numbers or 0-d tensors) and add the losses; if gradients are averaged over processes, divide both by their number.
