@@ -21,7 +21,7 @@ FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 # Names that modules with torch declare; tests/trainer/test_config.py compares them.
 LossType = Literal[
-    "grpo", "dr_grpo", "dapo", "dppo", "reinforce", "luspo", "cispo", "cispo_two_sided", "vespo", "gmpo", "sapo"
+    "grpo", "dr_grpo", "dapo", "dppo", "reinforce", "luspo", "cispo", "cispo_two_sided", "vespo", "gmpo", "sapo", "ipo"
 ]
 """All of the library's but bnpo, whose divisor is that of a part cut by memory."""
 Level = Literal["token", "sequence", "sequence_token"]

@@ -112,6 +112,13 @@ def dppo(t: Inputs) -> tuple[Tensor, Tensor]:
 
 
 @formula
+def ipo(t: Inputs) -> tuple[Tensor, Tensor]:
+    """The ratio, 0 where the probability has moved too far, whatever the advantage's sign (prime-rl's default)."""
+    clip = t.outside(t.logprobs.detach().exp() - t.old_logprobs.exp()) * (t.weighted != 0)
+    return -torch.where(clip != 0, 0, t.ratio * t.weighted), clip
+
+
+@formula
 def gmpo(t: Inputs) -> tuple[Tensor, Tensor]:
     """The geometric mean of ratios that `policy_terms` has clipped token by token."""
     return -t.ratio * t.weighted, torch.zeros_like(t.weighted)

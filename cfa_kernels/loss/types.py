@@ -43,6 +43,7 @@ LOSS_TYPES = {
     "vespo": LossType("reinforce", levels=LEVELS[:1], weighs_tokens=True, metrics="sequence weight"),
     "gmpo": LossType("gmpo", _sequence_means, levels=LEVELS[1:], rests_at=0.0),
     "sapo": LossType("sapo", _sequence_means, metrics=None),
+    "ipo": LossType("ipo", rests_at=0.0),
 }
 
 

@@ -367,7 +367,7 @@ KLS = {"k1": lambda gap: -gap, "k2": lambda gap: gap**2 / 2, "k3": lambda gap: g
 
 
 @pytest.mark.parametrize("kl", KLS)
-@pytest.mark.parametrize("loss_type", ["dppo", "reinforce", "cispo_two_sided", "GSPO-token"])
+@pytest.mark.parametrize("loss_type", ["dppo", "ipo", "reinforce", "cispo_two_sided", "GSPO-token"])
 def test_losses_are_those_that_their_users_write(loss_type, kl):
     torch.manual_seed(0)
     logprobs, old = -2 * torch.rand(4, 6, dtype=torch.float64), -2 * torch.rand(4, 6, dtype=torch.float64)
@@ -379,6 +379,10 @@ def test_losses_are_those_that_their_users_write(loss_type, kl):
         keep = ~torch.where(advantages > 0, moved > 0.15, moved < -0.1)
         assert 0 < keep.double().mean() < 1
         terms = -ratio.clamp(max=1.3) * own * keep * signed
+    elif loss_type == "ipo":  # prime-rl's, but for its one bound on both sides
+        keep = ((logprobs.exp() - old.exp()) <= 0.15) & ((logprobs.exp() - old.exp()) >= -0.1)
+        assert (~keep & (advantages * (logprobs - old) < 0)).any()  # which dppo keeps
+        terms = -(own - old).exp() * keep * signed
     elif loss_type == "cispo_two_sided":  # verl's `cispo`
         keep = ~((ratio < 0.9) & (advantages < 0) | (ratio > 1.15) & (advantages > 0))
         terms = -ratio.clamp(0.9, 1.15) * own * signed

@@ -107,7 +107,9 @@ KINDS = [(loss_type, level) for loss_type, kind in LOSS_TYPES.items() for level 
 KIND = pytest.mark.parametrize(("loss_type", "level"), KINDS)
 """Every loss type at each of its levels."""
 OF_TRL = [
-    kind for kind in KINDS if kind[0] not in ("cispo_two_sided", "dppo", "reinforce") and kind[1] != "sequence_token"
+    kind
+    for kind in KINDS
+    if kind[0] not in ("cispo_two_sided", "dppo", "ipo", "reinforce") and kind[1] != "sequence_token"
 ]
 """Those that TRL has, its GMPO trainer's among them."""
 
