@@ -119,26 +119,16 @@ def test_the_reference_works_in_float32_and_rounds_a_half_gradient_once(over_the
 @pytest.mark.parametrize(
     ("form", "dtype", "feature", "loss_type", "level"),
     [
-        (of_logits, torch.float32, "on-policy", "grpo", "token"), (of_logits, torch.float32, "delta", "bnpo", "token"),
-        (of_logits, torch.float32, "low-delta", "dapo", "token"),
-        (of_logits, torch.float32, "weights", "cispo", "token"),
-        (of_logits, torch.bfloat16, "band", "cispo_two_sided", "token"),
-        (of_logits, torch.float16, "k1", "dppo", "token"), (of_logits, torch.float32, "truncated", "vespo", "token"),
-        (of_logits, torch.float32, "corrected-kl", "sapo", "token"), (of_logits, torch.float32, "all", "dapo", "token"),
-        (of_logits, torch.float32, "all", "grpo", "sequence"),
-        (of_logits, torch.bfloat16, "entropy", "dr_grpo", "token"), (of_logits, torch.bfloat16, "all", "dapo", "token"),
-        (of_logits, torch.float16, "softcap", "dapo", "sequence"),
-        (of_hidden, torch.float32, "on-policy", "grpo", "token"), (of_hidden, torch.float32, "all", "grpo", "sequence"),
-        (of_hidden, torch.bfloat16, "kl", "luspo", "sequence"), (of_hidden, torch.bfloat16, "all", "dapo", "token"),
-        (of_hidden, torch.float16, "all", "grpo", "token"), (of_hidden, torch.bfloat16, "band", "vespo", "token"),
-        (of_hidden, torch.bfloat16, "geometric", "gmpo", "sequence"),
+        (of_logits, torch.float32, "low-delta", "dapo", "token"), (of_logits, torch.bfloat16, "all", "dapo", "token"),
+        (of_logits, torch.float16, "softcap", "dapo", "sequence"), (of_logits, torch.float16, "k1", "dppo", "token"),
+        (of_logits, torch.bfloat16, "entropy", "dr_grpo", "token"),
+        (of_hidden, torch.float32, "all", "grpo", "sequence"), (of_hidden, torch.bfloat16, "all", "dapo", "token"),
+        (of_hidden, torch.float16, "all", "sapo", "token"), (of_hidden, torch.bfloat16, "band", "vespo", "token"),
     ],
 )  # fmt: skip
 def test_kernels_stay_within_the_error_budget(form, dtype, feature, loss_type, level, device, small_tiles):
     tensors, options = problem(dtype, device, **FEATURES[feature])
     options |= {"loss_type": loss_type, "importance_sampling_level": level}
-    if loss_type == "cispo":
-        options["epsilon_high"] = 1.4
     ours = form(tensors, backend="triton", compute_entropy=True, **options)
     exact = plain(tensors, form, torch.float64, **options)
     torch.testing.assert_close(ours[0], exact[0].float(), rtol=1e-5, atol=2e-6)  # float32 maths whatever the dtype
@@ -161,11 +151,8 @@ def test_a_vocabulary_of_262147_as_shipped(device):
 @pytest.mark.parametrize(
     ("form", "backend", "level", "feature"),
     [
-        (of_logits, "torch", "token", {"beta": 0.1}), (of_logits, "triton", "sequence", {"entropy_coef": 0.1}),
-        (of_logits, "triton", "token", {"entropy_coef": 0.1}), (of_hidden, "torch", "sequence", {"beta": 0.1}),
+        (of_logits, "triton", "token", {"entropy_coef": 0.1}), (of_logits, "triton", "sequence", {"beta": 0.1}),
         (of_hidden, "torch", "sequence_token", {"entropy_coef": 0.1}), (of_hidden, "triton", "token", {"beta": 0.1}),
-        (of_hidden, "triton", "sequence", {"entropy_coef": 0.1}),
-        (of_logits, "triton", "sequence_token", {"beta": 0.1}),
     ],
 )  # fmt: skip
 def test_kl_and_entropy_keep_rows_without_advantage(form, backend, level, feature, device):
@@ -432,20 +419,15 @@ def test_in_place_refuses_logits_that_someone_else_has_saved_and_leaves_them_alo
         (of_logits, {"logits": torch.zeros(B, V)}, r"logits must be \(B, T, V\), got shape \(3, 37\)"),
         (of_logits, {"logits": torch.zeros(B, T, 0)}, r"logits must not be empty, got shape \(3, 4, 0\)"),
         (of_logits, {"targets": torch.full((B, T), V)}, r"targets must be in \[0, 37\).*row 0, token 0 is 37"),
-        (of_logits, {"targets": torch.zeros(B, T)}, "targets must be torch.int64, got torch.float32"),
         (of_logits, {"targets": torch.zeros(B, T + 1).long()}, r"targets must have shape \(3, 4\), got \(3, 5\)"),
         (of_logits, {"temperature": 0.0}, r"temperature must be in \[1e-38, 1e38\], got 0.0"),
         (of_logits, {"backend": "triton"}, "must be one of .* for backend='triton', got torch.float64"),
         (of_hidden, {"hidden": torch.zeros(B, H)}, r"hidden of shape \(3, 24\) needs rows of shape \(3,\), got None"),
-        (of_hidden, {"hidden": torch.zeros(H)}, r"or \(M, H\) for M rows, got shape \(24,\)"),
         (of_hidden, {"head": torch.zeros(V, H + 1)}, r"lm_head must have shape \(37, 24\), got \(37, 25\)"),
         (of_hidden, {"head": torch.zeros(V, H).float()}, "must share a dtype, got torch.float64 and torch.f"),
-        (of_hidden, {"bias": torch.zeros(V + 1)}, r"bias must have shape \(37,\), got \(38,\)"),
         (of_hidden, {"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
         (of_hidden, {"rows": torch.tensor([0, 1])}, "rows must hold each .* row 0, token 2 is there 0 times"),
         (of_hidden, {"rows": torch.tensor([0, 99])}, r"rows must be in \[0, 12\), got 0 to 99"),
-        (of_hidden, {"rows": torch.tensor([0, 0])}, "rows must hold each .* row 0, token 0 is there 2 times"),
-        (of_hidden, {"rows": torch.tensor([0.0])}, "rows must be torch.int64, got torch.float32"),
         (of_hidden, {"rows": [0]}, "rows must be a tensor, got list"),
         (of_hidden, {"head": torch.nn.Linear(H, V)}, "lm_head must be a tensor, got Linear"),
     ],
