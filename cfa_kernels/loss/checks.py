@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ops.row_softmax import compute_dtype
 from .linear import contributing
-from .options import LossOptions, should_validate
+from .options import LossOptions, made_options, should_validate
 from .token_loss import Tokens
 from .types import LOSS_TYPES, weights_sequences
 
@@ -40,9 +40,14 @@ class CheckedBatch(NamedTuple):
     options: LossOptions
 
 
-def check_batch(source: Tensor, shape: torch.Size, options: LossOptions, **columns: Tensor | None) -> CheckedBatch:
-    """Check all but the log-probs or logits: `columns` are `_INPUTS`, `source` of `shape` (B, T) at first."""
+def check_batch(
+    source: Tensor, shape: torch.Size, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor, given: Any
+) -> CheckedBatch:
+    """Check all but the log-probs or logits, `source` of `shape` (B, T) at first; `given` is made empty."""
     device, dtype = source.device, compute_dtype(source.dtype)
+    columns: dict[str, Tensor | None] = {"mask": mask, "advantages": advantages, "old_logprobs": old_logprobs}
+    columns |= {name: given.pop(name, None) for name in _INPUTS if name not in columns}
+    options = made_options(given)
     if 0 in shape:
         raise ValueError(f"a loss needs at least one row and one token, got (B, T) = {tuple(shape)}")
     if options.beta != 0 and columns["ref_logprobs"] is None:
@@ -52,8 +57,7 @@ def check_batch(source: Tensor, shape: torch.Size, options: LossOptions, **colum
     for name, tensor in inputs.items():
         shapes = [shape[:1], shape] if name == "advantages" else [shape]
         check_tensor(name, tensor, shapes, device, _INPUTS[name][0])
-    mask, advantages = inputs["mask"], inputs["advantages"]
-    keep: Tensor = mask != 0
+    keep = mask != 0
     columns["advantages"] = inputs["advantages"] = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
     if should_validate(options.validate, mask):
         for name, tensor in inputs.items():

@@ -144,13 +144,14 @@ KINDS = ("loss_type", "importance_sampling_level", "kl_estimator", "sampling_mod
 NUMBERS = tuple(one.name for one in fields(LossOptions) if one.name not in (*KINDS, *_OF_SUMS))
 
 
-def made_options(made: LossOptions | None, named: dict[str, Any]) -> LossOptions:
-    """Return the options that a caller has made, or make them of those named."""
-    if unknown := named.keys() - LossOptions.__annotations__.keys():
+def made_options(given: dict[str, Any]) -> LossOptions:
+    """Take the `loss_options` that a caller has made, or make them of those given by name."""
+    made = given.pop("loss_options", None)
+    if unknown := given.keys() - LossOptions.__annotations__.keys():
         raise TypeError(f"a policy loss has no option {min(unknown)!r}")
-    if made is not None and named:
-        raise TypeError(f"give loss_options or single options, not both, got {min(named)!r} too")
-    return LossOptions(**named) if made is None else made
+    if made is not None and given:
+        raise TypeError(f"give loss_options or single options, not both, got {min(given)!r} too")
+    return LossOptions(**given) if made is None else made
 
 
 def should_validate(validate: bool | None, tensor: Tensor) -> bool:

@@ -29,7 +29,7 @@ from .checks import (
 )
 from .linear import contributing, linear_policy_loss_op
 from .logits import LogitsArguments, LogitsPolicyLoss, logits_policy_loss_op
-from .options import LossOptions, check_choice, made_options, should_validate
+from .options import check_choice, should_validate
 from .token_loss import Tokens, correction, drift_mask, gamma_weights, policy_terms, spread_correction
 from .types import LEVELS, LOSS_TYPES
 
@@ -41,10 +41,6 @@ def policy_loss(
     mask: Tensor,
     *,
     entropies: Tensor | None = None,
-    weights: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
-    sampling_logprobs: Tensor | None = None,
-    loss_options: LossOptions | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the weighted clipped policy loss from log-probs; differentiable in `logprobs` and `entropies`.
@@ -55,14 +51,13 @@ def policy_loss(
         advantages: (B,) or (B, T).
         mask: (B, T) of 0 and 1, any dtype; tokens with 0 may hold anything, NaN included.
         entropies: (B, T), nats; `entropy_coef` times their mean over the counted tokens is subtracted.
-        weights: (B, T), finite, >= 0: factors of the clipped policy term, never of the KL term.
-        ref_logprobs: (B, T), needed when `beta != 0`; without beta they give the `kl` metric only.
-        sampling_logprobs: (B, T) that the engine sampled with, nan where it gave none.
-        loss_options: `LossOptions` that are made already, in place of single ones.
-        **options: the fields of `LossOptions`, which all three losses share:
+        **options: three columns and the fields of `LossOptions`, or these together as `loss_options`:
 
     | option | default | what it is |
     |---|---|---|
+    | weights | None | (B, T), finite, >= 0: factors of the clipped policy term, never of the KL term |
+    | ref_logprobs | None | (B, T), needed when `beta != 0`; without beta they give the `kl` metric only |
+    | sampling_logprobs | None | (B, T) that the engine sampled with, nan where it gave none |
     | sampling_mode | None | how to correct for sampling_logprobs, see `correction`: TRL's, or "geometric_mask" |
     | sampling_clip_min, sampling_clip_max | None | its bounds |
     | off_policy_mask_threshold | None | nats, of `drift_mask`, by which sequences are left out |
@@ -115,23 +110,19 @@ def policy_loss(
     check_tensor("logprobs", logprobs)
     if logprobs.dim() != 2:
         raise ValueError(f"logprobs must be (B, T), got shape {tuple(logprobs.shape)}")
-    settings = made_options(loss_options, options)
-    batch = check_batch(
-        logprobs, logprobs.shape, settings, mask=mask, advantages=advantages, old_logprobs=old_logprobs,
-        weights=weights, ref_logprobs=ref_logprobs, sampling_logprobs=sampling_logprobs,
-    )  # fmt: skip
+    batch = check_batch(logprobs, logprobs.shape, old_logprobs, advantages, mask, options)
     if entropies is not None:
         check_tensor("entropies", entropies, [batch.keep.shape], logprobs.device)
     elif batch.entropy_scale is not None:
-        raise ValueError(f"entropy_coef={settings.entropy_coef} needs entropies (B, T), got None")
-    if should_validate(settings.validate, logprobs):
+        raise ValueError(f"entropy_coef={batch.options.entropy_coef} needs entropies (B, T), got None")
+    if should_validate(batch.options.validate, logprobs):
         check_values("logprobs", logprobs, batch.keep, "finite")
         if entropies is not None:
             check_values("entropies", entropies, batch.keep, "finite")
 
     dtype = batch.tokens.scale.dtype
     logprobs = counted(logprobs, batch.keep, dtype)
-    terms = policy_terms(logprobs, batch.tokens, settings)
+    terms = policy_terms(logprobs, batch.tokens, batch.options)
     loss = (terms.loss * batch.tokens.scale).sum()
     if entropies is not None:
         entropies = counted(entropies, batch.keep, dtype)
@@ -153,10 +144,6 @@ def logits_policy_loss(
     compute_entropy: bool = False,
     inplace: bool = False,
     backend: str | None = None,
-    weights: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
-    sampling_logprobs: Tensor | None = None,
-    loss_options: LossOptions | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute `policy_loss` from logits: `log_softmax(softcap * tanh(logit_scale * logits / softcap) / temperature)`.
@@ -165,8 +152,7 @@ def logits_policy_loss(
         logits: (B, T, V) float32, bfloat16 or float16 of any strides (float64 too on the PyTorch backend); the
             arithmetic is float32.
         targets: (B, T) int64 in the vocabulary.
-        old_logprobs, advantages, mask, weights, ref_logprobs, sampling_logprobs, loss_options, **options: as in
-            `policy_loss`; `entropy_coef` needs no entropies here.
+        old_logprobs, advantages, mask, **options: as in `policy_loss`; `entropy_coef` needs no entropies here.
         temperature, logit_scale, softcap: > 0; a softcap of None for a model without one.
         compute_entropy: adds the `entropy` metric.
         inplace: writes the gradient over the logits, which are lost then; backward runs once.
@@ -182,12 +168,8 @@ def logits_policy_loss(
     chosen = resolve_backend(backend, logits)
     check_logits_dtype("logits", logits, chosen)
     softmax = Softmax.of(temperature, softcap, logit_scale)
-    settings = made_options(loss_options, options)
-    batch = check_batch(
-        logits, logits.shape[:2], settings, mask=mask, advantages=advantages, old_logprobs=old_logprobs,
-        weights=weights, ref_logprobs=ref_logprobs, sampling_logprobs=sampling_logprobs,
-    )  # fmt: skip
-    checked = should_validate(settings.validate, logits)
+    batch = check_batch(logits, logits.shape[:2], old_logprobs, advantages, mask, options)
+    checked = should_validate(batch.options.validate, logits)
     check_targets(targets, batch.keep, logits.size(2), checked)
     with_entropy = compute_entropy or batch.entropy_scale is not None
     # Flattening by itself would keep the strides of a single row.
@@ -220,10 +202,6 @@ def linear_policy_loss(
     drop_inactive: bool | None = None,
     chunk_size: int | None = None,
     backend: str | None = None,
-    weights: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
-    sampling_logprobs: Tensor | None = None,
-    loss_options: LossOptions | None = None,
     **options: Any,
 ) -> tuple[Any, ...]:
     """Compute `logits_policy_loss` of `hidden @ lm_head.T + bias` without ever holding all logits.
@@ -235,8 +213,8 @@ def linear_policy_loss(
     Args:
         hidden: (B, T, H), or (M, H) for only the M tokens of `rows`, in their order; under autocast cast to its dtype.
         lm_head, bias: (V, H) and (V,), of that dtype, cast likewise.
-        targets, old_logprobs, advantages, mask, weights, ref_logprobs, sampling_logprobs, loss_options, temperature,
-            softcap, logit_scale, compute_entropy, backend, **options: as in `logits_policy_loss`.
+        targets, old_logprobs, advantages, mask, temperature, softcap, logit_scale, compute_entropy, backend, **options:
+            as in `logits_policy_loss`.
         kept_tokens: the ids that each of the B * T tokens was drawn from, if the sampler cut its distribution off
             (top-p, top-k, min-p): log-probs, entropies and gradients are normalised over these ids. `rows` on a GPU,
             and `drop_inactive` there, make the host wait then.
@@ -267,12 +245,8 @@ def linear_policy_loss(
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     softmax = Softmax.of(temperature, softcap, logit_scale)
     shape = targets.shape if rows_alone else hidden.shape[:2]
-    settings = made_options(loss_options, options)
-    batch = check_batch(
-        hidden, shape, settings, mask=mask, advantages=advantages, old_logprobs=old_logprobs,
-        weights=weights, ref_logprobs=ref_logprobs, sampling_logprobs=sampling_logprobs,
-    )  # fmt: skip
-    checked = should_validate(settings.validate, hidden)
+    batch = check_batch(hidden, shape, old_logprobs, advantages, mask, options)
+    checked = should_validate(batch.options.validate, hidden)
     check_targets(targets, batch.keep, len(lm_head), checked)
     with_entropy = compute_entropy or batch.entropy_scale is not None
     if rows is not None:
@@ -288,7 +262,7 @@ def linear_policy_loss(
         kept_tokens = kept_tokens.checked(place, batch.keep.numel(), vocabulary=len(lm_head), **columns)
         kept = dict(zip(kept, kept_tokens if score_centering else (*kept_tokens[:2], None), strict=True))
     if score_centering:
-        check_joins(settings.joins_tokens)
+        check_joins(batch.options.joins_tokens)
         tokens = batch.tokens
         columns = {
             "targets": targets, "moved": batch.keep & tokens.moved(),
@@ -316,8 +290,8 @@ def linear_policy_loss(
         there = rows if rows.device == batch.keep.device else upload([rows], batch.keep.device)[0]
         looked_at = torch.zeros_like(batch.keep).flatten().index_fill_(0, there, True).view_as(batch.keep)
     elif drop_inactive:
-        tokens, settings = spread_correction(batch.tokens, settings)
-        looked_at = contributing(tokens, joins_tokens=settings.joins_tokens, every=with_entropy)
+        tokens, spread = spread_correction(batch.tokens, batch.options)
+        looked_at = contributing(tokens, joins_tokens=spread.joins_tokens, every=with_entropy)
     return loss, metrics, stats[0].view_as(batch.keep).masked_fill(~looked_at, math.nan)
 
 

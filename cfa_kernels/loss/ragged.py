@@ -46,8 +46,9 @@ class LossBatch:
         columns = {name: _padded(column, width) for name, column in given.items() if column is not None}
         counted = torch.arange(width)[None] < lengths[:, None]  # (B, T)
         columns["mask"] = counted & columns["mask"] if "mask" in columns else counted
-        named = {name: options.pop(name) for name in LossOptions.__annotations__ if name in options}
-        options["loss_options"] = loss = made_options(options.get("loss_options"), named)
+        names = ("loss_options", *LossOptions.__annotations__)
+        loss = made_options({name: options.pop(name) for name in names if name in options})
+        options["loss_options"] = loss
         check_sampled(loss, batch.sampling_logprobs)
         check_weights(columns.get("weights"), columns["mask"], loss)
         advantages = columns["advantages"]

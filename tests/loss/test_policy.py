@@ -416,4 +416,7 @@ def test_unknown_options_and_options_given_twice_are_refused(function):
 
 def test_the_docstring_of_policy_loss_lists_every_option():
     rows = [line.split("|") for line in policy_loss.__doc__.splitlines() if line.count("|") >= 4]
-    assert {name.strip() for row in rows[2:] for name in row[1].split(",")} == set(LossOptions.__annotations__)
+    columns = {"weights", "ref_logprobs", "sampling_logprobs"}
+    assert {name.strip() for row in rows[2:] for name in row[1].split(",")} == columns | set(
+        LossOptions.__annotations__
+    )
