@@ -87,20 +87,6 @@ def test_the_kernel_of_whole_rows_is_the_formula(loss_type, device, small_tiles,
         assert {how[flag] for how in builds} == {True, False}, flag
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_reference_gradients_pass_gradcheck(level):
-    tensors, options = problem(b=2, t=2, v=5, **FEATURES["all"])
-    options = unchecked(options | {"importance_sampling_level": level})
-    rest = others(tensors)
-    logits, *leaves = (tensors[name].clone().requires_grad_() for name in ("logits", "hidden", "head", "bias"))
-    tolerance = {"rtol": 1e-6, "atol": 1e-8}
-    assert torch.autograd.gradcheck(lambda z: logits_policy_loss(z, *rest, **options)[0], (logits,), **tolerance)
-    assert torch.autograd.gradcheck(
-        lambda hidden, head, bias: linear_policy_loss(hidden, head, *rest, bias=bias, **options)[0],
-        leaves, fast_mode=True, **tolerance,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("over_the_logits", [False, True])
 def test_the_reference_works_in_float32_and_rounds_a_half_gradient_once(over_the_logits, device):
     logits, targets = normal(1, 3, V, seed=4).float().to(device), torch.tensor([3, 0, V - 1], device=device)

@@ -19,22 +19,14 @@ LENGTHS = torch.tensor([4, 2, 3])
 COUNTED = 9
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "weights": {"weights": True},
-    "on-policy": {"old": False, "weights": True},
-    "delta": {"delta": 1.4, "token_advantages": True},
     "low-delta": {"delta": 1.02, "token_advantages": True},
-    "kl": {"beta": 0.1, "weights": True},
-    "corrected-kl": {"beta": 0.1, "use_bias_correction_kl": True, "kl_estimator": "k2"},
     "k1": {"beta": 0.1, "kl_estimator": "k1"},
     "entropy": {"entropy_coef": 0.2, "temperature": 0.7},
     "softcap": {"softcap": 4.0, "temperature": 1.5, "logit_scale": 0.7, "weights": True},
-    "truncated": {"correction": "token_truncate", "sampling_clip_max": 1.1, "sampling_clip_min": 0.9},
     "band": {"correction": "token_mask", "sampling_clip_max": 1.1, "sampling_clip_min": 0.85, "weights": True},
-    "geometric": {"correction": "geometric_mask", "sampling_clip_max": 1.05, "sampling_clip_min": 0.95},
     "all": {
         "correction": "token_truncate", "sampling_clip_max": 1.1, "weights": True,
-        "delta": 1.4, "beta": 0.1, "use_bias_correction_kl": True, "entropy_coef": 0.2,
-        "temperature": 0.8, "softcap": 6.0, "token_advantages": True,
+        "delta": 1.4, "beta": 0.1, "entropy_coef": 0.2, "temperature": 0.8, "softcap": 6.0, "token_advantages": True,
     },
 }  # fmt: skip
 
