@@ -58,7 +58,8 @@ class LossOptions:
                 f"{self.loss_type!r}, got {self.importance_sampling_level!r}"
             )
         for name, interval in _RANGES.items():
-            if not isinstance(value := getattr(self, name), Tensor):  # those are left to the device
+            value = getattr(self, name)
+            if not isinstance(value, Tensor) and value != getattr(LossOptions, name):  # tensors are the device's
                 interval.check(**{name: value})
         if self.loss_type == "dr_grpo" and not self.max_completion_length:
             got = self.max_completion_length or None
