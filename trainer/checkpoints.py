@@ -170,7 +170,8 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
 
 
 def _opened(config: TrainConfig, stack: contextlib.ExitStack) -> RunFolder:
-    started = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(config.model).name}-{config.credit_name.partition(',')[0]}-seed{config.seed}"
+    credit = config.credit_name.partition(",")[0]
+    started = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(config.model).name}-{credit}-seed{config.seed}"
     path = Path(config.output_dir or RUNS / started)
     if config.output_dir is None or (_is_begun(path) and not config.resume):
         names = itertools.chain([path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2)))

@@ -83,6 +83,9 @@ def parse(argv: Sequence[str], *, prog: str) -> TrainSettings:
         )  # fmt: skip
         check_fields(result)
         result.credit_options = defaults.credit_options | _by_path(others)
+        for path in result.credit_options:
+            if near := difflib.get_close_matches(path, [entry.name for entry in fields(result)], n=1, cutoff=0.8):
+                raise ValueError(f"{path} is no setting; did you mean {near[0]}?")
         return result
 
 
@@ -93,8 +96,6 @@ def _by_path(flags: Sequence[str]) -> dict[str, Any]:
         path, equals, value = flag.removeprefix("--").partition("=")
         if not flag.startswith("--") or (not equals and (value := next(words, "--")).startswith("--")):
             raise ValueError(f"{flag}: is no setting and no option of credit with a value; --help-all lists them")
-        if near := difflib.get_close_matches(path, [entry.name for entry in fields(TrainSettings)], n=1, cutoff=0.8):
-            raise ValueError(f"{flag}: is no setting; did you mean --{near[0]}?")
         with contextlib.suppress(yaml.YAMLError, ValueError):
             plain = yaml.load(value, _Yaml)
             value = value if isinstance(plain, str | list | dict) or value.lower() in ("on", "off") else plain

@@ -12,8 +12,8 @@ from cfa_kernels.credit.presets import NONE
 from cfa_kernels.estimators.base import EXTERNAL, LOG_RATIOS, NEEDS, TARGETS
 from cfa_kernels.integrations.credit import unmet_needs
 from cfa_kernels.loss.centering import check_joins
-from cfa_kernels.loss.checks import by_sequence, check_correction, check_level, weights_sequences
-from cfa_kernels.loss.token_loss import NUMBERS
+from cfa_kernels.loss.options import NUMBERS, LossOptions
+from cfa_kernels.loss.types import weights_sequences
 from cfa_kernels.options import Interval, check_fields
 from cfa_kernels.scoring.access import GRADIENTS, WHOLE
 
@@ -32,14 +32,14 @@ class TrainConfig(TrainSettings):
             self.precision  # noqa: B018
         except RuntimeError as problem:
             raise ValueError(f"device must be auto, cpu or a GPU such as cuda:0, got {self.device!r}") from problem
-        check_level(vars(self))
+        names = {name: value for name, value in self.loss_options.items() if name != "score_centering"}
+        LossOptions(**names)
         self.refuse()
         if (high := self.importance_sampling_clip_max) is not None:
-            correction = {"sampling_mode": self.importance_sampling_mode, "sampling_clip_max": high}
-            check_correction(correction | {"sampling_logprobs": ...}, self.loss_type, self.importance_sampling_level)
+            names |= {"sampling_mode": self.importance_sampling_mode, "sampling_clip_max": high}
+        joins_tokens = LossOptions(**names).joins_tokens
         if self.score_centering:
-            corrects = {"sampling_mode": self.importance_sampling_mode if high is not None else None}
-            check_joins(self.importance_sampling_level != "token" or by_sequence(self.loss_options | corrects))
+            check_joins(joins_tokens)
 
     def refuse(self, processes: int = 1) -> None:
         """Raise `ValueError` with the first sentence of the tables below that holds for so many processes."""
@@ -109,6 +109,7 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
     unfit = [name for name in c.reward_funcs if name in BUILT_IN and c.kind not in BUILT_IN[name].kinds]
     judged = " or ".join(BUILT_IN[unfit[0]].kinds) if unfit else ""
     return {
+        "loss_type: bnpo divides by the tokens of a part that memory cuts; take dapo or grpo": c.loss_type == "bnpo",
         f"num_generations must be at least 2 for a group to compare, got {c.num_generations}": c.num_generations < 2,
         "stop must name texts that are not empty": "" in (c.stop or []),
         f"generation_batch_size must be a multiple of num_generations, got {c.generation_batch_size} and "

@@ -21,7 +21,7 @@ from ..credit.assign import FIGURES
 from ..credit.config import as_config
 from ..credit.deferred import DeferredCredit, Draws
 from ..credit.nothing import NOT_MIXED, why_nothing
-from ..loss.checks import LossOptions
+from ..loss.options import LossOptions
 from ..model.check.verify import check_supported, check_trainable
 from ..model.compile_layers import compile_layers
 from ..model.parts import causal_lm, vocab_size

@@ -7,8 +7,7 @@ from accelerate.utils import DistributedType
 from packaging.version import Version
 
 from ..estimators.base import SIBLINGS
-from ..loss.checks import weights_sequences
-from ..loss.types import LEVELS, LOSS_TYPES
+from ..loss.types import LEVELS, LOSS_TYPES, weights_sequences
 from ..scoring.access import WHOLE
 from . import require
 from .credit import OFFERS, ONE_RATIO, obstacles, unmet_needs

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from ..ops.kept_tokens import KeptLogits, KeptTokens
 from ..ops.row_softmax import LogitRows
-from .token_loss import PolicyOptions, Tokens, policy_terms
+from .options import LossOptions
+from .token_loss import Tokens, policy_gradient
 
 NOISE = 1e-2  # of log-probs, and of sums of probabilities, that may have been stored in half precision
 
 
 def subtract_expected_score(
-    kept: KeptLogits, rows: LogitRows, tokens: Tokens, options: PolicyOptions, gradient: Tensor | None
+    kept: KeptLogits, rows: LogitRows, tokens: Tokens, options: LossOptions, gradient: Tensor | None
 ) -> Tensor:
     """Add score centering to the gradient by the logits of `rows`, (1, n, V), in place; return its part of the loss.
 
@@ -46,7 +47,7 @@ def subtract_expected_score(
         old_logprobs=None if drawn.old_logprobs is None else sampled,
         sampling_logprobs=None if drawn.sampling_logprobs is None else sampled,
     )
-    by_logprob = (sampled.exp() * policy_terms(logprobs[None], drawn, options)[1])[0]
+    by_logprob = (sampled.exp() * policy_gradient(logprobs[None], drawn, options)[1])[0]
     if gradient is not None:
         by_logit = (by_logprob - by_row("sum", by_logprob)[kept.line] * logprobs.exp()) * slope
         there = 0, kept.line, kept.column

@@ -1,58 +1,18 @@
-"""Check the input of a policy loss: its options, and tensors as the formulas take them."""
+"""Check the columns of a policy loss, tensors as the formulas take them."""
 
 import math
-from collections.abc import Callable, Mapping
-from numbers import Real
-from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hints
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops.row_softmax import compute_dtype
-from ..options import NOT_NEGATIVE, POSITIVE, Finite, NotNegative
 from .linear import contributing
-from .token_loss import CORRECTIONS, KL_ESTIMATORS, NUMBERS, PolicyOptions, Tokens
-from .types import LEVELS, LOSS_TYPES, Count
+from .options import LossOptions, made_options, should_validate
+from .token_loss import Tokens
+from .types import LOSS_TYPES, weights_sequences
 
-
-class LossOptions(TypedDict, total=False):
-    """Keyword options of all three losses; `policy_loss` documents them and their defaults."""
-
-    weights: Tensor | None
-    ref_logprobs: Tensor | None
-    sampling_logprobs: Tensor | None
-    sampling_mode: str | None
-    sampling_clip_min: NotNegative | None
-    sampling_clip_max: Annotated[float, POSITIVE] | None
-    off_policy_mask_threshold: NotNegative | None
-    epsilon: NotNegative
-    epsilon_high: NotNegative
-    delta: Annotated[float, POSITIVE] | None
-    beta: NotNegative
-    kl_estimator: str
-    loss_type: str
-    importance_sampling_level: str
-    num_items_in_batch: Count | None
-    max_completion_length: Annotated[int, NOT_NEGATIVE] | None
-    num_sequences_in_batch: Count | None
-    use_bias_correction_kl: bool
-    sapo_temperature_pos: Annotated[float, POSITIVE]
-    sapo_temperature_neg: Annotated[float, POSITIVE]
-    vespo_k_pos: NotNegative
-    vespo_lambda_pos: NotNegative
-    vespo_k_neg: NotNegative
-    vespo_lambda_neg: NotNegative
-    entropy_coef: Finite | Tensor
-    validate: bool | None
-
-
-_RANGES = {
-    name: part.__metadata__[0]
-    for name, hint in get_type_hints(LossOptions, include_extras=True).items()
-    for part in (hint, *get_args(hint))
-    if hasattr(part, "__metadata__")
-}
-_COUNTS = {"num_items_in_batch": NOT_NEGATIVE, "num_sequences_in_batch": POSITIVE}
 _INPUTS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "mask": (None, ("0 or 1",)),
     "advantages": ("floating point", ("finite",)),
@@ -62,6 +22,7 @@ _INPUTS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "sampling_logprobs": ("floating point", ("finite or nan",)),
 }
 """Tensors (B, T), advantages also (B,): their dtype, if it matters, and the bounds of values that the mask counts."""
+_NEEDED = ("mask", "advantages")
 _BOUNDS: dict[str, Callable[[Tensor], Tensor]] = {
     "finite": torch.isfinite,
     "finite or nan": lambda tensor: ~tensor.isinf(),
@@ -76,153 +37,62 @@ class CheckedBatch(NamedTuple):
     keep: Tensor  # (B, T) bool, the mask
     tokens: Tokens  # (B, T) each, in the compute dtype, 0 where the mask is 0
     entropy_scale: Tensor | None  # 0-d
-    options: PolicyOptions
+    options: LossOptions
 
 
 def check_batch(
-    function: str,
-    source: Tensor,
-    shape: torch.Size,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    options: LossOptions,
+    source: Tensor, shape: torch.Size, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor, given: Any
 ) -> CheckedBatch:
-    """Check all but the log-probs or logits of `function`: `source`, of `shape` (B, T) in its first dimensions."""
-    device, dtype, validate = source.device, compute_dtype(source.dtype), options.get("validate")
-    if unknown := options.keys() - LossOptions.__annotations__.keys():
-        raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
+    """Check all but the log-probs or logits, `source` of `shape` (B, T) at first; `given` is made empty."""
+    device, dtype = source.device, compute_dtype(source.dtype)
+    columns: dict[str, Tensor | None] = {"mask": mask, "advantages": advantages, "old_logprobs": old_logprobs}
+    columns |= {name: given.pop(name, None) for name in _INPUTS if name not in columns}
+    options = made_options(given)
     if 0 in shape:
         raise ValueError(f"a loss needs at least one row and one token, got (B, T) = {tuple(shape)}")
-    loss_type, level = check_level(options)
-    kl = check_choice("kl_estimator", options.get("kl_estimator", "k3"), KL_ESTIMATORS)
-    check_ranges(options)
-    length, entropy_coef = options.get("max_completion_length") or 0, options.get("entropy_coef", 0.0)
-    if loss_type == "dr_grpo" and length <= 0:
-        raise ValueError(f"loss_type='dr_grpo' needs max_completion_length > 0, got {length or None}")
-    items, sequences = (_check_count(name, options.get(name), validate) for name in _COUNTS)  # type: ignore[arg-type]
-    weights, ref_logprobs = options.get("weights"), options.get("ref_logprobs")
-    if options.get("beta", 0.0) != 0 and ref_logprobs is None:
-        raise ValueError(f"beta={options['beta']} needs ref_logprobs (B, T), got None")
-
-    sampling_logprobs, correction = options.get("sampling_logprobs"), check_correction(options, loss_type, level)
-    tensors = (mask, advantages, old_logprobs, weights, ref_logprobs, sampling_logprobs)
-    columns: dict[str, Any] = dict(zip(_INPUTS, tensors, strict=True))
-    inputs = {name: own for name, own in columns.items() if own is not None or name in ("mask", "advantages")}
+    if options.beta != 0 and columns["ref_logprobs"] is None:
+        raise ValueError(f"beta={options.beta} needs ref_logprobs (B, T), got None")
+    check_sampled(options, columns["sampling_logprobs"])
+    inputs: dict[str, Any] = {name: one for name, one in columns.items() if one is not None or name in _NEEDED}
     for name, tensor in inputs.items():
         shapes = [shape[:1], shape] if name == "advantages" else [shape]
         check_tensor(name, tensor, shapes, device, _INPUTS[name][0])
     keep = mask != 0
-    inputs["advantages"] = advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-    if should_validate(validate, mask):
+    columns["advantages"] = inputs["advantages"] = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+    if should_validate(options.validate, mask):
         for name, tensor in inputs.items():
             for bound in _INPUTS[name][1]:
                 check_values(name, tensor, keep, bound)
-        if weights is not None:
-            check_weights(weights, keep, loss_type, level)
+        check_weights(columns["weights"], keep, options)
 
-    items = keep.sum() if items is None else items
+    counts, sequences = options.num_items_in_batch, options.num_sequences_in_batch
+    items = keep.sum() if counts is None else counts.reshape(()) if isinstance(counts, Tensor) else counts
     items = items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
-    kind = LOSS_TYPES[loss_type]
-    divisor = kind.divisor(keep.to(dtype), items, keep.size(0) if sequences is None else sequences, length)
-    entropy_scale = None
-    if isinstance(entropy_coef, Tensor) or entropy_coef != 0:
-        if not isinstance(entropy_coef, Tensor):  # it is written there: to send it would be a wait
-            entropy_coef = torch.full((), entropy_coef, dtype=dtype, device=device)
-        entropy_scale = entropy_coef.to(device, dtype) / items
-    scale = keep.to(dtype) / divisor
-    tokens = Tokens(old_logprobs, advantages, weights, ref_logprobs, sampling_logprobs, scale)
-    numbers: dict[str, Any] = {name: options[name] for name in NUMBERS if options.get(name) is not None}  # type: ignore[literal-required]
-    numbers |= {"loss_type": kind.token_loss, "level": level, "correction": correction, "kl_estimator": kl}
-    kept_tokens = tokens.map(lambda tensor: counted(tensor.detach(), keep, dtype))
-    return CheckedBatch(keep, kept_tokens, entropy_scale, PolicyOptions(**numbers))
+    sequences = keep.size(0) if sequences is None else sequences
+    sequences = sequences.reshape(()) if isinstance(sequences, Tensor) else sequences
+    divisor = LOSS_TYPES[options.loss_type].divisor(
+        keep.to(dtype), items, sequences, options.max_completion_length or 0
+    )
+    entropy_scale, coefficient = None, options.entropy_coef
+    if isinstance(coefficient, Tensor) or coefficient != 0:
+        if not isinstance(coefficient, Tensor):  # it is written there: to send it would be a wait
+            coefficient = torch.full((), coefficient, dtype=dtype, device=device)
+        entropy_scale = coefficient.to(device, dtype) / items
+    del columns["mask"]
+    tokens = Tokens(scale=keep.to(dtype) / divisor, **columns)  # type: ignore[arg-type]
+    return CheckedBatch(keep, tokens.map(lambda column: counted(column.detach(), keep, dtype)), entropy_scale, options)
 
 
-def check_level(options: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the loss type and the level of its ratio, which must have a meaning together."""
-    loss_type = check_choice("loss_type", options.get("loss_type", "dapo"), tuple(LOSS_TYPES))
-    level = check_choice("importance_sampling_level", options.get("importance_sampling_level", "token"), LEVELS)
-    if level not in (levels := LOSS_TYPES[loss_type].levels):
-        names = " or ".join(map(repr, levels))
-        raise ValueError(f"importance_sampling_level must be {names} with loss_type={loss_type!r}, got {level!r}")
-    return loss_type, level
-
-
-def check_ranges(options: Mapping[str, Any]) -> None:
-    """Raise `ValueError` naming the first number that is out of its range; tensors are left to the device."""
-    for name, interval in _RANGES.items():
-        if not isinstance(value := options.get(name), Tensor):
-            interval.check(**{name: value})
-
-
-def check_correction(options: Mapping[str, Any], loss_type: str, level: str) -> str:
-    """Return the correction for sampling by another policy, "" for none."""
-    mode, low, high = (options.get(name) for name in ("sampling_mode", "sampling_clip_min", "sampling_clip_max"))
-    threshold, given = options.get("off_policy_mask_threshold"), options.get("sampling_logprobs") is not None
-    wants = {"sampling_mode": mode, "off_policy_mask_threshold": threshold}
-    for name, value in wants.items():
-        if value is not None and not given:
+def check_sampled(options: LossOptions, sampling_logprobs: object) -> None:
+    """Raise `ValueError` if an option needs sampling log-probs and there are none."""
+    for name in ("sampling_mode", "off_policy_mask_threshold"):
+        if (value := getattr(options, name)) is not None and sampling_logprobs is None:
             raise ValueError(f"{name}={value!r} needs sampling_logprobs (B, T), got None")
-    if mode is None:
-        if low is not None or high is not None:
-            raise ValueError("sampling_clip_min and sampling_clip_max are not read without a sampling_mode")
-        return ""
-    check_choice("sampling_mode", mode, CORRECTIONS)
-    if (low or 0.0) > (math.inf if high is None else high):
-        raise ValueError(f"sampling_clip_min must not exceed sampling_clip_max, got {low} and {high}")
-    if mode.startswith("token") and weights_sequences(loss_type, level):
-        raise ValueError(
-            f"sampling_mode={mode!r} differs from token to token, and importance_sampling_level='sequence' has one "
-            "ratio for a row; use a sequence's mode, or importance_sampling_level='sequence_token'"
-        )
-    if loss_type == "vespo" and not mode.startswith("token"):
-        raise ValueError(
-            f"sampling_mode={mode!r} corrects a row, and loss_type='vespo' weighs it by the product of its tokens' own "
-            "ratios; use 'token_truncate' or 'token_mask'"
-        )
-    return mode
-
-
-def by_sequence(options: Mapping[str, Any]) -> bool:
-    """Whether a correction, a mask or the loss type joins a sequence's tokens, whatever the level."""
-    mode, threshold = options.get("sampling_mode") or "", options.get("off_policy_mask_threshold")
-    return PolicyOptions(
-        loss_type=options.get("loss_type", "dapo"), correction=mode,
-        off_policy_mask_threshold=math.inf if threshold is None else threshold,
-    ).joins_tokens  # fmt: skip
 
 
 def counted(tensor: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:
     """Broadcast `tensor` to (B, T) in `dtype`, with 0, also in the gradient, where tokens are not counted."""
     return torch.where(keep, tensor, 0).to(dtype)
-
-
-def should_validate(validate: bool | None, tensor: Tensor) -> bool:
-    """Whether to check values: by default where that neither waits for a GPU nor breaks a compiled graph."""
-    if validate is None:
-        return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-    return validate
-
-
-def _check_count(name: str, value: Any, validate: bool | None) -> Count | None:
-    """Check a total of the step, a number or 0-d; its value is read only where that does not wait for a device."""
-    if not isinstance(value, Tensor | Real | None):
-        raise TypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
-    if not isinstance(value, Tensor):
-        _COUNTS[name].check(**{name: value})
-        return value  # type: ignore[return-value]
-    if value.numel() != 1:
-        raise ValueError(f"{name} must be a single number, got shape {tuple(value.shape)}")
-    if should_validate(validate, value):
-        _COUNTS[name].check(**{name: value.item()})
-    return value.reshape(())
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
-    """Return `value`, one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-    return value
 
 
 def check_tensor(
@@ -256,14 +126,9 @@ def check_values(name: str, tensor: Tensor, keep: Tensor, bound: str, holds: Ten
         raise ValueError(f"{name} must be {bound}{where}; row {row}, token {token} is {value}")
 
 
-def weights_sequences(loss_type: str, level: str) -> bool:
-    """Whether only the sum of a row's weights acts, since its tokens share the ratio that carries the gradient."""
-    return level == "sequence" and not (loss_type in LOSS_TYPES and LOSS_TYPES[loss_type].weighs_tokens)
-
-
-def check_weights(weights: Tensor, keep: Tensor, loss_type: str, level: str) -> None:
+def check_weights(weights: Tensor | None, keep: Tensor, options: LossOptions) -> None:
     """Raise `ValueError` for weights (B, T) that differ within a row of `keep` if only their sum acts."""
-    if not weights_sequences(loss_type, level):
+    if weights is None or not weights_sequences(options.loss_type, options.importance_sampling_level):
         return
     low, high = weights.masked_fill(~keep, math.inf).amin(1), weights.masked_fill(~keep, -math.inf).amax(1)
     if (low < high).any():
@@ -304,7 +169,7 @@ def check_rows(rows: Tensor, batch: CheckedBatch, with_entropy: bool, validate: 
     if not validate:
         return
     rows = rows.to(batch.keep.device)
-    expected = contributing(batch.tokens, batch.options, with_entropy=with_entropy).flatten()
+    expected = contributing(batch.tokens, joins_tokens=batch.options.joins_tokens, every=with_entropy).flatten()
     if rows.numel() and (rows.min() < 0 or rows.max() >= expected.numel()):
         raise ValueError(f"rows must be in [0, {expected.numel()}), got {rows.min().item()} to {rows.max().item()}")
     counts = torch.bincount(rows, minlength=expected.numel())

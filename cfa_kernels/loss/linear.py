@@ -24,21 +24,22 @@ from ..ops.row_softmax import LogitRows, RowLogprobs, Softmax, compute_dtype
 from ..ops.upload import upload
 from .centering import subtract_expected_score
 from .logits import scaled_rows
+from .options import LossOptions
 from .policy_rows import STATS, policy_of_logprobs, policy_rows, to_unit_scale
-from .token_loss import PolicyOptions, Tokens, refuse_second_derivative
+from .token_loss import Tokens, refuse_second_derivative
 
 DEAD_SHARE = 0.1  # rows without gradient are cut out of a strip before its GEMMs if they are at least this share of it
 
 
-def contributing(tokens: Tokens, options: PolicyOptions, *, with_entropy: bool) -> Tensor:
+def contributing(tokens: Tokens, *, joins_tokens: bool, every: bool) -> Tensor:
     """Find those of `tokens` (B, T) whose log-prob the loss or a gradient needs, (B, T) bool."""
     # A token with zero weighted advantage adds nothing; where losses join a sequence's tokens its log-prob is
-    # needed if any of them has one. The KL term and the entropy want every counted token.
+    # needed if any of them has one. The KL term and the entropy want `every` counted token.
     counted = tokens.scale > 0
-    if with_entropy or tokens.ref_logprobs is not None:
+    if every or tokens.ref_logprobs is not None:
         return counted
     moved = tokens.moved()
-    if options.joins_tokens:
+    if joins_tokens:
         moved = (moved & counted).any(1, keepdim=True)
     return counted & moved
 
@@ -133,13 +134,14 @@ def linear_policy_loss_op(
     kept_ids and kept_logprobs, on the host, are `KeptTokens` of the N tokens; with them `rows` on the device are waited
     for, and with log-probs scores are centred.
     """
-    options, cap = PolicyOptions.of(kinds, numbers), Softmax(*softmax)
+    options, cap = LossOptions.of(kinds, numbers), Softmax(*softmax)
     shape = scale.shape
     grid, entropy_scale, unit = to_unit_scale(
         Tokens(old_logprobs, advantages, weights, ref_logprobs, sampling_logprobs, scale), entropy_scale
     )
     if rows is None and drop_rows:
-        rows = contributing(grid, options, with_entropy=with_entropy).flatten().nonzero().squeeze(1)
+        some = contributing(grid, joins_tokens=options.joins_tokens, every=with_entropy)
+        rows = some.flatten().nonzero().squeeze(1)
     tokens, targets = grid.map(torch.flatten), targets.flatten()
     counted, count = tokens.scale > 0, len(hidden if rows is None else rows)
     runs = _sequences(rows, shape, chunk_size) if options.joins_tokens else iter(())
@@ -167,15 +169,15 @@ def linear_policy_loss_op(
         for index, place, states, logits, gradient, kept_logits in (
             () if options.joins_tokens else strips(slice(0, count))
         ):
-            logit_rows, some = rows_of(index, logits), tokens.map(itemgetter(index))
-            part_loss, stats[:, index], by_some = policy_rows(
-                logit_rows, some, entropy_scale, options, gradient if learns else None, with_entropy=with_entropy
+            logit_rows, part = rows_of(index, logits), tokens.map(itemgetter(index))
+            part_loss, stats[:, index], by_part = policy_rows(
+                logit_rows, part, entropy_scale, options, gradient if learns else None, with_entropy=with_entropy
             )
             loss += part_loss
             if kept_logits is not None:
-                loss += subtract_expected_score(kept_logits, logit_rows, some, options, gradient if learns else None)
+                loss += subtract_expected_score(kept_logits, logit_rows, part, options, gradient if learns else None)
             if learns:
-                add_gradients(place, states, gradient[0], by_some)
+                add_gradients(place, states, gradient[0], by_part)
 
         known, (by_logprob, by_entropy) = torch.zeros_like(stats[:4]), torch.zeros_like(stats[:2])
         for sequences, looked_at in runs:
@@ -189,7 +191,13 @@ def linear_policy_loss_op(
                 known[:, index] = torch.stack(values[:4])
             run = slice(sequences.start * shape[1], sequences.stop * shape[1])
             part_loss, stats[:, run], by_logprob[run], by_entropies = policy_of_logprobs(
-                known[0, run], known[1, run], tokens.map(itemgetter(run)), entropy_scale, options, (-1, shape[1])
+                known[0, run],
+                known[1, run],
+                tokens.map(itemgetter(run)),
+                entropy_scale,
+                options,
+                (-1, shape[1]),
+                learns,
             )
             loss += part_loss
             if by_entropies is not None:

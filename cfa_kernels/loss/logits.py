@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..ops.operator_arguments import arguments_of
 from ..ops.row_softmax import LogitRows, Softmax, compute_dtype
+from .options import LossOptions
 from .policy_rows import STATS, policy_rows, scale_rows, to_unit_scale
-from .token_loss import PolicyOptions, Tokens, refuse_second_derivative
+from .token_loss import Tokens, refuse_second_derivative
 
 
 @torch.library.custom_op("cfa_kernels::scale_rows", mutates_args=("out",))
@@ -46,12 +47,12 @@ def logits_policy_loss_op(
     """Compute the loss (), `STATS` (5, N) and the factor () of `gradient`.
 
     `gradient`, like the logits (B, T, V), takes their gradient; None makes none, and without `logits` it holds them.
-    targets and the token tensors are (N,), contiguous, N = B * T; `kinds` and `numbers` are `PolicyOptions`.
+    targets and the token tensors are (N,), contiguous, N = B * T; `kinds` and `numbers` are `LossOptions`.
     """
     source = gradient if logits is None else logits
     assert source is not None
     rows = LogitRows(source, None, targets, Softmax(*softmax), backend)
-    options = PolicyOptions.of(kinds, numbers)
+    options = LossOptions.of(kinds, numbers)
     tokens = Tokens(old_logprobs, advantages, weights, ref_logprobs, sampling_logprobs, scale)
     unit = torch.ones((), dtype=scale.dtype, device=source.device)
     if source.dtype == torch.float16:

@@ -1,11 +1,11 @@
 """Compute the weighted clipped policy loss from log-probs, logits or hidden states, with token weights.
 
-The loss of a token is `loss.token_loss.token_terms`. Formulas, names and defaults follow TRL 1.16's GRPO trainer.
+The loss of a token is a formula of `loss.token_loss`. Formulas, names and defaults follow TRL 1.16's GRPO trainer.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,27 +19,18 @@ from ..options import check_class
 from .centering import check_centering, check_joins
 from .checks import (
     CheckedBatch,
-    LossOptions,
     check_batch,
-    check_choice,
     check_linear,
     check_rows,
     check_targets,
     check_tensor,
     check_values,
     counted,
-    should_validate,
 )
 from .linear import contributing, linear_policy_loss_op
 from .logits import LogitsArguments, LogitsPolicyLoss, logits_policy_loss_op
-from .token_loss import (
-    PolicyOptions,
-    Tokens,
-    off_policy_factor,
-    policy_terms,
-    refuse_second_derivative,
-    spread_correction,
-)
+from .options import check_choice, should_validate
+from .token_loss import Tokens, correction, drift_mask, gamma_weights, policy_terms, spread_correction
 from .types import LEVELS, LOSS_TYPES
 
 
@@ -50,9 +41,9 @@ def policy_loss(
     mask: Tensor,
     *,
     entropies: Tensor | None = None,
-    **options: Unpack[LossOptions],
+    **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the weighted clipped policy loss from log-probs; differentiable once in `logprobs` and `entropies`.
+    """Compute the weighted clipped policy loss from log-probs; differentiable in `logprobs` and `entropies`.
 
     Args:
         logprobs: (B, T) log pi(token), nats, any float dtype; computed in float64 for float64, else in float32.
@@ -60,19 +51,19 @@ def policy_loss(
         advantages: (B,) or (B, T).
         mask: (B, T) of 0 and 1, any dtype; tokens with 0 may hold anything, NaN included.
         entropies: (B, T), nats; `entropy_coef` times their mean over the counted tokens is subtracted.
-        **options: the fields of `LossOptions`, which all three losses share:
+        **options: three columns and the fields of `LossOptions`, or these together as `loss_options`:
 
     | option | default | what it is |
     |---|---|---|
     | weights | None | (B, T), finite, >= 0: factors of the clipped policy term, never of the KL term |
     | ref_logprobs | None | (B, T), needed when `beta != 0`; without beta they give the `kl` metric only |
     | sampling_logprobs | None | (B, T) that the engine sampled with, nan where it gave none |
-    | sampling_mode | None | correction for it, see `off_policy_factor`: a mode of TRL's, or "geometric_mask" |
+    | sampling_mode | None | how to correct for sampling_logprobs, see `correction`: TRL's, or "geometric_mask" |
     | sampling_clip_min, sampling_clip_max | None | its bounds |
-    | off_policy_mask_threshold | None | nats, of `off_policy_factor`'s mask of sequences |
-    | epsilon, epsilon_high | 0.2, 0.28 | bounds: 1 - epsilon, 1 + epsilon_high (cispo, dppo, gmpo: see there) |
+    | off_policy_mask_threshold | None | nats, of `drift_mask`, by which sequences are left out |
+    | epsilon, epsilon_high | 0.2, 0.28 | bounds around 1, or 0 as of `LossType.rests_at` |
     | delta | None | caps the ratio outside the clip (two-sided clipping), and that of dppo |
-    | beta, kl_estimator | 0.0, "k3" | factor and kind of the KL term: k1, k2, k3 or abs, see `token_terms` |
+    | beta, kl_estimator | 0.0, "k3" | factor and kind of the KL term: k1, k2, k3 or abs, see `token_loss.KL` |
     | use_bias_correction_kl | False | multiplies the KL term by the ratio (TRL's default; ours is plain k3) |
     | loss_type | "dapo" | how tokens are summed, see below |
     | importance_sampling_level | "token" | "sequence" (GSPO): its sequence's mean; "sequence_token": see below |
@@ -95,8 +86,8 @@ def policy_loss(
     | grpo, sapo, gmpo | sum_b( sum_t(l * m) / max(n, 1) ) / B |
     | bnpo | sum(l * m) / max(sum(m), 1) |
     | dr_grpo | sum(l * m) / (B * max_completion_length) |
-    | dapo, cispo, cispo_two_sided, vespo, dppo, reinforce | sum(l * m) / max(N, 1), N = num_items_in_batch or sum(m) |
     | luspo | sum(l * m) / B |
+    | all others | sum(l * m) / max(N, 1), N = num_items_in_batch or sum(m) |
 
     Gradient accumulation: give every micro-batch the step's totals (`num_items_in_batch`, `num_sequences_in_batch`,
     numbers or 0-d tensors) and add the losses; if gradients are averaged over processes, divide both by their number.
@@ -115,35 +106,29 @@ def policy_loss(
     Raises:
         ValueError: a wrong option, shape or value, naming row and token.
         TypeError: a wrong dtype, or an unknown option.
-        RuntimeError: from a backward with `create_graph=True`.
     """
     check_tensor("logprobs", logprobs)
     if logprobs.dim() != 2:
         raise ValueError(f"logprobs must be (B, T), got shape {tuple(logprobs.shape)}")
-    batch = check_batch("policy_loss", logprobs, logprobs.shape, old_logprobs, advantages, mask, options)
+    batch = check_batch(logprobs, logprobs.shape, old_logprobs, advantages, mask, options)
     if entropies is not None:
         check_tensor("entropies", entropies, [batch.keep.shape], logprobs.device)
     elif batch.entropy_scale is not None:
-        raise ValueError(f"entropy_coef={options['entropy_coef']} needs entropies (B, T), got None")
-    if should_validate(options.get("validate"), logprobs):
+        raise ValueError(f"entropy_coef={batch.options.entropy_coef} needs entropies (B, T), got None")
+    if should_validate(batch.options.validate, logprobs):
         check_values("logprobs", logprobs, batch.keep, "finite")
         if entropies is not None:
             check_values("entropies", entropies, batch.keep, "finite")
 
-    with torch.no_grad():
-        dtype = batch.tokens.scale.dtype
-        terms, gradient = policy_terms(counted(logprobs, batch.keep, dtype), batch.tokens, batch.options)
-        value = (terms.loss * batch.tokens.scale).sum()
-    loss = _WithGradient.apply(value, logprobs, gradient)
-    entropy = None
+    dtype = batch.tokens.scale.dtype
+    logprobs = counted(logprobs, batch.keep, dtype)
+    terms = policy_terms(logprobs, batch.tokens, batch.options)
+    loss = (terms.loss * batch.tokens.scale).sum()
     if entropies is not None:
-        entropy = counted(entropies, batch.keep, dtype)
+        entropies = counted(entropies, batch.keep, dtype)
         if batch.entropy_scale is not None:
-            loss = loss - entropy.sum() * batch.entropy_scale
-        entropy = entropy.detach()
-    return loss, _metrics(
-        batch, counted(logprobs.detach(), batch.keep, dtype), terms.ratio, terms.kl, terms.clip, entropy
-    )
+            loss = loss - entropies.sum() * batch.entropy_scale
+    return loss, _metrics(batch, logprobs, terms.ratio, terms.kl, terms.clip, entropies)
 
 
 def logits_policy_loss(
@@ -159,7 +144,7 @@ def logits_policy_loss(
     compute_entropy: bool = False,
     inplace: bool = False,
     backend: str | None = None,
-    **options: Unpack[LossOptions],
+    **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute `policy_loss` from logits: `log_softmax(softcap * tanh(logit_scale * logits / softcap) / temperature)`.
 
@@ -173,7 +158,7 @@ def logits_policy_loss(
         inplace: writes the gradient over the logits, which are lost then; backward runs once.
         backend: `"triton"` or `"torch"`; by default what the device has.
 
-    Returns and raises as `policy_loss`.
+    Returns and raises as `policy_loss`, and `RuntimeError` from a backward with `create_graph=True`.
     """
     check_tensor("logits", logits)
     if logits.dim() != 3:
@@ -183,8 +168,8 @@ def logits_policy_loss(
     chosen = resolve_backend(backend, logits)
     check_logits_dtype("logits", logits, chosen)
     softmax = Softmax.of(temperature, softcap, logit_scale)
-    batch = check_batch("logits_policy_loss", logits, logits.shape[:2], old_logprobs, advantages, mask, options)
-    checked = should_validate(options.get("validate"), logits)
+    batch = check_batch(logits, logits.shape[:2], old_logprobs, advantages, mask, options)
+    checked = should_validate(batch.options.validate, logits)
     check_targets(targets, batch.keep, logits.size(2), checked)
     with_entropy = compute_entropy or batch.entropy_scale is not None
     # Flattening by itself would keep the strides of a single row.
@@ -217,7 +202,7 @@ def linear_policy_loss(
     drop_inactive: bool | None = None,
     chunk_size: int | None = None,
     backend: str | None = None,
-    **options: Unpack[LossOptions],
+    **options: Any,
 ) -> tuple[Any, ...]:
     """Compute `logits_policy_loss` of `hidden @ lm_head.T + bias` without ever holding all logits.
 
@@ -242,7 +227,7 @@ def linear_policy_loss(
             the default on a CPU.
         chunk_size: rows of logits that exist at a time; by default 4096, on a CPU 512.
 
-    Returns and raises as `policy_loss`; with `return_logprobs` the log-probs come third.
+    Returns and raises as `logits_policy_loss`; with `return_logprobs` the log-probs come third.
     """
     check_linear(hidden, lm_head, bias, rows)
     rows_alone = hidden.dim() == 2
@@ -260,8 +245,8 @@ def linear_policy_loss(
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     softmax = Softmax.of(temperature, softcap, logit_scale)
     shape = targets.shape if rows_alone else hidden.shape[:2]
-    batch = check_batch("linear_policy_loss", hidden, shape, old_logprobs, advantages, mask, options)
-    checked = should_validate(options.get("validate"), hidden)
+    batch = check_batch(hidden, shape, old_logprobs, advantages, mask, options)
+    checked = should_validate(batch.options.validate, hidden)
     check_targets(targets, batch.keep, len(lm_head), checked)
     with_entropy = compute_entropy or batch.entropy_scale is not None
     if rows is not None:
@@ -305,7 +290,8 @@ def linear_policy_loss(
         there = rows if rows.device == batch.keep.device else upload([rows], batch.keep.device)[0]
         looked_at = torch.zeros_like(batch.keep).flatten().index_fill_(0, there, True).view_as(batch.keep)
     elif drop_inactive:
-        looked_at = contributing(*spread_correction(batch.tokens, batch.options), with_entropy=with_entropy)
+        tokens, spread = spread_correction(batch.tokens, batch.options)
+        looked_at = contributing(tokens, joins_tokens=spread.joins_tokens, every=with_entropy)
     return loss, metrics, stats[0].view_as(batch.keep).masked_fill(~looked_at, math.nan)
 
 
@@ -324,7 +310,7 @@ def contributing_rows(
     True if ref_logprobs or the entropy are used, `whole_rows` if `sampling_mode`, a mask or vespo reads sequences. On
     a GPU this waits: call it on the CPU.
     """
-    level = check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
+    check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
     check_tensor("mask", mask, dtype=None)
     if mask.dim() != 2:
         raise ValueError(f"mask must be (B, T), got shape {tuple(mask.shape)}")
@@ -333,8 +319,8 @@ def contributing_rows(
         check_tensor("weights", weights, [mask.shape], mask.device)
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
     tokens = Tokens(None, advantages.expand_as(mask), weights, None, None, (mask != 0).float())
-    options = PolicyOptions(level="sequence" if whole_rows else level)
-    return contributing(tokens, options, with_entropy=all_counted).flatten().nonzero().squeeze(1)
+    joins_tokens = whole_rows or importance_sampling_level != "token"
+    return contributing(tokens, joins_tokens=joins_tokens, every=all_counted).flatten().nonzero().squeeze(1)
 
 
 def _arguments(
@@ -367,27 +353,12 @@ def _metrics_of_rows(
     return _metrics(batch, logprobs, ratio, kl, clip, entropy if with_entropy else None)
 
 
-class _WithGradient(torch.autograd.Function):
-    """Identity on a loss whose gradient by `source` is already known."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, source: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        ctx.dtype = source.dtype
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor, None]:
-        refuse_second_derivative()
-        (gradient,) = ctx.saved_tensors
-        return None, (gradient * upstream).to(ctx.dtype), None
-
-
 @torch.no_grad()
 def _metrics(
     batch: CheckedBatch, logprobs: Tensor, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Tensor | None
 ) -> dict[str, Tensor]:
-    keep, tokens = batch.keep, batch.tokens
+    keep, tokens, _, options = batch
+    factor = correction(logprobs, tokens, options)
     per_sequence, moving = keep.sum(1), keep & tokens.moved()  # where rows are omitted, only the others have log-probs
     metrics = {"ratio_mean": _mean(ratio, moving)}
     if tokens.ref_logprobs is not None:
@@ -399,26 +370,25 @@ def _metrics(
         gap, known = (logprobs - tokens.sampling_logprobs).abs(), moving & ~tokens.sampling_logprobs.isnan()
         metrics["sampling/sampling_logp_difference/mean"] = _mean(gap, known)
         metrics["sampling/sampling_logp_difference/max"] = _largest(gap, known)
-        by_itself = batch.options._replace(loss_type="reinforce")
-        if batch.options.off_policy_mask_threshold != math.inf:
-            kept = off_policy_factor(logprobs, tokens, by_itself._replace(correction=""))
-            metrics["sampling/off_policy_mask/mean"] = _mean(kept[:, :1], moving.any(1, keepdim=True))  # type: ignore[index]
-        if batch.options.correction:
-            factor = off_policy_factor(logprobs, tokens, by_itself._replace(off_policy_mask_threshold=math.inf))
-            assert factor is not None
-            factor, seen, name = factor.expand_as(keep), moving, "sampling/importance_sampling_ratio"
-            if batch.options.correction.startswith(("sequence", "geometric")):
-                factor, seen = factor[:, :1], seen.any(1, keepdim=True)
-            metrics[f"{name}/mean"] = _mean(factor, seen)
-            metrics[f"{name}/min"] = -_largest(-factor, seen)
-            metrics[f"{name}/max"] = _largest(factor, seen)
+        if options.off_policy_mask_threshold is not None:
+            kept = drift_mask(logprobs, tokens, options.off_policy_mask_threshold)
+            metrics["sampling/off_policy_mask/mean"] = _mean(
+                kept[:, :1].to(logprobs.dtype), moving.any(1, keepdim=True)
+            )
+        if factor is not None:
+            seen, name, own = moving, "sampling/importance_sampling_ratio", factor
+            if (options.sampling_mode or "").startswith(("sequence", "geometric")):
+                own, seen = factor[:, :1], seen.any(1, keepdim=True)
+            metrics[f"{name}/mean"] = _mean(own, seen)
+            metrics[f"{name}/min"] = -_largest(-own, seen)
+            metrics[f"{name}/max"] = _largest(own, seen)
 
-    loss_type, nonempty = batch.options.loss_type, per_sequence > 0
+    loss_type, nonempty = options.loss_type, per_sequence > 0
 
     def clip_ratio(flag: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the overall mean, and the share of each sequence (B,)."""
         share = (flag & keep).sum(1) / per_sequence.clamp(min=1)
-        if batch.options.level == "token" or loss_type == "gmpo":
+        if options.importance_sampling_level == "token" or loss_type == "gmpo":
             return _mean(flag.float(), keep), share
         return _mean(share, torch.ones_like(nonempty) & nonempty.any()), share
 
@@ -427,8 +397,7 @@ def _metrics(
     if measures == "upper clip":
         metrics["cispo_clip_ratio"] = high_mean
     elif measures == "sequence weight":
-        phi = off_policy_factor(logprobs, tokens, batch.options._replace(off_policy_mask_threshold=math.inf))
-        assert phi is not None
+        phi = gamma_weights(logprobs, factor, tokens, options)
         of_rows = torch.where(moving, phi, 0).sum(1) / moving.sum(1).clamp(min=1)
         metrics["vespo/phi_seq_mean"] = _mean(of_rows, moving.any(1))
     elif measures == "clip":

@@ -3,6 +3,7 @@
 Rows are (B, T, V) logits of a model, or strips of them that `linear_policy_loss` makes.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,24 +14,59 @@ from torch import Tensor
 from ..ops.row_logprobs import row_gradients, row_logprobs, run_rows, run_softmax
 from ..ops.row_softmax import LogitRows, row_rest, row_tile, target_logprob, write_gradient, write_zeros
 from ..ops.triton_math import minimum
-from .token_loss import LOG_RATIO_MAX, PolicyOptions, Tokens, policy_terms, token_terms_triton
+from .options import LossOptions
+from .token_loss import LOG_RATIO_MAX, Tokens, policy_gradient, policy_terms
+from .types import LOSS_TYPES
 
 STATS = ("logprob", "entropy", "ratio", "kl", "clip")  # values of each token that metrics are made of
 SCALE_PROGRAMS = 512  # programs of `scale_rows`: enough for any GPU, and soon over if the factor is 1
+
+
+@triton.jit
+def clipped_loss(
+    logprob, old, advantage, weight, ref, low, high, delta, beta, log_ratio_max,
+    CLIPS: tl.constexpr, HAS_REF: tl.constexpr,
+):  # fmt: skip
+    """Return the loss of one token, its derivative by the log-prob, ratio, kl (k3) and clip, fp32 scalars."""
+    # Plain form: `token_loss.clipped`, or without CLIPS `token_loss.reinforce`, in `policy_terms`.
+    log_ratio = logprob - old
+    ratio = tl.exp(minimum(log_ratio, log_ratio_max))
+    weighted = weight * advantage
+    clip = 0.0
+    if CLIPS:
+        capped = minimum(ratio, delta)
+        first = capped * weighted
+        second = minimum(tl.maximum(ratio, low), high) * weighted
+        loss = -minimum(first, second)
+        unclipped = (ratio >= low) & (ratio <= high)
+        passes = ((first <= second) & (ratio <= delta)) | ((first > second) & unclipped)
+        slope = tl.where(passes & (log_ratio <= log_ratio_max), -ratio * weighted, 0.0)
+        clip = tl.where((capped > high) & (weighted > 0), 1.0, 0.0)
+        clip = tl.where((capped < low) & (weighted < 0), -1.0, clip)
+    else:
+        slope = -weighted
+        loss = slope * logprob
+    kl = 0.0
+    if HAS_REF:
+        gap = minimum(ref - logprob, log_ratio_max)
+        kl = tl.exp(gap) - gap - 1.0
+        loss += beta * kl
+        slope += beta * tl.where(gap < log_ratio_max, 1.0 - tl.exp(gap), 0.0)
+    return loss, slope, ratio, kl, clip
 
 
 @triton.jit(do_not_specialize=["N", "T"])  # lengths never recompile
 def policy_rows_kernel(
     p_logits, p_bias, p_gradient, p_targets, p_old, p_advantages, p_weights, p_ref, p_sampling, p_scale,
     p_entropy_scale, p_loss, p_stats, p_by_logprob, N, T, V, stride_b, stride_t, stride_v, stride_gb, stride_gt,
-    stride_gv, inv_temperature, softcap, low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max, clip_min, clip_max,
-    LOSS_TYPE: tl.constexpr, CORRECTION: tl.constexpr, HAS_OLD: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    HAS_REF: tl.constexpr, CORRECT_KL: tl.constexpr, KL: tl.constexpr, HAS_ENTROPY_SCALE: tl.constexpr,
+    stride_gv, inv_temperature, softcap, low, high, delta, beta, log_ratio_max, clip_min, clip_max,
+    CLIPS: tl.constexpr, CORRECTION: tl.constexpr, HAS_OLD: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    HAS_REF: tl.constexpr, HAS_ENTROPY_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row at the token level: log-prob, loss, metrics and gradient. p_stats is (5, N): `STATS`."""
-    # Plain form: `row_logprobs_reference`, then `policy_terms`, then `row_gradients_reference`.
+    """Compute one row where `_has_kernel`: log-prob, loss, metrics and gradient. p_stats is (5, N): `STATS`."""
+    # Plain form: `row_logprobs_reference`, then `policy_gradient`, then `row_gradients_reference`.
     i_n = tl.program_id(0).to(tl.int64)
     p_logits += i_n // T * stride_b + i_n % T * stride_t
     p_gradient += i_n // T * stride_gb + i_n % T * stride_gt
@@ -63,9 +99,9 @@ def policy_rows_kernel(
                 inside = (correction >= clip_min) & (correction <= clip_max)
                 correction = tl.where(inside, 1.0 if CORRECTION == "token_gate" else correction, 0.0)
             weight *= correction
-        loss, slope, ratio, kl, clip = token_terms_triton(
+        loss, slope, ratio, kl, clip = clipped_loss(
             logprob, old, tl.load(p_advantages + i_n), weight, ref,
-            low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max, LOSS_TYPE, HAS_REF, CORRECT_KL, KL,
+            low, high, delta, beta, log_ratio_max, CLIPS, HAS_REF,
         )  # fmt: skip
         loss = loss * scale
         by_logprob = slope * scale
@@ -119,7 +155,7 @@ def policy_rows(
     rows: LogitRows,
     tokens: Tokens,
     entropy_scale: Tensor | None,
-    options: PolicyOptions,
+    options: LossOptions,
     gradient: Tensor | None,
     *,
     with_entropy: bool,
@@ -131,22 +167,21 @@ def policy_rows(
     in the loss; `gradient` is that of `row_gradients`.
     """
     logits = rows.logits
-    if gradient is not None and not options.joins_tokens and rows.backend == "triton":
+    if gradient is not None and rows.backend == "triton" and _has_kernel(tokens, options):
         n = rows.targets.numel()
         loss = torch.empty(n, dtype=torch.float32, device=logits.device)
         by_logprob = torch.empty_like(loss)
         stats = torch.empty(len(STATS), n, dtype=torch.float32, device=logits.device)
         numbers = (
-            *options.bounds, options.delta, options.beta,
-            options.sapo_temperature_pos, options.sapo_temperature_neg, LOG_RATIO_MAX,
-            options.sampling_clip_min, options.sampling_clip_max,
+            *options.bounds, options.delta or math.inf, options.beta, LOG_RATIO_MAX,
+            options.sampling_clip_min or 0.0, options.sampling_clip_max or math.inf,
         )  # fmt: skip
         run_softmax(
             policy_rows_kernel, rows, gradient, rows.targets, *tokens, entropy_scale, loss, stats, by_logprob,
-            numbers=numbers, LOSS_TYPE=options.loss_type, CORRECTION=options.correction,
+            numbers=numbers, CLIPS=LOSS_TYPES[options.loss_type].formula == "clipped",
+            CORRECTION=options.sampling_mode or "",
             HAS_OLD=tokens.old_logprobs is not None, HAS_WEIGHTS=tokens.weights is not None,
-            HAS_REF=tokens.ref_logprobs is not None, CORRECT_KL=bool(options.use_bias_correction_kl),
-            KL=options.kl_estimator,
+            HAS_REF=tokens.ref_logprobs is not None,
             HAS_ENTROPY_SCALE=entropy_scale is not None,
             WITH_ENTROPY=with_entropy,
         )  # fmt: skip
@@ -155,11 +190,24 @@ def policy_rows(
         rows, tokens.scale > 0, with_entropy=with_entropy, gradient=gradient, entropy_gradient=entropy_scale is not None
     )
     loss, stats, by_logprob, by_entropy = policy_of_logprobs(
-        row_values.logprobs, row_values.entropy, tokens, entropy_scale, options, logits.shape[:2]
+        row_values.logprobs,
+        row_values.entropy,
+        tokens,
+        entropy_scale,
+        options,
+        logits.shape[:2],
+        gradient is not None,
     )
     if gradient is not None:
         row_gradients(rows, gradient, by_logprob, by_entropy, row_values)
     return loss, stats, by_logprob
+
+
+def _has_kernel(tokens: Tokens, options: LossOptions) -> bool:
+    """Whether one kernel computes rows whole: the losses that nearly all run, at the token level."""
+    plain_kl = tokens.ref_logprobs is None or (options.kl_estimator == "k3" and not options.use_bias_correction_kl)
+    formula = LOSS_TYPES[options.loss_type].formula
+    return formula in ("clipped", "reinforce") and plain_kl and not options.joins_tokens
 
 
 def policy_of_logprobs(
@@ -167,20 +215,23 @@ def policy_of_logprobs(
     entropy: Tensor,
     tokens: Tokens,
     entropy_scale: Tensor | None,
-    options: PolicyOptions,
+    options: LossOptions,
     shape: Sequence[int],
+    learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute `policy_rows` from log-probs and entropies, (N,), and the derivatives (N,) by both.
 
-    `shape` is (B, T); without `entropy_scale` there is no derivative by entropies.
+    `shape` is (B, T); without `entropy_scale` there is no derivative by entropies, and by log-probs it is 0 unless the
+    policy `learns`.
     """
     grid = tokens.map(lambda tensor: tensor.view(shape))
-    terms, by_logprob = policy_terms(logprobs.view(shape), grid, options)
-    counted = tokens.scale > 0
-    loss = (terms.loss * grid.scale).sum()
-    by_entropy = None
+    if learns:
+        terms, by_logprob = policy_gradient(logprobs.view(shape), grid, options)
+    else:
+        terms, by_logprob = policy_terms(logprobs.view(shape), grid, options), torch.zeros_like(logprobs)
+    loss, by_entropy = (terms.loss * grid.scale).sum(), None
     if entropy_scale is not None:
-        by_entropy = -entropy_scale * counted
+        by_entropy = -entropy_scale * (tokens.scale > 0)
         loss = loss + (by_entropy * entropy).sum()
     per_token = (logprobs, entropy, terms.ratio, terms.kl, terms.clip)
     stats = torch.stack([value.reshape(-1) for value in per_token])

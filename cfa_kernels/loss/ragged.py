@@ -1,6 +1,5 @@
 """Check and pad the inputs of a packed loss, and find how far each row must be fed for it."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,10 @@ from ..ops.upload import upload
 from ..options import check_class
 from ..rows import Rows, check_columns, pad_rows
 from .centering import check_centering, check_joins
-from .checks import by_sequence, check_correction, check_level, check_ranges, check_weights
-from .policy import contributing_rows
+from .checks import check_sampled, check_weights
+from .linear import contributing
+from .options import LossOptions, made_options
+from .token_loss import Tokens
 
 
 @dataclass(frozen=True)
@@ -45,37 +46,32 @@ class LossBatch:
         columns = {name: _padded(column, width) for name, column in given.items() if column is not None}
         counted = torch.arange(width)[None] < lengths[:, None]  # (B, T)
         columns["mask"] = counted & columns["mask"] if "mask" in columns else counted
-        loss_type, level = check_level(options)
-        check_ranges(options)
-        check_correction(options | {"sampling_logprobs": batch.sampling_logprobs}, loss_type, level)
-        if "weights" in columns:
-            check_weights(columns["weights"], columns["mask"], loss_type, level)
-        contributes = functools.partial(
-            contributing_rows, columns["mask"], columns["advantages"], weights=columns.get("weights"),
-            importance_sampling_level=level, whole_rows=by_sequence(options),
-        )  # fmt: skip
-        bonus = options.get("entropy_coef", 0.0)
-        all_trained = batch.ref_logprobs is not None or isinstance(bonus, Tensor) or bonus != 0
-        needed = contributes(all_counted=all_trained or bool(options.get("compute_entropy")))
-        trained = torch.zeros(len(batch), dtype=torch.bool)
-        trained[contributes(all_counted=all_trained) // width] = True
+        names = ("loss_options", *LossOptions.__annotations__)
+        loss = made_options({name: options.pop(name) for name in names if name in options})
+        options["loss_options"] = loss
+        check_sampled(loss, batch.sampling_logprobs)
+        check_weights(columns.get("weights"), columns["mask"], loss)
+        advantages = columns["advantages"]
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        tokens = Tokens(None, advantages, columns.get("weights"), None, None, columns["mask"])
+        counts, moves = (contributing(tokens, joins_tokens=loss.joins_tokens, every=every) for every in (True, False))
+        bonus = isinstance(loss.entropy_coef, Tensor) or loss.entropy_coef != 0
+        trained = counts if batch.ref_logprobs is not None or bonus else moves
+        needed = counts if options.get("compute_entropy") else trained
         if (old := columns.get("old_logprobs")) is not None:  # tokens that no earlier loss needed were never scored
-            is_needed = torch.zeros(old.numel(), dtype=torch.bool).index_fill_(0, needed, True).view_as(old)
-            columns["old_logprobs"] = torch.where(is_needed, old, 0.0)
+            columns["old_logprobs"] = torch.where(needed, old, 0.0)
         columns["targets"] = pad_rows(batch.rows.completions, width)
         kept = batch.kept_tokens
         kept = None if kept is None else checked_kept_tokens(kept, batch.rows, columns["mask"])
         if options.get("score_centering"):
-            check_joins(level != "token" or by_sequence(options))
-            moved = torch.zeros(columns["mask"].numel(), dtype=torch.bool)
-            moved[contributes()] = True
+            check_joins(loss.joins_tokens)
             sampled = {name: columns[name].flatten() for name in _LOGPROBS[::2] if name in columns}
             check_centering(
                 None if kept is None else padded_kept_tokens(kept, width),
                 lambda n: f"kept_tokens row {batch.index[n // width]}, token {n % width}",
-                targets=columns["targets"].flatten(), moved=moved, **sampled,
+                targets=columns["targets"].flatten(), moved=moves.flatten(), **sampled,
             )  # fmt: skip
-        return LossBatch(columns, needed, trained, kept, options)
+        return LossBatch(columns, needed.flatten().nonzero().flatten(), trained.any(1), kept, options)
 
     def needed(self) -> list[int]:
         """Count the tokens of each row that must be fed: up to the last one whose log-prob the loss needs."""

@@ -8,8 +8,10 @@ import torch
 
 from cfa_kernels.credit import units as units_module
 from cfa_kernels.credit.assign import FIGURES, counterfactual_credit
-from cfa_kernels.credit.config import CounterfactualConfig
+from cfa_kernels.credit.config import CounterfactualConfig, SpanRules
+from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.base import ESTIMATORS
+from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.model.check.accuracy import ACCURACY
 from cfa_kernels.rows import Rows, pad_rows
 from cfa_kernels.scoring.access import LogprobService
@@ -461,7 +463,7 @@ def test_drops_within_rounding_weigh_alike_and_make_no_distractors(outcome, dtyp
     def credit(drop):
         return counterfactual_credit(
             Scored(drop, base=-10.0, dtype=dtype), get_tokenizer("characters"), rows,
-            config=CounterfactualConfig.of({"estimator.outcome": outcome, "spans.selection": "last", "spans.max_spans": 2, "weights.min_spread": 0.0}),
+            config=CounterfactualConfig(Masking(outcome), Range(min_spread=0.0), spans=SpanRules("math", 2, "last")),
         )  # fmt: skip
 
     ids = torch.tensor(encode(get_tokenizer("characters"), "1 + 1 = 2\n1 + 2 = 3\n#### 18"))

@@ -15,9 +15,7 @@ pytestmark = pytest.mark.slow
 VOCABULARY, ODD_VOCABULARY = 151_936, 100_278
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KINDS = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
-FLAGS = (
-    "HAS_OLD", "HAS_WEIGHTS", "HAS_REF", "CORRECT_KL", "HAS_ENTROPY_SCALE", "HAS_BIAS", "HAS_SOFTCAP", "WITH_ENTROPY",
-)  # fmt: skip
+FLAGS = ("HAS_OLD", "HAS_WEIGHTS", "HAS_REF", "HAS_ENTROPY_SCALE", "HAS_BIAS", "HAS_SOFTCAP", "WITH_ENTROPY")
 OPTIONAL = {
     "HAS_BIAS": "p_bias", "HAS_OLD": "p_old", "HAS_WEIGHTS": "p_weights", "HAS_REF": "p_ref",
     "CORRECTION": "p_sampling",
@@ -27,17 +25,14 @@ OPTIONAL |= {"HAS_ENTROPY_SCALE": "p_entropy_scale", "HAS_ROWS": "p_rows"}
 
 def case(
     kernel: str, target: str, logits: torch.dtype, gradient: torch.dtype, *, everything: bool = False,
-    loss_type: str = "dapo", rows: bool = True, vocabulary: int = VOCABULARY,
+    correction: str = "token_truncate", clips: bool = True, rows: bool = True, vocabulary: int = VOCABULARY,
 ) -> AotCase:  # fmt: skip
     """A kernel with the pointers, strides and tiles of (B, T, V) rows, which start at multiples of 16 logits."""
     hip = target == "gfx942"
     options = row_logprobs.launch_options(vocabulary, logits.itemsize, hip=hip) | dict.fromkeys(FLAGS, everything)
-    corrections = {"sapo": "token_mask", "cispo_two_sided": "token_gate"}
-    correction = corrections.get(loss_type, "token_truncate") if everything else ""
-    options |= {
-        "LOSS_TYPE": loss_type, "CORRECTION": correction, "KL": "k3", "LOG2E": 1.4426950408889634, "INPLACE": True,
-        "HAS_ROWS": rows,
-    }  # fmt: skip
+    correction = correction if everything else ""
+    options |= {"CLIPS": clips, "CORRECTION": correction, "LOG2E": 1.4426950408889634, "INPLACE": True}
+    options |= {"HAS_ROWS": rows}
     options |= {"OVERLAPS": gradient.itemsize < logits.itemsize and not hip}
     options |= dict.fromkeys(("stride_v", "stride_gv", "stride_ov"), 1)
     options |= {pointer: None for flag, pointer in OPTIONAL.items() if not options[flag]}
@@ -54,8 +49,8 @@ def case(
     rest = {"p": "*fp32:16", "stride": "i64:16"}  # of other pointers and of strides; what is left are numbers
     kinds = {name: rest.get(name.partition("_")[0], "fp32") for name in names if name not in options} | kinds
     arguments = {name: kind for name, kind in kinds.items() if name in names and name not in options}
-    label = [kernel, KINDS[logits], "to", KINDS[gradient], loss_type, "everything" if everything else "plain"]
-    label += ["summing"] * (not rows) + ["odd"] * (vocabulary % 16 != 0)
+    label = [kernel, KINDS[logits], "to", KINDS[gradient], correction, "everything" if everything else "plain"]
+    label += ["unclipped"] * (not clips) + ["summing"] * (not rows) + ["odd"] * (vocabulary % 16 != 0)
     return AotCase(
         " ".join(label), f"{module.__name__.removeprefix('cfa_kernels.')}:{kernel}", target, arguments, options
     )
@@ -64,9 +59,9 @@ def case(
 CASES = [
     *(case("policy_rows_kernel", target, FP32, BF16, everything=True) for target in TARGETS),
     *(case("policy_rows_kernel", target, BF16, BF16) for target in ("sm_90", "gfx942")),
-    case("policy_rows_kernel", "sm_90", FP16, FP16, everything=True, loss_type="sapo"),
-    case("policy_rows_kernel", "sm_90", FP32, FP32, everything=True, loss_type="cispo_two_sided"),
-    *(case("policy_rows_kernel", "sm_90", FP32, FP32, loss_type=name) for name in ("cispo", "dppo", "reinforce")),
+    case("policy_rows_kernel", "sm_90", FP16, FP16, everything=True, correction="token_mask"),
+    case("policy_rows_kernel", "sm_90", FP32, FP32, everything=True, correction="token_gate"),
+    *(case("policy_rows_kernel", "sm_90", FP32, FP32, everything=every, clips=False) for every in (False, True)),
     *(case("row_gradients_kernel", "sm_90", FP32, BF16, everything=True, rows=rows) for rows in (True, False)),
     case("scale_rows_kernel", "sm_90", BF16, BF16),
     *(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cfa_kernels.loss.off_policy import open_choice, sampling_gaps
-from cfa_kernels.loss.token_loss import CORRECTIONS
+from cfa_kernels.loss.options import CORRECTIONS
 from tests.support.policy_problem import loss_and_gradient
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cfa_kernels.loss.options import CORRECTIONS, KL_ESTIMATORS
 from cfa_kernels.loss.policy import linear_policy_loss, logits_policy_loss, policy_loss
-from cfa_kernels.loss.token_loss import CORRECTIONS, KL_ESTIMATORS
 from cfa_kernels.loss.types import LOSS_TYPES
 
 B, T, V, H = 3, 4, 37, 24
@@ -19,22 +19,14 @@ LENGTHS = torch.tensor([4, 2, 3])
 COUNTED = 9
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "weights": {"weights": True},
-    "on-policy": {"old": False, "weights": True},
-    "delta": {"delta": 1.4, "token_advantages": True},
     "low-delta": {"delta": 1.02, "token_advantages": True},
-    "kl": {"beta": 0.1, "weights": True},
-    "corrected-kl": {"beta": 0.1, "use_bias_correction_kl": True, "kl_estimator": "k2"},
     "k1": {"beta": 0.1, "kl_estimator": "k1"},
     "entropy": {"entropy_coef": 0.2, "temperature": 0.7},
     "softcap": {"softcap": 4.0, "temperature": 1.5, "logit_scale": 0.7, "weights": True},
-    "truncated": {"correction": "token_truncate", "sampling_clip_max": 1.1, "sampling_clip_min": 0.9},
     "band": {"correction": "token_mask", "sampling_clip_max": 1.1, "sampling_clip_min": 0.85, "weights": True},
-    "geometric": {"correction": "geometric_mask", "sampling_clip_max": 1.05, "sampling_clip_min": 0.95},
     "all": {
         "correction": "token_truncate", "sampling_clip_max": 1.1, "weights": True,
-        "delta": 1.4, "beta": 0.1, "use_bias_correction_kl": True, "entropy_coef": 0.2,
-        "temperature": 0.8, "softcap": 6.0, "token_advantages": True,
+        "delta": 1.4, "beta": 0.1, "entropy_coef": 0.2, "temperature": 0.8, "softcap": 6.0, "token_advantages": True,
     },
 }  # fmt: skip
 
@@ -107,7 +99,9 @@ KINDS = [(loss_type, level) for loss_type, kind in LOSS_TYPES.items() for level 
 KIND = pytest.mark.parametrize(("loss_type", "level"), KINDS)
 """Every loss type at each of its levels."""
 OF_TRL = [
-    kind for kind in KINDS if kind[0] not in ("cispo_two_sided", "dppo", "reinforce") and kind[1] != "sequence_token"
+    kind
+    for kind in KINDS
+    if kind[0] not in ("cispo_two_sided", "dppo", "ipo", "reinforce") and kind[1] != "sequence_token"
 ]
 """Those that TRL has, its GMPO trainer's among them."""
 
