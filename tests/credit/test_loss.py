@@ -55,7 +55,7 @@ def test_masking_continues_the_forward_of_the_loss(monkeypatch, unchecked):
 
 
 def test_an_unknown_preset_is_named():
-    with pytest.raises(ValueError, match=r"credit must be a CounterfactualConfig or one of .* got 'masking'"):
+    with pytest.raises(ValueError, match=r"credit must be 'none' or one of .* got 'masking'"):
         credited_loss(tiny_model(), tiny_tokenizer(), ROWS, advantages=ADVANTAGES, credit="masking")
 
 

@@ -71,15 +71,19 @@ def drops(model, rollout, answer: str, options) -> torch.Tensor:
     judged = [k for k in range(len(before)) if own[k]] + [len(before)] * (rollout[-1][0] == marker[0])
     for k in judged:
         edited = list(before)
-        gone = [k, k + 1] if options.get("mask_observation") and k + 1 < len(before) and not own[k + 1] else [k]
+        gone = (
+            [k, k + 1] if options.get("estimator.mask_observation") and k + 1 < len(before) and not own[k + 1] else [k]
+        )
         for j in gone:
-            edited[j] = edited[j][:0] if options.get("mask") == "drop" else torch.full_like(edited[j], PAD)
+            edited[j] = edited[j][:0] if options.get("estimator.mask") == "drop" else torch.full_like(edited[j], PAD)
         result.append(base - exact(model, [*edited, *marker], target).sum())
     return torch.stack(result)
 
 
 WAYS = [
-    {"mask": mask, "estimator.mask_observation": both} for mask in ("placeholder", "drop") for both in (False, True)
+    {"estimator.mask": mask, "estimator.mask_observation": both}
+    for mask in ("placeholder", "drop")
+    for both in (False, True)
 ]  # fmt: skip
 
 

@@ -13,8 +13,8 @@ SPANS = [Span(1, 3), Span(4, 6), Span(6, 7)]
 ANSWER = Span(8, 10)
 DROP = torch.tensor([3.0, 1.0, -1.0])
 NOTHING_LEFT = {
-    "weights.w_min": 0.0,
-    "weights.w_max": 0.0,
+    "w_min": 0.0,
+    "w_max": 0.0,
     "spans": [Span(0, 4), Span(4, 7), Span(7, 11)],
     "answer": None,
 }
@@ -131,8 +131,8 @@ def test_only_the_order_and_spacing_of_drops_matter(drop, factor, shift):
     [
         ({"control": "causal"}, "control must be None or one of .* got 'causal'"),
         ({"normalize": "sum"}, "normalize must be one of .* got 'sum'"),
-        ({"weights.w_min": -1.0}, "w_min must be finite and at least 0, got -1.0"),
-        ({"weights.w_min": 5.0}, "w_min must not exceed w_max, got 5.0 and 4.0"),
+        ({"w_min": -1.0}, "w_min must be finite and at least 0, got -1.0"),
+        ({"w_min": 5.0}, "w_min must not exceed w_max, got 5.0 and 4.0"),
         ({"drop": None}, "drop: expected a tensor or a list with a number for each of 3 spans, got NoneType"),
         ({"drop": DROP[:2]}, r"drop must hold one value per span: got shape \(2,\) for 3 spans"),
         ({"drop": torch.tensor([0.0, float("nan"), 1.0])}, "drop, span 1: must be finite, got nan"),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, Rows, counterfactual_credit
+from cfa_kernels import CounterfactualConfig, EntropyShaping, Rows, counterfactual_credit
 from tests.support.small_tokenizers import get_tokenizer
 
 LENGTHS = (4, 3, 2)
@@ -13,8 +13,8 @@ ROWS = Rows([torch.tensor([5])] * 3, [torch.arange(6, 6 + n) for n in LENGTHS])
 ENTROPIES = [torch.tensor([0.0, 0.5, 1.0, 9.0]), torch.tensor([0.25, 2.0, -1e-4]), torch.tensor([3.0, 3.0])]
 
 
-def shaped(advantages, entropies=ENTROPIES, **options):
-    config = CounterfactualConfig.of({"estimator": "entropy_shaping", **options})
+def shaped(advantages, entropies=ENTROPIES, control=None, **options):
+    config = CounterfactualConfig(EntropyShaping(**options), control=control)
     return counterfactual_credit(
         None, get_tokenizer("byte-level, single digits"), ROWS, advantages=advantages, entropies=entropies,
         config=config, seed=3,

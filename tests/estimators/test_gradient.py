@@ -124,7 +124,7 @@ def assert_close(ours, theirs, tolerance=1e-4):
 )
 @ON_THE_HOST
 def test_importances_are_those_of_plain_forwards_under_the_same_noise(name, outcome):
-    model, options = double_model(name), {"estimator.outcome": outcome, "estimator.sigma": 0.03, "estimator.samples": 3}
+    model, options = double_model(name), {"outcome": outcome, "sigma": 0.03, "samples": 3}
     found = saliency(model, seed=(7,), **options)
     for b, ours in enumerate(found):
         if ANSWERS[b] is None:
@@ -173,7 +173,7 @@ def test_without_noise_a_divergence_has_no_gradient_and_the_mean_log_prob_stands
 def test_a_row_depends_neither_on_its_neighbours_and_their_order_nor_on_the_budget(outcome, budget):
     model, options = (
         double_model("Qwen3"),
-        {"estimator.outcome": outcome, "estimator.samples": 2, "estimator.sigma": 0.01},
+        {"outcome": outcome, "samples": 2, "sigma": 0.01},
     )
     apart = [saliency(model, [b], seed=(7,), **options)[0] for b in range(len(PROMPTS))]
     order = [4, 6, 2, 0, 3, 1, 5]

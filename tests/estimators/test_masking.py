@@ -75,8 +75,8 @@ def test_preselecting_almost_all_units_is_exact(qwen3, outcome):
     ("options", "gave"),
     [
         ({}, "nan"),
-        ({"estimator.preselect": 0.5, "estimator.preselect_by": "prefix_gain"}, "nan"),
-        ({"estimator.preselect": 0.5, "estimator.preselect_by": "gradient"}, "gradient that is not finite"),
+        ({"preselect": 0.5, "preselect_by": "prefix_gain"}, "nan"),
+        ({"preselect": 0.5, "preselect_by": "gradient"}, "gradient that is not finite"),
     ],
     ids=str,
 )

@@ -33,7 +33,8 @@ def test_every_setting_of_credit_reaches_the_library() -> None:
     """Those the program has; the others are the library's defaults."""
     gradient = {
         "units": "spans", "estimator.outcome": "last", "weights": "bilevel", "weights.tau": 0.3,
-        "weights.boost": 1.5, "weights.floor": 0.1, "estimator.sigma": 0.01, "estimator.samples": 2, "normalize": "mean",
+        "weights.boost": 1.5, "weights.floor": 0.1, "estimator.sigma": 0.01, "estimator.samples": 2,
+        "normalize": "mean",
     }  # fmt: skip
     credit = settings("--control=inverted", "--estimator=gradient", *named(gradient)).counterfactual()
     assert credit == CounterfactualConfig.of({"control": "inverted", "estimator": "gradient", **gradient})
