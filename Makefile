@@ -20,8 +20,9 @@ endif
 .PHONY: demo test test-oldest test-newest quick soak lint docs gpu bench dist clean
 
 demo: $(DEMO_SETUP)
-	@echo "Training the small model of the checkout for 40 steps on generated word problems. The run ends with the path of its page."
-	$(DEMO_PY) -m trainer
+	@echo "Training the small model of the checkout for 40 steps on generated word problems, with credit by prefix_gain_positive."
+	@echo "The run ends with the path of its page."
+	$(DEMO_PY) -m trainer --credit prefix_gain_positive
 
 # Files in their order: those with the fewest tests, which would come last, are among the longest.
 test: $(SETUP)

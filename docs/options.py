@@ -3,7 +3,11 @@
 `python -m docs.options` writes them.
 """
 
+import ast
+import inspect
+import itertools
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +17,6 @@ from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.config import PARTS, part_options
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERS
-from trainer.cli import documented
 
 FOLDER = Path(__file__).parent
 OWN = [entry.name for entry in fields(CounterfactualConfig) if entry.name not in ("spans", "answers")]
@@ -100,6 +103,16 @@ def pages() -> Iterator[tuple[Path, str, str]]:
                 f"{page.name}: has no place for the table {name!r}; put {begin.strip()} and {end.strip()} there"
             )
         yield page, text, text[: found.start()] + begin + "\n" + table() + "\n" + end + text[found.end() :]
+
+
+def documented(part: type) -> dict[str, str]:
+    """Read the string under each field of a dataclass, on one line."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+    return {
+        ast.unparse(entry.target): " ".join(ast.literal_eval(text.value).split())
+        for entry, text in itertools.pairwise(body.body)
+        if isinstance(entry, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
 def _line(name: str, owner: str, default: Any, meaning: str) -> str:

@@ -12,7 +12,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from cfa_kernels.model.sharded.fsdp import is_piece
 
-from .cli import read_mapping, to_yaml
+from .cli import read_settings, to_yaml
 from .config import TrainConfig
 from .disk import whole_folder, write_whole
 from .policy import WHOLE, require_finite_weights, trained_state
@@ -36,7 +36,6 @@ from .provenance import made_by
 from .settings import CHANGE_NO_RESULT
 from .state import Trainer
 
-RUNS = Path("runs")
 _SETTINGS, _SUMMARY, _LOCK = "config.yaml", "summary.json", ".lock"
 # Settings that may change when a run resumes: where it runs and writes, and how often it saves, tests and logs.
 _MAY_CHANGE = CHANGE_NO_RESULT | {"eval_steps", "device", "parallel", "vllm_server_base_url"}
@@ -54,22 +53,20 @@ class Refused(ValueError):
 
 @dataclass
 class RunFolder:
-    """Folder of a run, in which no other process writes."""
+    """Folder of a run, in which no other process writes; `started` is the date that prompts may write."""
 
     path: Path
-    started: datetime = field(default_factory=lambda: datetime.now())
-    """When the run began: the date in prompts whose chat template writes one."""
-    _facts: dict[str, str] = field(default_factory=dict)
+    started: datetime
+    _digest: str = ""
 
     def begin(self, trainer: Trainer) -> tuple[int, dict[str, Any]]:
         """Bring a trainer to the last checkpoint; gives its step and the report's state, or step 0 and nothing.
 
         Raises `Refused` if it cannot be read, or the run was begun with other data, weights or kind of device.
         """
-        config, self._facts = trainer.config, _facts(trainer)
-        steps = on_first(lambda: _steps(self.path))
-        step, report = max(steps, default=0), dict[str, Any]()
-        if steps:
+        config, self._digest = trainer.config, _digest(trainer)
+        step, report = on_first(lambda: _last_step(self.path)), dict[str, Any]()
+        if step is not None:
             folder = self._checkpoint(step)
             try:
                 content = json.loads((folder / "run.json").read_bytes())
@@ -77,18 +74,15 @@ class RunFolder:
             except Exception as problem:  # a damaged file fails in as many ways as it has bytes
                 what = f"{folder} cannot be read ({type(problem).__name__}: {problem})"
                 raise Refused(f"{what}; remove it to resume from the one before; {_NEW}") from problem
-            report = content["report"]
-            if other := [name for name, fact in self._facts.items() if content["facts"][name] != fact]:
-                raise Refused(f"{self.path} was begun with another {' and '.join(other)}; {_NEW}")
-            for name, size in report["bytes"].items():  # a shorter file would be filled up with zeros
-                if (now := (self.path / name).stat().st_size) < size:
-                    raise Refused(f"{self.path / name} has {now} bytes, and had {size} at step {step}; {_NEW}")
+            if content["digest"] != self._digest:
+                raise Refused(f"{self.path} was begun with other base weights, problems, prompts or device; {_NEW}")
             if step > config.max_steps:
                 raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
             gather(None)  # none of the processes has failed before this
             restore(trainer, state)
+            report = content["report"]
         on_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config, made_by())))
-        return step, report
+        return step or 0, report
 
     def save(self, trainer: Trainer, step: int, report: Callable[[], dict[str, Any]]) -> None:
         """Keep a checkpoint of a step, with what `report()` gives, and the one before it; all processes call this.
@@ -96,12 +90,18 @@ class RunFolder:
         Raises `DiskError` if it could not be written, `FloatingPointError` for a weight that is not finite; the
         checkpoints before it are untouched.
         """
-        state = collect(trainer)
+        policy, optimizer = trainer.policy, trainer.optimizer
+        state = {
+            "weights": trained_state(policy),
+            # torch would take a step to make the state of an optimizer that has none.
+            "optimizer": get_optimizer_state_dict(policy, optimizer, options=WHOLE) if optimizer.state else {},
+            "scheduler": trainer.scheduler.state_dict(),
+        }
         on_first(lambda: self._write(step, state, report()))
 
     def _write(self, step: int, state: dict[str, Any], report: dict[str, Any]) -> None:
         require_finite_weights(state["weights"])
-        content = {"facts": self._facts, "report": report, "started": self.started.isoformat()}
+        content = {"digest": self._digest, "report": report, "started": self.started.isoformat()}
         folder = self._checkpoint(step)
         with whole_folder(folder) as aside:
             with (aside / "state.pt").open("wb") as file:  # to which torch says what the disk said
@@ -113,35 +113,17 @@ class RunFolder:
 
     def how_to_go_on(self, config: TrainConfig) -> str:
         """Say which command resumes."""
-        if not (steps := _steps(self.path)):
+        if (step := _last_step(self.path)) is None:
             return "no checkpoint was kept yet"
-        flags = "" if config.output_dir and config.resume else f" with --output_dir={self.path}"
-        flags += "" if config.resume else " in place of --no_resume"
-        return f"{self.path} holds the checkpoint of step {max(steps)}: the same command{flags} resumes from there"
-
-    def last_logged(self) -> int:
-        """Read the last step in `metrics.jsonl`, 0 without one."""
-        with contextlib.suppress(OSError, ValueError, IndexError):  # a killed process may leave half a line
-            return int(json.loads((self.path / "metrics.jsonl").read_text("utf-8").splitlines()[-1])["step"])
-        return 0
+        flags = f" with --output_dir={self.path}{'' if config.resume else ' in place of --no_resume'}"
+        return f"{self.path} holds the checkpoint of step {step}: the same command{flags} resumes from there"
 
     def _checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step}"
 
 
-def collect(trainer: Trainer) -> dict[str, Any]:
-    """Collect tensors, whole and on the host of the first process, and plain values; all processes call this."""
-    optimizer = trainer.optimizer
-    return {
-        "weights": trained_state(trainer.policy),
-        # torch would take a step to make the state of an optimizer that has none.
-        "optimizer": get_optimizer_state_dict(trainer.policy, optimizer, options=WHOLE) if optimizer.state else {},
-        "scheduler": trainer.scheduler.state_dict(),
-    }
-
-
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Bring a run that was just set up to where it was when `state` was collected."""
+    """Bring a run that was just set up to where it was when `state` was saved."""
     policy, optimizer = trainer.policy, trainer.optimizer
     set_model_state_dict(policy, state["weights"], options=WHOLE)
     if state["optimizer"]:
@@ -172,68 +154,57 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
 def _opened(config: TrainConfig, stack: contextlib.ExitStack) -> RunFolder:
     credit = config.credit_name.partition(",")[0]
     started = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(config.model).name}-{credit}-seed{config.seed}"
-    path = Path(config.output_dir or RUNS / started)
+    path = Path(config.output_dir or Path("runs") / started)
     if config.output_dir is None or (_is_begun(path) and not config.resume):
         names = itertools.chain([path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2)))
         path = next(one for one in names if not one.exists())
     is_run = _is_begun(path) or (path / _SETTINGS).exists()
     if path.is_dir() and not is_run and any(entry.name[0] != "." for entry in path.iterdir()):
         raise Refused(f"output_dir: {path} is not empty and holds no run; name another folder or remove it")
-    _lock(path, stack)
-    if not _is_begun(path):  # which another run may have written by now
-        return RunFolder(path)
-    if changed := _differences(read_mapping(path / _SETTINGS), config):
-        raise Refused(f"{path} was begun with other settings: {', '.join(changed)}. Give the same ones, or {_NEW}")
-    if (path / _SUMMARY).exists() and json.loads((path / _SUMMARY).read_bytes())["steps"] >= config.max_steps:
-        raise Finished(f"{path} is finished: it has the {config.max_steps} steps that are asked for; {_NEW}")
-    run = RunFolder(path)
-    with contextlib.suppress(Exception):  # `begin` says what is wrong with the checkpoint
-        content = json.loads((run._checkpoint(max(_steps(path))) / "run.json").read_bytes())
-        run.started = datetime.fromisoformat(content["started"])
-    return run
-
-
-def _lock(path: Path, stack: contextlib.ExitStack) -> None:
-    """Make a folder if it is not there, and lock it until `stack` ends; then delete it if nothing was written."""
-
-    def remove_unused() -> None:
-        if [*path.iterdir()] == [path / _LOCK]:
-            shutil.rmtree(path)
-
     path.mkdir(parents=True, exist_ok=True)
     try:
         stack.enter_context(FileLock(path / _LOCK).acquire(blocking=False))
     except Timeout as held:
         raise Refused(f"output_dir: another run is writing to {path}; name another folder") from held
-    stack.callback(remove_unused)
+    stack.callback(lambda: shutil.rmtree(path) if [*path.iterdir()] == [path / _LOCK] else None)
+    run = RunFolder(path, datetime.now())
+    if not _is_begun(path):  # which another run may have written by now
+        return run
+    if changed := _differences(read_settings(path / _SETTINGS), config):
+        raise Refused(f"{path} was begun with other settings: {', '.join(changed)}. Give the same ones, or {_NEW}")
+    if (path / _SUMMARY).exists() and json.loads((path / _SUMMARY).read_bytes())["steps"] >= config.max_steps:
+        raise Finished(f"{path} is finished: it has the {config.max_steps} steps that are asked for; {_NEW}")
+    with contextlib.suppress(Exception):  # `begin` says what is wrong with the checkpoint
+        content = json.loads((run._checkpoint(_last_step(path) or 0) / "run.json").read_bytes())
+        run.started = datetime.fromisoformat(content["started"])
+    return run
 
 
 def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
     """Say which settings of a run have changed that may not; one that is not there had its default."""
     then, now = {**asdict(type(config)()), **settings}, asdict(config)
-    changed = [name for name in now if name not in _MAY_CHANGE and then[name] != now[name]]
-    if "max_steps" in changed and config.lr_scheduler_type == "constant":  # others spread the learning rate over it
-        changed.remove("max_steps")
+    may_change = _MAY_CHANGE | ({"max_steps"} if config.lr_scheduler_type == "constant" else set())
+    changed = [name for name in now if name not in may_change and then[name] != now[name]]
     return [f"{name} ({then[name]!r} then, {now[name]!r} now)" for name in changed]
 
 
-def _facts(trainer: Trainer) -> dict[str, str]:
-    """Digest what a run depends on and no checkpoint holds, settings apart."""
-    weights = hashlib.sha256()
+def _digest(trainer: Trainer) -> str:
+    """Digest what a run depends on and neither settings nor checkpoints hold: device, frozen weights, data, prompts."""
+    data = [trainer.rows, trainer.held_out, trainer.prompts, trainer.held_out_prompts]
+    digest = hashlib.sha256(json.dumps([trainer.config.precision.device.type, data], default=str).encode())
     for model in filter(None, (trainer.policy, trainer.reference)):
         for weight in (p for p in model.parameters() if not p.requires_grad):
             whole = weight.full_tensor() if is_piece(weight) else weight  # type: ignore[attr-defined]
-            weights.update(whole.detach().flatten()[:256].float().cpu().numpy().tobytes())
-    data = [trainer.rows, trainer.held_out, trainer.prompts, trainer.held_out_prompts]
-    return {
-        "kind of device": trainer.config.precision.device.type,
-        "base model (its weights have changed)": weights.hexdigest(),
-        "set of problems or prompts": hashlib.sha256(json.dumps(data, default=str).encode()).hexdigest(),
-    }
+            digest.update(whole.detach().flatten()[:256].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _is_begun(path: Path) -> bool:
     return bool(_steps(path)) or (path / _SUMMARY).exists()
+
+
+def _last_step(path: Path) -> int | None:
+    return max(_steps(path), default=None)
 
 
 def _steps(path: Path) -> set[int]:

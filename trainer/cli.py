@@ -4,17 +4,12 @@ This imports no torch. Flags and keys that name no setting are options of credit
 """
 
 import argparse
-import ast
 import contextlib
 import difflib
-import inspect
 import io
-import itertools
 import os
 import re
-import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
@@ -38,13 +33,27 @@ MODEL_SETTINGS = (
 )  # fmt: skip
 """Settings that a model folder may bring, which runs no code: how it samples, is prompted and trains best."""
 
-DESCRIPTION = """Train a language model by GRPO or DAPO, with counterfactual credit where --credit or --estimator names
-it. With no setting it trains the embedded model on generated word problems in a few minutes on a CPU; with --config cf,
---model <hub name or folder> and --dataset <hub name or file> it is the CF paper's run."""
-_FIRST = (
-    "model", "dataset", "reward_funcs", "output_dir", "max_steps", "learning_rate", "generation_batch_size",
-    "num_generations", "max_completion_length", "credit", "seed",
-)  # fmt: skip
+HELP = """usage: {prog} [--SETTING VALUE ...]
+
+Train a language model by GRPO or DAPO, with counterfactual credit where --credit or --estimator names it. With no
+setting it trains the embedded model on generated word problems in a few minutes on a CPU; with --config cf,
+--model <hub name or folder> and --dataset <hub name or file> it is the CF paper's run.
+
+  --config                  YAML file of settings, or a run that ships: {configs}. Flags win.
+  --model                   Model folder or hub name [{model}]
+  --dataset                 Worked problems: a .json, .jsonl or .parquet file, or a hub name [{dataset}]
+  --reward_funcs            exact_match, math_verify, or your "module:function" of TRL's form
+  --output_dir              Run folder; the same command resumes the run in it
+  --max_steps               Steps of the run; 0 evaluates only [{max_steps}]
+  --learning_rate           Peak learning rate of AdamW [{learning_rate}]
+  --generation_batch_size   Completions that a step samples [{generation_batch_size}]
+  --num_generations         Completions per problem (G) [{num_generations}]
+  --max_completion_length   Maximum tokens sampled per completion [{max_completion_length}]
+  --credit                  Credit of tokens: a preset that docs/credit.md lists, or none [{credit}]
+  --seed                    Seed of everything drawn at random [{seed}]
+
+  --help-all                Every setting: data, run, model, credit, loss, rollouts, devices
+  --version                 Version of the package"""
 
 
 class _Yaml(yaml.SafeLoader):
@@ -71,7 +80,7 @@ def parse(argv: Sequence[str], *, prog: str) -> TrainSettings:
     before.add_argument("--model")
     with refusing(prog):
         given, flags = before.parse_known_args(argv)
-        settings = _read_settings(_config_file(given.config)) if given.config else {}
+        settings = read_settings(_config_file(given.config)) if given.config else {}
         model = settings["model"] = given.model or settings.get("model") or EMBEDDED
         if (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
             settings = _model_settings(suited, model) | settings
@@ -159,13 +168,11 @@ def to_yaml(config: Any, made_by: str) -> str:
     return f"# {made_by}\n{yaml.safe_dump(settings | settings.pop('credit_options'), sort_keys=False)}"
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
     """Read a file of settings; keys that name none are options of credit."""
     settings, known = read_mapping(path), {entry.name for entry in fields(TrainSettings)}
-    return {
-        **{name: value for name, value in settings.items() if name in known},
-        "credit_options": {name: value for name, value in settings.items() if name not in known},
-    }
+    own = {name: settings.pop(name) for name in known & settings.keys()}
+    return {**own, "credit_options": settings}
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -179,44 +186,14 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return content
 
 
-def documented(part: type) -> dict[str, str]:
-    """Read the string under each field of a dataclass, on one line."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
-    pairs = itertools.pairwise(body.body)  # type: ignore[attr-defined]
-    return {
-        ast.unparse(entry.target): " ".join(ast.literal_eval(text.value).split())
-        for entry, text in pairs if isinstance(entry, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }  # fmt: skip
-
-
 def print_help(argv: Sequence[str]) -> bool:
-    """Print the version, or the settings that people set, if `argv` asks for one of these."""
+    """Print the version, or a screen of settings with their values beside the other flags, if `argv` asks for one."""
     if "--version" in argv:
         print(f"cfa_kernels {__version__}")
     elif not {"-h", "--help"}.isdisjoint(argv):
-        _print_settings([flag for flag in argv if flag not in ("-h", "--help")])
+        prog = program("trainer")
+        values = vars(parse([flag for flag in argv if flag not in ("-h", "--help")], prog=prog))
+        print(HELP.format(prog=prog, configs=", ".join(config_names()), **values))
     else:
         return False
     return True
-
-
-def _print_settings(argv: Sequence[str]) -> None:
-    """Print the first settings with the values that they have beside the other flags, such as a `--model`."""
-    width = min(shutil.get_terminal_size().columns, 110)
-
-    def show(name: str, text: str) -> None:
-        head = f"  --{name:<24} "
-        print(textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * 29, break_on_hyphens=False))
-
-    prog = program("trainer")
-    values = vars(parse(argv, prog=prog))
-    print(f"usage: {prog} [--SETTING VALUE ...]\n\n{textwrap.fill(DESCRIPTION, width)}\n")
-    show("config", f"YAML file of settings, or a run that ships: {', '.join(config_names())}. Flags win over it.")
-    texts = {name: text for part in TrainSettings.__mro__[-2::-1] for name, text in documented(part).items()}
-    for name in _FIRST:
-        first, dot, _ = texts[name].partition(". ")
-        default = values[name]
-        show(name, first + dot.strip() + (f" [{default}]" if isinstance(default, str | int | float) else ""))
-    print()
-    show("help-all", "Every setting: data, run, model, credit, loss, rollouts, devices.")
-    show("version", "Version of the package.")

@@ -1,10 +1,7 @@
 """Check the settings of a run against each other and the library, and turn them into what its parts take."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.config import as_config
@@ -32,9 +29,8 @@ class TrainConfig(TrainSettings):
             self.precision  # noqa: B018
         except RuntimeError as problem:
             raise ValueError(f"device must be auto, cpu or a GPU such as cuda:0, got {self.device!r}") from problem
-        names = {name: value for name, value in self.loss_options.items() if name != "score_centering"}
-        LossOptions(**names)
         self.refuse()
+        names = {name: value for name, value in self.loss_options.items() if name != "score_centering"}
         if (high := self.importance_sampling_clip_max) is not None:
             names |= {"sampling_mode": self.importance_sampling_mode, "sampling_clip_max": high}
         joins_tokens = LossOptions(**names).joins_tokens
@@ -42,10 +38,10 @@ class TrainConfig(TrainSettings):
             check_joins(joins_tokens)
 
     def refuse(self, processes: int = 1) -> None:
-        """Raise `ValueError` with the first sentence of the tables below that holds for so many processes."""
-        for sentence, holds in (_of_processes(self, processes) if processes > 1 else _contradictions(self)).items():
-            if holds:
-                raise ValueError(sentence)
+        """Raise `ValueError` with the first sentence below that holds for so many processes."""
+        cases = _of_processes(self, processes) if processes > 1 else _contradictions(self)
+        for sentence in (sentence for sentence, holds in cases.items() if holds):
+            raise ValueError(sentence)
 
     @property
     def grader(self) -> str:
@@ -74,19 +70,6 @@ class TrainConfig(TrainSettings):
         return NONE if credit.control == "off" else ", ".join(filter(None, [credit.estimator.name, credit.control]))
 
     @property
-    def own_credit(self) -> dict[str, str]:
-        """Name the functions and classes of the user's that credit and rollouts call, by option."""
-        config = self.counterfactual()
-        parts: dict[str, Any] = {
-            "estimator": getattr(config.estimator, "function", type(config.estimator)),
-            "weights": getattr(config.weights, "function", type(config.weights)),
-            "answer_format": config.answers.answer_format,
-        }
-        named = {option: f"{one.__module__}:{one.__qualname__}" for option, one in parts.items() if callable(one)}
-        named |= {option: name for option in ("environment", "shaping_func") if (name := getattr(self, option))}
-        return {option: name for option, name in named.items() if not name.startswith(("cfa_kernels.", "builtins:"))}
-
-    @property
     def reward_options(self) -> dict[str, Any]:
         """Return the options of reward functions, by the names that `load_reward` takes."""
         return {**vars(self.counterfactual().answers), "timeout": self.reward_timeout}
@@ -99,27 +82,27 @@ class TrainConfig(TrainSettings):
 
 
 def _contradictions(c: TrainConfig) -> dict[str, bool]:
+    """Say what would train something else than was asked for, and whether these settings do."""
     credit, high, url = c.counterfactual(), c.importance_sampling_clip_max, c.vllm_server_base_url
     weighing = {
         f"credit by {credit.estimator.name}": credit.control != "off",
         "shaping_func": c.shaping_func is not None,
         "importance_sampling_clip_max": high is not None and c.importance_sampling_mode.startswith("token"),
     }
-    weighs = [name for name, does in weighing.items() if does]
+    weighs = " and ".join(name for name, does in weighing.items() if does)
     unfit = [name for name in c.reward_funcs if name in BUILT_IN and c.kind not in BUILT_IN[name].kinds]
     judged = " or ".join(BUILT_IN[unfit[0]].kinds) if unfit else ""
+    sizes = len(c.reward_weights), len(c.reward_funcs)
     return {
         "loss_type: bnpo divides by the tokens of a part that memory cuts; take dapo or grpo": c.loss_type == "bnpo",
-        f"num_generations must be at least 2 for a group to compare, got {c.num_generations}": c.num_generations < 2,
-        "stop must name texts that are not empty": "" in (c.stop or []),
         f"generation_batch_size must be a multiple of num_generations, got {c.generation_batch_size} and "
-        f"{c.num_generations}": c.generation_batch_size % max(c.num_generations, 1) > 0,
+        f"{c.num_generations}": c.generation_batch_size % c.num_generations > 0,
         "importance_sampling_mode has no effect without importance_sampling_clip_max; set it, or drop the mode": (
             c.importance_sampling_mode != "token_truncate" and high is None
         ),
         **dict.fromkeys(unmet_needs(credit, NEEDS.keys() - {EXTERNAL, LOG_RATIOS, TARGETS}), True),
-        f"importance_sampling_level must be token or sequence_token with {' and '.join(weighs)}, got sequence: a "
-        "completion has one ratio there, so that only the sum of its tokens' weights acts": (
+        f"importance_sampling_level must be token or sequence_token with {weighs}, got sequence: a completion has one "
+        "ratio there, so that only the sum of its tokens' weights acts": (
             weights_sequences(c.loss_type, c.importance_sampling_level) and bool(weighs)
         ),
         "merge_adapters: use_peft is off, so there is no adapter to merge; omit one of them": (
@@ -128,43 +111,35 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         "dtype: bfloat16 without use_peft would train weights to which most steps are lost by rounding; take mixed": (
             c.dtype == "bfloat16" and not c.use_peft
         ),
-        f"vllm_server_base_url must begin with http:// or https://, got {url!r}": (
-            not url.startswith(("http://", "https://"))
-        ),
         "vllm_server_base_url: only rollout_engine=vllm reads it; name both or neither": (
             c.rollout_engine != "vllm" and url != TrainSettings.vllm_server_base_url
         ),
-        f"score_centering: needs the ids of a nucleus and their log-probs, and top_p={c.top_p} with rollout_engine="
-        f"{c.rollout_engine} gives none; take transformers and a top_p below 1": (
+        "score_centering needs the ids of a nucleus: take rollout_engine=transformers and a top_p below 1": (
             c.score_centering and (c.rollout_engine != "transformers" or c.top_p == 1)
         ),
         f"reward_weights must be finite numbers, got {c.reward_weights}": any(
             w not in Interval() for w in c.reward_weights
         ),
         "reward_funcs must name at least one function, got none": not c.reward_funcs,
-        f"reward_weights: {len(c.reward_weights)} weights for {len(c.reward_funcs)} reward_funcs; give one for each, "
-        "or none at all": bool(c.reward_weights) and len(c.reward_weights) != len(c.reward_funcs),
+        f"reward_weights: {sizes[0]} weights for {sizes[1]} reward_funcs; give one for each": sizes[0]
+        not in (0, sizes[1]),
         f"reward_funcs: {''.join(unfit[:1])} reads rows of {judged}, and eval_reward {c.grader} {c.kind}": bool(unfit),
     }
 
 
 def _of_processes(c: TrainConfig, processes: int) -> dict[str, bool]:
-    problems, device = c.generation_batch_size // c.num_generations, c.precision.device
-    place, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    on_gpu, in_pieces = device.type == "cuda", c.parallel == "fsdp2"
+    needs, device, in_pieces = c.counterfactual().needs, c.precision.device, c.parallel == "fsdp2"
     return {
-        f"generation_batch_size={c.generation_batch_size} is {problems} problems, which {processes} processes cannot "
-        f"share equally; use a multiple of {processes} problems": problems % processes > 0,
+        f"generation_batch_size: {processes} processes cannot share its problems equally; use a multiple": (
+            c.generation_batch_size // c.num_generations % processes > 0
+        ),
         f"rollout_engine: {c.rollout_engine} serves one process, and there are {processes}; take transformers": (
             c.rollout_engine != "transformers"
         ),
         f"shaping_func: runs in one process, and there are {processes}": c.shaping_func is not None,
         f"device: {device} is one GPU, and there are {processes} processes; omit it or say cuda": (
-            on_gpu and device.index is not None
+            device.type == "cuda" and device.index is not None
         ),
-        f"device: process {place} of this machine has no GPU; it has {gpus}; start {gpus}": on_gpu and place >= gpus,
-        f"estimator: {c.counterfactual().estimator.name} takes gradients through a model that is whole in one process, "
-        "which parallel=fsdp2 does not keep; take parallel=ddp": in_pieces and GRADIENTS in c.counterfactual().needs,
-        "merge_adapters: merges weights that are whole in one process, which parallel=fsdp2 does not keep; omit it, or "
-        "take parallel=ddp": in_pieces and WHOLE in c.counterfactual().needs,
+        "estimator: it takes gradients or merges adapters, for which a process must hold the whole model; take "
+        "parallel=ddp": in_pieces and not needs.isdisjoint({GRADIENTS, WHOLE}),
     }

@@ -1,5 +1,6 @@
 """Load problems to train and evaluate on from a file, the hub or the demo, and check them row by row."""
 
+import contextlib
 import gzip
 import json
 import random
@@ -17,8 +18,6 @@ from .rewards.numbers import gold_number
 from .settings import ASSETS, FILES, GENERATED, DataConfig, TrainSettings, require_data
 
 HELD_OUT_PROBLEMS = 256
-
-
 _HEADER = "Question:"
 
 Messages = list[dict[str, str]]
@@ -102,45 +101,32 @@ def encode_prompt(
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{instruction}"}
     if system is not None:
         messages = [{"role": "system", "content": system}, *(one for one in messages if one["role"] != "system")]
-    if _has_own_template(tokenizer):
-        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    if _takes_messages(tokenizer):
+        options = {} if tokenizer.chat_template is None else {"enable_thinking": thinking}
+        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **options)
         return encoded["input_ids"]
-    # A template writes the special tokens itself.
-    has_template = tokenizer.chat_template is not None
-    text = _rendered(messages, tokenizer, thinking=thinking)
-    return tokenizer(text, add_special_tokens=not has_template)["input_ids"]
+    if len(messages) > 1:
+        raise ValueError("a tokenizer without a chat template takes one message, no system prompt and no dialogue")
+    return tokenizer(f"{_HEADER} {messages[0]['content']}\nAnswer:")["input_ids"]
 
 
-def _has_own_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return getattr(tokenizer, "backend", None) == "mistral_common"  # its `chat_template` is None
-
-
-def _rendered(messages: Messages, tokenizer: PreTrainedTokenizerBase, *, thinking: bool = False) -> str:
-    if tokenizer.chat_template is None:
-        if len(messages) > 1:
-            raise ValueError("a tokenizer without a chat template takes one message, no system prompt and no dialogue")
-        return f"{_HEADER} {messages[0]['content']}\nAnswer:"
-    text: Any = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
-    )
-    return text
+def _takes_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether it has a chat template, or one of its own as Mistral's, whose `chat_template` is None."""
+    return tokenizer.chat_template is not None or getattr(tokenizer, "backend", None) == "mistral_common"
 
 
 def stop_strings(tokenizer: PreTrainedTokenizerBase, config: TrainSettings) -> list[str]:
     """List the texts that end a completion: those of the run, by default the header of the program's own prompts."""
-    is_own = tokenizer.chat_template is None and not _has_own_template(tokenizer)
-    return config.stop if config.stop is not None else [f"\n{_HEADER}"] * is_own
+    return config.stop if config.stop is not None else [f"\n{_HEADER}"] * (not _takes_messages(tokenizer))
 
 
 def require_whole_prompt(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Raise `ValueError` naming the model if its template drops the question, or prompts end in the end of a text."""
-    question, text = "What is 3 + 4?", ""
-    try:
+    question, ids, text = "What is 3 + 4?", [-1], ""
+    with contextlib.suppress(Exception):  # a template that takes no such question is named with a row
         ids = encode_prompt(question, tokenizer)
-        if not _has_own_template(tokenizer):
-            text = _rendered([{"role": "user", "content": question}], tokenizer)
-    except Exception:  # a template that takes no such question is named with a row
-        return
+        if tokenizer.chat_template is not None:
+            text = str(tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False))
     if text and question not in text:
         raise ValueError(
             f"model {name}: its chat template drops the question {question!r}, it writes {text!r}; change it in "
@@ -148,10 +134,7 @@ def require_whole_prompt(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         )
     if ids[-1] in (tokenizer.eos_token_id, tokenizer.pad_token_id):
         last = tokenizer.decode(ids[-1:])
-        raise ValueError(
-            f"model {name}: its prompts end in {last!r}, the token that ends or pads a text; set add_eos_token to "
-            "false in tokenizer_config.json, or take it out of the chat template"
-        )
+        raise ValueError(f"model {name}: its prompts end in {last!r}, the token that ends or pads a text; let them not")
 
 
 def stop_clock(at: datetime) -> None:
@@ -173,7 +156,7 @@ def encode_prompts(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainSettings, context: int | None
 ) -> list[list[int]]:
     """Encode the prompts of all rows; `ValueError` names the first that the template or the context does not take."""
-    completion, prompts = config.max_completion_length, []
+    room, prompts = None if context is None else context - config.max_completion_length, []
     if config.enable_thinking and "enable_thinking" not in str(tokenizer.chat_template):
         raise ValueError(f"enable_thinking: the chat template of model {config.model} does not read it; omit it")
     for row in rows:
@@ -182,10 +165,9 @@ def encode_prompts(
         except Exception as problem:  # a chat template raises what it likes
             said = f"{type(problem).__name__}: {problem}"
             raise ValueError(f"{row.where}: the chat template of model {config.model} fails: {said}") from problem
-        if context is not None and len(prompts[-1]) + completion > context:
-            room = f"context {context} of model {config.model} less max_completion_length {completion}"
-            fitting = f"the prompt has {len(prompts[-1])} tokens, at most {max(context - completion, 0)} fit ({room})"
-            raise ValueError(f"{row.where}: {fitting}; shorten or remove it, or lower max_completion_length")
+        if room is not None and (size := len(prompts[-1])) > room:
+            said = f"the prompt has {size} tokens, at most {max(room, 0)} fit beside max_completion_length"
+            raise ValueError(f"{row.where}: {said} in the context {context} of the model; shorten it, or lower that")
     return prompts
 
 
@@ -205,13 +187,8 @@ def _load(name: str, split: str, config: str | None) -> list[Any]:
             if config is not None:
                 raise
             splits = datasets.load_dataset(name)  # its only one, or its own default
-    except StopIteration:  # of a file without rows
-        return []
     except Exception as problem:  # of every kind
-        cause: BaseException = problem
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise ValueError(f"dataset {name}: cannot be read: {type(cause).__name__}: {cause}") from problem
+        raise ValueError(f"dataset {name}: cannot be read: {problem.__cause__ or problem!r}") from problem
     if split not in splits:
         raise NoSplitError(f"dataset {name}: has no split {split!r}, only {sorted(splits)}")
     return splits[split].to_list()
@@ -222,11 +199,10 @@ def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:
     question, answer = (_taken(row, name, where) for name in (columns.question_column, columns.answer_column))
     messages = question if isinstance(question, list) else None
     if messages is not None:
-        pairs = [(m.get("role"), m.get("content")) if isinstance(m, Mapping) else (None, None) for m in messages]
-        if not pairs or pairs[-1][0] != "user" or not all(isinstance(text, str) for pair in pairs for text in pair):
-            form = "messages with a role and a content, both text, the last one the user's"
-            raise ValueError(f"{where}: {columns.question_column!r} must hold {form}, got {messages}")
-        question = messages[-1]["content"]
+        last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
+        if last.get("role") != "user":
+            raise ValueError(f"{where}: the last message of {columns.question_column!r} must be the user's: {messages}")
+        question = last.get("content")
     texts = {"question": question, "answer": str(answer) if isinstance(answer, int | float) else answer}
     for role, text in texts.items():
         if not isinstance(text, str) or not text.strip():

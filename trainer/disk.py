@@ -18,8 +18,6 @@ def naming(path: Path) -> Iterator[None]:
     """Turn what the disk refuses into a `DiskError` that names `path`."""
     try:
         yield
-    except DiskError:
-        raise
     except (OSError, SafetensorError, RuntimeError) as problem:
         cause = problem.__context__ if isinstance(problem, RuntimeError) else problem  # torch.save raises another
         if not isinstance(cause, OSError | SafetensorError):
@@ -41,18 +39,15 @@ def write_whole(path: Path, text: str) -> None:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Give a folder to write files into; it gets its name, in place of one that has it, once all is on the disk."""
     aside = folder.with_name(f".{folder.name}.partial")
-    try:
-        with naming(folder):
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            yield aside
-            for path in [*aside.rglob("*"), aside]:
-                _sync(path)
-            shutil.rmtree(folder, ignore_errors=True)
-            aside.rename(folder)
-            _sync(folder.parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
+    with naming(folder):
+        aside.mkdir(parents=True)
+        yield aside
+        for path in [*aside.rglob("*"), aside]:
+            _sync(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+        _sync(folder.parent)
 
 
 def _sync(path: Path) -> None:

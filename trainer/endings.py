@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from types import FrameType
 
 
@@ -33,25 +32,17 @@ class Ending:
         for one, handler in self._before.items():
             signal.signal(one, handler)
 
-    @property
-    def exit_code(self) -> int:
-        """Return the exit code: 130 after Ctrl-C, as shells expect, else 0."""
-        return 130 if self.signal == signal.SIGINT else 0
-
     def _handle(self, number: int, _: FrameType | None) -> None:
         again, self.signal = self.signal, self.signal or signal.Signals(number)
         if again and number != signal.SIGINT:
             return
         when = " after this step" if self.waits else ""
         text = "ended at once" if again else f"{self.signal.name}: ending{when}; Ctrl-C then ends at once"
-        cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides it
-        streams = ((sys.__stdout__, "\n"), (sys.__stderr__, f"\n{cursor}{text}\n"))
-        for stream, said in ((stream, said) for stream, said in streams if stream is not None):
+        for descriptor, said in ((1, "\n"), (2, f"\n{text}\n")):
             try:
-                os.write(stream.fileno(), said.encode())  # past Python's buffer, in which the signal may have come
+                os.write(descriptor, said.encode())  # past Python's buffer, in which the signal may have come
             except OSError:  # the terminal has closed, or Ctrl-C ended the other side of the pipe, too
-                with open(os.devnull, "w") as nowhere:
-                    os.dup2(nowhere.fileno(), stream.fileno())
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         if again:
             os._exit(130)
         if not self.waits:

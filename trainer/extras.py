@@ -16,17 +16,14 @@ def program(module: str) -> str:
 
 def installing(extra: str) -> str:
     """Give the command that installs an `extra`: of the package that is installed, or of the checkout that runs."""
-    package = "cfa_kernels" if __name__.startswith("cfa_trainer") else "."
-    return f"pip install '{package}[{extra}]'"
+    return f"pip install '{'cfa_kernels' if __name__.startswith('cfa_trainer') else '.'}[{extra}]'"
 
 
 @contextmanager
 def needed_by(program: str, extra: str) -> Iterator[None]:
-    """End `program` where an import finds no package, with one line that names the `extra` to install; or at Ctrl-C."""
+    """End `program` where an import finds no package, with one line that names the `extra` to install."""
     try:
         yield
-    except KeyboardInterrupt:
-        sys.exit(130)
     except ModuleNotFoundError as absent:
         if not absent.name or absent.name.partition(".")[0] in _OURS:
             raise

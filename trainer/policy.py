@@ -1,7 +1,4 @@
-"""Load the policy with its tokenizer, and save it.
-
-This is the trainer's one contact with PEFT and with files of weights.
-"""
+"""Load the policy with its tokenizer, and save it: the trainer's one contact with PEFT and with files of weights."""
 
 import contextlib
 import warnings
@@ -35,18 +32,13 @@ def _loading(name: str) -> Iterator[None]:
     """Name the model where transformers does not; errors differ by file and version."""
     try:
         yield
-    except ImportError:
-        raise
     except Exception as problem:
         said = str(problem).partition("\n")[0]
         raise ValueError(f"model {name}: cannot be loaded: {type(problem).__name__}: {said}") from problem
 
 
 def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
-    """Load the tokenizer, with a pad token and left padding, and the configuration of the model that it is for.
-
-    Raises `ValueError` naming the model if one cannot be loaded or they do not belong together.
-    """
+    """Load the tokenizer, with a pad token and left padding, and the configuration of the model that it is for."""
     name = config.model
     require_model(name)
     with _loading(name):
@@ -63,10 +55,7 @@ def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTra
 def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, compiles: bool = False) -> nn.Module:
     """Load the model to train, on its device and in eval mode, with kernels that suit layers that will be compiled.
 
-    Raises:
-        ValueError: the model cannot be loaded, its checkpoint does not hold exactly its tensors, or neither it nor the
-            tokenizer names a token that ends a completion; the message names model and tensors.
-        FloatingPointError: a weight is not finite; the message names it.
+    Raises `ValueError` for a checkpoint that does not hold exactly its tensors, `FloatingPointError` for a nan.
     """
     with _loading(config.model):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -75,11 +64,7 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, comp
     model, info = loaded
     for fault in ("missing_keys", "unexpected_keys"):  # to the former transformers gives random values
         if names := sorted(info[fault]):
-            keys = f"{', '.join(names[:5])} ({len(names)} in all)"
-            raise ValueError(
-                f"model {config.model}: its checkpoint does not fit {type(model).__name__}, {fault}: {keys}; load and "
-                "save it once by AutoModelForCausalLM if they are not needed"
-            )
+            raise ValueError(f"model {config.model}: its checkpoint has {len(names)} {fault}: {', '.join(names[:5])}")
     model.to(config.precision.device)
     require_finite_weights(dict(model.named_parameters()))
     if config.precision.device.type == "cuda" and is_liger_kernel_available():
@@ -89,10 +74,7 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, comp
     # model's own generation settings carry would bend it.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     if tokenizer.eos_token is None and model.generation_config.eos_token_id is None:
-        raise ValueError(
-            f"model {config.model}: neither its tokenizer nor its generation settings name a token that ends a "
-            "completion; set eos_token in tokenizer_config.json"
-        )
+        raise ValueError(f"model {config.model}: no token ends a completion; set eos_token in tokenizer_config.json")
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -120,11 +102,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_policy(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the adapter, or all weights, and the tokenizer; all processes call this, the first writes.
-
-    Raises:
-        FloatingPointError: a weight is not finite; nothing is written, the message names it.
-    """
+    """Write the adapter, or all weights if they are finite, and the tokenizer; all call this, the first writes."""
     state = trained_state(model)
     if rank() == 0:
         require_finite_weights(state)

@@ -46,9 +46,7 @@ def require_device(device: torch.device) -> None:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as problem:  # the latter of a PyTorch that was built without CUDA
-        said = str(problem).partition("\n")[0]
-        gpus = torch.cuda.device_count()
-        raise ValueError(f"device: {device} cannot be used, PyTorch finds {gpus} GPUs: {said}") from problem
+        raise ValueError(f"device: {device} cannot be used: {str(problem).partition(chr(10))[0]}") from problem
 
 
 def frozen_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

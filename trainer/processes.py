@@ -32,28 +32,19 @@ class PeerError(ConnectionError):
 
 
 def start(config: "TrainConfig") -> None:
-    """Join the processes that a launcher has started, each with the GPU of its place; do nothing without one.
-
-    Raises:
-        ValueError: settings that several processes cannot follow, by name.
-        ConnectionError: they do not find each other.
-    """
+    """Join the processes that a launcher has started; raises `ValueError` naming a setting that they cannot follow."""
     if (processes := int(os.environ.get("WORLD_SIZE", 1))) == 1:
         return
     config.refuse(processes)
-    if dist.is_initialized():
-        return
-    try:
+    if not dist.is_initialized():
         backend = {} if config.precision.device.type == "cpu" else {"backend": "cpu:gloo,cuda:nccl"}
         PartialState(cpu=not backend, timeout=datetime.timedelta(minutes=30), **backend)
-    except (ValueError, RuntimeError) as problem:
-        raise ConnectionError(f"{processes} processes do not find each other: {problem}") from problem
 
 
 def end() -> None:
     """Leave the other processes once all have come here: the launcher ends those that are left when one has failed."""
     if dist.is_initialized():
-        with contextlib.suppress(PeerError):  # one has ended already
+        with contextlib.suppress(RuntimeError, PeerError):  # one has ended already
             gather(None)
         dist.destroy_process_group()
 
@@ -78,20 +69,15 @@ def own_share(items: _Items) -> _Items:
 def gather(value: _Value, problem: str | None = None) -> list[_Value]:
     """Return the values of all processes, by rank; each brings one, on the host, and all come here equally often.
 
-    Raises:
-        PeerError: a process brought a `problem`, or does not answer.
+    Raises `PeerError` where a process brought a `problem`.
     """
     if count() == 1:
         return [value]
     pairs: list[Any] = [None] * count()
-    try:
-        dist.all_gather_object(pairs, (value, problem))
-    except RuntimeError as silence:
-        raise PeerError(f"rank {rank()}: {problem or _silence(silence)}") from silence
+    dist.all_gather_object(pairs, (value, problem))
     values, problems = zip(*pairs, strict=True)
-    named = [f"rank {i}: {one}" for i, one in enumerate(problems) if one is not None]
-    if named:  # one that is the same everywhere has no rank
-        raise PeerError("; ".join(named) if len({*problems}) > 1 else problem)
+    if named := [f"rank {i}: {one}" for i, one in enumerate(problems) if one is not None]:
+        raise PeerError("; ".join(named) if len({*problems}) > 1 else problem)  # the same everywhere has no rank
     return [*values]
 
 
@@ -111,24 +97,12 @@ def on_first(make: Callable[[], _Value]) -> _Value:
 
 def describe_failure(problem: BaseException) -> str:
     """Say what ended the run, after telling the other processes at their next `gather` what ends this one."""
-    if is_silence(problem):
-        return f"rank {rank()}: {_silence(problem)}"
     if count() > 1 and not isinstance(problem, PeerError):
         try:
             gather(None, str(problem))
         except PeerError as failures:
             return str(failures)
     return str(problem)
-
-
-def is_silence(problem: BaseException) -> bool:
-    """Whether an error is of torch's communication between processes: another one has ended or does not answer."""
-    is_of_backend = isinstance(problem, dist.DistError) or "gloo/" in str(problem)
-    return count() > 1 and isinstance(problem, RuntimeError) and is_of_backend
-
-
-def _silence(problem: BaseException) -> str:
-    return f"another process has ended or does not answer ({str(problem).splitlines()[0]})"
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
@@ -157,10 +131,7 @@ def distribute(model: nn.Module, config: "TrainConfig") -> None:
 @contextlib.contextmanager
 def whole_weights(model: nn.Module) -> Iterator[None]:
     """Inside, each process holds all weights of `model` and may run it as often as it likes, without gradient."""
-    units: list[Any] = [module for module in model.modules() if is_fsdp2(module)]
-    if not units or not holds_pieces(model):
-        yield
-        return
+    units: list[Any] = [module for module in model.modules() if is_fsdp2(module)] if holds_pieces(model) else []
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
@@ -169,4 +140,5 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in units[1:]:  # the outermost one keeps its weights until the backward
             unit.set_reshard_after_forward(True, recurse=False)
-        give_back(model)
+        if units:
+            give_back(model)

@@ -5,11 +5,8 @@ import contextlib
 import gc
 import itertools
 import logging
-import re
 import signal
 import sys
-import traceback
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -35,12 +32,12 @@ from .data import encode_prompts, require_whole_prompt, stop_clock, stop_strings
 from .disk import DiskError, whole_folder
 from .endings import Ended, Ending
 from .evaluate import evaluate
-from .extras import needed_by, program
+from .extras import program
 from .metrics import require_supported, sampling_gap_limit
 from .policy import load_policy, load_tokenizer, save_policy
 from .precision import frozen_copy, require_device
 from .report.report import Report, Silence, tracker_library
-from .rewards.calls import FAILURES, RewardError, load_reward, load_rewards, require_callable
+from .rewards.calls import RewardError, load_reward, load_rewards, require_callable
 from .rollouts.engine import Engine, end_ids
 from .rollouts.in_process import TransformersEngine
 from .rollouts.vllm import VllmEngine, await_server
@@ -61,40 +58,36 @@ def main(settings: TrainSettings) -> int:
     expected: tuple[type[Exception], ...] = (ValueError, *_PROBLEMS)
     with Ending() as ending:
         try:
-            with needed_by(program("trainer"), "trainer"):
-                processes.start(config)
-                with open_run(config) as folder:
-                    trainer = set_up(config, folder.started)
-                    expected = _PROBLEMS
-                    gc.collect()
-                    gc.freeze()  # to look at what stays, modules and tokenizer, takes a fifth of a second each time
-                    atexit.register(gc.unfreeze)  # else modules outlive the interpreter; Triton 3.9 calls that a leak
-                    train(trainer, folder, ending)
+            processes.start(config)
+            with open_run(config) as folder:
+                trainer = set_up(config, folder.started)
+                expected = _PROBLEMS
+                gc.collect()
+                gc.freeze()  # to look at what stays, modules and tokenizer, takes a fifth of a second each time
+                atexit.register(gc.unfreeze)  # else modules outlive the interpreter; Triton 3.9 calls that a leak
+                train(trainer, folder, ending)
         except Finished as finished:
             _say(str(finished), sys.stdout)
         except Ended as ended:
             _say(processes.describe_failure(ended))
         except Exception as problem:
-            exhausted = isinstance(problem, MemoryError) or is_out_of_memory(problem)
-            if not (exhausted or isinstance(problem, expected) or processes.is_silence(problem)):
-                raise
-            if exhausted:  # the launcher ends the other processes, which may be waiting in the middle of a forward
+            if isinstance(problem, MemoryError) or is_out_of_memory(problem):  # others may wait inside a forward
                 said = f"rank {processes.rank()}: out of memory ({' '.join(str(problem).split())})"
                 print(f"error: {said}; lower token_budget, max_completion_length or num_generations", file=sys.stderr)
                 return 1
+            if not isinstance(problem, expected):
+                raise
             _say(f"error: {' '.join(processes.describe_failure(problem).split())}")
             processes.end()
             return 1
     processes.end()
-    return ending.exit_code
+    return 130 if ending.signal == signal.SIGINT else 0
 
 
 def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     """Set up everything a run needs; `started` is when it began, whose date chat templates write, by default now.
 
-    Raises `ValueError`, `OSError` or `ImportError` that names a setting, a row of data, a checkpoint or a reward
-    function that is not what it must be, `FloatingPointError` for a weight that is not finite, and
-    `NotImplementedError` for a model whose log-probs cannot be taken.
+    What is wrong raises an error that names the setting, the row of data, the reward function or the model.
     """
     processes.start(config)
     stop_clock(started or datetime.now())
@@ -107,10 +100,8 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     rewards = load_rewards(config.reward_funcs, **config.reward_options)
     loaded = dict(zip(config.reward_funcs, rewards.values(), strict=True))
     grader = loaded.get(config.grader) or load_reward(config.grader, **config.reward_options)
-    play, shape = (
-        None if name is None else imported(option, name)
-        for option, name in (("environment", config.environment), ("shaping_func", config.shaping_func))
-    )
+    play = imported("environment", config.environment) if config.environment else None
+    shape = imported("shaping_func", config.shaping_func) if config.shaping_func else None
     rows, held_out = train_and_eval_rows(config)
     require_callable(rewards, rows[0])
     require_callable({config.grader: grader}, held_out[0])
@@ -132,9 +123,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
     engine = load_engine(config, policy, tokenizer, longest, captured=False if moving else None)
     if play is not None:
-        with naming_own_code(config):
-            tags = config.counterfactual().answers.thought_tags
-            engine = play(engine, tokenizer, end_ids(policy, tokenizer), tags)
+        engine = play(engine, tokenizer, end_ids(policy, tokenizer), config.counterfactual().answers.thought_tags)
     for model in [policy] if reference in (None, policy) else [policy, reference]:
         processes.distribute(model, config)
         if compiles:
@@ -148,11 +137,10 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     fused = config.precision.device.type == "cuda" or None  # elsewhere torch's own choice
     optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0, fused=fused)
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 0, config.max_steps)
-    trainer = Trainer(
+    return Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
         held_out_prompts, grader, shape,
     )  # fmt: skip
-    return trainer
 
 
 def load_engine(
@@ -184,9 +172,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     """Evaluate, train, evaluate again, save, from the last checkpoint on; give the run folder's path.
 
     `folder` is as `open_run` found it, which this otherwise does itself. A request of `ending` ends the run after a
-    step, and the same command resumes. Raises as `open_run` does; `DiskError` for a file that cannot be written;
-    `FloatingPointError` for numbers that cannot be trusted and `RewardError` for a reward function that failed, after
-    which no model is saved.
+    step. Raises as `open_run` does, and `DiskError`, `FloatingPointError` or `RewardError` that names the step.
     """
     if folder is None:
         with open_run(trainer.config) as folder:
@@ -194,7 +180,6 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     config, ending = trainer.config, ending or Ending()
     ending.waits = True
     start, report_state = folder.begin(trainer)
-    logged = folder.last_logged()  # before the report drops what the checkpoint does not have
     per_step = config.generation_batch_size // config.num_generations
     # The order of problems, and what a step draws at random, is a function of the seed: no checkpoint has to hold it.
     batches = itertools.islice(problem_batches(len(trainer.rows), per_step, config.seed), start, None)
@@ -207,8 +192,9 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 "over the whole vocabulary; --top_p=1 samples from that distribution"
             )
         if report_state:
-            again = f", steps up to {logged} are repeated" * (logged > start)
-            notes.insert(0, f"resuming from the checkpoint of step {start}{again}; --no_resume starts again")
+            notes.insert(
+                0, f"resuming from the checkpoint of step {start}, later ones repeat; --no_resume starts again"
+            )
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
         evaluated, step = {at for at, _ in report_state.get("evaluations", [])}, start
         try:
@@ -216,13 +202,12 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 if step > start:
                     report.sampling(step)
                     seed_all(config.seed, step)
-                    with naming_own_code(config):
-                        result = training_step(trainer, step, next(batches))
-                    report.stepped(step, result)
+                    report.stepped(step, training_step(trainer, step, next(batches)))
                 is_new = step > start or not report_state  # its checkpoint has not been kept
                 if is_due(step, config.eval_steps, config) and step not in evaluated and not asked_to_end(ending):
-                    with naming_own_code(config):
-                        is_new |= evaluate_at(trainer, report, step, ending)
+                    is_new |= evaluate_at(trainer, report, step, ending)
+                if config.max_steps == 0:
+                    return folder.path
                 request = asked_to_end(ending)  # read once: a signal may come between saving and ending
                 if is_new and (request or step == start or is_due(step, config.save_steps, config)):
                     folder.save(trainer, step, report.state)
@@ -234,31 +219,11 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 save_policy(trainer.policy, trainer.tokenizer, aside)
             report.closing()
         except (FloatingPointError, RewardError) as problem:
-            kind = RewardError if isinstance(problem, RewardError) else FloatingPointError
-            raise kind(f"step {step}, {problem}; this step is not saved") from problem
+            raise type(problem)(f"step {step}, {problem}; this step is not saved") from problem
         except DiskError as problem:
             raise DiskError(f"step {step}: {problem}; {folder.how_to_go_on(config)}") from problem
         processes.gather(None)  # the others end when the first has saved
     return folder.path
-
-
-@contextlib.contextmanager
-def naming_own_code(config: TrainConfig) -> Iterator[None]:
-    """Raise `RewardError` naming a user's function that raises in a step or whose result the library refuses."""
-    try:
-        yield
-    except FAILURES as problem:
-        if isinstance(problem, (*_PROBLEMS, MemoryError)) or is_out_of_memory(problem):
-            raise
-        for option, name in config.own_credit.items():
-            file = sys.modules[imported(option, name).__module__].__file__ or ""
-            lines = [at.lineno for at in traceback.extract_tb(problem.__traceback__) if at.filename == file]
-            if lines:
-                said = f"{type(problem).__name__}: {problem} (in {Path(file).name}, line {lines[-1]})"
-                raise RewardError(f"{option} {name} raised {said}") from problem
-            if isinstance(problem, ValueError) and re.search(rf"(^|: )({option}|importances)\b", str(problem)):
-                raise RewardError(f"{option} {name}: {problem}") from problem
-        raise
 
 
 def asked_to_end(ending: Ending) -> signal.Signals | None:

@@ -41,15 +41,13 @@ class DataConfig:
     dataset_config: str | None = None
     """Configuration of a hub data set; by default "main", or else its only one."""
     eval_dataset: str | None = None
-    """Held-out problems (file, or hub name with a "test" split). By default the "test" split of a hub data set or of
-    "generated"; of a file or a data set without one, eval_problems rows are set aside and not trained on."""
+    """Held-out problems, a file or hub name; by default the "test" split, or else eval_problems rows set aside."""
     eval_problems: Count | None = None
     """Held-out problems to evaluate on; all by default (256 for "generated" and for a file)."""
     question_column: str = "question"
     """Column that holds the problem: text, or messages with a role and a content, as chat formats have them."""
     answer_column: str = "answer"
-    """Column that holds the solution ("... #### 72") or the bare number; reward_model.ground_truth is that field of a
-    column reward_model."""
+    """Column that holds the solution ("... #### 72") or the bare number; a.b is the field b of a column a."""
     train_problems: Count | None = None
     """Training problems to use; all by default (for "generated" 8192, or in warm-up one per sequence)."""
 
@@ -64,19 +62,17 @@ class TrainSettings(DataConfig):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     reward_funcs: list[str] = field(default_factory=lambda: ["exact_match"])
-    """Reward functions, added up: exact_match, math_verify, which docs/rewards.md describes, or your "module:function"
-    of TRL's form, f(prompts=, completions=, completion_ids=, **columns) -> list of float or None."""
+    """Reward functions, added up: exact_match, math_verify, or your "module:function" as in TRL (docs/rewards.md)."""
     reward_weights: list[float] = field(default_factory=list)
     """Factors of reward_funcs in the sum, one for each; by default 1. Metrics of each function are without them."""
     reward_timeout: Positive = 10.0
     """Seconds after which math_verify gives up on a completion, with reward 0."""
     eval_reward: str | None = None
     """Reward function that evaluation counts by: a problem is solved if it gives 1 or more. By default the first of
-    reward_funcs that comes with the program and grades, else exact_match. Rows must be of the kind that it reads."""
+    reward_funcs that comes with the program and grades, else exact_match."""
     environment: str | None = None
-    """Your "module:function" that lets an environment answer the policy's calls: it makes an engine of engine,
-    tokenizer, ends and thought_tags, in whose rollouts tokens with a mask of 0 are not trained on.
-    examples.environments:calculator completes sums such as `<<48/2=`."""
+    """Your "module:function" that makes an engine of engine, tokenizer, ends and thought_tags, whose environment
+    answers the policy's calls. examples.environments:calculator completes sums such as `<<48/2=`."""
     eval_samples: Amount = 0
     """Completions sampled for each held-out problem, in addition to the greedy one, for pass@k up to that many."""
 
@@ -85,14 +81,13 @@ class TrainSettings(DataConfig):
     """Run folder: new, empty, or with this run, interrupted. The default under runs/ has date, model, credit and seed
     in its name."""
     resume: bool = True
-    """The same command again resumes from the last checkpoint of its output_dir. --no_resume starts again, in a new
-    folder."""
+    """Resume from the last checkpoint of output_dir; --no_resume starts again, in a new folder."""
     save_steps: Count = 10
     """Save a checkpoint every so many steps, at the beginning and at the end; the newest two stay."""
     eval_steps: Count | None = None
     """Also evaluate every so many steps; by default before and after only."""
-    max_steps: Count = 500
-    """Steps of the run: rollouts, credit, and num_iterations optimizer steps in each."""
+    max_steps: Amount = 500
+    """Steps of the run: rollouts, credit, and num_iterations optimizer steps in each; 0 evaluates only."""
     num_iterations: Count = 1
     """Optimizer steps taken on each set of rollouts."""
     learning_rate: Positive = 2.5e-5
@@ -106,24 +101,21 @@ class TrainSettings(DataConfig):
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     """Further logging back-ends; each must be installed."""
     log_completions: Amount = 4
-    """Completions written to completions.jsonl per step, with their tokens and weights: half are the first with spans,
-    the others are spread over the batch."""
+    """Completions written to completions.jsonl per step, half of them with spans."""
     page_steps: Count = 5
     """Rewrite report.html every so many steps (also after each evaluation and at the end)."""
 
     # model
     model: str = EMBEDDED
-    """Model folder or hub name; "embedded" is the small model that comes with the program. Settings of sampling, prompt
-    and schedule in the folder's defaults.yaml replace the defaults shown here and those of a --config that ships with
-    the program; a --config of yours and flags win over them."""
+    """Model folder or hub name; "embedded" is the small model that comes with the program. A defaults.yaml in the
+    folder replaces defaults shown here; --config and flags win over it."""
     use_peft: bool = True
     """Train a LoRA adapter instead of all weights."""
     lora_r: Count = 32
     """Rank of the adapter, on every linear layer but the head; its scale is 32 / lora_r."""
     instruction: str | None = None
     """Text after the question, on a separate line; may be empty. By default it asks for the form of answers that
-    evaluation's reward reads: a line "#### <number>", or \\boxed{}. Messages of the data have their own, so nothing is
-    added to them by default."""
+    evaluation's reward reads, a line "#### <number>" or \\boxed{}, and adds nothing to messages of the data."""
     system_prompt: str | None = None
     """Text of a system message before the question, in place of the data's; by default theirs, or none."""
     enable_thinking: bool = False
@@ -137,7 +129,7 @@ class TrainSettings(DataConfig):
     """Options of credit by path: keys of a file and flags that name no setting. The library checks them."""
     shaping_func: str | None = None
     """Your "module:function" of trainer, samples and `Shaped` that returns a changed copy of the last: rewards before
-    groups are compared, and factors of token weights. --config ibpo names one that corrects wrong completions."""
+    groups are compared, and factors of token weights."""
 
     # loss
     loss_type: str = "dapo"
@@ -155,22 +147,20 @@ class TrainSettings(DataConfig):
     mask_truncated_completions: bool = True
     """Leave completions that hit max_completion_length out of the loss."""
     importance_sampling_clip_max: Positive | None = None
-    """Correct the loss for the engine's log-probs: each token's policy term is multiplied by its probability in the
-    update over the one it was sampled with, at most this much (TRL: 3.0). By default it is not."""
+    """Multiply each token's policy term by its probability in the update over the engine's, at most this much
+    (TRL: 3.0); by default it is not."""
     importance_sampling_mode: str = "token_truncate"
     """Correction to apply up to `importance_sampling_clip_max`; see `sampling_mode` of `policy_loss`."""
     score_centering: bool = False
-    """Subtract from each token's gradient its mean over the nucleus, by the sampler's probabilities: it then does not
-    drift towards a sampler that differs from the policy. Later iterations take their ratios to the sampler too."""
+    """Subtract from each token's gradient its mean over the nucleus, by the sampler's probabilities."""
     max_sampling_gap: Positive | None = None
-    """Largest gap, in nats, between the log-probs a batch was sampled with and those its first update computes, as
-    docs/rollouts.md defines it; a run with a larger one stops. By default what rounding explains: 0.02 in float32, 0.3
-    in bfloat16 and mixed, over the temperature if that is below 1."""
+    """Largest gap, in nats, between the log-probs a batch was sampled with and those its first update computes
+    (docs/rollouts.md); a run with a larger one stops. By default what rounding explains."""
 
     # rollouts
     generation_batch_size: Count = 64
     """Completions that a step samples, on however many devices; evaluation samples as many at a time."""
-    num_generations: int = 8
+    num_generations: Annotated[int, Interval(2)] = 8
     """Completions per problem (G), the group that advantages compare."""
     temperature: Positive = 0.6
     """Sampling temperature; log-probs in the loss are taken at the same one."""
@@ -179,8 +169,7 @@ class TrainSettings(DataConfig):
     max_completion_length: Count = 512
     """Maximum tokens sampled per completion."""
     stop: list[str] | None = None
-    """Texts that end a completion, which ends before them. By default the header of the next question where the program
-    writes the prompt itself, for a model without a chat template; none otherwise."""
+    """Texts that end a completion, which ends before them; by default "Question:" without a chat template."""
     rollout_engine: Literal["transformers", "vllm"] = "transformers"
     """Engine that samples: transformers, in the training process, or a vLLM server, reached through TRL's client."""
     vllm_server_base_url: str = "http://localhost:8000"
@@ -190,20 +179,16 @@ class TrainSettings(DataConfig):
     device: str = "auto"
     """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
     dtype: DtypeName = "auto"
-    """Arithmetic: float32 throughout; mixed, which keeps weights in float32 and multiplies them in bfloat16 (autocast);
-    or bfloat16 weights with float32 adapters, which needs use_peft. On a GPU auto is bfloat16 under LoRA and mixed if
-    all weights train; on a CPU it is float32."""
+    """Arithmetic: float32; mixed, which keeps weights in float32 and multiplies them in bfloat16 (autocast); or
+    bfloat16 weights, which needs use_peft. auto is float32 on a CPU, on a GPU bfloat16 under LoRA and else mixed."""
     parallel: Literal["ddp", "fsdp2"] = "ddp"
-    """With several processes, as torchrun starts them: ddp keeps a whole model in each and sums gradients once a
-    step; fsdp2 keeps a piece of every weight in each, whole only while it is needed (torch's fully_shard)."""
+    """With several processes, as torchrun starts them: ddp keeps a whole model in each, fsdp2 pieces of all weights."""
     token_budget: Count | None = None
-    """Maximum packed tokens per forward; a larger group is fed whole. By default as many as half of a GPU's free memory
-    holds, and a fixed number on a CPU."""
+    """Maximum packed tokens per forward; a larger group is fed whole. By default what half of the free memory holds."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     torch_compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the decoder layers for training and credit, which takes half a minute once; auto does on a GPU, unless
-    the weights are in pieces. Layers that do not compile run as they are, and the log names them."""
+    """Compile the decoder layers for training and credit, which takes half a minute once; auto does on a GPU."""
 
 
 def model_path(model: str) -> str:

@@ -5,9 +5,9 @@ import re
 import pytest
 from transformers import TrainerState
 
+from docs.options import documented
 from tests.conftest import REPOSITORY
 from tests.support.embedded import EVEN, metrics_of, run, samples_of, settings
-from trainer.cli import documented
 from trainer.config import TrainConfig
 from trainer.data import configured_prompt
 from trainer.rewards.built_in import BUILT_IN, BuiltIn
