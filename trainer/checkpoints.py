@@ -39,7 +39,6 @@ from .state import Trainer
 _SETTINGS, _SUMMARY, _LOCK = "config.yaml", "summary.json", ".lock"
 # Settings that may change when a run resumes: where it runs and writes, and how often it saves, tests and logs.
 _MAY_CHANGE = CHANGE_NO_RESULT | {"eval_steps", "device", "parallel", "vllm_server_base_url"}
-_CHECKPOINTS = 2  # that are kept
 _NEW = "--no_resume starts again, in a new folder"
 
 
@@ -60,10 +59,7 @@ class RunFolder:
     _digest: str = ""
 
     def begin(self, trainer: Trainer) -> tuple[int, dict[str, Any]]:
-        """Bring a trainer to the last checkpoint; gives its step and the report's state, or step 0 and nothing.
-
-        Raises `Refused` if it cannot be read, or the run was begun with other data, weights or kind of device.
-        """
+        """Bring a trainer to the last checkpoint; gives its step and the report's state, or step 0 and nothing."""
         config, self._digest = trainer.config, _digest(trainer)
         step, report = on_first(lambda: _last_step(self.path)), dict[str, Any]()
         if step is not None:
@@ -85,11 +81,7 @@ class RunFolder:
         return step or 0, report
 
     def save(self, trainer: Trainer, step: int, report: Callable[[], dict[str, Any]]) -> None:
-        """Keep a checkpoint of a step, with what `report()` gives, and the one before it; all processes call this.
-
-        Raises `DiskError` if it could not be written, `FloatingPointError` for a weight that is not finite; the
-        checkpoints before it are untouched.
-        """
+        """Keep a checkpoint of a step, with what `report()` gives, and the one before it; all processes call this."""
         policy, optimizer = trainer.policy, trainer.optimizer
         state = {
             "weights": trained_state(policy),
@@ -107,7 +99,7 @@ class RunFolder:
             with (aside / "state.pt").open("wb") as file:  # to which torch says what the disk said
                 torch.save(state, file)
             (aside / "run.json").write_text(json.dumps(content), encoding="utf-8")
-        newest = {self._checkpoint(one) for one in sorted(_steps(self.path))[-_CHECKPOINTS:]}
+        newest = {self._checkpoint(one) for one in sorted(_steps(self.path))[-2:]}
         for other in {*folder.parent.iterdir()} - newest:
             shutil.rmtree(other, ignore_errors=True)
 
@@ -141,11 +133,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
 def open_run(config: TrainConfig) -> Iterator[RunFolder]:
     """Give a run a folder to itself: its own from before, or a new one, which is removed if nothing is written to it.
 
-    The first process chooses and locks it, by a lock that ends with the process, however that ends.
-
-    Raises:
-        Finished: the folder holds this run, finished.
-        Refused: the folder holds a run with other settings, or no run, or another process has it.
+    The first process chooses and locks it, until it ends. Raises `Finished`, or `Refused` for another's folder.
     """
     with contextlib.ExitStack() as stack:
         yield on_first(lambda: _opened(config, stack))

@@ -33,6 +33,9 @@ MODEL_SETTINGS = (
 )  # fmt: skip
 """Settings that a model folder may bring, which runs no code: how it samples, is prompted and trains best."""
 
+SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+"""Names that `--config` takes for a file that ships."""
+
 HELP = """usage: {prog} [--SETTING VALUE ...]
 
 Train a language model by GRPO or DAPO, with counterfactual credit where --credit or --estimator names it. With no
@@ -65,11 +68,6 @@ _Yaml.add_implicit_resolver(
 )
 
 
-def config_names() -> list[str]:
-    """List the names that `--config` takes for a file that ships."""
-    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-
-
 def parse(argv: Sequence[str], *, prog: str) -> TrainSettings:
     """Fill the settings from, in rising order: their defaults, the model folder's, `--config`, flags.
 
@@ -80,10 +78,25 @@ def parse(argv: Sequence[str], *, prog: str) -> TrainSettings:
     before.add_argument("--model")
     with refusing(prog):
         given, flags = before.parse_known_args(argv)
-        settings = read_settings(_config_file(given.config)) if given.config else {}
+        settings: dict[str, Any] = {}
+        if given.config:
+            file = Path(given.config) if Path(given.config).exists() else CONFIGS / f"{given.config}.yaml"
+            if not file.exists():
+                raise ValueError(
+                    f"--config {given.config}: there is no such file; runs that ship: {', '.join(SHIPPED)}"
+                )
+            settings = read_settings(file)
         model = settings["model"] = given.model or settings.get("model") or EMBEDDED
         if (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
-            settings = _model_settings(suited, model) | settings
+            own = read_mapping(suited)
+            if others := sorted(own.keys() - {*MODEL_SETTINGS}):
+                raise ValueError(
+                    f"{suited}: a model may set {', '.join(MODEL_SETTINGS)}, not {others[0]}; use --config"
+                )
+            if model != EMBEDDED:
+                values = ", ".join(f"{name}={value!r}" for name, value in own.items())
+                print(f"note: {suited} sets {values}", file=sys.stderr)
+            settings = own | settings
         defaults = TrainSettings(**{name: value for name, value in settings.items() if value is not None})
         check_fields(defaults)
         result, others = tyro.cli(
@@ -144,24 +157,6 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _model_settings(path: Path, model: str) -> dict[str, Any]:
-    settings = read_mapping(path)
-    if others := sorted(settings.keys() - {*MODEL_SETTINGS}):
-        raise ValueError(f"{path}: a model may set {', '.join(MODEL_SETTINGS)}, not {others[0]}; use --config")
-    if model != EMBEDDED:
-        values = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        print(f"note: {path} sets {values}", file=sys.stderr)
-    return settings
-
-
-def _config_file(name: str) -> Path:
-    file = Path(name) if Path(name).exists() else CONFIGS / f"{name}.yaml"
-    if not file.exists():
-        remedy = f"--credit {name} is a preset of credit" if name in preset_names() else ", ".join(config_names())
-        raise ValueError(f"--config {name}: there is no such file, and no run that ships: {remedy}")
-    return file
-
-
 def to_yaml(config: Any, made_by: str) -> str:
     """Write settings as YAML that `--config` reads back, behind a comment that says what made it."""
     settings = asdict(config)
@@ -179,7 +174,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Read a mapping from YAML or JSON, nothing from an empty file; raises `ValueError` naming another file."""
     try:
         content = yaml.load(path.read_text("utf-8"), _Yaml) or {}
-    except (yaml.YAMLError, ValueError, RecursionError) as problem:  # a ValueError: of a date like 2026-13-45
+    except (yaml.YAMLError, ValueError) as problem:  # a ValueError: of a date like 2026-13-45
         raise ValueError(f"{path}: is not YAML of plain values: {problem}") from problem
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must hold settings as 'name: value', got {type(content).__name__}")
@@ -190,10 +185,9 @@ def print_help(argv: Sequence[str]) -> bool:
     """Print the version, or a screen of settings with their values beside the other flags, if `argv` asks for one."""
     if "--version" in argv:
         print(f"cfa_kernels {__version__}")
-    elif not {"-h", "--help"}.isdisjoint(argv):
+        return True
+    if others := {"-h", "--help"} & {*argv}:
         prog = program("trainer")
-        values = vars(parse([flag for flag in argv if flag not in ("-h", "--help")], prog=prog))
-        print(HELP.format(prog=prog, configs=", ".join(config_names()), **values))
-    else:
-        return False
-    return True
+        values = vars(parse([flag for flag in argv if flag not in others], prog=prog))
+        print(HELP.format(prog=prog, configs=", ".join(SHIPPED), **values))
+    return bool(others)

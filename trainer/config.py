@@ -11,7 +11,7 @@ from cfa_kernels.integrations.credit import unmet_needs
 from cfa_kernels.loss.centering import check_joins
 from cfa_kernels.loss.options import NUMBERS, LossOptions
 from cfa_kernels.loss.types import weights_sequences
-from cfa_kernels.options import Interval, check_fields
+from cfa_kernels.options import check_fields
 from cfa_kernels.scoring.access import GRADIENTS, WHOLE
 
 from .precision import Precision
@@ -116,9 +116,6 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         ),
         "score_centering needs the ids of a nucleus: take rollout_engine=transformers and a top_p below 1": (
             c.score_centering and (c.rollout_engine != "transformers" or c.top_p == 1)
-        ),
-        f"reward_weights must be finite numbers, got {c.reward_weights}": any(
-            w not in Interval() for w in c.reward_weights
         ),
         "reward_funcs must name at least one function, got none": not c.reward_funcs,
         f"reward_weights: {sizes[0]} weights for {sizes[1]} reward_funcs; give one for each": sizes[0]

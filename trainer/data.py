@@ -1,6 +1,5 @@
 """Load problems to train and evaluate on from a file, the hub or the demo, and check them row by row."""
 
-import contextlib
 import gzip
 import json
 import random
@@ -29,10 +28,7 @@ class NoSplitError(ValueError):
 
 
 class Row(dict[str, Any]):
-    """Columns of a problem: `question` and `answer`; others go to rewards. `where` names it in errors.
-
-    The question of a row with `messages` is its last one's content.
-    """
+    """Columns of a problem, named `where` in errors; the question of one with `messages` is its last one's content."""
 
     def __init__(self, columns: Mapping[str, Any], where: str = "a row", messages: Messages | None = None) -> None:
         super().__init__(columns)
@@ -122,19 +118,17 @@ def stop_strings(tokenizer: PreTrainedTokenizerBase, config: TrainSettings) -> l
 
 def require_whole_prompt(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Raise `ValueError` naming the model if its template drops the question, or prompts end in the end of a text."""
-    question, ids, text = "What is 3 + 4?", [-1], ""
-    with contextlib.suppress(Exception):  # a template that takes no such question is named with a row
-        ids = encode_prompt(question, tokenizer)
+    question = "What is 3 + 4?"
+    try:
+        ids, text = encode_prompt(question, tokenizer), question
         if tokenizer.chat_template is not None:
             text = str(tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False))
-    if text and question not in text:
-        raise ValueError(
-            f"model {name}: its chat template drops the question {question!r}, it writes {text!r}; change it in "
-            "chat_template.jinja so that it takes a message's content as text, not in parts"
-        )
+    except Exception:  # a template that takes no such question is named with a row
+        return
+    if question not in text:
+        raise ValueError(f"model {name}: its chat template drops the question, it writes {text!r}; let it take text")
     if ids[-1] in (tokenizer.eos_token_id, tokenizer.pad_token_id):
-        last = tokenizer.decode(ids[-1:])
-        raise ValueError(f"model {name}: its prompts end in {last!r}, the token that ends or pads a text; let them not")
+        raise ValueError(f"model {name}: its prompts end in the token that ends or pads a text; change its template")
 
 
 def stop_clock(at: datetime) -> None:
@@ -146,10 +140,9 @@ def stop_clock(at: datetime) -> None:
 def configured_prompt(question: str | Messages, tokenizer: PreTrainedTokenizerBase, config: TrainSettings) -> list[int]:
     """Encode the prompt of a question with the instruction, system prompt and thought that a run asks for."""
     own = INSTRUCTIONS[config.kind] if isinstance(question, str) else None
-    return encode_prompt(
-        question, tokenizer, instruction=own if config.instruction is None else config.instruction,
-        system=config.system_prompt, thinking=config.enable_thinking,
-    )  # fmt: skip
+    instruction = own if config.instruction is None else config.instruction
+    system, thinking = config.system_prompt, config.enable_thinking
+    return encode_prompt(question, tokenizer, instruction=instruction, system=system, thinking=thinking)
 
 
 def encode_prompts(
@@ -163,11 +156,10 @@ def encode_prompts(
         try:
             prompts.append(configured_prompt(row.prompt, tokenizer, config))
         except Exception as problem:  # a chat template raises what it likes
-            said = f"{type(problem).__name__}: {problem}"
-            raise ValueError(f"{row.where}: the chat template of model {config.model} fails: {said}") from problem
+            raise ValueError(f"{row.where}: the chat template of {config.model} fails: {problem!r}") from problem
         if room is not None and (size := len(prompts[-1])) > room:
-            said = f"the prompt has {size} tokens, at most {max(room, 0)} fit beside max_completion_length"
-            raise ValueError(f"{row.where}: {said} in the context {context} of the model; shorten it, or lower that")
+            said = f"the prompt has {size} tokens, and {max(room, 0)} fit beside max_completion_length"
+            raise ValueError(f"{row.where}: {said} in the context {context} of the model")
     return prompts
 
 
@@ -221,6 +213,6 @@ def _taken(row: dict[str, Any], column: str, where: str) -> Any:
         for part in column.split("."):
             value = value[part]
     except (KeyError, TypeError) as problem:
-        said = f"has no column {column!r}, only {sorted(row)}; question_column and answer_column name them"
-        raise ValueError(f"{where}: {said}") from problem
+        known = f"only {sorted(row)}; question_column and answer_column name them"
+        raise ValueError(f"{where}: has no column {column!r}, {known}") from problem
     return value

@@ -18,9 +18,8 @@ class Precision:
 
     @classmethod
     def of(cls, dtype: str, device: str, *, adapters: bool) -> "Precision":
-        """Choose what `--dtype` names; `device` "auto" is the first GPU if there is one, else the CPU.
+        """Choose what `--dtype` and `--device` name.
 
-        `auto` is float32 on a CPU. On a GPU products are bfloat16, and so is a base that `adapters` leave frozen.
         Weights that train stay float32: a step of AdamW is smaller than the gap between neighbouring bfloat16 numbers.
         """
         if device == "auto":

@@ -13,8 +13,7 @@ from typing import TextIO
 
 import numpy as np
 import torch
-from torch import nn
-from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
+from transformers import get_scheduler, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from cfa_kernels.model.compile_layers import compile_layers
@@ -121,14 +120,29 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     with config.precision.autocast():
         require_supported(policy, longest)
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
-    engine = load_engine(config, policy, tokenizer, longest, captured=False if moving else None)
+    credit, stop = config.counterfactual(), stop_strings(tokenizer, config)
+    tags, gap = credit.answers.thought_tags, sampling_gap_limit(config, policy)
+    engine: Engine = (
+        VllmEngine(policy, tokenizer, config.vllm_server_base_url, gap, tags, stop)
+        if config.rollout_engine == "vllm"
+        else TransformersEngine(
+            policy, tokenizer, config.precision.products if config.precision.is_mixed else None,
+            captured=False if moving else None, longest=longest, thought_tags=tags,
+            keep_merged=WHOLE in credit.needs, stop=stop,
+        )
+    )  # fmt: skip
     if play is not None:
-        engine = play(engine, tokenizer, end_ids(policy, tokenizer), config.counterfactual().answers.thought_tags)
+        engine = play(engine, tokenizer, end_ids(policy, tokenizer), tags)
     for model in [policy] if reference in (None, policy) else [policy, reference]:
         processes.distribute(model, config)
         if compiles:
-            with config.precision.autocast():
-                compile_or_say(model, must=config.torch_compile == "on")
+            try:
+                with config.precision.autocast():
+                    compile_layers(model)
+            except NotImplementedError as obstacle:
+                if config.torch_compile == "on":
+                    raise
+                _LOG.warning("torch_compile=auto: nothing is compiled: %s", obstacle)
     if moving:  # as it runs from now on
         with config.precision.autocast():
             require_supported(policy, longest)
@@ -143,31 +157,6 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     )  # fmt: skip
 
 
-def load_engine(
-    config: TrainConfig, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, longest: int, *, captured: bool | None
-) -> Engine:
-    """Make the engine that samples prompts and completions of at most `longest` tokens; `captured` as it has it."""
-    credit = config.counterfactual()
-    tags, stop = credit.answers.thought_tags, stop_strings(tokenizer, config)
-    if config.rollout_engine == "vllm":
-        gap = sampling_gap_limit(config, policy)
-        return VllmEngine(policy, tokenizer, config.vllm_server_base_url, gap, tags, stop)
-    return TransformersEngine(
-        policy, tokenizer, config.precision.products if config.precision.is_mixed else None, captured=captured,
-        longest=longest, thought_tags=tags, keep_merged=WHOLE in credit.needs, stop=stop,
-    )  # fmt: skip
-
-
-def compile_or_say(model: nn.Module, *, must: bool) -> None:
-    """Compile the decoder layers; where that cannot be, raise if they `must`, else say that they run as they are."""
-    try:
-        compile_layers(model)
-    except NotImplementedError as obstacle:
-        if must:
-            raise
-        _LOG.warning("torch_compile=auto: nothing is compiled: %s", obstacle)
-
-
 def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | None = None) -> Path:
     """Evaluate, train, evaluate again, save, from the last checkpoint on; give the run folder's path.
 
@@ -178,6 +167,10 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
         with open_run(trainer.config) as folder:
             return train(trainer, folder, ending)
     config, ending = trainer.config, ending or Ending()
+
+    def is_due(every: int | None) -> bool:
+        return step in (0, config.max_steps) or (every is not None and step % every == 0)
+
     ending.waits = True
     start, report_state = folder.begin(trainer)
     per_step = config.generation_batch_size // config.num_generations
@@ -204,12 +197,12 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                     seed_all(config.seed, step)
                     report.stepped(step, training_step(trainer, step, next(batches)))
                 is_new = step > start or not report_state  # its checkpoint has not been kept
-                if is_due(step, config.eval_steps, config) and step not in evaluated and not asked_to_end(ending):
+                if is_due(config.eval_steps) and step not in evaluated and not asked_to_end(ending):
                     is_new |= evaluate_at(trainer, report, step, ending)
                 if config.max_steps == 0:
                     return folder.path
                 request = asked_to_end(ending)  # read once: a signal may come between saving and ending
-                if is_new and (request or step == start or is_due(step, config.save_steps, config)):
+                if is_new and (request or step == start or is_due(config.save_steps)):
                     folder.save(trainer, step, report.state)
                 if request:
                     report.ended(f"ended by {request.name} after step {step}; {folder.how_to_go_on(config)}")
@@ -236,25 +229,20 @@ def seed_all(seed: int, step: int, stream: int = 0) -> None:
     set_seed(int(np.random.SeedSequence((seed, step, stream, processes.rank())).generate_state(1)[0]))
 
 
-def is_due(step: int, every: int | None, config: TrainConfig) -> bool:
-    """Whether a periodic task (first, last and every `every` steps) is due after `step`."""
-    return step in (0, config.max_steps) or (every is not None and step % every == 0)
-
-
 def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> bool:
     """Evaluate after a step; a signal ends that of a single process at once. Returns whether there is a result."""
-    config, share = trainer.config, processes.own_share(trainer.held_out)
+    config, rows, prompts = trainer.config, trainer.held_out, trainer.held_out_prompts
     seed_all(config.seed, step, 1)
-    progress = report.evaluating(step, len(share) * (1 + config.eval_samples))
+    progress = report.evaluating(step, len(processes.own_share(rows)) * (1 + config.eval_samples))
     ending.waits = processes.count() > 1
     try:
         with progress as advance, processes.whole_weights(trainer.policy):
-            rows, prompts = trainer.held_out, trainer.held_out_prompts
             result = evaluate(trainer.engine, rows, prompts, config, match=trainer.grader, advance=advance, step=step)
             ending.waits = True
     except Ended:
-        ending.waits = True
         return False
+    finally:
+        ending.waits = True
     report.evaluated(step, result)
     return True
 
