@@ -147,7 +147,7 @@ def outcome(folder: Path, trained: str = "checkpoint/model.safetensors") -> dict
     return {
         "weights": (folder / trained).read_bytes(),
         "optimizer": bits(torch.load(last / "state.pt", weights_only=True)["optimizer"]), "metrics": timeless(folder),
-        "estimator.samples": (folder / "completions.jsonl").read_text("utf-8"),
+        "completions": (folder / "completions.jsonl").read_text("utf-8"),
         "summary": summary | {"seconds": None, "made_by": None},
         "files": sorted(path.name for path in folder.iterdir()), "last": last.name,
     }  # fmt: skip

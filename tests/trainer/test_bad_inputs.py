@@ -18,22 +18,14 @@ def too_few(completions, **_): return [1.0]
 def not_a_number(completions, **_): return [float("nan")] * len(completions)
 def abstains(completions, **_): return [None] * len(completions)
 def another_column(completions, difficulty, **_): return difficulty
-def every_other(completions, **_): return [float(i % 2) for i in range(len(completions))]
-def no_importances(model, batch): raise RuntimeError("mine")
-def few_importances(model, batch): return [[1.0]]
-def broken(engine, *others): raise RuntimeError("no server")
 """
 CONFIG, TOKENIZER, TEMPLATE = "m/config.json", "m/tokenizer.json", "m/chat_template.jinja"
 DATA, MODEL, ANY = "--dataset={tmp}/rows.jsonl", "--model={tmp}/m", "--reward_funcs=own:abstains"
-EVERY = "--reward_funcs=own:every_other --eval_reward=own:every_other --no_mask_truncated_completions"
 NAMELESS = '{"tokenizer_class": "TokenizersBackend", "pad_token": "<pad>"}'
 
 # Flags, words of the message, and files; those of `m/` change a copy of the tiny model, None takes one away.
 SETTINGS: list[tuple] = [
-    ("--config={tmp}", "Is a directory"),
-    ("--config={tmp}/a.yaml", "a.yaml: is not YAML of plain values: 'utf-8'", {"a.yaml": b"a: \xe9"}),
     ("--config={tmp}/a.yaml", "python/object", {"a.yaml": "max_steps: !!python/object/apply:os.getpid []"}),
-    (MODEL, "m/defaults.yaml: is not YAML", {"m/defaults.yaml": "lora_r: {"}),
     (MODEL, "not reward_timeout", {"m/defaults.yaml": "reward_timeout: 1"}),
     ("--dataset={tmp}/a.csv", "a.csv: expected a .json", {"a.csv": "a"}),
     ("--model={tmp}/a.txt", "{tmp}/a.txt: there is no such folder", {"a.txt": "text"}),
@@ -42,42 +34,31 @@ BEFORE_THE_MODEL: list[tuple] = [
     ("--output_dir={tmp}/a.txt", "File exists: '{tmp}/a.txt'", {"a.txt": "text"}),
     ("--report_to=wandb", "report_to: wandb is not installed (pip install wandb)"),
     ("--device=cuda:99", "device: cuda:99 cannot be used"),
-    ("--device=meta", "device: meta cannot be used"),
     ("--reward_funcs=raising:f", "cannot import 'raising:f'", {"raising.py": "raise RuntimeError('no key')"}),
     ("--reward_funcs=own:another_column", "reward another_column: "),
-    (DATA, "rows.jsonl: cannot be read: UnicodeDecodeError", {"rows.jsonl": b'{"question": "\xe9?", "answer": "1"}'}),
     (DATA, "rows.jsonl: cannot be read", {"rows.jsonl": jsonl(ROWS[0], '{"question": ')}),
-    (DATA, "surrogate", {"rows.jsonl": jsonl(ROWS[0] | {"question": "What \ud83d ?"})}),
     (DATA, "row 0: has no column 'question', only ['prompt']", {"rows.jsonl": jsonl({"prompt": "3?"})}),
     (DATA, "has a column 'prompts'", {"rows.jsonl": jsonl(*(one | {"prompts": 1} for one in ROWS))}),
-    ("--dataset={tmp}/a.parquet", "dataset {tmp}/a.parquet: cannot be read", {"a.parquet": "x"}),
-    (DATA + " --max_completion_length=100", "rows.jsonl, row 5: the prompt has 42 tokens, at most 28",
+    (DATA + " --max_completion_length=100", "rows.jsonl, row 5: the prompt has 42 tokens, and 28 fit",
      {"rows.jsonl": jsonl(*ROWS[:5], ROWS[5] | {"question": "What is 3 + 4 ?" + " 3" * 35}, *ROWS[5:])}),
-    (MODEL, "fails: TemplateError: No system role", {TEMPLATE: "{{ raise_exception('No system role') }}"}),
-    (MODEL, "fails: TemplateSyntaxError: ", {TEMPLATE: "{% for message in messages %}"}),
-    (MODEL, "m: its chat template drops the question 'What is 3 + 4?'",
+    (MODEL, "fails: TemplateError('No system role')", {TEMPLATE: "{{ raise_exception('No system role') }}"}),
+    (MODEL, "m: its chat template drops the question",
      {TEMPLATE: "{% for part in messages[0]['content'] %}{{ part['text'] }}{% endfor %}assistant"}),
-    (MODEL, "m: its prompts end in '<eos>'", {TEMPLATE: "user {{ messages[0]['content'] }} <eos>"}),
-    (MODEL, "m: its prompts end in '<eos>'", {"ends": "<eos>", TEMPLATE: None}),
+    (MODEL, "m: its prompts end in the token that ends", {TEMPLATE: "user {{ messages[0]['content'] }} <eos>"}),
+    (MODEL, "m: its prompts end in the token that ends", {"ends": "<eos>", TEMPLATE: None}),
     (MODEL, "m: cannot be loaded: ", {CONFIG: None}),
-    (MODEL, "m: cannot be loaded: ", {CONFIG: '{"model_type": "qwen99"}'}),
     (MODEL, "model {tmp}/m: ", {TOKENIZER: None, "m/tokenizer_config.json": None}),
-    (MODEL, "m: cannot be loaded: ", {TOKENIZER: '{"version": '}),
     (MODEL, "and its vocab_size is 4", {"vocab_size": 4}),
 ]  # fmt: skip
 WITH_THE_MODEL: list[tuple] = [
     ("--report_to=trackio", "trackio cannot start: RuntimeError: no account",
      {"trackio.py": "def init(**_): raise RuntimeError('no account')"}),
-    (MODEL, "m: cannot be loaded: ", {CONFIG: '{"model_type": "vit"}'}),
     (MODEL, "m: cannot be loaded: ", {"m/model.safetensors": b"cut short"}),
-    (MODEL, "m: neither its tokenizer nor its generation settings name a token that ends a completion",
+    (MODEL, "m: no token ends a completion",
      {"eos_token_id": None, "m/tokenizer_config.json": NAMELESS}),
     ("--reward_funcs=own:raises", "reward raises raised KeyError: 'difficulty' (in own.py, line 2); this step is not"),
     ("--reward_funcs=own:not_a_number", "reward not_a_number is nan"),
     ("--eval_reward=own:too_few " + ANY, "step 0, reward of evaluation: returned 1 values for 2 completions"),
-    ("--estimator=own:no_importances " + EVERY, "step 1, estimator own:no_importances raised RuntimeError: mine (in"),
-    ("--estimator=own:few_importances " + EVERY, "own:few_importances: estimator: gave values for 1 rows, asked for 4"),
-    ("--environment=own:broken " + ANY, "environment own:broken raised RuntimeError: no server (in own.py"),
 ]  # fmt: skip
 CASES = [*((2, *one) for one in SETTINGS), *((1, *one) for one in [*BEFORE_THE_MODEL, *WITH_THE_MODEL])]
 

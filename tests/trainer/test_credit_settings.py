@@ -12,8 +12,7 @@ from cfa_kernels.estimators.entropy import Entropy
 from cfa_kernels.integrations.credit import OFFERS, unmet_needs
 from cfa_kernels.options import Share, check_fields
 from docs.options import options
-from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings, updated
-from tests.support.plug_ins import TOTAL_EFFECTS
+from tests.support.embedded import settings, updated
 
 pytestmark = pytest.mark.slow
 
@@ -106,12 +105,3 @@ def test_micro_batches_keep_the_share_of_entropies_of_the_batch(fresh, rollouts)
     weights = torch.cat([credit.weights[b] for b in judged])
     assert weights.mean() == pytest.approx(0.2, abs=0.01)
     assert set(weights.tolist()) == {0.0, 1.0}
-
-
-def test_a_run_by_an_estimator_of_ones_own_logs_what_its_numbers_are(tmp_path) -> None:
-    folder = run(
-        tmp_path / "run", f"--estimator={TOTAL_EFFECTS['estimator']}", "--eval_problems=1", "--max_steps=1", EVERY_OTHER
-    )
-    assert [entry["credit/drop_mean"] != 0 for entry in metrics_of(folder) if "loss" in entry] == [True]
-    units = {sample["drops_unit"] for sample in samples_of(folder) if sample["spans"]}
-    assert units == {"importance by total_effects"}

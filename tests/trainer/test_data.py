@@ -56,20 +56,17 @@ def test_a_hub_data_set_without_a_test_split_gives_some_rows_up_for_one(monkeypa
         train_and_eval_rows(DataConfig(dataset="owner/sums", eval_dataset="owner/sums"))
 
 
-FORM = "row 1: 'question' must hold messages with a role and a content, both text, the last one the user's"
+FORM = "row 1: the last message of 'question' must be the user's"
 # Columns of the second row, and words of the message.
 BAD_ROWS: list[tuple[dict, str]] = [
     ({"question": None}, "row 1: the question must be text that is not empty, got None"),
     ({"question": " \n"}, "row 1: the question must be text that is not empty"),
-    ({"answer": None}, "row 1: the answer must be text that is not empty, got None"),
     ({"answer": {"value": 5}}, "row 1: the answer must be text"),
     ({"answer": "five"}, "row 1: no number can be read from 'answer': 'five'"),
     ({"question": []}, FORM),
     ({"question": [CHAT[1], {"role": "assistant", "content": "5"}]}, FORM),
-    ({"question": [{"role": "user"}]}, FORM),
     ({"question": ["How many?"]}, FORM),
-    ({"question": [{"role": "user", "content": [{"text": "a"}]}]}, FORM),
-    ({"question": [{"role": "user", "content": " "}]}, "row 1: the question must be text that is not empty"),
+    ({"question": [{"role": "user", "content": [{"text": "a"}]}]}, "row 1: the question must be text"),
 ]
 
 
@@ -98,7 +95,6 @@ def test_a_file_without_an_evaluation_set_gives_some_rows_up_for_one(tmp_path) -
 @pytest.mark.parametrize(
     ("rows", "options", "said"),
     [
-        ([], {}, "has no rows"),
         ([GOOD] * 3, {"eval_problems": 3}, "eval_problems: cannot set 3 of 3 rows"),
         ([GOOD], {"eval_dataset": "data.jsonl"}, "every training problem is also held out"),
     ],
@@ -132,11 +128,7 @@ def in_cache(folder, name: str, configs: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(
     ("configs", "asked", "chosen"),
-    [
-        ({"main": 4, "socratic": 3}, None, "main"),
-        ({"main": 4, "socratic": 3}, "socratic", "socratic"),
-        ({"full": 5}, None, "full"),
-    ],
+    [({"main": 4, "socratic": 3}, None, "main"), ({"main": 4, "full": 5}, "full", "full"), ({"full": 5}, None, "full")],
     ids=str,
 )
 def test_a_data_set_in_the_cache_of_a_node_without_a_network_is_read(tmp_path, monkeypatch, configs, asked, chosen):
@@ -148,36 +140,10 @@ def test_a_data_set_in_the_cache_of_a_node_without_a_network_is_read(tmp_path, m
     assert len(test) == configs[chosen]
 
 
-def test_a_cache_with_several_configurations_says_which_there_are(tmp_path, monkeypatch):
-    in_cache(tmp_path, "owner/sums", {"easy": 2, "hard": 2})
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"^dataset owner/sums: cannot be read: .*easy.*hard"):
-        train_and_eval_rows(DataConfig(dataset="owner/sums"))
-
-
-class WordTokenizer:
-    """One id per word; with or without a chat template."""
-
-    def __init__(self, chat_template=None) -> None:
-        self.chat_template = chat_template
-
-    def __call__(self, text, add_special_tokens=True):
-        self.text = text
-        return {"input_ids": ([1] if add_special_tokens else []) + [2] * len(text.split())}
-
-    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, enable_thinking):
-        assert (tokenize, add_generation_prompt, enable_thinking) == (False, True, False)
-        return f"<user> {messages[0]['content']} <assistant>"
-
-
-def test_prompts_follow_the_chat_template_if_there_is_one() -> None:
-    config = TrainConfig(instruction="Think.")
-    chat, plain = WordTokenizer("template"), WordTokenizer()
-    assert encode_prompts([Row(GOOD)], chat, config, 1024) == [[2] * 5]
-    assert chat.text == "<user> How many?\nThink. <assistant>"
-    assert encode_prompts([Row(GOOD)], plain, config, 1024) == [[1] + [2] * 5]
-    assert plain.text == "Question: How many?\nThink.\nAnswer:"
+def tokenizer_with(template: str | None):
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 TEMPLATE = (
@@ -188,9 +154,9 @@ TEMPLATE = (
 @pytest.mark.parametrize(
     ("options", "row", "text"),
     [
+        ({"instruction": "Think."}, Row(GOOD), "<user> How many?\nThink. "),
         ({}, Row(GOOD, messages=CHAT), "<system> Be brief. <user> How many? "),
         ({"instruction": "Go."}, Row(GOOD, messages=CHAT), "<system> Be brief. <user> How many?\nGo. "),
-        ({"system_prompt": "Think."}, Row(GOOD, messages=CHAT), "<system> Think. <user> How many? "),
         (
             {"system_prompt": "Think.", "instruction": "", "enable_thinking": True},
             Row(GOOD),
@@ -199,25 +165,29 @@ TEMPLATE = (
     ],
 )
 def test_a_system_prompt_and_thinking_are_settings_and_messages_keep_what_they_say(options, row, text) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = tokenizer_with(TEMPLATE)
     (ids,) = encode_prompts([row], tokenizer, TrainConfig(**options), 1024)
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_settings_of_chat_that_a_tokenizer_cannot_follow_are_named() -> None:
-    with pytest.raises(ValueError, match="enable_thinking: the chat template of model embedded does not read it"):
-        encode_prompts([Row(GOOD)], WordTokenizer("template"), TrainConfig(enable_thinking=True), 1024)
+def test_without_a_chat_template_the_program_writes_the_prompt() -> None:
+    tokenizer = tokenizer_with(None)
+    (ids,) = encode_prompts([Row(GOOD)], tokenizer, TrainConfig(instruction="Think."), 1024)
+    assert ids == tokenizer("Question: How many?\nThink.\nAnswer:")["input_ids"]
     with pytest.raises(ValueError, match="a tokenizer without a chat template takes one message, no system prompt"):
-        encode_prompts([Row(GOOD)], WordTokenizer(), TrainConfig(system_prompt="Think."), 1024)
+        encode_prompts([Row(GOOD)], tokenizer, TrainConfig(system_prompt="Think."), 1024)
+    with pytest.raises(ValueError, match="enable_thinking: the chat template of model embedded does not read it"):
+        encode_prompts([Row(GOOD)], tokenizer, TrainConfig(enable_thinking=True), 1024)
 
 
 def test_a_prompt_that_does_not_fit_is_named_with_its_data_set_and_its_row_of_the_file(tmp_path) -> None:
-    long = GOOD | {"question": "How many is far too many for this one?"}
+    long = GOOD | {"question": "How many is far too many for this one?" * 3}
     name = write(tmp_path / "data.jsonl", [GOOD | {"question": f"How {i}?"} for i in range(9)] + [long])
     config = TrainConfig(dataset=name, eval_problems=3, instruction="", max_completion_length=512)
     train, test = train_and_eval_rows(config)  # shuffled
-    with pytest.raises(ValueError, match=rf"^dataset {name}, row 9: the prompt has 12 tokens, at most 6 fit"):
-        encode_prompts(train + test, WordTokenizer(), config, 518)
-    with pytest.raises(ValueError, match=rf"^dataset {name}, row \d: the prompt has \d+ tokens, at most 0 fit"):
-        encode_prompts(train + test, WordTokenizer(), config, 100)
+    tokenizer = tokenizer_with(None)
+    size = len(encode_prompts(train + test, tokenizer, config, None)[(train + test).index(long)])
+    assert len(encode_prompts(train + test, tokenizer, config, 512 + size)) == 10
+    said = rf"^dataset {name}, row 9: the prompt has {size} tokens, and {size - 1} fit beside max_completion_length"
+    with pytest.raises(ValueError, match=said):
+        encode_prompts(train + test, tokenizer, config, 511 + size)

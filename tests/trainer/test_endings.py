@@ -1,25 +1,18 @@
 """A run that is asked to end keeps what it has; one whose disk fills loses nothing it had kept."""
 
-import atexit
 import errno
-import gc
 import itertools
-import json
 import os
 import re
 import resource
 import signal
-from typing import Any
 
 import pytest
-from safetensors import SafetensorError
 
-from tests.support.embedded import SMALL
-from tests.support.runs import child, flags, main, outcome, timeless
-from trainer import __main__, run
-from trainer.disk import DiskError, naming, whole_folder, write_whole
+from tests.support.runs import child, flags, main, outcome
+from trainer import run
+from trainer.disk import DiskError, whole_folder, write_whole
 from trainer.endings import Ended, Ending
-from trainer.report.report import Report
 
 
 def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> tuple[int, str, str]:
@@ -37,17 +30,6 @@ def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> t
     return main(argv, lambda call: send() if call == step else None)
 
 
-def test_a_run_keeps_no_object_from_the_interpreters_end(monkeypatch, tmp_path):
-    """Objects that stay frozen outlive the interpreter, and bindings print each of theirs as leaked."""
-    at_exit: list[object] = []
-    monkeypatch.setattr(atexit, "register", at_exit.append)
-    monkeypatch.setattr(run, "set_up", lambda *_: None)
-    monkeypatch.setattr(run, "train", lambda *_: None)
-    __main__.main([*SMALL, f"--output_dir={tmp_path / 'run'}"])
-    assert gc.get_freeze_count() > 0
-    assert gc.unfreeze in at_exit
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code", "step"), [("SIGINT", 130, 3), ("SIGTERM", 0, 0), ("SIGHUP", 0, 5)])
 def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(there, undisturbed, name, code, step) -> None:
@@ -58,32 +40,6 @@ def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(there, 
     assert f"ended by {name} after step {step}; {folder} holds the checkpoint of step {step}: the same command" in out
     assert f"resuming from the checkpoint of step {step}; --no_resume starts again" in child(main, argv)[1][1]
     assert outcome(folder) == undisturbed
-
-
-def signalled_at_a_result(argv: list[str]) -> tuple[int, str, str]:
-    """Run, and send this process a signal when its first evaluation is over."""
-    evaluated = Report.evaluated
-
-    def signal_first(*args: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        evaluated(*args)
-
-    Report.evaluated = signal_first  # type: ignore[method-assign]
-    return main(argv)
-
-
-@pytest.mark.slow
-def test_an_evaluation_that_is_finished_when_a_signal_comes_is_kept(there) -> None:
-    argv = flags(there / "model", there / "kept")
-    assert child(signalled, argv, signal.SIGTERM, 0)[1][0] == 0  # without a result
-    assert not timeless(there / "kept")
-    _, (ended, out, said) = child(signalled_at_a_result, argv)
-    assert (ended, said) == (0, "")
-    assert "ended by SIGTERM after step 0" in out
-    (entry,) = timeless(there / "kept")
-    assert "eval_accuracy" in entry
-    report = json.loads((there / "kept/checkpoints/step-0/run.json").read_text())["report"]
-    assert [step for step, _ in report["evaluations"]] == [0]
 
 
 @pytest.mark.slow
@@ -165,14 +121,6 @@ def test_a_disk_without_space_is_named_and_loses_no_checkpoint(there, undisturbe
     assert whole[0] == 0
     assert "resuming from the checkpoint of step 2" in whole[1]
     assert outcome(folder) == undisturbed
-
-
-def test_a_model_that_the_disk_does_not_take_is_named(tmp_path) -> None:
-    with (
-        pytest.raises(DiskError, match=f"^{tmp_path}/model cannot be written: .*No space left"),
-        naming(tmp_path / "model"),
-    ):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
 
 def test_wherever_writing_fails_the_old_file_or_folder_is_whole(tmp_path, monkeypatch) -> None:

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from tests.support.embedded import SMALL
 from trainer.__main__ import main
 from trainer.analyze.__main__ import main as analyze
 from trainer.extras import needed_by
@@ -27,17 +26,6 @@ def test_a_program_without_its_packages_is_one_line_that_names_the_extra(monkeyp
     assert ended.value.code == said
 
 
-def test_a_package_that_is_needed_only_after_the_start_is_named_as_well(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(SystemExit, match=r"needs datasets, .* pip install '\.\[trainer\]'"):
-        main([*SMALL, "--dataset=openai/gsm8k", f"--output_dir={tmp_path / 'run'}"])
-
-
 def test_a_module_of_this_repository_that_is_not_there_is_an_error_as_ever():
     with pytest.raises(ModuleNotFoundError, match=r"trainer\.absent"), needed_by("python -m trainer", "trainer"):
         import trainer.absent  # noqa: F401
-
-
-def test_ctrl_c_while_packages_are_imported_is_no_traceback():
-    with pytest.raises(SystemExit, match=r"^130$"), needed_by("python -m trainer", "trainer"):
-        raise KeyboardInterrupt

@@ -1,7 +1,5 @@
 """Loading and saving: a policy is exactly what its checkpoint holds, and what is saved is finite."""
 
-import warnings
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,28 +34,11 @@ def change(folder, **tensors) -> None:
     save_file({name: x for name, x in changed.items() if x is not None}, file, metadata={"format": "pt"})
 
 
-def test_a_whole_checkpoint_loads_as_it_was_saved(folder) -> None:
-    policy, _ = loaded(folder, "--no_use_peft")
-    saved = load_file(folder / "model.safetensors")
-    assert all(torch.equal(p, saved[name]) for name, p in policy.named_parameters())
-
-
-def test_an_adapter_is_made_without_a_warning(folder) -> None:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        loaded(folder, "--use_peft")
-    assert not [one for one in seen if issubclass(one.category, FutureWarning)]
-
-
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ({NORM: None}, f"does not fit Qwen3ForCausalLM, missing_keys: {NORM}"),
-        ({"lm_head.weight": None, NORM: None}, f"missing_keys: lm_head.weight, {NORM} (2 in all)"),
-        (
-            {"model.layers.0.mlp.gate_proj.bias": torch.zeros(48)},
-            "unexpected_keys: model.layers.0.mlp.gate_proj.bias (1 in all); load and save it once by AutoModelFor",
-        ),
+        ({"lm_head.weight": None, NORM: None}, f"its checkpoint has 2 missing_keys: lm_head.weight, {NORM}"),
+        ({"layers.0.bias": torch.zeros(48)}, "its checkpoint has 1 unexpected_keys: layers.0.bias"),
         ({NORM: torch.ones(16)}, "cannot be loaded: "),
         ({NORM: torch.tensor([torch.nan] + [1.0] * 31)}, f"parameter {NORM} is not finite"),
     ],
@@ -71,11 +52,10 @@ def test_a_checkpoint_that_does_not_hold_the_models_tensors_ends_the_program(fol
 
 
 @pytest.mark.parametrize("peft", ["--no_use_peft", "--use_peft"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_model_with_a_weight_that_is_not_finite_is_not_saved(folder, peft, value) -> None:
+def test_a_model_with_a_weight_that_is_not_finite_is_not_saved(folder, peft) -> None:
     policy, tokenizer = loaded(folder, peft)
     name, parameter = next((n, p) for n, p in policy.named_parameters() if p.requires_grad and "layers.1" in n)
-    parameter.data.flatten()[3] = value
+    parameter.data.flatten()[3] = torch.inf
     with pytest.raises(FloatingPointError, match=f"parameter {name} is not finite"):
         save_policy(policy, tokenizer, folder.parent / "saved")
     assert not (folder.parent / "saved").exists()

@@ -9,9 +9,6 @@ from cfa_kernels.model.check.verify import check_trainable
 from tests.support.adapted import tiny
 from tests.support.budget import assert_within_budget
 from tests.support.embedded import EVERY_OTHER, padded_logprobs, settings, updated
-from tests.support.tiny import tiny_model
-from trainer.config import TrainConfig
-from trainer.metrics import sampling_gap_limit
 from trainer.precision import Precision, frozen_copy
 from trainer.rollouts.in_process import TransformersEngine
 from trainer.run import set_up
@@ -110,13 +107,6 @@ def test_a_bfloat16_copy_samples_and_follows_the_weights(mixed, peft) -> None:
     options = {"max_completion_length": 12, "keys": KEYS, "temperature": 0.6, "top_p": 0.95}
     assert actual.ids() == expected([trainer.prompts[0]] * 8, **options).ids() != before.ids()
     assert places == [p.data_ptr() for p in trainer.engine._model.parameters()]
-
-
-def test_the_limit_of_the_sampling_gap_is_that_of_products_where_they_are_coarser() -> None:
-    model = tiny_model()
-    for dtype, limit in {"auto": 0.02, "mixed": 0.3, "bfloat16": 0.3}.items():
-        assert sampling_gap_limit(TrainConfig(dtype=dtype, device="cpu", temperature=1.0), model) == limit
-    assert sampling_gap_limit(TrainConfig(dtype="mixed", device="cpu", max_sampling_gap=0.1), model) == 0.1
 
 
 def test_a_copy_is_frozen_and_rounds_parameters_only() -> None:

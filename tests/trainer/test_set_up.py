@@ -7,7 +7,7 @@ import transformers
 from tests.support.embedded import SMALL, settings
 from tests.support.tiny import tiny_tokenizer
 from trainer.__main__ import main
-from trainer.run import compile_or_say, set_up
+from trainer.run import set_up
 
 SIZE = {
     "vocab_size": len(tiny_tokenizer()), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -50,14 +50,6 @@ def test_a_model_whose_logits_are_not_its_heads_output_is_refused_also_without_c
 def test_dropout_is_refused_with_the_file_that_sets_it(saved) -> None:
     with pytest.raises(NotImplementedError, match=r"takes attention_dropout=0\); the program reads config.json in its"):
         set_up(settings(f"--model={saved('Llama')}", "--credit=none", "--max_completion_length=4"))
-
-
-def test_where_layers_cannot_be_compiled_auto_says_so_and_goes_on(caplog) -> None:
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
-    compile_or_say(model, must=False)
-    assert "torch_compile=auto: nothing is compiled: model: the layers of GPT2LMHeadModel cannot be" in caplog.text
-    with pytest.raises(NotImplementedError, match="GPT2LMHeadModel"):
-        compile_or_say(model, must=True)
 
 
 def test_compilation_that_is_asked_for_where_it_cannot_be_is_refused(tmp_path, capsys) -> None:

@@ -86,13 +86,6 @@ def test_merged_scores_read_the_copy_that_sampling_made_and_the_base_keeps_its_b
     torch.testing.assert_close(trained[0], trained[1], rtol=0, atol=1e-3)
 
 
-def test_what_cannot_be_merged_ends_a_run_in_its_first_step(fresh, monkeypatch) -> None:
-    monkeypatch.setattr(merged, "is_quantised", lambda _: True)
-    trainer = fresh("--use_peft", "--estimator.merge_adapters=true", EVERY_OTHER)
-    with pytest.raises(merged.CannotMerge, match=r"^merge_adapters=True: .*q_proj: its base, a Linear, holds"):
-        training_step(trainer, 1, [0])
-
-
 def test_a_batch_with_nothing_to_learn_from_leaves_the_model_alone(fresh, rollouts) -> None:
     trainer = fresh()
     before = [p.detach().clone() for p in trainer.policy.parameters()]
@@ -113,12 +106,6 @@ def test_a_problem_that_comes_twice_in_a_step_has_two_groups_and_other_draws_sta
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
         shares += sample_keys(trainer.config, 1, [0, 1, 0, 0])
     assert shares == twice
-
-
-def test_truncated_completions_are_masked_unless_asked_for(fresh) -> None:
-    result = training_step(fresh("--max_completion_length=30"), 1, [0, 1])
-    assert result.metrics["completions/clipped_ratio"] > 0.5
-    assert not any(result.batch.rollouts.truncated[b] for b, spans in enumerate(result.credit.spans) if spans)
 
 
 @pytest.fixture(scope="module")
@@ -153,22 +140,6 @@ def test_a_run_leaves_its_files_and_finite_metrics_under_trls_names(finished) ->
         assert expected <= set(entry)
         assert all(math.isfinite(value) for value in entry.values())
     assert steps[1]["num_tokens"] > steps[0]["num_tokens"]
-
-
-def test_samples_hold_tokens_weights_and_what_masking_did(finished) -> None:
-    samples = samples_of(finished)
-    assert [sample["step"] for sample in samples] == [1] * 4 + [2] * 4
-    with_spans = [sample for sample in samples if sample["spans"]]
-    assert with_spans
-    for sample in with_spans:
-        assert len(sample["tokens"]) == len(sample["weights"])
-        assert "".join(sample["tokens"]).startswith(sample["completion"])
-        for span in sample["spans"]:
-            assert span["text"] == "".join(sample["tokens"][span["start"] : span["end"]])
-            assert sample["weights"][span["end"] - 1] == pytest.approx(span["weight"], abs=1e-4)
-            assert math.isfinite(span["drop"])
-            assert span["drop"] == round(span["drop"], 4)
-        assert sample["weights"][sample["answer"]["start"]] == 1.5
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(finished, tmp_path) -> None:
