@@ -15,12 +15,12 @@ def main(argv: list[str] | None = None) -> int:
         sys.path.append(os.getcwd())
     add_examples()
     with needed_by(program("trainer"), "trainer"):
-        from .cli import of_rank, print_help
+        from .cli import parse_checked, print_help
 
         if print_help(argv):
             return 0
         flags = ["--help" if flag == "--help-all" else flag for flag in argv]  # tyro's, of every setting
-        settings = of_rank(flags, prog=program("trainer"))
+        settings = parse_checked(flags, prog=program("trainer"))
         from .run import main as run
     return run(settings)
 

@@ -6,11 +6,8 @@ This imports no torch. Flags and keys that name no setting are options of credit
 import argparse
 import contextlib
 import difflib
-import io
-import os
 import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -125,9 +122,9 @@ def _by_path(flags: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def of_rank(argv: Sequence[str], *, prog: str) -> TrainSettings:
-    """Parse a run's settings and check that its files exist, in each process of a launcher; the first prints."""
-    with contextlib.redirect_stderr(sys.stderr if _is_first() else io.StringIO()), refusing(prog):
+def parse_checked(argv: Sequence[str], *, prog: str) -> TrainSettings:
+    """Parse a run's settings, and check that the files that they name exist."""
+    with refusing(prog):
         settings = parse(argv, prog=prog)
         require_rewards([*settings.reward_funcs, *filter(None, [settings.eval_reward])])
         for name in filter(None, (settings.dataset, settings.eval_dataset)):
@@ -144,17 +141,9 @@ def refusing(prog: str) -> Iterator[None]:
     """End the program with exit code 2 and one line for settings that are wrong; tyro has a box for wrong flags."""
     try:
         yield
-    except (ValueError, TypeError, OSError, argparse.ArgumentError, SystemExit) as problem:
-        if not _is_first():
-            time.sleep(30)  # the launcher ends all when one ends, and the first one has to say why before that
-        if isinstance(problem, SystemExit):  # tyro's, which has said it
-            raise
+    except (ValueError, TypeError, OSError, argparse.ArgumentError) as problem:
         print(f"{prog}: error: {' '.join(str(problem).split())}", file=sys.stderr)
         sys.exit(2)
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def to_yaml(config: Any, made_by: str) -> str:

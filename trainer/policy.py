@@ -21,7 +21,7 @@ from transformers.utils import is_liger_kernel_available
 
 from .config import TrainConfig
 from .processes import rank
-from .settings import model_path, require_model
+from .settings import model_path
 
 # On the host; one copy of tensors that are sharded, by the process of rank 0. Frozen and tied weights are not there.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
@@ -40,7 +40,6 @@ def _loading(name: str) -> Iterator[None]:
 def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
     """Load the tokenizer, with a pad token and left padding, and the configuration of the model that it is for."""
     name = config.model
-    require_model(name)
     with _loading(name):
         architecture = AutoConfig.from_pretrained(model_path(name))
         tokenizer = AutoTokenizer.from_pretrained(model_path(name), padding_side="left")

@@ -199,8 +199,7 @@ def model_path(model: str) -> str:
 def require_data(name: str) -> None:
     """Raise `ValueError` for a name of data that is neither a file of rows, nor one of the hub, nor "generated"."""
     if name != GENERATED and (Path(name).exists() != (Path(name).suffix in FILES) or Path(name).is_dir()):
-        files = "a .json, .jsonl or .parquet file that exists"
-        raise ValueError(f"dataset {name}: expected {files}, a hub name or {GENERATED!r}")
+        raise ValueError(f"dataset {name}: expected a .json, .jsonl or .parquet file that exists, or a hub name")
 
 
 def require_model(name: str) -> None:

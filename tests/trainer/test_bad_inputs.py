@@ -45,7 +45,6 @@ BEFORE_THE_MODEL: list[tuple] = [
     (MODEL, "m: its chat template drops the question",
      {TEMPLATE: "{% for part in messages[0]['content'] %}{{ part['text'] }}{% endfor %}assistant"}),
     (MODEL, "m: its prompts end in the token that ends", {TEMPLATE: "user {{ messages[0]['content'] }} <eos>"}),
-    (MODEL, "m: its prompts end in the token that ends", {"ends": "<eos>", TEMPLATE: None}),
     (MODEL, "m: cannot be loaded: ", {CONFIG: None}),
     (MODEL, "model {tmp}/m: ", {TOKENIZER: None, "m/tokenizer_config.json": None}),
     (MODEL, "and its vocab_size is 4", {"vocab_size": 4}),
@@ -80,15 +79,7 @@ def spoil(folder: Path, good: Path, files: dict) -> None:
         shutil.copytree(good / "model", folder / "m")
     for name, content in files.items():
         path = folder / name
-        if name == "ends":  # the tokenizer writes a token behind each text
-            tokenizer = json.loads((folder / TOKENIZER).read_text())
-            last = {"id": content, "ids": [tokenizer["model"]["vocab"][content]], "tokens": [content]}
-            tokenizer["post_processor"] = {
-                "type": "TemplateProcessing", "pair": [], "special_tokens": {content: last},
-                "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": content, "type_id": 0}}],
-            }  # fmt: skip
-            (folder / TOKENIZER).write_text(json.dumps(tokenizer))
-        elif "." not in name:
+        if "." not in name:
             for file in (folder / CONFIG, folder / "m/generation_config.json"):
                 file.write_text(json.dumps(json.loads(file.read_text()) | {name: content}))
         elif content is None:

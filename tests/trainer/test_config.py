@@ -15,7 +15,7 @@ from docs.options import documented
 from tests.conftest import REPOSITORY
 from tests.support.runs import config as settings
 from trainer.__main__ import main
-from trainer.cli import of_rank, to_yaml
+from trainer.cli import parse_checked, to_yaml
 from trainer.config import TrainConfig
 from trainer.settings import DataConfig, TrainSettings
 
@@ -159,22 +159,9 @@ def test_a_flag_of_credit_is_true_or_false_as_yaml_writes_it(flag):
 
 def test_a_line_says_how_to_switch_credit_on_where_none_is_named(capsys) -> None:
     for flags in ((), ("--credit=none",), ("--estimator=masking",), ("--credit=cf", "--spans.max_spans=5")):
-        config = TrainConfig(**vars(of_rank(["--device=cpu", *flags], prog="cfa-train")))
+        config = TrainConfig(**vars(parse_checked(["--device=cpu", *flags], prog="cfa-train")))
         says = "note: no credit; --credit takes cf, entropy_80_20," in capsys.readouterr().err
         assert says == (config.credit_name == "none")
-
-
-def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own(capsys, monkeypatch, tmp_path) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "mine.py").write_text(
-        "from dataclasses import dataclass\nfrom cfa_kernels import Estimator\n\n"
-        "@dataclass(frozen=True)\nclass Late(Estimator):\n    name, power = 'late', 1.0\n    power: float = 1.0\n\n"
-        "def flat(importances, units, answer, length): ...\nnumber = 1\n"
-    )
-    credit = settings("--estimator=mine:Late", "--estimator.power=2.0", "--weights=mine:flat").counterfactual()
-    assert (credit.estimator.name, credit.estimator.power, credit.weights.name) == ("late", 2.0, "flat")
-    for name, said in {"mine:Lat": "cannot import 'mine:Lat': Attr", "mine:number": "'mine:number' is a int"}.items():
-        assert f"estimator: {said}" in message(capsys, f"--estimator={name}")
 
 
 WRONG = [

@@ -1,17 +1,10 @@
 """Every estimator runs in the training program, from flags or from the settings of a paper that ship with it."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.presets import preset_names
-from cfa_kernels.estimators import ESTIMATORS
-from cfa_kernels.estimators.entropy import Entropy
-from cfa_kernels.integrations.credit import OFFERS, unmet_needs
-from cfa_kernels.options import Share, check_fields
-from docs.options import options
 from tests.support.embedded import settings, updated
 
 pytestmark = pytest.mark.slow
@@ -21,51 +14,6 @@ REWARDS = torch.tensor([1.0, 0, 0, 0, 0, 1, 0, 0] + [0.0] * 8 + [1.0] * 8 + [1.0
 
 def credit_under(trainer, rollouts):
     return updated(trainer, rollouts, rewards=REWARDS)
-
-
-def named(options) -> list[str]:
-    """Flags of options of credit."""
-    return [f"--{path}={value}" for path, value in options.items()]
-
-
-def test_every_setting_of_credit_reaches_the_library() -> None:
-    """Those the program has; the others are the library's defaults."""
-    gradient = {
-        "units": "spans", "estimator.outcome": "last", "weights": "bilevel", "weights.tau": 0.3,
-        "weights.boost": 1.5, "weights.floor": 0.1, "estimator.sigma": 0.01, "estimator.samples": 2,
-        "normalize": "mean",
-    }  # fmt: skip
-    credit = settings("--control=inverted", "--estimator=gradient", *named(gradient)).counterfactual()
-    assert credit == CounterfactualConfig.of({"control": "inverted", "estimator": "gradient", **gradient})
-    drops = {"estimator.mask": "drop", "estimator.preselect": 0.5, "estimator.preselect_by": "gradient"}
-    assert settings(*named(drops)).counterfactual() == CounterfactualConfig.of(drops)
-    assert settings().counterfactual() == CounterfactualConfig()
-    for control in ("off", "permuted", "random"):
-        assert settings(f"--control={control}").counterfactual().control == control
-
-
-@dataclass(frozen=True)
-class Prepared(Entropy):
-    """An estimator with an option of its own."""
-
-    name = "prepared"
-
-    care: Share = 0.25
-    """How much care is taken."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-def test_a_field_added_to_a_part_is_a_setting_of_yaml_and_an_option_of_every_trainer(monkeypatch) -> None:
-    """It is declared once; here an estimator is put in beside the others, and nothing else is told of it."""
-    monkeypatch.setitem(ESTIMATORS, "prepared", Prepared)
-    ours = settings("--estimator=prepared", "--estimator.care=0.75").counterfactual()
-    assert ours.estimator == Prepared(care=0.75)
-    assert "| `estimator.care` | `prepared` | `0.25` | How much care is taken. |" in options()
-    assert not unmet_needs(ours, OFFERS["TRL"])
-    (refusal,) = unmet_needs(ours, OFFERS["OpenRLHF"])
-    assert refusal.startswith("estimator='prepared': it needs the entropy of each sampled token")
 
 
 @pytest.mark.parametrize("name", preset_names())

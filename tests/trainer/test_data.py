@@ -1,9 +1,8 @@
 """Problems: what the generator writes, what is held out, and what is said about a bad row."""
 
+import datetime
 import json
 import re
-import shutil
-from pathlib import Path
 
 import datasets
 import pyarrow
@@ -14,7 +13,7 @@ from transformers import AutoTokenizer
 from tests.support.tiny import jsonl
 from trainer import data
 from trainer.config import TrainConfig
-from trainer.data import Row, encode_prompts, load_rows, train_and_eval_rows
+from trainer.data import Row, encode_prompts, load_rows, stop_clock, train_and_eval_rows
 from trainer.settings import ASSETS, DataConfig
 
 GOOD = {"question": "How many?", "answer": "2+3=5\n#### 5"}
@@ -47,13 +46,26 @@ def test_prompts_in_chat_format_and_answers_inside_a_column_are_read_as_dapo_mat
     assert read.messages == CHAT
 
 
-def test_a_hub_data_set_without_a_test_split_gives_some_rows_up_for_one(monkeypatch) -> None:
+def test_a_configuration_and_splits_of_a_hub_data_set_are_found(monkeypatch) -> None:
     rows = datasets.Dataset.from_list([GOOD | {"question": f"{i}?"} for i in range(9)])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_: {"train": rows})
-    train, test = train_and_eval_rows(DataConfig(dataset="owner/sums", eval_problems=2))
-    assert (len(train), len(test)) == (7, 2)
+    hub = {"main": {"train": rows, "test": rows.select([0, 1])}, "only": {"train": rows}}
+    asked = []
+
+    def load(name: str, config: str = "only"):
+        asked.append(config)
+        if name == "owner/sums" and config == "main":
+            raise ValueError("BuilderConfig 'main' not found")
+        return hub[config]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    train, test = train_and_eval_rows(DataConfig(dataset="owner/gsm8k"))
+    assert (len(train), len(test), {*asked}) == (7, 2, {"main"})
+    train, test = train_and_eval_rows(DataConfig(dataset="owner/sums", eval_problems=3))  # has no split for a test
+    assert (len(train), len(test), asked[-2:]) == (6, 3, ["main", "only"])
     with pytest.raises(ValueError, match=r"dataset owner/sums: has no split 'test', only \['train'\]"):
         train_and_eval_rows(DataConfig(dataset="owner/sums", eval_dataset="owner/sums"))
+    with pytest.raises(ValueError, match=r"dataset owner/sums: cannot be read: .*main"):
+        train_and_eval_rows(DataConfig(dataset="owner/sums", dataset_config="main"))
 
 
 FORM = "row 1: the last message of 'question' must be the user's"
@@ -106,40 +118,6 @@ def test_a_file_that_leaves_nothing_to_train_on_is_an_error(tmp_path, monkeypatc
         train_and_eval_rows(DataConfig(dataset="data.jsonl", **options))
 
 
-def in_cache(folder, name: str, configs: dict[str, int]) -> None:
-    """Keep a data set of the hub in a cache as `datasets` does, with a number of rows in each configuration."""
-    for config, count in configs.items():
-        rows = [GOOD | {"question": f"{config} {i}?"} for i in range(count)]
-        files = {split: str(folder / f"{config}-{split}.jsonl") for split in ("train", "test")}
-        for split, file in files.items():
-            Path(file).write_text(jsonl(*({**row, "question": f"{split} {row['question']}"} for row in rows)))
-        builder = datasets.load_dataset_builder("json", data_files=files, cache_dir=str(folder / "made"))
-        builder.download_and_prepare()
-        owner, _, short = name.partition("/")
-        kept = folder / "cache" / f"{owner}___{short}" / config / "0.0.0" / ("0" * 40)
-        shutil.copytree(builder.cache_dir, kept)
-        for file in kept.glob("json-*.arrow"):
-            file.rename(file.with_name(file.name.replace("json-", f"{short}-")))
-        info = json.loads((kept / "dataset_info.json").read_text())
-        version = {"version_str": "0.0.0", "major": 0, "minor": 0, "patch": 0}
-        info |= {"builder_name": "parquet", "dataset_name": short, "config_name": config, "version": version}
-        (kept / "dataset_info.json").write_text(json.dumps(info))
-
-
-@pytest.mark.parametrize(
-    ("configs", "asked", "chosen"),
-    [({"main": 4, "socratic": 3}, None, "main"), ({"main": 4, "full": 5}, "full", "full"), ({"full": 5}, None, "full")],
-    ids=str,
-)
-def test_a_data_set_in_the_cache_of_a_node_without_a_network_is_read(tmp_path, monkeypatch, configs, asked, chosen):
-    in_cache(tmp_path, "owner/sums", configs)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    train, test = train_and_eval_rows(DataConfig(dataset="owner/sums", dataset_config=asked))
-    assert [row["question"] for row in train] == [f"train {chosen} {i}?" for i in range(configs[chosen])]
-    assert len(test) == configs[chosen]
-
-
 def tokenizer_with(template: str | None):
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     tokenizer.chat_template = template
@@ -168,6 +146,13 @@ def test_a_system_prompt_and_thinking_are_settings_and_messages_keep_what_they_s
     tokenizer = tokenizer_with(TEMPLATE)
     (ids,) = encode_prompts([row], tokenizer, TrainConfig(**options), 1024)
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_runs_begin() -> None:
+    stop_clock(datetime.datetime(2026, 11, 26))
+    tokenizer = tokenizer_with("{{ strftime_now('%d') }} {{ messages[0]['content'] }}")
+    (ids,) = encode_prompts([Row(GOOD)], tokenizer, TrainConfig(instruction=""), 1024)
+    assert ids == tokenizer("26 How many?", add_special_tokens=False)["input_ids"]
 
 
 def test_without_a_chat_template_the_program_writes_the_prompt() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.runs import child, flags, main, outcome
 from trainer import run
 from trainer.disk import DiskError, whole_folder, write_whole
-from trainer.endings import Ended, Ending
+from trainer.endings import Ending
 
 
 def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> tuple[int, str, str]:
@@ -55,14 +55,6 @@ def test_a_second_ctrl_c_ends_at_once(there) -> None:
     folder = there / "twice"
     assert child(signalled, flags(there / "model", folder), signal.SIGINT, 3, True) == (130, None)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-0", "step-2"]
-
-
-def test_signals_are_the_programs_own_again_afterwards() -> None:
-    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    with Ending() as ending, pytest.raises(Ended):
-        signal.raise_signal(signal.SIGTERM)
-    assert (ending.signal, ending.exit_code) == (signal.SIGTERM, 0)
-    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
 def test_a_signal_that_is_ignored_at_the_start_stays_ignored() -> None:

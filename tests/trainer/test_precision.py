@@ -6,7 +6,6 @@ from torch import nn
 
 from cfa_kernels import policy_loss
 from cfa_kernels.model.check.verify import check_trainable
-from tests.support.adapted import tiny
 from tests.support.budget import assert_within_budget
 from tests.support.embedded import EVERY_OTHER, padded_logprobs, settings, updated
 from trainer.precision import Precision, frozen_copy
@@ -107,13 +106,3 @@ def test_a_bfloat16_copy_samples_and_follows_the_weights(mixed, peft) -> None:
     options = {"max_completion_length": 12, "keys": KEYS, "temperature": 0.6, "top_p": 0.95}
     assert actual.ids() == expected([trainer.prompts[0]] * 8, **options).ids() != before.ids()
     assert places == [p.data_ptr() for p in trainer.engine._model.parameters()]
-
-
-def test_a_copy_is_frozen_and_rounds_parameters_only() -> None:
-    model = tiny(F32, tie_word_embeddings=True)
-    made = frozen_copy(model, BF16)
-    assert {p.dtype for p in made.parameters()} == {BF16}
-    assert {b.dtype for b in made.buffers()} == {b.dtype for b in model.buffers()} == {F32}
-    assert not any(p.requires_grad for p in made.parameters())
-    assert all(p.requires_grad and p.dtype == F32 for p in model.parameters())
-    assert made.lm_head.weight is made.model.embed_tokens.weight

@@ -1,12 +1,8 @@
 """The training program on several processes: the run of one, and no process waits for ever."""
 
 import itertools
-import multiprocessing
-import os
 import random
-import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.run
-from accelerate.commands import launch
 from safetensors.torch import load_file
 from transformers import set_seed
 
 from tests.support import sharded
-from tests.support.embedded import COMPARING, SMALL, metrics_of, run, samples_of, settings
-from tests.support.runs import child
+from tests.support.embedded import COMPARING, metrics_of, run, samples_of, settings
 from tests.support.tiny import jsonl, write_tiny
-from trainer import __main__ as program
 from trainer import processes
 from trainer import run as program_run
 from trainer.checkpoints import open_run
@@ -217,39 +210,6 @@ def test_a_checkpoint_of_two_processes_is_gone_on_from_by_two_and_by_one(few, tm
 @pytest.mark.slow
 def test_what_one_process_cannot_do_ends_all(few) -> None:
     sharded.run(2, failing, few)
-
-
-def launched(argv: list[str], folder: Path) -> None:
-    """`accelerate launch -m trainer`, whose processes are forked: to import torch in each anew takes seconds."""
-    for file, name in enumerate(("out", "err"), start=1):
-        os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), file)
-    multiprocessing.current_process()._config["daemon"] = False  # which has no children
-    made = torch.distributed.run.config_from_args
-
-    def forking(args: Any) -> tuple[Any, Callable[[], None], list[str]]:
-        config, command, given = made(args)
-        assert (command, given) == (sys.executable, ["-u", "-m", "trainer", *argv])
-        config.start_method = "fork"
-        return config, lambda: sys.exit(program.main(argv)), []
-
-    torch.distributed.run.config_from_args = forking
-    options = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
-    parser = launch.launch_command_parser()
-    launch.launch_command(parser.parse_args([*options, "-m", "trainer", *argv]))
-
-
-@pytest.mark.slow
-def test_accelerate_starts_it_by_torchrun_and_an_error_is_one_line_with_its_rank(few, tmp_path) -> None:
-    argv = [*SMALL, *few, "--generation_batch_size=8", "--max_steps=1", f"--output_dir={tmp_path / 'run'}"]
-    argv += [f"--reward_funcs={__name__}:infinite_in_second"]
-    assert child(launched, argv, tmp_path) == (1, None)
-    out, err = ((tmp_path / name).read_text() for name in ("out", "err"))
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert re.fullmatch(r"error: rank 1: step 1, sample 0 \(.*\): reward infinite_in_second is inf, .*", errors[0])
-    assert "trainer/step.py" not in err  # no traceback of ours
-    assert out.count("held-out accuracy") == 1
-    assert [entry["step"] for entry in metrics_of(tmp_path / "run")] == [0]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from cfa_kernels import policy_loss
-from cfa_kernels.model import merged
 from cfa_kernels.rows import pad_rows
 from tests.support.embedded import (
     EVERY_OTHER,
@@ -62,28 +61,6 @@ def test_kl_is_taken_to_the_model_as_it_was_loaded(fresh, peft) -> None:
     kl = [training_step(trainer, step, [0]).metrics["kl"] for step in (1, 2)]
     assert abs(kl[0]) < 1e-6
     assert kl[1] > 1e-6
-
-
-def test_merged_scores_read_the_copy_that_sampling_made_and_the_base_keeps_its_bits(fresh, monkeypatch) -> None:
-    flags = ["--use_peft", "--lora_r=4", "--learning_rate=1e-3", "--max_completion_length=48", EVERY_OTHER]
-    trained, drops, made = [], [], []
-    merged_now = merged._merged_now
-    monkeypatch.setattr(merged, "_merged_now", lambda walk: made.append(1) or merged_now(walk))
-    for merges in ("true", "false"):
-        trainer, generator = fresh(*flags, f"--estimator.merge_adapters={merges}"), torch.Generator().manual_seed(0)
-        for name, parameter in trainer.policy.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(std=0.01, generator=generator)
-        base = {n: p.detach().clone() for n, p in trainer.policy.named_parameters() if not p.requires_grad}
-        made.clear()
-        steps = [training_step(trainer, step, [0, 1]) for step in (1, 2)]
-        assert not made
-        assert all(torch.equal(p, base[n]) for n, p in trainer.policy.named_parameters() if n in base)
-        drops.append(torch.cat(steps[0].credit.drop))
-        trained.append(torch.cat([p.detach().flatten() for p in trainer.policy.parameters() if p.requires_grad]))
-    assert drops[1].abs().max() > 1
-    torch.testing.assert_close(drops[0], drops[1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(trained[0], trained[1], rtol=0, atol=1e-3)
 
 
 def test_a_batch_with_nothing_to_learn_from_leaves_the_model_alone(fresh, rollouts) -> None:
@@ -160,25 +137,6 @@ def test_a_lora_run_leaves_an_adapter_that_loads(tmp_path) -> None:
     moved = [p.abs().max().item() for name, p in model.named_parameters() if "lora_B" in name]
     assert moved
     assert all(value > 0 for value in moved)
-
-
-def test_a_llama_without_chat_template_or_pad_token_trains_under_the_paper_settings(tmp_path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_path(EMBEDDED))
-    tokenizer.chat_template = tokenizer.pad_token = None
-    tokenizer.save_pretrained(tmp_path / "llama")
-    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **size))
-    llama.save_pretrained(tmp_path / "llama")
-    folder = run(
-        tmp_path / "run", f"--model={tmp_path / 'llama'}", "--max_completion_length=12", "--max_steps=1",
-        EVERY_OTHER, "--no_mask_truncated_completions",
-    )  # fmt: skip
-    step = metrics_of(folder)[1]
-    assert step["frac_reward_zero_std"] < 1
-    assert step["grad_norm"] > 0
-    assert step["completions/clipped_ratio"] > 0
-    settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
-    assert (settings["r"], settings["lora_alpha"]) == (32, 32)
 
 
 def test_problems_come_in_shuffled_passes() -> None:

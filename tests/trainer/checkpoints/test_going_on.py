@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.runs import child, config, flags, kill_at, main, outcome
-from trainer.checkpoints import Refused, RunFolder
+from trainer.checkpoints import Refused, RunFolder, open_run
 from trainer.run import set_up, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.traced]
@@ -122,58 +122,18 @@ def test_another_model_and_other_problems_or_prompts_are_refused(stopped, there,
         changed = replace(trainer, **{part: getattr(trainer, part)[1:]})
         with pytest.raises(Refused, match="was begun with other base weights, problems, prompts or device"):
             run_in(folder).begin(changed)
-    for more in (PEFT, ["--beta=0.1"]):
-        trainer, run = set_up(config(*flags(there / "model", tmp_path, *more))), run_in(tmp_path / more[0])
-        run.path.mkdir()
-        assert run.begin(trainer) == (0, {})
-        run.save(trainer, 0, lambda: {"bytes": {}})
-        assert run.begin(trainer) == (0, {"bytes": {}})
-        model = trainer.reference or trainer.policy
-        with torch.no_grad():
-            next(p for p in model.parameters() if not p.requires_grad).mul_(1.01)
-        with pytest.raises(Refused, match="was begun with other base weights"):
-            run.begin(trainer)
+    trainer, run = set_up(config(*flags(there / "model", tmp_path, *PEFT))), run_in(tmp_path / "peft")
+    run.path.mkdir()
+    run.started = datetime.datetime(2026, 11, 26)
+    assert run.begin(trainer) == (0, {})
+    run.save(trainer, 0, lambda: {"bytes": {}})
+    assert run.begin(trainer) == (0, {"bytes": {}})
+    with open_run(replace(trainer.config, output_dir=str(run.path))) as again:  # which keeps the date of its prompts
+        assert again.started == run.started
+    with torch.no_grad():
+        next(p for p in trainer.policy.parameters() if not p.requires_grad).mul_(1.01)
+    with pytest.raises(Refused, match="was begun with other base weights"):
+        run.begin(trainer)
 
 
 # On an odd day a prompt has one word more.
-DATED = (
-    "{% set day = strftime_now('%d') %}{% if strftime_now is defined and strftime_now('%j')|int % 2 %}Add{% endif %}"
-    "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if day == '27' %}halve{% endif %}"
-)
-
-
-def clock(monkeypatch, day: int) -> None:
-    """Let transformers' chat templates, and the program, take it for a day of November 2026."""
-
-    class Day(datetime.datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return datetime.datetime(2026, 11, day, 23, 50, tzinfo=tz)
-
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Day)
-    monkeypatch.setattr("trainer.checkpoints.datetime", Day)
-
-
-def test_a_run_whose_template_writes_the_date_goes_on_the_next_day_with_its_first_prompts(tmp_path, monkeypatch):
-    argv = flags(tmp_path / "model", tmp_path / "whole", "--max_steps=2")
-    (tmp_path / "model" / "chat_template.jinja").write_text(DATED)
-    clock(monkeypatch, 26)
-    code, _, wrong = main(argv)
-    assert (code, wrong) == (0, "")
-
-    def stop(call: int) -> None:
-        if call == 1:
-            signal.raise_signal(signal.SIGTERM)
-
-    stopped = flags(tmp_path / "model", tmp_path / "stopped", "--max_steps=2")
-    assert main(stopped, stop)[0] == 0
-    assert not (tmp_path / "stopped" / "summary.json").exists()
-    clock(monkeypatch, 27)
-    code, said, wrong = main(stopped)
-    assert (code, wrong) == (0, "")
-    assert "resuming from the checkpoint of step" in said
-    assert outcome(tmp_path / "stopped")["weights"] == outcome(tmp_path / "whole")["weights"]
-    assert outcome(tmp_path / "stopped")["completions"] == outcome(tmp_path / "whole")["completions"]
-    code, _, wrong = main(flags(tmp_path / "model", tmp_path / "new", "--max_steps=2"))
-    assert (code, wrong) == (0, "")
-    assert outcome(tmp_path / "new")["completions"] != outcome(tmp_path / "whole")["completions"]

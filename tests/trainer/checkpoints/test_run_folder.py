@@ -1,7 +1,6 @@
 """Which folder a run takes: a new one, its own, never another's."""
 
 import datetime
-import errno
 import json
 import os
 import signal
@@ -9,13 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from tests.support.runs import child, config, flags, main
 from trainer import checkpoints
 from trainer.checkpoints import Finished, Refused, RunFolder, open_run
-from trainer.disk import DiskError, naming
 
 
 @pytest.fixture
@@ -127,20 +124,3 @@ def test_a_folder_that_holds_something_else_is_left_alone_and_one_that_cannot_be
             open_run(config(*argv("run", *more))).__enter__()
     with pytest.raises(NotADirectoryError, match=r"/dev/null/run"):
         open_run(config(*argv(), "--output_dir=/dev/null/run")).__enter__()
-
-
-def test_a_disk_that_fills_while_torch_writes_is_named_whatever_torch_makes_of_it(tmp_path) -> None:
-    room = 5_000
-
-    class Full:
-        def write(self, data) -> int:
-            nonlocal room
-            if (room := room - len(data)) < 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return len(data)
-
-        def flush(self) -> None: ...
-
-    message = r"state\.pt cannot be written: No space left on device"
-    with pytest.raises(DiskError, match=message), naming(tmp_path / "state.pt"):
-        torch.save({"weights": torch.zeros(5_000), "more": torch.ones(5_000)}, Full())
