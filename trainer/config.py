@@ -21,7 +21,7 @@ from .settings import TrainSettings
 
 @dataclass
 class TrainConfig(TrainSettings):
-    """Settings of one run of counterfactual DAPO, checked. Defaults are the CF paper's where it states one."""
+    """Settings of one run of counterfactual DAPO, checked."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -84,15 +84,10 @@ class TrainConfig(TrainSettings):
 def _contradictions(c: TrainConfig) -> dict[str, bool]:
     """Say what would train something else than was asked for, and whether these settings do."""
     credit, high, url = c.counterfactual(), c.importance_sampling_clip_max, c.vllm_server_base_url
-    weighing = {
-        f"credit by {credit.estimator.name}": credit.control != "off",
-        "shaping_func": c.shaping_func is not None,
-        "importance_sampling_clip_max": high is not None and c.importance_sampling_mode.startswith("token"),
-    }
-    weighs = " and ".join(name for name, does in weighing.items() if does)
+    corrects = high is not None and c.importance_sampling_mode.startswith("token")
+    weighs = credit.control != "off" or c.shaping_func is not None or corrects
     unfit = [name for name in c.reward_funcs if name in BUILT_IN and c.kind not in BUILT_IN[name].kinds]
-    judged = " or ".join(BUILT_IN[unfit[0]].kinds) if unfit else ""
-    sizes = len(c.reward_weights), len(c.reward_funcs)
+    names, factors = len(c.reward_funcs), len(c.reward_weights)
     return {
         "loss_type: bnpo divides by the tokens of a part that memory cuts; take dapo or grpo": c.loss_type == "bnpo",
         f"generation_batch_size must be a multiple of num_generations, got {c.generation_batch_size} and "
@@ -101,12 +96,9 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
             c.importance_sampling_mode != "token_truncate" and high is None
         ),
         **dict.fromkeys(unmet_needs(credit, NEEDS.keys() - {EXTERNAL, LOG_RATIOS, TARGETS}), True),
-        f"importance_sampling_level must be token or sequence_token with {weighs}, got sequence: a completion has one "
-        "ratio there, so that only the sum of its tokens' weights acts": (
-            weights_sequences(c.loss_type, c.importance_sampling_level) and bool(weighs)
-        ),
-        "merge_adapters: use_peft is off, so there is no adapter to merge; omit one of them": (
-            WHOLE in credit.needs and not c.use_peft
+        "importance_sampling_level=sequence gives a completion one ratio, so that weights of tokens by credit, "
+        "shaping_func or importance_sampling_clip_max would act by their sum; take sequence_token": (
+            weighs and weights_sequences(c.loss_type, c.importance_sampling_level)
         ),
         "dtype: bfloat16 without use_peft would train weights to which most steps are lost by rounding; take mixed": (
             c.dtype == "bfloat16" and not c.use_peft
@@ -118,9 +110,10 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
             c.score_centering and (c.rollout_engine != "transformers" or c.top_p == 1)
         ),
         "reward_funcs must name at least one function, got none": not c.reward_funcs,
-        f"reward_weights: {sizes[0]} weights for {sizes[1]} reward_funcs; give one for each": sizes[0]
-        not in (0, sizes[1]),
-        f"reward_funcs: {''.join(unfit[:1])} reads rows of {judged}, and eval_reward {c.grader} {c.kind}": bool(unfit),
+        f"reward_weights: {factors} weights for {names} reward_funcs; give one for each": factors not in (0, names),
+        f"reward_funcs: {', '.join(unfit)} cannot read rows of {c.kind}, which eval_reward {c.grader} does": bool(
+            unfit
+        ),
     }
 
 

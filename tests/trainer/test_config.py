@@ -54,8 +54,7 @@ def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
 )
 def test_weights_of_tokens_are_refused_where_a_completion_has_one_ratio(capsys, weighing) -> None:
     level = "--importance_sampling_level=sequence"
-    said = message(capsys, level, *weighing)
-    assert re.search(r"importance_sampling_level must be .* with (credit by masking|shaping|importance_s)", said)
+    assert "importance_sampling_level=sequence gives a completion one ratio" in message(capsys, level, *weighing)
     assert settings(level, *weighing, "--loss_type=cispo").loss_type == "cispo"
     assert settings(level, "--credit=none").importance_sampling_level == "sequence"
 
@@ -181,7 +180,6 @@ WRONG = [
     (["--num_generations=3"], "a multiple of num_generations, got 128 and 3"),
     (["--num_generations=1"], "num_generations must be an integer, at least 2, got 1"),
     (["--reward_funcs"], "reward_funcs must name at least one function"),
-    (["--estimator.merge_adapters=true"], "merge_adapters: use_peft is off, so there is no adapter to merge"),
     (["--estimator=external"], "estimator='external': it needs importances that the caller passes in, which this"),
     (["--dtype=bfloat16", "--no_use_peft"], "dtype: bfloat16 without use_peft would train weights to which most"),
     (["--device=toaster"], "device must be auto, cpu or a GPU such as cuda:0, got 'toaster'"),

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.run
 from safetensors.torch import load_file
 from transformers import set_seed
 

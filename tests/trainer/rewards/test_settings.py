@@ -67,7 +67,7 @@ def test_a_run_goes_on_where_all_rewards_abstain_and_holds_what_they_log(tmp_pat
         ({"eval_samples": -1}, "eval_samples must be an integer, at least 0, got -1"),
         (
             {"reward_funcs": ["math_verify", "exact_match"]},
-            "reward_funcs: exact_match reads rows of numbers, and eval_reward math_verify text",
+            "reward_funcs: exact_match cannot read the rows of eval_reward math_verify, text",
         ),
     ],
 )
