@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from cfa_kernels import policy_loss
-from cfa_kernels.model.check.verify import check_trainable
 from tests.support.budget import assert_within_budget
 from tests.support.embedded import EVERY_OTHER, padded_logprobs, settings, updated
 from trainer.precision import Precision, frozen_copy
@@ -40,32 +39,6 @@ def test_dtype_chooses_the_type_of_weights_and_of_products(dtype, device, adapte
     actual = Precision.of(dtype, device, adapters=adapters)
     assert actual == Precision(torch.device(device), weights, products)
     assert actual.is_mixed == (weights != products)
-
-
-def test_forwards_of_a_step_run_in_bfloat16_and_backwards_outside_autocast(mixed) -> None:
-    trainer = mixed("--beta=0.1")
-    seen: dict[str, list] = {"policy": [], "reference": [], "sampled": [], "backward": []}
-
-    def watch(model: nn.Module, name: str) -> None:
-        def note(layer, _, out) -> None:
-            seen[name].append((torch.is_autocast_enabled("cpu"), layer.weight.dtype, out.dtype))
-            if out.requires_grad:
-                out.register_hook(lambda _: seen["backward"].append(torch.is_autocast_enabled("cpu")))
-
-        model.get_submodule("model.layers.0.mlp.down_proj").register_forward_hook(note)
-
-    watch(trainer.policy, "policy")
-    watch(trainer.engine._model, "sampled")
-    watch(trainer.reference, "reference")
-    for model in (trainer.policy.train(), trainer.reference):
-        check_trainable(model)  # which is in float32, and done once
-    seen |= {name: [] for name in seen}
-    training_step(trainer, 1, [0, 1])
-    assert len(seen["policy"]) > 2  # branches of masked spans, too
-    assert {*seen["policy"], *seen["reference"]} == {(True, F32, BF16)}
-    assert set(seen["sampled"]) == {(False, BF16, BF16)}
-    assert set(seen["backward"]) == {False}
-    assert all(p.dtype == p.grad.dtype == F32 for p in trainer.policy.parameters())
 
 
 def test_the_gradient_in_mixed_precision_is_float32_and_off_by_the_rounding_of_bfloat16(mixed) -> None:

@@ -50,20 +50,6 @@ def test_a_lora_run_goes_on_from_its_adapter(there) -> None:
     assert size < (there / "undisturbed/checkpoints/step-6/state.pt").stat().st_size / 2
 
 
-def test_a_steady_schedule_lets_a_finished_run_go_on_for_longer(there) -> None:
-    def ended(name: str, steps: int) -> tuple[int, str, str]:
-        argv = flags(there / "model", there / name, "--lr_scheduler_type=constant", f"--max_steps={steps}")
-        return child(main, argv)[1]
-
-    assert [ended(*run)[0] for run in (("longer", 2), ("longer", 3), ("whole", 3))] == [0, 0, 0]
-    ours, theirs = outcome(there / "longer"), outcome(there / "whole")
-    assert ours["weights"] == theirs["weights"]
-    more = [entry for entry in ours["metrics"] if entry not in theirs["metrics"]]
-    assert [(entry["step"], "eval_accuracy" in entry) for entry in more] == [(2, True)]
-    (there / "longer" / "summary.json").unlink()
-    assert ended("longer", 2)[2].startswith(f"error: max_steps: {there / 'longer'} is at step 3 already, got 2")
-
-
 def run_in(path: Path) -> RunFolder:
     return RunFolder(path, datetime.datetime.now())
 
