@@ -169,7 +169,7 @@ def _opened(config: TrainConfig, stack: contextlib.ExitStack) -> RunFolder:
 
 
 def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
-    """Say which settings of a run have changed that may not; one that is not there had its default."""
+    # A setting that a run did not know had its default.
     then, now = {**asdict(type(config)()), **settings}, asdict(config)
     may_change = _MAY_CHANGE | ({"max_steps"} if config.lr_scheduler_type == "constant" else set())
     changed = [name for name in now if name not in may_change and then[name] != now[name]]
@@ -177,7 +177,7 @@ def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
 
 
 def _digest(trainer: Trainer) -> str:
-    """Digest what a run depends on and neither settings nor checkpoints hold: device, frozen weights, data, prompts."""
+    # What a run depends on and neither settings nor checkpoints hold.
     data = [trainer.rows, trainer.held_out, trainer.prompts, trainer.held_out_prompts]
     digest = hashlib.sha256(json.dumps([trainer.config.precision.device.type, data], default=str).encode())
     for model in filter(None, (trainer.policy, trainer.reference)):
@@ -196,6 +196,5 @@ def _last_step(path: Path) -> int | None:
 
 
 def _steps(path: Path) -> set[int]:
-    """List the steps whose checkpoints are in `path`."""
     names = (entry.name.removeprefix("step-") for entry in (path / "checkpoints").glob("step-*"))
     return {int(name) for name in names if name.isdecimal()}

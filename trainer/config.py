@@ -111,9 +111,7 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         ),
         "reward_funcs must name at least one function, got none": not c.reward_funcs,
         f"reward_weights: {factors} weights for {names} reward_funcs; give one for each": factors not in (0, names),
-        f"reward_funcs: {', '.join(unfit)} cannot read rows of {c.kind}, which eval_reward {c.grader} does": bool(
-            unfit
-        ),
+        f"reward_funcs: {', '.join(unfit)} cannot read the rows of eval_reward {c.grader}, {c.kind}": bool(unfit),
     }
 
 

@@ -107,8 +107,7 @@ def encode_prompt(
 
 
 def _takes_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether it has a chat template, or one of its own as Mistral's, whose `chat_template` is None."""
-    return tokenizer.chat_template is not None or getattr(tokenizer, "backend", None) == "mistral_common"
+    return tokenizer.chat_template is not None or getattr(tokenizer, "backend", None) == "mistral_common"  # has its own
 
 
 def stop_strings(tokenizer: PreTrainedTokenizerBase, config: TrainSettings) -> list[str]:
@@ -204,7 +203,6 @@ def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:
 
 
 def _taken(row: dict[str, Any], column: str, where: str) -> Any:
-    """Take a column out of a row, or read a field inside one by a dotted path."""
     if column in row:
         return row.pop(column)
     value: Any = row

@@ -68,8 +68,7 @@ class TrainSettings(DataConfig):
     reward_timeout: Positive = 10.0
     """Seconds after which math_verify gives up on a completion, with reward 0."""
     eval_reward: str | None = None
-    """Reward function that evaluation counts by: a problem is solved if it gives 1 or more. By default the first of
-    reward_funcs that comes with the program and grades, else exact_match."""
+    """Reward function that evaluation counts by, 1 or more solves; by default the first built-in of reward_funcs."""
     environment: str | None = None
     """Your "module:function" that makes an engine of engine, tokenizer, ends and thought_tags, whose environment
     answers the policy's calls. examples.environments:calculator completes sums such as `<<48/2=`."""
@@ -78,8 +77,7 @@ class TrainSettings(DataConfig):
 
     # run
     output_dir: str | None = None
-    """Run folder: new, empty, or with this run, interrupted. The default under runs/ has date, model, credit and seed
-    in its name."""
+    """Run folder: new, empty, or with this run, interrupted; by default one under runs/ named by the date."""
     resume: bool = True
     """Resume from the last checkpoint of output_dir; --no_resume starts again, in a new folder."""
     save_steps: Count = 10
