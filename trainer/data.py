@@ -98,7 +98,7 @@ def encode_prompt(
     if system is not None:
         messages = [{"role": "system", "content": system}, *(one for one in messages if one["role"] != "system")]
     if _takes_messages(tokenizer):
-        options = {} if tokenizer.chat_template is None else {"enable_thinking": thinking}
+        options: dict[str, Any] = {} if tokenizer.chat_template is None else {"enable_thinking": thinking}
         encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **options)
         return encoded["input_ids"]
     if len(messages) > 1:
