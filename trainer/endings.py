@@ -38,7 +38,8 @@ class Ending:
             return
         when = " after this step" if self.waits else ""
         text = "ended at once" if again else f"{self.signal.name}: ending{when}; Ctrl-C then ends at once"
-        for descriptor, said in ((1, "\n"), (2, f"\n{text}\n")):
+        cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides it
+        for descriptor, said in ((1, "\n"), (2, f"\n{cursor}{text}\n")):
             try:
                 os.write(descriptor, said.encode())  # past Python's buffer, in which the signal may have come
             except OSError:  # the terminal has closed, or Ctrl-C ended the other side of the pipe, too
