@@ -79,17 +79,13 @@ def parse(argv: Sequence[str], *, prog: str) -> TrainSettings:
         if given.config:
             file = Path(given.config) if Path(given.config).exists() else CONFIGS / f"{given.config}.yaml"
             if not file.exists():
-                raise ValueError(
-                    f"--config {given.config}: there is no such file; runs that ship: {', '.join(SHIPPED)}"
-                )
+                raise ValueError(f"--config {given.config}: there is no such file; {', '.join(SHIPPED)} ship")
             settings = read_settings(file)
         model = settings["model"] = given.model or settings.get("model") or EMBEDDED
         if (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
             own = read_mapping(suited)
             if others := sorted(own.keys() - {*MODEL_SETTINGS}):
-                raise ValueError(
-                    f"{suited}: a model may set {', '.join(MODEL_SETTINGS)}, not {others[0]}; use --config"
-                )
+                raise ValueError(f"{suited}: a model may set {', '.join(MODEL_SETTINGS)}, not {others[0]}")
             if model != EMBEDDED:
                 values = ", ".join(f"{name}={value!r}" for name, value in own.items())
                 print(f"note: {suited} sets {values}", file=sys.stderr)

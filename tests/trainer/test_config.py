@@ -132,7 +132,7 @@ BEFORE_TORCH = [
     (["--learning_rate=nan"], 2, "error: learning_rate must be in [1e-38, 1e38], got nan"),
     (["--reward_funcs", "own:f", "exact"], 2, "reward_funcs: 'exact' is neither one of exact_match, math_verify "),
     (["--config"], 2, "--config: expected one argument"),
-    (["--config=nowhere.yaml"], 2, "--config nowhere.yaml: there is no such file; runs that ship: calculator,"),
+    (["--config=nowhere.yaml"], 2, "--config nowhere.yaml: there is no such file; calculator, cf,"),
     (["--dataset=nowhere.jsonl"], 2, "dataset nowhere.jsonl: expected a .json, .jsonl or .parquet file that exists"),
     (["--model=./nowhere"], 2, "model ./nowhere: there is no such folder"),
 ]
