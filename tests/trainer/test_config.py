@@ -48,17 +48,6 @@ def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
     assert (credit.estimator, credit.weights, credit.spans.max_spans) == (Masking(), Range(0.5, 4.0, 1.5, 0.0), 10)
 
 
-@pytest.mark.parametrize(
-    "weighing",
-    [[], ["--credit=none", "--shaping_func=math:gcd"], ["--credit=none", "--importance_sampling_clip_max=3"]],
-)
-def test_weights_of_tokens_are_refused_where_a_completion_has_one_ratio(capsys, weighing) -> None:
-    level = "--importance_sampling_level=sequence"
-    assert "importance_sampling_level=sequence gives a completion one ratio" in message(capsys, level, *weighing)
-    assert settings(level, *weighing, "--loss_type=cispo").loss_type == "cispo"
-    assert settings(level, "--credit=none").importance_sampling_level == "sequence"
-
-
 def test_flags_win_over_the_file_which_wins_over_the_model_folder_which_wins_over_the_defaults(tmp_path, capsys):
     model = tmp_path / "model"
     model.mkdir()
@@ -173,6 +162,7 @@ WRONG = [
         ["--score_centering", "--top_p=0.9", "--importance_sampling_level=sequence_token"],
         "score_centering reads each token's ratio by itself: it needs importance_sampling_level='token', no",
     ),
+    (["--importance_sampling_level=sequence"], "importance_sampling_level=sequence gives a completion one ratio"),
     (["--loss_type", "bnpo"], "loss_type: bnpo divides by the tokens of a part that memory cuts"),
     (["--importance_sampling_mode=token_mask"], "importance_sampling_mode has no effect without"),
     (["--bogus", "3"], "unknown option 'bogus' of credit"),

@@ -20,7 +20,6 @@ from tests.support.embedded import (
     updated,
 )
 from tests.support.runs import timeless
-from trainer import processes
 from trainer.evaluate import Evaluation, paired_gain
 from trainer.settings import EMBEDDED, model_path
 from trainer.step import problem_batches, sample_keys, training_step
@@ -70,19 +69,13 @@ def test_a_batch_with_nothing_to_learn_from_leaves_the_model_alone(fresh, rollou
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters(), strict=True))
 
 
-def test_a_problem_that_comes_twice_in_a_step_has_two_groups_and_other_draws_stay(fresh, monkeypatch) -> None:
+def test_a_problem_that_comes_twice_in_a_step_has_two_groups_and_other_draws_stay(fresh) -> None:
     trainer = fresh("--max_completion_length=12", "--temperature=3")
     once, twice = (sample_keys(trainer.config, 1, problems) for problems in ([0, 1], [0, 1, 0, 0]))
     texts = trainer.sample(twice).texts
     groups = [texts[8 * i : 8 * i + 8] for i in range(4)]
     assert [*groups[0], *groups[1]] == trainer.sample(once).texts
     assert groups[0] != groups[2] != groups[3] != groups[0]
-    monkeypatch.setattr(processes, "count", lambda: 2)
-    shares = []
-    for rank in (0, 1):
-        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
-        shares += sample_keys(trainer.config, 1, [0, 1, 0, 0])
-    assert shares == twice
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,13 @@
 
 import datetime
 import json
-import os
-import signal
 import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.support.runs import child, config, flags, main
+from tests.support.runs import config, flags, main
 from trainer import checkpoints
 from trainer.checkpoints import Finished, Refused, RunFolder, open_run
 
@@ -101,19 +99,6 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_one_lives(argv, tmp
         )
     with open_run(config(*argv())):
         pass
-
-
-def hold(argv: list[str]) -> None:
-    """Take a folder, and die with it."""
-    with open_run(config(*argv)):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_a_folder_is_free_again_when_the_process_that_had_it_was_killed(argv, tmp_path) -> None:
-    assert child(hold, argv())[0] == -signal.SIGKILL
-    with open_run(config(*argv())) as folder:
-        assert folder.path == tmp_path / "run"
 
 
 def test_a_folder_that_holds_something_else_is_left_alone_and_one_that_cannot_be_made_is_named(argv, tmp_path) -> None:
