@@ -1,7 +1,6 @@
 """Turns of an environment in the training program: what it wrote is sampled after, and not trained on."""
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from cfa_kernels import packed_logprobs
 from examples.environments import Calculator, EnvironmentFailure, PlayedEngine
-from tests.support.embedded import all_counted, run, settings, updated
+from tests.support.embedded import all_counted, settings, updated
 from trainer.rollouts.engine import end_ids
 from trainer.run import set_up
 from trainer.step import counted_tokens
@@ -65,20 +64,6 @@ def test_log_probs_are_those_of_the_policy_with_the_observations_in_its_context(
         torch.testing.assert_close(mass, mask.float())
 
 
-def test_rollouts_without_a_call_are_the_engines_own(played):
-    silent = type("Silent", (Calculator,), {"call": "never written"})
-    engine = played.engine._engine
-    wrapped = PlayedEngine(silent, engine, played.tokenizer, end_ids(played.policy, played.tokenizer))
-    options = {"max_completion_length": 24, "keys": [(0, 1, 2), (3, 4, 5)], "temperature": 1.0, "top_p": 0.9}
-    plain, ours = engine(played.prompts[:2], **options), wrapped(played.prompts[:2], **options)
-    assert ours.texts == plain.texts
-    assert torch.equal(ours.truncated, plain.truncated)
-    for own, other in zip(ours.logprobs, plain.logprobs, strict=True):
-        assert torch.equal(own, other)
-    for own, other in zip(ours.kept_tokens, plain.kept_tokens, strict=True):
-        assert torch.equal(own.ids, other.ids)
-
-
 def test_tokens_of_an_environment_are_in_no_span_and_move_nothing(played, rollouts):
     batch = all_counted(rollouts)
     assert (
@@ -115,33 +100,3 @@ def test_a_bad_environment_is_named_by_rollout_and_turn(played, step, message):
     )  # fmt: skip
     with pytest.raises(EnvironmentFailure, match=message):
         engine(played.prompts[:2], max_completion_length=60, names=["problem 0", "problem 1"])
-
-
-def test_an_environment_that_always_has_more_to_say_ends_at_the_limit(played):
-    chatty = type("Chatty", (Calculator,), {"call": r"\w", "step": lambda self, text: " and"})
-    engine = PlayedEngine(chatty, played.engine._engine, played.tokenizer, end_ids(played.policy, played.tokenizer))
-    rollouts = engine(played.prompts[:2], max_completion_length=20)
-    assert rollouts.truncated.all()
-    assert rollouts.rows.lengths == [20, 20]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (SimpleNamespace, "environment has no call; it needs reset"),
-        (lambda: 1 / 0, "environment's maker raised ZeroDivisionError"),
-        (type("Bad", (Calculator,), {"call": "("}), "environment's call raised"),
-    ],
-)
-def test_what_is_no_environment_is_refused_before_the_run(played, make, message):
-    with pytest.raises(EnvironmentFailure, match=message):
-        PlayedEngine(make, played.engine._engine, played.tokenizer, [0])
-
-
-def with_bad(engine, tokenizer, ends, thought_tags):
-    return PlayedEngine(Bad, engine, tokenizer, ends)
-
-
-def test_an_environment_that_fails_is_named_with_the_problem(tmp_path):
-    with pytest.raises(ValueError, match=r"held-out problem \d+, turn 0: environment's step"):
-        run(tmp_path / "run", f"--environment={__name__}:with_bad")

@@ -8,10 +8,8 @@ import torch
 
 from cfa_kernels.text.offsets import token_offsets
 from tests.support.adapted import PROMPTS, tiny, tokenizer
-from tests.support.embedded import settings
-from trainer.data import encode_prompt, stop_strings
 from trainer.rewards.numbers import exact_match
-from trainer.rollouts.engine import Rollouts, end_ids, lengths_before, notes_on_ends
+from trainer.rollouts.engine import Rollouts, end_ids, notes_on_ends
 from trainer.rollouts.in_process import TransformersEngine, by_transformers
 
 STOP = ["\nQuestion:", "never"]
@@ -40,15 +38,6 @@ def test_a_completion_ends_before_the_first_stop_string_and_is_finished() -> Non
     assert rewards == [1.0, 0.0, 0.0, 1.0], "7 at the very end of a truncated completion may not be whole"
 
 
-def test_a_token_in_which_a_stop_string_begins_stays_as_it_holds_other_text() -> None:
-    own = copy.deepcopy(tokenizer())
-    own.add_tokens(["}\n", "Question:"])
-    ids = own.convert_tokens_to_ids(["}\n", "Question:", "}\n"])
-    assert lengths_before([ids, ids[1:2], ids[2:]], own, STOP) == [1, None, None]
-    assert lengths_before([ids], own, ["Question:"]) == [1]
-    assert lengths_before([ids], own, []) == [None]
-
-
 @pytest.mark.parametrize("how", ["step by step", "captured", "by transformers"])
 def test_engines_sample_no_further_than_a_look_behind_a_stop_string(how: str) -> None:
     model, options = tiny(), {"max_completion_length": 60}
@@ -73,18 +62,6 @@ def test_engines_sample_no_further_than_a_look_behind_a_stop_string(how: str) ->
     for own, before in zip(stopped.ids(), whole.ids(), strict=True):
         assert 0 < len(own) <= 11
         assert own == before[: len(own)]
-
-
-def test_the_programs_own_header_stops_by_default_where_it_writes_the_prompt() -> None:
-    plain = copy.deepcopy(tokenizer())
-    plain.chat_template = None
-    assert plain.decode(encode_prompt("What?", plain)).startswith("Question: What?")
-    assert stop_strings(plain, settings()) == ["\nQuestion:"]
-    assert stop_strings(tokenizer(), settings()) == []
-    assert stop_strings(plain, settings("--stop", "###", "Q:")) == stop_strings(
-        tokenizer(), settings("--stop", "###", "Q:")
-    )
-    assert stop_strings(plain, settings("--stop")) == []
 
 
 def test_what_closes_the_templates_turns_ends_completions_and_a_line_says_so() -> None:
