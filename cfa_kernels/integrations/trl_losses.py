@@ -19,8 +19,6 @@ from ..rows import Rows, pad_rows
 from ..scoring.packed import packed_forward
 from .trl_credit import KEPT, ROW, of_first_tokens, unpadded
 
-LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
-
 
 @torch.compiler.disable  # a tree has its own shape in each micro-batch and is laid out on the host
 def loss_of_packed_rows(
@@ -32,7 +30,7 @@ def loss_of_packed_rows(
     router_coef: float | None = None,
     scale: Tensor | float = 1.0,
     credit: DeferredCredit | None = None,
-) -> LossAndMetrics:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the same loss from one packed forward, which feeds each prompt once and no padding.
 
     Args:

@@ -46,10 +46,8 @@ class PackedEngine(_Engine):
         if any(get_non_tensor_data(micro_batch, name, False) for name in VERLS_OWN):
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[no-any-return]
         micro_batch = micro_batch.to(get_device_id())
-        temperature, entropies = (
-            get_non_tensor_data(micro_batch, name, default)
-            for name, default in (("temperature", 1.0), ("calculate_entropy", False))
-        )
+        temperature = get_non_tensor_data(micro_batch, "temperature", 1.0)
+        entropies = get_non_tensor_data(micro_batch, "calculate_entropy", False)
         output, fed = packed_outputs(self.module, micro_batch, temperature, entropies=entropies)
         loss, metrics = torch.ones(()), {}
         if loss_function is not None:
@@ -120,18 +118,22 @@ class WholeGroups(_Trainer):
                 self._largest = max(sum(lengths[row] for row in rows) for rows in groups)
         return batch
 
-    def _compute_old_log_prob(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self._keep_together(batch, self.config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu)
-        return _freed(super()._compute_old_log_prob(batch, *args, **kwargs))
+    def _compute_old_log_prob(self, batch: Any, *args: Any) -> Any:
+        tokens = self.config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
+        return self._together(tokens, super()._compute_old_log_prob, batch, *args)
 
-    def _update_actor(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self._keep_together(batch, self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
-        return _freed(super()._update_actor(batch, *args, **kwargs))
+    def _update_actor(self, batch: Any, *args: Any) -> Any:
+        tokens = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+        return self._together(tokens, super()._update_actor, batch, *args)
 
-    def _keep_together(self, batch: Any, tokens: int) -> None:
+    def _together(self, tokens: int, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
         """Have verl deal the rows of a group as one if `tokens` hold the largest, of which verl counts each copy."""
+        name = "force_group_size"  # read by verl's `prepare_micro_batches`
         if self.config.actor_rollout_ref.actor.use_dynamic_bsz and self._largest <= tokens:
-            batch.extra_info[_TOGETHER] = self.config.actor_rollout_ref.rollout.n
+            batch.extra_info[name] = self.config.actor_rollout_ref.rollout.n
+        batch = step(batch, *args)
+        (batch.extra_info or {}).pop(name, None)
+        return batch
 
 
 def data_parallel_workers(group: Any) -> int:
@@ -139,14 +141,6 @@ def data_parallel_workers(group: Any) -> int:
     if "actor" not in group._dispatch_info:
         group._dispatch_info["actor"] = group._query_dispatch_info("actor")
     return max(group._dispatch_info["actor"]) + 1
-
-
-_TOGETHER = "force_group_size"  # read by verl's `prepare_micro_batches`
-
-
-def _freed(batch: Any) -> Any:
-    (batch.extra_info or {}).pop(_TOGETHER, None)
-    return batch
 
 
 def whole_groups(keys: Sequence[str], lengths: Sequence[int], size: int, workers: int) -> list[list[int]] | None:
