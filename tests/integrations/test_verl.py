@@ -293,7 +293,6 @@ def test_where_the_actor_is_sharded_by_fsdp_its_workers_score_trees(config, tran
     ("change", "problem", "reason"),
     [
         ({"actor": {"strategy": "megatron"}}, None, "actor.strategy=megatron"),
-        ({"actor": {"fsdp_config": {"ulysses_sequence_parallel_size": 2}}}, None, "ulysses_sequence_parallel_size=2"),
         ({"model": {"use_fused_kernels": True}}, None, "model.use_fused_kernels=True"),
         ({}, NotImplementedError("Mamba has no tree"), "Mamba has no tree"),
     ],
