@@ -23,13 +23,14 @@ from ..credit.nothing import NOT_MIXED, why_nothing
 from ..loss.options import LossOptions
 from ..model.check.verify import check_supported, check_trainable
 from ..model.compile_layers import compile_layers
+from ..model.modes import one_mode
 from ..model.parts import causal_lm, vocab_size
 from ..model.run_inside import is_sharded, run_inside
 from ..text.offsets import describe_spare_ids
 from . import require
 from .credit import refuse
 from .trl_credit import KEPT, PADDED, ROW, batch_credit, kept_tokens_of, loss_mask, weighed, why_at_once
-from .trl_losses import check_trains_packed, logprobs_of_packed_rows, loss_of_packed_rows, prompts_together
+from .trl_losses import logprobs_of_packed_rows, loss_of_packed_rows, prompts_together
 from .trl_refusals import OLDEST, credit_obstacles, packing_obstacles
 
 _LOG = get_logger(__name__)
@@ -126,18 +127,19 @@ class CounterfactualMixin(_Trainer):
             self.rollout_func = partial(self._without_mask, self.rollout_func)
 
     def _check_model(self) -> None:
-        model, trains = self._queried_model, partial(check_trains_packed, router_loss=self.aux_loss_enabled)
-        checks: tuple[tuple[bool, Any, str], ...] = (
-            (self._feeds_for_credit, check_supported, "credit=None trains it without"),
-            (self.packed_loss, trains, "packed_loss=False leaves the loss to TRL"),
-        )
+        def check(causal: Any) -> None:
+            if self._feeds_for_credit:
+                check_supported(causal)
+            if self.packed_loss:
+                with one_mode(causal, training=True):
+                    check_trainable(causal, router_loss=self.aux_loss_enabled)
+
+        model = self._queried_model
         with self.accelerator.autocast():
-            for applies, check, remedy in checks:
-                try:
-                    if applies:
-                        run_inside(model, partial(check, causal_lm(model)))
-                except NotImplementedError as error:
-                    raise NotImplementedError(f"{error}; {remedy}") from error
+            try:
+                run_inside(model, partial(check, causal_lm(model)))
+            except NotImplementedError as error:
+                raise NotImplementedError(f"{error}; credit=None, packed_loss=False leave it to TRL") from error
             if self.packed_loss and self.args.torch_compile:
                 try:
                     compile_layers(self.accelerator.unwrap_model(self.model), backend=self.args.torch_compile_backend)

@@ -63,12 +63,8 @@ def _attention(
     return attend(module, query, key, value, TreeMask(table, reach), **options)
 
 
-def _reach(*, local_size: int | None = None, **_: Any) -> Reach:
-    return Reach(window=local_size)
-
-
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _reach)
+AttentionMaskInterface.register(ATTENTION, lambda local_size=None, **_: Reach(window=local_size))
 
 
 class CounterfactualAsyncMixin:

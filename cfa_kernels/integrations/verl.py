@@ -8,7 +8,7 @@ On FSDP the workers score packed trees (`TreeScoring`); on other engines they ge
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +30,6 @@ _VERL = require("verl", OLDEST)
 
 from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402  the check above says more
 
-if TYPE_CHECKING:
-    from verl.workers.engine_workers import ActorRolloutRefWorker as _Worker
-else:
-    _Worker = object
-
 # Losses in which weights on advantages are not weights on each token's loss: they use advantages, beyond their sign,
 # outside the product with the ratio.
 INEXACT_LOSSES = ("clip_cov", "dro", "geo_mean", "kl_cov")
@@ -45,7 +40,7 @@ def credit_config(config: Any) -> CounterfactualConfig:
     return as_config(dict(config.get("counterfactual") or {}))
 
 
-class TreeScoring(_Worker):
+class TreeScoring:
     """Add packed trees to verl's actor worker: `class Mine(TreeScoring, ActorRolloutRefWorker)`."""
 
     actor: Any
@@ -94,18 +89,18 @@ class CounterfactualMixin(WholeGroups):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.counterfactual = credit_config(config)
         refuse_settings(config)
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self._draws = Draws(config.actor_rollout_ref.actor.data_loader_seed or 0)
 
     def _init_tokenizer(self) -> None:
-        super()._init_tokenizer()
+        super()._init_tokenizer()  # type: ignore[misc]
         if self.counterfactual.control != "off" or packs_updates(self.config):
             refuse(
                 obstacles((self.processor is not None, "images (a processor) in verl")), "credit or packed_update=True"
             )
 
     def _init_resource_pool_mgr(self) -> None:
-        super()._init_resource_pool_mgr()
+        super()._init_resource_pool_mgr()  # type: ignore[misc]
         if packs_updates(self.config) or (self.counterfactual.asks_model and not tree_obstacles(self.config)):
             import ray
             from verl.trainer.ppo.utils import Role
@@ -116,7 +111,7 @@ class CounterfactualMixin(WholeGroups):
                 self.role_worker_mapping[role] = ray.remote(own)
 
     def _setup(self) -> None:
-        super()._setup()
+        super()._setup()  # type: ignore[misc]
         group = self.actor_rollout_wg
         if packs_updates(self.config):
             group.pack_update()
@@ -135,7 +130,7 @@ class CounterfactualMixin(WholeGroups):
             _LOG.warning("credit: scored by log-prob requests, which share no prefixes: %s", "; ".join(reasons))
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        batch = super()._compute_advantage(batch, metrics)
+        batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
         if self.counterfactual.control == "off":
             return batch
         import transfer_queue as queue

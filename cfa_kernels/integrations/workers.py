@@ -53,8 +53,7 @@ def score_share(module: nn.Module, share: Share) -> Any:
 class Workers(RemoteAccess):
     """Access to a model that `count` workers of a host hold, whole or in pieces; estimators that query it run there.
 
-    `ask` sends each worker its share, at once, and returns the results of `score_share` in the same order. Workers with
-    an empty share are called too, since those that hold pieces of one model run it together.
+    `ask` sends each worker its share, perhaps empty, at once, and returns the results of `score_share` in order.
     """
 
     capabilities = Sharded.capabilities
@@ -66,7 +65,7 @@ class Workers(RemoteAccess):
     @cached_property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Return that of the workers' model, which they check at the first request."""
-        return self._answers([Share(_scores, Batch(Rows([], [])))] * self.count)[0]  # type: ignore[no-any-return]
+        return self._ask([Share(_scores, Batch(Rows([], [])))] * self.count)[0]  # type: ignore[no-any-return]
 
     def apply(self, estimator: Callable[[Any, Batch], Any], batch: Batch) -> Any:
         """Deal the batch's groups over the workers and join the results, in the batch's order."""
@@ -87,15 +86,9 @@ class Workers(RemoteAccess):
 
     def _dealt(self, estimator_of: Callable[[Sequence[int]], Callable[[Any, Batch], Any]], batch: Batch) -> Any:
         dealt = deal_groups(batch, self.count)
-        answers = self._answers([Share(estimator_of(rows), batch.take(rows)) for rows in dealt])
-        own = [i for i, rows in enumerate(dealt) if rows]
-        return _joined([answers[i] for i in own], [dealt[i] for i in own])
-
-    def _answers(self, shares: list[Share]) -> Sequence[Any]:
-        answers = self._ask(shares)
-        if len(answers) != self.count:
-            raise ValueError(f"asked {self.count} workers, {len(answers)} answered")
-        return answers
+        answers = self._ask([Share(estimator_of(rows), batch.take(rows)) for rows in dealt])
+        results = [pair for pair in zip(answers, dealt, strict=True) if pair[1]]
+        return _joined(*zip(*results, strict=True))
 
 
 def _scores(access: Any, batch: Batch, **options: Any) -> CounterfactualScores:
@@ -103,17 +96,14 @@ def _scores(access: Any, batch: Batch, **options: Any) -> CounterfactualScores:
 
 
 def deal_groups(batch: Batch, workers: int) -> list[list[int]]:
-    """Deal the groups of a batch over workers by the rows that they feed; rows are ascending."""
+    """Deal the groups of a batch over workers by their tokens times units; rows are ascending."""
     groups = equal_prompts(batch.rows.prompts) if batch.groups is None else batch.groups.tolist()
     members: dict[int, list[int]] = {}
     for b, group in enumerate(groups):
         members.setdefault(group, []).append(b)
     own = list(members.values())
-    sizes = []
-    for group in own:
-        scored = [(row.spans, row.answer) for row in map(batch.scored_rows.__getitem__, group)]
-        spans, answers = [one for one, answer in scored if answer], [answer for _, answer in scored if answer]
-        sizes.append(balance.rows_to_score(len(batch.rows.prompts[group[0]]), spans, answers))
+    scored = batch.scored_rows
+    sizes = [sum(len(scored[b].completion) * (1 + len(scored[b].spans)) for b in group) for group in own]
     return [sorted(b for group in groups for b in own[group]) for groups in balance.deal(sizes, workers)]
 
 

@@ -169,7 +169,7 @@ class LouderLM(Qwen3ForCausalLM):
 @pytest.mark.parametrize(
     ("model", "given", "fragment"),
     [
-        (mamba, {}, "model: MambaForCausalLM .*credit=None"),
+        (mamba, {}, "model: MambaForCausalLM .*credit=None, packed_loss=False"),
         (mamba, {"credit": CounterfactualConfig(control="random")}, None),
         (lambda: LouderLM(tiny_model().config), PACKED, "model: .* LouderLM .* nats.*packed_loss=False"),
         (lambda: tiny_model(attention_dropout=0.1), PACKED, "attention_dropout 0.1 .*packed_loss=False"),

@@ -57,7 +57,7 @@ KEYS = [f"{uid}_{i}_0" for i, uid in enumerate("pppqqq")]
 def config() -> Any:
     """The configuration of the documentation, as verl composes it, with credit."""
     with initialize_config_dir(str(REPOSITORY / "docs"), version_base=None):
-        return compose("verl_gsm8k", overrides=["counterfactual.estimator=masking"])
+        return compose("verl_gsm8k", overrides=["counterfactual.estimator.name=masking"])
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +333,7 @@ def test_the_command_of_the_documentation_composes_its_configuration():
     assert shown.returncode == 0, shown.stderr
     composed = OmegaConf.create(shown.stdout[shown.stdout.index("actor_rollout_ref:") :])
     assert (composed.trainer.nnodes, composed.trainer.n_gpus_per_node) == (2, 8)
-    assert composed.counterfactual.estimator == "masking"
+    assert composed.counterfactual.estimator.name == "masking"
 
 
 def test_the_configuration_of_the_documentation_is_valid_and_starts_a_trainer_with_credit(config, monkeypatch):
