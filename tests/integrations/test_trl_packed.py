@@ -15,8 +15,20 @@ from cfa_kernels.integrations import trl_losses
 from cfa_kernels.integrations.trl import PackedGRPOTrainer
 from tests.support.models import MOE, assert_same_gradients, make_model
 from tests.support.policy_problem import OF_TRL
+from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trl_exact import LENGTHS, UNIFORM, assert_equal, batch, both, loss_and_gradients, noise
-from tests.support.trl_training import LORA, RELEASE, forwards, logged, packs, parameters, rollouts, uneven, with_vllm
+from tests.support.trl_training import (
+    LORA,
+    RELEASE,
+    experts,
+    forwards,
+    logged,
+    packs,
+    parameters,
+    rollouts,
+    uneven,
+    with_vllm,
+)
 
 # All is on the host: nothing to tell apart.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.traced, packs]
@@ -159,15 +171,25 @@ SGD = {"optim": "sgd", "learning_rate": 0.3}  # no square roots of gradients tha
 AVERAGED = ("entropy", "clip_ratio/region_mean", "clip_ratio/high_max")  # over micro-batches
 
 
+def truncated(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """Rollouts of which every fourth has no end, a tool's tokens among them."""
+    made = rollouts(prompts, trainer)
+    for i in range(0, len(prompts), 4):
+        for name in ("completion_ids", "logprobs", "env_mask"):
+            made[name][i] = made[name][i][:4]
+    return made
+
+
 def train_both(train: Any, **options: Any) -> tuple[Any, Any]:
     given = options.pop("trainer", {})
-    return tuple(train(trainer=given | {"packed_loss": packed}, **SGD | options) for packed in (False, True))
+    made = given.get("model", tiny_model)
+    return tuple(train(trainer=given | {"packed_loss": one, "model": made()}, **SGD | options) for one in (False, True))
 
 
 def assert_trained_alike(plain: Any, packed: Any) -> None:
     torch.testing.assert_close(parameters(packed), parameters(plain), rtol=1e-4, atol=1e-5)
     whole = plain.args.gradient_accumulation_steps == 1
-    for name in ("loss", "grad_norm", "kl", "reward", *(AVERAGED if whole else ())):
+    for name in ("loss", "grad_norm", "kl", "reward", "aux_loss", "entropy_coef", *(AVERAGED if whole else ())):
         assert logged(packed, name) == pytest.approx(logged(plain, name), rel=1e-4, abs=1e-5), name
     assert max(logged(packed, "grad_norm")) > 0
     fed, padded = logged(packed, "packed/tokens_fed"), logged(packed, "packed/tokens_padded")
@@ -182,12 +204,35 @@ def assert_trained_alike(plain: Any, packed: Any) -> None:
         {"loss_type": "bnpo", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
         {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4},
         {"trainer": {"peft_config": LORA}, "beta": 0.1, "num_iterations": 2, "max_steps": 2},
-        {"trainer": {"rollout_func": rollouts}, "pad_to_multiple_of": 8},
+        {"trainer": {"rollout_func": rollouts}, "pad_to_multiple_of": 8, "cast_lm_head_to_fp32": True},
+        {
+            "mask_truncated_completions": True,
+            "trainer": {"rollout_func": truncated},
+            "max_steps": 2,
+            "num_iterations": 2,
+        },
+        {"trainer": {"model": experts}, "gradient_accumulation_steps": 3},  # by default with the loss of its routers
+        {"top_entropy_quantile": 0.33, "gradient_accumulation_steps": 3},  # over rows that TRL shuffles
+        {"use_adaptive_entropy": True, "entropy_coef": 0.5, "entropy_target": 2.987, "max_steps": 3},
     ],
     ids=lambda options: "-".join(map(str, options)) or "as it comes",
 )
 def test_the_packed_loss_trains_as_trls_own_with_the_same_weights(train, options):
     assert_trained_alike(*train_both(train, **options))
+
+
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
+
+
+def test_old_and_reference_log_probs_have_the_positions_of_the_loss(train, tmp_path):
+    """Padding moves learned positions; the policy is the reference here."""
+    vocabulary = {"vocab_size": len(tiny_tokenizer()), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    make_model("GPT2", **GPT2 | vocabulary).save_pretrained(tmp_path / "model")
+    options = {"beta": 0.3, "num_iterations": 2, "learning_rate": 0.0, "num_generations": 4}
+    given = {"model": str(tmp_path / "model"), "credit": None, "packed_loss": True}
+    done = train(trainer=given, model_init_kwargs={"dtype": "float32"}, **options)
+    assert logged(done, "kl") == pytest.approx([0.0], abs=1e-6)
+    assert logged(done, "clip_ratio/region_mean") == [0.0]
 
 
 def test_autocast_applies_to_packs_as_to_padded_batches(train):

@@ -16,7 +16,7 @@ from tests.support.tiny import PHRASES, WORDS, tiny_model
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
 from accelerate.utils import DistributedType  # noqa: E402
-from transformers import MambaConfig, MambaForCausalLM, Qwen3ForCausalLM  # noqa: E402
+from transformers import MambaConfig, MambaForCausalLM  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 
 from cfa_kernels.integrations import trl_refusals  # noqa: E402
@@ -156,22 +156,12 @@ def mamba() -> MambaForCausalLM:
     return MambaForCausalLM(config)
 
 
-class LouderLM(Qwen3ForCausalLM):
-    """Multiplies its logits by what no configuration tells."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        output.logits = 1.5 * output.logits
-        return output
-
-
 @packs
 @pytest.mark.parametrize(
     ("model", "given", "fragment"),
     [
         (mamba, {}, "model: MambaForCausalLM .*credit=None, packed_loss=False"),
         (mamba, {"credit": CounterfactualConfig(control="random")}, None),
-        (lambda: LouderLM(tiny_model().config), PACKED, "model: .* LouderLM .* nats.*packed_loss=False"),
         (lambda: tiny_model(attention_dropout=0.1), PACKED, "attention_dropout 0.1 .*packed_loss=False"),
     ],
 )

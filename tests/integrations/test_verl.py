@@ -312,17 +312,6 @@ def test_where_trees_cannot_be_scored_the_log_says_why_and_requests_are_sent(con
         set_up(config, Group(problem), **TOTAL_EFFECTS) if problem else integration.run(config)
 
 
-@pytest.mark.parametrize(
-    "credit", [{"control": "off"}, {"weights.w_min": 1.0, "weights.w_max": 1.0, "weights.w_answer": 1.0}], ids=str
-)
-def test_with_weights_of_one_the_advantages_are_verls_to_the_last_bit(one_by_one, transfer_queue, monkeypatch, credit):
-    stock = own_advantages(one_by_one, transfer_queue)
-    workers = WorkerGroup(1, 1, False, monkeypatch)
-    mine = advantages_of(build(one_by_one, workers, **credit)._compute_advantage(put(transfer_queue), {}))
-    assert all(torch.equal(a, b) for a, b in zip(stock, mine, strict=True))
-    assert len(workers.requests) == ("control" not in credit)
-
-
 def test_the_command_of_the_documentation_composes_its_configuration():
     page = (REPOSITORY / "docs" / "verl.md").read_text(encoding="utf-8")
     command = re.search(r"^python -m (cfa_kernels\S+) ((?:.*\\\n)*.*)$", page, re.MULTILINE)
