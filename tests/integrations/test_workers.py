@@ -39,6 +39,21 @@ def test_groups_are_dealt_whole_the_heaviest_first():
     assert sorted(map(len, together)) == [0, 0, 6]
 
 
+def test_every_worker_is_asked_and_results_are_in_the_batchs_order():
+    model, asked = tiny_model().eval(), []
+
+    def ask(shares):
+        asked.append([share.batch.index for share in shares])
+        return [score_share(model, share) for share in shares]
+
+    given = batch([9, 3, 6, 5], [[3], [4], [5], [3]])
+    found, expected = Workers(ask, 5).score(given), Workers(ask, 1).score(given)
+    assert sorted(map(len, asked[0])) == [0, 0, 1, 1, 2]
+    torch.testing.assert_close(found.base, expected.base, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.drop, expected.drop, atol=1e-5, rtol=0)
+    assert found.work.tokens_fed == expected.work.tokens_fed
+
+
 def test_what_is_joined_keeps_what_belongs_to_no_completion():
     def marked(access, some):
         base = torch.tensor(some.index).float()
