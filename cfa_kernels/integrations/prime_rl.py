@@ -85,8 +85,8 @@ class CounterfactualMixin:
         step = getattr(getattr(episodes[0].run, "work", None), "step", 0)
         loop = asyncio.get_running_loop()
 
-        def logprobs_of(some: Sequence[Tensor], ends: Sequence[Tensor]) -> list[Tensor]:
-            return asyncio.run_coroutine_threadsafe(self._logprobs(some, ends), loop).result()
+        def logprobs_of(*rows: Sequence[Tensor]) -> list[Tensor]:
+            return asyncio.run_coroutine_threadsafe(self._logprobs(*rows), loop).result()
 
         credited, figures = await asyncio.to_thread(
             credit_rows, self.tokenizer, Rows(prompts, completions), counted, advantages,

@@ -94,10 +94,8 @@ class CounterfactualMixin(WholeGroups):
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()  # type: ignore[misc]
-        if self.counterfactual.control != "off" or packs_updates(self.config):
-            refuse(
-                obstacles((self.processor is not None, "images (a processor) in verl")), "credit or packed_update=True"
-            )
+        if self.processor is not None and (self.counterfactual.control != "off" or packs_updates(self.config)):
+            refuse(["images (a processor) in verl"], "credit or packed_update=True")
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()  # type: ignore[misc]
