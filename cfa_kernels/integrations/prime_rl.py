@@ -49,19 +49,12 @@ class CounterfactualMixin:
     def __init__(self, config: Any, policy_pool: Any) -> None:
         self._config = as_config(self.counterfactual)
         super().__init__(config, policy_pool)  # type: ignore[call-arg]
-        name, loss = type(self).__name__, self.action_loss_type
-        refuse(
-            [
-                *unmet_needs(self._config, OFFERS["prime-rl"]),
-                *obstacles(
-                    (loss != "rl", f"{name}: its tokens feed the {loss!r} loss, which reads no advantages"),
-                    (
-                        not hasattr(policy_pool, "score"),
-                        f"{type(policy_pool).__name__}: it has no score(token_ids)",
-                    ),
-                ),
-            ]
+        name, loss, pool = type(self).__name__, self.action_loss_type, type(policy_pool).__name__
+        others = obstacles(
+            (loss != "rl", f"{name}: its tokens feed the {loss!r} loss, which reads no advantages"),
+            (not hasattr(policy_pool, "score"), f"{pool}: it has no score(token_ids)"),
         )
+        refuse([*unmet_needs(self._config, OFFERS["prime-rl"]), *others])
         self._draws = Draws(self.seed)
 
     async def setup(self) -> None:
@@ -89,16 +82,16 @@ class CounterfactualMixin:
         if len(traces) == 1 and SIBLINGS in self._config.needs:
             refuse([f"trace {traces[0].id}, which is the only one of its group: set group_size above 1"])
         owners, _, prompts, completions, counted, advantages = zip(*parts, strict=True)
-        work = getattr(episodes[0].run, "work", None)
+        step = getattr(getattr(episodes[0].run, "work", None), "step", 0)
         loop = asyncio.get_running_loop()
 
-        def logprobs_of(some: Sequence[Tensor], ends: Sequence[Tensor]) -> list[Tensor]:
-            return asyncio.run_coroutine_threadsafe(self._logprobs(some, ends), loop).result()
+        def logprobs_of(*rows: Sequence[Tensor]) -> list[Tensor]:
+            return asyncio.run_coroutine_threadsafe(self._logprobs(*rows), loop).result()
 
         credited, figures = await asyncio.to_thread(
             credit_rows, self.tokenizer, Rows(prompts, completions), counted, advantages,
             LogprobService(logprobs_of, dtype=self.dtype), config=self._config,
-            seed=self._draws.key(getattr(work, "step", 0)), groups=torch.tensor(equal_prompts(prompts)),
+            seed=self._draws.key(step), groups=torch.tensor(equal_prompts(prompts)),
             rewards=torch.tensor([float(trace.reward) for trace in owners]),
         )  # fmt: skip
         for (_, nodes, *_), own, values in zip(parts, counted, credited, strict=True):

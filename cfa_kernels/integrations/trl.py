@@ -6,14 +6,13 @@ them. Then TRL's own loss runs, or the packed one (`trl_losses.py`), which may a
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig
@@ -24,21 +23,20 @@ from ..credit.nothing import NOT_MIXED, why_nothing
 from ..loss.options import LossOptions
 from ..model.check.verify import check_supported, check_trainable
 from ..model.compile_layers import compile_layers
+from ..model.modes import one_mode
 from ..model.parts import causal_lm, vocab_size
 from ..model.run_inside import is_sharded, run_inside
-from ..scoring.access import GRADIENTS
 from ..text.offsets import describe_spare_ids
 from . import require
 from .credit import refuse
 from .trl_credit import KEPT, PADDED, ROW, batch_credit, kept_tokens_of, loss_mask, weighed, why_at_once
-from .trl_losses import check_trains_packed, logprobs_of_packed_rows, loss_of_packed_rows, prompts_together
-from .trl_refusals import OLDEST, credit_obstacles, packing_obstacles, zero_stage
+from .trl_losses import logprobs_of_packed_rows, loss_of_packed_rows, prompts_together
+from .trl_refusals import OLDEST, credit_obstacles, packing_obstacles
 
 _LOG = get_logger(__name__)
 TRL = require("trl", OLDEST)
 
 from trl import GRPOTrainer  # noqa: E402  the check of TRL's version says more than a failing import would
-from trl.models import unwrap_model_for_generation  # noqa: E402
 
 if TYPE_CHECKING:
     _Trainer = GRPOTrainer
@@ -61,12 +59,6 @@ _OF_SAMPLING = ("sampling/sampling_logp_difference", "sampling/importance_sampli
 
 _LOGPROBS = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
 
-FEW_ROWS = 4000
-"""Packed rows of a forward below which the log names a larger size.
-
-An H100 was idle for 0.61 of a step of 7,448 rows, and took no longer for twice as many.
-"""
-
 
 class CounterfactualMixin(_Trainer):
     """Add packed trees and credit to `GRPOTrainer` or a subclass: `class Mine(CounterfactualMixin, TheirTrainer)`.
@@ -84,8 +76,8 @@ class CounterfactualMixin(_Trainer):
     each of its tokens the list of ids that the sampler kept (empty for a tool's). The loss is normalised over them.
 
     Raises:
-        NotImplementedError: settings or a model that cannot be combined with credit or the packed loss, each named; a
-            model that is placed later (DeepSpeed, FSDP) is checked before the first completion is generated.
+        NotImplementedError: settings or a model that cannot be combined with credit or the packed loss, each named; the
+            model is checked before the first completion is generated.
     """
 
     args: Any
@@ -129,36 +121,26 @@ class CounterfactualMixin(_Trainer):
         )
         if self._corrects:
             self.vllm_importance_sampling_correction = False
-        self._model_is_checked = self._has_said_why = self._has_said_few = False
-        self._warned = set[str]()
+        self._model_is_checked, self._warned = False, set[str]()
         self._deferred: DeferredCredit | None = None
         if packed_loss and getattr(self, "rollout_func", None) is not None:
             self.rollout_func = partial(self._without_mask, self.rollout_func)
-        if self._model_is_placed():
-            self._check_model()
-
-    def _model_is_placed(self) -> bool:
-        """Whether the model is whole and on its device; DeepSpeed and FSDP see to that when training starts."""
-        if self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-            return False
-        return all(parameter.device.type == self.accelerator.device.type for parameter in self.model.parameters())
 
     def _check_model(self) -> None:
-        checks: list[tuple[Any, str]] = []
-        if self._feeds_for_credit:
-            checks.append((check_supported, "credit=None trains it without"))
-        if self.packed_loss:
-            trains = partial(check_trains_packed, router_loss=self.aux_loss_enabled)
-            checks.append((trains, "packed_loss=False leaves the loss to TRL"))
-        if checks:
-            with self._queried_model() as model, self.accelerator.autocast():
-                for check, remedy in checks:
-                    try:
-                        run_inside(model, partial(check, causal_lm(model)))
-                    except NotImplementedError as error:
-                        raise NotImplementedError(f"{error}; {remedy}") from error
-        if self.packed_loss and self.args.torch_compile:
-            with self.accelerator.autocast():
+        def check(causal: Any) -> None:
+            if self._feeds_for_credit:
+                check_supported(causal)
+            if self.packed_loss:
+                with one_mode(causal, training=True):
+                    check_trainable(causal, router_loss=self.aux_loss_enabled)
+
+        model = self._queried_model
+        with self.accelerator.autocast():
+            try:
+                run_inside(model, partial(check, causal_lm(model)))
+            except NotImplementedError as error:
+                raise NotImplementedError(f"{error}; credit=None, packed_loss=False leave it to TRL") from error
+            if self.packed_loss and self.args.torch_compile:
                 try:
                     compile_layers(self.accelerator.unwrap_model(self.model), backend=self.args.torch_compile_backend)
                 except NotImplementedError as error:
@@ -189,8 +171,8 @@ class CounterfactualMixin(_Trainer):
             self._deferred = batch
             output[ROW] = torch.arange(count, device=output["advantages"].device)
             return output
-        with self._queried_model() as model, self.accelerator.autocast():
-            batch.by_model(model)
+        with self.accelerator.autocast():
+            batch.by_model(self._queried_model)
         credited = batch.credited(range(count))
         if not isinstance(credited, Tensor):  # padding keeps the completion's own advantage
             own = output["advantages"].cpu().view(count, -1).expand(output["completion_ids"].shape).clone()
@@ -220,7 +202,6 @@ class CounterfactualMixin(_Trainer):
         output["old_per_token_logps"] = old[0]
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what TRL reads off a forward: log-probs of the sampling policy, of the reference, or of its loss."""
         asked = _LOGPROBS.bind(self, model, *args, **kwargs).arguments
         if not self.packed_loss or asked.get("pixel_values") is not None:
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
@@ -240,22 +221,21 @@ class CounterfactualMixin(_Trainer):
             logprobs_of_packed_rows, causal_lm(model), inputs={name: inputs[name] for name in PADDED}, kept=kept,
             temperature=self._temperature, head_in_float32=self._head_in_float32, **wanted,
         )  # fmt: skip
-        with self.accelerator.autocast():
-            columns, self._fed = run_inside(self._outermost(model), body, trains=True, check=self._check_trainable)
+        columns, self._fed = self._run(model, body)
         return columns
 
-    def _outermost(self, model: Any) -> Any:
-        """Return the module that gathers the weights of the policy or of the reference, if they are pieces."""
-        is_policy = model is not getattr(self, "ref_model", None)
-        return self.model_wrapped if is_policy and is_sharded(self.model_wrapped) else model
+    def _run(self, model: Any, body: Any) -> Any:
+        """Run `body` on the policy or the reference, inside the module that gathers its weights."""
+        if model is not getattr(self, "ref_model", None) and is_sharded(self.model_wrapped):
+            model = self.model_wrapped
+        with self.accelerator.autocast():  # around TRL's own forward, too
+            return run_inside(
+                model, body, trains=True, check=partial(check_trainable, router_loss=self.aux_loss_enabled)
+            )
 
     @property
     def _head_in_float32(self) -> bool:
         return bool(getattr(self.args, "cast_lm_head_to_fp32", False))
-
-    @property
-    def _check_trainable(self) -> Any:
-        return partial(check_trainable, router_loss=self.aux_loss_enabled)
 
     @property
     def _loss_is_trls(self) -> bool:
@@ -273,13 +253,12 @@ class CounterfactualMixin(_Trainer):
         micro_batches = self.args.steps_per_generation
         one_update = self.args.gradient_accumulation_steps % (micro_batches * self.num_iterations) == 0
         reason = "the loss reads entropies" if self._loss_is_trls else why_at_once(batch, micro_batches, one_update)
-        if reason is not None and not self._has_said_why:
-            self._has_said_why = True
+        if reason is not None and "a separate forward" not in self._warned:
+            self._warned.add("a separate forward")
             _LOG.warning(f"packed_loss=True: credit takes a separate forward before the update: {reason}")
         return reason is None
 
     def _report(self, batch: DeferredCredit) -> None:
-        """Log the credit of a generation batch once all of it is assigned, which all processes find at once."""
         credit = batch.finished()
         if credit is None:
             return
@@ -305,7 +284,6 @@ class CounterfactualMixin(_Trainer):
         return self._rewards_by_function
 
     def _own_rewards(self, rows: int) -> Tensor:
-        """Return this process's weighted rewards, (rows,); nan where no function gave any."""
         columns, count = self._rewards_by_function, rows * self.accelerator.num_processes
         if len(columns) != count:
             raise ValueError(
@@ -334,21 +312,13 @@ class CounterfactualMixin(_Trainer):
             self._buffered_inputs += prompts_together(buffered[start : start + window])
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
-    @contextmanager
-    def _queried_model(self) -> Iterator[nn.Module]:
-        """Yield the model that credit queries: with its wrapper if that shards it; every process enters."""
-        if zero_stage(self) == 3 and GRADIENTS in self.credit.needs:
-            # For gradients through it DeepSpeed gathers the model, as TRL does for generation.
-            with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model:
-                yield model
-        else:
-            yield self.model_wrapped if is_sharded(self.model_wrapped) else self.accelerator.unwrap_model(self.model)
+    @property
+    def _queried_model(self) -> Any:
+        """Return the model that credit queries, with its wrapper if that shards it."""
+        return self.model_wrapped if is_sharded(self.model_wrapped) else self.accelerator.unwrap_model(self.model)
 
     def _log_gathered(self, figures: dict[str, Any], mode: str, tokens: int = 1) -> None:
-        """Append figures to TRL's metrics, combined over the processes; all must come with the same names.
-
-        Means over tokens count as often as this process has `tokens`.
-        """
+        """Append figures to TRL's metrics, combined over the processes; means over tokens count `tokens` times."""
         device, by_token = self.accelerator.device, ["kl", "entropy"]
         if self.importance_sampling_level == "token":
             by_token += ["cispo_clip_ratio", *(f"clip_ratio/{part}_mean" for part in ("low", "high", "region"))]
@@ -385,32 +355,17 @@ class CounterfactualMixin(_Trainer):
             router_coef=self.router_aux_loss_coef if self.aux_loss_enabled else None, scale=normalizer / accumulation,
             head_in_float32=self._head_in_float32,
         )  # fmt: skip
-        with self.accelerator.autocast():  # around TRL's own forward, too
-            loss, metrics = run_inside(self._outermost(model), body, trains=True, check=self._check_trainable)
+        loss, metrics = self._run(model, body)
         if credit is not None:
             self._report(credit)
         # TRL compares the sampler with the policy of the generation; a later pass is of another policy.
         first = self._step % (self.args.steps_per_generation * self.num_iterations) < self.args.steps_per_generation
         unlogged = () if self._corrects and (first or mode == "eval") else _OF_SAMPLING
         tokens = metrics.pop("tokens")
-        self._say_few_rows(int(metrics["packed/tokens_fed"]))
         self._log_gathered(
             {n: value for n, value in metrics.items() if n != "ratio_mean" and not n.startswith(unlogged)}, mode, tokens
         )
         return loss / normalizer
-
-    def _say_few_rows(self, fed: int) -> None:
-        """Say once that a forward on a GPU has fewer rows than its launches are worth, and the size that would fit."""
-        steps = self.args.gradient_accumulation_steps
-        if self._has_said_few or self.accelerator.device.type != "cuda" or fed >= FEW_ROWS or steps == 1:
-            return
-        self._has_said_few = True
-        times = next(n for n in range(2, steps + 1) if steps % n == 0 and (n * fed >= FEW_ROWS or n == steps))
-        size = self.args.per_device_train_batch_size * times
-        _LOG.warning(
-            f"packed_loss=True: a forward of {fed} packed rows launches as much as one of {FEW_ROWS}, so a GPU waits; "
-            f"per_device_train_batch_size={size} with gradient_accumulation_steps={steps // times} launches less"
-        )
 
     def _loss_options(self, inputs: dict[str, Any]) -> dict[str, Any]:
         ratio = inputs.get("importance_sampling_ratio")
@@ -427,18 +382,14 @@ class CounterfactualMixin(_Trainer):
             "compute_entropy": self.log_entropy,
             "num_items_in_batch": 1.0,
         }
-        return options | self._correction(inputs)
-
-    def _correction(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Options of the loss for rollouts of another policy, with TRL's modes, bounds and mask."""
         sampled, name = inputs.get("sampling_per_token_logps"), "off_policy_mask_threshold"
         threshold = getattr(self, name, getattr(self.args, name))
-        names = ("mode", "clip_min", "clip_max") if self.use_vllm and self._corrects and sampled is not None else ()
-        options = {f"sampling_{name}": getattr(self, f"vllm_importance_sampling_{name}") for name in names}
+        bounds = ("mode", "clip_min", "clip_max") if self.use_vllm and self._corrects and sampled is not None else ()
+        options |= {f"sampling_{bound}": getattr(self, f"vllm_importance_sampling_{bound}") for bound in bounds}
         if sampled is None:  # a policy drifts from the one that sampled only by its own updates
             sampled = inputs.get("old_per_token_logps")
         options["off_policy_mask_threshold"] = None if sampled is None else threshold
-        options["sampling_logprobs"] = sampled if names or threshold is not None else None
+        options["sampling_logprobs"] = sampled if bounds or threshold is not None else None
         return options
 
 

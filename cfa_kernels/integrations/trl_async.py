@@ -39,12 +39,10 @@ def run_trees_anywhere(model: nn.Module) -> None:
     """
     causal = causal_lm(model)
     kinds = {kind for config in configs(causal) for kind in getattr(config, "layer_types", None) or ()}
-    others = "layers that carry a state" if has_cells(causal) else ", ".join(sorted(kinds - _KINDS))
+    kinds -= {"full_attention", "sliding_attention"}
+    others = "layers that carry a state" if has_cells(causal) else ", ".join(sorted(kinds))
     refuse(obstacles((others, f"{others}, which {type(causal).__name__} has")), "a tree of TRL's AsyncGRPO")
     causal.set_attn_implementation(ATTENTION)
-
-
-_KINDS = {"full_attention", "sliding_attention"}
 
 
 def _attention(
@@ -65,12 +63,8 @@ def _attention(
     return attend(module, query, key, value, TreeMask(table, reach), **options)
 
 
-def _reach(*, local_size: int | None = None, **_: Any) -> Reach:
-    return Reach(window=local_size)
-
-
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _reach)
+AttentionMaskInterface.register(ATTENTION, lambda local_size=None, **_: Reach(window=local_size))
 
 
 class CounterfactualAsyncMixin:
@@ -99,8 +93,6 @@ class CounterfactualAsyncMixin:
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss with credited advantages."""
         own: Any = self
-        missing = sorted(_READ - inputs.keys())
-        refuse(obstacles((missing, f"this version of TRL: its micro-batches have no {', '.join(missing)}")))
         if self.credit.control != "off":
             rows, masks, advantages = _rows_of(inputs)
             credited, figures = credit_rows(
@@ -117,19 +109,18 @@ class CounterfactualAsyncMixin:
         return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
 
-_READ = {"input_ids", "position_ids", "shift_labels", "token_index", "segment_id", "advantages"} | {
-    f"tree_{name}" for name in ("kv_index", "cu_seqlens_q", "cu_seqlens_k")
-}
-
-
 def _rows_of(inputs: dict[str, Any]) -> tuple[Rows, Sequence[Tensor], Sequence[Tensor]]:
     """Read the samples off a micro-batch of one process: rows, B tensors (T_b,) of what is trained, and advantages."""
-    here = {name: inputs[name][0].cpu() for name in _READ}
-    ids, position, labels = (here[name] for name in ("input_ids", "position_ids", "shift_labels"))
-    paths, ends, path_ends = (here[f"tree_{name}"] for name in ("kv_index", "cu_seqlens_q", "cu_seqlens_k"))
-    terms = here["token_index"] >= 0
-    _, counts = here["segment_id"][terms].unique_consecutive(return_counts=True)
-    columns = [here[name][terms].split(counts.tolist()) for name in ("token_index", "advantages")]
+
+    def here(*names: str) -> list[Tensor]:
+        return [inputs[name][0].cpu() for name in names]
+
+    ids, position, labels = here("input_ids", "position_ids", "shift_labels")
+    paths, ends, path_ends = here("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
+    index, segment, own = here("token_index", "segment_id", "advantages")
+    terms = index >= 0
+    _, counts = segment[terms].unique_consecutive(return_counts=True)
+    columns = [column[terms].split(counts.tolist()) for column in (index, own)]
     prompts, completions, masks, advantages = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for before, values in zip(*columns, strict=True):
         last = int(before[-1])

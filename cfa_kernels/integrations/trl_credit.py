@@ -55,10 +55,8 @@ def batch_credit(
 ) -> DeferredCredit:
     """Make the credit of a process's share of TRL's generation batch, `output`, with groups side by side.
 
-    Args:
-        rewards: (B,), nan for completions to omit.
-        sampled: ids of the B completions: those that are masked as truncated are still compared with others.
-        first: rows of the processes before this one.
+    Rewards are nan for completions to omit. The ids `sampled` of completions that are masked as truncated are still
+    compared with others. `first` counts the rows of the processes before this one.
     """
     index = range(first, first + len(rewards))
     rows = Rows.from_padded(**{name: output[name] for name in PADDED})

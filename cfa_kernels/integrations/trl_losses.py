@@ -12,14 +12,10 @@ from transformers import PreTrainedModel
 from ..batch import Batch
 from ..credit.deferred import DeferredCredit
 from ..loss.ragged import LossBatch
-from ..model.check.verify import check_trainable
-from ..model.modes import one_mode
 from ..ops.kept_tokens import KeptTokens
 from ..rows import Rows, pad_rows
 from ..scoring.packed import packed_forward
 from .trl_credit import KEPT, ROW, of_first_tokens, unpadded
-
-LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 
 @torch.compiler.disable  # a tree has its own shape in each micro-batch and is laid out on the host
@@ -32,18 +28,12 @@ def loss_of_packed_rows(
     router_coef: float | None = None,
     scale: Tensor | float = 1.0,
     credit: DeferredCredit | None = None,
-) -> LossAndMetrics:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the same loss from one packed forward, which feeds each prompt once and no padding.
 
-    Args:
-        inputs: TRL's `prompt_ids`, `prompt_mask`, `completion_mask`, padded as TRL pads; `KEPT`, where a sampler cut
-            its distributions off.
-        options: those of `linear_policy_loss`, (B, T) as there; `targets` are TRL's completions.
-        head_in_float32: the head's products in float32, outside autocast.
-        router_coef: factor of the routers' loss; None for a model without.
-        scale: of that term in the loss.
-        credit: that of the generation batch, if these rows get theirs from this forward or have had it from an earlier
-            one; None if `advantages` are those to train on.
+    `inputs` are TRL's padded rows; `options` those of `linear_policy_loss`, (B, T) as there, with TRL's completions as
+    `targets`. `router_coef * scale` weighs the routers' loss. `credit` is that of the generation batch, if these rows
+    get theirs from this forward or had it from an earlier one; None if `advantages` are those to train on.
     """
     options = dict(options)
     padded = options.pop("targets")
@@ -96,11 +86,7 @@ def logprobs_of_packed_rows(
     entropies: bool,
     routers: bool,
 ) -> tuple[list[Tensor | None], int]:
-    """Compute what TRL reads off its padded forward from one packed forward; differentiable.
-
-    Returns:
-        Log-probs (B, T), entropies (B, T) if wanted, the loss of routers if wanted; and the count of tokens fed.
-    """
+    """Compute log-probs (B, T), entropies and the routers' loss, if wanted, as TRL's padded forward; and tokens fed."""
     rows = Rows.from_padded(**inputs)
     forward = packed_forward(model, rows, router_loss=routers)
     kept = None if kept is None else of_first_tokens(kept, rows)
@@ -137,9 +123,3 @@ def prompts_together(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, 
             for micro, places in zip(sorted_batches, order, strict=True):
                 micro[name] = [rows[i] for i in places]
     return sorted_batches
-
-
-def check_trains_packed(model: PreTrainedModel, *, router_loss: bool = False) -> None:
-    """Check as `check_trainable` does, in training mode, whatever mode the model is in."""
-    with one_mode(model, training=True):
-        check_trainable(model, router_loss=router_loss)

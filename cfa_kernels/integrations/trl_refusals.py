@@ -8,7 +8,6 @@ from packaging.version import Version
 
 from ..estimators.base import SIBLINGS
 from ..loss.types import LEVELS, LOSS_TYPES, weights_sequences
-from ..scoring.access import WHOLE
 from . import require
 from .credit import OFFERS, ONE_RATIO, obstacles, unmet_needs
 
@@ -34,19 +33,12 @@ _RUNS = {DistributedType.NO, DistributedType.DEEPSPEED, DistributedType.FSDP} | 
 }
 
 
-def zero_stage(trainer: Any) -> int:
-    """Return the stage of DeepSpeed's ZeRO, 0 without."""
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    return plugin.zero_stage if plugin is not None else 0
-
-
 def credit_obstacles(trainer: Any) -> list[str]:
     """Name what a trainer's credit cannot be combined with."""
     config, args, processes = trainer.credit, trainer.args, trainer.accelerator.num_processes
     rows, group = args.per_device_train_batch_size * args.steps_per_generation, trainer.num_generations
-    is_sharded_in_training = trainer.accelerator.distributed_type == DistributedType.FSDP or (
-        zero_stage(trainer) == 3 and (WHOLE in config.needs or not args.ds3_gather_for_generation)
-    )
+    zero = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 0)
+    is_sharded_in_training = trainer.accelerator.distributed_type == DistributedType.FSDP or zero == 3
     is_gmpo = any(base.__name__ == "GMPOTrainer" for base in type(trainer).__mro__)
     return [
         *unmet_needs(config, OFFERS["TRL, FSDP" if is_sharded_in_training else "TRL"]),

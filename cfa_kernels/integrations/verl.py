@@ -8,7 +8,7 @@ On FSDP the workers score packed trees (`TreeScoring`); on other engines they ge
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +30,6 @@ _VERL = require("verl", OLDEST)
 
 from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402  the check above says more
 
-if TYPE_CHECKING:
-    from verl.workers.engine_workers import ActorRolloutRefWorker as _Worker
-else:
-    _Worker = object
-
 # Losses in which weights on advantages are not weights on each token's loss: they use advantages, beyond their sign,
 # outside the product with the ratio.
 INEXACT_LOSSES = ("clip_cov", "dro", "geo_mean", "kl_cov")
@@ -45,7 +40,7 @@ def credit_config(config: Any) -> CounterfactualConfig:
     return as_config(dict(config.get("counterfactual") or {}))
 
 
-class TreeScoring(_Worker):
+class TreeScoring:
     """Add packed trees to verl's actor worker: `class Mine(TreeScoring, ActorRolloutRefWorker)`."""
 
     actor: Any
@@ -61,14 +56,6 @@ class TreeScoring(_Worker):
     def pack_update(self) -> None:
         """Let the actor's engine take log-probs from packed trees from now on; all workers are called at once."""
         pack(self.actor.engine)
-
-
-def with_tree_scoring(worker: Any) -> Any:
-    """Make a Ray actor class like `worker`, one of verl's, with `TreeScoring`."""
-    import ray
-
-    plain = worker.__ray_actor_class__
-    return ray.remote(type(f"TreeScoring{plain.__name__}", (TreeScoring, plain), {}))
 
 
 def tree_obstacles(config: Any) -> list[str]:
@@ -102,28 +89,27 @@ class CounterfactualMixin(WholeGroups):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.counterfactual = credit_config(config)
         refuse_settings(config)
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self._draws = Draws(config.actor_rollout_ref.actor.data_loader_seed or 0)
 
     def _init_tokenizer(self) -> None:
-        super()._init_tokenizer()
-        images = obstacles((self.processor is not None, "images (a processor) in verl"))
-        if self.counterfactual.control != "off":
-            refuse(images)
-        if packs_updates(self.config):
-            refuse(images, "packed_update=True")
+        super()._init_tokenizer()  # type: ignore[misc]
+        if self.processor is not None and (self.counterfactual.control != "off" or packs_updates(self.config)):
+            refuse(["images (a processor) in verl"], "credit or packed_update=True")
 
     def _init_resource_pool_mgr(self) -> None:
-        super()._init_resource_pool_mgr()
+        super()._init_resource_pool_mgr()  # type: ignore[misc]
         if packs_updates(self.config) or (self.counterfactual.asks_model and not tree_obstacles(self.config)):
+            import ray
             from verl.trainer.ppo.utils import Role
 
             for role in {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef} & set(self.role_worker_mapping):
-                self.role_worker_mapping[role] = with_tree_scoring(self.role_worker_mapping[role])
+                plain = self.role_worker_mapping[role].__ray_actor_class__
+                own = type(f"TreeScoring{plain.__name__}", (TreeScoring, plain), {})
+                self.role_worker_mapping[role] = ray.remote(own)
 
     def _setup(self) -> None:
-        """Set verl up, then choose how the model is asked: before the first rollout, its workers check the model."""
-        super()._setup()
+        super()._setup()  # type: ignore[misc]
         group = self.actor_rollout_wg
         if packs_updates(self.config):
             group.pack_update()
@@ -139,12 +125,10 @@ class CounterfactualMixin(WholeGroups):
                 reasons = [str(getattr(error, "cause", error))]  # Ray's own text is a traceback
         if reasons:
             refuse(_unmet_needs(self.config, reasons))
-            _LOG.warning(
-                "credit: scored by log-prob requests, which share no prefixes, because of %s", "; ".join(reasons)
-            )
+            _LOG.warning("credit: scored by log-prob requests, which share no prefixes: %s", "; ".join(reasons))
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        batch = super()._compute_advantage(batch, metrics)
+        batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
         if self.counterfactual.control == "off":
             return batch
         import transfer_queue as queue
@@ -158,19 +142,14 @@ class CounterfactualMixin(WholeGroups):
         entropies = None
         if reads:
             known = data.get("entropy", None)  # from the forward that gave the old log-probs, if there was one
-            entropies = self._entropies(prompts, responses, advantages) if known is None else list(known.unbind())
+            temperature = self.config.actor_rollout_ref.rollout.temperature
+            requested = self._request("entropy", prompts, responses, temperature) if known is None else known.unbind()
+            entropies = list(requested)
         credited, figures = credit_rows(
-            self.tokenizer,
-            Rows(prompts, responses),
-            masks,
-            advantages,
-            self._access,
-            config=self.counterfactual,
-            seed=self._draws.key(self.global_steps),
-            groups=_siblings(batch.keys, prompts),
-            rewards=_session_rewards(batch.keys, scores),
-            entropies=entropies,
-        )
+            self.tokenizer, Rows(prompts, responses), masks, advantages, self._access, config=self.counterfactual,
+            seed=self._draws.key(self.global_steps), groups=_siblings(batch.keys, prompts),
+            rewards=_session_rewards(batch.keys, scores), entropies=entropies,
+        )  # fmt: skip
         nested = torch.nested.as_nested_tensor(credited, layout=torch.jagged)
         batch = queue.kv_batch_put(**where, fields=TensorDict({"advantages": nested}, batch_size=len(credited)))
         metrics |= figures
@@ -179,27 +158,15 @@ class CounterfactualMixin(WholeGroups):
     def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
         return self._request("log_probs", prompts, completions, 1.0)
 
-    def _entropies(
-        self, prompts: Sequence[Tensor], completions: Sequence[Tensor], advantages: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Request the entropies that tokens were drawn with; 0 in rows without an advantage."""
-        entropies = [torch.zeros(len(row)) for row in completions]
-        rows = [b for b, row in enumerate(advantages) if row.any()]
-        if rows:
-            temperature = self.config.actor_rollout_ref.rollout.temperature
-            some, answers = ([column[b] for b in rows] for column in (prompts, completions))
-            for b, row in zip(rows, self._request("entropy", some, answers, temperature), strict=True):
-                entropies[b] = row
-        return entropies
-
     def _request(
         self, what: str, prompts: Sequence[Tensor], completions: Sequence[Tensor], temperature: float
     ) -> list[Tensor]:
         """Request `log_probs` or `entropy` of each token of completions from the workers' `compute_log_prob`."""
         from verl.utils.tensordict_utils import get_tensordict
 
-        count = len(completions)
-        padding = -count % self._rows_at_a_time()
+        count, rollout = len(completions), self.config.actor_rollout_ref.rollout
+        micro_batch = 1 if rollout.log_prob_use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu
+        padding = -count % (data_parallel_workers(self.actor_rollout_wg) * micro_batch)  # equal shares of micro-batches
         prompts = [*prompts, *[prompts[-1]] * padding]
         completions = [*completions, *[completions[-1]] * padding]
         ids = [torch.cat(pair) for pair in zip(prompts, completions, strict=True)]
@@ -218,12 +185,6 @@ class CounterfactualMixin(WholeGroups):
         values = self.actor_rollout_wg.compute_log_prob(request)[what].unbind()
         return [row[len(prompts[b]) - 1 : len(ids[b]) - 1] for b, row in enumerate(values[:count])]
 
-    def _rows_at_a_time(self) -> int:
-        """Return the multiple that requests are padded to: equal shares of whole micro-batches for the workers."""
-        rollout = self.config.actor_rollout_ref.rollout
-        micro_batch = 1 if rollout.log_prob_use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu
-        return data_parallel_workers(self.actor_rollout_wg) * micro_batch
-
 
 def _siblings(keys: Sequence[str], prompts: Sequence[Tensor]) -> Tensor:
     """Number the groups, (B,) int64: rows with one uid (keys are `uid_session_index`) and the same prompt."""
@@ -233,7 +194,7 @@ def _siblings(keys: Sequence[str], prompts: Sequence[Tensor]) -> Tensor:
 
 
 def _session_rewards(keys: Sequence[str], scores: Sequence[Tensor]) -> Tensor:
-    """Return the reward of the last output of each row's session, (B,), as for verl's advantages."""
+    """Return the reward of the last output of each row's session, (B,)."""
     sessions = [key.rpartition("_") for key in keys]
     last: dict[str, tuple[int, float]] = {}
     for (session, _, index), row in zip(sessions, scores, strict=True):
@@ -242,7 +203,6 @@ def _session_rewards(keys: Sequence[str], scores: Sequence[Tensor]) -> Tensor:
 
 
 def _unmet_needs(config: Any, reasons: Sequence[str]) -> list[str]:
-    """Name what credit needs and verl lacks; `reasons` are those for log-prob requests."""
     offers = OFFERS["verl, by log-prob requests" if reasons else "verl"]
     offers = offers - {SIBLINGS} if config.actor_rollout_ref.rollout.n == 1 else offers
     because = f" (log-probs are requested because of {'; '.join(reasons)})" if reasons else ""
@@ -269,12 +229,6 @@ def refuse_settings(config: Any) -> None:
         refuse(tree_obstacles(config), "packed_update=True")
 
 
-def add_credit(trainers: dict[str, type], mode: str) -> None:
-    """Replace the trainer `mode` of verl's registry by a subclass with credit."""
-    if not issubclass(trainers[mode], CounterfactualMixin):
-        trainers[mode] = type(f"Counterfactual{trainers[mode].__name__}", (CounterfactualMixin, trainers[mode]), {})
-
-
 def run(config: Any) -> None:
     """Run `verl.trainer.main_ppo` with credit, `packed_update=True` or both in the trainer that `config` names."""
     if credit_config(config).control == "off" and not packs_updates(config):
@@ -289,12 +243,12 @@ def run(config: Any) -> None:
     from verl.utils.device import auto_set_device
 
     class TaskRunner(TaskRunnerV1.__ray_actor_class__):  # type: ignore[name-defined, misc]
-        """Task runner of verl, which builds the trainer, with credit, in a separate process."""
-
         def run(self, config: Any) -> None:
             from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-            add_credit(TRAINER_REGISTRY, config.trainer.v1.trainer_mode)
+            mode = config.trainer.v1.trainer_mode
+            plain = TRAINER_REGISTRY[mode]
+            TRAINER_REGISTRY[mode] = type(f"Counterfactual{plain.__name__}", (CounterfactualMixin, plain), {})
             super().run(config)
 
     refuse_settings(config)

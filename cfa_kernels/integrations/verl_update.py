@@ -6,19 +6,13 @@ engines take log-probs, with gradients, from `packed_logprobs`. All else is verl
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import Rows, packed_forward, packed_logprobs, run_inside
 from ..model.parts import causal_lm
-
-if TYPE_CHECKING:
-    from verl.trainer.ppo.v1 import PPOTrainer as _Trainer
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as _Engine
-else:
-    _Trainer = _Engine = object
 
 VERLS_OWN = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
 """Requests of a batch beyond log-probs and entropies, of all workers alike; such batches run as in verl."""
@@ -29,13 +23,11 @@ def packs_updates(config: Any) -> bool:
     return bool(config.get("packed_update", False))
 
 
-class PackedEngine(_Engine):
+class PackedEngine:
     """Give verl's FSDP engine log-probs from packed trees: `class Mine(PackedEngine, FSDPEngineWithLMHead)`."""
 
-    module: nn.Module
-
     def forward_step(
-        self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool
+        self: Any, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute what verl's `forward_step` does, feeding each prompt of a micro-batch once."""
         from verl.utils.device import get_device_id
@@ -44,12 +36,10 @@ class PackedEngine(_Engine):
         from verl.workers.engine.utils import detach_tree
 
         if any(get_non_tensor_data(micro_batch, name, False) for name in VERLS_OWN):
-            return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[no-any-return]
+            return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc, no-any-return]
         micro_batch = micro_batch.to(get_device_id())
-        temperature, entropies = (
-            get_non_tensor_data(micro_batch, name, default)
-            for name, default in (("temperature", 1.0), ("calculate_entropy", False))
-        )
+        temperature = get_non_tensor_data(micro_batch, "temperature", 1.0)
+        entropies = get_non_tensor_data(micro_batch, "calculate_entropy", False)
         output, fed = packed_outputs(self.module, micro_batch, temperature, entropies=entropies)
         loss, metrics = torch.ones(()), {}
         if loss_function is not None:
@@ -67,9 +57,8 @@ def packed_outputs(
 ) -> tuple[dict[str, Tensor], int]:
     """Compute what verl's engine reads off the logits of rows, as `packed_logprobs` does; differentiable.
 
-    Returns:
-        `log_probs` and, if wanted, `entropy`, nats, jagged as the rows' `input_ids`, each at the place before its
-        token, 0 elsewhere; and the count of tokens that went through the model.
+    Returns `log_probs` and, if wanted, `entropy`, jagged as `input_ids`, each at the place before its token, 0
+    elsewhere; and the count of tokens fed.
     """
     ids, starts = list(rows["input_ids"].unbind()), rows["prompts"].offsets().diff().tolist()
     prompts = [row[:start] for row, start in zip(ids, starts, strict=True)]
@@ -99,7 +88,7 @@ def pack(engine: Any) -> None:
         engine.__class__ = type(f"Packed{plain.__name__}", (PackedEngine, plain), {})
 
 
-class WholeGroups(_Trainer):
+class WholeGroups:
     """Keep the completions of a prompt in one micro-batch of a trainer of `verl.trainer.ppo.v1`."""
 
     config: Any
@@ -107,7 +96,7 @@ class WholeGroups(_Trainer):
     _largest: float = math.inf  # tokens of the batch's largest group; infinite where groups are not whole
 
     def _balance_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        batch = super()._balance_batch(batch, *args, **kwargs)
+        batch = super()._balance_batch(batch, *args, **kwargs)  # type: ignore[misc]
         if packs_updates(self.config):
             lengths = [tag["seq_len"] for tag in batch.tags]
             actor, size = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
@@ -120,18 +109,22 @@ class WholeGroups(_Trainer):
                 self._largest = max(sum(lengths[row] for row in rows) for rows in groups)
         return batch
 
-    def _compute_old_log_prob(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self._keep_together(batch, self.config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu)
-        return _freed(super()._compute_old_log_prob(batch, *args, **kwargs))
+    def _compute_old_log_prob(self, batch: Any, *args: Any) -> Any:
+        tokens = self.config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
+        return self._together(tokens, super()._compute_old_log_prob, batch, *args)  # type: ignore[misc]
 
-    def _update_actor(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self._keep_together(batch, self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
-        return _freed(super()._update_actor(batch, *args, **kwargs))
+    def _update_actor(self, batch: Any, *args: Any) -> Any:
+        tokens = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+        return self._together(tokens, super()._update_actor, batch, *args)  # type: ignore[misc]
 
-    def _keep_together(self, batch: Any, tokens: int) -> None:
+    def _together(self, tokens: int, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
         """Have verl deal the rows of a group as one if `tokens` hold the largest, of which verl counts each copy."""
+        name = "force_group_size"  # read by verl's `prepare_micro_batches`
         if self.config.actor_rollout_ref.actor.use_dynamic_bsz and self._largest <= tokens:
-            batch.extra_info[_TOGETHER] = self.config.actor_rollout_ref.rollout.n
+            batch.extra_info[name] = self.config.actor_rollout_ref.rollout.n
+        batch = step(batch, *args)
+        (batch.extra_info or {}).pop(name, None)
+        return batch
 
 
 def data_parallel_workers(group: Any) -> int:
@@ -139,14 +132,6 @@ def data_parallel_workers(group: Any) -> int:
     if "actor" not in group._dispatch_info:
         group._dispatch_info["actor"] = group._query_dispatch_info("actor")
     return max(group._dispatch_info["actor"]) + 1
-
-
-_TOGETHER = "force_group_size"  # read by verl's `prepare_micro_batches`
-
-
-def _freed(batch: Any) -> Any:
-    (batch.extra_info or {}).pop(_TOGETHER, None)
-    return batch
 
 
 def whole_groups(keys: Sequence[str], lengths: Sequence[int], size: int, workers: int) -> list[list[int]] | None:

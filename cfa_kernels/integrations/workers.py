@@ -7,17 +7,15 @@ cannot, the host's log-prob requests take their place.
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..batch import Batch, Masks, ScoredRow
+from ..batch import Batch, Masks
 from ..estimators.base import OwnFunction
 from ..model.check.verify import check_supported
-from ..model.sharded.ranks import raised_by
 from ..rows import Rows, equal_prompts
 from ..scoring.access import RemoteAccess, Sharded, as_access
 from ..scoring.branches import check_ids
@@ -37,7 +35,7 @@ def score_share(module: nn.Module, share: Share) -> Any:
     """Run a share's estimator next to the model; workers that hold pieces of one call this together, sharded as it is.
 
     Returns the estimator's result, on the host; for a share without completions the dtype that the model computes in.
-    Raises `NotImplementedError` for a model that cannot be scored in packed trees; other errors name the rank.
+    Raises `NotImplementedError` for a model that cannot be scored in packed trees.
     """
     access, batch = as_access(module), share.batch
 
@@ -48,22 +46,14 @@ def score_share(module: nn.Module, share: Share) -> Any:
         check_ids(access.model, batch.scored)
         return _joined([share.estimator(access, batch)], [range(len(batch))])
 
-    try:
-        with torch.no_grad():
-            return access.run(scored)
-    except NotImplementedError:  # of the model, which is the same everywhere
-        raise
-    except Exception as error:
-        if not (dist.is_initialized() and dist.get_world_size() > 1) or str(error).startswith("rank "):
-            raise
-        raise raised_by(dist.get_rank(), type(error).__name__, str(error)) from error
+    with torch.no_grad():
+        return access.run(scored)
 
 
 class Workers(RemoteAccess):
     """Access to a model that `count` workers of a host hold, whole or in pieces; estimators that query it run there.
 
-    `ask` sends each worker its share, at once, and returns the results of `score_share` in the same order. Workers with
-    an empty share are called too, since those that hold pieces of one model run it together.
+    `ask` sends each worker its share, perhaps empty, at once, and returns the results of `score_share` in order.
     """
 
     capabilities = Sharded.capabilities
@@ -71,14 +61,11 @@ class Workers(RemoteAccess):
 
     def __init__(self, ask: Callable[[list[Share]], Sequence[Any]], count: int) -> None:
         self._ask, self.count = ask, count
-        self._dtype: torch.dtype | None = None
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Return that of the workers' model, which they check at the first request."""
-        if self._dtype is None:
-            self._dtype = self._answers([Share(_scores, Batch(Rows([], [])))] * self.count)[0]
-        return self._dtype
+        return self._ask([Share(_scores, Batch(Rows([], [])))] * self.count)[0]  # type: ignore[no-any-return]
 
     def apply(self, estimator: Callable[[Any, Batch], Any], batch: Batch) -> Any:
         """Deal the batch's groups over the workers and join the results, in the batch's order."""
@@ -99,15 +86,9 @@ class Workers(RemoteAccess):
 
     def _dealt(self, estimator_of: Callable[[Sequence[int]], Callable[[Any, Batch], Any]], batch: Batch) -> Any:
         dealt = deal_groups(batch, self.count)
-        shares = [Share(estimator_of(rows), batch.take(rows)) for rows in dealt]
-        results = [(one, rows) for one, rows in zip(self._answers(shares), dealt, strict=True) if rows]
-        return _joined([result for result, _ in results], [rows for _, rows in results])
-
-    def _answers(self, shares: list[Share]) -> Sequence[Any]:
-        answers = self._ask(shares)
-        if len(answers) != self.count:
-            raise ValueError(f"asked {self.count} workers, {len(answers)} answered")
-        return answers
+        answers = self._ask([Share(estimator_of(rows), batch.take(rows)) for rows in dealt])
+        results = [pair for pair in zip(answers, dealt, strict=True) if pair[1]]
+        return _joined(*zip(*results, strict=True))
 
 
 def _scores(access: Any, batch: Batch, **options: Any) -> CounterfactualScores:
@@ -115,20 +96,15 @@ def _scores(access: Any, batch: Batch, **options: Any) -> CounterfactualScores:
 
 
 def deal_groups(batch: Batch, workers: int) -> list[list[int]]:
-    """Deal the groups of a batch over workers by the rows that they feed; rows are ascending."""
+    """Deal the groups of a batch over workers by their tokens times units; rows are ascending."""
     groups = equal_prompts(batch.rows.prompts) if batch.groups is None else batch.groups.tolist()
     members: dict[int, list[int]] = {}
     for b, group in enumerate(groups):
         members.setdefault(group, []).append(b)
     own = list(members.values())
-    dealt = balance.deal([_size_of([batch.scored_rows[b] for b in group]) for group in own], workers)
-    return [sorted(b for group in groups for b in own[group]) for groups in dealt]
-
-
-def _size_of(rows: Sequence[ScoredRow]) -> int:
-    answered = [(row.spans, row.answer) for row in rows if row.answer is not None]
-    spans, answers = [spans for spans, _ in answered], [answer for _, answer in answered]
-    return balance.rows_to_score(len(rows[0].prompt), spans, answers)
+    scored = batch.scored_rows
+    sizes = [sum(len(scored[b].completion) * (1 + len(scored[b].spans)) for b in group) for group in own]
+    return [sorted(b for group in groups for b in own[group]) for groups in balance.deal(sizes, workers)]
 
 
 def _joined(parts: Sequence[Any], rows: Sequence[Sequence[int]]) -> Any:

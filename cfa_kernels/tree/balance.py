@@ -4,8 +4,6 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from ..span import Span
-
 
 def deal(sizes: Sequence[float], ranks: int) -> list[list[int]]:
     """Deal items of `sizes` >= 0 over ranks: each, largest first, to the rank with the smallest sum.
@@ -26,12 +24,3 @@ def deal(sizes: Sequence[float], ranks: int) -> list[list[int]]:
         dealt[rank].append(i)
         heapq.heapreplace(least, (total + sizes[i], count + 1, rank))
     return [sorted(items) for items in dealt]
-
-
-def rows_to_score(prompt_length: int, spans: Sequence[Sequence[Span]], answers: Sequence[Span]) -> int:
-    """Count the rows that scoring feeds: a prompt, each completion up to its answer, and again from each span on."""
-    rows = prompt_length
-    for masked, answer in zip(spans, answers, strict=True):
-        starts = [0, *(span.start for span in masked if span.start < answer.start)]
-        rows += sum(answer.end - 1 - start for start in starts)
-    return rows

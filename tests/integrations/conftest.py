@@ -37,17 +37,3 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 
     gc.freeze()  # as after collection: what has been imported since, TRL's parts among it
     return run
-
-
-@pytest.fixture(scope="package")
-def theirs(train: Callable[..., Any]) -> Any:
-    """TRL's own trainer after one step."""
-    from trl import GRPOTrainer
-
-    return train(GRPOTrainer)
-
-
-@pytest.fixture(scope="package")
-def mine(train: Callable[..., Any]) -> Any:
-    """The same with credit."""
-    return train()

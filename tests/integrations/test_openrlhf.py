@@ -11,7 +11,7 @@ from torch import Tensor
 import cfa_kernels.integrations.openrlhf as integration
 from cfa_kernels import CounterfactualConfig, pad_rows
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin
-from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited
+from tests.support.log_prob_hosts import CREDIT, PROMPTS, REWARDS, completions, credited
 from tests.support.models import naive_row
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -125,10 +125,8 @@ def test_draws_follow_from_the_seed_and_the_step_that_the_trainer_sets(monkeypat
 @pytest.mark.parametrize(
     ("options", "changes", "fragment"),
     [
-        *((options, {}, fragment) for options, fragment in IMPOSSIBLE),
         ({"estimator": "entropy"}, {}, "estimator='entropy': it needs the entropy of each"),
         ({"estimator": "sibling_edits"}, {"n_samples_per_prompt": 1}, "it needs several completions"),
-        ({}, {"n_samples_per_prompt": 1}, None),
         ({}, {"policy_loss_type": "gspo"}, "--actor.policy_loss_type gspo: a completion has one ratio there"),
         ({}, {"init_coef": 0.1}, "a KL term in the reward; use --algo.kl.use_loss"),
         ({}, {"init_coef": 0.1, "use_loss": True}, None),

@@ -48,18 +48,9 @@ def samples() -> list[Any]:
     for rollout, advantage in zip(ROLLOUTS, ADVANTAGES, strict=True):
         ids = np.array([*PROMPT, *(i for part, _ in rollout for i in part)])
         mask = np.array([0] * len(PROMPT) + [own for part, own in rollout for _ in part])
+        old = np.full(len(ids), -1.0, dtype=np.float32)
         made.append(
-            RolloutSample(
-                prompt=[],
-                completion=[],
-                input_ids=ids,
-                completion_mask=mask,
-                advantage=advantage,
-                model_version=0,
-                old_log_probs=np.full(len(ids), -1.0, dtype=np.float32),
-                group_id=0,
-                metrics={"reward": 0.0},
-            )
+            RolloutSample([], [], ids, mask, old, advantage, model_version=0, group_id=0, metrics={"reward": 0.0})
         )
     return made
 
@@ -89,22 +80,21 @@ class Worker:
     def check_health(self, stale_after_s: float) -> None: ...
 
 
-def trainer(folder: Any, credit: Any = None, base: type = AsyncGRPOTrainer, **settings: Any) -> Any:
+def trainer(folder: Any, credit: CounterfactualConfig) -> Any:
     tiny_model().save_pretrained(folder / "model")
     config = AsyncGRPOConfig(
         str(folder), per_device_train_batch_size=3, gradient_accumulation_steps=1, token_budget=-1, max_steps=1,
         learning_rate=1e-2, use_cpu=True, bf16=False, report_to=[], dtype="float32", max_staleness=100,
-        gradient_checkpointing=False, save_strategy="no", logging_steps=1, **settings,
+        gradient_checkpointing=False, save_strategy="no", logging_steps=1,
     )  # fmt: skip
     transfer = SimpleNamespace(
         init_weight_transfer=lambda: None, pause=lambda: None, send_weights=list, resume=lambda: None,
         destroy=lambda: None,
     )  # fmt: skip
-    options = {} if credit is None else {"credit": credit}
-    made = base(
+    made = Mine(
         str(folder / "model"), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
         train_dataset=Dataset.from_dict({"prompt": ["3"] * 8}), processing_class=tiny_tokenizer(),
-        rollout_worker=Worker(samples() * 4), weight_transfer=transfer, **options,
+        rollout_worker=Worker(samples() * 4), weight_transfer=transfer, credit=credit,
     )  # fmt: skip
     run_trees_anywhere(made.model)
     return made
@@ -129,29 +119,20 @@ def test_trls_tree_runs_on_a_cpu_as_rows_apart(name):
     model = make_model(name, **options | ({"sliding_window": 4} if "sliding_window" in options else {}))
     model.set_attn_implementation("eager")
     tree, made = packing.TreeRow(), samples()
+    names = ("input_ids", "completion_mask", "old_log_probs", "advantage", "group_id")
     for sample in made:
-        tree.add(
-            {
-                name: getattr(sample, name)
-                for name in ("input_ids", "completion_mask", "old_log_probs", "advantage", "group_id")
-            }
-        )
+        tree.add({name: getattr(sample, name) for name in names})
     pack = {name: tensor.to(DEVICE) for name, tensor in tree.pack().items()}
     options = {f"tree_{name}": pack[f"tree_{name}"] for name in ("kv_index", "cu_seqlens_q", "cu_seqlens_k")}
     rows, masks = rows_of(made)
-    theirs = [
-        row[mask.bool()] for row, mask in zip(plain_logprobs(model, rows.prompts, rows.completions), masks, strict=True)
-    ]
+    plain = plain_logprobs(model, rows.prompts, rows.completions)
+    theirs = [row[mask.bool()] for row, mask in zip(plain, masks, strict=True)]
     expected = gradients(model, sum((k + 1) * row.sum() for k, row in enumerate(theirs)))
     run_trees_anywhere(model)
-    hidden = model.model(
-        input_ids=pack["input_ids"][None], position_ids=pack["position_ids"][None], use_cache=False, **options
-    )
-    index = pack["token_index"]
-    logits, cap = (
-        model.lm_head(hidden.last_hidden_state[0, index]),
-        getattr(model.config, "final_logit_softcapping", None),
-    )
+    inputs = {name: pack[name][None] for name in ("input_ids", "position_ids")}
+    hidden, index = model.model(**inputs, use_cache=False, **options), pack["token_index"]
+    logits = model.lm_head(hidden.last_hidden_state[0, index])
+    cap = getattr(model.config, "final_logit_softcapping", None)
     lines = (logits if cap is None else cap * (logits / cap).tanh()).log_softmax(-1)
     ours = lines.gather(1, pack["shift_labels"][index, None])[:, 0].split([len(row) for row in theirs])
     torch.testing.assert_close(list(ours), theirs, rtol=0, atol=1e-5)
@@ -166,21 +147,11 @@ def test_layers_that_trls_tree_does_not_describe_are_refused_by_name(name, reaso
         run_trees_anywhere(make_model(name, **(MASKED | HYBRIDS)[name]))
 
 
-def test_attention_dropout_is_refused():
-    model = make_model("Qwen3", attention_dropout=0.1).train()
-    run_trees_anywhere(model)
-    one, ends = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), torch.tensor([0, 1], device=DEVICE)
-    options = {"tree_kv_index": one[0], "tree_cu_seqlens_q": ends, "tree_cu_seqlens_k": ends}
-    with pytest.raises(NotImplementedError, match=r"attention dropout 0\.1"):
-        model(input_ids=one, position_ids=one, use_cache=False, **options)
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"estimator": "gradient", "estimator.sigma": 0.0},
-        {"units": "turns"},
         {"units": "turns", "weights": "redistribute"},
     ],
     ids=str,
@@ -188,14 +159,10 @@ def test_attention_dropout_is_refused():
 def test_a_step_trains_on_the_credited_advantages_of_its_samples(tmp_path, monkeypatch, options):
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)  # of a GPU only
     config = CounterfactualConfig.of(options)
-    made = trainer(tmp_path, config, Mine)
+    made = trainer(tmp_path, config)
     rows, masks = rows_of(samples())
-    apart = counterfactual_credit(
-        tiny_model().eval(),
-        tiny_tokenizer(),
-        Batch(rows, advantages=torch.tensor(ADVANTAGES), mask=masks),
-        config=config,
-    )
+    batch = Batch(rows, advantages=torch.tensor(ADVANTAGES), mask=masks)
+    apart = counterfactual_credit(tiny_model().eval(), tiny_tokenizer(), batch, config=config)
     credited = apart.applied_to(torch.tensor(ADVANTAGES))
     before = {name: x.clone() for name, x in made.model.named_parameters()}
     made.train()
@@ -217,12 +184,3 @@ def test_a_step_trains_on_the_credited_advantages_of_its_samples(tmp_path, monke
 def test_what_asyncgrpo_does_not_give_is_refused_by_name(credit, message):
     with pytest.raises(NotImplementedError, match=message):
         Mine("no model is loaded", credit=credit)
-
-
-def test_a_trainer_whose_micro_batches_are_laid_out_otherwise_is_refused():
-    mine = object.__new__(Mine)
-    mine.credit = CounterfactualConfig()
-    with pytest.raises(
-        NotImplementedError, match="this version of TRL: its micro-batches have no advantages, input_ids"
-    ):
-        mine.compute_loss(None, {"token_index": torch.zeros(1)})

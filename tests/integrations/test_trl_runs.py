@@ -2,14 +2,13 @@
 
 import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pandas
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, Credit
+from cfa_kernels import CounterfactualConfig
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
@@ -66,36 +65,26 @@ def without_answers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "looked_for"),
-    [
-        (CounterfactualConfig(), ["####", r"\boxed{}", "answer_format", "So we add them up."]),
-        (
-            CounterfactualConfig.of({"answers.answer_format": "X(.)"}),
-            ["Only answer_format='X(.)' says", "So we add them up."],
-        ),
-    ],
-    ids=["usual forms", "own form"],
-)
-def test_training_without_any_credit_warns_once_and_says_which_answers_are_read(train, config, looked_for):
-    given = {"rollout_func": without_answers, "reward_funcs": reward_every_other, "credit": config}
+def warned(train: Any, **options: Any) -> tuple[Any, list[str]]:
+    """A trainer, and what it warned about credit."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trained = train(trainer=given, max_steps=2)
-    said = [str(warning.message) for warning in caught if "credit/scored_fraction" in str(warning.message)]
+        trained = train(**options)
+    return trained, [str(one.message) for one in caught if "credit/scored_fraction" in str(one.message)]
+
+
+def test_training_without_any_credit_warns_once_and_says_which_answers_are_read(train):
+    given = {"rollout_func": without_answers, "reward_funcs": reward_every_other}
+    trained, (said,) = warned(train, trainer=given, max_steps=2)
     assert logged(trained, "credit/scored_fraction") == [0.0, 0.0]
-    assert len(said) == 1
-    for part in ("of 8 completions with an advantage none", *looked_for):
-        assert part in said[0], part
+    for part in ("of 8 completions with an advantage none", "####", "answer_format", "So we add them up."):
+        assert part in said, part
 
 
 @pytest.mark.parametrize("config", [CounterfactualConfig(), UNIFORM, CounterfactualConfig(control="random")], ids=str)
 def test_where_there_is_credit_or_none_is_wanted_nothing_is_warned_of(train, config):
     given = {"credit": config} | ({} if config.control is None else {"rollout_func": without_answers})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(trainer=given)
-    assert not [warning for warning in caught if "credit/scored_fraction" in str(warning.message)]
+    assert not warned(train, trainer=given)[1]
 
 
 def test_the_table_of_completions_shows_which_tokens_were_weighed(tmp_path):
@@ -110,29 +99,6 @@ def test_the_table_of_completions_shows_which_tokens_were_weighed(tmp_path):
             phrase = re.fullmatch(r"(.*) \(\d+\.\d\d\)", run)[1]
             assert phrase in text
     assert any("#### 7 (1.50)" in shown or "#### 5 (1.50)" in shown for _, shown in scored)
-
-
-DOCUMENTED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
-
-
-@packs
-def test_the_page_names_what_is_logged_and_no_more(train, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
-    named = {name for name in DOCUMENTED.findall(page) if name.startswith(("credit/", "packed/"))}
-    found, computed = set[str](), set[str]()
-    figures = Credit.metrics
-
-    def metrics(credit: Any, *args: Any) -> dict[str, float]:
-        made = figures(credit, *args)
-        computed.update(made)
-        return made
-
-    monkeypatch.setattr(Credit, "metrics", metrics)
-    for config in (CounterfactualConfig(), CounterfactualConfig(estimator="prefix_tree")):
-        trained = train(trainer={"credit": config, "packed_loss": True})
-        found |= {name for entry in trained.state.log_history for name in entry}
-    assert named == {name for name in found if name.startswith(("credit/", "packed/"))}
-    assert computed - found == set()
 
 
 def test_a_trainer_that_drops_completions_is_told_that_rewards_no_longer_fit(train):

@@ -77,23 +77,6 @@ def add(a: int, b: int) -> str:
     return f"{a} + {b} = 7. #### 7"
 
 
-class Adder:
-    """An environment that owns its tool and its reward."""
-
-    def reset(self, **kwargs: Any) -> None:
-        self.calls = 0
-
-    def add(self, a: int, b: int) -> str:
-        """Add two numbers.
-
-        Args:
-            a: the first
-            b: the second
-        """
-        self.calls += 1
-        return add(a, b)
-
-
 def turns(i: int) -> list[list[str]]:
     """What completion i writes: none, one or two calls before its answer."""
     calls = [[PHRASES[2], "<tool_call>", CALL, "</tool_call>"], ["<tool_call>", BROKEN, "</tool_call>"]]
@@ -136,7 +119,6 @@ def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
 CONVERSATIONS = Dataset.from_dict({"prompt": [[{"role": "user", "content": PROMPT}]] * 8})
 HOW: dict[str, dict[str, Any]] = {
     "tools": {"tools": [add]},
-    "environment_factory": {"environment_factory": Adder},
     "rollout_func": {"rollout_func": rollout},
 }
 
@@ -150,7 +132,7 @@ def trained(train: Any, cls: type, how: str, **trainer: Any) -> Any:
     return train(scripted(cls), trainer=given | trainer, **options)
 
 
-@pytest.mark.parametrize(("how", "packed"), [*((how, False) for how in HOW), ("tools", True), ("rollout_func", True)])
+@pytest.mark.parametrize(("how", "packed"), [("tools", False), ("tools", True), ("rollout_func", True)])
 def test_a_span_never_holds_what_a_tool_wrote(train, monkeypatch, how, packed):
     batches, make = [], integration.batch_credit
 
@@ -176,7 +158,7 @@ def test_a_span_never_holds_what_a_tool_wrote(train, monkeypatch, how, packed):
 
 @pytest.mark.parametrize(
     ("how", "credit"),
-    [*((how, None) for how in HOW), *((how, CounterfactualConfig()) for how in ("tools", "rollout_func"))],
+    [("tools", None), ("rollout_func", None), ("tools", CounterfactualConfig())],
 )
 def test_training_with_tools_is_trls(train, how, credit):
     packed = trained(train, integration.PackedGRPOTrainer, how, credit=credit, packed_loss=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cfa_kernels import Batch, Span
-from cfa_kernels.estimators.base import Importances, OwnFunction
+from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.workers import Share, Workers, deal_groups, score_share
 from cfa_kernels.rows import Rows
 from tests.support import sharded, workers
@@ -16,9 +16,8 @@ from tests.support.tiny import tiny_model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["FSDP2", "FSDP1, flat"])
-def test_two_workers_that_share_a_model_credit_as_one_process_does(how):
-    sharded.run(2, workers.on_a_sharded_model, how)
+def test_two_workers_that_share_a_model_credit_as_one_process_does():
+    sharded.run(2, workers.on_a_sharded_model)
 
 
 def batch(lengths, prompts, groups=None, *, spans=2) -> Batch:
@@ -53,38 +52,6 @@ def test_every_worker_is_asked_and_results_are_in_the_batchs_order():
     torch.testing.assert_close(found.base, expected.base, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.drop, expected.drop, atol=1e-5, rtol=0)
     assert found.work.tokens_fed == expected.work.tokens_fed
-
-
-def test_a_function_of_the_callers_runs_beside_the_host_and_asks_the_workers():
-    asked = []
-
-    def ask(shares):
-        asked.append(len(shares))
-        return [score_share(tiny_model(), share) for share in shares]
-
-    workers, given = Workers(ask, 2), batch([5, 4], [[3], [4]])
-
-    def mine(access, some):
-        assert access is workers
-        return Importances(access.score(some).drop)
-
-    assert [len(row) for row in workers.apply(OwnFunction(mine), given).values] == [2, 2]
-    assert asked == [2]
-
-
-def test_a_worker_that_does_not_answer_is_noticed():
-    with pytest.raises(ValueError, match="asked 2 workers, 1 answered"):
-        Workers(lambda shares: [score_share(tiny_model(), shares[0])], 2).score(batch([4, 4], [[3], [4]]))
-
-
-def test_what_only_the_workers_have_is_refused_by_name():
-    nobody = Workers(lambda shares: [], 1)
-    for ask in (lambda: nobody.model, lambda: nobody.query([])):
-        with pytest.raises(
-            NotImplementedError,
-            match="it is in other processes, and estimators that query the model must run on the workers",
-        ):
-            ask()
 
 
 def test_what_is_joined_keeps_what_belongs_to_no_completion():

@@ -9,10 +9,8 @@ os.environ["VERL_PLATFORM"] = "cpu"
 from verl.models.transformers import monkey_patch
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import PlatformRegistry
-from verl.utils.distributed import initialize_global_process_group_ray
 
 monkey_patch.is_trl_available = lambda: False  # verl 0.9.1 patches a class that trl 1.16 does not have
-initialize_global_process_group_ray.__defaults__ = (None, "gloo")  # verl would name the CPU's backend twice
 
 
 class NoDevice(types.ModuleType):

@@ -15,7 +15,6 @@ from tests.support.workers import as_one_process
 
 
 def scores_as_one_process(rank: int, param_dtype: str) -> None:
-    """verl's FSDP2 engine on a CPU, for which verl has no platform; `TreeScoring` in a worker without Ray."""
     engine = engine_of(param_dtype)
     from verl.workers.engine_workers import ActorRolloutRefWorker
 

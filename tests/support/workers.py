@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from cfa_kernels import Batch, CounterfactualConfig, Credit, Span, counterfactual_credit
 from cfa_kernels.integrations.workers import Share, Workers, score_share
@@ -64,25 +61,12 @@ def as_one_process(
         torch.testing.assert_close(found.base, expected.base, atol=tolerance, rtol=0, equal_nan=True)
     assert sizes[0] in ([0, 5], [5, 0])  # of the sixth completion there is no answer
     assert all(min(share) > 0 for share in sizes[1:])
-    refuses_a_bad_id(workers)
+    rows = Rows([torch.tensor([3]), torch.tensor([4])], [torch.tensor([14, 15, 18]), torch.tensor([14, 999, 18])])
+    wrong = Batch(rows, units=[[Span(0, 1)]] * 2, answers=[Span(2, 3)] * 2, placeholder=0)
+    with pytest.raises(ValueError, match="completions row 1: id 999 at position 1 is outside the vocabulary"):
+        workers.score(wrong)
     assert workers.dtype == dtype
 
 
-def refuses_a_bad_id(workers: Workers) -> None:
-    ids = [torch.tensor(row) for row in ([14, 15, 18], [14, 999, 18])]
-    spans, answers = [[Span(0, 1)]] * 2, [Span(2, 3)] * 2
-    rows = Rows([torch.tensor([3]), torch.tensor([4])], ids)
-    wrong = Batch(rows, units=spans, answers=answers, placeholder=0)
-    named = r"rank \d: completions row 1: id 999 at position 1 is outside the vocabulary"
-    with pytest.raises(ValueError, match=named):
-        workers.score(wrong)
-
-
-def on_a_sharded_model(rank: int, how: str) -> None:
-    model = tiny_model().eval()
-    if how == "FSDP1, flat":  # as verl's, whose default is without the original parameters
-        policy = ModuleWrapPolicy({type(model.model.layers[0])})
-        shared: nn.Module = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
-    else:
-        shared = wrapped(model, how)
-    as_one_process(rank, partial(score_share, shared))
+def on_a_sharded_model(rank: int) -> None:
+    as_one_process(rank, partial(score_share, wrapped(tiny_model().eval(), "FSDP2")))

@@ -1,17 +1,12 @@
-"""Dealing groups over ranks: complete, repeatable, within Graham's bound; sizes are the rows that are fed."""
+"""Dealing groups over ranks: complete, repeatable, within Graham's bound."""
 
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfa_kernels.batch import ScoredRow
-from cfa_kernels.scoring.plan import queries_of
-from cfa_kernels.span import Span
-from cfa_kernels.tree.balance import deal, rows_to_score
-from cfa_kernels.tree.packs import lay_out
+from cfa_kernels.tree.balance import deal
 
 sizes = st.lists(st.integers(0, 50), max_size=7)
 
@@ -54,15 +49,3 @@ def test_equal_sizes_are_spread_and_so_are_groups_that_cost_nothing():
 def test_what_cannot_be_dealt_is_named(given, ranks, told):
     with pytest.raises(ValueError, match=told):
         deal(given, ranks)
-
-
-def test_rows_to_score_are_those_that_the_packs_of_a_group_feed():
-    spans = [[Span(0, 2), Span(5, 9), Span(17, 19)], [], [Span(3, 4)]]  # one behind its answer costs nothing
-    answers = [Span(12, 15), Span(8, 9), Span(19, 20)]
-    rows = [
-        ScoredRow(np.arange(6), np.arange(20) + 100 * (b + 1), units, answer)
-        for b, (units, answer) in enumerate(zip(spans, answers, strict=True))
-    ]
-    queries = [query for row in rows for query in queries_of(row, mask=99)]
-    (pack,) = lay_out(queries, [range(len(queries))], 10_000)
-    assert rows_to_score(6, spans, answers) == pack.num_tokens
