@@ -1,22 +1,18 @@
 """Words that lead to an answer are no reasoning; of many spans those nearest to the answer stay, with numbers first."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cfa_kernels import AnswerRules, SpanRules, detect_spans, find_answer
 from cfa_kernels.text.find import find_reasoning
 from cfa_kernels.text.rules import USUAL_ANSWERS
-from tests.support.small_tokenizers import FAST, encode, get_tokenizer, property_test
+from tests.support.small_tokenizers import FAST, encode, get_tokenizer
 
 TOKENIZER = get_tokenizer(FAST[1])
 PAPERS = AnswerRules(lead_in="statement")
 LEAD_INS = [
     "Therefore, the total number of bolts in the robe is", "So", "Hence, in total, after all of the sales, Janet makes",
-    "**Conclusion:** Tom has to pay", "This means that the whole group needs", "Adding these, we get",
     "It follows that she earns a total of", "- Altogether that comes to", "所以一共是",
     "Finally the answer to the question would then be", "We conclude: he owes", "Thus, her profit (in dollars) is",
-    "Damit sind es insgesamt", "3. Therefore, the number of eggs is", "Step 4: So the number of eggs is", "x =",
 ]  # fmt: skip
 FORMS = ["\\boxed{{{}}}", "$\\boxed{{{}}}$", "\\[ \\boxed{{{}}} \\]", "**\\boxed{{{}}}**", "<answer>{}</answer>"]
 
@@ -50,25 +46,17 @@ def test_no_span_holds_a_word_that_leads_to_the_answer(lead_in: str, form: str) 
         ("In 7 days, the total is \\boxed{126}", ["In 7 days,"]),
         ("In 7 days she makes \\boxed{126}", ["In 7"]),
         ("So 16 - 3 = 13 eggs, thus she sells \\boxed{13}", ["16 - 3 = 13"]),
-        ("So 16 - 3 = 13 eggs; then, thus, she sells \\boxed{13}", ["16 - 3 = 13"]),
         ("So she makes 9 * 2 = \\boxed{18} dollars", ["9 * 2 ="]),
-        ("So she makes $9 \\times 2 = \\boxed{18}$ dollars", ["$9 \\times 2 ="]),
         ("She has 5.\nTherefore\n\\boxed{5}", ["She has 5.", "Therefore"]),  # a line by itself leads nowhere
         ("She has 5.\nTherefore it is:\n\n\\[\n\\boxed{5}\n\\]", ["She has 5."]),
         ("The first has 5 and 1,234 marbles, so it is \\boxed{2}", ["The first has 5 and 1,234 marbles,"]),
         ("Mr. Lee pays \\boxed{5}", []),
-        ("We see this. That is all! \\boxed{5}", ["We see this.", "That is all!"]),
         ("Take \\(x\\): \\[ x + 1 = 6 \\] so that it is \\boxed{5}", ["\\[ x + 1 = 6 \\]"]),
-        ("1. She eats 3.\n2. So \\boxed{5}", ["1. She eats 3."]),
         ("She has 5.\n## Final Answer\n\nThe total is $\\boxed{5}$", ["She has 5."]),
-        ("She has 5.\n\n**Conclusion**\n\n\\boxed{5}", ["She has 5."]),
         ("She has 5.\n### Step 3: State it\nSo \\boxed{5}", ["She has 5."]),
-        ("### Step 1: Add 2 to 3\nSo \\boxed{5}", ["### Step 1: Add 2 to 3"]),
         ("## Sums\nShe has 5. So \\boxed{5}", ["## Sums", "She has 5."]),
         ("She has 5.\nHence every day she makes\n$$\\boxed{5}$$", ["She has 5."]),
-        ("She has 5.\nThus the total is\n\n\\[\n\\boxed{5}\n\\]", ["She has 5."]),
         ("She has 5.\nThus we get:\n\n- Total: \\boxed{5}", ["She has 5."]),
-        ("She has 5.\nOf 7 we keep:\n- Total: \\boxed{5}", ["She has 5.", "Of 7"]),
     ],
 )
 def test_the_words_behind_the_last_other_number_lead_to_the_answer(text: str, spans: list[str]) -> None:
@@ -148,7 +136,6 @@ So the answer is: \\boxed{26}"""
 @pytest.mark.parametrize(
     ("count", "spans"),
     [
-        (1, ["13 * 2 = 26"]),
         (2, ["16 - 3 = 13", "13 * 2 = 26"]),
         (3, ["16 - 3 = 13", "1. Each egg costs 2 dollars.", "13 * 2 = 26"]),
         (4, ["16 - 3 = 13", "That leaves 13 eggs.", "1. Each egg costs 2 dollars.", "13 * 2 = 26"]),
@@ -162,24 +149,3 @@ def test_spans_with_numbers_nearest_to_the_answer_stay_before_plans_and_headings
     assert set(spans) <= set(everything)
     assert [span for span in everything if span in spans] == spans
     assert spans_of(PLAN, PAPERS, max_spans=3, selection="first")[0] == "To find the total we go step by step."
-
-
-@pytest.mark.parametrize("name", FAST)
-@property_test
-@given(
-    parts=st.lists(
-        st.sampled_from(["She eats 3. ", "1 + 2 = 3\n", "So it is. ", "### Step 1: Go\n", "x ", "4, "]), max_size=9
-    ),
-    lead_in=st.sampled_from(LEAD_INS),
-    selection=st.sampled_from(["nearest", "first", "last", "longest", "even"]),
-)
-def test_enough_spans_are_the_same_whatever_the_selection_and_lead_ins_only_take_away(
-    name, parts, lead_in, selection
-) -> None:
-    tokenizer, text = get_tokenizer(name), "".join(parts) + f"\n{lead_in} \\boxed{{5}}"
-    every = spans_of(text, tokenizer=tokenizer, max_spans=99)
-    assert spans_of(text, tokenizer=tokenizer, max_spans=99, selection=selection) == every
-    papers = spans_of(text, PAPERS, tokenizer, max_spans=99)
-    assert every == papers[: len(every)] or every[:-1] == papers[: len(every) - 1]
-    ids = encode(tokenizer, text)
-    assert find_answer(ids, tokenizer) == find_answer(ids, tokenizer, PAPERS)

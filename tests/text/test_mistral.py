@@ -10,7 +10,6 @@ from cfa_kernels import detect_spans, find_answer
 from cfa_kernels.text.find import content_text
 from cfa_kernels.text.offsets import decoded, describe_spare_ids, token_offsets
 from tests.support.small_tokenizers import CORPUS
-from trainer.data import encode_prompt, require_whole_prompt
 
 mistral_common = pytest.importorskip("mistral_common", reason="mistral-common is not installed")
 DATA = Path(mistral_common.__file__).parent / "data"
@@ -81,16 +80,6 @@ def test_ids_that_are_no_token_and_special_ones_have_an_empty_place(tokenizer, t
         assert decoded(mixed, tokenizer, skip_special_tokens=skip) == tokenizer.decode(known, skip_special_tokens=skip)
     assert decoded([10**6], tokenizer) == ""
     assert describe_spare_ids(len(tokenizer) + 3, tokenizer).startswith("3 of the model's")
-
-
-def test_prompts_are_written_by_their_own_template(tokenizer) -> None:
-    ids = encode_prompt("What is 3 + 4?", tokenizer, instruction="Think.")
-    text = tokenizer.decode(ids)
-    assert "[INST]" in text
-    assert "Question" not in text
-    assert "Think." in text
-    assert ids[-1] != tokenizer.eos_token_id
-    require_whole_prompt(tokenizer, "a model")
 
 
 def test_no_answer_is_in_a_thought_between_their_special_tokens(thinking) -> None:
