@@ -79,16 +79,12 @@ def test_no_part_of_a_calculation_is_taken_for_its_result(text: str, answer: str
     [
         ("**Answer:**\n\n16 - 3 - 4 = 9 eggs are left.\nSo she makes 9 * 2 = $18.", None),
         ("Answer: 16 - 3 - 4 = 9 eggs\n9 * 2 = $18", None), ("A: 16 - 3 - 4 = 9 eggs. 9 * 2 = $18.", None),
-        ("Now we compute the final answer\n16 - 3 - 4 = 9\n9 * 2 = 18", None),
         ("We add up to get the answer\n9 eggs are left, which bring 18 dollars.", None),
         ("Answer: 9. Count\n10. Multiply: 9 * 2 = 18", None), ("A: 9\nB: 18\nC: 27\nIt is B, 18.", None),
         ("Answer: 18 eggs\nI hope this helps. 16 - 3 = 13.", "18"), ("Answer: 9 * 2 = 18\nFor 3 * 6 = 18.", "18"),
         ("Answer: 18. She makes 18.\nThat is it", "18"), ("The answer is 9 * 2 = 18. Check: 18 / 2 = 9.", "18"),
         ("Answer: x = 5\nCheck: 2 * 5 = 10", "5"), ("2. Answer: 18. Good.\n3. Check", "18"), ("A: 18\nSo B: 5", "18"),
-        ("### Step 4: State the final answer\n18 eggs", "18"), ("Step 4: Answer\n18", "18"),
-        ("So, the answer\n18", "18"), ("**Final Answer**\n18 dollars for 7 days", "18"),
         ("The answer is:\n```\n18\n```", "18"), ("The answer is:\n> 18", "18"), ("Answer： 18", "18"),
-        ("<Answer>18</Answer> <ANSWER>19</answer>", "19"),
     ],
 )  # fmt: skip
 def test_a_label_above_a_solution_or_an_option_states_nothing(text: str, answer: str | None) -> None:
@@ -122,7 +118,6 @@ def test_a_box_of_more_than_one_number_is_taken_whole(content: str) -> None:
         ("Final Answer: The final answer is $18$.", "18", "Final Answer:"),
         ("It is. <answer>18</answer>", "18", "<answer>"),
         ("<think>hm</think>\n\n\\boxed{18}", "18", "\\boxed"),
-        ("It is. So the answer is 18", "18", "So the"),
         (r"So \boxed{180^\circ - 90^\circ = \boxed{90^\circ}}.", "90", r"\boxed{180"),
         (r"\boxed{\boxed{\boxed{x + 1}}}", "x + 1", r"\boxed{\boxed{\boxed"),
     ],
@@ -158,7 +153,6 @@ def in_braces(text: str) -> tuple[int, int] | None:
         (r"RESULT=(\w+)", "RESULT=5 RESULT=18 #### 7", "18"), (r"(RESULT|TOTAL)=(?P<answer>\w+)", "TOTAL=18", "18"),
         (re.compile(r"result=(\w*)", re.IGNORECASE), "RESULT=18 RESULT=", "18"), (r"RESULT=(\w+)", "#### 7", None),
         (r"RESULT=(\w+)", "RESULT=18 <think>RESULT=5</think>", "18"), (in_braces, "{5} {18}", "18"),
-        (in_braces, "#### 7", None),
     ],
 )  # fmt: skip
 def test_a_runs_own_format_replaces_the_usual_forms(answer_format: object, text: str, answer: str | None) -> None:
@@ -169,7 +163,6 @@ def test_a_runs_own_format_replaces_the_usual_forms(answer_format: object, text:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"answer_format": "(18"}, r"answer_format: the pattern '\(18' does not compile"),
         ({"answer_format": "18"}, "answer_format: the pattern '18' must have one group.* it has 0"),
         ({"answer_format": 18}, "answer_format must be a str or a Pattern or a function or None, got 18"),
         ({"answer_format": lambda text: "18"}, r"answer_format must return .* \(start, end\), .* got '18'"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cfa_kernels import AnswerRules, SpanRules, detect_spans, find_answer
+from cfa_kernels import AnswerRules, SpanRules, detect_spans
 from cfa_kernels.text.find import find_reasoning
 from cfa_kernels.text.rules import USUAL_ANSWERS
 from tests.support.small_tokenizers import FAST, encode, get_tokenizer
@@ -45,17 +45,13 @@ def test_no_span_holds_a_word_that_leads_to_the_answer(lead_in: str, form: str) 
     [
         ("In 7 days, the total is \\boxed{126}", ["In 7 days,"]),
         ("In 7 days she makes \\boxed{126}", ["In 7"]),
-        ("So 16 - 3 = 13 eggs, thus she sells \\boxed{13}", ["16 - 3 = 13"]),
         ("So she makes 9 * 2 = \\boxed{18} dollars", ["9 * 2 ="]),
         ("She has 5.\nTherefore\n\\boxed{5}", ["She has 5.", "Therefore"]),  # a line by itself leads nowhere
         ("She has 5.\nTherefore it is:\n\n\\[\n\\boxed{5}\n\\]", ["She has 5."]),
-        ("The first has 5 and 1,234 marbles, so it is \\boxed{2}", ["The first has 5 and 1,234 marbles,"]),
         ("Mr. Lee pays \\boxed{5}", []),
         ("Take \\(x\\): \\[ x + 1 = 6 \\] so that it is \\boxed{5}", ["\\[ x + 1 = 6 \\]"]),
         ("She has 5.\n## Final Answer\n\nThe total is $\\boxed{5}$", ["She has 5."]),
         ("She has 5.\n### Step 3: State it\nSo \\boxed{5}", ["She has 5."]),
-        ("## Sums\nShe has 5. So \\boxed{5}", ["## Sums", "She has 5."]),
-        ("She has 5.\nHence every day she makes\n$$\\boxed{5}$$", ["She has 5."]),
         ("She has 5.\nThus we get:\n\n- Total: \\boxed{5}", ["She has 5."]),
     ],
 )
@@ -101,19 +97,6 @@ def test_neither_marker_nor_statement_holds_what_a_tool_wrote() -> None:
     assert read(("3 * 4 = 12. The answer is:", 1), ("\n", 0), ("8 eggs", 1))[0] == "8"
 
 
-def test_an_answer_of_the_callers_and_one_by_fallback_have_their_lead_ins_too() -> None:
-    text = "16 - 3 = 13. Therefore, the rope is 20 centimeters. Done"
-    ids = encode(TOKENIZER, text)
-    fallback = AnswerRules(answer_fallback="last_number")
-    answer = find_answer(ids, TOKENIZER, fallback)
-    assert TOKENIZER.decode(ids[slice(*answer)]).strip() == "20"
-    for options in ({"answers": fallback}, {"answer": answer}):
-        spans = detect_spans(ids, TOKENIZER, **options)
-        assert [TOKENIZER.decode(ids[slice(*span)]).strip() for span in spans] == ["16 - 3 = 13"]
-    spans = detect_spans(ids, TOKENIZER, answer=answer, answers=PAPERS)
-    assert TOKENIZER.decode(ids[slice(*spans[-1])]).strip() == "Therefore, the rope is"
-
-
 PLAN = """To find the total we go step by step.
 
 ### Step 1: Count the eggs
@@ -136,7 +119,6 @@ So the answer is: \\boxed{26}"""
 @pytest.mark.parametrize(
     ("count", "spans"),
     [
-        (2, ["16 - 3 = 13", "13 * 2 = 26"]),
         (3, ["16 - 3 = 13", "1. Each egg costs 2 dollars.", "13 * 2 = 26"]),
         (4, ["16 - 3 = 13", "That leaves 13 eggs.", "1. Each egg costs 2 dollars.", "13 * 2 = 26"]),
         (6, ["There are 16 eggs.", "16 - 3 = 13", "That leaves 13 eggs.", "1. Each egg costs 2 dollars.",

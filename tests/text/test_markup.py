@@ -156,23 +156,6 @@ def test_a_runs_own_tags_are_known_where_they_stand_and_no_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer_format", "text", "prompt", "answer"),
-    [
-        (r"RESULT=(\w+)", "RESULT=5</think>RESULT=18", None, "18"),
-        (r"RESULT=(\w+)", "RESULT=5", "A: <think>", None),
-        (r"</think>\s*(\w+)", "9</think> 18", "A: <think>", "18"),
-        (lambda text: (text.rindex(" ") + 1, len(text)), "It is 18", None, "18"),
-        (lambda text: (text.rindex(" ") + 1, len(text)), "It is 18", "A: <think>", None),
-        (lambda text: (text.rindex("=") + 1, len(text)), "=17</think>=18", "A: <think>", "18"),
-        (lambda text: (0, len(text)), "<think>17</think> 18 and more", None, None),
-    ],
-)
-def test_a_runs_own_format_is_given_no_thought(answer_format, text, prompt, answer) -> None:
-    assert read(text, tokenizer_with(), prompt=prompt, answer_format=answer_format)[0] == answer
-    assert answer_text_span("a <think>b</think> c", AnswerRules(r"(?s)(\w.*\w)")) is None
-
-
-@pytest.mark.parametrize(
     "call",
     [
         '<tool_call>\n{"name": "calc", "arguments": {"x": "9 * 2 = 17 #### 17"}}\n</tool_call>',
@@ -220,20 +203,6 @@ def test_a_prompt_that_speaks_of_calls_still_opens_a_thought_at_its_end(call) ->
     assert answer_text_span("#### 17", prompt=f"Begin with <think>, call {call}. 9 * 2? A:") == (5, 7)
 
 
-def test_a_prompt_that_only_speaks_of_a_closer_leaves_the_first_thought_to_the_completion() -> None:
-    prompt = "Think within <think> </think>, then answer.\nUser: 9 * 2?\nAssistant:"
-    text = "#### 17\n</think>\nThe answer is 18."
-    assert answer_text_span(text, prompt=prompt) == answer_text_span(text) == (len(text) - 3, len(text) - 1)
-    assert answer_text_span("#### 18 </think>", prompt="A: <think>\n\n</think>\n\n") == (5, 7)
-
-
-def test_a_cut_call_ends_with_its_turn_and_a_pattern_may_read_it() -> None:
-    text = 'I ask. <tool_call>{"answer": 18}'
-    assert read(text, tokenizer_with()) == (None, ["I ask."])
-    assert read(text, tokenizer_with(), answer_format=r'"answer": (\d+)')[0] == "18"
-    assert read("<think>Or <tool_call> it?</think>\n#### 18", tokenizer_with())[0] == "18"
-
-
 # --- What the policy did not write ----------------------------------------------------------------------------------
 
 
@@ -266,7 +235,6 @@ TOOL = "\nResult: 9 * 2 = 18\n#### 18\n"
          ["I compute it.", "Then 18 + 4 = 22.", "I am done."]),
         ([("#### 7", 1), (TOOL, 0)], "7", []),
         ([(TOOL, 0), ("#### 7", 1), (TOOL, 0), (" Done.", 1), (TOOL, 0)], "7", []),
-        ([(TOOL, 0)], None, []),
         ([("The answer is ", 1), ("18.", 0), (" Or", 1), (" 5.", 0)], None, ["The answer is", "Or"]),
         ([("The total is 1", 1), ("8 eggs", 0), (" and more.", 1)], None, ["The total is 1", "and more."]),
     ],
@@ -296,13 +264,9 @@ TURN = "<|im_end|>\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_
         ([("<think>I ask.", 1), (TURN.format("#### 17") + "<think>\n", 0), ("#### 18", 1)], None),
         ([("<think>I ask.", 1), (TURN.format("#### 17") + "<think>\n", 0), ("#### 18</think>#### 19", 1)], "19"),
         ([("I ask.", 1), (TURN.format("<think>"), 0), ("#### 18", 1)], "18"),  # a tool may say anything
-        ([("I ask.", 1), ("<information><think></information>", 0), ("#### 18", 1)], "18"),
         ([("<think><search>x</search>", 1), ("<information>#### 17</information>", 0), ("#### 18", 1)], None),
-        ([("<think><search>x</search>", 1), ("<information></think></information>", 0), ("#### 18", 1)], None),
         ([("<think>So long", 1), ("\n</think>\n\n", 0), ("#### 18", 1)], "18"),  # a budget that ends thoughts
-        ([("<think>So long", 1), ("\n</think>\n\nFinal answer: ", 0), ("\\boxed{18}", 1)], "18"),
         ([("I ask. <tool_call>{}", 1), ("</tool_call>\n#### 17\n", 0), ("#### 18", 1)], "18"),
-        ([("#### 18", 1), (" </think>", 0)], "18"),
     ],
 )
 def test_what_others_write_may_open_and_close_a_thought(parts, answer) -> None:
@@ -329,21 +293,6 @@ def test_what_a_tool_says_changes_neither_answer_nor_spans(name, detector, parts
     for options in ({}, {"answer_fallback": "last_number"}):
         expected = read_masked(silent, tokenizer, spans=spans, **options)
         assert read_masked(parts, tokenizer, spans=spans, **options) == expected
-
-
-@pytest.mark.parametrize("name", FAST)
-@property_test
-@given(data=st.data(), texts=st.lists(st.sampled_from(POLICY), max_size=12))
-def test_no_token_of_mask_0_is_in_an_answer_or_a_span_wherever_runs_begin(name, data, texts) -> None:
-    tokenizer = get_tokenizer(name)
-    ids = encode(tokenizer, "".join(texts))
-    mask = data.draw(st.lists(st.integers(0, 1), min_size=len(ids), max_size=len(ids)))
-    for spans in (EVERY, SpanRules(), SpanRules(whole)):
-        found = find_reasoning({0: ids}, tokenizer, spans=spans, unanswered=True, masks={0: mask})[0]
-        units = [*found.spans, *[found.answer] * (found.answer is not None)]
-        assert all(mask[t] for unit in units for t in range(*unit))
-        everything = find_reasoning({0: ids}, tokenizer, spans=spans, unanswered=True, masks={0: [1] * len(ids)})
-        assert everything == find_reasoning({0: ids}, tokenizer, spans=spans, unanswered=True)
 
 
 def test_a_mask_that_is_no_mask_is_named() -> None:
