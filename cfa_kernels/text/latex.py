@@ -38,9 +38,7 @@ def ranked_latex_intervals(text: str) -> tuple[list[Interval], list[Interval], l
     relation; a name, number, power or fraction by itself is not one. A display that nothing closes reaches to the end
     of its paragraph; a formula in the line that nothing closes counts only if the text ends in it.
     """
-    equations: list[Interval] = []
-    others: list[Interval] = []
-    regions = []
+    equations, others, regions = list[Interval](), list[Interval](), list[Interval]()
     for whole, inner, displayed in _formulas(text):
         rows = [row for row in (trimmed(text, *row) for row in inner) if LETTER_OR_DIGIT.search(text, *row)]
         bare = "=" if displayed else _TEXT_COMMAND.sub(" ", text[slice(*inner[0])])

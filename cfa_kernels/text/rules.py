@@ -17,7 +17,6 @@ Selection = Literal["nearest", "first", "longest", "even", "last"]
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # "module:name"; as a pattern it would have no group
 
 AnswerFormat = str | re.Pattern[str] | Callable[[str], Interval | None]
-"""Type of a run's own form of answers."""
 
 DETECTORS: dict[str, Callable[[str], Sequence[list[Interval]]]] = {
     "math": ranked_math_intervals,
