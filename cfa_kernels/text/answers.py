@@ -35,7 +35,6 @@ class AnswerText(NamedTuple):
 _COLON = rf"{BLANK}?[:：]"
 _TEXT = r"\\(?:text(?:bf|it|rm|sf)?|math(?:bf|it|rm)|mbox)\s?"
 _SPACE = r"(?:\\[,;:! ]|\\(?:q?quad|left|right|(?:display|text)style)(?![a-zA-Z]))"
-_PICTURE = "[←-⇿☀-➿\ufe0f\U0001f300-\U0001faff]"  # "✅ 18", "→ 18"
 _SIGN = rf"(?:[+{MINUS}]{BLANK}?(?:{CURRENCY}{BLANK}?)?)?"
 _POWER_OF_TEN = (
     rf"(?:[eE][+{MINUS}]?\d{{1,3}}(?!\w|\.\d)"
@@ -49,7 +48,8 @@ _VALUE = (
 )
 _TUPLE = rf"[(\[]{BLANK}?{_VALUE}(?:,{BLANK}{_VALUE}){{1,9}}{BLANK}?[)\]]"
 _LEAD = (
-    rf"(?:{ANNOTATION}|{BLANK}|{CURRENCY}|(?!{_TUPLE})[(\[{{]|[*_`~≈=:：}}<\"'“‘]|{_PICTURE}|\\[(\[]|{_SPACE}|\\approx"
+    rf"(?:{ANNOTATION}|{BLANK}|{CURRENCY}|(?!{_TUPLE})[(\[{{]|[*_`~≈=:：}}<\"'“‘]|\\[(\[]|{_SPACE}|\\approx"
+    r"|[←-⇿☀-➿\ufe0f\U0001f300-\U0001faff]"  # "✅ 18", "→ 18"
     rf"|(?:\\(?:boxed|fbox)\s?|{_TEXT})\{{|(?i:equal to|a total of)\b"
     r"|US(?=\\?\$)|Rs\.|(?:USD|EUR|GBP|INR|Rs)(?![^\W\d_])"
     r"|(?i:the|final|answer|is|about|approximately|exactly|only|just|therefore|thus|then|equals|an?)\b(?!\s?=)"
@@ -126,32 +126,32 @@ _ITEM = re.compile(
 )
 
 
+def _with(tail: re.Pattern[str], text: str, value: Interval, limit: int) -> Interval:
+    rest = tail.match(text, value[1], limit)
+    return (value[0], rest.end()) if rest else value
+
+
 def _value_at(text: str, position: int, limit: int) -> Interval | None:
     """Find the value that words and signs lead to; of a chain `3 * 6 = 18` its last member, a sum without one whole."""
     match, value = _LEAD_AND_VALUE.match(text, position, limit), None
     while match:
         value = match.span("value")
         match = _EQUALS_VALUE.match(text, value[1], limit)
-    rest = _NO_RESULT.match(text, value[1], limit) if value else None
-    return (value[0], rest.end()) if value and rest else value
+    return value and _with(_NO_RESULT, text, value, limit)
 
 
 def _spoken_value(text: str, position: int, tail: re.Pattern[str] = _VALUE_TAIL) -> Interval | None:
     """Find the value in a sentence or on a line, with what makes it another number or none."""
     value = _value_at(text, position, len(text))
-    rest = tail.match(text, value[1]) if value else None
-    return (value[0], rest.end()) if value and rest else value
+    return value and _with(tail, text, value, len(text))
 
 
 def _is_one_of_two(text: str, value: Interval, sentence: int | None = None) -> bool:
-    """Tell whether a value is one of two that differ, a range's end or a part of a measure.
-
-    In a sentence that begins at a given place, two values with "and" between them are two facts, but for "between" and
-    the like.
-    """
+    """Tell whether a value is one of two that differ, a range's end or a part of a measure."""
     other = _OTHER.match(text, value[1])
     if other is None or other["other"] == text[slice(*value)]:
         return False
+    # In a sentence, two values with "and" between them are two facts, but for "between" and the like.
     return sentence is None or not other["and"] or bool(_DENIED.search(text, sentence, value[0]))
 
 
@@ -214,34 +214,26 @@ def _hashes_answer(text: str) -> AnswerText | None:
 def _boxed_answer(text: str) -> AnswerText | None:
     """Find the box that opens last; its marker is the outermost box around it. Cut or empty it retracts the others."""
     boxes: list[tuple[int, int, int]] = []
-    open_braces: list[re.Match[str]] = []
-    floors = [0]  # braces that only the end of a box token closes
+    opened: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text) if any(sign in text for sign in (r"\boxed", r"\fbox", "_of_box|>")) else ():
-        sign = brace.group()
+        opening = None
         if brace["bare"]:
             boxes.append((brace.start(), *brace.span("bare")))
-        elif brace["end"]:
-            if len(floors) > 1:
-                del open_braces[floors.pop() :]
-                opening = open_braces.pop()
-                boxes.append((opening.start(), opening.end(), brace.start()))
-        elif sign == "}":
-            if len(open_braces) > floors[-1] and (opening := open_braces.pop()).group() != "{":
-                boxes.append((opening.start(), opening.end(), brace.start()))
-        elif brace["opens"] or sign == "{":
-            open_braces.append(brace)
-            floors += [len(open_braces)] * bool(brace["begin"])
-    cut = max((brace.start() for brace in open_braces if brace["opens"]), default=-1)
-    markers: list[int] = []
-    outer_end = -1
-    boxes.sort()
+        elif brace["end"] and any(one["begin"] for one in opened):
+            while not (opening and opening["begin"]):
+                opening = opened.pop()
+        elif brace.group() == "}":
+            opening = opened.pop() if opened and not opened[-1]["begin"] else None  # only its end closes a box token
+        elif brace["opens"] or brace.group() == "{":
+            opened.append(brace)
+        if opening and opening["opens"]:
+            boxes.append((opening.start(), opening.end(), brace.start()))
+    boxes.sort(reverse=True)
+    cut = max((brace.start() for brace in opened if brace["opens"]), default=-1)
     if cut > max((start for start, _, _ in boxes), default=-1):
         return AnswerText(cut, cut, cut)
-    for start, _, end in boxes:
-        inside = start < outer_end
-        markers.append(markers[-1] if inside else start)
-        outer_end = outer_end if inside else end
-    for marker, (own, start, end) in reversed(list(zip(markers, boxes, strict=True))):
+    for own, start, end in boxes:
+        marker = min(first for first, _, last in boxes if first <= own and end <= last)
         if value := _content(text, start, end):
             return AnswerText(marker, *value)
         if marker == own and len(boxes) > 1:
@@ -260,12 +252,8 @@ def _stated_answer(speech: Speech) -> AnswerText | None:
             continue
         else:
             value = _value_below(text, start, is_said=bool(announcement["verb"]))
-            if (
-                value is None
-                and not announcement["letter"]
-                and (not announcement["verb"] or ":" in text[start : start + 5])
-            ):
-                value = _sentence_value(text, start)
+            is_heading = not announcement["letter"] and (not announcement["verb"] or ":" in text[start : start + 5])
+            value = _sentence_value(text, start) if value is None and is_heading else value
             if value and speech.text[start : value[1]] != text[start : value[1]]:
                 value = None  # a tool wrote in between
         if value:
@@ -274,10 +262,7 @@ def _stated_answer(speech: Speech) -> AnswerText | None:
 
 
 def _sentence_value(text: str, position: int) -> Interval | None:
-    """Find the number of the sentence behind a heading or a colon, if it has only one, or one in bold.
-
-    None if another number follows, as the sentence then begins a solution, or if the sentence leaves the answer open.
-    """
+    """Find the number behind a heading, if its sentence has but one, or one in bold, and leaves nothing open."""
     gap = _GAP.match(text, position)
     position = gap.end() if gap else position
     for start, end in sentence_intervals(text[position : position + 400])[:1]:
@@ -290,7 +275,7 @@ def _sentence_value(text: str, position: int) -> Interval | None:
             return None
         behind = _NUMBER.findall(text, end, end + 2000)
         is_open = _OPEN_WORDS.search(text, start, end) or label_length(text[start:end])
-        return None if is_open or {*behind} - {text[slice(*value)]} else value
+        return None if is_open or {*behind} - {text[slice(*value)]} else value  # more numbers: a solution begins
     return None
 
 
@@ -329,9 +314,7 @@ def _last_number(text: str) -> AnswerText | None:
         label = _HEADING_LABEL.match(text, start, end)
         position, before, value = label.end() if label else start, None, None
         while match := _VALUE_IN_TEXT.search(text, position, end):
-            before, value = value, match.span("value")
-            rest = _VALUE_TAIL.match(text, value[1], end)
-            value = (value[0], rest.end()) if rest else value
+            before, value = value, _with(_VALUE_TAIL, text, match.span("value"), end)
             position = value[1]
         if value:
             is_second = before and _is_one_of_two(text, before, start)
@@ -340,37 +323,26 @@ def _last_number(text: str) -> AnswerText | None:
     return None
 
 
-def _pattern_answer(speech: Speech, pattern: str | re.Pattern[str]) -> AnswerText | None:
-    compiled, group = answer_pattern(pattern)
-    for match in reversed(list(compiled.finditer(speech.content))):
-        if part := _content_part(speech, match.span(group)):
-            return AnswerText(min(match.start(), part[0]), *part)
+def _own_answer(speech: Speech, own: str | re.Pattern[str] | Callable[[str], Interval | None]) -> AnswerText | None:
+    """Find the answer in the run's own format; what is not content is cut off its ends, and makes it none inside."""
+    if isinstance(own, str | re.Pattern):
+        compiled, group = answer_pattern(own)
+        found = [AnswerText(match.start(), *match.span(group)) for match in compiled.finditer(speech.content)]
+    else:
+        interval = own(speech.content) if speech.content.strip() else None  # a thought that never ended has none
+        is_pair = isinstance(interval, tuple | list) and list(map(type, interval)) == [int, int]
+        if interval is not None and not (is_pair and 0 <= interval[0] < interval[1] <= len(speech.text)):
+            raise ValueError(
+                f"answer_format must return None or (start, end), not empty and inside the text's {len(speech.text)} "
+                f"characters, got {interval!r}"
+            )
+        found = [AnswerText(interval[0], *interval)] if interval else []
+    for marker, start, end in reversed(found):
+        if speech.content[start:end] != speech.text[start:end]:
+            start, end = trimmed(speech.content, start, end)
+        if start < end and speech.content[start:end] == speech.text[start:end]:
+            return AnswerText(min(marker, start), start, end)
     return None
-
-
-def _function_answer(speech: Speech, function: Callable[[str], Interval | None]) -> AnswerText | None:
-    interval = function(speech.content)
-    if interval is None:
-        return None
-    is_pair = isinstance(interval, tuple | list) and list(map(type, interval)) == [int, int]
-    if not is_pair or not 0 <= interval[0] < interval[1] <= len(speech.text):
-        raise ValueError(
-            f"answer_format must return None or (start, end), not empty and inside the text's {len(speech.text)} "
-            f"characters, got {interval!r}"
-        )
-    part = _content_part(speech, (interval[0], interval[1]))
-    return None if part is None else AnswerText(part[0], *part)
-
-
-def _content_part(speech: Speech, interval: Interval) -> Interval | None:
-    """Cut off what is not content at the ends of an interval; `None` if some is in the middle, or nothing is left."""
-
-    def is_whole() -> bool:
-        return speech.content[slice(*interval)] == speech.text[slice(*interval)]
-
-    if not is_whole():
-        interval = trimmed(speech.content, *interval)
-    return interval if interval[0] < interval[1] and is_whole() else None
 
 
 def _passage_start(speech: Speech, position: int) -> int:
@@ -409,9 +381,7 @@ def lead_in_start(speech: Speech, marker: int) -> int:
     first = _passage_start(speech, marker)
     text, marker = speech.statement[first:], marker - first
     for _ in range(3):  # sentence, line above, heading
-        before, marker = marker, _heading_start(text, _clause_start(text, marker))
-        if marker == before:
-            break
+        marker = _heading_start(text, _clause_start(text, marker))
     return first + marker
 
 
@@ -447,12 +417,10 @@ def _usual_answer(speech: Speech) -> AnswerText | None:
     hashes = _hashes_answer(speech.statement)
     if hashes and not _OPENS_PART.match(speech.statement, hashes.end):
         return hashes
-    box, other = _boxed_answer(speech.statement), None
-    if box is None or box.start == box.end:
+    other = _boxed_answer(speech.statement)
+    if other is None or other.start == other.end:
         stated = _stated_answer(speech)
-        other = stated if stated and (box is None or stated.marker > box.marker) else box
-    else:
-        other = box
+        other = stated if stated and (other is None or stated.marker > other.marker) else other
     # Hashes with words behind the number and a line below may be a heading: "#### 3 - Revenue".
     return hashes if hashes and not (other and other.start > hashes.end) else other
 
@@ -461,13 +429,8 @@ def locate_answer(text: str | Speech, rules: AnswerRules = USUAL_ANSWERS) -> Ans
     """Find the answer as `answer_text_span` defines it, and where its marker begins; raises what that does."""
     check_class(AnswerRules, answers=rules)
     speech = text if isinstance(text, Speech) else read_speech(text, thought_tags=rules.thought_tags)
-    answer_format, answer = rules.answer_format, None
-    if answer_format is None:
-        answer = _usual_answer(speech)
-    elif isinstance(answer_format, str | re.Pattern):
-        answer = _pattern_answer(speech, answer_format)
-    elif speech.content.strip():  # in a thought that never ended there is none
-        answer = _function_answer(speech, answer_format)
+    own = rules.answer_format
+    answer = _usual_answer(speech) if own is None else _own_answer(speech, own)
     if answer is None:
         return _last_number(speech.statement) if rules.answer_fallback == "last_number" else None
     if answer.start == answer.end:

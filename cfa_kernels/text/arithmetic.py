@@ -101,70 +101,55 @@ _PERHAPS_BRACKET = re.compile("[PIC]")
 _REACH = 40  # lexemes among which the other half of a bracket is searched
 
 
-def _bracket(lexeme: re.Match[str]) -> int:
-    last = lexeme.group()[-1]  # of the kind P, I or C
-    return 1 if last in "([{（" else -1 if last in ")]}）" else 0
+def _brackets(lexemes: list[re.Match[str]], kinds: str) -> dict[int, int]:
+    """Find the other half of each bracket; without one it is before or behind all lexemes."""
+    halves, opened = dict[int, int](), list[int]()
+    for place in _PERHAPS_BRACKET.finditer(kinds):
+        i, sign = place.start(), lexemes[place.start()].group()[-1]
+        if sign in "([{（":
+            halves[i] = len(kinds)
+            opened.append(i)
+        elif sign in ")]}）":
+            halves[i] = opened.pop() if opened else -1
+            halves[halves[i]] = i
+    return halves
 
 
-def _unpaired(lexemes: list[re.Match[str]], kinds: str, first: int, after: int) -> tuple[list[int], list[int]]:
-    """Find the lexemes of `[first, after)` that are brackets, opening and closing ones, without their other half."""
-    opened: list[int] = []
-    closed: list[int] = []
-    for place in _PERHAPS_BRACKET.finditer(kinds, first, after):
-        i = place.start()
-        sign = _bracket(lexemes[i])
-        if sign < 0 and opened:
-            opened.pop()
-        elif sign:
-            (opened if sign > 0 else closed).append(i)
-    return opened, closed
-
-
-def _other_half(lexemes: list[re.Match[str]], kinds: str, places: range, count: int) -> int | None:
-    """Walk over `places` until `count` brackets found their other half; -1 if the line ends first, else `None`."""
-    for i in places:
-        if kinds[i] == "L":
-            return -1
-        count += _bracket(lexemes[i]) * places.step if kinds[i] in "PIC" else 0
-        if count == 0:
-            return i
-    return None if len(places) == _REACH else -1
-
-
-def _whole_expression(text: str, lexemes: list[re.Match[str]], kinds: str, first: int, after: int) -> Interval | None:
+def _whole_expression(
+    text: str, lexemes: list[re.Match[str]], kinds: str, halves: dict[int, int], first: int, after: int
+) -> Interval | None:
     """Find the characters of the lexemes `[first, after)`; `None` if a bracket's other half is too far away."""
     # Outer brackets without their other half are dropped. Around others the expression reaches as far as that half.
-    opened, closed = _unpaired(lexemes, kinds, first, after)
+    opened = [i for i in range(first, after) if halves.get(i, i) >= after]
+    closed = [i for i in range(first, after) if halves.get(i, i) < first]
     while opened and opened[0] == first:
         first = opened.pop(0) + 1
     while closed and closed[-1] == after - 1:
         after = closed.pop()
     if closed:
-        half = _other_half(lexemes, kinds, range(first - 1, max(-1, first - 1 - _REACH), -1), len(closed))
-        if half is None:
+        half, line = halves[closed[-1]], kinds.rfind("L", 0, first)
+        if first - max(half, line) > _REACH:
             return None
-        first = first if half < 0 else half
+        first = half if half > line else first
     if opened:
-        half = _other_half(lexemes, kinds, range(after, min(len(lexemes), after + _REACH)), len(opened))
-        if half is None:
+        half, line = halves[opened[0]], kinds.find("L", after) % (len(kinds) + 1)
+        if min(half, line) - after >= _REACH:
             return None
-        if half >= 0:
+        if half < line:
             after = half + 1
             more = _MEMBERS_AFTER_BRACKET.match(kinds, after)
-            after = more.end() if more and not any(_unpaired(lexemes, kinds, after, more.end())) else after
+            is_whole = more and all(after <= halves.get(i, i) < more.end() for i in range(after, more.end()))
+            after = more.end() if more and is_whole else after
     start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()
     # "sin(30°) = 0.5" is a call, "eggs(3 + 4 = 7)" is not.
-    is_call = kinds[first] == "P" and first not in _unpaired(lexemes, kinds, first, after - 1)[0]
+    is_call = kinds[first] == "P" and halves.get(first, first) < after - 1
     is_named = closed or is_call or text[start - 1 : start] == "_"
     name = _NAME_BEFORE.search(text, max(0, start - 24), start) if is_named else None
     return (name.start() if name else start), end
 
 
 def _is_range_or_size(text: str, lexemes: list[re.Match[str]], expression: re.Match[str]) -> bool:
-    """Tell whether `3 - 4 people`, `Chapter 3 - 2`, `5:30 - 6:45` or `2 x 4 boards` only looks like a calculation.
-
-    Dates and telephone numbers look like one from which less than nothing remains, or of which less than one.
-    """
+    """Tell whether `3 - 4 people`, `Chapter 3 - 2`, `5:30 - 6:45` or `2 x 4 boards` only looks like a calculation."""
     kinds, (first, after) = expression.group(), expression.span()
     if "E" in kinds or "A" in kinds or (first and _KIND_OF_GROUP[lexemes[first - 1].lastindex or 0] == "E"):
         return False
@@ -178,6 +163,7 @@ def _is_range_or_size(text: str, lexemes: list[re.Match[str]], expression: re.Ma
             return False
         low, *others = map(float, numbers)
         taken = math.prod(others) if "d" in kinds else sum(others)
+        # Of a date or a telephone number less than nothing remains, or less than one.
         return low < taken or any(re.match(r"0\d", one) for one in numbers)
     signs = {lexeme.group().strip() for lexeme, kind in zip(lexemes[first:after], kinds, strict=True) if kind == "O"}
     return signs <= {"x", "X"} and bool(signs) and bool(_SIZE_OF.match(text, lexemes[after - 1].end()))
@@ -193,11 +179,11 @@ def ranked_math_intervals(text: str) -> tuple[list[Interval], list[Interval]]:
     """
     lexemes = list((_ASCII_LEXEME if text.isascii() else _LEXEME).finditer(text))
     kinds = "".join([_KIND_OF_GROUP[lexeme.lastindex or 0] for lexeme in lexemes])
-    arithmetic: list[Interval] = []
+    halves, arithmetic = _brackets(lexemes, kinds), list[Interval]()
     for expression in _EXPRESSION.finditer(kinds):
         if not _CLEARLY_ARITHMETIC.search(expression.group()):
             continue
-        whole = _whole_expression(text, lexemes, kinds, *expression.span())
+        whole = _whole_expression(text, lexemes, kinds, halves, *expression.span())
         if whole is None or not _DIGIT.search(text, *whole) or _is_range_or_size(text, lexemes, expression):
             continue
         if arithmetic and whole[0] < arithmetic[-1][1]:

@@ -1,7 +1,7 @@
 """Find the answer and the reasoning spans of a completion, in sampled tokens."""
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from ..options import check_class
 from ..span import Span, span_inside
 from .answers import AnswerText, lead_in_start, locate_answer
 from .markup import Speech, merged, read_speech, sign_names, unfinished_number
-from .offsets import Decoder, TokenOffsets
+from .offsets import TokenOffsets, as_ids, token_offsets
 from .patterns import LETTER_OR_DIGIT, Interval, holds_number
 from .rules import USUAL_ANSWERS, USUAL_SPANS, AnswerRules, SpanRules
 
@@ -45,7 +45,7 @@ def find_answer(
         prompt: (P,) ids before them, in which a thought may be open.
         mask: (T,) 1 on tokens that the policy wrote, 0 on others, such as a tool's; default all 1.
     """
-    return _reasoning(_Completion(token_ids, prompt, mask), tokenizer, None, answers).answer
+    return _reasoning(_read(token_ids, tokenizer, answers, prompt, mask), None, answers).answer
 
 
 def detect_spans(
@@ -69,8 +69,8 @@ def detect_spans(
     Returns disjoint non-empty spans in order of position (CF paper, section 3).
     """
     check_class(SpanRules, spans=spans)
-    completion = _Completion(token_ids, prompt, mask)
-    return _reasoning(completion, tokenizer, spans, answers, answer, unanswered=True).spans
+    read = _read(token_ids, tokenizer, answers, prompt, mask)
+    return _reasoning(read, spans, answers, answer, unanswered=True).spans
 
 
 def find_reasoning(
@@ -88,24 +88,14 @@ def find_reasoning(
     `spans=None` looks for no spans; `unanswered` also looks for spans in completions without an answer. `prompts` and
     `masks` are those of `find_answer` by row.
     """
-    if not rows:
-        return {}
-    reasoning, known = {}, list[TokenOffsets | None]()
-    check_class(AnswerRules, answers=answers)
-    decoder, names = Decoder.of(tokenizer), sign_names(answers.thought_tags)
-    keys = {row: _key(prompt) for row, prompt in (prompts or {}).items()}
-    texts = dict[Hashable, str]()
-    try:
-        known += decoder.offsets(rows.values(), names, ends_shown=False)
-        each = {keys[row]: prompt for row, prompt in (prompts or {}).items()}  # completions of a group share theirs
-        texts = {key: offsets.text for key, offsets in zip(each, decoder.offsets(each.values(), names), strict=True)}
-    except (TypeError, ValueError):
-        known = [None] * len(rows)  # the row is named below
-    for (row, token_ids), offsets in zip(rows.items(), known, strict=True):
+    reasoning, texts = {}, dict[tuple[int, ...], str]()
+    for row, token_ids in rows.items():
         try:
-            prompt = texts.get(keys[row], prompts[row]) if prompts and row in prompts else None
-            completion = _Completion(token_ids, prompt, (masks or {}).get(row), offsets)
-            reasoning[row] = _reasoning(completion, decoder, spans, answers, unanswered=unanswered)
+            before = tuple(as_ids(prompts[row])) if prompts and row in prompts else ()
+            if before not in texts:  # completions of a group share theirs
+                texts[before] = _prompt_text(before, tokenizer, answers)
+            read = _read(token_ids, tokenizer, answers, texts[before], (masks or {}).get(row))
+            reasoning[row] = _reasoning(read, spans, answers, unanswered=unanswered)
         except (TypeError, ValueError) as error:
             raise type(error)(f"row {row}: {error}") from error
     return reasoning
@@ -125,82 +115,58 @@ def content_text(
     `answer_text_span` finds the answer in this text that `find_answer`, with the same arguments, finds in the tokens,
     except that a `truncated` completion's text loses a number at its very end, which may not be whole.
     """
-    return _read(_Completion(token_ids, prompt, mask, truncated=truncated), tokenizer, answers)[1].content
+    return _read(token_ids, tokenizer, answers, prompt, mask, truncated=truncated)[1].content
 
 
-class _Completion(NamedTuple):
-    token_ids: TokenIds
-    prompt: TokenIds | str | None
-    mask: Mask | None
-    offsets: TokenOffsets | None = None  # if it is decoded
-    truncated: bool = False
+_Read = tuple[TokenOffsets, Speech, bytearray]  # the last is 1 for tokens that the policy did not write
 
 
-def _key(ids: TokenIds) -> Hashable:
-    return ids.cpu().numpy().tobytes() if isinstance(ids, torch.Tensor) else tuple(ids)
+def _prompt_text(prompt: TokenIds, tokenizer: PreTrainedTokenizerBase, answers: AnswerRules) -> str:
+    check_class(AnswerRules, answers=answers)
+    return token_offsets(prompt, tokenizer, sign_names(answers.thought_tags)).text
 
 
 def _read(
-    completion: _Completion, tokenizer: PreTrainedTokenizerBase | Decoder, answers: AnswerRules
-) -> tuple[TokenOffsets, Speech, bytearray]:
-    """Decode a completion; the last item is 1 for tokens that the policy did not write."""
-    check_class(AnswerRules, answers=answers)
-    names = sign_names(answers.thought_tags)
-    decoder = Decoder.of(tokenizer)
-    offsets = completion.offsets or decoder.offsets([completion.token_ids], names, ends_shown=False)[0]
-    others = _others(completion.mask, len(offsets.starts))
-    foreign, offsets = _foreign(offsets, others)
-    foreign = merged([*foreign, *(unfinished_number(offsets.text) if completion.truncated else ())])
-    prompt = completion.prompt
-    if not isinstance(prompt, str):
-        prompt = "" if prompt is None else decoder.offsets([prompt], names)[0].text
-    return offsets, read_speech(offsets.text, prompt=prompt, foreign=foreign, thought_tags=answers.thought_tags), others
-
-
-def _foreign(offsets: TokenOffsets, others: bytearray) -> tuple[list[Interval], TokenOffsets]:
-    """Find what others wrote; a line break is added behind a single character, which blanked ends a paragraph then."""
-
-    def regions(offsets: TokenOffsets) -> list[Interval]:
-        return merged((int(offsets.starts[run.start]), int(offsets.ends[run.stop - 1])) for run in _runs(others))
-
-    foreign = regions(offsets)
-    if ends := [end for start, end in foreign if end - start == 1]:
-        pieces = [offsets.text[start:end] for start, end in itertools.pairwise([0, *ends, len(offsets.text)])]
-        starts, stops = (at + np.searchsorted(ends, at, "right") for at in offsets[1:])
-        offsets = TokenOffsets("\n".join(pieces), starts, stops)
-        foreign = regions(offsets)
-    return foreign, offsets
+    token_ids: TokenIds,
+    tokenizer: PreTrainedTokenizerBase,
+    answers: AnswerRules,
+    prompt: TokenIds | str | None,
+    mask: Mask | None,
+    *,
+    truncated: bool = False,
+) -> _Read:
+    before = prompt if isinstance(prompt, str) else _prompt_text(() if prompt is None else prompt, tokenizer, answers)
+    tags = answers.thought_tags
+    offsets = token_offsets(token_ids, tokenizer, sign_names(tags), ends_shown=False)
+    length = len(offsets.starts)
+    others = _others(mask, length)
+    foreign = [(int(offsets.starts[start]), int(offsets.ends[end - 1])) for start, end in _runs(others, 1, 0, length)]
+    foreign += unfinished_number(offsets.text) if truncated else []
+    return offsets, read_speech(offsets.text, prompt=before, foreign=merged(foreign), thought_tags=tags), others
 
 
 def _others(mask: Mask | None, length: int) -> bytearray:
     if mask is None:
         return bytearray(length)
-    given = mask.tolist() if isinstance(mask, torch.Tensor) else list(mask)
-    values = np.array([*map(float, given)])
-    if values.shape != (length,) or not ((values == 0) | (values == 1)).all():
-        raise ValueError(f"mask must be 1 or 0 for each of {length} tokens, got {given!r:.200}")
+    values = np.asarray(mask.cpu() if isinstance(mask, torch.Tensor) else mask, np.float64)
+    if values.shape != (length,) or not np.isin(values, (0, 1)).all():
+        raise ValueError(f"mask must be 1 or 0 for each of {length} tokens, got {mask!r:.200}")
     return bytearray((values == 0).tobytes())
 
 
-def _runs(flags: bytearray) -> Iterator[range]:
-    """Yield the places of each run of 1."""
-    end = 0
-    while (start := flags.find(1, end)) >= 0:
-        end = flags.find(0, start)
-        end = len(flags) if end < 0 else end
-        yield range(start, end)
+def _runs(flags: bytes | bytearray, wanted: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of 1 or of 0 between two places."""
+    while (start := flags.find(wanted, start, end)) >= 0:
+        stop = flags.find(1 - wanted, start, end)
+        stop = end if stop < 0 else stop
+        yield start, stop
+        start = stop
 
 
 def _reasoning(
-    completion: _Completion,
-    tokenizer: PreTrainedTokenizerBase | Decoder,
-    spans: SpanRules | None,
-    answers: AnswerRules,
-    answer: Span | None = None,
-    *,
-    unanswered: bool = False,
+    read: _Read, spans: SpanRules | None, answers: AnswerRules, answer: Span | None = None, *, unanswered: bool = False
 ) -> Reasoning:
-    offsets, speech, others = _read(completion, tokenizer, answers)
+    offsets, speech, others = read
     located = locate_answer(speech, answers)
     if answer is None and located:
         answer = Span(*offsets.tokens([(located.start, located.end)])[0])
@@ -245,14 +211,10 @@ def _selected(ranks: list[list[Span]], rules: SpanRules, offsets: TokenOffsets) 
         return spans[: rules.max_spans]
     spans = []
     for rank in map(sorted, ranks):
-        last, count = len(rank) - 1, min(rules.max_spans - len(spans), len(rank))
-        if rules.selection == "last":
-            places: Iterable[int] = range(len(rank) - count, len(rank))
-        elif count < 2:
-            places = [len(rank) // 2] * count
-        else:
-            places = [round(i * last / (count - 1)) for i in range(count)]
-        spans += [rank[i] for i in places]
+        count = min(rules.max_spans - len(spans), len(rank))
+        step = (len(rank) - 1) / max(count - 1, 1)
+        even = [len(rank) // 2] if count == 1 else [round(i * step) for i in range(count)]
+        spans += rank[len(rank) - count :] if rules.selection == "last" else [rank[i] for i in even]
     return spans
 
 
@@ -265,7 +227,7 @@ def _disjoint_spans(offsets: TokenOffsets, ranks: Sequence[list[Interval]], occu
     spans: list[list[Span]] = [[] for _ in ranks]
     rank_of = [rank for rank, intervals in enumerate(ranks) for _ in intervals]
     for rank, wide in zip(rank_of, offsets.tokens([*itertools.chain.from_iterable(ranks)]), strict=True):
-        for start, end in _parts(barred, wide[0], min(wide[1], len(occupied))):
+        for start, end in _runs(barred, 0, wide[0], min(wide[1], len(occupied))):
             while start < end and occupied[start]:
                 start += 1
             while start < end and occupied[end - 1]:
@@ -278,14 +240,3 @@ def _disjoint_spans(offsets: TokenOffsets, ranks: Sequence[list[Interval]], occu
                 occupied[start:end] = b"\1" * (end - start)
                 spans[rank].append(Span(start, end))
     return spans
-
-
-def _parts(barred: bytes, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of 0 between two places."""
-    while start < end:
-        stop = barred.find(1, start, end)
-        stop = end if stop < 0 else stop
-        if start < stop:
-            yield start, stop
-        start = barred.find(0, stop, end)
-        start = end if start < 0 else start

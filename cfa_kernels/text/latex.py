@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from .patterns import GROUP, LETTER_OR_DIGIT, Interval, clear_of, sentence_intervals, trimmed
 
@@ -10,13 +9,9 @@ _MARK = re.compile(
     r"\\begin\{(?P<begin>[a-zA-Z]{1,20}\*?)\}(?:\{\d{0,3}\}|\[[tcb]\])?|\\end\{(?P<end>[a-zA-Z]{1,20}\*?)\}"
     r"|(?P<row>\\\\(?:\*|[ ]?\[-?[\d.]{1,8}[ ]?[a-z]{2}\])?)|\\[\s\S]|\$\$?|(?P<paragraph>\n[ \t\r]*\n)"
 )
-_DISPLAYS = frozenset(
-    name + star
-    for name in ("align", "alignat", "equation", "gather", "multline", "eqnarray", "flalign", "displaymath")
-    for star in ("", "*")
-)
+_DISPLAYS = ("align", "alignat", "equation", "gather", "multline", "eqnarray", "flalign", "displaymath")
 # Environments whose rows are formulas; those of a matrix or of `cases` are not.
-_BY_ROWS = _DISPLAYS | {"aligned", "alignedat", "gathered", "split"}
+_BY_ROWS = {*_DISPLAYS, *(f"{name}*" for name in _DISPLAYS), "aligned", "alignedat", "gathered", "split"}
 
 _TEXT_COMMAND = re.compile(rf"\\(?:text|mathrm|mbox|textbf|textit|operatorname)\s?{GROUP}")
 _EQUATION = re.compile(r"[=＝≈≅≡]|\\(?:approx|equiv|cong|doteq)(?![a-zA-Z])")
@@ -43,46 +38,36 @@ def ranked_latex_intervals(text: str) -> tuple[list[Interval], list[Interval], l
     relation; a name, number, power or fraction by itself is not one. A display that nothing closes reaches to the end
     of its paragraph; a formula in the line that nothing closes counts only if the text ends in it.
     """
-    equations: list[Interval] = []
-    others: list[Interval] = []
-    regions = []
-    for formula in _formulas(text):
-        rows = [row for row in (trimmed(text, *row) for row in formula.rows) if LETTER_OR_DIGIT.search(text, *row)]
-        if not formula.displayed:
-            bare = _TEXT_COMMAND.sub(" ", text[slice(*formula.rows[0])])
-            is_equation = bool(_EQUATION.search(bare))
-            if not rows or not (is_equation or _OPERATION.search(bare)):
-                continue
-        (equations if formula.displayed or is_equation else others).extend(rows)
-        regions.append(formula.whole)
+    equations, others, regions = list[Interval](), list[Interval](), list[Interval]()
+    for whole, inner, displayed in _formulas(text):
+        rows = [row for row in (trimmed(text, *row) for row in inner) if LETTER_OR_DIGIT.search(text, *row)]
+        bare = "=" if displayed else _TEXT_COMMAND.sub(" ", text[slice(*inner[0])])
+        is_equation = bool(_EQUATION.search(bare))
+        if displayed or (rows and (is_equation or _OPERATION.search(bare))):
+            (equations if is_equation else others).extend(rows)
+            regions.append(whole)
     sentences = list(clear_of(sentence_intervals(text), regions, len(text)))
     return equations, others, sentences
 
 
-class _Formula(NamedTuple):
-    whole: Interval  # with its delimiters
-    rows: list[Interval]
-    displayed: bool
+_Formula = tuple[Interval, list[Interval], bool]  # with its delimiters, its rows without, whether it is displayed
 
 
 def _formulas(text: str) -> Iterator[_Formula]:
     marks = list(_MARK.finditer(text))
     i = 0
     while i < len(marks):
-        first, mark, formula = i, marks[i], None
-        match mark.group():
-            case "$$":
-                i, formula = _display(text, marks, i, "$$")
-                if _is_doubled_price(text[slice(*formula.whole)]):
-                    i, formula = first + 1, None
-            case r"\[":
-                i, formula = _display(text, marks, i, r"\]")
-            case "$" | r"\(":
-                i, formula = _in_line(text, marks, i)
-            case _ if mark["begin"] in _DISPLAYS | _BY_ROWS:
-                i, formula = _display(text, marks, i, "")
-            case _:
-                i += 1
+        sign, after, formula = marks[i].group(), i + 1, None
+        if sign in ("$$", r"\[") or marks[i]["begin"] in _BY_ROWS:
+            after, formula = _display(text, marks, i, {"$$": "$$", r"\[": r"\]"}.get(sign, ""))
+            display = text[slice(*formula[0])]
+            is_closed = sign != "$$" or (len(display) > 3 and display.endswith("$$"))
+            is_formula = is_closed or _EQUATION.search(display) or _OPERATION.search(display)
+            if not is_formula or (sign == "$$" and _ANNOTATED.search(display)):  # but a price
+                after, formula = i + 1, None
+        elif sign in ("$", r"\("):
+            after, formula = _in_line(text, marks, i)
+        i = after
         if formula:
             yield formula
 
@@ -92,30 +77,23 @@ def _display(text: str, marks: list[re.Match[str]], first: int, closer: str) -> 
     name = marks[first]["begin"]
     nested: list[str] = []
     rows: list[Interval] = []
-    start, after, end = marks[first].end(), len(marks), len(text)
-    for i in range(first + 1, len(marks)):
-        mark = marks[i]
+    start = marks[first].end()
+    for i, mark in enumerate(marks[first + 1 :], first + 1):
         if mark.group() == closer or (not closer and not nested and mark["end"] == name):
-            rows.append((start, mark.start()))
-            return i + 1, _Formula((marks[first].start(), mark.end()), rows, True)
+            return i + 1, ((marks[first].start(), mark.end()), [*rows, (start, mark.start())], True)
         if mark["paragraph"] and (rows or text[start : mark.start()].strip()):
-            after, end = i + 1, mark.start()
-            break
-        cuts = bool(mark["paragraph"])
+            return i + 1, ((marks[first].start(), mark.start()), [*rows, (start, mark.start())], True)
+        inside = mark["begin"] or mark["end"] or (nested or [name])[-1]
         if mark["begin"]:
-            nested.append(mark["begin"])
-            cuts = mark["begin"] in _BY_ROWS
-        elif mark["end"]:
-            if mark["end"] in nested[-1:]:
-                nested.pop()
-            cuts = mark["end"] in _BY_ROWS
-        elif mark["row"]:
-            cuts = not nested or nested[-1] in _BY_ROWS
-        if cuts:
+            nested.append(inside)
+        elif mark["end"] in nested[-1:]:
+            nested.pop()
+        if mark["paragraph"] or (
+            (mark["begin"] or mark["end"] or mark["row"]) and (inside in _BY_ROWS or (mark["row"] and not nested))
+        ):
             rows.append((start, mark.start()))
             start = mark.end()
-    rows.append((start, end))
-    return after, _Formula((marks[first].start(), end), rows, True)
+    return len(marks), ((marks[first].start(), len(text)), [*rows, (start, len(text))], True)
 
 
 def _in_line(text: str, marks: list[re.Match[str]], first: int) -> tuple[int, _Formula | None]:
@@ -123,8 +101,7 @@ def _in_line(text: str, marks: list[re.Match[str]], first: int) -> tuple[int, _F
     opening = marks[first]
     closer = "$" if opening.group() == "$" else r"\)"
     after, end, whole = len(marks), len(text), len(text)
-    for i in range(first + 1, len(marks)):
-        mark = marks[i]
+    for i, mark in enumerate(marks[first + 1 :], first + 1):
         if mark.group() == closer:
             after, end, whole = i + 1, mark.start(), mark.end()
             break
@@ -132,21 +109,13 @@ def _in_line(text: str, marks: list[re.Match[str]], first: int) -> tuple[int, _F
             return first + 1, None
     if closer == "$" and not _is_formula(text[opening.end() : end], text[whole : whole + 3], whole > end):
         return first + 1, None
-    return after, _Formula((opening.start(), whole), [(opening.end(), end)], False)
+    return after, ((opening.start(), whole), [(opening.end(), end)], False)
 
 
 def _is_formula(content: str, following: str, closed: bool) -> bool:
     """Tell whether the text between two dollars, or after the last, is a formula rather than text between prices."""
-    if closed and (content[:1].isspace() != content[-1:].isspace() or _AMOUNT.match(following)):
-        return False
-    if _ANNOTATED.search(content) or (not closed and "\n" in content):
-        return False
-    has_prose = _PROSE.search(content) and not _COMMAND.search(content)
-    if not closed:
-        return not has_prose
-    return not (has_prose and not _EQUATION.search(content)) and not _OPEN_END.search(content)
-
-
-def _is_doubled_price(display: str) -> bool:
-    closed = len(display) > 3 and display.endswith("$$")
-    return bool(_ANNOTATED.search(display)) or not (closed or _EQUATION.search(display) or _OPERATION.search(display))
+    has_prose = bool(_PROSE.search(content)) and not _COMMAND.search(content)
+    if _ANNOTATED.search(content) or not closed:
+        return not (has_prose or _ANNOTATED.search(content) or "\n" in content)
+    is_even = content[:1].isspace() == content[-1:].isspace() and not _AMOUNT.match(following)
+    return is_even and not (has_prose and not _EQUATION.search(content)) and not _OPEN_END.search(content)

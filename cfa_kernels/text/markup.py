@@ -12,63 +12,51 @@ from typing import NamedTuple
 from .patterns import Interval, label_length
 
 
-def _pairs(opener: str, closer: str, *names: str) -> dict[str, str]:
-    return {opener.format(name): closer.format(name) for name in names}
+def _table(names: str, *others: str) -> dict[str, str]:
+    """Read a table of closers by openers: names of tags, and other signs in turn with blanks between them."""
+    signs = [sign for other in others for sign in other.split()]
+    return {f"<{name}>": f"</{name}>" for name in names.split()} | dict(zip(signs[::2], signs[1::2], strict=True))
 
 
-_XML, _BARS = ("<{}>", "</{}>"), ("<|{}_begin|>", "<|{}_end|>")
-
-THOUGHTS = {
-    **_pairs(*_XML, "think", "thinking", "thought", "thoughts", "reasoning", "analysis", "reflection", "scratchpad"),
-    **_pairs(*_XML, "cot", "reason", "rationale", "chain_of_thought", "seed:think", "mm:think", "longcat_think"),
-    "[THINK]": "[/THINK]",
-    "◁think▷": "◁/think▷",
-    "<|START_THINKING|>": "<|END_THINKING|>",
-    "<|begin_of_thought|>": "<|end_of_thought|>",
-    "<|inner_prefix|>": "<|inner_suffix|>",
-    "<|channel>": "<channel|>",
+THOUGHTS = _table(
+    "think thinking thought thoughts reasoning analysis reflection scratchpad cot reason rationale chain_of_thought "
+    "seed:think mm:think longcat_think",
+    "[THINK] [/THINK] ◁think▷ ◁/think▷ <|START_THINKING|> <|END_THINKING|> <|begin_of_thought|> <|end_of_thought|>",
+    "<|inner_prefix|> <|inner_suffix|> <|channel> <channel|>",
+) | {
     "Here is my thought process:": "Here is my response:",
     "Here are my reasoning steps:": "[BEGIN FINAL RESPONSE]",
 }
 """Signs between which models think, closers by openers; `AnswerRules` may add to them. Harmony's are in `_TURN`."""
 
-_CALLS = {
-    **_pairs(*_XML, "tool_call", "tool_calls", "tool", "toolcall", "function_call", "function_calls", "search"),
-    **_pairs(*_XML, "minimax:tool_call", "seed:tool_call", "｜DSML｜function_calls", "｜DSML｜tool_calls"),
-    **_pairs(*_BARS, "tool_call", "tool_calls", "tool_calls_section", "python", "action"),
-    **_pairs("<|begin_{}|>", "<|end_{}|>", "of_query", "search_query"),
-    "<function=": "</function>",
-    "[TOOL_CALLS]": "[/TOOL_CALLS]",
-    "<|tool_call>": "<tool_call|>",
-    "<|tool_call|>": "<|/tool_call|>",
-    "<|START_ACTION|>": "<|END_ACTION|>",
-    "<|tools_prefix|>": "<|tools_suffix|>",
-    "<|python_tag|>": "<|eom_id|>",
-}
-_RESPONSES = {
-    **_pairs(*_XML, "tool_response", "tool_responses", "tool_result", "tool_results", "function_results"),
-    **_pairs(*_XML, "information", "interpreter", "observation", "tool_output", "tool_outputs", "execution_result"),
-    **_pairs(*_XML, "execution_results"),
-    **_pairs(*_BARS, "tool_response", "tool_output", "tool_outputs"),
-    **_pairs("<|begin_{}|>", "<|end_{}|>", "of_documents", "search_result"),
-    "[TOOL_RESULTS]": "[/TOOL_RESULTS]",
-    "<|tool_response>": "<tool_response|>",
-    "<|tool_response|>": "<|/tool_response|>",
-    "<|START_TOOL_RESULT|>": "<|END_TOOL_RESULT|>",
-}
+_CALLS = _table(
+    "tool_call tool_calls tool toolcall function_call function_calls search minimax:tool_call seed:tool_call "
+    "｜DSML｜function_calls ｜DSML｜tool_calls",
+    "<|tool_call_begin|> <|tool_call_end|> <|tool_calls_begin|> <|tool_calls_end|> <|python_begin|> <|python_end|>",
+    "<|tool_calls_section_begin|> <|tool_calls_section_end|> <|action_begin|> <|action_end|>",
+    "<|begin_of_query|> <|end_of_query|> <|begin_search_query|> <|end_search_query|> <function= </function>",
+    "[TOOL_CALLS] [/TOOL_CALLS] <|tool_call> <tool_call|> <|tool_call|> <|/tool_call|> <|python_tag|> <|eom_id|>",
+    "<|START_ACTION|> <|END_ACTION|> <|tools_prefix|> <|tools_suffix|>",
+)
+_RESPONSES = _table(
+    "tool_response tool_responses tool_result tool_results function_results information interpreter observation "
+    "tool_output tool_outputs execution_result execution_results",
+    "<|tool_response_begin|> <|tool_response_end|> <|tool_output_begin|> <|tool_output_end|>",
+    "<|tool_outputs_begin|> <|tool_outputs_end|> <|begin_of_documents|> <|end_of_documents|>",
+    "<|begin_search_result|> <|end_search_result|> [TOOL_RESULTS] [/TOOL_RESULTS] <|tool_response> <tool_response|>",
+    "<|tool_response|> <|/tool_response|> <|START_TOOL_RESULT|> <|END_TOOL_RESULT|>",
+)
 _TURN_NAMES = (
-    "<|im_start|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|start_header_id|>",
-    "<|end_header_id|>", "<|header_start|>", "<|header_end|>", "<start_of_turn>", "<|turn>", "<|start_of_role|>",
-    "<|end_of_role|>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|user|>",
-    "<|assistant|>", "<|system|>", "<|observation|>", "<|tool|>", "<｜User｜>", "<｜Assistant｜>", "[INST]", "[/INST]",
-    "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "[|user|]", "[|assistant|]", "[|system|]", "[|tool|]",
-    "]~b]", "<SPECIAL_10>", "<SPECIAL_11>", "｜DSML｜",
-)  # fmt: skip
+    "<|im_start|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|start_header_id|> <|end_header_id|> "
+    "<|header_start|> <|header_end|> <start_of_turn> <|turn> <|start_of_role|> <|end_of_role|> <|START_OF_TURN_TOKEN|>"
+    " <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|> <|user|> <|assistant|> <|system|> <|observation|> <|tool|> "
+    "<｜User｜> <｜Assistant｜> [INST] [/INST] <|start|> <|channel|> <|constrain|> <|message|> [|user|] [|assistant|]"
+    " [|system|] [|tool|] ]~b] <SPECIAL_10> <SPECIAL_11> ｜DSML｜ <|begin_of_box|> <|end_of_box|>"
+)
 _TURN_ENDS = (
-    "<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<|return|>", "<end_of_turn>", "<turn|>", "[|endofturn|]",
-    "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[e~[",
-)  # fmt: skip
-_BOXES = ("<|begin_of_box|>", "<|end_of_box|>")  # GLM-V's, which the reader of answers needs
+    "<|im_end|> <|eot_id|> <|eot|> <|end|> <|return|> <end_of_turn> <turn|> [|endofturn|] <|END_OF_TURN_TOKEN|> "
+    "<｜end▁of▁sentence｜> <|endoftext|> <|end_of_text|> </s> <eos> [e~["
+)
 
 _NAME = r"[\w.-]{1,80}"
 _TO = rf" to={_NAME}(?: ?(?:json|code)\b)?"
@@ -78,7 +66,7 @@ _ROLE = r"(?i:user|assistant|system|observation|tool)"
 # Headers of turns, the last two forms as harmony's are once special tokens were dropped: "...= 18.assistantfinal18".
 # What follows the end of a turn, up to the next header, is nobody's.
 _TURN = re.compile(
-    rf"(?P<end>{'|'.join(map(re.escape, _TURN_ENDS))})|"
+    rf"(?P<end>{'|'.join(map(re.escape, _TURN_ENDS.split()))})|"
     r"<\|im_start\|>\w{0,30}[^\n<]{0,60}\n?"
     r"|<\|im_(?:user|assistant|system)\|>[^\n<]{0,60}(?:<\|im_middle\|>)?"
     r"|<\|(?:start_header_id|header_start)\|>[^\n<]{0,60}(?:<\|(?:end_header_id|header_end)\|>\s{0,4})?"
@@ -92,7 +80,6 @@ _TURN = re.compile(
     rf"|<\|start\|>{_AUTHOR}(?:<\|message\|>)?"
     rf"|assistant(?P<dropped>{_CHANNEL})"
 )
-_AUTHOR_BEFORE = re.compile(rf"{_NAME} to=\Z")  # the last form
 _FIRST_CHANNEL = re.compile(
     r"\s{0,20}(?P<dropped>analysis(?=[^\s:.,;!?'’-])|(?:commentary|final)(?=[A-Z\d*$\\#(])"
     rf"|(?:analysis|commentary){_TO})"
@@ -119,7 +106,6 @@ _NEXT_QUESTION = re.compile(
     r"(?:[*_\])}]{0,4}(?:[^\S\n]?[:：]|>|[^\S\n]*$)|(?<=Q)\.(?=\s)|(?<=\d)[*_]{0,3}[.)][*_]{0,3}(?=\s))",
     re.MULTILINE,
 )
-_LINE = re.compile(r"[^\n]+")
 _OF_USER = re.compile(r"(?i)(?<![a-z])(?:user|human)(?![a-z])|\[/?INST\]")
 # Tags around what is said, of which the reader of answers needs the first.
 _REPLY = re.compile(r"(?i)(?<![\"'`])</?(?:answer|response|solution)>")
@@ -127,17 +113,14 @@ _REPLY = re.compile(r"(?i)(?<![\"'`])</?(?:answer|response|solution)>")
 
 class _Signs(NamedTuple):
     kinds: list[str]  # of each pair of signs
-    pattern: re.Pattern[str]  # group `o3` is the opener of pair 3, `c3` its closer
+    pairs: dict[str, tuple[bool, int]]  # by sign in small letters: whether it opens, and which pair it is of
+    pattern: re.Pattern[str]
     hint: re.Pattern[str]  # what a text without turns and signs does not hold, quick to search
-    names: set[str]
+    names: frozenset[str]
 
     def of(self, sign: re.Match[str]) -> tuple[bool, int]:
         """Tell whether a sign opens, and which pair it is of."""
-        group: str = sign.lastgroup  # type: ignore[assignment]
-        return group[0] == "o", int(group[1:])
-
-
-_HALVES = slice(0, 2), slice(2, None)  # few places of a text share even the first one with a sign
+        return self.pairs[sign["sign"].lower()]
 
 
 def _spellings(sign: str) -> set[str]:
@@ -148,33 +131,25 @@ def _spellings(sign: str) -> set[str]:
 
 @lru_cache(maxsize=64)
 def _signs(thought_tags: str) -> _Signs:
-    words = thought_tags.split()
-    thoughts = THOUGHTS | dict(zip(words[::2], words[1::2], strict=True))
-    pairs = [
-        (kind, *pair)
-        for kind, table in (("thought", thoughts), ("call", _CALLS), ("response", _RESPONSES))
-        for pair in table.items()
-    ]
-    label = {"<|channel>": r"(?:\w{1,20}\n)?"}  # "thought"
-    by_head = dict[str, list[str]]()
-    for i, (_, *pair) in enumerate(pairs):
-        for group, sign in zip("oc", pair, strict=True):
-            head, rest = ("|".join(sorted({re.escape(one[part]) for one in _spellings(sign)})) for part in _HALVES)
-            by_head.setdefault(head, []).append(f"(?P<{group}{i}>(?:{rest}){label.get(sign, '')})")
-    either = "|".join(f"(?:{head})(?:{'|'.join(rests)})" for head, rests in by_head.items())
-    names = {name for _, *pair in pairs for sign in pair for name in _spellings(sign)}
-    names.update(_TURN_NAMES, _TURN_ENDS)
+    kinds, pairs, names = list[str](), dict[str, tuple[bool, int]](), {*_TURN_NAMES.split(), *_TURN_ENDS.split()}
+    for kind, table in (("thought", THOUGHTS | _table("", thought_tags)), ("call", _CALLS), ("response", _RESPONSES)):
+        for pair in table.items():
+            for i, name in enumerate(map(_spellings, pair)):
+                names |= name
+                pairs = {one.lower(): (i == 0, len(kinds)) for one in name} | pairs
+            kinds.append(kind)
     begins = {sign[: 8 if sign[0].isalpha() else 2] for sign in names}
     begins = {case(one) for one in begins for case in (str, str.lower, str.upper, str.capitalize)}
     begins |= {f"\n{role}" for role in _ROLES}
     hint = re.compile("|".join(map(re.escape, sorted(begins))) + f"|assistant{_CHANNEL}")
-    pattern = re.compile(either, re.IGNORECASE)
-    return _Signs([kind for kind, _, _ in pairs], pattern, hint, names.union(_BOXES))
+    either = "|".join(map(re.escape, sorted(pairs, key=len, reverse=True)))
+    pattern = re.compile(rf"(?P<sign>{either})(?:(?<=<\|channel>)\w{{1,20}}\n)?", re.IGNORECASE | re.ASCII)
+    return _Signs(kinds, pairs, pattern, hint, frozenset(names))
 
 
 def sign_names(thought_tags: str = "") -> frozenset[str]:
     """Name the special tokens that `read_speech` must see in a text; `thought_tags` as in `AnswerRules`."""
-    return frozenset(_signs(thought_tags).names)
+    return _signs(thought_tags).names
 
 
 class Speech(NamedTuple):
@@ -223,18 +198,11 @@ class _State(NamedTuple):
     has_thought: bool = False  # whether there was one in the turn; else a closer ends one that began before the text
 
 
-def _header(turn: re.Match[str]) -> Interval:
-    """Give the characters of a turn's header, of which a match may omit the author."""
-    start, end = turn.span()
-    author = _AUTHOR_BEFORE.search(turn.string, max(0, start - 84), start)
-    return (author.start() if author else start), end
-
-
 def _owner(turn: re.Match[str]) -> str:
     """Tell what the text below a turn's header is: "content", a "thought", or another's or a tool's "response"."""
     named = turn.groupdict()
     channel = named.get("channel") or named["dropped"]
-    if named.get("end") or _OTHER.search(turn.string, *_header(turn)):
+    if named.get("end") or _OTHER.search(turn.string, *turn.span()):
         return "response"
     return "content" if not channel or channel.startswith("final") else "thought"
 
@@ -271,10 +239,10 @@ def _regions(text: str, state: _State, foreign: Sequence[Interval], signs: _Sign
     """Find the regions of a text by kind."""
     written = blanked(text, foreign)
     turns = [*_TURN.finditer(written), *filter(None, [_FIRST_CHANNEL.match(written)])]
-    cuts: list[tuple[int, int, re.Match[str] | None]] = [(*_header(turn), turn) for turn in turns]
+    cuts: list[tuple[int, int, re.Match[str] | None]] = [(*turn.span(), turn) for turn in turns]
     cuts += [(start, end, None) for start, end in foreign]
     regions: dict[str, list[Interval]] = {kind: [] for kind in ("thought", "call", "response")}
-    regions["turn"] = [*map(_header, turns)]
+    regions["turn"] = [turn.span() for turn in turns]
     regions["sign"] = [label.span() for label in _LABEL.finditer(written)]
     regions["reply"] = [tag.span() for tag in _REPLY.finditer(written)]
     owner, at = "content", 0
@@ -301,7 +269,7 @@ def _end_of_reply(text: str, turns: Sequence[re.Match[str]], regions: dict[str, 
         is_tools = sign and signs.kinds[signs.of(sign)[1]] == "response" and not text[turn.end() : sign.start()].strip()
         if _OF_USER.search(text, *turn.span()) and not is_tools:
             starts.append(turn.start())
-    lines = (line for line in _LINE.finditer(said) if re.search(r"\d", line[0][label_length(line[0]) :]))
+    lines = (line for line in re.finditer(r"[^\n]+", said) if re.search(r"\d", line[0][label_length(line[0]) :]))
     number = next((line.start() for line in lines), len(text)) if starts else 0
     return min((start for start in starts if start > number), default=len(text))
 

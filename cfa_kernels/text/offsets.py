@@ -5,8 +5,7 @@ import json
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,174 +31,146 @@ class TokenOffsets(NamedTuple):
 
     def tokens(self, intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Widen each half-open interval of characters to the whole tokens that touch it, half-open as well."""
-        if len(intervals) < 2:
-            return [(int(self.ends.searchsorted(a, "right")), int(self.starts.searchsorted(b))) for a, b in intervals]
-        bounds = np.array(intervals, np.int64)
-        first = self.ends.searchsorted(bounds[:, 0], "right")
-        after = self.starts.searchsorted(bounds[:, 1], "left")
+        bounds = np.array(intervals, np.int64).reshape(-1, 2)
+        first, after = self.ends.searchsorted(bounds[:, 0], "right"), self.starts.searchsorted(bounds[:, 1])
         return list(zip(first.tolist(), after.tolist(), strict=True))
 
 
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # byte-level BPE's alphabet
 _FALLBACK_BYTE = re.compile(r"<0x([0-9a-fA-F]{2})>")
-_SENTENCEPIECE = [
-    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-    {"type": "ByteFallback"},
-    {"type": "Fuse"},
-]
-_STRIP_ONE_BLANK = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+_SENTENCEPIECE = ["Replace", "ByteFallback", "Fuse"]  # "Strip" of one blank may follow
 
 
-class _Vocabulary:
-    """Facts about a tokenizer's ids: those without text, and bytes of all if they are fixed.
+class Decoder:
+    """A tokenizer, and what is known of its ids as it is now.
 
-    `style` "byte_level": each id is a fixed byte string, the text is their UTF-8 reading (GPT-2, Qwen, Llama 3).
-    "byte_fallback": the same, but each byte of a run that is not UTF-8 is a replacement character (Llama 2, Mistral,
-    Gemma). "opaque": only the tokenizer's own `decode` can tell.
+    Byte-level (GPT-2, Qwen, Llama 3): each id is a fixed byte string, the text is their UTF-8 reading. Byte-fallback
+    (Llama 2, Mistral, Gemma): the same, but each byte of a run that is not UTF-8 is a replacement character. Of other
+    tokenizers only `decode` can tell.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = weakref.ref(tokenizer)
         added: Any = getattr(tokenizer, "added_tokens_decoder", None)
         added = added if isinstance(added, Mapping) else {}  # mistral-common's tokenizers have a method that raises
+        self._tokens = {i: token for token, i in tokenizer.get_vocab().items()}
+        self._tokens |= {i: str(token) for i, token in added.items()}
         special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-        tokens = {i: token for token, i in tokenizer.get_vocab().items()}
-        tokens |= {i: str(token) for i, token in added.items()}
-        self.special = {i: tokens.get(i, "") for i in special}
-        self.fallback_bytes = {i for i, token in tokens.items() if _FALLBACK_BYTE.fullmatch(token)}
-        self.style, self.strips_blank = _style(tokenizer)
-        self.pieces = {i: b"" if i in special else self._bytes(token) for i, token in tokens.items()}
-        count = max(self.pieces, default=-1) + 2  # the last for ids that are no token
-        self._bytes_of, self._is_silent, self._is_end = np.full(count, b"", object), *np.ones((2, count), bool)
-        for i, piece in self.pieces.items():
-            self._bytes_of[i], self._is_silent[i] = piece, i in special
-            self._is_end[i] = i in special and tokens[i] != _CLOSER
-        self._has_text: dict[int, bool] = {}  # of ids that `get_vocab` omits
+        self._special = {i: self._tokens.get(i, "") for i in special}
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        state = json.loads(decoder.__getstate__()) if decoder else {}
+        steps = [step["type"] for step in state.get("decoders", [])]
+        self._strips_blank = steps[3:] == ["Strip"]
+        has_fallback = steps in (_SENTENCEPIECE, [*_SENTENCEPIECE, "Strip"])
+        self._fallback = {i for i, token in self._tokens.items() if has_fallback and _FALLBACK_BYTE.fullmatch(token)}
+        self._has_bytes = has_fallback or state.get("type") == "ByteLevel"
+        self._pieces = {i: b"" if i in special else _bytes_of(token, has_fallback) for i, token in self._tokens.items()}
         # A subclass may decode in its own way.
-        probe = sorted(tokens.keys() - self.fallback_bytes)[:: max(1, len(tokens) // 500)]
-        probed = [] if self.style == "opaque" else self.offsets([np.array(probe, np.int64)], tokenizer)
-        if any(offsets.text != self._decode(probe, tokenizer, {}) for offsets in probed):
-            self.style = "opaque"
+        probe = sorted(self._tokens.keys() - self._fallback - special)[:: max(1, len(self._tokens) // 500)]
+        self._has_bytes = self._has_bytes and self.offsets(probe).text == self._decoded(probe, {})
 
-    def knows(self, i: int, tokenizer: PreTrainedTokenizerBase) -> bool:
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Decoder":
+        """Look up what is known of a tokenizer; it is asked again once it has other tokens."""
+        stamp = (len(tokenizer), *tokenizer.all_special_ids)
+        entry = _DECODERS.get(tokenizer)
+        if entry is None or entry[0] != stamp:
+            entry = _DECODERS[tokenizer] = (stamp, cls(tokenizer))
+        return entry[1]
+
+    def knows(self, i: int) -> bool:
         """Tell whether an id is a token of the tokenizer; models may have more output rows than it has tokens."""
-        if i in self.pieces or self.style != "opaque":
-            return i in self.pieces
-        if i not in self._has_text:
-            try:
-                self._has_text[i] = bool(tokenizer.decode([i]))
-            except Exception:  # each tokenizer raises what it likes
-                self._has_text[i] = False
-        return self._has_text[i]
+        if i in self._tokens or self._has_bytes:
+            return i in self._tokens
+        try:
+            return bool(self._tokenizer().decode([i]))  # type: ignore[union-attr]
+        except Exception:  # each tokenizer raises what it likes
+            return False
 
     def offsets(
-        self,
-        rows: Sequence[np.ndarray],
-        tokenizer: PreTrainedTokenizerBase,
-        shown: Set[str] = frozenset(),
-        ends_shown: bool = True,
-    ) -> list[TokenOffsets]:
-        """Compute the offsets of several completions, together if ids have fixed bytes."""
-        if self.style == "opaque":
-            return [self._opaque_offsets(row.tolist(), tokenizer, shown, ends_shown) for row in rows]
-        stops = list(accumulate(map(len, rows)))
-        ids = np.concatenate([*rows, np.zeros(0, np.int64)])
-        places = np.minimum(ids, len(self._bytes_of) - 1)
-        pieces, silent = self._bytes_of[places].tolist(), self._is_silent[places].tobytes()
-        ending = self._is_end[places].tobytes()
-        for row, stop in zip(rows, stops, strict=True):
-            end = stop - len(row) + (len(row) if ends_shown else len(ending[stop - len(row) : stop].rstrip(b"\1")))
-            t = silent.find(b"\1", stop - len(row), end) if shown else -1
-            while t >= 0:
-                name = self.special.get(int(ids[t]), "")
-                pieces[t] = name.encode() if name in shown else b""
-                t = silent.find(b"\1", t + 1, end)
-        data, bounds = b"".join(pieces), _bounds(pieces)
-        result = []
-        for row, stop in zip(rows, stops, strict=True):
-            own = bounds[stop - len(row) : stop + 1]
-            offsets = _byte_offsets(data[own[0] : own[-1]], own - own[0], self.strips_blank)
-            if self.style == "byte_fallback" and REPLACEMENT in offsets.text:
-                replaced = self._with_replacements(row.tolist(), pieces[stop - len(row) : stop])
-                offsets = _byte_offsets(b"".join(replaced), _bounds(replaced), self.strips_blank)
-            result.append(offsets)
-        return result
-
-    def _opaque_offsets(
-        self, ids: list[int], tokenizer: PreTrainedTokenizerBase, shown: Set[str], ends_shown: bool
+        self, token_ids: Sequence[int] | torch.Tensor, shown: Set[str] = frozenset(), *, ends_shown: bool = True
     ) -> TokenOffsets:
-        spelled = {i: self.special[i] for i in self.special.keys() & {*ids} if self.special[i] in shown}
-        silent = {i for i in ids if i in self.special or not self.knows(i, tokenizer)}
-        ending = silent - {i for i, name in spelled.items() if name == _CLOSER}
+        """Decode a completion as `token_offsets` does."""
+        ids = as_ids(token_ids)
+        spelled = {i: self._special[i] for i in self._special.keys() & {*ids} if self._special[i] in shown}
+        silent = {i for i in {*ids} if i in self._special or not self.knows(i)}
+        ending = {i for i in silent if spelled.get(i) != _CLOSER}
         count = 0 if ends_shown or not shown else len([*itertools.takewhile(ending.__contains__, reversed(ids))])
-        text, starts, ends = _incremental_offsets(
-            ids[: len(ids) - count], silent.difference(spelled), lambda part: self._decode(part, tokenizer, spelled)
-        )
+        read = self._offsets_of_bytes if self._has_bytes else self._offsets_by_decoding
+        text, starts, ends = read(ids[: len(ids) - count], spelled, silent.difference(spelled))
         none = np.full(count, len(text))
-        return TokenOffsets(text, np.concatenate([starts, none]), np.concatenate([ends, none]))
+        return TokenOffsets(text, np.append(starts, none), np.append(ends, none))
 
-    def _decode(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, spelled: Mapping[int, str]) -> str:
-        parts = []
-        for name, run in itertools.groupby(ids, spelled.get):
-            same = [i for i in run if i in spelled or i not in self.special]
-            parts.append(name * len(same) if name else _text_of(same, tokenizer))
-        return "".join(parts)
+    def _decoded(self, ids: Sequence[int], spelled: Mapping[int, str]) -> str:
+        decode: Any = self._tokenizer().decode  # type: ignore[union-attr]
+        # mistral-common's tokenizers decode to pieces ("▁She") unless special tokens are skipped.
+        return "".join(
+            name * len([*run]) if name else decode([*run], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for name, run in itertools.groupby(ids, spelled.get)
+        )
 
-    def _with_replacements(self, ids: Sequence[int], pieces: list[bytes]) -> list[bytes]:
-        spoken = [t for t, piece in enumerate(pieces) if piece]
-        for is_byte, run in itertools.groupby(spoken, lambda t: ids[t] in self.fallback_bytes):
-            places = list(run)
-            data = b"".join(pieces[t] for t in places)
-            if is_byte and data.decode("utf-8", "ignore").encode() != data:
-                for t in places:
-                    pieces[t] = REPLACEMENT.encode()
-        return pieces
+    def _offsets_of_bytes(self, ids: list[int], spelled: Mapping[int, str], silent: Set[int]) -> TokenOffsets:
+        pieces = [b"" if i in silent else spelled[i].encode() if i in spelled else self._pieces[i] for i in ids]
+        if not self._fallback.isdisjoint(ids):
+            spoken = [t for t, piece in enumerate(pieces) if piece]
+            for is_byte, run in itertools.groupby(spoken, lambda t: ids[t] in self._fallback):
+                places = list(run)
+                data = b"".join(pieces[t] for t in places)
+                if is_byte and data.decode("utf-8", "ignore").encode() != data:
+                    for t in places:
+                        pieces[t] = REPLACEMENT.encode()
+        data, bounds = b"".join(pieces), np.cumsum([0, *map(len, pieces)])
+        if self._strips_blank and data.startswith(b" "):
+            data, bounds = data[1:], np.maximum(bounds - 1, 0)
+        text = data.decode("utf-8", "replace")
+        if len(text) == len(data):
+            return TokenOffsets(text, bounds[:-1], bounds[1:])
+        opens = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
+        if REPLACEMENT in text:
+            for start, end in _invalid_utf8(data):
+                opens[start:end] = False
+                opens[start] = True
+        opened = np.concatenate([[0], np.cumsum(opens)])  # characters that begin before each byte
+        starts, ends = opened[bounds[:-1]], opened[bounds[1:]]
+        # A token that begins inside a character holds it too, unless it is a replacement character, whose later
+        # bytes show in no decoding of a prefix.
+        shared = np.flatnonzero(~np.append(opens, True)[bounds[:-1]])
+        starts[[t for t in shared if text[starts[t] - 1] != REPLACEMENT]] -= 1
+        return TokenOffsets(text, starts, ends)
 
-    def _bytes(self, token: str) -> bytes:
-        if self.style == "byte_fallback":
-            byte = _FALLBACK_BYTE.fullmatch(token)
-            return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
-        try:
-            return bytes([_BYTE_OF[character] for character in token])
-        except KeyError:  # an added token, kept as it is written
-            return token.encode()
+    def _offsets_by_decoding(self, ids: list[int], spelled: Mapping[int, str], silent: Set[int]) -> TokenOffsets:
+        """Decode incrementally: a token holds what it adds to the text."""
+        spoken = [i for i in ids if i not in silent]
+        text = self._decoded(spoken, spelled)
+        # Of prefixes 0 to n: characters that stay as they are, and characters begun. An incomplete run of fallback
+        # bytes may hide text that was there before and will be again, so neither count decreases.
+        agreed, reached = [0], [0]
+        settled, context, read, lead = 0, 0, 0, ""  # only tokens since the last two settled points are decoded
+        for n in range(1, len(spoken) + 1):
+            tail = self._decoded(spoken[context:n], spelled)[len(lead) :]
+            same = itertools.takewhile(bool, map(operator.eq, tail, text[settled:]))
+            agreed.append(max(agreed[-1], settled + sum(same)))
+            begun = agreed[-1] + (settled + len(tail) > agreed[-1])
+            reached.append(max(reached[-1], min(begun, len(text))))
+            if tail and not tail.endswith(REPLACEMENT):
+                settled += len(tail)
+                context, read = read, n
+                lead = self._decoded(spoken[context:read], spelled)
+        after = list(itertools.accumulate((i not in silent for i in ids), initial=0))  # which prefix each token extends
+        starts, ends = [agreed[n] for n in after[:-1]], [reached[n] for n in after[1:]]
+        return TokenOffsets(text, np.array(starts, np.int64), np.array(ends, np.int64))
 
 
-def _style(tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
-    """Read a fast tokenizer's style from its decoder, and whether it strips one blank before the text."""
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    state = json.loads(decoder.__getstate__()) if decoder else {}
-    steps = state.get("decoders", [])
-    if state.get("type") == "ByteLevel":
-        return "byte_level", False
-    if steps[:3] == _SENTENCEPIECE and steps[3:] in ([], [_STRIP_ONE_BLANK]):
-        return "byte_fallback", len(steps) == 4
-    return "opaque", False
+# With the tokenizer's size and special ids when the entry was made: added tokens make it stale.
+_DECODERS: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], Decoder]] = weakref.WeakKeyDictionary()
 
 
-def _bounds(pieces: list[bytes]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)))])
-
-
-def _byte_offsets(data: bytes, bounds: np.ndarray, strips_blank: bool) -> TokenOffsets:
-    """Compute offsets of tokens that are bytes of `data` between `bounds`; `strips_blank` drops a blank before all."""
-    if strips_blank and data.startswith(b" "):
-        data = data[1:]
-        bounds = np.maximum(bounds - 1, 0)
-    text = data.decode("utf-8", "replace")
-    if len(text) == len(data):
-        return TokenOffsets(text, bounds[:-1], bounds[1:])
-    opens = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
-    if REPLACEMENT in text:
-        for start, end in _invalid_utf8(data):
-            opens[start:end] = False
-            opens[start] = True
-    opened = np.concatenate([[0], np.cumsum(opens)])  # characters that begin before each byte
-    starts, ends = opened[bounds[:-1]], opened[bounds[1:]]
-    # A token that begins inside a character holds it too, unless it is a replacement character, whose later
-    # bytes show in no decoding of a prefix.
-    shared = np.flatnonzero(~np.append(opens, True)[bounds[:-1]])
-    starts[[t for t in shared if text[starts[t] - 1] != REPLACEMENT]] -= 1
-    return TokenOffsets(text, starts, ends)
+def _bytes_of(token: str, has_fallback: bool) -> bytes:
+    if has_fallback:
+        byte = _FALLBACK_BYTE.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+    is_added = not _BYTE_OF.keys() >= {*token}  # kept as it is written
+    return token.encode() if is_added else bytes([_BYTE_OF[character] for character in token])
 
 
 def _invalid_utf8(data: bytes) -> Iterator[tuple[int, int]]:
@@ -214,96 +185,14 @@ def _invalid_utf8(data: bytes) -> Iterator[tuple[int, int]]:
             position += error.end
 
 
-def _prefix_texts(
-    ids: Sequence[int], decode: Callable[[Sequence[int]], str], windowed: bool
-) -> Iterator[tuple[int, str]]:
-    """Yield, for each prefix of `ids`, how many characters were settled before it and the text from there on.
-
-    With `windowed` only the tokens since the last two settled points are decoded, which is linear in the length.
-    """
-    settled, context, read, lead = 0, 0, 0, ""
-    for n in range(1, len(ids) + 1):
-        tail = decode(ids[context:n])[len(lead) :]
-        yield settled, tail
-        if windowed and tail and not tail.endswith(REPLACEMENT):
-            settled += len(tail)
-            context, read = read, n
-            lead = decode(ids[context:read])
-
-
-def _incremental_offsets(ids: Sequence[int], silent: set[int], decode: Callable[[Sequence[int]], str]) -> TokenOffsets:
-    """Compute offsets by incremental decoding, for any tokenizer: a token holds what it adds to the text."""
-    spoken = [i for i in ids if i not in silent]
-    text = decode(spoken)
-    for windowed in (True, False):
-        prefixes = list(_prefix_texts(spoken, decode, windowed))
-        rebuilt = ""
-        for settled, tail in prefixes:
-            rebuilt = rebuilt[:settled] + tail
-        if rebuilt == text:
-            break
-    # Prefixes 0 to n: characters that stay as they are, and characters begun. An incomplete run of fallback bytes
-    # may hide text that was there before and will be again, so neither count decreases.
-    agreed, reached = [0], [0]
-    for settled, tail in prefixes:
-        same = accumulate((a == b for a, b in zip(tail, text[settled:], strict=False)), operator.and_)
-        agreed.append(max(agreed[-1], settled + sum(same)))
-        begun = agreed[-1] + (settled + len(tail) > agreed[-1])
-        reached.append(max(reached[-1], min(begun, len(text))))
-    after = list(accumulate((i not in silent for i in ids), initial=0))  # which prefix each token extends
-    starts, ends = [agreed[n] for n in after[:-1]], [reached[n] for n in after[1:]]
-    return TokenOffsets(text, np.array(starts, np.int64), np.array(ends, np.int64))
-
-
-def _text_of(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    # mistral-common's tokenizers decode to pieces ("▁She") unless special tokens are skipped.
-    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)) if ids else ""
-
-
-# Per tokenizer, with its size and special ids when the entry was made: added tokens make it stale.
-_VOCABULARIES: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], _Vocabulary]] = weakref.WeakKeyDictionary()
-
-
-class Decoder(NamedTuple):
-    """A tokenizer, and what is known of its ids as it is now: to decode many completions look it up once."""
-
-    tokenizer: PreTrainedTokenizerBase
-    vocabulary: _Vocabulary
-
-    @classmethod
-    def of(cls, tokenizer: "PreTrainedTokenizerBase | Decoder") -> "Decoder":
-        """Look up what is known of a tokenizer; raises `ValueError` for None."""
-        if isinstance(tokenizer, Decoder):
-            return tokenizer
-        if tokenizer is None:
-            raise ValueError("tokenizer must be the one that sampled the ids, got None")
-        return cls(tokenizer, _vocabulary(tokenizer))
-
-    def offsets(
-        self, rows: Iterable[Sequence[int] | torch.Tensor], shown: Set[str] = frozenset(), *, ends_shown: bool = True
-    ) -> list[TokenOffsets]:
-        """Decode completions as `token_offsets` does, in a fraction of the time."""
-        return self.vocabulary.offsets([*map(_as_ids, rows)], self.tokenizer, shown, ends_shown)
-
-
-def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
-    stamp = (len(tokenizer), *tokenizer.all_special_ids)
-    entry = _VOCABULARIES.get(tokenizer)
-    if entry is None or entry[0] != stamp:
-        entry = _VOCABULARIES[tokenizer] = (stamp, _Vocabulary(tokenizer))
-    return entry[1]
-
-
-def _as_ids(token_ids: Sequence[int] | torch.Tensor) -> np.ndarray:
-    if isinstance(token_ids, torch.Tensor) and token_ids.dtype == torch.int64 and token_ids.ndim == 1:
-        ids = token_ids.cpu().numpy()
-    else:
-        try:
-            ids = np.array(list(map(operator.index, getattr(token_ids, "tolist", lambda: token_ids)())), np.int64)
-        except TypeError as error:
-            raise TypeError(f"token_ids must be 1-D and integers: {error}") from error
-    if len(ids) and ids.min() < 0:
-        raise ValueError(f"token_ids[{ids.argmin()}] is {ids.min()}: an id is not negative; take padding off")
+def as_ids(token_ids: Sequence[int] | torch.Tensor) -> list[int]:
+    """Read token ids as integers; raises what `token_offsets` does."""
+    try:
+        ids = list(map(operator.index, getattr(token_ids, "tolist", lambda: token_ids)()))
+    except TypeError as error:
+        raise TypeError(f"token_ids must be 1-D and integers: {error}") from error
+    if ids and (least := min(ids)) < 0:
+        raise ValueError(f"token_ids[{ids.index(least)}] is {least}: an id is not negative; take padding off")
     return ids
 
 
@@ -322,22 +211,20 @@ def token_offsets(
     begins it. An id that the tokenizer has no token for, as models with more output rows than their tokenizer has
     tokens may draw, has no text. Raises `TypeError` for ids that are not 1-D integers, `ValueError` for negative ones.
     """
-    return Decoder.of(tokenizer).offsets([token_ids], shown, ends_shown=ends_shown)[0]
+    return Decoder.of(tokenizer).offsets(token_ids, shown, ends_shown=ends_shown)
 
 
 def decoded(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
     """Decode ids as the tokenizer does, to show them, without those that it has no token for."""
-    ids = _as_ids(token_ids).tolist()
+    ids = as_ids(token_ids)
     try:
         return str(tokenizer.decode(ids, **options))
     except Exception:  # some raise an error for an id that is not a token
-        vocabulary = _vocabulary(tokenizer)
-        return str(tokenizer.decode([i for i in ids if vocabulary.knows(i, tokenizer)], **options))
+        return str(tokenizer.decode([*filter(Decoder.of(tokenizer).knows, ids)], **options))
 
 
 def describe_spare_ids(rows: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Describe the ids of a model with so many output rows that its tokenizer has no token for; None without any."""
-    vocabulary = _vocabulary(tokenizer)
-    if not (spare := sum(not vocabulary.knows(i, tokenizer) for i in range(rows))):
+    if not (spare := rows - sum(map(Decoder.of(tokenizer).knows, range(rows)))):
         return None
     return f"{spare} of the model's {rows} output rows are not tokens of its tokenizer; if drawn, they have no text"

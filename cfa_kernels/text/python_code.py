@@ -4,12 +4,15 @@ import ast
 import itertools
 import re
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 from .patterns import LETTER_OR_DIGIT, Interval, trimmed
 
-_FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)$", re.MULTILINE)
+# Markdown's fenced blocks; one that is not closed reaches to the end.
+_BLOCK = re.compile(
+    r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)$\n?(?P<code>.*?)(?:^[ \t]*(?P=fence)[`~]*\s*?$|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
 _PYTHON_INFO = re.compile(r"\{?\s*\.?(?:python|py)(?:3(?:\.\d+)?)?(?![\w.+-])", re.IGNORECASE)
 _LINE = re.compile(r"(?<![^\r\n])[^\r\n]*[^\W_][^\r\n]*")  # from its start only, or blanks are read again
 _FIRST_INDENT = re.compile(r"^[ \t\f]*(?=[^\s#])", re.MULTILINE)
@@ -30,7 +33,7 @@ def ranked_python_intervals(text: str) -> Units:
     with its decorators (`for x in y:`, `else:`, `case 1:`), and each statement of its body. A program that does not
     parse, cut off or wrong, is taken by lines.
     """
-    blocks = list(_fenced_blocks(text))
+    blocks = [(*block.span("code"), block["info"].strip()) for block in _BLOCK.finditer(text)]
     for start, end, info in blocks:
         if _PYTHON_INFO.match(info):
             lines = [trimmed(text, *line.span()) for line in _LINE.finditer(text, start, end)]
@@ -40,20 +43,6 @@ def ranked_python_intervals(text: str) -> Units:
         if units and any(units):
             return units
     return [], []
-
-
-def _fenced_blocks(text: str) -> Iterator[tuple[int, int, str]]:
-    """List contents and first line's words of Markdown's fenced blocks; one that is not closed reaches to the end."""
-    opening = None
-    for line in _FENCE.finditer(text):
-        info = line["info"].strip()
-        if opening is None:
-            opening = line["fence"], min(line.end() + 1, len(text)), info
-        elif not info and line["fence"].startswith(opening[0]):
-            yield opening[1], max(line.start(), opening[1]), opening[2]
-            opening = None
-    if opening is not None:
-        yield opening[1], len(text), opening[2]
 
 
 def _parsed_units(code: str, place: int) -> Units | None:
@@ -94,8 +83,7 @@ def _units(code: str, body: list[ast.stmt], place: int) -> Units:
         blocks = _blocks(node)
         start, end = span(node)
         if not blocks:
-            value = getattr(node, "value", None) if isinstance(node, ast.Expr) else None
-            is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+            is_text = isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
             (docstrings if is_text else statements).append((start, end))
         for header, inner in blocks:
             # The tree has an `elif` as an `if` in the `else`; its header is its own.

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from ..options import Count, check_fields, imported
@@ -13,15 +12,11 @@ from .patterns import Interval, sentence_intervals
 from .python_code import ranked_python_intervals
 
 Detector = Callable[[str], Iterable[Interval]]
-DetectorName = Literal["math", "sentence", "latex", "python"]
 Selection = Literal["nearest", "first", "longest", "even", "last"]
-Fallback = Literal["last_number"]
 
-REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-"""Names of functions of the caller's, "module:name"; as a pattern of an answer it would have no group."""
+_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # "module:name"; as a pattern it would have no group
 
 AnswerFormat = str | re.Pattern[str] | Callable[[str], Interval | None]
-"""Type of a run's own form of answers."""
 
 DETECTORS: dict[str, Callable[[str], Sequence[list[Interval]]]] = {
     "math": ranked_math_intervals,
@@ -36,7 +31,7 @@ DETECTORS: dict[str, Callable[[str], Sequence[list[Interval]]]] = {
 class SpanRules:
     """Rules for the spans of a completion; raises `ValueError` for an option that is not valid."""
 
-    detector: DetectorName | Detector = "math"
+    detector: Literal["math", "sentence", "latex", "python"] | Detector = "math"
     """Finder of spans, a name, or a function from the text before the answer's marker to half-open character intervals,
     most wanted first."""
     max_spans: Count = 10
@@ -55,10 +50,8 @@ class SpanRules:
         ranks = (list(self.detector(text)),) if callable(self.detector) else DETECTORS[self.detector](text)
         for index, (start, end) in enumerate(interval for rank in ranks for interval in rank):
             if not 0 <= start < end <= len(text):
-                raise ValueError(
-                    f"detector's interval {index} is [{start}, {end}): empty, reversed or outside the {len(text)} "
-                    "characters of reasoning"
-                )
+                found = f"detector's interval {index} is [{start}, {end})"
+                raise ValueError(f"{found}: empty, reversed or outside the {len(text)} characters of reasoning")
         return ranks
 
 
@@ -70,7 +63,7 @@ class AnswerRules:
     """The run's own form of answers; None reads the usual ones. A regular expression whose one group, or group
     `answer`, is the answer (the last match counts; thoughts are blanked out before), or a function from the whole text
     to half-open characters or None, also by "module:name"."""
-    answer_fallback: Fallback | None = None
+    answer_fallback: Literal["last_number"] | None = None
     """\"last_number\" takes the last number if no answer is marked; None takes nothing."""
     lead_in: Literal["sentence", "statement"] = "sentence"
     """Words before an answer that are not reasoning: those of its sentence, behind its last other number, whatever they
@@ -83,27 +76,22 @@ class AnswerRules:
         check_fields(self)
         if len(self.thought_tags.split()) % 2:
             raise ValueError(f"thought_tags must be openers and closers in turn, in pairs, got {self.thought_tags!r}")
-        if isinstance(self.answer_format, str) and REFERENCE.fullmatch(self.answer_format):
+        if isinstance(self.answer_format, str) and _REFERENCE.fullmatch(self.answer_format):
             object.__setattr__(self, "answer_format", imported("answer_format", self.answer_format))
         if isinstance(self.answer_format, str | re.Pattern):
             answer_pattern(self.answer_format)
 
 
-@lru_cache(maxsize=64)
 def answer_pattern(pattern: str | re.Pattern[str]) -> tuple[re.Pattern[str], str | int]:
     """Compile an answer's pattern and find its group that holds the answer."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"answer_format: the pattern {pattern!r} does not compile: {error}") from error
-    if "answer" in compiled.groupindex:
-        return compiled, "answer"
-    if compiled.groups != 1:
-        raise ValueError(
-            f"answer_format: the pattern {compiled.pattern!r} must have one group, or one named 'answer', "
-            f"it has {compiled.groups}"
-        )
-    return compiled, 1
+    if "answer" not in compiled.groupindex and compiled.groups != 1:
+        groups = f"must have one group, or one named 'answer', it has {compiled.groups}"
+        raise ValueError(f"answer_format: the pattern {compiled.pattern!r} {groups}")
+    return compiled, "answer" if "answer" in compiled.groupindex else 1
 
 
 USUAL_SPANS, USUAL_ANSWERS = SpanRules(), AnswerRules()

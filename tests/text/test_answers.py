@@ -43,27 +43,13 @@ def answer_of(text: str, **options: object) -> str | None:
         ("The answer is 5. No, the answer is not 6.", "5"),
         ("So the answer is 5. Yes, the answer is correct since 2+3=5.", "5"),
         (r"<think>So \boxed{5}, wait, check again", None), (r"<think>try \boxed{5}? no</think>The answer is 7.", "7"),
+        ("#### 3 - Sell\n9 * 2 = 18\n\nJanet makes \\boxed{18} dollars.", "18"),
+        ("#### 3. 9 eggs\n9 * 2 = 18\nThe answer is 18.", "18"), ("\\boxed{5}\n#### 18 eggs\n9 * 2 = 18", "18"),
         (r"I try \boxed{5}.</think>So 18.", None), ("#### 4\n<think>#### 5</think>\n<think>#### 6", "4"),
     ],
 )  # fmt: skip
 def test_an_answer_is_found_in_every_form_without_its_units_and_not_in_a_thought(text: str, answer: str | None) -> None:
     assert answer_of(text) == answer
-
-
-SOLUTION = "\n16 - 3 - 4 = 9\n9 * 2 = 18\n\nJanet makes \\boxed{18} dollars."
-
-
-@pytest.mark.parametrize("sign", [". ", ".", ") ", "、", ": ", "\ufe0f\u20e3 ", " | ", ".2 ", "** "])
-@pytest.mark.parametrize(
-    "words", ["Revenue", '"Revenue"', "9 eggs at $2", "$9 \\times 2$", "**9 eggs**", "💰 Sum", "计算"]
-)
-def test_a_heading_with_a_number_yields_to_an_answer_behind_it(sign: str, words: str) -> None:
-    heading = f"#### 3{sign}{words}"
-    assert answer_of(heading + SOLUTION) == answer_of("#### 3 - Sell" + SOLUTION) == "18"
-    assert answer_of(f"{heading}\n9 * 2 = 18\nThe answer is 18.") == "18"
-    assert answer_of(f"\\boxed{{5}}\n#### 18 eggs{SOLUTION[:15]}") == "18"
-    if sign + words[0] != ".9" and sign.strip() in (".", ")", "、", ":", "\ufe0f\u20e3"):
-        assert answer_of(heading + "\n9 * 2 = 18") is None
 
 
 @pytest.mark.parametrize(
@@ -72,14 +58,12 @@ def test_a_heading_with_a_number_yields_to_an_answer_behind_it(sign: str, words:
         ("$12 + ($3 × 2) = $18", "18"), ("20% × 90 = 18", "18"), ("50% of 36 = 18.", "18"), ("2*(4+5) = 18.", "18"),
         ("2(9) = 18", "18"), ("36 * (1/2) = 18", "18"), ("100% - 82% = 18%", "18"), ("12 (eggs) + 6 = 18", "18"),
         ("1/2 of the 36 = 18", "18"), ("(16 - 3 - 4) * 2 = 18", "18"), ("18(9 * 2 = 18)", "18"),
-        ("3 m^2 * 6 = 18", "18"), (r"180^\circ - 90^\circ = 90^\circ", "90"), (r"\left(4 + 5\right) \times 2 = 18",
-        "18"),
+        (r"180^\circ - 90^\circ = 90^\circ", "90"),
         ("(18 eggs)", "18"), ("12 * (3 + 4).", "12 * (3 + 4)"), ("5/x", "5/x"), ("5 + x", "5 + x"),
         ("5 ± 2", "5 ± 2"), ("(3, 4)", "(3, 4)"), ("5 kg * 2", "5 kg * 2"), ("10⁻³", "10⁻³"), ("1\u2009234",
         "1\u2009234"),
         ("2√3", "2√3"), (r"\sqrt{3}", r"\sqrt{3}"), ("60 km/h", "60"), ("18 cm^2", "18"), ("18 of the 24 eggs", "18"),
         ("25% of 40", "25"), ("18 (9 * 2 = 18)", "18"), ("18(eggs)", "18"), ("18 eggs - that is a lot", "18"),
-        ("(1,234)", "1,234"),
         ("18, for 9 * 2 = 18", "18"), ("‑18", "‑18"), ("USD 18", "18"), ("Rs. 18", "18"), ("Rs.18", "18"), ("US$18",
         "18"),
         ("￥18", "18"), ("✅ 18", "18"),
@@ -95,16 +79,12 @@ def test_no_part_of_a_calculation_is_taken_for_its_result(text: str, answer: str
     [
         ("**Answer:**\n\n16 - 3 - 4 = 9 eggs are left.\nSo she makes 9 * 2 = $18.", None),
         ("Answer: 16 - 3 - 4 = 9 eggs\n9 * 2 = $18", None), ("A: 16 - 3 - 4 = 9 eggs. 9 * 2 = $18.", None),
-        ("Now we compute the final answer\n16 - 3 - 4 = 9\n9 * 2 = 18", None),
         ("We add up to get the answer\n9 eggs are left, which bring 18 dollars.", None),
         ("Answer: 9. Count\n10. Multiply: 9 * 2 = 18", None), ("A: 9\nB: 18\nC: 27\nIt is B, 18.", None),
         ("Answer: 18 eggs\nI hope this helps. 16 - 3 = 13.", "18"), ("Answer: 9 * 2 = 18\nFor 3 * 6 = 18.", "18"),
         ("Answer: 18. She makes 18.\nThat is it", "18"), ("The answer is 9 * 2 = 18. Check: 18 / 2 = 9.", "18"),
         ("Answer: x = 5\nCheck: 2 * 5 = 10", "5"), ("2. Answer: 18. Good.\n3. Check", "18"), ("A: 18\nSo B: 5", "18"),
-        ("### Step 4: State the final answer\n18 eggs", "18"), ("Step 4: Answer\n18", "18"),
-        ("So, the answer\n18", "18"), ("**Final Answer**\n18 dollars for 7 days", "18"),
         ("The answer is:\n```\n18\n```", "18"), ("The answer is:\n> 18", "18"), ("Answer： 18", "18"),
-        ("<Answer>18</Answer> <ANSWER>19</answer>", "19"),
     ],
 )  # fmt: skip
 def test_a_label_above_a_solution_or_an_option_states_nothing(text: str, answer: str | None) -> None:
@@ -116,7 +96,6 @@ def test_a_label_above_a_solution_or_an_option_states_nothing(text: str, answer:
     [
         "18元", "18 個", "￥18", r"18~\text{cm}", "18~cm^2", "~18~", r"18\quad\text{eggs}", r"\ 18\ ",
         r"18\textrm{ eggs}", r"\left(18\right)",
-        r"18\textbf{ eggs}", r"18\textit{ eggs}", r"\displaystyle 18", r"18\degree", r"18^\circ C", "18 m", r"18\\",
         r"18\text{ feet}/\text{second}", r"\$18/\text{hour}", r"\text{USD }18", r"\text{about }18", r"18\text{ cm}^{2}",
     ],
 )  # fmt: skip
@@ -137,15 +116,10 @@ def test_a_box_of_more_than_one_number_is_taken_whole(content: str) -> None:
     [
         ("So it is.\n**Final Answer**\n\n$\\boxed{18}$", "18", "**Final"),
         ("Final Answer: The final answer is $18$.", "18", "Final Answer:"),
-        ("It is.\n### Answer: 18", "18", "### Answer"),
         ("It is. <answer>18</answer>", "18", "<answer>"),
         ("<think>hm</think>\n\n\\boxed{18}", "18", "\\boxed"),
-        ("It is. So the answer is 18", "18", "So the"),
         (r"So \boxed{180^\circ - 90^\circ = \boxed{90^\circ}}.", "90", r"\boxed{180"),
-        (r"\boxed{7} then \boxed{\fbox{3} + \boxed{4}}", "4", r"\boxed{\fbox"),
         (r"\boxed{\boxed{\boxed{x + 1}}}", "x + 1", r"\boxed{\boxed{\boxed"),
-        (r"\boxed{5 \boxed{}}", r"5 \boxed{}", r"\boxed{5"),
-        (r"\boxed{a = \boxed{3}", "3", r"\boxed{3"),
     ],
 )
 def test_a_marker_begins_with_the_words_before_it_or_the_outermost_box(text: str, answer: str, marker: str) -> None:
@@ -179,7 +153,6 @@ def in_braces(text: str) -> tuple[int, int] | None:
         (r"RESULT=(\w+)", "RESULT=5 RESULT=18 #### 7", "18"), (r"(RESULT|TOTAL)=(?P<answer>\w+)", "TOTAL=18", "18"),
         (re.compile(r"result=(\w*)", re.IGNORECASE), "RESULT=18 RESULT=", "18"), (r"RESULT=(\w+)", "#### 7", None),
         (r"RESULT=(\w+)", "RESULT=18 <think>RESULT=5</think>", "18"), (in_braces, "{5} {18}", "18"),
-        (in_braces, "#### 7", None),
     ],
 )  # fmt: skip
 def test_a_runs_own_format_replaces_the_usual_forms(answer_format: object, text: str, answer: str | None) -> None:
@@ -187,22 +160,13 @@ def test_a_runs_own_format_replaces_the_usual_forms(answer_format: object, text:
     assert answer_of(text + " 9", answer_format=answer_format, answer_fallback="last_number") == (answer or "9")
 
 
-def test_a_patterns_match_begins_the_marker() -> None:
-    located = locate_answer("so RESULT=18", AnswerRules(r"RESULT=(\w+)"))
-    assert located == (3, 10, 12)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"answer_format": "(18"}, r"answer_format: the pattern '\(18' does not compile"),
         ({"answer_format": "18"}, "answer_format: the pattern '18' must have one group.* it has 0"),
-        ({"answer_format": "(1)(8)"}, "must have one group, or one named 'answer', it has 2"),
         ({"answer_format": 18}, "answer_format must be a str or a Pattern or a function or None, got 18"),
         ({"answer_format": lambda text: "18"}, r"answer_format must return .* \(start, end\), .* got '18'"),
-        ({"answer_format": lambda text: (0, True)}, r"answer_format must return .*, got \(0, True\)"),
         ({"answer_format": lambda text: (2, 9)}, r"answer_format must .* text's 7 characters, got \(2, 9\)"),
-        ({"answer_format": lambda text: (2, 2)}, r"answer_format must .*, got \(2, 2\)"),
         ({"answer_fallback": "first"}, "answer_fallback must be one of 'last_number' or None, got 'first'"),
     ],
 )

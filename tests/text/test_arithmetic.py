@@ -4,13 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cfa_kernels.text.arithmetic import ranked_math_intervals
 from cfa_kernels.text.latex import ranked_latex_intervals
 from cfa_kernels.text.patterns import sentence_intervals
-from tests.support.small_tokenizers import gsm8k_rows, property_test, snippets
+from tests.support.small_tokenizers import gsm8k_rows
 
 FAR = " ".join(["1,"] * 60)  # too many lexemes between a bracket and its other half
 
@@ -19,16 +17,9 @@ FAR = " ".join(["1,"] * 60)  # too many lexemes between a bracket and its other 
     ("text", "expressions"),
     [
         ("Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs", ["16 - 3 - 4 = <<16-3-4=9>>9"]),
-        ("She makes 9 * 2 = $<<9*2=18>>18 and 48/2=24", ["9 * 2 = $<<9*2=18>>18", "48/2=24"]),
         ("16 eggs - 3 eggs = 13 eggs left", ["16 eggs - 3 eggs = 13"]),
-        ("15 cups of lemonade per hour * 4 hours", ["15 cups of lemonade per hour * 4"]),
-        ("$200 + $5/person = $205", ["$200 + $5/person = $205"]),
         ("Renée’s 25€ × 3 = 75€ total", ["25€ × 3 = 75€"]),
-        ("$1,250.50 + $.50 = $1,251", ["$1,250.50 + $.50 = $1,251"]),
-        ("costs $350 000 x 5/100 = 17 500.", ["$350 000 x 5/100 = 17 500"]),
         ("20% of 50 = 10 and 5 boxes of 12 = 60", ["20% of 50 = 10", "5 boxes of 12 = 60"]),
-        (r"\frac{1}{6} \times 36 = 6", [r"\frac{1}{6} \times 36 = 6"]),
-        (r"16 \text{ eggs} - 3 \text{ eggs} = 13", [r"16 \text{ eggs} - 3 \text{ eggs} = 13"]),
         (
             r"\[ 3 \, \text{litres} \times 0.25 = 0.75 \, \text{litres} = 750 \, \text{ml} \]",
             [r"3 \, \text{litres} \times 0.25 = 0.75 \, \text{litres} = 750"],
@@ -42,50 +33,27 @@ FAR = " ".join(["1,"] * 60)  # too many lexemes between a bracket and its other 
         ("`1800/6=<<1800/6=300>>300 and `16 - 3 = 13`", ["1800/6=<<1800/6=300>>300", "16 - 3 = 13"]),
         ("so x + 2x = 36, then 3x = 36", ["x + 2x = 36", "3x = 36"]),
         ("2 * (3 + 4) = 14", ["2 * (3 + 4) = 14"]),
-        ("2x3 and 4 x 5", ["2x3", "4 x 5"]),
-        ("16-3-4 eggs", ["16-3-4"]),
-        ("5 + 3\n= 8\n5 eggs", ["5 + 3\n= 8"]),
         ("16 − 3 = 13 个，3 苹果 + 4 苹果 = 7", ["16 − 3 = 13", "3 苹果 + 4 苹果 = 7"]),
-        ("- 16 - 3 = 13", ["16 - 3 = 13"]),
         ("half, 1/2, in 3-4 days on 12/05", []),
-        ("a 3-D printer, 5 T-shirts", []),
-        ("so C(6,2) = 15 ways", ["C(6,2) = 15"]),
-        (r"\sqrt{16} = 4", [r"\sqrt{16} = 4"]),
-        (r"2 + \sqrt[3]{27} = 5", [r"2 + \sqrt[3]{27} = 5"]),
-        (r"\binom{6}{2} = 15", [r"\binom{6}{2} = 15"]),
-        ("√16 = 4 and 5! = 120", ["√16 = 4", "5! = 120"]),
-        ("10 % 3 = 1, 17 mod 5 = 2", ["10 % 3 = 1", "17 mod 5 = 2"]),
         ("2(3 + 4) = 14, x=2(28-2x)", ["2(3 + 4) = 14", "x=2(28-2x)"]),
-        (r"2\left(3+4\right) = 14", [r"2\left(3+4\right) = 14"]),
         ("(so 3 + 4) * 2 = 14", ["(so 3 + 4) * 2 = 14"]),
         ("twice (3 + 4 = 7) is it, or 3 + 5) too", ["(3 + 4 = 7)", "3 + 5"]),
-        ("more than Cindy (4+2=6 pets)", ["4+2=6"]),
-        ("5:00 - 1:00 = <<5-1=4>>4", ["5:00 - 1:00 = <<5-1=4>>4"]),
-        ("３×４＝１２ and 3 ✕ 4 = 12", ["３×４＝１２", "3 ✕ 4 = 12"]),
         (f"(over {FAR} 3 + 4) * 2 = 14", []),
         (f"2 * (3 + x {FAR}) = 14", []),
         ("From 2010-2012 we saw 3-4 people, or 2010 - 2012, or 3 - 4 people", []),
-        ("10.0.0.1 - 10.0.0.255 is no sum, nor 3.11.2 - 3.11.1", []),
-        ("covid-19 = bad, an F-16 too", []),
         ("2 x 4 lumber and 8x10 frames", []),
         ("so 12-5=7 or 2010-2012 = -2 or 2 x 4 = 8", ["12-5=7", "2010-2012 = -2", "2 x 4 = 8"]),
-        ("so 12 - 5 or 3 x 4 or 100/5/2 eggs", ["12 - 5", "3 x 4", "100/5/2"]),
         ("On 5/6/2024, 2024-05-06 or 06-05-24 call 555-123-4567 or 1-800-555-1234", []),
         ("From 5:30 - 6:45, 6:45 pm - 5:30 am or 9 a.m. - 5 p.m., 9am - 5pm, see Chapter 3 - 2 and page 12 - 3", []),
         ("2024-05-06 = 2013, 5/6/2 = 0.4, Chapter 3 - 2 = 1", ["2024-05-06 = 2013", "5/6/2 = 0.4", "3 - 2 = 1"]),
         ("5 m * 3 m = 15 m², then 8 m² - 3 m² = 5 m²", ["5 m * 3 m = 15", "8 m² - 3 m² = 5"]),
-        ("60 mph x 3 h = 180 miles, 12 t-shirts and 3 T-shirts", ["60 mph x 3 h = 180"]),
         ("½ × 80 = 40, 1½ × 2 = 3 and 80 x ½ = 40", ["½ × 80 = 40", "1½ × 2 = 3", "80 x ½ = 40"]),
         ("（3＋4）×2＝14, 2（3 + 4）= 14", ["（3＋4）×2＝14", "2（3 + 4）= 14"]),
-        ("5e3 * 2 = 1e4, 16 \u2011 3 = 13", ["5e3 * 2 = 1e4", "16 \u2011 3 = 13"]),
         ("sin(30°) = 0.5, log_2(8) = 3", ["sin(30°) = 0.5", "log_2(8) = 3"]),
         (r"f(3) = 2(3) + 1 = 7, \sin(30) = 0.5", ["f(3) = 2(3) + 1 = 7", r"\sin(30) = 0.5"]),
         ("so many eggs(3 + 4 = 7) and 共(3+4)×2=14个", ["(3 + 4 = 7)", "(3+4)×2=14"]),
         ("16个 - 3个 = 13个，9个×2元/个=18元。9個×2ドル=18ドル", ["16个 - 3个 = 13", "9个×2元/个=18", "9個×2ドル=18"]),
-        ("($4 per egg) * (3 eggs) = $12", ["($4 per egg) * (3 eggs) = $12"]),
         ("5 ft. × 3 ft. = 15 sq. ft. and 6 sq. ft. / 2 = 3", ["5 ft. × 3 ft. = 15", "6 sq. ft. / 2 = 3"]),
-        ("5 lbs. + 3 lbs. = 8 lbs. He has 3. - 2 are left", ["5 lbs. + 3 lbs. = 8"]),
-        ("15 gallons * 8 pints / gallon = 120", ["15 gallons * 8 pints / gallon = 120"]),
     ],
 )
 def test_arithmetic_is_found_whole_and_no_ranges_sizes_and_names(text: str, expressions: list[str]) -> None:
@@ -131,7 +99,6 @@ def latex(text: str) -> list[list[str]]:
             [],
             [],
         ),
-        (r"\begin{alignat}{2} a &= b \\* c &= d \end{alignat}", ["a &= b", "c &= d"], [], []),
         (r"\[ A = \begin{aligned} a &= b \\ c &= d \end{aligned} \]", ["A =", "a &= b", "c &= d"], [], []),
         (
             r"\[ A = \begin{pmatrix} 1 \\ 2 \end{pmatrix} \\ B \]",
@@ -148,13 +115,7 @@ def latex(text: str) -> list[list[str]]:
         ),
         ("\\begin{gather} \\begin{gather} a \\end{gather} b \\end{gather}\nIt is 5.", ["a", "b"], [], ["It is 5."]),
         (r"Let \(a + b\) be, $ c = d $ too. No $x$, \(y\).", ["c = d"], ["a + b"], [r"No $x$, \(y\)."]),
-        (r"$n \equiv 1 \pmod{5}$, $\frac{1}{2}$, $-5$, $x^2$", [r"n \equiv 1 \pmod{5}"], [], []),
-        (r"$90^\circ$, $45^{\circ}$, $f \circ g$", [], [r"f \circ g"], []),
-        (r"$\$5 + \$6 = \$11$ in all", [r"\$5 + \$6 = \$11"], [], []),
-        (r"Then $16 - 7 =", ["16 - 7 ="], [], []),
-        (r"Then \(16 - 7 =", ["16 - 7 ="], [], []),
         ("Cut $$ x = 5\n\nNo. $$ y = 6 $$", ["x = 5", "y = 6"], [], ["No."]),
-        ("Cut \\( x = 5\n\nNo \\(y + 6\\).", [], ["y + 6"], [r"Cut \( x = 5"]),
         ("", [], [], []),
     ],
 )  # fmt: skip
@@ -164,41 +125,7 @@ def test_formulas_are_found_as_models_write_them_in_latex(
     assert latex(text) == [equations, others, sentences]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "It costs $5 and $6 for each", "She pays $5 + $6 = $11", "Sum: $9*2=$18, or $16-$3 and $5/person = $205",
-        "They are $20 x 5 =$ <<20*5=100>>100 in all", r"A price of \$5 + \$6 = \$11", "He lost $16 and 3 + 4 more",
-        "In total = $$<<3+4=7>>7 and $$8",
-    ],
-)  # fmt: skip
-def test_prices_are_no_formulas(text: str) -> None:
-    assert latex(text) == [[], [], text.split("\n")]
-
-
 def test_prices_in_real_problems_and_solutions_are_no_formulas(gsm8k: Path) -> None:
     texts = [row["answer"] for row in gsm8k_rows(gsm8k, "test")]
     assert sum(text.count("$") for text in texts) > 2000
     assert [text for text in texts if any(ranked_latex_intervals(text)[:2])] == []
-
-
-PIECES = [
-    "$", "$$", r"\[", r"\]", r"\(", r"\)", r"\begin{align}", r"\end{align}", r"\begin{cases}", r"\end{cases}", "\\\\",
-    "\\", "\n", "\n\n", "\r\n", " ", "x", "=", "+", "5", "and", ". ", r"\$", r"\frac{1}{2}",
-    r"\text{a}", "🦆é",
-]  # fmt: skip
-
-
-@property_test
-@given(pieces=st.lists(st.one_of(st.sampled_from(PIECES), snippets(3)), max_size=16))
-def test_formulas_are_inside_disjoint_in_order_and_unmoved_by_a_paragraph_after_them(pieces: list[str]) -> None:
-    text = "".join(pieces) + "\n\nA\n\n"
-    ranks = ranked_latex_intervals(text)
-    assert all(rank == sorted(rank) for rank in ranks)
-    edges = [edge for interval in sorted(interval for rank in ranks for interval in rank) for edge in interval]
-    assert edges == sorted(edges)
-    assert all(0 <= edge <= len(text) for edge in edges)
-    assert all(start < end and text[start:end] == text[start:end].strip() for rank in ranks for start, end in rank)
-    added = (len(text), len(text) + 7)
-    assert ranked_latex_intervals(text + "So 1 it.")[:2] == ranks[:2]
-    assert ranked_latex_intervals(text + "So a is")[2] == [*ranks[2], added]

@@ -20,11 +20,7 @@ from cfa_kernels.text.find import Reasoning, detect_spans, find_answer, find_rea
 from cfa_kernels.text.offsets import token_offsets
 from cfa_kernels.text.rules import DETECTORS, AnswerRules, Selection, SpanRules
 from tests.support.small_tokenizers import (
-    ANSWERS,
-    CORPUS,
     FAST,
-    FRAGMENTS,
-    MARKERS,
     TOKENIZERS,
     byte_level,
     completions,
@@ -60,11 +56,9 @@ def span_texts(
             ["16 - 3 - 4 = <<16-3-4=9>>9", "She is rich.", "9 * 2 = $<<9*2=18>>18"],
         ),
         (r"We know $16 - 7 = \boxed{9}$ and stop at 3 + 3 = 6.", ["$16 - 7 ="]),
-        ("First 2 + 3 = 5. So the final answer is: **$5** 1 + 1 = 2", ["2 + 3 = 5"]),
         ("Renée’s 25€ × 3 = 75€. 她有苹果。🦆 quack\n#### 75", ["25€ × 3 = 75€", "她有苹果。", "🦆 quack"]),
         ("#### 16\nNo. 16 + 2 = 18\n#### 18", ["#### 16", "No.", "16 + 2 = 18"]),
         ("#### 18", []),
-        ("One. Two! 3 + 4 = 7", ["One.", "Two!", "3 + 4 = 7"]),
     ],
 )
 def test_spans_are_the_arithmetic_and_the_other_sentences_before_the_marker(
@@ -104,24 +98,6 @@ def test_spans_are_sorted_disjoint_inside_and_clear_of_the_answer(
     assert found[2] == Reasoning(None, 0, [])
 
 
-@pytest.mark.parametrize("name", FAST)
-@property_test
-@given(
-    reasoning=st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
-    marker=st.sampled_from(MARKERS),
-    number=st.sampled_from(ANSWERS),
-)
-def test_no_span_touches_the_marker(name: str, reasoning: str, marker: tuple[str, str], number: str) -> None:
-    tokenizer = get_tokenizer(name)
-    ids = encode(tokenizer, reasoning + " " + marker[0] + number + marker[1])
-    offsets = token_offsets(ids, tokenizer)
-    answer = find_answer(ids, tokenizer)
-    assert answer is not None
-    assert offsets.text[slice(*answer_text_span(offsets.text))] == number
-    start = offsets.text.rindex(marker[0].strip(), 0, offsets.starts[answer.start] + len(marker[0]))
-    assert all(offsets.ends[span.end - 1] <= start for span in detect_spans(ids, tokenizer))
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 @property_test
 @given(data=st.data())
@@ -143,62 +119,22 @@ def test_the_answer_tokens_spell_only_the_answer_and_padding_changes_nothing(nam
     assert answer == Span(touching[0], touching[-1] + 1)
 
 
-def test_errors_about_one_completion_of_many_name_its_row() -> None:
-    ids = encode(DIGITS, CORPUS[0])
-    with pytest.raises(ValueError, match=r"row 7: token_ids\[1\] is -100: an id is not negative; take padding off"):
-        find_reasoning({3: ids, 7: [ids[0], -100]}, DIGITS)
-    with pytest.raises(ValueError, match=r"row 3: answer_format must return None or .*, got \(1, 999\)"):
-        find_reasoning({3: ids}, DIGITS, answers=AnswerRules(lambda text: (1, 999)))
-    with pytest.raises(ValueError, match=r"row 3: detector's interval 0 is \[5, 5\)"):
-        find_reasoning({3: ids}, DIGITS, spans=SpanRules(lambda text: [(5, 5)]))
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_tensors_and_numpy_integers_are_read_like_lists(name: str) -> None:
-    tokenizer = get_tokenizer(name)
-    ids = encode(tokenizer, CORPUS[0])
-    for same in (tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32), np.array(ids)):
-        assert find_answer(same, tokenizer) == find_answer(ids, tokenizer)
-        assert detect_spans(same, tokenizer) == detect_spans(ids, tokenizer)
-    assert (find_answer([], tokenizer), detect_spans([], tokenizer)) == (None, [])
-
-
-def test_first_prefers_arithmetic_and_longest_prefers_length() -> None:
-    text = "Short.\n1 + 2 = 3\nA sentence that is by far the longest one of them all.\n4 * 5 = 20 - 0\n#### 20"
-    first = {"max_spans": 2, "selection": "first"}
-    assert span_texts(text, DIGITS, **first) == ["1 + 2 = 3", "4 * 5 = 20 - 0"]
-    assert span_texts(text, DIGITS, **first, detector="sentence") == ["Short.", "1 + 2 = 3"]
-    longest = span_texts(text, DIGITS, max_spans=2, selection="longest")
-    assert longest == ["A sentence that is by far the longest one of them all.", "4 * 5 = 20 - 0"]
-
-
 @pytest.mark.parametrize(
     ("selection", "max_spans", "kept"),
     [
-        ("first", 3, "1 2 3"), ("last", 3, "5 6 7"), ("even", 3, "1 4 7"), ("even", 2, "1 7"), ("even", 1, "4"),
+        ("first", 3, "1 2 3"), ("last", 3, "5 6 7"), ("longest", 1, "c"), ("even", 3, "1 4 7"),
+        ("even", 2, "1 7"), ("even", 1, "4"),
         ("even", 6, "1 2 3 5 6 7"), ("last", 8, "1 2 3 4 5 6 7 e"), ("even", 9, "a 1 2 3 4 5 6 7 e"),
         ("even", 99, "a 1 b 2 3 c 4 5 d 6 7 e"),
     ],
 )  # fmt: skip
 def test_last_and_even_prefer_arithmetic_and_even_keeps_both_ends(selection: str, max_spans: int, kept: str) -> None:
-    text = "\n".join(f"{part} + 0 = {part}" if part.isdigit() else f"{part} word." for part in "a1b23c45d67e")
+    text = "\n".join(
+        f"{part} + 0 = {part}" if part.isdigit() else f"{part} word{'s' * 9 * (part == 'c')}."
+        for part in "a1b23c45d67e"
+    )
     found = span_texts(text + "\n#### 7", DIGITS, selection=selection, max_spans=max_spans)
     assert [span[0] for span in found] == kept.split()
-
-
-@pytest.mark.parametrize(
-    ("detector", "text", "kept"),
-    [
-        ("latex", r"Let $a$ be. \(b + 1\) Then $c = 2$. \[ d \] #### 2", ["c = 2", "d", "b + 1", r"Let $a$ be."]),
-        ("latex", "$c = 2$. 5 be. Hm.\n\\[ d \\]\n\\[ e = 3 \\]\n#### 2", ["e = 3", "c = 2", "d", "5 be.", "Hm."]),
-        ("python", "No.\n```py\n'why'\nif x: y = 1\n```\n", ["if x:", "y = 1", "'why'"]),
-    ],
-)
-def test_latex_and_python_prefer_formulas_and_statements(detector: str, text: str, kept: list[str]) -> None:
-    for count in range(1, len(kept) + 1):
-        found = span_texts(text, DIGITS, detector=detector, max_spans=count)
-        assert sorted(found) == sorted(kept[:count])
-    assert span_texts(text, DIGITS, detector=detector) == sorted(kept, key=text.index)
 
 
 def test_a_detector_of_ones_own_sees_the_reasoning_and_ranks_its_spans() -> None:
@@ -224,9 +160,7 @@ PAPERS = {"lead_in": "statement"}
         ("So RESULT=18", {"answer_format": lambda text: (10, 12)}, "18", []),
         ("3 + 4 = 7. So, 7 eggs", {"answer_fallback": "last_number"}, "7", ["3 + 4 = 7"]),
         ("#### 5 eggs. Then RESULT=18", {"answer_format": r"RESULT=(\d+)"} | PAPERS, "18", ["#### 5 eggs.", "Then"]),
-        ("So RESULT=18", {"answer_format": lambda text: (10, 12)} | PAPERS, "18", ["So RESULT="]),
         ("3 + 4 = 7. So, 7 eggs", {"answer_fallback": "last_number"} | PAPERS, "7", ["3 + 4 = 7", "So,"]),
-        ("3 + 4 = 7. So, 7 eggs", {}, None, []),
     ],
 )
 def test_answer_and_spans_follow_the_runs_own_rules(text: str, rules: dict, answer: str | None, spans: list) -> None:
@@ -243,8 +177,6 @@ def test_answer_and_spans_follow_the_runs_own_rules(text: str, rules: dict, answ
     ("text", "answer", "spans"),
     [
         ("We get 1 + 2 = 3. Then 4 + 5 = 9. Done", "9", ["1 + 2 = 3", "4 + 5 ="]),
-        ("We get 1 + 2 = 3. #### 8", "8", ["1 + 2 = 3"]),
-        ("#### 5\nCheck 2 + 3 = 5, so 7", "7", ["#### 5", "2 + 3 = 5"]),
     ],
 )
 def test_a_given_answer_bounds_the_reasoning_whatever_the_text_marks(text: str, answer: str, spans: list[str]) -> None:
@@ -260,7 +192,6 @@ def test_a_given_answer_bounds_the_reasoning_whatever_the_text_marks(text: str, 
         ([(2, 4), (0, 3)], [Span(0, 1), Span(1, 2)]),  # shares its last token: cut
         ([(2, 3), (0, 8)], [Span(1, 2)]),  # holds an earlier interval: dropped
         ([(0, 1), (1, 2)], [Span(0, 1)]),  # nothing left of the second
-        ([(2, 3), (3, 5)], [Span(1, 2)]),  # only a sign would be left of the second
         ([(0, 8)], [Span(0, 4)]),
     ],
 )
@@ -276,15 +207,11 @@ def test_overlaps_after_widening_are_settled_in_the_detectors_order(
 @pytest.mark.parametrize(
     ("ids", "options", "error", "message"),
     [
-        ([5, 1.5], {}, TypeError, "token_ids must be 1-D and integers: 'float' object"),
-        ([[5]], {}, TypeError, "token_ids must be 1-D and integers: 'list' object"),
         (torch.tensor([[5, 6]]), {}, TypeError, "token_ids must be 1-D and integers: 'list' object"),
         ([5, 6, -1], {}, ValueError, r"token_ids\[2\] is -1: an id is not negative; take padding off"),
         ([5, 6], {"answer": Span(1, 3)}, ValueError, r"answer: \(1, 3\) is not a non-empty span inside .* of 2 tokens"),
         ([5, 6], {"spans": SpanRules(lambda text: [(0, 1), (1, 9)])}, ValueError, r"detector's interval 1 is \[1, 9\)"),
         ([5, 6], {"spans": "math"}, ValueError, "spans must be of class SpanRules, got 'math'"),
-        ([5, 6], {"answers": "last_number"}, ValueError, "answers must be of class AnswerRules, got 'last_number'"),
-        ([5, 6], {"tokenizer": None}, ValueError, "tokenizer must be the one that sampled the ids, got None"),
     ],
 )
 @pytest.mark.parametrize("name", ["byte-level, merged digits", "characters"])

@@ -1,22 +1,18 @@
 """Words that lead to an answer are no reasoning; of many spans those nearest to the answer stay, with numbers first."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from cfa_kernels import AnswerRules, SpanRules, detect_spans, find_answer
+from cfa_kernels import AnswerRules, SpanRules, detect_spans
 from cfa_kernels.text.find import find_reasoning
 from cfa_kernels.text.rules import USUAL_ANSWERS
-from tests.support.small_tokenizers import FAST, encode, get_tokenizer, property_test
+from tests.support.small_tokenizers import FAST, encode, get_tokenizer
 
 TOKENIZER = get_tokenizer(FAST[1])
 PAPERS = AnswerRules(lead_in="statement")
 LEAD_INS = [
     "Therefore, the total number of bolts in the robe is", "So", "Hence, in total, after all of the sales, Janet makes",
-    "**Conclusion:** Tom has to pay", "This means that the whole group needs", "Adding these, we get",
     "It follows that she earns a total of", "- Altogether that comes to", "所以一共是",
     "Finally the answer to the question would then be", "We conclude: he owes", "Thus, her profit (in dollars) is",
-    "Damit sind es insgesamt", "3. Therefore, the number of eggs is", "Step 4: So the number of eggs is", "x =",
 ]  # fmt: skip
 FORMS = ["\\boxed{{{}}}", "$\\boxed{{{}}}$", "\\[ \\boxed{{{}}} \\]", "**\\boxed{{{}}}**", "<answer>{}</answer>"]
 
@@ -49,51 +45,18 @@ def test_no_span_holds_a_word_that_leads_to_the_answer(lead_in: str, form: str) 
     [
         ("In 7 days, the total is \\boxed{126}", ["In 7 days,"]),
         ("In 7 days she makes \\boxed{126}", ["In 7"]),
-        ("So 16 - 3 = 13 eggs, thus she sells \\boxed{13}", ["16 - 3 = 13"]),
-        ("So 16 - 3 = 13 eggs; then, thus, she sells \\boxed{13}", ["16 - 3 = 13"]),
         ("So she makes 9 * 2 = \\boxed{18} dollars", ["9 * 2 ="]),
-        ("So she makes $9 \\times 2 = \\boxed{18}$ dollars", ["$9 \\times 2 ="]),
         ("She has 5.\nTherefore\n\\boxed{5}", ["She has 5.", "Therefore"]),  # a line by itself leads nowhere
         ("She has 5.\nTherefore it is:\n\n\\[\n\\boxed{5}\n\\]", ["She has 5."]),
-        ("The first has 5 and 1,234 marbles, so it is \\boxed{2}", ["The first has 5 and 1,234 marbles,"]),
         ("Mr. Lee pays \\boxed{5}", []),
-        ("We see this. That is all! \\boxed{5}", ["We see this.", "That is all!"]),
         ("Take \\(x\\): \\[ x + 1 = 6 \\] so that it is \\boxed{5}", ["\\[ x + 1 = 6 \\]"]),
-        ("1. She eats 3.\n2. So \\boxed{5}", ["1. She eats 3."]),
         ("She has 5.\n## Final Answer\n\nThe total is $\\boxed{5}$", ["She has 5."]),
-        ("She has 5.\n\n**Conclusion**\n\n\\boxed{5}", ["She has 5."]),
         ("She has 5.\n### Step 3: State it\nSo \\boxed{5}", ["She has 5."]),
-        ("### Step 1: Add 2 to 3\nSo \\boxed{5}", ["### Step 1: Add 2 to 3"]),
-        ("## Sums\nShe has 5. So \\boxed{5}", ["## Sums", "She has 5."]),
-        ("She has 5.\nHence every day she makes\n$$\\boxed{5}$$", ["She has 5."]),
-        ("She has 5.\nThus the total is\n\n\\[\n\\boxed{5}\n\\]", ["She has 5."]),
         ("She has 5.\nThus we get:\n\n- Total: \\boxed{5}", ["She has 5."]),
-        ("She has 5.\nOf 7 we keep:\n- Total: \\boxed{5}", ["She has 5.", "Of 7"]),
     ],
 )
 def test_the_words_behind_the_last_other_number_lead_to_the_answer(text: str, spans: list[str]) -> None:
     assert spans_of(text) == spans
-
-
-WORK = ["She has 16 eggs.", "16 - 3 = 13", "13 * 2 = 26"]
-
-
-@pytest.mark.parametrize(
-    "form", ["\\boxed{26}", "#### 26", "The answer is 26.", "$$\\boxed{26}$$", "So it is \\boxed{26}"]
-)
-@pytest.mark.parametrize(
-    "line", ["Let me think about this:", "**Solution**", "## Solution", "The final answer is:", "We get the total"]
-)
-def test_no_line_leads_to_an_answer_across_a_thought_or_a_call(line: str, form: str) -> None:
-    for answers in (USUAL_ANSWERS, PAPERS):
-        for gap in ("\n", "\n\n"):
-            text = f"{line}\n<think>She has 16 eggs. 16 - 3 = 13. 13 * 2 = 26.</think>{gap}{form}"
-            so = ["So it is"] if "So" in form and answers is PAPERS else []
-            assert spans_of(text, answers) == [line, *WORK, *so]
-            text = (
-                f"{' '.join(WORK)}\n{line}\n<tool_call>13 * 2</tool_call><tool_response>26</tool_response>{gap}{form}"
-            )
-            assert spans_of(text, answers) == [*WORK, line, *so]
 
 
 def test_neither_marker_nor_statement_holds_what_a_tool_wrote() -> None:
@@ -111,19 +74,6 @@ def test_neither_marker_nor_statement_holds_what_a_tool_wrote() -> None:
     assert (answer, spans, rest) == ("7", ["3 * 4 = 12", "Let me see:", "I see 7."], "The answer is 7.")
     assert read(("3 * 4 = 12. The answer is:", 1), ("\n17 ", 0), ("8 eggs", 1))[0] is None
     assert read(("3 * 4 = 12. The answer is:", 1), ("\n", 0), ("8 eggs", 1))[0] == "8"
-
-
-def test_an_answer_of_the_callers_and_one_by_fallback_have_their_lead_ins_too() -> None:
-    text = "16 - 3 = 13. Therefore, the rope is 20 centimeters. Done"
-    ids = encode(TOKENIZER, text)
-    fallback = AnswerRules(answer_fallback="last_number")
-    answer = find_answer(ids, TOKENIZER, fallback)
-    assert TOKENIZER.decode(ids[slice(*answer)]).strip() == "20"
-    for options in ({"answers": fallback}, {"answer": answer}):
-        spans = detect_spans(ids, TOKENIZER, **options)
-        assert [TOKENIZER.decode(ids[slice(*span)]).strip() for span in spans] == ["16 - 3 = 13"]
-    spans = detect_spans(ids, TOKENIZER, answer=answer, answers=PAPERS)
-    assert TOKENIZER.decode(ids[slice(*spans[-1])]).strip() == "Therefore, the rope is"
 
 
 PLAN = """To find the total we go step by step.
@@ -148,8 +98,6 @@ So the answer is: \\boxed{26}"""
 @pytest.mark.parametrize(
     ("count", "spans"),
     [
-        (1, ["13 * 2 = 26"]),
-        (2, ["16 - 3 = 13", "13 * 2 = 26"]),
         (3, ["16 - 3 = 13", "1. Each egg costs 2 dollars.", "13 * 2 = 26"]),
         (4, ["16 - 3 = 13", "That leaves 13 eggs.", "1. Each egg costs 2 dollars.", "13 * 2 = 26"]),
         (6, ["There are 16 eggs.", "16 - 3 = 13", "That leaves 13 eggs.", "1. Each egg costs 2 dollars.",
@@ -162,24 +110,3 @@ def test_spans_with_numbers_nearest_to_the_answer_stay_before_plans_and_headings
     assert set(spans) <= set(everything)
     assert [span for span in everything if span in spans] == spans
     assert spans_of(PLAN, PAPERS, max_spans=3, selection="first")[0] == "To find the total we go step by step."
-
-
-@pytest.mark.parametrize("name", FAST)
-@property_test
-@given(
-    parts=st.lists(
-        st.sampled_from(["She eats 3. ", "1 + 2 = 3\n", "So it is. ", "### Step 1: Go\n", "x ", "4, "]), max_size=9
-    ),
-    lead_in=st.sampled_from(LEAD_INS),
-    selection=st.sampled_from(["nearest", "first", "last", "longest", "even"]),
-)
-def test_enough_spans_are_the_same_whatever_the_selection_and_lead_ins_only_take_away(
-    name, parts, lead_in, selection
-) -> None:
-    tokenizer, text = get_tokenizer(name), "".join(parts) + f"\n{lead_in} \\boxed{{5}}"
-    every = spans_of(text, tokenizer=tokenizer, max_spans=99)
-    assert spans_of(text, tokenizer=tokenizer, max_spans=99, selection=selection) == every
-    papers = spans_of(text, PAPERS, tokenizer, max_spans=99)
-    assert every == papers[: len(every)] or every[:-1] == papers[: len(every) - 1]
-    ids = encode(tokenizer, text)
-    assert find_answer(ids, tokenizer) == find_answer(ids, tokenizer, PAPERS)

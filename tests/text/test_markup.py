@@ -156,59 +156,23 @@ def test_a_runs_own_tags_are_known_where_they_stand_and_no_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer_format", "text", "prompt", "answer"),
-    [
-        (r"RESULT=(\w+)", "RESULT=5</think>RESULT=18", None, "18"),
-        (r"RESULT=(\w+)", "RESULT=5", "A: <think>", None),
-        (r"</think>\s*(\w+)", "9</think> 18", "A: <think>", "18"),
-        (lambda text: (text.rindex(" ") + 1, len(text)), "It is 18", None, "18"),
-        (lambda text: (text.rindex(" ") + 1, len(text)), "It is 18", "A: <think>", None),
-        (lambda text: (text.rindex("=") + 1, len(text)), "=17</think>=18", "A: <think>", "18"),
-        (lambda text: (0, len(text)), "<think>17</think> 18 and more", None, None),
-    ],
-)
-def test_a_runs_own_format_is_given_no_thought(answer_format, text, prompt, answer) -> None:
-    assert read(text, tokenizer_with(), prompt=prompt, answer_format=answer_format)[0] == answer
-    assert answer_text_span("a <think>b</think> c", AnswerRules(r"(?s)(\w.*\w)")) is None
-
-
-@pytest.mark.parametrize(
     "call",
     [
         '<tool_call>\n{"name": "calc", "arguments": {"x": "9 * 2 = 17 #### 17"}}\n</tool_call>',
-        "<tool>9 * 2 = 17 #### 17</tool>",
-        '<function_call>{"x": "#### 17"}</function_call>',
         "<tool_response>\n9 * 2 = 17\n#### 17\n</tool_response>",
-        "<information>The answer is 17.</information>",
         "<|tool_calls_section_begin|>9 * 2 = 17 #### 17<|tool_calls_section_end|>",
         "[TOOL_RESULTS]9 * 2 = 17 #### 17[/TOOL_RESULTS]",
         '[TOOL_CALLS]calc{"x": "#### 16"}[TOOL_RESULTS]9 * 2 = 17 #### 17[/TOOL_RESULTS]',
         "<|im_start|>user\n9 * 2 = 17 #### 17<|im_end|>\n<|im_start|>assistant\n",
         "<|start_header_id|>ipython<|end_header_id|>\n#### 17<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "<start_of_turn>user\n#### 17<end_of_turn>\n<start_of_turn>model\n",
         "<｜User｜>9 * 2 = 17 #### 17<｜Assistant｜>",
-        "[INST] 9 * 2 = 17 #### 17 [/INST]",
         '<function=calc>{"x": "#### 17"}</function>',
-        "<search>Is 9 * 2 = 17?</search>",
-        '<minimax:tool_call><invoke name="calc">#### 17</invoke></minimax:tool_call>',
-        "<tool_output>\n9 * 2 = 17 #### 17\n</tool_output>",
-        "<execution_results>9 * 2 = 17 #### 17</execution_results>",
         "<|tool_response|>9 * 2 = 17 #### 17<|/tool_response|>",
-        "<|im_system|>tool<|im_middle|>9 * 2 = 17 #### 17<|im_end|><|im_assistant|>assistant<|im_middle|>",
         "<|start|>python<|message|>9 * 2 = 17 #### 17<|end|><|start|>assistant<|channel|>final<|message|>",
-        "<|start|>browser.open to=assistant<|channel|>commentary<|message|>A: 17<|end|><|start|>assistant<|message|>",
         "<|start|>my-tool<|message|>The answer is 17.<|end|><|start|>assistant<|message|>",
         "<｜tool▁output▁begin｜>9 * 2 = 17 #### 17<｜tool▁output▁end｜>",
-        "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>#### 17<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="calc">#### 17</｜DSML｜invoke>\n</｜DSML｜function_calls>',
-        "[e~[\n]~b]tool\n<response>9 * 2 = 17 #### 17</response>[e~[\n]~b]ai\n",
-        "<|python_start|>9 * 2 = 17 #### 17<|python_end|>",
         "<|tool_call_start|>#### 16<|tool_call_end|><|tool_response_start|>#### 17<|tool_response_end|>",
-        "<|action_start|><|plugin|>#### 17<|action_end|>",
-        "<TOOLCALL>#### 16</TOOLCALL><SPECIAL_12>\n<SPECIAL_11>User\n[#### 17]\n<SPECIAL_11>Assistant\n",
-        "[|endofturn|]\n[|tool|]\n9 * 2 = 17 #### 17[|endofturn|]\n[|assistant|]\n",
-        "<seed:tool_call>\n<function=calc>\n<parameter=x>#### 17</parameter>\n</function>\n</seed:tool_call>",
-        "<|begin_search_query|>#### 16<|end_search_query|><|begin_search_result|>#### 17<|end_search_result|>",
     ],
 )
 @pytest.mark.parametrize("as_special", [False, True])
@@ -231,58 +195,12 @@ def test_tags_around_what_is_said_are_no_spans(name) -> None:
     assert markup.read_speech(code).reasoning == code
 
 
-def test_signs_of_budgets_are_no_spans() -> None:
-    text = "<seed:think>I ask. <seed:cot_budget_reflect>I used 9.</seed:cot_budget_reflect></seed:think>\n#### 18"
-    assert read(text, tokenizer_with()) == ("18", ["I ask.", "I used 9."])
-
-
-def test_tools_of_harmony_are_others_also_once_special_tokens_were_dropped() -> None:
-    tokenizer = tokenizer_with()
-    for head, author in (("analysis to=python code", "python"), ("commentary to=browser.search", "browser.search")):
-        text = f"{head}(#### 16){author} to=assistantcommentary#### 17assistantfinalSo it is. #### 18"
-        assert read(text, tokenizer) == ("18", ["So it is."])
-        assert read(text.removesuffix(" #### 18"), tokenizer)[0] is None
-
-
-def test_a_header_that_is_cut_off_and_words_behind_a_start_are_what_they_are() -> None:
-    for cut in ("<|start|>", "<|start|>pyth", "<|start|>assis"):
-        assert read(f"#### 18{cut}", tokenizer_with())[0] == "18"
-    assert read("<|start|>So 9 * 2 = 18.\n#### 18", tokenizer_with()) == ("18", ["So 9 * 2 = 18."])
-
-
-@pytest.mark.parametrize("role", ["user", "assistant", "system", "tool", "ipython", "model"])
-def test_the_name_of_a_role_in_a_line_of_its_own_is_no_span(role) -> None:
-    for text in (f"I ask.\n{role}\nSo 9 * 2 = 18. #### 18", f"{role} \nI ask. So 9 * 2 = 18. #### 18"):
-        assert read(text, tokenizer_with()) == ("18", ["I ask.", "So 9 * 2 = 18."])
-    assert read(f"The {role}\nis so. #### 18", tokenizer_with()) == ("18", [f"The {role}", "is so."])
-
-
 @pytest.mark.parametrize("call", ["<search>", "<tool_call>", "<|python_tag|>", "<information>", "[TOOL_CALLS]"])
 def test_a_prompt_that_speaks_of_calls_still_opens_a_thought_at_its_end(call) -> None:
     prompt = f"Call tools by writing {call}. What is 9 * 2? Assistant: <think>\n"
     assert answer_text_span("#### 17", prompt=prompt) is None
     assert answer_text_span("#### 17 no</think>\n#### 18", prompt=prompt) == (24, 26)
     assert answer_text_span("#### 17", prompt=f"Begin with <think>, call {call}. 9 * 2? A:") == (5, 7)
-
-
-def test_a_prompt_that_only_speaks_of_a_closer_leaves_the_first_thought_to_the_completion() -> None:
-    prompt = "Think within <think> </think>, then answer.\nUser: 9 * 2?\nAssistant:"
-    text = "#### 17\n</think>\nThe answer is 18."
-    assert answer_text_span(text, prompt=prompt) == answer_text_span(text) == (len(text) - 3, len(text) - 1)
-    assert answer_text_span("#### 18 </think>", prompt="A: <think>\n\n</think>\n\n") == (5, 7)
-
-
-def test_a_cut_call_ends_with_its_turn_and_a_pattern_may_read_it() -> None:
-    text = 'I ask. <tool_call>{"answer": 18}'
-    assert read(text, tokenizer_with()) == (None, ["I ask."])
-    assert read(text, tokenizer_with(), answer_format=r'"answer": (\d+)')[0] == "18"
-    assert read("<think>Or <tool_call> it?</think>\n#### 18", tokenizer_with())[0] == "18"
-
-
-def test_what_ends_a_completion_hides_nothing_from_a_pattern() -> None:
-    tokenizer = tokenizer_with("<|user|>", "<|observation|>")  # GLM ends its turns so
-    assert read("It is 18<|user|>", tokenizer, answer_format=r"(\d+)\Z")[0] == "18"
-    assert read("It is 18<|observation|><|user|>", tokenizer, answer_format=lambda text: (6, len(text)))[0] == "18"
 
 
 # --- What the policy did not write ----------------------------------------------------------------------------------
@@ -317,7 +235,6 @@ TOOL = "\nResult: 9 * 2 = 18\n#### 18\n"
          ["I compute it.", "Then 18 + 4 = 22.", "I am done."]),
         ([("#### 7", 1), (TOOL, 0)], "7", []),
         ([(TOOL, 0), ("#### 7", 1), (TOOL, 0), (" Done.", 1), (TOOL, 0)], "7", []),
-        ([(TOOL, 0)], None, []),
         ([("The answer is ", 1), ("18.", 0), (" Or", 1), (" 5.", 0)], None, ["The answer is", "Or"]),
         ([("The total is 1", 1), ("8 eggs", 0), (" and more.", 1)], None, ["The total is 1", "and more."]),
     ],
@@ -347,13 +264,9 @@ TURN = "<|im_end|>\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_
         ([("<think>I ask.", 1), (TURN.format("#### 17") + "<think>\n", 0), ("#### 18", 1)], None),
         ([("<think>I ask.", 1), (TURN.format("#### 17") + "<think>\n", 0), ("#### 18</think>#### 19", 1)], "19"),
         ([("I ask.", 1), (TURN.format("<think>"), 0), ("#### 18", 1)], "18"),  # a tool may say anything
-        ([("I ask.", 1), ("<information><think></information>", 0), ("#### 18", 1)], "18"),
         ([("<think><search>x</search>", 1), ("<information>#### 17</information>", 0), ("#### 18", 1)], None),
-        ([("<think><search>x</search>", 1), ("<information></think></information>", 0), ("#### 18", 1)], None),
         ([("<think>So long", 1), ("\n</think>\n\n", 0), ("#### 18", 1)], "18"),  # a budget that ends thoughts
-        ([("<think>So long", 1), ("\n</think>\n\nFinal answer: ", 0), ("\\boxed{18}", 1)], "18"),
         ([("I ask. <tool_call>{}", 1), ("</tool_call>\n#### 17\n", 0), ("#### 18", 1)], "18"),
-        ([("#### 18", 1), (" </think>", 0)], "18"),
     ],
 )
 def test_what_others_write_may_open_and_close_a_thought(parts, answer) -> None:
@@ -376,34 +289,10 @@ OTHERS = [
 @given(parts=st.lists(st.sampled_from([*((p, 1) for p in POLICY), *((o, 0) for o in OTHERS)]), max_size=14))
 def test_what_a_tool_says_changes_neither_answer_nor_spans(name, detector, parts) -> None:
     tokenizer, spans = get_tokenizer(name), SpanRules(detector, max_spans=99)
-    silent = [(text if mask else "\n" * (len(text) + 2), mask) for text, mask in parts]
+    silent = [(text if mask else "\n" * len(text), mask) for text, mask in parts]
     for options in ({}, {"answer_fallback": "last_number"}):
         expected = read_masked(silent, tokenizer, spans=spans, **options)
         assert read_masked(parts, tokenizer, spans=spans, **options) == expected
-
-
-@pytest.mark.parametrize("said", ["\n", "x", "é", " 7 "])
-@pytest.mark.parametrize("opener", ["\\[", "$$"])
-def test_no_formula_goes_on_behind_what_others_wrote_however_short(opener, said) -> None:
-    parts, spans = [(f"{opener} a = 1", 1), (said, 0), ("Then b is 2. Good.", 1)], SpanRules("latex", max_spans=99)
-    for tokenizer in map(get_tokenizer, FAST):
-        assert read_masked(parts, tokenizer, spans=spans)[1] == ["a = 1", "Then b is 2.", "Good."]
-        assert read_masked([("####", 1), (said, 0), (" 18", 1)], tokenizer)[0] is None
-
-
-@pytest.mark.parametrize("name", FAST)
-@property_test
-@given(data=st.data(), texts=st.lists(st.sampled_from(POLICY), max_size=12))
-def test_no_token_of_mask_0_is_in_an_answer_or_a_span_wherever_runs_begin(name, data, texts) -> None:
-    tokenizer = get_tokenizer(name)
-    ids = encode(tokenizer, "".join(texts))
-    mask = data.draw(st.lists(st.integers(0, 1), min_size=len(ids), max_size=len(ids)))
-    for spans in (EVERY, SpanRules(), SpanRules(whole)):
-        found = find_reasoning({0: ids}, tokenizer, spans=spans, unanswered=True, masks={0: mask})[0]
-        units = [*found.spans, *[found.answer] * (found.answer is not None)]
-        assert all(mask[t] for unit in units for t in range(*unit))
-        everything = find_reasoning({0: ids}, tokenizer, spans=spans, unanswered=True, masks={0: [1] * len(ids)})
-        assert everything == find_reasoning({0: ids}, tokenizer, spans=spans, unanswered=True)
 
 
 def test_a_mask_that_is_no_mask_is_named() -> None:

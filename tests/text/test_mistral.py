@@ -8,9 +8,7 @@ import pytest
 
 from cfa_kernels import detect_spans, find_answer
 from cfa_kernels.text.find import content_text
-from cfa_kernels.text.offsets import decoded, describe_spare_ids, token_offsets
-from tests.support.small_tokenizers import CORPUS
-from trainer.data import encode_prompt, require_whole_prompt
+from cfa_kernels.text.offsets import token_offsets
 
 mistral_common = pytest.importorskip("mistral_common", reason="mistral-common is not installed")
 DATA = Path(mistral_common.__file__).parent / "data"
@@ -65,32 +63,6 @@ def test_answers_and_spans_are_found_in_their_tokens(tokenizer, text, answer, sp
 
     assert spelled(find_answer(ids, tokenizer)) == answer
     assert [spelled(span) for span in detect_spans(ids, tokenizer)] == spans
-
-
-@pytest.mark.parametrize("text", CORPUS)
-def test_ids_that_are_no_token_and_special_ones_have_an_empty_place(tokenizer, text) -> None:
-    ids = encode(tokenizer, text)
-    mixed = [len(tokenizer) + 5, *ids[:7], tokenizer.eos_token_id, len(tokenizer), *ids[7:], 10**6]
-    offsets, expected = token_offsets(mixed, tokenizer), token_offsets(ids, tokenizer)
-    own = [1, *range(2, 8), *range(10, len(mixed) - 1)]
-    assert offsets.text == expected.text
-    assert offsets.starts[own].tolist() == expected.starts.tolist()
-    assert offsets.ends[own].tolist() == expected.ends.tolist()
-    for skip in (False, True):
-        known = [*ids[:7], tokenizer.eos_token_id, *ids[7:]]
-        assert decoded(mixed, tokenizer, skip_special_tokens=skip) == tokenizer.decode(known, skip_special_tokens=skip)
-    assert decoded([10**6], tokenizer) == ""
-    assert describe_spare_ids(len(tokenizer) + 3, tokenizer).startswith("3 of the model's")
-
-
-def test_prompts_are_written_by_their_own_template(tokenizer) -> None:
-    ids = encode_prompt("What is 3 + 4?", tokenizer, instruction="Think.")
-    text = tokenizer.decode(ids)
-    assert "[INST]" in text
-    assert "Question" not in text
-    assert "Think." in text
-    assert ids[-1] != tokenizer.eos_token_id
-    require_whole_prompt(tokenizer, "a model")
 
 
 def test_no_answer_is_in_a_thought_between_their_special_tokens(thinking) -> None:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cfa_kernels.text.find import detect_spans, find_answer
-from cfa_kernels.text.offsets import _BYTE_OF, Decoder, decoded, describe_spare_ids, token_offsets
+from cfa_kernels.text.offsets import _BYTE_OF, decoded, token_offsets
 from tests.support.small_tokenizers import (
-    BACKENDS,
     CORPUS,
     FAST,
     TOKENIZERS,
@@ -44,25 +43,6 @@ def offsets_by_decoding_every_prefix(
         agreed.append(max([common, *agreed]))
         reached.append(max([min(agreed[-1] + (len(text) > agreed[-1]), len(final)), *reached]))
     return final, [(agreed[n], reached[n]) if i in special else (agreed[n], reached[n + 1]) for n, i in enumerate(ids)]
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_completions_that_are_decoded_together_do_not_change_each_other(name: str) -> None:
-    tokenizer = get_tokenizer(name)
-    texts = (" She has 3 🙂 eggs", "", " 4 * 5 = 20")
-    rows = [encode(tokenizer, text)[cut:] for text in texts for cut in (0, 1)]
-    rows = [row + [tokenizer.eos_token_id] * (i % 3) + [len(tokenizer) + 7] * (i % 2) for i, row in enumerate(rows)]
-    for shown, ends_shown in (
-        (frozenset[str](), True),
-        (frozenset(["<|eos|>"]), True),
-        (frozenset(["<|eos|>"]), False),
-    ):
-        together = Decoder.of(tokenizer).offsets(rows, shown, ends_shown=ends_shown)
-        for row, own in zip(rows, together, strict=True):
-            alone = token_offsets(row, tokenizer, shown, ends_shown=ends_shown)
-            assert (own.text, own.starts.tolist(), own.ends.tolist()) == (
-                alone.text, alone.starts.tolist(), alone.ends.tolist()
-            )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -106,19 +86,6 @@ def test_what_is_no_utf_8_is_read_without_decoding_each_prefix(
     assert len(token_offsets(ids, tokenizer).text) >= 20_000 // 3
 
 
-@pytest.mark.parametrize("name", FAST)
-def test_detection_calls_no_decode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = get_tokenizer(name)
-    ids = [encode(tokenizer, text) for text in CORPUS]
-    expected = [detect_spans(row, tokenizer) for row in ids]
-    calls: list[object] = []
-    for method in ("decode", "_decode", "batch_decode", "convert_ids_to_tokens"):
-        monkeypatch.setattr(type(tokenizer), method, lambda *a, **k: calls.append(a))
-    assert [detect_spans(row, tokenizer) for row in ids] == expected
-    assert any(expected)
-    assert calls == []
-
-
 def test_a_tokenizer_that_decodes_in_its_own_way_is_believed() -> None:
     class Shouting(PreTrainedTokenizerFast):
         def _decode(self, *args: object, **kwargs: object) -> str:
@@ -126,26 +93,6 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_believed() -> None:
 
     tokenizer = wrap(byte_level(None), Shouting)
     assert token_offsets(encode(tokenizer, "She has 3 eggs"), tokenizer).text == "SHE HAS 3 EGGS"
-
-
-class Hiding(PreTrainedTokenizerFast):
-    """Shows no two bytes of a character that is not complete, and writes capitals behind 語."""
-
-    def _decode(self, *args: object, **kwargs: object) -> str:
-        text = super()._decode(*args, **kwargs).replace("\ufffd\ufffd", "")
-        return text.upper() if "語" in text else text
-
-
-def test_what_a_decoding_hides_again_keeps_its_place() -> None:
-    tokenizer = wrap(BACKENDS["byte-fallback, blank kept"](), Hiding)
-    tokens = ["日本 語", *(f"<0x{byte:02X}>" for byte in "日中".encode()), *"eggs"]
-    ids = tokenizer.convert_tokens_to_ids(tokens)
-    assert [tokenizer.decode(ids[:n]) for n in (2, 3, 4, 5, 11)] == [
-        "日本 語\ufffd", "日本 語", "日本 語日", "日本 語", "日本 語日中EGGS"
-    ]  # fmt: skip
-    offsets = token_offsets(ids, tokenizer)
-    assert offsets.starts.tolist() == [0, 4, 4, 4, 5, 5, 5, 6, 7, 8, 9]
-    assert offsets.ends.tolist() == [4, 5, 5, 5, 5, 5, 6, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -172,12 +119,6 @@ def test_ids_that_are_no_token_have_an_empty_place_wherever_they_are_drawn(name:
     assert answer is None or answer == (by_place[own.start], by_place[own.end - 1] + 1)
     expected_spans = [(by_place[start], by_place[end - 1] + 1) for start, end in detect_spans(ids, tokenizer)]
     assert detect_spans(mixed, tokenizer) == expected_spans
-
-
-def test_what_a_models_rows_hold_beyond_the_tokens_is_described() -> None:
-    tokenizer = get_tokenizer(FAST[0])
-    assert describe_spare_ids(len(tokenizer), tokenizer) is None
-    assert describe_spare_ids(len(tokenizer) + 7, tokenizer).startswith("7 of the model's")
 
 
 def test_tokens_added_later_are_known() -> None:

@@ -19,8 +19,3 @@ def test_a_turn_is_a_run_of_1_and_its_observation_the_run_of_0_after_it(mask, tu
     values = [int(bit) for bit in mask]
     values = values if kind is list else torch.tensor(values, dtype=kind)
     assert find_turns(values) == [Turn(Span(start, end), Span(end, stop)) for start, end, stop in turns]
-
-
-def test_a_token_that_is_neither_1_nor_0_is_named():
-    with pytest.raises(ValueError, match=r"mask, token 2: must be 1 or 0, got 0\.5"):
-        find_turns([1, 0, 0.5, 2])

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from cfa_kernels import AnswerRules, KeptTokens
 from cfa_kernels.rows import Rows
 from cfa_kernels.text.find import content_text
-from cfa_kernels.text.offsets import Decoder, decoded
+from cfa_kernels.text.offsets import decoded, token_offsets
 
 _NAMES_SHOWN = 8
 
@@ -125,7 +125,8 @@ def lengths_before(
     completion would lose text, `}` of the token "}\\n" before "\\nQuestion:". At least one token stays.
     """
     places: list[int | None] = [None] * len(rows)
-    for b, offsets in enumerate(Decoder.of(tokenizer).offsets(rows, frozenset(stop)) if stop else ()):
+    for b, row in enumerate(rows if stop else ()):
+        offsets = token_offsets(row, tokenizer, frozenset(stop))
         if found := [at for one in stop if (at := offsets.text.find(one)) >= 0]:
             places[b] = max(1, int(offsets.starts.searchsorted(min(found))))
     return places
