@@ -201,8 +201,8 @@ def as_config(credit: Any) -> CounterfactualConfig:
     options = _nested(credit if isinstance(credit, Mapping) else {"preset": credit})
     is_off = options.get("preset", NONE) == NONE and "estimator" not in options
     config = CounterfactualConfig.of(options | ({"control": "off"} if is_off else {}))
-    unread = options.keys() - {"preset", "answers", "token_budget"} if is_off and options != {"control": "off"} else ()
-    if unread:
+    read = {"preset", "answers", "token_budget", *(["control"] if options.get("control") in ("off", False) else [])}
+    if is_off and (unread := options.keys() - read):
         raise ValueError(f"{min(unread)} is not read: credit is off; name a preset or an estimator")
     return config
 
