@@ -32,14 +32,10 @@ def page_of(samples: Iterable[Sample], title: str, **data: Any) -> str:
 
 
 def write_run_page(path: Path, folder: Path, title: str) -> None:
-    """Write the page of the run in `folder`, whole or not at all.
-
-    Raises `ValueError` that names a line that is not a run's, `OSError` if `path` cannot be written.
-    """
+    """Write the page of the run in `folder`, whole or not at all; `ValueError` names a line that is not a run's."""
     metrics, settings, file = read_metrics(folder), read_settings(folder), folder / "completions.jsonl"
     size = file.stat().st_size if file.is_file() else 0
     every = max(1, math.ceil(size / _MOST_BYTES))
-    samples = read_samples(file, every=every) if size else ()
     shown = {name: written(value) for name, value in figures(metrics).items()}
     low, high = shown.pop("low"), shown.pop("high")
     shown["held-out accuracy, %"] += "" if "-" in (low, high) else f" ({low}-{high})"
@@ -49,10 +45,10 @@ def write_run_page(path: Path, folder: Path, title: str) -> None:
         "settings": (folder / "config.yaml").read_text("utf-8") if settings else "",
     }  # fmt: skip
     notes = "Of the completions logged in a step half are the first with spans, the others are spread over the batch. "
-    if every > 1:
-        notes += f"One in {every} of the completions in {file} is on this page. "
+    notes += f"One in {every} of the completions in {file} is on this page. " * (every > 1)
     if all(subject := [str(settings.get(name, "")) for name in ("model", "dataset")]):
         title += f": {' on '.join(Path(part).name for part in subject)}"
+    samples = read_samples(file, every=every) if size else ()
     write_whole(path, page_of(samples, title, run=run, notes=notes))
 
 
