@@ -1,16 +1,12 @@
 """The reward for code: what passes, and what hostile programs get and cannot do."""
 
-import os
 import socket
-import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 
 from examples.code import CodeReward, fenced_code
-from tests.conftest import REPOSITORY
 
 pytestmark = [
     pytest.mark.slow,
@@ -208,36 +204,12 @@ def parent(): return os.getppid()
     assert (tmp_path / "file").exists()
 
 
-def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch) -> None:
-    mark = (1 << 30) + os.getpid()
-    monkeypatch.setattr("examples.code.MEMORY_BYTES", mark)
-    sleeper = "import os, time\nos.setsid()\ntime.sleep(10**6)"
-    assert not reward_of("bubblewrap", 0.5).passes(sleeper, TESTS)
-    until = time.monotonic() + DEADLINE
-    while any(str(mark) in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def test_programs_run_without_isolation_only_if_told_to(monkeypatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name, **_: f"/nowhere/{name}")
     message = "No such file or directory: '/nowhere/bwrap'.*take passes_tests_unisolated"
     with pytest.raises(ValueError, match=message):
         CodeReward()
     assert CodeReward(isolation="none").passes(RIGHT, TESTS)
-
-
-def test_a_judge_whose_trainer_is_gone_ends_by_itself() -> None:
-    source = (REPOSITORY / "examples/code.py").read_text()
-    command = [sys.executable, "-I", "-S", "-c", source, "1", str(1 << 30)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as judge:
-        assert judge.stdout is not None
-        assert judge.stdin is not None
-        assert judge.stdout.read(6) == b"ready\n"
-        judge.stdin.write(b'{"solution": "import time; time.sleep(1e6)", "tests": ["1"], "nonce": "n"}')
-        judge.stdin.close()
-        assert judge.wait(DEADLINE) == 1
-        assert judge.stdout.read() == b""
 
 
 @pytest.mark.parametrize(
@@ -249,9 +221,3 @@ def test_a_judge_whose_trainer_is_gone_ends_by_itself() -> None:
 )  # fmt: skip
 def test_code_is_the_last_closed_block(completion, code) -> None:
     assert fenced_code(completion) == code
-
-
-def test_blanks_after_a_fence_take_no_longer_than_their_number() -> None:
-    began = time.process_time()
-    assert fenced_code("```" + " " * 100_000) is None
-    assert time.process_time() - began < 1

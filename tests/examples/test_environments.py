@@ -1,7 +1,6 @@
 """Turns of an environment in the training program: what it wrote is sampled after, and not trained on."""
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,27 +115,6 @@ def test_a_bad_environment_is_named_by_rollout_and_turn(played, step, message):
     )  # fmt: skip
     with pytest.raises(EnvironmentFailure, match=message):
         engine(played.prompts[:2], max_completion_length=60, names=["problem 0", "problem 1"])
-
-
-def test_an_environment_that_always_has_more_to_say_ends_at_the_limit(played):
-    chatty = type("Chatty", (Calculator,), {"call": r"\w", "step": lambda self, text: " and"})
-    engine = PlayedEngine(chatty, played.engine._engine, played.tokenizer, end_ids(played.policy, played.tokenizer))
-    rollouts = engine(played.prompts[:2], max_completion_length=20)
-    assert rollouts.truncated.all()
-    assert rollouts.rows.lengths == [20, 20]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (SimpleNamespace, "environment has no call; it needs reset"),
-        (lambda: 1 / 0, "environment's maker raised ZeroDivisionError"),
-        (type("Bad", (Calculator,), {"call": "("}), "environment's call raised"),
-    ],
-)
-def test_what_is_no_environment_is_refused_before_the_run(played, make, message):
-    with pytest.raises(EnvironmentFailure, match=message):
-        PlayedEngine(make, played.engine._engine, played.tokenizer, [0])
 
 
 def with_bad(engine, tokenizer, ends, thought_tags):

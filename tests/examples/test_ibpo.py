@@ -116,11 +116,6 @@ def test_wrong_completions_beside_correct_ones_are_corrected_truncated_ones_only
         assert shaped.metrics == {"corrections/fraction": 0, "corrections/too_long": 0, "corrections/tokens": 0}
 
 
-def test_a_reward_that_fails_on_corrections_names_their_samples(trainer) -> None:
-    with pytest.raises(ValueError, match=r"^the correction of sample 2: reward judge is 'x'"):
-        by_hand(trainer, [1.0, 0.0, 0.0, 1.0], ["right", "x"])
-
-
 def test_a_completion_without_a_reward_is_not_corrected_and_a_correction_without_one_is_not_right(trainer) -> None:
     shaped = by_hand(trainer, [1.0, 0.0, math.nan, 1.0], ["?"])
     assert notes_of(shaped.notes) == {1: ("?", False)}

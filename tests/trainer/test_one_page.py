@@ -22,12 +22,6 @@ def test_it_fits_on_its_page_and_no_module_needs_it():
     assert len(Path(one_page.__file__).read_text("utf-8").splitlines()) <= 150
 
 
-def test_too_few_rows_are_one_line(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"question": "3 + 4?", "answer": "7"}\n' * 11)
-    with pytest.raises(SystemExit, match=r"^error: 3 problems are not held out, and a step takes 4; give more rows$"):
-        main(replace(SHORT, dataset=str(tmp_path / "rows.jsonl")))
-
-
 def test_a_short_run_trains_says_how_it_went_and_repeats_and_credit_changes_its_loss(monkeypatch, capsys):
     losses, step = [], one_page.training_step
     monkeypatch.setattr(one_page, "training_step", lambda *args: losses.append(step(*args)) or losses[-1])

@@ -1,6 +1,5 @@
 """The page before any script runs: what it holds, what it loads, and texts that want to be obeyed."""
 
-import json
 import re
 
 import pytest
@@ -53,21 +52,6 @@ def test_hostile_text_is_held_as_text(tmp_path) -> None:
 def page_of_run(folder) -> Page:
     pages.write_run_page(folder / "page.html", folder, "")
     return Page((folder / "page.html").read_text("utf-8"))
-
-
-def test_the_page_of_a_run_holds_its_metrics_settings_and_figures(tmp_path) -> None:
-    folder = write_run(tmp_path / "run", 1, 20)
-    run = page_of_run(folder).data["run"]
-    assert run["settings"] == (folder / "config.yaml").read_text("utf-8")  # with version, commit and command on top
-    for entry in map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines()):
-        at = run["steps"].index(entry.pop("step"))
-        assert {name: run["metrics"][name][at] for name in entry} == entry
-    figures = run["figures"]
-    assert (figures["accuracy at step 0, %"], figures["held-out accuracy, %"]) == ("25", "60 (55-65)")
-    assert (figures["reward"], figures["tokens"], figures["steps"]) == ("1.96", "2,000", "20")  # of the last two steps
-    stages = [float(figures[f"seconds, {name}"]) for name in ("generate", "credit", "update", "other")]
-    assert stages == [2, 1.05, 0.7, 0.01]
-    assert sum(stages) == float(figures["seconds per step"])
 
 
 def test_the_last_line_of_a_repeated_step_counts_and_a_number_that_is_not_finite_is_a_gap(tmp_path) -> None:

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings
+from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of
 from tests.support.pages import Page
 from trainer.data import load_rows
-from trainer.evaluate import Evaluation
 from trainer.report.page import write_run_page
-from trainer.report.report import Report, open_tracker, write_whole
+from trainer.report.report import open_tracker, write_whole
 
 
 @pytest.mark.slow
@@ -46,24 +45,6 @@ def test_a_run_leaves_a_page_of_its_metrics_and_its_completions(tmp_path, monkey
     assert not list(folder.glob(".*.partial"))
 
 
-@pytest.mark.slow
-def test_the_page_is_there_after_each_evaluation_and_one_that_cannot_be_written_ends_no_run(tmp_path, capsys) -> None:
-    page = tmp_path / "report.html"
-    result = Evaluation([True, True, True, False], 3.0)
-    with Report(tmp_path, settings(), None, {}) as report:
-        report.evaluated(0, result)
-        first = Page(page.read_text("utf-8")).data["run"]
-        assert first["metrics"]["eval_accuracy"] == [0.75]
-        ends = [first["metrics"][f"eval_accuracy_{end}"][0] for end in ("low", "high")]
-        assert ends == pytest.approx([0.3006, 0.9544], abs=1e-4)
-        page.unlink()
-        page.mkdir()
-        report.evaluated(2, result)
-    printed = capsys.readouterr().out
-    assert printed.count(f"warning: {page} was not written: ") == 1
-    assert len(metrics_of(tmp_path)) == 2
-
-
 # Logging back-ends of a run that goes on: the same run there, from the step of the checkpoint on
 
 
@@ -83,17 +64,6 @@ def test_a_run_that_goes_on_is_the_same_run_for_the_back_end(monkeypatch, tmp_pa
     open_tracker(name, tmp_path, {}, "a1", step)
     (options,) = begun
     assert {key: options[key] for key in ("id", "resume") if key in options} == expected
-
-
-def test_tensorboard_forgets_the_steps_after_the_checkpoint(monkeypatch, tmp_path) -> None:
-    begun = []
-    library = SimpleNamespace(
-        SummaryWriter=lambda folder, purge_step: begun.append(purge_step) or SimpleNamespace(close=0)
-    )
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library)
-    for step in (None, 4):
-        open_tracker("tensorboard", tmp_path, {}, "a1", step)
-    assert begun == [None, 5]
 
 
 def test_a_back_end_that_fails_ends_no_run(monkeypatch, tmp_path, capsys) -> None:

@@ -1,17 +1,11 @@
 """Settings of rewards: weights of several functions, and which rewards go with which rows."""
 
-import re
-
 import pytest
 from transformers import TrainerState
 
-from tests.conftest import REPOSITORY
-from tests.support.embedded import EVEN, metrics_of, run, samples_of, settings
-from trainer.cli import documented
+from tests.support.embedded import metrics_of, run, samples_of, settings
 from trainer.config import TrainConfig
 from trainer.data import configured_prompt
-from trainer.rewards.built_in import BUILT_IN, BuiltIn
-from trainer.settings import TrainSettings
 
 
 class Text:
@@ -21,18 +15,6 @@ class Text:
 
     def __call__(self, text, **_):
         return {"input_ids": text}
-
-
-@pytest.mark.slow
-def test_a_run_adds_its_rewards_up_by_their_weights(tmp_path) -> None:
-    both = f"{EVEN.partition('=')[2]}"
-    folder = run(
-        tmp_path / "run", "--max_steps=1", "--reward_funcs", "exact_match", both, "--reward_weights", "2", "-1"
-    )
-    step = metrics_of(folder)[1]
-    expected = 2 * step["rewards/exact_match/mean"] - step["rewards/even/mean"]
-    assert step["reward"] == pytest.approx(expected, abs=1e-6)
-    assert step["rewards/even/mean"] > 0
 
 
 def talkative(completions, trainer_state, log_metric, log_extra, **_):
@@ -92,20 +74,3 @@ def test_rewards_say_what_evaluation_counts_and_what_rows_must_have(argv, grader
     assert (config.grader, config.kind) == (grader, kind)
     assert instruction in configured_prompt("How many?", Text(), config)
     assert settings(*argv, "--instruction=Go.").instruction == "Go."
-
-
-@pytest.mark.parametrize("order", [["short", "math_verify"], ["math_verify", "short"], ["short"]])
-def test_a_reward_of_the_program_that_only_shapes_is_not_what_evaluation_counts_by(order, monkeypatch) -> None:
-    monkeypatch.setitem(BUILT_IN, "short", BuiltIn("math:gcd", ("numbers", "text"), (), grades=False))
-    config = TrainConfig(reward_funcs=order)
-    assert config.grader == ("math_verify" if "math_verify" in order else "exact_match")
-    assert TrainConfig(reward_funcs=order, eval_reward="exact_match").grader == "exact_match"
-
-
-def test_the_page_and_the_setting_name_the_rewards_that_the_program_has() -> None:
-    page = (REPOSITORY / "docs" / "rewards.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(\w+)` \|.*?\|(.*)\|$", page, re.MULTILINE)
-    assert [(name, tuple(re.findall(r"`(numbers|text)`", kinds))) for name, kinds in rows] == [
-        (name, one.kinds) for name, one in BUILT_IN.items()
-    ]
-    assert ", ".join(BUILT_IN) in documented(TrainSettings)["reward_funcs"]

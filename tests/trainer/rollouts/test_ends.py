@@ -12,7 +12,7 @@ from tests.support.embedded import settings
 from trainer.config import TrainConfig
 from trainer.data import encode_prompt, stop_strings
 from trainer.rewards.numbers import exact_match
-from trainer.rollouts.engine import Rollouts, end_ids, lengths_before, notes_on_ends
+from trainer.rollouts.engine import Rollouts, end_ids, notes_on_ends
 from trainer.rollouts.in_process import TransformersEngine, by_transformers
 
 STOP = ["\nQuestion:", "never"]
@@ -39,15 +39,6 @@ def test_a_completion_ends_before_the_first_stop_string_and_is_finished() -> Non
     assert [len(row) for row in made.logprobs] == made.rows.lengths
     rewards = exact_match(completions=made.texts, answer=["7"] * 4, completion_contents=made.contents)
     assert rewards == [1.0, 0.0, 0.0, 1.0], "7 at the very end of a truncated completion may not be whole"
-
-
-def test_a_token_in_which_a_stop_string_begins_stays_as_it_holds_other_text() -> None:
-    own = copy.deepcopy(tokenizer())
-    own.add_tokens(["}\n", "Question:"])
-    ids = own.convert_tokens_to_ids(["}\n", "Question:", "}\n"])
-    assert lengths_before([ids, ids[1:2], ids[2:]], own, STOP) == [1, None, None]
-    assert lengths_before([ids], own, ["Question:"]) == [1]
-    assert lengths_before([ids], own, []) == [None]
 
 
 @pytest.mark.parametrize("how", ["step by step", "captured", "by transformers"])
