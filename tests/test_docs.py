@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from cfa_kernels import CounterfactualConfig, Rows, counterfactual_credit
+from cfa_kernels.credit.presets import preset_names
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.loss.types import LEVELS, LOSS_TYPES
 from docs import options
@@ -131,10 +131,9 @@ def test_every_loss_type_and_estimator_has_its_row_among_the_papers():
     named = set(re.findall(r"`([\w.]+)`", "".join(re.findall(r"^\| (`.*?) \|", losses, flags=re.MULTILINE))))
     assert named >= set(LOSS_TYPES)
     assert all(f'"{level}"' in losses for level in LEVELS if level != "token")
-    presets = {path.stem: yaml.safe_load(path.read_text()) for path in REPOSITORY.glob("*/**/presets/*.yaml")}
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|", credit, flags=re.MULTILINE)
     shown = {name for row in rows for name in re.findall(r'`(?:estimator=)?"?(\w+)"?`', row)}
-    used = {presets[name].get("estimator", "masking") if name in presets else name for name in shown}
+    used = {CounterfactualConfig.preset(name).estimator.name if name in preset_names() else name for name in shown}
     assert used >= set(ESTIMATORS)
 
 

@@ -122,7 +122,7 @@ def test_the_wheel_holds_the_library_and_the_program_and_the_sdist_the_checkout(
     program = [path for path in (REPOSITORY / "trainer").rglob("*.*") if path.suffix != ".pyc"]
     assert files >= {f"cfa_{path.relative_to(REPOSITORY).as_posix()}" for path in program}
     help_of = "from cfa_trainer.__main__ import main; main(['--help'])"
-    assert "entropy_80_20" in run(help_of, PYTHONPATH=str(tmp_path / "installed"))
+    assert "calculator, cf, ibpo, oar_g, oar_p" in run(help_of, PYTHONPATH=str(tmp_path / "installed"))
     # Names of examples are those of the checkout, also next to a user's own package of that name.
     assert {path.name for path in (REPOSITORY / "examples").glob("*.py")} <= {Path(name).name for name in files}
     (tmp_path / "user" / "examples").mkdir(parents=True)

@@ -33,11 +33,3 @@ def test_launches_of_layers_that_are_not_compiled_are_those_of_the_profile():
     numbers = [f"{x:.0f}" for x in (plain, liger, credited - plain, liger_credited - liger)]
     sentence = re.search(r"layers that are not compiled have .*?\.\n", PAGE, re.DOTALL)[0]
     assert re.findall(r"\b\d+\b", sentence) == numbers
-
-
-def test_the_launches_of_trls_micro_batches_are_those_of_so_many_forwards():
-    forward, backward = (int(re.search(rf"\| {name} \| (\d+) \|", PAGE)[1]) for name in ("forward", "backward"))
-    page = (REPOSITORY / "docs" / "trl.md").read_text("utf-8")
-    rows = re.findall(r"^\| (\d+) \| (\d) \| `([\d,]+)` \| `([\d,]+)` \|$", page, re.MULTILINE)
-    counted = [[int(cell.replace(",", "")) for cell in row] for row in rows]
-    assert counted == [[64 // n, n, 14896 // n, n * 28 * (forward + backward)] for n in (8, 4, 2, 1)]

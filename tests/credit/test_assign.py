@@ -199,7 +199,7 @@ def test_a_tokenizer_without_pad_or_end_of_text_needs_a_placeholder(scored):
 @pytest.mark.parametrize("control", [None, "random"])
 def test_credit_finds_the_answer_by_the_configs_own_format_and_fallback(control):
     tokenizer = get_tokenizer("byte-level, single digits")
-    ids = torch.tensor(encode(tokenizer, "So #### 5\nRESULT=8 or 9"))
+    ids = torch.tensor(encode(tokenizer, "So #### 5\nRESULT=8, then 9"))
     arrays = (Scored(drops=[0.0] * 9), tokenizer, Rows([torch.tensor([3])], [ids]))
     for options, expected in (
         ({}, "5"),

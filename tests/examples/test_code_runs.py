@@ -51,7 +51,7 @@ def test_a_run_on_code_that_cannot_be_isolated_ends_with_one_line(mbpp, monkeypa
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     isolated = ["--reward_funcs=examples.code:passes_tests", "--device=cpu", "--credit=none"]
     assert main([*mbpp, *isolated]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(
         "error: reward_funcs: cannot import 'examples.code:passes_tests': ValueError: programs cannot be isolated"
     )

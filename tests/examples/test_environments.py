@@ -17,7 +17,7 @@ from trainer.step import counted_tokens
 
 @pytest.fixture(scope="module")
 def played() -> Any:
-    return set_up(settings("--config=calculator", "--top_p=0.9"))
+    return set_up(settings("--config=calculator", "--estimator=masking", "--top_p=0.9"))
 
 
 @pytest.fixture(scope="module")

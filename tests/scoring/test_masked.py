@@ -235,7 +235,7 @@ def test_bad_rows_are_refused_by_argument_row_and_value(qwen3, data, message):
         ({"mask": lambda row, k: None}, "mask row 0, span 0: the function must give a row of ids, got None"),
         ({"mask": lambda row, k: [[1, 2]]}, "mask row 0, span 0: the function must give a row of ids, got .*1, 2"),
         ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
-        ({"estimator.outcome": "median"}, "outcome must be one of logprob, .* got 'median'"),
+        ({"outcome": "median"}, "outcome must be one of logprob, .* got 'median'"),
     ],
 )
 def test_bad_options_are_refused_by_name(qwen3, option, message):
