@@ -7,7 +7,6 @@ import pytest
 from examples.mbpp import mbpp_row
 from tests.support.embedded import settings
 from tests.support.tiny import jsonl
-from trainer.__main__ import main
 from trainer.evaluate import evaluate
 from trainer.run import set_up
 
@@ -45,13 +44,3 @@ def test_evaluation_counts_the_problems_whose_tests_pass(mbpp) -> None:
     config = settings(*mbpp, "--max_completion_length=2")
     result = evaluate(solved, trainer.held_out, trainer.held_out_prompts, config, match=trainer.grader)
     assert result.correct == [True, False, True]
-
-
-def test_a_run_on_code_that_cannot_be_isolated_ends_with_one_line(mbpp, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    isolated = ["--reward_funcs=examples.code:passes_tests", "--device=cpu", "--credit=none"]
-    assert main([*mbpp, *isolated]) == 1
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(
-        "error: reward_funcs: cannot import 'examples.code:passes_tests': ValueError: programs cannot be isolated"
-    )

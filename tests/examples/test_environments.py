@@ -65,20 +65,6 @@ def test_log_probs_are_those_of_the_policy_with_the_observations_in_its_context(
         torch.testing.assert_close(mass, mask.float())
 
 
-def test_rollouts_without_a_call_are_the_engines_own(played):
-    silent = type("Silent", (Calculator,), {"call": "never written"})
-    engine = played.engine._engine
-    wrapped = PlayedEngine(silent, engine, played.tokenizer, end_ids(played.policy, played.tokenizer))
-    options = {"max_completion_length": 24, "keys": [(0, 1, 2), (3, 4, 5)], "temperature": 1.0, "top_p": 0.9}
-    plain, ours = engine(played.prompts[:2], **options), wrapped(played.prompts[:2], **options)
-    assert ours.texts == plain.texts
-    assert torch.equal(ours.truncated, plain.truncated)
-    for own, other in zip(ours.logprobs, plain.logprobs, strict=True):
-        assert torch.equal(own, other)
-    for own, other in zip(ours.kept_tokens, plain.kept_tokens, strict=True):
-        assert torch.equal(own.ids, other.ids)
-
-
 def test_tokens_of_an_environment_are_in_no_span_and_move_nothing(played, rollouts):
     batch = all_counted(rollouts)
     assert (

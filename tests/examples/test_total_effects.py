@@ -93,7 +93,7 @@ def assert_equal(found, model, rows, tolerance=2e-5):
                 assert found.links[b][k, other].item() == pytest.approx(expected, abs=tolerance)
 
 
-@pytest.mark.parametrize(("name", "changes"), [("Qwen3", {}), ("Gemma2", {}), ("Lfm2", HYBRIDS["Lfm2"])])
+@pytest.mark.parametrize(("name", "changes"), [("Qwen3", {}), ("Lfm2", HYBRIDS["Lfm2"])])
 def test_effects_equal_full_forwards_summed_up_by_hand(name, changes):
     model, rows = exact(name, **changes), batch()
     found = effects(model, rows)
@@ -101,15 +101,6 @@ def test_effects_equal_full_forwards_summed_up_by_hand(name, changes):
     assert found.work == score_columns(model, *rows, mask=PLACEHOLDER).work
     assert (torch.cat(found.total) - torch.cat(found.direct)).nan_to_num().max() > 0.01
     assert all(values.dtype == torch.float32 for values in (found.base, *found.total, *found.direct, *found.links))
-
-
-@pytest.mark.parametrize("budget", [1, 40])
-def test_effects_do_not_depend_on_the_budget(qwen3, budget):
-    rows = batch()
-    whole, cut = effects(qwen3, rows), effects(qwen3, rows, token_budget=budget)
-    assert cut.work.forwards > whole.work.forwards
-    for name in ("total", "direct", "links"):
-        torch.testing.assert_close(getattr(cut, name), getattr(whole, name), rtol=0, atol=1e-5, equal_nan=True)
 
 
 # --- The rule -----------------------------------------------------------------------------------------------------

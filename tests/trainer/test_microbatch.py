@@ -22,7 +22,7 @@ def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(traine
     assert fed(settings("--token_budget=100000", "--beta=0.1")) == [[*range(32)]]
 
 
-@pytest.mark.parametrize(("credit", "looks"), [("uniform", 0), ("counterfactual", 1)])
+@pytest.mark.parametrize(("credit", "looks"), [("none", 0), ("cf", 1)])
 def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before_a_step(fresh, rollouts, credit, looks):
     ratios = "--importance_sampling_clip_max=3"
     trainer = fresh("--no_use_peft", "--token_budget=1", ratios, f"--credit={credit}", "--spans.max_spans=1")
@@ -121,12 +121,6 @@ def update_on_a_group(trainer) -> dict[str, float]:
     config = trainer.config
     rollouts = sample(trainer, [0], temperature=config.temperature, top_p=config.top_p, max_completion_length=20)
     return updated(trainer, rollouts)[1]
-
-
-@pytest.mark.parametrize(("dtype", "rounding", "temperature"), [("float32", 1e-4, 0.6), ("bfloat16", 0.15, 1.0)])
-def test_a_policy_that_trains_as_it_samples_is_not_stopped(fresh, dtype, rounding, temperature) -> None:
-    trainer = fresh(f"--dtype={dtype}", "--use_peft", f"--temperature={temperature}", "--top_p=0.9")
-    assert all(update_on_a_group(trainer)["sampling/gap"] < rounding / temperature for _ in range(2))
 
 
 def test_the_update_is_over_the_ids_of_the_nucleus_and_no_run_goes_on_without_them(fresh) -> None:

@@ -1,6 +1,5 @@
 """Read what runs have written: metrics, settings, and completions with their credit (docs/analysis.md)."""
 
-import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -67,13 +66,13 @@ def written(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def read_samples(path: Path, *, every: int = 1) -> Iterator[Sample]:
-    """Read the completions of a file, or of `completions.jsonl` in a run's folder; with `every=n`, every n-th of them.
+def read_samples(path: Path) -> Iterator[Sample]:
+    """Read the completions of a file, or of `completions.jsonl` in a run's folder.
 
     Raises `ValueError` with file, line and reason if there is no file or a line is not a completion.
     """
     file = path / "completions.jsonl" if path.is_dir() else path
-    for number, entry in json_lines(file, every):
+    for number, entry in json_lines(file):
         try:
             sample = sample_of(entry)
             json.dumps(sample, allow_nan=False)  # as a page holds it
@@ -82,23 +81,21 @@ def read_samples(path: Path, *, every: int = 1) -> Iterator[Sample]:
         yield sample
 
 
-def json_lines(file: Path, every: int = 1) -> Iterator[tuple[int, Any]]:
-    """Read the numbers, from 1, and values of a file's lines; with `every=n`, of every n-th line that is not empty.
+def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
+    """Read the numbers, from 1, and values of a file's lines that are not empty.
 
     A last line that no newline ends and that is not JSON was half-written by a run that was killed, and is omitted.
     """
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file")
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-    for number, line in itertools.islice(numbered, 0, None, every):
+    for number, line in enumerate(lines, start=1):
         try:
-            value = json.loads(line)
+            if line.strip():
+                yield number, json.loads(line)
         except (ValueError, RecursionError) as problem:
-            if number == len(lines):
-                return
-            raise ValueError(f"{file}, line {number}: is not JSON ({problem})") from problem
-        yield number, value
+            if number < len(lines):
+                raise ValueError(f"{file}, line {number}: is not JSON ({problem})") from problem
 
 
 def sample_of(entry: dict[str, Any]) -> Sample:

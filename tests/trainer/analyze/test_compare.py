@@ -1,6 +1,7 @@
 """Runs side by side: their figures, means over seeds, and messages about folders that are not runs."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,8 @@ from trainer.analyze.tables import comparison
 
 def test_figures_are_those_of_the_runs_files_and_means_are_over_seeds(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    folders = [
-        write_run(tmp_path / f"cf-{seed}", seed, 20, log_completions=seed).relative_to(tmp_path) for seed in (2, 3)
-    ]
-    folders.append(write_run(tmp_path / "plain", 2, 10, credit="none").relative_to(tmp_path))
+    folders = [write_run(Path(f"cf-{seed}"), seed, 20, log_completions=seed) for seed in (2, 3)]
+    folders.append(write_run(Path("plain"), 2, 10, credit="none"))
     table = comparison(folders)
     assert list(table) == ["cf-2", "cf-3", "plain", "mean of 2 like cf-2"]
     accuracy = ["seed", "accuracy at step 0, %", "held-out accuracy, %", "low", "high"]

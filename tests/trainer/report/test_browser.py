@@ -101,29 +101,6 @@ def test_tokens_are_shaded_by_weight_and_their_numbers_show_on_hover_and_with_th
     assert not browser.get_log("browser")
 
 
-def test_completions_come_ten_at_a_time_in_an_order_and_by_step_or_verdict(browser, show) -> None:
-    important = {"spans": [{"start": 0, "end": 1, "drop": 9.0}]}
-    show(*(completion(step, step / 8, **(important if step == 5 else {})) for step in range(24)), {"tokens": ["bare"]})
-
-    def listed() -> list[int]:
-        return [int(name.split()[1]) for name in texts(browser, "#list summary") if name != "completion"]
-
-    place = lambda: browser.find_element("id", "place").text  # noqa: E731
-    assert (listed(), place()) == ([*range(23, 13, -1)], "10 of 25")
-    for _ in range(2):
-        press(browser, "#next", webdriver.Keys.ENTER)
-    assert (listed(), place()) == ([*range(23, -1, -1)], "25 of 25")
-    assert not browser.find_element("id", "next").is_displayed()
-    press(browser, "[name=wrong]", webdriver.Keys.SPACE)
-    assert listed() == [3, 2, 1, 0]
-    press(browser, "[name=wrong]", webdriver.Keys.SPACE)
-    press(browser, "[name=order]", "most")
-    assert listed()[:3] == [5, 0, 1]
-    press(browser, "[name=step]", "7")
-    assert (listed(), place()) == ([7], "1 of 1")
-    assert not browser.get_log("browser")
-
-
 def test_a_run_is_drawn_and_the_numbers_read_off_are_those_of_its_metrics(browser, tmp_path) -> None:
     folder = write_run(tmp_path / "run", completions=[completion(1, 1.0)], model="org/small", dataset="sums.jsonl")
     write_run_page(tmp_path / "page.html", folder, "A run")

@@ -21,8 +21,7 @@ def record_of(
     batch = SimpleNamespace(rows=[{}], keys=[(0, 1, 0, 0)], rewards=torch.ones(1), rollouts=rollouts)
     result = SimpleNamespace(batch=batch, credit=credit, advantages=torch.tensor([advantage]))
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(str, ids)))
-    flags = flags or ("--credit=counterfactual",)
-    return completion_record(result, 0, tokenizer, settings(*flags))
+    return completion_record(result, 0, tokenizer, settings("--credit=cf", *flags))
 
 
 def test_half_of_what_is_logged_shows_credit_and_the_rest_is_spread_over_the_batch() -> None:
@@ -44,7 +43,7 @@ def test_half_of_what_is_logged_shows_credit_and_the_rest_is_spread_over_the_bat
         ([], {"answer": Span(2, 3)}, "no span was found before its answer"),
         ([], {"answer": Span(2, 3), "masked": True}, "its spans do not differ in importance"),
         (
-            ["--completions=positive"],
+            ["--credit=prefix_gain_positive"],
             {"advantage": -1.0, "answer": Span(2, 3)},
             "it is wrong, and completions=positive",
         ),

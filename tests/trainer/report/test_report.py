@@ -53,7 +53,6 @@ def test_a_run_leaves_a_page_of_its_metrics_and_its_completions(tmp_path, monkey
     [
         ("wandb", None, {"id": "a1", "resume": "never"}),
         ("wandb", 4, {"id": "a1", "resume": "allow"}),
-        ("trackio", None, {"resume": "never"}),
         ("trackio", 4, {"resume": "allow"}),
     ],
 )

@@ -111,13 +111,6 @@ def test_mixed_numbers_and_fractions_are_read_however_they_are_braced(
             assert final_number(f"\\boxed{{{form}}}") == final_number(f"#### {form}") == Fraction(over, under)
 
 
-@pytest.mark.parametrize(
-    "text", ["18", " 18.0 ", "$18", "9*2=18\n#### 18", r"\boxed 18", r"17\frac22" + "\n#### 18", "18$"]
-)
-def test_a_gold_answer_is_a_solution_or_a_bare_number(text: str) -> None:
-    assert gold_number(text) == 18
-
-
 def test_a_completion_cut_in_a_thought_that_its_prompt_opened_earns_nothing() -> None:
     cut, finished = "9 * 2 = 18. So maybe the answer is 18. Wait", "9 * 2 = 17?\n</think>\nThe answer is 18."
     prompts = ["9 * 2?\nAssistant: <think>\n", [{"role": "user", "content": "9 * 2?"}]]

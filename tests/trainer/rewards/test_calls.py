@@ -1,7 +1,6 @@
 """Calls of reward functions: what they get, what they may return, and what is said about anything else."""
 
 import asyncio
-import functools
 import math
 import sys
 
@@ -11,7 +10,6 @@ import torch
 from transformers import AutoTokenizer
 
 from trainer.metrics import logged_metrics, reward_metrics
-from trainer.rewards.built_in import BUILT_IN
 from trainer.rewards.calls import (
     RewardError,
     RewardLog,
@@ -65,26 +63,6 @@ def test_a_function_that_raises_is_named_with_its_own_line(function, after) -> N
 
 
 @pytest.mark.parametrize(
-    ("raised", "error", "is_async"),
-    [
-        (SystemExit(3), RewardError, False),
-        (SystemExit(3), RewardError, True),
-        (KeyboardInterrupt(), KeyboardInterrupt, False),
-    ],
-)
-def test_a_function_that_exits_is_named_and_ctrl_c_is_no_error_of_it(raised, error, is_async) -> None:
-    def leaving(**_):
-        raise raised
-
-    async def leaving_later(**_):
-        raise raised
-
-    leaving = leaving_later if is_async else leaving
-    with pytest.raises(error):
-        rewards_by({"mine": leaving}, SAMPLES, COLUMNS)
-
-
-@pytest.mark.parametrize(
     ("function", "said"),
     [
         (lambda completions: [], "unexpected keyword argument 'prompts'"),
@@ -100,30 +78,6 @@ def test_a_function_that_exits_is_named_and_ctrl_c_is_no_error_of_it(raised, err
 def test_a_function_that_does_not_take_the_columns_is_named_with_them(function, said) -> None:
     with pytest.raises(ValueError, match=rf"^reward mine: .*({said}).* \['answer', 'question'\] by name"):
         require_callable({"mine": function}, {"question": "Q", "answer": "7"})
-
-
-def test_contents_are_for_functions_that_take_them() -> None:
-    given = {name: COLUMNS[name] for name in list(COLUMNS)[:3]} | {
-        "answer": ["1"] * 3,
-        "completion_contents": ["a", "b", "c"],
-    }
-    seen = {}
-
-    def strict(prompts, completions, completion_ids, answer):
-        return [0, 0, 0]
-
-    def any_columns(**columns):
-        seen.update(columns)
-        return [0, 0, 0]
-
-    def by_name(completions, completion_contents, prompts, completion_ids, answer):
-        return [float(content == "b") for content in completion_contents]
-
-    assert compute_rewards({"strict": strict, "any": any_columns}, given)[0].tolist() == [0, 0, 0]
-    assert seen == given
-    assert rewards_by({"mine": by_name}, SAMPLES, given) == {"mine": [0, 1, 0]}
-    assert rewards_by({"mine": functools.partial(by_name)}, SAMPLES, given) == {"mine": [0, 1, 0]}
-    require_callable({"mine": by_name}, {"answer": "1"})
 
 
 @pytest.mark.parametrize("name", ["exact_match", "math_verify"])
@@ -144,15 +98,6 @@ def test_no_reward_of_the_programs_is_for_what_stands_in_a_thought_that_the_prom
         assert columns["completions"] == texts
         assert rewards_by({name: load_reward(name)}, SAMPLES, columns) == {name: expected}
     assert joined([rollouts, rollouts]).contents == rollouts.contents * 2
-
-
-@pytest.mark.parametrize("column", ["answer_format", "answer_fallback", "lead_in", "thought_tags"])
-def test_a_column_with_the_name_of_an_option_is_not_taken_for_it(column) -> None:
-    columns = {"prompts": ["?"], "completions": ["It is 7!"], "completion_ids": [[1]], "answer": ["#### 7"]}
-    reward = load_reward("exact_match", answer_format=r"is (\d)!")
-    for others in ({}, {column: ["none"]}):
-        require_callable({"exact_match": reward}, {"answer": "#### 7", **others})
-        assert rewards_by({"mine": reward}, ["one"], columns | others) == {"mine": [1.0]}
 
 
 @pytest.mark.parametrize(
@@ -198,19 +143,6 @@ def test_figures_of_rewards_are_trls_and_finite_for_all_that_are_finite() -> Non
 def test_anything_else_names_function_sample_and_value(values, kind, message) -> None:
     with pytest.raises(kind, match=message):
         compute_rewards({"mine": lambda **_: values}, COLUMNS)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("accuracy", f"is neither one of {', '.join(BUILT_IN)} nor of the form"),
-        ("math:no_such", "cannot import 'math:no_such'"),
-        ("math:pi", "is a float, not a function"),
-    ],
-)
-def test_a_reward_that_cannot_be_loaded_is_named(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_reward(name)
 
 
 def test_reward_functions_are_reported_under_the_last_part_of_their_names_and_no_two_alike() -> None:

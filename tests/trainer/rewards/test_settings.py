@@ -3,18 +3,8 @@
 import pytest
 from transformers import TrainerState
 
-from tests.support.embedded import metrics_of, run, samples_of, settings
+from tests.support.embedded import metrics_of, run, samples_of
 from trainer.config import TrainConfig
-from trainer.data import configured_prompt
-
-
-class Text:
-    """A tokenizer whose ids are the text."""
-
-    chat_template = None
-
-    def __call__(self, text, **_):
-        return {"input_ids": text}
 
 
 def talkative(completions, trainer_state, log_metric, log_extra, **_):
@@ -57,20 +47,3 @@ def test_a_run_goes_on_where_all_rewards_abstain_and_holds_what_they_log(tmp_pat
 def test_a_setting_of_rewards_that_cannot_be_is_named(options, message) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig(**options)
-
-
-@pytest.mark.parametrize(
-    ("argv", "grader", "kind", "instruction"),
-    [
-        ([], "exact_match", "numbers", ""),  # the embedded model's own
-        (["--reward_funcs", "math:gcd", "exact_match"], "exact_match", "numbers", ""),
-        (["--model=other", "--reward_funcs", "math_verify"], "math_verify", "text", r"\boxed{}"),
-        (["--reward_funcs", "math:gcd", "--eval_reward", "math:gcd"], "math:gcd", "text", ""),
-        (["--reward_funcs", "math:gcd"], "exact_match", "numbers", ""),
-    ],
-)  # fmt: skip
-def test_rewards_say_what_evaluation_counts_and_what_rows_must_have(argv, grader, kind, instruction) -> None:
-    config = settings(*argv)
-    assert (config.grader, config.kind) == (grader, kind)
-    assert instruction in configured_prompt("How many?", Text(), config)
-    assert settings(*argv, "--instruction=Go.").instruction == "Go."

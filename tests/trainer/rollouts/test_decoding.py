@@ -9,7 +9,7 @@ from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
 from tests.support.operator_calls import OperatorCalls
 from tests.support.waits import a_device, put_on_device
 from trainer.rollouts import decoding
-from trainer.rollouts.in_process import TransformersEngine, by_transformers, decoding_obstacle
+from trainer.rollouts.in_process import TransformersEngine, by_transformers
 from trainer.rollouts.sampling import CANDIDATES
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
@@ -172,15 +172,3 @@ def test_the_cache_and_the_graphs_stay_until_it_must_grow_or_weights_move(replay
     engine(PROMPTS, **SAMPLED)
     again = "CUDA graphs of decoding will be captured again: "
     assert caplog.messages == [f"3 {again}the cache grows to 16 rows, 84 tokens", f"1 {again}the weights have moved"]
-
-
-def test_a_model_that_cannot_decode_so_is_named() -> None:
-    hybrid, eager = tiny(), tiny()
-    hybrid.config.layer_types = ["full_attention", "linear_attention"]
-    eager._can_compile_fullgraph = False
-    for model, message in ((hybrid, "LinearAttentionLayer"), (eager, "cannot compile a decoding step of Qwen3ForC")):
-        assert message in decoding_obstacle(model)
-        (note,) = TransformersEngine(model, tokenizer(), captured=True).notes
-        assert note.startswith("decoding is not captured, ")
-        assert message in note
-    assert TransformersEngine(eager, tokenizer()).notes == []  # on a CPU

@@ -112,7 +112,7 @@ def poison(trainer):
 )
 def test_logits_that_are_not_finite_name_the_sample_and_the_token(trainer, poison, value, how) -> None:
     poison(3, value, start=2)
-    with pytest.raises(FloatingPointError, match=r"^sample 3 \(1 of 8\): .* \(in sample 3 from token 2 on\)"):
+    with pytest.raises(FloatingPointError, match=r"^sample 3: .* from token 2 on \(1 of 8 samples\)"):
         sample(trainer, [0], max_completion_length=4, **how)
 
 
