@@ -63,9 +63,10 @@ def reward_metrics(
     }  # fmt: skip
     for name, values in by_function.items():
         votes = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
-        figures = {"mean": votes.mean, "std": votes.std}
-        for figure, compute in list(figures.items())[: len(votes)]:  # one vote has no spread
-            metrics[f"rewards/{name}/{figure}"] = compute().item()
+        if len(votes):
+            metrics[f"rewards/{name}/mean"] = votes.mean().item()
+        if len(votes) > 1:
+            metrics[f"rewards/{name}/std"] = votes.std().item()
     return metrics
 
 

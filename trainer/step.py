@@ -299,7 +299,7 @@ def reference_logprobs(trainer: Trainer, batch: Batch, parts: Sequence[MicroBatc
     with reference.disable_adapter() if config.use_peft else contextlib.nullcontext(), config.precision.autocast():
         for part in parts:
             own = batch.take(part)
-            values = packed_logprobs(
+            values: Any = packed_logprobs(
                 reference, own.rows, kept_tokens=own.kept_tokens, temperature=config.temperature,
                 token_budget=config.token_budget,
             )  # fmt: skip

@@ -5,7 +5,6 @@ quantiles, as the paper's cuts have other units, and "Outcome-Grounded Advantage
 """
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,12 +17,6 @@ from ..report.runs import Sample, figures, read_metrics, read_settings, written
 from ..settings import CHANGE_NO_RESULT
 
 CLASSES = ("distractor", "no effect", "low", "moderate", "important", "critical")
-_KINDS = {
-    "step header": r"\A(?:\W*(?:step|part)\s*\d+\b|\s*#{1,6}\s|\s*\d{1,2}[.)](?:\s|\Z))",
-    "set-up": r"\b(?:let|denote[sd]?|suppose|define[sd]?|assum(?:e|ing))\b",
-    "conclusion": r"\b(?:therefore|thus|hence|so|finally|in conclusion|answer)\b",
-    "statement": "",
-}
 
 
 def comparison(folders: Sequence[Path]) -> pandas.DataFrame:
@@ -43,13 +36,6 @@ def comparison(folders: Sequence[Path]) -> pandas.DataFrame:
             mean["low"], mean["high"] = accuracies.min(), accuracies.max()
             table[f"mean of {len(members)} like {members.index[0]}"] = mean.map(written)
     return table.fillna("")
-
-
-def kind_of(text: str) -> str:
-    """Classify the content of a span: the first of "calculation", "step header", ... that fits, else "statement"."""
-    if ranked_math_intervals(text)[0] or re.search(r"\d\s*=|=\s*[$(-]*\d", text):
-        return "calculation"
-    return next(kind for kind, pattern in _KINDS.items() if re.search(pattern, text, re.IGNORECASE))
 
 
 def analyse(samples: Sequence[Sample]) -> dict[str, pandas.DataFrame]:
@@ -85,7 +71,7 @@ def analyse(samples: Sequence[Sample]) -> dict[str, pandas.DataFrame]:
             "Drop by correctness": _means(spans, "correct"),
         }
         if (spans["length"] > 1).any():  # the text of a single token says little of content
-            tables["Drop by kind of content, the first that fits"] = _means(spans, "kind")
+            tables["Drop by kind of content"] = _means(spans, "kind")
     tables["Concentration, over completions that train"] = _concentration(samples)
     return {title: table for title, table in tables.items() if len(table)}
 
@@ -97,7 +83,8 @@ def _spans(samples: Sequence[Sample]) -> pandas.DataFrame:
         verdict = {True: "correct", False: "wrong", None: None}[sample["correct"]]
         for span in sample["spans"]:
             third = ("early", "middle", "late")[min(2, int(1.5 * (span["start"] + span["end"]) / reasoning))]
-            rows.append((i, span["end"] - span["start"], span["drop"], third, verdict, kind_of(span["text"])))
+            kind = "calculation" if ranked_math_intervals(span["text"])[0] else "statement"
+            rows.append((i, span["end"] - span["start"], span["drop"], third, verdict, kind))
     return pandas.DataFrame(rows, columns=["sample", "length", "drop", "third", "correct", "kind"])
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.embedded import EVERY_OTHER, run
 from tests.support.pages import write_lines
 from trainer.analyze.__main__ import main
-from trainer.analyze.tables import CLASSES, analyse, kind_of
+from trainer.analyze.tables import CLASSES, analyse
 from trainer.report.runs import Sample, read_samples
 
 pytestmark = pytest.mark.slow
@@ -75,6 +75,7 @@ def test_tables_of_a_hand_made_example_hold_the_numbers_worked_out_by_hand(tmp_p
     }  # fmt: skip
     half = 1.96 * math.hypot(4 - 10 / 3, 6 + 0 - 20 / 3) / 3  # the middle's 4 is of one completion, 6 and 0 of another
     assert thirds["middle"][2:4] == pytest.approx([10 / 3 - half, 10 / 3 + half])
+    assert {name: row[0] for name, row in rows(tables, "Drop by kind").items()} == {"calculation": 2, "statement": 3}
     correctness = rows(tables, "Drop by correctness")
     assert {name: row[:2] for name, row in correctness.items()} == {
         "correct": [3, pytest.approx(5.5 / 3)],
@@ -87,19 +88,6 @@ def test_concentration_counts_only_completions_that_train(tmp_path) -> None:
     first, second = [1, 1, 1, 1, 4, 4, 4, 2, 2, 1.5], [1, 3, 0, 1]
     ess = np.mean([sum(w) ** 2 / (len(w) * sum(x * x for x in w)) for w in (first, second)])
     assert row == pytest.approx([2, 26.5 / 14, 0, 4, ess, (4 / 21.5 + 3 / 5) / 2])
-
-
-def test_a_span_is_of_the_first_kind_of_content_that_fits() -> None:
-    kinds = {
-        "calculation": ["3 * 4 = 12 = 6 + 6", "48/2 = <<48/2=24>>24", "x = 5"],
-        "step header": ["Step 2: Calculate the total", "### Rest"],
-        "set-up": ["Let x be the price per egg"],
-        "conclusion": ["Therefore she has none left"],
-        "statement": ["Humans have two legs"],
-    }
-    assert {kind: [kind_of(text) for text in texts] for kind, texts in kinds.items()} == {
-        kind: [kind] * len(texts) for kind, texts in kinds.items()
-    }
 
 
 def test_single_tokens_are_not_judged_by_content_and_units_are_not_mixed(tmp_path) -> None:
