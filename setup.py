@@ -28,7 +28,6 @@ TRAINER = [
     "tyro>=1.0",
     "filelock>=3.15",
     "safetensors>=0.5",
-    "scipy>=1.14",
     "pandas>=2.2",
 ]
 MATH = ["math-verify[antlr4_13_2]>=0.9"]

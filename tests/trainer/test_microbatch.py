@@ -22,10 +22,10 @@ def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(traine
     assert fed(settings("--token_budget=100000", "--beta=0.1")) == [[*range(32)]]
 
 
-@pytest.mark.parametrize(("credit", "looks"), [("none", 0), ("cf", 1)])
+@pytest.mark.parametrize(("credit", "looks"), [(["--credit=none"], 0), (["--credit=cf", "--spans.max_spans=1"], 1)])
 def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before_a_step(fresh, rollouts, credit, looks):
     ratios = "--importance_sampling_clip_max=3"
-    trainer = fresh("--no_use_peft", "--token_budget=1", ratios, f"--credit={credit}", "--spans.max_spans=1")
+    trainer = fresh("--no_use_peft", "--token_budget=1", ratios, *credit)
     with a_device() as waits:
         put_on_device(trainer.policy)
         trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 1e-3)

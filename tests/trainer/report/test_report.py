@@ -92,12 +92,19 @@ def test_a_back_end_that_fails_ends_no_run(monkeypatch, tmp_path, capsys) -> Non
 
 
 @pytest.mark.slow
-def test_a_step_that_teaches_nothing_says_why_in_its_line_and_once_in_full(tmp_path, capsys):
-    sizes = ("--max_steps=2", "--eval_problems=1", "--num_generations=4", "--generation_batch_size=8")
-    run(tmp_path / "run", *sizes, "--max_completion_length=4")
+def test_a_step_without_credit_that_teaches_nothing_says_why_and_names_no_credit(tmp_path, capsys):
+    sizes = ("--max_steps=2", "--eval_problems=4", "--num_generations=4", "--generation_batch_size=8", "--credit=none")
+    folder = run(tmp_path / "run", *sizes, "--max_completion_length=4")
     printed = capsys.readouterr().out
     assert printed.count("all 8 completions were cut off at the length limit") == 1
-    assert "warning: step 1: " in printed
-    lines = [line for line in printed.splitlines() if line.lstrip().startswith("step ") and "mixed groups" in line]
+    assert printed.count("warning: step 1: 100% of the completions were cut off at --max_completion_length 4") == 1
+    assert "(0 of 4, 95 % interval" in printed
+    assert "4 problems: gains above 49 points)" in printed
+    lines = [line for line in printed.splitlines() if "mixed groups" in line]
     assert len(lines) == 2
-    assert all("all truncated" in line for line in lines)
+    for line in lines:
+        assert re.search(
+            r"cut off 100%   \d\.\d s: sampling \d\.\d, update \d\.\d   [\d,]+ tokens/s   all truncated", line
+        )
+    named = {name for entry in [*metrics_of(folder), *samples_of(folder)] for name in entry}
+    assert not {name for name in named if "credit" in name} | named & {"spans", "weights", "drops_unit", "answer"}
