@@ -8,8 +8,7 @@ import torch
 
 from cfa_kernels import packed_logprobs
 from examples.environments import Calculator, EnvironmentFailure, PlayedEngine
-from tests.support.embedded import all_counted, run, settings, updated
-from trainer.rewards.calls import RewardError
+from tests.support.embedded import all_counted, settings, updated
 from trainer.rollouts.engine import end_ids
 from trainer.run import set_up
 from trainer.step import counted_tokens
@@ -101,15 +100,3 @@ def test_a_bad_environment_is_named_by_rollout_and_turn(played, step, message):
     )  # fmt: skip
     with pytest.raises(EnvironmentFailure, match=message):
         engine(played.prompts[:2], max_completion_length=60, names=["problem 0", "problem 1"])
-
-
-def with_bad(engine, tokenizer, ends, thought_tags):
-    return PlayedEngine(Bad, engine, tokenizer, ends)
-
-
-def test_a_run_names_an_environment_that_fails(tmp_path):
-    name = f"{__name__}:with_bad"
-    with pytest.raises(
-        RewardError, match=f"step 0, environment {name}: held-out problem \\d+, turn 0: environment's step"
-    ):
-        run(tmp_path / "run", f"--environment={name}")

@@ -3,14 +3,13 @@
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import ScoringWork
 from cfa_kernels.span import Span
-from examples.estimators.total_effects import chained_effects, total_effects
+from examples.estimators.total_effects import total_effects
 from tests.support.models import HYBRIDS, PLACEHOLDER, batch_of, make_model, naive_rows, score_columns, tokens
 
 
@@ -104,21 +103,6 @@ def test_effects_equal_full_forwards_summed_up_by_hand(name, changes):
 
 
 # --- The rule -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("link", "later", "passes"),
-    [
-        (0.0, 3.0, 0.0), (0.0, math.inf, 0.0), (0.0, -1e3, 0.0),
-        (1e6, 3.0, 3.0), (math.inf, 3.0, 3.0), (1e6, -2.0, 0.0), (math.inf, math.inf, math.inf),
-        (1e-9, 40.0, 4e-8), (2.0, 0.0, 0.0), (3.0, -1e3, 0.0), (math.log(2), 3.0, 1.5),
-    ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("error")
-def test_a_way_passes_what_is_lost_of_the_later_unit(link, later, passes):
-    total = chained_effects(np.array([0.5, later]), np.array([[0.0, link], [0.0, 0.0]]))
-    assert total[1] == later
-    assert total[0] == pytest.approx(0.5 + passes, rel=1e-9, abs=1e-12)
 
 
 def test_a_step_that_matters_only_through_the_next_has_no_direct_effect_and_a_total_one(qwen3):

@@ -8,9 +8,6 @@ import torch
 
 from cfa_kernels.text.offsets import token_offsets
 from tests.support.adapted import PROMPTS, tiny, tokenizer
-from tests.support.embedded import settings
-from trainer.config import TrainConfig
-from trainer.data import encode_prompt, stop_strings
 from trainer.rewards.numbers import exact_match
 from trainer.rollouts.engine import Rollouts, end_ids, notes_on_ends
 from trainer.rollouts.in_process import TransformersEngine, by_transformers
@@ -65,20 +62,6 @@ def test_engines_sample_no_further_than_a_look_behind_a_stop_string(how: str) ->
     for own, before in zip(stopped.ids(), whole.ids(), strict=True):
         assert 0 < len(own) <= 11
         assert own == before[: len(own)]
-
-
-def test_the_programs_own_header_stops_by_default_where_it_writes_the_prompt() -> None:
-    plain = copy.deepcopy(tokenizer())
-    plain.chat_template = None
-    assert plain.decode(encode_prompt("What?", plain)).startswith("Question: What?")
-    assert stop_strings(plain, settings()) == ["\nQuestion:"]
-    assert stop_strings(tokenizer(), settings()) == []
-    assert stop_strings(plain, settings("--stop", "###", "Q:")) == stop_strings(
-        tokenizer(), settings("--stop", "###", "Q:")
-    )
-    assert stop_strings(plain, settings("--stop")) == []
-    with pytest.raises(ValueError, match="stop must name texts that are not empty"):
-        TrainConfig(stop=[""])
 
 
 def test_what_closes_the_templates_turns_ends_completions_and_a_line_says_so() -> None:
