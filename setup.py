@@ -23,12 +23,11 @@ TRAINER = [
     "accelerate>=1.10",
     "datasets>=4.0",
     "liger-kernel>=0.8",
-    "rich>=13.9",
+    "tqdm>=4.67",
     "pyyaml>=6.0",
     "tyro>=1.0",
     "filelock>=3.15",
     "safetensors>=0.5",
-    "scipy>=1.14",
     "pandas>=2.2",
 ]
 MATH = ["math-verify[antlr4_13_2]>=0.9"]

@@ -99,7 +99,7 @@ def parse(argv: Sequence[str], *, prog: str) -> TrainSettings:
         check_fields(result)
         result.credit_options = defaults.credit_options | _by_path(others)
         for path in result.credit_options:
-            if near := difflib.get_close_matches(path, [entry.name for entry in fields(result)], n=1, cutoff=0.8):
+            if near := difflib.get_close_matches(path, [entry.name for entry in fields(result)], n=1, cutoff=0.9):
                 raise ValueError(f"{path} is no setting; did you mean {near[0]}?")
         return result
 

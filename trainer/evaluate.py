@@ -41,7 +41,7 @@ class Evaluation:
 
 def evaluate(
     engine: Engine, rows: Sequence[Row], prompts: Sequence[Sequence[int]], config: TrainConfig, *,
-    match: Reward = exact_match, advance: Callable[[int], None] = lambda _: None, step: int = 0,
+    match: Reward = exact_match, advance: Callable[[int], object] = lambda _: None, step: int = 0,
 ) -> Evaluation:  # fmt: skip
     """Complete every prompt greedily, and by sampling `eval_samples` times, and score completions by `match`.
 
@@ -91,6 +91,11 @@ def wilson_interval(right: float, count: int) -> tuple[float, float]:
     centre = (share + spread / 2) / (1 + spread)
     half = math.sqrt(share * (1 - share) * spread + spread**2 / 4) / (1 + spread)
     return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def least_gain(count: int) -> float:
+    """Give the smallest gain that an interval of so many problems tells from none, if a quarter of them change."""
+    return _NORMAL * math.sqrt(0.25 / count)
 
 
 def paired_gain(before: Evaluation, after: Evaluation) -> tuple[float, float, float]:

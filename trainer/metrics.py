@@ -3,7 +3,6 @@
 Checks come before a number changes a weight or is saved.
 """
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,16 +38,13 @@ class Averages:
         self, metrics: Mapping[str, Tensor | float], count: float = 1.0, counts: Mapping[str, float] | None = None
     ) -> None:
         """Add the metrics of one micro-batch: means over `count` values, those named in `counts` over that many."""
-        counts = counts or {}
         for name, value in metrics.items():
-            weight = counts.get(name, count)
-            extreme = {"max": max, "min": min}.get(name[-3:])
-            if extreme:
-                self._sums[name] = extreme(self._sums.get(name, float(value)), float(value))
-                self._weights[name] = 1.0
-            else:
-                self._sums[name] = self._sums.get(name, 0.0) + float(value) * weight
-                self._weights[name] = self._weights.get(name, 0.0) + weight
+            if extreme := {"max": max, "min": min}.get(name[-3:]):
+                self._sums[name], self._weights[name] = extreme(self._sums.get(name, float(value)), float(value)), 1.0
+                continue
+            weight = (counts or {}).get(name, count)
+            self._sums[name] = self._sums.get(name, 0.0) + float(value) * weight
+            self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def values(self) -> dict[str, float]:
         """Return the figures so far."""
@@ -62,10 +58,9 @@ def reward_metrics(
     rewards = rewards.double()  # squares of what float32 holds may be beyond it
     known = rewards[~rewards.isnan()]
     metrics = {
-        "reward": known.mean().item(),
-        "reward_std": known.std().item(),
+        "reward": known.mean().item(), "reward_std": known.std().item(),
         "frac_reward_zero_std": 1 - mixed_groups(rewards.view(-1, num_generations)).float().mean().item(),
-    }
+    }  # fmt: skip
     for name, values in by_function.items():
         votes = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
         if len(votes):
@@ -77,21 +72,17 @@ def reward_metrics(
 
 def logged_metrics(logged: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Average what reward functions logged under each name."""
-    values: dict[str, list[float]] = {}
+    averages = Averages()
     for name, value in logged:
-        values.setdefault(name, []).append(value)
-    return {name: sum(own) / len(own) for name, own in values.items()}
+        averages.add({name: value})
+    return averages.values()
 
 
 def length_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Summarize tokens per completion, and the share cut off at the limit."""
-    lengths = torch.tensor(rollouts.rows.lengths).float()
-    return {
-        "completions/mean_length": lengths.mean().item(),
-        "completions/min_length": lengths.min().item(),
-        "completions/max_length": lengths.max().item(),
-        "completions/clipped_ratio": rollouts.truncated.float().mean().item(),
-    }
+    lengths, cut = torch.tensor(rollouts.rows.lengths).float(), rollouts.truncated.float().mean().item()
+    ends = {f"{name}_length": getattr(lengths, name)().item() for name in ("mean", "min", "max")}
+    return {f"completions/{name}": value for name, value in {**ends, "clipped_ratio": cut}.items()}
 
 
 STAGES = ("generate", "credit", "update", "other")
@@ -153,11 +144,7 @@ def require_supported(policy: nn.Module, longest: int) -> None:
             policy.train(is_training)
             check_mode(causal)
 
-    try:
-        run_inside(policy, check)
-    except NotImplementedError as problem:
-        loads = "from_pretrained" in str(problem)
-        raise NotImplementedError(f"{problem}{'; the program reads config.json in its folder' * loads}") from problem
+    run_inside(policy, check)
 
 
 def require_finite(index: Sequence[int], logprobs: Sequence[Tensor], norm: Tensor, policy: nn.Module) -> None:
@@ -175,13 +162,10 @@ def check_sampling_gap(
 ) -> float:
     """Measure how far log-probs are from those a batch was sampled with, nats, and hold it to `sampling_gap_limit`.
 
-    `logprobs` are tensors (t,) by the number of their completion. Call it before the first optimizer step on the batch,
-    while `policy` is the one that sampled. The gap is the mean of the absolute difference over tokens that count, each
+    `logprobs` are tensors (t,) by the number of their completion, before the first optimizer step on the batch, while
+    `policy` is the one that sampled. The gap is the mean of the absolute difference over tokens that count, each
     weighed by how probably it could have come out otherwise; what normalising over the sampler's nucleus explains is no
-    gap.
-
-    Raises:
-        FloatingPointError: rounding cannot explain the gap; the message names the samples and how large it is.
+    gap. Raises `FloatingPointError` with the samples and the gap where rounding cannot explain it.
     """
     sampled, limit = rollouts.logprobs, sampling_gap_limit(config, policy)
     gaps = {b: float(sampling_gaps(sampled[b], row, rollouts.nucleus).sum()) for b, row in logprobs.items()}
@@ -189,13 +173,11 @@ def check_sampling_gap(
     mean = sum(gaps.values()) / sum(choices.values())
     if mean <= limit:
         return mean
-    by_row = {b: gap / choices[b] for b, gap in gaps.items()}
-    worst = max(by_row, key=lambda b: math.inf if math.isnan(by_row[b]) else by_row[b])
     raise FloatingPointError(  # no later step could be trusted more
-        f"samples {sorted(b for b, gap in by_row.items() if not gap <= limit)}: their log-probs in the update are "
-        f"not those they were sampled with, though no weight has changed: {mean:.3g} nats apart over the batch, "
-        f"{by_row[worst]:.3g} in sample {worst}, and max_sampling_gap is {limit:.3g}. The model computes "
-        "something else over whole rows than token by token, so the update would follow a wrong gradient"
+        f"samples {sorted(b for b, gap in gaps.items() if not gap / choices[b] <= limit)}: their log-probs in the "
+        f"update are not those they were sampled with, though no weight has changed: {mean:.3g} nats apart over the "
+        f"batch, and max_sampling_gap is {limit:.3g}. The model computes something else over "
+        "whole rows than token by token, so the update would follow a wrong gradient"
     )
 
 

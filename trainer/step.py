@@ -2,9 +2,9 @@
 
 For problem x with completions y_1 .. y_G, tokens t and the policy p, which sampled as q:
     y_b ~ q(. | x)                                                                            `sample`
-    r_b = sum over reward functions f of weight_f f(x, y_b)                                   `rewarded`
+    r_b = sum over reward functions f of weight_f f(x, y_b)                                   `compute_rewards`
     A_b = (r_b - mean of r) / (standard deviation of r + 1e-4), over the group                `group_advantages`
-    w_bt = a rule's weight for the drop of log p(answer of y_b) when t's span is masked       `batch_credit`
+    w_bt = a rule's weight for the drop of log p(answer of y_b) when t's span is masked       `DeferredCredit`
     L = - sum_bt w_bt min(u_bt A_b, clip(u_bt, 1 - eps, 1 + eps_high) A_b) / N,  u = p / q    `Objective`
     p <- AdamW(p, gradient of L cut to max_grad_norm), num_iterations times                   `update`
 `training_step` is a step from top to bottom. N is DAPO's number of tokens of the batch that the loss counts.
@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels import Batch, Credit, DeferredCredit, Draws, Rows, packed_forward, packed_logprobs, packed_policy_loss
 from cfa_kernels.credit.nothing import Nothing, why_nothing
+from cfa_kernels.credit.presets import NONE
 from cfa_kernels.model.limits import default_token_budget
 from cfa_kernels.model.memory import run_in_memory
 from cfa_kernels.model.parts import causal_lm
@@ -64,7 +64,10 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     with times.during("generate"):
         rollouts = trainer.sample(keys)
 
-    samples: Samples = joined(processes.gather(rewarded(trainer, keys, rollouts)))  # what each process sampled, on each
+    rows = [trainer.rows[key[-2]] for key in keys]
+    names = [f"sample {b} ({row.where})" for b, row in enumerate(rows)]
+    own = trainer.reward(rows, rollouts, names, keys)
+    samples: Samples = joined(processes.gather(own))  # what each process sampled, on each
     rollouts = samples.rollouts
     shaped = Shaped(samples.rewards)  # rewards (B,), edits B tensors (T_b,)
     if trainer.shape is not None:
@@ -78,12 +81,10 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     metrics = {
         **logged_metrics(samples.logged),
         **reward_metrics(samples.rewards, samples.by_function, config.num_generations),
-        **length_metrics(rollouts),
-        **losses,
-        **credit.metrics(batch.mask),
-        **shaped.metrics,
-        **times.metrics(),
-    }
+        **length_metrics(rollouts), **losses, **credit.metrics(batch.mask), **shaped.metrics, **times.metrics(),
+    }  # fmt: skip
+    if config.credit_name == NONE:
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(("credit/", "time/credit"))}
     notes = {b: {**shaped.notes.get(b, {}), "logged": row} for b, row in enumerate(samples.extra) if row}
     return Step(metrics, samples, advantages, credit, {**shaped.notes, **notes}, nothing)
 
@@ -96,13 +97,6 @@ def sample_keys(config: TrainConfig, step: int, problems: Sequence[int]) -> list
     groups = processes.own_share([(i, problems[:at].count(i)) for at, i in enumerate(problems)])
     size = config.num_generations
     return [(config.seed, step, i, nth * size + g) for i, nth in groups for g in range(size)]
-
-
-def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollouts) -> Samples:
-    """Put completions together with their rewards."""
-    rows = [trainer.rows[key[-2]] for key in keys]
-    names = [f"sample {b} ({row.where})" for b, row in enumerate(rows)]
-    return trainer.reward(rows, rollouts, names, keys)
 
 
 def update_batch(config: TrainConfig, rollouts: Rollouts, advantages: Tensor, shaped: Shaped) -> Batch:
@@ -134,7 +128,10 @@ def update(
     parts = micro_batches(config, batch, policy)
     if is_sharded(policy):  # all processes must run each layer equally often
         parts += [[]] * (max(processes.gather(len(parts))) - len(parts))
-    credit = batch_credit(config, trainer.tokenizer, batch, step=step)
+    credit = DeferredCredit(
+        config.counterfactual(), trainer.tokenizer, batch, seed=Draws(config.seed).key(step),
+        temperature=config.temperature, gather=processes.gather if processes.count() > 1 else None,
+    )  # fmt: skip
     if credit.compares_beyond(parts):  # completions that no one micro-batch has all of
         with times.during("credit"), config.precision.autocast():
             credit.by_model(policy, rows=own_rows(config, batch))
@@ -204,7 +201,7 @@ class Objective:
         causal, keeps = causal_lm(self.trainer.policy), is_due and credit.config.continues
         forward = packed_forward(causal, batch.rows, token_budget=config.token_budget, keep_states=keeps)
         if is_due:
-            with self.times.during("credit"):
+            with self.times.during("update" if credit.config.control == "off" else "credit"):
                 credit.by_forward(index, forward)
         options = {
             **config.loss_options, "temperature": config.temperature, "compute_entropy": True, "validate": False,
@@ -230,13 +227,12 @@ class Objective:
 def measure(metrics: Averages, trainer: Trainer, batch: Batch, passes: Sequence[Pass], *, is_sampler: bool) -> None:
     """Check passes and add what they measured to `metrics`; `is_sampler` if their policy is the one that sampled."""
     config = trainer.config
-    corrects_rows = config.importance_sampling_mode.startswith(("sequence", "geometric"))
     for done in passes:
         require_finite(done.micro, done.logprobs, done.norm, trainer.policy)
         tokens, rows = done.moving
         counts = {name: tokens for name in done.metrics if name == "ratio_mean" or "sampling/" in name}
         counts |= {"vespo/phi_seq_mean": rows, "sampling/off_policy_mask/mean": rows}
-        if corrects_rows:
+        if not config.importance_sampling_mode.startswith("token"):
             counts["sampling/importance_sampling_ratio/mean"] = rows
         if config.importance_sampling_level != "token" and config.loss_type != "gmpo":
             counts |= {name: len(done.micro) for name in done.metrics if "clip_ratio" in name}
@@ -297,16 +293,18 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 def reference_logprobs(trainer: Trainer, batch: Batch, parts: Sequence[MicroBatch]) -> ByRow:
     """Compute log-probs under the reference model; nothing where the loss has no KL term."""
     reference: Any = trainer.reference
+    config, rows = trainer.config, dict[int, Tensor]()
     if reference is None:
-        return {}
-    adapter_off = reference.disable_adapter() if trainer.config.use_peft else contextlib.nullcontext()
-    options: dict[str, Any] = {name: getattr(trainer.config, name) for name in ("temperature", "token_budget")}
-    with adapter_off, trainer.config.precision.autocast():
-        rows: list[Any] = [
-            packed_logprobs(reference, part.rows, kept_tokens=part.kept_tokens, **options)
-            for part in map(batch.take, parts)
-        ]
-    return dict(zip(chain.from_iterable(parts), on_host([*chain.from_iterable(rows)]), strict=True))
+        return rows
+    with reference.disable_adapter() if config.use_peft else contextlib.nullcontext(), config.precision.autocast():
+        for part in parts:
+            own = batch.take(part)
+            values: Any = packed_logprobs(
+                reference, own.rows, kept_tokens=own.kept_tokens, temperature=config.temperature,
+                token_budget=config.token_budget,
+            )  # fmt: skip
+            rows |= zip(part, values, strict=True)
+    return dict(zip(rows, on_host([*rows.values()]), strict=True))
 
 
 def counted_tokens(batch: Batch, rows: Iterable[int]) -> int:
@@ -336,14 +334,6 @@ def micro_batches(config: TrainConfig, batch: Batch, policy: nn.Module) -> list[
             groups.append(group)
             sizes.append(len(batch.rows.prompts[group[0]]) + sum(batch.rows.lengths[b] for b in group))
     return [[b for i in part for b in groups[i]] for part in groups_within(sizes, budget)]
-
-
-def batch_credit(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, batch: Batch, *, step: int) -> DeferredCredit:
-    """Make the credit of a batch, assigned to each micro-batch in the first forward over its rows, or at once."""
-    return DeferredCredit(
-        config.counterfactual(), tokenizer, batch, seed=Draws(config.seed).key(step), temperature=config.temperature,
-        gather=processes.gather if processes.count() > 1 else None,
-    )  # fmt: skip
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

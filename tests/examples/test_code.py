@@ -1,16 +1,12 @@
 """The reward for code: what passes, and what hostile programs get and cannot do."""
 
-import os
 import socket
-import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 
 from examples.code import CodeReward, fenced_code
-from tests.conftest import REPOSITORY
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,10 +45,6 @@ RIGHT_ANSWERS = {
         "def f(x): return [None, True, 2, 0.1, 'ä\\n', b'\\x00', (1, {2}), {(1,): set()}, 1j]",
         ["assert f(0) == [None, True, 2, 0.1, 'ä\\n', b'\\x00', (1, {2}), {(1,): set()}, 1j]"],
     ),
-    "values and types that are built from them": (
-        "import collections\nlimit = 3\ndef f(x): return collections.Counter(x)",
-        ["assert f('aab') == {'a': 2, 'b': 1} and limit == 3"],
-    ),
     "frozensets, at any depth and both ways": (
         "def f(x): return {frozenset(x), frozenset({frozenset()})}, {frozenset(x): [frozenset([1])]}\n"
         "def g(x): return isinstance(x[0], frozenset)",
@@ -70,13 +62,7 @@ RIGHT_ANSWERS = {
             "assert str(d) == '-0.0' and e == complex(math.inf, -0.0)",
         ],
     ),
-    "tuples that look like others": (
-        "def f(x): return ('list', 1), x, ()",
-        ["assert f(('float', 'x')) == (('list', 1), ('float', 'x'), ())"],
-    ),
     "iterators": ("def f(n): yield from range(n)", ["assert list(f(3)) == [0, 1, 2]", "assert f(3) != [0, 1, 2]"]),
-    "modules that only the solution imports": ("import math\ndef f(r): return r", ["assert math.isclose(f(1.0), 1.0)"]),
-    "tests with functions": (RIGHT, ["def check(g):\n  assert all(g(i) == 2 * i for i in range(3))", "check(f)"]),
     "what a solution prints": ("print('#' * 100_000)\ndef f(x): print(x); return 2 * x", TESTS),
     "more digits than Python writes": ("def f(n): return 10 ** n", ["assert f(5000) == 10 ** 5000"]),
 }
@@ -88,42 +74,25 @@ def test_right_solutions_pass(name) -> None:
     assert reward_of("none").passes(solution, tests)
 
 
-def test_a_name_of_python_is_the_solutions_only_where_the_row_says_so() -> None:
-    code, tests = fenced("def sum(a, b): return 6\ndef len(x): return 3"), ["assert sum(10, 15) == 6"]
-    lengths = ["def check():\n  assert sum(1, 2) == 6 and len([]) == 3", "check()"]
-    total, length = "sum = of_solution('sum')", "\nlen = of_solution('len')"
-    rewards = reward_of("none")(
-        completions=[code] * 4, tests=[tests, tests, lengths, lengths], test_setup=[total, "", total, total + length]
-    )
-    assert rewards == [1.0, 0.0, 0.0, 1.0]
-
-
 EVERYWHERE = "for fd in range(64):\n  try: os.write(fd, {})\n  except OSError: pass\n"
 CHEATS = {
     "exits with success": "import os\nos._exit(0)",
-    "exits politely": "raise SystemExit(0)",
-    "exits when called": "import os\ndef f(x): os._exit(0)",
     "claims to have passed": "import os\n" + EVERYWHERE.format("b'ready\\n0123456789abcdef0123456789abcdef'"),
     "answers for itself": "import os\n" + EVERYWHERE.format("b'{\"value\": null}\\n' * 9"),
     "equals everything": "class A(int):\n  __eq__ = lambda *_: True\ndef f(x): return A(x + 9)",
     "passes itself on": "def f(x): return f",
-    "returns what equals everything": "class A:\n  __eq__ = lambda *_: True\ndef f(x): return A()",
     "patches Python": "import builtins\nbuiltins.AssertionError = SystemExit\n__debug__ if True else 0\n"
     "builtins.compile = builtins.exec = lambda *_: None\ndef f(x): return 0",
     "looks for the verdict": "import gc\nall = [o for o in gc.get_objects() if isinstance(o, dict) and 'nonce' in o]\n"
     "print(all[0]['nonce'])\ndef f(x): return 2 * x",
     "kills its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef f(x): return 0",
-    "defines a module of the tests": "class math: isclose = lambda *_: True\ndef f(x): return 0",
     "patches a module of the tests": "import math\nmath.isclose = lambda *_: True\ndef f(x): return 0",
-    "crashes": "import ctypes\nctypes.string_at(0)",
     "answers without end": "import os\nfor fd in range(3, 64):\n  try:\n    while True: os.write(fd, b'[' * 65536)\n"
     "  except OSError: pass",
     "answers too deeply": "def f(x):\n  a = []\n  for _ in range(10**5): a = [a]\n  return a",
     "eats memory": "a = bytearray(1 << 33)\ndef f(x): return 2 * x",
-    "eats memory bit by bit": "a = []\nwhile True: a.append(bytes(1 << 24))",
     "fills the disk": "for i in range(10**5):\n  open(str(i), 'wb').write(bytes(1 << 20))",
     "reads the judge": "import os\nfd = os.open(f'/proc/{os.getppid()}/mem', os.O_RDWR)\ndef f(x): return 2 * x",
-    "opens the judge's pipe": "import os\nos.open(f'/proc/{os.getppid()}/fd/1', os.O_WRONLY)\ndef f(x): return 2 * x",
 }
 
 
@@ -159,11 +128,7 @@ FORBIDDEN = {
     "starts a thread": ("import threading\nthreading.Thread(target=print).start()", "RuntimeError"),
     "eats memory": ("bytearray(1 << 33)", "MemoryError"),
     "writes a file": ("open('a', 'wb')", "OSError"),
-    "writes an empty file for another": ("os.mkdir('/tmp')", "OSError"),
-    "writes a file in memory": ("os.write(os.memfd_create('a'), b'x')", "OSError"),
-    "deletes Python": ("os.remove(os.__file__)", "OSError"),
     "reads the list of users": ("open('/etc/passwd')", "FileNotFoundError"),
-    "reads homes": ("os.listdir('/home')", "FileNotFoundError"),
     "sees processes": ("os.listdir('/proc')", "FileNotFoundError"),
     "becomes root": ("os.setuid(0) or os.chown('/dev', 0, 0) or os.chroot('/dev')", "OSError"),
     "opens a namespace of its own": (
@@ -173,7 +138,6 @@ FORBIDDEN = {
         "import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (99, 99))", "ValueError"
     ),
     "sends": ("import socket\nsocket.create_connection(('192.0.2.1', 53), 5)", "OSError"),
-    "looks names up": ("import socket\nsocket.getaddrinfo('example.com', 80)", "gaierror"),
 }  # fmt: skip
 
 
@@ -208,36 +172,12 @@ def parent(): return os.getppid()
     assert (tmp_path / "file").exists()
 
 
-def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch) -> None:
-    mark = (1 << 30) + os.getpid()
-    monkeypatch.setattr("examples.code.MEMORY_BYTES", mark)
-    sleeper = "import os, time\nos.setsid()\ntime.sleep(10**6)"
-    assert not reward_of("bubblewrap", 0.5).passes(sleeper, TESTS)
-    until = time.monotonic() + DEADLINE
-    while any(str(mark) in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def test_programs_run_without_isolation_only_if_told_to(monkeypatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name, **_: f"/nowhere/{name}")
     message = "No such file or directory: '/nowhere/bwrap'.*take passes_tests_unisolated"
     with pytest.raises(ValueError, match=message):
         CodeReward()
     assert CodeReward(isolation="none").passes(RIGHT, TESTS)
-
-
-def test_a_judge_whose_trainer_is_gone_ends_by_itself() -> None:
-    source = (REPOSITORY / "examples/code.py").read_text()
-    command = [sys.executable, "-I", "-S", "-c", source, "1", str(1 << 30)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as judge:
-        assert judge.stdout is not None
-        assert judge.stdin is not None
-        assert judge.stdout.read(6) == b"ready\n"
-        judge.stdin.write(b'{"solution": "import time; time.sleep(1e6)", "tests": ["1"], "nonce": "n"}')
-        judge.stdin.close()
-        assert judge.wait(DEADLINE) == 1
-        assert judge.stdout.read() == b""
 
 
 @pytest.mark.parametrize(
@@ -249,9 +189,3 @@ def test_a_judge_whose_trainer_is_gone_ends_by_itself() -> None:
 )  # fmt: skip
 def test_code_is_the_last_closed_block(completion, code) -> None:
     assert fenced_code(completion) == code
-
-
-def test_blanks_after_a_fence_take_no_longer_than_their_number() -> None:
-    began = time.process_time()
-    assert fenced_code("```" + " " * 100_000) is None
-    assert time.process_time() - began < 1

@@ -5,11 +5,10 @@ import dataclasses
 import pytest
 
 from examples.mbpp import mbpp_row
-from tests.support.embedded import metrics_of, settings
+from tests.support.embedded import settings
 from tests.support.tiny import jsonl
-from trainer.__main__ import main
 from trainer.evaluate import evaluate
-from trainer.run import set_up, train
+from trainer.run import set_up
 
 pytestmark = pytest.mark.slow
 REWARD = "examples.code:passes_tests_unisolated"
@@ -45,20 +44,3 @@ def test_evaluation_counts_the_problems_whose_tests_pass(mbpp) -> None:
     config = settings(*mbpp, "--max_completion_length=2")
     result = evaluate(solved, trainer.held_out, trainer.held_out_prompts, config, match=trainer.grader)
     assert result.correct == [True, False, True]
-
-
-def test_a_run_on_mbpp_trains_and_evaluates_by_tests(mbpp, tmp_path) -> None:
-    folder = train(set_up(settings(*mbpp, "--eval_samples=2")))
-    before, step, after = metrics_of(folder)
-    assert step["rewards/passes_tests_unisolated/mean"] == 0  # the embedded model knows no Python
-    assert before["eval_pass@2"] == after["eval_accuracy"] == 0
-
-
-def test_a_run_on_code_that_cannot_be_isolated_ends_with_one_line(mbpp, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    isolated = ["--reward_funcs=examples.code:passes_tests", "--device=cpu", "--credit=none"]
-    assert main([*mbpp, *isolated]) == 1
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(
-        "error: reward_funcs: cannot import 'examples.code:passes_tests': ValueError: programs cannot be isolated"
-    )

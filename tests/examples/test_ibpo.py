@@ -116,17 +116,6 @@ def test_wrong_completions_beside_correct_ones_are_corrected_truncated_ones_only
         assert shaped.metrics == {"corrections/fraction": 0, "corrections/too_long": 0, "corrections/tokens": 0}
 
 
-def test_a_reward_that_fails_on_corrections_names_their_samples(trainer) -> None:
-    with pytest.raises(ValueError, match=r"^the correction of sample 2: reward judge is 'x'"):
-        by_hand(trainer, [1.0, 0.0, 0.0, 1.0], ["right", "x"])
-
-
-def test_a_completion_without_a_reward_is_not_corrected_and_a_correction_without_one_is_not_right(trainer) -> None:
-    shaped = by_hand(trainer, [1.0, 0.0, math.nan, 1.0], ["?"])
-    assert notes_of(shaped.notes) == {1: ("?", False)}
-    assert shaped.rewards[[0, 1, 3]].tolist() == [1, 0, 1]
-
-
 def test_the_prompt_shows_attempt_and_nearest_correct_sibling_and_one_that_is_too_long_is_counted(
     fresh, written, monkeypatch
 ) -> None:
@@ -189,14 +178,3 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
     updated(third, result.batch.rollouts, advantages, edits=expected)
     assert torch.equal(parameters(trainer), parameters(third))
     assert not torch.equal(parameters(trainer), parameters(twin))
-
-
-def test_off_by_default_and_nobody_correct_is_the_same_to_the_bit(fresh, monkeypatch) -> None:
-    monkeypatch.setattr(ibpo, "CORRECT", 2.0)
-    plain, unused = fresh(EVEN, *SHORT), fresh(EVEN, *SHORT, "--shaping_func=examples.ibpo:compare_and_correct")
-    assert plain.shape is None
-    results = [training_step(trainer, 1, [0, 1]) for trainer in (plain, unused)]
-    assert not results[0].notes
-    assert torch.equal(parameters(plain), parameters(unused))
-    extra = results[1].metrics.keys() - results[0].metrics.keys()
-    assert extra == {"time/correct", "corrections/fraction", "corrections/too_long", "corrections/tokens"}

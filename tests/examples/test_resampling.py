@@ -48,7 +48,7 @@ def chances(model, ids):
         return exact(input_ids=ids[None].to(exact.device)).logits[0, -1].double().cpu().softmax(-1)
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma2", "Cohere", "Lfm2"])
+@pytest.mark.parametrize("name", ["Qwen3", "Lfm2"])
 def test_every_fill_token_is_drawn_from_the_model_given_what_stands_before_it(name):
     model = make_model(name, initializer_range=0.1, **HYBRIDS.get(name, {}))
     prompts, completions = tokens(7, 7), tokens(9, 12, seed=1)
@@ -79,16 +79,6 @@ def test_fills_differ_by_seed_and_not_by_batch():
     assert not any(map(torch.equal, other[1], together[1]))
 
 
-def test_each_token_of_all_fills_takes_a_forward_of_one_tree(qwen3):
-    (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
-    _, work = fills_of(qwen3, [prompt], [completion], [[Span(3, 8), Span(10, 13)]], seed=0)
-    # The last token of a fill is not fed; the completion is, up to the last span. A fill token that happens to be the
-    # completion's own, or another fill's, is shared.
-    fed = [9 + 10 + 2 * min(t, 2) + max(t - 2, 0) for t in range(5)]
-    assert sum(fed) - 2 * 5 <= work.tokens_fed <= sum(fed)
-    assert work.forwards == 5
-
-
 @pytest.mark.parametrize("outcome", ["logprob", "last"])
 def test_resampled_scores_are_means_over_the_fills(outcome):
     model = make_model("Qwen3").cpu().double()  # whose rounding moves no draw from one token to the next
@@ -108,13 +98,3 @@ def test_resampled_scores_are_means_over_the_fills(outcome):
     assert not torch.equal(drawn[1][0], drawn[1][3])
     assert once.work == first.work + work
     assert found.work.tokens_fed > once.work.tokens_fed
-
-
-def test_a_nan_distribution_names_its_row():
-    model = make_model("Qwen3")
-    prompts, completions, spans, _ = batch()
-    fills_of(model, prompts, completions, spans, seed=0)
-    completions[4][2] = 210
-    model.get_input_embeddings().weight.data[210] = float("nan")
-    with pytest.raises(FloatingPointError, match="completions row 4: the model gave a nan"):
-        fills_of(model, prompts, completions, spans, seed=0)

@@ -3,15 +3,14 @@
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import ScoringWork
 from cfa_kernels.span import Span
-from examples.estimators.total_effects import chained_effects, total_effects
-from tests.support.models import HYBRIDS, LONGROPE, PLACEHOLDER, batch_of, make_model, naive_rows, score_columns, tokens
+from examples.estimators.total_effects import total_effects
+from tests.support.models import HYBRIDS, PLACEHOLDER, batch_of, make_model, naive_rows, score_columns, tokens
 
 
 def exact(name="Qwen3", **changes):
@@ -93,7 +92,7 @@ def assert_equal(found, model, rows, tolerance=2e-5):
                 assert found.links[b][k, other].item() == pytest.approx(expected, abs=tolerance)
 
 
-@pytest.mark.parametrize(("name", "changes"), [("Qwen3", {}), ("Gemma2", {}), ("Lfm2", HYBRIDS["Lfm2"])])
+@pytest.mark.parametrize(("name", "changes"), [("Qwen3", {}), ("Lfm2", HYBRIDS["Lfm2"])])
 def test_effects_equal_full_forwards_summed_up_by_hand(name, changes):
     model, rows = exact(name, **changes), batch()
     found = effects(model, rows)
@@ -103,62 +102,7 @@ def test_effects_equal_full_forwards_summed_up_by_hand(name, changes):
     assert all(values.dtype == torch.float32 for values in (found.base, *found.total, *found.direct, *found.links))
 
 
-def test_the_judged_batch_has_losses_to_clamp(qwen3):
-    """Else the comparison above would not see a missing clamp."""
-    prompt, completion, units, _ = (column[0] for column in batch())
-    whole, masked = naive_rows(qwen3, prompt, completion, [None, units[0]])
-    losses = [(whole - masked)[start:end].sum() for start, end in units[1:-1]]
-    assert min(losses) < -0.01 < 0.01 < max(losses)
-
-
-def test_a_row_keeps_the_rotary_frequencies_of_its_whole_length():
-    """Also where its answer stands before the length at which they change, and whatever stands beside it."""
-    model = exact("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
-    prompts, completions = tokens(5, 6), tokens(60, 12, seed=1)
-    rows = (prompts, completions, [[Span(2, 6), Span(7, 9)], [Span(2, 4), Span(5, 8)]], [Span(12, 14), Span(9, 11)])
-    assert_equal(effects(model, rows), model, rows)
-
-
-@pytest.mark.parametrize("budget", [1, 40])
-def test_effects_do_not_depend_on_the_budget(qwen3, budget):
-    rows = batch()
-    whole, cut = effects(qwen3, rows), effects(qwen3, rows, token_budget=budget)
-    assert cut.work.forwards > whole.work.forwards
-    for name in ("total", "direct", "links"):
-        torch.testing.assert_close(getattr(cut, name), getattr(whole, name), rtol=0, atol=1e-5, equal_nan=True)
-
-
-def test_rows_without_units_or_answers_have_a_base_or_nothing(qwen3):
-    prompts, completions, _, answers = batch()
-    found = effects(qwen3, (prompts, completions, [[] for _ in prompts], answers))
-    assert [len(row) for row in found.total] == [0] * 5
-    assert found.base.isnan().tolist() == [False, False, False, True, False]
-    assert effects(qwen3, ([], [], [], [])).total == []
-
-
 # --- The rule -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("link", "later", "passes"),
-    [
-        (0.0, 3.0, 0.0), (0.0, math.inf, 0.0), (0.0, -1e3, 0.0),
-        (1e6, 3.0, 3.0), (math.inf, 3.0, 3.0), (1e6, -2.0, 0.0), (math.inf, math.inf, math.inf),
-        (1e-9, 40.0, 4e-8), (2.0, 0.0, 0.0), (3.0, -1e3, 0.0), (math.log(2), 3.0, 1.5),
-    ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("error")
-def test_a_way_passes_what_is_lost_of_the_later_unit(link, later, passes):
-    total = chained_effects(np.array([0.5, later]), np.array([[0.0, link], [0.0, 0.0]]))
-    assert total[1] == later
-    assert total[0] == pytest.approx(0.5 + passes, rel=1e-9, abs=1e-12)
-
-
-def test_chains_of_many_units_equal_plain_sums():
-    generator = np.random.default_rng(0)
-    direct, links = generator.normal(size=6), generator.exponential(size=(6, 6))
-    assert chained_effects(direct, links) == pytest.approx(plain_total(direct, links))
-    assert chained_effects(np.zeros(0), np.zeros((0, 0))).shape == (0,)
 
 
 def test_a_step_that_matters_only_through_the_next_has_no_direct_effect_and_a_total_one(qwen3):
@@ -183,28 +127,3 @@ def test_a_step_that_matters_only_through_the_next_has_no_direct_effect_and_a_to
 
 
 # --- Bad input ----------------------------------------------------------------------------------------------------
-
-
-def test_a_model_that_gives_nan_is_an_error_that_names_the_row():
-    model, rows = exact(), batch()
-    model.get_input_embeddings().weight.data[210] = float("nan")
-    rows[1][1][3] = 210
-    with pytest.raises(FloatingPointError, match="completions row 1: the model gave a nan"):
-        effects(model, rows)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"units": [Span(3, 6), Span(0, 4)]},
-            r"units row 1: must be disjoint .* but unit 1 \(0, 4\) overlaps unit 0 \(3, 6\)",
-        ),
-        ({"budget": 0}, "token_budget must be at least 1, got 0"),
-    ],
-)
-def test_bad_input_is_refused_by_row_and_unit(qwen3, change, message):
-    prompts, completions, units, answers = batch()
-    units[1] = change.get("units", units[1])
-    with pytest.raises(ValueError, match=message):
-        effects(qwen3, (prompts, completions, units, answers), token_budget=change.get("budget"))

@@ -8,7 +8,8 @@ from dataclasses import fields
 
 import pytest
 
-from cfa_kernels import __version__
+from cfa_kernels import CounterfactualConfig, __version__
+from cfa_kernels.credit.config import part_options
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.masking import Masking
 from docs.options import documented
@@ -135,6 +136,12 @@ def test_help_wrong_flags_and_missing_files_wait_for_no_import_of_torch() -> Non
         assert (ended, imported) == (code, []), argv
         assert said in unboxed(err if code else out.splitlines()[0]), argv
         assert len(err.split()) < 90, argv  # not the usage of ninety settings
+
+
+def test_every_option_of_credit_is_a_flag_and_none_is_taken_for_a_misspelt_setting():
+    names = [entry.name for entry in fields(CounterfactualConfig)] + [path for path, _, _ in part_options()]
+    for name in names:
+        assert parse([f"--{name}=x"], prog="cfa-train").credit_options in ({name: "x"}, {}), name
 
 
 @pytest.mark.parametrize("flag", ["--open_spans={}", "--open_spans {}"])

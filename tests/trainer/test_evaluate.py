@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.embedded import metrics_of, run, settings
+from tests.support.embedded import settings
 from trainer.config import TrainConfig
 from trainer.evaluate import evaluate, pass_at, wilson_interval
 
@@ -83,17 +83,3 @@ def test_a_runs_samples_repeat_at_the_same_weights_and_disturb_no_draws(trainer)
     assert steps == [3, 8, 4, 3, 12]
     assert set(first.metrics) >= {"eval_pass@1", "eval_pass@4"}
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.slow
-def test_pass_at_k_is_in_the_metrics_of_every_evaluation_and_changes_nothing_else(tmp_path) -> None:
-    short = ["--max_steps=1", "--eval_problems=3", "--max_completion_length=16"]
-    with_samples = metrics_of(run(tmp_path / "with", *short, "--eval_samples=3"))
-    without = metrics_of(run(tmp_path / "without", *short))
-    at = [entry for entry in with_samples if "eval_accuracy" in entry]
-    assert [entry["step"] for entry in at] == [0, 1]
-    for entry in at:
-        assert 0 <= entry["eval_pass@1"] <= entry["eval_pass@3"] <= 1
-    for one, other in zip(with_samples, without, strict=True):
-        same = {name for name in other if "time" not in name}
-        assert {name: one[name] for name in same} == {name: other[name] for name in same}

@@ -13,9 +13,9 @@ FAULTS = {
     "reward": r"sample 1 \(dataset .*rows.jsonl, row \d\): reward broken is inf",
     "log-prob": r"samples \[0, 1, 2, 3\]: log-prob is not finite",
     "gradient": r"samples \[0, 1, 2, 3\]: gradient of model.norm.weight is not finite",
-    "logits": r"sample 0, sample 1, sample 2, sample 3 \(4 of 4\): the model's logits are not finite",
+    "logits": r"sample 0: the model's logits are not finite from token 0 on \(4 of 4 samples\)",
     "scores": r"completions row \d: the model gave a nan log-prob",
-    "weights": r"held-out problem 0, held-out problem 1 \(2 of 2\): the model's logits are not finite",
+    "weights": r"held-out problem 0: the model's logits are not finite from token 0 on \(2 of 2 samples\)",
 }
 
 

@@ -7,12 +7,6 @@ from pathlib import Path
 
 from ..extras import needed_by, program
 
-DESCRIPTION = """Print tables of the credit of logged completions: how much masked spans matter, which contents do, how
-concentrated weights are. RUN_OR_FILE is a folder that the training program wrote (log more with --log_completions) or a
-file with one JSON object per completion. `compare RUN ...`, or `cfa-compare RUN ...`, compares."""
-COMPARISON = """Print runs of the training program side by side: settings that differ, final held-out accuracy with its
-interval, reward, tokens, time per step and by stage, with means of runs that differ in their seeds only."""
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; an error gives one line on stderr and exit code 1, or 2 for flags."""
@@ -20,22 +14,21 @@ def main(argv: list[str] | None = None) -> int:
         argv = ["compare"] * (Path(sys.argv[0]).name == "cfa-compare") + sys.argv[1:]
     compares = argv[:1] == ["compare"]
     prog = program("trainer.analyze" + " compare" * compares)
-    parser = argparse.ArgumentParser(prog=prog, description=COMPARISON if compares else DESCRIPTION)
-    if compares:
-        parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder that the training program wrote")
-    else:
-        parser.add_argument("source", type=Path, metavar="RUN_OR_FILE")
-    options, width = parser.parse_args(argv[compares:]), shutil.get_terminal_size().columns
+    tables = "runs side by side" if compares else "tables of the credit of a run's logged completions"
+    parser = argparse.ArgumentParser(prog=prog, description=f"Print {tables}, as docs/analysis.md describes.")
+    parser.add_argument(
+        "sources", type=Path, nargs="+" if compares else 1, metavar="RUN" if compares else "RUN_OR_FILE"
+    )
+    sources, width = parser.parse_args(argv[compares:]).sources, shutil.get_terminal_size().columns
     try:
         with needed_by(prog, "trainer"):
             from ..report.runs import read_samples
-            from .compare import comparison, shown
-            from .tables import analyse
+            from .tables import analyse, comparison
         if compares:
-            print(shown(comparison(options.runs), width))
+            print(comparison(sources).to_string(line_width=width))
         else:
-            for title, table in analyse([*read_samples(options.source)]).items():
-                print(f"{title}\n{shown(table, width)}\n")
+            for title, table in analyse([*read_samples(sources[0])]).items():
+                print(f"{title}\n{table.to_string(line_width=width, float_format='{:.4g}'.format)}\n")
     except (ValueError, OSError) as problem:
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
         return 1

@@ -14,8 +14,8 @@ from typing import Any
 from ..disk import write_whole
 from .runs import Sample, figures, read_metrics, read_samples, read_settings, written
 
-_MOST_BYTES = 16_000_000
-"""Bytes of completions that a page holds; of more it holds every second, every third and so on."""
+_MOST = 10_000
+"""Completions that a page holds; of more it holds every second, every third and so on."""
 
 _ASSETS = Path(__file__).with_name("assets")
 
@@ -32,14 +32,10 @@ def page_of(samples: Iterable[Sample], title: str, **data: Any) -> str:
 
 
 def write_run_page(path: Path, folder: Path, title: str) -> None:
-    """Write the page of the run in `folder`, whole or not at all.
-
-    Raises `ValueError` that names a line that is not a run's, `OSError` if `path` cannot be written.
-    """
+    """Write the page of the run in `folder`, whole or not at all; `ValueError` names a line that is not a run's."""
     metrics, settings, file = read_metrics(folder), read_settings(folder), folder / "completions.jsonl"
-    size = file.stat().st_size if file.is_file() else 0
-    every = max(1, math.ceil(size / _MOST_BYTES))
-    samples = read_samples(file, every=every) if size else ()
+    samples = [*read_samples(file)] if file.is_file() else []
+    every = max(1, math.ceil(len(samples) / _MOST))
     shown = {name: written(value) for name, value in figures(metrics).items()}
     low, high = shown.pop("low"), shown.pop("high")
     shown["held-out accuracy, %"] += "" if "-" in (low, high) else f" ({low}-{high})"
@@ -49,11 +45,10 @@ def write_run_page(path: Path, folder: Path, title: str) -> None:
         "settings": (folder / "config.yaml").read_text("utf-8") if settings else "",
     }  # fmt: skip
     notes = "Of the completions logged in a step half are the first with spans, the others are spread over the batch. "
-    if every > 1:
-        notes += f"One in {every} of the completions in {file} is on this page. "
+    notes += f"One in {every} of the completions in {file} is on this page. " * (every > 1)
     if all(subject := [str(settings.get(name, "")) for name in ("model", "dataset")]):
         title += f": {' on '.join(Path(part).name for part in subject)}"
-    write_whole(path, page_of(samples, title, run=run, notes=notes))
+    write_whole(path, page_of(samples[::every], title, run=run, notes=notes))
 
 
 def _json(value: Any) -> str:

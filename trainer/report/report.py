@@ -9,6 +9,7 @@ import importlib
 import json
 import math
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,45 +18,43 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from cfa_kernels.credit.presets import NONE
 from cfa_kernels.credit.weights import unit_weight
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.text.offsets import decoded
 
 from ..config import TrainConfig
 from ..disk import naming, write_whole
-from ..evaluate import Evaluation, paired_gain
+from ..evaluate import Evaluation, least_gain, paired_gain
 from ..extras import program
 from ..provenance import made_by
 from ..state import Step
 from .page import write_run_page
 
 _ROWS_SHOWN = 10
+_MANY_CUT = 0.5  # share of completions beyond which a warning names the setting
 _TEXTS = {"question": "question", "reference": "answer"}  # columns of the data, by their names in a record
+_STAGES = {"sampling": "time/generate", "credit": "time/credit", "update": "time/update"}
 Log = Callable[[dict[str, float], int], object]
 
 
 class Report:
-    """Console and run folder of one run; a context manager, so that files are whole even after an error."""
+    """Lines and run folder of one run; a context manager, so that files are whole even after an error."""
 
     def __init__(
         self, folder: Path, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any]
     ) -> None:
-        self.console = Console(highlight=False)
-        self._is_log = not self.console.is_terminal
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
         self._title = f"{config.loss_type.upper()}, credit: {config.credit_name}, seed {config.seed}"
         # A tracker knows a resumed run by its id.
         fresh = {"id": uuid.uuid4().hex, "bytes": {}, "evaluations": [], "tokens": 0, "seconds": 0.0}
         self._state: dict[str, Any] = {**fresh, **state}
         self._started = time.perf_counter() - self._state["seconds"]
-        self._has_stepped = False
-        self._explained = set[str]()
+        self._is_log, self._warned, self._times = not sys.stdout.isatty(), set[str](), list[float]()
 
     def state(self) -> dict[str, Any]:
         """Sync the files to the disk, and return as JSON what a report needs to continue from here."""
@@ -77,14 +76,7 @@ class Report:
             log, close = open_tracker(name, self._folder, asdict(self._config), self._state["id"], last)
             self._trackers[name] = log
             self._stack.callback(self._track, name, close)
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
-        columns += [TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn()]
-        self._progress = self._stack.enter_context(
-            # Steps may take minutes.
-            Progress(*columns, console=self.console, speed_estimate_period=math.inf, disable=self._is_log)
-        )
-        steps = self._config.max_steps
-        self._bar = self._progress.add_task("training", total=steps, completed=last or 0, note="", visible=False)
+        self._bar = self._stack.enter_context(self._shown("training", self._config.max_steps, last or 0))
         return self
 
     def _open(self, name: str) -> TextIO:
@@ -93,8 +85,10 @@ class Report:
             file.truncate(self._state["bytes"].get(name, 0))  # drops the lines after the checkpoint
         return file
 
+    def _shown(self, name: str, total: int, done: int = 0) -> Any:
+        return tqdm(desc=name, total=total, initial=done, disable=self._is_log, leave=False, smoothing=0)
+
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        self._progress.update(self._bar, visible=False)
         with contextlib.suppress(*[OSError, ValueError] if failed else []):  # a full disk is known by then
             self._stack.close()
             if failed:
@@ -106,44 +100,44 @@ class Report:
             try:
                 write_run_page(page, self._folder, self._title)
             except (ValueError, OSError) as problem:  # the page only shows what other files hold
-                self._warn(f"{page} was not written: {problem}")
+                self._warn("page", f"{page} was not written: {problem}")
 
     def _print(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)
+        with tqdm.external_write_mode():
+            print(text, flush=True)
 
-    def _warn(self, problem: str) -> None:
-        self._print(f"[bold yellow]warning[/bold yellow]: {escape(problem)}")
+    def _warn(self, kind: str, problem: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self._print(f"warning: {problem}")
 
     def opening(self, policy: nn.Module, train_problems: int, held_out: int, notes: Sequence[str] = ()) -> None:
         """Print the settings of the run; `notes` are settings that do not hold here, and why."""
         config, weights = self._config, list(policy.parameters())
         total, trained = (sum(p.numel() for p in weights if p.requires_grad or every) for every in (True, False))
         self._print(
-            f"[bold]{self._title}[/bold]\n"
-            f"  model    {escape(config.model)} ({trained:,} of {total:,} parameters train, "
-            f"{str(weights[0].dtype)[6:]}, {weights[0].device})\n"
-            f"  data     {escape(config.dataset)}: {train_problems:,} problems to train on, {held_out:,} held out\n"
+            f"{self._title}\n"
+            f"  model    {config.model} ({trained:,} of {total:,} parameters train, {str(weights[0].dtype)[6:]}, "
+            f"{weights[0].device})\n"
+            f"  data     {config.dataset}: {train_problems:,} problems to train on, {held_out:,} held out\n"
             f"  step     {config.generation_batch_size // config.num_generations} problems x "
             f"{config.num_generations} completions, temperature {config.temperature}, top-p {config.top_p}, "
             f"{config.max_steps} steps\n"
-            f"  results  {escape(str(self._folder))}\n"
+            f"  results  {self._folder}\n"
         )
         for note in notes:
-            self._print(f"  note     {escape(note)}\n")
+            self._print(f"  note     {note}\n")
 
     @contextlib.contextmanager
-    def evaluating(self, step: int, problems: int) -> Iterator[Callable[[int], None]]:
+    def evaluating(self, step: int, problems: int) -> Iterator[Callable[[int], object]]:
         """Show a bar for an evaluation, or a line in a log file; yields the function that advances it."""
         self._begins(step, f"evaluating, {problems:,} completions of held-out problems")
-        task = self._progress.add_task(f"held-out, step {step}", total=problems, note="")
-        try:
-            yield lambda n: self._progress.advance(task, n)
-        finally:
-            self._progress.remove_task(task)
+        with self._shown(f"held-out, step {step}", problems) as bar:
+            yield bar.update
 
     def sampling(self, step: int) -> None:
         """Tell a log file that a step begins, the first of this process."""
-        if not self._has_stepped:
+        if not self._times:
             self._begins(step, f"sampling {self._config.generation_batch_size:,} completions")
 
     def _begins(self, step: int, what: str) -> None:
@@ -153,44 +147,48 @@ class Report:
     def evaluated(self, step: int, result: Evaluation) -> None:
         """Record held-out accuracy after `step` steps."""
         self._state["evaluations"].append((step, asdict(result)))
-        figures = result.metrics
+        figures, count = result.metrics, len(result.correct)
         self._record(step, figures)
         sampled = "".join(f", pass@{k} {share:.1%}" for k, share in result.pass_at.items())
         self._print(
-            f"  step {step:>4}   [bold]held-out accuracy {result.accuracy:6.1%}[/bold]  "
-            f"({sum(result.correct)} of {len(result.correct)}, 95 % interval {figures['eval_accuracy_low']:.1%} to "
-            f"{figures['eval_accuracy_high']:.1%}, greedy{sampled})"
+            f"  step {step:>4}   held-out accuracy {result.accuracy:6.1%}  ({sum(result.correct)} of {count}, 95 % "
+            f"interval {figures['eval_accuracy_low']:.1%} to {figures['eval_accuracy_high']:.1%}, greedy{sampled}; "
+            f"{count} problems: gains above {100 * least_gain(count):.0f} points)"
         )
         self._write_page()
 
     def stepped(self, step: int, result: Step) -> None:
         """Record a training step: files, bar, and a line: in a log file always, else every tenth part of the run."""
-        self._has_stepped, metrics = True, result.metrics
-        self._state["tokens"] += result.batch.rollouts.tokens()
+        metrics, rollouts, config = result.metrics, result.batch.rollouts, self._config
+        self._state["tokens"] += rollouts.tokens()
         self._record(step, metrics | {"num_tokens": self._state["tokens"]})
-        logged = logged_rows([bool(spans) for spans in result.credit.spans], self._config.log_completions)
-        records = (completion_record(result, b, self._tokenizer, self._config) for b in logged)
+        logged = logged_rows([bool(spans) for spans in result.credit.spans], config.log_completions)
+        records = (completion_record(result, b, self._tokenizer, config) for b in logged)
         entries = [{"step": step, **one, **result.notes.get(b, {})} for b, one in zip(logged, records, strict=True)]
         self._write(self._completions_file, entries)
-        share = f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
-        note, what = f"reward {metrics['reward']:.2f}  {share} of the time", ""
+        if (cut := metrics["completions/clipped_ratio"]) > _MANY_CUT:
+            at = f"--max_completion_length {config.max_completion_length}"
+            self._warn("cut", f"step {step}: {cut:.0%} of the completions were cut off at {at}")
         if result.nothing is not None:
-            what = f"   {result.nothing.what}"
-            if result.nothing.what not in self._explained:
-                self._explained.add(result.nothing.what)
-                self._warn(f"step {step}: {result.nothing.sentence}")
-        self._progress.update(self._bar, advance=1, visible=True, note=note)
-        if step % self._config.page_steps == 0:
+            self._warn(result.nothing.what, f"step {step}: {result.nothing.sentence}")
+        self._times.append(metrics["step_time"])
+        self._bar.update()
+        if step % config.page_steps == 0:
             self._write_page()
-        if self._is_log or step % math.ceil(self._config.max_steps / _ROWS_SHOWN) == 0:
-            spans = metrics.get("credit/spans_mean", 0.0)
-            seconds = self._progress.tasks[0].time_remaining  # None after the first step, 0 after the last
-            left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
-            self._print(
-                f"  step {step:>4}   reward {metrics['reward']:.2f}   "
-                f"mixed groups {1 - metrics['frac_reward_zero_std']:4.0%}   "
-                f"spans {spans:.1f}   {metrics['step_time']:4.1f} s, {share}{what}   {left}"
-            )
+        if self._is_log or step % math.ceil(config.max_steps / _ROWS_SHOWN) == 0:
+            stages = (f"{name} {metrics[key]:.1f}" for name, key in _STAGES.items() if key in metrics)
+            left = sum(self._times) / len(self._times) * (config.max_steps - step)
+            parts = {
+                f"reward {metrics['reward']:.2f}": True,
+                f"mixed groups {1 - metrics['frac_reward_zero_std']:4.0%}": True,
+                f"cut off {cut:.0%}": True,
+                f"spans {metrics.get('credit/spans_mean', 0.0):.1f}": config.credit_name != NONE,
+                f"{metrics['step_time']:.1f} s: {', '.join(stages)}": True,
+                f"{sum(rollouts.rows.lengths) / metrics['time/generate']:,.0f} tokens/s": True,
+                result.nothing.what if result.nothing else "": result.nothing is not None,
+                f"{timedelta(seconds=round(left))} left": left > 0,
+            }
+            self._print(f"  step {step:>4}   {'   '.join(part for part, is_shown in parts.items() if is_shown)}")
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
         self._write(self._metrics_file, [{"step": step, **metrics}])
@@ -201,7 +199,7 @@ class Report:
         try:
             log(*arguments)
         except Exception as problem:  # each has its own errors; the run's files hold all of it
-            self._warn(f"report_to: {name} failed and gets no more: {type(problem).__name__}: {problem}")
+            self._print(f"warning: report_to: {name} failed and gets no more: {type(problem).__name__}: {problem}")
             self._trackers.pop(name, None)
 
     def _write(self, file: TextIO, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -212,7 +210,7 @@ class Report:
     def ended(self, why: str) -> None:
         """Say why the run ends before its last step, and how to resume."""
         self._write_page()
-        self._print(escape(why))
+        self._print(why)
 
     def closing(self) -> None:
         """Print by how much held-out accuracy moved, and where all files are."""
@@ -220,25 +218,19 @@ class Report:
         seconds = time.perf_counter() - self._started
         gain, low, high = paired_gain(before, after)
         summary = {
-            "made_by": made_by(),
-            "accuracy_before": before.accuracy,
-            "accuracy_after": after.accuracy,
-            "gain": gain,
-            "gain_interval": [low, high],
-            "held_out_problems": len(after.correct),
-            "steps": self._config.max_steps,
+            "made_by": made_by(), "accuracy_before": before.accuracy, "accuracy_after": after.accuracy, "gain": gain,
+            "gain_interval": [low, high], "held_out_problems": len(after.correct), "steps": self._config.max_steps,
             "seconds": round(seconds, 1),
-        }
+        }  # fmt: skip
         self._write_page()  # before summary.json: once it exists the run counts as finished and is not resumed
         write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         self._print(
-            f"\n[bold]Held-out accuracy {before.accuracy:.1%} -> {after.accuracy:.1%}, "
-            f"{100 * gain:+.1f} points[/bold] (95 % interval {100 * low:+.1f} to {100 * high:+.1f}; "
-            f"{len(after.correct)} problems, greedy decoding; {seconds:.0f} s)\n\n"
-            f"  open {escape(str(self._folder / 'report.html'))}"
+            f"\nHeld-out accuracy {before.accuracy:.1%} -> {after.accuracy:.1%}, {100 * gain:+.1f} points (95 % "
+            f"interval {100 * low:+.1f} to {100 * high:+.1f}; {len(after.correct)} problems, greedy decoding; "
+            f"{seconds:.0f} s)\n\n  open {self._folder / 'report.html'}\n"
+            f"  {program('trainer.analyze')} {self._folder}\n"
+            f"  {program('trainer.analyze compare')} {self._folder} OTHER_RUN"
         )
-        for module, other in (("trainer.analyze", ""), ("trainer.analyze compare", " OTHER_RUN")):
-            self._print(f"  {program(module)} {escape(str(self._folder))}{other}")
 
 
 def logged_rows(has_spans: Sequence[bool], count: int) -> list[int]:
@@ -253,57 +245,45 @@ def logged_rows(has_spans: Sequence[bool], count: int) -> list[int]:
 
 
 def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> dict[str, Any]:
-    """Record completion `b` of a step, with the unit of its spans' drops."""
-    batch, credit, estimator = result.batch, result.credit, config.counterfactual().estimator
-    row, ids, answer = batch.rows[b], batch.rollouts.ids()[b], credit.answers[b]
-    unit = f"importance by {estimator.name}"
-    if isinstance(estimator, Masking) and estimator.outcome in ("logprob", "mean_logprob"):
-        unit = "nats"
-    spans = []
+    """Record completion `b` of a step, with its credit where the run assigns any."""
+    batch, credit, row, ids = result.batch, result.credit, result.batch.rows[b], result.batch.rollouts.ids()[b]
+    record: dict[str, Any] = {
+        "problem": batch.keys[b][-2], "completion": batch.rollouts.texts[b],
+        "reward": None if batch.rewards[b].isnan() else batch.rewards[b].item(),
+        "advantage": result.advantages[b].item(), "truncated": bool(batch.rollouts.truncated[b]),
+        "counted": not (batch.rollouts.truncated[b] and config.mask_truncated_completions),
+        "tokens": [decoded([i], tokenizer) for i in ids],
+        **{name: str(row[column]) for name, column in _TEXTS.items() if column in row},
+    }  # fmt: skip
+    if config.credit_name == NONE:
+        return record
+    estimator, answer, spans = config.counterfactual().estimator, credit.answers[b], []
     for span, drop in zip(credit.spans[b], credit.drop[b].tolist()):  # noqa: B905  # no drops where weights are drawn
         text, weight = decoded(ids[span.start : span.end], tokenizer), unit_weight(credit.weights[b], span)
         drop = round(drop, 4) + 0.0 if isinstance(estimator, Masking) else drop  # + 0.0: no -0.0
         spans.append({"start": span.start, "end": span.end, "text": text, "drop": drop, "weight": weight})
-    counted = not (batch.rollouts.truncated[b] and config.mask_truncated_completions)
-    record: dict[str, Any] = {
-        "problem": batch.keys[b][-2],
-        "completion": batch.rollouts.texts[b],
-        "reward": None if batch.rewards[b].isnan() else batch.rewards[b].item(),
-        "advantage": result.advantages[b].item(),
-        "truncated": bool(batch.rollouts.truncated[b]),
-        "counted": counted,
-        "uncredited": _why_uncredited(result, b, config, counted=counted),
-        "tokens": [decoded([i], tokenizer) for i in ids],
-        **{name: str(row[column]) for name, column in _TEXTS.items() if column in row},
-        "drops_unit": unit,
+    in_nats = getattr(estimator, "outcome", None) in ("logprob", "mean_logprob")
+    record |= {
+        "drops_unit": "nats" if in_nats else f"importance by {estimator.name}", "spans": spans,
         "answer": None if answer is None else {"start": answer.start, "end": answer.end},
-        "spans": spans,
-        "credit": config.credit_name,
-        "weights": _rounded(credit.weights[b].tolist()),
-    }
+        "credit": config.credit_name, "weights": _rounded(credit.weights[b].tolist()),
+    }  # fmt: skip
     if credit.advantages is not None:
         record["estimators"] = {estimator.name: {"advantages": _rounded(credit.advantages[b].tolist())}}
-    return record
-
-
-def _why_uncredited(result: Step, b: int, config: TrainConfig, *, counted: bool) -> str | None:
-    """Say why all tokens of a completion have weight 1; None if some have not."""
-    credit, advantage = result.credit, result.advantages[b].item()
-    shades = credit.weights[b] if credit.advantages is None else credit.advantages[b] - advantage + 1
+    shades = credit.weights[b] if credit.advantages is None else credit.advantages[b] - record["advantage"] + 1
     reasons = {
-        "it was cut off at the length limit, and the loss omits it": not counted,
-        "no reward function gave it a reward": bool(result.batch.rewards[b].isnan()),
-        "it has no advantage: all completions of its group have one reward": advantage == 0,
-        "credit is off, and every token has the same weight": config.credit_name == "none",
+        "it was cut off at the length limit, and the loss omits it": not record["counted"],
+        "no reward function gave it a reward": record["reward"] is None,
+        "it has no advantage: all completions of its group have one reward": record["advantage"] == 0,
         "it is wrong, and completions=positive gives credit to completions with a positive advantage": (
-            config.counterfactual().completions == "positive" and advantage < 0
+            config.counterfactual().completions == "positive" and record["advantage"] < 0
         ),
-        "no answer was found in it": credit.answers[b] is None and not credit.spans[b],
+        "no answer was found in it": answer is None and not spans,
         "no span was found before its answer": not credit.spans[b],
         "its spans do not differ in importance": True,
     }
-    is_uniform = bool((shades == 1).all())
-    return next(reason for reason, holds in reasons.items() if holds) if is_uniform else None
+    reason = next(reason for reason, holds in reasons.items() if holds)
+    return record | {"uncredited": reason if (shades == 1).all() else None}
 
 
 def _rounded(values: list[float]) -> list[float]:
@@ -331,11 +311,7 @@ def tracker_library(name: str) -> Any:
 def open_tracker(
     name: str, folder: Path, settings: dict[str, Any], run: str, step: int | None
 ) -> tuple[Log, Callable[[], object]]:
-    """Start back-end `name` for a run; returns `log(metrics, step)` and `close()`.
-
-    `run` is the run's own id, `step` the last one that it recorded, from which it continues; None for a new run.
-    Raises `ImportError` that says what to install, `ConnectionError` if the back-end does not start.
-    """
+    """Start back-end `name` for the run of id `run`, after its `step`, None for a new one; gives `log` and `close`."""
     library = tracker_library(name)
     if name == "tensorboard":
         writer = library.SummaryWriter(folder, purge_step=None if step is None else step + 1)

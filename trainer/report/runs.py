@@ -1,9 +1,8 @@
 """Read what runs have written: metrics, settings, and completions with their credit (docs/analysis.md)."""
 
-import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ Sample = dict[str, Any]
 """Completion of T tokens with all fields that docs/analysis.md lists, spans and credit among them."""
 _PLAIN = {
     "advantage": None, "truncated": False, "counted": True, "uncredited": None, "step": None, "problem": None,
-    "question": None, "reference": None, "drops_unit": "nats",
+    "question": None, "reference": None, "drops_unit": "nats", "reward": None,
 }  # fmt: skip
 """Fields that are taken as they are, and their values where a file has none."""
 
@@ -28,18 +27,11 @@ _PLAIN = {
 def read_metrics(folder: Path) -> pandas.DataFrame:
     """Read a run's metrics: a row a step, a column a metric, nan without a value; `ValueError` names folder or line."""
     file = folder / "metrics.jsonl"
-    if not file.is_file():
-        raise ValueError(f"{folder}: holds no metrics.jsonl, so it is not the folder of a run")
-    steps: dict[int, dict[str, float]] = {}  # training and evaluation have a line each, repeated steps the last one
-    for number, entry in json_lines(file):
-        try:
-            steps.setdefault(int(entry.pop("step")), {}).update({name: float(value) for name, value in entry.items()})
-        except (AttributeError, KeyError, TypeError, ValueError) as problem:
-            reason = f"{type(problem).__name__}: {problem}"
-            raise ValueError(f"{file}, line {number}: must hold a step and numbers ({reason})") from problem
-    if not steps:
-        raise ValueError(f"{file}: holds no step")
-    frame = pandas.DataFrame.from_dict(steps, orient="index", dtype=float).sort_index()
+    try:
+        entries = pandas.DataFrame([entry for _, entry in json_lines(file)])
+        frame = entries.astype(float).astype({"step": int}).groupby("step").last()  # evaluation has its own line
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        raise ValueError(f"{file}: each line of a run must hold a step and numbers ({problem!r})") from problem
     return frame.where(np.isfinite(frame))
 
 
@@ -74,44 +66,41 @@ def written(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def read_samples(path: Path, *, every: int = 1) -> Iterator[Sample]:
-    """Read the completions of a file, or of `completions.jsonl` in a run's folder; with `every=n`, every n-th of them.
+def read_samples(path: Path) -> Iterator[Sample]:
+    """Read the completions of a file, or of `completions.jsonl` in a run's folder.
 
     Raises `ValueError` with file, line and reason if there is no file or a line is not a completion.
     """
     file = path / "completions.jsonl" if path.is_dir() else path
-    for number, entry in json_lines(file, every):
+    for number, entry in json_lines(file):
         try:
             sample = sample_of(entry)
             json.dumps(sample, allow_nan=False)  # as a page holds it
         except (LookupError, TypeError, ValueError, AttributeError) as problem:
-            reason = f"{type(problem).__name__}: {problem}"
-            raise ValueError(f"{file}, line {number}: is not a completion with its credit ({reason})") from problem
+            raise ValueError(f"{file}, line {number}: is not a completion with its credit ({problem!r})") from problem
         yield sample
 
 
-def json_lines(file: Path, every: int = 1) -> Iterator[tuple[int, Any]]:
-    """Read the numbers, from 1, and values of a file's lines; with `every=n`, of every n-th line that is not empty.
+def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
+    """Read the numbers, from 1, and values of a file's lines that are not empty.
 
     A last line that no newline ends and that is not JSON was half-written by a run that was killed, and is omitted.
     """
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file")
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-    for number, line in itertools.islice(numbered, 0, None, every):
+    for number, line in enumerate(lines, start=1):
         try:
-            value = json.loads(line)
+            if line.strip():
+                yield number, json.loads(line)
         except (ValueError, RecursionError) as problem:
-            if number == len(lines):
-                return
-            raise ValueError(f"{file}, line {number}: is not JSON ({problem})") from problem
-        yield number, value
+            if number < len(lines):
+                raise ValueError(f"{file}, line {number}: is not JSON ({problem})") from problem
 
 
 def sample_of(entry: dict[str, Any]) -> Sample:
     """Read a completion from its line; raises errors of every kind for what is none."""
-    tokens = [str(token) for token in entry["tokens"]]
+    tokens, sample = [str(token) for token in entry["tokens"]], {**_PLAIN, **entry}
     own = [(entry.get("credit", "weights"), {"weights": entry["weights"]})] if "weights" in entry else []
     credit: dict[str, dict[str, Any]] = {}
     for name, numbers in [*own, *entry.get("estimators", {}).items()]:
@@ -120,29 +109,23 @@ def sample_of(entry: dict[str, Any]) -> Sample:
             if len(values) != len(tokens):
                 raise ValueError(f"{name} has {len(values)} numbers for {len(tokens)} tokens")
             credit[f"{name}, {kind}" if name in credit else name] = {"kind": kind, "values": values}
-    reward, answer, plain = entry.get("reward"), entry.get("answer"), {**_PLAIN, **entry}
-    correct = entry.get("correct", None if reward is None else reward >= _CORRECT)
-    if correct not in (True, False, None) or not isinstance(plain["drops_unit"], str):
-        raise ValueError(f"correct is {correct!r} and drops_unit {plain['drops_unit']!r}, not true or false and a text")
-    return {
-        "tokens": tokens,
-        "spans": [_span(span, tokens) for span in entry.get("spans", [])],
-        "credit": credit,
-        "answer": _within(answer, tokens, "answer") if answer else None,
-        "reward": reward,
-        "correct": correct,
-        **{name: plain[name] for name in _PLAIN},
-    }
+    correct = entry.get("correct", None if sample["reward"] is None else sample["reward"] >= _CORRECT)
+    if correct not in (True, False, None) or not isinstance(sample["drops_unit"], str):
+        raise ValueError(
+            f"correct is {correct!r} and drops_unit {sample['drops_unit']!r}, not true or false and a text"
+        )
+    spans = [
+        dict(zip(("start", "end"), _within(span, tokens), strict=True))
+        | {"text": span.get("text", "".join(tokens[span["start"] : span["end"]])), "drop": float(span["drop"])}
+        for span in entry.get("spans", [])
+    ]
+    answer = _within(entry["answer"], tokens) if entry.get("answer") else None
+    known = {name: sample[name] for name in _PLAIN}
+    return {**known, "tokens": tokens, "spans": spans, "credit": credit, "answer": answer, "correct": correct}
 
 
-def _span(span: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    start, end = _within(span, tokens, "span")
-    text = span.get("text", "".join(tokens[start:end]))
-    return {"start": start, "end": end, "text": text, "drop": float(span["drop"])}
-
-
-def _within(span: dict[str, Any], tokens: list[str], what: str) -> tuple[int, int]:
+def _within(span: dict[str, Any], tokens: Sequence[str]) -> tuple[int, int]:
     start, end = span["start"], span["end"]
     if not 0 <= start < end <= len(tokens):
-        raise ValueError(f"{what} {start} to {end} of {len(tokens)} tokens")
+        raise ValueError(f"span {start} to {end} of {len(tokens)} tokens")
     return start, end

@@ -58,10 +58,9 @@ def load_rewards(names: Sequence[str], **options: Any) -> dict[str, Reward]:
 
 
 class RewardLog:
-    """State of the run and two functions to log by, which TRL passes to reward functions too, and what they logged."""
+    """State of the run after `step` steps and two functions to log by, as TRL passes them, and what they logged."""
 
     def __init__(self, step: int, max_steps: int) -> None:
-        """Begin before a step; `step` counts those that are done."""
         self.metrics: list[tuple[str, float]] = []
         self.columns: dict[str, list[Any]] = {}
         state = TrainerState(global_step=step, max_steps=max_steps)
@@ -71,9 +70,7 @@ class RewardLog:
         self.metrics.append((name, float(value)))
 
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
-        self.columns[column] = [
-            value if isinstance(value, str | int | float | None) else str(value) for value in values
-        ]
+        self.columns[column] = [one if isinstance(one, str | int | float | None) else str(one) for one in values]
 
     def rows(self, count: int) -> list[dict[str, Any]]:
         """Give the columns that were logged as a record of each of so many samples."""
@@ -87,11 +84,9 @@ def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]
     """Raise `ValueError` naming the first reward function that cannot be called with `columns` of the data."""
     for name, function in functions.items():
         try:
-            signature = inspect.signature(function)
-        except ValueError:  # of a builtin that does not say
+            inspect.signature(function).bind(**_taken(function, dict.fromkeys([*ARGUMENTS, *columns, *OPTIONAL])))
+        except ValueError:  # of a builtin that does not say what it takes
             continue
-        try:
-            signature.bind(**_taken(function, dict.fromkeys([*ARGUMENTS, *columns, *OPTIONAL])))
         except TypeError as problem:
             said = f"it is called with {', '.join(ARGUMENTS)} and the columns {sorted(columns)} by name"
             raise ValueError(f"reward {name}: {problem}; {said}, so let it take **others") from problem
@@ -109,15 +104,16 @@ def compute_rewards(
     """
     samples = names or [f"sample {i}" for i in range(len(columns["completions"]))]
     by_function = rewards_by(functions, samples, columns, log)
-    total, silent = torch.zeros(len(samples)), list[str]()
+    total, silent = torch.full((len(samples),), torch.nan), list[str]()
     for i, (sample, values) in enumerate(zip(samples, zip(*by_function.values(), strict=True), strict=True)):
-        for value, weight in zip(values, weights or [1.0] * len(values), strict=True):
-            total[i] += 0.0 if value is None else weight * value
+        pairs = zip(values, weights or [1.0] * len(values), strict=True)
+        parts = [weight * value for value, weight in pairs if value is not None]
+        if not parts:
+            silent.append(sample)
+            continue
+        total[i] = sum(parts)
         if not total[i].isfinite():
             raise FloatingPointError(f"{sample}: the sum of its rewards is {total[i].item()}")
-        if all(value is None for value in values):
-            total[i] = torch.nan
-            silent.append(sample)
     if silent:
         others = f" and of {len(silent) - 1} others" * (len(silent) > 1)
         _LOG.warning("%s%s: every reward function returned None, so there is no advantage", silent[0], others)
@@ -131,36 +127,20 @@ def rewards_by(
     """Call reward functions on B samples, and check that each gives as many real numbers of any type, or None.
 
     Coroutines of all functions are awaited together, in one event loop for the whole run. Raises `RewardError` that
-    names function, line and sample, the first for which the function also raises alone; `FloatingPointError` for a
-    reward that is not finite in float32.
+    names function and line, and `FloatingPointError` for a reward that is not finite in float32.
     """
-    further = {} if log is None else log.arguments
-
-    def called(function: Reward, columns: Mapping[str, Sequence[Any]]) -> Any:
-        # Copies, for a function may empty or sort the lists that it gets.
-        return function(**_taken(function, {name: [*column] for name, column in columns.items()} | further))
-
-    def raising(name: str, problem: BaseException) -> RewardError:
-        where = ""
-        for b, sample in enumerate(samples if not isinstance(problem, OSError) else ()):
-            try:
-                alone = called(functions[name], {argument: [column[b]] for argument, column in columns.items()})
-            except FAILURES as again:
-                alone = again
-            if isinstance(_awaited([alone])[0], FAILURES):
-                where = f"{sample}: "
-                break
-        return RewardError(f"{where}reward {name} raised {type(problem).__name__}: {problem}{_place(problem)}")
-
     results = dict[str, Any]()
     for name, function in functions.items():
+        # Copies, for a function may empty or sort the lists that it gets.
+        own = {argument: [*column] for argument, column in columns.items()} | (log.arguments if log else {})
         try:
-            results[name] = called(function, columns)
+            results[name] = function(**_taken(function, own))
         except FAILURES as problem:
-            raise raising(name, problem) from problem
-    for (name, _), result in zip(results.items(), _awaited([*results.values()]), strict=True):
+            results[name] = problem
+    for name, result in zip(functions, _awaited([*results.values()]), strict=True):
         if isinstance(result, FAILURES):
-            raise raising(name, result) from result
+            place = _place(result)
+            raise RewardError(f"reward {name} raised {type(result).__name__}: {result}{place}") from result
         results[name] = _checked(name, result, samples)
     return results
 
@@ -197,13 +177,18 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _checked(name: str, values: Any, samples: Sequence[str]) -> list[float | None]:
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
-    if not is_list and getattr(values, "ndim", None) != 1:
-        shape = f" of shape {tuple(values.shape)}" if hasattr(values, "shape") else ""
-        expected = f"a list of numbers, one for each of {len(samples)} completions"
-        raise RewardError(f"reward {name}: returned a {type(values).__name__}{shape}, expected {expected}")
-    if len(values) != len(samples):
-        raise RewardError(f"reward {name}: returned {len(values)} values for {len(samples)} completions")
-    return [v if v is None else _real(v, f"{samples[i]}: reward {name}") for i, v in enumerate(values)]
+    if not (is_list or getattr(values, "ndim", None) == 1) or len(values) != len(samples):
+        said = f"{len(values)} values" if is_list else f"a {type(values).__name__}"
+        raise RewardError(f"reward {name}: returned {said}, expected a list of {len(samples)} numbers")
+    checked: list[float | None] = []
+    for sample, value in zip(samples, values, strict=True):
+        number: Any = value.item() if getattr(value, "ndim", None) == 0 else value
+        if not isinstance(number, Real | None):
+            raise RewardError(f"{sample}: reward {name} is {number!r}, expected a real number or None")
+        if number is not None and not abs(number) <= torch.finfo(torch.float32).max:  # type: ignore[operator]
+            raise FloatingPointError(f"{sample}: reward {name} is {number}, beyond what float32 holds")
+        checked.append(number if number is None else float(number))
+    return checked
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
@@ -217,8 +202,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     known = ~groups.isnan()
     centred = groups - groups.nanmean(1, keepdim=True)
     if scale_rewards != "none":
-        rows = [row[own] for row, own in zip(groups, known, strict=True)]
-        rows = rows if scale_rewards == "group" else [groups[known]] * len(rows)
+        rows = [row[~row.isnan()] for row in (groups if scale_rewards == "group" else groups.view(1, -1))]
         deviations = torch.stack([row.std() if len(row) > 1 else torch.zeros(()) for row in rows])
         centred = centred / (deviations[:, None] + 1e-4)  # TRL's, so that advantages agree with its own
     # Rounding of the mean may leave 1e-8 where all rewards are equal, which the division would blow up.
@@ -228,15 +212,6 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
 def mixed_groups(groups: Tensor) -> Tensor:
     """Say of each row of (groups, G) rewards whether two differ that are not nan; (groups,) bool."""
     return groups.nan_to_num(-torch.inf).amax(1) > groups.nan_to_num(torch.inf).amin(1)
-
-
-def _real(value: Any, name: str) -> float:
-    number: Any = value.item() if getattr(value, "ndim", None) == 0 else value
-    if not isinstance(number, Real):
-        raise RewardError(f"{name} is {number!r}, expected a real number or None")
-    if not abs(number) <= torch.finfo(torch.float32).max:  # type: ignore[operator]
-        raise FloatingPointError(f"{name} is {number}, beyond what float32 holds")
-    return float(number)
 
 
 def _place(problem: BaseException) -> str:

@@ -30,13 +30,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class Sampling(NamedTuple):
-    """Options of sampling, the tokens that end a completion, and the one that `generate` puts behind an end."""
+    """Options of sampling, and where completions end."""
 
     greedy: bool
     temperature: float
     top_p: float
     ends: tuple[int, ...]
-    pad: int
+    pad: int  # that `generate` puts behind an end
     stopped: Callable[[Tensor], Tensor] | None = None  # which rows of tokens (R, t) hold a stop string, (R, 1) bool
 
     @property
@@ -105,9 +105,8 @@ class Decoder:
     ) -> tuple[Tensor, Tensor, list[KeptTokens] | None]:
         """Complete prompts (B, P), padded on the left, with `uniforms` (B, T) for as many tokens, all on the host.
 
-        Returns:
-            Tokens and log-probs, (B, T) or up to where all rows have ended. Log-probs are fp32, nats; 0 if greedy, nan
-            where logits were not finite. Then the ids of each completion's nuclei, None without a nucleus.
+        Returns tokens and log-probs, (B, T) or up to where all rows have ended, these in fp32, 0 if greedy, nan where
+        logits were not finite; and the ids of each completion's nuclei, None without a nucleus.
         """
         (count, length), multiple = uniforms.shape, _LENGTHS if self._captured else 1
         rows = self._rows_for(count)

@@ -13,34 +13,19 @@ from cfa_kernels.rows import Rows
 from cfa_kernels.text.find import content_text
 from cfa_kernels.text.offsets import decoded, token_offsets
 
-_NAMES_SHOWN = 8
-
 
 @dataclass(frozen=True)
 class Rollouts:
-    """A batch of B completions, without padding and on the host.
+    """A batch of B completions, without padding and on the host."""
 
-    Attributes:
-        rows: prompts and completions; the end-of-text token is the last one of a completion.
-        truncated: (B,) bool, completions that were cut off at the length limit.
-        texts: B decoded completions without special tokens.
-        logprobs: B tensors (T_b,) fp32, nats: what the sampler gave each token; of no use if greedy.
-        nucleus: least probability of the tokens that `logprobs` are normalised over, if the engine does not tell which:
-            else, and for the whole vocabulary, 1.
-        contents: B texts with line breaks in place of thoughts, also those that prompts open.
-        kept_tokens: for each completion, the ids that each of its tokens was drawn from, over which `logprobs` are
-            normalised and the loss is to be; None for the whole vocabulary, or if the engine does not tell.
-        mask: B tensors (T_b,), 1 on tokens that the policy wrote, 0 on those of an environment; None for 1 everywhere.
-    """
-
-    rows: Rows
-    truncated: Tensor
-    texts: list[str]
-    logprobs: list[Tensor]
-    nucleus: float = 1.0
-    contents: Sequence[str] = ()
-    kept_tokens: Sequence[KeptTokens] | None = None
-    mask: Sequence[Tensor] | None = None
+    rows: Rows  # prompts and completions; an end-of-text token is the last one of a completion
+    truncated: Tensor  # (B,) bool, completions that were cut off at the length limit
+    texts: list[str]  # B decoded completions without special tokens
+    logprobs: list[Tensor]  # B tensors (T_b,) fp32, nats: what the sampler gave each token; of no use if greedy
+    nucleus: float = 1.0  # least probability of what `logprobs` are normalised over, where no ids of it are known
+    contents: Sequence[str] = ()  # B texts with line breaks in place of thoughts, also those that prompts open
+    kept_tokens: Sequence[KeptTokens] | None = None  # ids that each token was drawn from; None for all, or unknown
+    mask: Sequence[Tensor] | None = None  # B tensors (T_b,), 0 on tokens of an environment; None for 1 everywhere
 
     @classmethod
     def of(
@@ -53,23 +38,19 @@ class Rollouts:
 
         `thought_tags` as in `AnswerRules`, `stop` as in `lengths_before`; `stopped` are those already cut there.
         """
-        # By position, as pad may be the same id as end.
         before = lengths_before(completions, tokenizer, stop)
         rows = [row[:length] for row, length in zip(completions, before, strict=True)]
+        # By position, as pad may be the same id as end.
         lengths = [next((t + 1 for t, token in enumerate(row) if token in ends), len(row)) for row in rows]
         ids = [list(row[:length]) for row, length in zip(rows, lengths, strict=True)]
         stopped = stopped or [length is not None for length in before]
         truncated = [row[-1] not in ends and not own for row, own in zip(ids, stopped, strict=True)]
-        texts = [decoded(row, tokenizer, skip_special_tokens=True) for row in ids]
-        rules = AnswerRules(thought_tags=thought_tags)
+        rules, triples = AnswerRules(thought_tags=thought_tags), zip(prompts, ids, truncated, strict=True)
         return cls(
-            Rows([torch.tensor(row) for row in prompts], [torch.tensor(row) for row in ids]),
-            torch.tensor(truncated), texts,
+            Rows([torch.tensor(row) for row in prompts], [torch.tensor(row) for row in ids]), torch.tensor(truncated),
+            [decoded(row, tokenizer, skip_special_tokens=True) for row in ids],
             [row[:length] for row, length in zip(logprobs, lengths, strict=True)], nucleus,
-            [
-                content_text(row, tokenizer, rules, prompt=prompt, truncated=cut)
-                for prompt, row, cut in zip(prompts, ids, truncated, strict=True)
-            ],
+            [content_text(row, tokenizer, rules, prompt=prompt, truncated=cut) for prompt, row, cut in triples],
             kept_tokens and [row.take(slice(0, length)) for row, length in zip(kept_tokens, lengths, strict=True)],
             mask and [row[:length] for row, length in zip(mask, lengths, strict=True)],
         )  # fmt: skip
@@ -107,22 +88,21 @@ class Engine(Protocol):
 
 
 def require_finite_logits(logprobs: Sequence[Tensor], names: Sequence[str] | None) -> None:
-    """Raise `FloatingPointError` naming the completions with a log-prob that is not finite."""
+    """Raise `FloatingPointError` naming the first completion with a log-prob that is not finite, and their number."""
     if rows := [b for b, row in enumerate(logprobs) if not row.isfinite().all()]:
-        shown = [names[b] if names else f"sample {b}" for b in rows[:_NAMES_SHOWN]]
+        first = names[rows[0]] if names else f"sample {rows[0]}"
+        token = int((~logprobs[rows[0]].isfinite()).int().argmax())
         raise FloatingPointError(
-            f"{', '.join(shown)} ({len(rows)} of {len(logprobs)}): the model's logits are not finite "
-            f"(in {shown[0]} from token {int((~logprobs[rows[0]].isfinite()).int().argmax())} on)"
+            f"{first}: the model's logits are not finite from token {token} on ({len(rows)} of {len(logprobs)} samples)"
         )
 
 
 def lengths_before(
     rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]
 ) -> list[int | None]:
-    """Count the tokens of each completion before the first stop string in its text; None where there is none.
+    """Count the tokens of each completion before the first stop string in its text, at least one; None without it.
 
-    A token whose text begins before the stop string stays, although the string may begin in it: without the token the
-    completion would lose text, `}` of the token "}\\n" before "\\nQuestion:". At least one token stays.
+    A token whose text begins before the stop string stays, although the string may begin in it.
     """
     places: list[int | None] = [None] * len(rows)
     for b, row in enumerate(rows if stop else ()):

@@ -36,10 +36,9 @@ class TransformersEngine(Engine):
     ) -> None:  # fmt: skip
         """Find out what `model`, the policy, can do.
 
-        With `dtype` a copy of it in that type samples, rounded again from its weights at every call. If `captured`, by
-        default on a GPU, a decoding step is one CUDA graph. The cache begins with room for `longest` tokens, of a
-        prompt and its completion. `thought_tags` as in `AnswerRules`, `stop` as in `lengths_before`. With `keep_merged`
-        the merged weights stay for scoring, as by `merged_adapters`.
+        With `dtype` a copy of it in that type samples, rounded from its weights at every call. If `captured`, by
+        default on a GPU, a decoding step is a CUDA graph. `longest` is the room of the first cache, `thought_tags` as
+        in `AnswerRules`, `stop` as in `lengths_before`; with `keep_merged` the merged weights stay for scoring.
         """
         self._policy, self._tokenizer, self._thought_tags, self._stop = model, tokenizer, thought_tags, stop
         self._keep_merged = keep_merged and dtype is None  # else a copy of the policy is merged
@@ -78,12 +77,10 @@ class TransformersEngine(Engine):
         uniforms = torch.zeros(size, dtype=torch.float64) if keys is None else keyed_uniforms(keys, size[1])
         merging = merged_adapters(self._model, keep=self._keep_merged) if self._merges else contextlib.nullcontext()
         with merging, evaluation_mode(ModelWalk(self._model)), decoding_head(causal_lm(self._model)):
-            made = self._decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling)
-        tokens, logprobs, kept = made
-        values = [*logprobs.to("cpu", copy=True)]
+            tokens, logprobs, kept = self._decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling)
         rollouts = Rollouts.of(
-            prompts, tokens.tolist(), values, ends, tokenizer, kept_tokens=kept, thought_tags=self._thought_tags,
-            stop=self._stop,
+            prompts, tokens.tolist(), [*logprobs.to("cpu", copy=True)], ends, tokenizer, kept_tokens=kept,
+            thought_tags=self._thought_tags, stop=self._stop,
         )  # fmt: skip
         require_finite_logits(rollouts.logprobs, names)
         return rollouts

@@ -41,9 +41,8 @@ def draw(
     largest = scores.amax(-1, keepdim=True)
     narrow, unknown = torch.ones_like(largest, dtype=torch.bool), ~largest.isfinite()
     if uniforms is None:
-        return TokenDraw(
-            scores.argmax(-1, keepdim=True), torch.zeros_like(largest).masked_fill(unknown, torch.nan), narrow
-        )
+        nothing = torch.zeros_like(largest).masked_fill(unknown, torch.nan)
+        return TokenDraw(scores.argmax(-1, keepdim=True), nothing, narrow)
     scaled = scores.float() / temperature
     weights = (scaled - scaled.amax(-1, keepdim=True).double()).exp_()
     kept = None

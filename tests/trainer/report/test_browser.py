@@ -1,7 +1,6 @@
 """Pages as Chromium shows them: tokens, hover, keys, order, curves, texts that want to be obeyed."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,53 +101,6 @@ def test_tokens_are_shaded_by_weight_and_their_numbers_show_on_hover_and_with_th
     assert not browser.get_log("browser")
 
 
-def test_a_completion_without_shades_says_why_and_one_left_out_of_the_loss_shows_no_advantage(browser, show) -> None:
-    show(completion(1, 1.0, counted=False, truncated=True, uncredited="no answer was found in it"), completion(2, 0.0))
-    assert texts(browser, "#list details > p") == ["Not shaded: no answer was found in it."]
-    assert texts(browser, "#list summary") == [
-        "step 2 · problem 7 · reward 0 · wrong · advantage -0.5",
-        "step 1 · problem 7 · reward 1 · correct · truncated · not in the loss",
-    ]
-
-
-def test_several_estimators_stand_side_by_side_beside_the_importance_of_spans(browser, show) -> None:
-    show(
-        completion(1, 1.0, estimators={"entropy": {"importances": [*range(9), None]}}),
-        {"tokens": ["bare"], "question": "Why?"},
-        {"tokens": [], "weights": []},
-    )
-    assert texts(browser, "figcaption strong") == ["masking", "entropy", "importance of spans", "tokens", "weights"]
-    assert texts(browser, "aside") == ["Why?"]
-    assert texts(browser, TOKENS, "style.background")[5] == "rgb(var(--warm) / 0.620)"
-    said = "Token 5 “=”: masking 4 · entropy 5 · importance of “1=2” 4.25 (nats)"
-    assert hover(browser, TOKENS, 25) == said
-    assert texts(browser, ".here") == ["="] * 3
-    assert not browser.get_log("browser")
-
-
-def test_completions_come_ten_at_a_time_in_an_order_and_by_step_or_verdict(browser, show) -> None:
-    important = {"spans": [{"start": 0, "end": 1, "drop": 9.0}]}
-    show(*(completion(step, step / 8, **(important if step == 5 else {})) for step in range(24)), {"tokens": ["bare"]})
-
-    def listed() -> list[int]:
-        return [int(name.split()[1]) for name in texts(browser, "#list summary") if name != "completion"]
-
-    place = lambda: browser.find_element("id", "place").text  # noqa: E731
-    assert (listed(), place()) == ([*range(23, 13, -1)], "10 of 25")
-    for _ in range(2):
-        press(browser, "#next", webdriver.Keys.ENTER)
-    assert (listed(), place()) == ([*range(23, -1, -1)], "25 of 25")
-    assert not browser.find_element("id", "next").is_displayed()
-    press(browser, "[name=wrong]", webdriver.Keys.SPACE)
-    assert listed() == [3, 2, 1, 0]
-    press(browser, "[name=wrong]", webdriver.Keys.SPACE)
-    press(browser, "[name=order]", "most")
-    assert listed()[:3] == [5, 0, 1]
-    press(browser, "[name=step]", "7")
-    assert (listed(), place()) == ([7], "1 of 1")
-    assert not browser.get_log("browser")
-
-
 def test_a_run_is_drawn_and_the_numbers_read_off_are_those_of_its_metrics(browser, tmp_path) -> None:
     folder = write_run(tmp_path / "run", completions=[completion(1, 1.0)], model="org/small", dataset="sums.jsonl")
     write_run_page(tmp_path / "page.html", folder, "A run")
@@ -177,26 +129,6 @@ def test_a_run_is_drawn_and_the_numbers_read_off_are_those_of_its_metrics(browse
     assert texts(browser, "#more strong") == ["num_tokens"]
     assert "seed: 0" in texts(browser, "pre")[0]
     assert texts(browser, "#list summary") == ["step 1 · problem 7 · reward 1 · correct · advantage 0.5"]
-    assert not browser.get_log("browser")
-
-
-def test_eight_curves_are_drawn_inside_their_axes_of_a_run_that_goes_on(browser, tmp_path) -> None:
-    folder = write_run(tmp_path / "run", max_steps=9)
-    names = ("eval_accuracy", "eval_accuracy_low", "reward", "frac_reward_zero_std", "credit/drop_mean", "grad_norm",
-             "completions/mean_length", "step_time", "time/credit", "credit/weight_std")  # fmt: skip
-    entries = [{"step": step, "entropy": 1, **dict.fromkeys(names, step)} for step in range(1, 5)]
-    write_lines(folder / "metrics.jsonl", entries)
-    write_run_page(tmp_path / "page.html", folder, "One run")
-    open_page(browser, tmp_path / "page.html")
-    assert browser.find_element("tag name", "h1").text == "One run, step 4 of 9"
-    assert texts(browser, "#curves strong")[7:] == ["Gradient norm"]  # the ninth is below, and entropy is constant
-    assert texts(browser, "#curves figure:first-child text")[-2:] == ["step", "%, greedy"]
-    paths = "".join(texts(browser, "#curves path:not([class])", "getAttribute('d')"))
-    assert all(8 < float(height) < 164 for height in re.findall(r" ([\d.]+)", paths))
-    for name in ("wrong", "follow"):
-        press(browser, f"[name={name}]", webdriver.Keys.SPACE)
-    browser.refresh()  # as it does by itself every ten seconds
-    assert all(browser.find_element("name", name).is_selected() for name in ("wrong", "follow"))
     assert not browser.get_log("browser")
 
 

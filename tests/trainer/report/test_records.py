@@ -21,7 +21,7 @@ def record_of(
     batch = SimpleNamespace(rows=[{}], keys=[(0, 1, 0, 0)], rewards=torch.ones(1), rollouts=rollouts)
     result = SimpleNamespace(batch=batch, credit=credit, advantages=torch.tensor([advantage]))
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(str, ids)))
-    return completion_record(result, 0, tokenizer, settings(*flags))
+    return completion_record(result, 0, tokenizer, settings("--credit=cf", *flags))
 
 
 def test_half_of_what_is_logged_shows_credit_and_the_rest_is_spread_over_the_batch() -> None:
@@ -31,16 +31,6 @@ def test_half_of_what_is_logged_shows_credit_and_the_rest_is_spread_over_the_bat
     assert logged_rows([False] * 32, 4) == [0, 8, 16, 24]
     for count in (0, 32, 100):
         assert sorted(logged_rows(right, count)) == [*range(min(count, 32))]
-
-
-def test_a_record_holds_the_weight_of_a_spans_last_token_as_its_first_may_count_as_outside() -> None:
-    spans = record_of([2.0, 1.0])["spans"]
-    assert [(span["text"], span["weight"]) for span in spans] == [("56", 4.0), ("7", 0.5)]
-
-
-def test_units_whose_weights_are_drawn_have_no_drop_to_record() -> None:
-    record = record_of([])
-    assert (record["spans"], record["weights"]) == ([], [1.0, 4.0, 0.5])
 
 
 @pytest.mark.parametrize(
@@ -53,11 +43,10 @@ def test_units_whose_weights_are_drawn_have_no_drop_to_record() -> None:
         ([], {"answer": Span(2, 3)}, "no span was found before its answer"),
         ([], {"answer": Span(2, 3), "masked": True}, "its spans do not differ in importance"),
         (
-            ["--completions=positive"],
+            ["--credit=prefix_gain_positive"],
             {"advantage": -1.0, "answer": Span(2, 3)},
             "it is wrong, and completions=positive",
         ),
-        (["--credit=none"], {"answer": Span(2, 3)}, "credit=uniform gives every token the same weight"),
     ],
 )
 def test_a_completion_whose_tokens_weigh_the_same_says_why(flags, options, reason) -> None:
@@ -65,3 +54,10 @@ def test_a_completion_whose_tokens_weigh_the_same_says_why(flags, options, reaso
     assert record["uncredited"].startswith(reason)
     assert record["counted"] is not record["uncredited"].endswith("the loss omits it")
     assert record_of([], *flags, **options)["uncredited"] is None
+
+
+def test_a_record_holds_the_weight_of_a_spans_last_token_and_nothing_of_credit_where_it_is_off() -> None:
+    spans = record_of([2.0, 1.0])["spans"]  # a first token may count as outside
+    assert [(span["text"], span["weight"]) for span in spans] == [("56", 4.0), ("7", 0.5)]
+    off = record_of([], "--credit=none")
+    assert not {"spans", "credit", "weights", "drops_unit", "uncredited", "answer"} & off.keys()

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings
+from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of
 from tests.support.pages import Page
 from trainer.data import load_rows
-from trainer.evaluate import Evaluation
 from trainer.report.page import write_run_page
-from trainer.report.report import Report, open_tracker, write_whole
+from trainer.report.report import open_tracker, write_whole
 
 
 @pytest.mark.slow
@@ -46,24 +45,6 @@ def test_a_run_leaves_a_page_of_its_metrics_and_its_completions(tmp_path, monkey
     assert not list(folder.glob(".*.partial"))
 
 
-@pytest.mark.slow
-def test_the_page_is_there_after_each_evaluation_and_one_that_cannot_be_written_ends_no_run(tmp_path, capsys) -> None:
-    page = tmp_path / "report.html"
-    result = Evaluation([True, True, True, False], 3.0)
-    with Report(tmp_path, settings(), None, {}) as report:
-        report.evaluated(0, result)
-        first = Page(page.read_text("utf-8")).data["run"]
-        assert first["metrics"]["eval_accuracy"] == [0.75]
-        ends = [first["metrics"][f"eval_accuracy_{end}"][0] for end in ("low", "high")]
-        assert ends == pytest.approx([0.3006, 0.9544], abs=1e-4)
-        page.unlink()
-        page.mkdir()
-        report.evaluated(2, result)
-    printed = capsys.readouterr().out
-    assert printed.count(f"warning: {page} was not written: ") == 1
-    assert len(metrics_of(tmp_path)) == 2
-
-
 # Logging back-ends of a run that goes on: the same run there, from the step of the checkpoint on
 
 
@@ -72,7 +53,6 @@ def test_the_page_is_there_after_each_evaluation_and_one_that_cannot_be_written_
     [
         ("wandb", None, {"id": "a1", "resume": "never"}),
         ("wandb", 4, {"id": "a1", "resume": "allow"}),
-        ("trackio", None, {"resume": "never"}),
         ("trackio", 4, {"resume": "allow"}),
     ],
 )
@@ -83,17 +63,6 @@ def test_a_run_that_goes_on_is_the_same_run_for_the_back_end(monkeypatch, tmp_pa
     open_tracker(name, tmp_path, {}, "a1", step)
     (options,) = begun
     assert {key: options[key] for key in ("id", "resume") if key in options} == expected
-
-
-def test_tensorboard_forgets_the_steps_after_the_checkpoint(monkeypatch, tmp_path) -> None:
-    begun = []
-    library = SimpleNamespace(
-        SummaryWriter=lambda folder, purge_step: begun.append(purge_step) or SimpleNamespace(close=0)
-    )
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library)
-    for step in (None, 4):
-        open_tracker("tensorboard", tmp_path, {}, "a1", step)
-    assert begun == [None, 5]
 
 
 def test_a_back_end_that_fails_ends_no_run(monkeypatch, tmp_path, capsys) -> None:
@@ -123,12 +92,19 @@ def test_a_back_end_that_fails_ends_no_run(monkeypatch, tmp_path, capsys) -> Non
 
 
 @pytest.mark.slow
-def test_a_step_that_teaches_nothing_says_why_in_its_line_and_once_in_full(tmp_path, capsys):
-    sizes = ("--max_steps=2", "--eval_problems=1", "--num_generations=4", "--generation_batch_size=8")
-    run(tmp_path / "run", *sizes, "--max_completion_length=4")
+def test_a_step_without_credit_that_teaches_nothing_says_why_and_names_no_credit(tmp_path, capsys):
+    sizes = ("--max_steps=2", "--eval_problems=4", "--num_generations=4", "--generation_batch_size=8", "--credit=none")
+    folder = run(tmp_path / "run", *sizes, "--max_completion_length=4")
     printed = capsys.readouterr().out
     assert printed.count("all 8 completions were cut off at the length limit") == 1
-    assert "warning: step 1: " in printed
-    lines = [line for line in printed.splitlines() if line.lstrip().startswith("step ") and "mixed groups" in line]
+    assert printed.count("warning: step 1: 100% of the completions were cut off at --max_completion_length 4") == 1
+    assert "(0 of 4, 95 % interval" in printed
+    assert "4 problems: gains above 49 points)" in printed
+    lines = [line for line in printed.splitlines() if "mixed groups" in line]
     assert len(lines) == 2
-    assert all("all truncated" in line for line in lines)
+    for line in lines:
+        assert re.search(
+            r"cut off 100%   \d\.\d s: sampling \d\.\d, update \d\.\d   [\d,]+ tokens/s   all truncated", line
+        )
+    named = {name for entry in [*metrics_of(folder), *samples_of(folder)] for name in entry}
+    assert not {name for name in named if "credit" in name} | named & {"spans", "weights", "drops_unit", "answer"}

@@ -111,20 +111,6 @@ def test_mixed_numbers_and_fractions_are_read_however_they_are_braced(
             assert final_number(f"\\boxed{{{form}}}") == final_number(f"#### {form}") == Fraction(over, under)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "18", "It costs 18 dollars.", "#### eighteen", r"\boxed{36+36}", "####", "#### 1/0", "9*2=18"]
-)
-def test_a_completion_without_an_announced_number_earns_nothing(text: str) -> None:
-    assert exact_match(completions=[text], answer=["#### 18"]) == [0.0]
-
-
-@pytest.mark.parametrize(
-    "text", ["18", " 18.0 ", "$18", "9*2=18\n#### 18", r"\boxed 18", r"17\frac22" + "\n#### 18", "18$"]
-)
-def test_a_gold_answer_is_a_solution_or_a_bare_number(text: str) -> None:
-    assert gold_number(text) == 18
-
-
 def test_a_completion_cut_in_a_thought_that_its_prompt_opened_earns_nothing() -> None:
     cut, finished = "9 * 2 = 18. So maybe the answer is 18. Wait", "9 * 2 = 17?\n</think>\nThe answer is 18."
     prompts = ["9 * 2?\nAssistant: <think>\n", [{"role": "user", "content": "9 * 2?"}]]
@@ -137,53 +123,25 @@ def test_a_completion_cut_in_a_thought_that_its_prompt_opened_earns_nothing() ->
     assert (exact_match(**own), exact_match(**own, thought_tags="[plan] [/plan]")) == ([1.0], [0.0])
 
 
-@pytest.mark.parametrize("text", ["eighteen", "18 or 19", "1.2.3", "--18", "1/2/3", "0x12", "1e", "1e9999", "5:30"])
-def test_what_is_not_one_number_is_not_parsed(text: str) -> None:
-    assert parse_number(text) is None
-
-
 ENDS_IN_TOTAL = ["9*2=18, TOTAL 18", "#### 18", "TOTAL 17, so 18"]
-
-
-def total_of(text: str) -> tuple[int, int] | None:
-    start = text.find("TOTAL ") + 6
-    return None if start < 6 else (start, start + 2)
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({}, [0.0, 1.0, 0.0]),
-        ({"answer_format": r"TOTAL (\d+)"}, [1.0, 0.0, 0.0]),
-        ({"answer_format": "tests.trainer.rewards.test_answers:total_of"}, [1.0, 0.0, 0.0]),
-        ({"credit_options": {"answer_fallback": "last_number"}}, [1.0, 1.0, 1.0]),
-        ({"answer_format": r"SUM (\d+)", "credit_options": {"answer_fallback": "last_number"}}, [1.0, 1.0, 1.0]),
-        ({"credit_options": {"thought_tags": "9*2=18 TOTAL #### x"}}, [0.0, 0.0, 0.0]),
+        ({"answers.answer_format": r"TOTAL (\d+)"}, [1.0, 0.0, 0.0]),
+        ({"answers.answer_fallback": "last_number"}, [1.0, 1.0, 1.0]),
     ],
 )
 def test_the_grader_and_credit_read_answers_in_the_runs_own_format(options, expected) -> None:
-    config = TrainConfig(**options)
-    grade = load_reward("exact_match", **config.answer_options())
+    config = TrainConfig(credit_options=options)
+    grade = load_reward("exact_match", **config.reward_options)
     assert grade(completions=ENDS_IN_TOTAL, answer=["#### 18"] * 3) == expected
     own = config.counterfactual().answers
     for text, reward in zip(ENDS_IN_TOTAL, expected, strict=True):
         span = answer_text_span(text, own)
         assert (span is not None and text[slice(*span)] == "18") == reward
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"answer_format": "TOTAL"}, "answer_format: the pattern 'TOTAL' must have one group"),
-        ({"answer_format": "(TOTAL"}, r"answer_format: the pattern '\(TOTAL' does not compile"),
-        ({"answer_format": "no_such_module:f"}, "answer_format: cannot import 'no_such_module:f'"),
-        ({"answer_format": "math:pi"}, "answer_format: 'math:pi' is a float, not a function"),
-        ({"credit_options": {"answer_fallback": "first"}}, "answer_fallback must be one of .*, got 'first'"),
-    ],
-)
-def test_a_bad_answer_format_ends_the_run_before_it_starts(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainConfig(**options)
 
 
 def test_every_gsm8k_gold_answer_is_an_integer(gsm8k) -> None:
@@ -201,11 +159,3 @@ def test_advantages_are_centred_and_scaled_within_each_group() -> None:
     for name, scale in scales.items():
         expected = ((groups - groups.mean(1, keepdim=True)) / scale).flatten()
         torch.testing.assert_close(group_advantages(rewards, 4, name).double(), expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_a_group_of_equal_rewards_has_advantage_exactly_zero(scale: str) -> None:
-    # 0.1 seven times: its mean in fp32 is not exactly 0.1
-    advantages = group_advantages(torch.tensor([0.1] * 7 + [1.0] + [0.0] * 6), 7, scale)
-    assert (advantages[:7] == 0).all()
-    assert (advantages[7:] != 0).all()

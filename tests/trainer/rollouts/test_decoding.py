@@ -9,7 +9,7 @@ from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
 from tests.support.operator_calls import OperatorCalls
 from tests.support.waits import a_device, put_on_device
 from trainer.rollouts import decoding
-from trainer.rollouts.in_process import TransformersEngine, by_transformers, decoding_obstacle
+from trainer.rollouts.in_process import TransformersEngine, by_transformers
 from trainer.rollouts.sampling import CANDIDATES
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
@@ -100,14 +100,6 @@ def test_prompts_that_repeat_are_fed_once_and_their_completions_stay_the_same(op
             torch.testing.assert_close(together.logprobs[b], single.logprobs[0], rtol=1e-6, atol=1e-5)
 
 
-def test_what_a_call_gave_stays_when_the_next_one_is_made() -> None:
-    engine = TransformersEngine(tiny(), tokenizer())
-    first = engine(PROMPTS, **SAMPLED)
-    kept = [row.clone() for row in first.logprobs]
-    engine(PROMPTS, **SAMPLED | {"keys": [(4, i) for i in range(4)]})
-    assert all(map(torch.equal, first.logprobs, kept))
-
-
 def long_run(tokens: int) -> dict:
     """Eight rows that do not end before `tokens`."""
     return SAMPLED | {"keys": [(3, i) for i in range(8)], "max_completion_length": tokens}
@@ -129,18 +121,6 @@ def test_the_host_waits_once_in_sixteen_tokens(captured, replays) -> None:
             waits.seen.clear()
         assert result.ids() == expected.ids()
     assert counts[1] - counts[0] == 1
-
-
-def test_a_token_is_one_replay(replays) -> None:
-    engine, launches = TransformersEngine(ONE_LAYER(), tokenizer(), captured=True), []
-    engine(EIGHT, **long_run(16))  # once to warm up
-    for tokens in (16, 32):
-        replays.clear()
-        with OperatorCalls() as calls:
-            engine(EIGHT, **long_run(tokens))
-        assert len(replays) == tokens
-        launches.append(len(calls.calls) - sum(operators for *_, operators in replays))
-    assert launches[1] - launches[0] < 16  # operators around 16 tokens
 
 
 def test_rows_that_have_ended_leave_and_completions_stay_in_their_places(replays) -> None:
@@ -192,26 +172,3 @@ def test_the_cache_and_the_graphs_stay_until_it_must_grow_or_weights_move(replay
     engine(PROMPTS, **SAMPLED)
     again = "CUDA graphs of decoding will be captured again: "
     assert caplog.messages == [f"3 {again}the cache grows to 16 rows, 84 tokens", f"1 {again}the weights have moved"]
-
-
-def test_a_step_that_cannot_be_captured_is_launched_and_the_log_says_so(monkeypatch, caplog) -> None:
-    def refuse(step, pool):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(decoding, "capture", refuse)
-    sampled = TransformersEngine(tiny(), tokenizer(), captured=True)(PROMPTS, **SAMPLED)
-    assert sampled.texts == by_generate(tiny(), PROMPTS, **SAMPLED).texts
-    (message,) = caplog.messages
-    assert "no CUDA graph can be captured: operation not permitted" in message
-
-
-def test_a_model_that_cannot_decode_so_is_named() -> None:
-    hybrid, eager = tiny(), tiny()
-    hybrid.config.layer_types = ["full_attention", "linear_attention"]
-    eager._can_compile_fullgraph = False
-    for model, message in ((hybrid, "LinearAttentionLayer"), (eager, "cannot compile a decoding step of Qwen3ForC")):
-        assert message in decoding_obstacle(model)
-        (note,) = TransformersEngine(model, tokenizer(), captured=True).notes
-        assert note.startswith("decoding is not captured, ")
-        assert message in note
-    assert TransformersEngine(eager, tokenizer()).notes == []  # on a CPU
