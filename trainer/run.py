@@ -24,7 +24,6 @@ from cfa_kernels.model.compile_layers import compile_layers
 from cfa_kernels.model.memory import is_out_of_memory
 from cfa_kernels.model.parts import causal_lm, context_length, vocab_size
 from cfa_kernels.options import imported
-from cfa_kernels.scoring.access import WHOLE
 from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
@@ -159,14 +158,13 @@ def load_engine(
     config: TrainConfig, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, longest: int, *, captured: bool | None
 ) -> Engine:
     """Make the engine that samples prompts and completions of at most `longest` tokens; `captured` as it has it."""
-    credit = config.counterfactual()
-    tags, stop = credit.answers.thought_tags, stop_strings(tokenizer, config)
+    tags, stop = config.counterfactual().answers.thought_tags, stop_strings(tokenizer, config)
     if config.rollout_engine == "vllm":
         gap = sampling_gap_limit(config, policy)
         return VllmEngine(policy, tokenizer, config.vllm_server_base_url, gap, tags, stop)
     return TransformersEngine(
         policy, tokenizer, config.precision.products if config.precision.is_mixed else None, captured=captured,
-        longest=longest, thought_tags=tags, keep_merged=WHOLE in credit.needs, stop=stop,
+        longest=longest, thought_tags=tags, stop=stop,
     )  # fmt: skip
 
 

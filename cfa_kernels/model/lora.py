@@ -4,7 +4,6 @@ Layers that are not plain LoRA, as PEFT itself defines it, run PEFT's own code.
 """
 
 import sys
-from collections import defaultdict
 from contextlib import AbstractContextManager
 from copy import copy
 from operator import attrgetter, itemgetter
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from ..ops.adapted_linear import AdaptedLayer, AdapterParts, adapted_linear, split_adapters
 from .modes import exchanged
 from .sharded.fsdp import is_piece
-from .state import adapters, marks
+from .state import TensorMarks, adapters, steps_taken
 from .walk import ModelWalk
 
 FEW_ROWS = 2048
@@ -66,7 +65,7 @@ def one_pass_adapters(
     own = groups.inside(inside)
     for group in own:
         group.forget()
-    groups.give_parts(walk, again=inside is not None)
+    groups.give_parts(again=inside is not None)
     return exchanged(attribute for group in own for attribute in group.attributes)
 
 
@@ -98,9 +97,10 @@ class _Groups:
         self._weights = [store for module in members if "weight" in (store := module._parameters)]  # FSDP1 has none
         self._hooks = [hooks for module in members for hooks in _BACKWARD_HOOKS(vars(module)) if not hooks]
         self._forms = self._forms_now()
-        weights = [group.members[0].weights() for group in self._groups]
-        pairs = zip(self._groups, weights, strict=True)
-        self._wide = [group for group, one in pairs if one.down.dtype != one.weight.dtype and is_on_gpu(one.down)]
+        own = [(group, group.members[0].weights()) for group in self._groups]
+        dtypes = torch.float32, torch.bfloat16
+        self._wide = [g for g, one in own if (one.down.dtype, one.weight.dtype) == dtypes and is_on_gpu(one.down)]
+        self._split: tuple[int, TensorMarks, list[AdapterParts]] | None = None  # after so many steps, of which tensors
 
     def hold(self, walk: ModelWalk) -> bool:
         """Whether they are those of today."""
@@ -113,36 +113,22 @@ class _Groups:
             self._inside[module] = [group for group in self._groups if group.layers[0] in own]
         return self._inside[module]
 
-    def give_parts(self, walk: ModelWalk, *, again: bool) -> None:
+    def give_parts(self, *, again: bool) -> None:
         """Give groups of float32 adapters on halves their parts, split anew where a weight has changed.
 
         Where layers run `again`, in a backward, none has.
         """
-        if again and walk.of_weights.get("parts", (None,))[0] is self:
-            self._take(walk)
-            return
-        weights = [[modules.weights() for modules in group.members] for group in self._wide]
-        if any(is_piece(one.down) or one.down.dim() != 2 for own in weights for one in own):
-            return
-        each = [adapter for own in weights for one in own for adapter in (one.down, one.up)]
-        now = [*map(id, each)], marks(each)
-        if not each:
-            return
-        if walk.of_weights.get("parts", (None, None))[:2] != (self, now):
-            walk.of_weights.pop("parts", None)  # frees those of before
-            by_dtype = defaultdict[torch.dtype, list[int]](list)
-            for i, own in enumerate(weights):
-                by_dtype[own[0].weight.dtype].append(i)
-            parts: list[AdapterParts | None] = [None] * len(weights)
-            for dtype, some in by_dtype.items():
-                split = split_adapters([(weights[i], self._wide[i].scale) for i in some], dtype)
-                for i, one in zip(some, split, strict=True):
-                    parts[i] = one
-            walk.of_weights["parts"] = self, now, parts, each  # so that nothing else gets an id of theirs
-        self._take(walk)
-
-    def _take(self, walk: ModelWalk) -> None:
-        for group, parts in zip(self._wide, walk.of_weights["parts"][2], strict=True):
+        if self._split is None or not again:
+            weights = [[modules.weights() for modules in group.members] for group in self._wide]
+            each = [adapter for own in weights for one in own for adapter in (one.down, one.up)]
+            if any(is_piece(one) or one.dim() != 2 for one in each):
+                return
+            steps = steps_taken()
+            if self._split is None or self._split[0] != steps or not self._split[1].hold(each):
+                self._split = None  # frees the parts of before
+                scaled = [(own, group.scale) for own, group in zip(weights, self._wide, strict=True)]
+                self._split = steps, TensorMarks(each), split_adapters(scaled, torch.bfloat16)
+        for group, parts in zip(self._wide, self._split[2], strict=True):
             group.parts = parts
 
     def _forms_now(self) -> list[Any]:
