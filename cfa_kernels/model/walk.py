@@ -1,7 +1,4 @@
-"""Record a model's modules, for everything that calls read of them, until one cheap test says that they have changed.
-
-A second walk takes several times as long as the test, torch's `named_modules` longer still.
-"""
+"""Record a model's modules, for all that calls read of them, until one cheap test says that they have changed."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,8 +21,7 @@ _FORMS = 4  # of a model, whose verdicts are kept
 class ModelWalk:
     """Modules of a model by name, in the order of `named_modules`, each once, and what is derived from them.
 
-    A record stands while its model has the very modules, of the same classes and `forward`s, the same hooks on
-    forwards, and the very parameters and buffers. Other attributes of modules are read where they are needed.
+    A record stands while its model has the very modules, classes, `forward`s, hooks on forwards and tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,8 +80,7 @@ class ModelWalk:
         return NoneType, ()  # a copy of a model, or one that is read from a file, walks by itself
 
     def holds(self) -> bool:
-        """Whether the model is still as it was recorded."""
-        # Loops of the interpreter take four times as long.
+        """Whether the model is still as it was recorded."""  # by C code: loops take four times as long
         if any(self._empty) or [*map(type, self.modules.values())] != self._classes:
             return False
         if any(map(ne, self._parents, self._children)) or [*map(tuple, self._stores)] != self._names:

@@ -161,14 +161,8 @@ def failing_layers(rank: int, how: str) -> None:
 
 def disagreeing(rank: int, how: str) -> None:
     shared = wrapped(make_model("Qwen3"), how)
-    with pytest.raises(ValueError, match=r"^processes .*: rank 0 has Qwen3.*, with gradients, rank 1 .*, without grad"):
+    with pytest.raises(ValueError, match=r"^processes .* must make the same call"):
         loss(shared, [0, 1], 2) if rank == 0 else scores(shared, [2, 3])
-    sizes = causal_lm(shared).config
-    own = sizes.vocab_size
-    sizes.vocab_size = own + rank
-    with pytest.raises(ValueError, match=rf"rank 0 has .*vocab_size={own}, .*rank 1 has .*vocab_size={own + 1}, "):
-        scores(shared, [0, 1])
-    sizes.vocab_size = own
     scores(shared, [0, 1])
 
 
