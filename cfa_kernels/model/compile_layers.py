@@ -30,16 +30,9 @@ def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
     with hooks. Modules that run Liger's kernels run their class's own forward where compiled. Apply Liger with
     `rope=False`: its rotary embeddings replace a function of transformers', which is not restored.
 
-    Args:
-        model: a transformers causal model on a GPU, bare or under PEFT or DDP.
-        backend: of `torch.compile`.
-
-    Returns:
-        The names of the kinds of layers that run compiled.
-
-    Raises:
-        NotImplementedError: a model on a CPU or in pieces on several processes, one that keeps no list of `layers`, and
-            what `check_model` raises.
+    Returns the names of the kinds of layers that run compiled, by the `backend` of `torch.compile`. Raises
+    `NotImplementedError` for a model on a CPU or in pieces on several processes, one that keeps no list of `layers`,
+    and what `check_model` raises.
     """
     causal = causal_lm(model)
     name, device = type(causal).__name__, input_device(causal)

@@ -14,7 +14,7 @@ from .walk import Model, ModelWalk
 
 
 def rope_lengths(model: Model) -> tuple[list[int], int | None]:
-    """Find lengths beyond which rotary frequencies follow a forward's longest sequence: of longrope, of dynamic ones."""
+    """Find lengths beyond which rotary frequencies follow the longest sequence: of longrope, of dynamic ones."""
     switches, dynamic = set(), []
     for module in ModelWalk.of(model).having("rope_type"):
         kinds = module.rope_type

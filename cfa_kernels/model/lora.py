@@ -59,7 +59,8 @@ def one_pass_adapters(
     groups: _Groups | None = walk.kept.get("groups")
     if groups is None or (inside is None and not groups.hold(walk)):
         groups = walk.kept["groups"] = _Groups(walk, layers)
-    own = groups.inside(inside)
+    part = None if inside is None else {*inside.modules()}
+    own = [group for group in groups.all if part is None or group.layers[0] in part]
     for group in own:
         group.forget()
     groups.give_parts(again=inside is not None)
@@ -87,13 +88,12 @@ class _Groups:
                     modules.down.weight.dtype, modules.base.weight.dtype,
                 )  # fmt: skip
                 groups.setdefault(kind, _Group(modules.scale)).add(layer, modules)
-        self._groups = [*groups.values()]
-        self._inside: dict[nn.Module | None, list[_Group]] = {None: self._groups}
+        self.all = [*groups.values()]
         self._adapters = [*map(copy, adapters(walk))]
         members = [m for layer in layers for m in (layer.base_layer, *layer.lora_A.values(), *layer.lora_B.values())]
         self._weights = [store for module in members if "weight" in (store := module._parameters)]  # FSDP1 has none
         self._forms = self._forms_now()
-        own = [(group, group.members[0].weights()) for group in self._groups]
+        own = [(group, group.members[0].weights()) for group in self.all]
         dtypes = torch.float32, torch.bfloat16
         self._wide = [g for g, one in own if (one.down.dtype, one.weight.dtype) == dtypes and is_on_gpu(one.down)]
         self._split: tuple[int, TensorMarks, list[AdapterParts]] | None = None  # after so many steps, of which tensors
@@ -101,13 +101,6 @@ class _Groups:
     def hold(self, walk: ModelWalk) -> bool:
         """Whether they are those of today."""
         return adapters(walk) == self._adapters and self._forms_now() == self._forms
-
-    def inside(self, module: nn.Module | None) -> list["_Group"]:
-        """List the groups inside a module; None for the model."""
-        if module is not None and module not in self._inside:
-            own = {*module.modules()}
-            self._inside[module] = [group for group in self._groups if group.layers[0] in own]
-        return self._inside[module]
 
     def give_parts(self, *, again: bool) -> None:
         """Give groups of float32 adapters on halves their parts, split anew where a weight has changed."""

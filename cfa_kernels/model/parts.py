@@ -118,8 +118,8 @@ _NOISE = re.compile("drop|jitter|noise")
 
 def computation(walk: ModelWalk) -> tuple[Any, ...]:
     """Equal as long as a model that stays as recorded computes alike: caps and scales of logits, own attention."""
-    owners = walk.model, *configs(walk.model)
-    return *(item for owner in owners for item in _numbers(owner, _SHAPES_LOGITS)), *own_attention(walk).items()
+    items = [item for owner in (walk.model, *configs(walk.model)) for item in vars(owner).items()]
+    return *(i for i in items if _is_number(i[1]) and _SHAPES_LOGITS.search(i[0])), *own_attention(walk).items()
 
 
 def own_attention(walk: ModelWalk) -> dict[str, Any]:
@@ -138,7 +138,8 @@ def _is_known(function: Any) -> bool:
 
 def noise_remedy(model: PreTrainedModel) -> str:
     """Say how to load the model without the noise of its configuration; empty if that has none."""
-    names = {name for config in configs(model) for name, value in _numbers(config, _NOISE) if value > 0}
+    items = [item for config in configs(model) for item in vars(config).items()]
+    names = {name for name, value in items if _NOISE.search(name) and _is_number(value) and value > 0}
     return f" (from_pretrained takes {', '.join(f'{name}=0' for name in sorted(names))})" if names else ""
 
 
@@ -151,7 +152,7 @@ def active_noise(walk: ModelWalk) -> Iterator[tuple[str, str, float]]:
     for name, module in walk.modules.items():
         for attribute in noisy[type(module)] if module.training else ():
             value = getattr(module, attribute, None)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            if _is_number(value) and value > 0:
                 yield name, "dropout" if attribute == "p" else attribute, value
 
 
@@ -160,6 +161,5 @@ def configs(model: PreTrainedModel) -> list[Any]:
     return list({id(config): config for config in (model.config, model.config.get_text_config())}.values())
 
 
-def _numbers(owner: object, names: re.Pattern) -> list[tuple[str, float]]:
-    attributes = [(name, value) for name, value in vars(owner).items() if isinstance(value, (int, float))]
-    return [(name, value) for name, value in attributes if not isinstance(value, bool) and names.search(name)]
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

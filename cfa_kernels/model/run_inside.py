@@ -48,8 +48,7 @@ def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = 
         model: a transformers causal model, or a wrapper of one: PEFT, DDP, FSDP (both kinds) or DeepSpeed's ZeRO-3.
         body: returns a result whose tensors may be in tuples, lists and dictionaries.
         trains: whether it makes gradients of the weights.
-        check: called with a `ModelWalk` that processes share; by default `check_trainable` if `trains`, else
-            `check_supported`.
+        check: called with a `ModelWalk` that processes share, in place of `check_trainable` or `check_supported`.
 
     Raises:
         NotImplementedError: a way of sharding that this cannot run through, or a model that fails its check.
@@ -102,10 +101,8 @@ def _through(root: nn.Module, causal: PreTrainedModel, ranks: Ranks | Replicas, 
 def _in_step(
     root: Any, causal: PreTrainedModel, body: Callable[[], _Result], check: Callable[[ModelWalk], object]
 ) -> _Result:
-    walk = ModelWalk.of(causal)
-    results: list[_Result] = []
+    walk, results, failed = ModelWalk.of(causal), list[_Result](), False
     problem: Exception | None = None
-    failed = False
 
     def idle() -> None:
         with value_of(INSIDE, None), tree_attention_mode(walk):  # the processes have met already

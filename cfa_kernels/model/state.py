@@ -38,23 +38,12 @@ _ADAPTERS = "_active_adapter", "_disable_adapters", "merged_adapters", "lora_var
 def _marks(tensors: Collection[Tensor]) -> list[tuple[int | None, int | None]]:
     try:  # in a tenth of the time that a loop takes
         return [*zip(map(_VERSION, tensors), map(Tensor.data_ptr, tensors), strict=True)]
-    except RuntimeError:  # one has no storage or no version
-        return [*map(_mark, tensors)]
-
-
-def _mark(tensor: Tensor) -> tuple[int | None, int | None]:
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError:  # a tensor made up of others has no storage
-        address = None
-    return None if tensor.is_inference() else tensor._version, address
+    except RuntimeError:  # one, made up of others or in inference mode, has no storage or no version
+        return [(None if tensor.is_inference() else tensor._version, None) for tensor in tensors]
 
 
 class TensorMarks:
-    """Record of tensors: how often each had been written to, and its memory. Their values are not read.
-
-    PyTorch counts in-place writes, and the hook above those of a fused optimizer; neither counts writes by `.data`.
-    """
+    """Record of tensors: how often each had been written to, not by `.data`, and its memory."""
 
     def __init__(self, tensors: Collection[Tensor]) -> None:
         self._tensors, self._marks = tensors, _marks(tensors)

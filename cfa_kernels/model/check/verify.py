@@ -36,7 +36,7 @@ from ..parts import (
     own_attention,
     vocab_size,
 )
-from ..quantised import HALVES, is_quantised, product_dtype
+from ..quantised import HALVES, product_dtype
 from ..router_loss import packed_router_loss, uses_of_rows
 from ..sharded.fsdp import without_casts
 from ..sharded.ranks import Ranks, inside
@@ -101,7 +101,7 @@ def check_trainable(model: Model, *, router_loss: bool = False) -> Head:
         what = f"adds a loss of its routers (output_router_logits){_NOT_TRAINED}that counts shared rows once"
         raise _refusal(walk.model, f"{what}; switch it off")
     if not verdict.trained and any(m.training for m in walk.modules.values()):
-        _on_few_layers(walk, lambda repeated: _check_training(walk, verdict, repeated))
+        _on_few_layers(walk, lambda repeated: _checked(walk, repeated, training=verdict))
         verdict.trained = True
     if router_loss and not verdict.routed:
         _on_few_layers(walk, lambda repeated: _check_routers(walk, repeated))
@@ -147,83 +147,70 @@ def _refusal(model: PreTrainedModel, what: str) -> NotImplementedError:
     return NotImplementedError(f"model: {type(model).__name__} {what}")
 
 
-def _checked(walk: ModelWalk, repeated: Mapping[nn.Module, nn.Module]) -> _Verdict:
-    model = walk.model
-    probe = ProbeTree.of(model)
+def _checked(walk: ModelWalk, repeated: Mapping[nn.Module, nn.Module], *, training: _Verdict | None = None) -> _Verdict:
+    """Check head and tree, in `training` mode the tree only, given the verdict on the head."""
+    model, probe = walk.model, ProbeTree.of(walk.model)
 
     def measure(exact: bool) -> _Verdict:
         hidden, head, factor, theirs = _own_results(model, probe)
-        alone = torch.cat([_own_logits(model, row[None], factor) for row in probe.ids[:2]])
-        linear = functional.linear(hidden.to(head.weight) * factor, head.weight, head.bias).float()
-        if linear.shape != theirs[:2].shape:
-            shapes = f"{tuple(theirs[:2].shape)}, expected {tuple(linear.shape)}, those of its head"
-            raise _refusal(model, f"gives logits of shape {shapes}")
-        truth = theirs[:2].log_softmax(-1)
-        ways = [alone] if exact else [alone, _rounded_logits(walk, probe.ids, factor)[:2]]
-        rounding = max(_gap(model, truth, way.log_softmax(-1)) for way in ways)
-        gaps = {
-            transform: _gap(model, Head(head.weight, head.bias, *transform).transformed(linear).log_softmax(-1), truth)
-            for transform in _transforms(model)
-        }
-        best = min(gaps, key=lambda transform: gaps[transform])
-        if not gaps[best] <= max(_TOLERANCE, _ROUNDINGS * rounding):
-            raise NotImplementedError(
-                f"model: the logits of {type(model).__name__} are not its head's output, as scaled and capped by its "
-                f"configuration (log-probs differ by {gaps[best]:.3g} nats){_BY_ITS_HEAD}"
-            )
-        verdict = _Verdict(*best, rounding)
+        verdict = training or _head_verdict(walk, probe.ids, exact, hidden, head, factor, theirs)
         if problem := _tree_problem(walk, probe, verdict, factor, theirs):
-            raise _refusal(model, problem + _NOT_SCORED)
+            again = theirs if training is None else _own_logits(model, probe.ids, factor)
+            gap = _gap(model, theirs.log_softmax(-1), again.log_softmax(-1))
+            if gap > max(_TOLERANCE, _ROUNDINGS * verdict.rounding):
+                draws = f"draws at random in training mode (log-probs of two equal calls differ by {gap:.3g} nats)"
+                raise _refusal(model, f"{draws}{_ONE_DRAW}look for draws in its code or its hooks, such as NEFTune's")
+            raise _refusal(model, problem + _NOT_SCORED + (" in training mode" if training else ""))
         return verdict
 
-    return _run_probe(walk, measure, repeated)
+    return _run_probe(walk, measure, repeated, training=training is not None)
 
 
-def _check_training(walk: ModelWalk, verdict: _Verdict, repeated: Mapping[nn.Module, nn.Module]) -> None:
+def _head_verdict(
+    walk: ModelWalk, ids: Tensor, exact: bool, hidden: Tensor, head: Head, factor: float, theirs: Tensor
+) -> _Verdict:
     model = walk.model
-    probe = ProbeTree.of(model)
-
-    def measure(_: bool) -> None:
-        _, _, factor, theirs = _own_results(model, probe)
-        if problem := _tree_problem(walk, probe, verdict, factor, theirs):
-            again = _own_logits(model, probe.ids, factor)
-            gap = _gap(model, theirs.log_softmax(-1), again.log_softmax(-1))
-            if gap <= max(_TOLERANCE, _ROUNDINGS * verdict.rounding):
-                raise _refusal(model, f"{problem}{_NOT_SCORED} in training mode")
-            raise _refusal(
-                model,
-                f"draws at random in training mode (log-probs of two equal calls differ by {gap:.3g} nats){_ONE_DRAW}"
-                f"look for draws in its own code or its hooks, such as NEFTune's{noise_remedy(model)}",
-            )
-
-    _run_probe(walk, measure, repeated, training=True)
+    alone = torch.cat([_own_logits(model, row[None], factor) for row in ids[:2]])
+    linear = functional.linear(hidden.to(head.weight) * factor, head.weight, head.bias).float()
+    if linear.shape != theirs[:2].shape:
+        raise _refusal(model, f"gives logits of shape {tuple(theirs[:2].shape)}, its head {tuple(linear.shape)}")
+    truth = theirs[:2].log_softmax(-1)
+    ways = [alone] if exact else [alone, _rounded_logits(walk, ids, factor)[:2]]
+    rounding = max(_gap(model, truth, way.log_softmax(-1)) for way in ways)
+    gaps = {
+        transform: _gap(model, Head(head.weight, head.bias, *transform).transformed(linear).log_softmax(-1), truth)
+        for transform in _transforms(model)
+    }
+    best = min(gaps, key=lambda transform: gaps[transform])
+    if not gaps[best] <= max(_TOLERANCE, _ROUNDINGS * rounding):
+        raise NotImplementedError(
+            f"model: the logits of {type(model).__name__} are not its head's output, as scaled and capped by its "
+            f"configuration (log-probs differ by {gaps[best]:.3g} nats){_BY_ITS_HEAD}"
+        )
+    return _Verdict(*best, rounding)
 
 
 def _check_routers(walk: ModelWalk, repeated: Mapping[nn.Module, nn.Module]) -> None:
-    model = walk.model
-    probe, routers = ProbeTree.of(model), list[tuple[Tensor, ...]]()
+    model, probe = walk.model, ProbeTree.of(walk.model)
 
-    def problem() -> str | None:
+    def measure(_: bool) -> None:
+        routers, gap = list[tuple[Tensor, ...]](), math.inf
         try:
-            theirs = getattr(_own_output(model, probe.ids, output_router_logits=True), "aux_loss", None)
-            if not isinstance(theirs, Tensor):
-                return "its own forward gives none (aux_loss)"
+            theirs = _own_output(model, probe.ids, output_router_logits=True).aux_loss
             with tree_training_mode(walk):
                 packed_hidden(walk, probe.pack, routers=routers)
             ours = packed_router_loss(model, [(routers.pop(), uses_of_rows(probe.pack, probe.ids.cpu().numpy()))])
             gap = _gap(model, ours, theirs.to(ours)) / theirs.item()
-            return None if gap <= _ROUTER_SHARE else f"its own forward gives one that differs by {gap:.0%}"
+            reason = f"its own forward gives one that differs by {gap:.0%}"
         except Exception as error:  # anything that a model's own code raises
             if is_out_of_memory(error):
                 raise
-            return f"{type(error).__name__}: {error}"
-
-    def measure(_: bool) -> None:
-        if (reason := problem()) is not None:
+            reason = f"{type(error).__name__}: {error}"
+        if not gap <= _ROUTER_SHARE:
+            what = f"the loss of its routers is not transformers' load_balancing_loss_func of their logits ({reason})"
             raise NotImplementedError(
-                f"model: {type(model).__name__}: the loss of its routers is not transformers' load_balancing_loss_func "
-                f"of their logits ({reason}), so packed trees cannot have it; train without (router_aux_loss_coef=0.0 "
-                "in TRL)"
+                f"model: {type(model).__name__}: {what}, so packed trees cannot have it; train without "
+                "(router_aux_loss_coef=0.0 in TRL)"
             )
 
     _run_probe(walk, measure, repeated)
@@ -255,12 +242,13 @@ def _tree_problem(walk: ModelWalk, probe: "ProbeTree", verdict: _Verdict, factor
             raise
         what = f"cannot run on a packed tree ({type(error).__name__}: {error})"
         raise _refusal(model, what + _NOT_SCORED) from error
-    truth = probe.target_logprobs(theirs)
+    truth = theirs[:, probe.first :].log_softmax(-1).gather(-1, probe.targets.to(theirs.device)[..., None])[..., 0]
     # A tree can get wrong how earlier tokens change later ones, which is little in an untrained model.
     tokens, targets = probe.ids[:, probe.first :], probe.targets
     same = ((tokens == tokens[:1]) & (targets == targets[:1])).to(truth.device)
     mixing = torch.where(same, truth - truth[:1], 0.0).abs().max().item()
-    gap = _gap(model, probe.unpacked(ours).to(truth), truth)
+    ours = ours[torch.from_numpy(probe.pack.query_index).to(ours.device)].view_as(probe.targets)
+    gap = _gap(model, ours.to(truth), truth)
     if gap <= max(min(_TOLERANCE, _SHARE * mixing), _ROUNDINGS * verdict.rounding, FLOAT32_NOISE):
         return None
     differs = f"does not compute the same in a packed tree as by itself (log-probs differ by {gap:.3g} nats)"
@@ -323,15 +311,6 @@ class ProbeTree(NamedTuple):
         batch = torch.from_numpy(np.stack(rows)).to(input_device(model))
         return cls(batch[:, :-1].contiguous(), first, batch[:, first + 1 :], pack)
 
-    def target_logprobs(self, logits: Tensor) -> Tensor:
-        """Compute log-probs (n, L - first) of the targets, given logits (n, L, V) of the batch."""
-        logprobs = logits[:, self.first :].log_softmax(-1)
-        return logprobs.gather(-1, self.targets.to(logits.device)[..., None])[..., 0]
-
-    def unpacked(self, logprobs: Tensor) -> Tensor:
-        """Put log-probs (R,) of the pack's logits rows in the form of `target_logprobs`."""
-        return logprobs[torch.from_numpy(self.pack.query_index).to(logprobs.device)].view_as(self.targets)
-
 
 def _own_logits(model: PreTrainedModel, ids: Tensor, factor: float) -> Tensor:
     head = model.get_output_embeddings()
@@ -367,11 +346,7 @@ def _gap(model: PreTrainedModel, ours: Tensor, theirs: Tensor) -> float:
 
 
 def _run_probe(
-    walk: ModelWalk,
-    measure: Callable[[bool], _Result],
-    repeated: Mapping[nn.Module, nn.Module],
-    *,
-    training: bool = False,
+    walk: ModelWalk, measure: Callable[[bool], _Result], repeated: Mapping[nn.Module, nn.Module], training: bool = False
 ) -> _Result:
     """Run `measure(exact)` with the model prepared for a probe: in float32 if possible, else in its own dtype."""
     model = walk.model
@@ -398,8 +373,5 @@ def _run_probe(
         except (NotImplementedError, FloatingPointError):
             raise
         except Exception:  # a kernel for halves only, or no memory for float32
-            if not any(p.dtype in HALVES for p in walk.parameters()) and not any(
-                map(is_quantised, walk.modules.values())
-            ):
-                raise
+            pass
         return measure(False)
