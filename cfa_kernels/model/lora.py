@@ -19,11 +19,6 @@ from .sharded.fsdp import is_piece
 from .state import TensorMarks, adapters, steps_taken
 from .walk import ModelWalk
 
-FEW_ROWS = 2048
-"""Rows in halves on a GPU below which PEFT's layers run, which take less of the host.
-
-Qwen3-1.7B on an H100, forward and backward by one op and by PEFT: 197 and 193 ms of 1,870 rows, 208 and 215 of 3,740.
-"""
 _FULL = (torch.float32, torch.float64)
 _ONE_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 """Names of layers of one parent that are called with one and the same tensor, and a name for them together."""
@@ -42,18 +37,12 @@ class _Layer(NamedTuple):
         return AdaptedLayer(self.base.weight, self.base.bias, self.down.weight, self.up.weight)
 
 
-def one_pass_adapters(
-    walk: ModelWalk, rows: int, *, compiled: bool = False, inside: nn.Module | None = None
-) -> AbstractContextManager[None]:
+def one_pass_adapters(walk: ModelWalk, *, inside: nn.Module | None = None) -> AbstractContextManager[None]:
     """Run the LoRA layers of a model, or of a module `inside` it, as ops; their own `forward` comes back afterwards.
 
-    Those in halves on a GPU keep it for forwards of fewer than `FEW_ROWS` rows, unless their layers are `compiled`.
     On a GPU bfloat16 rows meet float32 adapters in bfloat16 parts, 8 bytes a weight. Weights must not change inside.
     """
     layers = _lora_layers(walk)
-    few = rows < FEW_ROWS and not compiled
-    if layers and few and is_on_gpu(weight := layers[0].base_layer.weight) and weight.dtype not in _FULL:
-        layers = []
     if not layers:  # groups of another forward stay
         return exchanged(())
     groups: _Groups | None = walk.kept.get("groups")

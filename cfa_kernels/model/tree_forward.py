@@ -90,10 +90,9 @@ def packed_hidden(
     if store is not None:
         store.rewind()
     running = Running(pack.table, store, pack.first_row)
-    rows, states = pack.num_tokens, tree_states(walk, pack.table)
-    again = _recomputed_on_trees(walk, running, rows)
+    states, again = tree_states(walk, pack.table), _recomputed_on_trees(walk, running)
     layers = to_compile(() if inside(model) else getattr(backbone(model), "layers", ()))
-    adapters = one_pass_adapters(walk, rows, compiled=bool(layers))
+    adapters = one_pass_adapters(walk)
     with value_of(RUNNING, running), states, again, adapters, compiled_layers(layers):
         output = backbone(model)(
             input_ids=staged.input_ids,
@@ -108,7 +107,7 @@ def packed_hidden(
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
-def _recomputed_on_trees(walk: ModelWalk, running: Running, rows: int) -> AbstractContextManager[None]:
+def _recomputed_on_trees(walk: ModelWalk, running: Running) -> AbstractContextManager[None]:
     """Make checkpointed modules run again, in a backward, as inside: it may rerun layers of other forwards, too."""
     configs = [config for config in walk.configs if config._attn_implementation == ATTENTION]
     again = replace(running, store=None)
@@ -119,7 +118,7 @@ def _recomputed_on_trees(walk: ModelWalk, running: Running, rows: int) -> Abstra
                 if RUNNING.get() is running:
                     return function(*inputs, **named)
                 layers = to_compile([module])
-                adapters = one_pass_adapters(walk, rows, compiled=bool(layers), inside=module)
+                adapters = one_pass_adapters(walk, inside=module)
                 states = tree_states(walk, running.table, inside=module)
                 attention = attention_of(configs, ATTENTION)
                 with value_of(RUNNING, again), attention, states, adapters, compiled_layers(layers):

@@ -28,11 +28,6 @@ from tests.support.models import (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def few_rows_are_many(monkeypatch):
-    monkeypatch.setattr(lora, "FEW_ROWS", 0)
-
-
 def adapted(**config):
     return small_adapted(**config).cpu()
 
@@ -48,14 +43,9 @@ def calls(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("few", [0, 99])
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
-def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointing, few, monkeypatch, unchecked):
-    """Few rows on a GPU run them, also where a checkpointed layer runs again."""
+def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointing, monkeypatch, unchecked):
     made = calls(monkeypatch)
-    monkeypatch.setattr(lora, "FEW_ROWS", few)
-    monkeypatch.setattr(lora, "is_on_gpu", lambda _: few > 0)
-    monkeypatch.setattr(lora, "_FULL", () if few else lora._FULL)  # as if they were halves
 
     def gradients_of(model):
         return gradients(model, sum(row.square().sum() for row in packed_logprobs(model, Rows(*SMALL_ROWS))))
@@ -70,7 +60,7 @@ def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointin
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
     ours = gradients_of(model)
-    assert len(made) == (0 if few else 4 if checkpointing else 2)
+    assert len(made) == (4 if checkpointing else 2)
     assert_same_gradients(ours, expected, 1e-5)
 
 
@@ -186,7 +176,7 @@ def test_layers_run_together_only_where_they_are_called_with_the_same_rows(monke
     other = x.clone()
     query, key, value = (getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj"))
     expected = [query(x), key(other), value(x), key(x), query(x)]
-    with one_pass_adapters(ModelWalk.of(causal_lm(model)), 9):
+    with one_pass_adapters(ModelWalk.of(causal_lm(model))):
         results = [query(x), key(other), value(x)]
         assert len(made) == 3  # of queries and keys, of keys alone, of values
         results += [key(x), query(x)]
@@ -197,7 +187,7 @@ def test_layers_run_together_only_where_they_are_called_with_the_same_rows(monke
 def test_autocast_in_the_dtype_of_halves_changes_nothing_on_a_gpu(monkeypatch):
     model, made = in_halves(), calls(monkeypatch)
     x = torch.randn(1, 3, 48, dtype=torch.bfloat16).to(DEVICE)
-    with one_pass_adapters(ModelWalk.of(causal_lm(model)), 9):
+    with one_pass_adapters(ModelWalk.of(causal_lm(model))):
         expected = layer_of(model)(x)
         with torch.autocast(x.device.type, torch.bfloat16):
             assert torch.equal(layer_of(model)(x), expected)
@@ -230,14 +220,14 @@ STAYS = {
 def test_other_than_plain_adapters_run_as_peft_has_them(change, ran_before, monkeypatch):
     model, made = adapted(), calls(monkeypatch)
     if ran_before:
-        with one_pass_adapters(ModelWalk.of(causal_lm(model)), 9):
+        with one_pass_adapters(ModelWalk.of(causal_lm(model))):
             layer_of(model)(torch.randn(1, 3, 48))
         assert made.pop()
     (CHANGES | STAYS)[change](model)
     layer = layer_of(model)
     x = torch.randn(1, 3, 48, dtype=next(model.parameters()).dtype)
     expected = layer(x)
-    with one_pass_adapters(ModelWalk.of(causal_lm(model)), 9):
+    with one_pass_adapters(ModelWalk.of(causal_lm(model))):
         torch.testing.assert_close(
             layer(x), expected, rtol=0 if change in CHANGES else None, atol=0 if change in CHANGES else None
         )
@@ -249,6 +239,6 @@ def test_other_than_plain_adapters_run_as_peft_has_them(change, ran_before, monk
 def test_variants_dropout_and_biases_of_adapters_run_as_peft_has_them(kind, make, monkeypatch):
     model, made = make(**kind), calls(monkeypatch)
     dtype = causal_lm(model).dtype
-    with one_pass_adapters(ModelWalk.of(causal_lm(model)), 9):
+    with one_pass_adapters(ModelWalk.of(causal_lm(model))):
         layer_of(model)(torch.randn(1, 3, 48, dtype=dtype).to(DEVICE if make is in_halves else "cpu"))
     assert not made
