@@ -157,8 +157,8 @@ def count_layer() -> dict[str, Counter[str]]:
             counts[name] = counts.pop(PASSES[2])
             counts[name]["moved"] *= PROBLEMS * GROUP // 2
         torch.cat(forward.logprobs()).sum().backward()
-    if kind.obstacles:
-        raise RuntimeError(f"the layers of {MODEL} do not compile: {kind.obstacles}")
+    if kind.obstacle:
+        raise RuntimeError(f"the layers of {MODEL} do not compile: {kind.obstacle}")
     return counts
 
 

@@ -20,7 +20,6 @@ from cfa_kernels.model.compile_layers import compile_layers
 from cfa_kernels.model.memory import is_out_of_memory
 from cfa_kernels.model.parts import causal_lm, context_length, vocab_size
 from cfa_kernels.options import imported
-from cfa_kernels.scoring.access import WHOLE
 from cfa_kernels.text.offsets import describe_spare_ids
 
 from . import processes
@@ -120,15 +119,15 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     with config.precision.autocast():
         require_supported(policy, longest)
     reference = (policy if config.use_peft else frozen_copy(policy)) if config.beta else None
-    credit, stop = config.counterfactual(), stop_strings(tokenizer, config)
-    tags, gap = credit.answers.thought_tags, sampling_gap_limit(config, policy)
+    tags, stop = config.counterfactual().answers.thought_tags, stop_strings(tokenizer, config)
+    gap = sampling_gap_limit(config, policy)
     engine: Engine = (
         VllmEngine(policy, tokenizer, config.vllm_server_base_url, gap, tags, stop)
         if config.rollout_engine == "vllm"
         else TransformersEngine(
             policy, tokenizer, config.precision.products if config.precision.is_mixed else None,
             captured=False if moving else None, longest=longest, thought_tags=tags,
-            keep_merged=WHOLE in credit.needs, stop=stop,
+            stop=stop,
         )
     )  # fmt: skip
     if play is not None:

@@ -28,20 +28,15 @@ class TreeMask:
 
 
 class TracedMask:
-    """Stand-in for the attention mask of a compiled layer: all that its attention reads of the forward, by name.
-
-    `kept` takes the layer's own keys and values, which the graph returns.
-    """
+    """Stand-in for the attention mask of a compiled layer: all that its attention reads of the forward, by name."""
 
     def __init__(self, mask: TreeMask, first_row: int, before: tuple[Tensor, Tensor] | None) -> None:
         table, self.first_row, self.before = mask.table, first_row, before
         self.handle, self.segments, self.contexts = table.handle, table.segments, table.contexts
         self.window, self.chunk = mask.reach
-        self.kept: tuple[Tensor, Tensor] | None = None
-        torch._dynamo.maybe_mark_dynamic(self.segments, 0)
-        torch._dynamo.maybe_mark_dynamic(self.contexts, 0)
-        for part in before or ():
-            torch._dynamo.maybe_mark_dynamic(part, 2)
+        self.kept: tuple[Tensor, Tensor] | None = None  # takes the layer's own keys and values, which the graph returns
+        for part, dim in ((self.segments, 0), (self.contexts, 0), *((part, 2) for part in before or ())):
+            torch._dynamo.maybe_mark_dynamic(part, dim)
 
 
 class KeyValueStore:
@@ -66,12 +61,6 @@ class KeyValueStore:
     def next_call(self, layer: nn.Module) -> None:
         """Continue with the next call of `layer`."""
         self._num_read[layer] = self._num_read.get(layer, 0) + 1
-
-    def before(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the stored keys and values of this call of `layer`, followed by `key` and `value`."""
-        joined = _joined(self.stored(layer), (key, value))
-        self.next_call(layer)
-        return joined
 
 
 def _joined(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -111,15 +100,14 @@ def attend(
     name = type(module).__name__
     if query.shape[0] != 1:
         raise NotImplementedError(f"{name} runs on a batch of {query.shape[0]}; a packed tree is one sequence")
-    if not isinstance(attention_mask, (TreeMask, TracedMask)):
-        if attention_mask is not None:
-            raise NotImplementedError(f"{name} is given an attention mask that transformers' mask builder did not make")
+    if attention_mask is None:
         if sliding_window is not None:
             raise NotImplementedError(f"{name} has a sliding window and no attention mask that says which")
-        forward = RUNNING.get()
-        if forward is None:
+        if (forward := RUNNING.get()) is None:
             raise RuntimeError(f"{name} runs tree attention outside a packed forward")
         attention_mask = TreeMask(forward.table, EVERYTHING)
+    elif not isinstance(attention_mask, (TreeMask, TracedMask)):
+        raise NotImplementedError(f"{name} is given an attention mask that transformers' mask builder did not make")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise NotImplementedError(f"{name} attends in both directions; a causal model is needed")
     unsupported = [argument for argument in _UNSUPPORTED_ARGUMENTS if kwargs.get(argument) is not None]
@@ -136,21 +124,15 @@ def attend(
     if (running := RUNNING.get()) is not None:  # else the mask was passed without a packed forward
         first_row = running.first_row
         if running.store is not None and first_row:
-            key, value = running.store.before(module, key, value)
+            key, value = _joined(running.store.stored(module), (key, value))
+            running.store.next_call(module)
         elif running.store is not None:
             running.store.write(module, key, value)
+    reach = attention_mask.reach
     out = tree_attention(
-        _by_rows(query),
-        _by_rows(key),
-        _by_rows(value),
-        attention_mask.table,
-        scale=scaling,
-        sliding_window=attention_mask.reach.window,
-        attention_chunk_size=attention_mask.reach.chunk,
-        softcap=softcap,
-        sinks=s_aux,
-        first_query_row=first_row,
-    )
+        *map(_by_rows, (query, key, value)), attention_mask.table, scale=scaling, sliding_window=reach.window,
+        attention_chunk_size=reach.chunk, softcap=softcap, sinks=s_aux, first_query_row=first_row,
+    )  # fmt: skip
     return out.unsqueeze(0), None
 
 
@@ -213,11 +195,9 @@ def read_visibility(
         except Exception:  # the function holds its own tensors, on the device
             seen = mask_function(0, 0, query.to(device), key.to(device))
     except Exception as error:  # a rule that looks at tokens, or at a table of this very batch
-        raise NotImplementedError(
-            f"its attention mask does not depend on positions only ({type(error).__name__}: {error})"
-        ) from error
-    seen = torch.as_tensor(seen).cpu().expand(len(positions), len(positions))
-    causal = key <= query
+        reason = f"{type(error).__name__}: {error}"
+        raise NotImplementedError(f"its attention mask does not depend on positions only ({reason})") from error
+    seen, causal = torch.as_tensor(seen).cpu().expand(len(positions), len(positions)), key <= query
     if torch.equal(seen, causal):
         return EVERYTHING
     if local_size is not None and torch.equal(seen, causal & (query - key < local_size)):

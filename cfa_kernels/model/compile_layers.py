@@ -25,35 +25,27 @@ _EXACT = 1e-4
 def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
     """Compile the decoder layers of a model, for packed forwards and their backward; call it once, before training.
 
-    The model's own forward and its decoding run as before. The model is checked as by `check_model`, then a small tree
-    runs through its layers both ways, forward and backward. A kind of layer that does not compile, or not to the same
-    results, runs as it is; the log names it and the reason once. A layer with hooks runs as it is, too. Modules that
-    run Liger's kernels, which cannot be traced, run their class's own forward where compiled. Apply Liger with
+    The model is checked as by `check_model`, then a small tree runs through its layers both ways. A kind of layer that
+    does not compile, or not to the same results, runs as it is; the log names it and the reason once. So does a layer
+    with hooks. Modules that run Liger's kernels run their class's own forward where compiled. Apply Liger with
     `rope=False`: its rotary embeddings replace a function of transformers', which is not restored.
 
-    Args:
-        model: a transformers causal model on a GPU, bare or under PEFT or DDP.
-        backend: of `torch.compile`.
-
-    Returns:
-        The names of the kinds of layers that run compiled.
-
-    Raises:
-        NotImplementedError: a model on a CPU or in pieces on several processes, one that keeps no list of `layers`, and
-            what `check_model` raises.
+    Returns the names of the kinds of layers that run compiled, by the `backend` of `torch.compile`. Raises
+    `NotImplementedError` for a model on a CPU or in pieces on several processes, one that keeps no list of `layers`,
+    and what `check_model` raises.
     """
     causal = causal_lm(model)
     name, device = type(causal).__name__, input_device(causal)
     layers: Any = getattr(backbone(causal), "layers", None)
-    obstacle = None
-    if device.type == "cpu" and backend in ("inductor", "eager"):
-        obstacle = "on a CPU its attention is not a single operator; do not compile there"
-    elif is_sharded(model):
-        obstacle = "its weights are in pieces on several processes, and gathered layer by layer by hooks"
-    elif not isinstance(layers, nn.ModuleList) or not all(hasattr(layer, "self_attn") for layer in layers):
-        obstacle = "it has no list `layers` of modules with a `self_attn`"
-    if obstacle:
-        raise NotImplementedError(f"model: the layers of {name} cannot be compiled: {obstacle}")
+    has_layers = isinstance(layers, nn.ModuleList) and all(hasattr(layer, "self_attn") for layer in layers)
+    for obstacle, is_there in {
+        "on a CPU its attention is not a single operator; do not compile there":
+            device.type == "cpu" and backend in ("inductor", "eager"),
+        "its weights are in pieces on several processes": is_sharded(model),
+        "it has no list `layers` of modules with a `self_attn`": not has_layers,
+    }.items():  # fmt: skip
+        if is_there:
+            raise NotImplementedError(f"model: the layers of {name} cannot be compiled: {obstacle}")
     walk, kinds = ModelWalk.of(causal), list[CompiledKind]()
     with one_mode(walk, training=True):
         check_trainable(walk)
@@ -62,13 +54,13 @@ def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
             expected = _results(walk, probe, layers)
         kinds = [CompiledKind(group, backend) for group in kinds_of_layers(walk, layers)]
         results = _results(walk, probe, layers)
-    error = max(_relative_error(*pair) for pair in zip(results, expected, strict=True))
+    error = max(((ours - own).norm() / own.norm()).item() for ours, own in zip(results, expected, strict=True))
     casts = torch.is_autocast_enabled(device.type)
     allowed = _ALLOWED.get(torch.get_autocast_dtype(device.type) if casts else causal.dtype, _EXACT)
     if not error <= allowed:
         for kind in kinds:
             kind.stop(f"a small tree's results differ by {error:.2g} of their norm, allowed are {allowed:g}")
-    return [kind.name for kind in kinds if True not in kind.obstacles]
+    return [kind.name for kind in kinds if kind.obstacle is None]
 
 
 def _results(walk: ModelWalk, probe: ProbeTree, layers: nn.ModuleList) -> list[Tensor]:
@@ -81,7 +73,3 @@ def _results(walk: ModelWalk, probe: ProbeTree, layers: nn.ModuleList) -> list[T
         gradients = torch.autograd.grad((hidden * direction).mean(), ends, allow_unused=True) if ends else ()
     parts = [hidden.detach(), *(gradient for gradient in gradients if gradient is not None)]
     return [parts[0], torch.cat([part.float().flatten() for part in parts[1:] or parts])]
-
-
-def _relative_error(result: Tensor, expected: Tensor) -> float:
-    return ((result - expected).norm() / expected.norm()).item()

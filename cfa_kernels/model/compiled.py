@@ -33,7 +33,7 @@ class CompiledKind:
 
     def __init__(self, layers: Iterable[nn.Module], backend: Any) -> None:
         first, *_ = layers = list(layers)
-        self.obstacles: dict[bool, str] = {}  # why they run as they are, with gradients or without
+        self.obstacle: str | None = None  # why they run as they are
         self.name = type(first).__name__
         inner = _without_checkpointing(type(first).forward)
 
@@ -43,23 +43,22 @@ class CompiledKind:
         # torch limits the graphs of a code object, so each kind gets its own.
         step.__code__ = step.__code__.replace(co_name=f"{self.name}_{id(self)}")
         self._step = torch.compile(step, backend=backend, fullgraph=True)
-        self._hooks = {id(layer): [*_hooks_inside(layer)] for layer in layers}
+        each = {id(layer): [*layer.modules()] for layer in layers}
+        self._hooks = {i: [h for m in own for h in (m._forward_hooks, m._forward_pre_hooks)] for i, own in each.items()}
         # What is traced is the models' own formula, which a compiler fuses; Liger's kernels cannot be.
         self.without_liger = {layer: [*filter(runs_liger, layer.modules())] for layer in layers}
         _KINDS.update(dict.fromkeys(layers, self))
 
-    def stop(self, reason: str, *, with_gradients: bool | None = None) -> None:
-        """Run layers of this kind as they are from now on, with or without gradients or both, and say why."""
-        self.obstacles |= dict.fromkeys((True, False) if with_gradients is None else (with_gradients,), reason)
-        where = {None: "", True: " where gradients are taken", False: " where none are taken"}[with_gradients]
-        _LOG.warning("layers of %s run as they are%s, not compiled: %s", self.name, where, reason)
+    def stop(self, reason: str) -> None:
+        """Run layers of this kind as they are from now on, and say why."""
+        self.obstacle = reason
+        _LOG.warning("layers of %s run as they are, not compiled: %s", self.name, reason)
 
     def run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a layer of this kind, checkpointed where transformers would."""
         forward, running = type(layer).forward, RUNNING.get()
         is_tree = isinstance(kwargs.get("attention_mask"), TreeMask) and running is not None
-        stopped = torch.is_grad_enabled() in self.obstacles
-        if stopped or not is_tree or any(self._hooks[id(layer)]):
+        if self.obstacle or not is_tree or any(self._hooks[id(layer)]):
             return forward(layer, *args, **kwargs)
         if _without_checkpointing(forward) is not forward and layer.gradient_checkpointing and layer.training:
             return layer._gradient_checkpointing_func(partial(self._run, layer, **kwargs), *args)
@@ -80,8 +79,7 @@ class CompiledKind:
             out = self._step(layer, args, {**kwargs, "attention_mask": mask})
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             first, _, more = str(error).strip().partition("\n")
-            reason = f"{type(error).__name__}: {first} {more.strip().partition(chr(10))[0]}"
-            self.stop(reason, with_gradients=torch.is_grad_enabled())
+            self.stop(f"{type(error).__name__}: {first} {more.strip().partition(chr(10))[0]}")
             return type(layer).forward(layer, *args, **kwargs)
         if continued is not None:
             continued.next_call(attention)
@@ -97,13 +95,7 @@ _KINDS: WeakKeyDictionary[nn.Module, CompiledKind] = WeakKeyDictionary()
 def to_compile(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, CompiledKind]]:
     """List those of `layers` that run compiled, with their kinds."""
     some = [] if EAGER.get() else [(layer, _KINDS.get(layer)) for layer in layers if "forward" not in vars(layer)]
-    return [(layer, kind) for layer, kind in some if kind is not None and torch.is_grad_enabled() not in kind.obstacles]
-
-
-def train_compiled(walk: ModelWalk) -> bool:
-    """Whether some layers of a model run compiled where gradients are taken."""
-    with torch.enable_grad():
-        return bool(to_compile(set(_KINDS).intersection(walk.modules.values()) if _KINDS else ()))
+    return [(layer, kind) for layer, kind in some if kind is not None and kind.obstacle is None]
 
 
 @contextmanager
@@ -151,10 +143,3 @@ def _mark_rows(inputs: Any, rows: int) -> None:
     elif isinstance(inputs, (tuple, list, dict)):
         for one in inputs.values() if isinstance(inputs, dict) else inputs:
             _mark_rows(one, rows)
-
-
-def _hooks_inside(module: nn.Module) -> Iterator[dict[int, Any]]:
-    """Yield the stores of a module's hooks, and of those inside it."""
-    for one in module.modules():
-        yield one._forward_hooks
-        yield one._forward_pre_hooks

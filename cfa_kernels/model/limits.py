@@ -7,17 +7,14 @@ import torch
 from transformers import PreTrainedModel
 
 from ..tree.prefix_tree import Query
-from .compiled import any_liger, train_compiled
+from .compiled import any_liger, to_compile
 from .modes import checkpointed_modules
-from .parts import input_device
+from .parts import backbone, input_device
 from .walk import Model, ModelWalk
 
 
 def rope_lengths(model: Model) -> tuple[list[int], int | None]:
-    """Find the lengths beyond which rotary frequencies follow the longest sequence of a forward.
-
-    Returns those of longrope, ascending, and that of dynamic scaling (None without it).
-    """
+    """Find lengths beyond which rotary frequencies follow the longest sequence: of longrope, of dynamic ones."""
     switches, dynamic = set(), []
     for module in ModelWalk.of(model).having("rope_type"):
         kinds = module.rope_type
@@ -49,32 +46,33 @@ def apart_by_length(
 ) -> tuple[Sequence[list[Query]], list[list[int]]]:
     """Split bundles into parts that must not share a forward; return bundles as fed, and the non-empty ones of a part.
 
-    Each row, of `lengths` tokens in all, keeps the rotary frequencies that it has by itself and whole. `order`
-    holds the caller's number of each row. Raises `NotImplementedError` for a row that no forward may hold.
+    Each row, of `lengths` tokens in all, keeps its own rotary frequencies; `order` holds the caller's number of each.
     """
     switches, dynamic = rope_lengths(walk)
-    if dynamic is not None:
-        for bundle, length, b in zip(bundles, lengths, order, strict=True):
-            if bundle and length > dynamic:
-                raise NotImplementedError(
-                    f"completions row {b}: has {length} tokens with its prompt, but beyond {dynamic} the dynamic "
-                    f"rotary frequencies of {type(walk.model).__name__} are another set for every length, so rows "
-                    "cannot share a forward"
-                )
+    for bundle, length, b in zip(bundles, lengths, order, strict=True):
+        if dynamic is not None and bundle and length > dynamic:
+            raise NotImplementedError(
+                f"completions row {b}: has {length} tokens with its prompt, but beyond {dynamic} the dynamic rotary "
+                f"frequencies of {type(walk.model).__name__} are other ones for every length, so rows cannot share a "
+                "forward"
+            )
+        longest = max((len(query.tokens) for query in bundle), default=0)
+        require_few(walk, longest, f"completions row {b}: a sequence of {longest} tokens")
     sides = [sum(length > switch for switch in switches) for length in lengths]
     least = [0, *(switch + 1 for switch in switches)]
     if switches:
         bundles = [[q.fed_to(least[side]) for q in bundle] for bundle, side in zip(bundles, sides, strict=True)]
-    if (most := largest_forward(walk)) is not None:
-        for bundle, b in zip(bundles, order, strict=True):
-            if (longest := max((len(query.tokens) for query in bundle), default=0)) > most:
-                raise NotImplementedError(
-                    f"completions row {b}: a sequence of {longest} tokens must share one forward, but "
-                    f"{type(walk.model).__name__} scales queries by their place in a forward of more than {most} rows; "
-                    "take shorter completions or masks"
-                )
     parts = [[i for i, bundle in enumerate(bundles) if bundle and sides[i] == side] for side in sorted(set(sides))]
     return bundles, parts
+
+
+def require_few(walk: ModelWalk, rows: int, what: str) -> None:
+    """Raise `NotImplementedError` for `what` if the model scales queries by their place among so many `rows`."""
+    if (most := largest_forward(walk)) is not None and rows > most:
+        raise NotImplementedError(
+            f"{what} must share one forward, but {type(walk.model).__name__} scales queries by their place in a "
+            f"forward of more than {most} rows; take shorter completions or masks"
+        )
 
 
 def largest_forward(walk: ModelWalk) -> int | None:
@@ -88,8 +86,8 @@ def largest_forward(walk: ModelWalk) -> int | None:
     return min(steps, default=None)
 
 
-# More rows than this make a forward no faster: matrix products are saturated, and a CPU's caches overflow.
-_LARGEST_BUDGET = {"cpu": 2048, "cuda": 65536}
+# More rows than these make a forward no faster: matrix products are saturated, and a CPU's caches overflow.
+_ON_CPU, _ON_GPU = 2048, 65536
 
 
 def smallest_budget(*token_budgets: int | None) -> int | None:
@@ -113,13 +111,11 @@ def rows_per_forward(walk: ModelWalk, token_budget: int | None) -> int:
 def default_token_budget(model: Model, *, training: bool = False) -> int:
     """Estimate tokens per packed forward: on a GPU what half of the free memory holds, at least 1,024.
 
-    For `training` it holds the results that layers keep for the backward, or with checkpointing their inputs and one
-    layer's results.
+    For `training` it holds what layers keep for the backward, or with checkpointing their inputs and one layer's.
     """
     walk = ModelWalk.of(model)
-    model = walk.model
-    device = input_device(model)
-    largest = min(_LARGEST_BUDGET["cuda" if device.type == "cuda" else "cpu"], largest_forward(walk) or 1 << 30)
+    model, device = walk.model, input_device(walk.model)
+    largest = min(_ON_GPU if device.type == "cuda" else _ON_CPU, largest_forward(walk) or _ON_GPU)
     if device.type != "cuda":
         return largest
     config = model.config.get_text_config()
@@ -135,7 +131,7 @@ def kept_per_row(walk: ModelWalk) -> int:
     """Estimate the bytes that all layers keep of a row for a backward; adapters are in the margin."""
     # A model's own norms and gates keep float32 copies and every intermediate result; Liger's and compiled ones do not.
     layers: int = walk.model.config.get_text_config().num_hidden_layers
-    lean = train_compiled(walk) or any_liger(walk)
+    lean = any_liger(walk) or to_compile(getattr(backbone(walk.model), "layers", ()))
     return layers * _layer_per_row(walk.model, whole=not lean)
 
 

@@ -4,7 +4,6 @@ Layers that are not plain LoRA, as PEFT itself defines it, run PEFT's own code.
 """
 
 import sys
-from collections import defaultdict
 from contextlib import AbstractContextManager
 from copy import copy
 from operator import attrgetter, itemgetter
@@ -17,20 +16,13 @@ from torch import Tensor, nn
 from ..ops.adapted_linear import AdaptedLayer, AdapterParts, adapted_linear, split_adapters
 from .modes import exchanged
 from .sharded.fsdp import is_piece
-from .state import adapters, marks
+from .state import TensorMarks, adapters, steps_taken
 from .walk import ModelWalk
 
-FEW_ROWS = 2048
-"""Rows in halves on a GPU below which PEFT's layers run, where the host is the limit: of it they take less.
-
-Measured on an H100, forward and backward of Qwen3-1.7B by one op and by PEFT, ms: 197 and 193 of 1,870 rows, 208 and
-215 of 3,740, 253 and 392 of 7,480, 476 and 752 of 14,960.
-"""
 _FULL = (torch.float32, torch.float64)
 _ONE_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 """Names of layers of one parent that are called with one and the same tensor, and a name for them together."""
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_BACKWARD_HOOKS = itemgetter("_backward_hooks", "_backward_pre_hooks")
 _FORM = attrgetter("dtype", "device")
 
 
@@ -45,28 +37,22 @@ class _Layer(NamedTuple):
         return AdaptedLayer(self.base.weight, self.base.bias, self.down.weight, self.up.weight)
 
 
-def one_pass_adapters(
-    walk: ModelWalk, rows: int, *, compiled: bool = False, inside: nn.Module | None = None
-) -> AbstractContextManager[None]:
+def one_pass_adapters(walk: ModelWalk, *, inside: nn.Module | None = None) -> AbstractContextManager[None]:
     """Run the LoRA layers of a model, or of a module `inside` it, as ops; their own `forward` comes back afterwards.
 
-    Those in halves on a GPU keep it for forwards of fewer than `FEW_ROWS` rows, unless their layers are `compiled`.
-    On a GPU bfloat16 rows meet float32 adapters in bfloat16 parts, 8 bytes a weight, which are kept until a weight is
-    written to. Weights must not change inside.
+    On a GPU bfloat16 rows meet float32 adapters in bfloat16 parts, 8 bytes a weight. Weights must not change inside.
     """
     layers = _lora_layers(walk)
-    few = rows < FEW_ROWS and not compiled
-    if layers and few and is_on_gpu(weight := layers[0].base_layer.weight) and weight.dtype not in _FULL:
-        layers = []
     if not layers:  # groups of another forward stay
         return exchanged(())
     groups: _Groups | None = walk.kept.get("groups")
     if groups is None or (inside is None and not groups.hold(walk)):
         groups = walk.kept["groups"] = _Groups(walk, layers)
-    own = groups.inside(inside)
+    part = None if inside is None else {*inside.modules()}
+    own = [group for group in groups.all if part is None or group.layers[0] in part]
     for group in own:
         group.forget()
-    groups.give_parts(walk, again=inside is not None)
+    groups.give_parts(again=inside is not None)
     return exchanged(attribute for group in own for attribute in group.attributes)
 
 
@@ -91,58 +77,33 @@ class _Groups:
                     modules.down.weight.dtype, modules.base.weight.dtype,
                 )  # fmt: skip
                 groups.setdefault(kind, _Group(modules.scale)).add(layer, modules)
-        self._groups = [*groups.values()]
-        self._inside: dict[nn.Module | None, list[_Group]] = {None: self._groups}
+        self.all = [*groups.values()]
         self._adapters = [*map(copy, adapters(walk))]
-        members = [modules for layer in layers for modules in _linears(layer)]
+        members = [m for layer in layers for m in (layer.base_layer, *layer.lora_A.values(), *layer.lora_B.values())]
         self._weights = [store for module in members if "weight" in (store := module._parameters)]  # FSDP1 has none
-        self._hooks = [hooks for module in members for hooks in _BACKWARD_HOOKS(vars(module)) if not hooks]
         self._forms = self._forms_now()
-        weights = [group.members[0].weights() for group in self._groups]
-        pairs = zip(self._groups, weights, strict=True)
-        self._wide = [group for group, one in pairs if one.down.dtype != one.weight.dtype and is_on_gpu(one.down)]
+        own = [(group, group.members[0].weights()) for group in self.all]
+        dtypes = torch.float32, torch.bfloat16
+        self._wide = [g for g, one in own if (one.down.dtype, one.weight.dtype) == dtypes and is_on_gpu(one.down)]
+        self._split: tuple[int, TensorMarks, list[AdapterParts]] | None = None  # after so many steps, of which tensors
 
     def hold(self, walk: ModelWalk) -> bool:
         """Whether they are those of today."""
-        return adapters(walk) == self._adapters and self._forms_now() == self._forms and not any(self._hooks)
+        return adapters(walk) == self._adapters and self._forms_now() == self._forms
 
-    def inside(self, module: nn.Module | None) -> list["_Group"]:
-        """List the groups inside a module; None for the model."""
-        if module not in self._inside:
-            own = {*module.modules()} if module is not None else set()
-            self._inside[module] = [group for group in self._groups if group.layers[0] in own]
-        return self._inside[module]
-
-    def give_parts(self, walk: ModelWalk, *, again: bool) -> None:
-        """Give groups of float32 adapters on halves their parts, split anew where a weight has changed.
-
-        Where layers run `again`, in a backward, none has.
-        """
-        if again and walk.of_weights.get("parts", (None,))[0] is self:
-            self._take(walk)
-            return
-        weights = [[modules.weights() for modules in group.members] for group in self._wide]
-        if any(is_piece(one.down) or one.down.dim() != 2 for own in weights for one in own):
-            return
-        each = [adapter for own in weights for one in own for adapter in (one.down, one.up)]
-        now = [*map(id, each)], marks(each)
-        if not each:
-            return
-        if walk.of_weights.get("parts", (None, None))[:2] != (self, now):
-            walk.of_weights.pop("parts", None)  # frees those of before
-            by_dtype = defaultdict[torch.dtype, list[int]](list)
-            for i, own in enumerate(weights):
-                by_dtype[own[0].weight.dtype].append(i)
-            parts: list[AdapterParts | None] = [None] * len(weights)
-            for dtype, some in by_dtype.items():
-                split = split_adapters([(weights[i], self._wide[i].scale) for i in some], dtype)
-                for i, one in zip(some, split, strict=True):
-                    parts[i] = one
-            walk.of_weights["parts"] = self, now, parts, each  # so that nothing else gets an id of theirs
-        self._take(walk)
-
-    def _take(self, walk: ModelWalk) -> None:
-        for group, parts in zip(self._wide, walk.of_weights["parts"][2], strict=True):
+    def give_parts(self, *, again: bool) -> None:
+        """Give groups of float32 adapters on halves their parts, split anew where a weight has changed."""
+        if self._split is None or not again:  # in a backward none has
+            weights = [[modules.weights() for modules in group.members] for group in self._wide]
+            each = [adapter for own in weights for one in own for adapter in (one.down, one.up)]
+            if any(is_piece(one) or one.dim() != 2 for one in each):
+                return
+            steps = steps_taken()
+            if self._split is None or self._split[0] != steps or not self._split[1].hold(each):
+                self._split = None  # frees the parts of before
+                scaled = [(own, group.scale) for own, group in zip(weights, self._wide, strict=True)]
+                self._split = steps, TensorMarks(each), split_adapters(scaled, torch.bfloat16)
+        for group, parts in zip(self._wide, self._split[2], strict=True):
             group.parts = parts
 
     def _forms_now(self) -> list[Any]:
@@ -166,7 +127,6 @@ class _Group:
         self._ahead: list[tuple[Tensor, Tensor] | None] = []  # rows and result of members that have run
 
     def add(self, layer: nn.Module, modules: _Layer) -> None:
-        """Add a layer."""
         # One function for all, and numbers instead of modules: so a graph of one decoder layer fits the next.
         member = {"forward": MethodType(_run_member, layer), "cfa_member": (self, len(self.layers))}
         self.attributes.append((layer, member))
@@ -175,11 +135,9 @@ class _Group:
         self._ahead.append(None)
 
     def forget(self) -> None:
-        """Drop what an earlier forward has left."""
         self._ahead, self.parts = [None] * len(self.members), None
 
     def run(self, layer: Any, place: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the layer at `place`, or return its result if an earlier call has run it on the same rows."""
         waiting, self._ahead[place] = self._ahead[place], None
         if waiting is not None and waiting[0] is x and not args and not kwargs:
             return waiting[1]
@@ -196,8 +154,7 @@ class _Group:
         if casts:  # it has nothing to cast here and would cast float32 sums
             torch.set_autocast_enabled(x.device.type, False)
         try:
-            flat, parts = x.reshape(-1, x.shape[-1]), self.parts if wider else None
-            outs = adapted_linear(flat, weights, self.scale, parts)
+            outs = adapted_linear(x.reshape(-1, x.shape[-1]), weights, self.scale, self.parts if wider else None)
         finally:
             if casts:
                 torch.set_autocast_enabled(x.device.type, True)
@@ -207,28 +164,20 @@ class _Group:
         return own[1]  # type: ignore[index]
 
 
-def _linears(layer: Any) -> list[Any]:
-    """List the base and all adapters' factors of a layer."""
-    return [layer.base_layer, *layer.lora_A.values(), *layer.lora_B.values()]
-
-
 def _plain(layer: Any) -> _Layer | None:
     """Return a layer's modules if it runs as one op."""
-    base, downs, ups, dropouts = layer.base_layer, layer.lora_A, layer.lora_B, layer.lora_dropout
-    names = [name for name in layer.active_adapters if name in downs._modules]
+    base, names = layer.base_layer, [name for name in layer.active_adapters if name in layer.lora_A._modules]
     if layer.disable_adapters or layer.merged or len(names) != 1 or names[0] in layer.lora_variant:
         return None
-    (name,) = names
-    down, up, dropout = downs._modules[name], ups._modules[name], dropouts._modules[name]
+    down, up, dropout = (each._modules[names[0]] for each in (layer.lora_A, layer.lora_B, layer.lora_dropout))
     if not type(base) is type(down) is type(up) is nn.Linear or any(map(_is_watched, (base, down, up, dropout))):
         return None
     if down.bias is not None or up.bias is not None or down.weight.dtype != up.weight.dtype:
         return None
-    return _Layer(base, down, up, dropout, layer.scaling[name])
+    return _Layer(base, down, up, dropout, layer.scaling[names[0]])
 
 
 def _dtypes_fit(x: Tensor, weights: AdaptedLayer, casts: bool) -> bool:
-    """Whether rows like `x` and weights of these dtypes run as one op; `casts` under autocast."""
     on_gpu = is_on_gpu(x)
     if casts and not (on_gpu and x.dtype == torch.get_autocast_dtype(x.device.type)):
         return False
@@ -244,5 +193,4 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether other code expects the module itself to be called."""
     return any(_HOOKS(vars(module))) or "forward" in vars(module)

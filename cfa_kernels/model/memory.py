@@ -9,10 +9,7 @@ _Work = TypeVar("_Work")
 _Result = TypeVar("_Result")
 
 LOGITS_AT_ONCE = 1 << 24
-"""Maximum number of logits in memory, in elements, for gradients and divergences.
-
-About four tensors of this size exist at the same time, the widest in float64.
-"""
+"""Maximum number of logits in memory, for gradients and divergences: about four such tensors exist at a time."""
 
 _CACHED = 1 << 20  # elements that stay in a CPU's caches
 
@@ -40,17 +37,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def run_in_memory(
     works: Iterable[_Work], run: Callable[[_Work], _Result], smaller: Callable[[_Work], Iterable[_Work]]
 ) -> Iterator[_Result]:
-    """Yield `run(work)` of each work, in order; if the device has no memory for one, of smaller ones instead.
+    """Yield `run(work)` of each work, in order; if the device has no memory for one, of `smaller` ones instead.
 
-    Each work is made only after the one before it has been launched.
-
-    Args:
-        works: inputs of `run`.
-        run: does one work, which it can do again after memory has run out.
-        smaller: works that together do the same, each in less memory; fewer than two if there are none.
-
-    Raises:
-        RuntimeError: the device's own (`is_out_of_memory`), for a work that cannot be made smaller.
+    Each work is made only after the one before it has been launched. One that has fewer than two `smaller` raises.
     """
     for work in works:
         todo = [work]

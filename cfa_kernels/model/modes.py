@@ -1,7 +1,7 @@
 """Set the mode, attention, autocast and attributes that a model runs with, within a `with` block."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from itertools import compress, repeat
 from operator import itemgetter, ne
@@ -23,9 +23,8 @@ def exchanged(attributes: Iterable[tuple[object, Mapping[str, Any]]]) -> Iterato
     try:
         for owner, new in attributes:
             own = owner.__dict__
-            for name, value in new.items():
-                before.append((own, name, own.get(name, before)))  # itself for none
-                own[name] = value
+            before += [(own, name, own.get(name, before)) for name in new]  # itself for none
+            own |= new
         yield
     finally:
         for own, name, value in reversed(before):
@@ -38,15 +37,11 @@ def exchanged(attributes: Iterable[tuple[object, Mapping[str, Any]]]) -> Iterato
 @contextmanager
 def attributes_set(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Set attributes, (owner, name, value), inside; their former values are restored, also after an error."""
-    values = list(values)
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
-    try:
-        for one in values:
-            setattr(*one)
+    with ExitStack() as undo:
+        for owner, name, value in values:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         yield
-    finally:
-        for one in before:
-            setattr(*one)
 
 
 @contextmanager

@@ -3,13 +3,10 @@
 import re
 from collections.abc import Iterator
 from functools import partial
-from inspect import signature
 from itertools import chain
 from typing import Any, cast
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -42,43 +39,41 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     for inner in wrappers(model):
         _refuse_adapters(inner)
     assert isinstance(inner, PreTrainedModel)
+    name = type(inner).__name__
     try:
         embeddings = inner.get_input_embeddings()
     except NotImplementedError:
         embeddings = None
     # The weight of an `nn.Embedding` is not read: under ZeRO-3 that is a gathering, which all processes must join.
-    weight = None if isinstance(embeddings, nn.Embedding) else getattr(embeddings, "weight", None)
-    if not isinstance(embeddings, nn.Embedding) and not (isinstance(weight, Tensor) and weight.ndim == 2):
-        raise NotImplementedError(f"model: {type(inner).__name__} has no single token-embedding matrix")
+    if not isinstance(embeddings, nn.Embedding) and getattr(getattr(embeddings, "weight", None), "ndim", 0) != 2:
+        raise NotImplementedError(f"model: {name} has no single token-embedding matrix")
     if not _has_head(inner):
-        parts = [(name, part) for name, part in inner.named_children() if _has_head(part)]
-        remedy = "".join(f"; pass model.{name}, a {type(part).__name__}, for text" for name, part in parts)
-        raise NotImplementedError(f"model: {type(inner).__name__} has no LM head separate from its backbone{remedy}")
+        parts = [(key, part) for key, part in inner.named_children() if _has_head(part)]
+        remedy = "".join(f"; pass model.{key}, a {type(part).__name__}, for text" for key, part in parts)
+        raise NotImplementedError(f"model: {name} has no LM head separate from its backbone{remedy}")
     return inner
 
 
 def _has_head(model: nn.Module) -> bool:
-    if not isinstance(model, PreTrainedModel):
-        return False
-    return model.get_output_embeddings() is not None and backbone(model) is not model
+    is_model = isinstance(model, PreTrainedModel)
+    return is_model and model.get_output_embeddings() is not None and backbone(model) is not model
+
+
+_REFUSED_ADAPTERS = {
+    "is_prompt_learning": "adds virtual prompt tokens",
+    "is_adaption_prompt": "adds virtual tokens to the attention",
+    "alora_invocation_tokens": "as activated LoRA (alora_invocation_tokens) switches on at a position of each prompt",
+}
 
 
 def _refuse_adapters(model: nn.Module) -> None:
-    """Refuse adapters whose layers need more than their own input: extra tokens, or the whole prompt."""
     adapters = getattr(model, "peft_config", None)
     for config in adapters.values() if isinstance(adapters, dict) else ():
         method = str(getattr(config.peft_type, "value", config.peft_type))
-        reason = None
-        if getattr(config, "is_prompt_learning", False):
-            reason = f"{method} adds virtual prompt tokens"
-        elif getattr(config, "is_adaption_prompt", False):
-            reason = f"{method} adds virtual tokens to the attention"
-        elif getattr(config, "alora_invocation_tokens", None):
-            reason = "activated LoRA (alora_invocation_tokens) switches on at a position of each prompt"
-        elif method in ("XLORA", "POLY"):
-            reason = f"{method} mixes adapters by the whole input"
-        if reason:
-            raise NotImplementedError(f"model: {type(model).__name__}: {reason}; use plain LoRA instead")
+        reasons = [reason for name, reason in _REFUSED_ADAPTERS.items() if getattr(config, name, None)]
+        reasons += ["mixes adapters by the whole input"] if method in ("XLORA", "POLY") else []
+        if reasons:
+            raise NotImplementedError(f"model: {type(model).__name__}: {method} {reasons[0]}; use plain LoRA instead")
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
@@ -98,20 +93,6 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return next(chain(model.get_input_embeddings().parameters(), model.parameters())).device
 
 
-_ASK_FOR_TYPES = Version(transformers.__version__) < Version("5.6")
-
-
-def token_types(module: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """Make the token types, all 0 for text, of `ids` (B, T) by the names that `module.forward` takes.
-
-    Before transformers 5.6 some vision-language classes demand them in training; elsewhere there are none.
-    """
-    if not (_ASK_FOR_TYPES and module.training):
-        return {}
-    asked = {"token_type_ids", "mm_token_type_ids"} & signature(module.forward).parameters.keys()
-    return dict.fromkeys(asked, torch.zeros_like(ids))
-
-
 def vocab_size(model: PreTrainedModel) -> int:
     """Number of rows of the input embedding: ids in [0, this) can be fed."""
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)  # right also for a weight in pieces
@@ -120,17 +101,15 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
     """Longest sequence the model, or one of this configuration, was made for, if it says."""
-    config = model if isinstance(model, PreTrainedConfig) else model.config
-    config = config.get_text_config()
+    config = (model if isinstance(model, PreTrainedConfig) else model.config).get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     if not (isinstance(longest, int) and longest > 0):
         return None
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type") in ("yarn", "linear"):  # stretched from a context that the configuration may still name
-        longest = max(
-            longest, int((rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or longest))
-        )
-    return longest
+    if rope.get("rope_type") not in ("yarn", "linear"):
+        return longest
+    # Stretched from a context that the configuration may still name.
+    return max(longest, int((rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or longest)))
 
 
 _SHAPES_LOGITS = re.compile("cap|logit|scale|scaling|multiplier|dim_model_base")
@@ -139,18 +118,16 @@ _NOISE = re.compile("drop|jitter|noise")
 
 def computation(walk: ModelWalk) -> tuple[Any, ...]:
     """Equal as long as a model that stays as recorded computes alike: caps and scales of logits, own attention."""
-    owners = walk.model, *configs(walk.model)
-    return *(item for owner in owners for item in _numbers(owner, _SHAPES_LOGITS)), *own_attention(walk).items()
+    items = [item for owner in (walk.model, *configs(walk.model)) for item in vars(owner).items()]
+    return *(i for i in items if _is_number(i[1]) and _SHAPES_LOGITS.search(i[0])), *own_attention(walk).items()
 
 
 def own_attention(walk: ModelWalk) -> dict[str, Any]:
     """Return the functions of attention and masks that a model is set to and that transformers does not bring."""
     names = dict.fromkeys(name for config in walk.configs if isinstance(name := config._attn_implementation, str))
-    known = [(name, each[name]) for name in names for each in _INTERFACES if name in each]
+    interfaces: tuple[Any, ...] = ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS
+    known = [(name, each[name]) for name in names for each in interfaces if name in each]
     return {name: function for name, function in known if not _is_known(function)}
-
-
-_INTERFACES: tuple[Any, ...] = (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS)
 
 
 def _is_known(function: Any) -> bool:
@@ -161,7 +138,8 @@ def _is_known(function: Any) -> bool:
 
 def noise_remedy(model: PreTrainedModel) -> str:
     """Say how to load the model without the noise of its configuration; empty if that has none."""
-    names = {name for config in configs(model) for name, value in _numbers(config, _NOISE) if value > 0}
+    items = [item for config in configs(model) for item in vars(config).items()]
+    names = {name for name, value in items if _NOISE.search(name) and _is_number(value) and value > 0}
     return f" (from_pretrained takes {', '.join(f'{name}=0' for name in sorted(names))})" if names else ""
 
 
@@ -174,7 +152,7 @@ def active_noise(walk: ModelWalk) -> Iterator[tuple[str, str, float]]:
     for name, module in walk.modules.items():
         for attribute in noisy[type(module)] if module.training else ():
             value = getattr(module, attribute, None)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            if _is_number(value) and value > 0:
                 yield name, "dropout" if attribute == "p" else attribute, value
 
 
@@ -183,6 +161,5 @@ def configs(model: PreTrainedModel) -> list[Any]:
     return list({id(config): config for config in (model.config, model.config.get_text_config())}.values())
 
 
-def _numbers(owner: object, names: re.Pattern) -> list[tuple[str, float]]:
-    attributes = [(name, value) for name, value in vars(owner).items() if isinstance(value, (int, float))]
-    return [(name, value) for name, value in attributes if not isinstance(value, bool) and names.search(name)]
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -17,10 +17,8 @@ _ALIKE = 0.2  # largest relative error of a row by which rounding, of activation
 
 def is_quantised(module: nn.Module) -> bool:
     """Whether a linear layer keeps its matrix in another form than a floating tensor (out_features, in_features)."""
-    if module._modules:
-        return False
     sizes = tuple(getattr(module, name, None) for name in ("out_features", "in_features"))
-    if not all(isinstance(size, int) for size in sizes):
+    if module._modules or not all(isinstance(size, int) for size in sizes):
         return False
     weight: Any = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dtype not in FULL + HALVES:
@@ -45,10 +43,9 @@ def product_dtype(model: Model) -> torch.dtype:
 
 
 def in_float32(layer: nn.Module) -> Callable[..., Tensor]:
-    """Make a `forward` that multiplies by a quantised layer's matrix in float32.
+    """Make a `forward` that multiplies by a quantised layer's matrix, what it makes of the identity, in float32.
 
-    The matrix is what the layer makes of the identity. If the layer's result for some rows differs from this product by
-    more than rounding, as in a layer that mixes tokens, the layer's result is kept.
+    Results of the layer that differ from this product by more than rounding, as of one that mixes tokens, are kept.
     """
     own_forward, parts = layer.forward, list[Tensor]()
 

@@ -21,9 +21,7 @@ def uses_of_rows(pack: Pack, sequences: Iterable[np.ndarray]) -> np.ndarray:
 def packed_router_loss(model: PreTrainedModel, packs: Sequence[tuple[Sequence[Tensor], np.ndarray]]) -> Tensor:
     """Compute transformers' `load_balancing_loss_func` of the unshared sequences, (), float32.
 
-    Args:
-        model: the causal model, for its numbers of experts.
-        packs: for each pack the logits (N, experts) of every router, and the uses (N,) of its rows.
+    Each of the `packs` has the logits (N, experts) of every router, and the uses (N,) of its rows.
     """
     # Mixtral's is the function that the other mixtures copy; its mask of padding is a weight of each row.
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

@@ -1,18 +1,17 @@
 """Run work inside one call of the module that distributes a model among processes.
 
-Weights of a sharded model (FSDP, ZeRO-3) are whole only while its outermost module runs. So a whole unit of work, the
-check of the model, all packs, the head, the loss, is the body of ONE call of that module: for that call the causal
-model's `forward` is replaced by one that runs the body. `ranks.py` keeps the processes in step.
+Weights of a sharded model (FSDP, ZeRO-3) are whole only while its outermost module runs. So a whole unit of work is the
+body of ONE call of it, for which the causal model's `forward` runs the body. `ranks.py` keeps the processes in step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from ..tree.packs import idle_pack
@@ -41,16 +40,15 @@ _Result = TypeVar("_Result")
 def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = False, check: Any = None) -> _Result:
     """Run `body()` as the forward of the module that distributes `model`; by itself if nothing does.
 
-    Everything that reads weights belongs into one body: scores, log-probs, the loss, estimators that query the model.
-    Call `backward` on its result, outside. All processes that share a model must call this, each with its own work
-    or none, and must all call `backward` if one does; one that raises makes all raise.
+    Everything that reads weights belongs into one body. Call `backward` on its result, outside. All processes that
+    share a model must call this, each with its own work or none, and must all call `backward` if one does; one that
+    raises makes all raise.
 
     Args:
         model: a transformers causal model, or a wrapper of one: PEFT, DDP, FSDP (both kinds) or DeepSpeed's ZeRO-3.
         body: returns a result whose tensors may be in tuples, lists and dictionaries.
         trains: whether it makes gradients of the weights.
-        check: called with a `ModelWalk` that processes share; by default `check_trainable` if `trains`, else
-            `check_supported`.
+        check: called with a `ModelWalk` that processes share, in place of `check_trainable` or `check_supported`.
 
     Raises:
         NotImplementedError: a way of sharding that this cannot run through, or a model that fails its check.
@@ -82,8 +80,8 @@ def _root(model: nn.Module, causal: PreTrainedModel) -> Any:
             return module
     if any(map(is_piece, causal.get_input_embeddings().parameters())):
         raise NotImplementedError(
-            f"model: the weights of {type(model).__name__} are pieces, and nothing that wraps it gathers them; pass "
-            "the module that fully_shard was called on last, or DeepSpeed's engine. Tensor parallelism is not supported"
+            f"model: the weights of {type(model).__name__} are pieces, and nothing that wraps it gathers them (nor can "
+            "tensor parallelism be); pass the module that fully_shard was called on last, or DeepSpeed's engine"
         )
     return None
 
@@ -103,11 +101,8 @@ def _through(root: nn.Module, causal: PreTrainedModel, ranks: Ranks | Replicas, 
 def _in_step(
     root: Any, causal: PreTrainedModel, body: Callable[[], _Result], check: Callable[[ModelWalk], object]
 ) -> _Result:
-    """Check the model and run `body` inside `root`, with all processes in step; raise on all what one raises."""
-    walk = ModelWalk.of(causal)
-    results: list[_Result] = []
+    walk, results, failed = ModelWalk.of(causal), list[_Result](), False
     problem: Exception | None = None
-    failed = False
 
     def idle() -> None:
         with value_of(INSIDE, None), tree_attention_mode(walk):  # the processes have met already
@@ -119,7 +114,8 @@ def _in_step(
         nonlocal problem, failed
         with head_whole(root, causal), _errors_held(causal, gathers=is_zero3(root)):
             try:
-                ranks.require_same(_described(causal))
+                if ranks.differ(torch.is_grad_enabled()):
+                    raise ValueError("processes that share a model must make the same call: one only takes gradients")
                 check(walk)
                 results.append(body())
             except PeerFailed:
@@ -128,14 +124,13 @@ def _in_step(
                 problem, failed = error, True
             failed, while_idle = ranks.finish(failed)
             problem = problem or while_idle
-            outputs = () if failed else _with_gradient(results)
+            # A backward may start from these: FSDP and DDP put their hooks on them.
+            outputs = () if failed else tuple(filter(_needs_backward, tree_leaves(results)))
             if not failed and torch.is_grad_enabled() and ranks.differ(bool(outputs)):
                 failed = True
                 if not outputs:
-                    problem = ValueError(
-                        "this process has no row to call backward on, and others have; processes that share a model "
-                        "all need a row (packed_policy_loss takes one without advantage)"
-                    )
+                    what = "this process has no row to call backward on, and others have"
+                    problem = ValueError(f"{what}; give it one (packed_policy_loss takes a row without advantage)")
         return () if failed else outputs
 
     prepare_zero3(root, causal)
@@ -145,37 +140,21 @@ def _in_step(
     if failed:
         results.clear()
         ranks.agree(problem)
-    return _replaced(results, outputs)[0] if is_zero3(root) else results[0]
+    if is_zero3(root):  # it has wrapped the outputs
+        left = iter(outputs)
+        results = tree_map(lambda leaf: next(left) if _needs_backward(leaf) else leaf, results)
+    return results[0]
 
 
-def _described(causal: PreTrainedModel) -> str:
-    """Describe the common ground of processes that share a model: its sizes, and whether this call trains."""
-    sizes = causal.config.get_text_config()
-    shown = [f"{name}={getattr(sizes, name, None)}" for name in ("vocab_size", "num_hidden_layers", "hidden_size")]
-    gradients = f"{'with' if torch.is_grad_enabled() else 'without'} gradients"
-    return ", ".join([type(causal).__name__.removeprefix("FSDP"), *shown, gradients])
-
-
-def _with_gradient(results: list[Any]) -> tuple[Tensor, ...]:
-    """Pick the tensors that a backward may start from: FSDP and DDP put their hooks on them."""
-    return tuple(leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and leaf.requires_grad)
-
-
-def _replaced(results: list[Any], outputs: Sequence[Tensor]) -> list[Any]:
-    """Put `outputs`, which DeepSpeed wraps, in the place of the tensors `_with_gradient`."""
-    left = iter(outputs)
-    leaves, shape = tree_flatten(results)
-    return tree_unflatten(  # type: ignore[no-any-return]
-        [next(left) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves], shape
-    )
+def _needs_backward(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 @contextmanager
 def _errors_held(causal: PreTrainedModel, *, gathers: bool) -> Iterator[None]:
     """Let a forward end in which a layer fails, and raise its error then: every layer's weights have been gathered.
 
-    The layer that fails, and those above it, return their input. With `gathers` a layer's weights are gathered before
-    it runs, since ZeRO-3 would gather them for each of its parts, of which one may fail.
+    With `gathers` a layer's are gathered before it runs: ZeRO-3 would for each of its parts, of which one may fail.
     """
     body, errors = backbone(causal), list[Exception]()
 
@@ -198,15 +177,10 @@ def _errors_held(causal: PreTrainedModel, *, gathers: bool) -> Iterator[None]:
             raise errors.pop()
 
     layers = [_innermost(layer) for layer in getattr(body, "layers", None) or ()]
-    # `_original_forward`, as accelerate has it: a layer so wrapped is no other model (`model_walk.own_forward`).
-    wrapped = [
-        {
-            "forward": held(layer, layer.forward),
-            "_original_forward": vars(layer).get("_original_forward", layer.forward),
-        }
-        for layer in layers
-    ]
-    with exchanged(zip(layers, wrapped, strict=True)), body.register_forward_hook(release):
+    # `_original_forward`, as accelerate has it: a layer so wrapped is no other model (`walk.own_forward`).
+    own = [(layer, layer.forward, vars(layer).get("_original_forward", layer.forward)) for layer in layers]
+    wrapped = ((layer, {"forward": held(layer, run), "_original_forward": first}) for layer, run, first in own)
+    with exchanged(wrapped), body.register_forward_hook(release):
         yield
 
 

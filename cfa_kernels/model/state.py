@@ -9,19 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .walk import Model, ModelWalk, forget_values
+from .walk import Model, ModelWalk
+
+_steps = 0
+
+
+def steps_taken() -> int:
+    """Count the steps of all optimizers: those of wrappers that hold the weights in pieces write without a trace."""
+    return _steps
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Count the writes of a fused step, which PyTorch's fused kernels leave out; drop what is kept of weights.
-
-    Some optimizers write without a trace: those of wrappers that hold the weights in pieces.
-    """
+    """Count a step, and the writes of a fused one, which PyTorch's fused kernels leave out."""
+    global _steps
+    _steps += 1
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
             if parameter.grad is not None and not parameter.is_inference():
                 torch.autograd.graph.increment_version(parameter)
-    forget_values()
 
 
 register_optimizer_step_post_hook(_after_step)
@@ -30,35 +35,23 @@ _VERSION = attrgetter("_version")
 _ADAPTERS = "_active_adapter", "_disable_adapters", "merged_adapters", "lora_variant", "scaling"
 
 
-def marks(tensors: Collection[Tensor]) -> list[tuple[int | None, int | None]]:
-    """Return how often each tensor has been written to, and its memory."""
+def _marks(tensors: Collection[Tensor]) -> list[tuple[int | None, int | None]]:
     try:  # in a tenth of the time that a loop takes
         return [*zip(map(_VERSION, tensors), map(Tensor.data_ptr, tensors), strict=True)]
-    except RuntimeError:  # one has no storage or no version
-        return [*map(_mark, tensors)]
-
-
-def _mark(tensor: Tensor) -> tuple[int | None, int | None]:
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError:  # a tensor made up of others has no storage
-        address = None
-    return None if tensor.is_inference() else tensor._version, address
+    except RuntimeError:  # one, made up of others or in inference mode, has no storage or no version
+        return [(None if tensor.is_inference() else tensor._version, None) for tensor in tensors]
 
 
 class TensorMarks:
-    """Record of tensors: how often each had been written to, and its memory. Their values are not read.
-
-    PyTorch counts in-place writes, and the hook above those of a fused optimizer; neither counts writes by `.data`.
-    """
+    """Record of tensors: how often each had been written to, not by `.data`, and its memory."""
 
     def __init__(self, tensors: Collection[Tensor]) -> None:
-        self._tensors, self._marks = tensors, marks(tensors)
+        self._tensors, self._marks = tensors, _marks(tensors)
 
     def hold(self, now: Collection[Tensor]) -> bool:
         """Whether `now` are the very same tensors, not written to and not moved."""
         same = len(now) == len(self._tensors) and all(map(is_, now, self._tensors))
-        return same and marks(now) == self._marks
+        return same and _marks(now) == self._marks
 
 
 class ModelState:

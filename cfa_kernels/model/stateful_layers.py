@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 
 from ..tree.segment_table import SegmentTable
@@ -24,7 +22,6 @@ from .walk import Model, ModelWalk
 
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")  # "cache" from transformers 5.24 on
 _KEEPS_STATE = {"update_conv_state", "update_recurrent_state"}
-OLDEST = "5.15"  # before it, transformers' cells run several tokens from an empty state only
 
 
 @dataclass(frozen=True)
@@ -44,14 +41,10 @@ class _Piece:
         return self.end - self.start + (self.lead is not None)
 
     def rows(self, hidden_states: Tensor) -> Tensor:
-        """Select the rows of `hidden_states` (1, N, H) that the cell reads: the lead, if any, and the piece."""
         own = hidden_states[:, self.start : self.end]
-        if self.lead is None:
-            return own
-        return torch.cat([hidden_states[:, self.lead : self.lead + 1], own], dim=1)
+        return own if self.lead is None else torch.cat([hidden_states[:, self.lead : self.lead + 1], own], dim=1)
 
-    def own(self, out: Tensor) -> Tensor:
-        """Select the piece's rows of the cell's output, which also covers the lead and padding."""
+    def own(self, out: Tensor) -> Tensor:  # which also covers the lead and padding
         return out[:, self.num_run - (self.end - self.start) : self.num_run]
 
 
@@ -80,7 +73,6 @@ class _State:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
     ) -> Tensor:
-        """Keep the last inputs of a convolution; return them with those before them."""
         before = self.conv_states.get(state_idx)
         width = conv_kernel_size or (conv_states if before is None else before).shape[-1]
         if before is not None:
@@ -99,8 +91,7 @@ class _State:
     def is_recording_past(self, layer_idx: int) -> bool:
         return self.record_past
 
-    def copy(self) -> "_State":
-        """Copy a state to continue from; no cell writes into the tensors of a state."""
+    def copy(self) -> "_State":  # no cell writes into the tensors of a state
         return _State(dict(self.conv_states), dict(self.recurrent_states))
 
     @staticmethod
@@ -123,9 +114,8 @@ class _Schedule:
     @staticmethod
     def of(table: SegmentTable) -> "_Schedule":
         last_context = table.context_start + table.context_length - 1
-        after = np.where(
-            table.context_length > 0, table.context_rows[last_context] if len(table.context_rows) else 0, -1
-        )
+        before = table.context_rows[last_context] if len(table.context_rows) else 0
+        after = np.where(table.context_length > 0, before, -1)
         cuts = np.unique(after[after >= 0]) + 1  # rows that begin a piece because a branch leaves before them
         pieces: dict[int, _Piece] = {}  # by their last row
         for start, length, before in zip(table.row_start.tolist(), table.length.tolist(), after.tolist(), strict=True):
@@ -145,11 +135,9 @@ class _Schedule:
 
 def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
     """Batch pieces of similar length, so that padding is less than half of a batch."""
-    batches: list[list[_Piece]] = []
-    tokens = 0
+    batches, tokens = list[list[_Piece]](), 0
     for piece in sorted(pieces, key=lambda piece: (piece.after < 0, piece.num_run)):
-        length = piece.num_run
-        root = piece.after < 0  # there is no state to stack
+        length, root = piece.num_run, piece.after < 0  # a root has no state to stack
         if not batches or root or length * (len(batches[-1]) + 1) > 1.5 * (tokens + length):
             batches.append([])
             tokens = 0
@@ -184,35 +172,16 @@ def _cells(walk: ModelWalk) -> list[tuple[nn.Module, str]]:
     return walk.kept["cells"]  # type: ignore[no-any-return]
 
 
-def refuse_older_cells(walk: ModelWalk) -> None:
-    """Raise `NotImplementedError` for layers with a state where transformers is too old to continue one on a tree."""
-    if Version(transformers.__version__) >= Version(OLDEST):
-        return
-    methods = {kind: inspect.getmembers(kind, inspect.isfunction) for kind in walk.by_class}
-    cells = [kind.__name__ for kind, named in methods.items() if any(_keeping_state(method) for _, method in named)]
-    if cells:
-        raise NotImplementedError(
-            f"model: {type(walk.model).__name__} has layers with a state ({', '.join(cells)}), which need transformers "
-            f"{OLDEST} or newer, found {transformers.__version__}: pip install 'transformers>={OLDEST}' "
-            "(docs/models.md says which of them it runs), so it cannot be scored"
-        )
-
-
 def _cache_argument(kind: type[nn.Module]) -> str | None:
     """Return the argument that passes a state to modules of a class, if they are cells that keep one."""
-    if (forward := _keeping_state(kind.forward)) is None:
-        return None
-    return next((name for name in _CACHE_ARGUMENTS if name in inspect.signature(forward).parameters), None)
-
-
-def _keeping_state(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the function, or the one inside its decorator, that hands a cache a new state."""
-    outer = inspect.unwrap(function)
+    outer = inspect.unwrap(kind.forward)
     if not inspect.isfunction(outer):
         return None
     decorated = [cell.cell_contents for cell in outer.__closure__ or ()]  # transformers 5.15 sets no `__wrapped__`
-    functions = [outer, *(inspect.unwrap(each) for each in decorated if inspect.isfunction(each))]
-    return next((each for each in functions if _KEEPS_STATE & set(each.__code__.co_names)), None)
+    for each in (outer, *(inspect.unwrap(inner) for inner in decorated if inspect.isfunction(inner))):
+        if _KEEPS_STATE & set(each.__code__.co_names):
+            return next((name for name in _CACHE_ARGUMENTS if name in inspect.signature(each).parameters), None)
+    return None
 
 
 def _on_tree(forward: Callable[..., Any], cache_argument: str, schedule: _Schedule) -> Callable[..., Tensor]:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..ops.upload import upload
@@ -19,10 +18,10 @@ from ..tree.prefix_tree import Pack
 from .attention import ATTENTION, RUNNING, KeyValueStore, Running
 from .compiled import compiled_layers, to_compile
 from .head import Head
-from .limits import largest_forward
+from .limits import require_few
 from .lora import one_pass_adapters
 from .modes import attention_implementation, attention_of, checkpointed_modules, evaluation_mode, exchanged, value_of
-from .parts import backbone, input_device, token_types
+from .parts import backbone, input_device
 from .sharded.ranks import inside
 from .stateful_layers import tree_states
 from .walk import ModelWalk
@@ -75,36 +74,25 @@ def _stage(model: PreTrainedModel, pack: Pack) -> _Staged:
 
 
 def packed_hidden(
-    walk: ModelWalk,
-    pack: Pack,
-    *,
-    staged: _Staged | None = None,
-    store: KeyValueStore | None = None,
+    walk: ModelWalk, pack: Pack, *, staged: _Staged | None = None, store: KeyValueStore | None = None,
     routers: list[tuple[Tensor, ...]] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute the hidden states (N, H) of the rows that a pack feeds, as the head takes them, by one forward.
 
-    Call with tree attention set; checkpointed layers restore it in a backward. Processes that share the model all run
-    a forward. `staged` is the pack's index arrays if they are on the device already. `store` takes the keys and values
-    of a pack's rows, or provides those before the pack's first row. `routers` is appended the logits (N, experts) of
-    each router.
+    Call with tree attention set; checkpointed layers restore it in a backward. `store` takes the keys and values of a
+    pack's rows, or provides those before its first row. `routers` is appended the logits (N, experts) of each router.
     """
     model = walk.model
     staged = staged or _stage(model, pack)
     if (ranks := inside(model)) is not None:
         ranks.before_forward()
-    if (most := largest_forward(walk)) is not None and pack.table.num_rows > most:
-        raise NotImplementedError(
-            f"model: {type(model).__name__} scales queries by their place in a forward of more than {most} rows, and a "
-            f"group of {pack.table.num_rows} rows must share one; take fewer or shorter completions"
-        )
+    require_few(walk, pack.table.num_rows, f"model: a group of {pack.table.num_rows} rows")
     if store is not None:
         store.rewind()
     running = Running(pack.table, store, pack.first_row)
-    rows, states = pack.num_tokens, tree_states(walk, pack.table)
-    again = _recomputed_on_trees(walk, running, rows)
+    states, again = tree_states(walk, pack.table), _recomputed_on_trees(walk, running)
     layers = to_compile(() if inside(model) else getattr(backbone(model), "layers", ()))
-    adapters = one_pass_adapters(walk, rows, compiled=bool(layers))
+    adapters = one_pass_adapters(walk)
     with value_of(RUNNING, running), states, again, adapters, compiled_layers(layers):
         output = backbone(model)(
             input_ids=staged.input_ids,
@@ -112,7 +100,6 @@ def packed_hidden(
             attention_mask=staged.everywhere,
             position_ids=staged.position_ids,
             use_cache=False,
-            **token_types(backbone(model), staged.input_ids),
             **({} if routers is None else {"output_router_logits": True}),
         )
     if routers is not None:
@@ -120,16 +107,8 @@ def packed_hidden(
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
-_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Attributes that hold a module's checkpoint function: of transformers, and of torch's wrapper that FSDP uses."""
-
-
-def _recomputed_on_trees(walk: ModelWalk, running: Running, rows: int) -> AbstractContextManager[None]:
-    """Make checkpointed modules run again, in a backward, exactly as they run inside.
-
-    Each checkpointed function restores attention, pack and modules of this forward by itself, because one backward may
-    rerun layers of other forwards too, packed or plain.
-    """
+def _recomputed_on_trees(walk: ModelWalk, running: Running) -> AbstractContextManager[None]:
+    """Make checkpointed modules run again, in a backward, as inside: it may rerun layers of other forwards, too."""
     configs = [config for config in walk.configs if config._attn_implementation == ATTENTION]
     again = replace(running, store=None)
 
@@ -139,12 +118,10 @@ def _recomputed_on_trees(walk: ModelWalk, running: Running, rows: int) -> Abstra
                 if RUNNING.get() is running:
                     return function(*inputs, **named)
                 layers = to_compile([module])
-                adapters = one_pass_adapters(walk, rows, compiled=bool(layers), inside=module)
+                adapters = one_pass_adapters(walk, inside=module)
                 states = tree_states(walk, running.table, inside=module)
-                with (
-                    value_of(RUNNING, again), attention_of(configs, ATTENTION), states, adapters,
-                    compiled_layers(layers),
-                ):  # fmt: skip
+                attention = attention_of(configs, ATTENTION)
+                with value_of(RUNNING, again), attention, states, adapters, compiled_layers(layers):
                     return function(*inputs, **named)
 
             return checkpoint(run, *args, **kwargs)
@@ -154,18 +131,13 @@ def _recomputed_on_trees(walk: ModelWalk, running: Running, rows: int) -> Abstra
     return exchanged(
         (module, {name: checkpointing(module, module.__dict__[name])})
         for module in checkpointed_modules(walk)
-        for name in _CHECKPOINTS
+        for name in ("_gradient_checkpointing_func", "checkpoint_fn")  # of transformers, of FSDP's wrapper
         if module.__dict__.get(name) is not None
     )
 
 
 def pack_states(
-    walk: ModelWalk,
-    head: Head,
-    pack: Pack,
-    *,
-    store: KeyValueStore | None = None,
-    earlier: Tensor | None = None,
+    walk: ModelWalk, head: Head, pack: Pack, *, store: KeyValueStore | None = None, earlier: Tensor | None = None
 ) -> HeadRows:
     """Compute the rows of `pack` that have a target, by one forward inside `tree_attention_mode`.
 
@@ -201,12 +173,13 @@ def last_layer_on_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
     # Queries stay whole: the attention module norms and rotates them with the keys, which every row needs.
     modules = [getattr(last, "mlp", None), getattr(getattr(last, "self_attn", None), "o_proj", None)]
     with ExitStack() as stack:
-        for hook in [hook for module in modules if module is not None for hook in _hook_rows(module, rows)]:
-            stack.enter_context(hook)
+        for module in modules:
+            if module is not None:
+                _hook_rows(module, rows, stack)
         yield
 
 
-def _hook_rows(module: nn.Module, rows: Tensor) -> list[RemovableHandle]:
+def _hook_rows(module: nn.Module, rows: Tensor, undo: ExitStack) -> None:
     """Hook `module` so that, given (1, N, H), it computes only `rows` and returns zeros elsewhere."""
     seen: list[tuple[Tensor, int]] = []
 
@@ -221,4 +194,5 @@ def _hook_rows(module: nn.Module, rows: Tensor) -> list[RemovableHandle]:
         full = some.new_zeros(1, length, some.shape[-1]).index_copy_(1, index, some)
         return (full, *output[1:]) if isinstance(output, tuple) else full
 
-    return [module.register_forward_pre_hook(select), module.register_forward_hook(spread)]
+    undo.enter_context(module.register_forward_pre_hook(select))
+    undo.enter_context(module.register_forward_hook(spread))

@@ -1,7 +1,4 @@
-"""Record a model's modules, for everything that calls read of them, until one cheap test says that they have changed.
-
-A second walk takes several times as long as the test, torch's `named_modules` longer still.
-"""
+"""Record a model's modules, for all that calls read of them, until one cheap test says that they have changed."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -9,21 +6,22 @@ from itertools import chain, compress, repeat
 from operator import contains, is_, itemgetter, ne
 from types import NoneType
 from typing import Any, TypeAlias
-from weakref import WeakSet, ref
+from weakref import ref
 
 from torch import nn
 from transformers import PreTrainedModel
 
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
 _OURS = __package__.partition(".")[0] + "."
-_NO_CHANGE = "enable_input_require_grads"  # transformers adds a hook of it at every call
+_NO_CHANGE = "make_inputs_require_grad"  # transformers and PEFT add hooks of this name time and again
+_WALK = "_cfa_walk"
+_FORMS = 4  # of a model, whose verdicts are kept
 
 
 class ModelWalk:
     """Modules of a model by name, in the order of `named_modules`, each once, and what is derived from them.
 
-    A record stands while its model has the very modules, of the same classes and `forward`s, the same hooks on
-    forwards, and the very parameters and buffers. Other attributes of modules are read where they are needed.
+    A record stands while its model has the very modules, classes, `forward`s, hooks on forwards and tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,7 +29,6 @@ class ModelWalk:
         self.modules: dict[str, nn.Module] = {}
         self.by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
         self.kept: dict[str, Any] = {}  # what callers derive from the modules
-        self.of_weights: dict[str, Any] = {}  # and from the values of weights: an optimizer's step empties it
         self._having: dict[str, list[Any]] = {}
         shared, names, todo = list[tuple[str, str]](), dict[nn.Module, str](), [("", model)]
         while todo:
@@ -60,10 +57,9 @@ class ModelWalk:
         self._watched, self._forwards = self._watched_now(), self._forwards_now()
         some = [(n, m) for n, m in self.modules.items() if "forward" in vars(m) or "_original_forward" in vars(m)]
         own = [(name, forward) for name, m in some if (forward := own_forward(m)) is not None]
-        computes = [*self.modules], shared, self._classes, self._forwards[0], own, self._watched
+        self._computes = [*self.modules], shared, self._classes, self._forwards[0], own, self._watched
         self.checked: dict[Any, Any] = {}  # verdicts on the model while it computes so
-        self._verdicts: list[tuple[Any, dict[Any, Any]]] = [(computes, self.checked)]
-        _WALKS.add(self)
+        self._forms = [(self._computes, self.checked)]
 
     @classmethod
     def of(cls, model: "Model | nn.Module") -> "ModelWalk":
@@ -74,23 +70,17 @@ class ModelWalk:
         if before is not None and before.holds():
             return before
         walk = vars(model)[_WALK] = cls(model)
-        if before is not None:
-            walk._join(before)
+        if before is not None:  # hooks and forwards come and go, and verdicts come back with them
+            walk.checked = next((known for form, known in before._forms if form == walk._computes), walk.checked)
+            others = [one for one in before._forms if one[1] is not walk.checked]
+            walk._forms = [(walk._computes, walk.checked), *others][:_FORMS]
         return walk
 
-    def _join(self, before: "ModelWalk") -> None:
-        """Keep the verdicts of the record before: hooks and forwards come and go."""
-        ((computes, own),) = self._verdicts
-        self.checked = next((verdicts for then, verdicts in before._verdicts if then == computes), own)
-        others = [(then, verdicts) for then, verdicts in before._verdicts if verdicts is not self.checked]
-        self._verdicts = [(computes, self.checked), *others[: _FORMS - 1]]
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_walk, ()  # a copy of a model, or one that is read from a file, walks by itself
+        return NoneType, ()  # a copy of a model, or one that is read from a file, walks by itself
 
     def holds(self) -> bool:
-        """Whether the model is still as it was recorded."""
-        # Loops of the interpreter take four times as long.
+        """Whether the model is still as it was recorded."""  # by C code: loops take four times as long
         if any(self._empty) or [*map(type, self.modules.values())] != self._classes:
             return False
         if any(map(ne, self._parents, self._children)) or [*map(tuple, self._stores)] != self._names:
@@ -109,7 +99,7 @@ class ModelWalk:
     def _watched_now(self) -> list[tuple[int, Any]]:
         """List the hooks of others with their places."""
         there = compress(range(len(self._hooks)), self._hooks)
-        return [(i, _hook(hook)) for i in there for hook in self._hooks[i].values() if _is_foreign(hook)]
+        return [(i, hook) for i in there for hook in self._hooks[i].values() if _is_foreign(hook)]
 
     @property
     def configs(self) -> list[Any]:
@@ -133,20 +123,6 @@ class ModelWalk:
         return [*compress(self.modules.values(), map(contains, self.owned, repeat(name)))]
 
 
-_WALK = "_cfa_walk"
-_FORMS = 4  # of a model, whose verdicts are kept
-_WALKS: WeakSet[ModelWalk] = WeakSet()
-
-
-def forget_values() -> None:
-    """Drop what has been derived from the values of weights, of all models."""
-    for walk in [*_WALKS]:
-        walk.of_weights.clear()
-
-
-def _no_walk() -> None: ...
-
-
 Model: TypeAlias = PreTrainedModel | ModelWalk
 """A transformers model, whose record is looked up, or the record that a caller has looked up."""
 
@@ -165,23 +141,3 @@ def is_hooked(module: nn.Module) -> bool:
 
 def _is_foreign(hook: Any) -> bool:
     return _NO_CHANGE not in getattr(hook, "__qualname__", "") and not getattr(hook, "__module__", "").startswith(_OURS)
-
-
-class _Same:
-    """Equals that of the very same object only."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _hook(hook: Any) -> object:
-    """Key of a hook: equal for hooks that the same code makes from the same values, of the same object."""
-    inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-    inside += [*(getattr(hook, "__defaults__", None) or ()), getattr(hook, "__self__", None)]
-    values = [value if isinstance(value, (int, float, str, NoneType)) else _Same(value) for value in inside]
-    return _Same(getattr(hook, "__code__", hook)), values

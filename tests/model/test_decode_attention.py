@@ -1,7 +1,5 @@
 """Attention while decoding: the numbers of transformers' sdpa, from keys and values that are read once."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import StaticCache
@@ -10,7 +8,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from cfa_kernels.model import decode_attention
 from cfa_kernels.model.decode_attention import cache_argument, decoding_attention
 from tests.support.adapted import tiny
-from tests.support.models import make_model
 
 KEY_HEADS = 2
 
@@ -55,21 +52,3 @@ def test_the_graph_of_a_decoding_step_has_the_models_key_heads_and_its_logits() 
             captured = logits(torch.compile(model.forward, backend=backend, fullgraph=True))
     assert heads == [model.config.num_key_value_heads] * model.config.num_hidden_layers
     torch.testing.assert_close(captured, expected, rtol=0, atol=1e-10)
-
-
-def test_attention_with_a_cap_or_sinks_stays_as_it_is(monkeypatch) -> None:
-    capped, plain = make_model("Gemma2"), tiny()  # the first is eager, for its softcap
-    with decoding_attention(capped), decoding_attention(plain):
-        assert capped.config._attn_implementation == "eager"
-        assert plain.config._attn_implementation == "cfa_decode"
-    assert plain.config._attn_implementation == "sdpa"
-    monkeypatch.setattr(decode_attention, "sdpa_attention_forward", lambda *_, **options: options)
-    for option in ("softcap", "s_aux", "position_bias"):
-        options = {option: 3.0, "scaling": 0.3}
-        assert decode_attention._attention(torch.nn.Module(), *problem(1, 1), **options) == options
-
-
-@pytest.mark.parametrize("decoder", [lambda ids, past_key_values=None: ids, lambda ids, cache=None: ids])
-def test_a_cache_goes_in_by_the_name_that_the_model_has_for_it(decoder) -> None:
-    model = SimpleNamespace(get_decoder=lambda: SimpleNamespace(forward=decoder))
-    assert cache_argument(model) == decoder.__code__.co_varnames[1]

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cfa_kernels import linear_logprob, linear_policy_loss
 from cfa_kernels.model.check import verify
-from cfa_kernels.ops import head_matmul
 from cfa_kernels.ops.matmul import ieee_products
 from tests.support.models import make_model
 
@@ -79,14 +77,6 @@ def test_ieee_products_come_and_go_whichever_way_torch_was_set(way):
     assert settings() == before
 
 
-def test_ieee_products_leave_the_setting_of_all_backends_in_force():
-    torch.backends.fp32_precision = "tf32"
-    with ieee_products():
-        pass
-    torch.backends.fp32_precision = "ieee"
-    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-
-
 @pytest.mark.parametrize("way", ["set_float32_matmul_precision", "cuda.matmul.fp32_precision"])
 def test_a_model_is_checked_where_tf32_is_allowed(way):
     model = make_model("Qwen3", num_hidden_layers=2)
@@ -99,24 +89,3 @@ def test_a_model_is_checked_where_tf32_is_allowed(way):
         with pytest.raises(ZeroDivisionError):
             verify.check_supported(model)
     assert settings() == before
-
-
-def test_the_policy_loss_follows_tf32_and_linear_logprob_does_not(monkeypatch, device):
-    multiply = head_matmul.multiply
-    monkeypatch.setattr(
-        head_matmul, "multiply", lambda left, right, out, **o: multiply(to_tf32(left), to_tf32(right), out, **o)
-    )
-    generator = torch.Generator().manual_seed(0)
-    hidden, head = torch.randn(4, 32, generator=generator), 0.5 * torch.randn(50, 32, generator=generator)
-    hidden, head, targets, ones = (x.to(device) for x in (hidden, head, torch.arange(4), torch.ones(1, 4)))
-
-    def both() -> tuple[torch.Tensor, torch.Tensor]:
-        loss = linear_policy_loss(hidden[None], head, targets[None], None, ones[0, :1], ones, return_logprobs=True)
-        return loss[2][0], linear_logprob(hidden, head, targets, backend="triton")
-
-    exact, plain = both()
-    torch.testing.assert_close(exact, plain, rtol=0, atol=1e-5)
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    rounded, still_plain = both()
-    torch.testing.assert_close(still_plain, plain, rtol=0, atol=0)
-    assert 1e-4 < (rounded - exact).abs().max() < 0.1

@@ -7,9 +7,8 @@ from torch import nn
 from cfa_kernels.model import head as head_module
 from cfa_kernels.model.head import decoding_head
 from cfa_kernels.ops.matmul import product
-from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
+from tests.support.adapted import tiny
 from tests.support.budget import assert_within_budget
-from trainer.rollouts.in_process import TransformersEngine
 
 
 @pytest.fixture
@@ -50,10 +49,3 @@ def test_other_heads_autocast_and_gradients_are_left_alone(multiplied) -> None:
     with decoding_head(model):
         assert "forward" not in vars(model.get_output_embeddings())
     assert not multiplied
-
-
-def test_sampling_takes_it(multiplied) -> None:
-    model = tiny().float()
-    sampled = TransformersEngine(model, tokenizer())(PROMPTS, **SAMPLED)
-    assert multiplied == [(len(PROMPTS), model.config.hidden_size)] * max(sampled.rows.lengths)
-    assert "forward" not in vars(model.lm_head)

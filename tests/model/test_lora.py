@@ -1,7 +1,5 @@
 """LoRA layers run as one op compute what PEFT's own do, on a CPU and as on a GPU, and leave no trace."""
 
-from weakref import ref
-
 import pytest
 import torch
 from peft import LoraConfig
@@ -11,7 +9,7 @@ from cfa_kernels import packed_logprobs
 from cfa_kernels.model import lora
 from cfa_kernels.model.lora import one_pass_adapters
 from cfa_kernels.model.parts import causal_lm
-from cfa_kernels.model.walk import ModelWalk, forget_values
+from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.ops.adapted_linear import adapted_linear, split_adapters
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.packed import packed_forward
@@ -30,11 +28,6 @@ from tests.support.models import (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def few_rows_are_many(monkeypatch):
-    monkeypatch.setattr(lora, "FEW_ROWS", 0)
-
-
 def adapted(**config):
     return small_adapted(**config).cpu()
 
@@ -50,14 +43,9 @@ def calls(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("few", [0, 99])
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
-def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointing, few, monkeypatch, unchecked):
-    """Few rows on a GPU run them, also where a checkpointed layer runs again."""
+def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointing, monkeypatch, unchecked):
     made = calls(monkeypatch)
-    monkeypatch.setattr(lora, "FEW_ROWS", few)
-    monkeypatch.setattr(lora, "is_on_gpu", lambda _: few > 0)
-    monkeypatch.setattr(lora, "_FULL", () if few else lora._FULL)  # as if they were halves
 
     def gradients_of(model):
         return gradients(model, sum(row.square().sum() for row in packed_logprobs(model, Rows(*SMALL_ROWS))))
@@ -72,7 +60,7 @@ def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointin
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
     ours = gradients_of(model)
-    assert len(made) == (0 if few else 4 if checkpointing else 2)
+    assert len(made) == (4 if checkpointing else 2)
     assert_same_gradients(ours, expected, 1e-5)
 
 
@@ -108,7 +96,7 @@ def log_probs_by_peft(monkeypatch, unchecked):
     return run
 
 
-@pytest.mark.parametrize("config", [{}, {"use_rslora": True}, {"target_modules": "all-linear"}])
+@pytest.mark.parametrize("config", [{"use_rslora": True}, {"target_modules": "all-linear"}])
 def test_float32_adapters_on_halves_are_as_close_to_the_truth_as_peft_on_a_gpu(config, monkeypatch, log_probs_by_peft):
     made = calls(monkeypatch)
     ours, by_ours = log_probs_by_peft(in_halves(**config), own=False)
@@ -145,7 +133,6 @@ WRITES = {
     "a write in place": (write_in_place, 8),
     "a loaded state": (load, 8),
     "another scale": (lambda model: layer_of(model).scale_layer(2.0), 8),
-    "exchanged memory": (lambda model: setattr(layer_of(model).lora_A["default"].weight, "data", torch.ones(2, 48)), 8),
     "an exchanged weight": (
         lambda model: setattr(layer_of(model).lora_B["default"], "weight", nn.Parameter(torch.ones(32, 2))), 8
     ),
@@ -177,30 +164,9 @@ def test_parts_of_adapters_are_split_once_while_their_weights_stand(write, monke
     step()[0].backward()
     after = step()[1]
     assert len(split) == anew
-    forget_values()
+    causal_lm(model)._cfa_walk = None
     assert torch.equal(after.nan_to_num(), step()[1].nan_to_num())
     assert torch.equal(after.nan_to_num(), before.nan_to_num()) == (write == "nothing")
-
-
-@pytest.mark.traced
-def test_old_parts_of_adapters_are_freed_before_new_ones_are_made(monkeypatch, unchecked):
-    alive = []
-
-    def split(groups, dtype):
-        alive.append([part for part in made if part() is not None])
-        parts = split_adapters(groups, dtype)
-        made.extend(ref(own.down) for own in parts)
-        return parts
-
-    made = []
-    monkeypatch.setattr(lora, "is_on_gpu", lambda _: True)
-    monkeypatch.setattr(lora, "split_adapters", split)
-    model = in_halves(target_modules="all-linear")
-    for _ in range(2):
-        packed_forward(causal_lm(model), Rows(*SMALL_ROWS)).logprobs()[0].sum().backward()
-        take_a_step(model)()
-    assert made
-    assert alive == [[], []]
 
 
 def test_layers_run_together_only_where_they_are_called_with_the_same_rows(monkeypatch):
@@ -210,7 +176,7 @@ def test_layers_run_together_only_where_they_are_called_with_the_same_rows(monke
     other = x.clone()
     query, key, value = (getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj"))
     expected = [query(x), key(other), value(x), key(x), query(x)]
-    with one_pass_adapters(ModelWalk.of(causal_lm(model)), 9):
+    with one_pass_adapters(ModelWalk.of(causal_lm(model))):
         results = [query(x), key(other), value(x)]
         assert len(made) == 3  # of queries and keys, of keys alone, of values
         results += [key(x), query(x)]
@@ -221,25 +187,13 @@ def test_layers_run_together_only_where_they_are_called_with_the_same_rows(monke
 def test_autocast_in_the_dtype_of_halves_changes_nothing_on_a_gpu(monkeypatch):
     model, made = in_halves(), calls(monkeypatch)
     x = torch.randn(1, 3, 48, dtype=torch.bfloat16).to(DEVICE)
-    with one_pass_adapters(ModelWalk.of(causal_lm(model)), 9):
+    with one_pass_adapters(ModelWalk.of(causal_lm(model))):
         expected = layer_of(model)(x)
         with torch.autocast(x.device.type, torch.bfloat16):
             assert torch.equal(layer_of(model)(x), expected)
         with torch.autocast(x.device.type, torch.float16):
             layer_of(model)(x)
     assert len(made) == 2
-
-
-@pytest.mark.parametrize(("rows", "on_gpu", "ops"), [(9, True, 0), (10, True, 1), (9, False, 1)])
-def test_few_rows_on_a_gpu_run_as_peft_has_them(rows, on_gpu, ops, monkeypatch):
-    monkeypatch.setattr(lora, "FEW_ROWS", 10)
-    model, made = in_halves() if on_gpu else adapted(), calls(monkeypatch)
-    x = torch.randn(1, 3, 48, dtype=causal_lm(model).dtype).to(DEVICE if on_gpu else "cpu")
-    expected = layer_of(model)(x)
-    with one_pass_adapters(ModelWalk.of(causal_lm(model)), rows):
-        ours = layer_of(model)(x)
-    assert len(made) == ops
-    torch.testing.assert_close(ours, expected, rtol=2e-2, atol=1e-2)
 
 
 def two_adapters(model):
@@ -266,14 +220,14 @@ STAYS = {
 def test_other_than_plain_adapters_run_as_peft_has_them(change, ran_before, monkeypatch):
     model, made = adapted(), calls(monkeypatch)
     if ran_before:
-        with one_pass_adapters(ModelWalk.of(causal_lm(model)), 9):
+        with one_pass_adapters(ModelWalk.of(causal_lm(model))):
             layer_of(model)(torch.randn(1, 3, 48))
         assert made.pop()
     (CHANGES | STAYS)[change](model)
     layer = layer_of(model)
     x = torch.randn(1, 3, 48, dtype=next(model.parameters()).dtype)
     expected = layer(x)
-    with one_pass_adapters(ModelWalk.of(causal_lm(model)), 9):
+    with one_pass_adapters(ModelWalk.of(causal_lm(model))):
         torch.testing.assert_close(
             layer(x), expected, rtol=0 if change in CHANGES else None, atol=0 if change in CHANGES else None
         )
@@ -285,29 +239,6 @@ def test_other_than_plain_adapters_run_as_peft_has_them(change, ran_before, monk
 def test_variants_dropout_and_biases_of_adapters_run_as_peft_has_them(kind, make, monkeypatch):
     model, made = make(**kind), calls(monkeypatch)
     dtype = causal_lm(model).dtype
-    with one_pass_adapters(ModelWalk.of(causal_lm(model)), 9):
+    with one_pass_adapters(ModelWalk.of(causal_lm(model))):
         layer_of(model)(torch.randn(1, 3, 48, dtype=dtype).to(DEVICE if make is in_halves else "cpu"))
     assert not made
-
-
-def test_autocast_runs_as_peft_has_it(monkeypatch):
-    model, made = adapted(), calls(monkeypatch)
-    with one_pass_adapters(ModelWalk.of(causal_lm(model)), 9), torch.autocast("cpu", torch.bfloat16):
-        assert layer_of(model)(torch.randn(1, 3, 48)).dtype == torch.bfloat16
-    assert not made
-
-
-def test_layers_come_back_also_after_an_error_and_from_within_themselves():
-    model = adapted()
-    before = dict(layer_of(model).__dict__)
-
-    def fail():
-        with one_pass_adapters(ModelWalk.of(causal_lm(model)), 9):
-            with one_pass_adapters(ModelWalk.of(causal_lm(model)), 9):
-                pass
-            assert "forward" in layer_of(model).__dict__
-            raise OSError("stop")
-
-    with pytest.raises(OSError, match="stop"):
-        fail()
-    assert layer_of(model).__dict__ == before

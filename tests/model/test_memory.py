@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from cfa_kernels.estimators import gradient
-from cfa_kernels.model import limits, memory, tree_forward
+from cfa_kernels.model import limits, tree_forward
 from cfa_kernels.model.check.verify import check_supported
-from cfa_kernels.model.memory import columns_at_once, rows_at_once, run_in_memory
+from cfa_kernels.model.memory import run_in_memory
 from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import masked
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.packed import packed_forward
-from cfa_kernels.span import Span
 from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns, score_forward, tokens
 
 
@@ -74,7 +73,7 @@ def assert_same(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7, equal_nan=True)
 
 
-@pytest.mark.parametrize("failing", [{1}, {1, 2}, {2, 3}])
+@pytest.mark.parametrize("failing", [{1}, {2, 3}])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_forward_that_runs_out_of_memory_is_done_in_smaller_ones_to_the_same_result(name, failing, device):
     expected = CALLS[name](model(), *batch())
@@ -83,16 +82,6 @@ def test_a_forward_that_runs_out_of_memory_is_done_in_smaller_ones_to_the_same_r
     if failing != {2, 3} or name == "gradient":  # which takes several forwards anyway
         assert len(sizes) > 2
         assert sizes[max(failing)] < sizes[0]
-
-
-@pytest.mark.parametrize("name", ["exact", "continued"])
-def test_branches_of_one_completion_are_parted_where_they_do_not_fit_together(name, device):
-    (prompt,), (completion,) = tokens(9), tokens(30, seed=5)
-    data = ([prompt], [completion], [[Span(t, t + 3) for t in range(0, 24, 3)]], [Span(26, 29)])
-    expected = CALLS[name](model(), *data)
-    sizes = device(lambda _, rows: rows > 150)
-    assert_same(CALLS[name](model(), *data), expected)
-    assert max(sizes) > 150
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -120,15 +109,6 @@ def test_a_device_without_memory_is_known_by_every_message_that_it_gives(message
 
     with nullcontext() if MESSAGES[message] else pytest.raises(RuntimeError, match=message):
         assert list(run_in_memory(["ab"], run, list)) == ["a", "b"]
-
-
-def test_strips_of_logits_stay_within_what_may_exist_at_once():
-    for vocabulary in (300, 151_936, 1 << 25):
-        assert rows_at_once(vocabulary) == 1 or rows_at_once(vocabulary) * vocabulary <= memory.LOGITS_AT_ONCE
-    for device in map(torch.device, ("cpu", "cuda")):
-        for rows in (0, 7, 5000, 10**6):
-            columns = columns_at_once(rows, device)
-            assert columns == 256 or rows * columns <= memory.LOGITS_AT_ONCE
 
 
 def test_memory_of_a_training_forward_is_estimated_within_its_measure_and_a_third_more(monkeypatch, unchecked):

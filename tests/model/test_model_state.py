@@ -4,12 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 
 from cfa_kernels import Batch
 from cfa_kernels.loss.ragged import LossBatch
 from cfa_kernels.model.parts import causal_lm
-from cfa_kernels.model.state import ModelState
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.packed import packed_forward
 from cfa_kernels.tree.prefix_tree import Query
@@ -37,11 +36,6 @@ def first_layer(model):
     return causal_lm(model).model.layers[0]
 
 
-def exchanged(model, _):
-    norm = first_layer(model).input_layernorm
-    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
-
-
 def moved(model, _):
     weight = first_layer(model).mlp.up_proj.weight
     weight.data = weight.data.clone()
@@ -57,12 +51,10 @@ CHANGES = {
     "a fused optimizer step": (small_model, partial(optimizer_step, fused=True)),
     "an adapter's step": (small_adapted, optimizer_step),
     "a checkpoint": (small_model, lambda model, _: model.load_state_dict(small_model().state_dict())),
-    "a weight put in": (small_model, exchanged), "a weight moved": (small_model, moved),
+    "a weight moved": (small_model, moved),
     "an adapter off": (small_adapted, lambda model, _: model.base_model.disable_adapter_layers()),
-    "an adapter merged": (small_adapted, lambda model, _: model.merge_adapter()),
     "an adapter's factor": (small_adapted, lambda m, _: first_layer(m).mlp.down_proj.set_scale("default", 3.0)),
     "another adapter": (small_adapted, other_adapter),
-    "an adapter put on": (small_model, lambda m, _: get_peft_model(m, LoraConfig(r=2, target_modules=["q_proj"]))),
 }  # fmt: skip
 
 
@@ -121,38 +113,3 @@ def test_log_probs_and_loss_are_not_read_by_a_head_that_has_changed_since(change
     for read in (forward.logprobs, lambda: forward.policy_loss(LossBatch.of(ROWS, advantages=torch.ones(2)))):
         with pytest.raises(RuntimeError, match=r"the head has changed since it ran.*two models"):
             read()
-
-
-def test_under_a_head_that_stays_they_are_those_of_the_forward_however_its_adapters_go_on():
-    model = small_adapted()
-    forward = packed_forward(causal_lm(model), ROWS)
-    before = forward.logprobs()
-    sum(row.sum() for row in before).backward()
-    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0).step()
-    assert all(map(torch.equal, forward.logprobs(), before))
-
-
-def test_a_query_that_reads_only_rows_of_the_forward_runs_adapters_on_none_of_its_own():
-    forward = forward_of(small_adapted())
-    ((logprobs,),), work = forward.query([[QUERY]])
-    assert (len(logprobs), work.tokens_fed) == (2, 1)
-
-
-def test_buffers_that_a_checkpoint_holds_count_and_others_do_not():
-    layer = torch.nn.Module()
-    layer.register_buffer("saved", torch.zeros(2))
-    layer.register_buffer("scratch", torch.zeros(2), persistent=False)
-    state = ModelState(layer)
-    layer.scratch += 1
-    assert state.holds(layer)
-    layer.saved += 1
-    assert not state.holds(layer)
-    state = ModelState(layer)
-    layer.more = torch.nn.Parameter(torch.zeros(1))
-    assert not state.holds(layer)
-
-
-def test_weights_made_in_inference_mode_are_taken_as_they_are():
-    with torch.inference_mode():
-        layer = torch.nn.Linear(2, 2)
-    assert ModelState(layer).holds(layer)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from cfa_kernels import Rows, check_model, packed_logprobs
-from cfa_kernels.model.quantised import in_float32, is_quantised, product_dtype
+from cfa_kernels.model.quantised import product_dtype
 from cfa_kernels.scoring.access import InProcess
 from tests.support.budget import assert_within_budget
 from tests.support.models import make_model
@@ -62,8 +62,7 @@ def quantised(kind: type = Int8Linear, adapters: str = "trained", hidden: int = 
 @pytest.mark.parametrize(
     ("kind", "adapters", "hidden"),
     [
-        (Int8Linear, "fresh", 64), (Int8Linear, "trained", 128), (Int8Linear, "fresh", 256),
-        (HalvesOnly, "trained", 64), (HalvesOnly, "fresh", 128), (HalvesOnly, "trained", 256),
+        (Int8Linear, "fresh", 64), (Int8Linear, "trained", 256), (HalvesOnly, "fresh", 128),
     ],
 )  # fmt: skip
 def test_layers_that_round_in_halves_are_accepted_whatever_their_adapters(kind, adapters, hidden):
@@ -83,35 +82,6 @@ def test_a_wrong_tree_is_refused_on_a_quantised_base_too(adapters):
     )
     with pytest.raises(NotImplementedError, match="does not compute the same in a packed tree"):
         check_model(model)
-
-
-def test_quantised_layers_are_known_by_their_form():
-    linear = nn.Linear(6, 4)
-    assert not is_quantised(linear)
-    assert not is_quantised(linear.bfloat16())
-    assert is_quantised(Int8Linear(linear))
-    linear.weight = nn.Parameter(linear.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
-    assert is_quantised(linear)
-    packed = nn.Linear(6, 4)
-    packed.weight = nn.Parameter(torch.zeros(3, 1, dtype=torch.bfloat16), requires_grad=False)  # 4 bits in halves
-    assert is_quantised(packed)
-    for other in (nn.LayerNorm(4), nn.Embedding(4, 6), nn.Conv1d(6, 4, 1), nn.Sequential(linear)):
-        assert not is_quantised(other)
-
-
-def test_the_matrix_in_float32_is_the_layers_own_with_its_bias_and_any_width():
-    linear = nn.Linear(2100, 5).bfloat16()
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x.bfloat16(), linear.weight, linear.bias).float()
-
-    layer = nn.Linear(2100, 5)
-    layer.forward = forward
-    rows = torch.randn(3, 7, 2100, generator=torch.Generator().manual_seed(0))
-    exact = functional.linear(rows, linear.weight.float(), linear.bias.float())
-    torch.testing.assert_close(in_float32(layer)(rows), exact, rtol=0, atol=0.02)  # of the bias, in bfloat16
-    without = in_float32(layer)(rows)[0, 0] - in_float32(layer)(rows)[0, 1]
-    torch.testing.assert_close(without, exact[0, 0] - exact[0, 1], rtol=1e-2, atol=1e-2)
 
 
 def test_scores_of_quantised_layers_round_as_those_layers_do():

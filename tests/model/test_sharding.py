@@ -1,28 +1,20 @@
 """Models whose weights are in pieces on several processes: results are those of one, and none waits for ever."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from cfa_kernels import CounterfactualConfig, counterfactual_credit, packed_forward, packed_logprobs, packed_policy_loss
-from cfa_kernels.estimators.base import Estimator
-from cfa_kernels.estimators.masking import Masking
+from cfa_kernels import packed_logprobs, packed_policy_loss
 from cfa_kernels.model.parts import causal_lm
-from cfa_kernels.model.run_inside import run_inside
 from cfa_kernels.model.sharded.fsdp import is_engine
 from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.access import as_access
 from cfa_kernels.span import Span
-from examples.estimators.resampling import Resampling
-from examples.estimators.total_effects import TotalEffects
-from tests.support.models import HYBRIDS, PLACEHOLDER, batch, batch_of, make_model, score_columns, skip_unless_runs
+from tests.support.models import HYBRIDS, PLACEHOLDER, batch, make_model, score_columns, skip_unless_runs
 from tests.support.sharded import deepspeed_engine, run, skip_unless_deepspeed, values, wrapped
-from tests.support.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 BATCH = PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
@@ -113,15 +105,6 @@ def as_one_process(
     same(scores(shared, [rank]), expected, [rank], max(tolerance, 1e-4))
 
 
-def as_one_of_four(rank: int, how: str) -> None:
-    alone, shared = alone_and_shared(how)
-    rows = [[0, 1, 2], [], [3], [4, 5, 6]][rank]
-    same(scores(shared, rows), scores(alone), rows)
-    loss(alone).loss.backward()
-    loss(shared, rows or [0], 4, ADVANTAGES * bool(rows)).loss.backward()
-    same_gradients(gradients_of(shared), alone)
-
-
 def errors(rank: int, shared: nn.Module) -> None:
     spans = [SPANS[0] if rank == 0 else [Span(0, 999)]]
     origin = "rank 1: " if rank == 0 else ""
@@ -161,14 +144,8 @@ def failing_layers(rank: int, how: str) -> None:
 
 def disagreeing(rank: int, how: str) -> None:
     shared = wrapped(make_model("Qwen3"), how)
-    with pytest.raises(ValueError, match=r"^processes .*: rank 0 has Qwen3.*, with gradients, rank 1 .*, without grad"):
+    with pytest.raises(ValueError, match=r"^processes .* must make the same call"):
         loss(shared, [0, 1], 2) if rank == 0 else scores(shared, [2, 3])
-    sizes = causal_lm(shared).config
-    own = sizes.vocab_size
-    sizes.vocab_size = own + rank
-    with pytest.raises(ValueError, match=rf"rank 0 has .*vocab_size={own}, .*rank 1 has .*vocab_size={own + 1}, "):
-        scores(shared, [0, 1])
-    sizes.vocab_size = own
     scores(shared, [0, 1])
 
 
@@ -210,39 +187,6 @@ def adapters(rank: int, how: str, halves: bool, dtype: torch.dtype) -> None:
     assert all(gradient.isfinite().all() and gradient.any() for gradient in second.values())
 
 
-def ids_of(*texts: str) -> torch.Tensor:
-    return torch.tensor(tiny_tokenizer().convert_tokens_to_ids(texts))
-
-
-QUESTION = "What", "is", "3", "+", "4", "?"
-SOLUTIONS = ("3 + 4 = 7. ", "So we add them up. ", "#### 7"), ("7 - 2 = 5. ", "Then half is left. ", "#### 5")
-
-
-def estimators(rank: int, how: str) -> None:
-    alone, shared = alone_and_shared(how)
-    rows = [[2, 4], []][rank]  # whose units are disjoint
-    columns = [[column[b] for b in rows] for column in BATCH]
-
-    def judged(model: nn.Module, estimator: Estimator):
-        access = as_access(model)
-        return access.run(lambda: estimator(access, batch_of(model, *columns)).values if rows else [])
-
-    for estimator in (
-        Masking(), TotalEffects(), Masking(outcome="mean"), Resampling(samples=2), Masking(preselect=0.5),
-    ):  # fmt: skip
-        results = (judged(model, estimator) for model in (alone, shared))
-        torch.testing.assert_close(*results, atol=5e-5, rtol=0, equal_nan=True)
-    tokenizer, ids = tiny_tokenizer(), Rows([ids_of(*QUESTION)] * 2, [ids_of(*SOLUTIONS[0])] * 2)
-    for config in (CounterfactualConfig(), CounterfactualConfig(estimator="prefix_gain")):
-        tiny = wrapped(tiny_model(), how)
-        options = {"advantages": torch.tensor([1.0, -1.0]) * (rank == 0), "config": config}
-        expected, credit = (counterfactual_credit(m, tokenizer, ids, **options).padded() for m in (tiny_model(), tiny))
-        torch.testing.assert_close(credit, expected, atol=1e-3, rtol=0)
-        assert (credit != 1).any() == (rank == 0)
-    with pytest.raises(NotImplementedError, match="gradients through the model itself, whole in this process"):
-        counterfactual_credit(tiny, tokenizer, ids, config=CounterfactualConfig(estimator="gradient"))
-
-
 def zero3_after_ordinary_steps(rank: int, lora: bool) -> None:
     alone, model = (adapted(make_model("Qwen3")) if lora else make_model("Qwen3") for _ in range(2))
     shared = deepspeed_engine(model)
@@ -252,46 +196,6 @@ def zero3_after_ordinary_steps(rank: int, lora: bool) -> None:
             shared.step()
         ModelWalk.of(causal_lm(shared)).checked.clear()
         same(scores(shared, [rank]), scores(alone), [rank])
-
-
-def in_one_call(rank: int, how: str) -> None:
-    """The page's function: forward, credit and loss in one call of the wrapper, of one process without credit."""
-    page = (Path(__file__).parents[2] / "docs" / "plain_pytorch.md").read_text(encoding="utf-8")
-    (block,) = [one for one in page.split("```") if one.startswith("python") and "def loss_with_credit" in one]
-    names: dict[str, Callable] = {}
-    exec(block.removeprefix("python"), names)
-    rows = Rows([ids_of(*QUESTION)] * 2, [ids_of(*solution) for solution in SOLUTIONS])
-    advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
-    alone, tiny = tiny_model(), tiny_model()
-    shared = wrapped(tiny, how)
-    for model, which in ((alone, 0), (shared, rank)):
-        names["loss_with_credit"](model, tiny_tokenizer(), rows, advantages[which], 6.0).backward()
-    ours = values(shared, gradients=True)
-    for name, gradient in values(alone, gradients=True).items():  # the mean over processes, one without a gradient
-        torch.testing.assert_close(2 * ours[name], gradient, atol=1e-6, rtol=1e-4)
-
-    def by_gradients() -> None:
-        forward = packed_forward(tiny, rows, keep_states=True)
-        config = CounterfactualConfig("gradient")
-        counterfactual_credit(forward, tiny_tokenizer(), rows, config=config)
-
-    if how != "DDP":
-        with pytest.raises(NotImplementedError, match=r"^estimator='gradient': it needs gradients through the model"):
-            run_inside(shared, by_gradients, trains=True)
-
-
-def another_model(rank: int, how: str) -> None:
-    reference, policy = make_model("Llama"), make_model("Qwen3")
-    shared, rows = wrapped(policy, how), Rows(PROMPTS[:1], COMPLETIONS[:1])
-    expected = packed_logprobs(reference, rows)[0].detach()
-
-    def body() -> torch.Tensor:
-        for _ in range(2 * rank):
-            torch.testing.assert_close(packed_logprobs(reference, rows)[0], expected)
-        return scores(policy, [rank]).base
-
-    base = run_inside(shared, body)
-    torch.testing.assert_close(base, scores(make_model("Qwen3"), [rank]).base, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -324,11 +228,6 @@ def test_adapters_and_halves_are_scored_and_no_weight_is_changed_by_the_check(ho
     run(2, adapters, how, halves, dtype)
 
 
-@pytest.mark.parametrize("how", ["FSDP1", "FSDP2, as accelerate"])
-def test_estimators_and_credit_of_two_processes_of_which_one_judges_nothing(how):
-    run(2, estimators, how)
-
-
 @pytest.mark.parametrize("lora", [False, True], ids=["", "LoRA"])
 @pytest.mark.parametrize("halves", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -343,19 +242,6 @@ def test_zero_3_scores_after_ordinary_steps_that_gather_weights_ahead(lora):
     run(2, zero3_after_ordinary_steps, lora)
 
 
-@pytest.mark.parametrize("how", ["DDP", "FSDP1", "FSDP2, as accelerate"])
-def test_forward_credit_and_loss_in_one_call_as_the_page_shows(how):
-    run(2, in_one_call, how)
-
-
-def test_another_model_is_asked_inside_the_call_of_one_by_each_process_as_often_as_it_likes():
-    run(2, another_model, "FSDP2")
-
-
 @pytest.mark.parametrize("how", ["FSDP1", "FSDP2"])
 def test_processes_that_call_a_model_differently_are_told_so(how):
     run(2, disagreeing, how)
-
-
-def test_four_processes_of_which_one_has_no_work_are_one():
-    run(4, as_one_of_four, "FSDP2")

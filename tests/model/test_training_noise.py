@@ -8,17 +8,13 @@ from tests.support.models import MOE, make_model
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 OPT = {"ffn_dim": 80, "word_embed_proj_dim": 48}
-QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 WHISPER = {"d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 80}
 
 NOISY = {
     "functional dropout": ("OPT", OPT, "dropout=0"),
-    "dropout of activations": ("BioGpt", QUIET | {"activation_dropout": 0.1}, "activation_dropout=0"),
     "layers hardly ever left out": ("OPT", OPT | {"dropout": 0.0, "layerdrop": 1e-6}, "layerdrop=0"),
     "a decoder's dropout": ("Whisper", WHISPER | {"dropout": 0.1, "init_std": 0.2}, "dropout=0"),
     "jitter of routers": ("Mixtral", EXPERTS | {"router_jitter_noise": 0.3}, "router_jitter_noise=0"),
-    "jitter of routers and their input": ("Phimoe", EXPERTS | {"input_jitter_noise": 0.1}, "input_jitter_noise=0"),
-    "dropout of residuals": ("Starcoder2", {"residual_dropout": 0.2}, "residual_dropout=0"),
     "dropout of attention": ("Qwen3", {"head_dim": 16, "attention_dropout": 0.1}, "attention_dropout=0"),
     "dropout modules": ("Persimmon", {"num_key_value_heads": 4, "hidden_dropout": 0.2}, "hidden_dropout=0"),
 }

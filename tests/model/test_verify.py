@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cfa_kernels.model import attention, limits
+from cfa_kernels.model import attention
 from cfa_kernels.model.check import verify
 from cfa_kernels.model.parts import context_length
 from cfa_kernels.rows import Rows
@@ -20,7 +20,6 @@ from cfa_kernels.span import Span
 from cfa_kernels.tree.attention_options import EVERYTHING, Reach
 from tests.support.models import (
     HYBRIDS,
-    LONGROPE,
     MASKED,
     OTHERS,
     PLACEHOLDER,
@@ -29,7 +28,6 @@ from tests.support.models import (
     batch,
     make_model,
     score_columns,
-    tokens,
 )
 
 HEAD_LORA = LoraConfig(target_modules=["lm_head"])
@@ -37,29 +35,6 @@ HEAD_LORA = LoraConfig(target_modules=["lm_head"])
 
 def score(model, data=None):
     return score_columns(model, *(data or batch()), mask=PLACEHOLDER)
-
-
-@pytest.mark.parametrize("budget", [None, 1])
-@pytest.mark.parametrize("second", [Span(50, 52), Span(9, 11)])  # behind the switch of frequencies, and before it
-def test_a_row_has_the_rotary_frequencies_of_its_own_length_whatever_its_neighbours_and_its_answer(second, budget):
-    model = make_model("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
-    data = (tokens(5, 6), tokens(16, 60, seed=1), [[Span(2, 6)], [Span(3, 8)]], [Span(12, 14), second])
-    scores = score_columns(model, *data, mask=PLACEHOLDER, token_budget=budget)
-    assert_equals_naive(scores, model, *data)
-    assert scores.work.forwards >= 2
-
-
-def test_a_forward_in_which_a_rows_place_would_matter_is_kept_small_or_refused():
-    """Llama 4 scales queries by the place of their row, in steps of `floor_scale`."""
-    model = make_model("Llama4Text", **MASKED["Llama4Text"] | {"floor_scale": 100, "attn_temperature_tuning": True})
-    model.set_attn_implementation("eager")
-    assert limits.default_token_budget(model) == 99
-    data = [list(column) for column in batch()]
-    assert_equals_naive(score(model, data), model, *data)
-    data[1][1] = torch.cat([data[1][1]] * 4)
-    data[3][1] = Span(128, 131)
-    with pytest.raises(NotImplementedError, match="Llama4ForCausalLM scales queries by their place in a forward of"):
-        score(model, data)
 
 
 def test_dynamic_rotary_frequencies_are_refused_by_row_beyond_their_length_and_exact_within():
@@ -73,14 +48,6 @@ def test_dynamic_rotary_frequencies_are_refused_by_row_beyond_their_length_and_e
         NotImplementedError, match="completions row 1: has 119 tokens with its prompt, but beyond 64 the dynamic"
     ):
         score(model, data)
-
-
-def test_a_padded_batch_that_may_cross_a_switch_of_rotary_frequencies_is_refused():
-    model = make_model("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
-    limits.refuse_length_dependent_rope(model, 32)
-    with pytest.raises(NotImplementedError, match=r"Phi3ForCausalLM .* longer than 32 tokens, and rows may reach 33"):
-        limits.refuse_length_dependent_rope(model, 33)
-    limits.refuse_length_dependent_rope(make_model("Qwen3"), 10_000)
 
 
 @pytest.mark.parametrize("name", MASKED | OTHERS)
@@ -185,8 +152,7 @@ def attention_named(monkeypatch):
     return register
 
 
-@pytest.mark.parametrize("name", ["mine", "sdpa"])
-@pytest.mark.parametrize("checked_before", [False, True])
+@pytest.mark.parametrize(("name", "checked_before"), [("mine", True), ("sdpa", False)])
 def test_attention_of_the_users_own_is_compared_as_it_is_set(name, checked_before, attention_named):
     model = make_model("Qwen3", initializer_range=0.3)
     if checked_before:
@@ -200,62 +166,20 @@ def test_attention_of_the_users_own_is_compared_as_it_is_set(name, checked_befor
     verify.check_supported(model)
 
 
-def test_a_forward_exchanged_in_the_models_class_is_noticed(monkeypatch):
-    model = make_model("Qwen3")
-    verify.check_supported(model)
-    monkeypatch.setattr(type(model), "forward", type(model).forward)
-    scaled(type(model), 0.9)
-    with pytest.raises(NotImplementedError, match="logits of Qwen3ForCausalLM are not its head's"):
-        verify.check_supported(model)
-
-
 def test_a_self_check_is_kept_while_nothing_changes(monkeypatch):
     model = make_model("Qwen3")
 
-    def watched():  # made anew, as hooks are where checkpointing goes off and on
-        return model.get_input_embeddings().register_forward_hook(lambda _, args, out: None)
+    def watch(_, args, out):
+        return None
 
-    hook = watched()
+    hook = model.get_input_embeddings().register_forward_hook(watch)
     verify.check_supported(model)
     for _ in range(2):  # each adds a hook to the embedding, as TRL and PEFT do at every step
         model.enable_input_require_grads()
     monkeypatch.setattr(verify, "_run_probe", None)
     hook.remove()
-    hook = watched()
+    model.get_input_embeddings().register_forward_hook(watch)  # as NEFTune's comes and goes
     verify.check_supported(model)
-
-
-class Mixing:
-    """A hook, and one that is a method."""
-
-    def __init__(self, inside):
-        self.inside = inside
-
-    def __call__(self, module, args, out):
-        return out + out.roll(1, 1) if self.inside in ("roll", [0]) else 2 * out
-
-    def method(self, *args):
-        return self(*args)
-
-
-HOOKS = {
-    "closure": lambda inside: lambda *args: Mixing(inside)(*args),
-    "default": lambda inside: lambda module, args, out, own=inside: Mixing(own)(module, args, out),
-    "method": lambda inside: Mixing(inside).method,
-    "object": Mixing,
-}
-
-
-@pytest.mark.parametrize(("before", "after"), [("scale", "roll"), ([1], [0])])
-@pytest.mark.parametrize("kind", HOOKS)
-def test_a_hook_of_the_same_code_with_another_value_inside_is_checked(kind, before, after):
-    model = make_model("Qwen3")
-    embedding = model.get_input_embeddings()
-    with embedding.register_forward_hook(HOOKS[kind](before)):
-        verify.check_supported(model)
-    embedding.register_forward_hook(HOOKS[kind](after))
-    with pytest.raises(NotImplementedError, match="model: "):
-        verify.check_supported(model)
 
 
 def test_a_model_in_accelerates_autocast_is_checked_by_its_own_forward():
@@ -276,20 +200,6 @@ def test_a_cap_is_noticed_before_training_has_made_the_logits_large_enough_to_sh
     head = verify.check_supported(make_model("Gemma2", initializer_range=0.001, final_logit_softcapping=cap))
     assert head.softcap == cap
     assert head.logit_scale == 1.0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_that_looks_at_other_tokens_without_attention_is_refused(dtype):
-    model = make_model("Qwen3").to(dtype)
-    shifted(model)
-    with pytest.raises(NotImplementedError, match="Qwen3ForCausalLM does not compute the same in a packed tree"):
-        verify.check_supported(model)
-
-
-def test_right_models_in_low_precision_pass_the_self_check():
-    for name in ("Qwen2", "Gemma2", "Granite", "Cohere", "Qwen3Moe"):
-        head = verify.check_supported(make_model(name, initializer_range=0.3).bfloat16())
-        assert head.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("config", [peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]), HEAD_LORA])
@@ -324,7 +234,7 @@ def test_an_adapter_in_the_body_that_starts_as_the_identity_is_checked_as_it_may
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*((kind, "Qwen3") for kind in ("loha", "ia3", "lora", "oft")), ("lora", "Mistral"), ("lora", "Gemma2")],
+    [*((kind, "Qwen3") for kind in ("loha", "ia3", "oft")), ("lora", "Gemma2")],
 )
 def test_adapters_on_other_layers_are_scored_exactly_without_their_dropout(kind, name):
     targets = ["q_proj", "v_proj", "down_proj"]
@@ -378,23 +288,6 @@ def test_models_that_cannot_be_scored_are_refused_by_name(message):
         score(REFUSED[message]())
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-4])
-def test_a_model_is_refused_also_while_it_is_so_little_trained_that_its_tokens_hardly_matter(scale):
-    model = make_model("Mamba")
-    with torch.no_grad():
-        model.lm_head.weight.mul_(scale)
-    with pytest.raises(NotImplementedError, match=r"MambaForCausalLM (does not compute the same|has layers with a)"):
-        verify.check_supported(model)
-
-
-def test_a_model_that_emits_nan_is_no_unsupported_model():
-    model = make_model("Qwen3", rms_norm_eps=2e-6)  # a structure that was not checked before
-    with torch.no_grad():
-        model.model.norm.weight[0] = float("nan")
-    with pytest.raises(FloatingPointError, match="Qwen3ForCausalLM gives nan logits"):
-        score(model)
-
-
 @pytest.mark.parametrize("size", [4, 4096])
 def test_masks_are_read_from_the_function_that_builds_them(size):
     for rule, reach in (
@@ -403,18 +296,6 @@ def test_masks_are_read_from_the_function_that_builds_them(size):
         (lambda b, h, q, k: (k <= q) & (q // size == k // size), Reach(chunk=size)),
     ):
         assert attention.read_visibility(rule, size) == reach
-
-
-def test_a_mask_that_reads_a_table_of_a_forwards_rows_is_read_within_them():
-    table = torch.ones(30, dtype=torch.bool)
-
-    def rule(b, h, q, k):
-        return (k <= q) & table[q]
-
-    assert attention.read_visibility(rule, 4096, rows=30) == EVERYTHING
-    assert attention.read_visibility(lambda b, h, q, k: rule(b, h, q, k) & (q - k < 4), 4, rows=30) == Reach(window=4)
-    with pytest.raises(NotImplementedError, match="does not depend on positions only"):
-        attention.read_visibility(rule, 4096)
 
 
 @pytest.mark.parametrize(
@@ -434,7 +315,6 @@ def test_a_mask_of_any_other_rule_is_refused(rule):
     [
         ({"rope_type": "default"}, 64, 64),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 64, 256),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256, 256),
         ({"rope_type": "linear", "factor": 2.0}, 64, 128),
     ],
     ids=str,

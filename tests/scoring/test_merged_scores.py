@@ -1,5 +1,7 @@
 """Scores from merged adapters are those of the adapters, each drop by one arithmetic, and change no backward."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -35,16 +37,19 @@ def policy(kind: str = "lora", dtype: torch.dtype = torch.float32):
 
 @pytest.fixture
 def shifted(monkeypatch):
-    """Merged copies that are far from the weights, so that what was computed from either shows."""
-    merged_now = merged._merged_now
+    """Merged weights that are far from the weights, so that what was computed from either shows."""
+    merged_adapters = merged.merged_adapters
 
-    def far(walk):
-        kept, generator = merged_now(walk), torch.Generator().manual_seed(3)
-        for weight in kept.weights.values():
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
-        return kept
+    @contextmanager
+    def far(model):
+        with merged_adapters(model) as layers:
+            generator = torch.Generator().manual_seed(3)
+            for name, weight in model.named_parameters():
+                if "base_layer" in name:
+                    weight.data.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+            yield layers
 
-    monkeypatch.setattr(merged, "_merged_now", far)
+    monkeypatch.setattr(merged, "merged_adapters", far)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from docs.options import documented
 from tests.conftest import REPOSITORY
 from tests.support.runs import config as settings
 from trainer.__main__ import main
-from trainer.cli import parse_checked, to_yaml
+from trainer.cli import parse, parse_checked, to_yaml
 from trainer.config import TrainConfig
 from trainer.settings import DataConfig, TrainSettings
 

@@ -31,17 +31,15 @@ class TransformersEngine(Engine):
 
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | None = None, *,
-        captured: bool | None = None, longest: int = 0, thought_tags: str = "", keep_merged: bool = False,
-        stop: Sequence[str] = (),
+        captured: bool | None = None, longest: int = 0, thought_tags: str = "", stop: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Find out what `model`, the policy, can do.
 
         With `dtype` a copy of it in that type samples, rounded from its weights at every call. If `captured`, by
         default on a GPU, a decoding step is a CUDA graph. `longest` is the room of the first cache, `thought_tags` as
-        in `AnswerRules`, `stop` as in `lengths_before`; with `keep_merged` the merged weights stay for scoring.
+        in `AnswerRules`, `stop` as in `lengths_before`.
         """
         self._policy, self._tokenizer, self._thought_tags, self._stop = model, tokenizer, thought_tags, stop
-        self._keep_merged = keep_merged and dtype is None  # else a copy of the policy is merged
         self._model = model = model if dtype is None else frozen_copy(model, dtype)
         self.notes = notes_on_ends(model, tokenizer)
         try:
@@ -75,7 +73,7 @@ class TransformersEngine(Engine):
         batch = tokenizer.pad({"input_ids": [list(row) for row in prompts]}, return_tensors="pt", padding_side="left")
         size = len(prompts), max_completion_length
         uniforms = torch.zeros(size, dtype=torch.float64) if keys is None else keyed_uniforms(keys, size[1])
-        merging = merged_adapters(self._model, keep=self._keep_merged) if self._merges else contextlib.nullcontext()
+        merging = merged_adapters(self._model) if self._merges else contextlib.nullcontext()
         with merging, evaluation_mode(ModelWalk(self._model)), decoding_head(causal_lm(self._model)):
             tokens, logprobs, kept = self._decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling)
         rollouts = Rollouts.of(

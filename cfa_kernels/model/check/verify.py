@@ -1,9 +1,7 @@
 """Check, once per model, that a packed tree and the head give the model's own log-probs.
 
-A short branching tree is run both ways in float32, so that rounding hides nothing, and adapters that start as the
-identity are moved off it. This catches layers that mix tokens without attention and logits changed after the head.
-Among equal layers the first and the last run; only a model that fails so is run whole. Where float32 weights cannot be
-had, for a model in pieces or kernels for halves only, the model's own ways of computing a row say what rounding does.
+A short branching tree runs both ways in float32, so that rounding hides nothing. Where float32 weights cannot be had,
+for a model in pieces or kernels for halves only, the model's own ways of computing a row say what rounding does.
 """
 
 import logging
@@ -36,14 +34,12 @@ from ..parts import (
     input_device,
     noise_remedy,
     own_attention,
-    token_types,
     vocab_size,
 )
-from ..quantised import HALVES, is_quantised, product_dtype
+from ..quantised import HALVES, product_dtype
 from ..router_loss import packed_router_loss, uses_of_rows
 from ..sharded.fsdp import without_casts
 from ..sharded.ranks import Ranks, inside
-from ..stateful_layers import refuse_older_cells
 from ..tree_forward import pack_states, packed_hidden, tree_training_mode
 from ..walk import Model, ModelWalk
 from .probe_mode import float32_weights, layers_skipped
@@ -68,9 +64,12 @@ _ROUNDINGS = 8  # tolerated multiple of the difference between the model's own w
 _SHARE = 0.02  # tolerated share of what masking moves
 _ROUTER_SHARE = 1e-2  # tolerated share of the routers' loss, which jumps where rounding sends a token elsewhere
 _LARGE = 60.0  # the largest logit before scale and cap
-_LORA_DROPOUT = "set lora_dropout=0 in its LoraConfig (TRL's ModelConfig sets 0.05)"
-_ONE_DRAW = "rows that completions share would get one draw for all"
 _LENGTH = 24  # tokens of the probe
+
+_BY_ITS_HEAD = ", so it can neither be scored nor trained through that head"
+_NOT_SCORED = ", so it cannot be scored"
+_NOT_TRAINED = ", so it cannot be trained on packed trees: "
+_ONE_DRAW = _NOT_TRAINED + "rows that completions share would get one draw for all; "
 
 _Result = TypeVar("_Result")
 
@@ -94,10 +93,15 @@ def check_trainable(model: Model, *, router_loss: bool = False) -> Head:
     """
     walk = ModelWalk.of(model)
     head, verdict = _supported(walk)
-    if obstacle := _training_obstacle(walk, router_loss):
-        raise _not_trainable(walk.model, *obstacle)
+    for name, what, value in active_noise(walk):
+        lora = "lora_dropout=0 in its LoraConfig (TRL's ModelConfig sets 0.05)"
+        remedy = lora if "lora_dropout" in name else f"it to 0{noise_remedy(walk.model)}"
+        raise _refusal(walk.model, f"has {what} {value:g} in {name}{_ONE_DRAW}set {remedy}")
+    if not router_loss and getattr(walk.model.config.get_text_config(), "output_router_logits", False):
+        what = f"adds a loss of its routers (output_router_logits){_NOT_TRAINED}that counts shared rows once"
+        raise _refusal(walk.model, f"{what}; switch it off")
     if not verdict.trained and any(m.training for m in walk.modules.values()):
-        _on_few_layers(walk, lambda repeated: _check_training(walk, verdict, repeated))
+        _on_few_layers(walk, lambda repeated: _checked(walk, repeated, training=verdict))
         verdict.trained = True
     if router_loss and not verdict.routed:
         _on_few_layers(walk, lambda repeated: _check_routers(walk, repeated))
@@ -108,22 +112,17 @@ def check_trainable(model: Model, *, router_loss: bool = False) -> Head:
 def check_model(model: nn.Module) -> None:
     """Check that a model can be scored and trained on packed trees, in its current mode; once per model.
 
-    Scoring and training check by themselves; call it before a run to get a refusal at once. They check again once a
-    module, a `forward`, a hook, a cap or scale of logits or an attention function has been put in, exchanged or taken
-    out; what a hook or an attention function reads elsewhere, and other numbers in modules, must stay as they are.
-
-    Args:
-        model: a transformers causal model, or a wrapper of one.
+    Scoring and training check by themselves, and again once a module, a `forward`, a hook, a cap or scale of logits or
+    an attention function has changed. Call it before a run to get a refusal at once.
 
     Raises:
         NotImplementedError: names the model, the reason and the remedy if there is one.
-        TypeError: it is not a transformers causal model.
+        TypeError: `model` is neither a transformers causal model nor a wrapper of one.
     """
     check_trainable(causal_lm(model))
 
 
 def _supported(walk: ModelWalk) -> tuple[Head, _Verdict]:
-    refuse_older_cells(walk)
     head = read_head(walk.model)
     key, ranks = computation(walk), inside(walk.model)
     due = key not in walk.checked
@@ -134,7 +133,7 @@ def _supported(walk: ModelWalk) -> tuple[Head, _Verdict]:
 
 
 def _on_few_layers(walk: ModelWalk, check: Callable[[Mapping[nn.Module, nn.Module]], _Result]) -> _Result:
-    """Run `check` on the first and last layer of each kind; on all if it fails so, or if processes share the model."""
+    # On the first and last layer of each kind; on all if it fails so, or if processes share the model.
     _LOG.info("checking the model %s: a packed tree must give its own log-probs", type(walk.model).__name__)
     if not isinstance(inside(walk.model), Ranks) and (repeated := repeated_layers(walk)):
         try:
@@ -144,146 +143,119 @@ def _on_few_layers(walk: ModelWalk, check: Callable[[Mapping[nn.Module, nn.Modul
     return check({})
 
 
-def _not_trainable(model: PreTrainedModel, what: str, why: str) -> NotImplementedError:
-    return NotImplementedError(f"model: {type(model).__name__} {what}, so it cannot be trained on packed trees: {why}")
+def _refusal(model: PreTrainedModel, what: str) -> NotImplementedError:
+    return NotImplementedError(f"model: {type(model).__name__} {what}")
 
 
-def _training_obstacle(walk: ModelWalk, router_loss: bool) -> tuple[str, str] | None:
-    for name, what, value in active_noise(walk):
-        remedy = _LORA_DROPOUT if "lora_dropout" in name else f"set it to 0{noise_remedy(walk.model)}"
-        return f"has {what} {value:g} in {name}", f"{_ONE_DRAW}; {remedy}"
-    if not router_loss and getattr(walk.model.config.get_text_config(), "output_router_logits", False):
-        return "adds a loss of its routers (output_router_logits)", "that counts shared rows once; switch it off"
-    return None
-
-
-def _checked(walk: ModelWalk, repeated: Mapping[nn.Module, nn.Module]) -> _Verdict:
-    model = walk.model
-    probe, name = ProbeTree.of(model), type(model).__name__
+def _checked(walk: ModelWalk, repeated: Mapping[nn.Module, nn.Module], *, training: _Verdict | None = None) -> _Verdict:
+    """Check head and tree, in `training` mode the tree only, given the verdict on the head."""
+    model, probe = walk.model, ProbeTree.of(walk.model)
 
     def measure(exact: bool) -> _Verdict:
-        hidden, head = own_output(model, probe.ids[:2], backbone(model)).last_hidden_state, read_head(model)
-        if hidden.shape[-1] != head.weight.shape[-1]:
-            raise NotImplementedError(
-                f"model: {name} has a layer between its body, {hidden.shape[-1]} wide, and its head, "
-                f"{head.weight.shape[-1]} wide, so it can neither be scored nor trained through that head"
-            )
-        factor = _amplification(hidden, head)
-        theirs = _own_logits(model, probe.ids, factor)
-        alone = torch.cat([_own_logits(model, row[None], factor) for row in probe.ids[:2]])
-        linear = functional.linear(hidden.to(head.weight) * factor, head.weight, head.bias).float()
-        if linear.shape != theirs[:2].shape:
-            raise NotImplementedError(
-                f"model: {name} gives logits of shape {tuple(theirs[:2].shape)}, expected {tuple(linear.shape)}, those "
-                "of its head"
-            )
-        truth = theirs[:2].log_softmax(-1)
-        ways = [alone] if exact else [alone, _rounded_logits(walk, probe.ids, factor)[:2]]
-        rounding = max(_gap(model, truth, way.log_softmax(-1)) for way in ways)
-        gaps = {
-            transform: _gap(model, Head(head.weight, head.bias, *transform).transformed(linear).log_softmax(-1), truth)
-            for transform in _transforms(model)
-        }
-        best = min(gaps, key=lambda transform: gaps[transform])
-        if not gaps[best] <= max(_TOLERANCE, _ROUNDINGS * rounding):
-            raise NotImplementedError(
-                f"model: the logits of {name} are not its head's output, as scaled and capped by its configuration "
-                f"(log-probs differ by {gaps[best]:.3g} nats), so it can neither be scored nor trained through that "
-                "head"
-            )
-        verdict = _Verdict(*best, rounding)
+        hidden, head, factor, theirs = _own_results(model, probe)
+        verdict = training or _head_verdict(walk, probe.ids, exact, hidden, head, factor, theirs)
         if problem := _tree_problem(walk, probe, verdict, factor, theirs):
-            raise NotImplementedError(problem)
+            again = theirs if training is None else _own_logits(model, probe.ids, factor)
+            gap = _gap(model, theirs.log_softmax(-1), again.log_softmax(-1))
+            if gap > max(_TOLERANCE, _ROUNDINGS * verdict.rounding):
+                draws = f"draws at random in training mode (log-probs of two equal calls differ by {gap:.3g} nats)"
+                raise _refusal(model, f"{draws}{_ONE_DRAW}look for draws in its code or its hooks, such as NEFTune's")
+            raise _refusal(model, problem + _NOT_SCORED + (" in training mode" if training else ""))
         return verdict
 
-    return _run_probe(walk, measure, repeated)
+    return _run_probe(walk, measure, repeated, training=training is not None)
 
 
-def _check_training(walk: ModelWalk, verdict: _Verdict, repeated: Mapping[nn.Module, nn.Module]) -> None:
+def _head_verdict(
+    walk: ModelWalk, ids: Tensor, exact: bool, hidden: Tensor, head: Head, factor: float, theirs: Tensor
+) -> _Verdict:
     model = walk.model
-    probe = ProbeTree.of(model)
-
-    def measure(_: bool) -> None:
-        hidden = own_output(model, probe.ids[:2], backbone(model)).last_hidden_state
-        factor = _amplification(hidden, read_head(model))
-        theirs = _own_logits(model, probe.ids, factor)
-        if problem := _tree_problem(walk, probe, verdict, factor, theirs):
-            again = _own_logits(model, probe.ids, factor)
-            gap = _gap(model, theirs.log_softmax(-1), again.log_softmax(-1))
-            if gap <= max(_TOLERANCE, _ROUNDINGS * verdict.rounding):
-                raise NotImplementedError(f"{problem} in training mode")
-            raise _not_trainable(
-                model,
-                f"draws at random in training mode (log-probs of two equal calls differ by {gap:.3g} nats)",
-                f"{_ONE_DRAW}; look for draws in its own code or its hooks, such as NEFTune's{noise_remedy(model)}",
-            )
-
-    _run_probe(walk, measure, repeated, training=True)
+    alone = torch.cat([_own_logits(model, row[None], factor) for row in ids[:2]])
+    linear = functional.linear(hidden.to(head.weight) * factor, head.weight, head.bias).float()
+    if linear.shape != theirs[:2].shape:
+        raise _refusal(model, f"gives logits of shape {tuple(theirs[:2].shape)}, its head {tuple(linear.shape)}")
+    truth = theirs[:2].log_softmax(-1)
+    ways = [alone] if exact else [alone, _rounded_logits(walk, ids, factor)[:2]]
+    rounding = max(_gap(model, truth, way.log_softmax(-1)) for way in ways)
+    gaps = {
+        transform: _gap(model, Head(head.weight, head.bias, *transform).transformed(linear).log_softmax(-1), truth)
+        for transform in _transforms(model)
+    }
+    best = min(gaps, key=lambda transform: gaps[transform])
+    if not gaps[best] <= max(_TOLERANCE, _ROUNDINGS * rounding):
+        raise NotImplementedError(
+            f"model: the logits of {type(model).__name__} are not its head's output, as scaled and capped by its "
+            f"configuration (log-probs differ by {gaps[best]:.3g} nats){_BY_ITS_HEAD}"
+        )
+    return _Verdict(*best, rounding)
 
 
 def _check_routers(walk: ModelWalk, repeated: Mapping[nn.Module, nn.Module]) -> None:
-    model = walk.model
-    probe, routers, reason = ProbeTree.of(model), list[tuple[Tensor, ...]](), "its own forward gives none (aux_loss)"
+    model, probe = walk.model, ProbeTree.of(walk.model)
 
     def measure(_: bool) -> None:
-        nonlocal reason
+        routers, gap = list[tuple[Tensor, ...]](), math.inf
         try:
-            theirs = getattr(own_output(model, probe.ids, output_router_logits=True), "aux_loss", None)
-            if isinstance(theirs, Tensor):
-                with tree_training_mode(walk):
-                    packed_hidden(walk, probe.pack, routers=routers)
-                uses = uses_of_rows(probe.pack, probe.ids.cpu().numpy())
-                ours = packed_router_loss(model, [(routers.pop(), uses)])
-                gap = _gap(model, ours, theirs.to(ours)) / theirs.item()
-                if gap <= _ROUTER_SHARE:
-                    return
-                reason = f"its own forward gives one that differs by {gap:.0%}"
+            theirs = _own_output(model, probe.ids, output_router_logits=True).aux_loss
+            with tree_training_mode(walk):
+                packed_hidden(walk, probe.pack, routers=routers)
+            ours = packed_router_loss(model, [(routers.pop(), uses_of_rows(probe.pack, probe.ids.cpu().numpy()))])
+            gap = _gap(model, ours, theirs.to(ours)) / theirs.item()
+            reason = f"its own forward gives one that differs by {gap:.0%}"
         except Exception as error:  # anything that a model's own code raises
             if is_out_of_memory(error):
                 raise
             reason = f"{type(error).__name__}: {error}"
-        raise NotImplementedError(
-            f"model: {type(model).__name__}: the loss of its routers is not transformers' load_balancing_loss_func of "
-            f"their logits ({reason}), so packed trees cannot have it; train without (router_aux_loss_coef=0.0 in TRL)"
-        )
+        if not gap <= _ROUTER_SHARE:
+            what = f"the loss of its routers is not transformers' load_balancing_loss_func of their logits ({reason})"
+            raise NotImplementedError(
+                f"model: {type(model).__name__}: {what}, so packed trees cannot have it; train without "
+                "(router_aux_loss_coef=0.0 in TRL)"
+            )
 
     _run_probe(walk, measure, repeated)
 
 
+def _own_results(model: PreTrainedModel, probe: "ProbeTree") -> tuple[Tensor, Head, float, Tensor]:
+    """Return two rows' last states, the head, the model's own logits, and the factor of the head's input in them."""
+    hidden, head = _own_output(model, probe.ids[:2], backbone(model)).last_hidden_state, read_head(model)
+    if (width := hidden.shape[-1]) != (wanted := head.weight.shape[-1]):
+        between = f"a layer between its body, {width} wide, and its head, {wanted} wide"
+        raise _refusal(model, f"has {between}{_BY_ITS_HEAD}")
+    largest = functional.linear(hidden.to(head.weight), head.weight, head.bias).abs().max().item()
+    # So an untrained model's logits show a cap and effects of tokens.
+    factor = max(1.0, _LARGE / largest) if largest > 0 else 1.0
+    return hidden, head, factor, _own_logits(model, probe.ids, factor)
+
+
 def _tree_problem(walk: ModelWalk, probe: "ProbeTree", verdict: _Verdict, factor: float, theirs: Tensor) -> str | None:
-    """Compare a packed tree with the model's own logits; describe a difference, None for none."""
-    model = walk.model
-    name = type(model).__name__
-    head = read_head(model)
+    model, head = walk.model, read_head(walk.model)
     head = replace(head, weight=head.weight * factor, softcap=verdict.softcap, logit_scale=verdict.scale)
     try:
         with tree_training_mode(walk):
             ours = head.logprobs(*pack_states(walk, head, probe.pack))
     except NotImplementedError as error:
-        own = str(error) if str(error).startswith("model:") else f"model: {name}: {error}"
-        raise NotImplementedError(f"{own}, so it cannot be scored") from error
+        own = str(error) if str(error).startswith("model:") else f"model: {type(model).__name__}: {error}"
+        raise NotImplementedError(own + _NOT_SCORED) from error
     except Exception as error:  # anything that a model's own code raises on a sequence that it does not expect
         if is_out_of_memory(error):
             raise
-        raise NotImplementedError(
-            f"model: {name} cannot run on a packed tree ({type(error).__name__}: {error}), so it cannot be scored"
-        ) from error
-    truth = probe.target_logprobs(theirs)
+        what = f"cannot run on a packed tree ({type(error).__name__}: {error})"
+        raise _refusal(model, what + _NOT_SCORED) from error
+    truth = theirs[:, probe.first :].log_softmax(-1).gather(-1, probe.targets.to(theirs.device)[..., None])[..., 0]
     # A tree can get wrong how earlier tokens change later ones, which is little in an untrained model.
     tokens, targets = probe.ids[:, probe.first :], probe.targets
     same = ((tokens == tokens[:1]) & (targets == targets[:1])).to(truth.device)
     mixing = torch.where(same, truth - truth[:1], 0.0).abs().max().item()
-    gap = _gap(model, probe.unpacked(ours).to(truth), truth)
+    ours = ours[torch.from_numpy(probe.pack.query_index).to(ours.device)].view_as(probe.targets)
+    gap = _gap(model, ours.to(truth), truth)
     if gap <= max(min(_TOLERANCE, _SHARE * mixing), _ROUNDINGS * verdict.rounding, FLOAT32_NOISE):
         return None
-    return (
-        f"model: {name} does not compute the same in a packed tree as by itself (log-probs differ by {gap:.3g} nats)"
-        f"{_other_mixers(walk)}, so it cannot be scored"
-    )
+    differs = f"does not compute the same in a packed tree as by itself (log-probs differ by {gap:.3g} nats)"
+    return differs + _other_mixers(walk)
 
 
 def _transforms(model: PreTrainedModel) -> list[tuple[float | None, float]]:
-    """List softcaps and scales of logits that the configuration names, plain ones first."""
     config = model.config.get_text_config()
 
     def numbers(*names: str) -> list[float]:
@@ -299,12 +271,9 @@ def _transforms(model: PreTrainedModel) -> list[tuple[float | None, float]]:
 
 
 def _other_mixers(walk: ModelWalk) -> str:
-    """Name own attention, or the kinds of layers that look at other tokens without it, if the configuration tells."""
     for own, function in own_attention(walk).items():
-        return (
-            f": its attention {own!r} runs {function!r}, which is not transformers' own; call "
-            "set_attn_implementation('sdpa') for plain attention"
-        )
+        plain = "which is not transformers' own; call set_attn_implementation('sdpa') for plain attention"
+        return f": its attention {own!r} runs {function!r}, {plain}"
     config = walk.model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     others = sorted({str(kind) for kind in kinds if "linear" in str(kind) or "attention" not in str(kind)})
@@ -342,74 +311,45 @@ class ProbeTree(NamedTuple):
         batch = torch.from_numpy(np.stack(rows)).to(input_device(model))
         return cls(batch[:, :-1].contiguous(), first, batch[:, first + 1 :], pack)
 
-    def target_logprobs(self, logits: Tensor) -> Tensor:
-        """Compute log-probs (n, L - first) of the targets, given logits (n, L, V) of the batch."""
-        logprobs = logits[:, self.first :].log_softmax(-1)
-        return logprobs.gather(-1, self.targets.to(logits.device)[..., None])[..., 0]
-
-    def unpacked(self, logprobs: Tensor) -> Tensor:
-        """Put log-probs (R,) of the pack's logits rows in the form of `target_logprobs`."""
-        return logprobs[torch.from_numpy(self.pack.query_index).to(logprobs.device)].view_as(self.targets)
-
-
-def _amplification(hidden: Tensor, head: Head) -> float:
-    """Find the factor of the head's input by which an untrained model's logits show a cap and effects of tokens."""
-    largest = functional.linear(hidden.to(head.weight), head.weight, head.bias).abs().max().item()
-    return max(1.0, _LARGE / largest) if largest > 0 else 1.0
-
 
 def _own_logits(model: PreTrainedModel, ids: Tensor, factor: float) -> Tensor:
-    """Compute the model's own logits of `ids` (n, L), fp32, with the input of the head multiplied by `factor`."""
     head = model.get_output_embeddings()
     with head.register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:])):
-        logits: Tensor = own_output(model, ids).logits.float()
+        logits: Tensor = _own_output(model, ids).logits.float()
     if torch.isnan(logits).any():
         raise FloatingPointError(f"model: {type(model).__name__} gives nan logits on an ordinary row of tokens")
     return logits
 
 
 def _rounded_logits(walk: ModelWalk, ids: Tensor, factor: float) -> Tensor:
-    """Compute `_own_logits` with each number of the embeddings moved to a neighbour, up and down by turns."""
-    model = walk.model
-
-    def shift(_: nn.Module, __: object, out: Tensor) -> Tensor:
+    def shift(_: nn.Module, __: object, out: Tensor) -> Tensor:  # each number to a neighbour, up and down by turns
         dtype = out.dtype if out.dtype in HALVES else product_dtype(walk)
         signs = 1 - 2 * (torch.arange(out.numel(), device=out.device) % 2).view_as(out)
         return (out.float() * (1 + torch.finfo(dtype).eps * signs)).to(out.dtype)
 
-    with model.get_input_embeddings().register_forward_hook(shift):
-        return _own_logits(model, ids, factor)
+    with walk.model.get_input_embeddings().register_forward_hook(shift):
+        return _own_logits(walk.model, ids, factor)
 
 
-def own_output(model: PreTrainedModel, ids: Tensor, body: nn.Module | None = None, **options: Any) -> Any:
-    """Run the model, or its body, on `ids` (n, L); processes that share it meet before, so none runs if one fails."""
+def _own_output(model: PreTrainedModel, ids: Tensor, body: nn.Module | None = None, **options: Any) -> Any:
     run: Callable[..., Any] = model if body is None else body
     if (ranks := inside(model)) is not None:
         ranks.before_forward()
         run = model.forward if body is None else body  # without the hooks of its wrapper, which would start it again
-    return run(input_ids=ids, use_cache=False, **token_types(model, ids), **options)
+    return run(input_ids=ids, use_cache=False, **options)
 
 
 def _gap(model: PreTrainedModel, ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference over all processes that share the model; a token excluded in both has none."""
+    # A token excluded in both has no gap.
     gap = torch.where(ours == theirs, 0.0, ours - theirs).abs().max().nan_to_num(math.inf).item()
     return gap if (ranks := inside(model)) is None else ranks.largest(gap)
 
 
 def _run_probe(
-    walk: ModelWalk,
-    measure: Callable[[bool], _Result],
-    repeated: Mapping[nn.Module, nn.Module],
-    *,
-    training: bool = False,
+    walk: ModelWalk, measure: Callable[[bool], _Result], repeated: Mapping[nn.Module, nn.Module], training: bool = False
 ) -> _Result:
-    """Run `measure(exact)` with the model prepared for a probe: in float32 if that can be had, else in its own dtype.
-
-    The model is in evaluation mode, or for `training` in the modes of its modules. Layers that are `repeated` hand
-    their input on. Attention of the user's own runs as it is set, for the tree to be compared with.
-    """
+    """Run `measure(exact)` with the model prepared for a probe: in float32 if possible, else in its own dtype."""
     model = walk.model
-    narrow = any(p.dtype in HALVES for p in walk.parameters()) or any(map(is_quantised, walk.modules.values()))
     with ExitStack() as stack:
         if training:
             devices = {parameter.device for parameter in walk.parameters() if parameter.device.type == "cuda"}
@@ -419,11 +359,11 @@ def _run_probe(
             stack.enter_context(evaluation_mode(walk))
         if model._can_set_attn_implementation() and not own_attention(walk):
             stack.enter_context(attention_implementation(walk, "eager"))
-        stack.enter_context(layers_skipped(repeated))
-        stack.enter_context(value_of(EAGER, True))
-        stack.enter_context(ieee_products())
-        stack.enter_context(without_accelerates_autocast(model))
-        stack.enter_context(torch.autocast(input_device(model).type, enabled=False))
+        for context in (
+            layers_skipped(repeated), value_of(EAGER, True), ieee_products(), without_accelerates_autocast(model),
+            torch.autocast(input_device(model).type, enabled=False),
+        ):  # fmt: skip
+            stack.enter_context(context)
         if isinstance(inside(model), Ranks):
             stack.enter_context(without_casts(model))
             return measure(False)
@@ -433,6 +373,5 @@ def _run_probe(
         except (NotImplementedError, FloatingPointError):
             raise
         except Exception:  # a kernel for halves only, or no memory for float32
-            if not narrow:
-                raise
+            pass
         return measure(False)

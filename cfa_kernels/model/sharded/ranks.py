@@ -5,7 +5,6 @@ One whose work is done feeds idle packs until all are done, and if one fails all
 """
 
 import builtins
-import zlib
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -57,16 +56,6 @@ class Ranks:
         """Whether processes, which all call this, have different numbers."""
         return self.largest(number) != -self.largest(-number)
 
-    def require_same(self, what: str) -> None:
-        """Raise `ValueError` on all processes, which all call this, if `what` is not the same text everywhere."""
-        if self.differ(zlib.crc32(what.encode())):
-            texts = self._gathered(what)
-            rank, other = next((rank, other) for rank, other in enumerate(texts) if other != texts[0])
-            raise ValueError(
-                f"processes that share a model must make the same call of it: rank 0 has {texts[0]}, rank {rank} has "
-                f"{other}"
-            )
-
     def finish(self, failed: bool) -> tuple[bool, Exception | None]:
         """Feed idle packs until all are done or one has failed; return whether one has, and this process's error."""
         problem = None
@@ -85,15 +74,11 @@ class Ranks:
         """Raise on all processes if one has a problem: its own there, that of the first by rank elsewhere."""
         if not self._meet(_Met(failed=problem is not None)).failed:
             return
-        problems = self._gathered(problem and (type(problem).__name__, str(problem)))
+        problems: list[Any] = [None] * dist.get_world_size(self._control)
+        dist.all_gather_object(problems, problem and (type(problem).__name__, str(problem)), self._control)
         if problem is not None:
             raise problem
         raise next(raised_by(rank, *one) for rank, one in enumerate(problems) if one is not None)
-
-    def _gathered(self, value: Any) -> list[Any]:
-        values = [None] * dist.get_world_size(self._control)
-        dist.all_gather_object(values, value, self._control)
-        return values
 
     def _meet(self, met: _Met) -> _Met:
         numbers = torch.tensor(met, dtype=torch.float64)
@@ -103,12 +88,9 @@ class Ranks:
 
 def raised_by(rank: int, kind: str, text: str) -> Exception:
     """Make an error that tells what a process raised: of the same type if that is an ordinary built-in one."""
-    if kind in _RAISED_AS_THEY_ARE:
+    if kind in ("ValueError", "TypeError", "NotImplementedError", "FloatingPointError", "RuntimeError"):
         return getattr(builtins, kind)(f"rank {rank}: {text}")  # type: ignore[no-any-return]
     return RuntimeError(f"rank {rank}: {kind}: {text}")
-
-
-_RAISED_AS_THEY_ARE = ("ValueError", "TypeError", "NotImplementedError", "FloatingPointError", "RuntimeError")
 
 
 class Replicas:
