@@ -52,7 +52,9 @@ def check_batch(
         raise ValueError(f"a loss needs at least one row and one token, got (B, T) = {tuple(shape)}")
     if options.beta != 0 and columns["ref_logprobs"] is None:
         raise ValueError(f"beta={options.beta} needs ref_logprobs (B, T), got None")
-    check_sampled(options, columns["sampling_logprobs"])
+    for name in ("sampling_mode", "off_policy_mask_threshold"):
+        if (value := getattr(options, name)) is not None and columns["sampling_logprobs"] is None:
+            raise ValueError(f"{name}={value!r} needs sampling_logprobs (B, T), got None")
     inputs: dict[str, Any] = {name: one for name, one in columns.items() if one is not None or name in _NEEDED}
     for name, tensor in inputs.items():
         shapes = [shape[:1], shape] if name == "advantages" else [shape]
@@ -65,11 +67,13 @@ def check_batch(
                 check_values(name, tensor, keep, bound)
         check_weights(columns["weights"], keep, options)
 
-    counts, sequences = options.num_items_in_batch, options.num_sequences_in_batch
-    items = keep.sum() if counts is None else counts.reshape(()) if isinstance(counts, Tensor) else counts
+    items, sequences = (
+        count.reshape(()) if isinstance(count, Tensor) else count
+        for count in (options.num_items_in_batch, options.num_sequences_in_batch)
+    )
+    items = keep.sum() if items is None else items
     items = items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
     sequences = keep.size(0) if sequences is None else sequences
-    sequences = sequences.reshape(()) if isinstance(sequences, Tensor) else sequences
     divisor = LOSS_TYPES[options.loss_type].divisor(
         keep.to(dtype), items, sequences, options.max_completion_length or 0
     )
@@ -81,13 +85,6 @@ def check_batch(
     del columns["mask"]
     tokens = Tokens(scale=keep.to(dtype) / divisor, **columns)  # type: ignore[arg-type]
     return CheckedBatch(keep, tokens.map(lambda column: counted(column.detach(), keep, dtype)), entropy_scale, options)
-
-
-def check_sampled(options: LossOptions, sampling_logprobs: object) -> None:
-    """Raise `ValueError` if an option needs sampling log-probs and there are none."""
-    for name in ("sampling_mode", "off_policy_mask_threshold"):
-        if (value := getattr(options, name)) is not None and sampling_logprobs is None:
-            raise ValueError(f"{name}={value!r} needs sampling_logprobs (B, T), got None")
 
 
 def counted(tensor: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,9 +131,8 @@ def check_weights(weights: Tensor | None, keep: Tensor, options: LossOptions) ->
     if (low < high).any():
         row = int((low < high).nonzero()[0])
         raise ValueError(
-            "weights must be equal within a row at importance_sampling_level='sequence', which has one ratio for the "
-            f"row, so that only their sum acts; row {row} holds {low[row].item()} to {high[row].item()}; "
-            "use importance_sampling_level='sequence_token', the same ratio with each token's own gradient"
+            f"weights must be equal within a row at importance_sampling_level='sequence', where only their sum acts; "
+            f"row {row} holds {low[row].item()} to {high[row].item()}; use importance_sampling_level='sequence_token'"
         )
 
 

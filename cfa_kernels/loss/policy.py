@@ -4,7 +4,6 @@ The loss of a token is a formula of `loss.token_loss`. Formulas, names and defau
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from .checks import (
     counted,
 )
 from .linear import contributing, linear_policy_loss_op
-from .logits import LogitsArguments, LogitsPolicyLoss, logits_policy_loss_op
+from .logits import LogitsLogprob
 from .options import check_choice, should_validate
-from .token_loss import Tokens, correction, drift_mask, gamma_weights, policy_terms, spread_correction
+from .token_loss import Tokens, correction, drift_mask, fold_correction, gamma_weights, policy_terms
 from .types import LEVELS, LOSS_TYPES
 
 
@@ -121,14 +120,8 @@ def policy_loss(
             check_values("entropies", entropies, batch.keep, "finite")
 
     dtype = batch.tokens.scale.dtype
-    logprobs = counted(logprobs, batch.keep, dtype)
-    terms = policy_terms(logprobs, batch.tokens, batch.options)
-    loss = (terms.loss * batch.tokens.scale).sum()
-    if entropies is not None:
-        entropies = counted(entropies, batch.keep, dtype)
-        if batch.entropy_scale is not None:
-            loss = loss - entropies.sum() * batch.entropy_scale
-    return loss, _metrics(batch, logprobs, terms.ratio, terms.kl, terms.clip, entropies)
+    entropies = None if entropies is None else counted(entropies, batch.keep, dtype)
+    return _loss(batch, counted(logprobs, batch.keep, dtype), entropies)
 
 
 def logits_policy_loss(
@@ -155,7 +148,7 @@ def logits_policy_loss(
         old_logprobs, advantages, mask, **options: as in `policy_loss`; `entropy_coef` needs no entropies here.
         temperature, logit_scale, softcap: > 0; a softcap of None for a model without one.
         compute_entropy: adds the `entropy` metric.
-        inplace: writes the gradient over the logits, which are lost then; backward runs once.
+        inplace: the backward, which runs once, writes the gradient over the logits.
         backend: `"triton"` or `"torch"`; by default what the device has.
 
     Returns and raises as `policy_loss`, and `RuntimeError` from a backward with `create_graph=True`.
@@ -173,13 +166,12 @@ def logits_policy_loss(
     check_targets(targets, batch.keep, logits.size(2), checked)
     with_entropy = compute_entropy or batch.entropy_scale is not None
     # Flattening by itself would keep the strides of a single row.
-    arguments = _arguments(batch, targets, lambda t: t.contiguous().flatten(), softmax, with_entropy, chosen)
-    arguments |= {"logits": logits, "gradient": None}
-    if torch.is_grad_enabled() and logits.requires_grad:
-        loss, stats = LogitsPolicyLoss.apply(inplace, *LogitsArguments(**arguments))
-    else:
-        loss, stats, _ = logits_policy_loss_op(**arguments)
-    return loss, _metrics_of_rows(batch, stats, with_entropy, checked, "logits")
+    flat = (tensor.contiguous().flatten() for tensor in (targets, batch.keep))
+    values = LogitsLogprob.apply(inplace, logits, *flat, list(softmax), with_entropy, chosen)
+    logprobs, entropies = (value.view_as(batch.keep) for value in values)
+    if checked:
+        check_values("the target's log-prob from logits", logprobs.detach(), batch.keep, "finite")
+    return _loss(batch, logprobs, entropies if with_entropy else None)
 
 
 def linear_policy_loss(
@@ -279,10 +271,20 @@ def linear_policy_loss(
         needs_gradient=[torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, lm_head, bias)],
         drop_rows=drop_inactive,
         chunk_size=chunk_size,
+        targets=targets.contiguous(),
         **kept,
-        **_arguments(batch, targets, Tensor.contiguous, softmax, with_entropy, chosen),
+        **batch.tokens.map(Tensor.contiguous)._asdict(),
+        entropy_scale=batch.entropy_scale,
+        kinds=batch.options.kinds(),
+        numbers=batch.options.numbers(),
+        softmax=list(softmax),
+        with_entropy=with_entropy,
+        backend=chosen,
     )
-    metrics = _metrics_of_rows(batch, stats, with_entropy, checked, "hidden and lm_head")
+    logprobs, entropy, ratio, kl, clip = stats.view(-1, *batch.keep.shape)
+    if checked:
+        check_values("the target's log-prob from hidden and lm_head", logprobs, batch.keep, "finite")
+    metrics = _metrics(batch, logprobs, ratio, kl, clip, entropy if with_entropy else None)
     if not return_logprobs:
         return loss, metrics
     looked_at = batch.keep
@@ -290,9 +292,9 @@ def linear_policy_loss(
         there = rows if rows.device == batch.keep.device else upload([rows], batch.keep.device)[0]
         looked_at = torch.zeros_like(batch.keep).flatten().index_fill_(0, there, True).view_as(batch.keep)
     elif drop_inactive:
-        tokens, spread = spread_correction(batch.tokens, batch.options)
-        looked_at = contributing(tokens, joins_tokens=spread.joins_tokens, every=with_entropy)
-    return loss, metrics, stats[0].view_as(batch.keep).masked_fill(~looked_at, math.nan)
+        _, folded = fold_correction(batch.tokens, batch.options)
+        looked_at = contributing(batch.tokens, joins_tokens=folded.joins_tokens, every=with_entropy)
+    return loss, metrics, logprobs.masked_fill(~looked_at, math.nan)
 
 
 def contributing_rows(
@@ -323,34 +325,12 @@ def contributing_rows(
     return contributing(tokens, joins_tokens=joins_tokens, every=all_counted).flatten().nonzero().squeeze(1)
 
 
-def _arguments(
-    batch: CheckedBatch,
-    targets: Tensor,
-    layout: Callable[[Tensor], Tensor],
-    softmax: Softmax,
-    with_entropy: bool,
-    backend: str,
-) -> dict[str, Any]:
-    tokens, options = spread_correction(batch.tokens, batch.options)
-    return {
-        "targets": layout(targets),
-        **tokens.map(layout)._asdict(),
-        "entropy_scale": batch.entropy_scale,
-        "kinds": options.kinds(),
-        "numbers": options.numbers(),
-        "softmax": list(softmax),
-        "with_entropy": with_entropy,
-        "backend": backend,
-    }
-
-
-def _metrics_of_rows(
-    batch: CheckedBatch, stats: Tensor, with_entropy: bool, checked: bool, source: str
-) -> dict[str, Tensor]:
-    logprobs, entropy, ratio, kl, clip = stats.detach().view(-1, *batch.keep.shape)
-    if checked:
-        check_values(f"the target's log-prob from {source}", logprobs, batch.keep, "finite")
-    return _metrics(batch, logprobs, ratio, kl, clip, entropy if with_entropy else None)
+def _loss(batch: CheckedBatch, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    terms = policy_terms(logprobs, batch.tokens, batch.options)
+    loss = (terms.loss * batch.tokens.scale).sum()
+    if entropies is not None and batch.entropy_scale is not None:
+        loss = loss - entropies.sum() * batch.entropy_scale
+    return loss, _metrics(batch, logprobs, terms.ratio, terms.kl, terms.clip, entropies)
 
 
 @torch.no_grad()
