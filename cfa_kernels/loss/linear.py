@@ -182,7 +182,7 @@ def linear_policy_loss_op(
                     known[:, one.index] = torch.stack(values[:4])
                 part_loss, stats[:, run], by_logprob[run], by_entropy[run] = policy_of_logprobs(
                     known[0, run], known[1, run], some_tokens, entropy_scale, options,
-                    (-1, shape[1]) if options.joins_tokens else (1, -1),
+                    (-1, shape[1]) if options.joins_tokens else (1, -1), learns,
                 )  # fmt: skip
             loss += part_loss
             for one in made if once else strips(looked_at) if learns else ():

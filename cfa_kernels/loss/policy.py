@@ -119,9 +119,7 @@ def policy_loss(
         if entropies is not None:
             check_values("entropies", entropies, batch.keep, "finite")
 
-    dtype = batch.tokens.scale.dtype
-    entropies = None if entropies is None else counted(entropies, batch.keep, dtype)
-    return _loss(batch, counted(logprobs, batch.keep, dtype), entropies)
+    return _loss(batch, logprobs, entropies)
 
 
 def logits_policy_loss(
@@ -326,10 +324,11 @@ def contributing_rows(
 
 
 def _loss(batch: CheckedBatch, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs = counted(logprobs, batch.keep, batch.tokens.scale.dtype)
     terms = policy_terms(logprobs, batch.tokens, batch.options)
     loss = (terms.loss * batch.tokens.scale).sum()
     if entropies is not None and batch.entropy_scale is not None:
-        loss = loss - entropies.sum() * batch.entropy_scale
+        loss = loss - counted(entropies, batch.keep, logprobs.dtype).sum() * batch.entropy_scale
     return loss, _metrics(batch, logprobs, terms.ratio, terms.kl, terms.clip, entropies)
 
 

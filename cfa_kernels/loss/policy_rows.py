@@ -12,7 +12,7 @@ from ..ops.row_logprobs import run_softmax
 from ..ops.row_softmax import LogitRows, target_logprob, write_gradient, write_zeros
 from ..ops.triton_math import minimum
 from .options import LossOptions
-from .token_loss import LOG_RATIO_MAX, Tokens, policy_gradient
+from .token_loss import LOG_RATIO_MAX, Tokens, policy_gradient, policy_terms
 from .types import LOSS_TYPES
 
 STATS = ("logprob", "entropy", "ratio", "kl", "clip")  # values of each token that metrics are made of
@@ -153,13 +153,17 @@ def policy_of_logprobs(
     entropy_scale: Tensor | None,
     options: LossOptions,
     shape: Sequence[int],
+    learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the loss (), `STATS` (5, N) from log-probs and entropies, (N,), and the derivatives (N,) by both.
 
-    `shape` is (B, T).
+    `shape` is (B, T); by log-probs the derivative is 0 unless the policy `learns`.
     """
     grid = tokens.map(lambda tensor: tensor.view(shape))
-    terms, by_logprob = policy_gradient(logprobs.view(shape), grid, options)
+    if learns:
+        terms, by_logprob = policy_gradient(logprobs.view(shape), grid, options)
+    else:
+        terms, by_logprob = policy_terms(logprobs.view(shape), grid, options), torch.zeros_like(logprobs)
     loss, by_entropy = (terms.loss * grid.scale).sum(), torch.zeros_like(entropy)
     if entropy_scale is not None:
         by_entropy = -entropy_scale * (tokens.scale > 0)

@@ -183,14 +183,14 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: LossOptions) -> Toke
 
 def policy_gradient(logprobs: Tensor, tokens: Tokens, options: LossOptions) -> tuple[TokenTerms, Tensor]:
     """Compute the terms (B, T), detached, and the derivative (B, T) of `sum(loss * scale)` by each log-prob."""
-
-    def total(logprobs: Tensor) -> tuple[Tensor, TokenTerms]:
+    # The body of an operator runs below autograd, which is let in again. `torch.func`, which would need no private
+    # names, fails inside a checkpoint and under a `TorchDispatchMode`.
+    key = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
+        logprobs = logprobs.detach().requires_grad_()
         terms = policy_terms(logprobs, tokens, options)
-        return (terms.loss * tokens.scale).sum(), terms
-
-    # The body of an operator runs below autograd, where `torch.func` differentiates all the same.
-    by_logprob, terms = torch.func.grad(total, has_aux=True)(logprobs)
-    return terms, by_logprob
+        (by_logprob,) = torch.autograd.grad(terms.loss, logprobs, tokens.scale)
+    return terms._replace(loss=terms.loss.detach()), by_logprob
 
 
 def off_policy_factor(logprobs: Tensor, tokens: Tokens, options: LossOptions) -> Tensor | None:
