@@ -279,7 +279,7 @@ def linear_policy_loss(
         with_entropy=with_entropy,
         backend=chosen,
     )
-    logprobs, entropy, ratio, kl, clip = stats.view(-1, *batch.keep.shape)
+    logprobs, entropy, ratio, kl, clip = stats.detach().view(-1, *batch.keep.shape)
     if checked:
         check_values("the target's log-prob from hidden and lm_head", logprobs, batch.keep, "finite")
     metrics = _metrics(batch, logprobs, ratio, kl, clip, entropy if with_entropy else None)

@@ -184,9 +184,10 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: LossOptions) -> Toke
 def policy_gradient(logprobs: Tensor, tokens: Tokens, options: LossOptions) -> tuple[TokenTerms, Tensor]:
     """Compute the terms (B, T), detached, and the derivative (B, T) of `sum(loss * scale)` by each log-prob."""
     # The body of an operator runs below autograd, which is let in again. `torch.func`, which would need no private
-    # names, fails inside a checkpoint and under a `TorchDispatchMode`.
+    # names, fails inside a checkpoint and under a `TorchDispatchMode`. A checkpoint's hooks would run the loss again.
     key = torch._C.DispatchKey.AutogradFunctionality
-    with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
+    without_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad(), without_hooks:
         logprobs = logprobs.detach().requires_grad_()
         terms = policy_terms(logprobs, tokens, options)
         (by_logprob,) = torch.autograd.grad(terms.loss, logprobs, tokens.scale)

@@ -1,11 +1,13 @@
 """logits_policy_loss and linear_policy_loss in a training step: chunks, frozen parts, autograd, compilation."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cfa_kernels.loss.linear import linear_policy_loss_op
 from cfa_kernels.loss.logits import logits_gradient_op, logits_logprob_op
@@ -294,6 +296,19 @@ def test_every_form_compiles_into_one_graph_with_a_model_around_them(device, sma
         (0.5 * loss).backward()
         results.append((loss.detach(), [leaf.grad for leaf in leaves]))
     assert_same(results[1], results[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_selective_checkpoint_around_a_loss_keeps_its_gradients(level):
+    tensors, options = problem(importance_sampling_level=level, loss_type="sapo")
+    leaves = [tensors[name].requires_grad_() for name in ("hidden", "head")]
+
+    def loss(hidden, head):
+        return linear_policy_loss(hidden.sin(), head, *others(tensors), **options)[0]
+
+    policy = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+    ours = checkpoint(loss, *leaves, use_reentrant=False, context_fn=policy)
+    torch.testing.assert_close(torch.autograd.grad(ours, leaves), torch.autograd.grad(loss(*leaves), leaves))
 
 
 @on_gpu
