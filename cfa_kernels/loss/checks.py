@@ -67,13 +67,11 @@ def check_batch(
                 check_values(name, tensor, keep, bound)
         check_weights(columns["weights"], keep, options)
 
-    items, sequences = (
-        count.reshape(()) if isinstance(count, Tensor) else count
-        for count in (options.num_items_in_batch, options.num_sequences_in_batch)
-    )
+    items, sequences = options.num_items_in_batch, options.num_sequences_in_batch
     items = keep.sum() if items is None else items
-    items = items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
+    items = items.reshape(()).clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
     sequences = keep.size(0) if sequences is None else sequences
+    sequences = sequences.reshape(()) if isinstance(sequences, Tensor) else sequences
     divisor = LOSS_TYPES[options.loss_type].divisor(
         keep.to(dtype), items, sequences, options.max_completion_length or 0
     )
@@ -151,6 +149,7 @@ def check_linear(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, rows: Ten
     check_tensor("lm_head", lm_head)
     if rows is not None:
         check_tensor("rows", rows, dtype="torch.int64")
+        check_tensor("rows", rows, [torch.Size((rows.numel(),))], dtype=None)
     if hidden.dim() == 2 and (rows is None or rows.shape != hidden.shape[:1]):
         got = None if rows is None else tuple(rows.shape)
         raise ValueError(f"hidden of shape {tuple(hidden.shape)} needs rows of shape ({len(hidden)},), got {got}")
@@ -160,8 +159,7 @@ def check_linear(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, rows: Ten
 
 
 def check_rows(rows: Tensor, batch: CheckedBatch, with_entropy: bool, validate: bool) -> None:
-    """Check that `rows` of `linear_policy_loss` are indices that, if `validate`, leave no token out."""
-    check_tensor("rows", rows, [torch.Size((rows.numel(),))], rows.device, "torch.int64")
+    """Check that `rows` of `linear_policy_loss`, if `validate`, are indices that leave no token out."""
     if not validate:
         return
     rows = rows.to(batch.keep.device)
@@ -169,8 +167,7 @@ def check_rows(rows: Tensor, batch: CheckedBatch, with_entropy: bool, validate: 
     if rows.numel() and (rows.min() < 0 or rows.max() >= expected.numel()):
         raise ValueError(f"rows must be in [0, {expected.numel()}), got {rows.min().item()} to {rows.max().item()}")
     counts = torch.bincount(rows, minlength=expected.numel())
-    if (wrong := (counts > 1) | (expected & (counts == 0))).any():
-        index = int(wrong.nonzero()[0])
+    for index in ((counts > 1) | (expected & (counts == 0))).nonzero()[:1].flatten().tolist():
         row, token = divmod(index, batch.keep.size(1))
         raise ValueError(
             "rows must hold each token that contributes to the loss once; "

@@ -45,7 +45,7 @@ def contributing(tokens: Tokens, *, joins_tokens: bool, every: bool) -> Tensor:
 class Strip(NamedTuple):
     """Logits of n rows."""
 
-    index: Index  # of their tokens
+    tokens: Index
     places: Index  # of their states
     states: Tensor  # (n, H)
     rows: LogitRows  # (1, n, V)
@@ -75,9 +75,7 @@ def _cut(part: slice, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, part.stop))
 
 
-def _without_dead_rows(
-    index: Index, hidden: Tensor, gradient: Tensor, by_logprob: Tensor
-) -> tuple[Index, Tensor, Tensor]:
+def _live(index: Index, hidden: Tensor, gradient: Tensor, by_logprob: Tensor) -> tuple[Index, Tensor, Tensor]:
     live = by_logprob.nonzero().squeeze(1)
     if len(live) > (1 - DEAD_SHARE) * len(hidden):
         return index, hidden, gradient
@@ -176,10 +174,10 @@ def linear_policy_loss_op(
             else:
                 for one in made:
                     values = row_logprobs(
-                        one.rows, counted[one.index], with_entropy=with_entropy,
+                        one.rows, counted[one.tokens], with_entropy=with_entropy,
                         gradient=one.gradient if once and learns else None, entropy_gradient=entropy_scale is not None,
                     )  # fmt: skip
-                    known[:, one.index] = torch.stack(values[:4])
+                    known[:, one.tokens] = torch.stack(values[:4])
                 part_loss, stats[:, run], by_logprob[run], by_entropy[run] = policy_of_logprobs(
                     known[0, run], known[1, run], some_tokens, entropy_scale, options,
                     (-1, shape[1]) if options.joins_tokens else (1, -1), learns,
@@ -188,16 +186,16 @@ def linear_policy_loss_op(
             for one in made if once else strips(looked_at) if learns else ():
                 if learns and not whole:
                     if not once:
-                        values = RowLogprobs(*known[:, one.index])
-                    by_entropies = None if entropy_scale is None else by_entropy[one.index]
-                    row_gradients(one.rows, one.gradient, by_logprob[one.index], by_entropies, values)
+                        values = RowLogprobs(*known[:, one.tokens])
+                    by_entropies = None if entropy_scale is None else by_entropy[one.tokens]
+                    row_gradients(one.rows, one.gradient, by_logprob[one.tokens], by_entropies, values)
                 if one.kept is not None:
-                    own = tokens.map(itemgetter(one.index))
+                    own = tokens.map(itemgetter(one.tokens))
                     gradient = one.gradient if learns else None
                     loss += subtract_expected_score(one.kept, one.rows, own, options, gradient)
                 if learns:
                     part = one.places, one.states, one.gradient[0]
-                    gradients.add(*_without_dead_rows(*part, by_logprob[one.index]) if cuts_dead else part)
+                    gradients.add(*_live(*part, by_logprob[one.tokens]) if cuts_dead else part)
     by_hidden, by_head, by_bias = gradients.finish()
     by_head, by_bias = (support.widened(total, len(head)) for total in (by_head, by_bias))
     return loss * unit, stats, by_hidden, by_head, by_bias, unit

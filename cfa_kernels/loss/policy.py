@@ -78,29 +78,20 @@ def policy_loss(
     A token of weight 0 stays in every denominator and counts as unclipped. At level "sequence" only the sum of
     a row's weights acts (except in cispo, dppo and reinforce), so they must be equal within a row. "sequence_token"
     (GSPO-token) has the same ratios, each with its own token's gradient, and takes any. gmpo needs one of these two
-    levels. vespo needs "token": it multiplies tokens' own gradients, so weights differ as they like.
+    levels, vespo "token".
 
-    | loss_type | sum (l = token loss, m = mask, n = m.sum(1)) |
-    |---|---|
-    | grpo, sapo, gmpo | sum_b( sum_t(l * m) / max(n, 1) ) / B |
-    | bnpo | sum(l * m) / max(sum(m), 1) |
-    | dr_grpo | sum(l * m) / (B * max_completion_length) |
-    | luspo | sum(l * m) / B |
-    | all others | sum(l * m) / max(N, 1), N = num_items_in_batch or sum(m) |
+    Token losses are summed and divided: by sequence means and B (grpo, sapo, gmpo), by counted tokens (bnpo), by
+    `B * max_completion_length` (dr_grpo), by B (luspo), or by `num_items_in_batch`, or else counted tokens (others).
 
     Gradient accumulation: give every micro-batch the step's totals (`num_items_in_batch`, `num_sequences_in_batch`,
     numbers or 0-d tensors) and add the losses; if gradients are averaged over processes, divide both by their number.
     bnpo normalises by its own micro-batch. Log-ratios are cut off at 40 nats; beyond that there is no gradient.
 
     Returns:
-        The 0-d loss, and metrics as detached 0-d tensors on its device: `ratio_mean` (over counted tokens with a
-        weighted advantage), `kl`, `entropy`, `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`,
-        `/high_max`, or `cispo_clip_ratio`, or `vespo/phi_seq_mean` (over sequences with a weighted advantage); means
-        over tokens, of clip ratios at a sequence level over sequences, except in gmpo, which clips tokens. With
-        `sampling_logprobs` also `sampling/sampling_logp_difference/mean` and `/max`, with a correction
-        `sampling/importance_sampling_ratio/mean`, `/min` and `/max` of its factor, over tokens or sequences with a
-        weighted advantage, and with `off_policy_mask_threshold` the share of these sequences that stay,
-        `sampling/off_policy_mask/mean`. A figure over no token or sequence at all is nan: omit it from your log.
+        The 0-d loss, and metrics under TRL's names as detached 0-d tensors on its device. Means of clip ratios are
+        over counted tokens, at a sequence level over sequences, except in gmpo, which clips tokens. `ratio_mean` and
+        metrics of sampling log-probs are over tokens or sequences with a weighted advantage. A metric over no token
+        or sequence at all is nan: omit it from your log.
 
     Raises:
         ValueError: a wrong option, shape or value, naming row and token.
@@ -152,10 +143,8 @@ def logits_policy_loss(
     Returns and raises as `policy_loss`, and `RuntimeError` from a backward with `create_graph=True`.
     """
     check_tensor("logits", logits)
-    if logits.dim() != 3:
-        raise ValueError(f"logits must be (B, T, V), got shape {tuple(logits.shape)}")
-    if not logits.size(2):
-        raise ValueError(f"logits must not be empty, got shape {tuple(logits.shape)}")
+    if logits.dim() != 3 or not logits.size(2):
+        raise ValueError(f"logits must be (B, T, V) and not empty, got shape {tuple(logits.shape)}")
     chosen = resolve_backend(backend, logits)
     check_logits_dtype("logits", logits, chosen)
     softmax = Softmax.of(temperature, softcap, logit_scale)
@@ -227,10 +216,8 @@ def linear_policy_loss(
     chosen = resolve_backend(backend, hidden)
     check_logits_dtype("hidden", hidden, chosen)
     on_cpu = hidden.device.type == "cpu"
-    if chunk_size is None:
-        chunk_size = 512 if on_cpu else 4096
-    if drop_inactive is None:
-        drop_inactive = on_cpu
+    chunk_size = (512 if on_cpu else 4096) if chunk_size is None else chunk_size
+    drop_inactive = on_cpu if drop_inactive is None else drop_inactive
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     softmax = Softmax.of(temperature, softcap, logit_scale)
@@ -253,13 +240,11 @@ def linear_policy_loss(
         kept = dict(zip(kept, kept_tokens if score_centering else (*kept_tokens[:2], None), strict=True))
     if score_centering:
         check_joins(batch.options.joins_tokens)
-        tokens = batch.tokens
-        columns = {
-            "targets": targets, "moved": batch.keep & tokens.moved(),
-            **{name: getattr(tokens, name) for name in ("old_logprobs", "sampling_logprobs")},
-        }  # fmt: skip
-        columns = {name: None if one is None or not checked else one.flatten().cpu() for name, one in columns.items()}
-        check_centering(kept_tokens, place, **columns)
+        columns = {"moved": batch.keep & batch.tokens.moved(), **batch.tokens._asdict(), "targets": targets}
+        names = ("targets", "moved", "old_logprobs", "sampling_logprobs") if checked else ()
+        check_centering(
+            kept_tokens, place, **{name: columns[name].flatten().cpu() for name in names if columns[name] is not None}
+        )
     loss, stats, *_ = linear_policy_loss_op(
         hidden=hidden.reshape(-1, hidden.size(-1)),
         head=lm_head,
@@ -311,14 +296,9 @@ def contributing_rows(
     a GPU this waits: call it on the CPU.
     """
     check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
-    check_tensor("mask", mask, dtype=None)
-    if mask.dim() != 2:
-        raise ValueError(f"mask must be (B, T), got shape {tuple(mask.shape)}")
     check_tensor("advantages", advantages, [mask.shape[:1], mask.shape], mask.device)
-    if weights is not None:
-        check_tensor("weights", weights, [mask.shape], mask.device)
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-    tokens = Tokens(None, advantages.expand_as(mask), weights, None, None, (mask != 0).float())
+    tokens = Tokens(None, advantages.expand_as(mask), weights, None, None, mask != 0)
     joins_tokens = whole_rows or importance_sampling_level != "token"
     return contributing(tokens, joins_tokens=joins_tokens, every=all_counted).flatten().nonzero().squeeze(1)
 
@@ -344,7 +324,6 @@ def _metrics(
         metrics["kl"] = _mean(kl, keep)
     if entropy is not None:
         metrics["entropy"] = _mean(entropy, keep)
-
     if tokens.sampling_logprobs is not None:
         gap, known = (logprobs - tokens.sampling_logprobs).abs(), moving & ~tokens.sampling_logprobs.isnan()
         metrics["sampling/sampling_logp_difference/mean"] = _mean(gap, known)
@@ -381,11 +360,10 @@ def _metrics(
         metrics["vespo/phi_seq_mean"] = _mean(of_rows, moving.any(1))
     elif measures == "clip":
         low_mean, low = clip_ratio(clip < 0)
-        metrics["clip_ratio/low_mean"] = low_mean
-        metrics["clip_ratio/high_mean"] = high_mean
-        metrics["clip_ratio/region_mean"] = clip_ratio(clip != 0)[0]
-        metrics["clip_ratio/low_min"] = -_largest(-low, nonempty)
-        metrics["clip_ratio/high_max"] = _largest(high, nonempty)
+        region_mean, extremes = clip_ratio(clip != 0)[0], (-_largest(-low, nonempty), _largest(high, nonempty))
+        names = ("low_mean", "high_mean", "region_mean", "low_min", "high_max")
+        values = (low_mean, high_mean, region_mean, *extremes)
+        metrics |= {f"clip_ratio/{name}": value for name, value in zip(names, values, strict=True)}
     return metrics
 
 

@@ -47,7 +47,7 @@ class TokenTerms(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a formula reads, (B, T) each; log-probs and ratio have gradients."""
+    """Inputs of a formula, (B, T) each; log-probs and ratio have gradients."""
 
     logprobs: Tensor
     ratio: Tensor  # at its level
@@ -208,11 +208,10 @@ def off_policy_factor(logprobs: Tensor, tokens: Tokens, options: LossOptions) ->
 def correction(logprobs: Tensor, tokens: Tokens, options: LossOptions) -> Tensor | None:
     """Compute the factor (B, T) of `sampling_mode` for rollouts of another policy, None without one.
 
-    With r = exp(old - sampling), where old is the current log-prob on-policy and a token without a sampling log-prob
-    has r = 1, and R the product, G the geometric mean of r over a sequence: `token_truncate` clamps r to
-    [sampling_clip_min, sampling_clip_max], `token_mask` takes r inside that band and 0 outside (with both bounds:
-    IcePop, 2510.18855); `sequence_truncate` and `sequence_mask` do so with R (TRL), and `geometric_mask` takes 1 where
-    G is inside and 0 outside (verl). With `vespo` that factor is part of a sequence's W, see `gamma_weights`.
+    With r = exp(old - sampling), 1 for a token without a sampling log-prob, and R the product, G the geometric mean of
+    r over a sequence: `token_truncate` clamps r to [sampling_clip_min, sampling_clip_max], `token_mask` takes r inside
+    that band and 0 outside (with both bounds: IcePop, 2510.18855); `sequence_truncate` and `sequence_mask` do so with R
+    (TRL), and `geometric_mask` takes 1 where G is inside and 0 outside (verl).
     """
     if (mode := options.sampling_mode) is None:
         return None

@@ -138,7 +138,7 @@ def edited(n, values):
         ({"kept_tokens": edited(1, [math.nan])}, "row 0, token 1: .* got nan over 1 ids"),
         ({"old_logprobs": [[-0.5, -0.1, -1.0]]}, "row 0, token 1: .* old_logprobs must be .* kept_tokens, 0, got -0.1"),
         ({"sampling_logprobs": [[-0.7, 0.0, -1.0]]}, "row 0, token 0: .* sampling_logprobs must be .* -0.5, got -0.7"),
-        ({"importance_sampling_level": "sequence_token"}, "it needs importance_sampling_level='token'"),
+        ({"importance_sampling_level": "sequence_token"}, "score_centering needs importance_sampling_level='token'"),
         ({"loss_type": "vespo"}, "another loss_type than vespo"),
         ({"sampling_logprobs": [[-0.5, 0.0, -1.0]], "sampling_mode": "geometric_mask", "sampling_clip_max": 2.0},
          "no sampling_mode or mask of sequences"),

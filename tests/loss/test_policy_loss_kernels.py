@@ -291,8 +291,8 @@ def test_in_place_gives_the_same_gradient_in_the_logits_memory(backend, level, d
 @pytest.mark.parametrize(
     ("form", "change", "words"),
     [
-        (of_logits, {"logits": torch.zeros(B, V)}, r"logits must be \(B, T, V\), got shape \(3, 37\)"),
-        (of_logits, {"logits": torch.zeros(B, T, 0)}, r"logits must not be empty, got shape \(3, 4, 0\)"),
+        (of_logits, {"logits": torch.zeros(B, V)}, r"logits must be \(B, T, V\) and not empty, got shape \(3, 37\)"),
+        (of_logits, {"logits": torch.zeros(B, T, 0)}, r"and not empty, got shape \(3, 4, 0\)"),
         (of_logits, {"targets": torch.full((B, T), V)}, r"targets must be in \[0, 37\).*row 0, token 0 is 37"),
         (of_logits, {"targets": torch.zeros(B, T + 1).long()}, r"targets must have shape \(3, 4\), got \(3, 5\)"),
         (of_logits, {"temperature": 0.0}, r"temperature must be in \[1e-38, 1e38\], got 0.0"),
