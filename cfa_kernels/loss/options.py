@@ -100,7 +100,7 @@ class LossOptions:
         return at_rest - self.epsilon, at_rest + self.epsilon_high
 
     def kinds(self) -> str:
-        """Join the words among the options of a token, as an operator takes them."""
+        """Join the words among the options of a token for an operator."""
         return ",".join(getattr(self, name) or "" for name in KINDS)
 
     def numbers(self) -> list[float]:

@@ -54,7 +54,7 @@ def policy_loss(
 
     | option | default | what it is |
     |---|---|---|
-    | weights | None | (B, T), finite, >= 0: factors of the clipped policy term, never of the KL term |
+    | weights | None | (B, T), finite, >= 0: factors of the policy term, never of the KL term |
     | ref_logprobs | None | (B, T), needed when `beta != 0`; without beta they give the `kl` metric only |
     | sampling_logprobs | None | (B, T) that the engine sampled with, nan where it gave none |
     | sampling_mode | None | how to correct for sampling_logprobs, see `correction`: TRL's, or "geometric_mask" |
@@ -185,9 +185,8 @@ def linear_policy_loss(
 ) -> tuple[Any, ...]:
     """Compute `logits_policy_loss` of `hidden @ lm_head.T + bias` without ever holding all logits.
 
-    Tokens that add nothing (mask 0; also advantage or weight 0, without ref_logprobs and entropy) need no GEMM: pass
-    `rows`. float32 GEMMs follow torch's TF32 setting, which those of `linear_logprob` do not: take old log-probs from
-    the same function, or train float32 weights with `torch.set_float32_matmul_precision("highest")`.
+    float32 GEMMs follow torch's TF32 setting, which those of `linear_logprob` do not: take old log-probs from the same
+    function, or train float32 weights with `torch.set_float32_matmul_precision("highest")`.
 
     Args:
         hidden: (B, T, H), or (M, H) for only the M tokens of `rows`, in their order; under autocast cast to its dtype.
@@ -199,8 +198,8 @@ def linear_policy_loss(
             and `drop_inactive` there, make the host wait then.
         score_centering: subtract from each token's gradient its mean over the sampler's distribution, at level "token",
             see `centering.subtract_expected_score`; kept_tokens must have log-probs, and old ones, if any, be those.
-        rows: (M,) flattened indices from `contributing_rows`, on any device. Pass them sorted and on the host: then a
-            sequence-level loss computes each sequence's logits once, if `chunk_size` rows hold it.
+        rows: (M,) flattened indices from `contributing_rows`, on any device; other tokens need no GEMM. Sorted and on
+            the host, a sequence-level loss computes each sequence's logits once, if `chunk_size` rows hold it.
         return_logprobs: also return the log-probs (B, T), detached, in the compute dtype; nan where dropped.
         drop_inactive: finds those tokens here, waiting for a GPU, and drops clipped ones from the gradients' GEMMs too;
             the default on a CPU.

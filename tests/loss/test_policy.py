@@ -9,7 +9,6 @@ import torch
 from cfa_kernels.loss.options import LossOptions
 from cfa_kernels.loss.policy import policy_loss
 from cfa_kernels.loss.ragged import LossBatch
-from cfa_kernels.loss.types import LOSS_TYPES
 from cfa_kernels.rows import Rows
 from tests.support.policy_problem import KINDS, loss_and_gradient
 
@@ -144,23 +143,6 @@ def test_micro_batches_given_the_steps_totals_add_up_to_the_step(loss_type, impo
     ]
     torch.testing.assert_close(sum(part[0] for part in parts), whole[0], rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), whole[1], rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.traced
-def test_compiles_to_one_graph():
-    data = make(torch.float32)
-    options = {"importance_sampling_level": "sequence_token", "delta": 2.0}
-
-    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
-    def step(logprobs, old_logprobs, advantages, mask):
-        return policy_loss(logprobs, old_logprobs, advantages, mask, **options)[0]
-
-    logprobs = data["logprobs"].clone().requires_grad_()
-    with torch._dynamo.config.patch(specialize_float=True):  # only lengths change
-        loss = step(logprobs, data["old_logprobs"], data["advantages"], data["mask"])
-    loss.backward()
-    expected = loss_and_gradient(**data, **options)[1]
-    torch.testing.assert_close(logprobs.grad, expected)
 
 
 def bad(name, row, token, value):
@@ -302,17 +284,6 @@ def test_losses_are_those_that_their_users_write(loss_type, kl):
     torch.testing.assert_close(ours, gradient)
     if loss_type != "reinforce":
         torch.testing.assert_close(metrics["clip_ratio/region_mean"], (~keep).float().mean())
-
-
-def test_weights_act_token_by_token_at_the_sequence_level_of_cispo_only():
-    """The rule by which weights are refused: elsewhere the gradient depends on their sum alone."""
-    logprobs, weights = torch.full((1, 3), -1.0), torch.tensor([[2.0, 0.5, 0.5]])
-    for loss_type, kind in LOSS_TYPES.items():
-        level = "sequence" if "sequence" in kind.levels else "token"
-        options = options_for(loss_type, importance_sampling_level=level, validate=False)
-        old = logprobs - 0.01
-        _, gradient, _ = loss_and_gradient(logprobs, old, torch.ones(1), torch.ones(1, 3), weights=weights, **options)
-        assert (len(gradient.unique()) > 1) == (loss_type in ("cispo", "cispo_two_sided", "dppo", "reinforce", "vespo"))
 
 
 def test_the_docstring_of_policy_loss_lists_every_option():

@@ -219,23 +219,6 @@ def test_half_precision_gradients_do_not_underflow_however_many_tokens_there_are
             assert error < 4e-3
 
 
-@FORM
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_the_loss_is_the_same_without_gradients_and_records_nothing(backend, form, device):
-    tensors, options = problem(torch.float32, device)
-    expected, *_ = form(tensors, backend=backend, **options)
-    with torch.no_grad():
-        if form is of_hidden:
-            inputs = (tensors["hidden"].requires_grad_(), tensors["head"], *others(tensors))
-            loss, _ = linear_policy_loss(*inputs, bias=tensors["bias"], backend=backend, **options)
-        else:
-            loss, _ = logits_policy_loss(
-                tensors["logits"].requires_grad_(), *others(tensors), backend=backend, **options
-            )
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, expected)
-
-
 def loss_of_leaves(form: str) -> tuple[Tensor, list[Tensor]]:
     tensors, options = problem()
     rest = others(tensors)
