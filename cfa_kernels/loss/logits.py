@@ -17,7 +17,8 @@ def logits_logprob_op(
 ) -> Tensor:
     """Compute the first four `RowLogprobs`, (4, N), of logits (B, T, V); targets and `counted` are (N,), N = B * T."""
     rows = LogitRows(logits, None, targets, Softmax(*softmax), backend)
-    return torch.stack(row_logprobs(rows, counted, with_entropy=with_entropy)[:4])
+    with torch.autocast(logits.device.type, enabled=False):
+        return torch.stack(row_logprobs(rows, counted, with_entropy=with_entropy)[:4])
 
 
 @logits_logprob_op.register_fake
@@ -38,7 +39,8 @@ def logits_gradient_op(
 ) -> None:
     """Write the gradient by logits; without `logits`, `gradient` holds them."""
     rows = LogitRows(gradient if logits is None else logits, None, targets, Softmax(*softmax), backend)
-    row_gradients(rows, gradient, by_logprob, by_entropy, RowLogprobs(*values))
+    with torch.autocast(gradient.device.type, enabled=False):
+        row_gradients(rows, gradient, by_logprob, by_entropy, RowLogprobs(*values))
 
 
 class LogitsLogprob(torch.autograd.Function):

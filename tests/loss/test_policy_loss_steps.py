@@ -254,6 +254,10 @@ def test_autocast_runs_the_head_in_its_dtype_and_the_loss_in_float32(backend, de
     assert ours[1][0].dtype == torch.float32
     assert_same(ours, (expected[0], [gradient.float() for gradient in expected[1]]), rtol=1e-5, atol=1e-6)
     assert exact[1][0].dtype == torch.float64
+    halves = {**tensors, "logits": tensors["logits"].half()}
+    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+        inside = of_logits(halves, backend=backend, **options)
+    assert_same(inside, of_logits(halves, backend=backend, **options), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.traced
