@@ -22,8 +22,7 @@ def subtract_expected_score(
     token's loss by its log-prob, had v been drawn. A token's part of the gradient, b_y grad log p_y, becomes
     `b_y grad log p_y - sum_v q_v b_v grad log p_v`, whose mean over y ~ q is 0 (the paper's eqs. 9 and 12; q and b are
     constants). By a logit z_j the sum is q_j b_j - p_j sum_v q_v b_v, so that only kept ids change. With `reinforce`
-    b_v = -A, and -A (1[j = y] - q_j) is left. SkyRL 0.5 (its pull request 2244, read at erictang000/SkyRL@e13403d) and
-    prime-rl's IPO loss centre so over the ids of a nucleus.
+    b_v = -A, and -A (1[j = y] - q_j) is left.
     """
 
     def by_row(kind: str, values: Tensor) -> Tensor:  # in a fixed order, as sums by index are not on a GPU
@@ -59,8 +58,8 @@ def check_joins(joins_tokens: bool) -> None:
     """Raise `ValueError` if a token's loss depends on the log-probs of its sequence, which centering does not know."""
     if joins_tokens:
         raise ValueError(
-            "score_centering reads each token's ratio by itself: it needs importance_sampling_level='token', no "
-            "sampling_mode or mask of sequences, and another loss_type than vespo"
+            "score_centering needs importance_sampling_level='token', no sampling_mode or mask of sequences, and "
+            "another loss_type than vespo"
         )
 
 
@@ -70,12 +69,11 @@ def check_centering(
     *,
     targets: Tensor | None = None,
     moved: Tensor | None = None,
-    **logprobs: Tensor | None,
+    **logprobs: Tensor,
 ) -> None:
     """Raise `ValueError` unless scores of N tokens can be centred, naming `place(n)` and value.
 
-    `kept` is checked already. Its log-probs, and columns of other `logprobs` (N,) by name, which must be the sampler's,
-    are looked at where `moved` (N,), if there is one, and then `targets` (N,); all on the host.
+    `kept` is checked already. The sampler's `logprobs` (N,) by name are looked at where `moved` (N,); all on the host.
     """
     if kept is None or (kept.logprobs is None and len(kept.ids)):
         got = "None" if kept is None else "ids without logprobs"
@@ -92,10 +90,8 @@ def check_centering(
             f"{mass[n].item():.6g} over {int(kept.counts[n])} ids; normalise logprobs over them, each id once"
         )
     for name, column in logprobs.items():
-        if column is None:
-            continue
         for n in (moved & ~((column - own).abs() <= NOISE)).nonzero().flatten().tolist():
             raise ValueError(
-                f"{place(n)}: with score_centering the old policy is the sampler, so {name} must be the drawn token's "
-                f"log-prob in kept_tokens, {own[n].item():.6g}, got {column[n].item():.6g}"
+                f"{place(n)}: with score_centering {name} must be the drawn token's log-prob in kept_tokens, "
+                f"{own[n].item():.6g}, got {column[n].item():.6g}"
             )

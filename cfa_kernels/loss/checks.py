@@ -52,7 +52,9 @@ def check_batch(
         raise ValueError(f"a loss needs at least one row and one token, got (B, T) = {tuple(shape)}")
     if options.beta != 0 and columns["ref_logprobs"] is None:
         raise ValueError(f"beta={options.beta} needs ref_logprobs (B, T), got None")
-    check_sampled(options, columns["sampling_logprobs"])
+    for name in ("sampling_mode", "off_policy_mask_threshold"):
+        if (value := getattr(options, name)) is not None and columns["sampling_logprobs"] is None:
+            raise ValueError(f"{name}={value!r} needs sampling_logprobs (B, T), got None")
     inputs: dict[str, Any] = {name: one for name, one in columns.items() if one is not None or name in _NEEDED}
     for name, tensor in inputs.items():
         shapes = [shape[:1], shape] if name == "advantages" else [shape]
@@ -65,9 +67,9 @@ def check_batch(
                 check_values(name, tensor, keep, bound)
         check_weights(columns["weights"], keep, options)
 
-    counts, sequences = options.num_items_in_batch, options.num_sequences_in_batch
-    items = keep.sum() if counts is None else counts.reshape(()) if isinstance(counts, Tensor) else counts
-    items = items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
+    items, sequences = options.num_items_in_batch, options.num_sequences_in_batch
+    items = keep.sum() if items is None else items
+    items = items.reshape(()).clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
     sequences = keep.size(0) if sequences is None else sequences
     sequences = sequences.reshape(()) if isinstance(sequences, Tensor) else sequences
     divisor = LOSS_TYPES[options.loss_type].divisor(
@@ -81,13 +83,6 @@ def check_batch(
     del columns["mask"]
     tokens = Tokens(scale=keep.to(dtype) / divisor, **columns)  # type: ignore[arg-type]
     return CheckedBatch(keep, tokens.map(lambda column: counted(column.detach(), keep, dtype)), entropy_scale, options)
-
-
-def check_sampled(options: LossOptions, sampling_logprobs: object) -> None:
-    """Raise `ValueError` if an option needs sampling log-probs and there are none."""
-    for name in ("sampling_mode", "off_policy_mask_threshold"):
-        if (value := getattr(options, name)) is not None and sampling_logprobs is None:
-            raise ValueError(f"{name}={value!r} needs sampling_logprobs (B, T), got None")
 
 
 def counted(tensor: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,9 +129,8 @@ def check_weights(weights: Tensor | None, keep: Tensor, options: LossOptions) ->
     if (low < high).any():
         row = int((low < high).nonzero()[0])
         raise ValueError(
-            "weights must be equal within a row at importance_sampling_level='sequence', which has one ratio for the "
-            f"row, so that only their sum acts; row {row} holds {low[row].item()} to {high[row].item()}; "
-            "use importance_sampling_level='sequence_token', the same ratio with each token's own gradient"
+            f"weights must be equal within a row at importance_sampling_level='sequence', where only their sum acts; "
+            f"row {row} holds {low[row].item()} to {high[row].item()}; use importance_sampling_level='sequence_token'"
         )
 
 
@@ -155,6 +149,7 @@ def check_linear(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, rows: Ten
     check_tensor("lm_head", lm_head)
     if rows is not None:
         check_tensor("rows", rows, dtype="torch.int64")
+        check_tensor("rows", rows, [torch.Size((rows.numel(),))], dtype=None)
     if hidden.dim() == 2 and (rows is None or rows.shape != hidden.shape[:1]):
         got = None if rows is None else tuple(rows.shape)
         raise ValueError(f"hidden of shape {tuple(hidden.shape)} needs rows of shape ({len(hidden)},), got {got}")
@@ -164,8 +159,7 @@ def check_linear(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, rows: Ten
 
 
 def check_rows(rows: Tensor, batch: CheckedBatch, with_entropy: bool, validate: bool) -> None:
-    """Check that `rows` of `linear_policy_loss` are indices that, if `validate`, leave no token out."""
-    check_tensor("rows", rows, [torch.Size((rows.numel(),))], rows.device, "torch.int64")
+    """Check that `rows` of `linear_policy_loss`, if `validate`, are indices that leave no token out."""
     if not validate:
         return
     rows = rows.to(batch.keep.device)
@@ -173,8 +167,7 @@ def check_rows(rows: Tensor, batch: CheckedBatch, with_entropy: bool, validate: 
     if rows.numel() and (rows.min() < 0 or rows.max() >= expected.numel()):
         raise ValueError(f"rows must be in [0, {expected.numel()}), got {rows.min().item()} to {rows.max().item()}")
     counts = torch.bincount(rows, minlength=expected.numel())
-    if (wrong := (counts > 1) | (expected & (counts == 0))).any():
-        index = int(wrong.nonzero()[0])
+    for index in ((counts > 1) | (expected & (counts == 0))).nonzero()[:1].flatten().tolist():
         row, token = divmod(index, batch.keep.size(1))
         raise ValueError(
             "rows must hold each token that contributes to the loss once; "

@@ -9,9 +9,8 @@ made a second time.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +22,9 @@ from ..ops.row_logprobs import row_gradients, row_logprobs
 from ..ops.row_softmax import LogitRows, RowLogprobs, Softmax, compute_dtype
 from ..ops.upload import upload
 from .centering import subtract_expected_score
-from .logits import scaled_rows
 from .options import LossOptions
-from .policy_rows import STATS, policy_of_logprobs, policy_rows, to_unit_scale
-from .token_loss import Tokens, refuse_second_derivative
+from .policy_rows import STATS, has_kernel, policy_of_logprobs, policy_rows, to_unit_scale
+from .token_loss import Tokens, fold_correction, refuse_second_derivative
 
 DEAD_SHARE = 0.1  # rows without gradient are cut out of a strip before its GEMMs if they are at least this share of it
 
@@ -44,55 +42,40 @@ def contributing(tokens: Tokens, *, joins_tokens: bool, every: bool) -> Tensor:
     return counted & moved
 
 
+class Strip(NamedTuple):
+    """Logits of n rows."""
+
+    tokens: Index
+    places: Index  # of their states
+    states: Tensor  # (n, H)
+    rows: LogitRows  # (1, n, V)
+    gradient: Tensor  # (1, n, V), perhaps over the logits
+    kept: KeptLogits | None  # to centre the scores by
+
+
 def _sequences(rows: Tensor | None, shape: torch.Size, size: int) -> Iterator[tuple[slice, slice]]:
-    """Cut B sequences of T tokens into runs of at most `size` looked-at tokens if possible, and yield those tokens too.
+    """Cut B sequences of T tokens into runs of at most `size` looked-at tokens if possible: tokens, and those of them.
 
     One run of all if `rows` are not on the host or not in order.
     """
     if rows is not None and (rows.device.type != "cpu" or bool((rows.diff() <= 0).any())):
-        yield slice(0, shape[0]), slice(0, len(rows))
+        yield slice(0, shape.numel()), slice(0, len(rows))
         return
     grid = torch.arange(1, shape[0] + 1) * shape[1]
     ends = grid if rows is None else torch.searchsorted(rows, grid)
     first = done = 0
     for b, (end, after) in enumerate(itertools.pairwise([*ends.tolist(), math.inf]), 1):
         if after - done > size:
-            yield slice(first, b), slice(done, int(end))
+            yield slice(first * shape[1], b * shape[1]), slice(done, int(end))
             first, done = b, int(end)
 
 
-def _strips(
-    hidden: Tensor,
-    support: Support,
-    counted: Tensor,
-    rows: Tensor | None,
-    rows_alone: bool,
-    strip: tuple[Tensor, Tensor],
-    looked_at: slice,
-) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor, KeptLogits | None]]:
-    """Yield the indices of n tokens, and of their states, those (n, H), logits and their gradient (1, n, V) in `strip`.
-
-    Then the logits to centre the scores by, which the gradient may be written over.
-
-    `hidden` is (N, H), or with `rows_alone` (M, H): the states of the M `rows`, in their order; `looked_at` takes some
-    of the rows, or if they are None of all tokens.
-    """
-    size = len(strip[0])
-    for start in range(looked_at.start, looked_at.stop, size):
-        part = slice(start, min(start + size, looked_at.stop))
-        tokens = part if rows is None else rows[part]
-        places = part if rows_alone else tokens
-        # Padding may hold nan; rows that do not count are 0, so that they add 0 to the head's gradient.
-        states = torch.where(counted[tokens].unsqueeze(1), hidden[places], 0)
-        logits, gradient = (memory[: len(states)] for memory in strip)
-        write_logits(states, support.head, logits)
-        kept = support.restrict(logits, part)
-        yield tokens, places, states, logits.unsqueeze(0), gradient.unsqueeze(0), kept
+def _cut(part: slice, size: int) -> Iterator[slice]:
+    for start in range(part.start, part.stop, size):
+        yield slice(start, min(start + size, part.stop))
 
 
-def _without_dead_rows(
-    index: Index, hidden: Tensor, gradient: Tensor, by_logprob: Tensor
-) -> tuple[Index, Tensor, Tensor]:
+def _live(index: Index, hidden: Tensor, gradient: Tensor, by_logprob: Tensor) -> tuple[Index, Tensor, Tensor]:
     live = by_logprob.nonzero().squeeze(1)
     if len(live) > (1 - DEAD_SHARE) * len(hidden):
         return index, hidden, gradient
@@ -139,12 +122,15 @@ def linear_policy_loss_op(
     grid, entropy_scale, unit = to_unit_scale(
         Tokens(old_logprobs, advantages, weights, ref_logprobs, sampling_logprobs, scale), entropy_scale
     )
+    folded = grid
+    if kept_logprobs is None:  # centering needs the correction of every id
+        folded, options = fold_correction(grid, options)
     if rows is None and drop_rows:
         some = contributing(grid, joins_tokens=options.joins_tokens, every=with_entropy)
         rows = some.flatten().nonzero().squeeze(1)
-    tokens, targets = grid.map(torch.flatten), targets.flatten()
+    tokens, targets = folded.map(torch.flatten), targets.flatten()
     counted, count = tokens.scale > 0, len(hidden if rows is None else rows)
-    runs = _sequences(rows, shape, chunk_size) if options.joins_tokens else iter(())
+    by_sequence = _sequences(rows, shape, chunk_size)
     kept = None
     if kept_offsets is not None and kept_ids is not None:
         kept = KeptTokens(kept_offsets, kept_ids, kept_logprobs)
@@ -152,62 +138,64 @@ def linear_policy_loss_op(
     if rows is not None and rows.device != hidden.device:
         (rows,) = upload([rows], hidden.device)
     support = Support.of(head, bias, targets, kept)
-    strip = empty_strip(min(chunk_size, max(count, 1)), len(support.head), hidden.dtype, hidden.device)
-    strips = partial(_strips, hidden, support, counted, rows, rows_alone, strip)
+    memory = empty_strip(min(chunk_size, max(count, 1)), len(support.head), hidden.dtype, hidden.device)
     gradients, learns = HeadGradients(hidden, support.head, needs_gradient), any(needs_gradient)
     loss, stats = scale.new_zeros(()), scale.new_zeros(len(STATS), targets.numel())
+    known, (by_logprob, by_entropy) = torch.zeros_like(stats[:4]), torch.zeros_like(stats[:2])
+    whole = learns and backend == "triton" and has_kernel(tokens, options)
+    cuts_dead = drop_rows and entropy_scale is None and rows is not None and kept_logprobs is None
 
-    def rows_of(index: Index, logits: Tensor) -> LogitRows:
-        return LogitRows(logits, support.bias, support.targets[index], cap, backend, kept is not None)
+    def tokens_of(part: slice) -> Index:
+        return part if rows is None else rows[part]
 
-    def add_gradients(index: Index, states: Tensor, gradient: Tensor, by_logprob: Tensor) -> None:
-        if drop_rows and entropy_scale is None and rows is not None and kept_logprobs is None:
-            index, states, gradient = _without_dead_rows(index, states, gradient, by_logprob)
-        gradients.add(index, states, gradient)
+    def strips(looked_at: slice) -> Iterator[Strip]:
+        for part in _cut(looked_at, chunk_size):
+            index = tokens_of(part)
+            places = part if rows_alone else index
+            # Padding may hold nan; rows that do not count are 0, so that they add 0 to the head's gradient.
+            states = torch.where(counted[index].unsqueeze(1), hidden[places], 0)
+            logits, gradient = (one[: len(states)].unsqueeze(0) for one in memory)
+            write_logits(states, support.head, logits[0])
+            kept_logits = support.restrict(logits[0], part)
+            logit_rows = LogitRows(logits, support.bias, support.targets[index], cap, backend, kept is not None)
+            yield Strip(index, places, states, logit_rows, gradient, kept_logits)
 
+    by_token = ((tokens_of(part), part) for part in _cut(slice(0, count), chunk_size))
     with torch.autocast(hidden.device.type, enabled=False):
-        for index, place, states, logits, gradient, kept_logits in (
-            () if options.joins_tokens else strips(slice(0, count))
-        ):
-            logit_rows, part = rows_of(index, logits), tokens.map(itemgetter(index))
-            part_loss, stats[:, index], by_part = policy_rows(
-                logit_rows, part, entropy_scale, options, gradient if learns else None, with_entropy=with_entropy
-            )
-            loss += part_loss
-            if kept_logits is not None:
-                loss += subtract_expected_score(kept_logits, logit_rows, part, options, gradient if learns else None)
-            if learns:
-                add_gradients(place, states, gradient[0], by_part)
-
-        known, (by_logprob, by_entropy) = torch.zeros_like(stats[:4]), torch.zeros_like(stats[:2])
-        for sequences, looked_at in runs:
+        for run, looked_at in by_sequence if options.joins_tokens else by_token:
             once = looked_at.stop - looked_at.start <= chunk_size
             made = list(strips(looked_at)) if once else strips(looked_at)
-            for index, _, _, logits, gradient, _ in made:
-                values = row_logprobs(
-                    rows_of(index, logits), counted[index], with_entropy=with_entropy,
-                    gradient=gradient if once and learns else None, entropy_gradient=entropy_scale is not None,
+            some_tokens = tokens.map(itemgetter(run))
+            if whole:
+                (one,) = made
+                part_loss, stats[:, run], by_logprob[run] = policy_rows(
+                    one.rows, some_tokens, entropy_scale, options, one.gradient, with_entropy=with_entropy
+                )
+            else:
+                for one in made:
+                    values = row_logprobs(
+                        one.rows, counted[one.tokens], with_entropy=with_entropy,
+                        gradient=one.gradient if once and learns else None, entropy_gradient=entropy_scale is not None,
+                    )  # fmt: skip
+                    known[:, one.tokens] = torch.stack(values[:4])
+                part_loss, stats[:, run], by_logprob[run], by_entropy[run] = policy_of_logprobs(
+                    known[0, run], known[1, run], some_tokens, entropy_scale, options,
+                    (-1, shape[1]) if options.joins_tokens else (1, -1), learns,
                 )  # fmt: skip
-                known[:, index] = torch.stack(values[:4])
-            run = slice(sequences.start * shape[1], sequences.stop * shape[1])
-            part_loss, stats[:, run], by_logprob[run], by_entropies = policy_of_logprobs(
-                known[0, run],
-                known[1, run],
-                tokens.map(itemgetter(run)),
-                entropy_scale,
-                options,
-                (-1, shape[1]),
-                learns,
-            )
             loss += part_loss
-            if by_entropies is not None:
-                by_entropy[run] = by_entropies
-            for index, place, states, logits, gradient, _ in (made if once else strips(looked_at)) if learns else ():
-                if not once:
-                    values = RowLogprobs(*known[:, index])
-                by_entropies = None if entropy_scale is None else by_entropy[index]
-                row_gradients(rows_of(index, logits), gradient, by_logprob[index], by_entropies, values)
-                add_gradients(place, states, gradient[0], by_logprob[index])
+            for one in made if once else strips(looked_at) if learns else ():
+                if learns and not whole:
+                    if not once:
+                        values = RowLogprobs(*known[:, one.tokens])
+                    by_entropies = None if entropy_scale is None else by_entropy[one.tokens]
+                    row_gradients(one.rows, one.gradient, by_logprob[one.tokens], by_entropies, values)
+                if one.kept is not None:
+                    own = tokens.map(itemgetter(one.tokens))
+                    gradient = one.gradient if learns else None
+                    loss += subtract_expected_score(one.kept, one.rows, own, options, gradient)
+                if learns:
+                    part = one.places, one.states, one.gradient[0]
+                    gradients.add(*_live(*part, by_logprob[one.tokens]) if cuts_dead else part)
     by_hidden, by_head, by_bias = gradients.finish()
     by_head, by_bias = (support.widened(total, len(head)) for total in (by_head, by_bias))
     return loss * unit, stats, by_hidden, by_head, by_bias, unit
@@ -238,7 +226,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     arguments = _Arguments(*inputs)
     hidden, head, bias = arguments.hidden, arguments.head, arguments.bias
     ctx.dtypes = (hidden.dtype, head.dtype, (head if bias is None else bias).dtype)
-    ctx.needs_gradient, ctx.backend = arguments.needs_gradient, arguments.backend
+    ctx.needs_gradient = arguments.needs_gradient
 
 
 def _backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -246,12 +234,9 @@ def _backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Tensor | None,
     if by_loss is None:
         return tuple(_Arguments())
     *gradients, unit = ctx.saved_tensors
-    factor = by_loss * unit
+    factor = (by_loss * unit).view(1)  # a tensor of no dimension would be rounded to halves before the product
     scaled = [
-        # (1, rows, columns): the form that rows of logits have
-        scaled_rows(gradient.view(1, -1, gradient.size(-1)), factor, dtype, ctx.backend).view(gradient.shape)
-        if needs_gradient
-        else None
+        torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype)) if needs_gradient else None
         for gradient, dtype, needs_gradient in zip(gradients, ctx.dtypes, ctx.needs_gradient, strict=True)
     ]
     return tuple(_Arguments(**dict(zip(("hidden", "head", "bias"), scaled, strict=True))))

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
 from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
@@ -42,8 +41,8 @@ class LossOptions:
     vespo_lambda_pos: NotNegative = 3.0
     vespo_k_neg: NotNegative = 3.0
     vespo_lambda_neg: NotNegative = 2.0
-    num_items_in_batch: Count | None = None
-    num_sequences_in_batch: Count | None = None
+    num_items_in_batch: Annotated[Count, NOT_NEGATIVE] | None = None
+    num_sequences_in_batch: Annotated[Count, POSITIVE] | None = None
     max_completion_length: Annotated[int, NOT_NEGATIVE] | None = None
     entropy_coef: Finite | Tensor = 0.0
     validate: bool | None = None
@@ -59,22 +58,13 @@ class LossOptions:
             )
         for name, interval in _RANGES.items():
             value = getattr(self, name)
-            if not isinstance(value, Tensor) and value != getattr(LossOptions, name):  # tensors are the device's
+            if isinstance(value, Tensor) and should_validate(self.validate, value):
+                value = value.item()
+            if not isinstance(value, Tensor) and value != getattr(LossOptions, name):
                 interval.check(**{name: value})
         if self.loss_type == "dr_grpo" and not self.max_completion_length:
-            got = self.max_completion_length or None
-            raise ValueError(f"loss_type='dr_grpo' needs max_completion_length > 0, got {got}")
+            raise ValueError(f"loss_type='dr_grpo' needs max_completion_length > 0, got {self.max_completion_length}")
         self._check_correction()
-        for name, interval in _COUNTS.items():
-            value = getattr(self, name)
-            if not isinstance(value, Tensor | Real | None):
-                raise TypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(f"{name} must be a single number, got shape {tuple(value.shape)}")
-            if not isinstance(value, Tensor):
-                interval.check(**{name: value})
-            elif should_validate(self.validate, value):  # that reads it without a wait for a device
-                interval.check(**{name: value.item()})
 
     def _check_correction(self) -> None:
         mode, low, high = self.sampling_mode, self.sampling_clip_min, self.sampling_clip_max
@@ -88,12 +78,12 @@ class LossOptions:
         if mode.startswith("token") and weights_sequences(self.loss_type, self.importance_sampling_level):
             raise ValueError(
                 f"sampling_mode={mode!r} differs from token to token, and importance_sampling_level='sequence' has one "
-                "ratio for a row; use a sequence's mode, or importance_sampling_level='sequence_token'"
+                "ratio for a row; use 'sequence_token', or a sequence's mode"
             )
         if self.loss_type == "vespo" and not mode.startswith("token"):
             raise ValueError(
-                f"sampling_mode={mode!r} corrects a row, and loss_type='vespo' weighs it by the product of its tokens' "
-                "own ratios; use 'token_truncate' or 'token_mask'"
+                f"sampling_mode={mode!r} corrects a row, and loss_type='vespo' weighs it by its tokens' own ratios; "
+                "use 'token_truncate' or 'token_mask'"
             )
 
     @property
@@ -110,7 +100,7 @@ class LossOptions:
         return at_rest - self.epsilon, at_rest + self.epsilon_high
 
     def kinds(self) -> str:
-        """Join the words among the options of a token, as an operator takes them."""
+        """Join the words among the options of a token for an operator."""
         return ",".join(getattr(self, name) or "" for name in KINDS)
 
     def numbers(self) -> list[float]:
@@ -139,7 +129,6 @@ _RANGES = {
     for part in (hint, *get_args(hint))
     if hasattr(part, "__metadata__")
 }
-_COUNTS = {"num_items_in_batch": NOT_NEGATIVE, "num_sequences_in_batch": POSITIVE}
 _OF_SUMS = ("num_items_in_batch", "num_sequences_in_batch", "max_completion_length", "entropy_coef", "validate")
 KINDS = ("loss_type", "importance_sampling_level", "kl_estimator", "sampling_mode")
 NUMBERS = tuple(one.name for one in fields(LossOptions) if one.name not in (*KINDS, *_OF_SUMS))

@@ -4,7 +4,6 @@ The loss of a token is a formula of `loss.token_loss`. Formulas, names and defau
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from .checks import (
     counted,
 )
 from .linear import contributing, linear_policy_loss_op
-from .logits import LogitsArguments, LogitsPolicyLoss, logits_policy_loss_op
+from .logits import LogitsLogprob
 from .options import check_choice, should_validate
-from .token_loss import Tokens, correction, drift_mask, gamma_weights, policy_terms, spread_correction
+from .token_loss import Tokens, correction, drift_mask, fold_correction, gamma_weights, policy_terms
 from .types import LEVELS, LOSS_TYPES
 
 
@@ -55,7 +54,7 @@ def policy_loss(
 
     | option | default | what it is |
     |---|---|---|
-    | weights | None | (B, T), finite, >= 0: factors of the clipped policy term, never of the KL term |
+    | weights | None | (B, T), finite, >= 0: factors of the policy term, never of the KL term |
     | ref_logprobs | None | (B, T), needed when `beta != 0`; without beta they give the `kl` metric only |
     | sampling_logprobs | None | (B, T) that the engine sampled with, nan where it gave none |
     | sampling_mode | None | how to correct for sampling_logprobs, see `correction`: TRL's, or "geometric_mask" |
@@ -79,29 +78,20 @@ def policy_loss(
     A token of weight 0 stays in every denominator and counts as unclipped. At level "sequence" only the sum of
     a row's weights acts (except in cispo, dppo and reinforce), so they must be equal within a row. "sequence_token"
     (GSPO-token) has the same ratios, each with its own token's gradient, and takes any. gmpo needs one of these two
-    levels. vespo needs "token": it multiplies tokens' own gradients, so weights differ as they like.
+    levels, vespo "token".
 
-    | loss_type | sum (l = token loss, m = mask, n = m.sum(1)) |
-    |---|---|
-    | grpo, sapo, gmpo | sum_b( sum_t(l * m) / max(n, 1) ) / B |
-    | bnpo | sum(l * m) / max(sum(m), 1) |
-    | dr_grpo | sum(l * m) / (B * max_completion_length) |
-    | luspo | sum(l * m) / B |
-    | all others | sum(l * m) / max(N, 1), N = num_items_in_batch or sum(m) |
+    Token losses are summed and divided: by sequence means and B (grpo, sapo, gmpo), by counted tokens (bnpo), by
+    `B * max_completion_length` (dr_grpo), by B (luspo), or by `num_items_in_batch`, or else counted tokens (others).
 
     Gradient accumulation: give every micro-batch the step's totals (`num_items_in_batch`, `num_sequences_in_batch`,
     numbers or 0-d tensors) and add the losses; if gradients are averaged over processes, divide both by their number.
     bnpo normalises by its own micro-batch. Log-ratios are cut off at 40 nats; beyond that there is no gradient.
 
     Returns:
-        The 0-d loss, and metrics as detached 0-d tensors on its device: `ratio_mean` (over counted tokens with a
-        weighted advantage), `kl`, `entropy`, `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`,
-        `/high_max`, or `cispo_clip_ratio`, or `vespo/phi_seq_mean` (over sequences with a weighted advantage); means
-        over tokens, of clip ratios at a sequence level over sequences, except in gmpo, which clips tokens. With
-        `sampling_logprobs` also `sampling/sampling_logp_difference/mean` and `/max`, with a correction
-        `sampling/importance_sampling_ratio/mean`, `/min` and `/max` of its factor, over tokens or sequences with a
-        weighted advantage, and with `off_policy_mask_threshold` the share of these sequences that stay,
-        `sampling/off_policy_mask/mean`. A figure over no token or sequence at all is nan: omit it from your log.
+        The 0-d loss, and metrics under TRL's names as detached 0-d tensors on its device. Means of clip ratios are
+        over counted tokens, at a sequence level over sequences, except in gmpo, which clips tokens. `ratio_mean` and
+        metrics of sampling log-probs are over tokens or sequences with a weighted advantage. A metric over no token
+        or sequence at all is nan: omit it from your log.
 
     Raises:
         ValueError: a wrong option, shape or value, naming row and token.
@@ -120,15 +110,7 @@ def policy_loss(
         if entropies is not None:
             check_values("entropies", entropies, batch.keep, "finite")
 
-    dtype = batch.tokens.scale.dtype
-    logprobs = counted(logprobs, batch.keep, dtype)
-    terms = policy_terms(logprobs, batch.tokens, batch.options)
-    loss = (terms.loss * batch.tokens.scale).sum()
-    if entropies is not None:
-        entropies = counted(entropies, batch.keep, dtype)
-        if batch.entropy_scale is not None:
-            loss = loss - entropies.sum() * batch.entropy_scale
-    return loss, _metrics(batch, logprobs, terms.ratio, terms.kl, terms.clip, entropies)
+    return _loss(batch, logprobs, entropies)
 
 
 def logits_policy_loss(
@@ -155,16 +137,14 @@ def logits_policy_loss(
         old_logprobs, advantages, mask, **options: as in `policy_loss`; `entropy_coef` needs no entropies here.
         temperature, logit_scale, softcap: > 0; a softcap of None for a model without one.
         compute_entropy: adds the `entropy` metric.
-        inplace: writes the gradient over the logits, which are lost then; backward runs once.
+        inplace: the backward, which runs once, writes the gradient over the logits.
         backend: `"triton"` or `"torch"`; by default what the device has.
 
     Returns and raises as `policy_loss`, and `RuntimeError` from a backward with `create_graph=True`.
     """
     check_tensor("logits", logits)
-    if logits.dim() != 3:
-        raise ValueError(f"logits must be (B, T, V), got shape {tuple(logits.shape)}")
-    if not logits.size(2):
-        raise ValueError(f"logits must not be empty, got shape {tuple(logits.shape)}")
+    if logits.dim() != 3 or not logits.size(2):
+        raise ValueError(f"logits must be (B, T, V) and not empty, got shape {tuple(logits.shape)}")
     chosen = resolve_backend(backend, logits)
     check_logits_dtype("logits", logits, chosen)
     softmax = Softmax.of(temperature, softcap, logit_scale)
@@ -173,13 +153,12 @@ def logits_policy_loss(
     check_targets(targets, batch.keep, logits.size(2), checked)
     with_entropy = compute_entropy or batch.entropy_scale is not None
     # Flattening by itself would keep the strides of a single row.
-    arguments = _arguments(batch, targets, lambda t: t.contiguous().flatten(), softmax, with_entropy, chosen)
-    arguments |= {"logits": logits, "gradient": None}
-    if torch.is_grad_enabled() and logits.requires_grad:
-        loss, stats = LogitsPolicyLoss.apply(inplace, *LogitsArguments(**arguments))
-    else:
-        loss, stats, _ = logits_policy_loss_op(**arguments)
-    return loss, _metrics_of_rows(batch, stats, with_entropy, checked, "logits")
+    flat = (tensor.contiguous().flatten() for tensor in (targets, batch.keep))
+    values = LogitsLogprob.apply(inplace, logits, *flat, list(softmax), with_entropy, chosen)
+    logprobs, entropies = (value.view_as(batch.keep) for value in values)
+    if checked:
+        check_values("the target's log-prob from logits", logprobs.detach(), batch.keep, "finite")
+    return _loss(batch, logprobs, entropies if with_entropy else None)
 
 
 def linear_policy_loss(
@@ -206,9 +185,8 @@ def linear_policy_loss(
 ) -> tuple[Any, ...]:
     """Compute `logits_policy_loss` of `hidden @ lm_head.T + bias` without ever holding all logits.
 
-    Tokens that add nothing (mask 0; also advantage or weight 0, without ref_logprobs and entropy) need no GEMM: pass
-    `rows`. float32 GEMMs follow torch's TF32 setting, which those of `linear_logprob` do not: take old log-probs from
-    the same function, or train float32 weights with `torch.set_float32_matmul_precision("highest")`.
+    float32 GEMMs follow torch's TF32 setting, which those of `linear_logprob` do not: take old log-probs from the same
+    function, or train float32 weights with `torch.set_float32_matmul_precision("highest")`.
 
     Args:
         hidden: (B, T, H), or (M, H) for only the M tokens of `rows`, in their order; under autocast cast to its dtype.
@@ -220,8 +198,8 @@ def linear_policy_loss(
             and `drop_inactive` there, make the host wait then.
         score_centering: subtract from each token's gradient its mean over the sampler's distribution, at level "token",
             see `centering.subtract_expected_score`; kept_tokens must have log-probs, and old ones, if any, be those.
-        rows: (M,) flattened indices from `contributing_rows`, on any device. Pass them sorted and on the host: then a
-            sequence-level loss computes each sequence's logits once, if `chunk_size` rows hold it.
+        rows: (M,) flattened indices from `contributing_rows`, on any device; other tokens need no GEMM. Sorted and on
+            the host, a sequence-level loss computes each sequence's logits once, if `chunk_size` rows hold it.
         return_logprobs: also return the log-probs (B, T), detached, in the compute dtype; nan where dropped.
         drop_inactive: finds those tokens here, waiting for a GPU, and drops clipped ones from the gradients' GEMMs too;
             the default on a CPU.
@@ -237,10 +215,8 @@ def linear_policy_loss(
     chosen = resolve_backend(backend, hidden)
     check_logits_dtype("hidden", hidden, chosen)
     on_cpu = hidden.device.type == "cpu"
-    if chunk_size is None:
-        chunk_size = 512 if on_cpu else 4096
-    if drop_inactive is None:
-        drop_inactive = on_cpu
+    chunk_size = (512 if on_cpu else 4096) if chunk_size is None else chunk_size
+    drop_inactive = on_cpu if drop_inactive is None else drop_inactive
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     softmax = Softmax.of(temperature, softcap, logit_scale)
@@ -263,13 +239,11 @@ def linear_policy_loss(
         kept = dict(zip(kept, kept_tokens if score_centering else (*kept_tokens[:2], None), strict=True))
     if score_centering:
         check_joins(batch.options.joins_tokens)
-        tokens = batch.tokens
-        columns = {
-            "targets": targets, "moved": batch.keep & tokens.moved(),
-            **{name: getattr(tokens, name) for name in ("old_logprobs", "sampling_logprobs")},
-        }  # fmt: skip
-        columns = {name: None if one is None or not checked else one.flatten().cpu() for name, one in columns.items()}
-        check_centering(kept_tokens, place, **columns)
+        columns = {"moved": batch.keep & batch.tokens.moved(), **batch.tokens._asdict(), "targets": targets}
+        names = ("targets", "moved", "old_logprobs", "sampling_logprobs") if checked else ()
+        check_centering(
+            kept_tokens, place, **{name: columns[name].flatten().cpu() for name in names if columns[name] is not None}
+        )
     loss, stats, *_ = linear_policy_loss_op(
         hidden=hidden.reshape(-1, hidden.size(-1)),
         head=lm_head,
@@ -279,10 +253,20 @@ def linear_policy_loss(
         needs_gradient=[torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, lm_head, bias)],
         drop_rows=drop_inactive,
         chunk_size=chunk_size,
+        targets=targets.contiguous(),
         **kept,
-        **_arguments(batch, targets, Tensor.contiguous, softmax, with_entropy, chosen),
+        **batch.tokens.map(Tensor.contiguous)._asdict(),
+        entropy_scale=batch.entropy_scale,
+        kinds=batch.options.kinds(),
+        numbers=batch.options.numbers(),
+        softmax=list(softmax),
+        with_entropy=with_entropy,
+        backend=chosen,
     )
-    metrics = _metrics_of_rows(batch, stats, with_entropy, checked, "hidden and lm_head")
+    logprobs, entropy, ratio, kl, clip = stats.detach().view(-1, *batch.keep.shape)
+    if checked:
+        check_values("the target's log-prob from hidden and lm_head", logprobs, batch.keep, "finite")
+    metrics = _metrics(batch, logprobs, ratio, kl, clip, entropy if with_entropy else None)
     if not return_logprobs:
         return loss, metrics
     looked_at = batch.keep
@@ -290,9 +274,9 @@ def linear_policy_loss(
         there = rows if rows.device == batch.keep.device else upload([rows], batch.keep.device)[0]
         looked_at = torch.zeros_like(batch.keep).flatten().index_fill_(0, there, True).view_as(batch.keep)
     elif drop_inactive:
-        tokens, spread = spread_correction(batch.tokens, batch.options)
-        looked_at = contributing(tokens, joins_tokens=spread.joins_tokens, every=with_entropy)
-    return loss, metrics, stats[0].view_as(batch.keep).masked_fill(~looked_at, math.nan)
+        _, folded = fold_correction(batch.tokens, batch.options)
+        looked_at = contributing(batch.tokens, joins_tokens=folded.joins_tokens, every=with_entropy)
+    return loss, metrics, logprobs.masked_fill(~looked_at, math.nan)
 
 
 def contributing_rows(
@@ -311,46 +295,20 @@ def contributing_rows(
     a GPU this waits: call it on the CPU.
     """
     check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
-    check_tensor("mask", mask, dtype=None)
-    if mask.dim() != 2:
-        raise ValueError(f"mask must be (B, T), got shape {tuple(mask.shape)}")
     check_tensor("advantages", advantages, [mask.shape[:1], mask.shape], mask.device)
-    if weights is not None:
-        check_tensor("weights", weights, [mask.shape], mask.device)
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-    tokens = Tokens(None, advantages.expand_as(mask), weights, None, None, (mask != 0).float())
+    tokens = Tokens(None, advantages.expand_as(mask), weights, None, None, mask != 0)
     joins_tokens = whole_rows or importance_sampling_level != "token"
     return contributing(tokens, joins_tokens=joins_tokens, every=all_counted).flatten().nonzero().squeeze(1)
 
 
-def _arguments(
-    batch: CheckedBatch,
-    targets: Tensor,
-    layout: Callable[[Tensor], Tensor],
-    softmax: Softmax,
-    with_entropy: bool,
-    backend: str,
-) -> dict[str, Any]:
-    tokens, options = spread_correction(batch.tokens, batch.options)
-    return {
-        "targets": layout(targets),
-        **tokens.map(layout)._asdict(),
-        "entropy_scale": batch.entropy_scale,
-        "kinds": options.kinds(),
-        "numbers": options.numbers(),
-        "softmax": list(softmax),
-        "with_entropy": with_entropy,
-        "backend": backend,
-    }
-
-
-def _metrics_of_rows(
-    batch: CheckedBatch, stats: Tensor, with_entropy: bool, checked: bool, source: str
-) -> dict[str, Tensor]:
-    logprobs, entropy, ratio, kl, clip = stats.detach().view(-1, *batch.keep.shape)
-    if checked:
-        check_values(f"the target's log-prob from {source}", logprobs, batch.keep, "finite")
-    return _metrics(batch, logprobs, ratio, kl, clip, entropy if with_entropy else None)
+def _loss(batch: CheckedBatch, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs = counted(logprobs, batch.keep, batch.tokens.scale.dtype)
+    terms = policy_terms(logprobs, batch.tokens, batch.options)
+    loss = (terms.loss * batch.tokens.scale).sum()
+    if entropies is not None and batch.entropy_scale is not None:
+        loss = loss - counted(entropies, batch.keep, logprobs.dtype).sum() * batch.entropy_scale
+    return loss, _metrics(batch, logprobs, terms.ratio, terms.kl, terms.clip, entropies)
 
 
 @torch.no_grad()
@@ -365,7 +323,6 @@ def _metrics(
         metrics["kl"] = _mean(kl, keep)
     if entropy is not None:
         metrics["entropy"] = _mean(entropy, keep)
-
     if tokens.sampling_logprobs is not None:
         gap, known = (logprobs - tokens.sampling_logprobs).abs(), moving & ~tokens.sampling_logprobs.isnan()
         metrics["sampling/sampling_logp_difference/mean"] = _mean(gap, known)
@@ -402,11 +359,10 @@ def _metrics(
         metrics["vespo/phi_seq_mean"] = _mean(of_rows, moving.any(1))
     elif measures == "clip":
         low_mean, low = clip_ratio(clip < 0)
-        metrics["clip_ratio/low_mean"] = low_mean
-        metrics["clip_ratio/high_mean"] = high_mean
-        metrics["clip_ratio/region_mean"] = clip_ratio(clip != 0)[0]
-        metrics["clip_ratio/low_min"] = -_largest(-low, nonempty)
-        metrics["clip_ratio/high_max"] = _largest(high, nonempty)
+        region_mean, extremes = clip_ratio(clip != 0)[0], (-_largest(-low, nonempty), _largest(high, nonempty))
+        names = ("low_mean", "high_mean", "region_mean", "low_min", "high_max")
+        values = (low_mean, high_mean, region_mean, *extremes)
+        metrics |= {f"clip_ratio/{name}": value for name, value in zip(names, values, strict=True)}
     return metrics
 
 

@@ -1,7 +1,4 @@
-"""Compute the policy loss of rows of logits and its gradient by the logits, in one pass over each row.
-
-Rows are (B, T, V) logits of a model, or strips of them that `linear_policy_loss` makes.
-"""
+"""Compute the policy loss of rows of logits and its gradient by the logits, in one pass over each row."""
 
 import math
 from collections.abc import Sequence
@@ -11,15 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops.row_logprobs import row_gradients, row_logprobs, run_rows, run_softmax
-from ..ops.row_softmax import LogitRows, row_rest, row_tile, target_logprob, write_gradient, write_zeros
+from ..ops.row_logprobs import run_softmax
+from ..ops.row_softmax import LogitRows, target_logprob, write_gradient, write_zeros
 from ..ops.triton_math import minimum
 from .options import LossOptions
 from .token_loss import LOG_RATIO_MAX, Tokens, policy_gradient, policy_terms
 from .types import LOSS_TYPES
 
 STATS = ("logprob", "entropy", "ratio", "kl", "clip")  # values of each token that metrics are made of
-SCALE_PROGRAMS = 512  # programs of `scale_rows`: enough for any GPU, and soon over if the factor is 1
 
 
 @triton.jit
@@ -57,15 +53,15 @@ def clipped_loss(
 
 @triton.jit(do_not_specialize=["N", "T"])  # lengths never recompile
 def policy_rows_kernel(
-    p_logits, p_bias, p_gradient, p_targets, p_old, p_advantages, p_weights, p_ref, p_sampling, p_scale,
+    p_logits, p_bias, p_gradient, p_targets, p_old, p_advantages, p_weights, p_ref, p_scale,
     p_entropy_scale, p_loss, p_stats, p_by_logprob, N, T, V, stride_b, stride_t, stride_v, stride_gb, stride_gt,
-    stride_gv, inv_temperature, softcap, low, high, delta, beta, log_ratio_max, clip_min, clip_max,
-    CLIPS: tl.constexpr, CORRECTION: tl.constexpr, HAS_OLD: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    stride_gv, inv_temperature, softcap, low, high, delta, beta, log_ratio_max,
+    CLIPS: tl.constexpr, HAS_OLD: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     HAS_REF: tl.constexpr, HAS_ENTROPY_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row where `_has_kernel`: log-prob, loss, metrics and gradient. p_stats is (5, N): `STATS`."""
+    """Compute one row where `has_kernel`: log-prob, loss, metrics and gradient. p_stats is (5, N): `STATS`."""
     # Plain form: `row_logprobs_reference`, then `policy_gradient`, then `row_gradients_reference`.
     i_n = tl.program_id(0).to(tl.int64)
     p_logits += i_n // T * stride_b + i_n % T * stride_t
@@ -90,15 +86,6 @@ def policy_rows_kernel(
         old = tl.load(p_old + i_n) if HAS_OLD else logprob
         weight = tl.load(p_weights + i_n) if HAS_WEIGHTS else 1.0
         ref = tl.load(p_ref + i_n) if HAS_REF else 0.0
-        if CORRECTION != "":
-            gap = old - tl.load(p_sampling + i_n)
-            correction = tl.exp(minimum(tl.where(gap == gap, gap, 0.0), log_ratio_max))
-            if CORRECTION == "token_truncate":
-                correction = minimum(tl.maximum(correction, clip_min), clip_max)
-            else:
-                inside = (correction >= clip_min) & (correction <= clip_max)
-                correction = tl.where(inside, 1.0 if CORRECTION == "token_gate" else correction, 0.0)
-            weight *= correction
         loss, slope, ratio, kl, clip = clipped_loss(
             logprob, old, tl.load(p_advantages + i_n), weight, ref,
             low, high, delta, beta, log_ratio_max, CLIPS, HAS_REF,
@@ -126,88 +113,37 @@ def policy_rows_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["N", "T"])  # lengths never recompile
-def scale_rows_kernel(
-    p_rows, p_out, p_factor, N, T, V, stride_b, stride_t, stride_v, stride_ob, stride_ot, stride_ov,
-    INPLACE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Multiply rows by a factor that is on the device; in place, nothing is read or written if it is 1."""
-    factor = tl.load(p_factor)
-    if (not INPLACE) | (factor != 1.0):
-        for i in range(tl.program_id(0), N, tl.num_programs(0)):
-            i_n = tl.cast(i, tl.int64)
-            p_from = p_rows + i_n // T * stride_b + i_n % T * stride_t
-            p_to = p_out + i_n // T * stride_ob + i_n % T * stride_ot
-            for j in range(0, tl.cdiv(V, BLOCK)):
-                o_v, m_v = row_tile(j, V, BLOCK, VECTOR)
-                _scale_some(p_from, p_to, factor, o_v, m_v, stride_v, stride_ov)
-            o_rest, m_rest = row_rest(V, BLOCK, VECTOR)
-            _scale_some(p_from, p_to, factor, o_rest, m_rest, stride_v, stride_ov)
-
-
-@triton.jit
-def _scale_some(p_from, p_to, factor, o_v, m_v, stride_v, stride_ov):
-    b_row = tl.load(p_from + o_v.to(tl.int64) * stride_v, mask=m_v, other=0.0).to(tl.float32)
-    tl.store(p_to + o_v.to(tl.int64) * stride_ov, (b_row * factor).to(p_to.dtype.element_ty), mask=m_v)
-
-
 def policy_rows(
     rows: LogitRows,
     tokens: Tokens,
     entropy_scale: Tensor | None,
     options: LossOptions,
-    gradient: Tensor | None,
+    gradient: Tensor,
     *,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the loss (), `STATS` (5, N) and the derivative by log-probs (N,); fill `gradient` if there is one.
+    """Compute the loss (), `STATS` (5, N) and the derivative by log-probs (N,); fill the `gradient` of `row_gradients`.
 
-    The loss is a sum over tokens, so strips of rows may be taken one at a time, if no sequence is cut where
-    `joins_tokens`. `tokens` has fields (N,) in the compute dtype; `entropy_scale` is the 0-d factor of the entropies
-    in the loss; `gradient` is that of `row_gradients`.
+    `tokens` has fields (N,) in the compute dtype; `entropy_scale` is the 0-d factor of the entropies in the loss.
     """
-    logits = rows.logits
-    if gradient is not None and rows.backend == "triton" and _has_kernel(tokens, options):
-        n = rows.targets.numel()
-        loss = torch.empty(n, dtype=torch.float32, device=logits.device)
-        by_logprob = torch.empty_like(loss)
-        stats = torch.empty(len(STATS), n, dtype=torch.float32, device=logits.device)
-        numbers = (
-            *options.bounds, options.delta or math.inf, options.beta, LOG_RATIO_MAX,
-            options.sampling_clip_min or 0.0, options.sampling_clip_max or math.inf,
-        )  # fmt: skip
-        run_softmax(
-            policy_rows_kernel, rows, gradient, rows.targets, *tokens, entropy_scale, loss, stats, by_logprob,
-            numbers=numbers, CLIPS=LOSS_TYPES[options.loss_type].formula == "clipped",
-            CORRECTION=options.sampling_mode or "",
-            HAS_OLD=tokens.old_logprobs is not None, HAS_WEIGHTS=tokens.weights is not None,
-            HAS_REF=tokens.ref_logprobs is not None,
-            HAS_ENTROPY_SCALE=entropy_scale is not None,
-            WITH_ENTROPY=with_entropy,
-        )  # fmt: skip
-        return loss.sum(), stats, by_logprob
-    row_values = row_logprobs(
-        rows, tokens.scale > 0, with_entropy=with_entropy, gradient=gradient, entropy_gradient=entropy_scale is not None
-    )
-    loss, stats, by_logprob, by_entropy = policy_of_logprobs(
-        row_values.logprobs,
-        row_values.entropy,
-        tokens,
-        entropy_scale,
-        options,
-        logits.shape[:2],
-        gradient is not None,
-    )
-    if gradient is not None:
-        row_gradients(rows, gradient, by_logprob, by_entropy, row_values)
-    return loss, stats, by_logprob
+    loss, by_logprob = torch.empty(2, rows.targets.numel(), dtype=torch.float32, device=rows.logits.device)
+    stats = loss.new_empty(len(STATS), len(loss))
+    numbers = (*options.bounds, options.delta or math.inf, options.beta, LOG_RATIO_MAX)
+    run_softmax(
+        policy_rows_kernel, rows, gradient, rows.targets, *tokens[:4], tokens.scale, entropy_scale, loss, stats,
+        by_logprob, numbers=numbers, CLIPS=LOSS_TYPES[options.loss_type].formula == "clipped",
+        HAS_OLD=tokens.old_logprobs is not None, HAS_WEIGHTS=tokens.weights is not None,
+        HAS_REF=tokens.ref_logprobs is not None, HAS_ENTROPY_SCALE=entropy_scale is not None,
+        WITH_ENTROPY=with_entropy,
+    )  # fmt: skip
+    return loss.sum(), stats, by_logprob
 
 
-def _has_kernel(tokens: Tokens, options: LossOptions) -> bool:
+def has_kernel(tokens: Tokens, options: LossOptions) -> bool:
     """Whether one kernel computes rows whole: the losses that nearly all run, at the token level."""
     plain_kl = tokens.ref_logprobs is None or (options.kl_estimator == "k3" and not options.use_bias_correction_kl)
-    formula = LOSS_TYPES[options.loss_type].formula
-    return formula in ("clipped", "reinforce") and plain_kl and not options.joins_tokens
+    formula, corrected = LOSS_TYPES[options.loss_type].formula, options.sampling_mode is not None
+    return formula in ("clipped", "reinforce") and plain_kl and not corrected and not options.joins_tokens
 
 
 def policy_of_logprobs(
@@ -218,36 +154,22 @@ def policy_of_logprobs(
     options: LossOptions,
     shape: Sequence[int],
     learns: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute `policy_rows` from log-probs and entropies, (N,), and the derivatives (N,) by both.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the loss (), `STATS` (5, N) from log-probs and entropies, (N,), and the derivatives (N,) by both.
 
-    `shape` is (B, T); without `entropy_scale` there is no derivative by entropies, and by log-probs it is 0 unless the
-    policy `learns`.
+    `shape` is (B, T); by log-probs the derivative is 0 unless the policy `learns`.
     """
     grid = tokens.map(lambda tensor: tensor.view(shape))
     if learns:
         terms, by_logprob = policy_gradient(logprobs.view(shape), grid, options)
     else:
         terms, by_logprob = policy_terms(logprobs.view(shape), grid, options), torch.zeros_like(logprobs)
-    loss, by_entropy = (terms.loss * grid.scale).sum(), None
+    loss, by_entropy = (terms.loss * grid.scale).sum(), torch.zeros_like(entropy)
     if entropy_scale is not None:
         by_entropy = -entropy_scale * (tokens.scale > 0)
         loss = loss + (by_entropy * entropy).sum()
     per_token = (logprobs, entropy, terms.ratio, terms.kl, terms.clip)
-    stats = torch.stack([value.reshape(-1) for value in per_token])
-    return loss, stats, by_logprob.reshape(-1), by_entropy
-
-
-def scale_rows(rows: Tensor, factor: Tensor, out: Tensor, *, backend: str) -> None:
-    """Compute `out = rows * factor`, (B, T, V) of any strides and dtypes; in place a factor of 1 is free (Triton)."""
-    if backend == "torch":
-        out.copy_(rows.to(factor.dtype) * factor)
-        return
-    run_rows(
-        scale_rows_kernel, rows, rows, out, factor,
-        rows.size(0) * rows.size(1), rows.size(1), rows.size(2), *rows.stride(), *out.stride(),
-        programs=SCALE_PROGRAMS, INPLACE=out.data_ptr() == rows.data_ptr(),
-    )  # fmt: skip
+    return loss, torch.stack([value.flatten() for value in per_token]), by_logprob.flatten(), by_entropy
 
 
 def to_unit_scale(tokens: Tokens, entropy_scale: Tensor | None) -> tuple[Tokens, Tensor | None, Tensor]:

@@ -13,7 +13,7 @@ from ..ops.upload import upload
 from ..options import check_class
 from ..rows import Rows, check_columns, pad_rows
 from .centering import check_centering, check_joins
-from .checks import check_sampled, check_weights
+from .checks import check_weights
 from .linear import contributing
 from .options import LossOptions, made_options
 from .token_loss import Tokens
@@ -21,10 +21,7 @@ from .token_loss import Tokens
 
 @dataclass(frozen=True)
 class LossBatch:
-    """Arguments of the loss's operator, checked and padded on the host, and the tokens that it needs of a forward.
-
-    It holds no rows. A batch cannot be this itself: it is below the loss, whose type and level decide what is needed.
-    """
+    """Arguments of the loss's operator, checked and padded on the host, and the tokens that it needs of a forward."""
 
     columns: dict[str, Tensor]  # (B, T) each, advantages perhaps (B,); those that the batch has, and targets
     needed_tokens: Tensor  # (M,) int64: the flattened tokens whose log-prob the loss needs
@@ -43,13 +40,16 @@ class LossBatch:
         lengths = torch.tensor(batch.rows.lengths)
         width = max(1, int(lengths.max()))
         given = {name: getattr(batch, name) for name in ("advantages", "weights", "mask", *_LOGPROBS)}
-        columns = {name: _padded(column, width) for name, column in given.items() if column is not None}
+        columns = {
+            name: column if isinstance(column, Tensor) else pad_rows(column, width)
+            for name, column in given.items()
+            if column is not None
+        }
         counted = torch.arange(width)[None] < lengths[:, None]  # (B, T)
         columns["mask"] = counted & columns["mask"] if "mask" in columns else counted
         names = ("loss_options", *LossOptions.__annotations__)
         loss = made_options({name: options.pop(name) for name in names if name in options})
         options["loss_options"] = loss
-        check_sampled(loss, batch.sampling_logprobs)
         check_weights(columns.get("weights"), columns["mask"], loss)
         advantages = columns["advantages"]
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
@@ -108,7 +108,3 @@ def checked_kept_tokens(
         place = f"{name}, token {{}}".format
         checked.append(one.checked(place, len(ids), name=name, targets=ids, counted=own, vocabulary=vocabulary))
     return checked
-
-
-def _padded(column: Tensor | Sequence[Tensor], width: int) -> Tensor:
-    return column if isinstance(column, Tensor) else pad_rows(column, width)

@@ -47,7 +47,7 @@ class TokenTerms(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a formula reads, (B, T) each; log-probs and ratio have gradients."""
+    """Inputs of a formula, (B, T) each; log-probs and ratio have gradients."""
 
     logprobs: Tensor
     ratio: Tensor  # at its level
@@ -183,9 +183,11 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: LossOptions) -> Toke
 
 def policy_gradient(logprobs: Tensor, tokens: Tokens, options: LossOptions) -> tuple[TokenTerms, Tensor]:
     """Compute the terms (B, T), detached, and the derivative (B, T) of `sum(loss * scale)` by each log-prob."""
-    # The body of an operator runs below autograd, which is let in again.
+    # The body of an operator runs below autograd, which is let in again. `torch.func`, which would need no private
+    # names, fails inside a checkpoint and under a `TorchDispatchMode`. A checkpoint's hooks would run the loss again.
     key = torch._C.DispatchKey.AutogradFunctionality
-    with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
+    without_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad(), without_hooks:
         logprobs = logprobs.detach().requires_grad_()
         terms = policy_terms(logprobs, tokens, options)
         (by_logprob,) = torch.autograd.grad(terms.loss, logprobs, tokens.scale)
@@ -206,11 +208,10 @@ def off_policy_factor(logprobs: Tensor, tokens: Tokens, options: LossOptions) ->
 def correction(logprobs: Tensor, tokens: Tokens, options: LossOptions) -> Tensor | None:
     """Compute the factor (B, T) of `sampling_mode` for rollouts of another policy, None without one.
 
-    With r = exp(old - sampling), where old is the current log-prob on-policy and a token without a sampling log-prob
-    has r = 1, and R the product, G the geometric mean of r over a sequence: `token_truncate` clamps r to
-    [sampling_clip_min, sampling_clip_max], `token_mask` takes r inside that band and 0 outside (with both bounds:
-    IcePop, 2510.18855); `sequence_truncate` and `sequence_mask` do so with R (TRL), and `geometric_mask` takes 1 where
-    G is inside and 0 outside (verl). With `vespo` that factor is part of a sequence's W, see `gamma_weights`.
+    With r = exp(old - sampling), 1 for a token without a sampling log-prob, and R the product, G the geometric mean of
+    r over a sequence: `token_truncate` clamps r to [sampling_clip_min, sampling_clip_max], `token_mask` takes r inside
+    that band and 0 outside (with both bounds: IcePop, 2510.18855); `sequence_truncate` and `sequence_mask` do so with R
+    (TRL), and `geometric_mask` takes 1 where G is inside and 0 outside (verl).
     """
     if (mode := options.sampling_mode) is None:
         return None
@@ -220,7 +221,7 @@ def correction(logprobs: Tensor, tokens: Tokens, options: LossOptions) -> Tensor
     if mode.endswith("truncate"):
         return ratio.clamp(low, high)
     inside = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
-    return inside if mode in ("geometric_mask", "token_gate") else ratio * inside
+    return inside if mode == "geometric_mask" else ratio * inside
 
 
 def drift_mask(logprobs: Tensor, tokens: Tokens, threshold: float) -> Tensor:
@@ -242,17 +243,13 @@ def _sampling_gap(logprobs: Tensor, tokens: Tokens, mode: str) -> Tensor:
     return total if mode.startswith("sequence") else total / counted.sum(1, keepdim=True).clamp(min=1)
 
 
-def spread_correction(tokens: Tokens, options: LossOptions) -> tuple[Tokens, LossOptions]:
-    """Make a sequence's correction (B, T) its tokens' own, where old log-probs tell it before any current ones.
-
-    So that no pass over the rows has to find it. Sampling log-probs become those whose ratios are the sequence's.
-    """
-    old, mode = tokens.old_logprobs, options.sampling_mode
-    if old is None or not mode or mode.startswith("token") or options.but(sampling_mode=None).joins_tokens:
+def fold_correction(tokens: Tokens, options: LossOptions) -> tuple[Tokens, LossOptions]:
+    """Put a correction into the weights (B, T) where old log-probs tell it before any current ones."""
+    if tokens.old_logprobs is None or options.sampling_mode is None or options.loss_type == "vespo":
         return tokens, options
-    sampling = old - _sampling_gap(old, tokens, mode)
-    mode = "token_gate" if mode == "geometric_mask" else mode.replace("sequence", "token")
-    return tokens._replace(sampling_logprobs=sampling), options.but(sampling_mode=mode)
+    factor = correction(tokens.old_logprobs, tokens, options)
+    weights = factor if tokens.weights is None or factor is None else tokens.weights * factor
+    return tokens._replace(weights=weights), options.but(sampling_mode=None)
 
 
 def gamma_weights(logprobs: Tensor, factor: Tensor | None, tokens: Tokens, options: LossOptions) -> Tensor:

@@ -32,7 +32,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
     """Compute `out = left @ right`, with `add` `out += ...`, summed and rounded in the dtype of `out` only."""
-    if not _keeps_sums(out):
+    if not out.is_cuda:
         left, right = left.to(out.dtype), right.to(out.dtype)
     if _has_onednn(out) and left.numel() and out.numel():
         return _multiply_in_blocks(left, right, out, add)
@@ -47,14 +47,14 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `left @ right`, summed and rounded in `dtype` only; for graphs, which write into no given tensor."""
     if dtype == left.dtype:
         return left @ right
-    return torch.mm(left, right, out_dtype=dtype) if _keeps_sums(left) else left.to(dtype) @ right.to(dtype)
+    return torch.mm(left, right, out_dtype=dtype) if left.is_cuda else left.to(dtype) @ right.to(dtype)
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Compute `out += left @ right`, all of one dtype; return `out`. cuBLAS rounds the product before it adds it."""
     if is_compiling():
         return sum_of(out, left @ right)
-    if _keeps_sums(out) or out.dtype not in (torch.bfloat16, torch.float16):
+    if out.is_cuda or out.dtype not in (torch.bfloat16, torch.float16):
         return out.addmm_(left, right)
     return out.copy_(torch.addmm(out.float(), left.float(), right.float()))
 
@@ -66,10 +66,6 @@ def sum_of(matrix: Tensor, other: Tensor) -> Tensor:
     # An addition of a product in its own dtype becomes a call wherever something else than arithmetic reads the sum, a
     # backward say; cuBLAS first copies the other tensor.
     return (matrix.float() + other.float()).to(matrix.dtype)
-
-
-def _keeps_sums(tensor: Tensor) -> bool:
-    return tensor.is_cuda
 
 
 def _has_onednn(tensor: Tensor) -> bool:

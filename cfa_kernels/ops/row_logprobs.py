@@ -89,13 +89,6 @@ def launch_options(vocabulary: int, element_size: int, *, hip: bool = False) -> 
     return {"BLOCK": block, "VECTOR": 16 // element_size, "num_warps": warps}
 
 
-def run_rows(kernel: Any, rows: Tensor, *arguments: Any, programs: int = 2**31 - 1, **constexprs: Any) -> None:
-    """Launch a kernel of rows (B, T, V), one program a row or at most `programs`, with `launch_options`."""
-    options = launch_options(rows.size(-1), rows.element_size(), hip=torch.version.hip is not None)
-    with torch.cuda.device_of(rows):
-        kernel[(min(rows.size(0) * rows.size(1), programs),)](*arguments, **constexprs, **options)
-
-
 def run_softmax(
     kernel: Any,
     rows: LogitRows,
@@ -110,11 +103,13 @@ def run_softmax(
     if gradient is not None:
         strides, tensors = strides + gradient.stride(), (gradient, *tensors)
         constexprs["OVERLAPS"] = gradient.dtype != logits.dtype and gradient.data_ptr() == logits.data_ptr()
-    run_rows(
-        kernel, logits, logits, bias, *tensors, b * t, t, v, *strides, 1 / softmax.temperature, softmax.softcap,
-        *numbers, HAS_BIAS=bias is not None, HAS_SOFTCAP=(softmax.softcap != 0) * (1 + rows.restricted), LOG2E=LOG2E,
-        **constexprs,
-    )  # fmt: skip
+    options = launch_options(v, logits.element_size(), hip=torch.version.hip is not None)
+    with torch.cuda.device_of(logits):
+        kernel[(b * t,)](
+            logits, bias, *tensors, b * t, t, v, *strides, 1 / softmax.temperature, softmax.softcap, *numbers,
+            HAS_BIAS=bias is not None, HAS_SOFTCAP=(softmax.softcap != 0) * (1 + rows.restricted), LOG2E=LOG2E,
+            **constexprs, **options,
+        )  # fmt: skip
 
 
 def row_logprobs(

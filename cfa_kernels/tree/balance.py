@@ -1,7 +1,6 @@
 """Deal groups of completions over processes that wait for each other, so that all have about equal work."""
 
 import heapq
-import math
 from collections.abc import Sequence
 
 
@@ -10,13 +9,8 @@ def deal(sizes: Sequence[float], ranks: int) -> list[list[int]]:
 
     The largest sum is at most 4/3 - 1 / (3 ranks) times the smallest possible (R. L. Graham, Bounds on Multiprocessing
     Timing Anomalies, SIAM Journal on Applied Mathematics 17(2), 1969). Returns the items of each rank, by number,
-    ascending. Raises `ValueError` for a size that is negative or not finite, and for fewer than 1 rank.
+    ascending.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks}")
-    for i, size in enumerate(sizes):
-        if not 0 <= size < math.inf:
-            raise ValueError(f"sizes[{i}] must be finite and at least 0, got {size}")
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     least: list[tuple[float, int, int]] = [(0, 0, rank) for rank in range(ranks)]  # sum, number of items, rank
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

@@ -18,28 +18,23 @@ KINDS = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 FLAGS = ("HAS_OLD", "HAS_WEIGHTS", "HAS_REF", "HAS_ENTROPY_SCALE", "HAS_BIAS", "HAS_SOFTCAP", "WITH_ENTROPY")
 OPTIONAL = {
     "HAS_BIAS": "p_bias", "HAS_OLD": "p_old", "HAS_WEIGHTS": "p_weights", "HAS_REF": "p_ref",
-    "CORRECTION": "p_sampling",
+    "HAS_ENTROPY_SCALE": "p_entropy_scale", "HAS_ROWS": "p_rows",
 }  # fmt: skip
-OPTIONAL |= {"HAS_ENTROPY_SCALE": "p_entropy_scale", "HAS_ROWS": "p_rows"}
 
 
 def case(
     kernel: str, target: str, logits: torch.dtype, gradient: torch.dtype, *, everything: bool = False,
-    correction: str = "token_truncate", clips: bool = True, rows: bool = True, vocabulary: int = VOCABULARY,
+    clips: bool = True, rows: bool = True, vocabulary: int = VOCABULARY,
 ) -> AotCase:  # fmt: skip
     """A kernel with the pointers, strides and tiles of (B, T, V) rows, which start at multiples of 16 logits."""
     hip = target == "gfx942"
     options = row_logprobs.launch_options(vocabulary, logits.itemsize, hip=hip) | dict.fromkeys(FLAGS, everything)
-    correction = correction if everything else ""
-    options |= {"CLIPS": clips, "CORRECTION": correction, "LOG2E": 1.4426950408889634, "INPLACE": True}
-    options |= {"HAS_ROWS": rows}
+    options |= {"CLIPS": clips, "LOG2E": 1.4426950408889634, "HAS_ROWS": rows}
     options |= {"OVERLAPS": gradient.itemsize < logits.itemsize and not hip}
-    options |= dict.fromkeys(("stride_v", "stride_gv", "stride_ov"), 1)
+    options |= dict.fromkeys(("stride_v", "stride_gv"), 1)
     options |= {pointer: None for flag, pointer in OPTIONAL.items() if not options[flag]}
     kinds = {
-        "p_logits": f"*{KINDS[logits]}:16",
-        "p_rows": f"*{KINDS[logits]}:16" if kernel == "scale_rows_kernel" else "*fp32:16",
-        **dict.fromkeys(("p_gradient", "p_out"), f"*{KINDS[gradient]}:16"), "p_targets": "*i64:16",
+        "p_logits": f"*{KINDS[logits]}:16", "p_gradient": f"*{KINDS[gradient]}:16", "p_targets": "*i64:16",
         "p_counted": "*i1:16", "p_bias": "*bf16:16", "V": "i32" if vocabulary % 16 else "i32:16",
         **dict.fromkeys(("N", "T"), "i32"),
     }  # fmt: skip
@@ -49,7 +44,7 @@ def case(
     rest = {"p": "*fp32:16", "stride": "i64:16"}  # of other pointers and of strides; what is left are numbers
     kinds = {name: rest.get(name.partition("_")[0], "fp32") for name in names if name not in options} | kinds
     arguments = {name: kind for name, kind in kinds.items() if name in names and name not in options}
-    label = [kernel, KINDS[logits], "to", KINDS[gradient], correction, "everything" if everything else "plain"]
+    label = [kernel, KINDS[logits], "to", KINDS[gradient], "everything" if everything else "plain"]
     label += ["unclipped"] * (not clips) + ["summing"] * (not rows) + ["odd"] * (vocabulary % 16 != 0)
     return AotCase(
         " ".join(label), f"{module.__name__.removeprefix('cfa_kernels.')}:{kernel}", target, arguments, options
@@ -59,11 +54,9 @@ def case(
 CASES = [
     *(case("policy_rows_kernel", target, FP32, BF16, everything=True) for target in TARGETS),
     *(case("policy_rows_kernel", target, BF16, BF16) for target in ("sm_90", "gfx942")),
-    case("policy_rows_kernel", "sm_90", FP16, FP16, everything=True, correction="token_mask"),
-    case("policy_rows_kernel", "sm_90", FP32, FP32, everything=True, correction="token_gate"),
+    case("policy_rows_kernel", "sm_90", FP16, FP16, everything=True),
     *(case("policy_rows_kernel", "sm_90", FP32, FP32, everything=every, clips=False) for every in (False, True)),
     *(case("row_gradients_kernel", "sm_90", FP32, BF16, everything=True, rows=rows) for rows in (True, False)),
-    case("scale_rows_kernel", "sm_90", BF16, BF16),
     *(
         case("policy_rows_kernel", "sm_90", logits, BF16, everything=everything, vocabulary=ODD_VOCABULARY)
         for logits in (BF16, FP32)
@@ -75,7 +68,7 @@ ONES = [
     case(kernel, "sm_90", BF16, BF16, everything=True, vocabulary=1, rows=rows).with_ones()
     for kernel, rows in (
         ("policy_rows_kernel", True), ("row_logprobs_kernel", True), ("row_gradients_kernel", True),
-        ("row_gradients_kernel", False), ("scale_rows_kernel", True),
+        ("row_gradients_kernel", False),
     )
 ]  # fmt: skip
 HINT = ".L1::evict_first.L2::cache_hint"

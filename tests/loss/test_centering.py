@@ -7,8 +7,7 @@ import torch
 
 from cfa_kernels.loss.policy import linear_policy_loss, policy_loss
 from cfa_kernels.ops.kept_tokens import KeptTokens
-from cfa_kernels.ops.linear_logprob import linear_logprob
-from tests.support.kept_tokens import TRANSFORMS, B, H, T, V, dense_rows, example, leaves_of
+from tests.support.kept_tokens import TRANSFORMS, B, H, T, dense_rows, example, leaves_of
 
 MASK = torch.arange(T) < torch.tensor([5, 2, 4])[:, None]
 ADVANTAGES = torch.tensor([1.0, -0.7, 0.4])
@@ -99,26 +98,6 @@ def test_the_loss_is_without_what_the_sampler_expects_of_it(backend, kind, loss_
     torch.testing.assert_close(*results, check_dtype=False, **tolerance)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_nothing_is_subtracted_on_policy_and_the_policys_own_probabilities_go_with_reinforce(backend, device):
-    problem = Problem("narrow", torch.float32, device, bias=True, temperature=0.7)
-    rows = dense_rows(problem.hidden, problem.head, problem.lists, torch.float64, **problem.options).cpu()
-    own = KeptTokens.of(problem.lists, [row[ids] for row, ids in zip(rows, problem.lists, strict=True)])
-    gradients = []
-    for kept, centring in ((own, False), (own, True), (problem.kept, True)):
-        bias = problem.options["bias"].detach().clone().requires_grad_()
-        arguments = (problem.hidden.view(B, T, H), problem.head, problem.targets.view(B, T), None, problem.advantages)
-        options = {"temperature": 0.7, "loss_type": "reinforce", "backend": backend}
-        loss, _ = linear_policy_loss(
-            *arguments, problem.mask, bias=bias, kept_tokens=kept, score_centering=centring, **options
-        )
-        gradients.append(*torch.autograd.grad(loss, bias))
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=2e-5, atol=2e-6)
-    left = torch.nn.functional.one_hot(problem.targets, V) - problem.sampled.exp()
-    factor = -problem.advantages.repeat_interleave(T) * problem.mask.flatten() / problem.mask.sum() / 0.7
-    torch.testing.assert_close(gradients[2].double(), factor.double() @ left, rtol=2e-5, atol=2e-6)
-
-
 IDS = [[1, 2], [3], [5, 0, 4]]
 LOGPROBS = [[-0.5, math.log(1 - math.exp(-0.5))], [0.0], [-1.0, -2.0, math.log(1 - math.exp(-1) - math.exp(-2))]]
 
@@ -138,7 +117,7 @@ def edited(n, values):
         ({"kept_tokens": edited(1, [math.nan])}, "row 0, token 1: .* got nan over 1 ids"),
         ({"old_logprobs": [[-0.5, -0.1, -1.0]]}, "row 0, token 1: .* old_logprobs must be .* kept_tokens, 0, got -0.1"),
         ({"sampling_logprobs": [[-0.7, 0.0, -1.0]]}, "row 0, token 0: .* sampling_logprobs must be .* -0.5, got -0.7"),
-        ({"importance_sampling_level": "sequence_token"}, "it needs importance_sampling_level='token'"),
+        ({"importance_sampling_level": "sequence_token"}, "score_centering needs importance_sampling_level='token'"),
         ({"loss_type": "vespo"}, "another loss_type than vespo"),
         ({"sampling_logprobs": [[-0.5, 0.0, -1.0]], "sampling_mode": "geometric_mask", "sampling_clip_max": 2.0},
          "no sampling_mode or mask of sequences"),
@@ -155,21 +134,6 @@ def test_what_cannot_be_centred_is_refused_by_row_token_and_value(change, messag
     assert loss(old_logprobs=[[-0.5, 0.0, -1.0]]).isfinite()
     with pytest.raises(ValueError, match=message):
         loss(**change)
-
-
-@pytest.mark.parametrize(
-    ("logprobs", "message"),
-    [
-        (torch.zeros(5), "logprobs must be floating point, one for each of 6 ids, got torch.float32 of shape"),
-        (torch.zeros(6, dtype=torch.int64), "logprobs must be floating point, .* got torch.int64"),
-    ],
-)
-def test_log_probs_that_do_not_fit_the_ids_are_refused(logprobs, message):
-    kept = edited(0, LOGPROBS[0])._replace(logprobs=logprobs)
-    with pytest.raises(ValueError, match=message):
-        linear_logprob(torch.zeros(3, 4), torch.zeros(9, 4), torch.tensor([1, 3, 5]), kept_tokens=kept)
-    with pytest.raises(ValueError, match=r"logprobs\[1\] must be one for each of 1 ids, got shape \(2,\)"):
-        edited(1, [0.0, 0.0])
 
 
 def test_log_probs_stay_with_their_ids():

@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 
-from cfa_kernels import Rows, packed_policy_loss
 from cfa_kernels.loss.policy import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
-from cfa_kernels.loss.ragged import LossBatch
 from tests.support.policy_problem import KINDS
 
 B, T, V = 4, 5, 11
@@ -38,7 +36,7 @@ def problem(**changes):
     return made | changes
 
 
-def figures(made, loss_type, level, rows=slice(None), *, with_ref=False, on_policy=False):
+def figures(made, loss_type, level, rows=slice(None), *, on_policy=False):
     """Metrics of some rows by each of the three losses, which must agree."""
     p = {name: tensor[rows] for name, tensor in made.items()}
     kind = "sequence" if level == "sequence" and loss_type != "vespo" else "token"
@@ -47,8 +45,6 @@ def figures(made, loss_type, level, rows=slice(None), *, with_ref=False, on_poli
         "weights": p["weights"], "sampling_logprobs": p["sampling"], "sampling_mode": MODES[kind],
         "sampling_clip_max": 1.5, "num_items_in_batch": 14, "num_sequences_in_batch": B,
     }  # fmt: skip
-    if with_ref:
-        options |= {"ref_logprobs": p["old"] - 0.1, "beta": 0.1}
     old = None if on_policy else p["old"]
     columns = (old, p["advantages"], p["mask"])
     alike = [
@@ -57,8 +53,7 @@ def figures(made, loss_type, level, rows=slice(None), *, with_ref=False, on_poli
     ]
     joined = kind == "sequence" or loss_type == "vespo"
     some = contributing_rows(
-        p["mask"], p["advantages"], weights=p["weights"], importance_sampling_level=level, whole_rows=joined,
-        all_counted=with_ref,
+        p["mask"], p["advantages"], weights=p["weights"], importance_sampling_level=level, whole_rows=joined
     )  # fmt: skip
     eye = torch.eye(V, dtype=torch.float64)
     hidden = p["logits"].flatten(0, 1)[some]
@@ -97,23 +92,6 @@ def test_rows_that_do_not_move_the_loss_change_no_figure_of_those_that_do(loss_t
     assert any(value > 0 for name, value in found.items() if "clip" in name) or loss_type not in ("dapo", "gmpo")
 
 
-@KIND
-def test_figures_of_one_row_are_finite_and_those_of_a_row_that_is_not_counted_are_none(loss_type, level):
-    one = figures(problem(), loss_type, level, [0], with_ref=True)
-    assert all(math.isfinite(value) for value in one.values()), one
-    made = problem()
-    made["mask"] = made["mask"].clone()
-    made["mask"][0] = False
-    nothing = figures(made, loss_type, level, [0], with_ref=True)
-    assert nothing.keys() == one.keys()
-    assert all(math.isnan(value) for value in nothing.values()), nothing
-    unknown = problem(sampling=torch.full((B, T), math.nan, dtype=torch.float64))
-    found = figures(unknown, loss_type, level)
-    for part in ("mean", "max"):
-        assert math.isnan(found[f"sampling/sampling_logp_difference/{part}"])
-        assert found[f"sampling/importance_sampling_ratio/{part}"] == 1  # what multiplied the loss
-
-
 def test_a_token_of_weight_0_is_not_counted_as_clipped_wherever_it_is_in_its_row():
     made = problem(old=problem()["logprobs"] - 1)  # all above the clip
     made["advantages"] = torch.ones(B, dtype=torch.float64)
@@ -125,12 +103,3 @@ def test_a_token_of_weight_0_is_not_counted_as_clipped_wherever_it_is_in_its_row
         _, metrics = policy_loss(made["logprobs"], *columns, **options)
         share = expected if level == "token" or loss_type == "gmpo" else sum((n - 1) / n for n in LENGTHS) / B
         assert metrics["clip_ratio/high_mean"].item() == pytest.approx(share), (loss_type, level)
-
-
-def test_a_packed_loss_gives_the_same_where_nothing_was_fed(qwen3):
-    rows = Rows([torch.tensor([3, 4])] * 2, [torch.tensor([5, 6, 7]), torch.tensor([8, 9])])
-    sampling = [torch.full((n,), -1.0) for n in rows.lengths]
-    options = {"sampling_logprobs": sampling, "sampling_mode": "token_truncate", "sampling_clip_max": 3.0}
-    _, metrics, _ = packed_policy_loss(qwen3, rows, advantages=torch.zeros(2), **options)
-    assert {name for name, value in metrics.items() if not value.isnan()} <= OVER_ALL
-    assert LossBatch.of(rows, advantages=torch.zeros(2), **options).needed() == [0, 0]

@@ -1,14 +1,16 @@
 """logits_policy_loss and linear_policy_loss in a training step: chunks, frozen parts, autograd, compilation."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cfa_kernels.loss.linear import linear_policy_loss_op
-from cfa_kernels.loss.logits import logits_policy_loss_op, scale_rows_op
+from cfa_kernels.loss.logits import logits_gradient_op, logits_logprob_op
 from cfa_kernels.loss.options import LEVELS, LossOptions
 from cfa_kernels.loss.policy import contributing_rows, linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops import head_matmul, row_softmax
@@ -59,6 +61,22 @@ def test_chunks_and_dropped_rows_change_nothing(backend, level, dtype, tolerance
         ours = of_hidden(tensors, **how, **options)
         assert_same(ours, whole, rtol=tolerance, atol=tolerance / 4)
         torch.testing.assert_close(ours[2], whole[2], rtol=1e-5, atol=1e-6)
+        if not how.get("alone"):
+            inputs = (tensors["hidden"], tensors["head"], *others(tensors))
+            _, _, logprobs = linear_policy_loss(
+                *inputs, bias=tensors["bias"], return_logprobs=True, validate=False, **how, **options
+            )
+            looked_at = (
+                tensors["mask"].cpu().flatten().nonzero()[:, 0]
+                if how == {"drop_inactive": False, "chunk_size": 4}
+                else rows.cpu()
+            )
+            assert torch.equal(logprobs.cpu().isfinite().flatten().nonzero()[:, 0], looked_at)
+            truth = tensors["logits"].double().log_softmax(-1).gather(-1, tensors["targets"][..., None])[..., 0]
+            seen = logprobs.isfinite()
+            torch.testing.assert_close(
+                logprobs[seen].double(), truth[seen], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=tolerance
+            )
 
 
 @FORM
@@ -74,29 +92,6 @@ def test_rows_are_the_same_a_few_at_a_time(monkeypatch, level, entropy_coef, for
         ours = form(tensors, **options)
         assert_same(ours, expected, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(ours[2], expected[2], rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_logprobs_are_handed_out_where_the_loss_looked(backend, level, device):
-    tensors, options = problem(torch.float32, device)
-    tensors["advantages"] = torch.tensor([1.0, 0.0, -0.5], device=device)
-    rest = others(tensors)
-    options |= {"importance_sampling_level": level, "backend": backend, "return_logprobs": True}
-    truth = tensors["logits"].double().log_softmax(-1).gather(-1, tensors["targets"][..., None])[..., 0].float()
-    counted = tensors["mask"].bool()
-    needed = counted & (tensors["advantages"] != 0)[:, None]
-    rows = contributing_rows(tensors["mask"], tensors["advantages"], importance_sampling_level=level)
-    for how, seen in (
-        ({"drop_inactive": False}, counted),
-        ({"drop_inactive": True}, needed),
-        ({"rows": rows, "drop_inactive": False}, needed),
-    ):
-        inputs = (tensors["hidden"], tensors["head"], *rest)
-        _, _, logprobs = linear_policy_loss(*inputs, bias=tensors["bias"], **how, **options)
-        assert not logprobs.requires_grad
-        assert torch.equal(logprobs.isfinite(), seen)
-        torch.testing.assert_close(logprobs[seen], truth[seen], rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
@@ -119,113 +114,75 @@ def rows_through_the_head(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("where", "level", "backend", "correction"),
+    ("level", "correction", "old", "chunk", "again"),
     [
-        *((where, level, "torch", mode)
-          for where in ("short sequences", "long", "long with old log-probs", "device's rows", "host's rows")
-          for level in LEVELS[:2] for mode in (None, "sequence_mask")),
-        ("short sequences", "token", "torch", "geometric_mask"), ("long", "token", "torch", "geometric_mask"),
-        ("short sequences", "token", "triton", "sequence_mask"), ("device's rows", "token", "triton", "sequence_mask"),
+        ("token", None, True, 8, 0), ("token", "sequence_mask", True, 3, 0), ("token", "sequence_mask", False, 8, 0),
+        ("token", "geometric_mask", False, 3, 1), ("sequence", None, True, 8, 0), ("sequence", None, True, 3, 1),
     ],
 )  # fmt: skip
 def test_gemms_are_three_with_a_trained_head_and_two_with_a_frozen_one(
-    rows_through_the_head, level, backend, correction, where, device
+    level, correction, old, chunk, again, rows_through_the_head
 ):
-    """What depends on a sequence makes its logits once, if a chunk holds it and the host knows where it ends.
-
-    Old log-probs tell a sequence's correction beforehand.
-    """
-    tensors, options = problem(torch.float32, device, old=False, correction=correction)
-    if where == "long with old log-probs":
+    """What depends on a sequence makes its logits once, if a chunk holds it, or old log-probs tell its correction."""
+    tensors, options = problem(torch.float32, correction=correction, old=False)
+    if old:
         logits = tensors["hidden"] @ tensors["head"].T
         tensors["old"] = logits.log_softmax(-1).gather(-1, tensors["targets"][..., None])[..., 0]
-    chunk = 3 if where.startswith("long") else 8 if where == "short sequences" else 4
-    options |= {"backend": backend, "chunk_size": chunk, "importance_sampling_level": level}
-    tensors["advantages"] = torch.tensor([1.0, 0.0, -0.5], device=device)
-    learning = 4 + 3  # counted tokens of sequences with an advantage
-    by_sequence = level == "sequence" or (correction is not None and tensors["old"] is None)
-    if where.endswith("rows"):
-        counted, advantages = tensors["mask"].cpu(), tensors["advantages"].cpu()
-        rows = contributing_rows(counted, advantages, whole_rows=by_sequence)
-        # rows that are not in order are what the host sees of those on a device
-        options["rows"] = rows if where == "host's rows" else rows.flip(0).to(device)
-    of_long = B * T, 4 if device.type == "cpu" else learning  # rows that are found on a GPU stay there
-    again = {"long": of_long, "long with old log-probs": of_long, "device's rows": (learning, learning)}
-    all_again, some_again = again.get(where, (0, 0)) if by_sequence else (0, 0)
-    every = learning if where.endswith("rows") else B * T
+    options |= {"chunk_size": chunk, "importance_sampling_level": level}
+    tensors["advantages"] = torch.tensor([1.0, 0.0, -0.5])
+    learning, long = 4 + 3, 4  # counted tokens of sequences with an advantage, and of those longer than a short chunk
 
-    def gemm_rows(hidden_trains, head_trains, drop):
-        hidden = tensors["hidden"].clone().requires_grad_(hidden_trains)
-        head = tensors["head"].clone().requires_grad_(head_trains)
-        loss, _ = linear_policy_loss(hidden, head, *others(tensors), drop_inactive=drop, **options)
+    def gemm_rows(head_trains, **more):
+        hidden, head = (tensors[name].clone().requires_grad_() for name in ("hidden", "head"))
+        loss, _ = linear_policy_loss(hidden, head.requires_grad_(head_trains), *others(tensors), **options | more)
         during_forward = rows_through_the_head()
-        if loss.requires_grad:
-            loss.backward()
+        loss.backward()
         assert rows_through_the_head() == 0  # the gradients were ready
         return during_forward
 
-    assert gemm_rows(True, True, False) == 3 * every + all_again
-    assert gemm_rows(True, False, False) == 2 * every + all_again
-    assert gemm_rows(True, True, True) == 3 * learning + some_again
-    assert gemm_rows(True, False, True) == 2 * learning + some_again
-    assert gemm_rows(False, False, True) == learning
+    assert gemm_rows(True) == 3 * learning + again * long
+    assert gemm_rows(False) == 2 * learning + again * long
+    assert gemm_rows(False, drop_inactive=False) == (2 + again) * B * T
+    if old and not correction:
+        tensors["old"][0, :2] -= 9  # a ratio of e^9: its gradient is 0
+        assert gemm_rows(False) < 2 * learning + again * long
 
 
-CLIPPED = [
-    # in chunks of 11 rows, of which the last has 4: all, one in the middle, the ends, two inside, the last one
-    ("token", [*range(11), 16, 22, 32, 38, 39, 47], 11 + 9 + 9 + 3),
-    # sequences of 12 rows, each a chunk and a row of its own, 0 and 2 of them
-    ("sequence", [*range(12), *range(24, 36)], 2 * 12),
-]
+def operator_arguments(tensors: dict[str, Any], level: str) -> tuple[Any, ...]:
+    scale = tensors["mask"].to(torch.promote_types(tensors["hidden"].dtype, torch.float32)) / COUNTED
+    mode = None if level == "token" else "sequence_mask"
+    options = LossOptions(importance_sampling_level=level, beta=0.1, sampling_mode=mode)
+    old = tensors["old"].to(scale.dtype)
+    token = (tensors["targets"], old, torch.full_like(scale, 0.5), None, old, old + 0.1)
+    return token, (scale, scale.new_tensor(0.1)), (options.kinds(), options.numbers(), [0.8, 4.0], True)
 
 
-@pytest.mark.parametrize("source", ["no rows", "rows", "rows alone"])
-@pytest.mark.parametrize("head_trains", [False, True], ids=["frozen head", "trained head"])
-@pytest.mark.parametrize(("level", "clipped", "remaining"), CLIPPED)
-def test_clipped_rows_are_cut_out_of_a_chunk_if_they_are_a_tenth_of_it(
-    level, clipped, remaining, head_trains, source, rows_through_the_head, device
-):
-    tensors, options = problem(torch.float32, device, b=4, t=12)
-    tensors["mask"] = torch.ones(4, 12, dtype=torch.bool, device=device)
-    tensors["advantages"] = torch.ones(4, device=device)
-    old = tensors["logits"].log_softmax(-1).gather(-1, tensors["targets"][..., None])[..., 0]
-    old.view(-1)[clipped] -= 5  # a ratio of e^5: its gradient is 0
-    tensors["old"] = old
-    options |= {"importance_sampling_level": level, "chunk_size": 11}
-    options["rows"] = None if source == "no rows" else torch.arange(48, device=device)
-
-    def run(drop):
-        hidden = tensors["hidden"].clone().requires_grad_()
-        head = tensors["head"].clone().requires_grad_(head_trains)
-        states = hidden.flatten(0, 1) if source == "rows alone" else hidden
-        loss, _ = linear_policy_loss(
-            states, head, *others(tensors), bias=tensors["bias"], drop_inactive=drop, **options
-        )
-        loss.backward()
-        return loss.detach(), [leaf.grad for leaf in (hidden, head) if leaf.requires_grad]
-
-    ours = run(drop=True)
-    if level == "sequence" and device.type == "cuda":
-        remaining += 1  # in strips of 11 whatever sequences are, one of which has a single clipped row
-    forward, gradients = 48 * (2 if level == "sequence" else 1), 2 if head_trains else 1
-    assert rows_through_the_head() == forward + gradients * remaining
-    assert_same(ours, run(drop=False), rtol=1e-5, atol=1e-7)
-    assert rows_through_the_head() == forward + gradients * 48
-    assert (ours[1][0].view(48, -1)[clipped] == 0).all()
-
-
-@pytest.mark.parametrize("validate", [None, False])
-@pytest.mark.parametrize("alone", [False, True])
-def test_rows_of_a_mask_laid_out_by_columns(alone, validate, device):
-    tensors, options = problem(torch.float64, device)
-    rows = contributing_rows(tensors["mask"], tensors["advantages"])
-    options |= {"rows": rows, "alone": alone, "validate": validate, "backend": "torch"}
-    expected = of_hidden(tensors, **options)
-    tensors["mask"] = tensors["mask"].t().contiguous().t()
-    assert_same(of_hidden(tensors, **options), expected, rtol=1e-13, atol=1e-15)
-    inputs = (tensors["hidden"], tensors["head"], *others(tensors))
-    _, _, logprobs = linear_policy_loss(*inputs, rows=rows, return_logprobs=True, validate=validate, backend="torch")
-    assert logprobs.isfinite().flatten().nonzero().squeeze(1).tolist() == rows.tolist()
+@pytest.mark.parametrize(
+    ("backend", "dtype", "level"), [("torch", torch.float64, "sequence"), ("triton", torch.float16, "token")]
+)
+def test_operators_pass_opcheck(backend, dtype, level, device, small_tiles):
+    tensors, _ = problem(dtype, device)
+    token, scales, options = operator_arguments(tensors, level)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    if backend == "torch":  # the tolerance of this one compares gradients of every output bit by bit
+        checks += ("test_aot_dispatch_dynamic",)
+    rows, targets, counted = tensors["logits"].clone(), tensors["targets"].flatten(), tensors["mask"].flatten()
+    mutating = {"test_utils": ("test_schema", "test_faketensor")}
+    torch.library.opcheck(logits_logprob_op, (rows, targets, counted, *options[2:], backend), **mutating)
+    values = logits_logprob_op(rows, targets, counted, *options[2:], backend)
+    for source in (rows.clone(), None):
+        arguments = (source, rows, targets, values, values[0].clone(), None, options[2], backend)
+        torch.library.opcheck(logits_gradient_op, arguments, **mutating)
+    leaves = [tensors[name].clone().requires_grad_() for name in ("hidden", "head", "bias")]
+    kept = KeptTokens.of([range(V)] * B * T) if level == "token" else (None, None, None)
+    torch.library.opcheck(
+        linear_policy_loss_op,
+        (
+            leaves[0].view(-1, H), *leaves[1:], *token, *kept, *scales, None, False, *options, [True] * 3, True, 4,
+            backend,
+        ),
+        test_utils=checks,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("level", "expected"), [("token", [1, 8]), ("sequence", [0, 1, 2, 3, 8, 9, 10])])
@@ -262,23 +219,6 @@ def test_half_precision_gradients_do_not_underflow_however_many_tokens_there_are
             assert error < 4e-3
 
 
-@FORM
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_the_loss_is_the_same_without_gradients_and_records_nothing(backend, form, device):
-    tensors, options = problem(torch.float32, device)
-    expected, *_ = form(tensors, backend=backend, **options)
-    with torch.no_grad():
-        if form is of_hidden:
-            inputs = (tensors["hidden"].requires_grad_(), tensors["head"], *others(tensors))
-            loss, _ = linear_policy_loss(*inputs, bias=tensors["bias"], backend=backend, **options)
-        else:
-            loss, _ = logits_policy_loss(
-                tensors["logits"].requires_grad_(), *others(tensors), backend=backend, **options
-            )
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, expected)
-
-
 def loss_of_leaves(form: str) -> tuple[Tensor, list[Tensor]]:
     tensors, options = problem()
     rest = others(tensors)
@@ -297,7 +237,7 @@ def test_backward_makes_no_zeros_that_nobody_reads_and_refuses_second_derivative
     assert [leaf.grad for leaf in leaves] == [None, None]
     with OperatorCalls() as operators:
         loss.backward()
-    assert not any("zeros" in function.__name__ for function, _ in operators.calls)
+    assert not any("zeros" in function.__name__ and size > B * T for function, size in operators.calls)
     assert all(leaf.grad is not None for leaf in leaves)
 
 
@@ -314,49 +254,10 @@ def test_autocast_runs_the_head_in_its_dtype_and_the_loss_in_float32(backend, de
     assert ours[1][0].dtype == torch.float32
     assert_same(ours, (expected[0], [gradient.float() for gradient in expected[1]]), rtol=1e-5, atol=1e-6)
     assert exact[1][0].dtype == torch.float64
-    tensors_fp16 = {**tensors, "logits": tensors["logits"].half()}
+    halves = {**tensors, "logits": tensors["logits"].half()}
     with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
-        inside = of_logits(tensors_fp16, backend=backend, **options)
-    assert_same(inside, of_logits(tensors_fp16, backend=backend, **options), rtol=1e-5, atol=1e-6)
-
-
-def operator_arguments(tensors: dict[str, Any], dtype: torch.dtype, level: str) -> tuple[Any, ...]:
-    flat = {name: tensors[name].reshape(-1) for name in ("targets", "old")}
-    scale = tensors["mask"].to(dtype).reshape(-1) / COUNTED
-    options = LossOptions(importance_sampling_level=level, beta=0.1, sampling_mode=f"{level}_mask")
-    token = (
-        flat["old"].to(dtype), torch.full_like(scale, 0.5), None, flat["old"].to(dtype), flat["old"].to(dtype) + 0.1,
-        scale, scale.new_tensor(0.1),
-    )  # fmt: skip
-    return (flat["targets"], *token), (options.kinds(), options.numbers(), [0.8, 4.0], True)
-
-
-@pytest.mark.parametrize(
-    ("backend", "dtype", "level"), [("torch", torch.float64, "token"), ("triton", torch.float16, "sequence")]
-)
-def test_operators_pass_opcheck(backend, dtype, level, device, small_tiles):
-    tensors, _ = problem(dtype, device)
-    exact = torch.promote_types(dtype, torch.float32)
-    token, options = operator_arguments(tensors, exact, level)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    if backend == "torch":  # the tolerance of this one compares gradients of every output bit by bit
-        checks += ("test_aot_dispatch_dynamic",)
-    rows, factor = tensors["logits"].clone(), torch.tensor(0.5, device=device, dtype=exact)
-    for source in (rows.clone(), None):
-        mutating = {"test_utils": ("test_schema", "test_faketensor")}
-        torch.library.opcheck(logits_policy_loss_op, (source, rows, *token, *options, backend), **mutating)
-        torch.library.opcheck(scale_rows_op, (source, factor, rows, backend), **mutating)
-    leaves = [tensors[name].clone().requires_grad_() for name in ("hidden", "head", "bias")]
-    kept = KeptTokens.of([range(V)] * B * T) if level == "token" else (None, None, None)
-    grid = [tensor.view(B, T) if isinstance(tensor, Tensor) and tensor.numel() == B * T else tensor for tensor in token]
-    torch.library.opcheck(
-        linear_policy_loss_op,
-        (
-            leaves[0].view(-1, H), *leaves[1:], *grid[:6], *kept, *grid[6:], None, False, *options, [True] * 3, True, 4,
-            backend,
-        ),
-        test_utils=checks,
-    )  # fmt: skip
+        inside = of_logits(halves, backend=backend, **options)
+    assert_same(inside, of_logits(halves, backend=backend, **options), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.traced
@@ -382,6 +283,19 @@ def test_every_form_compiles_into_one_graph_with_a_model_around_them(device, sma
         (0.5 * loss).backward()
         results.append((loss.detach(), [leaf.grad for leaf in leaves]))
     assert_same(results[1], results[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_selective_checkpoint_around_a_loss_keeps_its_gradients(level):
+    tensors, options = problem(importance_sampling_level=level, loss_type="sapo")
+    leaves = [tensors[name].requires_grad_() for name in ("hidden", "head")]
+
+    def loss(hidden, head):
+        return linear_policy_loss(hidden.sin(), head, *others(tensors), **options)[0]
+
+    policy = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+    ours = checkpoint(loss, *leaves, use_reentrant=False, context_fn=policy)
+    torch.testing.assert_close(torch.autograd.grad(ours, leaves), torch.autograd.grad(loss(*leaves), leaves))
 
 
 @on_gpu

@@ -77,29 +77,6 @@ def test_loss_and_gradients_are_those_over_the_kept_ids(backend, kind, level, de
     torch.testing.assert_close(*results, check_dtype=False, **tolerance)
 
 
-@pytest.mark.parametrize("drop", [False, True])
-def test_rows_that_the_loss_finds_itself_keep_their_own_ids(drop):
-    hidden, head, targets, _, lists = example("narrow")
-    advantages, mask = torch.tensor([1.0, 0.0, -1.0]), torch.ones(B, T)
-    _, _, logprobs = linear_policy_loss(
-        hidden.view(B, T, H), head, targets.view(B, T), None, advantages, mask, kept_tokens=KeptTokens.of(lists),
-        drop_inactive=drop, return_logprobs=True,
-    )  # fmt: skip
-    expected = dense(hidden, head, targets, lists, torch.float64)[0].view(B, T)
-    moved = slice(None, None, 2) if drop else slice(None)
-    torch.testing.assert_close(logprobs[moved], expected[moved], rtol=1e-12, atol=1e-12)
-    assert logprobs[1].isnan().all() == drop
-
-
-def test_every_id_of_the_vocabulary_gives_the_numbers_without_kept_ids():
-    hidden, head, targets, *_ = example("wide")
-    for kept in ([range(V)] * B * T, [[]] * B * T):
-        torch.testing.assert_close(
-            linear_logprob(hidden, head, targets, kept_tokens=KeptTokens.of(kept)),
-            linear_logprob(hidden, head, targets),
-        )
-
-
 @pytest.mark.parametrize(("kind", "columns"), [("narrow", 128), ("mixed", V)])
 def test_logits_are_made_of_the_columns_that_are_kept_and_never_of_rows_by_vocabulary(kind, columns, monkeypatch):
     monkeypatch.setitem(linear_logprob.__globals__["STRIP_BYTES"], "cpu", 4 * V * 8)
@@ -127,24 +104,6 @@ def test_logits_are_made_of_the_columns_that_are_kept_and_never_of_rows_by_vocab
 def test_kept_ids_that_do_not_fit_are_refused_by_token_and_value(kept, message):
     with pytest.raises((ValueError, TypeError), match=message):
         linear_logprob(torch.zeros(3, 4), torch.zeros(9, 4), torch.tensor([1, 3, 5]), kept_tokens=kept)
-
-
-def test_the_loss_names_row_and_token_and_asks_nothing_of_tokens_that_do_not_count():
-    hidden, head, targets, _, lists = example("wide")
-    mask = torch.ones(B, T)
-    arguments = (hidden.view(B, T, H), head, targets.view(B, T), None, torch.ones(B))
-    lists[7] = [(int(targets[7]) + 1) % V]
-    message = rf"kept_tokens row 1, token 2: must hold the sampled token {targets[7]}, got 1 other ids"
-    with pytest.raises(ValueError, match=message):
-        linear_policy_loss(*arguments, mask, kept_tokens=KeptTokens.of(lists))
-    mask[1, 2] = 0
-    assert linear_policy_loss(*arguments, mask, kept_tokens=KeptTokens.of(lists))[0].isfinite()
-
-
-@pytest.mark.parametrize("ids", [[1.5, 2], [1.0], [True], torch.tensor([2.0])])
-def test_ids_that_are_no_integers_are_refused(ids):
-    with pytest.raises(TypeError, match=r"tokens\[1\]: ids must be integers, got torch\."):
-        KeptTokens.of([[3], ids])
 
 
 def test_an_id_with_a_log_prob_may_be_there_once_a_token():

@@ -45,14 +45,6 @@ def test_products_are_within_the_budget_for_any_strides_and_blocks(shape, add, t
     assert_within_budget(out, plain, before + left.double() @ right.double())
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 3), (3, 4, 0)])
-def test_empty_products_are_empty(shape):
-    rows, inner, columns = shape
-    out = torch.empty(rows, columns)
-    assert multiply(torch.ones(rows, inner), torch.ones(inner, columns), out) is out
-    assert product(torch.ones(rows, inner), torch.ones(inner, columns)).shape == out.shape
-
-
 def test_float32_products_on_a_cpu_are_onednns_alone_where_it_is_there(monkeypatch):
     """MKL takes twice as long on processors of AMD's."""
     if not torch.backends.mkldnn.is_available():

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,15 +36,3 @@ def test_equal_sizes_are_spread_and_so_are_groups_that_cost_nothing():
     assert deal([7] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
     assert deal([0] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
     assert deal([4, 9], 4) == [[1], [0], [], []]
-
-
-@pytest.mark.parametrize(
-    ("given", "ranks", "told"),
-    [
-        ([1], 0, "ranks must be at least 1, got 0"), ([1, -2], 2, r"sizes\[1\] must be finite and at least 0, got -2"),
-        ([float("nan")], 2, r"sizes\[0\] must be finite"), ([1, 2, float("inf")], 2, r"sizes\[2\] must be finite"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_dealt_is_named(given, ranks, told):
-    with pytest.raises(ValueError, match=told):
-        deal(given, ranks)

@@ -139,11 +139,6 @@ def test_neighbours_are_grouped_within_a_size(sizes, most, total, expected):
     assert [len(group) for group in groups_within(sizes, most, total)] == expected
 
 
-def test_a_query_beyond_its_sequence_is_refused():
-    with pytest.raises(ValueError, match=r"positions \[1, 3\) are outside a sequence of 2 tokens"):
-        Query(ids([1, 2]), 1, ids([3, 4]))
-
-
 def int32(*values) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 

@@ -1,6 +1,5 @@
 """A segment table lists the work of queries and of keys as its definition says, and reaches a device once."""
 
-import pickle
 from collections import defaultdict
 
 import numpy as np
@@ -72,14 +71,6 @@ def test_the_work_of_keys_meets_every_pair_that_attention_visits_once(rows, reac
     assert sorted(slot for slot in work[:, 8].tolist() if slot >= 0) == list(range(int(splits[:, 3].sum())))
 
 
-def test_readers_out_of_reach_are_not_looked_at():
-    """Sixteen long completions under a prompt: only rows within the window of a tile's keys are visited."""
-    table, _ = build([[*range(64), 100 + i, *range(200)] for i in range(16)])
-    work, *_ = table.key_work(16, 10**6, Reach(window=32))
-    visited = {row: end for row, _, _, _, _, _, _, end, _ in work.tolist() if row < 64}
-    assert visited == {0: 47, 16: 47, 32: 32 + 16 * 15, 48: 16 + 16 * 31}
-
-
 def test_a_table_is_found_by_copies_of_its_handle_while_it_lives_and_rebuilt_afterwards():
     table, _ = build([[1, 2, 3], [1, 4], [1, 4, 5]])
     copies = [tensor.clone() for tensor in (table.handle, table.segments, table.contexts)]
@@ -90,31 +81,3 @@ def test_a_table_is_found_by_copies_of_its_handle_while_it_lives_and_rebuilt_aft
     assert torch.equal(rebuilt.segments, segments)
     assert torch.equal(rebuilt.contexts, contexts)
     assert SegmentTable.of(*copies) is rebuilt
-
-
-def test_a_table_that_is_gone_is_rebuilt_once_for_all_layers_of_a_backward(monkeypatch):
-    rows = [[1, 2, 3], [1, 4], [1, 4, 5]]
-    gone = [[tensor.clone() for tensor in (t.handle, t.segments, t.contexts)] for t in (build(rows)[0], build(rows)[0])]
-    checked, check = [], SegmentTable._check
-    monkeypatch.setattr(SegmentTable, "_check", lambda table: checked.append(1) or check(table))
-    for copies in [*gone * 3, *gone[:1] * 3]:
-        SegmentTable.of(*copies)
-    assert len(checked) == 2
-
-
-def test_tables_of_the_same_rows_have_handles_of_their_own_and_a_pickled_one_keeps_its_own():
-    table, other = (build([[1, 2, 3], [1, 4]])[0] for _ in range(2))
-    assert not torch.equal(table.handle, other.handle)
-    again = pickle.loads(pickle.dumps(table))
-    assert SegmentTable.of(again.handle, again.segments, again.contexts) is table
-
-
-def test_work_of_keys_is_copied_to_a_device_once(device):
-    table, _ = build([[1, 2, 3], [1, 4], [1, 5, 6]])
-    first = table.key_work_on_device(torch.device(device), 2, 2, Reach(window=2))
-    assert table.key_work_on_device(torch.device(device), 2, 2, Reach(window=2)) is first
-    assert table.key_work_on_device(torch.device(device), 2, 2) is not first
-    assert [tensor.data_ptr() % 16 for tensor in first[:3]] == [0, 0, 0]
-    for tensor, array in zip(first[:3], table.key_work(2, 2, Reach(window=2)), strict=True):
-        np.testing.assert_array_equal(tensor.cpu(), array)
-    assert first[3] == sum(slot >= 0 for slot in first[0][:, 8].tolist())

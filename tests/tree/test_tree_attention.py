@@ -53,14 +53,6 @@ def test_the_reference_equals_dense_attention_along_every_path(rows, heads, valu
         torch.testing.assert_close(out[path], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("option", [{"sliding_window": 40}, {"attention_chunk_size": 20}], ids=["window", "chunk"])
-def test_the_reference_cuts_long_segments_without_changing_the_result(option, monkeypatch):
-    table, inputs, _ = problem(realistic_rows(), (4, 2), dtype=torch.float64)
-    whole = tree_attention(*inputs, table, **option)
-    monkeypatch.setattr(module, "_REFERENCE_BLOCK", 8)
-    torch.testing.assert_close(tree_attention(*inputs, table, **option), whole, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("option", "sunk"),
     [({}, False), ({"attention_chunk_size": 2}, True), ({"sliding_window": 3, "softcap": 2.0}, True)],
@@ -115,14 +107,6 @@ def test_queries_from_a_segment_on_get_the_results_they_get_among_all(option, ba
     for row in table.row_start.tolist():
         last = tree_attention(q[row:], k, v, table, first_query_row=row, backend=backend, **option)
         assert torch.equal(last, whole[row:])
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_gradients_of_some_rows_alone_are_refused(backend, device):
-    arguments = valid(device)
-    arguments["q"] = arguments["q"][3:].requires_grad_()
-    with pytest.raises(NotImplementedError, match="no gradient with first_query_row 3"):
-        tree_attention(**arguments, first_query_row=3, backend=backend)
 
 
 # A logit times this and the kernel's LOG2E is the logit itself, to the last bit of float32.
