@@ -25,10 +25,7 @@ class Rows:
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Tensor],
-        completions: Sequence[Tensor],
-        index: Sequence[int] | None = None,
+        self, prompts: Sequence[Tensor], completions: Sequence[Tensor], index: Sequence[int] | None = None
     ) -> None:
         check_columns(prompts, completions=completions, **({} if index is None else {"index": index}))
         self.index = list(range(len(prompts))) if index is None else [int(number) for number in index]
@@ -70,8 +67,7 @@ class Rows:
 
     def __getstate__(self) -> dict[str, Any]:
         # As arrays: a tensor that is a view of others takes all of them along.
-        arrays = {name: [ids.numpy() for ids in getattr(self, name)] for name in ("prompts", "completions")}
-        return vars(self) | arrays
+        return vars(self) | {name: [ids.numpy() for ids in vars(self)[name]] for name in ("prompts", "completions")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -82,7 +78,7 @@ class Rows:
         """Copy some rows, with their index; `rows` are their numbers, or a mask (B,) bool."""
         part, rows = object.__new__(Rows), row_numbers(rows, len(self))  # what was checked is not checked again
         for name, column in vars(self).items():
-            setattr(part, name, [column[b].clone() if isinstance(column[b], Tensor) else column[b] for b in rows])
+            setattr(part, name, [column[b] for b in rows])
         return part
 
 
@@ -92,21 +88,20 @@ def pad_rows(rows: Sequence[Tensor], width: int | None = None, value: float = 0)
         return torch.zeros(0, width or 0)
     if width is not None and width < (longest := max(map(len, rows))):
         raise ValueError(f"width must be at least {longest}, the longest row, got {width}")
-    for b, row in enumerate(rows):
-        if row.dtype != rows[0].dtype:
-            raise ValueError(f"rows must share a dtype, got {rows[0].dtype} and, in row {b}, {row.dtype}")
+    if len(kinds := {str(row.dtype) for row in rows}) > 1:
+        raise ValueError(f"rows must share a dtype, got {' and '.join(sorted(kinds))}")
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
     return padded if width is None else torch.nn.functional.pad(padded, (0, width - padded.shape[1]), value=value)
 
 
 def row_numbers(rows: Any, count: int) -> list[int]:
     """List the rows that numbers or a mask, of bool, choose from `count`; raise `ValueError` for any other value."""
-    chosen = rows.tolist() if isinstance(rows, Tensor | np.ndarray) else [*rows]
-    is_mask = isinstance(chosen, list) and [isinstance(value, bool | np.bool_) for value in chosen]
-    if is_mask and all(is_mask) and len(chosen) == count:
-        return [b for b, value in enumerate(chosen) if value]
     try:
-        if is_mask is not False and not any(is_mask):
+        chosen = [*(rows.tolist() if isinstance(rows, Tensor | np.ndarray) else rows)]
+        flags = [isinstance(value, bool | np.bool_) for value in chosen]
+        if len(chosen) == count and all(flags):
+            return [b for b, value in enumerate(chosen) if value]
+        if not any(flags):
             return [range(count)[value] for value in chosen]
     except (TypeError, IndexError):
         pass
@@ -149,10 +144,8 @@ def check_columns(prompts: Sized, **columns: Sized) -> None:
     """Raise `ValueError` naming a column that is a padded tensor, or has another number of rows than `prompts`."""
     for name, column in {"prompts": prompts, **columns}.items():
         if isinstance(column, Tensor) and column.ndim > 1:
-            raise ValueError(
-                f"{name}: must be a list of 1-D tensors without padding, got one tensor {tuple(column.shape)}; "
-                "Rows.from_padded takes padding off"
-            )
+            got = f"got one tensor {tuple(column.shape)}; Rows.from_padded takes padding off"
+            raise ValueError(f"{name}: must be a list of 1-D tensors without padding, {got}")
         if not isinstance(column, Sized) or (isinstance(column, Tensor) and not column.ndim):
             remedy = f"; give its `{name}`" if hasattr(column, name) else ""
             raise ValueError(f"{name}: must hold an item for each row, got {type(column).__name__}{remedy}")
@@ -203,10 +196,7 @@ def token_ids(where: str, ids: Any, vocab: int | None = None, *, at_least: int =
         raise ValueError(f"{where}: is empty")
     if vocab is not None and (bad := (ids < 0) | (ids >= vocab)).any():
         t = int(bad.nonzero()[0])
-        raise ValueError(
-            f"{where}: id {int(ids[t])} at position {t} is outside the vocabulary [0, {vocab}) "
-            f"({int(bad.sum())} such ids in all)"
-        )
+        raise ValueError(f"{where}: id {int(ids[t])} at position {t} is outside the vocabulary [0, {vocab})")
     return ids
 
 
@@ -221,9 +211,8 @@ def _on_host(name: str, column: Sequence[Tensor], index: Sequence[int], *, at_le
 def _unpad(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
     check_class(Tensor, **{f"{name}_ids": ids, f"{name}_mask": mask})
     if ids.ndim != 2 or mask.shape != ids.shape:
-        raise ValueError(
-            f"{name}_ids and {name}_mask must be one (B, length) shape, got {tuple(ids.shape)} and {tuple(mask.shape)}"
-        )
+        shapes = f"got {tuple(ids.shape)} and {tuple(mask.shape)}"
+        raise ValueError(f"{name}_ids and {name}_mask must be one (B, length) shape, {shapes}")
     ids, mask = ids.cpu(), mask.cpu().bool()  # one copy for the whole batch; rows are views
     width, lengths = ids.shape[1], mask.sum(1)
     if left and (empty := lengths == 0).any():

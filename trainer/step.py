@@ -25,7 +25,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels import Batch, Credit, DeferredCredit, Draws, Rows, packed_forward, packed_logprobs, packed_policy_loss
+from cfa_kernels import (
+    Batch,
+    BatchKeys,
+    Credit,
+    DeferredCredit,
+    Rows,
+    packed_forward,
+    packed_logprobs,
+    packed_policy_loss,
+)
 from cfa_kernels.credit.nothing import Nothing, why_nothing
 from cfa_kernels.model.limits import default_token_budget
 from cfa_kernels.model.memory import run_in_memory
@@ -341,8 +350,8 @@ def micro_batches(config: TrainConfig, batch: Batch, policy: nn.Module) -> list[
 def batch_credit(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, batch: Batch, *, step: int) -> DeferredCredit:
     """Make the credit of a batch, assigned to each micro-batch in the first forward over its rows, or at once."""
     return DeferredCredit(
-        config.counterfactual(), tokenizer, batch, seed=Draws(config.seed).key(step), temperature=config.temperature,
-        gather=processes.gather if processes.count() > 1 else None,
+        config.counterfactual(), tokenizer, batch, seed=BatchKeys(config.seed).key(step),
+        temperature=config.temperature, gather=processes.gather if processes.count() > 1 else None,
     )  # fmt: skip
 
 

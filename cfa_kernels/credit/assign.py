@@ -25,7 +25,6 @@ from .shown import as_html, as_table
 from .units import (
     all_written,
     batch_to_score,
-    check_advantages,
     check_needed,
     find_units,
     groups_of,
@@ -90,8 +89,7 @@ class Credit:
     def applied_to(self, advantages: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
         """Multiply advantages, (B,) or B tensors (T_b,), by the weights, or replace them by signed credit; same dtype.
 
-        Returns B tensors (T_b,), or (B,) as they are if every weight is 1. Raises `ValueError` for a dtype that is not
-        floating point.
+        Returns B tensors (T_b,), or (B,) as they are if every weight is 1.
         """
         check_columns(self.weights, advantages=advantages)
         check_floating("advantages", advantages)
@@ -127,15 +125,10 @@ class Credit:
         work = [credit.work for _, credit in parts if credit.work is not None]
         count, nothing = len(lengths), [torch.zeros(length) for length in lengths]
         whole = Credit(
-            weights=[torch.ones(length) for length in lengths],
-            answers=[None] * count,
-            spans=[[] for _ in lengths],
-            drop=[torch.zeros(0)] * count,
-            base=torch.full((count,), float("nan")),
-            work=sum(work, ScoringWork()) if work else None,
-            advantages=list(nothing) if signed else None,
-            added=list(nothing) if signed else None,
-        )
+            [torch.ones(length) for length in lengths], [None] * count, [[] for _ in lengths], [torch.zeros(0)] * count,
+            torch.full((count,), float("nan")), sum(work, ScoringWork()) if work else None,
+            list(nothing) if signed else None, list(nothing) if signed else None,
+        )  # fmt: skip
         for rows, credit in parts:
             for name in (*_COLUMNS, "base"):
                 if (values := getattr(credit, name)) is not None:
@@ -149,38 +142,25 @@ class Credit:
         For signed credit the figures describe what is added to the advantages, instead of weights and drops.
         `counted` are B tensors (T_b,), 1 on tokens that the loss counts; default all.
         """
-
-        def tokens(column: Sequence[Tensor]) -> Tensor:
-            if counted is not None:
-                column = [row[mask.cpu().bool()] for row, mask in zip(column, counted, strict=True)]
-            return torch.cat([torch.zeros(0), *column])
-
-        scored = [spans for spans in self.spans if spans]
-        figures = {
-            "credit/tokens_fed": float(self.work.tokens_fed if self.work else 0),
-            "credit/forwards": float(self.work.forwards if self.work else 0),
-        }
+        column, work = self.weights if self.added is None else self.added, self.work or ScoringWork()
+        if counted is not None:
+            column = [row[mask.cpu().bool()] for row, mask in zip(column, counted, strict=True)]
+        values, drops = (torch.cat([torch.zeros(0), *rows]) for rows in (column, self.drop))
+        sizes = [len(spans) for spans in self.spans if spans]
+        figures = {"tokens_fed": float(work.tokens_fed), "forwards": float(work.forwards)}
         if self.spans:
-            figures["credit/scored_fraction"] = len(scored) / len(self.spans)
-        if scored:
-            figures["credit/spans_mean"] = sum(map(len, scored)) / len(scored)
-        if len(values := tokens(self.weights if self.added is None else self.added)):
-            figures |= (
-                {"credit/weight_mean": values.mean().item(), "credit/weight_std": values.std(correction=0).item()}
-                if self.added is None
-                else {
-                    "credit/added_abs_mean": values.abs().mean().item(),
-                    "credit/added_fraction": (values != 0).float().mean().item(),
-                }
-            )
-        if self.added is None and any(map(len, self.drop)):
-            drops = torch.cat(self.drop)
-            figures |= {
-                "credit/drop_mean": drops.mean().item(),
-                "credit/drop_max": drops.max().item(),
-                "credit/distractor_fraction": (drops < 0).float().mean().item(),
-            }
-        return figures
+            figures["scored_fraction"] = len(sizes) / len(self.spans)
+        if sizes:
+            figures["spans_mean"] = sum(sizes) / len(sizes)
+        if len(values) and self.added is None:
+            figures |= {"weight_mean": values.mean().item(), "weight_std": values.std(correction=0).item()}
+        elif len(values):
+            share = (values != 0).float().mean().item()
+            figures |= {"added_abs_mean": values.abs().mean().item(), "added_fraction": share}
+        if len(drops) and self.added is None:
+            share = (drops < 0).float().mean().item()
+            figures |= {"drop_mean": drops.mean().item(), "drop_max": drops.max().item(), "distractor_fraction": share}
+        return {f"credit/{name}": value for name, value in figures.items()}
 
 
 _COLUMNS = ("weights", "answers", "spans", "drop", "advantages", "added")  # of `Credit`, lists of B
@@ -191,7 +171,7 @@ def counterfactual_credit(
     tokenizer: Any,
     rows: Rows | Batch,
     *,
-    config: CounterfactualConfig | None = None,
+    config: CounterfactualConfig | str | Mapping[str, Any],
     seed: int | Sequence[int] = 0,
     gather: Gather | None = None,
     **columns: Any,
@@ -203,7 +183,7 @@ def counterfactual_credit(
             these `rows`, with `keep_states`. Estimators that only compare completions do not use it.
         tokenizer: the one that sampled the ids.
         rows: prompts and completions, or a batch with its columns; an empty completion gets no credit.
-        config: default `CounterfactualConfig()`.
+        config: configuration of credit, the name of a preset, or a mapping of options by path.
         seed: integers that key draws, with the row's index: of the run, the step and the like.
         gather: function that returns its argument of each process, by rank, where `rows` are a part of the batch. The
             threshold of `weights="top"` is then that of all parts, and an estimator that is a function is given all
@@ -221,19 +201,16 @@ def counterfactual_credit(
         ValueError: columns that are not as described; an estimator that lacks a column, or gives values of the wrong
             number or that are not finite; names the row. Also rows of other numbers or lengths than those of the
             `PackedForward`, whose tokens are not compared, and rows of two processes with one number.
-        TypeError: `config` is not a configuration.
         NotImplementedError: an estimator needs what this access to the model does not offer.
-        Also what the estimator itself raises.
     """
-    config = CounterfactualConfig() if config is None else as_config(config)
+    options = as_config(config)
 
     def checked() -> Batch:
         batch = rows.with_columns(**columns) if isinstance(rows, Batch) else Batch(rows, **columns)
-        check_advantages(batch, config.completions)
-        check_needed(config, batch)
+        check_needed(options, batch)
         return batch
 
-    return assign_credit(model, tokenizer, checked, config=config, seed=seed, gather=gather)
+    return assign_credit(model, tokenizer, checked, config=options, seed=seed, gather=gather)
 
 
 def assign_credit(
@@ -256,9 +233,10 @@ def assign_credit(
         unread = {*LOSS_COLUMNS} - ({"old_logprobs", "ref_logprobs"} if LOG_RATIOS in config.needs else set())
         return checked().exchanged(**dict.fromkeys(unread))
 
-    shows_all = gather is not None and config.runs_estimator and isinstance(config.estimator, OwnFunction)
-    own = own_batch() if shows_all else None
-    whole = None if own is None or gather is None else of_all_processes(own, gather)
+    whole: Batch | None = None
+    if gather is not None and config.runs_estimator and isinstance(config.estimator, OwnFunction):
+        own = own_batch()
+        whole, gather = of_all_processes(own, gather), None
 
     def scored() -> tuple[Batch, dict[int, Reasoning], _Scores]:
         batch = own_batch() if whole is None else whole
@@ -268,9 +246,8 @@ def assign_credit(
         return batch, units, _score(config, access, tokenizer, batch, units, keys)
 
     batch, units, scores = access.run(scored) if config.asks_model else scored()
-    if own is not None and whole is not None:
-        return _weigh(config, tokenizer, batch, units, scores, keys, None).take([*map(whole.index.index, own.index)])
-    return _weigh(config, tokenizer, batch, units, scores, keys, gather)  # outside of `run`: processes may meet here
+    credit = _weigh(config, tokenizer, batch, units, scores, keys, gather)  # outside of `run`: processes may meet here
+    return credit if whole is None else credit.take([*map(whole.index.index, own.index)])
 
 
 class _RowScores(NamedTuple):
@@ -290,9 +267,7 @@ class _Scores(NamedTuple):
     work: ScoringWork | None = None
 
 
-_MIN_SPREAD = (
-    0.1  # nats, or probability: the least difference of two changes of an answer that is worth the whole range
-)
+_MIN_SPREAD = 0.1  # nats, or probability: the least difference of two changes that is worth the whole range
 
 
 def _score(
@@ -307,10 +282,10 @@ def _score(
     if not config.runs_estimator or not any(row.spans for row in units.values()):
         return _Scores({}, config.weights is None)
     capabilities = config.estimator.needs & set(CAPABILITIES)
-    if missing := sorted(capabilities - access.capabilities):
+    for missing in sorted(capabilities - access.capabilities):
+        way = type(access).__name__
         raise NotImplementedError(
-            f"{config.asked_for}: it needs {CAPABILITIES[missing[0]]}, and the model is asked through "
-            f"{type(access).__name__}"
+            f"{config.asked_for}: it needs {CAPABILITIES[missing]}, and the model is asked through {way}"
         )
     model = access.model if capabilities and access.module is not None else None
     rows, part = batch_to_score(config, tokenizer, batch, units, model)
@@ -343,13 +318,13 @@ def _weigh(
     """Turn scores into weights or, if they are signed, into additions to the advantages."""
     rule, own, groups = None if scores.signed else config.weights, mean_advantages(batch), groups_of(batch).tolist()
     is_absolute, lengths = rule is not None and rule.absolute, batch.rows.lengths
+    is_good = config.target == "gold" or config.estimator.is_reward  # and deserves less of a negative advantage
     none = _RowScores(torch.zeros(0), torch.zeros(0))
     inputs = dict[int, WeightInputs]()
     for b, row in units.items() if config.control != "off" else ():
         score = scores.rows.get(b, none)
         values = score.drops if is_absolute else score.importances
-        if config.rewards_units and own[b] < 0 and not is_absolute:
-            values = -values  # what is good in itself deserves less of a negative advantage
+        values = -values if is_good and own[b] < 0 and not is_absolute else values
         spans = row.spans if b in scores.rows or config.control == "random" else []
         inputs[b] = WeightInputs(
             values, opened(spans) if config.open_spans else spans, row.answer, lengths[b],
@@ -364,8 +339,8 @@ def _weigh(
     result = [torch.full((length,), outside) for length in lengths]
     for b, line in zip(inputs, lines, strict=True):
         result[b] = line if masks[b].all() else torch.where(masks[b], line, outside)
-        if config.normalize and not is_signed and result[b][masks[b]].any():
-            result[b] = normalized_weights(result[b], config.normalize, masks[b])
+        if config.normalize and not is_signed:
+            result[b] = normalized_weights(result[b], masks[b])
     reasoning = [units.get(b, Reasoning(None, 0, [])) for b in range(len(batch))]
     return Credit(
         weights=[torch.ones(length) for length in lengths] if is_signed else result,
@@ -382,27 +357,22 @@ def _weigh(
 
 def _sums(config: CounterfactualConfig, advantages: Any, added: Sequence[Tensor]) -> list[Tensor]:
     if advantages is None:
-        rule = config.weights
-        cause = f"estimator={config.estimator.name!r}" if rule is None else f"weights={rule.name!r}"
-        raise ValueError(f"advantages must be given: {cause} adds to them, got None")
+        rule = config.weights or config.estimator
+        raise ValueError(f"advantages must be given: {rule.name!r} adds to them, got None")
     return [row.float() + extra for row, extra in zip(advantages, added, strict=True)]
 
 
 def _checked(result: Any, units: Sequence[Sequence[Span]], index: Sequence[int]) -> Importances:
     """Check the result of an estimator; raises `ValueError` naming row, unit and value."""
     importances = result if isinstance(result, Importances) else Importances(result)
-    if not isinstance(importances.values, list | tuple):
-        raise ValueError(
-            "estimator: must return Importances, or a list with a row of numbers for each of "
-            f"{len(index)} completions, got {type(importances.values).__name__}"
-        )
-    if len(importances.values) != len(index):
-        raise ValueError(f"estimator: gave values for {len(importances.values)} rows, asked for {len(index)}")
+    if not isinstance(importances.values, list | tuple) or len(importances.values) != len(index):
+        rows: Any = importances.values
+        got = f"{len(rows)} rows" if isinstance(rows, list | tuple) else type(rows).__name__
+        raise ValueError(f"estimator: must return Importances, or a row of numbers for each of {len(index)}, got {got}")
     values = []
     for b, row, row_units in zip(index, importances.values, units, strict=True):
-        numbers = as_numbers(row, f"estimator, row {b}", f"{len(row_units)} units")
-        if numbers.shape != (len(row_units),):
-            raise ValueError(f"estimator, row {b}: gave shape {tuple(numbers.shape)} for {len(row_units)} units")
-        values.append(numbers)
+        values.append(as_numbers(row, f"estimator, row {b}", f"{len(row_units)} units"))
+        if len(values[-1]) != len(row_units):
+            raise ValueError(f"estimator, row {b}: gave {len(values[-1])} numbers for {len(row_units)} units")
     check_finite("estimator,", index, values, of="unit")
     return replace(importances, values=values)

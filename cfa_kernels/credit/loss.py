@@ -1,6 +1,6 @@
 """Credit and policy loss of a batch from one packed forward: the whole update of a training loop but its backward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ def credited_loss(
     tokenizer: Any,
     rows: Rows | Batch,
     *,
-    credit: CounterfactualConfig | str,
+    credit: CounterfactualConfig | str | Mapping[str, Any],
     scorer: nn.Module | ModelAccess | None = None,
     seed: int | Sequence[int] = 0,
     token_budget: int | None = None,
@@ -47,7 +47,7 @@ def credited_loss(
         model: as in `score_counterfactuals`, in any mode without dropout; completions are scored as it computes now.
         tokenizer: the one that sampled the ids.
         rows: prompts and completions, or a batch with its columns.
-        credit: configuration of credit, or the name of a preset.
+        credit: configuration of credit, the name of a preset, or a mapping of options by path.
         scorer: model that scores in place of `model`, such as a frozen reference, by its own forwards.
         seed: as in `counterfactual_credit`.
         token_budget: maximum tokens of each forward, or the batch's own if that is less; default by free memory. That

@@ -89,8 +89,7 @@ ESTIMATORS: dict[str, type[Estimator]] = {}
 class OwnFunction(Estimator):
     """Estimator of the caller: a function (model, `Batch`) -> `Importances`.
 
-    It gets every completion of the batch, whatever its advantage. If the model is in other processes, it gets the
-    access in the model's place: `access.score(batch, mask=0)`.
+    It gets every completion of the batch, whatever its advantage, and the access where the model is in other processes.
     """
 
     function: Callable[..., Importances]
@@ -109,11 +108,6 @@ def unit_means(tokens: Sequence[Tensor], batch: Batch, rows: Sequence[int] | Non
     """Average token values (T_b,) of completions over each unit, (K_b,). `rows` are their rows; default all."""
     means = []
     for b, row in zip(range(len(batch)) if rows is None else rows, tokens, strict=True):
-        if row.shape != (batch.rows.lengths[b],):
-            raise ValueError(
-                f"row {batch.index[b]}: needs a number for each of {len(batch.rows.completions[b])} tokens, got "
-                f"{tuple(row.shape)}"
-            )
         sums = torch.cat([torch.zeros(1, dtype=torch.float64), row.detach().double().cpu().cumsum(0)])
         edges = torch.tensor([tuple(unit) for unit in batch.units[b]], dtype=torch.int64).reshape(-1, 2)
         means.append(((sums[edges[:, 1]] - sums[edges[:, 0]]) / (edges[:, 1] - edges[:, 0])).float())

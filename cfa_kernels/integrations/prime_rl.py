@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import CounterfactualConfig
 from ..credit.config import as_config
-from ..credit.deferred import Draws
+from ..credit.deferred import BatchKeys
 from ..estimators.base import SIBLINGS
 from ..rows import Rows, equal_prompts
 from ..scoring.access import LogprobService
@@ -62,7 +62,7 @@ class CounterfactualMixin:
                 ),
             ]
         )
-        self._draws = Draws(self.seed)
+        self._keys = BatchKeys(self.seed)
 
     async def setup(self) -> None:
         """Set the algorithm up and load the policy's tokenizer."""
@@ -98,7 +98,7 @@ class CounterfactualMixin:
         credited, figures = await asyncio.to_thread(
             credit_rows, self.tokenizer, Rows(prompts, completions), counted, advantages,
             LogprobService(logprobs_of, dtype=self.dtype), config=self._config,
-            seed=self._draws.key(getattr(work, "step", 0)), groups=torch.tensor(equal_prompts(prompts)),
+            seed=self._keys.key(getattr(work, "step", 0)), groups=torch.tensor(equal_prompts(prompts)),
             rewards=torch.tensor([float(trace.reward) for trace in owners]),
         )  # fmt: skip
         for (_, nodes, *_), own, values in zip(parts, counted, credited, strict=True):

@@ -85,8 +85,7 @@ def score_counterfactuals(
             span after the answer has drop 0 by causality.
         answers: for each completion its answer, or None; then its scores are nan.
         mask: replacement of a masked span: an id for each of its tokens; "drop" for no token, so that later ones move
-            up; for each completion and span int64 ids, of any number; or a function of `ScoredRow` and the span's
-            number that gives them.
+            up; or a function of `ScoredRow` and the span's number that gives int64 ids, of any number.
         token_budget: maximum tokens per forward; default by free memory. The result does not depend on it.
         outcome: quantity to compare, of `Outcome`.
 

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,14 +47,7 @@ from .masked import (
     score_batch,
 )
 from .outcomes import Outcome
-from .plan import (
-    QueryPlan,
-    TrainingPlan,
-    as_many_as_others,
-    plan_queries,
-    plan_scoring,
-    plan_training,
-)
+from .plan import QueryPlan, TrainingPlan, as_many_as_others, plan_queries, plan_scoring, plan_training
 
 
 class PackedLoss(NamedTuple):
@@ -252,11 +246,15 @@ class PackedForward(InProcess):
         if kept_tokens is not None and counts:
             own = checked_kept_tokens(kept_tokens, self.rows, vocabulary=len(self.head.weight))
             kept = KeptTokens.joined([one.take(slice(0, n)) for one, n in zip(own, counts, strict=True)])
-        options = {"temperature": temperature, "kept_tokens": kept, **self.head.options}
-        if not return_entropy:
-            return list(linear_logprob(hidden, self.head.weight, predicted, **options).split(counts))
-        values, entropies = linear_logprob(hidden, self.head.weight, predicted, return_entropy=True, **options)
-        return list(values.split(counts)), list(entropies.split(counts))
+        found = linear_logprob(
+            hidden, self.head.weight, predicted, return_entropy=return_entropy, temperature=temperature,
+            kept_tokens=kept, **self.head.options,
+        )  # fmt: skip
+        return (
+            (list(found[0].split(counts)), list(found[1].split(counts)))
+            if return_entropy
+            else list(found.split(counts))
+        )
 
     def policy_loss(self, batch: Batch | LossBatch, **options: Any) -> PackedLoss:
         """Compute the loss of `packed_policy_loss`, with its options, from what this forward has fed.
@@ -267,14 +265,14 @@ class PackedForward(InProcess):
         """
         self._require_same_head()
         batch = LossBatch.of(batch, **options) if isinstance(batch, Batch) else batch
-        mask = batch.columns["mask"]
+        mask, trains = batch.columns["mask"], torch.is_grad_enabled()
         if len(mask) != len(self.rows):
             raise ValueError(f"batch has {len(mask)} rows, this forward has {len(self.rows)}; they must agree")
-        for b, (needed, count) in enumerate(zip(batch.needed(), self.counts.tolist(), strict=True)):
+        pairs = zip(batch.needed(), self.counts.tolist(), self._with_gradient, strict=True)
+        for b, (needed, count, has_gradient) in enumerate(pairs):
             if needed > count:
                 raise ValueError(f"batch row {b}: its loss needs {needed} tokens, but {count} were fed (needed[{b}])")
-        for b, has_gradient in enumerate(self._with_gradient):
-            if not has_gradient and batch.trained[b] and torch.is_grad_enabled():
+            if trains and batch.trained[b] and not has_gradient:
                 raise ValueError(f"batch row {b}: its loss has a gradient, but it was fed without (trained[{b}])")
         row, token = np.divmod(batch.needed_tokens.numpy(), mask.shape[1])
         starts = np.cumsum(self.counts) - self.counts
@@ -339,10 +337,7 @@ class PackedForward(InProcess):
         own = [row_of.get(number, -1) for number in rows.index]
         for b, number, prompt, length in zip(own, rows.index, rows.prompts, rows.lengths, strict=True):
             if b < 0 or (len(prompt), length) != (len(self.rows.prompts[b]), self.rows.lengths[b]):
-                raise ValueError(
-                    f"rows: must be those of the forward, and row {number} of {length} tokens is not; give "
-                    "counterfactual_credit the Rows that packed_forward was given"
-                )
+                raise ValueError(f"rows: must be those of packed_forward, and row {number} of {length} tokens is not")
         return own
 
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
@@ -351,9 +346,8 @@ class PackedForward(InProcess):
         if not self.packs or stands_alone(walk):
             return query_logprobs(self.model, bundles, **options)
         plan = plan_queries(walk, bundles, **options)
-        values, work = self._run(
-            walk, plan, [self._nearest(plan.queries[b[0]].tokens) if b else None for b in plan.bundles]
-        )
+        trunks = [self._nearest(plan.queries[b[0]].tokens) if b else None for b in plan.bundles]
+        values, work = self._run(walk, plan, trunks)
         return collect_logprobs(values, plan), work
 
     def _same_model(self) -> ModelWalk:
@@ -362,16 +356,16 @@ class PackedForward(InProcess):
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
         if not self._model.holds(self._walk.model):
             raise RuntimeError(
-                "this forward's rows cannot be continued: a weight or an adapter has changed since it ran, so scores "
-                "would mix two models; ask before that, or run packed_forward again"
+                "this forward's rows cannot be continued: a weight or an adapter has changed since it ran; ask before "
+                "that, or run packed_forward again"
             )
         return self._walk
 
     def _require_same_head(self) -> None:
         if not self._head.hold(_parts(self.head)):
             raise RuntimeError(
-                "this forward's log-probs cannot be read: the head has changed since it ran, so they would mix two "
-                "models; ask before the optimizer step, or run packed_forward again"
+                "this forward's log-probs cannot be read: the head has changed since it ran; ask before the optimizer "
+                "step, or run packed_forward again"
             )
 
     def _nearest(self, tokens: np.ndarray) -> Pack:
@@ -385,16 +379,11 @@ class PackedForward(InProcess):
         states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
         bundles = [bundle for part in plan.parts for group in part for bundle in group]
         bundles_of = {trunk: [own for own in bundles if trunks[plan.bundle_of[own[0]]] is trunk] for trunk in states}
-        packs = (
-            pack for trunk, own in bundles_of.items() for pack in lay_out_behind(trunk, plan.queries, own, plan.limits)
+        packs = chain.from_iterable(
+            lay_out_behind(trunk, plan.queries, own, plan.limits) for trunk, own in bundles_of.items()
         )
         with torch.no_grad():
             return run_plan(walk, self.head, plan, packs, states, merge_adapters=merge_adapters)
-
-    def states(self) -> list[Tensor]:
-        """List, for each row, the hidden states (T_b, H) that predict its fed tokens; differentiable."""
-        (predicting,) = upload([self._predicting], self.device)
-        return list(self._hidden(predicting).split(self.counts.tolist()))
 
     def _hidden(self, predicting: Tensor) -> Tensor:
         """Gather the hidden states (R, H), with gradient, of packed rows (R,), which may repeat."""

@@ -9,7 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cfa_kernels import Batch, CounterfactualConfig, Credit, DeferredCredit, Draws, Importances, Rows, packed_forward
+from cfa_kernels import (
+    Batch,
+    BatchKeys,
+    CounterfactualConfig,
+    Credit,
+    DeferredCredit,
+    Importances,
+    Rows,
+    packed_forward,
+)
 from cfa_kernels.integrations import trl_credit
 from tests.support.log_prob_hosts import batch_rows
 from tests.support.plug_ins import RESAMPLING
@@ -143,25 +152,10 @@ def test_the_trainer_and_trl_draw_alike(options):
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
     trl = trl_credit.batch_credit(
         config, tiny_tokenizer(), dict(zip(names, columns, strict=True)), torch.zeros(3), some.completions, first=3,
-        group_size=3, seed=Draws(7).key(4), temperature=1.0,
+        group_size=3, seed=BatchKeys(7).key(4), temperature=1.0,
     )  # fmt: skip
     trl.by_model(model)
     torch.testing.assert_close(trl.take(range(3)).weights, ours.take([3, 4, 5]).weights, rtol=0, atol=1e-6)
-
-
-def test_factors_multiply_the_weights_and_what_is_left_is_normalised():
-    config = CounterfactualConfig.of(
-        {"weights.w_min": 2.0, "weights.w_max": 2.0, "weights.w_answer": 2.0, "normalize": "mean"}
-    )
-    factors = [torch.ones(n) for n in ROWS.lengths]
-    factors[0][:2] = 0
-    factors[4][:] = 0
-    batch = DeferredCredit(config, tiny_tokenizer(), BATCH.with_columns(weights=factors), seed=0)
-    batch.by_model(tiny_model().eval())
-    first, fifth = batch.take([0, 4]).weights
-    assert first[:2].eq(0).all()
-    assert first.mean() == pytest.approx(1)
-    assert fifth.eq(0).all()
 
 
 @pytest.mark.parametrize("factor", [[0.5] * 5, [0.5, 0.5, 1, 1, 1], [0, 0.5, 1, 1, 1], [2, 2, 2, 2, 3]])

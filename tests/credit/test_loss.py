@@ -54,11 +54,6 @@ def test_masking_continues_the_forward_of_the_loss(monkeypatch, unchecked):
     assert fed[1] == result.credit.work.tokens_fed
 
 
-def test_an_unknown_preset_is_named():
-    with pytest.raises(ValueError, match=r"credit must be 'none' or one of .* got 'masking'"):
-        credited_loss(tiny_model(), tiny_tokenizer(), ROWS, advantages=ADVANTAGES, credit="masking")
-
-
 def test_entropies_are_the_callers_or_those_over_the_kept_ids():
     model, tokenizer = tiny_model().eval(), tiny_tokenizer()
     generator = torch.Generator().manual_seed(0)

@@ -201,15 +201,6 @@ def test_noise_is_normal_on_the_units_tokens_alone_anew_in_every_draw_and_the_sa
     assert (other - one).abs().max() > 0.3
 
 
-def test_noise_is_keyed_by_the_index_of_a_row():
-    model = double_model("Llama")
-    first, elsewhere = (
-        saliency_and_work(model, PROMPTS[:1], COMPLETIONS[:1], UNITS[:1], ANSWERS[:1], seed=(7,), index=index)[0][0]
-        for index in ([0], [1])
-    )
-    assert not torch.equal(first, elsewhere)
-
-
 @pytest.mark.parametrize(("outcome", "end", "forwards"), [("last", 16, 4), ("mean", 18, 4), ("logprob", 18, 3)])
 def test_prompts_are_fed_once_and_each_completion_by_itself_up_to_the_rows_that_decide_its_outcome(
     outcome, end, forwards

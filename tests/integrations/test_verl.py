@@ -46,7 +46,7 @@ from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
 from verl.workers.engine_workers import TrainingWorker  # noqa: E402
 
 import cfa_kernels.integrations.verl as integration  # noqa: E402
-from cfa_kernels import Draws  # noqa: E402
+from cfa_kernels import BatchKeys  # noqa: E402
 from cfa_kernels.integrations.verl import CounterfactualMixin  # noqa: E402
 from cfa_kernels.integrations.workers import Share, score_share  # noqa: E402
 from cfa_kernels.scoring.access import LogprobService  # noqa: E402
@@ -126,7 +126,7 @@ def build(config: Any, workers: WorkerGroup | None, trainer: type = PPOTrainerSy
     built = object.__new__(Trainer)
     built.config, built.tokenizer, built.actor_rollout_wg = config, tiny_tokenizer(), workers
     built.counterfactual = CounterfactualConfig.of(credit)
-    built._draws, built.global_steps, built._access = Draws(0), 0, LogprobService(built._logprobs)
+    built._keys, built.global_steps, built._access = BatchKeys(0), 0, LogprobService(built._logprobs)
     return built
 
 
@@ -183,7 +183,8 @@ def test_the_advantages_are_verls_times_the_weights_of_the_completions(
     batch = build(config, workers)._compute_advantage(put(transfer_queue), metrics)
 
     check_credited(batch, own, {})
-    weights = counterfactual_credit(tiny_model(), tiny_tokenizer(), batch_rows(), mask=batch_mask()).weights
+    options = {"mask": batch_mask(), "config": {"estimator": "masking"}}
+    weights = counterfactual_credit(tiny_model(), tiny_tokenizer(), batch_rows(), **options).weights
     weights[1][1] = float("nan")  # the tool's token
     assert metrics["credit/weight_mean"] == pytest.approx(torch.cat(weights).nanmean().item(), rel=1e-4)
     assert metrics["credit/scored_fraction"] == 5 / 6  # one has no answer
@@ -443,7 +444,7 @@ def test_a_trainer_reads_its_configuration_and_refuses_before_anything_starts(co
 
     trainer = make(counterfactual={"weights.w_max": 3.0}, actor_rollout_ref={"actor": {"data_loader_seed": 5}})
     assert trainer.counterfactual == CounterfactualConfig.of({"weights.w_max": 3.0})
-    assert trainer._draws.seed == 5
+    assert trainer._keys.seed == 5
     with pytest.raises(NotImplementedError, match="use_kl_in_reward"):
         make(algorithm={"use_kl_in_reward": True})
     with pytest.raises(ValueError, match="unknown option 'w_most'"):

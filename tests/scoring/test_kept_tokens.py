@@ -14,7 +14,6 @@ from cfa_kernels import (
     packed_policy_loss,
     policy_loss,
 )
-from cfa_kernels.loss.ragged import LossBatch
 from tests.support.models import assert_same_gradients, batch, gradients, make_model
 
 PROMPTS, COMPLETIONS, *_ = batch()
@@ -82,15 +81,6 @@ def test_log_probs_losses_and_gradients_are_those_over_the_kept_ids(name, some_w
     assert_same_gradients(gradients(model, packed.loss), gradients(model, expected))
 
 
-def test_a_forward_that_was_fed_in_part_reads_the_ids_of_those_tokens():
-    model = make_model("Qwen3", num_hidden_layers=1)
-    lists = kept_lists(model.config.vocab_size, some_without=False)
-    kept = [KeptTokens.of(row) for row in lists]
-    whole = packed_logprobs(model, ROWS, kept_tokens=kept)
-    part = packed_forward(model, ROWS, needed=[5] * 7).logprobs(kept_tokens=kept)
-    torch.testing.assert_close(part, [row[:5] for row in whole], rtol=0, atol=1e-5)
-
-
 def with_an_id(kept: KeptTokens, value: int) -> KeptTokens:
     return kept._replace(ids=torch.cat([kept.ids[:2], torch.tensor([value]), kept.ids[3:]]))
 
@@ -119,12 +109,6 @@ def test_kept_ids_that_do_not_fit_are_refused_by_row_token_and_value(change, mes
         packed_policy_loss(model, ROWS, advantages=torch.ones(7), kept_tokens=change(kept))
     with pytest.raises((ValueError, TypeError), match=message):
         packed_logprobs(model, ROWS, kept_tokens=change(kept))
-
-
-def test_tokens_that_the_mask_leaves_out_need_not_be_kept():
-    wrong = [KeptTokens.of([[(int(token) + 1) % 9] for token in row]) for row in COMPLETIONS]
-    mask = [torch.zeros(n) for n in LENGTHS]
-    assert LossBatch.of(ROWS, advantages=torch.ones(7), mask=mask, kept_tokens=wrong).kept_tokens is not None
 
 
 def test_a_packed_loss_is_centred_and_says_which_row_cannot_be():

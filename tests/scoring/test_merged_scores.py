@@ -110,10 +110,9 @@ def test_training_sees_the_weights_that_it_had(dtype, fails, monkeypatch):
     assert_same_gradients(gradients_of(scores=True), gradients_of(scores=False), 0)
 
 
-def test_credit_takes_the_option_by_its_flat_name():
+def test_credit_by_merged_scores_is_that_of_the_adapters():
     model = small_adapted().eval()
     rows = batch_rows()
-    assert CounterfactualConfig.from_flat({"estimator.merge_adapters": True}).estimator.merge_adapters
     weights = []
     for merges in (False, True):
         config = CounterfactualConfig.of({"estimator.merge_adapters": merges, "weights.min_spread": 0.0})

@@ -141,16 +141,6 @@ def test_so_they_are_under_a_lora_adapter_and_in_a_compiled_wrapper():
     assert_same_gradients(gradients(model, weighted(ours)), theirs)
 
 
-def test_autocast_applies_as_it_does_to_full_forwards():
-    model = make_model("Qwen3", initializer_range=0.05)
-    exact = plain_logprobs(model, PROMPTS, COMPLETIONS)
-    with torch.autocast("cpu", torch.bfloat16):
-        theirs = plain_logprobs(model, PROMPTS, COMPLETIONS)
-        ours = packed_logprobs(model, ROWS)
-    worst = max((a - b).abs().max() for a, b in zip(theirs, exact, strict=True))
-    assert 0 < max((a - b).abs().max() for a, b in zip(ours, exact, strict=True)) <= 2 * worst
-
-
 @pytest.mark.parametrize(("loss_type", "level"), [*KINDS[::2], ("vespo", "token")])
 def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, level):
     """With options drawn together, others for each loss type; tests of the loss compare every level."""
@@ -283,18 +273,6 @@ def test_scores_read_off_the_training_forward_are_those_of_separate_scoring(name
         weighted(forward.logprobs()).backward()  # scoring has left the graph whole
 
 
-def test_a_branch_that_equals_what_was_fed_is_scored_from_it():
-    model = make_model("Qwen3")
-    (prompt,), (one,) = tokens(9), tokens(20, seed=5)
-    two = one.clone()
-    two[4:8] = PLACEHOLDER  # what masking the span in `one` gives
-    data = ([prompt] * 2, [one, two], [[Span(4, 8)], []], [Span(16, 19)] * 2)
-    forward = packed_forward(model, Rows(*data[:2]), keep_states=True)
-    found = score_forward(forward, *data[2:], mask=PLACEHOLDER)
-    assert found.work.tokens_fed == 0
-    assert_equals_naive(found, model, *data)
-
-
 def test_a_forward_that_cannot_be_continued_says_why():
     model = make_model("Qwen3")
     with pytest.raises(ValueError, match="keep_states must be True"):
@@ -328,23 +306,12 @@ def test_queries_that_continue_a_forward_are_those_of_forwards_of_their_own(arch
         assert 0 < work.tokens_fed <= 2 * len(beginnings) + len(rows)  # and of each row the last token at most
 
 
-def test_a_query_without_targets_gets_no_values_from_a_forward_that_has_fed_it():
-    model = make_model("Qwen3", num_hidden_layers=1)
-    row = torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy()
-    forward = packed_forward(model, ROWS, keep_states=True)
-    found, work = forward.query([[Query(row[:9], 3, row[:0])]])
-    assert [[len(values) for values in unit] for unit in found] == [[0]]
-    assert work.tokens_fed == 0
-
-
 PROBE = Probe(torch.tensor([PHRASES.index("#### 5") + len(WORDS)]), Span(0, 1))
 SAID = ("3 + 4 = 7. ", "7 - 2 = 5. ", "#### 5")
 
 
 @pytest.mark.parametrize(
-    ("probes", "said"),
-    [(None, SAID), (None, SAID[:2]), ([PROBE, None], SAID), ([PROBE, PROBE], SAID[:2])],
-    ids=["answered", "no answer", "one probe", "two probes, no answer"],
+    ("probes", "said"), [(None, SAID), (None, SAID[:2]), ([PROBE, None], SAID)], ids=["answered", "no answer", "probe"]
 )
 @pytest.mark.parametrize("options", [{}, {"estimator.mask": "drop"}, {"estimator": "prefix_gain"}], ids=str)
 def test_credit_on_a_training_forward_is_that_of_a_forward_of_its_own(options, probes, said):
@@ -385,10 +352,6 @@ def test_a_forward_scores_those_of_its_rows_that_a_batch_numbers_and_no_others()
         ({"old_logprobs": [torch.zeros(3)] * 7}, r"old_logprobs row 0: must be a tensor \(20,\).*shape \(3,\)"),
         ({"weights": drawn(0)[:3]}, "weights has 3 rows, prompts has 7"),
         ({"mask": [*drawn(0)[:6], None]}, r"mask row 6: must be a tensor \(20,\) like its completion, got NoneType"),
-        ({"mask": [row * 0 + 2 for row in drawn(0)]}, "mask row 0, token 0: must be 1 or 0, got 2.0"),
-        ({"advantages": torch.zeros(3)}, "advantages has 3 rows, prompts has 7"),
-        ({"advantages": [1.0] * 7}, r"advantages row 0: .* \(20,\) like .*, or all rows one tensor \(7,\), got float"),
-        ({"advantages": np.ones(7)}, r"advantages row 0: .*, or all rows one tensor \(7,\), got float64"),
         ({"weights": CREDIT}, "weights: must hold an item for each row, got Credit; give its `weights`"),
         ({"temperature": "1"}, r"temperature must be in \[1e-38, 1e38\], got '1'"),
     ],
@@ -402,8 +365,7 @@ def test_bad_input_is_refused_by_argument_row_and_value(change, message, qwen3):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"needed": [21, *[5] * 6]}, "needed row 0: must be a number of tokens from 0 to 20, got 21"),
-        ({"needed": [5, -1, *[5] * 5]}, "needed row 1: must be a number of tokens from 0 to 33, got -1"),
+        ({"needed": [5, 34, *[5] * 5]}, "needed row 1: must be a number of tokens from 0 to 33, got 34"),
         ({"needed": [5]}, "needed has 1 rows, prompts has 7; they must agree"),
         ({"trained": [True]}, "trained has 1 rows, prompts has 7; they must agree"),
         ({"token_budget": 1.5}, "token_budget must be a whole number of tokens, got 1.5"),
@@ -436,8 +398,7 @@ def test_what_is_asked_of_a_forward_is_refused_by_argument_row_and_value():
         lambda model, rows: packed_logprobs(model, rows),
         lambda model, rows: packed_policy_loss(model, rows, advantages=torch.ones(7)),
         lambda model, rows: score_counterfactuals(model, rows, SPANS, ANSWERS, mask=PLACEHOLDER),
-        lambda model, rows: counterfactual_credit(model, tiny_tokenizer(), rows),
-        lambda model, rows: counterfactual_credit(packed_forward(model, ROWS), None, rows),
+        lambda model, rows: counterfactual_credit(model, tiny_tokenizer(), rows, config="cf"),
     ],
 )
 def test_prompts_and_completions_that_are_not_rows_are_refused(function):
@@ -450,7 +411,7 @@ def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(uncheck
         model = make_model("Phi3", num_hidden_layers=1, **own_rotary)  # whose rows are continued, and whose are not
         forward = packed_forward(model, Rows([], []), keep_states=True)
         assert forward.tokens_fed == 0
-        assert forward.logprobs() == forward.states() == []
+        assert forward.logprobs() == []
         assert len(score_forward(forward, [], [], mask=PLACEHOLDER).base) == 0
         assert forward.query([])[0] == []
     assert packed_logprobs(model, Rows([], [])) == []
