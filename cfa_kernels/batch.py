@@ -174,16 +174,13 @@ def _listed(name: str, column: Any, batch: Batch) -> Any:
 
 def _tokens(name: str, column: Any, batch: Batch) -> Any:
     check_tokens(name, column, batch.rows)
+    if name == "advantages":
+        check_floating(name, column)
     if isinstance(column, Tensor):
         return column.detach().cpu()
     if len(devices := {row.device for row in column}) == 1 and devices != {torch.device("cpu")}:  # one copy for all
         column = torch.cat(list(column)).cpu().split(batch.rows.lengths)
     return [row.detach().cpu() for row in column]
-
-
-def _advantages(name: str, column: Any, batch: Batch) -> Any:
-    check_floating(name, column := _tokens(name, column, batch))
-    return column
 
 
 def _groups(name: str, column: Any, batch: Batch) -> Any:
@@ -221,22 +218,14 @@ def _answers(name: str, column: Any, batch: Batch) -> list[Span | None]:
 
 
 _READ: dict[str, Callable[[str, Any, Batch], Any]] = {
-    "advantages": _advantages,
+    **dict.fromkeys(
+        ("advantages", "entropies", "weights", "old_logprobs", "ref_logprobs", "sampling_logprobs"), _tokens
+    ),
+    **dict.fromkeys(("external", "probes", "targets", "kept_tokens", "scored", "reasoning_ends"), _listed),
     "groups": _groups,
     "rewards": _rewards,
-    "entropies": _tokens,
-    "external": _listed,
-    "probes": _listed,
-    "targets": _listed,
     "mask": _mask,
-    "weights": _tokens,
-    "old_logprobs": _tokens,
-    "ref_logprobs": _tokens,
-    "sampling_logprobs": _tokens,
-    "kept_tokens": _listed,
-    "scored": _listed,
     "units": _units,
     "answers": _answers,
-    "reasoning_ends": _listed,
 }
 """Function that checks each column, named as errors name it, and brings it to the host."""

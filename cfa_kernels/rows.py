@@ -14,14 +14,10 @@ from .options import check_class
 
 
 class Rows:
-    """Prompts and completions of a batch, unpadded, int64 on the host; a row is its place in the batch.
+    """Prompts (P_b,), none of them empty, and completions (T_b,) of a batch, unpadded, int64 on the host.
 
-    Attributes:
-        prompts: B tensors (P_b,), none of them empty.
-        completions: B tensors (T_b,); a completion that is masked as a whole may be empty.
-        index: B integers, the number of each row in the whole batch of all processes: errors name it, and what is drawn
-            for a row depends on it. Default 0 to B - 1.
-        lengths: B integers, the tokens of each completion.
+    `index` has the number of each row in the whole batch of all processes, by default 0 to B - 1: errors name it, and
+    what is drawn for a row depends on it. `lengths` has the tokens of each completion.
     """
 
     def __init__(
@@ -35,22 +31,12 @@ class Rows:
 
     @classmethod
     def from_padded(
-        cls,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        completion_ids: Tensor,
-        completion_mask: Tensor,
+        cls, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor,
         index: Sequence[int] | None = None,
-    ) -> "Rows":
-        """Take the padding off prompts (B, P), padded on the left, and completions (B, T), padded on the right.
-
-        Masks are 1 on real tokens. Raises `ValueError` for other shapes and for masks with gaps, by name and row.
-        """
-        return cls(
-            _unpad("prompt", prompt_ids, prompt_mask, left=True),
-            _unpad("completion", completion_ids, completion_mask, left=False),
-            index,
-        )
+    ) -> "Rows":  # fmt: skip
+        """Take the padding off prompts (B, P), padded on the left, and completions (B, T), padded on the right."""
+        prompts = _unpad("prompt", prompt_ids, prompt_mask, left=True)
+        return cls(prompts, _unpad("completion", completion_ids, completion_mask, left=False), index)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -117,8 +103,7 @@ def equal_prompts(prompts: Sequence[Tensor]) -> list[int]:
 def fed_together(rows: Rows) -> list[int]:
     """Number rows alike that share a beginning, in order of appearance: to be fed side by side, so that it is fed once.
 
-    These are rows of one prompt, and rows whose prompt goes on as another one's completion begins: the history of a
-    later turn.
+    These are rows of one prompt, and rows whose prompt goes on as another one's completion begins.
     """
     prompts, firsts = [row.numpy().tobytes() for row in rows.prompts], defaultdict[bytes, set[bytes]](set)
     for prompt, completion in zip(prompts, rows.completions, strict=True):

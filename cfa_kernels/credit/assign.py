@@ -52,30 +52,17 @@ FIGURES: dict[str, str] = {
 
 @dataclass(frozen=True, repr=False)
 class Credit:
-    """Weights of B completions and their origin, all on the host; completions that were not scored have no spans.
+    """Weights of B completions and their origin, all on the host; completions that were not scored have no spans."""
 
-    Attributes:
-        weights: B tensors (T_b,) fp32, 1 on completions without credit.
-        answers: B spans, None where no answer was found.
-        spans: B lists of the units that were scored.
-        drop: B tensors (K_b,) fp32, the importance of each unit, under masking the nats that the answer loses without
-            it; 0 where rounding may account for it.
-        base: (B,) fp32, log P(answer), nats; nan where it was not scored.
-        work: counts of what the estimator fed; None for nothing.
-        advantages: B tensors (T_b,), to train on instead of the caller's; None unless values are signed.
-        added: B tensors (T_b,) fp32, the part of those that was added to the caller's; None likewise.
-        texts: function from the index of a completion to the texts of its tokens, to show it; stays in the process.
-    """
-
-    weights: list[Tensor]
-    answers: list[Span | None]
-    spans: list[list[Span]]
-    drop: list[Tensor]
-    base: Tensor
-    work: ScoringWork | None
-    advantages: list[Tensor] | None = None
-    added: list[Tensor] | None = None
-    texts: Callable[[int], list[str]] | None = None
+    weights: list[Tensor]  # B tensors (T_b,) fp32, 1 on completions without credit
+    answers: list[Span | None]  # B, None where no answer was found
+    spans: list[list[Span]]  # B lists of the units that were scored
+    drop: list[Tensor]  # B tensors (K_b,) fp32, importances: under masking nats; 0 where rounding may account for it
+    base: Tensor  # (B,) fp32, log P(answer), nats; nan where it was not scored
+    work: ScoringWork | None  # counts of what the estimator fed; None for nothing
+    advantages: list[Tensor] | None = None  # B tensors (T_b,), to train on instead of the caller's, if credit is signed
+    added: list[Tensor] | None = None  # B tensors (T_b,) fp32, the part of those that was added to the caller's
+    texts: Callable[[int], list[str]] | None = None  # of the tokens of a completion, by index; stays in the process
 
     def __repr__(self) -> str:
         return as_table(self)
@@ -189,18 +176,15 @@ def counterfactual_credit(
             threshold of `weights="top"` is then that of all parts, and an estimator that is a function is given all
             rows, each of which needs its own number in `rows.index`. All processes must call this.
         **columns: those of `Batch` by name, instead of or on top of a batch's own. Rows whose advantages are all zero
-            are not scored and get weight 1, nor are those of a sum of at most 0 with `completions="positive"`, which
-            needs advantages, as signed values do. Groups are by default those of equal prompts. A probe gives units to
-            a completion without an answer, and nothing is trained on it; a target replaces an answer, which must be
-            there. With `target="gold"` each scored row needs a target, which follows the end of a completion without an
-            answer. `progress` reads `old_logprobs` and `ref_logprobs`. Tokens of mask 0, by default
-            those whose own advantage is 0, are in no answer and no unit, weigh 1, and count in no mean; a row without
-            any other is compared with others, not scored.
+            are not scored and get weight 1, nor are those of a sum of at most 0 with `completions="positive"`. Groups
+            are by default those of equal prompts. A probe gives units to a completion without an answer, and nothing is
+            trained on it; a target replaces an answer. With `target="gold"` each scored row needs a target, which
+            follows the end of a completion without an answer. Tokens of mask 0, by default those whose own advantage
+            is 0, are in no answer and no unit, weigh 1, and count in no mean.
 
     Raises:
-        ValueError: columns that are not as described; an estimator that lacks a column, or gives values of the wrong
-            number or that are not finite; names the row. Also rows of other numbers or lengths than those of the
-            `PackedForward`, whose tokens are not compared, and rows of two processes with one number.
+        ValueError: columns that are not as described, or an estimator that lacks one or gives other values than one
+            finite number for each unit; names the row. Also rows that are not those of the `PackedForward`.
         NotImplementedError: an estimator needs what this access to the model does not offer.
     """
     options = as_config(config)
@@ -341,6 +325,11 @@ def _weigh(
         result[b] = line if masks[b].all() else torch.where(masks[b], line, outside)
         if config.normalize and not is_signed:
             result[b] = normalized_weights(result[b], masks[b])
+    signed = None
+    if is_signed:
+        if batch.advantages is None:
+            raise ValueError(f"advantages must be given: {(rule or config.estimator).name!r} adds to them, got None")
+        signed = [row.float() + extra for row, extra in zip(batch.advantages, result, strict=True)]
     reasoning = [units.get(b, Reasoning(None, 0, [])) for b in range(len(batch))]
     return Credit(
         weights=[torch.ones(length) for length in lengths] if is_signed else result,
@@ -349,17 +338,10 @@ def _weigh(
         drop=[scores.rows.get(b, none).drops for b in range(len(batch))],
         base=torch.tensor([scores.rows.get(b, none).base for b in range(len(batch))]),
         work=scores.work,
-        advantages=_sums(config, batch.advantages, result) if is_signed else None,
+        advantages=signed,
         added=result if is_signed else None,
         texts=lambda b: [decoded([i], tokenizer) for i in batch.rows.completions[b].tolist()],
     )
-
-
-def _sums(config: CounterfactualConfig, advantages: Any, added: Sequence[Tensor]) -> list[Tensor]:
-    if advantages is None:
-        rule = config.weights or config.estimator
-        raise ValueError(f"advantages must be given: {rule.name!r} adds to them, got None")
-    return [row.float() + extra for row, extra in zip(advantages, added, strict=True)]
 
 
 def _checked(result: Any, units: Sequence[Sequence[Span]], index: Sequence[int]) -> Importances:

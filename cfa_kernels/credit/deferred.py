@@ -39,22 +39,16 @@ class BatchKeys:
 
 
 class DeferredCredit:
-    """Credit of the rows of a batch.
+    """Credit of the rows of a batch, of which `to_score` are to be scored; assigning it took `seconds`.
 
     If the estimator, a function of the caller's or `weights="top"` compares completions, they are the whole batch's,
     whatever forwards and processes it is split over. Credit is then assigned at once, by `by_model`.
 
     Args:
-        config, tokenizer, seed: as in `counterfactual_credit`.
+        config, tokenizer, seed, gather: as in `counterfactual_credit`.
         batch: rows with advantages and the columns that `counterfactual_credit` reads, except entropies. Its `weights`
             multiply those of credit before they are normalised.
-        gather: as in `counterfactual_credit`, where this process assigns credit to a part of the batch only.
         temperature: that of sampling, for entropies.
-
-    Attributes:
-        to_score: the rows to score, whether or not they have an answer and units.
-        parts: the credit assigned so far, each with its rows.
-        seconds: time that assigning credit took.
     """
 
     def __init__(
@@ -106,15 +100,10 @@ class DeferredCredit:
         self._assign(rows, forward, entropies)
 
     def by_model(
-        self,
-        model: nn.Module | ModelAccess,
-        entropies: Sequence[Tensor] | None = None,
+        self, model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None = None,
         rows: Sequence[int] | None = None,
-    ) -> None:
-        """Assign credit to `rows`, default all, with `model`.
-
-        `entropies`, one row for each of `rows`, are computed with the model if they are read and not given.
-        """
+    ) -> None:  # fmt: skip
+        """Assign credit to `rows`, default all, with `model`, and with their `entropies`, default computed with it."""
         rows = range(len(self.batch)) if rows is None else rows
 
         def computed(batch: Batch) -> Sequence[Tensor]:

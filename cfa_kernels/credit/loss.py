@@ -40,8 +40,8 @@ def credited_loss(
 ) -> CreditedLoss:
     """Compute the policy loss with credited tokens, by one forward that credit and loss both read.
 
-    It is `counterfactual_credit` and then `packed_policy_loss`, to rounding. Later iterations on the same completions
-    take `packed_policy_loss` with the weights of `credit`, or its advantages if it has some.
+    It is `counterfactual_credit` and then `packed_policy_loss`, to rounding, with their errors. Later iterations on the
+    same completions take `packed_policy_loss` with the weights of `credit`, or its advantages if it has some.
 
     Args:
         model: as in `score_counterfactuals`, in any mode without dropout; completions are scored as it computes now.
@@ -52,11 +52,7 @@ def credited_loss(
         seed: as in `counterfactual_credit`.
         token_budget: maximum tokens of each forward, or the batch's own if that is less; default by free memory. That
             of the configuration also limits credit's own forwards.
-        **options: columns of `Batch` by name, `advantages` among them, as `packed_policy_loss` and
-            `counterfactual_credit` read them, and options of `linear_policy_loss`.
-
-    Raises:
-        ValueError, NotImplementedError: as `counterfactual_credit` and `packed_policy_loss` do.
+        **options: columns of `Batch` by name, `advantages` among them, and options of `linear_policy_loss`.
     """
     causal, config = causal_lm(model), as_config(credit)
 

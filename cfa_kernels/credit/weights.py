@@ -206,8 +206,7 @@ class Bilevel(WeightRule):
 
     Per token of the units: importance I below 0 counts as 0; I^ = log(1 + I), min-max normalised; with tau* the
     tau-quantile of I^, omega = I^ / tau* below it and 1 + boost (I^ - tau*) / (1 - tau*) from it on, rescaled to mean 1
-    over those tokens. Others, the answer among them, and equal importances weigh 1. Inverted, 1 - I^ takes the place of
-    I^. The authors' code has a floor of 0.1.
+    over those tokens; others weigh 1. The authors' code has a floor of 0.1.
     """
 
     name = "bilevel"
@@ -314,7 +313,7 @@ class SignGate(WeightRule):
 
     Over all units of the credited completions of a group, with s the median of |v| over importances v that are not 0:
     u = tanh(v / s) and z = (u - mean u) / std u. The tokens of a unit get `strength z` if z has the sign of v, else 0
-    (arXiv 2607.13501, eqs. 9 to 14, as in zhuq-111/LAPO-Leave-One-Turn-Attribution@3b264d7). Inverted, v is -v.
+    (arXiv 2607.13501, eqs. 9 to 14). Inverted, v is -v.
     """
 
     name = "sign_gate"
@@ -380,13 +379,12 @@ class OwnWeights(WeightRule):
 
 
 def with_draws(
-    row: WeightInputs, rule: WeightRule | None, control: Control, generator: torch.Generator | None
+    row: WeightInputs, rule: WeightRule | None, control: Control, generator: torch.Generator
 ) -> WeightInputs:
     """Apply a control that draws: `permuted`, which shuffles a completion's importances, or `random`.
 
     Under `random` every token draws a weight uniformly within `token_draws`, if `rule` has them; else every unit draws
-    an importance, uniformly in [0, 1). Without a rule values are signed, and permuted too. `generator` is on the CPU;
-    None is torch's global one.
+    an importance, uniformly in [0, 1). Without a rule values are signed, and permuted too.
     """
     if rule is None or control == "permuted":
         return row._replace(importances=row.importances[torch.randperm(len(row.importances), generator=generator)])

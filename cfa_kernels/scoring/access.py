@@ -44,15 +44,10 @@ _EVERYTHING = frozenset(CAPABILITIES)
 
 
 class ModelAccess:
-    """Way to query a model.
+    """Way to query a model."""
 
-    Attributes:
-        capabilities: names of `CAPABILITIES`.
-        module: the model as the caller has it, perhaps wrapped; None where it is in another process.
-    """
-
-    capabilities: frozenset[str]
-    module: nn.Module | None
+    capabilities: frozenset[str]  # names of `CAPABILITIES`
+    module: nn.Module | None  # as the caller has it, perhaps wrapped; None where it is in another process
 
     @property
     def model(self) -> PreTrainedModel:
@@ -160,12 +155,7 @@ class LogprobService(RemoteAccess):
     def score(
         self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob", merge_adapters: bool = False
     ) -> CounterfactualScores:
-        """Request log-probs of each sequence; scores are on the host.
-
-        Raises:
-            ValueError: the service gives another number of sequences or tokens than was requested, or one not finite.
-            NotImplementedError: an outcome that log-probs do not tell, and `merge_adapters`.
-        """
+        """Request log-probs of each sequence; scores are on the host."""
         if outcome in DIVERGENCES:
             raise NotImplementedError(f"outcome={outcome!r} needs {CAPABILITIES[DISTRIBUTIONS]}")
         if merge_adapters:

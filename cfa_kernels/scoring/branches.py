@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from ..batch import Batch, Mask, Masks, ScoredRow
 from ..model.parts import context_length, vocab_size
-from ..options import check_class
 from ..rows import Rows, token_ids
 from ..span import Span
 
@@ -76,7 +75,6 @@ def _ids_of(where: str, result: Any, vocab: int | None) -> np.ndarray:
 
 def check_ids(model: PreTrainedModel | None, rows: Rows) -> None:
     """Raise `ValueError` naming a row with an id outside the model's vocabulary, or longer than its context."""
-    check_class(Rows, rows=rows)
     if model is None or not len(rows):
         return
     vocab, longest = vocab_size(model), context_length(model)

@@ -31,7 +31,7 @@ from ..model.walk import ModelWalk
 from ..ops.kept_tokens import KeptTokens, padded_kept_tokens
 from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
-from ..options import POSITIVE
+from ..options import POSITIVE, check_class
 from ..rows import Rows
 from ..tree.packs import lay_out_behind
 from ..tree.prefix_tree import Pack, Query
@@ -74,23 +74,19 @@ def packed_logprobs(
         rows: prompts and completions. Equal prompts and longer common prefixes are fed once.
         temperature: divides the logits.
         return_entropy: also return the entropy of the distribution that each token was drawn from.
-        kept_tokens: for each row, the ids that the sampler kept at each of its tokens: log-probs and entropies are then
-            normalised over them.
+        kept_tokens: for each row, the ids that the sampler kept at each of its tokens, to normalise over.
         token_budget: maximum tokens per forward; default by free memory. Completions of one prompt, and rows that go on
             as they begin, stay together.
 
-    Returns:
-        B tensors (T_b,) in nats on the head's device, float32, or float64 from a model in float64. With
-        `return_entropy` a second list like it. No rows give an empty list.
-
-    Raises:
-        ValueError: bad input; the message names argument, row and value.
-        NotImplementedError: a model that cannot be run this way, by name and reason.
+    Returns B tensors (T_b,) in nats on the head's device, float32, or float64 from a model in float64. With
+    `return_entropy` a second list like it. Raises `ValueError` naming argument, row and value, `NotImplementedError`
+    for a model that cannot be run this way.
     """
     causal = causal_lm(model)
 
     def body() -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
         POSITIVE.check(temperature=temperature)
+        check_class(Rows, rows=rows)
         return packed_forward(causal, rows, token_budget=token_budget).logprobs(
             temperature, return_entropy=return_entropy, kept_tokens=kept_tokens
         )
@@ -114,9 +110,8 @@ def packed_policy_loss(
         model, rows, token_budget: as in `packed_logprobs`, with its errors; rows may be a batch with its columns, and
             its own `token_budget` if that is less.
         **options: columns of `Batch` by name, and options of `linear_policy_loss`. The loss reads `advantages`, which
-            it needs, `old_logprobs` (None means on-policy), `ref_logprobs` (needed when `beta != 0`), `weights` (finite
-            and >= 0, on the clipped policy term), `mask`, `sampling_logprobs` and `kept_tokens`, over which old and
-            reference log-probs should be normalised too.
+            it needs, `old_logprobs` (None means on-policy), `ref_logprobs` (needed when `beta != 0`), `weights` (on the
+            clipped policy term), `mask`, `sampling_logprobs` and `kept_tokens`.
     """
     causal = causal_lm(model)
 
@@ -232,10 +227,7 @@ class PackedForward(InProcess):
         return_entropy: bool = False,
         kept_tokens: Sequence[KeptTokens] | None = None,
     ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
-        """Compute log-probs, as `packed_logprobs` does, of the fed tokens of each row.
-
-        Raises `RuntimeError` if the head's weights have changed since this forward.
-        """
+        """Compute log-probs, as `packed_logprobs` does, of the fed tokens of each row."""
         self._require_same_head()
         counts = self.counts.tolist()
         targets = [ids.numpy()[:count] for ids, count in zip(self.rows.completions, counts, strict=True)]
@@ -257,12 +249,7 @@ class PackedForward(InProcess):
         )
 
     def policy_loss(self, batch: Batch | LossBatch, **options: Any) -> PackedLoss:
-        """Compute the loss of `packed_policy_loss`, with its options, from what this forward has fed.
-
-        Raises:
-            ValueError: other rows, or a row that the loss needs more of, or with a gradient, than was fed.
-            RuntimeError: the head's weights have changed since this forward.
-        """
+        """Compute the loss of `packed_policy_loss`, with its options, from what this forward has fed."""
         self._require_same_head()
         batch = LossBatch.of(batch, **options) if isinstance(batch, Batch) else batch
         mask, trains = batch.columns["mask"], torch.is_grad_enabled()
@@ -306,14 +293,8 @@ class PackedForward(InProcess):
         """Score some or all of the forward's rows, found by their index, and feed only branches.
 
         With `merge_adapters` the unmasked answer is a branch too: its rows are fed again, so that the same weights give
-        both log-probs of a drop. The rows before a branch are those of this forward, which ran with adapters.
-
-        Layers that carry a state, and rotary frequencies that follow a forward's longest sequence, take forwards of
-        their own.
-
-        Raises:
-            ValueError: also for a row with an answer that was not fed, and for states that were not kept.
-            RuntimeError: a weight or adapter has changed since this forward. A write through `.data` is not noticed.
+        both log-probs of a drop. Layers that carry a state, and rotary frequencies that follow a forward's longest
+        sequence, take forwards of their own. Raises `RuntimeError` if a weight or adapter has changed since.
         """
         walk = self._same_model()
         if stands_alone(walk):

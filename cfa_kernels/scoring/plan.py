@@ -65,10 +65,9 @@ def plan_queries(
     groups: Sequence[int] | None = None,
     token_budget: int | None = None,
 ) -> QueryPlan:
-    """Check the input of `query_logprobs`; nothing runs on a device.
+    """Plan the forwards of queries; nothing runs on a device.
 
     Each query keeps the rotary frequencies that its whole sequence has by itself, so a bundle may be in several parts.
-    Raises `NotImplementedError` for a row that no forward may hold.
     """
     walk = ModelWalk.of(model)
     index = range(len(bundles)) if index is None else index
@@ -152,16 +151,13 @@ def plan_training(
     token_budget: int | None = None,
     whole: bool = False,
 ) -> TrainingPlan:
-    """Check the input of `packed_forward`, and split rows into those whose group needs a gradient and all others.
+    """Split rows into those whose group needs a gradient and all others, as `packed_forward` feeds them.
 
     If processes share the model, and so must run equally many forwards, all rows are of the first kind. Tokens that
-    nobody reads are fed too if `whole`. Raises `ValueError` for `needed` and `trained` that do not fit the rows.
+    nobody reads are fed too if `whole`.
     """
-    check_columns(
-        rows.prompts,
-        **{"needed": needed} if needed is not None else {},
-        **{"trained": trained} if trained is not None else {},
-    )
+    given = {"needed": needed, "trained": trained}
+    check_columns(rows.prompts, **{name: column for name, column in given.items() if column is not None})
     counts = np.array(rows.lengths if needed is None else needed, dtype=np.int64)
     for b in np.flatnonzero((counts < 0) | (counts > rows.lengths)).tolist():
         raise ValueError(f"needed row {b}: must be a number of tokens from 0 to {rows.lengths[b]}, got {counts[b]}")

@@ -47,10 +47,11 @@ PROMPTS = torch.tensor([[0, 5, 6], [4, 5, 6], [0, 0, 6], [4, 4, 4]])
 PROMPT_MASK = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1], [1, 1, 1]])
 COMPLETIONS = torch.tensor([[7, 8, 9, 10, 2], [7, 8, 9, 11, 0], [7, 8, 0, 0, 0], [7, 8, 9, 10, 2]])
 COMPLETION_MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]])
+MASKING = CounterfactualConfig()
 ROWS = Rows.from_padded(PROMPTS, PROMPT_MASK, COMPLETIONS, COMPLETION_MASK)
 
 
-def credited(access, *, rows=ROWS, config=CounterfactualConfig(), **given):
+def credited(access, *, rows=ROWS, config=MASKING, **given):
     """Credit of `rows` by an access to no model."""
     return counterfactual_credit(access, Tokenizer(), rows, config=config, **given)
 

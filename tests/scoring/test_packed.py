@@ -342,7 +342,7 @@ def test_a_forward_scores_those_of_its_rows_that_a_batch_numbers_and_no_others()
         Rows(PROMPTS[:2], COMPLETIONS[:2], [0, 9]),
     )
     for other, message in ((shorter, "row 0 of 19 tokens is not"), (numbered, "row 9 of 33 tokens is not")):
-        with pytest.raises(ValueError, match=f"rows: must be those of the forward, and {message}"):
+        with pytest.raises(ValueError, match=f"rows: must be those of packed_forward, and {message}"):
             forward.score(Batch(other), mask=PLACEHOLDER)
 
 
