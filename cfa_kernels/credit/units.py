@@ -166,10 +166,7 @@ def batch_to_score(
 def _spans_to_score(
     config: CounterfactualConfig, batch: Batch, b: int, row: Reasoning, special: Sequence[int]
 ) -> list[Span]:
-    """List what an estimator scores for each unit of a row: the unit, or the part of a turn before the answer.
-
-    An estimator that `observes` scores a turn with its observation.
-    """
+    """List what an estimator scores for each unit of a row: of a turn what is before the answer, or `observes`."""
     if config.units != "turns" or not row.spans:
         return row.spans
     limit = batch.rows.lengths[b]
@@ -191,10 +188,7 @@ def target_ids(targets: Sequence[Tensor | str | None], tokenizer: Any) -> list[A
 def _with_target(
     batch: Batch, b: int, row: Reasoning, eos_ids: Sequence[int], model: PreTrainedModel | None, gold: bool
 ) -> tuple[Tensor, Reasoning]:
-    """Append its probe to a row's completion, or replace its answer by its target; `model` limits their ids.
-
-    A `gold` target is required, and appended where there is no answer to replace.
-    """
+    """Append its probe to a row's completion, or replace its answer by its target; a `gold` one may follow the end."""
     completion, name, vocab = batch.rows.completions[b], batch.index[b], None if model is None else vocab_size(model)
     probe: Probe | None = None if batch.probes is None else batch.probes[b]
     target: Any = None if batch.targets is None else batch.targets[b]

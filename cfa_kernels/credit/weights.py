@@ -40,16 +40,8 @@ def span_weights(
     One span, or drops that differ by the rounding of float32 only, weigh 1, as do tokens outside every span. A token in
     several spans takes the largest importance among them. `rule` is by default `Range(min_spread=0.0)`, the paper's.
 
-    Args:
-        drop: (K,) base minus masked log-prob of the answer, nats, one per span: its importance.
-        spans: K half-open token spans.
-        answer: the answer's tokens, or None.
-        length: completion tokens.
-        rule: rule for weights.
-        inverted: whether high importance gets low weight.
-
-    Raises:
-        ValueError: shapes, spans outside the completion or non-finite drops; names argument and value.
+    `drop` are (K,) base minus masked log-prob of the answer, nats, one per span. Raises `ValueError` naming the
+    argument for spans outside the completion and drops that are not finite.
     """
     values = as_numbers(drop, "drop", f"{len(spans)} spans")
     if len(values) != len(spans):
@@ -130,23 +122,14 @@ class WeightInputs(NamedTuple):
 
 
 class WeightRule:
-    """Rule by which importances become weights: a frozen dataclass whose fields are its options.
+    """Rule by which importances become weights: a frozen dataclass whose fields are its options."""
 
-    Attributes:
-        name: what configurations call it.
-        compares: whether the weights of a completion depend on the others of the batch.
-        signed: whether it gives additions to the advantages, of any sign, instead of weights.
-        absolute: whether it reads importances of one sign whatever the advantage, 0 where rounding may explain them.
-        by_group: whether it compares the completions of a group, so that a host must have whole groups.
-        token_draws: limits of the weight that each token draws under the control `random`; None where units draw.
-    """
-
-    name: ClassVar[str]
-    compares: ClassVar[bool] = False
-    signed: ClassVar[bool] = False
-    absolute: ClassVar[bool] = False
-    by_group: ClassVar[bool] = False
-    token_draws: ClassVar[tuple[float, float] | None] = None
+    name: ClassVar[str]  # what configurations call it
+    compares: ClassVar[bool] = False  # whether the weights of a completion depend on the others of the batch
+    signed: ClassVar[bool] = False  # whether it gives additions to the advantages, of any sign, instead of weights
+    absolute: ClassVar[bool] = False  # whether it reads drops: of one sign whatever the advantage, 0 within rounding
+    by_group: ClassVar[bool] = False  # whether it compares completions of a group, so that a host needs whole groups
+    token_draws: ClassVar[tuple[float, float] | None] = None  # limits of each token's draw; None where units draw
 
     def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
         """Weigh the tokens of every completion of a batch, (T_b,) fp32 each; `gather` finds the rest of the batch."""

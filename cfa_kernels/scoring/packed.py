@@ -148,9 +148,6 @@ def packed_forward(
             backward still runs, and leaves zeros.
         keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
         router_loss: for `PackedForward.router_loss`, feed all rows whole and with gradient, and keep routers' logits.
-
-    The result cannot be read once the weights that it came from have changed. Liger's gated MLPs, where the model has
-    them, overwrite what a backward reads: call it once.
     """
     check_ids(causal, rows)
     walk = ModelWalk.of(causal)
@@ -178,10 +175,6 @@ def stands_alone(walk: ModelWalk) -> bool:
     return has_cells(walk) or bool(rope_lengths(walk)[0])
 
 
-def _parts(head: Head) -> list[Tensor]:
-    return [tensor for tensor in (head.weight, head.bias) if tensor is not None]
-
-
 @dataclass
 class _PackStates:
     """One pack after its forward; its queries are rows of the batch."""
@@ -205,7 +198,7 @@ class PackedForward(InProcess):
         self.head, self.rows, self.counts, self.packs = head, plan.rows, plan.counts, packs
         self._walk, self._with_gradient = plan.walk, plan.with_gradient
         self.device = head.weight.device
-        self._head = TensorMarks(_parts(head))
+        self._head = TensorMarks([head.weight] if head.bias is None else [head.weight, head.bias])
         self._model = state
         predicting, offset = [np.zeros(0, np.int64)] * (len(self.rows) + 1), 0
         for one in packs:
@@ -343,7 +336,7 @@ class PackedForward(InProcess):
         return self._walk
 
     def _require_same_head(self) -> None:
-        if not self._head.hold(_parts(self.head)):
+        if not self._head.hold([self.head.weight] if self.head.bias is None else [self.head.weight, self.head.bias]):
             raise RuntimeError(
                 "this forward's log-probs cannot be read: the head has changed since it ran; ask before the optimizer "
                 "step, or run packed_forward again"

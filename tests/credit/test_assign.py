@@ -192,14 +192,6 @@ def test_a_function_as_estimator_sees_every_completion_with_its_group_and_its_va
     assert credit.drop[0].tolist() == [0, 3]
 
 
-def test_siblings_are_the_completions_of_equal_prompts_unless_groups_are_given(scored):
-    rows = Rows([ROWS.prompts[b] for b in (0, 1, 0, 1)], ROWS.completions)
-    estimate = importances_of(lambda batch: [[0.0] * len(units) for units in batch.units])
-    credited(scored, rows=rows, config=CounterfactualConfig(estimator=estimate))
-    assert estimate.batch.index == [0, 1, 2, 3]
-    assert estimate.batch.groups.tolist() == [0, 1, 0, 1]
-
-
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("control", [None, "inverted", "permuted", "random", "off"])
 def test_signed_values_are_added_to_the_advantages_of_their_units(scored, control, per_row):
@@ -302,14 +294,6 @@ def test_estimators_and_reshapings_that_cannot_be_used_say_why(scored, config, g
 SIBLINGS = Rows([ROWS.prompts[b] for b in (1, 1, 3, 3)], ROWS.completions)
 
 
-@pytest.mark.parametrize("normalize", [None, "mean"])
-def test_a_wrong_completion_is_weighed_where_it_differs_from_a_correct_sibling(scored, normalize):
-    config = CounterfactualConfig(estimator="sibling_edits", normalize=normalize)
-    credit = credited(scored, rows=SIBLINGS, rewards=torch.tensor([1.0, 0, 1, 1]), config=config)
-    assert credit.weights[1].tolist() == [0, 0, 0, 4 if normalize else 1]
-    assert all(credit.weights[b].eq(1).all() for b in (0, 2, 3))
-
-
 @pytest.mark.parametrize(
     ("config", "needed"),
     [
@@ -335,14 +319,6 @@ def test_figures_of_signed_credit_are_those_of_what_is_added(scored):
     assert figures["credit/added_fraction"] == (added != 0).float().mean().item() > 0
     assert figures["credit/scored_fraction"] == 1
     assert not {"credit/weight_mean", "credit/drop_mean", "credit/distractor_fraction"} & set(figures)
-
-
-def test_a_completion_without_a_reward_is_neither_compared_nor_credited(scored):
-    estimate = importances_of(lambda batch: [[0.0] * len(units) for units in batch.units])
-    rewards, config = torch.tensor([1.0, float("nan"), 0, 1]), CounterfactualConfig(estimator=estimate)
-    credit = credited(scored, config=config, rewards=rewards, advantages=rewards - 0.5)  # also nan, and not read
-    assert estimate.batch.index == [0, 2, 3]
-    assert credit.spans[1] == []
 
 
 @pytest.mark.parametrize(("outcome", "dtype"), [("logprob", torch.float32), ("mean_logprob", torch.bfloat16)])

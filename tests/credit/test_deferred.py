@@ -13,7 +13,6 @@ from cfa_kernels import (
     Batch,
     BatchKeys,
     CounterfactualConfig,
-    Credit,
     DeferredCredit,
     Importances,
     Rows,
@@ -122,17 +121,6 @@ def test_rows_of_several_processes_need_numbers_of_their_own():
     own = comparing(COMPARING[-1], gather=lambda value: [value, value])
     with pytest.raises(ValueError, match=r"rows: number 0 is of two rows; with gather, Rows\(index=\.\.\.\) must"):
         own.by_model(tiny_model().eval())
-
-
-@pytest.mark.parametrize("signed", [False, True])
-def test_integer_advantages_are_not_credited_as_their_products_with_weights_would_be_cut_to_integers(signed):
-    half = [torch.full((2,), 0.5), torch.ones(2)]
-    credit = Credit(half, [None] * 2, [[], []], half, torch.zeros(2), None, advantages=half if signed else None)
-    assert torch.stack(credit.applied_to(torch.tensor([1.0, -1.0])))[0].tolist() == [0.5 - 0.25 * signed] * 2
-    for advantages in (torch.tensor([1, -1]), [torch.ones(2), torch.tensor([1, -1])]):
-        message = r"advantages must be floating point, got torch.int64; convert them with \.float\(\)"
-        with pytest.raises(ValueError, match=message):
-            credit.applied_to(advantages)
 
 
 @pytest.mark.parametrize("options", DRAWN, ids=str)

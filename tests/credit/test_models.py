@@ -37,15 +37,6 @@ def credit_of(model, batch, config=None, **given):
     return counterfactual_credit(model, TOKENIZER, batch[2], config=config or CounterfactualConfig(), **given)
 
 
-def test_prefix_gain_asks_each_completions_own_answer_behind_every_unit(model, batch):
-    prompts, completions, _ = batch
-    credit = credit_of(model, batch, CounterfactualConfig(estimator="prefix_gain"))
-    for b in (0, 1):
-        end = len(encode(TOKENIZER, TEXTS[b].split("####")[0]))
-        expected = gain_of(model, prompts[b], completions[b], credit.spans[b], credit.answers[b], end)
-        torch.testing.assert_close(credit.drop[b], expected)
-
-
 def test_a_host_that_gives_log_probs_alone_finds_the_same_prefix_gains_and_mean_drops(model, batch):
     service = LogprobService(lambda *columns: [naive_row(model, *row) for row in zip(*columns, strict=True)])
     for config in (
@@ -118,34 +109,3 @@ def test_a_target_is_scored_in_the_place_of_the_answer(model, batch):
 def test_bad_probes_and_targets_are_refused_by_row(model, batch, given, message):
     with pytest.raises(ValueError, match=message):
         credit_of(model, batch, **given)
-
-
-@pytest.mark.parametrize(("outcome", "units"), [("mean_logprob", "spans"), ("last", "tokens"), ("mean", "tokens")])
-def test_outcomes_and_token_units_reach_the_scoring(model, batch, outcome, units):
-    prompts, completions, _ = batch
-    credit = credit_of(
-        model, batch, CounterfactualConfig.of({"estimator.outcome": outcome, "units": units, "weights": "bilevel"})
-    )
-    expected = score_columns(
-        model, prompts, completions, credit.spans, [a if s else None for a, s in zip(credit.answers, credit.spans)],  # noqa: B905
-        mask=TOKENIZER.pad_token_id, outcome=outcome,
-    )  # fmt: skip
-    torch.testing.assert_close(credit.drop[:2], expected.drop[:2])
-    assert all(len(unit) == 2 and unit.end == unit.start + 1 for unit in credit.spans[0]) == (units == "tokens")
-
-
-@pytest.mark.parametrize("preselect_by", ["length", "prefix_gain", "entropy"])
-def test_the_top_share_by_an_estimate_is_masked_exactly(model, batch, preselect_by):
-    entropies = [torch.rand(n, generator=torch.Generator().manual_seed(0)) for n in batch[2].lengths]
-    known = {"entropies": entropies, "rewards": [1.0, 0.0, 0.0]}
-    exact = credit_of(model, batch)
-    some = credit_of(
-        model,
-        batch,
-        CounterfactualConfig.of({"estimator.preselect": 0.5, "estimator.preselect_by": preselect_by}),
-        **known,
-    )
-    for few, all_of_them in zip(some.drop[:2], exact.drop[:2], strict=True):
-        masked = few != 0
-        assert 0 < masked.sum() < len(few)
-        torch.testing.assert_close(few[masked], all_of_them[masked])

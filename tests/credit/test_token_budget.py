@@ -75,14 +75,6 @@ def test_the_forwards_of_credit_and_loss_have_at_most_the_rows_of_the_smaller_bu
         assert max(fed) <= BUDGET
 
 
-@pytest.mark.parametrize("way", ["none", "caller", "batch", "caller, less", "batch, less"])
-def test_the_packed_loss_has_at_most_the_rows_of_the_smaller_budget(way):
-    model, (caller, own, _) = tiny_model().eval(), WAYS[way]
-    with counted(model) as fed:
-        packed_policy_loss(model, Batch(ROWS, advantages=ADVANTAGES, token_budget=own), token_budget=caller)
-    assert (max(fed) <= BUDGET) == (way != "none")
-
-
 @pytest.mark.parametrize("bad", [0, 1.5, True, "48"])
 def test_a_bad_budget_is_named_also_next_to_a_smaller_one(bad):
     model = tiny_model().eval()

@@ -132,19 +132,6 @@ def test_turns_without_an_answer_are_judged_by_a_gold_one_after_their_end(model)
     assert own.weights[1].eq(1).all()
 
 
-@pytest.mark.parametrize("gold", [None, "81"])
-def test_the_gain_of_a_turn_is_what_it_and_its_observation_add(model, gold):
-    rows, masks = problem()
-    config = CounterfactualConfig("prefix_gain", units="turns", target="gold" if gold else "answer")
-    credit = counterfactual_credit(
-        model, CHARACTERS, rows, config=config, mask=masks, targets=[gold] * 3 if gold else None
-    )
-    texts, target = [ids(text) for text, _ in ROLLOUTS[0]], ids(gold or "6")
-    values = [exact(model, [*texts[:k], ids("#### ")], target).mean().exp() for k in (0, 2, 4, 6)]
-    torch.testing.assert_close(credit.drop[0].double(), torch.stack(values).diff(), rtol=1e-4, atol=1e-7)
-    assert credit.work.forwards == 1
-
-
 def test_progress_is_the_log_ratio_of_policy_and_reference_summed_over_a_turn():
     rows, masks = problem()
     draws = torch.Generator().manual_seed(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cfa_kernels.estimators.prefix_gain import PrefixGain
-from cfa_kernels.estimators.probes import Probe, length_without_eos, with_probe
+from cfa_kernels.estimators.probes import length_without_eos
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.span import Span
 from tests.support.models import batch_of, make_model, naive_row, tokens
@@ -88,19 +88,3 @@ def test_bad_rows_are_refused_by_row_and_value(qwen3, change, message):
     named = dict(zip(("prompts", "completions", "units", "answers", "ends"), problem(), strict=True))
     with pytest.raises(ValueError, match=message):
         gains_of(qwen3, **named | change)
-
-
-@pytest.mark.parametrize(
-    ("probe", "spans", "message"),
-    [
-        (Probe(torch.tensor([3]), Span(1, 1)), [], r"probes row 7: target \(1, 1\) is not a non-empty"),
-        (Probe(torch.zeros(2), Span(0, 1)), [], "probes row 7: must be a 1-D int64 tensor .* torch.float32"),
-        (
-            Probe(torch.tensor([3]), Span(0, 1)), [Span(0, 2), Span(3, 5)],
-            r"spans row 7, span 1: \(3, 5\) reaches the probe, which starts at 4",
-        ),
-    ],
-)  # fmt: skip
-def test_bad_probes_behind_completions_are_refused(probe, spans, message):
-    with pytest.raises(ValueError, match=message):
-        with_probe(7, torch.tensor([4, 5, 6, 7, EOS]), spans, probe, [EOS])

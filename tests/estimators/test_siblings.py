@@ -66,25 +66,6 @@ def test_a_token_is_worth_the_change_of_the_mean_reward_below_its_prefix(batch) 
         assert (found == 0).tolist() == [abs(value) < 1e-12 for value in expected]
 
 
-@pytest.mark.parametrize(
-    ("texts", "rewards", "expected"),
-    [
-        (["ab", "ab"], [1.0, 0.0], [[0, 0], [0, 0]]),  # equal ids share a leaf, whatever they earned
-        (["ab", "abc"], [1.0, 0.0], [[0, 0], [0, 0, -0.5]]),  # the longer one leaves the shorter at its next token
-        (["ab.", "abc."], [1.0, 0.0], [[0, 0, 0.5], [0, 0, -0.5, 0]]),  # unless an end-of-text token is there
-        (["abc"], [1.0], [[0, 0, 0]]),
-        (["a", "b", "c"], [0.1, 0.1, 0.1], [[0], [0], [0]]),  # 0.1 + 0.1 + 0.1 is not 3 x 0.1 in binary
-        (["", "a"], [1.0, 0.0], [[], [-0.5]]),
-        # the -> cat (1) | dog (0, 1); V = 2/3 at the root, 1 after "c", 1/2 after "d", then 0 and 1.
-        (["tc", "tdx", "tdy"], [1.0, 0.0, 1.0], [[0, 1 / 3], [0, -1 / 6, -1 / 2], [0, -1 / 6, 1 / 2]]),
-    ],
-)
-def test_prefix_values_worked_by_hand(texts, rewards, expected) -> None:
-    groups = torch.full((len(texts),), 7)
-    found = prefix_tree_values([ids(t) for t in texts], groups, torch.tensor(rewards))
-    assert [row.tolist() for row in found] == [pytest.approx(row, rel=1e-6, abs=0) for row in expected]
-
-
 # Edits
 
 
@@ -97,23 +78,6 @@ def test_edited_tokens_are_those_of_an_alignment_by_the_full_table(ours, theirs)
         (t for t, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs))
     )
     assert not found[: min(same, len(ours) - 1)].any(), "a token before the first difference"
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "edited"),
-    [
-        ("3+4=8.", "3+4=7.", "000010"),
-        ("so 7.", "so 17.", "00010"),  # an insertion marks the token before which it goes
-        ("so 7", "so 7!", "0001"),  # at the end, the last token
-        ("ab", "ab", "00"),
-        ("ab", "", "11"),
-        ("", "ab", ""),
-        ("ab", "xab", "10"),
-        ("abc", "xyz", "111"),
-    ],
-)
-def test_edits_worked_by_hand(ours, theirs, edited) -> None:
-    assert edited_tokens(ids(ours), ids(theirs)).tolist() == [float(mark) for mark in edited]
 
 
 @given(BATCH)

@@ -2,24 +2,17 @@
 
 import functools
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cfa_kernels import Batch, Span
-from cfa_kernels.estimators import gradient
 from cfa_kernels.model import tree_forward
 from cfa_kernels.model.limits import largest_forward
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import packed
-from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.branches import branch
 from cfa_kernels.scoring.masked import score_batch
 from cfa_kernels.scoring.packed import packed_forward
-from cfa_kernels.tree.packs import Limits, lay_out, lay_out_behind, lay_out_split
-from cfa_kernels.tree.prefix_tree import Query
 from tests.support.models import MASKED, PLACEHOLDER, make_model, tokens
 
 MOST = 63  # rows of a forward in which places do not matter
@@ -100,50 +93,6 @@ def test_a_masked_row_that_is_longer_is_refused_by_number_before_anything_runs(c
     with pytest.raises(NotImplementedError, match=expected):
         access.score(BATCH, **masks) if access else score_batch(model, BATCH, **masks)
     assert len(sizes) == before
-
-
-@pytest.mark.parametrize("way", ["a forward with gradients", "gradient"])
-def test_so_is_a_long_row_by_itself(way, sizes, monkeypatch):
-    rows = Rows(ROWS.prompts[2:4], [torch.cat([ROWS.completions[2]] * 2), ROWS.completions[3]], [7, 8])
-    batch, model = Batch(rows, units=[[Span(2, 4)], []], answers=[Span(97, 100), None]), llama(MOST + 1)
-    monkeypatch.setattr(gradient, "check_supported", lambda walk: None)
-    with pytest.raises(NotImplementedError, match=r"completions row 7: a sequence of 10\d tokens must share one"):
-        gradient.Gradient()(InProcess(model), batch) if way == "gradient" else packed_forward(model, rows)
-    assert not sizes
-
-
-SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=9)
-
-
-@pytest.mark.parametrize("divergence", [False, True])
-@settings(max_examples=40)
-@given(SEQUENCES, SEQUENCES, st.integers(1, 30), st.integers(0, 12))
-def test_every_query_is_laid_out_once_within_the_limit_and_after_the_first_of_its_bundle(
-    divergence, fed, rows, budget, extra
-):
-    def queries(sequences):
-        arrays = [np.array(row, dtype=np.int64) for row in sequences]
-        return [Query(row, len(row) - 1, row[:1], divergence=divergence) for row in arrays]
-
-    def checked(packs, limits):
-        answered = []
-        for pack in packs:
-            assert pack.table.num_rows <= limits.most_rows
-            assert pack.num_tokens <= max(limits.token_budget, *map(len, rows))
-            answered += pack.queries
-        assert sorted(answered) == [*range(len(rows))]
-        for bundle in bundles if divergence else ():
-            assert min(map(answered.index, bundle)) == answered.index(bundle[0])
-
-    half = -(-len(rows) // 2)
-    bundles = [bundle for bundle in ([*range(half)], [*range(half, len(rows))]) if bundle]
-    (trunk,) = lay_out(queries(fed), [range(len(fed))], 999)
-    most = max(trunk.num_tokens, *map(len, rows)) + extra
-    limits = Limits(min(budget, most), most_rows=most)
-    checked(lay_out_behind(trunk, queries(rows), bundles, limits), limits)
-    most = max(map(len, rows)) + extra
-    limits = Limits(min(budget, most), most_rows=most)
-    checked(lay_out_split(queries(rows), [bundles], limits), limits)
 
 
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [6.0] * 8}

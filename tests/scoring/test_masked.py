@@ -13,10 +13,9 @@ from cfa_kernels.model import head
 from cfa_kernels.model.check import verify
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import LogprobService
-from cfa_kernels.scoring.masked import ScoringWork, query_logprobs, score_counterfactuals
+from cfa_kernels.scoring.masked import ScoringWork, score_counterfactuals
 from cfa_kernels.scoring.packed import packed_forward
 from cfa_kernels.span import Span
-from cfa_kernels.tree.prefix_tree import Query
 from tests.support.models import (
     ARCHITECTURES,
     PLACEHOLDER,
@@ -92,24 +91,6 @@ def test_scores_equal_naive_forwards_on_random_ragged_batches(qwen3, data):
         spans.append([Span(min(pair), max(pair) + 1) for pair in drawn])
     scores = score_columns(qwen3, prompts, completions, spans, answers, mask=PLACEHOLDER)
     assert_equals_naive(scores, qwen3, prompts, completions, spans, answers)
-
-
-@pytest.mark.parametrize("budget", [None, 1, 25])
-def test_queries_of_any_sequences_get_the_logprobs_of_their_targets(qwen3, budget):
-    one, two = tokens(20, 30, seed=4)
-    two[:9] = one[:9]
-    asked = [(one, 5, 11), (one, 0, 2), (two, 8, 29), (two, 28, 29)]
-    first, second, third, fourth = (
-        Query(ids[:stop].numpy(), start, ids[start + 1 : stop + 1].numpy()) for ids, start, stop in asked
-    )
-    found, work = query_logprobs(qwen3, [[first, second], [], [third, fourth]], token_budget=budget)
-    assert [len(unit) for unit in found] == [2, 0, 2]
-    assert work.tokens_unshared == 11 + 2 + 29 + 29
-    if budget is None:
-        assert work.tokens_fed == 11 + 29 - 9
-    for values, (ids, start, stop) in zip([*found[0], *found[2]], asked, strict=True):
-        expected = naive_row(qwen3, ids[:1], ids[1:])[start:stop]
-        torch.testing.assert_close(values.cpu(), expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", TREE)

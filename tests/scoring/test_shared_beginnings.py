@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-from cfa_kernels.credit.assign import counterfactual_credit
-from cfa_kernels.credit.config import CounterfactualConfig
-from cfa_kernels.credit.loss import credited_loss
 from cfa_kernels.rows import Rows, fed_together
 from cfa_kernels.scoring.packed import packed_forward, packed_policy_loss
 from tests.support.models import (
@@ -152,14 +149,3 @@ def test_what_rows_share_is_fed_once_whatever_their_prompts_and_the_budget():
 def test_rows_are_fed_side_by_side_whose_prompts_go_on_as_a_completion_begins(prompts, expected):
     completions = [ids("xy" if prompt.endswith(("b", "z")) else "yz") for prompt in prompts]
     assert fed_together(Rows([*map(ids, prompts)], completions)) == expected
-
-
-def test_the_packed_step_credits_turns_of_rows_as_apart():
-    model = make_model("Qwen3", vocab_size=128)
-    config = CounterfactualConfig.of({"units": "turns", "estimator.mask_observation": True})
-    result = credited_loss(model, CHARACTERS, ROWS, advantages=ADVANTAGES, credit=config, mask=MASKS, loss_type="dapo")
-    apart = counterfactual_credit(model, CHARACTERS, ROWS, advantages=ADVANTAGES, config=config, mask=MASKS)
-    torch.testing.assert_close(result.credit.weights, apart.weights, rtol=0, atol=1e-3)
-    theirs = loss_of_plain_rows(model, result.credit.weights)
-    assert result.loss.item() == pytest.approx(theirs.item(), rel=1e-5)
-    assert_same_gradients(gradients(model, result.loss), gradients(model, theirs))
