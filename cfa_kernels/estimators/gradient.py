@@ -286,11 +286,7 @@ class _EmbeddingTap:
 
     def __init__(self, model: PreTrainedModel, rows: Tensor | None = None, noise: Tensor | None = None) -> None:
         self.model, self.rows, self.noise, self.calls = model, rows, noise, 0
-
-    @property
-    def no_gradient(self) -> str:
-        """Say why a missing gradient cannot be computed."""
-        return f"model: {type(self.model).__name__} passes no gradient to its embeddings"
+        self.no_gradient = f"model: {type(model).__name__} passes no gradient to its embeddings"
 
     def __enter__(self) -> None:
         self._hook = self.model.get_input_embeddings().register_forward_hook(self._exchange)

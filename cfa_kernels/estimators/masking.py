@@ -72,7 +72,8 @@ class Masking(Estimator):
         """Score the units of a batch."""
         part, some, work = batch, list[list[int]](), ScoringWork()
         if self.preselect < 1:
-            estimate = self._estimate(access, batch)
+            lengths = [torch.tensor([float(end - start) for start, end in row]) for row in batch.units]
+            estimate = self._preselector(access, batch) if self._preselector else Importances(lengths)
             check_finite(f"preselect_by={self.preselect_by!r},", batch.index, estimate.values, of="unit")
             some = [top_units(row.abs(), self.preselect) for row in estimate.values]
             work = estimate.work or work
@@ -93,12 +94,6 @@ class Masking(Estimator):
     @property
     def _preselector(self) -> Estimator | None:
         return None if self.preselect == 1 or self.preselect_by == "length" else ESTIMATORS[self.preselect_by]()
-
-    def _estimate(self, access: ModelAccess, batch: Batch) -> Importances:
-        """Estimate the importances by which the units worth masking are chosen."""
-        if (other := self._preselector) is not None:
-            return other(access, batch)
-        return Importances([torch.tensor([float(end - start) for start, end in row]) for row in batch.units])
 
 
 def top_units(importance: Tensor, share: float) -> list[int]:

@@ -170,9 +170,9 @@ class LogprobService(RemoteAccess):
             raise ValueError(f"logprobs_of: expected log-probs of {len(completions)} sequences, got {got}")
         values = [torch.zeros(0)]
         for i, (row, completion, (_, query)) in enumerate(zip(result, completions, queries, strict=True)):
-            numbers = as_numbers(row, f"logprobs_of, sequence {i}", f"{len(completion)} tokens")
+            numbers = as_numbers(row, f"logprobs_of, sequence {i}", tokens := f"the {len(completion)} tokens")
             if len(numbers) != len(completion):
-                raise ValueError(f"logprobs_of, sequence {i}: gave {len(numbers)} numbers for {len(completion)} tokens")
+                raise ValueError(f"logprobs_of: expected log-probs of {tokens} of sequence {i}, got {len(numbers)}")
             values.append(numbers[-len(query.targets) :])
         check_finite("logprobs_of,", [row.index for row, _ in queries], values[1:], of="answer token")
         fed = sum(map(len, prompts + completions))
