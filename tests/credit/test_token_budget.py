@@ -9,9 +9,7 @@ from cfa_kernels import (
     Batch,
     CounterfactualConfig,
     Rows,
-    counterfactual_credit,
     credited_loss,
-    packed_policy_loss,
 )
 from cfa_kernels.estimators import gradient
 from cfa_kernels.model.head import read_head
@@ -73,15 +71,3 @@ def test_the_forwards_of_credit_and_loss_have_at_most_the_rows_of_the_smaller_bu
         assert max(fed[1:], default=0) <= BUDGET < fed[0]
     else:
         assert max(fed) <= BUDGET
-
-
-@pytest.mark.parametrize("bad", [0, 1.5, True, "48"])
-def test_a_bad_budget_is_named_also_next_to_a_smaller_one(bad):
-    model = tiny_model().eval()
-    for budgets in ((bad, 2), (2, bad)):
-        batch = Batch(ROWS, advantages=ADVANTAGES, token_budget=budgets[0])
-        with pytest.raises(ValueError, match="token_budget must be"):
-            packed_policy_loss(model, batch, token_budget=budgets[1])
-    credit = CounterfactualConfig.of({**MASKING, "token_budget": 2})
-    with pytest.raises(ValueError, match="token_budget must be"):
-        counterfactual_credit(model, tiny_tokenizer(), ROWS, config=credit, token_budget=bad)

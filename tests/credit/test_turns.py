@@ -1,6 +1,5 @@
 """Credit of turns against the same questions asked of one unpacked row after the other, and what it may not do."""
 
-import contextlib
 import copy
 import functools
 import math
@@ -11,11 +10,10 @@ import torch
 
 from cfa_kernels.credit.assign import counterfactual_credit
 from cfa_kernels.credit.config import CounterfactualConfig
-from cfa_kernels.credit.loss import credited_loss
 from cfa_kernels.credit.weights import SignGate, WeightInputs
 from cfa_kernels.rows import Rows
 from cfa_kernels.span import Span
-from tests.support.models import HYBRIDS, OTHERS, float64_throughout, make_model, naive_row
+from tests.support.models import float64_throughout, make_model, naive_row
 from tests.support.scored import Scored
 from tests.support.small_tokenizers import encode, get_tokenizer
 
@@ -95,26 +93,6 @@ def test_a_masked_turn_costs_its_answer_what_it_costs_an_unpacked_row(model, opt
         credit.drop[0].double(), drops(model, ROLLOUTS[0], gold or "6", options), rtol=0, atol=4e-5
     )
     assert credit.work.forwards == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("DeepseekV3", WAYS[0]), ("Bamba", WAYS[1]), ("Qwen3Next", WAYS[1])],
-    ids=str,
-)
-def test_so_it_does_with_latent_attention_and_with_layers_that_carry_a_state(name, options, unchecked):
-    """Gated delta nets in float64: their chunks lose more in float32 than is allowed, packed and unpacked."""
-    model = make_model(name, vocab_size=128, **(OTHERS | HYBRIDS)[name])
-    rows, masks = problem()
-    credit_in = float64_throughout if name.startswith("Qwen3") else contextlib.nullcontext
-    config = CounterfactualConfig.of({"units": "turns", **options})
-    with credit_in(model) as precise:
-        credit = counterfactual_credit(precise or model, CHARACTERS, rows, config=config, mask=masks)
-        step = credited_loss(
-            precise or model, CHARACTERS, rows, advantages=torch.ones(3), credit=config, mask=masks, loss_type="dapo"
-        )
-    for drop in (credit.drop[0], step.credit.drop[0]):
-        torch.testing.assert_close(drop.double(), drops(model, ROLLOUTS[0], "6", options), rtol=0, atol=4e-5)
 
 
 def test_turns_without_an_answer_are_judged_by_a_gold_one_after_their_end(model):

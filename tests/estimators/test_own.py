@@ -68,11 +68,3 @@ def test_its_importances_become_the_weights_of_its_rule():
     assert not torch.equal(weights[1.0], weights[2.0])
     inverted = credit_of(access, CounterfactualConfig(estimator="lateness", control="inverted"))
     assert inverted.weights[0][0] == 4.0
-
-
-def test_an_estimator_that_is_not_registered_is_taken_as_an_object(monkeypatch):
-    monkeypatch.delitem(ESTIMATORS, Lateness.name)
-    for given in (Lateness(power=2.0), Lateness):
-        config = CounterfactualConfig(given)
-        assert isinstance(config.estimator, Lateness)
-        assert config.needs == Lateness.needs

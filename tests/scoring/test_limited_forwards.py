@@ -10,7 +10,6 @@ from cfa_kernels.model import tree_forward
 from cfa_kernels.model.limits import largest_forward
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import packed
-from cfa_kernels.scoring.branches import branch
 from cfa_kernels.scoring.masked import score_batch
 from cfa_kernels.scoring.packed import packed_forward
 from tests.support.models import MASKED, PLACEHOLDER, make_model, tokens
@@ -93,39 +92,3 @@ def test_a_masked_row_that_is_longer_is_refused_by_number_before_anything_runs(c
     with pytest.raises(NotImplementedError, match=expected):
         access.score(BATCH, **masks) if access else score_batch(model, BATCH, **masks)
     assert len(sizes) == before
-
-
-LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [6.0] * 8}
-
-
-@pytest.mark.parametrize("outcome", ["logprob", "last", "mean"])
-@pytest.mark.parametrize("more", [None, 3])
-def test_a_masked_row_beyond_a_switch_of_rotary_frequencies_is_scored_as_by_itself(more, outcome):
-    """Masked rows of 21 to 24 tokens, and rows of 26 and more, on both sides of the switch and of the row's own."""
-    model = make_model("Phi3", original_max_position_embeddings=24, rope_parameters=LONG_ROPE)
-    (prompt,), completions = tokens(9), tokens(17, 14, seed=5)
-    spans, answers = [[Span(1, 1 + n) for n in (1, 2, 3, 5)]] * 2, [Span(14, 17), Span(11, 14)]
-    rows = Rows([prompt] * 2, completions)
-    mask = "drop" if more is None else lambda row, k: [PLACEHOLDER] * (more + k)
-    batch = Batch(rows, units=spans, answers=answers)
-    found = score_batch(model, batch, outcome, mask)
-    for row, base, drops in zip(batch.scored_rows, found.base, found.drop, strict=True):
-        sampled, *masked = (by_itself(model, *branch(row, k, mask), outcome) for k in (None, 0, 1, 2, 3))
-        if outcome == "logprob":
-            assert base.item() == pytest.approx(sampled.item(), abs=2e-5)
-            expected = sampled - torch.stack(masked)
-        else:
-            own = torch.stack(masked).log_softmax(-1)
-            expected = (sampled.softmax(-1) * (sampled.log_softmax(-1) - own)).sum(-1)
-        torch.testing.assert_close(drops, expected.float(), rtol=1e-4, atol=4e-5)
-
-
-def by_itself(model, row, answer, outcome):
-    """The answer's log-prob, or the logits of a divergence, by one plain forward."""
-    row, device = torch.from_numpy(row), model.device
-    with torch.no_grad():
-        logits = model(input_ids=row[None].to(device), use_cache=False).logits[0].double().cpu()
-    logits = logits[answer.start - 1 : answer.end - 1]
-    if outcome != "logprob":
-        return logits[0] if outcome == "last" else logits.mean(0)
-    return logits.log_softmax(-1).gather(1, row[slice(*answer), None]).sum()
