@@ -23,7 +23,6 @@ from ..text.offsets import decoded
 from .config import CounterfactualConfig, as_config
 from .shown import as_html, as_table
 from .units import (
-    all_written,
     batch_to_score,
     check_needed,
     find_units,
@@ -31,6 +30,7 @@ from .units import (
     mean_advantages,
     of_all_processes,
     target_ids,
+    written,
 )
 from .weights import Added, Gather, WeightInputs, normalized_weights, opened, with_draws
 
@@ -319,12 +319,12 @@ def _weigh(
             inputs[b] = with_draws(inputs[b], rule, config.control, generator)
     lines = (rule or Added())([*inputs.values()], inverted=config.control == "inverted", gather=gather)
     is_signed = config.control != "off" and (rule is None or rule.signed)
-    outside, masks = 0.0 if is_signed else 1.0, all_written(batch)
+    outside = 0.0 if is_signed else 1.0
     result = [torch.full((length,), outside) for length in lengths]
     for b, line in zip(inputs, lines, strict=True):
-        result[b] = line if masks[b].all() else torch.where(masks[b], line, outside)
+        result[b] = torch.where(mask := written(batch, b), line, outside)
         if config.normalize and not is_signed:
-            result[b] = normalized_weights(result[b], masks[b])
+            result[b] = normalized_weights(result[b], mask)
     signed = None
     if is_signed:
         if batch.advantages is None:

@@ -60,11 +60,6 @@ def written(batch: Batch, b: int) -> Tensor:
     return torch.ones(batch.rows.lengths[b], dtype=torch.bool)
 
 
-def all_written(batch: Batch) -> list[Tensor]:
-    """Return `written` of each row."""
-    return [written(batch, b) for b in range(len(batch))]
-
-
 def mean_advantages(batch: Batch) -> list[float]:
     """Return the mean advantage of the tokens of each row that the policy wrote; 1 without advantages."""
     if isinstance(batch.advantages, list):
@@ -95,11 +90,11 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, batch: Batch) -> di
     needs_answer = ANSWER in config.estimator.needs
     if config.target == "gold":
         probed = {*ids}
-    masks = all_written(batch)
+    masks = {b: written(batch, b) for b in ids}
     spans = config.spans if config.units == "spans" and config.reads_units else None
     reasoning = find_reasoning(
         ids, tokenizer, spans=spans, answers=config.answers, unanswered=not needs_answer or bool(probed),
-        prompts={b: batch.rows.prompts[b] for b in ids}, masks={b: masks[b] for b in ids if not masks[b].all()},
+        prompts={b: batch.rows.prompts[b] for b in ids}, masks={b: mask for b, mask in masks.items() if not mask.all()},
     )  # fmt: skip
     with_units = {b for b, row in reasoning.items() if row.answer or b in probed or not needs_answer}
     if config.units == "spans" or not config.reads_units:

@@ -72,7 +72,7 @@ def without_answers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         (CounterfactualConfig(), ["####", r"\boxed{}", "answer_format", "So we add them up."]),
         (
             CounterfactualConfig.of({"answers.answer_format": "X(.)"}),
-            ["Only answer_format='X(.)' says", "So we add them up."],
+            ["Only answers.answer_format='X(.)' says", "So we add them up."],
         ),
     ],
     ids=["usual forms", "own form"],

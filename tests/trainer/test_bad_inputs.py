@@ -76,7 +76,7 @@ WITH_THE_MODEL: list[tuple] = [
     ("--reward_funcs=own:not_a_number", "reward not_a_number is nan"),
     ("--eval_reward=own:too_few " + ANY, "step 0, reward of evaluation: returned 1 values for 2 completions"),
     ("--estimator=own:no_importances " + EVERY, "step 1, estimator own:no_importances raised RuntimeError: mine (in"),
-    ("--estimator=own:few_importances " + EVERY, "own:few_importances: estimator: gave values for 1 rows, asked for 4"),
+    ("--estimator=own:few_importances " + EVERY, "own:few_importances: estimator: must return Importances, or"),
     ("--environment=own:broken " + ANY, "environment own:broken raised RuntimeError: no server (in own.py"),
 ]  # fmt: skip
 CASES = [*((2, *one) for one in SETTINGS), *((1, *one) for one in [*BEFORE_THE_MODEL, *WITH_THE_MODEL])]
