@@ -6,8 +6,8 @@ from .credit.assign import counterfactual_credit as counterfactual_credit
 from .credit.config import AnswerRules as AnswerRules
 from .credit.config import CounterfactualConfig as CounterfactualConfig
 from .credit.config import SpanRules as SpanRules
+from .credit.deferred import BatchKeys as BatchKeys
 from .credit.deferred import DeferredCredit as DeferredCredit
-from .credit.deferred import Draws as Draws
 from .credit.deferred import token_entropies as token_entropies
 from .credit.loss import CreditedLoss as CreditedLoss
 from .credit.loss import credited_loss as credited_loss

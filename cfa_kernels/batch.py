@@ -1,6 +1,7 @@
 """Hold rows with their columns in one order: what estimators, credit and loss read."""
 
 import copy
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,10 +40,10 @@ class ScoredRow:
 
 Mask = int | Literal["drop"] | Callable[[ScoredRow, int], Any]
 """Rule for masking unit k of a row: the id that replaces each of its tokens, "drop" for no token in its place, or a
-function of row and k that gives the ids, of any number. It says nothing else; `branch` does the rest."""
+function of row and k that gives the ids, of any number."""
 
-Masks = Mask | Sequence[Sequence[Tensor]] | None
-"""One rule for the units of all rows, or int64 ids for each unit of each row; None for the batch's placeholder."""
+Masks = Mask | None
+"""One rule for the units of all rows; None for the batch's placeholder."""
 
 
 class Batch:
@@ -115,14 +116,11 @@ class Batch:
     def joined(parts: Sequence["Batch"]) -> "Batch":
         """Put batches together, one after the other; raise `ValueError` naming a column that one part lacks."""
         batch = copy.copy(parts[0])
-        for name in _READ:
-            kinds = [_kind(getattr(part, name)) for part in parts]
-            for i, kind in enumerate(kinds):
-                if kind != kinds[0]:
-                    raise ValueError(f"{name}: part 0 has {kinds[0]} and part {i} has {kind}; all must agree")
-        for name, value in vars(batch).items():
-            if value is not None and name not in _SETTINGS:
-                vars(batch)[name] = _joined([getattr(part, name) for part in parts])
+        for name in ("rows", *_READ):
+            values = [getattr(part, name) for part in parts]
+            if len(kinds := {type(value).__name__ for value in values}) > 1:
+                raise ValueError(f"{name}: parts have {' and '.join(sorted(kinds))}; all must agree")
+            setattr(batch, name, _joined(values))
         return batch
 
     @cached_property
@@ -149,7 +147,7 @@ _SETTINGS = ("placeholder", "token_budget", "seed", "special_ids")
 
 
 def batch_and_options(rows: Rows | Batch, given: Mapping[str, Any]) -> tuple[Batch, dict[str, Any]]:
-    """Make a batch of rows with the columns among the keyword arguments `given`; return what is left of them too."""
+    """Make a batch of rows with the columns among the keyword arguments `given`; also return the other arguments."""
     columns = {name: column for name, column in given.items() if name in _READ}
     batch = rows.with_columns(**columns) if isinstance(rows, Batch) else Batch(rows, **columns)
     return batch, {name: value for name, value in given.items() if name not in columns}
@@ -160,16 +158,12 @@ def _taken(value: Any, rows: list[int]) -> Any:
         return value.take(rows)
     if isinstance(value, Tensor):
         return value[rows]
-    return [value[b].clone() if isinstance(value[b], Tensor) else value[b] for b in rows]
-
-
-def _kind(column: Any) -> str:
-    return "none" if column is None else "a tensor" if isinstance(column, Tensor) else "a list"
+    return [value[b] for b in rows]
 
 
 def _joined(values: list[Any]) -> Any:
-    if isinstance(values[0], Rows):
-        return Rows.joined(values)
+    if values[0] is None or isinstance(values[0], Rows):
+        return values[0] and Rows.joined(values)
     return torch.cat(values) if isinstance(values[0], Tensor) else list(chain.from_iterable(values))
 
 
@@ -180,6 +174,8 @@ def _listed(name: str, column: Any, batch: Batch) -> Any:
 
 def _tokens(name: str, column: Any, batch: Batch) -> Any:
     check_tokens(name, column, batch.rows)
+    if name == "advantages":
+        check_floating(name, column)
     if isinstance(column, Tensor):
         return column.detach().cpu()
     if len(devices := {row.device for row in column}) == 1 and devices != {torch.device("cpu")}:  # one copy for all
@@ -187,23 +183,17 @@ def _tokens(name: str, column: Any, batch: Batch) -> Any:
     return [row.detach().cpu() for row in column]
 
 
-def _advantages(name: str, column: Any, batch: Batch) -> Any:
-    check_floating(name, column := _tokens(name, column, batch))
-    return column
+def _groups(name: str, column: Any, batch: Batch) -> Any:
+    if not isinstance(column, Tensor) or column.dtype != torch.int64:
+        try:
+            column = torch.tensor(list(map(operator.index, column)), dtype=torch.int64)
+        except TypeError as error:
+            raise ValueError(f"groups must be (B,) integers, got {column!r:.80}") from error
+    return _listed(name, column.cpu(), batch)
 
 
-def _groups(name: str, column: Any, batch: Batch) -> Tensor:
-    try:
-        column = torch.as_tensor(column).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"groups must be (B,) integers, got {column!r}") from error
-    if len(batch) and (column.is_floating_point() or column.dtype == torch.bool):
-        raise ValueError(f"groups must hold one integer for each of {len(batch)} completions, got {column.dtype}")
-    return _listed(name, column, batch)  # type: ignore[no-any-return]
-
-
-def _rewards(name: str, column: Any, batch: Batch) -> Tensor:
-    return _listed(name, as_numbers(column, name, f"{len(batch)} completions"), batch)  # type: ignore[no-any-return]
+def _rewards(name: str, column: Any, batch: Batch) -> Any:
+    return _listed(name, as_numbers(column, name, f"{len(batch)} completions"), batch)
 
 
 def _mask(name: str, column: Any, batch: Batch) -> list[Tensor]:
@@ -228,22 +218,14 @@ def _answers(name: str, column: Any, batch: Batch) -> list[Span | None]:
 
 
 _READ: dict[str, Callable[[str, Any, Batch], Any]] = {
-    "advantages": _advantages,
+    **dict.fromkeys(
+        ("advantages", "entropies", "weights", "old_logprobs", "ref_logprobs", "sampling_logprobs"), _tokens
+    ),
+    **dict.fromkeys(("external", "probes", "targets", "kept_tokens", "scored", "reasoning_ends"), _listed),
     "groups": _groups,
     "rewards": _rewards,
-    "entropies": _tokens,
-    "external": _listed,
-    "probes": _listed,
-    "targets": _listed,
     "mask": _mask,
-    "weights": _tokens,
-    "old_logprobs": _tokens,
-    "ref_logprobs": _tokens,
-    "sampling_logprobs": _tokens,
-    "kept_tokens": _listed,
-    "scored": _listed,
     "units": _units,
     "answers": _answers,
-    "reasoning_ends": _listed,
 }
 """Function that checks each column, named as errors name it, and brings it to the host."""

@@ -12,8 +12,6 @@ from functools import cache
 from numbers import Real
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import numpy as np
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -99,28 +97,14 @@ def as_numbers(values: Any, name: str, count: str) -> "Tensor":
     Raises `ValueError` that begins with `name`; `count` names the things that need a number each.
     """
     import torch
-    from torch import Tensor
 
-    if isinstance(values, Tensor | np.ndarray):
+    try:
         row = torch.as_tensor(values)
-        if row.ndim == 1 and not row.is_complex():
-            return row.detach().float().cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{name}: expected a number for each of {count}, got {values!r:.80}") from error
+    if row.ndim != 1 or row.is_complex():
         raise ValueError(f"{name}: gave shape {tuple(row.shape)} of {row.dtype}, expected a number for each of {count}")
-    if not isinstance(values, list | tuple):
-        raise ValueError(
-            f"{name}: expected a tensor or a list with a number for each of {count}, got {type(values).__name__}"
-        )
-    numbers = []
-    for i, number in enumerate(values):
-        try:
-            if not isinstance(number, Real | Tensor | np.ndarray):
-                raise TypeError
-            numbers.append(float(number))  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(
-                f"{name}[{i}]: expected a number that a float holds, got a {type(number).__name__}"
-            ) from error
-    return torch.tensor(numbers, dtype=torch.float32)
+    return row.detach().float().cpu()
 
 
 def _mismatch(value: Any, hint: Any) -> str | None:

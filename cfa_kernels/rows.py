@@ -14,21 +14,14 @@ from .options import check_class
 
 
 class Rows:
-    """Prompts and completions of a batch, unpadded, int64 on the host; a row is its place in the batch.
+    """Prompts (P_b,), none of them empty, and completions (T_b,) of a batch, unpadded, int64 on the host.
 
-    Attributes:
-        prompts: B tensors (P_b,), none of them empty.
-        completions: B tensors (T_b,); a completion that is masked as a whole may be empty.
-        index: B integers, the number of each row in the whole batch of all processes: errors name it, and what is drawn
-            for a row depends on it. Default 0 to B - 1.
-        lengths: B integers, the tokens of each completion.
+    `index` has the number of each row in the whole batch of all processes, by default 0 to B - 1: errors name it, and
+    what is drawn for a row depends on it. `lengths` has the tokens of each completion.
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Tensor],
-        completions: Sequence[Tensor],
-        index: Sequence[int] | None = None,
+        self, prompts: Sequence[Tensor], completions: Sequence[Tensor], index: Sequence[int] | None = None
     ) -> None:
         check_columns(prompts, completions=completions, **({} if index is None else {"index": index}))
         self.index = list(range(len(prompts))) if index is None else [int(number) for number in index]
@@ -38,22 +31,12 @@ class Rows:
 
     @classmethod
     def from_padded(
-        cls,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        completion_ids: Tensor,
-        completion_mask: Tensor,
+        cls, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor,
         index: Sequence[int] | None = None,
-    ) -> "Rows":
-        """Take the padding off prompts (B, P), padded on the left, and completions (B, T), padded on the right.
-
-        Masks are 1 on real tokens. Raises `ValueError` for other shapes and for masks with gaps, by name and row.
-        """
-        return cls(
-            _unpad("prompt", prompt_ids, prompt_mask, left=True),
-            _unpad("completion", completion_ids, completion_mask, left=False),
-            index,
-        )
+    ) -> "Rows":  # fmt: skip
+        """Take the padding off prompts (B, P), padded on the left, and completions (B, T), padded on the right."""
+        prompts = _unpad("prompt", prompt_ids, prompt_mask, left=True)
+        return cls(prompts, _unpad("completion", completion_ids, completion_mask, left=False), index)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -70,8 +53,7 @@ class Rows:
 
     def __getstate__(self) -> dict[str, Any]:
         # As arrays: a tensor that is a view of others takes all of them along.
-        arrays = {name: [ids.numpy() for ids in getattr(self, name)] for name in ("prompts", "completions")}
-        return vars(self) | arrays
+        return vars(self) | {name: [ids.numpy() for ids in vars(self)[name]] for name in ("prompts", "completions")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -82,7 +64,7 @@ class Rows:
         """Copy some rows, with their index; `rows` are their numbers, or a mask (B,) bool."""
         part, rows = object.__new__(Rows), row_numbers(rows, len(self))  # what was checked is not checked again
         for name, column in vars(self).items():
-            setattr(part, name, [column[b].clone() if isinstance(column[b], Tensor) else column[b] for b in rows])
+            setattr(part, name, [column[b] for b in rows])
         return part
 
 
@@ -92,21 +74,20 @@ def pad_rows(rows: Sequence[Tensor], width: int | None = None, value: float = 0)
         return torch.zeros(0, width or 0)
     if width is not None and width < (longest := max(map(len, rows))):
         raise ValueError(f"width must be at least {longest}, the longest row, got {width}")
-    for b, row in enumerate(rows):
-        if row.dtype != rows[0].dtype:
-            raise ValueError(f"rows must share a dtype, got {rows[0].dtype} and, in row {b}, {row.dtype}")
+    if len(kinds := {str(row.dtype) for row in rows}) > 1:
+        raise ValueError(f"rows must share a dtype, got {' and '.join(sorted(kinds))}")
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
     return padded if width is None else torch.nn.functional.pad(padded, (0, width - padded.shape[1]), value=value)
 
 
 def row_numbers(rows: Any, count: int) -> list[int]:
     """List the rows that numbers or a mask, of bool, choose from `count`; raise `ValueError` for any other value."""
-    chosen = rows.tolist() if isinstance(rows, Tensor | np.ndarray) else [*rows]
-    is_mask = isinstance(chosen, list) and [isinstance(value, bool | np.bool_) for value in chosen]
-    if is_mask and all(is_mask) and len(chosen) == count:
-        return [b for b, value in enumerate(chosen) if value]
     try:
-        if is_mask is not False and not any(is_mask):
+        chosen = [*(rows.tolist() if isinstance(rows, Tensor | np.ndarray) else rows)]
+        flags = [isinstance(value, bool | np.bool_) for value in chosen]
+        if len(chosen) == count and all(flags):
+            return [b for b, value in enumerate(chosen) if value]
+        if not any(flags):
             return [range(count)[value] for value in chosen]
     except (TypeError, IndexError):
         pass
@@ -122,8 +103,7 @@ def equal_prompts(prompts: Sequence[Tensor]) -> list[int]:
 def fed_together(rows: Rows) -> list[int]:
     """Number rows alike that share a beginning, in order of appearance: to be fed side by side, so that it is fed once.
 
-    These are rows of one prompt, and rows whose prompt goes on as another one's completion begins: the history of a
-    later turn.
+    These are rows of one prompt, and rows whose prompt goes on as another one's completion begins.
     """
     prompts, firsts = [row.numpy().tobytes() for row in rows.prompts], defaultdict[bytes, set[bytes]](set)
     for prompt, completion in zip(prompts, rows.completions, strict=True):
@@ -149,10 +129,8 @@ def check_columns(prompts: Sized, **columns: Sized) -> None:
     """Raise `ValueError` naming a column that is a padded tensor, or has another number of rows than `prompts`."""
     for name, column in {"prompts": prompts, **columns}.items():
         if isinstance(column, Tensor) and column.ndim > 1:
-            raise ValueError(
-                f"{name}: must be a list of 1-D tensors without padding, got one tensor {tuple(column.shape)}; "
-                "Rows.from_padded takes padding off"
-            )
+            got = f"got one tensor {tuple(column.shape)}; Rows.from_padded takes padding off"
+            raise ValueError(f"{name}: must be a list of 1-D tensors without padding, {got}")
         if not isinstance(column, Sized) or (isinstance(column, Tensor) and not column.ndim):
             remedy = f"; give its `{name}`" if hasattr(column, name) else ""
             raise ValueError(f"{name}: must hold an item for each row, got {type(column).__name__}{remedy}")
@@ -203,10 +181,7 @@ def token_ids(where: str, ids: Any, vocab: int | None = None, *, at_least: int =
         raise ValueError(f"{where}: is empty")
     if vocab is not None and (bad := (ids < 0) | (ids >= vocab)).any():
         t = int(bad.nonzero()[0])
-        raise ValueError(
-            f"{where}: id {int(ids[t])} at position {t} is outside the vocabulary [0, {vocab}) "
-            f"({int(bad.sum())} such ids in all)"
-        )
+        raise ValueError(f"{where}: id {int(ids[t])} at position {t} is outside the vocabulary [0, {vocab})")
     return ids
 
 
@@ -221,9 +196,8 @@ def _on_host(name: str, column: Sequence[Tensor], index: Sequence[int], *, at_le
 def _unpad(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
     check_class(Tensor, **{f"{name}_ids": ids, f"{name}_mask": mask})
     if ids.ndim != 2 or mask.shape != ids.shape:
-        raise ValueError(
-            f"{name}_ids and {name}_mask must be one (B, length) shape, got {tuple(ids.shape)} and {tuple(mask.shape)}"
-        )
+        shapes = f"got {tuple(ids.shape)} and {tuple(mask.shape)}"
+        raise ValueError(f"{name}_ids and {name}_mask must be one (B, length) shape, {shapes}")
     ids, mask = ids.cpu(), mask.cpu().bool()  # one copy for the whole batch; rows are views
     width, lengths = ids.shape[1], mask.sum(1)
     if left and (empty := lengths == 0).any():

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from cfa_kernels.estimators.edit_distance import edited_tokens
-from cfa_kernels.estimators.siblings import correct_siblings
+from cfa_kernels.estimators.siblings import correct_siblings, edited_tokens
 from cfa_kernels.model.parts import causal_lm, context_length
 
 TEMPLATE = (

@@ -24,7 +24,9 @@ file = Path("examples/completions.jsonl")  # or yours: question, answer and comp
 lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
 completions = [tokenizer(line["completion"], return_tensors="pt")["input_ids"][0] for line in lines]
 rows = Rows([encode(line["question"]) for line in lines], completions)
-credit = counterfactual_credit(model, tokenizer, rows, advantages=torch.ones(len(lines)))
+credit = counterfactual_credit(
+    model, tokenizer, rows, advantages=torch.ones(len(lines)), config={"estimator": "masking"}
+)
 
 records = []
 for b, (line, ids) in enumerate(zip(lines, completions, strict=True)):

@@ -41,5 +41,5 @@ def test_parts_of_which_one_lacks_a_column_are_not_joined():
     assert both.advantages.tolist() == [1, 2, 3, 2]
     bare, by_token = Batch(ROWS, entropies=BATCH.entropies, rewards=BATCH.rewards), [*map(torch.ones, ROWS.lengths)]
     for parts in ([bare, BATCH], [BATCH, BATCH, bare], [BATCH, BATCH.with_columns(advantages=by_token)]):
-        with pytest.raises(ValueError, match=r"advantages: part 0 has .* and part [12] has .*; all must agree"):
+        with pytest.raises(ValueError, match=r"advantages: parts have .* and .*; all must agree"):
             Batch.joined(parts)

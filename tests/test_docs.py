@@ -169,7 +169,8 @@ def rollouts() -> SimpleNamespace:
         ids[i, :n], attention[i, :n], mask[i, len(prompt) : n] = torch.tensor(prompt + completion), 1, 1
     each, weights = torch.tensor([1.2, -0.8, 0.0]), torch.ones(3, 10)
     rows = Rows(list(map(torch.tensor, prompts)), list(map(torch.tensor, completions)))
-    for i, row in enumerate(counterfactual_credit(tiny_model(), tiny_tokenizer(), rows, advantages=each).weights):
+    options = {"advantages": each, "config": {"estimator": "masking"}}
+    for i, row in enumerate(counterfactual_credit(tiny_model(), tiny_tokenizer(), rows, **options).weights):
         weights[i, len(prompts[i]) : len(prompts[i]) + len(row)] = row
     assert weights.unique().numel() > 3
     return SimpleNamespace(ids=ids, attention=attention, mask=mask, advantages=each[:, None] * mask, weights=weights)

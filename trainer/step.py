@@ -24,7 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cfa_kernels import Batch, Credit, DeferredCredit, Draws, Rows, packed_forward, packed_logprobs, packed_policy_loss
+from cfa_kernels import (
+    Batch,
+    BatchKeys,
+    Credit,
+    DeferredCredit,
+    Rows,
+    packed_forward,
+    packed_logprobs,
+    packed_policy_loss,
+)
 from cfa_kernels.credit.nothing import Nothing, why_nothing
 from cfa_kernels.credit.presets import NONE
 from cfa_kernels.model.limits import default_token_budget
@@ -129,7 +138,7 @@ def update(
     if is_sharded(policy):  # all processes must run each layer equally often
         parts += [[]] * (max(processes.gather(len(parts))) - len(parts))
     credit = DeferredCredit(
-        config.counterfactual(), trainer.tokenizer, batch, seed=Draws(config.seed).key(step),
+        config.counterfactual(), trainer.tokenizer, batch, seed=BatchKeys(config.seed).key(step),
         temperature=config.temperature, gather=processes.gather if processes.count() > 1 else None,
     )  # fmt: skip
     if credit.compares_beyond(parts):  # completions that no one micro-batch has all of

@@ -158,26 +158,13 @@ class Policy(Subject):
         return cast("list[Tensor]", forward.logprobs(self.temperature))
 
     def gradients(self, forward: PackedForward) -> Callable[[Tensor | Sequence[Tensor]], Tensor]:
-        """Prepare gradients of the sum over tokens of log-prob times advantage, (D,) in float32, for any advantages.
-
-        The head goes backward here, once for all of them, unless its own weights are among the parameters.
-        """
-        if any(forward.head.weight is parameter for parameter in self.parameters):
-            outputs = torch.cat(self.logprobs(forward))[:, None]
-            slopes = torch.ones_like(outputs)
-        else:
-            outputs = torch.cat(forward.states())
-            leaf = outputs.detach().requires_grad_()
-            values = forward.head.logprobs(leaf, torch.cat(forward.rows.completions).to(leaf.device), self.temperature)
-            (slopes,) = torch.autograd.grad(values.sum(), leaf)
+        """Prepare gradients of the sum over tokens of log-prob times advantage, (D,) in float32, for any advantages."""
+        outputs = torch.cat(self.logprobs(forward))
 
         def gradient(advantages: Tensor | Sequence[Tensor]) -> Tensor:
             rows = zip(advantages, forward.rows.lengths, strict=True)
-            by_token = torch.cat([a.to(slopes.device, torch.float32).expand(n) for a, n in rows])
-            found = torch.autograd.grad(
-                outputs, self.parameters, (slopes * by_token[:, None]).to(outputs), retain_graph=True,
-                materialize_grads=True,
-            )  # fmt: skip
+            by_token = torch.cat([a.to(outputs).expand(n) for a, n in rows])
+            found = torch.autograd.grad(outputs, self.parameters, by_token, retain_graph=True, materialize_grads=True)
             return torch.cat([part.flatten().float() for part in found])
 
         return gradient

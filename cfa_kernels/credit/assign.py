@@ -23,15 +23,14 @@ from ..text.offsets import decoded
 from .config import CounterfactualConfig, as_config
 from .shown import as_html, as_table
 from .units import (
-    all_written,
     batch_to_score,
-    check_advantages,
     check_needed,
     find_units,
     groups_of,
     mean_advantages,
     of_all_processes,
     target_ids,
+    written,
 )
 from .weights import Added, Gather, WeightInputs, normalized_weights, opened, with_draws
 
@@ -53,30 +52,17 @@ FIGURES: dict[str, str] = {
 
 @dataclass(frozen=True, repr=False)
 class Credit:
-    """Weights of B completions and their origin, all on the host; completions that were not scored have no spans.
+    """Weights of B completions and their origin, all on the host; completions that were not scored have no spans."""
 
-    Attributes:
-        weights: B tensors (T_b,) fp32, 1 on completions without credit.
-        answers: B spans, None where no answer was found.
-        spans: B lists of the units that were scored.
-        drop: B tensors (K_b,) fp32, the importance of each unit, under masking the nats that the answer loses without
-            it; 0 where rounding may account for it.
-        base: (B,) fp32, log P(answer), nats; nan where it was not scored.
-        work: counts of what the estimator fed; None for nothing.
-        advantages: B tensors (T_b,), to train on instead of the caller's; None unless values are signed.
-        added: B tensors (T_b,) fp32, the part of those that was added to the caller's; None likewise.
-        texts: function from the index of a completion to the texts of its tokens, to show it; stays in the process.
-    """
-
-    weights: list[Tensor]
-    answers: list[Span | None]
-    spans: list[list[Span]]
-    drop: list[Tensor]
-    base: Tensor
-    work: ScoringWork | None
-    advantages: list[Tensor] | None = None
-    added: list[Tensor] | None = None
-    texts: Callable[[int], list[str]] | None = None
+    weights: list[Tensor]  # B tensors (T_b,) fp32, 1 on completions without credit
+    answers: list[Span | None]  # B, None where no answer was found
+    spans: list[list[Span]]  # B lists of the units that were scored
+    drop: list[Tensor]  # B tensors (K_b,) fp32, importances: under masking nats; 0 where rounding may account for it
+    base: Tensor  # (B,) fp32, log P(answer), nats; nan where it was not scored
+    work: ScoringWork | None  # counts of what the estimator fed; None for nothing
+    advantages: list[Tensor] | None = None  # B tensors (T_b,), to train on instead of the caller's, if credit is signed
+    added: list[Tensor] | None = None  # B tensors (T_b,) fp32, the part of those that was added to the caller's
+    texts: Callable[[int], list[str]] | None = None  # of the tokens of a completion, by index; stays in the process
 
     def __repr__(self) -> str:
         return as_table(self)
@@ -90,8 +76,7 @@ class Credit:
     def applied_to(self, advantages: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
         """Multiply advantages, (B,) or B tensors (T_b,), by the weights, or replace them by signed credit; same dtype.
 
-        Returns B tensors (T_b,), or (B,) as they are if every weight is 1. Raises `ValueError` for a dtype that is not
-        floating point.
+        Returns B tensors (T_b,), or (B,) as they are if every weight is 1.
         """
         check_columns(self.weights, advantages=advantages)
         check_floating("advantages", advantages)
@@ -127,15 +112,10 @@ class Credit:
         work = [credit.work for _, credit in parts if credit.work is not None]
         count, nothing = len(lengths), [torch.zeros(length) for length in lengths]
         whole = Credit(
-            weights=[torch.ones(length) for length in lengths],
-            answers=[None] * count,
-            spans=[[] for _ in lengths],
-            drop=[torch.zeros(0)] * count,
-            base=torch.full((count,), float("nan")),
-            work=sum(work, ScoringWork()) if work else None,
-            advantages=list(nothing) if signed else None,
-            added=list(nothing) if signed else None,
-        )
+            [torch.ones(length) for length in lengths], [None] * count, [[] for _ in lengths], [torch.zeros(0)] * count,
+            torch.full((count,), float("nan")), sum(work, ScoringWork()) if work else None,
+            list(nothing) if signed else None, list(nothing) if signed else None,
+        )  # fmt: skip
         for rows, credit in parts:
             for name in (*_COLUMNS, "base"):
                 if (values := getattr(credit, name)) is not None:
@@ -149,38 +129,25 @@ class Credit:
         For signed credit the figures describe what is added to the advantages, instead of weights and drops.
         `counted` are B tensors (T_b,), 1 on tokens that the loss counts; default all.
         """
-
-        def tokens(column: Sequence[Tensor]) -> Tensor:
-            if counted is not None:
-                column = [row[mask.cpu().bool()] for row, mask in zip(column, counted, strict=True)]
-            return torch.cat([torch.zeros(0), *column])
-
-        scored = [spans for spans in self.spans if spans]
-        figures = {
-            "credit/tokens_fed": float(self.work.tokens_fed if self.work else 0),
-            "credit/forwards": float(self.work.forwards if self.work else 0),
-        }
+        column, work = self.weights if self.added is None else self.added, self.work or ScoringWork()
+        if counted is not None:
+            column = [row[mask.cpu().bool()] for row, mask in zip(column, counted, strict=True)]
+        values, drops = (torch.cat([torch.zeros(0), *rows]) for rows in (column, self.drop))
+        sizes = [len(spans) for spans in self.spans if spans]
+        figures = {"tokens_fed": float(work.tokens_fed), "forwards": float(work.forwards)}
         if self.spans:
-            figures["credit/scored_fraction"] = len(scored) / len(self.spans)
-        if scored:
-            figures["credit/spans_mean"] = sum(map(len, scored)) / len(scored)
-        if len(values := tokens(self.weights if self.added is None else self.added)):
-            figures |= (
-                {"credit/weight_mean": values.mean().item(), "credit/weight_std": values.std(correction=0).item()}
-                if self.added is None
-                else {
-                    "credit/added_abs_mean": values.abs().mean().item(),
-                    "credit/added_fraction": (values != 0).float().mean().item(),
-                }
-            )
-        if self.added is None and any(map(len, self.drop)):
-            drops = torch.cat(self.drop)
-            figures |= {
-                "credit/drop_mean": drops.mean().item(),
-                "credit/drop_max": drops.max().item(),
-                "credit/distractor_fraction": (drops < 0).float().mean().item(),
-            }
-        return figures
+            figures["scored_fraction"] = len(sizes) / len(self.spans)
+        if sizes:
+            figures["spans_mean"] = sum(sizes) / len(sizes)
+        if len(values) and self.added is None:
+            figures |= {"weight_mean": values.mean().item(), "weight_std": values.std(correction=0).item()}
+        elif len(values):
+            share = (values != 0).float().mean().item()
+            figures |= {"added_abs_mean": values.abs().mean().item(), "added_fraction": share}
+        if len(drops) and self.added is None:
+            share = (drops < 0).float().mean().item()
+            figures |= {"drop_mean": drops.mean().item(), "drop_max": drops.max().item(), "distractor_fraction": share}
+        return {f"credit/{name}": value for name, value in figures.items()}
 
 
 _COLUMNS = ("weights", "answers", "spans", "drop", "advantages", "added")  # of `Credit`, lists of B
@@ -191,7 +158,7 @@ def counterfactual_credit(
     tokenizer: Any,
     rows: Rows | Batch,
     *,
-    config: CounterfactualConfig | None = None,
+    config: CounterfactualConfig | str | Mapping[str, Any],
     seed: int | Sequence[int] = 0,
     gather: Gather | None = None,
     **columns: Any,
@@ -203,37 +170,31 @@ def counterfactual_credit(
             these `rows`, with `keep_states`. Estimators that only compare completions do not use it.
         tokenizer: the one that sampled the ids.
         rows: prompts and completions, or a batch with its columns; an empty completion gets no credit.
-        config: default `CounterfactualConfig()`.
+        config: configuration of credit, the name of a preset, or a mapping of options by path.
         seed: integers that key draws, with the row's index: of the run, the step and the like.
         gather: function that returns its argument of each process, by rank, where `rows` are a part of the batch. The
             threshold of `weights="top"` is then that of all parts, and an estimator that is a function is given all
             rows, each of which needs its own number in `rows.index`. All processes must call this.
         **columns: those of `Batch` by name, instead of or on top of a batch's own. Rows whose advantages are all zero
-            are not scored and get weight 1, nor are those of a sum of at most 0 with `completions="positive"`, which
-            needs advantages, as signed values do. Groups are by default those of equal prompts. A probe gives units to
-            a completion without an answer, and nothing is trained on it; a target replaces an answer, which must be
-            there. With `target="gold"` each scored row needs a target, which follows the end of a completion without an
-            answer. `progress` reads `old_logprobs` and `ref_logprobs`. Tokens of mask 0, by default
-            those whose own advantage is 0, are in no answer and no unit, weigh 1, and count in no mean; a row without
-            any other is compared with others, not scored.
+            are not scored and get weight 1, nor are those of a sum of at most 0 with `completions="positive"`. Groups
+            are by default those of equal prompts. A probe gives units to a completion without an answer, and nothing is
+            trained on it; a target replaces an answer. With `target="gold"` each scored row needs a target, which
+            follows the end of a completion without an answer. Tokens of mask 0, by default those whose own advantage
+            is 0, are in no answer and no unit, weigh 1, and count in no mean.
 
     Raises:
-        ValueError: columns that are not as described; an estimator that lacks a column, or gives values of the wrong
-            number or that are not finite; names the row. Also rows of other numbers or lengths than those of the
-            `PackedForward`, whose tokens are not compared, and rows of two processes with one number.
-        TypeError: `config` is not a configuration.
+        ValueError: columns that are not as described, or an estimator that lacks one or gives other values than one
+            finite number for each unit; names the row. Also rows that are not those of the `PackedForward`.
         NotImplementedError: an estimator needs what this access to the model does not offer.
-        Also what the estimator itself raises.
     """
-    config = CounterfactualConfig() if config is None else as_config(config)
+    options = as_config(config)
 
     def checked() -> Batch:
         batch = rows.with_columns(**columns) if isinstance(rows, Batch) else Batch(rows, **columns)
-        check_advantages(batch, config.completions)
-        check_needed(config, batch)
+        check_needed(options, batch)
         return batch
 
-    return assign_credit(model, tokenizer, checked, config=config, seed=seed, gather=gather)
+    return assign_credit(model, tokenizer, checked, config=options, seed=seed, gather=gather)
 
 
 def assign_credit(
@@ -256,9 +217,10 @@ def assign_credit(
         unread = {*LOSS_COLUMNS} - ({"old_logprobs", "ref_logprobs"} if LOG_RATIOS in config.needs else set())
         return checked().exchanged(**dict.fromkeys(unread))
 
-    shows_all = gather is not None and config.runs_estimator and isinstance(config.estimator, OwnFunction)
-    own = own_batch() if shows_all else None
-    whole = None if own is None or gather is None else of_all_processes(own, gather)
+    whole: Batch | None = None
+    if gather is not None and config.runs_estimator and isinstance(config.estimator, OwnFunction):
+        own = own_batch()
+        whole, gather = of_all_processes(own, gather), None
 
     def scored() -> tuple[Batch, dict[int, Reasoning], _Scores]:
         batch = own_batch() if whole is None else whole
@@ -268,9 +230,8 @@ def assign_credit(
         return batch, units, _score(config, access, tokenizer, batch, units, keys)
 
     batch, units, scores = access.run(scored) if config.asks_model else scored()
-    if own is not None and whole is not None:
-        return _weigh(config, tokenizer, batch, units, scores, keys, None).take([*map(whole.index.index, own.index)])
-    return _weigh(config, tokenizer, batch, units, scores, keys, gather)  # outside of `run`: processes may meet here
+    credit = _weigh(config, tokenizer, batch, units, scores, keys, gather)  # outside of `run`: processes may meet here
+    return credit if whole is None else credit.take([*map(whole.index.index, own.index)])
 
 
 class _RowScores(NamedTuple):
@@ -290,9 +251,7 @@ class _Scores(NamedTuple):
     work: ScoringWork | None = None
 
 
-_MIN_SPREAD = (
-    0.1  # nats, or probability: the least difference of two changes of an answer that is worth the whole range
-)
+_MIN_SPREAD = 0.1  # nats, or probability: the least difference of two changes that is worth the whole range
 
 
 def _score(
@@ -307,10 +266,10 @@ def _score(
     if not config.runs_estimator or not any(row.spans for row in units.values()):
         return _Scores({}, config.weights is None)
     capabilities = config.estimator.needs & set(CAPABILITIES)
-    if missing := sorted(capabilities - access.capabilities):
+    for missing in sorted(capabilities - access.capabilities):
+        way = type(access).__name__
         raise NotImplementedError(
-            f"{config.asked_for}: it needs {CAPABILITIES[missing[0]]}, and the model is asked through "
-            f"{type(access).__name__}"
+            f"{config.asked_for}: it needs {CAPABILITIES[missing]}, and the model is asked through {way}"
         )
     model = access.model if capabilities and access.module is not None else None
     rows, part = batch_to_score(config, tokenizer, batch, units, model)
@@ -343,13 +302,13 @@ def _weigh(
     """Turn scores into weights or, if they are signed, into additions to the advantages."""
     rule, own, groups = None if scores.signed else config.weights, mean_advantages(batch), groups_of(batch).tolist()
     is_absolute, lengths = rule is not None and rule.absolute, batch.rows.lengths
+    is_good = config.target == "gold" or config.estimator.is_reward  # and deserves less of a negative advantage
     none = _RowScores(torch.zeros(0), torch.zeros(0))
     inputs = dict[int, WeightInputs]()
     for b, row in units.items() if config.control != "off" else ():
         score = scores.rows.get(b, none)
         values = score.drops if is_absolute else score.importances
-        if config.rewards_units and own[b] < 0 and not is_absolute:
-            values = -values  # what is good in itself deserves less of a negative advantage
+        values = -values if is_good and own[b] < 0 and not is_absolute else values
         spans = row.spans if b in scores.rows or config.control == "random" else []
         inputs[b] = WeightInputs(
             values, opened(spans) if config.open_spans else spans, row.answer, lengths[b],
@@ -360,12 +319,17 @@ def _weigh(
             inputs[b] = with_draws(inputs[b], rule, config.control, generator)
     lines = (rule or Added())([*inputs.values()], inverted=config.control == "inverted", gather=gather)
     is_signed = config.control != "off" and (rule is None or rule.signed)
-    outside, masks = 0.0 if is_signed else 1.0, all_written(batch)
+    outside = 0.0 if is_signed else 1.0
     result = [torch.full((length,), outside) for length in lengths]
     for b, line in zip(inputs, lines, strict=True):
-        result[b] = line if masks[b].all() else torch.where(masks[b], line, outside)
-        if config.normalize and not is_signed and result[b][masks[b]].any():
-            result[b] = normalized_weights(result[b], config.normalize, masks[b])
+        result[b] = torch.where(mask := written(batch, b), line, outside)
+        if config.normalize and not is_signed:
+            result[b] = normalized_weights(result[b], mask)
+    signed = None
+    if is_signed:
+        if batch.advantages is None:
+            raise ValueError(f"advantages must be given: {(rule or config.estimator).name!r} adds to them, got None")
+        signed = [row.float() + extra for row, extra in zip(batch.advantages, result, strict=True)]
     reasoning = [units.get(b, Reasoning(None, 0, [])) for b in range(len(batch))]
     return Credit(
         weights=[torch.ones(length) for length in lengths] if is_signed else result,
@@ -374,35 +338,23 @@ def _weigh(
         drop=[scores.rows.get(b, none).drops for b in range(len(batch))],
         base=torch.tensor([scores.rows.get(b, none).base for b in range(len(batch))]),
         work=scores.work,
-        advantages=_sums(config, batch.advantages, result) if is_signed else None,
+        advantages=signed,
         added=result if is_signed else None,
         texts=lambda b: [decoded([i], tokenizer) for i in batch.rows.completions[b].tolist()],
     )
 
 
-def _sums(config: CounterfactualConfig, advantages: Any, added: Sequence[Tensor]) -> list[Tensor]:
-    if advantages is None:
-        rule = config.weights
-        cause = f"estimator={config.estimator.name!r}" if rule is None else f"weights={rule.name!r}"
-        raise ValueError(f"advantages must be given: {cause} adds to them, got None")
-    return [row.float() + extra for row, extra in zip(advantages, added, strict=True)]
-
-
 def _checked(result: Any, units: Sequence[Sequence[Span]], index: Sequence[int]) -> Importances:
     """Check the result of an estimator; raises `ValueError` naming row, unit and value."""
     importances = result if isinstance(result, Importances) else Importances(result)
-    if not isinstance(importances.values, list | tuple):
-        raise ValueError(
-            "estimator: must return Importances, or a list with a row of numbers for each of "
-            f"{len(index)} completions, got {type(importances.values).__name__}"
-        )
-    if len(importances.values) != len(index):
-        raise ValueError(f"estimator: gave values for {len(importances.values)} rows, asked for {len(index)}")
+    if not isinstance(importances.values, list | tuple) or len(importances.values) != len(index):
+        rows: Any = importances.values
+        got = f"{len(rows)} rows" if isinstance(rows, list | tuple) else type(rows).__name__
+        raise ValueError(f"estimator: must return Importances, or a row of numbers for each of {len(index)}, got {got}")
     values = []
     for b, row, row_units in zip(index, importances.values, units, strict=True):
-        numbers = as_numbers(row, f"estimator, row {b}", f"{len(row_units)} units")
-        if numbers.shape != (len(row_units),):
-            raise ValueError(f"estimator, row {b}: gave shape {tuple(numbers.shape)} for {len(row_units)} units")
-        values.append(numbers)
+        values.append(as_numbers(row, f"estimator, row {b}", f"{len(row_units)} units"))
+        if len(values[-1]) != len(row_units):
+            raise ValueError(f"estimator, row {b}: gave {len(values[-1])} numbers for {len(row_units)} units")
     check_finite("estimator,", index, values, of="unit")
     return replace(importances, values=values)

@@ -78,23 +78,19 @@ class CounterfactualConfig:
         for name, value in parts.items():
             object.__setattr__(self, name, value)
         check_fields(self)
-        if isinstance(self.weights, Identity) and estimator.negative and self.control not in ("random", "off"):
-            raise ValueError(
-                f"weights='identity' takes importances for weights, and estimator={estimator.name!r} gives negative "
-                "ones; take 'range', 'bilevel', 'top' or a function"
-            )
-        unread = {
-            f"spans is not read: with units={units!r} no spans are looked for": has_spans and units != "spans",
-            f"open_spans is not read: with units={units!r} there are no spans": self.open_spans and units != "spans",
-            f"estimator.mask_observation is not read: units={units!r} are no turns": (
-                getattr(estimator, "mask_observation", False) and units != "turns"
-            ),
-            f"target is not read: estimator={estimator.name!r} reads no answer": (
-                self.target == "gold" and ANSWER not in estimator.needs
-            ),
-        }
-        for sentence in (sentence for sentence, holds in unread.items() if holds):
-            raise ValueError(sentence)
+        masks_observation, takes_all = getattr(estimator, "mask_observation", False), self.control in ("random", "off")
+        for holds, sentence in (
+            (isinstance(self.weights, Identity) and estimator.negative and not takes_all,
+             f"weights='identity' takes no negative importances, which estimator={estimator.name!r} gives"),
+            (has_spans and units != "spans", f"spans is not read: with units={units!r} no spans are looked for"),
+            (self.open_spans and units != "spans", f"open_spans is not read: with units={units!r} there are no spans"),
+            (masks_observation and units != "turns",
+             f"estimator.mask_observation is not read: units={units!r} are no turns"),
+            (self.target == "gold" and ANSWER not in estimator.needs,
+             f"target is not read: estimator={estimator.name!r} reads no answer"),
+        ):  # fmt: skip
+            if holds:
+                raise ValueError(sentence)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "CounterfactualConfig":
@@ -108,9 +104,8 @@ class CounterfactualConfig:
             nested = _merged(_nested(_preset_options(preset)), nested)
         known = [entry.name for entry in fields(cls)]
         for name in (name for name in nested if name not in known):
-            paths = [path for path, _, _ in part_options()]
-            owners = [path for path in paths if path.rpartition(".")[2] == name]
-            remedy = f"; did you mean {owners[0]!r}?" if owners else _near(name, [*known, *paths])
+            owners = [path for path, _, _ in part_options() if path.endswith(f".{name}")]
+            remedy = f"; did you mean {owners[0]!r}?" if owners else _near(name, known)
             raise ValueError(f"unknown option {name!r} of credit{remedy}")
         return cls(**nested)
 
@@ -122,12 +117,11 @@ class CounterfactualConfig:
     @property
     def asked_for(self) -> str:
         """Write out the estimator and its options that are not the default, for messages."""
-        options = {
-            entry.name: value
-            for entry in fields(self.estimator)  # type: ignore[arg-type]
-            if (value := getattr(self.estimator, entry.name)) != entry.default and entry.name != "function"
-        }
-        return ", ".join(f"{name}={value!r}" for name, value in {"estimator": self.estimator.name, **options}.items())
+        options = {"estimator": self.estimator.name}
+        for entry in fields(self.estimator):  # type: ignore[arg-type]
+            if (value := getattr(self.estimator, entry.name)) != entry.default and entry.name != "function":
+                options[entry.name] = value
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
     @property
     def runs_estimator(self) -> bool:
@@ -139,8 +133,8 @@ class CounterfactualConfig:
     @property
     def reads_units(self) -> bool:
         """Whether units are looked for: not where all weights are 1 or every token draws its own."""
-        units_draw = self.control == "random" and self.weights is not None and self.weights.token_draws is None
-        return self.runs_estimator or units_draw
+        draws = self.control == "random" and self.weights is not None
+        return self.runs_estimator or (draws and self.weights.token_draws is None)  # type: ignore[union-attr]
 
     @property
     def continues(self) -> bool:
@@ -177,11 +171,6 @@ class CounterfactualConfig:
         return self.runs_estimator and (bool(self.needs & set(CAPABILITIES)) or isinstance(self.estimator, OwnFunction))
 
     @property
-    def rewards_units(self) -> bool:
-        """Whether high importances mean good units, so that they count the other way where the advantage is below 0."""
-        return self.target == "gold" or self.estimator.is_reward
-
-    @property
     def reads_entropies(self) -> bool:
         """Whether the entropies of sampled tokens must be given."""
         return ENTROPIES in self.needs
@@ -209,11 +198,8 @@ def as_config(credit: Any) -> CounterfactualConfig:
 
 def part_options() -> Iterator[tuple[str, type, Any]]:
     """Yield the path of every option of a part, the class that declares it, and its field; once for each class."""
-    parts = {name: [*among.values()] for name, among in PARTS.items()} | {
-        "spans": [SpanRules],
-        "answers": [AnswerRules],
-    }
-    for name, kinds in parts.items():
+    kinds_of = {name: [*among.values()] for name, among in PARTS.items()}
+    for name, kinds in {**kinds_of, "spans": [SpanRules], "answers": [AnswerRules]}.items():
         yield from ((f"{name}.{entry.name}", kind, entry) for kind in kinds for entry in fields(kind))
 
 
@@ -243,11 +229,8 @@ def _merged(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     merged = {**before, **after}
     for name in before.keys() & after.keys():
         old, new = before[name], after[name]
-        if (
-            isinstance(old, Mapping)
-            and isinstance(new, Mapping)
-            and new.get("name", old.get("name")) == old.get("name")
-        ):
+        both = isinstance(old, Mapping) and isinstance(new, Mapping)
+        if both and new.get("name", old.get("name")) == old.get("name"):
             merged[name] = {**old, **new}
     return merged
 
@@ -277,14 +260,11 @@ def _part(path: str, value: Any, among: Mapping[str, Any], own: type, usual: str
 
 
 def _weight_rule(weights: Any, estimator: Estimator) -> WeightRule | None:
-    if estimator.weights is not None:
-        return _part(
-            "weights", estimator.weights if weights is None else weights, WEIGHTS, OwnWeights, estimator.weights
-        )
+    if (usual := estimator.weights) is not None:
+        return _part("weights", usual if weights is None else weights, WEIGHTS, OwnWeights, usual)
     if weights is not None:
-        signed = f"estimator={estimator.name!r} is signed, its values are added to the advantages"
         name = weights.get("name", weights) if isinstance(weights, Mapping) else weights
-        raise ValueError(f"weights={name!r} is not read: {signed}")
+        raise ValueError(f"weights={name!r} is not read: estimator={estimator.name!r} is signed, it adds to advantages")
     return None
 
 

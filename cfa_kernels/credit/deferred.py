@@ -18,15 +18,14 @@ from ..scoring.access import ModelAccess
 from ..scoring.packed import PackedForward, packed_logprobs
 from .assign import Credit, assign_credit
 from .config import CounterfactualConfig
-from .units import check_advantages, check_needed, credited_rows, written
+from .units import check_needed, credited_rows, written
 from .weights import Gather, normalized_weights
 
 
-class Draws:
-    """Keys of draws, one per batch: the seed, the step and the number of earlier batches of that step.
+class BatchKeys:
+    """Keys of batches: the seed, the step and the number of earlier batches of that step.
 
-    A resumed run makes the same keys. With the index of a row a key decides the row's draws, in every host and on any
-    number of processes.
+    A resumed run makes the same keys. With the index of a row a key decides what is drawn for the row, in every host.
     """
 
     def __init__(self, seed: int) -> None:
@@ -40,22 +39,16 @@ class Draws:
 
 
 class DeferredCredit:
-    """Credit of the rows of a batch.
+    """Credit of the rows of a batch, of which `to_score` are to be scored; assigning it took `seconds`.
 
     If the estimator, a function of the caller's or `weights="top"` compares completions, they are the whole batch's,
     whatever forwards and processes it is split over. Credit is then assigned at once, by `by_model`.
 
     Args:
-        config, tokenizer, seed: as in `counterfactual_credit`.
+        config, tokenizer, seed, gather: as in `counterfactual_credit`.
         batch: rows with advantages and the columns that `counterfactual_credit` reads, except entropies. Its `weights`
             multiply those of credit before they are normalised.
-        gather: as in `counterfactual_credit`, where this process assigns credit to a part of the batch only.
         temperature: that of sampling, for entropies.
-
-    Attributes:
-        to_score: the rows to score, whether or not they have an answer and units.
-        parts: the credit assigned so far, each with its rows.
-        seconds: time that assigning credit took.
     """
 
     def __init__(
@@ -68,7 +61,6 @@ class DeferredCredit:
         temperature: float = 1.0,
         gather: Gather | None = None,
     ) -> None:
-        check_advantages(batch, config.completions)
         check_needed(config, batch)
         self.config, self.tokenizer, self.batch, self.temperature = config, tokenizer, batch, temperature
         self.to_score = credited_rows(batch, config.completions)
@@ -108,15 +100,10 @@ class DeferredCredit:
         self._assign(rows, forward, entropies)
 
     def by_model(
-        self,
-        model: nn.Module | ModelAccess,
-        entropies: Sequence[Tensor] | None = None,
+        self, model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None = None,
         rows: Sequence[int] | None = None,
-    ) -> None:
-        """Assign credit to `rows`, default all, with `model`.
-
-        `entropies`, one row for each of `rows`, are computed with the model if they are read and not given.
-        """
+    ) -> None:  # fmt: skip
+        """Assign credit to `rows`, default all, with `model`, and with their `entropies`, default computed with it."""
         rows = range(len(self.batch)) if rows is None else rows
 
         def computed(batch: Batch) -> Sequence[Tensor]:
@@ -148,9 +135,9 @@ class DeferredCredit:
             model, self.tokenizer, lambda: batch, config=self.config, seed=self._seed, gather=self._gather
         )
         for i, factors in enumerate(batch.weights or ()):
-            weights, own = credit.weights[i] * factors.to(credit.weights[i]), written(batch, i)
-            is_scaled = credit.advantages is None and (factors != 1).any() and weights[own].any()
-            credit.weights[i] = normalized_weights(weights, self.config.normalize, own) if is_scaled else weights
+            weights = credit.weights[i] * factors.to(credit.weights[i])
+            is_scaled = self.config.normalize and credit.advantages is None and (factors != 1).any()
+            credit.weights[i] = normalized_weights(weights, written(batch, i)) if is_scaled else weights
         self.parts.append((rows, credit))
         self._assigned.update(rows)
         self.seconds += time.perf_counter() - began
@@ -195,13 +182,7 @@ def token_entropies(
 
     Arguments as in `packed_logprobs`.
     """
+    options: dict[str, Any] = {"kept_tokens": kept_tokens, "token_budget": token_budget}
     with evaluation_mode(causal_lm(model)), torch.no_grad():
-        _, entropies = packed_logprobs(
-            model,
-            rows,
-            temperature=temperature,
-            return_entropy=True,
-            kept_tokens=kept_tokens,
-            token_budget=token_budget,
-        )
+        _, entropies = packed_logprobs(model, rows, temperature=temperature, return_entropy=True, **options)
     return [row.cpu() for row in entropies]

@@ -1,6 +1,6 @@
 """Credit and policy loss of a batch from one packed forward: the whole update of a training loop but its backward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ def credited_loss(
     tokenizer: Any,
     rows: Rows | Batch,
     *,
-    credit: CounterfactualConfig | str,
+    credit: CounterfactualConfig | str | Mapping[str, Any],
     scorer: nn.Module | ModelAccess | None = None,
     seed: int | Sequence[int] = 0,
     token_budget: int | None = None,
@@ -40,23 +40,19 @@ def credited_loss(
 ) -> CreditedLoss:
     """Compute the policy loss with credited tokens, by one forward that credit and loss both read.
 
-    It is `counterfactual_credit` and then `packed_policy_loss`, to rounding. Later iterations on the same completions
-    take `packed_policy_loss` with the weights of `credit`, or its advantages if it has some.
+    It is `counterfactual_credit` and then `packed_policy_loss`, to rounding, with their errors. Later iterations on the
+    same completions take `packed_policy_loss` with the weights of `credit`, or its advantages if it has some.
 
     Args:
         model: as in `score_counterfactuals`, in any mode without dropout; completions are scored as it computes now.
         tokenizer: the one that sampled the ids.
         rows: prompts and completions, or a batch with its columns.
-        credit: configuration of credit, or the name of a preset.
+        credit: configuration of credit, the name of a preset, or a mapping of options by path.
         scorer: model that scores in place of `model`, such as a frozen reference, by its own forwards.
         seed: as in `counterfactual_credit`.
         token_budget: maximum tokens of each forward, or the batch's own if that is less; default by free memory. That
             of the configuration also limits credit's own forwards.
-        **options: columns of `Batch` by name, `advantages` among them, as `packed_policy_loss` and
-            `counterfactual_credit` read them, and options of `linear_policy_loss`.
-
-    Raises:
-        ValueError, NotImplementedError: as `counterfactual_credit` and `packed_policy_loss` do.
+        **options: columns of `Batch` by name, `advantages` among them, and options of `linear_policy_loss`.
     """
     causal, config = causal_lm(model), as_config(credit)
 

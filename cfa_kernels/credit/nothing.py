@@ -22,33 +22,25 @@ NOT_MIXED = Nothing(
     "all completions of each group have one reward, so none has an advantage and rewards teach nothing: take problems "
     "that the policy solves sometimes, or more completions of each (num_generations)",
 )
+_LONGER = "let completions be longer (max_completion_length)"
 
 
 def why_nothing(deferred: DeferredCredit, credit: Credit, truncated: Sequence[bool]) -> Nothing | None:
     """Explain why rewards taught nothing, credit changed nothing or few completions were scored; None if all is well.
 
-    Args:
-        deferred: the credit of B completions, all assigned.
-        credit: theirs.
-        truncated: B values, whether a completion was cut off at the length limit.
+    `credit` is that of the B completions of `deferred`; `truncated` says which were cut off at the length limit.
     """
     config, batch, count = deferred.config, deferred.batch, len(deferred.batch)
     counted = [True] * count if batch.mask is None else [bool(row.any()) for row in batch.mask]
     moved = [bool((row != 0).any()) for row in batch.advantages]
     if count and all(truncated) and not any(counted):
-        return Nothing(
-            "all truncated",
-            f"all {count} completions were cut off at the length limit and are not in the loss "
-            "(mask_truncated_completions): let completions be longer (max_completion_length), or count those too",
-        )
+        sentence = f"all {count} completions were cut off at the length limit and are not in the loss: {_LONGER}"
+        return Nothing("all truncated", f"{sentence}, or count those too (mask_truncated_completions)")
     if not any(moved):
         return NOT_MIXED
     if not any(c and m for c, m in zip(counted, moved, strict=True)):
-        return Nothing(
-            "advantages on truncated only",
-            "only completions that were cut off at the length limit, which are not in the loss, have an advantage: let "
-            "completions be longer (max_completion_length)",
-        )
+        sentence = "only completions that were cut off, which are not in the loss, have an advantage"
+        return Nothing("advantages on truncated only", f"{sentence}: {_LONGER}")
     due = deferred.to_score
     if not due or not config.runs_estimator:
         return None
@@ -76,17 +68,16 @@ def _why_not_scored(
 ) -> tuple[str, str]:
     unanswered = [b for b in rows if credit.answers[b] is None]
     if 2 * len(unanswered) < len(rows):
-        return "no span", "answers were found, but no span before them; see CounterfactualConfig's detector and units"
+        return "no span", "answers were found, but no span before them; see the options `spans` and `units`"
     if 2 * (cut := sum(truncated[b] for b in unanswered)) >= len(unanswered):
-        return "no answer, cut off", (
-            f"no answer was found, and {cut} of the {len(unanswered)} without one were cut off at the length limit: "
-            "let completions be longer (max_completion_length)"
+        sentence = (
+            f"no answer was found, and {cut} of the {len(unanswered)} without one were cut off at the length limit"
         )
-    own, ends = deferred.config.answers.answer_format, decoded(
-        deferred.batch.rows.completions[unanswered[0]], deferred.tokenizer
-    )[-60:]  # fmt: skip
-    looked = f"Only answer_format={own!r} says what is one" if own is not None else (
+        return "no answer, cut off", f"{sentence}: {_LONGER}"
+    own = deferred.config.answers.answer_format
+    ends = decoded(deferred.batch.rows.completions[unanswered[0]], deferred.tokenizer)[-60:]
+    looked = (
         "Answers are read after ####, in \\boxed{} and after words such as 'the answer is'; for others give "
-        "CounterfactualConfig(answer_format=...) or answer_fallback='last_number'"
-    )  # fmt: skip
+        "answers.answer_format or answers.answer_fallback='last_number'"
+    ) if own is None else f"Only answers.answer_format={own!r} says what is one"  # fmt: skip
     return "no answer", f"no answer was found. {looked}. The first of these completions ends with {ends!r}"

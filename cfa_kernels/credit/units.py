@@ -12,7 +12,7 @@ from ..batch import Batch
 from ..estimators.base import ANSWER, SIBLINGS, TARGETS
 from ..estimators.probes import Probe, length_without_eos, with_probe
 from ..model.limits import smallest_budget
-from ..model.parts import context_length, vocab_size
+from ..model.parts import vocab_size
 from ..rows import Rows, check_finite, equal_prompts, token_ids
 from ..scoring.branches import check_ids
 from ..span import Span
@@ -51,16 +51,6 @@ def _counted(batch: Batch, b: int) -> Tensor:
     return own[batch.mask[b]] if own.ndim and batch.mask is not None else own
 
 
-def check_advantages(batch: Batch, completions: str) -> None:
-    """Raise `ValueError` unless advantages of compared rows are finite, and there where `completions` needs them."""
-    if batch.advantages is not None:
-        rows, own = compared_rows(batch), batch.advantages
-        values = own[rows] if isinstance(own, Tensor) else [own[b] for b in rows]
-        check_finite("advantages", [batch.index[b] for b in rows], values)
-    elif completions == "positive":
-        raise ValueError("advantages must be given with completions='positive', which selects by them, got None")
-
-
 def written(batch: Batch, b: int) -> Tensor:
     """Return (T_b,) bool, which tokens of a row the policy wrote: by the mask, else by advantages per token."""
     if batch.mask is not None:
@@ -68,13 +58,6 @@ def written(batch: Batch, b: int) -> Tensor:
     if isinstance(batch.advantages, list) and batch.advantages[b].any():
         return batch.advantages[b] != 0
     return torch.ones(batch.rows.lengths[b], dtype=torch.bool)
-
-
-def all_written(batch: Batch) -> list[Tensor]:
-    """Return `written` of each row."""
-    if batch.mask is None and not isinstance(batch.advantages, list):
-        return list(torch.ones(sum(batch.rows.lengths), dtype=torch.bool).split(batch.rows.lengths))
-    return [written(batch, b) for b in range(len(batch))]
 
 
 def mean_advantages(batch: Batch) -> list[float]:
@@ -107,11 +90,11 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, batch: Batch) -> di
     needs_answer = ANSWER in config.estimator.needs
     if config.target == "gold":
         probed = {*ids}
-    masks, all_true = all_written(batch), batch.mask is None and not isinstance(batch.advantages, list)
+    masks = {b: written(batch, b) for b in ids}
     spans = config.spans if config.units == "spans" and config.reads_units else None
     reasoning = find_reasoning(
         ids, tokenizer, spans=spans, answers=config.answers, unanswered=not needs_answer or bool(probed),
-        prompts={b: batch.rows.prompts[b] for b in ids}, masks={b: masks[b] for b in ids if not all_true},
+        prompts={b: batch.rows.prompts[b] for b in ids}, masks={b: mask for b, mask in masks.items() if not mask.all()},
     )  # fmt: skip
     with_units = {b for b, row in reasoning.items() if row.answer or b in probed or not needs_answer}
     if config.units == "spans" or not config.reads_units:
@@ -127,7 +110,16 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, batch: Batch) -> di
 
 
 def check_needed(config: CounterfactualConfig, batch: Batch) -> None:
-    """Raise `ValueError` for gold answers or turns without the column that says them, or without a turn in any row."""
+    """Raise `ValueError` for advantages that are not finite, for a column that is missing, and for no turn at all."""
+    if (own := batch.advantages) is not None:
+        rows = compared_rows(batch)  # others have nan
+        check_finite(
+            "advantages",
+            [batch.index[b] for b in rows],
+            own[rows] if isinstance(own, Tensor) else [own[b] for b in rows],
+        )
+    elif config.completions == "positive":
+        raise ValueError("advantages must be given with completions='positive', which selects by them, got None")
     if TARGETS in config.needs and batch.targets is None:
         raise ValueError("targets must be given with target='gold': a gold answer for each row, got None")
     if config.units != "turns" or config.control == "off" or not len(batch):
@@ -135,11 +127,7 @@ def check_needed(config: CounterfactualConfig, batch: Batch) -> None:
     if batch.mask is None and not isinstance(batch.advantages, list):
         raise ValueError("mask must be given with units='turns', 1 on tokens that the policy wrote, got None")
     if batch.mask and not any(row.any() for row in batch.mask):
-        b = max(range(len(batch)), key=batch.rows.lengths.__getitem__)
-        raise ValueError(
-            f"mask row {batch.index[b]}: holds no token of the policy among {batch.rows.lengths[b]}, nor does any "
-            "other row, so there are no turns; it must be 1 on tokens that the policy wrote"
-        )
+        raise ValueError("mask: holds no token of the policy in any row, so there are no turns")
 
 
 def batch_to_score(
@@ -155,7 +143,7 @@ def batch_to_score(
         row = units.get(b, Reasoning(None, 0, []))
         row = row._replace(spans=_spans_to_score(config, batch, b, row, special))
         scored.append(_with_target(batch, b, row, special, model, gold))
-    part, completions = batch.take(rows), [completion for completion, _ in scored]  # a copy: an estimator may write
+    part, completions = batch.take(rows), [completion for completion, _ in scored]
     if any(map(operator.is_not, completions, [batch.rows.completions[b] for b in rows])):
         part = part.exchanged(scored=Rows(part.rows.prompts, completions, part.index))
     check_ids(model, part.scored)
@@ -173,10 +161,7 @@ def batch_to_score(
 def _spans_to_score(
     config: CounterfactualConfig, batch: Batch, b: int, row: Reasoning, special: Sequence[int]
 ) -> list[Span]:
-    """List what an estimator scores for each unit of a row: the unit, or the part of a turn before the answer.
-
-    An estimator that `observes` scores a turn with its observation.
-    """
+    """List what an estimator scores for each unit of a row: of a turn what is before the answer, or `observes`."""
     if config.units != "turns" or not row.spans:
         return row.spans
     limit = batch.rows.lengths[b]
@@ -186,50 +171,32 @@ def _spans_to_score(
     return [Span(own.start, min(ends[own] if config.estimator.observes else own.end, limit)) for own in row.spans]
 
 
-def target_ids(targets: Sequence[Tensor | str | None] | None, tokenizer: Any) -> list[Any] | None:
+def target_ids(targets: Sequence[Tensor | str | None], tokenizer: Any) -> list[Any]:
     """Convert the targets that are text to ids, without special ones."""
-
-    def ids(target: Any) -> Any:
-        if not isinstance(target, str):
-            return target
-        return torch.tensor(tokenizer(target, add_special_tokens=False)["input_ids"], dtype=torch.int64)
-
-    return None if targets is None else list(map(ids, targets))
+    texts = [isinstance(target, str) and tokenizer(target, add_special_tokens=False)["input_ids"] for target in targets]
+    return [
+        target if ids is False else torch.tensor(ids, dtype=torch.int64)
+        for target, ids in zip(targets, texts, strict=True)
+    ]
 
 
 def _with_target(
     batch: Batch, b: int, row: Reasoning, eos_ids: Sequence[int], model: PreTrainedModel | None, gold: bool
 ) -> tuple[Tensor, Reasoning]:
-    """Append its probe to a row's completion, or replace its answer by its target; `model` limits their ids.
-
-    A `gold` target is required, and appended where there is no answer to replace.
-    """
+    """Append its probe to a row's completion, or replace its answer by its target; a `gold` one may follow the end."""
     completion, name, vocab = batch.rows.completions[b], batch.index[b], None if model is None else vocab_size(model)
     probe: Probe | None = None if batch.probes is None else batch.probes[b]
     target: Any = None if batch.targets is None else batch.targets[b]
     if not row.spans or (probe is None and target is None and not gold):
         return completion, row
-    if probe is not None and target is not None:
-        raise ValueError(f"targets row {name}: has a probe too; give one of them")
-    if target is None and probe is None:
-        raise ValueError(
-            f"targets row {name}: is None, but the row has {len(row.spans)} units, the first at token "
-            f"{row.spans[0].start}, to be scored by a gold answer; give one, or an advantage of 0"
-        )
+    if (probe is None) == (target is None):
+        problem = "has a probe too; give one of them" if target is not None else "is None, but the row has units"
+        raise ValueError(f"targets row {name}: {problem}")
     if probe is None:
         target = token_ids(f"targets row {name}", target, vocab).cpu()
-        kept = length_without_eos(completion, eos_ids) if row.answer is None else row.answer.start
-        before = len(batch.rows.prompts[b]) + kept
-        longest = None if model is None else context_length(model)
-        if longest is not None and before + len(target) > longest:
-            raise ValueError(
-                f"targets row {name}: {len(target)} tokens after {before} of prompt and completion exceed the model's "
-                f"context of {longest}"
-            )
         if row.answer is not None:
             start = row.answer.start
-            other = torch.cat([completion[:start], target])
-            return other, row._replace(answer=Span(start, start + len(target)))
+            return torch.cat([completion[:start], target]), row._replace(answer=Span(start, start + len(target)))
         if not gold:
             raise ValueError(f"targets row {name}: the completion has no answer to replace; give a probe instead")
         probe = Probe(target, Span(0, len(target)))
@@ -245,8 +212,8 @@ def special_ids(tokenizer: Any) -> tuple[int, ...]:
 
 def placeholder_of(config: CounterfactualConfig, tokenizer: Any, model: PreTrainedModel | None) -> int:
     """Choose the id that replaces masked tokens: the estimator's own, else the pad or the end-of-text token."""
-    for token in (getattr(config.estimator, "placeholder_id", None), tokenizer.pad_token_id, tokenizer.eos_token_id):
+    own, vocab = getattr(config.estimator, "placeholder_id", None), None if model is None else vocab_size(model)
+    for token in (own, tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
-            vocab = None if model is None else vocab_size(model)
             return int(token_ids("placeholder_id", torch.tensor([token]), vocab))
     raise ValueError("placeholder_id: the tokenizer has neither a pad nor an end-of-text token; name one")

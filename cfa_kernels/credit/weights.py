@@ -5,7 +5,7 @@ The controls `inverted`, `permuted` and `random` act in between, so every estima
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from ..rows import check_finite, check_floating
 from ..span import Span, span_inside
 
 Control = Literal["inverted", "permuted", "random", "off"]
-NORMALIZATIONS = (None, "mean")
 _EQUAL = 1e-6  # difference up to which importances under "range" count as equal
 
 Gather = Callable[[Any], list[Any]]
@@ -33,56 +32,30 @@ def span_weights(
     answer: Span | None,
     length: int,
     *,
-    control: Control | None = None,
-    w_min: float = 0.5,
-    w_max: float = 4.0,
-    w_answer: float = 1.5,
-    min_spread: float = 0.0,
-    normalize: str | None = None,
-    generator: torch.Generator | None = None,
+    rule: "WeightRule | None" = None,
+    inverted: bool = False,
 ) -> Tensor:
-    """Weigh the tokens of one completion by the drops of its spans (CF paper, eqs. 4, 6 and 7), as `Range`.
+    """Weigh the tokens of one completion, (length,) fp32, by the drops of its spans (CF paper, eqs. 4, 6 and 7).
 
-    Drops are min-max normalised over the spans. One span, or drops that differ by the rounding of float32
-    only, weigh 1, as do tokens outside every span. A token in several spans takes the largest importance among them.
+    One span, or drops that differ by the rounding of float32 only, weigh 1, as do tokens outside every span. A token in
+    several spans takes the largest importance among them. `rule` is by default `Range(min_spread=0.0)`, the paper's.
 
-    Args:
-        drop: (K,) base minus masked log-prob of the answer, nats, one per span: its importance.
-        spans: K half-open token spans.
-        answer: the answer's tokens, or None.
-        length: completion tokens.
-        control: as in `CounterfactualConfig`; "off" makes all weights 1, the answer's too.
-        w_min, w_max, w_answer, min_spread: as in `Range`; the paper's has no least spread.
-        normalize: "mean" rescales the result to mean 1.
-        generator: source of the controls "permuted" and "random", on the CPU; default torch's global one.
-
-    Returns:
-        (length,) fp32 on drop's device; on the CPU for a list.
-
-    Raises:
-        ValueError: options, shapes, spans outside the completion or non-finite drops; names argument and value.
+    `drop` are (K,) base minus masked log-prob of the answer, nats, one per span. Raises `ValueError` naming the
+    argument for spans outside the completion and drops that are not finite.
     """
-    if control not in (None, *get_args(Control)):
-        raise ValueError(f"control must be None or one of {get_args(Control)}, got {control!r}")
-    if normalize not in NORMALIZATIONS:
-        raise ValueError(f"normalize must be one of {NORMALIZATIONS}, got {normalize!r}")
-    rule = Range(w_min, w_max, w_answer, min_spread)
     values = as_numbers(drop, "drop", f"{len(spans)} spans")
     if len(values) != len(spans):
         raise ValueError(f"drop must hold one value per span: got shape {tuple(values.shape)} for {len(spans)} spans")
-    for k, span in enumerate(spans):
-        span_inside(f"spans, span {k}", span, length)
-    if answer is not None:
-        span_inside("answer", answer, length)
-    if control not in ("random", "off") and (bad := (~torch.isfinite(values)).nonzero()).numel():
-        k = int(bad[0])
+    for where, span in (*((f"spans, span {k}", span) for k, span in enumerate(spans)), ("answer", answer)):
+        if span is not None:
+            span_inside(where, span, length)
+    for k in (~values.isfinite()).nonzero().flatten().tolist():
         raise ValueError(f"drop, span {k}: must be finite, got {values[k].item()}")
     if len(values) and values.max() - values.min() <= FLOAT32_NOISE:
         values = torch.zeros(len(values))
     row = WeightInputs(values, spans, answer, length)
-    row = with_draws(row, rule, control, generator) if control in ("permuted", "random") else row
-    weights = torch.ones(length) if control == "off" else rule.weigh(row, inverted=control == "inverted")
-    return normalized_weights(weights, normalize).to(getattr(drop, "device", "cpu"))
+    (weights,) = (rule or Range(min_spread=0.0))([row], inverted=inverted)
+    return weights.to(getattr(drop, "device", "cpu"))
 
 
 def spread_over_tokens(values: Tensor, units: Sequence[Span], length: int) -> Tensor:
@@ -112,44 +85,27 @@ def unit_weight(weights: Tensor, unit: Span) -> float:
     return weights[unit.end - 1].item()
 
 
-def normalized_weights(weights: Tensor, normalize: str | None, mask: Tensor | None = None) -> Tensor:
-    """Rescale weights to mean 1, over the tokens of `mask`, where `normalize` is "mean"; `ValueError` if all are 0."""
-    counted = weights if mask is None else weights[mask]
-    if normalize is None or not len(counted):
-        return weights
-    mean = counted.mean()
-    if mean == 0:
-        raise ValueError("normalize='mean' needs a weight above 0, all are 0")
-    return weights / mean if mask is None else torch.where(mask, weights / mean, weights)
+def normalized_weights(weights: Tensor, mask: Tensor) -> Tensor:
+    """Rescale weights to mean 1 over the tokens of `mask`, unless all are 0 there."""
+    mean = weights[mask].mean() if weights[mask].any() else 1.0
+    return torch.where(mask, weights / mean, weights)
 
 
 def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
-    """Multiply advantages by token weights: the same as weighing the clipped loss of each token, except for a KL term.
+    """Multiply advantages, (B,) or (B, T), by token weights (B, T): as weighing each token's clipped loss, KL aside.
 
-    Args:
-        advantages: (B,) or (B, T), float; others are a `ValueError`.
-        weights: (B, T), finite and >= 0; others are a `ValueError`.
-
-    Returns:
-        (B, T) in advantages' dtype; `advantages` itself if every weight is 1, so that a host's own arithmetic is
-        bitwise unchanged.
+    Returns (B, T) in advantages' dtype, or `advantages` itself if every weight is 1. Raises `ValueError` for other
+    shapes, for advantages that are not floating point, and for weights that are not finite or below 0.
     """
     check_class(Tensor, advantages=advantages, weights=weights)
     if weights.dim() != 2 or advantages.shape not in (weights.shape, weights.shape[:1]):
-        raise ValueError(
-            f"advantages must be (B,) or (B, T) for weights (B, T), got {tuple(advantages.shape)} and "
-            f"{tuple(weights.shape)}"
-        )
+        shapes = f"got {tuple(advantages.shape)} and {tuple(weights.shape)}"
+        raise ValueError(f"advantages must be (B,) or (B, T) for weights (B, T), {shapes}")
     check_floating("advantages", advantages)
     check_finite("weights", range(len(weights)), list(weights), low=0.0)
     if (weights == 1).all():
         return advantages
-    columns = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
-    return columns * weights.to(columns)
-
-
-def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:
-    return (values.min(), values.max()) if len(values) else (torch.zeros(()), torch.zeros(()))
+    return (advantages if advantages.dim() == 2 else advantages[:, None]) * weights.to(advantages)
 
 
 class WeightInputs(NamedTuple):
@@ -166,25 +122,14 @@ class WeightInputs(NamedTuple):
 
 
 class WeightRule:
-    """Rule by which importances become weights: a frozen dataclass whose fields are its options.
+    """Rule by which importances become weights: a frozen dataclass whose fields are its options."""
 
-    Attributes:
-        name: what configurations call it.
-        compares: whether the weights of a completion depend on the others of the batch.
-        signed: whether it gives additions to the advantages, of any sign, instead of weights.
-        absolute: whether it reads importances as they are: 0 where rounding may account for them, and of one sign
-            whatever the advantage.
-        by_group: whether it compares the completions of a group, so that a host must have whole groups.
-        token_draws: limits of the weight that each token draws under the control `random`; None where units draw
-            importances.
-    """
-
-    name: ClassVar[str]
-    compares: ClassVar[bool] = False
-    signed: ClassVar[bool] = False
-    absolute: ClassVar[bool] = False
-    by_group: ClassVar[bool] = False
-    token_draws: ClassVar[tuple[float, float] | None] = None
+    name: ClassVar[str]  # what configurations call it
+    compares: ClassVar[bool] = False  # whether the weights of a completion depend on the others of the batch
+    signed: ClassVar[bool] = False  # whether it gives additions to the advantages, of any sign, instead of weights
+    absolute: ClassVar[bool] = False  # whether it reads drops: of one sign whatever the advantage, 0 within rounding
+    by_group: ClassVar[bool] = False  # whether it compares completions of a group, so that a host needs whole groups
+    token_draws: ClassVar[tuple[float, float] | None] = None  # limits of each token's draw; None where units draw
 
     def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
         """Weigh the tokens of every completion of a batch, (T_b,) fp32 each; `gather` finds the rest of the batch."""
@@ -244,8 +189,7 @@ class Bilevel(WeightRule):
 
     Per token of the units: importance I below 0 counts as 0; I^ = log(1 + I), min-max normalised; with tau* the
     tau-quantile of I^, omega = I^ / tau* below it and 1 + boost (I^ - tau*) / (1 - tau*) from it on, rescaled to mean 1
-    over those tokens. Others, the answer among them, and equal importances weigh 1. Inverted, 1 - I^ takes the place of
-    I^. The authors' code has a floor of 0.1.
+    over those tokens; others weigh 1. The authors' code has a floor of 0.1.
     """
 
     name = "bilevel"
@@ -263,16 +207,12 @@ class Bilevel(WeightRule):
     def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
         """Weigh the tokens of one completion."""
         weights = torch.ones(row.length)
-        low, high = _bounds(row.importances)
-        if high == low:
-            return weights
         tokens = spread_over_tokens(row.importances.clamp(min=0).log1p(), row.units, row.length)
         covered = ~tokens.isnan()
         values = tokens[covered].double()
-        low, high = _bounds(values)
-        if high - low <= torch.finfo(torch.float32).tiny:
+        if not len(values) or (spread := values.max() - values.min()) <= torch.finfo(torch.float32).tiny:
             return weights
-        share = (values - low) / (high - low)
+        share = (values - values.min()) / spread
         share = 1 - share if inverted else share
         threshold = torch.quantile(share, self.tau)
         below = share / threshold if threshold > 0 else share  # with a threshold of 0 nothing is below it
@@ -314,8 +254,7 @@ class Identity(WeightRule):
     def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
         """Take every importance as its unit's weight; raises `ValueError` naming the unit and value below 0."""
         row = _inverted(row, inverted)
-        if (negative := (row.importances < 0).nonzero()).numel():
-            k = int(negative[0])
+        for k in (row.importances < 0).nonzero().flatten().tolist():
             raise ValueError(f"importances, unit {k}: as a weight it must be >= 0, got {row.importances[k].item()}")
         spread = spread_over_tokens(row.importances, row.units, row.length)
         return torch.where(spread.isnan(), 1.0, spread)
@@ -341,13 +280,12 @@ class Redistribute(WeightRule):
 
     def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
         """Compute what is added to the advantages of one completion; 0 on tokens of no unit."""
-        low, high = _bounds(row.importances)
-        if high - low <= _EQUAL:
-            return torch.zeros(row.length)
         values = row.importances.double() * (-1 if inverted else 1)
+        if not len(values) or (spread := (row.importances.max() - row.importances.min()).item()) <= _EQUAL:
+            return torch.zeros(row.length)
         sizes = torch.tensor([unit.end - unit.start for unit in row.units], dtype=torch.float64)
         values = values - (sizes @ values) / sizes.sum()
-        share = min(1.0, (high - low).item() / row.min_spread) if row.min_spread else 1.0
+        share = min(1.0, spread / row.min_spread) if row.min_spread else 1.0
         values = values / values.abs().max() * (self.strength * row.advantage * share)
         return spread_over_tokens(values, row.units, row.length).nan_to_num(nan=0.0)
 
@@ -358,7 +296,7 @@ class SignGate(WeightRule):
 
     Over all units of the credited completions of a group, with s the median of |v| over importances v that are not 0:
     u = tanh(v / s) and z = (u - mean u) / std u. The tokens of a unit get `strength z` if z has the sign of v, else 0
-    (arXiv 2607.13501, eqs. 9 to 14, as in zhuq-111/LAPO-Leave-One-Turn-Attribution@3b264d7). Inverted, v is -v.
+    (arXiv 2607.13501, eqs. 9 to 14). Inverted, v is -v.
     """
 
     name = "sign_gate"
@@ -412,19 +350,24 @@ class OwnWeights(WeightRule):
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
-        """Call the function for every completion and check its result; returns copies."""
-        pairs = [(self.function(*_inverted(row, inverted)[:4]), row.length) for row in rows]
-        return [_checked(result, b, length).clone() for b, (result, length) in enumerate(pairs)]
+        """Call the function for every completion and check its result."""
+        weights = []
+        for b, row in enumerate(rows):
+            result = self.function(*_inverted(row, inverted)[:4])
+            weights.append(as_numbers(result, f"weights, row {b}", f"{row.length} tokens"))
+            if len(weights[b]) != row.length:
+                raise ValueError(f"weights, row {b}: gave {len(weights[b])} numbers for {row.length} tokens")
+        check_finite("weights,", range(len(rows)), weights, low=0.0)
+        return weights
 
 
 def with_draws(
-    row: WeightInputs, rule: WeightRule | None, control: Control, generator: torch.Generator | None
+    row: WeightInputs, rule: WeightRule | None, control: Control, generator: torch.Generator
 ) -> WeightInputs:
     """Apply a control that draws: `permuted`, which shuffles a completion's importances, or `random`.
 
     Under `random` every token draws a weight uniformly within `token_draws`, if `rule` has them; else every unit draws
-    an importance, uniformly in [0, 1). Without a rule values are signed, and permuted too. `generator` is on the CPU;
-    None is torch's global one.
+    an importance, uniformly in [0, 1). Without a rule values are signed, and permuted too.
     """
     if rule is None or control == "permuted":
         return row._replace(importances=row.importances[torch.randperm(len(row.importances), generator=generator)])
@@ -442,14 +385,3 @@ def _inverted(row: WeightInputs, inverted: bool) -> WeightInputs:
     """Reverse the order of a completion's importances within their range."""
     values = row.importances
     return row._replace(importances=values.max() + values.min() - values) if inverted and len(values) else row
-
-
-def _checked(result: Any, b: int, length: int) -> Tensor:
-    """Check the result of a caller's function for completion `b`; raises `ValueError` naming token and value."""
-    weights = as_numbers(result, f"weights, row {b}", f"{length} tokens")
-    if weights.shape != (length,):
-        raise ValueError(f"weights, row {b}: gave shape {tuple(weights.shape)} for {length} tokens")
-    if (bad := (~(torch.isfinite(weights) & (weights >= 0))).nonzero()).numel():
-        t = int(bad[0])
-        raise ValueError(f"weights, row {b}, token {t}: must be finite and not negative, got {weights[t].item()}")
-    return weights

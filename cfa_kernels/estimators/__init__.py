@@ -12,17 +12,7 @@ from .prefix_gain import PrefixGain
 from .progress import Progress
 from .siblings import PrefixTreeValues, SiblingEdits
 
-ESTIMATORS |= {
-    kind.name: kind
-    for kind in (
-        Masking,
-        Gradient,
-        PrefixGain,
-        Progress,
-        Entropy,
-        EntropyShaping,
-        PrefixTreeValues,
-        SiblingEdits,
-        External,
-    )
-}
+for kind in (
+    Masking, Gradient, PrefixGain, Progress, Entropy, EntropyShaping, PrefixTreeValues, SiblingEdits, External,
+):  # fmt: skip
+    ESTIMATORS[kind.name] = kind

@@ -32,49 +32,29 @@ NEEDS = CAPABILITIES | {
 
 @dataclass(frozen=True)
 class Importances:
-    """Importances of the units of a batch.
+    """Importances of the units of a batch."""
 
-    Attributes:
-        values: B tensors (K_b,) fp32 on the host, one per unit, high where the unit matters.
-        signed: the values are added to the advantages of their units' tokens, instead of becoming weights.
-        base: (B,) fp32 log P(answer), nats, nan without an answer; None if answers were not scored.
-        work: counts of what was fed; None for nothing.
-        change_of: quantity of the answer whose changes the values are, from which their rounding follows; None for any
-            other value.
-        details: further results by name, documented by each estimator.
-    """
-
-    values: list[Tensor]
-    signed: bool = False
-    base: Tensor | None = None
-    work: ScoringWork | None = None
+    values: list[Tensor]  # B tensors (K_b,) fp32 on the host, one per unit, high where the unit matters
+    signed: bool = False  # values are added to the advantages of their units' tokens, instead of becoming weights
+    base: Tensor | None = None  # (B,) fp32 log P(answer), nats, nan without an answer; None if it was not scored
+    work: ScoringWork | None = None  # counts of what was fed; None for nothing
     change_of: Literal["logprob", "mean_logprob", "probability"] | None = None
-    details: dict[str, Any] | None = None
+    """Quantity of the answer whose changes the values are, from which their rounding follows; None for others."""
+    details: dict[str, Any] | None = None  # further results by name
 
 
 class Estimator:
-    """Estimator of the importance of units: a frozen dataclass whose fields are its options.
+    """Estimator of the importance of units: a frozen dataclass whose fields are its options."""
 
-    Attributes:
-        name: what configurations call it.
-        default_units: what it scores by default, of the names that `CounterfactualConfig.units` takes.
-        weights: rule by which its importances become weights by default; None where they are signed.
-        negative: whether importances may be below 0.
-        needs: names of `NEEDS` that must be met.
-        continues: whether its queries continue completions that a training forward has fed already.
-        observes: whether it scores a turn together with the observation that follows it.
-        is_reward: whether high importances mean good units, also where the completion's answer is wrong.
-    """
-
-    name: ClassVar[str]
-    default_units: ClassVar[str] = "spans"
-    weights: ClassVar[str | None] = "range"
+    name: ClassVar[str]  # what configurations call it
+    default_units: ClassVar[str] = "spans"  # of the names that `CounterfactualConfig.units` takes
+    weights: ClassVar[str | None] = "range"  # rule for its importances by default; None where they are signed
     # Properties where they depend on options.
-    negative: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
-    continues: ClassVar[bool] = False
-    observes: ClassVar[bool] = False
-    is_reward: ClassVar[bool] = False
+    negative: ClassVar[bool] = False  # whether importances may be below 0
+    needs: ClassVar[frozenset[str]] = frozenset()  # names of `NEEDS` that must be met
+    continues: ClassVar[bool] = False  # whether its queries continue completions that a training forward has fed
+    observes: ClassVar[bool] = False  # whether it scores a turn together with the observation that follows it
+    is_reward: ClassVar[bool] = False  # whether high importances mean good units, also where the answer is wrong
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Score the units of a batch."""
@@ -89,8 +69,7 @@ ESTIMATORS: dict[str, type[Estimator]] = {}
 class OwnFunction(Estimator):
     """Estimator of the caller: a function (model, `Batch`) -> `Importances`.
 
-    It gets every completion of the batch, whatever its advantage. If the model is in other processes, it gets the
-    access in the model's place: `access.score(batch, mask=0)`.
+    It gets every completion of the batch, whatever its advantage, and the access where the model is in other processes.
     """
 
     function: Callable[..., Importances]
@@ -109,11 +88,6 @@ def unit_means(tokens: Sequence[Tensor], batch: Batch, rows: Sequence[int] | Non
     """Average token values (T_b,) of completions over each unit, (K_b,). `rows` are their rows; default all."""
     means = []
     for b, row in zip(range(len(batch)) if rows is None else rows, tokens, strict=True):
-        if row.shape != (batch.rows.lengths[b],):
-            raise ValueError(
-                f"row {batch.index[b]}: needs a number for each of {len(batch.rows.completions[b])} tokens, got "
-                f"{tuple(row.shape)}"
-            )
         sums = torch.cat([torch.zeros(1, dtype=torch.float64), row.detach().double().cpu().cumsum(0)])
         edges = torch.tensor([tuple(unit) for unit in batch.units[b]], dtype=torch.int64).reshape(-1, 2)
         means.append(((sums[edges[:, 1]] - sums[edges[:, 0]]) / (edges[:, 1] - edges[:, 0])).float())

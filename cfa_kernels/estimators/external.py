@@ -27,7 +27,6 @@ class External(Estimator):
                 values += unit_means([row], batch, rows=[b])
             else:
                 raise ValueError(
-                    f"external row {batch.index[b]}: must hold a number for each of {len(units)} units or {length} "
-                    f"tokens, got {len(row)}"
+                    f"external row {batch.index[b]}: holds {len(row)}, not {len(units)} or {length} numbers"
                 )
         return Importances(values)

@@ -46,9 +46,8 @@ class Gradient(Estimator):
     | `mean_logprob` | mean log-prob of the answer's tokens, clean minus noisy |
     | `logprob` | their sum, clean minus noisy |
 
-    Importances of `last` and `mean` are proportional to a small `sigma`, and one draw scatters by some two thirds of
-    its size; average several `samples`. At `sigma` 0 they are those of `mean_logprob`: gradient times input, one
-    deterministic pass. Importances are first-order and non-negative; small ones of a half-precision model are rounding.
+    One draw scatters by some two thirds of its size; average several `samples`. At `sigma` 0 importances of `last` and
+    `mean` are those of `mean_logprob`: gradient times input, one deterministic pass.
     """
 
     name = "gradient"
@@ -70,14 +69,9 @@ class Gradient(Estimator):
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Score the units of a batch; nan in completions without an answer.
 
-        The model must be in this process and is left exactly as it was: mode, random state, hooks, every parameter's
-        `.grad` and `requires_grad`. Units may overlap each other, never the answer. KL outcomes take one clean forward
-        for all draws; every draw takes a forward and one backward to the embeddings.
-
-        Raises:
-            TypeError, NotImplementedError: models that cannot be run this way, or pass no gradient to their embeddings;
-                the message says why.
-            FloatingPointError: a gradient is not finite; the message names the row.
+        The model is left exactly as it was. KL outcomes take one clean forward for all draws; every draw takes a
+        forward and one backward to the embeddings. Raises `TypeError` or `NotImplementedError` for models that cannot
+        be run this way, `FloatingPointError` naming the row for a gradient that is not finite.
         """
         options = self
         if self.sigma == 0:  # a divergence has no gradient there
@@ -99,15 +93,8 @@ class Gradient(Estimator):
             return lay_out(queries, [[i] for i in pack.queries], pack.num_tokens // 2)
 
         with torch.inference_mode(False), tree_attention_mode(walk), _frozen(walk):
-            packs = (
-                pack
-                for part in plan.parts
-                for pack in lay_out(
-                    queries,
-                    [[plan.bundle_of[n] for n in bundle] for group in part for bundle in group],
-                    plan.limits.token_budget,
-                )
-            )
+            parts = [[[plan.bundle_of[n] for n in own] for group in part for own in group] for part in plan.parts]
+            packs = (pack for part in parts for pack in lay_out(queries, part, plan.limits.token_budget))
             sums = list(run_in_memory(packs, run, smaller))
         return _gather(rows, batch.index, sums, options.samples)
 
@@ -116,7 +103,7 @@ class _Row(NamedTuple):
     """One completion and its query."""
 
     row: ScoredRow
-    query: Query | None  # the tokens to feed and the rows that decide the outcome; None without an answer
+    query: Query | None  # None without an answer
     moving: np.ndarray  # (n,) int64: tokens of the units that can move the outcome, ascending
 
     @classmethod
@@ -156,8 +143,6 @@ def _frozen(walk: ModelWalk) -> Iterator[None]:
 
 
 class _Sums(NamedTuple):
-    """Result of one pack."""
-
     members: list[int]
     values: Tensor  # (n,) float64 on the device: over draws, of the importances of the members' `moving` tokens
     work: ScoringWork
@@ -215,20 +200,16 @@ class _PackSaliency:
         """Run all draws."""
         generators = [keyed_generator(*self.seed, row.row.index, "noise", device=self.device) for row in self.rows]
         clean = self._forward(_EmbeddingTap(self.model)) if self.diverges else None
-        total = self._draw(clean, generators)
-        for _ in range(self.options.samples - 1):
+        total = torch.zeros(sum(self.counts), dtype=torch.float64, device=self.device)
+        for _ in range(self.options.samples):
             total += self._draw(clean, generators)
         return _Sums(self.pack.queries, total, self.work)
 
     def _draw(self, clean: Tensor | None, generators: list[torch.Generator]) -> Tensor:
         """Compute |<dJ/de, e>| (n,) float64 under one draw of noise."""
-        noise = None
+        noise, pairs, width = None, zip(self.counts, generators, strict=True), embedding(self.model).shape[1]
         if self.options.sigma:
-            width = embedding(self.model).shape[1]
-            draws = [
-                torch.randn(count, width, generator=generator, device=self.device)
-                for count, generator in zip(self.counts, generators, strict=True)
-            ]
+            draws = [torch.randn(n, width, generator=generator, device=self.device) for n, generator in pairs]
             noise = self.options.sigma * torch.cat(draws)
         tap = _EmbeddingTap(self.model, self.noised, noise)
         with torch.enable_grad():
@@ -305,11 +286,7 @@ class _EmbeddingTap:
 
     def __init__(self, model: PreTrainedModel, rows: Tensor | None = None, noise: Tensor | None = None) -> None:
         self.model, self.rows, self.noise, self.calls = model, rows, noise, 0
-
-    @property
-    def no_gradient(self) -> str:
-        """Say why a missing gradient cannot be computed."""
-        return f"model: {type(self.model).__name__} passes no gradient to its embeddings"
+        self.no_gradient = f"model: {type(model).__name__} passes no gradient to its embeddings"
 
     def __enter__(self) -> None:
         self._hook = self.model.get_input_embeddings().register_forward_hook(self._exchange)

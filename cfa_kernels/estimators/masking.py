@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..batch import Batch
 from ..options import PositiveShare, TokenId, check_fields
+from ..rows import check_finite
 from ..scoring.access import DISTRIBUTIONS, LOGPROBS, WHOLE, ModelAccess
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome
@@ -69,43 +70,30 @@ class Masking(Estimator):
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:
         """Score the units of a batch."""
-        part, some, work = batch, [list(range(len(units))) for units in batch.units], ScoringWork()
+        part, some, work = batch, list[list[int]](), ScoringWork()
         if self.preselect < 1:
-            estimate = self._estimate(access, batch)
-            some = [self._chosen(b, row) for b, row in zip(batch.index, estimate.values, strict=True)]
+            lengths = [torch.tensor([float(end - start) for start, end in row]) for row in batch.units]
+            estimate = self._preselector(access, batch) if self._preselector else Importances(lengths)
+            check_finite(f"preselect_by={self.preselect_by!r},", batch.index, estimate.values, of="unit")
+            some = [top_units(row.abs(), self.preselect) for row in estimate.values]
             work = estimate.work or work
-            pairs = zip(batch.units, some, strict=True)
-            part = batch.with_columns(units=[[units[k] for k in row] for units, row in pairs])
-        options: dict[str, Any] = {"outcome": self.outcome, "merge_adapters": self.merge_adapters}
-        scores = access.score(part, mask="drop" if self.mask == "drop" else None, **options)
+            part = batch.exchanged(
+                units=[[units[k] for k in row] for units, row in zip(batch.units, some, strict=True)]
+            )
+        mask = "drop" if self.mask == "drop" else None
+        scores = access.score(part, mask=mask, outcome=self.outcome, merge_adapters=self.merge_adapters)  # type: ignore[arg-type]
         values = [drop.float() for drop in scores.drop]
         if self.preselect < 1:
-            values = [
-                torch.zeros(len(units)).index_put_((torch.tensor(numbers, dtype=torch.int64),), drop)
-                for units, numbers, drop in zip(batch.units, some, values, strict=True)
-            ]
+            every = [torch.zeros(len(units)) for units in batch.units]
+            for row, numbers, drop in zip(every, some, values, strict=True):
+                row[numbers] = drop
+            values = every
         change_of = None if self.outcome in DIVERGENCES else self.outcome
         return Importances(values, base=scores.base, work=work + scores.work, change_of=change_of)  # type: ignore[arg-type]
 
     @property
     def _preselector(self) -> Estimator | None:
         return None if self.preselect == 1 or self.preselect_by == "length" else ESTIMATORS[self.preselect_by]()
-
-    def _estimate(self, access: ModelAccess, batch: Batch) -> Importances:
-        """Estimate the importances by which the units worth masking are chosen."""
-        if (other := self._preselector) is not None:
-            return other(access, batch)
-        return Importances([torch.tensor([float(end - start) for start, end in row]) for row in batch.units])
-
-    def _chosen(self, b: int, estimate: Tensor) -> list[int]:
-        """Number the units of row `b` that are masked."""
-        if (bad := (~torch.isfinite(estimate)).nonzero()).numel():
-            k = int(bad[0])
-            raise ValueError(
-                f"preselect_by={self.preselect_by!r}, row {b}, unit {k}: the estimate must be finite, got "
-                f"{estimate[k].item()}"
-            )
-        return top_units(estimate.abs(), self.preselect)
 
 
 def top_units(importance: Tensor, share: float) -> list[int]:

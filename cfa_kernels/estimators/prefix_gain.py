@@ -56,12 +56,10 @@ def _cuts(row: ScoredRow, reasoning_end: int) -> list[ScoredRow]:
         end = unit.end
     if not row.spans:
         return []
-    if row.answer is None:
+    if row.answer is None or not 0 <= reasoning_end <= row.answer.start:
         raise ValueError(
-            f"answers row {row.index}: is None, but the row has {len(row.spans)} units that are scored by it"
+            f"row {row.index}: its reasoning must end before its answer, got {reasoning_end}, {row.answer}"
         )
-    if not 0 <= reasoning_end <= row.answer.start:
-        raise ValueError(f"reasoning_ends row {row.index}: {reasoning_end} is outside [0, {row.answer.start}]")
     marker_and_answer = row.completion[reasoning_end : row.answer.end]
     cuts = []
     for t in (row.spans[0].start, *(unit.end for unit in row.spans)):

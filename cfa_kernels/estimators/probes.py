@@ -27,22 +27,12 @@ def length_without_eos(completion: Tensor | Sequence[int], eos_ids: Collection[i
 
 
 def with_probe(
-    b: int,
-    completion: Tensor,
-    spans: Sequence[Span],
-    probe: Probe,
-    eos_ids: Collection[int],
-    vocab: int | None = None,
+    b: int, completion: Tensor, spans: Sequence[Span], probe: Probe, eos_ids: Collection[int], vocab: int | None = None
 ) -> tuple[Tensor, Span]:
     """Append a probe to the completion (T,) of row `b`, in the place of the end-of-text tokens that it ends with.
 
-    Token positions do not move, so `spans` stay valid, and weights never cover the probe.
-
-    Returns:
-        The longer completion, and the probe's target in it, which is scored.
-
-    Raises:
-        ValueError: a probe that is not 1-D int64 in the vocabulary, is empty or has its target outside; a span in it.
+    Returns the longer completion, and the probe's target in it, which is scored. Raises `ValueError` for a probe that
+    is not 1-D int64 in the vocabulary, is empty or has its target outside, and for a span in it.
     """
     check_class(Probe, **{f"probes row {b}": probe})
     ids, target = token_ids(f"probes row {b}", probe.tokens, vocab), probe.target

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from ..batch import Batch
@@ -16,7 +17,6 @@ from ..options import Finite, check_fields
 from ..rows import check_finite
 from ..scoring.access import ModelAccess
 from .base import REWARDS, SIBLINGS, Estimator, Importances, required, unit_means
-from .edit_distance import edit_distance, edited_tokens
 
 # Sums of equal rewards in another order differ by rounding, by less than this relative to the largest reward.
 _EQUAL = 1e-12
@@ -78,15 +78,15 @@ def _rewards(batch: Batch) -> Tensor:
 
 def _scales(groups: Tensor, rewards: Tensor, advantages: Tensor | list[Tensor] | None) -> list[float]:
     """Find the ratio of spread of advantages (B,) to rewards in each row's group; 1 where it cannot be found."""
-    scales = torch.ones(len(groups), dtype=torch.float64)
+    scales = [1.0] * len(groups)
     if not isinstance(advantages, Tensor):
-        return scales.tolist()
-    for group in groups.unique():
-        inside = groups == group
-        wide, narrow = (x[inside].double().max() - x[inside].double().min() for x in (advantages, rewards))
+        return scales
+    for rows in _members(groups):
+        wide, narrow = (x[rows].double().max() - x[rows].double().min() for x in (advantages, rewards))
         if narrow > 0 and wide > 0:
-            scales[inside] = wide / narrow
-    return scales.tolist()
+            for b in rows:
+                scales[b] = (wide / narrow).item()
+    return scales
 
 
 def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor, rewards: Tensor) -> list[Tensor]:
@@ -95,11 +95,6 @@ def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor, rewards: T
     With V(s) the mean reward of a group's completions that begin with s, token t gets V(y_1..y_t) - V(y_1..y_(t-1)):
     only branching tokens get anything. If a completion is a prefix of another, the other's next token is a branching
     token, but the end of the shorter one is not, unless an end-of-text token is part of it.
-
-    Args:
-        completions: B 1-D int64 tensors (T_b,) on the host.
-        groups: (B,) int64, equal for completions of one prompt, in any order.
-        rewards: (B,) finite, on the host.
     """
     ids, scores = [row.numpy() for row in completions], rewards.double().numpy()
     values = [np.zeros(len(row)) for row in ids]
@@ -134,13 +129,26 @@ def correct_siblings(completions: Sequence[Tensor], groups: Tensor, correct: Ten
 
     Of equally near ones the lower ids come first, so that the batch's order decides nothing.
     """
-    right, siblings = correct.tolist(), [list[int]() for _ in completions]
+    right, siblings, ids = correct.tolist(), [list[int]() for _ in completions], [row.tolist() for row in completions]
     for rows in _members(groups):
         sources = [b for b in rows if right[b]]
         for b in (b for b in rows if not right[b]):
-            keys = {n: (edit_distance(completions[b], completions[n]), completions[n].tolist()) for n in sources}
+            keys = {n: (Levenshtein.distance(ids[b], ids[n]), ids[n]) for n in sources}
             siblings[b] = sorted(sources, key=keys.__getitem__)
     return siblings
+
+
+def edited_tokens(completion: Tensor, corrected: Tensor) -> Tensor:
+    """Mark by 1 the tokens of `completion` that an alignment with `corrected` finds edited, the others by 0.
+
+    A substituted or deleted token counts as edited, and so does the token before which something is inserted; an
+    insertion at the end counts for the last token. Takes (T,) and (S,) int64 on the host; returns (T,).
+    """
+    edited = torch.zeros(len(completion))
+    edits = Levenshtein.editops(completion.tolist(), corrected.tolist())
+    if len(edited) and len(edits):
+        edited[[min(edit.src_pos, len(edited) - 1) for edit in edits]] = 1
+    return edited
 
 
 def _members(groups: Tensor) -> list[list[int]]:

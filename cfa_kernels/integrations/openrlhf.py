@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .. import Draws, LogprobService, Rows, pad_rows
+from .. import BatchKeys, LogprobService, Rows, pad_rows
 from ..credit.config import as_config
 from ..estimators.base import SIBLINGS
 from . import require
@@ -30,7 +30,7 @@ class CounterfactualMixin:
         require("openrlhf", OLDEST)
         super().__init__(*args, **kwargs)
         settings, self._config = self.args, as_config(self.counterfactual)
-        self._draws, self._completions = Draws(settings.train.seed), settings.rollout.n_samples_per_prompt
+        self._keys, self._completions = BatchKeys(settings.train.seed), settings.rollout.n_samples_per_prompt
         if self._config.control != "off":
             loss, kl, images = settings.actor.policy_loss_type, settings.algo.kl, settings.data.max_images_per_prompt
             cases = (
@@ -51,7 +51,7 @@ class CounterfactualMixin:
         index = torch.tensor([number for experience in experiences for number in experience.index])
         credited, figures = credit_rows(
             self.tokenizer, Rows(prompts, completions, index.tolist()), counted, own, LogprobService(self._logprobs),
-            config=self._config, seed=self._draws.key(self.global_step), groups=index // self._completions,
+            config=self._config, seed=self._keys.key(self.global_step), groups=index // self._completions,
             rewards=torch.cat([experience.rewards for experience in experiences]),
         )  # fmt: skip
         torch._foreach_copy_(into, credited)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import CounterfactualConfig
 from ..credit.config import as_config
-from ..credit.deferred import Draws
+from ..credit.deferred import BatchKeys
 from ..estimators.base import SIBLINGS
 from ..rows import Rows, equal_prompts
 from ..scoring.access import LogprobService
@@ -55,7 +55,7 @@ class CounterfactualMixin:
             (not hasattr(policy_pool, "score"), f"{pool}: it has no score(token_ids)"),
         )
         refuse([*unmet_needs(self._config, OFFERS["prime-rl"]), *others])
-        self._draws = Draws(self.seed)
+        self._keys = BatchKeys(self.seed)
 
     async def setup(self) -> None:
         """Set the algorithm up and load the policy's tokenizer."""
@@ -91,7 +91,7 @@ class CounterfactualMixin:
         credited, figures = await asyncio.to_thread(
             credit_rows, self.tokenizer, Rows(prompts, completions), counted, advantages,
             LogprobService(logprobs_of, dtype=self.dtype), config=self._config,
-            seed=self._draws.key(step), groups=torch.tensor(equal_prompts(prompts)),
+            seed=self._keys.key(step), groups=torch.tensor(equal_prompts(prompts)),
             rewards=torch.tensor([float(trace.reward) for trace in owners]),
         )  # fmt: skip
         for (_, nodes, *_), own, values in zip(parts, counted, credited, strict=True):

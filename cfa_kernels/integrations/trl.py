@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import CounterfactualConfig
 from ..credit.assign import FIGURES
 from ..credit.config import as_config
-from ..credit.deferred import DeferredCredit, Draws
+from ..credit.deferred import BatchKeys, DeferredCredit
 from ..credit.nothing import NOT_MIXED, why_nothing
 from ..loss.options import LossOptions
 from ..model.check.verify import check_supported, check_trainable
@@ -108,7 +108,7 @@ class CounterfactualMixin(_Trainer):
         super().__init__(*args, **kwargs)
         self.packed_loss, self.log_entropy = packed_loss, log_entropy
         self._temperature = self.temperature  # TRL's models and sampling keep it, whatever the attribute is later
-        self._draws = Draws(self.args.seed)
+        self._keys = BatchKeys(self.args.seed)
         if self.credit.control != "off":
             if spare := describe_spare_ids(vocab_size(causal_lm(self.model)), _tokenizer_of(self)):
                 _LOG.warning(spare)
@@ -164,7 +164,7 @@ class CounterfactualMixin(_Trainer):
         batch = batch_credit(
             self.credit, _tokenizer_of(self), output, self._own_rewards(count), self._sampled,
             first=self.accelerator.process_index * count, group_size=self.num_generations,  # type: ignore[arg-type]
-            seed=self._draws.key(self.state.global_step), temperature=self._temperature,
+            seed=self._keys.key(self.state.global_step), temperature=self._temperature,
             gather=None if self.accelerator.num_processes == 1 else lambda value: gather_object([value]),
         )  # fmt: skip
         if self._is_deferred(batch):

@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from .. import CounterfactualConfig
 from ..credit.config import as_config
-from ..credit.deferred import Draws
+from ..credit.deferred import BatchKeys
 from ..model.attention import TreeMask, attend
 from ..model.parts import causal_lm, configs
 from ..model.stateful_layers import has_cells
@@ -88,7 +88,7 @@ class CounterfactualAsyncMixin:
         own: Any = self
         processes = own.accelerator.num_processes
         refuse(obstacles((processes > 1, f"{processes} processes: run AsyncGRPO in one")))
-        self._draws = Draws(own.args.seed)
+        self._keys = BatchKeys(own.args.seed)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss with credited advantages."""
@@ -97,7 +97,7 @@ class CounterfactualAsyncMixin:
             rows, masks, advantages = _rows_of(inputs)
             credited, figures = credit_rows(
                 own.processing_class, rows, masks, advantages, InProcess(causal_lm(model)), config=self.credit,
-                seed=self._draws.key(own.state.global_step), groups=torch.arange(len(rows)),
+                seed=self._keys.key(own.state.global_step), groups=torch.arange(len(rows)),
                 rewards=torch.zeros(len(rows)),
             )  # fmt: skip
             terms = torch.cat([row[mask.bool()] for row, mask in zip(credited, masks, strict=True)])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import CounterfactualConfig
 from ..credit.config import as_config
-from ..credit.deferred import Draws
+from ..credit.deferred import BatchKeys
 from ..estimators.base import SIBLINGS
 from ..rows import Rows
 from ..scoring.access import LogprobService, ModelAccess
@@ -90,7 +90,7 @@ class CounterfactualMixin(WholeGroups):
         self.counterfactual = credit_config(config)
         refuse_settings(config)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        self._draws = Draws(config.actor_rollout_ref.actor.data_loader_seed or 0)
+        self._keys = BatchKeys(config.actor_rollout_ref.actor.data_loader_seed or 0)
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()  # type: ignore[misc]
@@ -147,7 +147,7 @@ class CounterfactualMixin(WholeGroups):
             entropies = list(requested)
         credited, figures = credit_rows(
             self.tokenizer, Rows(prompts, responses), masks, advantages, self._access, config=self.counterfactual,
-            seed=self._draws.key(self.global_steps), groups=_siblings(batch.keys, prompts),
+            seed=self._keys.key(self.global_steps), groups=_siblings(batch.keys, prompts),
             rewards=_session_rewards(batch.keys, scores), entropies=entropies,
         )  # fmt: skip
         nested = torch.nested.as_nested_tensor(credited, layout=torch.jagged)

@@ -1,7 +1,7 @@
 """Access a model: in this process or by a host's log-prob service; `PackedForward` is the third way."""
 
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from ..model.walk import ModelWalk
 from ..options import as_numbers
 from ..rows import check_finite
 from ..tree.prefix_tree import Query
-from .branches import checked_masks
+from .branches import checked_mask
 from .masked import CounterfactualScores, ScoringWork, collect_scores, query_logprobs, score_batch
 from .outcomes import DIVERGENCES, Outcome
 from .plan import queries_of
@@ -43,26 +43,21 @@ CAPABILITIES = {
 _EVERYTHING = frozenset(CAPABILITIES)
 
 
-class ModelAccess(Protocol):
-    """Way to query a model.
+class ModelAccess:
+    """Way to query a model."""
 
-    Attributes:
-        capabilities: names of `CAPABILITIES`.
-        module: the model as the caller has it, perhaps wrapped; None where it is in another process.
-    """
-
-    capabilities: frozenset[str]
-    module: nn.Module | None
+    capabilities: frozenset[str]  # names of `CAPABILITIES`
+    module: nn.Module | None  # as the caller has it, perhaps wrapped; None where it is in another process
 
     @property
     def model(self) -> PreTrainedModel:
         """Return the model itself, as `causal_lm` finds it; needs the capability `model`."""
-        ...
+        raise NotImplementedError
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype that the model computes in; `ACCURACY` says how exact its scores are."""
-        ...
+        raise NotImplementedError
 
     def run(self, body: Callable[[], _Result]) -> _Result:
         """Run `body`, which queries the model, perhaps several times; processes that share a model all call this."""
@@ -116,11 +111,9 @@ class Sharded(InProcess):
     Every process queries it in the same order, each for its own completions or for none, inside `run`.
     """
 
-    # Without gradients: torch's FSDP knows one backward for each call of the outermost module, after it.
-    # `FSDPState._root_post_backward_final_callback` runs at the end of any backward and gives back the outermost
-    # module's own weights, which the rest of its call reads; the first FSDP queues `_post_backward_final_callback` from
-    # the outermost module's output only, and an earlier backward leaves its layers gathered. DeepSpeed's engine counts
-    # a backward as a step's.
+    # Without gradients: torch's FSDP knows one backward for each call of the outermost module, after it. Any backward
+    # gives back the outermost module's own weights, which the rest of its call reads. DeepSpeed's engine counts a
+    # backward as a step's.
     capabilities = _EVERYTHING - {GRADIENTS, WHOLE}
 
     def run(self, body: Callable[[], _Result]) -> _Result:
@@ -130,12 +123,11 @@ class Sharded(InProcess):
 
 
 class RemoteAccess(ModelAccess):
-    """Access to a model in other processes, which offers a part of the capabilities."""
+    """Access to a model in other processes, which offers a part of the capabilities; errors say what it `offers`."""
 
     module: nn.Module | None = None
-    dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # type: ignore[assignment]
     offers: str
-    """Phrase for errors: how the model can be queried."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -146,8 +138,7 @@ class RemoteAccess(ModelAccess):
 class LogprobService(RemoteAccess):
     """Access through a host's own log-prob service, for models that are spread over other processes.
 
-    All sequences, cut after the answer, go out in one request. Scores are at the service's temperature, with the rotary
-    frequencies of the sequence as it is cut.
+    All sequences, cut after the answer, go out in one request. Scores are at the service's temperature.
 
     Args:
         logprobs_of: the service: from prompts and completions, 1-D int64 each, to a tensor or list of as many log-probs
@@ -164,31 +155,24 @@ class LogprobService(RemoteAccess):
     def score(
         self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob", merge_adapters: bool = False
     ) -> CounterfactualScores:
-        """Request log-probs of each sequence; scores are on the host.
-
-        Raises:
-            ValueError: the service gives another number of sequences or tokens than was requested, or one not finite.
-            NotImplementedError: an outcome that log-probs do not tell, and `merge_adapters`.
-        """
+        """Request log-probs of each sequence; scores are on the host."""
         if outcome in DIVERGENCES:
             raise NotImplementedError(f"outcome={outcome!r} needs {CAPABILITIES[DISTRIBUTIONS]}")
         if merge_adapters:
             raise NotImplementedError(f"merge_adapters=True needs {CAPABILITIES[WHOLE]}")
-        rows, masks = batch.scored_rows, checked_masks(mask, batch)
-        bundles = [queries_of(row, outcome, rule) for row, rule in zip(rows, masks, strict=True)]
-        queries = [(row, query) for row, bundle in zip(rows, bundles, strict=True) for query in bundle]
+        rule = checked_mask(mask, batch)
+        queries = [(row, query) for row in batch.scored_rows for query in queries_of(row, outcome, rule)]
         prompts = [torch.from_numpy(row.prompt) for row, _ in queries]
         completions = [torch.from_numpy(np.append(q.tokens[len(row.prompt) :], q.targets[-1])) for row, q in queries]
         result = self._logprobs_of(prompts, completions) if prompts else []
-        count = len(result) if isinstance(result, Sized) else type(result).__name__
-        if count != len(completions):
-            raise ValueError(f"logprobs_of: expected log-probs of {len(completions)} sequences, got {count}")
+        got = len(result) if isinstance(result, Sized) else type(result).__name__
+        if got != len(completions):
+            raise ValueError(f"logprobs_of: expected log-probs of {len(completions)} sequences, got {got}")
         values = [torch.zeros(0)]
-        for i, (numbers, completion, (_, query)) in enumerate(zip(result, completions, queries, strict=True)):
-            tokens = f"the {len(completion)} tokens of sequence {i}"
-            numbers = as_numbers(numbers, f"logprobs_of, sequence {i}", tokens)
+        for i, (row, completion, (_, query)) in enumerate(zip(result, completions, queries, strict=True)):
+            numbers = as_numbers(row, f"logprobs_of, sequence {i}", tokens := f"the {len(completion)} tokens")
             if len(numbers) != len(completion):
-                raise ValueError(f"logprobs_of: expected log-probs of {tokens}, got {len(numbers)}")
+                raise ValueError(f"logprobs_of: expected log-probs of {tokens} of sequence {i}, got {len(numbers)}")
             values.append(numbers[-len(query.targets) :])
         check_finite("logprobs_of,", [row.index for row, _ in queries], values[1:], of="answer token")
         fed = sum(map(len, prompts + completions))

@@ -1,18 +1,15 @@
-"""Mask units of rows: `branch` makes the sequence that a mask makes of a row, `checked_masks` checks masks."""
+"""Mask units of rows: `branch` makes the sequence that a mask makes of a row, `checked_mask` checks the rule."""
 
 import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..batch import Batch, Mask, Masks, ScoredRow
 from ..model.parts import context_length, vocab_size
-from ..options import check_class
-from ..rows import Rows, check_columns, token_ids
+from ..rows import Rows, token_ids
 from ..span import Span
 
 
@@ -46,10 +43,10 @@ def branch(row: ScoredRow, k: int | None, mask: Mask | None) -> Branch:
     return Branch(np.concatenate([tokens[:start], ids, tokens[end:]]), Span(answer.start + moved, answer.end + moved))
 
 
-def checked_masks(mask: Masks, batch: Batch, vocab: int | None = None) -> list[Mask | None]:
-    """Give the rule of each row, checked, from one for all or from ids for each unit; None takes the placeholder.
+def checked_mask(mask: Masks, batch: Batch, vocab: int | None = None) -> Mask | None:
+    """Return the rule by which units are masked, checked; None takes the batch's placeholder. `vocab` limits ids.
 
-    Raises `ValueError` naming row and unit, also for a unit that overlaps the answer. `vocab` limits ids.
+    Raises `ValueError`, also naming row and unit where a unit overlaps the answer.
     """
     for row in batch.scored_rows:
         for k, span in enumerate(row.spans):
@@ -58,26 +55,13 @@ def checked_masks(mask: Masks, batch: Batch, vocab: int | None = None) -> list[M
                     f"spans row {row.index}, span {k}: {tuple(span)} overlaps the answer {tuple(row.answer)}"
                 )
     mask = batch.placeholder if mask is None else mask
-    if isinstance(mask, Sequence) and not isinstance(mask, str):
-        check_columns(batch.rows.prompts, mask=mask)
-        return [_stored(row, fills, vocab) for row, fills in zip(batch.scored_rows, mask, strict=True)]
-    whole = isinstance(mask, int) and not isinstance(mask, bool)
     if callable(mask):
-        rule: Mask | None = lambda row, k: _ids_of(f"mask row {row.index}, span {k}", mask(row, k), vocab)  # noqa: E731
-    elif mask in (None, "drop") or (whole and mask >= 0 and (vocab is None or mask < vocab)):  # type: ignore[operator]
-        rule = mask
-    else:
+        return lambda row, k: _ids_of(f"mask row {row.index}, span {k}", mask(row, k), vocab)
+    is_id = isinstance(mask, int) and not isinstance(mask, bool) and mask >= 0 and (vocab is None or mask < vocab)
+    if not is_id and mask not in (None, "drop"):
         limit = "vocabulary" if vocab is None else vocab
-        raise ValueError(f"mask must be an id in [0, {limit}), 'drop', ids for each unit or a function, got {mask!r}")
-    return [rule] * len(batch)
-
-
-def _stored(row: ScoredRow, fills: Sequence[Tensor], vocab: int | None) -> Mask:
-    if len(fills) != len(row.spans):
-        raise ValueError(f"mask row {row.index}: has ids for {len(fills)} units, the row has {len(row.spans)}")
-    for k, ids in enumerate(fills):
-        token_ids(f"mask row {row.index}, span {k}", ids, vocab, at_least=0)
-    return lambda _, k: fills[k].cpu().numpy()
+        raise ValueError(f"mask must be an id in [0, {limit}), 'drop' or a function, got {mask!r}")
+    return mask
 
 
 def _ids_of(where: str, result: Any, vocab: int | None) -> np.ndarray:
@@ -91,7 +75,6 @@ def _ids_of(where: str, result: Any, vocab: int | None) -> np.ndarray:
 
 def check_ids(model: PreTrainedModel | None, rows: Rows) -> None:
     """Raise `ValueError` naming a row with an id outside the model's vocabulary, or longer than its context."""
-    check_class(Rows, rows=rows)
     if model is None or not len(rows):
         return
     vocab, longest = vocab_size(model), context_length(model)
@@ -101,9 +84,7 @@ def check_ids(model: PreTrainedModel | None, rows: Rows) -> None:
         if ((flat < 0) | (flat >= vocab)).any():
             for b, ids in zip(rows.index, column, strict=True):
                 token_ids(f"{name} row {b}", ids, vocab, at_least=0)
-    for b, prompt, completion in zip(rows.index, rows.prompts, rows.completions, strict=True):
-        if longest is not None and len(prompt) + len(completion) > longest:
-            raise ValueError(
-                f"completions row {b}: prompt of {len(prompt)} and completion of {len(completion)} tokens exceed "
-                f"the model's context of {longest}"
-            )
+    for b, prompt, length in zip(rows.index, rows.prompts, rows.lengths, strict=True):
+        if longest is not None and len(prompt) + length > longest:
+            sizes = f"prompt of {len(prompt)} and completion of {length} tokens"
+            raise ValueError(f"completions row {b}: {sizes} exceed the model's context of {longest}")

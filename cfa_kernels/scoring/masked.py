@@ -85,8 +85,7 @@ def score_counterfactuals(
             span after the answer has drop 0 by causality.
         answers: for each completion its answer, or None; then its scores are nan.
         mask: replacement of a masked span: an id for each of its tokens; "drop" for no token, so that later ones move
-            up; for each completion and span int64 ids, of any number; or a function of `ScoredRow` and the span's
-            number that gives them.
+            up; or a function of `ScoredRow` and the span's number that gives int64 ids, of any number.
         token_budget: maximum tokens per forward; default by free memory. The result does not depend on it.
         outcome: quantity to compare, of `Outcome`.
 
@@ -100,8 +99,8 @@ def score_counterfactuals(
     def body() -> CounterfactualScores:
         if outcome not in OUTCOMES:
             raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")
-        check_ids(causal, rows)
         batch = Batch(rows, units=spans, answers=answers, token_budget=token_budget)
+        check_ids(causal, rows)
         return score_batch(causal, batch, outcome, mask)
 
     return run_inside(model, body)
@@ -127,15 +126,9 @@ def query_logprobs(
 ) -> tuple[list[list[Tensor]], ScoringWork]:
     """Compute log-probs of all queries' targets, without gradient, from packed trees, which feed common prefixes once.
 
-    Args:
-        model, token_budget: as in `score_counterfactuals`, with its errors.
-        bundles: U sequences of queries, each those of one row, which may have none. Ids are not checked. Rotary
-            frequencies that follow a length follow that of each query's own whole sequence.
-        index: (U,) number by which errors name each row; default its place in `bundles`.
-        groups: (U,) numbers, equal for rows of one prompt, which are then fed side by side; default the order given.
-
-    Returns:
-        For each bundle a list with, for each query, fp32 log-probs (A,) in nats on the host; and counts of work.
+    Each bundle has the queries of one row, whose ids are not checked; `index` names rows in errors, and rows of equal
+    `groups` are fed side by side. Returns for each bundle a list with, for each query, fp32 log-probs (A,) in nats on
+    the host; and counts of work.
     """
 
     def body() -> tuple[list[list[Tensor]], ScoringWork]:
@@ -164,11 +157,9 @@ def run_plan(
     *,
     merge_adapters: bool = False,
 ) -> tuple[Tensor, ScoringWork]:
-    """Feed packs that answer the queries of `plan`, in smaller ones where memory ends.
+    """Feed packs that answer the queries of `plan`, smaller ones where memory ends; return values in order, and work.
 
     A pack may continue one of `trunks`, given with their hidden states, keys and values, or a pack without queries.
-    With `merge_adapters` they run on merged weights, and a trunk should have fed none of the rows that are read.
-    Returns the values of every query in order, fp32 on the host, and counts of work.
     """
     divergences, given = Divergences(head), trunks or {}
     states = dict(given)

@@ -43,15 +43,9 @@ class Divergences:
         self._bases: dict[int, Tensor] = {}  # hidden states of the first query of each bundle
 
     def read(self, states: Tensor, counts: np.ndarray, bundles: Sequence[int]) -> Tensor:
-        """Compute the KL of each of Q queries from the first query of its bundle, in this call or an earlier one.
+        """Compute the KL (Q,) nats of each of Q queries from the first query of its bundle, in this or an earlier call.
 
-        Args:
-            states: (N, H) of the queries' rows, one query after the other.
-            counts: (Q,) rows of each query, at least 1; equal in a bundle.
-            bundles: (Q,) number of each query's bundle.
-
-        Returns:
-            (Q,) nats, fp32, or float64 for a float64 head; 0 for a bundle's first query.
+        `states` are (N, H) of the queries' rows, `counts` (Q,) of them each, equal in a bundle.
         """
         with torch.autocast(states.device.type, enabled=False):
             if self._averages_states:

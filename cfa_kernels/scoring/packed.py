@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from ..model.walk import ModelWalk
 from ..ops.kept_tokens import KeptTokens, padded_kept_tokens
 from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
-from ..options import POSITIVE
+from ..options import POSITIVE, check_class
 from ..rows import Rows
 from ..tree.packs import lay_out_behind
 from ..tree.prefix_tree import Pack, Query
@@ -46,14 +47,7 @@ from .masked import (
     score_batch,
 )
 from .outcomes import Outcome
-from .plan import (
-    QueryPlan,
-    TrainingPlan,
-    as_many_as_others,
-    plan_queries,
-    plan_scoring,
-    plan_training,
-)
+from .plan import QueryPlan, TrainingPlan, as_many_as_others, plan_queries, plan_scoring, plan_training
 
 
 class PackedLoss(NamedTuple):
@@ -80,23 +74,19 @@ def packed_logprobs(
         rows: prompts and completions. Equal prompts and longer common prefixes are fed once.
         temperature: divides the logits.
         return_entropy: also return the entropy of the distribution that each token was drawn from.
-        kept_tokens: for each row, the ids that the sampler kept at each of its tokens: log-probs and entropies are then
-            normalised over them.
+        kept_tokens: for each row, the ids that the sampler kept at each of its tokens, to normalise over.
         token_budget: maximum tokens per forward; default by free memory. Completions of one prompt, and rows that go on
             as they begin, stay together.
 
-    Returns:
-        B tensors (T_b,) in nats on the head's device, float32, or float64 from a model in float64. With
-        `return_entropy` a second list like it. No rows give an empty list.
-
-    Raises:
-        ValueError: bad input; the message names argument, row and value.
-        NotImplementedError: a model that cannot be run this way, by name and reason.
+    Returns B tensors (T_b,) in nats on the head's device, float32, or float64 from a model in float64. With
+    `return_entropy` a second list like it. Raises `ValueError` naming argument, row and value, `NotImplementedError`
+    for a model that cannot be run this way.
     """
     causal = causal_lm(model)
 
     def body() -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
         POSITIVE.check(temperature=temperature)
+        check_class(Rows, rows=rows)
         return packed_forward(causal, rows, token_budget=token_budget).logprobs(
             temperature, return_entropy=return_entropy, kept_tokens=kept_tokens
         )
@@ -120,9 +110,8 @@ def packed_policy_loss(
         model, rows, token_budget: as in `packed_logprobs`, with its errors; rows may be a batch with its columns, and
             its own `token_budget` if that is less.
         **options: columns of `Batch` by name, and options of `linear_policy_loss`. The loss reads `advantages`, which
-            it needs, `old_logprobs` (None means on-policy), `ref_logprobs` (needed when `beta != 0`), `weights` (finite
-            and >= 0, on the clipped policy term), `mask`, `sampling_logprobs` and `kept_tokens`, over which old and
-            reference log-probs should be normalised too.
+            it needs, `old_logprobs` (None means on-policy), `ref_logprobs` (needed when `beta != 0`), `weights` (on the
+            clipped policy term), `mask`, `sampling_logprobs` and `kept_tokens`.
     """
     causal = causal_lm(model)
 
@@ -159,9 +148,6 @@ def packed_forward(
             backward still runs, and leaves zeros.
         keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
         router_loss: for `PackedForward.router_loss`, feed all rows whole and with gradient, and keep routers' logits.
-
-    The result cannot be read once the weights that it came from have changed. Liger's gated MLPs, where the model has
-    them, overwrite what a backward reads: call it once.
     """
     check_ids(causal, rows)
     walk = ModelWalk.of(causal)
@@ -189,10 +175,6 @@ def stands_alone(walk: ModelWalk) -> bool:
     return has_cells(walk) or bool(rope_lengths(walk)[0])
 
 
-def _parts(head: Head) -> list[Tensor]:
-    return [tensor for tensor in (head.weight, head.bias) if tensor is not None]
-
-
 @dataclass
 class _PackStates:
     """One pack after its forward; its queries are rows of the batch."""
@@ -216,7 +198,7 @@ class PackedForward(InProcess):
         self.head, self.rows, self.counts, self.packs = head, plan.rows, plan.counts, packs
         self._walk, self._with_gradient = plan.walk, plan.with_gradient
         self.device = head.weight.device
-        self._head = TensorMarks(_parts(head))
+        self._head = TensorMarks([head.weight] if head.bias is None else [head.weight, head.bias])
         self._model = state
         predicting, offset = [np.zeros(0, np.int64)] * (len(self.rows) + 1), 0
         for one in packs:
@@ -238,10 +220,7 @@ class PackedForward(InProcess):
         return_entropy: bool = False,
         kept_tokens: Sequence[KeptTokens] | None = None,
     ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
-        """Compute log-probs, as `packed_logprobs` does, of the fed tokens of each row.
-
-        Raises `RuntimeError` if the head's weights have changed since this forward.
-        """
+        """Compute log-probs, as `packed_logprobs` does, of the fed tokens of each row."""
         self._require_same_head()
         counts = self.counts.tolist()
         targets = [ids.numpy()[:count] for ids, count in zip(self.rows.completions, counts, strict=True)]
@@ -252,29 +231,28 @@ class PackedForward(InProcess):
         if kept_tokens is not None and counts:
             own = checked_kept_tokens(kept_tokens, self.rows, vocabulary=len(self.head.weight))
             kept = KeptTokens.joined([one.take(slice(0, n)) for one, n in zip(own, counts, strict=True)])
-        options = {"temperature": temperature, "kept_tokens": kept, **self.head.options}
-        if not return_entropy:
-            return list(linear_logprob(hidden, self.head.weight, predicted, **options).split(counts))
-        values, entropies = linear_logprob(hidden, self.head.weight, predicted, return_entropy=True, **options)
-        return list(values.split(counts)), list(entropies.split(counts))
+        found = linear_logprob(
+            hidden, self.head.weight, predicted, return_entropy=return_entropy, temperature=temperature,
+            kept_tokens=kept, **self.head.options,
+        )  # fmt: skip
+        return (
+            (list(found[0].split(counts)), list(found[1].split(counts)))
+            if return_entropy
+            else list(found.split(counts))
+        )
 
     def policy_loss(self, batch: Batch | LossBatch, **options: Any) -> PackedLoss:
-        """Compute the loss of `packed_policy_loss`, with its options, from what this forward has fed.
-
-        Raises:
-            ValueError: other rows, or a row that the loss needs more of, or with a gradient, than was fed.
-            RuntimeError: the head's weights have changed since this forward.
-        """
+        """Compute the loss of `packed_policy_loss`, with its options, from what this forward has fed."""
         self._require_same_head()
         batch = LossBatch.of(batch, **options) if isinstance(batch, Batch) else batch
-        mask = batch.columns["mask"]
+        mask, trains = batch.columns["mask"], torch.is_grad_enabled()
         if len(mask) != len(self.rows):
             raise ValueError(f"batch has {len(mask)} rows, this forward has {len(self.rows)}; they must agree")
-        for b, (needed, count) in enumerate(zip(batch.needed(), self.counts.tolist(), strict=True)):
+        pairs = zip(batch.needed(), self.counts.tolist(), self._with_gradient, strict=True)
+        for b, (needed, count, has_gradient) in enumerate(pairs):
             if needed > count:
                 raise ValueError(f"batch row {b}: its loss needs {needed} tokens, but {count} were fed (needed[{b}])")
-        for b, has_gradient in enumerate(self._with_gradient):
-            if not has_gradient and batch.trained[b] and torch.is_grad_enabled():
+            if trains and batch.trained[b] and not has_gradient:
                 raise ValueError(f"batch row {b}: its loss has a gradient, but it was fed without (trained[{b}])")
         row, token = np.divmod(batch.needed_tokens.numpy(), mask.shape[1])
         starts = np.cumsum(self.counts) - self.counts
@@ -308,14 +286,8 @@ class PackedForward(InProcess):
         """Score some or all of the forward's rows, found by their index, and feed only branches.
 
         With `merge_adapters` the unmasked answer is a branch too: its rows are fed again, so that the same weights give
-        both log-probs of a drop. The rows before a branch are those of this forward, which ran with adapters.
-
-        Layers that carry a state, and rotary frequencies that follow a forward's longest sequence, take forwards of
-        their own.
-
-        Raises:
-            ValueError: also for a row with an answer that was not fed, and for states that were not kept.
-            RuntimeError: a weight or adapter has changed since this forward. A write through `.data` is not noticed.
+        both log-probs of a drop. Layers that carry a state, and rotary frequencies that follow a forward's longest
+        sequence, take forwards of their own. Raises `RuntimeError` if a weight or adapter has changed since.
         """
         walk = self._same_model()
         if stands_alone(walk):
@@ -339,10 +311,7 @@ class PackedForward(InProcess):
         own = [row_of.get(number, -1) for number in rows.index]
         for b, number, prompt, length in zip(own, rows.index, rows.prompts, rows.lengths, strict=True):
             if b < 0 or (len(prompt), length) != (len(self.rows.prompts[b]), self.rows.lengths[b]):
-                raise ValueError(
-                    f"rows: must be those of the forward, and row {number} of {length} tokens is not; give "
-                    "counterfactual_credit the Rows that packed_forward was given"
-                )
+                raise ValueError(f"rows: must be those of packed_forward, and row {number} of {length} tokens is not")
         return own
 
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
@@ -351,9 +320,8 @@ class PackedForward(InProcess):
         if not self.packs or stands_alone(walk):
             return query_logprobs(self.model, bundles, **options)
         plan = plan_queries(walk, bundles, **options)
-        values, work = self._run(
-            walk, plan, [self._nearest(plan.queries[b[0]].tokens) if b else None for b in plan.bundles]
-        )
+        trunks = [self._nearest(plan.queries[b[0]].tokens) if b else None for b in plan.bundles]
+        values, work = self._run(walk, plan, trunks)
         return collect_logprobs(values, plan), work
 
     def _same_model(self) -> ModelWalk:
@@ -362,16 +330,16 @@ class PackedForward(InProcess):
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
         if not self._model.holds(self._walk.model):
             raise RuntimeError(
-                "this forward's rows cannot be continued: a weight or an adapter has changed since it ran, so scores "
-                "would mix two models; ask before that, or run packed_forward again"
+                "this forward's rows cannot be continued: a weight or an adapter has changed since it ran; ask before "
+                "that, or run packed_forward again"
             )
         return self._walk
 
     def _require_same_head(self) -> None:
-        if not self._head.hold(_parts(self.head)):
+        if not self._head.hold([self.head.weight] if self.head.bias is None else [self.head.weight, self.head.bias]):
             raise RuntimeError(
-                "this forward's log-probs cannot be read: the head has changed since it ran, so they would mix two "
-                "models; ask before the optimizer step, or run packed_forward again"
+                "this forward's log-probs cannot be read: the head has changed since it ran; ask before the optimizer "
+                "step, or run packed_forward again"
             )
 
     def _nearest(self, tokens: np.ndarray) -> Pack:
@@ -385,16 +353,11 @@ class PackedForward(InProcess):
         states = {one.pack: (one.hidden.detach(), one.store) for one in self.packs}
         bundles = [bundle for part in plan.parts for group in part for bundle in group]
         bundles_of = {trunk: [own for own in bundles if trunks[plan.bundle_of[own[0]]] is trunk] for trunk in states}
-        packs = (
-            pack for trunk, own in bundles_of.items() for pack in lay_out_behind(trunk, plan.queries, own, plan.limits)
+        packs = chain.from_iterable(
+            lay_out_behind(trunk, plan.queries, own, plan.limits) for trunk, own in bundles_of.items()
         )
         with torch.no_grad():
             return run_plan(walk, self.head, plan, packs, states, merge_adapters=merge_adapters)
-
-    def states(self) -> list[Tensor]:
-        """List, for each row, the hidden states (T_b, H) that predict its fed tokens; differentiable."""
-        (predicting,) = upload([self._predicting], self.device)
-        return list(self._hidden(predicting).split(self.counts.tolist()))
 
     def _hidden(self, predicting: Tensor) -> Tensor:
         """Gather the hidden states (R, H), with gradient, of packed rows (R,), which may repeat."""

@@ -1,6 +1,5 @@
 """Plan which queries are asked in a call, and which of them may be fed together: of scoring and of training alike."""
 
-import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from ..model.walk import Model, ModelWalk
 from ..rows import Rows, check_columns, fed_together
 from ..tree.packs import Limits, idle_pack, lay_out, lay_out_split
 from ..tree.prefix_tree import Pack, Query
-from .branches import branch, checked_masks
+from .branches import branch, checked_mask
 from .outcomes import DIVERGENCES, Outcome
 
 
@@ -51,8 +50,8 @@ class QueryPlan:
 def plan_scoring(model: Model, batch: Batch, outcome: Outcome = "logprob", mask: Masks = None) -> QueryPlan:
     """Plan the scores of a batch; nothing runs on a device. Packs are laid out one at a time, as they are fed."""
     walk = ModelWalk.of(model)
-    masks = checked_masks(mask, batch, vocab_size(walk.model))
-    bundles = [queries_of(row, outcome, rule) for row, rule in zip(batch.scored_rows, masks, strict=True)]
+    rule = checked_mask(mask, batch, vocab_size(walk.model))
+    bundles = [queries_of(row, outcome, rule) for row in batch.scored_rows]
     return plan_queries(
         walk, bundles, index=batch.index, groups=fed_together(batch.rows), token_budget=batch.token_budget
     )
@@ -66,17 +65,13 @@ def plan_queries(
     groups: Sequence[int] | None = None,
     token_budget: int | None = None,
 ) -> QueryPlan:
-    """Check the input of `query_logprobs`; nothing runs on a device.
+    """Plan the forwards of queries; nothing runs on a device.
 
     Each query keeps the rotary frequencies that its whole sequence has by itself, so a bundle may be in several parts.
-    Raises `NotImplementedError` for a row that no forward may hold.
     """
     walk = ModelWalk.of(model)
     index = range(len(bundles)) if index is None else index
     groups = [0] * len(bundles) if groups is None else groups
-    for name, column in {"index": index, "groups": groups}.items():
-        if len(column) != len(bundles):
-            raise ValueError(f"{name} has {len(column)} rows, bundles has {len(bundles)}; they must agree")
     switches, queries, numbered = rope_lengths(walk)[0], list[Query](), list[list[int]]()
     pieces, owners = list[list[int]](), list[int]()
     for bundle in bundles:
@@ -156,19 +151,20 @@ def plan_training(
     token_budget: int | None = None,
     whole: bool = False,
 ) -> TrainingPlan:
-    """Check the input of `packed_forward`, and split rows into those whose group needs a gradient and all others.
+    """Split rows into those whose group needs a gradient and all others, as `packed_forward` feeds them.
 
     If processes share the model, and so must run equally many forwards, all rows are of the first kind. Tokens that
-    nobody reads are fed too if `whole`. Raises `ValueError` naming row and value of `needed`, or the length of `needed`
-    or `trained`, that does not fit the rows.
+    nobody reads are fed too if `whole`.
     """
-    counts = np.array(rows.lengths, dtype=np.int64) if needed is None else _checked_needed(needed, rows.lengths)
+    given = {"needed": needed, "trained": trained}
+    check_columns(rows.prompts, **{name: column for name, column in given.items() if column is not None})
+    counts = np.array(rows.lengths if needed is None else needed, dtype=np.int64)
+    for b in np.flatnonzero((counts < 0) | (counts > rows.lengths)).tolist():
+        raise ValueError(f"needed row {b}: must be a number of tokens from 0 to {rows.lengths[b]}, got {counts[b]}")
     groups = fed_together(rows)
     reached = {*groups}
-    if trained is not None:
-        check_columns(groups, trained=trained)
-        if not isinstance(inside(walk.model), Ranks):
-            reached = {groups[b] for b in range(len(rows)) if trained[b] and counts[b]}
+    if trained is not None and not isinstance(inside(walk.model), Ranks):
+        reached = {groups[b] for b in range(len(rows)) if trained[b] and counts[b]}
     bundles = list[list[Query]]()
     for b, count in enumerate(counts.tolist()):
         tokens, first = rows.whole(b), len(rows.prompts[b]) - 1
@@ -185,20 +181,8 @@ def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least
 
     Processes that share a model must all run the same number of forwards and backwards.
     """
-    ranks = inside(model)
-    if ranks is None and not at_least:
+    if (ranks := inside(model)) is None and not at_least:
         return packs
     own = list(packs)
     wanted = max(len(own), at_least)
-    if ranks is not None:
-        wanted = ranks.forwards(wanted)
-    return own + [idle_pack()] * (wanted - len(own))
-
-
-def _checked_needed(needed: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
-    """Return how many tokens of each completion are to be fed, (B,) int64."""
-    check_columns(lengths, needed=needed)
-    for b, (count, length) in enumerate(zip(needed, lengths, strict=True)):
-        if isinstance(count, bool) or not isinstance(count, numbers.Integral) or not 0 <= count <= length:
-            raise ValueError(f"needed row {b}: must be a number of tokens from 0 to {length}, got {count!r}")
-    return np.array(needed, dtype=np.int64)
+    return own + [idle_pack()] * ((wanted if ranks is None else ranks.forwards(wanted)) - len(own))

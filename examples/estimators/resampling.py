@@ -53,8 +53,8 @@ class Resampling(Estimator):
         """Score the answers after all fills as branches of the same trees."""
         fills, work = draw_fills(access, batch, self.samples)
         filled = batch.with_columns(units=[list(units) * self.samples for units in batch.units])
-        mask = [[torch.from_numpy(ids) for ids in row] for row in fills]
-        scores = score_batch(access.model, filled, self.outcome, mask)
+        fills_of = dict(zip(batch.index, fills, strict=True))
+        scores = score_batch(access.model, filled, self.outcome, lambda row, k: fills_of[row.index][k])
         masked = [row.view(self.samples, -1).mean(0) for row in scores.masked]
         values = [(base - row).float() for row, base in zip(masked, scores.base, strict=True)]
         change_of = None if self.outcome in DIVERGENCES else self.outcome

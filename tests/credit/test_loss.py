@@ -54,11 +54,6 @@ def test_masking_continues_the_forward_of_the_loss(monkeypatch, unchecked):
     assert fed[1] == result.credit.work.tokens_fed
 
 
-def test_an_unknown_preset_is_named():
-    with pytest.raises(ValueError, match=r"credit must be 'none' or one of .* got 'masking'"):
-        credited_loss(tiny_model(), tiny_tokenizer(), ROWS, advantages=ADVANTAGES, credit="masking")
-
-
 def test_entropies_are_the_callers_or_those_over_the_kept_ids():
     model, tokenizer = tiny_model().eval(), tiny_tokenizer()
     generator = torch.Generator().manual_seed(0)
@@ -79,15 +74,3 @@ def test_entropies_are_the_callers_or_those_over_the_kept_ids():
     found = credited_loss(model, tokenizer, ROWS, credit=config, kept_tokens=kept, **options)
     torch.testing.assert_close(found.credit.advantages, by_hand.advantages, rtol=1e-5, atol=1e-6)
     assert max(float(row.max()) for row in expected) < 1.1 < max(map(float, token_entropies(model, ROWS)[0]))
-
-
-def test_a_scorer_has_no_entropies_of_the_policy():
-    model, tokenizer = tiny_model().eval(), tiny_tokenizer()
-    options = {
-        "advantages": ADVANTAGES,
-        "credit": CounterfactualConfig.of({"estimator": "entropy", "weights.fraction": 0.3}),
-        "scorer": tiny_model(),
-    }
-    with pytest.raises(ValueError, match=r"^scorer: its entropies are not the policy's, .*; pass entropies"):
-        credited_loss(model, tokenizer, ROWS, **options)
-    credited_loss(model, tokenizer, ROWS, entropies=[torch.rand(n) for n in ROWS.lengths], **options)

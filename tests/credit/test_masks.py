@@ -24,9 +24,8 @@ def with_a_tool() -> tuple[Rows, list[torch.Tensor]]:
 
 
 ESTIMATORS_OF_TEXT = [
-    {}, {"normalize": "mean"}, {"weights": "bilevel"}, {"weights": "top"}, {"units": "tokens"}, {"control": "random"},
-    {"control": "random", "normalize": "mean"}, {"control": "inverted"}, {"estimator": "prefix_gain"},
-    {"estimator": "entropy"}, {"estimator": "entropy_shaping"}, {"estimator": "prefix_tree"},
+    {"normalize": "mean"}, {"weights": "top"}, {"units": "tokens"}, {"control": "random", "normalize": "mean"},
+    {"estimator": "prefix_gain"}, {"estimator": "entropy"}, {"estimator": "prefix_tree"},
     {"weights": lambda importances, units, answer, length: torch.full((length,), 2.0)},
 ]  # fmt: skip
 
@@ -51,17 +50,13 @@ def test_tokens_of_others_are_no_units_weigh_one_and_set_no_scale(options):
         assert credit.weights[0][written].mean().item() == pytest.approx(1)
     if credit.answers[0] is not None:
         assert CHARACTERS.decode(rows.completions[0][slice(*credit.answers[0])]) == "5"
-    whole = counterfactual_credit(access, CHARACTERS, rows, mask=[torch.ones(n) for n in rows.lengths], **given)
-    without = counterfactual_credit(access, CHARACTERS, rows, **given)
-    if "estimator" not in options:
-        assert all(map(torch.equal, whole.weights, without.weights))
 
 
 def test_advantages_of_zero_on_a_tools_tokens_say_as_much_as_a_mask():
     rows, mask = with_a_tool()
     advantages = [row * sign for row, sign in zip(mask, (1.0, -1.0), strict=True)]
     by_mask, by_advantages = (
-        counterfactual_credit(Scored((2.0, 1.0)), CHARACTERS, rows, advantages=column, **given)
+        counterfactual_credit(Scored((2.0, 1.0)), CHARACTERS, rows, advantages=column, config="cf", **given)
         for column, given in ((torch.tensor([1.0, -1.0]), {"mask": mask}), (advantages, {}))
     )
     assert by_mask.spans == by_advantages.spans
@@ -72,45 +67,16 @@ def test_advantages_of_zero_on_a_tools_tokens_say_as_much_as_a_mask():
     ]  # fmt: skip
 
 
-def test_a_thought_that_the_prompt_opens_holds_no_answer_to_be_credited():
-    tokenizer = get_tokenizer("byte-level, single digits")
-    prompt = torch.tensor(encode(tokenizer, "What is 3 + 4? <think>\n"))
-    texts = ["3 + 4 = 7. So it may be 7. #### 7", "3 + 4 = 8?</think> 3 + 4 = 7. #### 7"]
-    rows = Rows([prompt] * 2, [torch.tensor(encode(tokenizer, text)) for text in texts])
-    credit = counterfactual_credit(Scored(), tokenizer, rows)
-    assert credit.answers[0] is None
-    assert tokenizer.decode(rows.completions[1][slice(*credit.answers[1])]) == "7"
-    assert [tokenizer.decode(rows.completions[1][slice(*span)]) for span in credit.spans[1]] == [
-        "3 + 4 = 8", "3 + 4 = 7",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (lambda rows: [torch.ones(n) for n in rows.lengths][:1], "mask has 1 rows, prompts has 2"),
-        (lambda rows: [torch.ones(n + 1) for n in rows.lengths], "mask row 0: must be a tensor"),
-        (lambda rows: [torch.full((n,), 0.5) for n in rows.lengths], "mask row 0, token 0: must be 1 or 0, got 0.5"),
-    ],
-)
-def test_a_mask_that_is_none_is_named(mask, message):
-    rows, _ = with_a_tool()
-    with pytest.raises(ValueError, match=message):
-        counterfactual_credit(Scored(), CHARACTERS, rows, mask=mask(rows))
-
-
 @pytest.mark.parametrize(
     ("options", "dtype", "least"),
     [
         ({}, torch.float32, 0.1),
-        ({}, torch.float16, 0.1),
-        ({}, torch.bfloat16, 0.1),
         ({"estimator.outcome": "mean_logprob"}, torch.bfloat16, 0.1),
         ({"weights.min_spread": 0.5}, torch.float32, 0.5),
         ({"weights.min_spread": 0.0}, torch.float32, 0.0),
     ],
 )
-@pytest.mark.parametrize("spread", [0.02, 0.05, 0.15, 0.4, 3.0])
+@pytest.mark.parametrize("spread", [0.02, 0.4, 3.0])
 def test_importances_that_hardly_differ_get_weights_that_hardly_do(options, dtype, least, spread):
     ids = torch.tensor(encode(CHARACTERS, "1 + 1 = 2\n1 + 2 = 3\n#### 18"))
     access = Scored([0.0, spread], base=-1.0, dtype=dtype)

@@ -8,9 +8,7 @@ from cfa_kernels.estimators.prefix_gain import PrefixGain
 from cfa_kernels.estimators.probes import Probe
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import InProcess, LogprobService
-from examples.estimators.total_effects import total_effects
 from tests.support.models import batch_of, make_model, naive_row, score_columns
-from tests.support.plug_ins import TOTAL_EFFECTS
 from tests.support.small_tokenizers import encode, get_tokenizer
 
 TOKENIZER = get_tokenizer("byte-level, single digits")
@@ -37,15 +35,6 @@ def gain_of(model, prompt, completion, units, answer, end):
 
 def credit_of(model, batch, config=None, **given):
     return counterfactual_credit(model, TOKENIZER, batch[2], config=config or CounterfactualConfig(), **given)
-
-
-def test_prefix_gain_asks_each_completions_own_answer_behind_every_unit(model, batch):
-    prompts, completions, _ = batch
-    credit = credit_of(model, batch, CounterfactualConfig(estimator="prefix_gain"))
-    for b in (0, 1):
-        end = len(encode(TOKENIZER, TEXTS[b].split("####")[0]))
-        expected = gain_of(model, prompts[b], completions[b], credit.spans[b], credit.answers[b], end)
-        torch.testing.assert_close(credit.drop[b], expected)
 
 
 def test_a_host_that_gives_log_probs_alone_finds_the_same_prefix_gains_and_mean_drops(model, batch):
@@ -85,18 +74,6 @@ def test_a_probe_gives_an_answer_to_a_completion_without_one(model, batch):
     assert all(map(torch.equal, credit.weights[:2], credit_of(model, batch).weights[:2]))
 
 
-def test_prefix_gain_asks_the_probe_alone_also_of_a_completion_with_an_answer_of_its_own(model, batch):
-    prompts, completions, _ = batch
-    ids = torch.tensor(encode(TOKENIZER, "\n#### 8"))
-    probe = Probe(ids, Span(len(ids) - 1, len(ids)))
-    credit = credit_of(model, batch, CounterfactualConfig(estimator="prefix_gain"), probes=[probe, None, None])
-    kept = completions[0][:-1]  # without its end of text
-    asked = torch.cat([kept, ids])
-    answer = Span(len(asked) - 1, len(asked))
-    expected = gain_of(model, prompts[0], asked, credit.spans[0], answer, len(kept))
-    torch.testing.assert_close(credit.drop[0], expected)
-
-
 def test_a_target_is_scored_in_the_place_of_the_answer(model, batch):
     prompts, completions, _ = batch
     right = torch.tensor(encode(TOKENIZER, "8"))
@@ -120,7 +97,6 @@ def test_a_target_is_scored_in_the_place_of_the_answer(model, batch):
             "targets row 0: has a probe too",
         ),
         ({"probes": [None, Probe(torch.ones(1).long(), Span(0, 2)), None]}, "probes row 1: target"),
-        ({"probes": [None]}, "probes has 1 rows, prompts has 3"),
         ({"probes": [(torch.ones(2).long(), (0, 1)), None, None]}, "probes row 0 must be of class Probe, got tuple"),
         ({"probes": [Probe(torch.tensor([9**9]), Span(0, 1)), None, None]}, "probes row 0: id 387420489 at position 0"),
         ({"targets": [torch.tensor([9**9]), None, None]}, "targets row 0: id 387420489 at position 0 is outside"),
@@ -133,67 +109,3 @@ def test_a_target_is_scored_in_the_place_of_the_answer(model, batch):
 def test_bad_probes_and_targets_are_refused_by_row(model, batch, given, message):
     with pytest.raises(ValueError, match=message):
         credit_of(model, batch, **given)
-
-
-@pytest.mark.parametrize("outcome", ["mean_logprob", "last", "mean"])
-@pytest.mark.parametrize("units", ["spans", "tokens"])
-def test_outcomes_and_token_units_reach_the_scoring(model, batch, outcome, units):
-    prompts, completions, _ = batch
-    credit = credit_of(
-        model, batch, CounterfactualConfig.of({"estimator.outcome": outcome, "units": units, "weights": "bilevel"})
-    )
-    expected = score_columns(
-        model, prompts, completions, credit.spans, [a if s else None for a, s in zip(credit.answers, credit.spans)],  # noqa: B905
-        mask=TOKENIZER.pad_token_id, outcome=outcome,
-    )  # fmt: skip
-    torch.testing.assert_close(credit.drop[:2], expected.drop[:2])
-    assert all(len(unit) == 2 and unit.end == unit.start + 1 for unit in credit.spans[0]) == (units == "tokens")
-
-
-@pytest.mark.parametrize("preselect_by", ["length", "prefix_gain", "gradient", "entropy", "sibling_edits"])
-def test_the_top_share_by_an_estimate_is_masked_exactly(model, batch, preselect_by):
-    entropies = [torch.rand(n, generator=torch.Generator().manual_seed(0)) for n in batch[2].lengths]
-    known = {"entropies": entropies, "rewards": [1.0, 0.0, 0.0]}
-    exact = credit_of(model, batch)
-    some = credit_of(
-        model,
-        batch,
-        CounterfactualConfig.of({"estimator.preselect": 0.5, "estimator.preselect_by": preselect_by}),
-        **known,
-    )
-    for few, all_of_them in zip(some.drop[:2], exact.drop[:2], strict=True):
-        masked = few != 0
-        assert 0 < masked.sum() < len(few)
-        torch.testing.assert_close(few[masked], all_of_them[masked])
-
-
-@pytest.fixture(scope="module")
-def exact():
-    return make_model("Qwen3", vocab_size=len(TOKENIZER), initializer_range=0.1).cpu().double().eval()
-
-
-@pytest.mark.parametrize("units", ["spans", "tokens"])
-def test_credit_by_total_effects_weighs_by_them_and_keeps_the_answers_own_score(exact, batch, units):
-    direct, total = (
-        credit_of(exact, batch, CounterfactualConfig.of({"units": units, **estimator}))
-        for estimator in ({}, TOTAL_EFFECTS)
-    )
-    rows = batch_of(exact, *batch[:2], total.spans, total.answers, mask=TOKENIZER.pad_token_id)
-    expected = total_effects(InProcess(exact), rows)
-    assert direct.spans == total.spans
-    for b, effects in enumerate(expected.values[:2]):
-        torch.testing.assert_close(total.drop[b], effects)
-        most = total.spans[b][int(effects.argmax())]
-        assert total.weights[b][most.start] == 4
-    assert units == "spans" or not torch.allclose(total.drop[0], direct.drop[0], atol=1e-3)  # of spans, few have links
-    torch.testing.assert_close(total.base, direct.base, equal_nan=True)
-    assert total.work == expected.work
-
-
-def test_total_effects_go_with_probes_and_controls(exact, batch):
-    ids = torch.tensor(encode(TOKENIZER, "#### 4"))
-    probes = [None, None, Probe(ids, Span(len(ids) - 1, len(ids)))]
-    credit = credit_of(exact, batch, CounterfactualConfig.of({**TOTAL_EFFECTS, "control": "inverted"}), probes=probes)
-    assert len(credit.drop[2]) > 1
-    assert credit.drop[2].isfinite().all()
-    assert credit.weights[0][credit.spans[0][int(credit.drop[0].argmax())].start] == 0.5

@@ -47,14 +47,6 @@ def test_only_completions_that_are_to_be_judged_can_lack_an_answer(options, warn
     assert problem is None if warning is None else warning in problem.sentence
 
 
-def test_an_answer_that_is_missing_as_the_completion_was_cut_off_is_not_blamed_on_its_form():
-    problem = reason(only(2), only(2, value=True, other=False))
-    assert problem.what == "no answer, cut off"
-    assert "1 of the 1 without one were cut off at the length limit" in problem.sentence
-    assert "max_completion_length" in problem.sentence
-    assert "answer_f" not in problem.sentence
-
-
 def test_few_judged_completions_are_told_too():
     rows = batch_rows()
     places = [0, *[UNANSWERED] * 9]

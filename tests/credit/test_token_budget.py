@@ -8,13 +8,9 @@ import torch
 from cfa_kernels import (
     Batch,
     CounterfactualConfig,
-    DeferredCredit,
     Rows,
-    counterfactual_credit,
     credited_loss,
-    packed_policy_loss,
 )
-from cfa_kernels.credit.units import of_all_processes
 from cfa_kernels.estimators import gradient
 from cfa_kernels.model.head import read_head
 from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
@@ -75,50 +71,3 @@ def test_the_forwards_of_credit_and_loss_have_at_most_the_rows_of_the_smaller_bu
         assert max(fed[1:], default=0) <= BUDGET < fed[0]
     else:
         assert max(fed) <= BUDGET
-
-
-@pytest.mark.parametrize(("options", "way"), [pair for pair in PAIRS if not pair[1].startswith("caller")], ids=str)
-def test_so_have_those_of_credit_by_itself(options, way):
-    model, (_, own, config) = tiny_model().eval(), WAYS[way]
-    credit = CounterfactualConfig.of({**options, "token_budget": config})
-    batch = Batch(ROWS, advantages=ADVANTAGES, token_budget=own)
-    deferred = DeferredCredit(credit, tiny_tokenizer(), batch, seed=0)
-    with counted(model) as fed:
-        deferred.by_model(model)
-    assert (max(fed) <= BUDGET) == (way != "none")
-
-
-def test_a_scorer_has_the_callers_budget_too():
-    model, scorer = tiny_model().eval(), tiny_model().eval()
-    with counted(scorer) as fed:
-        credited_loss(
-            model, tiny_tokenizer(), ROWS, advantages=ADVANTAGES, credit=CounterfactualConfig.of(MASKING),
-            scorer=scorer, token_budget=BUDGET,
-        )  # fmt: skip
-    assert len(fed) > 3
-    assert max(fed) <= BUDGET
-
-
-def test_a_batch_of_all_processes_has_the_budget_of_this_one():
-    parts = [Batch(rows(index=range(6 * i, 6 * i + 6)), token_budget=budget) for i, budget in enumerate((7, 9))]
-    assert of_all_processes(parts[1], lambda own: [parts[0], own]).token_budget == 9
-
-
-@pytest.mark.parametrize("way", ["none", "caller", "batch", "caller, less", "batch, less"])
-def test_the_packed_loss_has_at_most_the_rows_of_the_smaller_budget(way):
-    model, (caller, own, _) = tiny_model().eval(), WAYS[way]
-    with counted(model) as fed:
-        packed_policy_loss(model, Batch(ROWS, advantages=ADVANTAGES, token_budget=own), token_budget=caller)
-    assert (max(fed) <= BUDGET) == (way != "none")
-
-
-@pytest.mark.parametrize("bad", [0, 1.5, True, "48"])
-def test_a_bad_budget_is_named_also_next_to_a_smaller_one(bad):
-    model = tiny_model().eval()
-    for budgets in ((bad, 2), (2, bad)):
-        batch = Batch(ROWS, advantages=ADVANTAGES, token_budget=budgets[0])
-        with pytest.raises(ValueError, match="token_budget must be"):
-            packed_policy_loss(model, batch, token_budget=budgets[1])
-    credit = CounterfactualConfig.of({**MASKING, "token_budget": 2})
-    with pytest.raises(ValueError, match="token_budget must be"):
-        counterfactual_credit(model, tiny_tokenizer(), ROWS, config=credit, token_budget=bad)

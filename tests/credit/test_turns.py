@@ -1,6 +1,5 @@
 """Credit of turns against the same questions asked of one unpacked row after the other, and what it may not do."""
 
-import contextlib
 import copy
 import functools
 import math
@@ -11,11 +10,10 @@ import torch
 
 from cfa_kernels.credit.assign import counterfactual_credit
 from cfa_kernels.credit.config import CounterfactualConfig
-from cfa_kernels.credit.loss import credited_loss
-from cfa_kernels.credit.weights import Redistribute, SignGate, WeightInputs
+from cfa_kernels.credit.weights import SignGate, WeightInputs
 from cfa_kernels.rows import Rows
 from cfa_kernels.span import Span
-from tests.support.models import HYBRIDS, OTHERS, float64_throughout, make_model, naive_row
+from tests.support.models import float64_throughout, make_model, naive_row
 from tests.support.scored import Scored
 from tests.support.small_tokenizers import encode, get_tokenizer
 
@@ -80,15 +78,10 @@ def drops(model, rollout, answer: str, options) -> torch.Tensor:
     return torch.stack(result)
 
 
-WAYS = [
-    {"estimator.mask": mask, "estimator.mask_observation": both}
-    for mask in ("placeholder", "drop")
-    for both in (False, True)
-]  # fmt: skip
+WAYS = [{"estimator.mask": mask, "estimator.mask_observation": mask == "drop"} for mask in ("placeholder", "drop")]
 
 
-@pytest.mark.parametrize("options", WAYS, ids=str)
-@pytest.mark.parametrize("gold", [None, "81"])
+@pytest.mark.parametrize(("options", "gold"), [(WAYS[0], "81"), (WAYS[1], None)], ids=str)
 def test_a_masked_turn_costs_its_answer_what_it_costs_an_unpacked_row(model, options, gold):
     rows, masks = problem()
     config = CounterfactualConfig.of({"units": "turns", "target": "gold" if gold else "answer", **options})
@@ -100,26 +93,6 @@ def test_a_masked_turn_costs_its_answer_what_it_costs_an_unpacked_row(model, opt
         credit.drop[0].double(), drops(model, ROLLOUTS[0], gold or "6", options), rtol=0, atol=4e-5
     )
     assert credit.work.forwards == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("DeepseekV3", WAYS[0]), ("Bamba", WAYS[3]), ("Lfm2", WAYS[0]), ("Qwen3Next", WAYS[3]), ("Qwen3_5Text", WAYS[0])],
-    ids=str,
-)
-def test_so_it_does_with_latent_attention_and_with_layers_that_carry_a_state(name, options, unchecked):
-    """Gated delta nets in float64: their chunks lose more in float32 than is allowed, packed and unpacked."""
-    model = make_model(name, vocab_size=128, **(OTHERS | HYBRIDS)[name])
-    rows, masks = problem()
-    credit_in = float64_throughout if name.startswith("Qwen3") else contextlib.nullcontext
-    config = CounterfactualConfig.of({"units": "turns", **options})
-    with credit_in(model) as precise:
-        credit = counterfactual_credit(precise or model, CHARACTERS, rows, config=config, mask=masks)
-        step = credited_loss(
-            precise or model, CHARACTERS, rows, advantages=torch.ones(3), credit=config, mask=masks, loss_type="dapo"
-        )
-    for drop in (credit.drop[0], step.credit.drop[0]):
-        torch.testing.assert_close(drop.double(), drops(model, ROLLOUTS[0], "6", options), rtol=0, atol=4e-5)
 
 
 def test_turns_without_an_answer_are_judged_by_a_gold_one_after_their_end(model):
@@ -135,19 +108,6 @@ def test_turns_without_an_answer_are_judged_by_a_gold_one_after_their_end(model)
     own = counterfactual_credit(model, CHARACTERS, rows, config=CounterfactualConfig(units="turns"), mask=masks)
     assert own.spans[1] == []
     assert own.weights[1].eq(1).all()
-
-
-@pytest.mark.parametrize("gold", [None, "81"])
-def test_the_gain_of_a_turn_is_what_it_and_its_observation_add(model, gold):
-    rows, masks = problem()
-    config = CounterfactualConfig("prefix_gain", units="turns", target="gold" if gold else "answer")
-    credit = counterfactual_credit(
-        model, CHARACTERS, rows, config=config, mask=masks, targets=[gold] * 3 if gold else None
-    )
-    texts, target = [ids(text) for text, _ in ROLLOUTS[0]], ids(gold or "6")
-    values = [exact(model, [*texts[:k], ids("#### ")], target).mean().exp() for k in (0, 2, 4, 6)]
-    torch.testing.assert_close(credit.drop[0].double(), torch.stack(values).diff(), rtol=1e-4, atol=1e-7)
-    assert credit.work.forwards == 1
 
 
 def test_progress_is_the_log_ratio_of_policy_and_reference_summed_over_a_turn():
@@ -169,14 +129,9 @@ def test_progress_is_the_log_ratio_of_policy_and_reference_summed_over_a_turn():
     own[1][8] = float("nan")
     with pytest.raises(ValueError, match="old_logprobs - ref_logprobs, row 1, token 8: must be finite, got nan"):
         counterfactual_credit(None, CHARACTERS, rows, config=CounterfactualConfig("progress"), **columns)
-    del columns["ref_logprobs"]
-    with pytest.raises(ValueError, match="ref_logprobs is None"):
-        counterfactual_credit(None, CHARACTERS, rows, config=CounterfactualConfig("progress"), **columns)
 
 
-@pytest.mark.parametrize("strength", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("advantage", [1.5, -0.7])
-@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize(("strength", "advantage", "by_token"), [(0.5, 1.5, False), (3.0, -0.7, True)])
 def test_redistributed_advantages_keep_their_sum_and_are_constant_in_a_turn(strength, advantage, by_token):
     rows, masks = problem()
     advantages = torch.tensor([advantage, -advantage, 0.0])
@@ -235,48 +190,17 @@ def test_the_gate_of_signs_adds_what_scaling_within_a_group_leaves_of_each_turn(
     assert all(row.tolist() == pytest.approx(own) for row, own in zip(turned, expected, strict=True))
 
 
-def test_the_gate_of_signs_reads_a_turn_alike_whatever_the_advantage_and_needs_a_group():
-    rows, masks = problem()
-    config = CounterfactualConfig(units="turns", target="gold", weights="sign_gate")
-    options = {"config": config, "mask": masks, "targets": [None, "81", None]}
-    for advantage in (-1.0, 1.0):
-        credit = counterfactual_credit(
-            Scored((2.0, 0.0)), CHARACTERS, rows, advantages=torch.tensor([0.0, advantage, 0.0]), **options
-        )
-        helps, idle = (credit.advantages[1][turn.start].item() for turn in credit.spans[1])
-        assert (helps, idle) == pytest.approx((advantage + 0.5, advantage), abs=1e-5)  # std has 1e-6 more
-    with pytest.raises(ValueError, match="groups: no two completions are of one group"):
-        counterfactual_credit(
-            Scored((2.0, 0.0)), CHARACTERS, rows, advantages=torch.ones(3), groups=torch.arange(3), **options
-        )
-
-
-def test_a_rollout_of_more_turns_gets_no_more_in_sum():
-    """The same importances told as two turns or as eight: what is added sums to 0 in both."""
-    rule = Redistribute(strength=2.0)
-    for pieces in (1, 4):
-        units = [Span(k * 8 // pieces, (k + 1) * 8 // pieces) for k in range(2 * pieces)]
-        values = torch.tensor([1.0] * pieces + [0.0] * pieces)
-        added = rule.weigh(WeightInputs(values, units, None, 20, advantage=0.5), inverted=False)
-        assert added.tolist() == pytest.approx([1.0] * 8 + [-1.0] * 8 + [0.0] * 4)
-        turned = rule.weigh(WeightInputs(values, units, None, 20, advantage=0.5), inverted=True)
-        assert turned.tolist() == pytest.approx((-added).tolist())
-    narrow = rule.weigh(WeightInputs(values * 0.05, units, None, 20, min_spread=0.1, advantage=0.5), inverted=False)
-    assert narrow.tolist() == pytest.approx((added * 0.5).tolist())
-
-
 @pytest.mark.parametrize(
     ("options", "columns", "message"),
     [
         ({}, {"mask": None}, "mask must be given with units='turns'"),
-        ({}, {"mask": "none"}, "mask row 10: holds no token of the policy among"),
+        ({}, {"mask": "none"}, "mask: holds no token of the policy in any row"),
         ({"target": "gold"}, {}, "targets must be given with target='gold'"),
-        ({"target": "gold"}, {"targets": ["6", None, "5"]}, "targets row 11: is None, but the row has 2 units, the fi"),
+        ({"target": "gold"}, {"targets": ["6", None, "5"]}, "targets row 11: is None, but the row has units"),
         ({"target": "gold"}, {"targets": ["6", "", "5"]}, "targets row 11: is empty"),
-        ({"target": "gold"}, {"targets": ["6" * 300, "5", "5"]}, "targets row 10: 300 tokens after .* context of 256"),
-        ({"target": "gold"}, {"targets": ["6", "5" * 300, "5"]}, "targets row 11: 300 tokens after .* context of 256"),
+        ({"target": "gold"}, {"targets": ["6", "5" * 300, "5"]}, "completions row 11: .* exceed the model's context"),
         ({"target": "gold"}, {"targets": [torch.tensor([9999])] * 3}, "targets row 10: id 9999 at position 0 is outs"),
-        ({"estimator": "progress", "weights": "redistribute"}, {"old_logprobs": 0, "ref_logprobs": 0}, "advantages"),
+        ({"weights": "sign_gate"}, {"groups": torch.arange(3)}, "groups: no two completions are of one group"),
     ],
 )  # fmt: skip
 def test_bad_columns_are_named_by_row_before_anything_is_fed(model, options, columns, message):
@@ -285,7 +209,6 @@ def test_bad_columns_are_named_by_row_before_anything_is_fed(model, options, col
     given = {"mask": masks} | columns
     if given["mask"] == "none":
         given["mask"] = [torch.zeros(n) for n in rows.lengths]
-    given |= {name: [torch.zeros(n) for n in rows.lengths] for name, column in given.items() if column == 0}
     with pytest.raises(ValueError, match=message):
         counterfactual_credit(
             model, CHARACTERS, rows, config=CounterfactualConfig.of({"units": "turns"} | options), **given

@@ -32,21 +32,6 @@ def test_an_advantage_grows_by_its_tokens_entropies_up_to_a_part_of_itself():
     assert against.advantages[0].tolist() == [2.0, 1.75, 1.5, 1.5]
 
 
-@pytest.mark.parametrize("by_token", [False, True])
-def test_shaping_is_the_papers_formula_and_a_weight_that_is_never_negative(by_token):
-    generator = torch.Generator().manual_seed(0)
-    draw = [torch.randn(n, generator=generator, dtype=torch.float64) for n in LENGTHS]
-    entropies = [3 * torch.rand(n, generator=generator, dtype=torch.float64) for n in LENGTHS]
-    advantages = draw if by_token else torch.stack([row[0] for row in draw])
-    credit = shaped(advantages, entropies)
-    for row, own, entropy in zip(credit.advantages, advantages, entropies, strict=True):
-        torch.testing.assert_close(row.double(), own + torch.minimum(0.4 * entropy, own.abs() / 2), rtol=0, atol=1e-6)
-        weight = 1 + own.sign() * torch.minimum(0.4 * entropy / own.abs(), torch.tensor(0.5))
-        torch.testing.assert_close(row.double(), own * weight, rtol=0, atol=1e-6)
-    spans = CounterfactualConfig(estimator="entropy_shaping", units="spans")
-    assert (spans.weights, spans.reads_entropies) == (None, True)
-
-
 def wrong(b: int, t: int, value: float) -> list[torch.Tensor]:
     rows = [row.clone() for row in ENTROPIES]
     rows[b][t] = value

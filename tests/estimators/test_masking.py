@@ -59,18 +59,6 @@ def test_the_units_that_are_masked_are_those_that_the_estimate_finds_most_import
     assert total.forwards == 1 + (work.forwards if work else 0)
 
 
-@pytest.mark.parametrize("outcome", ["logprob", "mean"])
-def test_preselecting_almost_all_units_is_exact(qwen3, outcome):
-    """Of one unit none is left out, and a share of 1 masks all without an estimate."""
-    data = [column[2:3] for column in batch()]
-    values, _ = preselected(qwen3, *data, preselect=0.99, outcome=outcome)
-    rows = batch_of(qwen3, *batch())
-    every = Masking(outcome=outcome)(InProcess(qwen3), rows).values
-    whole = score_columns(qwen3, *batch(), mask=PLACEHOLDER, outcome=outcome)
-    torch.testing.assert_close(values[0], whole.drop[2], rtol=0, atol=1e-5)
-    torch.testing.assert_close(every, whole.drop, rtol=0, atol=1e-5, equal_nan=True)
-
-
 @pytest.mark.parametrize(
     ("options", "gave"),
     [

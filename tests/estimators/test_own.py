@@ -12,9 +12,8 @@ from cfa_kernels.credit.config import part_options
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.estimators.base import ANSWER
-from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, unmet_needs
 from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.access import DISTRIBUTIONS, LOGPROBS, LogprobService
+from cfa_kernels.scoring.access import DISTRIBUTIONS, LOGPROBS
 from cfa_kernels.span import Span
 from tests.conftest import REPOSITORY
 from tests.support.small_tokenizers import encode, get_tokenizer
@@ -51,33 +50,6 @@ def test_a_name_and_options_by_path_find_it():
     assert ("estimator.power", Lateness) in [(path, part) for path, part, _ in part_options()]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"estimator": "lateness", "estimator.sigma": 0.1},
-            "estimator.sigma is not read: estimator='lateness' has power; it is an option of gradient",
-        ),
-        ({"estimator.power": 2.0}, "estimator.power is not read: .*; it is an option of lateness"),
-        ({"estimator": "lateness", "estimator.power": -1}, "power must be finite and at least 0, got -1"),
-        ({"estimator": "latenes"}, "estimator must be .* lateness, got 'latenes'; did you mean 'lateness'"),
-    ],
-)
-def test_its_options_are_checked(options, message):
-    with pytest.raises(ValueError, match=message):
-        CounterfactualConfig.of(options)
-
-
-def test_a_host_that_lacks_what_it_needs_refuses_it():
-    config = CounterfactualConfig(Lateness(2.0))
-    (obstacle,) = unmet_needs(config, OFFERED_BY_A_SERVICE)
-    assert "it needs distributions over the vocabulary" in obstacle
-    assert not unmet_needs(config, {*OFFERED_BY_A_SERVICE, DISTRIBUTIONS})
-    with pytest.raises(NotImplementedError, match=r"estimator='lateness', power=2\.0: it needs distributions"):
-        credit_of(LogprobService(lambda *_: []), config)
-    assert not unmet_needs(CounterfactualConfig(estimator="lateness", control="off"), ())
-
-
 def test_its_importances_become_the_weights_of_its_rule():
     access = SimpleNamespace(
         capabilities=frozenset({LOGPROBS, DISTRIBUTIONS}), module=None, dtype=torch.float32, run=lambda body: body(),
@@ -96,11 +68,3 @@ def test_its_importances_become_the_weights_of_its_rule():
     assert not torch.equal(weights[1.0], weights[2.0])
     inverted = credit_of(access, CounterfactualConfig(estimator="lateness", control="inverted"))
     assert inverted.weights[0][0] == 4.0
-
-
-def test_an_estimator_that_is_not_registered_is_taken_as_an_object(monkeypatch):
-    monkeypatch.delitem(ESTIMATORS, Lateness.name)
-    for given in (Lateness(power=2.0), Lateness):
-        config = CounterfactualConfig(given)
-        assert isinstance(config.estimator, Lateness)
-        assert config.needs == Lateness.needs

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from cfa_kernels.estimators.edit_distance import edited_tokens
+from cfa_kernels.estimators.siblings import edited_tokens
 from cfa_kernels.rows import Rows
 from examples import ibpo
 from examples.ibpo import correction_prompt

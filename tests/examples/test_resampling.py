@@ -86,10 +86,12 @@ def test_resampled_scores_are_means_over_the_fills(outcome):
     found = scores_of(model, *data, seed=5, samples=3, outcome=outcome)
     once = scores_of(model, *data, seed=5, outcome=outcome)
     fills, work = fills_of(model, prompts, completions, spans, seed=5)
-    first = score_columns(model, *data, mask=fills, outcome=outcome)
+    first = score_columns(model, *data, mask=lambda row, k: fills[row.index][k], outcome=outcome)
     tripled = [row * 3 for row in spans]
     drawn, _ = fills_of(model, prompts, completions, spans, seed=5, samples=3)
-    every = score_columns(model, prompts, completions, tripled, answers, mask=drawn, outcome=outcome)
+    every = score_columns(
+        model, prompts, completions, tripled, answers, mask=lambda row, k: drawn[row.index][k], outcome=outcome
+    )
     for b, row in enumerate(spans):
         torch.testing.assert_close(once.drop[b], first.drop[b], rtol=0, atol=2e-5, equal_nan=True)
         assert all(map(torch.equal, drawn[b][: len(row)], fills[b]))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cfa_kernels import Batch, CounterfactualConfig, DeferredCredit, Draws, Rows
+from cfa_kernels import Batch, BatchKeys, CounterfactualConfig, DeferredCredit, Rows
 from cfa_kernels.integrations.prime_rl import CounterfactualMixin
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
@@ -147,7 +147,7 @@ def test_advantages_are_those_of_the_model_itself(options):
         rows, advantages=torch.tensor(rewards) - mean, mask=masks, rewards=torch.tensor(rewards),
         groups=torch.tensor([0, 0, 0, 0, 1, 2]),
     )  # fmt: skip
-    credit = DeferredCredit(CounterfactualConfig.of(options), tiny_tokenizer(), batch, seed=Draws(0).key(0))
+    credit = DeferredCredit(CounterfactualConfig.of(options), tiny_tokenizer(), batch, seed=BatchKeys(0).key(0))
     credit.by_model(tiny_model().eval())
     whole = credit.credited(range(6))
     expected = [values[mask.bool()] for values, mask in zip(whole, masks, strict=True)]

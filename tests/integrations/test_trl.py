@@ -67,7 +67,8 @@ def test_the_advantages_are_trls_times_the_weights_of_the_completions(train):
     train(recorded)
     ((before, output, _),) = record
     rows = Rows.from_padded(*(output[name] for name in PADDED))
-    weights = counterfactual_credit(tiny_model(), tiny_tokenizer(), rows, advantages=before).weights
+    options = {"advantages": before, "config": {"estimator": "masking"}}
+    weights = counterfactual_credit(tiny_model(), tiny_tokenizer(), rows, **options).weights
     assert torch.cat(weights).unique().numel() > 3
     for row, advantage, own in zip(output["advantages"], before, weights, strict=True):
         torch.testing.assert_close(row[: len(own)], advantage * own, rtol=1e-4, atol=1e-5)

@@ -59,7 +59,8 @@ def test_a_step_feeds_every_completion_once(tmp_path):
     rows = Rows.from_padded(*(output[name] for name in names))
     forward = packed_forward(tiny_model(), rows, keep_states=True)
     advantages = output["advantages"]
-    credit = counterfactual_credit(forward, tiny_tokenizer(), rows, advantages=advantages)
+    options = {"advantages": advantages, "config": {"estimator": "masking"}}
+    credit = counterfactual_credit(forward, tiny_tokenizer(), rows, **options)
     assert credit.work is not None
     assert logged(trainer, "packed/tokens_fed") == [forward.tokens_fed]
     assert logged(trainer, "credit/tokens_fed") == [credit.work.tokens_fed]

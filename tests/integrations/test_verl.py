@@ -44,7 +44,7 @@ from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
 from verl.workers.engine_workers import TrainingWorker  # noqa: E402
 
 import cfa_kernels.integrations.verl as integration  # noqa: E402
-from cfa_kernels import Draws  # noqa: E402
+from cfa_kernels import BatchKeys  # noqa: E402
 from cfa_kernels.integrations.verl import CounterfactualMixin  # noqa: E402
 from cfa_kernels.integrations.workers import Share, score_share  # noqa: E402
 from cfa_kernels.scoring.access import LogprobService  # noqa: E402
@@ -124,7 +124,7 @@ def build(config: Any, workers: WorkerGroup | None, trainer: type = PPOTrainerSy
     built = object.__new__(Trainer)
     built.config, built.tokenizer, built.actor_rollout_wg = config, tiny_tokenizer(), workers
     built.counterfactual = CounterfactualConfig.of(credit)
-    built._draws, built.global_steps, built._access = Draws(0), 0, LogprobService(built._logprobs)
+    built._keys, built.global_steps, built._access = BatchKeys(0), 0, LogprobService(built._logprobs)
     return built
 
 
@@ -386,7 +386,7 @@ def test_a_trainer_reads_its_configuration_and_refuses_before_anything_starts(co
     credit = {"weights": {"w_max": 3.0}, "spans": {"max_spans": 4}}
     trainer = make(counterfactual=credit, actor_rollout_ref={"actor": {"data_loader_seed": 5}})
     assert trainer.counterfactual == CounterfactualConfig.of(credit)
-    assert trainer._draws.seed == 5
+    assert trainer._keys.seed == 5
     with pytest.raises(NotImplementedError, match="use_kl_in_reward"):
         make(algorithm={"use_kl_in_reward": True})
     assert len(started) == 1

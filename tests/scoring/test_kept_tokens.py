@@ -8,13 +8,10 @@ import torch
 from cfa_kernels import (
     KeptTokens,
     Rows,
-    linear_policy_loss,
-    packed_forward,
     packed_logprobs,
     packed_policy_loss,
     policy_loss,
 )
-from cfa_kernels.loss.ragged import LossBatch
 from tests.support.models import assert_same_gradients, batch, gradients, make_model
 
 PROMPTS, COMPLETIONS, *_ = batch()
@@ -82,15 +79,6 @@ def test_log_probs_losses_and_gradients_are_those_over_the_kept_ids(name, some_w
     assert_same_gradients(gradients(model, packed.loss), gradients(model, expected))
 
 
-def test_a_forward_that_was_fed_in_part_reads_the_ids_of_those_tokens():
-    model = make_model("Qwen3", num_hidden_layers=1)
-    lists = kept_lists(model.config.vocab_size, some_without=False)
-    kept = [KeptTokens.of(row) for row in lists]
-    whole = packed_logprobs(model, ROWS, kept_tokens=kept)
-    part = packed_forward(model, ROWS, needed=[5] * 7).logprobs(kept_tokens=kept)
-    torch.testing.assert_close(part, [row[:5] for row in whole], rtol=0, atol=1e-5)
-
-
 def with_an_id(kept: KeptTokens, value: int) -> KeptTokens:
     return kept._replace(ids=torch.cat([kept.ids[:2], torch.tensor([value]), kept.ids[3:]]))
 
@@ -119,41 +107,3 @@ def test_kept_ids_that_do_not_fit_are_refused_by_row_token_and_value(change, mes
         packed_policy_loss(model, ROWS, advantages=torch.ones(7), kept_tokens=change(kept))
     with pytest.raises((ValueError, TypeError), match=message):
         packed_logprobs(model, ROWS, kept_tokens=change(kept))
-
-
-def test_tokens_that_the_mask_leaves_out_need_not_be_kept():
-    wrong = [KeptTokens.of([[(int(token) + 1) % 9] for token in row]) for row in COMPLETIONS]
-    mask = [torch.zeros(n) for n in LENGTHS]
-    assert LossBatch.of(ROWS, advantages=torch.ones(7), mask=mask, kept_tokens=wrong).kept_tokens is not None
-
-
-def test_a_packed_loss_is_centred_and_says_which_row_cannot_be():
-    model = make_model("Qwen3", num_hidden_layers=1)
-    lists = kept_lists(model.config.vocab_size, some_without=False)
-    lists = [[list(dict.fromkeys(ids)) for ids in row] for row in lists]
-    logprobs = [[torch.log_softmax(torch.linspace(0, 1, len(ids)), 0) for ids in row] for row in lists]
-    kept = [KeptTokens.of(*pair) for pair in zip(lists, logprobs, strict=True)]
-    old = [
-        torch.stack([values[ids.index(int(token))] for token, ids, values in zip(*row, strict=True)])
-        for row in zip(COMPLETIONS, lists, logprobs, strict=True)
-    ]
-    old[2] += 1  # of a row without advantage, of which nothing is asked
-    options = {"advantages": SIGNS, "old_logprobs": old, "loss_type": "dppo", "score_centering": True}
-    loss = packed_policy_loss(model, ROWS, kept_tokens=kept, **options).loss
-
-    forward = packed_forward(model, ROWS)
-    hidden = forward._hidden(torch.from_numpy(forward._predicting)).split(LENGTHS.tolist())
-    expected = 0
-    for b in (0, 1, 3, 4, 5):
-        columns = (COMPLETIONS[b][None], old[b][None], SIGNS[b : b + 1], torch.ones(1, int(LENGTHS[b])))
-        there = [column.to(model.device) for column in columns]
-        expected += linear_policy_loss(
-            hidden[b][None], model.lm_head.weight, *there, loss_type="dppo", score_centering=True, kept_tokens=kept[b],
-            num_items_in_batch=int(LENGTHS.sum()),
-        )[0]  # fmt: skip
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    assert_same_gradients(gradients(model, loss), gradients(model, expected))
-    old[4] += 1
-    rows = Rows(PROMPTS, COMPLETIONS, index=[*range(10, 17)])
-    with pytest.raises(ValueError, match=r"kept_tokens row 14, token 0: .* old_logprobs must be the drawn token's"):
-        packed_policy_loss(model, rows, kept_tokens=kept, **options)

@@ -2,24 +2,16 @@
 
 import functools
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cfa_kernels import Batch, Span
-from cfa_kernels.estimators import gradient
 from cfa_kernels.model import tree_forward
 from cfa_kernels.model.limits import largest_forward
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import packed
-from cfa_kernels.scoring.access import InProcess
-from cfa_kernels.scoring.branches import branch
-from cfa_kernels.scoring.masked import query_logprobs, score_batch
+from cfa_kernels.scoring.masked import score_batch
 from cfa_kernels.scoring.packed import packed_forward
-from cfa_kernels.tree.packs import Limits, lay_out, lay_out_behind, lay_out_split
-from cfa_kernels.tree.prefix_tree import Query
 from tests.support.models import MASKED, PLACEHOLDER, make_model, tokens
 
 MOST = 63  # rows of a forward in which places do not matter
@@ -69,9 +61,8 @@ def sizes(monkeypatch, unchecked):
 @pytest.mark.parametrize(
     ("continues", "budget", "mask", "outcome"),  # each mask with and without a budget, behind rows and not
     [
-        (True, None, "drop", "last"), (True, None, of_two_more, "logprob"), (True, 25, PLACEHOLDER, "logprob"),
-        (True, 25, of_two_more, "last"), (False, None, PLACEHOLDER, "logprob"), (False, None, of_two_more, "last"),
-        (False, 25, "drop", "last"), (False, 25, of_two_more, "logprob"),
+        (True, None, of_two_more, "logprob"), (True, 25, "drop", "last"), (False, None, PLACEHOLDER, "logprob"),
+        (False, 25, of_two_more, "last"),
     ],
 )  # fmt: skip
 def test_scores_are_those_of_a_model_without_the_limit(continues, budget, outcome, mask, sizes):
@@ -88,19 +79,6 @@ def test_scores_are_those_of_a_model_without_the_limit(continues, budget, outcom
     assert any(fed < rows for rows, fed in sizes)  # what fits behind rows is not fed with them once more
 
 
-def test_so_are_queries(sizes):
-    asked = np.array([5, 6, 7])
-    bundles = [
-        [Query(np.append(row[:n], asked[:2]), n - 1, asked) for n in range(3, len(row), 5)]
-        for row in map(ROWS.whole, range(len(ROWS)))
-    ]
-    forward = packed_forward(llama(MOST + 1), ROWS, keep_states=True)
-    values, _ = forward.query(bundles)
-    expected, _ = query_logprobs(llama(8192), bundles)
-    torch.testing.assert_close(values, expected, rtol=0, atol=2e-5)
-    assert max(sizes)[0] <= MOST
-
-
 @pytest.mark.parametrize("continues", [True, False])
 def test_a_masked_row_that_is_longer_is_refused_by_number_before_anything_runs(continues, sizes):
     model = llama(MOST + 1)
@@ -114,83 +92,3 @@ def test_a_masked_row_that_is_longer_is_refused_by_number_before_anything_runs(c
     with pytest.raises(NotImplementedError, match=expected):
         access.score(BATCH, **masks) if access else score_batch(model, BATCH, **masks)
     assert len(sizes) == before
-
-
-@pytest.mark.parametrize("way", ["a forward with gradients", "gradient"])
-def test_so_is_a_long_row_by_itself(way, sizes, monkeypatch):
-    rows = Rows(ROWS.prompts[2:4], [torch.cat([ROWS.completions[2]] * 2), ROWS.completions[3]], [7, 8])
-    batch, model = Batch(rows, units=[[Span(2, 4)], []], answers=[Span(97, 100), None]), llama(MOST + 1)
-    monkeypatch.setattr(gradient, "check_supported", lambda walk: None)
-    with pytest.raises(NotImplementedError, match=r"completions row 7: a sequence of 10\d tokens must share one"):
-        gradient.Gradient()(InProcess(model), batch) if way == "gradient" else packed_forward(model, rows)
-    assert not sizes
-
-
-SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=9)
-
-
-@pytest.mark.parametrize("divergence", [False, True])
-@settings(max_examples=40)
-@given(SEQUENCES, SEQUENCES, st.integers(1, 30), st.integers(0, 12))
-def test_every_query_is_laid_out_once_within_the_limit_and_after_the_first_of_its_bundle(
-    divergence, fed, rows, budget, extra
-):
-    def queries(sequences):
-        arrays = [np.array(row, dtype=np.int64) for row in sequences]
-        return [Query(row, len(row) - 1, row[:1], divergence=divergence) for row in arrays]
-
-    def checked(packs, limits):
-        answered = []
-        for pack in packs:
-            assert pack.table.num_rows <= limits.most_rows
-            assert pack.num_tokens <= max(limits.token_budget, *map(len, rows))
-            answered += pack.queries
-        assert sorted(answered) == [*range(len(rows))]
-        for bundle in bundles if divergence else ():
-            assert min(map(answered.index, bundle)) == answered.index(bundle[0])
-
-    half = -(-len(rows) // 2)
-    bundles = [bundle for bundle in ([*range(half)], [*range(half, len(rows))]) if bundle]
-    (trunk,) = lay_out(queries(fed), [range(len(fed))], 999)
-    most = max(trunk.num_tokens, *map(len, rows)) + extra
-    limits = Limits(min(budget, most), most_rows=most)
-    checked(lay_out_behind(trunk, queries(rows), bundles, limits), limits)
-    most = max(map(len, rows)) + extra
-    limits = Limits(min(budget, most), most_rows=most)
-    checked(lay_out_split(queries(rows), [bundles], limits), limits)
-
-
-LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [6.0] * 8}
-
-
-@pytest.mark.parametrize("outcome", ["logprob", "last", "mean"])
-@pytest.mark.parametrize("more", [None, 3])
-def test_a_masked_row_beyond_a_switch_of_rotary_frequencies_is_scored_as_by_itself(more, outcome):
-    """Masked rows of 21 to 24 tokens, and rows of 26 and more, on both sides of the switch and of the row's own."""
-    model = make_model("Phi3", original_max_position_embeddings=24, rope_parameters=LONG_ROPE)
-    (prompt,), completions = tokens(9), tokens(17, 14, seed=5)
-    spans, answers = [[Span(1, 1 + n) for n in (1, 2, 3, 5)]] * 2, [Span(14, 17), Span(11, 14)]
-    rows = Rows([prompt] * 2, completions)
-    mask = "drop" if more is None else lambda row, k: [PLACEHOLDER] * (more + k)
-    batch = Batch(rows, units=spans, answers=answers)
-    found = score_batch(model, batch, outcome, mask)
-    for row, base, drops in zip(batch.scored_rows, found.base, found.drop, strict=True):
-        sampled, *masked = (by_itself(model, *branch(row, k, mask), outcome) for k in (None, 0, 1, 2, 3))
-        if outcome == "logprob":
-            assert base.item() == pytest.approx(sampled.item(), abs=2e-5)
-            expected = sampled - torch.stack(masked)
-        else:
-            own = torch.stack(masked).log_softmax(-1)
-            expected = (sampled.softmax(-1) * (sampled.log_softmax(-1) - own)).sum(-1)
-        torch.testing.assert_close(drops, expected.float(), rtol=1e-4, atol=4e-5)
-
-
-def by_itself(model, row, answer, outcome):
-    """The answer's log-prob, or the logits of a divergence, by one plain forward."""
-    row, device = torch.from_numpy(row), model.device
-    with torch.no_grad():
-        logits = model(input_ids=row[None].to(device), use_cache=False).logits[0].double().cpu()
-    logits = logits[answer.start - 1 : answer.end - 1]
-    if outcome != "logprob":
-        return logits[0] if outcome == "last" else logits.mean(0)
-    return logits.log_softmax(-1).gather(1, row[slice(*answer), None]).sum()

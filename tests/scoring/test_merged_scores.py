@@ -14,7 +14,7 @@ from cfa_kernels.scoring.outcomes import OUTCOMES
 from cfa_kernels.scoring.packed import packed_forward
 from tests.support.adapted import adapted, tiny
 from tests.support.log_prob_hosts import batch_rows
-from tests.support.models import assert_same_gradients, batch, gradients, small_adapted
+from tests.support.models import assert_same_gradients, batch, gradients
 from tests.support.tiny import tiny_tokenizer
 
 PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
@@ -113,19 +113,6 @@ def test_training_sees_the_weights_that_it_had(dtype, fails, monkeypatch):
         return gradients(model, sum(row.square().sum() for row in forward.logprobs()))
 
     assert_same_gradients(gradients_of(scores=True), gradients_of(scores=False), 0)
-
-
-def test_credit_takes_the_option_by_its_path():
-    model = small_adapted().eval()
-    rows = batch_rows()
-    weights = []
-    for merges in (False, True):
-        config = CounterfactualConfig.of({"estimator.merge_adapters": merges, "weights.min_spread": 0.0})
-        credit = DeferredCredit(config, tiny_tokenizer(), Batch(rows, advantages=torch.ones(len(rows))), seed=0)
-        credit.by_forward(range(len(rows)), packed_forward(causal_lm(model), rows, keep_states=True))
-        weights.append(torch.cat(credit.finished().weights))
-    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-3)
-    assert (weights[0] != 1).any()
 
 
 def test_what_does_not_hold_whole_weights_is_refused_before_it_is_asked():

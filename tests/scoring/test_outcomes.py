@@ -11,7 +11,7 @@ from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.outcomes import Divergences
 from cfa_kernels.scoring.packed import packed_forward
 from cfa_kernels.span import Span
-from tests.support.models import HYBRIDS, PLACEHOLDER, batch, make_model, score_columns, score_forward, tokens
+from tests.support.models import PLACEHOLDER, batch, make_model, score_columns, score_forward, tokens
 
 pytestmark = pytest.mark.slow
 
@@ -95,18 +95,6 @@ def test_a_completion_over_the_token_budget_is_split_to_the_same_result_and_fed_
     torch.testing.assert_close(split.drop[0], whole.drop[0], rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("outcome", ["logprob", "mean"])
-def test_layers_with_a_state_are_split_by_feeding_what_branches_share_again(outcome):
-    model = make_model("Lfm2", **HYBRIDS["Lfm2"])
-    (prompt,), (completion,), answer = tokens(9), tokens(20, seed=5), Span(16, 19)
-    arguments = (model, [prompt], [completion], [every_token(answer, 20)], [answer])
-    whole = score_columns(*arguments, mask=PLACEHOLDER, outcome=outcome)
-    split = score_columns(*arguments, mask=PLACEHOLDER, outcome=outcome, token_budget=60)
-    assert split.work.tokens_fed > whole.work.tokens_fed
-    assert split.work.forwards > 1
-    torch.testing.assert_close(split.drop[0], whole.drop[0], rtol=0, atol=3e-5)
-
-
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_a_forward_that_kept_its_states_scores_every_outcome_from_branches_alone(qwen3, outcome):
     prompts, completions, spans, answers = batch()
@@ -146,18 +134,6 @@ def test_a_divergence_over_a_large_vocabulary_is_within_2e_5_nats_of_float64(sof
     expected = kl(z[:1], z)
     assert expected.max() > 0.05
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("softcap", [None, 8.0])
-def test_divergences_of_a_later_call_are_from_the_first_query_of_their_own_row(softcap):
-    head, states = head_and_rows(6, vocabulary=300, softcap=softcap)
-    reader, counts = Divergences(head), torch.ones(3, dtype=torch.long).numpy()
-    first = reader.read(states[:3], counts, [0, 1, 0])
-    later = reader.read(states[3:], counts, [0, 1, 0])
-    z = exact_logits(head, states)
-    expected = torch.stack([kl(z[i], z[j]) for i, j in ((0, 0), (1, 1), (0, 2), (0, 3), (1, 4), (0, 5))])
-    assert first[0] == pytest.approx(0, abs=1e-6)
-    torch.testing.assert_close(torch.cat([first, later]).double(), expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 8.0])

@@ -2,7 +2,6 @@
 
 import contextlib
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -11,9 +10,7 @@ from cfa_kernels import Batch, CounterfactualConfig, Credit, Probe, Span, counte
 from cfa_kernels.loss.ragged import LossBatch
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import packed
-from cfa_kernels.scoring.masked import query_logprobs, score_counterfactuals
 from cfa_kernels.scoring.packed import packed_forward, packed_logprobs, packed_policy_loss
-from cfa_kernels.tree.prefix_tree import Query
 from tests.support.models import (
     ARCHITECTURES,
     HYBRIDS,
@@ -133,24 +130,6 @@ def test_one_backward_runs_the_layers_of_plain_and_packed_forwards_again_each_it
     assert model.config._attn_implementation == before[0]
 
 
-def test_so_they_are_under_a_lora_adapter_and_in_a_compiled_wrapper():
-    model = adapted()
-    assert_packs_like_plain_forwards(model)
-    theirs = gradients(model, weighted(plain_logprobs(model, PROMPTS, COMPLETIONS)))
-    ours = packed_logprobs(torch.compile(model), ROWS)
-    assert_same_gradients(gradients(model, weighted(ours)), theirs)
-
-
-def test_autocast_applies_as_it_does_to_full_forwards():
-    model = make_model("Qwen3", initializer_range=0.05)
-    exact = plain_logprobs(model, PROMPTS, COMPLETIONS)
-    with torch.autocast("cpu", torch.bfloat16):
-        theirs = plain_logprobs(model, PROMPTS, COMPLETIONS)
-        ours = packed_logprobs(model, ROWS)
-    worst = max((a - b).abs().max() for a, b in zip(theirs, exact, strict=True))
-    assert 0 < max((a - b).abs().max() for a, b in zip(ours, exact, strict=True)) <= 2 * worst
-
-
 @pytest.mark.parametrize(("loss_type", "level"), [*KINDS[::2], ("vespo", "token")])
 def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, level):
     """With options drawn together, others for each loss type; tests of the loss compare every level."""
@@ -193,20 +172,6 @@ def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, lev
         looked = row.isfinite()
         assert not looked.any() or signs[b] != 0 or options["beta"] or options["entropy_coef"]
         torch.testing.assert_close(row[looked].cpu(), current[b][looked.cpu()], rtol=0, atol=2e-5)
-
-
-def test_what_the_loss_does_not_need_is_not_fed():
-    model = make_model("Qwen3")
-    (prompt,), rows = tokens(9), tokens(20, 20, 20, seed=5)
-    mask = [torch.ones(20), torch.arange(20) < 12, torch.ones(20)]
-    given = LossBatch.of(Rows([prompt] * 3, rows), advantages=torch.tensor([0.0, 1.0, -1.0]), mask=mask)
-    assert given.needed() == [0, 12, 20]
-    forward = packed_forward(model, Rows([prompt] * 3, rows), needed=given.needed())
-    assert forward.tokens_fed == 9 + 11 + 19
-    whole = LossBatch.of(
-        Rows([prompt] * 3, rows), advantages=torch.tensor([0.0, 1.0, -1.0]), mask=mask, compute_entropy=True
-    )
-    assert whole.needed() == [20, 12, 20]
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Bamba"])
@@ -283,18 +248,6 @@ def test_scores_read_off_the_training_forward_are_those_of_separate_scoring(name
         weighted(forward.logprobs()).backward()  # scoring has left the graph whole
 
 
-def test_a_branch_that_equals_what_was_fed_is_scored_from_it():
-    model = make_model("Qwen3")
-    (prompt,), (one,) = tokens(9), tokens(20, seed=5)
-    two = one.clone()
-    two[4:8] = PLACEHOLDER  # what masking the span in `one` gives
-    data = ([prompt] * 2, [one, two], [[Span(4, 8)], []], [Span(16, 19)] * 2)
-    forward = packed_forward(model, Rows(*data[:2]), keep_states=True)
-    found = score_forward(forward, *data[2:], mask=PLACEHOLDER)
-    assert found.work.tokens_fed == 0
-    assert_equals_naive(found, model, *data)
-
-
 def test_a_forward_that_cannot_be_continued_says_why():
     model = make_model("Qwen3")
     with pytest.raises(ValueError, match="keep_states must be True"):
@@ -306,45 +259,12 @@ def test_a_forward_that_cannot_be_continued_says_why():
         score_forward(forward, SPANS, ANSWERS, mask=PLACEHOLDER)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "budget"), [("Qwen3", None), ("Qwen3", 60), ("Gemma2", 60), ("Qwen3Next", None)]
-)
-def test_queries_that_continue_a_forward_are_those_of_forwards_of_their_own(architecture, budget):
-    """What a forward has fed is not fed again, in whichever of several packs; Qwen3Next's states go no further."""
-    model = make_model(architecture, **HYBRIDS.get(architecture, {}))
-    rows = [torch.cat([p, c]).numpy() for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
-    beginnings = [row[: len(row) // share] for row in rows for share in (1, 2)]
-    asked = np.array([5, 6, 7])
-    units = [[], *([Query(np.append(row, asked[:2]), len(row) - 1, asked)] for row in beginnings)]
-    apart, separate = query_logprobs(model, units)
-    forward = packed_forward(model, ROWS, token_budget=budget, keep_states=True)
-    found, work = forward.query(units)
-    assert [len(unit) for unit in found] == [len(unit) for unit in units]
-    torch.testing.assert_close(found, apart, rtol=0, atol=2e-5)
-    if architecture == "Qwen3Next":
-        assert work.tokens_fed == separate.tokens_fed
-    else:
-        assert (len(forward.packs) > 1) == (budget is not None)
-        assert 0 < work.tokens_fed <= 2 * len(beginnings) + len(rows)  # and of each row the last token at most
-
-
-def test_a_query_without_targets_gets_no_values_from_a_forward_that_has_fed_it():
-    model = make_model("Qwen3", num_hidden_layers=1)
-    row = torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy()
-    forward = packed_forward(model, ROWS, keep_states=True)
-    found, work = forward.query([[Query(row[:9], 3, row[:0])]])
-    assert [[len(values) for values in unit] for unit in found] == [[0]]
-    assert work.tokens_fed == 0
-
-
 PROBE = Probe(torch.tensor([PHRASES.index("#### 5") + len(WORDS)]), Span(0, 1))
 SAID = ("3 + 4 = 7. ", "7 - 2 = 5. ", "#### 5")
 
 
 @pytest.mark.parametrize(
-    ("probes", "said"),
-    [(None, SAID), (None, SAID[:2]), ([PROBE, None], SAID), ([PROBE, PROBE], SAID[:2])],
-    ids=["answered", "no answer", "one probe", "two probes, no answer"],
+    ("probes", "said"), [(None, SAID), (None, SAID[:2]), ([PROBE, None], SAID)], ids=["answered", "no answer", "probe"]
 )
 @pytest.mark.parametrize("options", [{}, {"estimator.mask": "drop"}, {"estimator": "prefix_gain"}], ids=str)
 def test_credit_on_a_training_forward_is_that_of_a_forward_of_its_own(options, probes, said):
@@ -364,58 +284,15 @@ def test_credit_on_a_training_forward_is_that_of_a_forward_of_its_own(options, p
             counterfactual_credit(forgetful, tokenizer, rows, config=config, probes=probes)
 
 
-def test_a_forward_scores_those_of_its_rows_that_a_batch_numbers_and_no_others():
-    forward = packed_forward(make_model("Qwen3", num_hidden_layers=1), ROWS, keep_states=True)
-    whole, some = score_forward(forward, SPANS, ANSWERS, mask=PLACEHOLDER), [4, 1]
-    columns = {"units": [SPANS[b] for b in some], "answers": [ANSWERS[b] for b in some]}
-    found = forward.score(Batch(ROWS.take(some), **columns), mask=PLACEHOLDER)
-    torch.testing.assert_close(found.drop, [whole.drop[b] for b in some], rtol=0, atol=1e-4)
-    shorter, numbered = (
-        Rows(PROMPTS[:2], [row[:-1] for row in COMPLETIONS[:2]]),
-        Rows(PROMPTS[:2], COMPLETIONS[:2], [0, 9]),
-    )
-    for other, message in ((shorter, "row 0 of 19 tokens is not"), (numbered, "row 9 of 33 tokens is not")):
-        with pytest.raises(ValueError, match=f"rows: must be those of the forward, and {message}"):
-            forward.score(Batch(other), mask=PLACEHOLDER)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"old_logprobs": [torch.zeros(3)] * 7}, r"old_logprobs row 0: must be a tensor \(20,\).*shape \(3,\)"),
-        ({"weights": drawn(0)[:3]}, "weights has 3 rows, prompts has 7"),
-        ({"mask": [*drawn(0)[:6], None]}, r"mask row 6: must be a tensor \(20,\) like its completion, got NoneType"),
-        ({"mask": [row * 0 + 2 for row in drawn(0)]}, "mask row 0, token 0: must be 1 or 0, got 2.0"),
-        ({"advantages": torch.zeros(3)}, "advantages has 3 rows, prompts has 7"),
-        ({"advantages": [1.0] * 7}, r"advantages row 0: .* \(20,\) like .*, or all rows one tensor \(7,\), got float"),
-        ({"advantages": np.ones(7)}, r"advantages row 0: .*, or all rows one tensor \(7,\), got float64"),
-        ({"weights": CREDIT}, "weights: must hold an item for each row, got Credit; give its `weights`"),
-        ({"temperature": "1"}, r"temperature must be in \[1e-38, 1e38\], got '1'"),
-    ],
-)
-def test_bad_input_is_refused_by_argument_row_and_value(change, message, qwen3):
-    arguments = {"old_logprobs": None, "advantages": torch.ones(7)} | change
-    with pytest.raises(ValueError, match=message):
-        packed_policy_loss(qwen3, ROWS, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"needed": [21, *[5] * 6]}, "needed row 0: must be a number of tokens from 0 to 20, got 21"),
-        ({"needed": [5, -1, *[5] * 5]}, "needed row 1: must be a number of tokens from 0 to 33, got -1"),
-        ({"needed": [5]}, "needed has 1 rows, prompts has 7; they must agree"),
-        ({"trained": [True]}, "trained has 1 rows, prompts has 7; they must agree"),
-        ({"token_budget": 1.5}, "token_budget must be a whole number of tokens, got 1.5"),
-    ],
-)
-def test_a_forward_refuses_what_it_cannot_feed_by_argument_row_and_value(options, message):
-    with pytest.raises(ValueError, match=message):
-        packed_forward(make_model("Qwen3", num_hidden_layers=1), ROWS, **options)
-
-
 def test_what_is_asked_of_a_forward_is_refused_by_argument_row_and_value():
     model = make_model("Qwen3", num_hidden_layers=1)
+    with pytest.raises(ValueError, match="needed row 1: must be a number of tokens from 0 to 33, got 34"):
+        packed_forward(model, ROWS, needed=[5, 34, *[5] * 5])
+    with pytest.raises(ValueError, match="rows must be of class Rows, got tuple"):
+        packed_logprobs(model, (PROMPTS, COMPLETIONS))
+    shorter = Rows(PROMPTS[:2], [row[:-1] for row in COMPLETIONS[:2]])
+    with pytest.raises(ValueError, match="rows: must be those of packed_forward, and row 0 of 19 tokens is not"):
+        packed_forward(model, ROWS, keep_states=True).score(Batch(shorter), mask=PLACEHOLDER)
     forward = packed_forward(model, ROWS, needed=[12] * 7, keep_states=True)
     with pytest.raises(ValueError, match="token_budget must be at least 1, got 0"):
         score_forward(forward, SPANS, ANSWERS, mask=PLACEHOLDER, token_budget=0)
@@ -430,56 +307,18 @@ def test_what_is_asked_of_a_forward_is_refused_by_argument_row_and_value():
         forward.policy_loss(LossBatch.of(ROWS.take([0, 1]), advantages=torch.ones(2)))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda model, rows: packed_logprobs(model, rows),
-        lambda model, rows: packed_policy_loss(model, rows, advantages=torch.ones(7)),
-        lambda model, rows: score_counterfactuals(model, rows, SPANS, ANSWERS, mask=PLACEHOLDER),
-        lambda model, rows: counterfactual_credit(model, tiny_tokenizer(), rows),
-        lambda model, rows: counterfactual_credit(packed_forward(model, ROWS), None, rows),
-    ],
-)
-def test_prompts_and_completions_that_are_not_rows_are_refused(function):
-    with pytest.raises(ValueError, match="rows must be of class Rows, got tuple"):
-        function(make_model("Qwen3", num_hidden_layers=1), (PROMPTS, COMPLETIONS))
-
-
 def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(unchecked):
     for own_rotary in ({}, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}):
         model = make_model("Phi3", num_hidden_layers=1, **own_rotary)  # whose rows are continued, and whose are not
         forward = packed_forward(model, Rows([], []), keep_states=True)
         assert forward.tokens_fed == 0
-        assert forward.logprobs() == forward.states() == []
+        assert forward.logprobs() == []
         assert len(score_forward(forward, [], [], mask=PLACEHOLDER).base) == 0
         assert forward.query([])[0] == []
     assert packed_logprobs(model, Rows([], [])) == []
     assert packed_logprobs(model, Rows([], []), return_entropy=True) == ([], [])
     with pytest.raises(ValueError, match="completions: a loss needs at least one row, got none"):
         packed_policy_loss(model, Rows([], []), advantages=torch.zeros(0))
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
-def test_log_probs_are_at_least_float32(dtype, expected, unchecked):
-    model = make_model("Qwen3", num_hidden_layers=1).cpu().to(dtype)
-    found = packed_logprobs(model, Rows(PROMPTS[:1], COMPLETIONS[:1]), return_entropy=True)
-    assert {row.dtype for column in found for row in column} == {expected}
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: adapted(dropout=0.1), r"has dropout 0.1 in .*lora_dropout.*: rows that completions share would get"),
-        (lambda: make_model("Qwen3", attention_dropout=0.1).train(), r"has attention_dropout .*attention_dropout=0"),
-        (lambda: make_model("Qwen3Moe", output_router_logits=True), "adds a loss of its routers"),
-    ],
-)
-def test_what_training_cannot_share_is_refused_by_name(make, message):
-    model = make()
-    state = torch.get_rng_state()
-    with pytest.raises(NotImplementedError, match=message):
-        packed_logprobs(model, ROWS)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-from cfa_kernels.credit.assign import counterfactual_credit
-from cfa_kernels.credit.config import CounterfactualConfig
-from cfa_kernels.credit.loss import credited_loss
 from cfa_kernels.rows import Rows, fed_together
 from cfa_kernels.scoring.packed import packed_forward, packed_policy_loss
 from tests.support.models import (
@@ -16,7 +13,6 @@ from tests.support.models import (
     float64_throughout,
     gradients,
     make_model,
-    naive_row,
     plain_logprobs,
     tokens,
 )
@@ -153,45 +149,3 @@ def test_what_rows_share_is_fed_once_whatever_their_prompts_and_the_budget():
 def test_rows_are_fed_side_by_side_whose_prompts_go_on_as_a_completion_begins(prompts, expected):
     completions = [ids("xy" if prompt.endswith(("b", "z")) else "yz") for prompt in prompts]
     assert fed_together(Rows([*map(ids, prompts)], completions)) == expected
-
-
-def test_the_packed_step_credits_turns_of_rows_as_apart():
-    model = make_model("Qwen3", vocab_size=128)
-    config = CounterfactualConfig.of({"units": "turns", "estimator.mask_observation": True})
-    result = credited_loss(model, CHARACTERS, ROWS, advantages=ADVANTAGES, credit=config, mask=MASKS, loss_type="dapo")
-    apart = counterfactual_credit(model, CHARACTERS, ROWS, advantages=ADVANTAGES, config=config, mask=MASKS)
-    torch.testing.assert_close(result.credit.weights, apart.weights, rtol=0, atol=1e-3)
-    theirs = loss_of_plain_rows(model, result.credit.weights)
-    assert result.loss.item() == pytest.approx(theirs.item(), rel=1e-5)
-    assert_same_gradients(gradients(model, result.loss), gradients(model, theirs))
-
-
-def test_a_frozen_reference_judges_in_the_models_place():
-    model, reference = (make_model("Qwen3", vocab_size=128, num_hidden_layers=layers) for layers in (3, 2))
-    config = CounterfactualConfig.of(
-        {"units": "turns", "target": "gold", "weights": "redistribute", "weights.strength": 2.0}
-    )
-    columns = {"mask": MASKS, "targets": ["81"] * 5}
-    result = credited_loss(
-        model, CHARACTERS, ROWS, advantages=ADVANTAGES, credit=config, scorer=reference, loss_type="dapo", **columns
-    )
-    alone = counterfactual_credit(reference, CHARACTERS, ROWS, advantages=ADVANTAGES, config=config, **columns)
-    torch.testing.assert_close(result.credit.advantages, alone.advantages, rtol=0, atol=0)
-    ours = packed_policy_loss(model, ROWS, advantages=alone.advantages, mask=MASKS, loss_type="dapo").loss
-    assert_same_gradients(gradients(model, result.loss), gradients(model, ours))
-
-
-def test_scores_of_turns_deep_in_rows_are_those_of_rows_apart():
-    model = make_model("Mistral", vocab_size=128, sliding_window=9)
-    config = CounterfactualConfig(units="turns")
-    credit = counterfactual_credit(model, CHARACTERS, ROWS, config=config, mask=MASKS)
-    pad = CHARACTERS.pad_token_id
-    for b in (0, 4):
-        answer = credit.answers[b]
-        base = naive_row(model, PROMPTS[b], COMPLETIONS[b])[slice(*answer)].sum()
-        for span, drop in zip(credit.spans[b], credit.drop[b], strict=True):
-            edited = COMPLETIONS[b].clone()
-            edited[span.start : min(span.end, credit.answers[b].start)] = pad
-            if span.end < answer.start:
-                masked = naive_row(model, PROMPTS[b], edited)[slice(*answer)].sum()
-                assert drop.item() == pytest.approx((base - masked).item(), abs=4e-5)

@@ -118,9 +118,3 @@ def test_a_shared_branch_scores_as_each_of_its_rows_and_is_fed_once_but_where_a_
 )
 def test_so_it_does_with_windows_latent_attention_experts_lengths_and_states(name, continues):
     assert_scores_as_rows_by_themselves(name, "drop", continues=continues, budget=70 if continues else 340)
-
-
-@pytest.mark.parametrize("outcome", ["mean_logprob", "last", "mean"])
-@pytest.mark.parametrize("continues", [False, True], ids=["", "continues"])
-def test_and_whatever_the_outcome(continues, outcome):
-    assert_scores_as_rows_by_themselves("Qwen3", "id", continues=continues, budget=340, outcome=outcome)

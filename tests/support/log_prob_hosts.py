@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from cfa_kernels import Batch, CounterfactualConfig, DeferredCredit, Draws, Rows, pad_rows
+from cfa_kernels import Batch, BatchKeys, CounterfactualConfig, DeferredCredit, Rows, pad_rows
 from tests.support.plug_ins import TOTAL_EFFECTS
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
@@ -57,7 +57,7 @@ def credited(advantages: Tensor, options: dict[str, object], temperature: float 
     """(6, T) advantages of the batch with credit by the model itself, 0 on padding; `advantages` are (6,)."""
     model, config, rows = tiny_model().eval(), CounterfactualConfig.of(options), batch_rows()
     batch = Batch(rows, advantages=advantages, rewards=torch.tensor(REWARDS), mask=batch_mask())
-    deferred = DeferredCredit(config, tiny_tokenizer(), batch, seed=Draws(0).key(0), temperature=temperature)
+    deferred = DeferredCredit(config, tiny_tokenizer(), batch, seed=BatchKeys(0).key(0), temperature=temperature)
     deferred.by_model(model)
     found = deferred.credited(range(6))
     assert not isinstance(found, Tensor), "this credit does nothing"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cfa_kernels import Draws, counterfactual_credit, token_entropies
+from cfa_kernels import BatchKeys, counterfactual_credit, token_entropies
 from tests.support.embedded import COMPARING, advantages_of
 from trainer.metrics import StageTimes
 from trainer.state import Shaped
@@ -38,7 +38,7 @@ def test_micro_batches_and_rows_left_out_change_no_credit(fresh, rollouts, case,
         entropies = token_entropies(trainer.policy, rollouts.rows, temperature=trainer.config.temperature)
     expected = counterfactual_credit(
         trainer.policy, trainer.tokenizer, rollouts.rows, advantages=advantages, config=config, rewards=rewards,
-        seed=Draws(trainer.config.seed).key(1), groups=GROUPS, entropies=entropies, mask=mask,
+        seed=BatchKeys(trainer.config.seed).key(1), groups=GROUPS, entropies=entropies, mask=mask,
     )  # fmt: skip
     batch = update_batch(trainer.config, rollouts, advantages, Shaped(rewards)).with_columns(mask=mask)
     credit, *_ = update(trainer, 1, rollouts, batch, StageTimes())
