@@ -40,8 +40,8 @@ class Masking(Estimator):
     mask_observation: bool = False
     """Mask each turn together with the observation that follows it (LOTAPO 2607.13501); read where units are turns."""
     merge_adapters: bool = False
-    """Score with PEFT's active adapters merged into copies of their layers' weights, which launches less and takes that
-    much memory until the optimizer steps. The sum is rounded to the weights' dtype, as it is when the training program
+    """Score with PEFT's active adapters merged into their layers' weights, which launches less and takes a copy of
+    those weights while scores are taken. The sum is rounded to the weights' dtype, as it is when the training program
     samples: the scored policy is the one that sampled, not exactly the one that trains. Weights must be whole."""
 
     def __post_init__(self) -> None:
