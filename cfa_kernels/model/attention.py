@@ -129,8 +129,9 @@ def attend(
         elif running.store is not None:
             running.store.write(module, key, value)
     reach = attention_mask.reach
+    query, key, value = map(_by_rows, (query, key, value))
     out = tree_attention(
-        *map(_by_rows, (query, key, value)), attention_mask.table, scale=scaling, sliding_window=reach.window,
+        query, key, value, attention_mask.table, scale=scaling, sliding_window=reach.window,
         attention_chunk_size=reach.chunk, softcap=softcap, sinks=s_aux, first_query_row=first_row,
     )  # fmt: skip
     return out.unsqueeze(0), None

@@ -82,9 +82,9 @@ class _Groups:
         members = [m for layer in layers for m in (layer.base_layer, *layer.lora_A.values(), *layer.lora_B.values())]
         self._weights = [store for module in members if "weight" in (store := module._parameters)]  # FSDP1 has none
         self._forms = self._forms_now()
-        own = [(group, group.members[0].weights()) for group in self.all]
+        firsts = [(group, group.members[0].weights()) for group in self.all]
         dtypes = torch.float32, torch.bfloat16
-        self._wide = [g for g, one in own if (one.down.dtype, one.weight.dtype) == dtypes and is_on_gpu(one.down)]
+        self._wide = [g for g, one in firsts if (one.down.dtype, one.weight.dtype) == dtypes and is_on_gpu(one.down)]
         self._split: tuple[int, TensorMarks, list[AdapterParts]] | None = None  # after so many steps, of which tensors
 
     def hold(self, walk: ModelWalk) -> bool:

@@ -54,7 +54,7 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _has_head(model: nn.Module) -> bool:
+def _has_head(model: Any) -> bool:
     is_model = isinstance(model, PreTrainedModel)
     return is_model and model.get_output_embeddings() is not None and backbone(model) is not model
 
@@ -151,7 +151,7 @@ def active_noise(walk: ModelWalk) -> Iterator[tuple[str, str, float]]:
     }
     for name, module in walk.modules.items():
         for attribute in noisy[type(module)] if module.training else ():
-            value = getattr(module, attribute, None)
+            value: Any = getattr(module, attribute, None)
             if _is_number(value) and value > 0:
                 yield name, "dropout" if attribute == "p" else attribute, value
 
