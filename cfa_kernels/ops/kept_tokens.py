@@ -5,7 +5,7 @@ The logits of a strip are made of the columns of the head that some row keeps; t
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,19 @@ class KeptTokens(NamedTuple):
 
     @classmethod
     def of(
-        cls, tokens: Sequence[Sequence[int] | Tensor], logprobs: Sequence[Sequence[float] | Tensor] | None = None
+        cls,
+        tokens: Sequence[Any] | Tensor,
+        logprobs: Sequence[Sequence[float] | Tensor] | None = None,
+        *,
+        offsets: Sequence[int] | Tensor | None = None,
     ) -> "KeptTokens":
-        """Take the ids of N tokens one by one, as lists or 1-D tensors, perhaps with their log-probs."""
+        """Take the ids of N tokens one by one, as lists or 1-D tensors, perhaps with their log-probs.
+
+        With `offsets` (N + 1,) all ids are one list, and log-probs too, as in the sampling mask that vLLM can return.
+        """
+        if offsets is not None:
+            flat = None if logprobs is None else torch.as_tensor(logprobs)
+            return cls(torch.as_tensor(offsets), torch.as_tensor(tokens), flat)
         parts = [torch.as_tensor(ids, dtype=torch.int64) for ids in tokens]
         counts = torch.tensor([len(ids) for ids in parts], dtype=torch.int64)
         ids = torch.cat(parts) if parts else counts

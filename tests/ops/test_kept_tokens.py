@@ -77,6 +77,12 @@ def test_loss_and_gradients_are_those_over_the_kept_ids(backend, kind, level, de
     torch.testing.assert_close(*results, check_dtype=False, **tolerance)
 
 
+def test_ids_in_one_list_with_offsets_are_those_of_lists_of_lists():
+    lists, values = [[4, 9], [], [7]], [[-0.5, -1.0], [], [0.0]]
+    flat = KeptTokens.of([4, 9, 7], [-0.5, -1.0, 0.0], offsets=[0, 2, 2, 3])
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(flat, KeptTokens.of(lists, values), strict=True))
+
+
 @pytest.mark.parametrize("drop", [False, True])
 def test_rows_that_the_loss_finds_itself_keep_their_own_ids(drop):
     hidden, head, targets, _, lists = example("narrow")
