@@ -135,13 +135,15 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         f"vllm_server_base_url must begin with http:// or https://, got {url!r}": (
             not url.startswith(("http://", "https://"))
         ),
-        "vllm_server_base_url: only rollout_engine=vllm reads it; name both or neither": (
-            c.rollout_engine != "vllm" and url != TrainSettings.vllm_server_base_url
+        "vllm_server_base_url and vllm_weights: only rollout_engine=vllm reads them; name it, or neither": (
+            c.rollout_engine != "vllm" and (url != TrainSettings.vllm_server_base_url or c.vllm_weights != "auto")
         ),
-        f"score_centering: needs the ids of a nucleus and their log-probs, and top_p={c.top_p} with rollout_engine="
-        f"{c.rollout_engine} gives none; take transformers and a top_p below 1": (
-            c.score_centering and (c.rollout_engine != "transformers" or c.top_p == 1)
+        "vllm_weights: adapter sends a LoRA, and use_peft is off": c.vllm_weights == "adapter" and not c.use_peft,
+        f"temperature: a vLLM server takes at most 2, got {c.temperature}": (
+            c.rollout_engine == "vllm" and c.temperature > 2
         ),
+        "score_centering: needs the ids of a nucleus and their log-probs, and top_p=1 has no nucleus; take a top_p "
+        "below 1": c.score_centering and c.top_p == 1,
         "environment: compare_and_correct writes corrections that no environment answers; name one of them": (
             c.environment is not None and c.compare_and_correct > 0
         ),
@@ -165,8 +167,8 @@ def _of_processes(c: TrainConfig, processes: int) -> dict[str, bool]:
     return {
         f"generation_batch_size={c.generation_batch_size} is {problems} problems, which {processes} processes cannot "
         f"share equally; use a multiple of {processes} problems": problems % processes > 0,
-        f"rollout_engine: {c.rollout_engine} serves one process, and there are {processes}; take transformers": (
-            c.rollout_engine != "transformers"
+        f"eval_problems={c.eval_problems}: with a vLLM server each of {processes} processes needs one or more": (
+            c.rollout_engine == "vllm" and c.eval_problems is not None and c.eval_problems < processes
         ),
         f"compare_and_correct: runs in one process, and there are {processes}": c.compare_and_correct > 0,
         f"device: {device} is one GPU, and there are {processes} processes; omit it or say cuda": (

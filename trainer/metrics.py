@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cfa_kernels import KeptTokens
 from cfa_kernels.loss.off_policy import open_choice, sampling_gaps
 from cfa_kernels.model.check.verify import check_supported, check_trainable
 from cfa_kernels.model.limits import refuse_length_dependent_rope
@@ -19,12 +20,8 @@ from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.run_inside import run_inside
 
 from .config import TrainConfig
+from .precision import rounding
 from .rollouts.engine import Rollouts
-
-# Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;
-# several times what was seen on models of 4 to 24 layers (float32 6e-6, bfloat16 0.07, adapters merged or not).
-_ROUNDING = {torch.float64: 0.02, torch.float32: 0.02, torch.float16: 0.05}
-_ROUNDING_OF_OTHERS = 0.3  # bfloat16 and what is coarser
 
 
 class Averages:
@@ -75,9 +72,12 @@ def reward_metrics(
 
 
 def length_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Summarize tokens per completion, and the share cut off at the limit."""
-    lengths = torch.tensor(rollouts.rows.lengths).float()
-    return {
+    """Summarize tokens per completion, and the share cut off at the limit; of nuclei, the share that a server cut."""
+    lengths, cut = torch.tensor(rollouts.rows.lengths).float(), dict[str, float]()
+    if rollouts.most_kept is not None and rollouts.kept_tokens:
+        counts = KeptTokens.joined(rollouts.kept_tokens).counts
+        cut = {"sampling/nucleus_cut": (counts >= rollouts.most_kept).float().mean().item()}
+    return cut | {
         "completions/mean_length": lengths.mean().item(),
         "completions/min_length": lengths.min().item(),
         "completions/max_length": lengths.max().item(),
@@ -168,14 +168,13 @@ def check_sampling_gap(
 
     `logprobs` are tensors (t,) by the number of their completion. Call it before the first optimizer step on the batch,
     while `policy` is the one that sampled. The gap is the mean of the absolute difference over tokens that count, each
-    weighed by how probably it could have come out otherwise; what normalising over the sampler's nucleus explains is no
-    gap.
+    weighed by how probably it could have come out otherwise.
 
     Raises:
         FloatingPointError: rounding cannot explain the gap; the message names the samples and how large it is.
     """
     sampled, limit = rollouts.logprobs, sampling_gap_limit(config, policy)
-    gaps = {b: float(sampling_gaps(sampled[b], row, rollouts.nucleus).sum()) for b, row in logprobs.items()}
+    gaps = {b: float(sampling_gaps(sampled[b], row).sum()) for b, row in logprobs.items()}
     choices = {b: float(open_choice(sampled[b]).sum()) for b in logprobs}
     mean = sum(gaps.values()) / sum(choices.values())
     if mean <= limit:
@@ -196,4 +195,4 @@ def sampling_gap_limit(config: TrainConfig, model: nn.Module) -> float:
         return config.max_sampling_gap
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     dtypes.add(config.precision.products)
-    return max(_ROUNDING.get(dtype, _ROUNDING_OF_OTHERS) for dtype in dtypes) / min(config.temperature, 1.0)
+    return max(map(rounding, dtypes)) / min(config.temperature, 1.0)

@@ -264,11 +264,13 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
         ),
         (
             ["--score_centering", "--top_p=1"],
-            "score_centering: needs the ids of a nucleus and their log-probs, and top_p=1.0 with rollout_engine=trans",
+            "score_centering: needs the ids of a nucleus and their log-probs, and top_p=1 has no nucleus",
         ),
+        (["--rollout_engine=vllm", "--temperature=3"], "temperature: a vLLM server takes at most 2, got 3.0"),
+        (["--vllm_weights=file"], "vllm_weights: only rollout_engine=vllm reads them"),
         (
-            ["--score_centering", "--top_p=0.9", "--rollout_engine=vllm"],
-            "top_p=0.9 with rollout_engine=vllm gives none",
+            ["--rollout_engine=vllm", "--vllm_weights=adapter"],
+            "vllm_weights: adapter sends a LoRA, and use_peft is off",
         ),
         (
             ["--score_centering", "--top_p=0.9", "--importance_sampling_level=sequence_token"],
@@ -286,7 +288,7 @@ def test_an_estimator_of_ones_own_is_named_by_its_module_with_options_of_its_own
         ),
         (["--dtype=bfloat16", "--no_use_peft"], "dtype: bfloat16 without use_peft would train weights to which most"),
         (["--device=toaster"], "device must be auto, cpu or a GPU such as cuda:0, got 'toaster'"),
-        (["--vllm_server_base_url=http://gpu:1"], "only rollout_engine=vllm reads it"),
+        (["--vllm_server_base_url=http://gpu:1"], "only rollout_engine=vllm reads them"),
         (["--rollout_engine=vllm", "--vllm_server_base_url=gpu:1"], "vllm_server_base_url must begin with http://"),
     ],
 )

@@ -275,7 +275,7 @@ def test_accelerate_starts_it_by_torchrun_and_an_error_is_one_line_with_its_rank
     ("argv", "named"),
     [
         (["--generation_batch_size=8"], "^generation_batch_size=8 is 1 problems, which 2 processes cannot"),
-        (["--rollout_engine=vllm"], "^rollout_engine: vllm serves one process, and there are 2"),
+        (["--rollout_engine=vllm", "--eval_problems=1"], "^eval_problems=1: with a vLLM server each of 2 processes"),
         (["--compare_and_correct=0.3"], "^compare_and_correct: runs in one process, and there are 2"),
         (["--parallel=fsdp2", "--estimator=gradient"], "^estimator: gradient takes gradients through a model that is"),
         (

@@ -25,11 +25,10 @@ class Rollouts:
         truncated: (B,) bool, completions that were cut off at the length limit.
         texts: B decoded completions without special tokens.
         logprobs: B tensors (T_b,) fp32, nats: what the sampler gave each token; of no use if greedy.
-        nucleus: least probability of the tokens that `logprobs` are normalised over, if the engine does not tell which:
-            else, and for the whole vocabulary, 1.
+        most_kept: ids to which the engine cuts a nucleus; None if it does not.
         contents: B texts with line breaks in place of thoughts, also those that prompts open.
         kept_tokens: for each completion, the ids that each of its tokens was drawn from, over which `logprobs` are
-            normalised and the loss is to be; None for the whole vocabulary, or if the engine does not tell.
+            normalised and the loss is to be; None for the whole vocabulary.
         mask: B tensors (T_b,), 1 on tokens that the policy wrote, 0 on those of an environment; None for 1 everywhere.
     """
 
@@ -37,7 +36,7 @@ class Rollouts:
     truncated: Tensor
     texts: list[str]
     logprobs: list[Tensor]
-    nucleus: float = 1.0
+    most_kept: int | None = None
     contents: Sequence[str] = ()
     kept_tokens: Sequence[KeptTokens] | None = None
     mask: Sequence[Tensor] | None = None
@@ -45,7 +44,7 @@ class Rollouts:
     @classmethod
     def of(
         cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], logprobs: Sequence[Tensor],
-        ends: Sequence[int], tokenizer: PreTrainedTokenizerBase, nucleus: float = 1.0, thought_tags: str = "",
+        ends: Sequence[int], tokenizer: PreTrainedTokenizerBase, most_kept: int | None = None, thought_tags: str = "",
         kept_tokens: Sequence[KeptTokens] | None = None, mask: Sequence[Tensor] | None = None,
         stop: Sequence[str] = (), stopped: Sequence[bool] | None = None,
     ) -> "Rollouts":  # fmt: skip
@@ -65,7 +64,7 @@ class Rollouts:
         return cls(
             Rows([torch.tensor(row) for row in prompts], [torch.tensor(row) for row in ids]),
             torch.tensor(truncated), texts,
-            [row[:length] for row, length in zip(logprobs, lengths, strict=True)], nucleus,
+            [row[:length] for row, length in zip(logprobs, lengths, strict=True)], most_kept,
             [
                 content_text(row, tokenizer, rules, prompt=prompt, truncated=cut)
                 for prompt, row, cut in zip(prompts, ids, truncated, strict=True)
