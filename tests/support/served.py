@@ -91,5 +91,8 @@ def served(tmp_path_factory):
         server.start()
         yield server
     finally:
+        server.signal(signal.SIGTERM)  # so that it removes its shared memory
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(20)
         server.kill()
         os.environ["NO_PROXY"] = before or ""
