@@ -96,7 +96,7 @@ class PlayedEngine:
     ) -> Any:  # fmt: skip
         """Complete prompts as `Engine` says; further turns draw with the keys and the number of the turn."""
         names = names or [f"rollout {b}" for b in range(len(prompts))]
-        ids, masks, nucleus = [list[int]() for _ in prompts], [list[int]() for _ in prompts], 1.0
+        ids, masks, most = [list[int]() for _ in prompts], [list[int]() for _ in prompts], None
         logprobs, kept = ([list[Any]() for _ in prompts] for _ in range(2))
         stopped = [False] * len(prompts)
         environments = [self._ask(name, "maker", self._make) for name in names]
@@ -110,7 +110,7 @@ class PlayedEngine:
                 keys=keys and [[*keys[b], turn] if turn else keys[b] for b in active],
                 names=[names[b] for b in active], **options,
             )  # fmt: skip
-            going, nucleus = list[int](), part.nucleus
+            going, most = list[int](), part.most_kept
             for i, b in enumerate(active):
                 room = max_completion_length - len(ids[b])
                 row = part.rows.completions[i].tolist()[:room]
@@ -134,7 +134,7 @@ class PlayedEngine:
                     going.append(b)
             active, turn = going, turn + 1
         return type(part).of(
-            prompts, ids, [torch.cat(row) for row in logprobs], self._ends, self._tokenizer, nucleus,
+            prompts, ids, [torch.cat(row) for row in logprobs], self._ends, self._tokenizer, most,
             self._thought_tags, [KeptTokens.joined(row) for row in kept] if kept[0] else None,
             [torch.tensor(row) for row in masks], stopped=stopped,
         )  # fmt: skip

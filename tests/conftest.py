@@ -44,6 +44,9 @@ if "PYTEST_XDIST_WORKER" in os.environ or not re.search(" -n ?[^0 ]", " ".join(s
         interpreter.install()
 
 
+pytest_plugins = ["tests.support.served"]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Kernels are built first: no worker starts these long files when the others have nothing left to do."""
     items.sort(key=lambda item: not item.path.name.startswith("test_aot_"))

@@ -38,7 +38,7 @@ from .state import Trainer
 
 _SETTINGS, _SUMMARY, _LOCK = "config.yaml", "summary.json", ".lock"
 # Settings that may change when a run resumes: where it runs and writes, and how often it saves, tests and logs.
-_MAY_CHANGE = CHANGE_NO_RESULT | {"eval_steps", "device", "parallel", "vllm_server_base_url"}
+_MAY_CHANGE = CHANGE_NO_RESULT | {"eval_steps", "device", "parallel", "vllm_server_base_url", "vllm_weights"}
 _NEW = "--no_resume starts again, in a new folder"
 
 

@@ -103,12 +103,14 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
         "dtype: bfloat16 without use_peft would train weights to which most steps are lost by rounding; take mixed": (
             c.dtype == "bfloat16" and not c.use_peft
         ),
-        "vllm_server_base_url: only rollout_engine=vllm reads it; name both or neither": (
-            c.rollout_engine != "vllm" and url != TrainSettings.vllm_server_base_url
+        "vllm_server_base_url and vllm_weights: only rollout_engine=vllm reads them; name it, or neither": (
+            c.rollout_engine != "vllm" and (url != TrainSettings.vllm_server_base_url or c.vllm_weights != "auto")
         ),
-        "score_centering needs the ids of a nucleus: take rollout_engine=transformers and a top_p below 1": (
-            c.score_centering and (c.rollout_engine != "transformers" or c.top_p == 1)
+        "vllm_weights: adapter sends a LoRA, and use_peft is off": c.vllm_weights == "adapter" and not c.use_peft,
+        f"temperature: a vLLM server takes at most 2, got {c.temperature}": (
+            c.rollout_engine == "vllm" and c.temperature > 2
         ),
+        "score_centering needs the ids of a nucleus: take a top_p below 1": c.score_centering and c.top_p == 1,
         "reward_funcs must name at least one function, got none": not c.reward_funcs,
         f"reward_weights: {factors} weights for {names} reward_funcs; give one for each": factors not in (0, names),
         f"reward_funcs: {', '.join(unfit)} cannot read the rows of eval_reward {c.grader}, {c.kind}": bool(unfit),
@@ -121,8 +123,8 @@ def _of_processes(c: TrainConfig, processes: int) -> dict[str, bool]:
         f"generation_batch_size: {processes} processes cannot share its problems equally; use a multiple": (
             c.generation_batch_size // c.num_generations % processes > 0
         ),
-        f"rollout_engine: {c.rollout_engine} serves one process, and there are {processes}; take transformers": (
-            c.rollout_engine != "transformers"
+        f"eval_problems={c.eval_problems}: with a vLLM server each of {processes} processes needs one or more": (
+            c.rollout_engine == "vllm" and c.eval_problems is not None and c.eval_problems < processes
         ),
         f"shaping_func: runs in one process, and there are {processes}": c.shaping_func is not None,
         f"device: {device} is one GPU, and there are {processes} processes; omit it or say cuda": (

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cfa_kernels import KeptTokens
 from cfa_kernels.loss.off_policy import open_choice, sampling_gaps
 from cfa_kernels.model.check.verify import check_supported, check_trainable
 from cfa_kernels.model.limits import refuse_length_dependent_rope
@@ -18,13 +19,9 @@ from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.model.run_inside import run_inside
 
 from .config import TrainConfig
+from .precision import rounding
 from .rewards.calls import mixed_groups
 from .rollouts.engine import Rollouts
-
-# Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;
-# several times what was seen on models of 4 to 24 layers (float32 6e-6, bfloat16 0.07, adapters merged or not).
-_ROUNDING = {torch.float64: 0.02, torch.float32: 0.02, torch.float16: 0.05}
-_ROUNDING_OF_OTHERS = 0.3  # bfloat16 and what is coarser
 
 
 class Averages:
@@ -79,10 +76,14 @@ def logged_metrics(logged: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 
 def length_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Summarize tokens per completion, and the share cut off at the limit."""
+    """Summarize tokens per completion, and the share cut off at the limit; of nuclei, the share that a server cut."""
     lengths, cut = torch.tensor(rollouts.rows.lengths).float(), rollouts.truncated.float().mean().item()
     ends = {f"{name}_length": getattr(lengths, name)().item() for name in ("mean", "min", "max")}
-    return {f"completions/{name}": value for name, value in {**ends, "clipped_ratio": cut}.items()}
+    figures = {f"completions/{name}": value for name, value in {**ends, "clipped_ratio": cut}.items()}
+    if rollouts.most_kept is not None and rollouts.kept_tokens:
+        counts = KeptTokens.joined(rollouts.kept_tokens).counts
+        figures["sampling/nucleus_cut"] = (counts >= rollouts.most_kept).float().mean().item()
+    return figures
 
 
 STAGES = ("generate", "credit", "update", "other")
@@ -164,11 +165,11 @@ def check_sampling_gap(
 
     `logprobs` are tensors (t,) by the number of their completion, before the first optimizer step on the batch, while
     `policy` is the one that sampled. The gap is the mean of the absolute difference over tokens that count, each
-    weighed by how probably it could have come out otherwise; what normalising over the sampler's nucleus explains is no
-    gap. Raises `FloatingPointError` with the samples and the gap where rounding cannot explain it.
+    weighed by how probably it could have come out otherwise. Raises `FloatingPointError` with the samples and the gap
+    where rounding cannot explain it.
     """
     sampled, limit = rollouts.logprobs, sampling_gap_limit(config, policy)
-    gaps = {b: float(sampling_gaps(sampled[b], row, rollouts.nucleus).sum()) for b, row in logprobs.items()}
+    gaps = {b: float(sampling_gaps(sampled[b], row).sum()) for b, row in logprobs.items()}
     choices = {b: float(open_choice(sampled[b]).sum()) for b in logprobs}
     mean = sum(gaps.values()) / sum(choices.values())
     if mean <= limit:
@@ -187,4 +188,4 @@ def sampling_gap_limit(config: TrainConfig, model: nn.Module) -> float:
         return config.max_sampling_gap
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     dtypes.add(config.precision.products)
-    return max(_ROUNDING.get(dtype, _ROUNDING_OF_OTHERS) for dtype in dtypes) / min(config.temperature, 1.0)
+    return max(map(rounding, dtypes)) / min(config.temperature, 1.0)

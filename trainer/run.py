@@ -122,7 +122,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     tags, stop = config.counterfactual().answers.thought_tags, stop_strings(tokenizer, config)
     gap = sampling_gap_limit(config, policy)
     engine: Engine = (
-        VllmEngine(policy, tokenizer, config.vllm_server_base_url, gap, tags, stop)
+        VllmEngine(policy, tokenizer, config.vllm_server_base_url, gap, tags, stop, config.vllm_weights)
         if config.rollout_engine == "vllm"
         else TransformersEngine(
             policy, tokenizer, config.precision.products if config.precision.is_mixed else None,
@@ -178,11 +178,6 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     with Report(folder.path, config, trainer.tokenizer, report_state) if processes.rank() == 0 else Silence() as report:
         spare = describe_spare_ids(vocab_size(causal_lm(trainer.policy)), trainer.tokenizer)
         notes = [*trainer.engine.notes, *filter(None, [spare])]
-        if config.rollout_engine == "vllm" and config.top_p < 1:
-            notes.append(
-                f"rollout_engine: TRL's client tells no ids that vLLM kept at top_p={config.top_p}, so the loss is "
-                "over the whole vocabulary; --top_p=1 samples from that distribution"
-            )
         if report_state:
             notes.insert(
                 0, f"resuming from the checkpoint of step {start}, later ones repeat; --no_resume starts again"

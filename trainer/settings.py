@@ -172,6 +172,9 @@ class TrainSettings(DataConfig):
     """Engine that samples: transformers, in the training process, or a vLLM server, reached through TRL's client."""
     vllm_server_base_url: str = "http://localhost:8000"
     """Address of the vLLM server."""
+    vllm_weights: Literal["auto", "adapter", "nccl", "file"] = "auto"
+    """Transport of new weights to the vLLM server: adapter, a LoRA in a file; nccl, all weights between two GPUs; file,
+    all weights in a file. auto is the first that policy and server allow."""
 
     # devices
     device: str = "auto"

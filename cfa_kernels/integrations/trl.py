@@ -31,7 +31,8 @@ from . import require
 from .credit import refuse
 from .trl_credit import KEPT, PADDED, ROW, batch_credit, kept_tokens_of, loss_mask, weighed, why_at_once
 from .trl_losses import logprobs_of_packed_rows, loss_of_packed_rows, prompts_together
-from .trl_refusals import OLDEST, credit_obstacles, packing_obstacles
+from .trl_refusals import OLDEST, credit_obstacles, cuts, packing_obstacles
+from .vllm_kept import record_kept_ids
 
 _LOG = get_logger(__name__)
 TRL = require("trl", OLDEST)
@@ -121,9 +122,12 @@ class CounterfactualMixin(_Trainer):
         )
         if self._corrects:
             self.vllm_importance_sampling_correction = False
+        rolls_out = getattr(self, "rollout_func", None) is not None
+        if packed_loss and getattr(self, "vllm_generation", None) is not None and cuts(self.args) and not rolls_out:
+            record_kept_ids(self)
         self._model_is_checked, self._warned = False, set[str]()
         self._deferred: DeferredCredit | None = None
-        if packed_loss and getattr(self, "rollout_func", None) is not None:
+        if packed_loss and rolls_out:
             self.rollout_func = partial(self._without_mask, self.rollout_func)
 
     def _check_model(self) -> None:

@@ -59,13 +59,20 @@ def credit_obstacles(trainer: Any) -> list[str]:
     ]
 
 
+def cuts(args: Any) -> list[str]:
+    """Name the settings that cut the distribution off that is sampled from."""
+    settings = {name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")}
+    return [f"{name}={value}" for name, value in settings.items() if value not in (None, 0, 1)]
+
+
 def packing_obstacles(trainer: Any) -> list[str]:
     """Name what its packed loss cannot be combined with."""
     args = trainer.args
     mode = getattr(args, "vllm_importance_sampling_mode", "") if args.use_vllm else ""
     weighs_sequences = weights_sequences(trainer.loss_type, trainer.importance_sampling_level)
-    cuts = {name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")}
-    cut = [f"{name}={value}" for name, value in cuts.items() if value not in (None, 0, 1)]
+    cut = cuts(args)
+    asked = {"repetition_penalty": args.repetition_penalty} | (args.generation_kwargs or {})
+    penalties = [f"{name}={value}" for name, value in asked.items() if "penalty" in name and value not in (0, 1)]
     own = {
         "loss": "_compute_loss", "log-probs": "_get_per_token_logps_and_entropies",
         "off-policy mask": "get_off_policy_mask", "factors of vespo": "get_gamma_weights",
@@ -92,6 +99,11 @@ def packing_obstacles(trainer: Any) -> list[str]:
             TRL >= _REPLAYS and args.use_vllm and cut and getattr(trainer, "rollout_func", None) is None,
             f"{', '.join(cut)} in TRL {TRL}: its correction for cut distributions would not run, and ours needs "
             "the sampling_mask of a rollout_func; set them to 1, 0 and None",
+        ),
+        (
+            args.use_vllm and cut and penalties,
+            f"{', '.join(penalties)} with {', '.join(cut)}: a penalty changes the scores of the ids that vLLM keeps, "
+            "over which the loss is normalised; omit it, or the others",
         ),
         (
             args.neftune_noise_alpha,

@@ -5,7 +5,7 @@ The logits of a strip are made of the columns of the head that some row keeps; t
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,19 @@ class KeptTokens(NamedTuple):
 
     @classmethod
     def of(
-        cls, tokens: Sequence[Sequence[int] | Tensor], logprobs: Sequence[Sequence[float] | Tensor] | None = None
+        cls,
+        tokens: Sequence[Any] | Tensor,
+        logprobs: Sequence[Sequence[float] | Tensor] | None = None,
+        *,
+        offsets: Sequence[int] | Tensor | None = None,
     ) -> "KeptTokens":
-        """Take the ids of N tokens one by one, as lists or 1-D tensors, perhaps with their log-probs."""
+        """Take the ids of N tokens one by one, as lists or 1-D tensors, perhaps with their log-probs.
+
+        With `offsets` (N + 1,) all ids are one list, and log-probs too, as in the sampling mask that vLLM can return.
+        """
+        if offsets is not None:
+            flat = None if logprobs is None else torch.as_tensor(logprobs)
+            return cls(torch.as_tensor(offsets), torch.as_tensor(tokens), flat)
         parts = [torch.as_tensor(ids) for ids in tokens]
         for n, ids in enumerate(parts):
             if len(ids) and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):

@@ -77,6 +77,12 @@ def test_loss_and_gradients_are_those_over_the_kept_ids(backend, kind, level, de
     torch.testing.assert_close(*results, check_dtype=False, **tolerance)
 
 
+def test_ids_in_one_list_with_offsets_are_those_of_lists_of_lists():
+    lists, values = [[4, 9], [], [7]], [[-0.5, -1.0], [], [0.0]]
+    flat = KeptTokens.of([4, 9, 7], [-0.5, -1.0, 0.0], offsets=[0, 2, 2, 3])
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(flat, KeptTokens.of(lists, values), strict=True))
+
+
 @pytest.mark.parametrize(("kind", "columns"), [("narrow", 128), ("mixed", V)])
 def test_logits_are_made_of_the_columns_that_are_kept_and_never_of_rows_by_vocabulary(kind, columns, monkeypatch):
     monkeypatch.setitem(linear_logprob.__globals__["STRIP_BYTES"], "cpu", 4 * V * 8)

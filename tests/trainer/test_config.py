@@ -163,7 +163,7 @@ WRONG = [
     (["--loss_type", "gmpo"], "importance_sampling_level must be 'sequence' or 'sequence_token' with"),
     (
         ["--score_centering", "--top_p=1"],
-        "score_centering needs the ids of a nucleus: take rollout_engine=transformers",
+        "score_centering needs the ids of a nucleus: take a top_p below 1",
     ),
     (
         ["--score_centering", "--top_p=0.9", "--importance_sampling_level=sequence_token"],
@@ -180,7 +180,9 @@ WRONG = [
     (["--estimator=external"], "estimator='external': it needs importances that the caller passes in, which this"),
     (["--dtype=bfloat16", "--no_use_peft"], "dtype: bfloat16 without use_peft would train weights to which most"),
     (["--device=toaster"], "device must be auto, cpu or a GPU such as cuda:0, got 'toaster'"),
-    (["--vllm_server_base_url=http://gpu:1"], "only rollout_engine=vllm reads it"),
+    (["--vllm_server_base_url=http://gpu:1"], "only rollout_engine=vllm reads them"),
+    (["--rollout_engine=vllm", "--temperature=3"], "temperature: a vLLM server takes at most 2, got 3.0"),
+    (["--rollout_engine=vllm", "--vllm_weights=adapter"], "vllm_weights: adapter sends a LoRA, and use_peft is off"),
     ("learning_rats: 1e-3", "learning_rats is no setting; did you mean learning_rate?"),
     ("max_steps: 2.5", "max_steps must be an integer, at least 0, got 2.5"),
     ("reward_funcs: exact_match", "reward_funcs must be a list, got 'exact_match'"),

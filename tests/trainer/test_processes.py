@@ -215,7 +215,7 @@ def test_what_one_process_cannot_do_ends_all(few) -> None:
     ("argv", "named"),
     [
         (["--generation_batch_size=8"], "^generation_batch_size: 2 processes cannot share"),
-        (["--rollout_engine=vllm"], "^rollout_engine: vllm serves one process, and there are 2"),
+        (["--rollout_engine=vllm", "--eval_problems=1"], "^eval_problems=1: with a vLLM server each of 2 processes"),
         (["--shaping_func=math:gcd"], "^shaping_func: runs in one process, and there are 2"),
         (["--parallel=fsdp2", "--estimator=gradient"], "^estimator: it takes gradients or merges adapters"),
         (["--device=cuda:0"], "^device: cuda:0 is one GPU, and there are 2 processes"),

@@ -22,15 +22,15 @@ class Rollouts:
     truncated: Tensor  # (B,) bool, completions that were cut off at the length limit
     texts: list[str]  # B decoded completions without special tokens
     logprobs: list[Tensor]  # B tensors (T_b,) fp32, nats: what the sampler gave each token; of no use if greedy
-    nucleus: float = 1.0  # least probability of what `logprobs` are normalised over, where no ids of it are known
+    most_kept: int | None = None  # ids to which the engine cuts a nucleus; None if it does not
     contents: Sequence[str] = ()  # B texts with line breaks in place of thoughts, also those that prompts open
-    kept_tokens: Sequence[KeptTokens] | None = None  # ids that each token was drawn from; None for all, or unknown
+    kept_tokens: Sequence[KeptTokens] | None = None  # ids that each token was drawn from; None for the whole vocabulary
     mask: Sequence[Tensor] | None = None  # B tensors (T_b,), 0 on tokens of an environment; None for 1 everywhere
 
     @classmethod
     def of(
         cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], logprobs: Sequence[Tensor],
-        ends: Sequence[int], tokenizer: PreTrainedTokenizerBase, nucleus: float = 1.0, thought_tags: str = "",
+        ends: Sequence[int], tokenizer: PreTrainedTokenizerBase, most_kept: int | None = None, thought_tags: str = "",
         kept_tokens: Sequence[KeptTokens] | None = None, mask: Sequence[Tensor] | None = None,
         stop: Sequence[str] = (), stopped: Sequence[bool] | None = None,
     ) -> "Rollouts":  # fmt: skip
@@ -49,7 +49,7 @@ class Rollouts:
         return cls(
             Rows([torch.tensor(row) for row in prompts], [torch.tensor(row) for row in ids]), torch.tensor(truncated),
             [decoded(row, tokenizer, skip_special_tokens=True) for row in ids],
-            [row[:length] for row, length in zip(logprobs, lengths, strict=True)], nucleus,
+            [row[:length] for row, length in zip(logprobs, lengths, strict=True)], most_kept,
             [content_text(row, tokenizer, rules, prompt=prompt, truncated=cut) for prompt, row, cut in triples],
             kept_tokens and [row.take(slice(0, length)) for row, length in zip(kept_tokens, lengths, strict=True)],
             mask and [row[:length] for row, length in zip(mask, lengths, strict=True)],

@@ -1,6 +1,7 @@
-"""The vLLM engine, against a stand-in for `vllm serve`, which answers TRL's own client as over HTTP.
+"""What the vLLM engine says of servers that do something wrong, by a stand-in that answers TRL's own client.
 
-Weights come over a queue in NCCL's place, for a CPU has none; what is announced is checked against them.
+Over NCCL, which a CPU lacks, weights come by a queue; what is announced is checked against them. A real server is used
+in test_vllm_served.py.
 """
 
 import json
@@ -8,23 +9,20 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from cfa_kernels.rows import Rows
-from cfa_kernels.scoring.packed import packed_logprobs
-from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
-from tests.support.embedded import settings, updated
+from tests.support.adapted import PROMPTS, adapted, tiny, tokenizer
 from trainer.__main__ import main
-from trainer.evaluate import evaluate
 from trainer.rollouts.in_process import TransformersEngine
 from trainer.rollouts.vllm import VllmEngine
-from trainer.run import set_up
 
 requests = pytest.importorskip("requests", reason="TRL's client of a vLLM server needs it (in the extra `test`)")
 
@@ -54,14 +52,17 @@ class VllmServer(requests.adapters.BaseAdapter):
                 body = json.loads(request.body or "{}")
                 content = self.read()[path] if request.method == "GET" else self.post(path, body)
             response.status_code = 200
-        except (ValueError, LookupError) as problem:
-            content, response.status_code = {"error": str(problem)}, 404 if isinstance(problem, KeyError) else 400
+        except (ValueError, LookupError, RuntimeError) as problem:
+            status = {KeyError: 404, RuntimeError: 500}
+            content, response.status_code = {"error": str(problem)}, status.get(type(problem), 400)
         response._content = json.dumps(content).encode()
         return response
 
     def read(self) -> dict[str, Any]:
         mode = self.fault if self.fault == "raw_logprobs" else "processed_logprobs"
-        config = {"weight_transfer_config": {"backend": "nccl"}, "model_config": {"logprobs_mode": mode}}
+        dtype = "torch.bfloat16" if self.fault == "bfloat16" else "torch.float64"
+        served = {"logprobs_mode": mode, "model": "no/model", "dtype": dtype, "max_logprobs": 20}
+        config = {"weight_transfer_config": {"backend": "nccl"}, "model_config": served, "lora_config": None}
         answers = {"/v1/models": {"data": [{"id": "served"}]}, "/get_world_size": {"world_size": 1}}
         return answers | ({} if self.fault == "no development mode" else {"/server_info": {"vllm_config": config}})
 
@@ -69,6 +70,12 @@ class VllmServer(requests.adapters.BaseAdapter):
         self.requests.append((path, body))
         if path == "/update_weights":
             self.update(**body["update_info"])
+        if path == "/collective_rpc":
+            if self.fault == "breaks":
+                raise RuntimeError("Call to collective_rpc method failed: shapes differ")
+            self.load(Path(body["kwargs"]["weights_path"]))
+        if path == "/reset_prefix_cache":
+            return {"success": self.fault != "keeps its cache"}
         if path != "/v1/completions":
             return {"success": True}
         if self.fault == "refuses":
@@ -94,20 +101,18 @@ class VllmServer(requests.adapters.BaseAdapter):
                 own[name].data.copy_(weight)
         self.updates.append(names)
 
+    def load(self, folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        if self.fault != "keeps its weights":
+            self.model.load_state_dict(weights, strict=False)
+        self.updates.append([*weights])
+
     @torch.no_grad()
     def complete(self, prompt: list[int], body: dict[str, Any]) -> tuple[list[int], list[float]]:
-        """Sample as vLLM does by `processed_logprobs`: of the distribution after temperature and nucleus."""
-        generator = torch.Generator().manual_seed(body.get("seed", 0) % 2**63)
         ids, logprobs = list(prompt), []
         while len(logprobs) < body["max_tokens"]:
             scores = self.model(torch.tensor([ids])).logits[0, -1].double()
-            if body["temperature"] == 0:
-                scores, token = scores, int(scores.argmax())
-            else:
-                scores = scores / body["temperature"]
-                rising, order = scores.sort()
-                scores[order[rising.softmax(-1).cumsum(-1) <= 1 - body["top_p"]]] = -torch.inf
-                token = int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
+            token = int(scores.argmax())
             logprobs.append(float(scores.log_softmax(-1)[token]))
             ids.append(token)
             if not body.get("ignore_eos") and token in body["stop_token_ids"]:
@@ -146,7 +151,7 @@ def serve(monkeypatch):
         monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: opened(self, "cuda"))
         monkeypatch.setattr(vllm_client.VLLMClient, "check_server", lambda *_, **__: None)
         monkeypatch.setattr("trainer.run.await_server", lambda _: None)
-        return server, lambda **options: VllmEngine(policy, tokenizer(), server.url, LIMIT, **options)
+        return server, lambda limit=LIMIT, **options: VllmEngine(policy, tokenizer(), server.url, limit, **options)
 
     return start
 
@@ -159,72 +164,79 @@ def other(**options) -> nn.Module:
     return model
 
 
-def test_a_server_has_the_merged_weights_and_completes_greedily_as_the_policy_does(serve) -> None:
-    policy = adapted(tiny(tie_word_embeddings=True))
-    server, engine = serve(policy, other(tie_word_embeddings=True))
+def untied(**options) -> nn.Module:
+    """The model of `tiny` with a copy of its tied output layer, which then stays as it is."""
+    model = tiny(**options)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+@pytest.mark.parametrize("how", ["nccl", "file"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_server_has_the_merged_weights_by_the_names_of_the_plain_model(serve, how, tied) -> None:
+    saved = {} if tied else {"modules_to_save": ["lm_head"]}
+    policy = adapted(tiny(tie_word_embeddings=tied), **saved)
+    server, engine = serve(policy, other(tie_word_embeddings=tied))
     greedy = {"max_completion_length": 12}
-    theirs, ours = (made(PROMPTS, **greedy) for made in (engine(), TransformersEngine(policy, tokenizer())))
+    theirs, ours = (made(PROMPTS, **greedy) for made in (engine(weights=how), TransformersEngine(policy, tokenizer())))
     assert (theirs.texts, theirs.ids()) == (ours.texts, ours.ids())
-    assert torch.equal(theirs.truncated, ours.truncated)
     assert len(server.updates) == 2  # changed weights that it had to show, then the policy's
-    assert server.requests[-1][1]["temperature"] == 0
+    assert {*server.updates[1]} == {name for name, _ in server.model.named_parameters()}
 
 
-def test_stop_strings_are_the_servers_and_what_spells_them_is_cut_off(serve) -> None:
-    policy = tiny()
-    whole = TransformersEngine(policy, tokenizer())(PROMPTS, max_completion_length=12)
-    stop = [tokenizer().decode(row[3:5]) for row in whole.ids()]
-    server, engine = serve(policy, other())
-    theirs = engine(stop=stop)(PROMPTS, max_completion_length=12)
-    assert server.requests[-1][1]["stop"] == stop
-    assert theirs.ids() == TransformersEngine(policy, tokenizer(), stop=stop)(PROMPTS, max_completion_length=12).ids()
-    assert max(theirs.rows.lengths) <= 4
-    assert not theirs.truncated.any()
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_log_probs_are_the_servers_and_a_key_is_a_seed(serve, top_p) -> None:
-    policy = adapted(tiny(tie_word_embeddings=False), modules_to_save=["lm_head"])
-    server, engine = serve(policy, other(tie_word_embeddings=False))
-    made, options = engine(), SAMPLED | {"temperature": 0.7, "top_p": top_p}
-    sampled, again = made(PROMPTS, **options), made(PROMPTS[1:2], **options | {"keys": SAMPLED["keys"][1:2]})
-    assert again.texts == sampled.texts[1:2]  # what else is in the batch does not matter to the stand-in
-    assert len({body["seed"] for path, body in server.requests[-5:]}) == 4
-    assert sampled.nucleus == top_p
-    rows = sampled.ids()
-    expected = packed_logprobs(
-        policy, Rows([torch.tensor(p) for p in PROMPTS], list(map(torch.tensor, rows))), temperature=0.7
-    )
-    for row, ours in zip(sampled.logprobs, expected, strict=True):
-        above = row - ours
-        assert above.min() >= -1e-5
-        assert above.max() <= 1e-5 if top_p == 1 else 0.01 < above.max() <= -torch.tensor(top_p).log() + 1e-5
+def test_a_server_that_lists_fewer_log_probs_cuts_a_nucleus_and_says_so(serve) -> None:
+    server, engine = serve(tiny(), tiny())
+    made = engine()
+    assert "top_p: nuclei are cut to 20 ids; --max-logprobs 256 lets the server list more" in made.notes
+    rollouts = made(PROMPTS, max_completion_length=3, keys=[(3, i) for i in range(4)], top_p=0.9)
+    body = server.requests[-1][1]
+    assert (body["top_k"], body["logprobs"], rollouts.most_kept) == (20, 20, 20)
 
 
 def test_weights_are_sent_again_only_after_they_have_changed(serve) -> None:
     policy = tiny()
     server, engine = serve(policy, other())
     made = engine()
-    made(PROMPTS, **SAMPLED)
+    made(PROMPTS, max_completion_length=4)
     assert len(server.updates) == 2
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.5)
     made.weights_changed()
     for _ in range(2):
-        made(PROMPTS, **SAMPLED)
+        made(PROMPTS, max_completion_length=4)
     assert len(server.updates) == 3
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), server.model.parameters(), strict=True))
     assert [path for path, _ in server.requests if "prefix" in path] == ["/reset_prefix_cache"] * 3
 
 
-@pytest.mark.parametrize("started_with", [tiny, other])
-def test_log_probs_that_are_not_those_of_the_weights_are_named(serve, started_with) -> None:
-    policy = tiny()
+@pytest.mark.parametrize(
+    ("started_with", "fault", "why"),
+    [
+        (tiny, "keeps its weights", "It does not take new weights"), (other, "keeps its weights", "Restart it by the"),
+        (untied, "", "It keeps its old output layer, .*tie_word_embeddings=False"),
+    ],
+)  # fmt: skip
+def test_log_probs_that_are_not_those_of_the_weights_are_named(serve, started_with, fault, why) -> None:
+    policy = tiny(tie_word_embeddings=True)
     before = [p.clone() for p in policy.parameters()]
-    _, engine = serve(policy, started_with(), "keeps its weights")
-    with pytest.raises(ValueError, match=r"log-probs of the vLLM server at http://127.* are not those of the weights"):
+    _, engine = serve(policy, started_with(tie_word_embeddings=True), fault)
+    with pytest.raises(ValueError, match=rf"log-probs of the vLLM server at http://127.* nats apart .*{why}"):
         engine()
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def test_an_error_of_the_server_is_said_once_and_the_request_not_repeated(serve, monkeypatch) -> None:
+    monkeypatch.setattr("trainer.rollouts.vllm._RESETS", 1)
+    for fault, said in {
+        "breaks": "/collective_rpc gave 500, .*shapes differ",
+        "keeps its cache": "keeps its prefix",
+    }.items():
+        server, engine = serve(tiny(), tiny(), fault)
+        with pytest.raises(
+            ConnectionError, match=rf"take weights by vllm_weights=file \(it serves no/model in .*{said}"
+        ):
+            engine()
+        assert [path for path, _ in server.requests].count("/collective_rpc") == 1
 
 
 @pytest.mark.parametrize(
@@ -235,6 +247,7 @@ def test_log_probs_that_are_not_those_of_the_weights_are_named(serve, started_wi
         ("no development mode", ConnectionError, "did not tell its configuration: .*VLLM_SERVER_DEV_MODE=1"),
         ("refuses", ConnectionError, "did not complete the first prompt: .*maximum context length is 8 tokens"),
         ("raw_logprobs", ValueError, "gives raw_logprobs, .*--logprobs-mode processed_logprobs"),
+        ("bfloat16", ValueError, "serves no/model in bfloat16, whose rounding .*--dtype float32, or raise max_samp"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_named_before_a_run_starts(serve, fault, error, message) -> None:
@@ -248,7 +261,7 @@ def test_a_completion_that_the_server_cut_short_is_named(serve) -> None:
     made = engine()
     message = r"^p\d: the server ended it after 1 of 12 tokens, by \[\d+\]; completions of"
     with pytest.raises(ConnectionError, match=message):
-        made(PROMPTS, **SAMPLED, names=[f"p{b}" for b in range(4)])
+        made(PROMPTS, max_completion_length=12, names=[f"p{b}" for b in range(4)])
 
 
 def test_a_server_that_does_not_answer_ends_the_program_with_one_line(tmp_path, capsys, monkeypatch) -> None:
@@ -263,21 +276,3 @@ def test_a_server_that_does_not_answer_ends_the_program_with_one_line(tmp_path, 
         assert main(["--device=cpu", "--train_problems=8", f"--output_dir={tmp_path / 'run'}", *argv]) == 1
     printed = capsys.readouterr().err
     assert f"error: vllm_server_base_url: no vLLM server answers at {url} within 0.2 seconds" in printed
-
-
-def test_a_step_samples_from_the_server_and_the_next_one_from_the_weights_it_made(serve) -> None:
-    policy = set_up(settings()).policy
-    server, _ = serve(policy, policy)
-    argv = [
-        "--rollout_engine=vllm", f"--vllm_server_base_url={server.url}", "--max_completion_length=16", "--top_p=0.9",
-        "--temperature=1.5", "--importance_sampling_clip_max=3", "--no_mask_truncated_completions",
-    ]  # fmt: skip
-    trainer = set_up(settings(*argv))
-    keys = [(0, 1, 0, g) for g in range(8)]
-    first = trainer.sample(keys)
-    metrics = updated(trainer, first)[1]
-    assert metrics["sampling/gap"] < 1e-4 < metrics["sampling/sampling_logp_difference/max"] <= 0.106  # -log(0.9)
-    assert 0.9 - 1e-5 <= metrics["sampling/importance_sampling_ratio/min"] < 0.999
-    evaluate(trainer.engine, trainer.held_out[:1], trainer.held_out_prompts[:1], settings("--max_completion_length=4"))
-    assert len(server.updates) == 3
-    assert all(torch.equal(a, b) for a, b in zip(trainer.policy.parameters(), server.model.parameters(), strict=True))
