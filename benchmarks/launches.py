@@ -140,7 +140,7 @@ def count_layer() -> dict[str, Counter[str]]:
     completions = [torch.arange(i, i + COMPLETION) % 256 for i in range(PROBLEMS * GROUP)]
     spans = [Span(k * (COMPLETION - 4) // SPANS, k * (COMPLETION - 4) // SPANS + 12) for k in range(SPANS)]
     inner, causal = functools.partial(counting, counts), causal_lm(model)
-    modules = (lora, "is_on_gpu"), (matmul, "_keeps_sums"), (matmul, "_has_onednn")
+    modules = (lora, "is_on_gpu"), (matmul, "_has_onednn")
     stand_ins = [(*name, lambda _, truth=name[1] != "_has_onednn": truth) for name in modules]
     stand_ins += [(adapted_linear, "wide_product", wide_mm)]
     checks = (packed, "check_trainable"), (masked, "check_supported")  # of layers that are not run

@@ -119,7 +119,7 @@ _NOISE = re.compile("drop|jitter|noise")
 def computation(walk: ModelWalk) -> tuple[Any, ...]:
     """Equal as long as a model that stays as recorded computes alike: caps and scales of logits, own attention."""
     items = [item for owner in (walk.model, *configs(walk.model)) for item in vars(owner).items()]
-    return *(i for i in items if _is_number(i[1]) and _SHAPES_LOGITS.search(i[0])), *own_attention(walk).items()
+    return *(i for i in items if _SHAPES_LOGITS.search(i[0]) and _is_number(i[1])), *own_attention(walk).items()
 
 
 def own_attention(walk: ModelWalk) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import copy
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from cfa_kernels.integrations import trl_credit
 from tests.support.log_prob_hosts import batch_rows
 from tests.support.plug_ins import RESAMPLING
 from tests.support.tiny import tiny_model, tiny_tokenizer
-from trainer.step import batch_credit
 
 ROWS, ADVANTAGES = batch_rows(), torch.tensor([1.0, -0.5, 0.3, 0.7, -1.0, 1.0])
 BATCH = Batch(ROWS, advantages=ADVANTAGES)
@@ -124,11 +122,10 @@ def test_rows_of_several_processes_need_numbers_of_their_own():
 
 
 @pytest.mark.parametrize("options", DRAWN, ids=str)
-def test_the_trainer_and_trl_draw_alike(options):
+def test_a_batch_of_rows_and_trl_draw_alike(options):
     """For one seed, one step and the same rows, of which TRL's second process has the last group."""
     model, config = tiny_model().eval().double(), CounterfactualConfig.of(options)
-    settings = SimpleNamespace(seed=7, num_generations=3, temperature=1.0, counterfactual=lambda: config)
-    ours = batch_credit(settings, tiny_tokenizer(), BATCH, step=4)
+    ours = DeferredCredit(config, tiny_tokenizer(), BATCH, seed=BatchKeys(7).key(4))
     ours.by_model(model)
 
     def padded(rows, side):

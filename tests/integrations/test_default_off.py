@@ -13,7 +13,7 @@ from cfa_kernels.credit.config import as_config
 from cfa_kernels.integrations import openrlhf
 from cfa_kernels.integrations.prime_rl import CounterfactualMixin
 from cfa_kernels.integrations.trl_async import CounterfactualAsyncMixin
-from tests.integrations.test_openrlhf import Host
+from tests.support.openrlhf_host import Host
 from trainer.cli import parse
 from trainer.config import TrainConfig
 

@@ -111,5 +111,5 @@ def test_log_probs_and_loss_are_not_read_by_a_head_that_has_changed_since(change
     forward = packed_forward(model, ROWS)
     CHANGES[change][1](model, forward)
     for read in (forward.logprobs, lambda: forward.policy_loss(LossBatch.of(ROWS, advantages=torch.ones(2)))):
-        with pytest.raises(RuntimeError, match=r"the head has changed since it ran.*two models"):
+        with pytest.raises(RuntimeError, match="the head has changed since it ran"):
             read()
