@@ -79,5 +79,5 @@ def test_verl_is_not_installed_beside_trl():
 
 def test_every_extra_is_tried_by_default():
     (tried,) = re.findall(r"set -- (.+)$", (REPOSITORY / ".ci" / "extras").read_text(), re.MULTILINE)
-    beside = {"quantised", "mistral"}  # the tests with packages that no extra brings
+    beside = {"quantised", "mistral", "served"}  # the tests with packages that no extra brings
     assert set(tried.split()) == _setup()["extras_require"].keys() | beside

@@ -34,14 +34,19 @@ def settings() -> list[Any]:
     return [*known, answer(torch.get_float32_matmul_precision), answer(lambda: torch.backends.cuda.matmul.allow_tf32)]
 
 
-@pytest.fixture(autouse=True)
-def torchs_own_setting() -> Iterator[None]:
-    before = settings()
-    yield
+def reset() -> None:
     torch.backends.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
     for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
         backend.fp32_precision = "none"
+
+
+@pytest.fixture(autouse=True)
+def torchs_own_setting() -> Iterator[None]:
+    reset()  # of what a host's arguments have set before
+    before = settings()
+    yield
+    reset()
     assert settings() == before
 
 

@@ -139,9 +139,9 @@ def test_help_wrong_flags_and_missing_files_wait_for_no_import_of_torch() -> Non
 
 
 def test_every_option_of_credit_is_a_flag_and_none_is_taken_for_a_misspelt_setting():
-    names = [entry.name for entry in fields(CounterfactualConfig)] + [path for path, _, _ in part_options()]
-    for name in names:
-        assert parse([f"--{name}=x"], prog="cfa-train").credit_options in ({name: "x"}, {}), name
+    names = {entry.name for entry in fields(CounterfactualConfig)} | {path for path, _, _ in part_options()}
+    for name in sorted(names - {entry.name for entry in fields(TrainSettings)}):
+        assert parse([f"--{name}=x"], prog="cfa-train").credit_options == {name: "x"}, name
 
 
 @pytest.mark.parametrize("flag", ["--open_spans={}", "--open_spans {}"])
@@ -167,7 +167,7 @@ WRONG = [
     ),
     (
         ["--score_centering", "--top_p=0.9", "--importance_sampling_level=sequence_token"],
-        "score_centering reads each token's ratio by itself: it needs importance_sampling_level='token', no",
+        "score_centering needs importance_sampling_level='token', no",
     ),
     (["--importance_sampling_level=sequence"], "importance_sampling_level=sequence gives a completion one ratio"),
     (["--loss_type", "bnpo"], "loss_type: bnpo divides by the tokens of a part that memory cuts"),
