@@ -182,9 +182,9 @@ COMPARED = f"""\
 "Scores" compares `score_counterfactuals` with one full forward of the model per span. Batches are ragged: shared
 prompts and prefixes, pieces of one token, equal completions and some that begin alike. "Trains" compares the
 trainer's log-probs, and the gradient of every parameter by value, with the model's own forward and backward of each
-row. A gradient may be off by `{GRADIENT_TOLERANCE:g}` of its norm, or by more where rounding explains the difference.
+row. A gradient may be off by {GRADIENT_TOLERANCE:g} of its norm, or by more where rounding explains the difference.
 The limit is then {ROUNDINGS} times the change of the model's own gradient when every weight moves to a neighbouring
-float32 number. It is at most `{MOST:g}` of the norm."""
+float32 number. It is at most {MOST:g} of the norm."""
 INTRODUCTION = """\
 # Which models
 
