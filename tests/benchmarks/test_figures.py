@@ -1,7 +1,8 @@
 """Every figure that README and docs quote is in a result file that its section links to.
 
 A page's own settings and formulas are in backticks and are not figures, but a bare number in backticks in prose is one.
-Figures of others are in a sentence that names a table, a paper or its authors. All others must be in a linked file of `benchmarks/results/`:
+Figures of others are in a sentence that names a table, a paper or its authors. All others must be in a linked file of
+`benchmarks/results/`:
 
 - `0.89 (0.85 to 0.92)` and `-1.2 ± 0.6` as a whole, a number of a Markdown file as it is written there;
 - a number of a JSON file rounded to the digits quoted, as a percentage where a `%` follows, or the ratio of two
