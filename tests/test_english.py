@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.support.prose import CODE_NUMBER
 
 LONG = 25
 """Words above which a sentence is long."""
@@ -29,8 +30,6 @@ NOT_PROSE = re.compile(
 )  # code, comments, tables, headings, pictures
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 FIGURE = re.compile(r"(?<![\w.-])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w.-]*\w)")  # no versions, no dates
-CODE_NUMBER = re.compile(r"`([-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?: ?%)?)`")
-"""A bare number in code marks, which is a figure: a setting is named with its value, `top_p=0.95`."""
 SENTENCE_ENDS = re.compile(r"(?<=[.?!])(?<!eq\.)(?<!eqs\.)(?<!al\.)(?<!\.\.)[)\"]? |(?<=:) (?=[A-Z])")
 
 

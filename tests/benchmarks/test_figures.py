@@ -24,7 +24,7 @@ import pytest
 from benchmarks.speed.predictions import figures_of
 from benchmarks.speed.variants import LOADS
 from tests.conftest import REPOSITORY
-from tests.test_english import CODE_NUMBER
+from tests.support.prose import CODE_NUMBER
 
 pytestmark = pytest.mark.slow
 
