@@ -1,6 +1,7 @@
 """README and docs/ in plain English: no house words, short sentences, at most two figures in each.
 
-Code, tables, headings and the targets of links do not count. Every page has the same limits.
+Code, tables, headings and the targets of links do not count; a bare number in code marks is a figure. Every page has
+the same limits.
 """
 
 import re
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.support.prose import CODE_NUMBER
 
 LONG = 25
 """Words above which a sentence is long."""
@@ -44,11 +46,12 @@ LIMIT = English(0, 4, 2)
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a page; code in backticks and formulas are one word each."""
-    prose = LINK.sub(r"\1", re.sub(r"`[^`]*`", "code", NOT_PROSE.sub("\n\n", text)))
+    """The sentences of a page; code in backticks is one word, a bare number in backticks that number."""
+    plain = CODE_NUMBER.sub(r"\1", NOT_PROSE.sub("\n\n", text))
+    prose = LINK.sub(r"\1", re.sub(r"`[^`]*`", "code", plain))
     blocks = re.split(r"\n\s*\n|\n(?=- |\d+\. |\* )", prose)
-    plain = (re.sub(r"^(?:- |\d+\. |\* )", "", " ".join(block.split())).replace("**", "") for block in blocks)
-    return [each for block in plain for each in SENTENCE_ENDS.split(block) if each]
+    lines = (re.sub(r"^(?:- |\d+\. |\* )", "", " ".join(block.split())).replace("**", "") for block in blocks)
+    return [each for line in lines for each in SENTENCE_ENDS.split(line) if each]
 
 
 def count(text: str) -> English:
@@ -65,6 +68,8 @@ def test_sentences_are_counted_as_a_reader_would():
     )
     assert sentences(text) == ["One code of its own.", "Two links are 2 or 0.5.", "1, 2 and 3 on an H100."]
     assert count(text) == English(1, 0, 100 / 3)
+    assert count("From `0.065` to `1,234`, at `-2` or `40 %`.").figures == 100
+    assert count("From `w_min=0.5` to `1,2,3` at `x=2` and `T (T + 1)`.").figures == 0
     assert count("word " * 26).long == 100
     assert count("word " * 25).long == 0
 
@@ -73,8 +78,10 @@ def test_sentences_are_counted_as_a_reader_would():
     "page", [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))], ids=lambda page: page.name
 )
 def test_a_page_is_plain_english(page: Path):
-    found = count(page.read_text(encoding="utf-8"))
-    every = sentences(page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    found, every = count(text), sentences(text)
+    marked = [number[0] for number in CODE_NUMBER.finditer(NOT_PROSE.sub("\n\n", text))]
+    assert not marked, f"numbers in code marks: name the setting (`top_p=0.95`), or write plain figures: {marked}"
     worst = [each for each in every if HOUSE_WORDS.search(each)]
     worst += [each for each in every if len(each.split()) > LONG or len(FIGURE.findall(each)) > MANY]
     assert all(a <= b for a, b in zip(found, LIMIT, strict=True)), "\n".join([f"{found}, limit {LIMIT}:", *worst])

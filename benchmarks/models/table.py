@@ -182,31 +182,36 @@ COMPARED = f"""\
 "Scores" compares `score_counterfactuals` with one full forward of the model per span. Batches are ragged: shared
 prompts and prefixes, pieces of one token, equal completions and some that begin alike. "Trains" compares the
 trainer's log-probs, and the gradient of every parameter by value, with the model's own forward and backward of each
-row. A gradient may be off by `{GRADIENT_TOLERANCE:g}` of its norm, or by more where rounding explains the difference.
+row. A gradient may be off by {GRADIENT_TOLERANCE:g} of its norm, or by more where rounding explains the difference.
 The limit is then {ROUNDINGS} times the change of the model's own gradient when every weight moves to a neighbouring
-float32 number. It is at most `{MOST:g}` of the norm."""
+float32 number. No limit is above {MOST:g} of the norm."""
 INTRODUCTION = """\
 # Which models
 
-`python -m benchmarks models` writes this page; edit the command, not the page. It builds every causal model type of
-transformers small, with random weights, on the CPU in float32. A model has at least one period of its default layers,
-and windows of {window} tokens under sequences of up to {longest}. A row with a comma is the type with an option
-switched on that is off by default.
-
-{compared}
-
-{date}: torch {torch}, transformers {transformers}, triton {triton}, cfa_kernels {cfa_kernels}. {types} types,
-{rows} rows.
+`cfa_kernels.check_model(model)` checks your own model before any work is done. The table counts {types} causal
+model types of transformers in {rows} rows. A row with a comma is the type with an option that is off by default.
 
 | | scores | trains | |
 |---|--:|--:|---|
 {counts}
 
-`cfa_kernels.check_model(model)` checks your own model before any work is done. Vision-language classes are scored and
-trained on text as they are (`tests/model/test_vision_language.py`); Llama 4's class has no head, so pass
-`model.language_model`. [Quantised bases](quantised.md) have a page. Gradient checkpointing works for layers that carry
-a state as for all others. Each row has its layers, its model class and its full reason in
-[models.json](../benchmarks/results/models.json).
+Measured {date} with torch {torch}, transformers {transformers}, triton {triton} and cfa_kernels {cfa_kernels}.
+[models.json](../benchmarks/results/models.json) has the layers, the model class and the full reason of each row.
+
+| your model | what to do |
+|---|---|
+| a vision-language class | scored and trained on text as it is (`tests/model/test_vision_language.py`) |
+| Llama 4's class, which has no head | pass `model.language_model` |
+| a quantised base | see [its page](quantised.md) |
+| layers that carry a state, gradient checkpointing | nothing: checkpointing works as for all other layers |
+
+## How it was measured
+
+`python -m benchmarks models` writes this page; edit the command, not the page. The command builds every type small,
+with random weights, on the CPU in float32. A model has at least one period of its default layers, and windows of
+{window} tokens under sequences of up to {longest}.
+
+{compared}
 """
 
 

@@ -1,7 +1,8 @@
 """Every figure that README and docs quote is in a result file that its section links to.
 
-A page's own settings and formulas are in backticks and are not figures; figures of others are in a sentence that names
-a table, a paper or its authors. All others must be in a linked file of `benchmarks/results/`:
+A page's own settings and formulas are in backticks and are not figures, but a bare number in backticks in prose is one.
+Figures of others are in a sentence that names a table, a paper or its authors. All others must be in a linked file of
+`benchmarks/results/`:
 
 - `0.89 (0.85 to 0.92)` and `-1.2 ± 0.6` as a whole, a number of a Markdown file as it is written there;
 - a number of a JSON file rounded to the digits quoted, as a percentage where a `%` follows, or the ratio of two
@@ -23,6 +24,7 @@ import pytest
 from benchmarks.speed.predictions import figures_of
 from benchmarks.speed.variants import LOADS
 from tests.conftest import REPOSITORY
+from tests.support.prose import CODE_NUMBER
 
 pytestmark = pytest.mark.slow
 
@@ -83,6 +85,7 @@ def blocks(page: Path) -> Iterator[tuple[list[Quote], list[Path]]]:
 
 def quotes_of(block: str, line: int) -> Iterator[Quote]:
     table = block.lstrip().startswith("|")
+    block = block if table else CODE_NUMBER.sub(r"\1", block)
     block = re.sub(r"`[^`]*`", lambda code: "\n" * code[0].count("\n"), block)  # may hold what ends a sentence
     for piece in re.split(r"(?<=[\n|])", block) if table else re.split(r"(?<=[.:;])\s", block):
         if not OF_OTHERS.search(piece):
@@ -183,7 +186,7 @@ def test_every_figure_a_page_quotes_is_in_a_result_file_that_its_section_links_t
 
 PAGE = """# Title
 
-Weights from `0.5` to `4`, Python 3.11, release 1.2.3. They found +1.4 points (Pan et al.).
+Weights from `w_min=0.5` to `w_max=4`, Python 3.11, release 1.2.3. They found +1.4 points (Pan et al.).
 
 ## Found
 
@@ -208,8 +211,9 @@ TABLE = """| method | direct | more |
         ("40 %", "41 %", ["line 7: 41"]),
         ("CF at 0.89 (0.85", "CF at 0.89 (0.84", ["line 7: 0.89 (0.84 to 0.92)"]),
         ("| CF | 0.89 (0.85 to 0.92) |", "| CF | 0.87 |", ["line 12: 0.87"]),
-        ("`0.5`", "0.5", ["line 3: 0.5"]),
-        ("`0.5`", "`7. (4.00)`", []),
+        ("`w_min=0.5`", "0.5", ["line 3: 0.5"]),
+        ("`w_min=0.5`", "`0.5`", ["line 3: 0.5"]),
+        ("`w_min=0.5`", "`7. (4.00)`", []),
         (" (Pan et al.)", "", ["line 3: +1.4"]),
         ("12.3 %", "12.3", ["line 7: 12.3"]),
         ("12.3 %", "12.4 %", ["line 7: 12.4"]),
