@@ -158,12 +158,13 @@ def _taken(value: Any, rows: list[int]) -> Any:
         return value.take(rows)
     if isinstance(value, Tensor):
         return value[rows]
-    return [value[b] for b in rows]
+    # Copies: a view of others would take all of them along to another process.
+    return [value[b].clone() if isinstance(value[b], Tensor) else value[b] for b in rows]
 
 
 def _joined(values: list[Any]) -> Any:
     if values[0] is None or isinstance(values[0], Rows):
-        return values[0] and Rows.joined(values)
+        return None if values[0] is None else Rows.joined(values)
     return torch.cat(values) if isinstance(values[0], Tensor) else list(chain.from_iterable(values))
 
 

@@ -1,5 +1,7 @@
 """Batches: rows and columns stay together, whatever is taken or joined."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -43,3 +45,11 @@ def test_parts_of_which_one_lacks_a_column_are_not_joined():
     for parts in ([bare, BATCH], [BATCH, BATCH, bare], [BATCH, BATCH.with_columns(advantages=by_token)]):
         with pytest.raises(ValueError, match=r"advantages: parts have .* and .*; all must agree"):
             Batch.joined(parts)
+
+
+def test_a_part_without_rows_joins_the_others_and_parts_take_nothing_else_along():
+    nothing = Batch(Rows([], []))
+    assert len(Batch.joined([nothing, Batch(ROWS)])) == len(Batch.joined([Batch(ROWS), nothing])) == 3
+    views = list(torch.rand(3000).split([3, 2, 2995]))
+    rows = Rows(ROWS.prompts, [torch.full((len(view),), 5) for view in views])
+    assert len(pickle.dumps(Batch(rows, entropies=views).take([0]))) < 5000

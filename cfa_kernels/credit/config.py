@@ -74,7 +74,7 @@ class CounterfactualConfig:
             "spans": SpanRules() if self.spans is None else _rules("spans", self.spans, SpanRules),
             "answers": AnswerRules() if self.answers is None else _rules("answers", self.answers, AnswerRules),
         }
-        has_spans = self.spans is not None
+        has_spans = isinstance(self.spans, Mapping) or self.spans not in (None, SpanRules())
         for name, value in parts.items():
             object.__setattr__(self, name, value)
         check_fields(self)

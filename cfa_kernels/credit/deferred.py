@@ -108,6 +108,8 @@ class DeferredCredit:
 
         def computed(batch: Batch) -> Sequence[Tensor]:
             assert isinstance(model, nn.Module)
+            if not len(batch):
+                return []
             read = [i for i, some in enumerate(self.reads(rows)) if some] or [0]
             part = batch.take(read)
             values = token_entropies(

@@ -62,7 +62,7 @@ def credit_obstacles(trainer: Any) -> list[str]:
 def cuts(args: Any) -> list[str]:
     """Name the settings that cut the distribution off that is sampled from."""
     settings = {name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")}
-    return [f"{name}={value}" for name, value in settings.items() if value not in (None, 0, 1)]
+    return [f"{name}={value}" for name, value in settings.items() if value not in (None, -1, 0, 1)]
 
 
 def packing_obstacles(trainer: Any) -> list[str]:

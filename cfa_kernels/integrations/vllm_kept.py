@@ -56,7 +56,7 @@ def record_kept_ids(trainer: Any) -> None:
     if most[0] < MOST_KEPT:
         _LOG.warning(f"packed_loss=True: vLLM keeps at most {most[0]} ids; --max-logprobs {MOST_KEPT} lists more")
     own, generation.logprobs = generation.generate, most[0]
-    generation.top_k = min(generation.top_k or most[0], most[0])
+    generation.top_k = min(generation.top_k, most[0]) if (generation.top_k or 0) > 0 else most[0]  # -1 is off
 
     def generate(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         prompt_ids, sampled, logprobs, ids = own(*args, **kwargs)

@@ -306,8 +306,9 @@ def _loss(batch: CheckedBatch, logprobs: Tensor, entropies: Tensor | None) -> tu
     logprobs = counted(logprobs, batch.keep, batch.tokens.scale.dtype)
     terms = policy_terms(logprobs, batch.tokens, batch.options)
     loss = (terms.loss * batch.tokens.scale).sum()
+    entropies = None if entropies is None else counted(entropies, batch.keep, logprobs.dtype)
     if entropies is not None and batch.entropy_scale is not None:
-        loss = loss - counted(entropies, batch.keep, logprobs.dtype).sum() * batch.entropy_scale
+        loss = loss - entropies.sum() * batch.entropy_scale
     return loss, _metrics(batch, logprobs, terms.ratio, terms.kl, terms.clip, entropies)
 
 

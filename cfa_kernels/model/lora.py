@@ -46,7 +46,7 @@ def one_pass_adapters(walk: ModelWalk, *, inside: nn.Module | None = None) -> Ab
     if not layers:  # groups of another forward stay
         return exchanged(())
     groups: _Groups | None = walk.kept.get("groups")
-    if groups is None or (inside is None and not groups.hold(walk)):
+    if groups is None or not groups.hold(walk):
         groups = walk.kept["groups"] = _Groups(walk, layers)
     part = None if inside is None else {*inside.modules()}
     own = [group for group in groups.all if part is None or group.layers[0] in part]
@@ -73,7 +73,7 @@ class _Groups:
             if layer in plain:
                 (parent, _, own), modules = name.rpartition("."), plain[layer]
                 kind = (
-                    parent, _ONE_INPUT.get(own, own), modules.scale, modules.down.out_features,
+                    parent, _ONE_INPUT.get(own, own), modules.scale, modules.down.weight.shape,
                     modules.down.weight.dtype, modules.base.weight.dtype,
                 )  # fmt: skip
                 groups.setdefault(kind, _Group(modules.scale)).add(layer, modules)

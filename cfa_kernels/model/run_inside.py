@@ -117,6 +117,7 @@ def _in_step(
                 if ranks.differ(torch.is_grad_enabled()):
                     raise ValueError("processes that share a model must make the same call: one only takes gradients")
                 check(walk)
+                ranks.checked = True
                 results.append(body())
             except PeerFailed:
                 failed = True

@@ -1,5 +1,7 @@
 """A configuration is made of parts, or of options by path; what no part reads is refused by its path."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -140,3 +142,10 @@ def test_a_part_put_in_beside_the_others_is_found_by_its_name_and_no_list_has_to
     kind = type("Prepared", (Gradient,), {"name": "prepared"})
     monkeypatch.setitem(PARTS["estimator"], "prepared", kind)
     assert CounterfactualConfig.of({"estimator": "prepared", "estimator.samples": 2}).estimator == kind(samples=2)
+
+
+def test_a_configuration_is_rebuilt_with_other_fields():
+    config = CounterfactualConfig.preset("oar_g")
+    assert replace(config, control="inverted") == CounterfactualConfig.of({"preset": "oar_g", "control": "inverted"})
+    with pytest.raises(ValueError, match="spans is not read: with units='tokens'"):
+        replace(CounterfactualConfig.preset("cf"), units="tokens")  # which has rules of its own

@@ -103,3 +103,9 @@ def test_a_token_of_weight_0_is_not_counted_as_clipped_wherever_it_is_in_its_row
         _, metrics = policy_loss(made["logprobs"], *columns, **options)
         share = expected if level == "token" or loss_type == "gmpo" else sum((n - 1) / n for n in LENGTHS) / B
         assert metrics["clip_ratio/high_mean"].item() == pytest.approx(share), (loss_type, level)
+
+
+def test_the_mean_of_halves_entropies_is_not_rounded_to_halves():
+    shape, values = (2, 600), (torch.rand(2, 600) + 0.01).bfloat16()
+    _, metrics = policy_loss(torch.zeros(shape), None, torch.ones(2), torch.ones(shape), entropies=values)
+    assert metrics["entropy"].item() == pytest.approx(values.float().mean().item(), rel=1e-6)

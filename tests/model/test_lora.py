@@ -242,3 +242,18 @@ def test_variants_dropout_and_biases_of_adapters_run_as_peft_has_them(kind, make
     with one_pass_adapters(ModelWalk.of(causal_lm(model))):
         layer_of(model)(torch.randn(1, 3, 48, dtype=dtype).to(DEVICE if make is in_halves else "cpu"))
     assert not made
+
+
+def test_a_reference_without_the_adapter_may_come_between_a_checkpointed_forward_and_its_backward():
+    gradients = []
+    for asks_reference in (False, True):
+        model = adapted().train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+        loss = torch.cat(packed_logprobs(model, Rows(*SMALL_ROWS))).sum()
+        if asks_reference:
+            with model.disable_adapter(), torch.no_grad():
+                packed_logprobs(model, Rows(*SMALL_ROWS))
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(*gradients)

@@ -126,7 +126,8 @@ def _supported(walk: ModelWalk) -> tuple[Head, _Verdict]:
     head = read_head(walk.model)
     key, ranks = computation(walk), inside(walk.model)
     due = key not in walk.checked
-    if due if ranks is None else ranks.largest(due):  # processes that share a model all check it, or none
+    # Processes that share a model all check it, or none; once they have, they may be at different queries.
+    if due if ranks is None or ranks.checked else ranks.largest(due):
         walk.checked[key] = _on_few_layers(walk, lambda repeated: _checked(walk, repeated))
     verdict: _Verdict = walk.checked[key]
     return replace(head, softcap=verdict.softcap, logit_scale=verdict.scale), verdict

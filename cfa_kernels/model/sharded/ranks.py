@@ -30,6 +30,8 @@ class _Met(NamedTuple):
 class Ranks:
     """Processes of a `group` that share a causal model by sharding it; `idle` runs a forward of one token as theirs."""
 
+    checked = False  # whether all have checked the model, after which each goes its own way
+
     def __init__(self, model: nn.Module, group: Any, idle: Callable[[], object]) -> None:
         self.model, self._control, self._idle = model, _control_group(group), idle
 
@@ -95,6 +97,8 @@ def raised_by(rank: int, kind: str, text: str) -> Exception:
 
 class Replicas:
     """Processes that hold a whole model each and share its gradients: a backward of one needs one of all."""
+
+    checked = True
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
