@@ -72,6 +72,9 @@ class RunFolder:
                 raise Refused(f"{what}; remove it to resume from the one before; {_NEW}") from problem
             if content["digest"] != self._digest:
                 raise Refused(f"{self.path} was begun with other base weights, problems, prompts or device; {_NEW}")
+            short = [n for n, size in content["report"]["bytes"].items() if _size(self.path / n) < size]
+            if short:  # it would be filled up with zeros
+                raise Refused(f"{self.path / short[0]} is shorter than it was at step {step}; {_NEW}")
             if step > config.max_steps:
                 raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
             gather(None)  # none of the processes has failed before this
@@ -189,6 +192,10 @@ def _digest(trainer: Trainer) -> str:
 
 def _is_begun(path: Path) -> bool:
     return bool(_steps(path)) or (path / _SUMMARY).exists()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _last_step(path: Path) -> int | None:

@@ -6,6 +6,7 @@ This imports no torch. Flags and keys that name no setting are options of credit
 import argparse
 import contextlib
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -126,7 +127,7 @@ def parse_checked(argv: Sequence[str], *, prog: str) -> TrainSettings:
         for name in filter(None, (settings.dataset, settings.eval_dataset)):
             require_data(name)
         require_model(settings.model)
-        if settings.credit == NONE and not settings.credit_options:
+        if settings.credit == NONE and not settings.credit_options and os.environ.get("RANK", "0") == "0":
             names = ", ".join(preset_names())
             print(f"note: no credit; --credit takes {names}, and docs/credit.md says when it helps", file=sys.stderr)
         return settings
