@@ -9,10 +9,10 @@ from pathlib import Path
 
 BUDGETS = {
     "cfa_kernels": 16_600,
-    "trainer": 4_700,
-    "trainer, its core": 3_630,
+    "trainer": 4_710,
+    "trainer, its core": 3_640,
     "benchmarks": 7_420,
-    "tests": 25_850,
+    "tests": 25_900,
 }
 """Most lines of Python in each package; the core is what a training run without vLLM reads."""
 SUBJECT = 72
