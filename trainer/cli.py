@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def parse(argv: Sequence[str], *, prog: str) -> TrainSettings:
         given, flags = before.parse_known_args(argv)
         settings: dict[str, Any] = {}
         if given.config:
-            file = Path(given.config) if Path(given.config).exists() else CONFIGS / f"{given.config}.yaml"
+            file = Path(given.config) if Path(given.config).is_file() else CONFIGS / f"{given.config}.yaml"
             if not file.exists():
                 raise ValueError(f"--config {given.config}: there is no such file; {', '.join(SHIPPED)} ship")
             settings = read_settings(file)
@@ -94,13 +94,14 @@ def parse(argv: Sequence[str], *, prog: str) -> TrainSettings:
         defaults = TrainSettings(**{name: value for name, value in settings.items() if value is not None})
         check_fields(defaults)
         result, others = tyro.cli(
-            TrainSettings, args=flags, default=defaults, prog=prog, description="", use_underscores=True,
-            return_unknown_args=True,
+            TrainSettings, args=flags, default=replace(defaults, credit_options={}), prog=prog, description="",
+            use_underscores=True, return_unknown_args=True,
         )  # fmt: skip
         check_fields(result)
         result.credit_options = defaults.credit_options | _by_path(others)
+        names = [entry.name for entry in fields(result) if entry.name != "credit_options"]
         for path in result.credit_options:
-            if near := difflib.get_close_matches(path, [entry.name for entry in fields(result)], n=1, cutoff=0.9):
+            if near := difflib.get_close_matches(path, names, n=1, cutoff=0.9):
                 raise ValueError(f"{path} is no setting; did you mean {near[0]}?")
         return result
 
@@ -151,7 +152,7 @@ def to_yaml(config: Any, made_by: str) -> str:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Read a file of settings; keys that name none are options of credit."""
-    settings, known = read_mapping(path), {entry.name for entry in fields(TrainSettings)}
+    settings, known = read_mapping(path), {entry.name for entry in fields(TrainSettings)} - {"credit_options"}
     own = {name: settings.pop(name) for name in known & settings.keys()}
     return {**own, "credit_options": settings}
 

@@ -89,6 +89,8 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
     unfit = [name for name in c.reward_funcs if name in BUILT_IN and c.kind not in BUILT_IN[name].kinds]
     names, factors = len(c.reward_funcs), len(c.reward_weights)
     return {
+        "stop: an empty text would end every completion at once; omit it": "" in (c.stop or []),
+        f"reward_weights must be finite numbers, got {c.reward_weights}": any(x - x != 0 for x in c.reward_weights),
         "loss_type: bnpo divides by the tokens of a part that memory cuts; take dapo or grpo": c.loss_type == "bnpo",
         f"generation_batch_size must be a multiple of num_generations, got {c.generation_batch_size} and "
         f"{c.num_generations}": c.generation_batch_size % c.num_generations > 0,

@@ -11,6 +11,7 @@ import pytest
 from cfa_kernels import CounterfactualConfig, __version__
 from cfa_kernels.credit.config import part_options
 from cfa_kernels.credit.weights import Range
+from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.estimators.masking import Masking
 from docs.options import documented
 from tests.conftest import REPOSITORY
@@ -77,6 +78,14 @@ def test_settings_written_to_a_file_read_back_the_same(tmp_path) -> None:
     file.write_text(to_yaml(config, "by: a command"))
     assert settings("--config", str(file)) == config
     assert file.read_text().startswith("# by: a command\n")
+
+
+def test_a_part_in_a_file_takes_a_further_option_of_a_flag(tmp_path) -> None:
+    (tmp_path / "run.yaml").write_text("estimator: {name: gradient, sigma: 0.5}\n")
+    config = settings("--config", str(tmp_path / "run.yaml"), "--estimator.samples", "2")
+    assert config.counterfactual().estimator == Gradient(sigma=0.5, samples=2)
+    (tmp_path / "again.yaml").write_text(to_yaml(config, "by: a test"))
+    assert settings("--config", str(tmp_path / "again.yaml")) == config
 
 
 def test_every_setting_is_documented() -> None:
@@ -174,6 +183,9 @@ WRONG = [
     (["--importance_sampling_mode=token_mask"], "importance_sampling_mode has no effect without"),
     (["--bogus", "3"], "unknown option 'bogus' of credit"),
     (["--credit", "cg"], "credit must be 'none' or one of cf, "),
+    (["--stop", ""], "stop: an empty text would end every completion at once"),
+    (["--reward_weights", "nan"], "reward_weights must be finite numbers, got [nan]"),
+    ("credit_options: {estimator: masking}", "unknown option 'credit_options' of credit"),
     (["--num_generations=3"], "a multiple of num_generations, got 128 and 3"),
     (["--num_generations=1"], "num_generations must be an integer, at least 2, got 1"),
     (["--reward_funcs"], "reward_funcs must name at least one function"),

@@ -13,7 +13,7 @@ from trainer.extras import needed_by
     ("package", "modules", "program", "start"),
     [
         ("tyro", ["trainer.cli"], "trainer", lambda: main([])),
-        ("pandas", ["trainer.analyze.analysis", "trainer.analyze.tables"], "trainer.analyze", lambda: analyze(["a"])),
+        ("pandas", ["trainer.analyze.tables"], "trainer.analyze", lambda: analyze(["a"])),
     ],
 )
 def test_a_program_without_its_packages_is_one_line_that_names_the_extra(monkeypatch, package, modules, program, start):

@@ -36,12 +36,14 @@ def read_metrics(folder: Path) -> pandas.DataFrame:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read a run's settings, those of options that a setting holds by their own names; none without their file."""
+    """Read a run's settings, those inside a part by their path; none without their file."""
     file = folder / "config.yaml"
     settings = read_mapping(file) if file.exists() else {}
-    inside = [value for value in settings.values() if isinstance(value, dict)]
-    single = {name: value for name, value in settings.items() if not isinstance(value, dict)}
-    return {**single, **{name: value for options in inside for name, value in options.items()}}
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():  # a part that is named by itself is the same as one with its name inside
+        options = value if isinstance(value, dict) else {"name": value} if name in ("estimator", "weights") else {}
+        flat |= {f"{name}.{option}": one for option, one in options.items()} or {name: value}
+    return flat
 
 
 def figures(metrics: pandas.DataFrame) -> dict[str, float]:

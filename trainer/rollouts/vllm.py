@@ -99,8 +99,8 @@ class VllmEngine:
             completions, logprobs, kept = zip(*pool.map(complete, names, prompts, seeds), strict=True)
         most = options.get("top_k")
         rollouts = Rollouts.of(
-            prompts, completions, logprobs, self._ends, self._tokenizer, most, self._thought_tags, most and kept,
-            stop=self._stop,
+            prompts, completions, logprobs, self._ends, self._tokenizer, most, self._thought_tags,
+            kept if most else None, stop=self._stop,
         )  # fmt: skip
         require_finite_logits(rollouts.logprobs, names)
         return rollouts
