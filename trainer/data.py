@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -12,9 +13,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from cfa_kernels.text.patterns import ANNOTATION
+
 from .rewards.built_in import ARGUMENTS, INSTRUCTIONS, OPTIONAL
 from .rewards.numbers import gold_number
-from .settings import ASSETS, FILES, GENERATED, DataConfig, TrainSettings
+from .settings import ASSETS, EXAMPLE_POOL, FILES, GENERATED, DataConfig, TrainSettings
 
 HELD_OUT_PROBLEMS = 256
 _HEADER = "Question:"
@@ -84,17 +87,31 @@ def train_and_eval_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
     return train, test
 
 
+def take_examples(rows: Sequence[Row], count: int) -> tuple[list[Row], list[Row]]:
+    """Take `count` rows as worked examples, the shortest of the first 256; gives them and the rows without them."""
+    examples = sorted(rows[:EXAMPLE_POOL], key=lambda row: len(row["question"]) + len(row["answer"]))[:count]
+    questions = {row["question"] for row in examples}
+    others = [row for row in rows if row["question"] not in questions]
+    if not others:
+        raise ValueError(f"examples: {count} of {len(rows)} training problems leave none to train on; take fewer")
+    return examples, others
+
+
 def encode_prompt(
     question: str | Messages, tokenizer: PreTrainedTokenizerBase, *, instruction: str | None = "",
-    system: str | None = None, thinking: bool = False,
+    system: str | None = None, thinking: bool = False, examples: Sequence[Row] = (),
 ) -> list[int]:  # fmt: skip
     """Encode the prompt: by the chat template if the tokenizer has one, else `Question: ...`.
 
-    `instruction` goes behind the last message, `system` in the place of the first.
+    `instruction` goes behind the last message, `system` in the place of the first. Examples come before as turns of
+    their own: a question with the instruction, and its solution without annotations of arithmetic.
     """
+    end = f"\n{instruction}" if instruction else ""
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
-    if instruction:
-        messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{instruction}"}
+    messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end}"}
+    for row in reversed(examples):
+        solution = re.sub(ANNOTATION, "", row["answer"])
+        messages[:0] = [{"role": "user", "content": row["question"] + end}, {"role": "assistant", "content": solution}]
     if system is not None:
         messages = [{"role": "system", "content": system}, *(one for one in messages if one["role"] != "system")]
     if _takes_messages(tokenizer):
@@ -136,24 +153,31 @@ def stop_clock(at: datetime) -> None:
     vars(chat_template_utils)["datetime"] = type("Clock", (), {"now": staticmethod(lambda: at)})
 
 
-def configured_prompt(question: str | Messages, tokenizer: PreTrainedTokenizerBase, config: TrainSettings) -> list[int]:
+def configured_prompt(
+    question: str | Messages, tokenizer: PreTrainedTokenizerBase, config: TrainSettings, examples: Sequence[Row]
+) -> list[int]:
     """Encode the prompt of a question with the instruction, system prompt and thought that a run asks for."""
     own = INSTRUCTIONS[config.kind] if isinstance(question, str) else None
     instruction = own if config.instruction is None else config.instruction
-    system, thinking = config.system_prompt, config.enable_thinking
-    return encode_prompt(question, tokenizer, instruction=instruction, system=system, thinking=thinking)
+    options: dict[str, Any] = {"system": config.system_prompt, "thinking": config.enable_thinking}
+    return encode_prompt(question, tokenizer, instruction=instruction, examples=examples, **options)
 
 
 def encode_prompts(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainSettings, context: int | None
-) -> list[list[int]]:
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainSettings, context: int | None,
+    examples: Sequence[Row] = (),
+) -> list[list[int]]:  # fmt: skip
     """Encode the prompts of all rows; `ValueError` names the first that the template or the context does not take."""
     room, prompts = None if context is None else context - config.max_completion_length, []
     if config.enable_thinking and "enable_thinking" not in str(tokenizer.chat_template):
         raise ValueError(f"enable_thinking: the chat template of model {config.model} does not read it; omit it")
+    if examples and not _takes_messages(tokenizer):
+        raise ValueError(f"examples: model {config.model} has no chat template to write them as turns; omit examples")
     for row in rows:
+        if examples and row.messages is not None:
+            raise ValueError(f"{row.where}: examples go before a question that is text, not messages; omit examples")
         try:
-            prompts.append(configured_prompt(row.prompt, tokenizer, config))
+            prompts.append(configured_prompt(row.prompt, tokenizer, config, examples))
         except Exception as problem:  # a chat template raises what it likes
             raise ValueError(f"{row.where}: the chat template of {config.model} fails: {problem!r}") from problem
         if room is not None and (size := len(prompts[-1])) > room:

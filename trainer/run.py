@@ -26,7 +26,7 @@ from . import processes
 from .checkpoints import Finished, Refused, RunFolder, open_run
 from .cli import refusing
 from .config import TrainConfig
-from .data import encode_prompts, require_whole_prompt, stop_clock, stop_strings, train_and_eval_rows
+from .data import encode_prompts, require_whole_prompt, stop_clock, stop_strings, take_examples, train_and_eval_rows
 from .disk import DiskError, whole_folder
 from .endings import Ended, Ending
 from .evaluate import evaluate
@@ -101,12 +101,13 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     play = imported("environment", config.environment) if config.environment else None
     shape = imported("shaping_func", config.shaping_func) if config.shaping_func else None
     rows, held_out = train_and_eval_rows(config)
+    examples, rows = take_examples(rows, config.examples)
     require_callable(rewards, rows[0])
     require_callable({config.grader: grader}, held_out[0])
     tokenizer, architecture = load_tokenizer(config)
     require_whole_prompt(tokenizer, config.model)
     limit = context_length(architecture)
-    prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
+    prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit, examples) for part in (rows, held_out))
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
 
     set_seed(config.seed)  # adapters begin at random
@@ -152,7 +153,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 0, config.max_steps)
     return Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
-        held_out_prompts, grader, shape,
+        held_out_prompts, grader, shape, examples,
     )  # fmt: skip
 
 

@@ -21,6 +21,8 @@ CONFIGS = Path(__file__).parent / "configs"
 DEFAULTS_FILE = "defaults.yaml"
 FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """Endings of files of rows, and what `datasets` calls them."""
+EXAMPLE_POOL = 256
+"""Training problems, from the first on, of which the shortest are worked examples."""
 
 DtypeName = Literal["auto", "float32", "mixed", "bfloat16"]
 
@@ -114,6 +116,9 @@ class TrainSettings(DataConfig):
     instruction: str | None = None
     """Text after the question, on a separate line; may be empty. By default it asks for the form of answers that
     evaluation's reward reads, a line "#### <number>" or \\boxed{}, and adds nothing to messages of the data."""
+    examples: Annotated[int, Interval(0, EXAMPLE_POOL)] = 0
+    """Worked examples before each question, as earlier turns with their solutions. The shortest of the first 256
+    training problems are taken, whatever the seed, and are not trained on."""
     system_prompt: str | None = None
     """Text of a system message before the question, in place of the data's; by default theirs, or none."""
     enable_thinking: bool = False

@@ -44,6 +44,7 @@ class Trainer:
     held_out_prompts: list[list[int]]
     grader: Reward  # solved where it gives 1 or more
     shape: Callable[["Trainer", "Samples", "Shaped"], "Shaped"] | None = None  # an experiment on rewards and credit
+    examples: Sequence[Row] = ()  # worked ones before each question
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -77,7 +78,7 @@ class Trainer:
 
     def encode(self, question: str) -> list[int]:
         """Encode the prompt of a question by the run's settings."""
-        return configured_prompt(question, self.tokenizer, self.config)
+        return configured_prompt(question, self.tokenizer, self.config, self.examples)
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.data import Row, encode_prompt, load_rows
+from cfa_kernels.text.patterns import ANNOTATION
+from trainer.data import Row, encode_prompt, load_rows, take_examples
 from trainer.rewards.built_in import INSTRUCTIONS
 from trainer.rewards.numbers import final_number, gold_number
 from trainer.rollouts.in_process import TransformersEngine
 from trainer.settings import GENERATED
 
 INSTRUCTION = INSTRUCTIONS["numbers"]
-ROLES = ("user", "assistant")
-_COMPUTATION = re.compile(r"<<[^<>\n]*>>")  # as GSM8K marks it
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,9 @@ class Problem:
 
 def posed(rows: Sequence[Row], tokenizer: Any, *, examples: Sequence[Row] = (), instruction: str = "") -> list[Problem]:
     """Write questions as the tokenizer's chat template asks them, behind solved examples as earlier turns."""
-    end = f"\n{instruction}" if instruction else ""
-    solved = [(f"{row['question']}{end}", _COMPUTATION.sub("", row["answer"])) for row in examples]
-    earlier = [{"role": role, "content": text} for turn in solved for role, text in zip(ROLES, turn, strict=True)]
     return [
         Problem(
-            encode_prompt([*earlier, {"role": "user", "content": row["question"]}], tokenizer, instruction=instruction),
+            encode_prompt(row["question"], tokenizer, instruction=instruction, examples=examples),
             row["answer"].rpartition("####")[2].strip(), row["question"],
         )
         for row in rows
@@ -53,7 +49,7 @@ def read_problems(
     Args:
         tokenizer: of the model that is asked.
         files: JSON lines, or what `trainer.data.load_rows` reads.
-        examples: solved problems before every question, not asked: the shortest of the first file's first 256.
+        examples: solved problems before every question, not asked, which `trainer.data.take_examples` takes.
         computations: most computations of a solution, by GSM8K's marks; 0 for any.
         count: most problems of a file.
 
@@ -69,7 +65,7 @@ def read_problems(
     solved, posed_files = list[Row](), list[list[Problem]]()
     for i, file in enumerate(files):
         rows = load_rows(file or GENERATED, split="test" if i else "train", count=None if file else 2048)
-        sizes = [len(_COMPUTATION.findall(row["answer"])) for row in rows]
+        sizes = [len(re.findall(ANNOTATION, row["answer"])) for row in rows]
         kept = [
             row for row, n in zip(rows, sizes, strict=True) if not file or not computations or 0 < n <= computations
         ]
@@ -79,8 +75,7 @@ def read_problems(
                 f"and {examples} are examples; name a larger file, or raise computations"
             )
         if i == 0:
-            solved = sorted(kept[:256], key=lambda row: len(row["question"]) + len(row["answer"]))[:examples]
-            kept = [row for row in kept if row not in solved]
+            solved, kept = take_examples(kept, examples)
         posed_files.append(posed(kept[:count], tokenizer, examples=solved, instruction=bool(file) * INSTRUCTION))
     return posed_files
 

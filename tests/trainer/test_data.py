@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from tests.support.tiny import jsonl
 from trainer import data
 from trainer.config import TrainConfig
-from trainer.data import Row, encode_prompts, load_rows, stop_clock, train_and_eval_rows
+from trainer.data import Row, encode_prompts, load_rows, stop_clock, take_examples, train_and_eval_rows
 from trainer.settings import ASSETS, DataConfig
 
 GOOD = {"question": "How many?", "answer": "2+3=5\n#### 5"}
@@ -146,6 +146,30 @@ def test_a_system_prompt_and_thinking_are_settings_and_messages_keep_what_they_s
     tokenizer = tokenizer_with(TEMPLATE)
     (ids,) = encode_prompts([row], tokenizer, TrainConfig(**options), 1024)
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_worked_examples_are_turns_before_the_question_without_annotations() -> None:
+    tokenizer, config = tokenizer_with(TEMPLATE), TrainConfig(instruction="Go.", system_prompt="Think.")
+    solved = {"A?": "2*3=<<2*3=6>>6\n#### 6", "B?": "#### 7"}
+    examples = [Row({"question": question, "answer": answer}) for question, answer in solved.items()]
+    (ids,) = encode_prompts([Row(GOOD)], tokenizer, config, 1024, examples)
+    turns = "<system> Think. <user> A?\nGo. <assistant> 2*3=6\n#### 6 <user> B?\nGo. <assistant> #### 7 "
+    assert ids == tokenizer(f"{turns}<user> How many?\nGo. ", add_special_tokens=False)["input_ids"]
+    with pytest.raises(ValueError, match="a row: examples go before a question that is text, not messages"):
+        encode_prompts([Row(GOOD, messages=CHAT)], tokenizer, config, 1024, examples)
+    with pytest.raises(ValueError, match="examples: model embedded has no chat template"):
+        encode_prompts([Row(GOOD)], tokenizer_with(None), config, 1024, examples)
+
+
+def test_the_shortest_of_the_first_256_rows_are_examples_and_are_not_asked() -> None:
+    rows = [Row({"question": f"{'long ' * (300 - i)}{i}?", "answer": "#### 5"}) for i in range(300)]
+    rows.append(Row(rows[255] | {"answer": "#### 6"}))  # a question that comes again
+    examples, others = take_examples(rows, 3)
+    assert examples == [rows[255], rows[254], rows[253]]
+    assert others == rows[:253] + rows[256:300]
+    assert take_examples(rows, 0) == ([], rows)
+    with pytest.raises(ValueError, match="examples: 2 of 2 training problems leave none to train on"):
+        take_examples(rows[:2], 2)
 
 
 def test_a_template_that_writes_the_date_writes_that_of_the_runs_begin() -> None:
