@@ -85,8 +85,8 @@ class _Groups:
         self._weights = [store for module in members if "weight" in (store := module._parameters)]  # FSDP1 has none
         self._forms = self._forms_now()
         firsts = [(group, group.members[0].weights()) for group in self.all]
-        dtypes = torch.float32, torch.bfloat16
-        self._wide = [g for g, one in firsts if (one.down.dtype, one.weight.dtype) == dtypes and _halves_fit(one.weight)]
+        wide = torch.float32, torch.bfloat16
+        self._wide = [g for g, one in firsts if (one.down.dtype, one.weight.dtype) == wide and _halves_fit(one.weight)]
         self._split: tuple[int, TensorMarks, list[AdapterParts]] | None = None  # after so many steps, of which tensors
 
     def hold(self, walk: ModelWalk) -> bool:
