@@ -127,9 +127,12 @@ def test_the_wheel_holds_the_library_and_the_program_and_the_sdist_the_checkout(
     assert {path.name for path in (REPOSITORY / "examples").glob("*.py")} <= {Path(name).name for name in files}
     (tmp_path / "user" / "examples").mkdir(parents=True)
     (tmp_path / "user" / "examples" / "mine.py").write_text("")
-    for folder in ("user", "installed"):
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "examples.py").write_text("")
+    for folder in ("user", "script", "installed"):
         add = f"import os, sys; os.chdir({str(tmp_path / folder)!r}); from cfa_trainer import __main__ as program"
-        code = f"{add}; program.add_examples(); import examples.ibpo, examples.estimators.resampling"
+        code = f"{add}; program.add_examples(); assert 'examples' not in sys.modules"
+        code += "; import examples.ibpo, examples.estimators.resampling"
         code += "; import examples.mine" * (folder == "user")
         where = run(f"{code}; print(examples.ibpo.__file__)", PYTHONPATH=str(tmp_path / "installed"))
         assert where.startswith(str(tmp_path / "installed" / "cfa_trainer" / "examples"))

@@ -3,7 +3,8 @@
 import importlib.util
 import os
 import sys
-import types
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
 
 from .extras import needed_by, program
 
@@ -28,12 +29,20 @@ def main(argv: list[str] | None = None) -> int:
 def add_examples() -> None:
     """Let `examples.code` and the like be imported where the program is installed, behind a user's own `examples`."""
     ours = importlib.util.find_spec(f"{__package__}.examples")  # none in a checkout, which they are next to
-    if ours is not None and ours.submodule_search_locations is not None:
-        try:
-            package = importlib.import_module("examples")
-        except ImportError:
-            package = sys.modules["examples"] = types.ModuleType("examples")
-        package.__path__ = [*getattr(package, "__path__", ()), *ours.submodule_search_locations]
+    if ours is None or ours.submodule_search_locations is None:
+        return
+    places = [*ours.submodule_search_locations]
+
+    class Finder(PathFinder):
+        @classmethod
+        def find_spec(cls, fullname: str, *_: Any) -> ModuleSpec | None:
+            if fullname != "examples":
+                return None
+            spec = PathFinder.find_spec(fullname) or ModuleSpec(fullname, None, is_package=True)
+            spec.submodule_search_locations = [*(spec.submodule_search_locations or ()), *places]
+            return spec
+
+    sys.meta_path.insert(0, Finder)  # a user's package is imported when something of it is asked for, not before
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from transformers import get_scheduler, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from cfa_kernels.model.compile_layers import compile_layers
-from cfa_kernels.model.memory import is_out_of_memory
+from cfa_kernels.model.memory import is_out_of_memory, keep_freed_memory
 from cfa_kernels.model.parts import causal_lm, context_length, vocab_size
 from cfa_kernels.options import imported
 from cfa_kernels.text.offsets import describe_spare_ids
@@ -53,6 +53,7 @@ def main(settings: TrainSettings) -> int:
     with refusing(program("trainer")):
         config = TrainConfig(**vars(settings))
     disable_progress_bar()
+    keep_freed_memory()
     expected: tuple[type[Exception], ...] = (ValueError, *_PROBLEMS)
     with Ending() as ending:
         try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.adapted_linear import AdaptedLayer, AdapterParts, adapted_linear, split_adapters
+from ..ops.matmul import multiplies_halves
 from .modes import exchanged
 from .sharded.fsdp import is_piece
 from .state import TensorMarks, adapters, steps_taken
@@ -40,7 +41,8 @@ class _Layer(NamedTuple):
 def one_pass_adapters(walk: ModelWalk, *, inside: nn.Module | None = None) -> AbstractContextManager[None]:
     """Run the LoRA layers of a model, or of a module `inside` it, as ops; their own `forward` comes back afterwards.
 
-    On a GPU bfloat16 rows meet float32 adapters in bfloat16 parts, 8 bytes a weight. Weights must not change inside.
+    Where bfloat16 is multiplied, bfloat16 rows meet float32 adapters in bfloat16 parts, 8 bytes a weight. Weights must
+    not change inside.
     """
     layers = _lora_layers(walk)
     if not layers:  # groups of another forward stay
@@ -83,8 +85,8 @@ class _Groups:
         self._weights = [store for module in members if "weight" in (store := module._parameters)]  # FSDP1 has none
         self._forms = self._forms_now()
         firsts = [(group, group.members[0].weights()) for group in self.all]
-        dtypes = torch.float32, torch.bfloat16
-        self._wide = [g for g, one in firsts if (one.down.dtype, one.weight.dtype) == dtypes and is_on_gpu(one.down)]
+        wide = torch.float32, torch.bfloat16
+        self._wide = [g for g, one in firsts if (one.down.dtype, one.weight.dtype) == wide and _halves_fit(one.weight)]
         self._split: tuple[int, TensorMarks, list[AdapterParts]] | None = None  # after so many steps, of which tensors
 
     def hold(self, walk: ModelWalk) -> bool:
@@ -178,13 +180,17 @@ def _plain(layer: Any) -> _Layer | None:
 
 
 def _dtypes_fit(x: Tensor, weights: AdaptedLayer, casts: bool) -> bool:
-    on_gpu = is_on_gpu(x)
-    if casts and not (on_gpu and x.dtype == torch.get_autocast_dtype(x.device.type)):
+    dtype, adapter, on_gpu = x.dtype, weights.down.dtype, is_on_gpu(x)
+    if weights.weight.dtype != dtype or (casts and not (on_gpu and dtype == torch.get_autocast_dtype(x.device.type))):
         return False
-    if not on_gpu and (x.device.type != "cpu" or x.dtype not in _FULL):  # halves would round once, by PEFT three times
-        return False
-    wider = torch.float32 if x.dtype == torch.bfloat16 and on_gpu else x.dtype
-    return weights.weight.dtype == x.dtype and weights.down.dtype in (x.dtype, wider)
+    if dtype == torch.bfloat16 and adapter == torch.float32:
+        return _halves_fit(x)
+    # Adapters of halves on a CPU would round once, by PEFT three times.
+    return adapter == dtype and (on_gpu or (x.device.type == "cpu" and dtype in _FULL))
+
+
+def _halves_fit(tensor: Tensor) -> bool:
+    return is_on_gpu(tensor) or multiplies_halves(tensor)
 
 
 def is_on_gpu(tensor: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """Limit memory: strips of logits for formulas that need them, and work that is cut until it fits the device."""
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -56,3 +58,14 @@ def run_in_memory(
                 todo += reversed(cut)
             else:
                 yield result
+
+
+def keep_freed_memory() -> None:
+    """Let glibc give blocks of up to 256 MB out again that were freed, where it would return them to the system.
+
+    The system fills every page with zeros first, which takes longer than most operations on logits.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        library = ctypes.CDLL(None)
+        library.mallopt(-3, 1 << 28)  # M_MMAP_THRESHOLD
+        library.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD, free memory that stays

@@ -11,6 +11,7 @@ caches, which ask for their size at the first kernel, to 64 shapes, unless the e
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Compute `out += left @ right`, all of one dtype; return `out`. cuBLAS rounds the product before it adds it."""
     if is_compiling():
         return sum_of(out, left @ right)
-    if out.is_cuda or out.dtype not in (torch.bfloat16, torch.float16):
+    if out.is_cuda or out.dtype not in (torch.bfloat16, torch.float16) or multiplies_halves(out):
         return out.addmm_(left, right)
     return out.copy_(torch.addmm(out.float(), left.float(), right.float()))
 
@@ -66,6 +67,19 @@ def sum_of(matrix: Tensor, other: Tensor) -> Tensor:
     # An addition of a product in its own dtype becomes a call wherever something else than arithmetic reads the sum, a
     # backward say; cuBLAS first copies the other tensor.
     return (matrix.float() + other.float()).to(matrix.dtype)
+
+
+def multiplies_halves(tensor: Tensor) -> bool:
+    """Whether a tensor is bfloat16 on a CPU that multiplies it (AMX, AVX512-BF16), in float32 sums rounded once."""
+    if not tensor.is_cpu or tensor.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.backends.mkldnn.enabled) and cpu_multiplies_bfloat16()
+
+
+@cache
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _has_onednn(tensor: Tensor) -> bool:

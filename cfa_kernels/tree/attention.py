@@ -125,6 +125,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, sinks: Tensor |
 
 
 _REFERENCE_BLOCK = 512  # query rows at a time, so that masks and scores stay small
+_HALVES_BLOCK = 64
 
 
 def tree_attention_reference(
@@ -132,6 +133,9 @@ def tree_attention_reference(
 ) -> Tensor:
     """Define `tree_attention` in plain PyTorch, segment by segment; also the CPU path."""
     table.require_start(first_query_row)
+    dtype, rows_at_a_time = q.dtype, _REFERENCE_BLOCK
+    if q.is_cpu and q.dtype in (torch.bfloat16, torch.float16):  # whose backward there takes longer than float32's
+        q, k, v, rows_at_a_time = q.float(), k.float(), v.float(), _HALVES_BLOCK
     context_rows = table.contexts.to(q.device)
     segments = zip(table.row_start, table.length, table.context_start, table.context_length, strict=True)
     outputs = []
@@ -143,8 +147,8 @@ def tree_attention_reference(
             before = context_rows[start : start + context]
             keys = torch.cat([k.index_select(0, before), keys])
             values = torch.cat([v.index_select(0, before), values])
-        for first in range(0, length, _REFERENCE_BLOCK):
-            last = min(first + _REFERENCE_BLOCK, length)
+        for first in range(0, length, rows_at_a_time):
+            last = min(first + rows_at_a_time, length)
             query = torch.arange(context + first, context + last, device=q.device)
             oldest = rule.reach.oldest_visible(query)
             low = int(oldest[0])  # no row of this block sees a key before it
@@ -153,7 +157,7 @@ def tree_attention_reference(
             seen = slice(low, context + last)
             queries = q[row + first - first_query_row : row + last - first_query_row]
             outputs.append(_attend_reference(queries, keys[seen], values[seen], visible, rule))
-    return torch.cat(outputs)
+    return torch.cat(outputs).to(dtype)
 
 
 def _attend_reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, rule: AttentionRule) -> Tensor:
