@@ -4,7 +4,8 @@ A keyed draw depends neither on the other rows of the batch nor on earlier draws
 seed. A token is drawn by inverse CDF, in the order of the vocabulary.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch import Tensor
 from cfa_kernels import KeptTokens
 
 CANDIDATES = 256  # likeliest tokens that are looked at first; a nucleus is rarely larger
+_WIDER = 16  # times so many tokens are looked at where it is
+_CACHED = 1 << 17  # weights in float64 that a CPU's cache holds
 
 
 def keyed_uniforms(keys: Sequence[Sequence[int]], length: int) -> Tensor:
@@ -43,48 +46,66 @@ def draw(
     if uniforms is None:
         nothing = torch.zeros_like(largest).masked_fill(unknown, torch.nan)
         return TokenDraw(scores.argmax(-1, keepdim=True), nothing, narrow)
-    scaled = scores.float() / temperature
-    weights = (scaled - scaled.amax(-1, keepdim=True).double()).exp_()
-    kept = None
+    weights = functools.partial(_weights, temperature=temperature)
     if top_p < 1:
-        share = top_p * weights.sum(-1, keepdim=True)
-        tokens, narrow, kept = _nucleus(scaled, weights, share, uniforms, candidates)
-    else:
-        tokens = _inverse_cdf(weights, uniforms)
-    tokens = tokens.clamp(max=scores.shape[1] - 1)  # beyond it are only sums that are nan
-    if kept is None:
-        logprobs = torch.log_softmax(scaled, -1).gather(1, tokens)  # rounded as those of a training forward are
-    else:
-        below = scaled - scaled.amax(-1, keepdim=True)
-        inside = below.gather(1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf)
-        total = inside.logsumexp(-1, keepdim=True)
-        logprobs = below.gather(1, tokens) - total
-        kept = torch.stack([kept.int(), (inside - total).view(torch.int32)], 1)
-    return TokenDraw(tokens, logprobs.masked_fill(unknown, torch.nan), narrow, kept)
+        share = top_p * _by_parts(lambda *part: weights(*part).sum(-1, keepdim=True), scores, largest)
+        size = min(candidates or CANDIDATES, scores.shape[1])
+        row = scores, largest, share, uniforms
+        tokens, logprobs, narrow, kept = _nucleus(*row, temperature, size, widens=candidates is None)
+        return TokenDraw(tokens, logprobs.masked_fill(unknown, torch.nan), narrow, kept)
+    tokens = _by_parts(lambda *part: _inverse_cdf(weights(*part[:2]), part[2]), scores, largest, uniforms)
+    tokens = tokens.clamp_(max=scores.shape[1] - 1)  # beyond it are only sums that are nan
+    logprobs = _by_parts(  # rounded as those of a training forward are
+        lambda part, tokens: torch.log_softmax(part.float() / temperature, -1).gather(1, tokens), scores, tokens
+    )
+    return TokenDraw(tokens, logprobs.masked_fill(unknown, torch.nan), narrow)
+
+
+def _by_parts(function: Callable[..., Tensor], scores: Tensor, *columns: Tensor) -> Tensor:
+    """Give what a function of rows of scores (B, V) and of columns (B, 1) gives, in parts that a CPU's cache holds."""
+    rows = max(1, _CACHED // scores.shape[1]) if scores.device.type == "cpu" else len(scores)
+    parts = zip(*(whole.split(rows) for whole in (scores, *columns)), strict=True)
+    return torch.cat([function(*part) for part in parts])
+
+
+def _weights(scores: Tensor, largest: Tensor, temperature: float) -> Tensor:
+    """Probabilities in float64 of tokens with such scores, over that of a token with the `largest` (B, 1)."""
+    return (scores.float() / temperature - (largest.float() / temperature).double()).exp_()
 
 
 def _nucleus(
-    scaled: Tensor, weights: Tensor, share: Tensor, uniforms: Tensor, candidates: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw tokens (B, 1), each of the likeliest that make up `share` (B, 1) of weights (B, V); give `narrow`, `kept`.
+    scores: Tensor, largest: Tensor, share: Tensor, uniforms: Tensor, temperature: float, size: int, *, widens: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draw, as `TokenDraw` says, from the likeliest tokens that make up `share` (B, 1) of weights (B, V).
 
-    Among equally likely tokens the last of the vocabulary come first.
+    They are looked for among so many likeliest ones; if it `widens`, among more where these do not hold them. Among
+    equally likely tokens the last of the vocabulary come first.
     """
-    size = scaled.shape[1]
-    tokens = scaled.topk(min(candidates or CANDIDATES, size)).indices  # of float32, at half the cost
-    first = weights.gather(1, tokens[:, :CANDIDATES])
-    narrow = (first * (first > first[:, -1:])).sum(-1, keepdim=True) >= share  # and cut in no tie
-    tokens = tokens.sort(-1, descending=True).values
-    by_token = weights.gather(1, tokens)
+    vocabulary = scores.shape[1]
+    tokens = scores.topk(size).indices.sort(-1, descending=True).values
+    likely = scores.gather(1, tokens)
+    by_token = _weights(likely, largest, temperature)
     values, order = by_token.sort(dim=-1, descending=True, stable=True)
-    inside = torch.zeros_like(narrow.expand_as(order)).scatter(1, order, values.cumsum(-1) - values < share)
-    place = _inverse_cdf((by_token * inside).flip(-1), uniforms).clamp(max=tokens.shape[1] - 1)
-    drawn, kept = tokens.flip(-1).gather(1, place), torch.where(inside, tokens, -1)
-    if candidates is None and size > CANDIDATES and not narrow.all():
-        rows = (~narrow).nonzero()[:, 0]
-        kept = torch.nn.functional.pad(kept, (0, size - kept.shape[1]), value=-1)
-        drawn[rows], _, kept[rows] = _nucleus(scaled[rows], weights[rows], share[rows], uniforms[rows], size)
-    return drawn, narrow | (size <= CANDIDATES), kept
+    inside = torch.zeros_like(by_token, dtype=torch.bool).scatter(1, order, values.cumsum(-1) - values < share)
+    place = _inverse_cdf((by_token * inside).flip(-1), uniforms).clamp(max=size - 1)
+    below = likely.float() / temperature - largest.float() / temperature
+    within = below.masked_fill(~inside, -torch.inf)
+    total = within.logsumexp(-1, keepdim=True)
+    drawn, logprobs = (part.flip(-1).gather(1, place) for part in (tokens, below - total))
+    kept = torch.stack([torch.where(inside, tokens, -1).int(), (within - total).view(torch.int32)], 1)
+    if widens and not (whole := _reaches(share, values, vocabulary)).all():
+        rows = (~whole).nonzero()[:, 0]
+        part = scores[rows], largest[rows], share[rows], uniforms[rows]
+        more = _nucleus(*part, temperature, min(_WIDER * size, vocabulary), widens=True)
+        kept = torch.nn.functional.pad(kept, (0, more[3].shape[2] - size), value=-1)
+        drawn[rows], logprobs[rows], _, kept[rows] = more
+    return drawn, logprobs, _reaches(share, values[:, :CANDIDATES], vocabulary), kept
+
+
+def _reaches(share: Tensor, values: Tensor, vocabulary: int) -> Tensor:
+    """Whether the largest weights (B, C) in falling order hold a nucleus, which they cut in no tie, (B, 1)."""
+    above = values * (values > values[:, -1:])
+    return (above.sum(-1, keepdim=True) >= share) | (values.shape[1] == vocabulary)
 
 
 class KeptRecord:
