@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, StaticLayer
+from transformers.cache_utils import Cache, StaticLayer
 
 from cfa_kernels import KeptTokens
 from cfa_kernels.model.decode_attention import cache_argument, decoding_attention
 from cfa_kernels.ops.upload import upload
 
+from .prompts import SHARED_FROM, common_beginning, feed
 from .sampling import CANDIDATES, KeptRecord, draw
 
 LOOK = 16  # tokens between two looks at a GPU's results, or for a stop string
@@ -114,14 +115,11 @@ class Decoder:
         prompts = nn.functional.pad(torch.stack([ids, mask])[:, fill], (width + 1 - ids.shape[1], 0))
         prefixes, own = prompts[:, :, :-1].unique(dim=1, return_inverse=True)  # a group's prompt is fed once
         padding, ended = width - prompts[1, :, :-1].sum(1, keepdim=True), torch.arange(rows)[:, None] >= count
-        host = [prefixes, own, prompts[0, :, -1:], padding, ended, uniforms[fill]]
-        prefixes, own, *columns, uniforms = upload(host, next(self._model.parameters()).device)
+        host = [own, prompts[0, :, -1:], padding, ended, uniforms[fill]]
+        own, *columns, uniforms = upload(host, next(self._model.parameters()).device)
         with decoding_attention(self._model):
-            cache: Any = DynamicCache(config=self._model.config)
-            at = (prefixes[1].cumsum(1) - 1).clamp(min=0)
-            options = {"attention_mask": prefixes[1], "position_ids": at, self._cache: cache, "use_cache": True}
-            self._model.get_decoder()(input_ids=prefixes[0], **options)
-            fed = [(layer.keys, layer.values) for layer in cache.layers]
+            as_tree = prefixes.shape[1] > 1 and common_beginning(*prefixes) >= SHARED_FROM
+            fed = feed(self._model, *prefixes, as_tree=as_tree)
             state = self._state_of(rows, width + length, fed)
             for layer, parts in zip(self._layers, fed, strict=True):
                 for store, part in zip((layer.keys, layer.values), parts, strict=True):

@@ -100,6 +100,25 @@ def test_prompts_that_repeat_are_fed_once_and_their_completions_stay_the_same(op
             torch.testing.assert_close(together.logprobs[b], single.logprobs[0], rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, WINDOWED, {"num_key_value_heads": 4}], ids=["gqa", "window", "mha"])
+@pytest.mark.parametrize("shares", [{3: 4}, {0: 2, 1: 2, 5: 1}, {i: 1 for i in range(4)}], ids=["one", "three", "four"])
+def test_a_beginning_that_all_prompts_share_is_fed_once(options, shares, monkeypatch) -> None:
+    model, shapes, common = tiny(**options), [], [*range(30, 50)]
+    prompts = [[*common, 60 + i, *range(70, 70 + i)] for i, rows in shares.items() for _ in range(rows)]
+    sampled = SAMPLED | {"keys": [(3, i) for i in range(len(prompts))]}
+    expected = by_generate(model, prompts, **sampled)
+    model.model.register_forward_pre_hook(
+        lambda _, __, inputs: shapes.append(inputs["input_ids"].numel()), with_kwargs=True
+    )
+    for least in (1000, 20):
+        monkeypatch.setattr(decoding, "SHARED_FROM", least)
+        shapes.clear()
+        ours = TransformersEngine(model, tokenizer())(prompts, **sampled)
+        assert ours.ids() == expected.ids()
+        torch.testing.assert_close(ours.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    assert shapes[0] == len(common) + sum(shares)  # what is before the last token
+
+
 def long_run(tokens: int) -> dict:
     """Eight rows that do not end before `tokens`."""
     return SAMPLED | {"keys": [(3, i) for i in range(8)], "max_completion_length": tokens}
