@@ -233,9 +233,9 @@ def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> 
     config, rows, prompts = trainer.config, trainer.held_out, trainer.held_out_prompts
     seed_all(config.seed, step, 1)
     progress = report.evaluating(step, len(processes.own_share(rows)) * (1 + config.eval_samples))
-    ending.waits = processes.count() > 1
     try:
         with progress as advance, processes.whole_weights(trainer.policy):
+            ending.waits = processes.count() > 1
             result = evaluate(trainer.engine, rows, prompts, config, match=trainer.grader, advance=advance, step=step)
             ending.waits = True
     except Ended:
