@@ -39,9 +39,9 @@ class Interval:
         return f"in {'(' if self.above_low else '['}{self.low:g}, {self.high:g}]".replace("+", "")
 
     def check(self, **numbers: Any) -> None:
-        """Raise `ValueError` for the first number, if it is there, that is not in the interval; names it."""
+        """Raise `ValueError` for the first number that is not in the interval; names it."""
         for name, number in numbers.items():
-            if number is not None and number not in self:
+            if number not in self:
                 raise ValueError(f"{name} must be {self}, got {repr(number) if isinstance(number, str) else number}")
 
 

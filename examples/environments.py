@@ -21,8 +21,11 @@ from cfa_kernels.text.offsets import decoded
 FAILURES = (Exception, SystemExit)  # of an environment's code; not signals
 
 
-class EnvironmentFailure(ValueError):
-    """An environment raised, did not return, or returned no text; the message names rollout and turn."""
+class EnvironmentFailure(ConnectionError):
+    """An environment raised, did not return, or returned no text; the message names rollout and turn.
+
+    The training program ends in one line at an error of this kind, which also names the step.
+    """
 
 
 class Calculator:

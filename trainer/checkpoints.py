@@ -64,22 +64,19 @@ class RunFolder:
         step, report = on_first(lambda: _last_step(self.path)), dict[str, Any]()
         if step is not None:
             folder = self._checkpoint(step)
-            try:
+            with _reading(folder, "the one before"):
                 content = json.loads((folder / "run.json").read_bytes())
+                digest, report = content["digest"], content["report"]
+                short = [n for n, size in report["bytes"].items() if _size(self.path / n) < size]
                 state = torch.load(folder / "state.pt", "cpu", weights_only=True)
-            except Exception as problem:  # a damaged file fails in as many ways as it has bytes
-                what = f"{folder} cannot be read ({type(problem).__name__}: {problem})"
-                raise Refused(f"{what}; remove it to resume from the one before; {_NEW}") from problem
-            if content["digest"] != self._digest:
+            if digest != self._digest:
                 raise Refused(f"{self.path} was begun with other base weights, problems, prompts or device; {_NEW}")
-            short = [n for n, size in content["report"]["bytes"].items() if _size(self.path / n) < size]
             if short:  # it would be filled up with zeros
                 raise Refused(f"{self.path / short[0]} is shorter than it was at step {step}; {_NEW}")
             if step > config.max_steps:
                 raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
             gather(None)  # none of the processes has failed before this
             restore(trainer, state)
-            report = content["report"]
         on_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config, made_by())))
         return step or 0, report
 
@@ -115,6 +112,15 @@ class RunFolder:
 
     def _checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step}"
+
+
+@contextlib.contextmanager
+def _reading(path: Path, before: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as problem:  # a damaged file fails in as many ways as it has bytes
+        what = f"{path} cannot be read ({type(problem).__name__}: {problem})"
+        raise Refused(f"{what}; remove it to resume from {before}; {_NEW}") from problem
 
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -163,7 +169,11 @@ def _opened(config: TrainConfig, stack: contextlib.ExitStack) -> RunFolder:
         return run
     if changed := _differences(read_settings(path / _SETTINGS), config):
         raise Refused(f"{path} was begun with other settings: {', '.join(changed)}. Give the same ones, or {_NEW}")
-    if (path / _SUMMARY).exists() and json.loads((path / _SUMMARY).read_bytes())["steps"] >= config.max_steps:
+    is_finished = False
+    if (path / _SUMMARY).exists():
+        with _reading(path / _SUMMARY, "the last checkpoint"):
+            is_finished = json.loads((path / _SUMMARY).read_bytes())["steps"] >= config.max_steps
+    if is_finished:
         raise Finished(f"{path} is finished: it has the {config.max_steps} steps that are asked for; {_NEW}")
     with contextlib.suppress(Exception):  # `begin` says what is wrong with the checkpoint
         content = json.loads((run._checkpoint(_last_step(path) or 0) / "run.json").read_bytes())

@@ -109,6 +109,12 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
             c.rollout_engine != "vllm" and (url != TrainSettings.vllm_server_base_url or c.vllm_weights != "auto")
         ),
         "vllm_weights: adapter sends a LoRA, and use_peft is off": c.vllm_weights == "adapter" and not c.use_peft,
+        f"vllm_server_base_url must begin with http:// or https://, got {url!r}": (
+            not url.startswith(("http://", "https://"))
+        ),
+        "estimator.merge_adapters: there is no adapter to merge, as use_peft is off; omit it": (
+            getattr(credit.estimator, "merge_adapters", False) and not c.use_peft
+        ),
         f"temperature: a vLLM server takes at most 2, got {c.temperature}": (
             c.rollout_engine == "vllm" and c.temperature > 2
         ),

@@ -51,11 +51,14 @@ class Averages:
 def reward_metrics(
     rewards: Tensor, by_function: Mapping[str, list[float | None]], num_generations: int
 ) -> dict[str, float]:
-    """Summarize (B,) rewards, nan for none, with groups side by side: mean, spread, share of groups without any."""
+    """Summarize (B,) rewards, nan for none, with groups side by side: mean, spread, share of groups without any.
+
+    A mean or spread of too few rewards is nan, which `metrics.jsonl` has as null.
+    """
     rewards = rewards.double()  # squares of what float32 holds may be beyond it
     known = rewards[~rewards.isnan()]
     metrics = {
-        "reward": known.mean().item(), "reward_std": known.std().item(),
+        "reward": known.mean().item(), "reward_std": known.std().item() if len(known) > 1 else torch.nan,
         "frac_reward_zero_std": 1 - mixed_groups(rewards.view(-1, num_generations)).float().mean().item(),
     }  # fmt: skip
     for name, values in by_function.items():

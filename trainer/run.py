@@ -162,7 +162,8 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     """Evaluate, train, evaluate again, save, from the last checkpoint on; give the run folder's path.
 
     `folder` is as `open_run` found it, which this otherwise does itself. A request of `ending` ends the run after a
-    step. Raises as `open_run` does, and `DiskError`, `FloatingPointError` or `RewardError` that names the step.
+    step. Raises as `open_run` does. `DiskError`, `FloatingPointError`, `RewardError` and `ConnectionError`, of a server
+    or an environment, name the step in their message; any other error has it in a note.
     """
     if folder is None:
         with open_run(trainer.config) as folder:
@@ -207,10 +208,13 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
             with whole_folder(model) if processes.rank() == 0 else contextlib.nullcontext(model) as aside:
                 save_policy(trainer.policy, trainer.tokenizer, aside)
             report.closing()
-        except (FloatingPointError, RewardError) as problem:
+        except (FloatingPointError, RewardError, ConnectionError) as problem:
             raise type(problem)(f"step {step}, {problem}; this step is not saved") from problem
         except DiskError as problem:
             raise DiskError(f"step {step}: {problem}; {folder.how_to_go_on(config)}") from problem
+        except Exception as problem:
+            problem.add_note(f"step {step}; this step is not saved")
+            raise
         processes.gather(None)  # the others end when the first has saved
     return folder.path
 
@@ -230,9 +234,9 @@ def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> 
     config, rows, prompts = trainer.config, trainer.held_out, trainer.held_out_prompts
     seed_all(config.seed, step, 1)
     progress = report.evaluating(step, len(processes.own_share(rows)) * (1 + config.eval_samples))
-    ending.waits = processes.count() > 1
     try:
         with progress as advance, processes.whole_weights(trainer.policy):
+            ending.waits = processes.count() > 1
             result = evaluate(trainer.engine, rows, prompts, config, match=trainer.grader, advance=advance, step=step)
             ending.waits = True
     except Ended:

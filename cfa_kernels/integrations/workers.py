@@ -71,22 +71,18 @@ class Workers(RemoteAccess):
         """Deal the batch's groups over the workers and join the results, in the batch's order."""
         if isinstance(estimator, OwnFunction):  # runs here, with these workers in the model's place
             return estimator(self, batch)
-        return self._dealt(lambda rows: estimator, batch)
+        return self._dealt(estimator, batch)
 
     def score(
         self, batch: Batch, *, mask: Masks = None, outcome: Outcome = "logprob", merge_adapters: bool = False
     ) -> CounterfactualScores:
         """Score the batch on the workers."""
+        scores = partial(_scores, mask=mask, outcome=outcome, merge_adapters=merge_adapters)
+        return self._dealt(scores, batch)  # type: ignore[no-any-return]
 
-        def scores_of(rows: Sequence[int]) -> Callable[[Any, Batch], CounterfactualScores]:
-            own = [mask[b] for b in rows] if isinstance(mask, list | tuple) else mask
-            return partial(_scores, mask=own, outcome=outcome, merge_adapters=merge_adapters)
-
-        return self._dealt(scores_of, batch)  # type: ignore[no-any-return]
-
-    def _dealt(self, estimator_of: Callable[[Sequence[int]], Callable[[Any, Batch], Any]], batch: Batch) -> Any:
+    def _dealt(self, estimator: Callable[[Any, Batch], Any], batch: Batch) -> Any:
         dealt = deal_groups(batch, self.count)
-        answers = self._ask([Share(estimator_of(rows), batch.take(rows)) for rows in dealt])
+        answers = self._ask([Share(estimator, batch.take(rows)) for rows in dealt])
         results = [pair for pair in zip(answers, dealt, strict=True) if pair[1]]
         return _joined(*zip(*results, strict=True))
 

@@ -58,6 +58,8 @@ class LossOptions:
             )
         for name, interval in _RANGES.items():
             value = getattr(self, name)
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"{name} must be {interval}, got a tensor of shape {tuple(value.shape)}")
             if isinstance(value, Tensor) and should_validate(self.validate, value):
                 value = value.item()
             if not isinstance(value, Tensor) and value != getattr(LossOptions, name):

@@ -165,15 +165,24 @@ def _traced_attention(
 
 
 def _build_mask(
-    *, mask_function: Callable[..., Any], local_size: int | None = None, device: torch.device | None = None, **_: object
-) -> TreeMask:
+    *, mask_function: Callable[..., Any], local_size: int | None = None, device: torch.device | None = None,
+    config: Any = None, **_: object,
+) -> TreeMask:  # fmt: skip
     """Make a layer's mask for transformers' mask builder, whose `mask_function` says which keys a query sees."""
     forward = RUNNING.get()
     if forward is None:
         raise RuntimeError(f"attn_implementation={ATTENTION!r} runs only inside a packed forward")
     rows = forward.table.num_rows - forward.first_row
-    shows = not forward.first_row or local_size is None or rows > local_size + 3  # what rows before it may need
-    return TreeMask(forward.table, read_visibility(mask_function, local_size, device, rows if shows else None))
+    if not forward.first_row or local_size is None or rows > local_size + 3:
+        return TreeMask(forward.table, read_visibility(mask_function, local_size, device, rows))
+    try:
+        reach = read_visibility(mask_function, local_size, device)  # rows before it may need more than its own show
+    except NotImplementedError:  # perhaps it reads a table of its own rows; they must then agree with what is declared
+        sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        reach, own = Reach(window=local_size), read_visibility(mask_function, local_size, device, rows)
+        if sizes[0] != local_size or sizes[1] == local_size or own != (reach if rows > local_size else EVERYTHING):
+            raise
+    return TreeMask(forward.table, reach)
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -28,7 +28,8 @@ class Softmax(NamedTuple):
     @classmethod
     def of(cls, temperature: float, softcap: float | None, logit_scale: float) -> "Softmax":
         """Put a scale of the logits into both; raises `ValueError` unless all three are `options.POSITIVE`."""
-        POSITIVE.check(temperature=temperature, softcap=softcap, logit_scale=logit_scale)
+        cap = {} if softcap is None else {"softcap": softcap}
+        POSITIVE.check(temperature=temperature, logit_scale=logit_scale, **cap)
         return cls(temperature / logit_scale, (softcap or 0.0) / logit_scale)
 
 

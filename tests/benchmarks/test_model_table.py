@@ -37,8 +37,12 @@ pytestmark = pytest.mark.slow
 TABLE = json.loads((REPOSITORY / "benchmarks" / "results" / "models.json").read_text())
 ROWS = {row.name: row for row in map(ModelRow.from_json, TABLE["rows"])}
 SAME_VERSION = TABLE["versions"]["transformers"] == model_table.versions()["transformers"]
-# Plain, sliding, a mixture of experts, latent attention, sinks, two with linear attention, no attention interface.
-SAMPLE = ["llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "recurrent_gemma", "bloom"]
+# Plain, sliding, masks that read a table of the rows, a mixture of experts, latent attention, sinks, two with linear
+# attention, no attention interface.
+SAMPLE = [
+    "llama", "gemma2", "gemma4_unified", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "recurrent_gemma",
+    "bloom",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -183,6 +183,10 @@ def correct(mode, **options):
         (set_to("ref_logprobs", None), ValueError, "beta=0.1 needs ref_logprobs"),
         (set_to("entropies", None), ValueError, "entropy_coef=0.1 needs entropies"),
         (set_to("epsilon", "0.2"), ValueError, "epsilon must be finite and at least 0, got '0.2'"),
+        *((set_to(name, None), ValueError, f"{name} must be finite and at least 0, got None")
+          for name in ("epsilon", "epsilon_high", "beta")),
+        *((set_to(name, torch.ones(2)), ValueError, rf"{name} must be .*, got a tensor of shape \(2,\)")
+          for name in ("num_items_in_batch", "num_sequences_in_batch", "entropy_coef", "epsilon")),
         (set_to("max_completion_length", "5"), ValueError, "max_completion_length must be .* at least 0, got '5'"),
         (set_to("advantages", None), TypeError, "advantages must be a tensor, got NoneType"),
         (set_to("entropy_coef", math.nan), ValueError, "entropy_coef must be a finite number, got nan"),

@@ -1,5 +1,7 @@
 """Which models are scored and trained through our head, and which are refused, by name, before anything is wrong."""
 
+from types import SimpleNamespace
+
 import accelerate
 import peft
 import pytest
@@ -13,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cfa_kernels.model import attention
 from cfa_kernels.model.check import verify
+from cfa_kernels.model.modes import value_of
 from cfa_kernels.model.parts import context_length
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.packed import packed_logprobs
@@ -296,6 +299,25 @@ def test_masks_are_read_from_the_function_that_builds_them(size):
         (lambda b, h, q, k: (k <= q) & (q // size == k // size), Reach(chunk=size)),
     ):
         assert attention.read_visibility(rule, size) == reach
+
+
+@pytest.mark.parametrize("rows", [3, 9, 11])
+def test_a_mask_that_reads_a_table_of_few_rows_has_the_window_that_the_configuration_declares(rows):
+    window, table = 8, torch.full((rows,), -1)  # of images, as text has them
+
+    def mask_of(config, rule):
+        def reading(b, h, q, k):
+            return rule(q, k) & (table[q] < 0)
+
+        return attention._build_mask(mask_function=reading, local_size=window, config=config)
+
+    running = attention.Running(SimpleNamespace(num_rows=20 + rows), None, first_row=20)
+    slides, chunks = SimpleNamespace(sliding_window=window), SimpleNamespace(attention_chunk_size=window)
+    with value_of(attention.RUNNING, running):
+        assert mask_of(slides, lambda q, k: (k <= q) & (q - k < window)).reach == Reach(window=window)
+        for config, rule in ((chunks, lambda q, k: k <= q), (slides, lambda q, k: k <= q + 1), (None, torch.ge)):
+            with pytest.raises(NotImplementedError, match="its attention mask"):
+                mask_of(config, rule)
 
 
 @pytest.mark.parametrize(

@@ -325,6 +325,7 @@ GOOD["targets"] = torch.tensor([0, 1, 4])
         ({"lm_head": torch.nn.Linear(4, 5)}, ValueError, "lm_head must be of class Tensor, got Linear"),
         ({"bias": torch.zeros(4)}, ValueError, r"bias must be \(5,\)"),
         ({"temperature": 0.0}, ValueError, r"temperature must be in \[1e-38, 1e38\], got 0.0"),
+        ({"temperature": None}, ValueError, r"temperature must be in \[1e-38, 1e38\], got None"),
         ({"logit_scale": math.nan}, ValueError, r"logit_scale must be in \[.*\], got nan"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
     ],

@@ -18,6 +18,9 @@ def too_few(completions, **_): return [1.0]
 def not_a_number(completions, **_): return [float("nan")] * len(completions)
 def abstains(completions, **_): return [None] * len(completions)
 def another_column(completions, difficulty, **_): return difficulty
+def wordless(*parts):
+    from examples.environments import PlayedEngine
+    return PlayedEngine(type("Wordless", (), {"call": "(?s).", "reset": list, "step": lambda *_: ""}), *parts)
 """
 CONFIG, TOKENIZER, TEMPLATE = "m/config.json", "m/tokenizer.json", "m/chat_template.jinja"
 DATA, MODEL, ANY = "--dataset={tmp}/rows.jsonl", "--model={tmp}/m", "--reward_funcs=own:abstains"
@@ -57,6 +60,7 @@ WITH_THE_MODEL: list[tuple] = [
      {"eos_token_id": None, "m/tokenizer_config.json": NAMELESS}),
     ("--reward_funcs=own:raises", "reward raises raised KeyError: 'difficulty' (in own.py, line 2); this step is not"),
     ("--reward_funcs=own:not_a_number", "reward not_a_number is nan"),
+    ("--environment=own:wordless", "error: step 0, held-out problem 0, turn 0: environment's step must return a text"),
     ("--eval_reward=own:too_few " + ANY, "step 0, reward of evaluation: returned 1 values, expected a list"),
 ]  # fmt: skip
 CASES = [*((2, *one) for one in SETTINGS), *((1, *one) for one in [*BEFORE_THE_MODEL, *WITH_THE_MODEL])]
@@ -124,5 +128,6 @@ def test_a_step_without_memory_says_what_to_lower(good, tmp_path, monkeypatch, c
 
 def test_a_mistake_of_ours_keeps_its_traceback(good, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(run, "training_step", lambda *_: {}["no such key"])
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError) as raised:
         main(flags_of(good, tmp_path / "out"))
+    assert raised.value.__notes__ == ["step 1; this step is not saved"]

@@ -193,6 +193,11 @@ WRONG = [
     (["--dtype=bfloat16", "--no_use_peft"], "dtype: bfloat16 without use_peft would train weights to which most"),
     (["--device=toaster"], "device must be auto, cpu or a GPU such as cuda:0, got 'toaster'"),
     (["--vllm_server_base_url=http://gpu:1"], "only rollout_engine=vllm reads them"),
+    (["--rollout_engine=vllm", "--vllm_server_base_url=gpu:1"], "must begin with http:// or https://, got 'gpu:1'"),
+    (
+        ["--estimator.merge_adapters", "true"],
+        "estimator.merge_adapters: there is no adapter to merge, as use_peft is off",
+    ),
     (["--rollout_engine=vllm", "--temperature=3"], "temperature: a vLLM server takes at most 2, got 3.0"),
     (["--rollout_engine=vllm", "--vllm_weights=adapter"], "vllm_weights: adapter sends a LoRA, and use_peft is off"),
     ("learning_rats: 1e-3", "learning_rats is no setting; did you mean learning_rate?"),

@@ -12,7 +12,8 @@ import pytest
 from tests.support.runs import child, flags, main, outcome
 from trainer import run
 from trainer.disk import DiskError, whole_folder, write_whole
-from trainer.endings import Ending
+from trainer.endings import Ended, Ending
+from trainer.report.report import Silence
 
 
 def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> tuple[int, str, str]:
@@ -55,6 +56,22 @@ def test_a_second_ctrl_c_ends_at_once(there) -> None:
     folder = there / "twice"
     assert child(signalled, flags(there / "model", folder), signal.SIGINT, 3, True) == (130, None)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-0", "step-2"]
+
+
+class Signalled(Ending):
+    """A request whose signal comes as soon as the run does not look at it itself."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "waits" and not value and self.signal:
+            raise Ended
+
+
+def test_a_signal_as_an_evaluation_begins_ends_only_the_evaluation(trainer) -> None:
+    ending = Signalled()
+    ending.signal = signal.SIGTERM
+    assert not run.evaluate_at(trainer, Silence(), 0, ending)
+    assert ending.waits
 
 
 def test_a_signal_that_is_ignored_at_the_start_stays_ignored() -> None:

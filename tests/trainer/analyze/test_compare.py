@@ -26,10 +26,17 @@ def test_figures_are_those_of_the_runs_files_and_means_are_over_seeds(tmp_path, 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["nowhere"], "nowhere/metrics.jsonl: there is no such file"), (["bad"], "metrics.jsonl: .* a step and numbers")],
+    [
+        (["nowhere"], "nowhere/metrics.jsonl: there is no such file"),
+        (["bad"], "metrics.jsonl: .* a step and numbers"),
+        (["good", "bare"], "bare: has no config.yaml"),
+        (["good", "bare/../good"], "good and bare/../good are one run"),
+    ],
 )
 def test_folders_that_are_no_runs_are_one_line(tmp_path, monkeypatch, capsys, arguments, message) -> None:
     write_lines(write_run(tmp_path / "bad") / "metrics.jsonl", [{"step": 1, "reward": "high"}])
+    write_run(tmp_path / "good")
+    (write_run(tmp_path / "bare") / "config.yaml").unlink()
     monkeypatch.chdir(tmp_path)
     assert main(["compare", *arguments]) == 1
     (line,) = capsys.readouterr().err.splitlines()

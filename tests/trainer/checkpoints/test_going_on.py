@@ -89,12 +89,12 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_without_it_the_one_before
     folder = shutil.copytree(folder, tmp_path / "run")
     _, last = (folder / "checkpoints" / name for name in ("step-2", "step-4"))
     damaged = (
-        (last / "state.pt", b"PK", f"{last} cannot be read"), (last / "run.json", b"{", f"{last} cannot be read"),
+        (last / "state.pt", b"PK"), (last / "run.json", b"{"), (last / "run.json", b"{}"), (last / "run.json", b"[]"),
     )  # fmt: skip
-    for file, content, said in damaged:
+    for file, content in damaged:
         whole = file.read_bytes()
         file.write_bytes(content)
-        with pytest.raises(Refused, match=said):
+        with pytest.raises(Refused, match=f"(?s){last} cannot be read .*; remove it to resume from the one before"):
             run_in(folder).begin(trainer)
         file.write_bytes(whole)
     assert run_in(folder).begin(trainer)[0] == 4

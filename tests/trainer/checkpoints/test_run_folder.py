@@ -58,6 +58,10 @@ def test_under_a_steady_schedule_a_run_may_become_longer(argv) -> None:
         open_run(config(*argv("run", "--lr_scheduler_type=constant"))).__enter__()
     with open_run(config(*argv("run", "--lr_scheduler_type=constant", "--max_steps=8"))) as folder:
         assert folder.path == path
+    for content in ("{", "[]", '{"steps": null}'):
+        (path / "summary.json").write_text(content)
+        with pytest.raises(Refused, match=r"summary\.json cannot be read .*; remove it to resume"):
+            open_run(config(*argv("run", "--lr_scheduler_type=constant"))).__enter__()
 
 
 def test_a_setting_that_a_run_did_not_know_had_its_default_and_how_often_it_saves_and_logs_may_change(argv) -> None:

@@ -1,5 +1,8 @@
 """Settings of rewards: weights of several functions, and which rewards go with which rows."""
 
+import json
+import math
+
 import pytest
 from transformers import TrainerState
 
@@ -29,6 +32,23 @@ def test_a_run_goes_on_where_all_rewards_abstain_and_holds_what_they_log(tmp_pat
         assert (entry["reward"] is None) == (place % 2 == 1)
         assert entry["advantage"] or place % 2
     assert "no reward function gave it a reward" in (folder / "report.html").read_text("utf-8")
+
+
+def silent(completions, log_metric, log_extra, **_):
+    log_metric("mine/ratio", math.inf)
+    log_extra("ratio", [math.nan] * len(completions))
+    return [None] * len(completions)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:std")
+def test_figures_that_are_not_finite_are_null_in_the_files_of_a_run(tmp_path) -> None:
+    folder = run(tmp_path / "run", f"--reward_funcs={__name__}:silent", "--max_steps=1")
+    lines = [line for name in ("metrics", "completions") for line in (folder / f"{name}.jsonl").open()]
+    entries = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    (step,) = [entry for entry in entries if "reward_std" in entry]
+    assert entries[-1]["logged"] == {"ratio": None}
+    assert (step["reward"], step["reward_std"], step["mine/ratio"]) == (None, None, None)
 
 
 @pytest.mark.parametrize(
