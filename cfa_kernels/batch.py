@@ -33,9 +33,11 @@ class ScoredRow:
         """Prompt and completion, (P + T,) int64."""
         return np.concatenate([self.prompt, self.completion])
 
-    def masks_something(self, span: Span) -> bool:
-        """Whether masking `span` can change the answer; by causality a later span cannot."""
-        return self.answer is not None and span.start < self.answer.start
+    @cached_property
+    def masks_something(self) -> list[bool]:
+        """Whether masking each span can change the answer; by causality a later span cannot."""
+        first = 0 if self.answer is None else self.answer.start
+        return [span.start < first for span in self.spans]
 
 
 Mask = int | Literal["drop"] | Callable[[ScoredRow, int], Any]

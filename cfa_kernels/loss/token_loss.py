@@ -183,6 +183,9 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: LossOptions) -> Toke
 
 def policy_gradient(logprobs: Tensor, tokens: Tokens, options: LossOptions) -> tuple[TokenTerms, Tensor]:
     """Compute the terms (B, T), detached, and the derivative (B, T) of `sum(loss * scale)` by each log-prob."""
+    if torch.is_inference_mode_enabled():  # whose tensors autograd does not take
+        with torch.inference_mode(False):
+            return policy_gradient(logprobs.clone(), tokens.map(Tensor.clone), options)
     # The body of an operator runs below autograd, which is let in again. `torch.func`, which would need no private
     # names, fails inside a checkpoint and under a `TorchDispatchMode`. A checkpoint's hooks would run the loss again.
     key = torch._C.DispatchKey.AutogradFunctionality

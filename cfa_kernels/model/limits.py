@@ -42,27 +42,30 @@ def refuse_length_dependent_rope(model: Model, longest: int) -> None:
 
 
 def apart_by_length(
-    walk: ModelWalk, bundles: Sequence[list[Query]], lengths: Sequence[int], order: Sequence[int]
+    walk: ModelWalk, bundles: Sequence[list[Query]], order: Sequence[int]
 ) -> tuple[Sequence[list[Query]], list[list[int]]]:
-    """Split bundles into parts that must not share a forward; return bundles as fed, and the non-empty ones of a part.
+    """Split bundles, none of them empty, into parts that must not share a forward; return bundles as fed, and parts.
 
-    Each row, of `lengths` tokens in all, keeps its own rotary frequencies; `order` holds the caller's number of each.
+    Each row keeps the rotary frequencies of its longest query; `order` holds the caller's number of each.
     """
     switches, dynamic = rope_lengths(walk)
+    if not switches and dynamic is None and largest_forward(walk) is None:
+        return bundles, [[*range(len(bundles))]]
+    lengths = [max(query.length for query in bundle) for bundle in bundles]
     for bundle, length, b in zip(bundles, lengths, order, strict=True):
-        if dynamic is not None and bundle and length > dynamic:
+        if dynamic is not None and length > dynamic:
             raise NotImplementedError(
                 f"completions row {b}: has {length} tokens with its prompt, but beyond {dynamic} the dynamic rotary "
                 f"frequencies of {type(walk.model).__name__} are other ones for every length, so rows cannot share a "
                 "forward"
             )
-        longest = max((len(query.tokens) for query in bundle), default=0)
+        longest = max(len(query.tokens) for query in bundle)
         require_few(walk, longest, f"completions row {b}: a sequence of {longest} tokens")
     sides = [sum(length > switch for switch in switches) for length in lengths]
     least = [0, *(switch + 1 for switch in switches)]
     if switches:
         bundles = [[q.fed_to(least[side]) for q in bundle] for bundle, side in zip(bundles, sides, strict=True)]
-    parts = [[i for i, bundle in enumerate(bundles) if bundle and sides[i] == side] for side in sorted(set(sides))]
+    parts = [[i for i, own in enumerate(sides) if own == side] for side in sorted(set(sides))]
     return bundles, parts
 
 

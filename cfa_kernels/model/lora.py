@@ -53,7 +53,7 @@ def one_pass_adapters(walk: ModelWalk, *, inside: nn.Module | None = None) -> Ab
     part = None if inside is None else {*inside.modules()}
     own = [group for group in groups.all if part is None or group.layers[0] in part]
     for group in own:
-        group.forget()
+        group._ahead, group.parts = [None] * len(group.members), None
     groups.give_parts(again=inside is not None)
     return exchanged(attribute for group in own for attribute in group.attributes)
 
@@ -84,6 +84,7 @@ class _Groups:
         members = [m for layer in layers for m in (layer.base_layer, *layer.lora_A.values(), *layer.lora_B.values())]
         self._weights = [store for module in members if "weight" in (store := module._parameters)]  # FSDP1 has none
         self._forms = self._forms_now()
+        self._hooks = [store for modules in plain.values() for m in modules[:4] for store in _HOOKS(vars(m))]
         firsts = [(group, group.members[0].weights()) for group in self.all]
         wide = torch.float32, torch.bfloat16
         self._wide = [g for g, one in firsts if (one.down.dtype, one.weight.dtype) == wide and _halves_fit(one.weight)]
@@ -91,7 +92,7 @@ class _Groups:
 
     def hold(self, walk: ModelWalk) -> bool:
         """Whether they are those of today."""
-        return adapters(walk) == self._adapters and self._forms_now() == self._forms
+        return adapters(walk) == self._adapters and self._forms_now() == self._forms and not any(self._hooks)
 
     def give_parts(self, *, again: bool) -> None:
         """Give groups of float32 adapters on halves their parts, split anew where a weight has changed."""
@@ -135,9 +136,6 @@ class _Group:
         self.layers.append(layer)
         self.members.append(modules)
         self._ahead.append(None)
-
-    def forget(self) -> None:
-        self._ahead, self.parts = [None] * len(self.members), None
 
     def run(self, layer: Any, place: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         waiting, self._ahead[place] = self._ahead[place], None

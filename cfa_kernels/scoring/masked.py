@@ -4,7 +4,7 @@ Completions and their branches (`branch`) become packed trees (`plan.py`); one f
 log-probs. The host lays out a pack while the device runs the one before, and reads values once, at the end.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, replace
 from itertools import count, groupby
@@ -156,10 +156,12 @@ def run_plan(
     trunks: Mapping[Pack, tuple[Tensor, KeyValueStore | None]] | None = None,
     *,
     merge_adapters: bool = False,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> tuple[Tensor, ScoringWork]:
     """Feed packs that answer the queries of `plan`, smaller ones where memory ends; return values in order, and work.
 
     A pack may continue one of `trunks`, given with their hidden states, keys and values, or a pack without queries.
+    `meanwhile` is called while the device runs, before its values are read, and also if a forward raises.
     """
     divergences, given = Divergences(head), trunks or {}
     states = dict(given)
@@ -187,8 +189,12 @@ def run_plan(
         bundles = [list(bundle) for _, bundle in groupby(pack.queries, plan.bundle_of.__getitem__)]
         return lay_out_split(plan.queries, [bundles], replace(plan.limits, token_budget=half))
 
-    with merged_weights(walk) if merge_adapters else nullcontext(), tree_attention_mode(walk):
-        return _collect(plan, list(run_in_memory(packs, run, smaller)))
+    try:
+        with merged_weights(walk) if merge_adapters else nullcontext(), tree_attention_mode(walk):
+            readings = list(run_in_memory(packs, run, smaller))
+    finally:
+        meanwhile()
+    return _collect(plan, readings)
 
 
 def _collect(plan: QueryPlan, readings: Sequence[_Reading]) -> tuple[Tensor, ScoringWork]:
@@ -229,7 +235,7 @@ def collect_scores(
     for row in batch.scored_rows:
         base_of.append(-1 if row.answer is None else next(queries))
         # A span after the answer masks nothing that the answer depends on: it scores as the base itself.
-        branch_of += [next(queries) if row.masks_something(span) else base_of[-1] for span in row.spans]
+        branch_of += [next(queries) if masks else base_of[-1] for masks in row.masks_something]
     spans = [len(row.spans) for row in batch.scored_rows]
     base, masked = scores[base_of], scores[branch_of]
     drop = base.repeat_interleave(torch.tensor(spans, dtype=torch.int64)) - masked

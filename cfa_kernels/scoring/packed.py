@@ -3,7 +3,7 @@
 `packed_forward` runs the model; log-probs, the loss and, from its keys and values, counterfactual scores are read off.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from ..batch import Batch, Masks, batch_and_options
 from ..loss.policy import linear_policy_loss
 from ..loss.ragged import LossBatch, checked_kept_tokens
 from ..model.attention import KeyValueStore
-from ..model.check.verify import check_trainable
+from ..model.check.verify import check_trainable, was_checked
 from ..model.head import Head
 from ..model.limits import rope_lengths, smallest_budget
 from ..model.parts import causal_lm
@@ -154,7 +154,8 @@ def packed_forward(
     plan = plan_training(
         walk, rows, needed, None if router_loss else trained, token_budget=token_budget, whole=router_loss
     )
-    head = check_trainable(walk, router_loss=router_loss)
+    # A check that runs forwards needs the memory; one that only compares is made while the device runs.
+    head = None if was_checked(walk, router_loss=router_loss) else check_trainable(walk, router_loss=router_loss)
     states = list[_PackStates]()
 
     def feed(packs: Iterable[Pack]) -> None:
@@ -167,6 +168,7 @@ def packed_forward(
         feed(as_many_as_others(causal, plan.packs(with_gradient=True), at_least=int(trained is not None)))
         with torch.no_grad():
             feed(plan.packs(with_gradient=False))
+    head = head or check_trainable(walk, router_loss=router_loss)
     return PackedForward(plan, head, states, ModelState(walk) if keep_states else None)
 
 
@@ -189,7 +191,10 @@ class PackedForward(InProcess):
     """Hidden states of a batch's completions, and everything that is read off them.
 
     As a `ModelAccess` it feeds only what the forward has not fed: branches and queries continue its completions.
+    `meanwhile` is called while they run, for what the loss needs beside their scores.
     """
+
+    meanwhile: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, plan: TrainingPlan, head: Head, packs: list[_PackStates], state: ModelState | None) -> None:
         super().__init__(plan.walk.model)
@@ -289,8 +294,9 @@ class PackedForward(InProcess):
         both log-probs of a drop. Layers that carry a state, and rotary frequencies that follow a forward's longest
         sequence, take forwards of their own. Raises `RuntimeError` if a weight or adapter has changed since.
         """
-        walk = self._same_model()
+        walk = self._kept_walk()
         if stands_alone(walk):
+            self._require_same_model()
             return score_batch(walk, batch, outcome, mask, merge_adapters)
         plan = plan_scoring(walk, batch, outcome, mask)
         own = self._own_rows(batch.rows)
@@ -316,24 +322,26 @@ class PackedForward(InProcess):
 
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Answer queries as `query_logprobs` does, from the states of this forward; errors as in `score`."""
-        walk = self._same_model()
+        walk = self._kept_walk()
         if not self.packs or stands_alone(walk):
+            self._require_same_model()
             return query_logprobs(self.model, bundles, **options)
         plan = plan_queries(walk, bundles, **options)
         trunks = [self._nearest(plan.queries[b[0]].tokens) if b else None for b in plan.bundles]
         values, work = self._run(walk, plan, trunks)
         return collect_logprobs(values, plan), work
 
-    def _same_model(self) -> ModelWalk:
-        """Return the model's walk; raise if the model has changed since this forward, or its states were not kept."""
+    def _kept_walk(self) -> ModelWalk:
         if self._model is None or self._walk is None:
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
-        if not self._model.holds(self._walk.model):
+        return self._walk
+
+    def _require_same_model(self) -> None:
+        if self._model is not None and not self._model.holds(self._kept_walk().model):
             raise RuntimeError(
                 "this forward's rows cannot be continued: a weight or an adapter has changed since it ran; ask before "
                 "that, or run packed_forward again"
             )
-        return self._walk
 
     def _require_same_head(self) -> None:
         if not self._head.hold([self.head.weight] if self.head.bias is None else [self.head.weight, self.head.bias]):
@@ -356,8 +364,13 @@ class PackedForward(InProcess):
         packs = chain.from_iterable(
             lay_out_behind(trunk, plan.queries, own, plan.limits) for trunk, own in bundles_of.items()
         )
+
+        def meanwhile() -> None:
+            self._require_same_model()
+            self.meanwhile()
+
         with torch.no_grad():
-            return run_plan(walk, self.head, plan, packs, states, merge_adapters=merge_adapters)
+            return run_plan(walk, self.head, plan, packs, states, merge_adapters=merge_adapters, meanwhile=meanwhile)
 
     def _hidden(self, predicting: Tensor) -> Tensor:
         """Gather the hidden states (R, H), with gradient, of packed rows (R,), which may repeat."""

@@ -74,21 +74,21 @@ def plan_queries(
     groups = [0] * len(bundles) if groups is None else groups
     switches, queries, numbered = rope_lengths(walk)[0], list[Query](), list[list[int]]()
     pieces, owners = list[list[int]](), list[int]()
-    for bundle in bundles:
+    for i, bundle in enumerate(bundles):
         numbered.append([*range(len(queries), len(queries) + len(bundle))])
         queries += bundle
+        for query in bundle:
+            if not 0 <= query.first <= (end := query.first + len(query.targets)) <= (length := len(query.tokens)):
+                what = f"targets at positions [{query.first}, {end}) are outside a sequence of {length} tokens"
+                raise ValueError(f"queries row {index[i]}: {what}")
     for i in sorted(range(len(bundles)), key=groups.__getitem__):
         sides: dict[int, list[int]] = {}
         for n in numbered[i]:
-            sides.setdefault(sum(queries[n].length > switch for switch in switches), []).append(n)
+            side = sum(queries[n].length > switch for switch in switches) if switches else 0
+            sides.setdefault(side, []).append(n)
         pieces += sides.values()
         owners += [i] * len(sides)
-    fed, parts = apart_by_length(
-        walk,
-        [[queries[n] for n in piece] for piece in pieces],
-        [max(queries[n].length for n in piece) for piece in pieces],
-        [index[i] for i in owners],
-    )
+    fed, parts = apart_by_length(walk, [[queries[n] for n in piece] for piece in pieces], [index[i] for i in owners])
     for piece, own in zip(pieces, fed, strict=True):
         for n, query in zip(piece, own, strict=True):
             queries[n] = query
@@ -113,12 +113,13 @@ def queries_of(row: ScoredRow, outcome: Outcome = "logprob", mask: Mask | None =
     targets = row.completion[row.answer.start : row.answer.end]
     if outcome == "last":
         targets = targets[:1]
-    queries = []
-    for k in (None, *(k for k, span in enumerate(row.spans) if row.masks_something(span))):
+    start, queries = len(row.prompt), []
+    for k in (None, *(k for k, masks in enumerate(row.masks_something) if masks)):
         tokens, answer = branch(row, k, mask)
         first = answer.start - 1
         end = first + len(targets)
-        queries.append(Query(tokens[:end], first, targets, beyond=tokens[end:], divergence=outcome in DIVERGENCES))
+        begins = None if k is None else (row.tokens, start + row.spans[k].start)
+        queries.append(Query(tokens[:end], first, targets, tokens[end:], outcome in DIVERGENCES, begins=begins))
     return queries
 
 

@@ -134,8 +134,7 @@ def _alike(queries: Queries, chosen: Sequence[int], tree: PrefixTree) -> list[li
     """List queries that leave a tree alike together, in the order of their tokens, and all others by themselves."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for n in chosen:
-        tokens = queries[n].tokens[: queries[n].alone_from]
-        segment, depth = tree.find(tokens)
+        tokens, (segment, depth) = queries[n].tokens[: queries[n].alone_from], tree.find_shared(queries[n])
         # A divergence is read after the first query of its bundle.
         stays = depth == len(tokens) or queries[n].divergence
         alike.setdefault((n,) if stays else (segment, depth, tokens.item(depth)), []).append(n)

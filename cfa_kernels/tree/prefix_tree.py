@@ -24,6 +24,7 @@ class Query:
     beyond: np.ndarray | None = None  # tokens that may be fed after `tokens`, where a model needs a longer sequence
     divergence: bool = False
     alone_from: int | None = None  # from this position on, its rows are not shared even with equal ones
+    begins: tuple[np.ndarray, int] | None = None  # other tokens, and how many of them it is known to begin with
 
     @property
     def num_values(self) -> int:
@@ -41,13 +42,6 @@ class Query:
             return self
         missing = self.beyond[: length - len(self.tokens)]
         return replace(self, tokens=np.concatenate([self.tokens, missing]), beyond=None)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.first <= self.first + len(self.targets) <= len(self.tokens):
-            raise ValueError(
-                f"targets at positions [{self.first}, {self.first + len(self.targets)}) are outside a sequence "
-                f"of {len(self.tokens)} tokens"
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,25 +82,39 @@ class PrefixTree:
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
         self._branches: dict[tuple[int, int, int], int] = {}  # by parent, start and token
+        self._ends: dict[int, tuple[np.ndarray, int, int]] = {}  # of `Query.begins` by id, with what `find` gave
         self.num_tokens = 0
 
     def copy(self) -> "PrefixTree":
         """Copy the tree; later additions to one are not in the other."""
         tree = PrefixTree()
         tree._segments, tree._branches, tree.num_tokens = [*self._segments], {**self._branches}, self.num_tokens
+        tree._ends = {**self._ends}
         return tree
 
-    def insert(self, tokens: np.ndarray, alone_from: int | None = None) -> np.ndarray:
+    def insert(
+        self, tokens: np.ndarray, alone_from: int | None = None, found: tuple[int, int] | None = None
+    ) -> np.ndarray:
         """Add a sequence; return the packed row of each of its tokens, shared ones included, (L,) int32.
 
-        From position `alone_from` on, it shares no row with any sequence before or after it.
+        From position `alone_from` on, it shares no row with any sequence before or after it. `found` is what `find`
+        gives for the tokens before, if a caller has it.
         """
         common = tokens[:alone_from]
-        current, depth = self.find(common)
-        if depth < len(common):
-            current, depth = self._append(current, depth, common, int(common[depth])), len(common)
-        if depth < len(tokens):
-            current = self._append(current, depth, tokens, -1 - len(self._segments))
+        current, depth = self.find(common) if found is None else found
+        for own, key in ((common, None), (tokens, -1 - len(self._segments))):
+            if depth == len(own):
+                continue
+            rows = path = np.arange(self.num_tokens, self.num_tokens + len(own) - depth, dtype=np.int32)
+            if current >= 0:
+                before = self._segments[current]
+                before.has_children = True
+                path = np.concatenate([before.path[:depth], rows])
+            key = own.item(depth) if key is None else key
+            self._branches[current, depth, key], number = len(self._segments), len(self._segments)
+            self._segments.append(_Segment(current, depth, key, own[depth:], self.num_tokens, path))
+            self.num_tokens += len(rows)
+            current, depth = number, len(own)
         return self._segments[current].path[: len(tokens)]
 
     def common_prefix(self, tokens: np.ndarray) -> int:
@@ -115,40 +123,47 @@ class PrefixTree:
 
     def num_missing(self, query: Query) -> int:
         """Count the rows that `query` by itself would add."""
-        return len(query.tokens) - self.common_prefix(query.tokens[: query.alone_from])
+        return len(query.tokens) - self.find_shared(query)[1]
 
-    def find(self, tokens: np.ndarray) -> tuple[int, int]:
-        """Find the segment with the end of the longest prefix of `tokens`, -1 for none, and that prefix's length."""
-        current, depth, length = -1, 0, len(tokens)
+    def find(self, tokens: np.ndarray, current: int = -1, depth: int = 0) -> tuple[int, int]:
+        """Find the segment with the end of the longest prefix of `tokens`, -1 for none, and that prefix's length.
+
+        A prefix of length `depth` is known to end in segment `current`.
+        """
+        length = len(tokens)
         while depth < length:
-            child = self._branches.get((current, depth, tokens.item(depth)), -1)
-            if child < 0:
-                break
-            own, current = self._segments[child].tokens, child
+            token, place, own = tokens.item(depth), 0, tokens[:0]
+            if current >= 0:
+                place, own = depth - self._segments[current].start, self._segments[current].tokens
+            if place == len(own) or own.item(place) != token:
+                child = self._branches.get((current, depth, token), -1)
+                if child < 0:
+                    break
+                current, place, own = child, 0, self._segments[child].tokens
             # No difference is found at 0, where there is none: then all of the shorter one is shared.
-            rest = tokens[depth : depth + len(own)]
-            depth += int((rest != own[: len(rest)]).argmax()) or len(rest)
+            rest = tokens[depth : depth + len(own) - place]
+            depth += int((rest != own[place : place + len(rest)]).argmax()) or len(rest)
         return current, depth
 
-    def _append(self, parent: int, start: int, tokens: np.ndarray, token: int) -> int:
-        """Add a segment for `tokens[start:]`, found below `parent` under `token`."""
-        own = tokens[start:]
-        rows = np.arange(self.num_tokens, self.num_tokens + len(own), dtype=np.int32)
-        path, number = rows, len(self._segments)
-        if parent >= 0:
-            before = self._segments[parent]
-            before.has_children = True
-            path = np.concatenate([before.path[:start], rows])
-        self._branches[parent, start, token] = number
-        self._segments.append(_Segment(parent, start, token, own, self.num_tokens, path))
-        self.num_tokens += len(own)
-        return number
+    def find_shared(self, query: Query) -> tuple[int, int]:
+        """Find as `find` does the tokens of `query` that it may share."""
+        common = query.tokens[: query.alone_from]
+        if query.begins is None or query.begins[1] > len(common):
+            return self.find(common)
+        other, count = query.begins
+        if id(other) not in self._ends:
+            self._ends[id(other)] = other, *self.find(other)
+        _, current, depth = self._ends[id(other)]
+        depth = min(depth, count)
+        while current >= 0 and self._segments[current].start >= depth:
+            current = self._segments[current].parent
+        return self.find(common, current, depth)
 
     def insert_within(self, queries: Sequence[Query], most: int) -> list[np.ndarray] | None:
         """Add the sequences of all `queries`; if that makes more than `most` rows, add none and return None."""
         mark, rows_of = len(self._segments), []
         for query in queries:
-            rows_of.append(self.insert(query.tokens, query.alone_from))
+            rows_of.append(self.insert(query.tokens, query.alone_from, self.find_shared(query)))
             if self.num_tokens > most:
                 self.rollback(mark)
                 return None
@@ -160,6 +175,7 @@ class PrefixTree:
             segment = self._segments.pop()
             del self._branches[segment.parent, segment.start, segment.token]
             self.num_tokens = segment.row
+            self._ends.clear()
 
     def input_ids(self) -> np.ndarray:
         """Return the tokens in packed order, (N,) int64."""

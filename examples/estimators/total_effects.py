@@ -103,7 +103,7 @@ def _order(row: ScoredRow) -> list[int]:
                 f"units row {row.index}: must be disjoint for total effects, but unit {k} {tuple(row.spans[k])} "
                 f"overlaps unit {later} {tuple(row.spans[later])}"
             )
-    return [k for k in order if row.masks_something(row.spans[k])]
+    return [k for k in order if row.masks_something[k]]
 
 
 def _runs(units: Sequence[Span], answer: Span) -> Iterator[list[Span]]:

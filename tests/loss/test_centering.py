@@ -98,6 +98,21 @@ def test_the_loss_is_without_what_the_sampler_expects_of_it(backend, kind, loss_
     torch.testing.assert_close(*results, check_dtype=False, **tolerance)
 
 
+def test_a_centred_loss_has_one_value_with_gradients_and_in_inference_mode():
+    problem, values = Problem("narrow", torch.float64, "cpu"), []
+    arguments, columns = problem.columns(problem.targets, "old_logprobs", loss_type="dapo", **LOSSES["dapo"][0])
+    for mode in (torch.enable_grad, torch.inference_mode):
+        with mode():
+            hidden = problem.hidden.detach().view(B, T, H).requires_grad_(torch.is_grad_enabled())
+            arguments_of_one = hidden, problem.head, problem.targets.view(B, T), *arguments
+            values.append(
+                linear_policy_loss(
+                    *arguments_of_one, kept_tokens=problem.kept, score_centering=True, **columns, **problem.options
+                )[0].item()
+            )
+    assert values[0] == pytest.approx(values[1], rel=1e-12)
+
+
 IDS = [[1, 2], [3], [5, 0, 4]]
 LOGPROBS = [[-0.5, math.log(1 - math.exp(-0.5))], [0.0], [-1.0, -2.0, math.log(1 - math.exp(-1) - math.exp(-2))]]
 

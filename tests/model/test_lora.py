@@ -207,6 +207,7 @@ CHANGES = {
     "two adapters": two_adapters,
     "halves on a CPU": lambda model: model.to(torch.bfloat16),
     "a hook": lambda model: layer_of(model).base_layer.register_forward_hook(lambda *_: None),
+    "a backward hook": lambda model: layer_of(model).lora_A["default"].register_full_backward_hook(lambda *_: None),
     "a forward of its own": lambda model: setattr(layer_of(model), "forward", layer_of(model).forward),
 }
 STAYS = {

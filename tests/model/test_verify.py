@@ -92,6 +92,20 @@ def test_logits_changed_after_the_head_are_refused_in_every_dtype(dtype):
         verify.check_supported(scaled(make_model("Qwen3").to(dtype), 0.99))
 
 
+@pytest.mark.parametrize(("dtype", "forwards"), [(torch.float32, 1), (torch.bfloat16, 2)])
+def test_a_check_that_fails_is_made_again_only_where_float32_weights_may_be_the_cause(dtype, forwards):
+    model, calls = make_model("Qwen3", num_hidden_layers=2).to(dtype), []
+
+    def fails(*_):
+        calls.append(None)
+        raise KeyError("a hook's own")
+
+    model.model.register_forward_pre_hook(fails)
+    with pytest.raises(KeyError, match="a hook's own"):
+        verify.check_supported(model)
+    assert len(calls) == forwards
+
+
 def test_a_cap_changed_after_a_check_is_read_anew():
     model = make_model("Gemma2", final_logit_softcapping=30.0)
     for cap in (30.0, 3.0, None):

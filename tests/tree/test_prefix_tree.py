@@ -72,6 +72,24 @@ def test_packs_answer_all_queries_in_order_within_the_budget(rows, budget):
         assert_answers(pack, rows)
 
 
+@given(sequences, st.integers(1, 40), st.integers(0, 12), st.integers(0, 6) | st.none())
+def test_a_known_beginning_changes_no_pack(rows, budget, most, alone_from):
+    plain = [replace(query, alone_from=alone_from) for query in queries_of(rows)]
+    first = plain[0].tokens
+    common = [min(most, distinct_prefixes([rows[0]]) + len(row) - distinct_prefixes([rows[0], row])) for row in rows]
+    known = [replace(query, begins=(first, count)) for query, count in zip(plain, common, strict=True)]
+    (trunk,) = lay_out(plain, [range(len(rows) // 2 + 1)], 999)
+    everything = range(len(rows))
+    for laid_out in (
+        lambda queries: lay_out(queries, each(len(rows)), budget),
+        lambda queries: lay_out(queries, [everything], budget, trunk=trunk),
+        lambda queries: lay_out_each(queries, everything, budget, trunk=trunk),
+    ):
+        for ours, theirs in zip(laid_out(known), laid_out(plain), strict=True):
+            for column in ("input_ids", "position_ids", "rows", "targets", "query_index", "queries"):
+                assert np.array_equal(getattr(ours, column), getattr(theirs, column))
+
+
 @given(sequences, st.integers(1, 20), st.booleans(), st.booleans())
 def test_bundles_over_the_budget_are_split_and_each_query_answered_once(rows, budget, trunks, together):
     half, answered = len(rows) // 2, []

@@ -15,32 +15,35 @@ from ..walk import ModelWalk
 
 
 @contextmanager
-def float32_weights(walk: ModelWalk, skipped: Collection[nn.Module] = ()) -> Iterator[None]:
+def float32_weights(walk: ModelWalk, skipped: Collection[nn.Module] = ()) -> Iterator[bool]:
     """Exchange weights in half precision for float32 ones, and shift what is trained of adapters a little.
 
-    Parameters are never written to. Layers that are `skipped` keep theirs; quantised ones do, and multiply in float32.
+    Yields whether a layer computes in another dtype than its own. Parameters are never written to. Layers that are
+    `skipped` keep theirs; quantised ones do, and multiply in float32.
     """
     left_out = {module for layer in skipped for module in layer.modules()}
-    adapted = any(kind.__module__.startswith("peft.") for kind in walk.by_class)
+    adapted, is_wider = any(kind.__module__.startswith("peft.") for kind in walk.by_class), False
     with ExitStack() as undo:
         for name, module in walk.modules.items():
             if module in left_out:
                 continue
             if is_quantised(module):
                 undo.enter_context(exchanged([(module, {"forward": in_float32(module)})]))
+                is_wider = True
                 continue
             for store in (module._parameters, module._buffers):
                 for key, tensor in [(key, x) for key, x in store.items() if x is not None]:
                     trained = adapted and tensor.requires_grad
                     if trained or tensor.dtype in HALVES:
                         wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+                        is_wider |= tensor.dtype in HALVES
                         if trained:
                             wide = wide + _nudge(wide, f"{name}.{key}")
                         # Known to the stack before it is made: any step may run out of memory.
                         undo.callback(store.__setitem__, key, tensor)  # type: ignore[arg-type]
                         is_parameter = isinstance(tensor, nn.Parameter)
                         store[key] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide  # type: ignore[assignment]
-        yield
+        yield is_wider
 
 
 @contextmanager

@@ -109,6 +109,11 @@ def check_trainable(model: Model, *, router_loss: bool = False) -> Head:
     return head
 
 
+def was_checked(walk: ModelWalk, *, router_loss: bool = False) -> bool:
+    """Whether `check_trainable` has run, and only compares now unless caps, scales or attention have changed."""
+    return any(verdict.trained and (verdict.routed or not router_loss) for verdict in walk.checked.values())
+
+
 def check_model(model: nn.Module) -> None:
     """Check that a model can be scored and trained on packed trees, in its current mode; once per model.
 
@@ -368,11 +373,13 @@ def _run_probe(
         if isinstance(inside(model), Ranks):
             stack.enter_context(without_casts(model))
             return measure(False)
+        is_wider = False
         try:
-            with float32_weights(walk, repeated):
+            with float32_weights(walk, repeated) as is_wider:
                 return measure(True)
         except (NotImplementedError, FloatingPointError):
             raise
-        except Exception:  # a kernel for halves only, or no memory for float32
-            pass
+        except Exception as error:  # a kernel for halves only, or no memory for float32
+            if not (is_wider or is_out_of_memory(error)):
+                raise
         return measure(False)
