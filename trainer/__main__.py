@@ -4,6 +4,7 @@ import importlib.util
 import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
+from types import SimpleNamespace
 from typing import Any
 
 from .extras import needed_by, program
@@ -33,16 +34,14 @@ def add_examples() -> None:
         return
     places = [*ours.submodule_search_locations]
 
-    class Finder(PathFinder):
-        @classmethod
-        def find_spec(cls, fullname: str, *_: Any) -> ModuleSpec | None:
-            if fullname != "examples":
-                return None
-            spec = PathFinder.find_spec(fullname) or ModuleSpec(fullname, None, is_package=True)
+    def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name) or ModuleSpec(name, None) if name == "examples" else None
+        if spec is not None:
             spec.submodule_search_locations = [*(spec.submodule_search_locations or ()), *places]
-            return spec
+        return spec
 
-    sys.meta_path.insert(0, Finder)  # a user's package is imported when something of it is asked for, not before
+    # A user's package is imported when something of it is asked for, not before.
+    sys.meta_path.insert(0, SimpleNamespace(find_spec=find_spec))
 
 
 if __name__ == "__main__":

@@ -169,12 +169,11 @@ def _opened(config: TrainConfig, stack: contextlib.ExitStack) -> RunFolder:
         return run
     if changed := _differences(read_settings(path / _SETTINGS), config):
         raise Refused(f"{path} was begun with other settings: {', '.join(changed)}. Give the same ones, or {_NEW}")
-    is_finished = False
     if (path / _SUMMARY).exists():
         with _reading(path / _SUMMARY, "the last checkpoint"):
-            is_finished = json.loads((path / _SUMMARY).read_bytes())["steps"] >= config.max_steps
-    if is_finished:
-        raise Finished(f"{path} is finished: it has the {config.max_steps} steps that are asked for; {_NEW}")
+            steps = int(json.loads((path / _SUMMARY).read_bytes())["steps"])
+        if steps >= config.max_steps:
+            raise Finished(f"{path} is finished: it has the {config.max_steps} steps that are asked for; {_NEW}")
     with contextlib.suppress(Exception):  # `begin` says what is wrong with the checkpoint
         content = json.loads((run._checkpoint(_last_step(path) or 0) / "run.json").read_bytes())
         run.started = datetime.fromisoformat(content["started"])

@@ -119,7 +119,7 @@ def encode_prompt(
         encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **options)
         return encoded["input_ids"]
     if len(messages) > 1:
-        raise ValueError("a tokenizer without a chat template takes one message, no system prompt and no dialogue")
+        raise ValueError("a tokenizer without a chat template takes one message, no system prompt and no examples")
     return tokenizer(f"{_HEADER} {messages[0]['content']}\nAnswer:")["input_ids"]
 
 
@@ -153,31 +153,22 @@ def stop_clock(at: datetime) -> None:
     vars(chat_template_utils)["datetime"] = type("Clock", (), {"now": staticmethod(lambda: at)})
 
 
-def configured_prompt(
-    question: str | Messages, tokenizer: PreTrainedTokenizerBase, config: TrainSettings, examples: Sequence[Row]
-) -> list[int]:
-    """Encode the prompt of a question with the instruction, system prompt and thought that a run asks for."""
-    own = INSTRUCTIONS[config.kind] if isinstance(question, str) else None
-    instruction = own if config.instruction is None else config.instruction
-    options: dict[str, Any] = {"system": config.system_prompt, "thinking": config.enable_thinking}
-    return encode_prompt(question, tokenizer, instruction=instruction, examples=examples, **options)
-
-
 def encode_prompts(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainSettings, context: int | None,
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainSettings, context: int | None = None,
     examples: Sequence[Row] = (),
 ) -> list[list[int]]:  # fmt: skip
-    """Encode the prompts of all rows; `ValueError` names the first that the template or the context does not take."""
+    """Encode the prompts of rows by a run's settings; `ValueError` names what template or context do not take."""
     room, prompts = None if context is None else context - config.max_completion_length, []
     if config.enable_thinking and "enable_thinking" not in str(tokenizer.chat_template):
         raise ValueError(f"enable_thinking: the chat template of model {config.model} does not read it; omit it")
-    if examples and not _takes_messages(tokenizer):
-        raise ValueError(f"examples: model {config.model} has no chat template to write them as turns; omit examples")
+    options: dict[str, Any] = {"system": config.system_prompt, "thinking": config.enable_thinking, "examples": examples}
     for row in rows:
         if examples and row.messages is not None:
             raise ValueError(f"{row.where}: examples go before a question that is text, not messages; omit examples")
+        own = INSTRUCTIONS[config.kind] if row.messages is None else None
+        instruction = own if config.instruction is None else config.instruction
         try:
-            prompts.append(configured_prompt(row.prompt, tokenizer, config, examples))
+            prompts.append(encode_prompt(row.prompt, tokenizer, instruction=instruction, **options))
         except Exception as problem:  # a chat template raises what it likes
             raise ValueError(f"{row.where}: the chat template of {config.model} fails: {problem!r}") from problem
         if room is not None and (size := len(prompts[-1])) > room:

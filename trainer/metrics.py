@@ -51,10 +51,7 @@ class Averages:
 def reward_metrics(
     rewards: Tensor, by_function: Mapping[str, list[float | None]], num_generations: int
 ) -> dict[str, float]:
-    """Summarize (B,) rewards, nan for none, with groups side by side: mean, spread, share of groups without any.
-
-    A mean or spread of too few rewards is nan, which `metrics.jsonl` has as null.
-    """
+    """Summarize (B,) rewards, nan for none, with groups side by side: mean, spread, share of groups without any."""
     rewards = rewards.double()  # squares of what float32 holds may be beyond it
     known = rewards[~rewards.isnan()]
     metrics = {

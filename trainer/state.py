@@ -12,7 +12,7 @@ from cfa_kernels import Credit, Rows
 from cfa_kernels.credit.nothing import Nothing
 
 from .config import TrainConfig
-from .data import Row, configured_prompt
+from .data import Row, encode_prompts
 from .processes import whole_weights
 from .rewards.built_in import ARGUMENTS, CONTENTS
 from .rewards.calls import Reward, RewardLog, compute_rewards
@@ -78,7 +78,7 @@ class Trainer:
 
     def encode(self, question: str) -> list[int]:
         """Encode the prompt of a question by the run's settings."""
-        return configured_prompt(question, self.tokenizer, self.config, self.examples)
+        return encode_prompts([Row({"question": question})], self.tokenizer, self.config, examples=self.examples)[0]
 
 
 @dataclass(frozen=True)

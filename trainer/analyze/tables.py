@@ -22,16 +22,15 @@ CLASSES = ("distractor", "no effect", "low", "moderate", "important", "critical"
 def comparison(folders: Sequence[Path]) -> pandas.DataFrame:
     """Tabulate what differs in the settings of runs and their figures, a column each, with means over seeds.
 
-    Raises `ValueError` or `OSError` that names a folder, settings or a line of metrics that is not a run's, a folder
-    without settings, or one that is named twice.
+    Raises `ValueError` or `OSError` that names a folder, twice given or no run's, or settings or a line of metrics.
     """
     names = [str(folder) for folder in folders]
     runs = pandas.DataFrame([figures(read_metrics(folder)) for folder in folders], index=names)
-    if without := [name for name, folder in zip(names, folders, strict=True) if not (folder / "config.yaml").is_file()]:
-        raise ValueError(f"{without[0]}: has no config.yaml, whose settings tell runs apart; name the folder of a run")
-    places = [folder.resolve() for folder in folders]
-    if twice := [name for name, place in zip(names, places, strict=True) if places.count(place) > 1]:
-        raise ValueError(f"{' and '.join(twice)} are one run; name each run once")
+    for folder in folders:  # settings tell runs apart
+        if not (folder / "config.yaml").is_file():
+            raise ValueError(f"{folder}: has no config.yaml; name the folder of a run")
+        if len(same := [str(other) for other in folders if other.samefile(folder)]) > 1:
+            raise ValueError(f"{' and '.join(same)} are one run; name each run once")
     settings = pandas.DataFrame([read_settings(folder) for folder in folders], index=names).astype(object)
     settings = settings.where(settings.notna(), "-").map(str).drop(columns="output_dir", errors="ignore")
     table = pandas.concat([settings.loc[:, settings.nunique() > 1], runs.map(written)], axis=1).T

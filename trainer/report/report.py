@@ -204,7 +204,9 @@ class Report:
 
     def _write(self, file: TextIO, entries: Sequence[Mapping[str, Any]]) -> None:
         with naming(Path(file.name)):
-            file.writelines(json.dumps(_finite(entry)) + "\n" for entry in entries)
+            # JSON has no nan and no infinity: they are null.
+            finite = (json.loads(json.dumps(entry), parse_constant=lambda _: None) for entry in entries)
+            file.writelines(json.dumps(entry) + "\n" for entry in finite)
             file.flush()
 
     def ended(self, why: str) -> None:
@@ -284,13 +286,6 @@ def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, 
     }
     reason = next(reason for reason, holds in reasons.items() if holds)
     return record | {"uncredited": reason if (shades == 1).all() else None}
-
-
-def _finite(value: Any) -> Any:
-    """Exchange numbers that JSON does not have, nan and infinities, for None."""
-    if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _rounded(values: list[float]) -> list[float]:
