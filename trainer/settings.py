@@ -186,7 +186,8 @@ class TrainSettings(DataConfig):
     """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
     dtype: DtypeName = "auto"
     """Arithmetic: float32; mixed, which keeps weights in float32 and multiplies them in bfloat16 (autocast); or
-    bfloat16 weights, which needs use_peft. auto is float32 on a CPU, on a GPU bfloat16 under LoRA and else mixed."""
+    bfloat16 weights, which needs use_peft. auto is bfloat16 under LoRA on a GPU, or a CPU that multiplies it (AMX,
+    AVX512-BF16); else it is mixed on a GPU and float32 on a CPU."""
     parallel: Literal["ddp", "fsdp2"] = "ddp"
     """With several processes, as torchrun starts them: ddp keeps a whole model in each, fsdp2 pieces of all weights."""
     token_budget: Count | None = None
