@@ -133,6 +133,7 @@ def test_every_loss_type_and_estimator_has_its_row_among_the_papers():
     assert all(f'"{level}"' in losses for level in LEVELS if level != "token")
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|", credit, flags=re.MULTILINE)
     shown = {name for row in rows for name in re.findall(r'`(?:estimator=)?"?(\w+)"?`', row)}
+    assert shown >= set(preset_names())
     used = {CounterfactualConfig.preset(name).estimator.name if name in preset_names() else name for name in shown}
     assert used >= set(ESTIMATORS)
 
