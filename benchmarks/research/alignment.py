@@ -454,8 +454,9 @@ def markdown(document: Mapping[str, Any]) -> str:
         "and backward.\n"
     )
     pairs = [
-        f"{name}: {pair['ratio']:.2f} ± {pair['ratio_error']:.2f} of the cosine of all spans, a difference of "
-        f"{pair['difference']:+.3f} ± {pair['difference_error']:.3f}, paired, at {MAIN * size} completions.\n"
+        [name, f"{pair['ratio']:.3f} ± {pair['ratio_error']:.3f}",
+         f"{pair['difference']:+.4f} ± {pair['difference_error']:.4f}"]
         for name, figures in arms.items() if (pair := figures[str(MAIN)].get("to all spans"))
     ]  # fmt: skip
-    return "\n".join(["# Alignment with the true gradient\n", note, table(head, rows), *pairs])
+    paired = [table([f"of {MAIN * size} completions, paired", "to all spans", "difference"], pairs)] if pairs else []
+    return "\n".join(["# Alignment with the true gradient\n", note, table(head, rows), *paired])

@@ -298,7 +298,7 @@ def test_the_command_writes_its_tables_and_resumes(policy, groups, tmp_path, mon
     assert first["arms"][PLAIN]["2"]["ratio"] == 1
     written = (tmp_path / "evidence-alignment.md").read_text()
     assert "| CF where right |" in written
-    assert f"CF where right{arms.NEAR}: " in written
+    assert re.search(rf"\| to all spans \| .*\n.*\n\| CF where right{arms.NEAR} \|", written)
     monkeypatch.setattr(arms, "packed_forward", None)  # all is known by now
     assert main(arguments) == 0
     assert json.loads((tmp_path / "evidence-alignment.json").read_text())["arms"] == first["arms"]
