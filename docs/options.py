@@ -1,4 +1,4 @@
-"""Write the tables of options and of hosts into the pages, and verl's options, from their declarations.
+"""Write the tables of options, hosts and set-ups into the pages, and verl's options, from their declarations.
 
 `python -m docs.options` writes them.
 """
@@ -17,6 +17,7 @@ from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.config import PARTS, part_options
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERS
+from docs import setups
 
 FOLDER = Path(__file__).parent
 OWN = [entry.name for entry in fields(CounterfactualConfig) if entry.name not in ("spans", "answers")]
@@ -86,6 +87,8 @@ TABLES = {
     "options": (FOLDER / "credit.md", options, "<!-- {} -->"),
     "hosts": (FOLDER / "other_trainers.md", hosts, "<!-- {} -->"),
     "verl": (FOLDER / "verl_gsm8k.yaml", verl, "  # {}"),
+    "models": (FOLDER / "setups.md", setups.models, "<!-- {} -->"),
+    "micro-batches": (FOLDER / "setups.md", setups.micro_batches, "<!-- {} -->"),
 }
 
 
