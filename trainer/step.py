@@ -211,16 +211,21 @@ class Objective:
         batch, is_due = self.batch.take(index), credit.is_due(index)
         causal, keeps = causal_lm(self.trainer.policy), is_due and credit.config.continues
         forward = packed_forward(causal, batch.rows, token_budget=config.token_budget, keep_states=keeps)
-        options = {
-            **config.loss_options, "temperature": config.temperature, "compute_entropy": True, "validate": False,
-            "num_items_in_batch": counted_tokens(self.batch, range(len(self.batch))),
-            "num_sequences_in_batch": len(self.batch),
-        }  # fmt: skip
-        if config.importance_sampling_clip_max is not None:
-            options["sampling_mode"] = config.importance_sampling_mode
-            options["sampling_clip_max"] = config.importance_sampling_clip_max
-        old, reference = ([column[b] for b in index] if column else None for column in (self.old, self.reference))
-        plain = cache(lambda: LossBatch.of(batch, old_logprobs=old, ref_logprobs=reference, weights=None, **options))
+
+        @cache
+        def plain() -> LossBatch:  # without weights, which the branches give
+            options = {
+                **config.loss_options, "temperature": config.temperature, "compute_entropy": True, "validate": False,
+                "num_items_in_batch": counted_tokens(self.batch, range(len(self.batch))),
+                "num_sequences_in_batch": len(self.batch), "weights": None,
+            }  # fmt: skip
+            if config.importance_sampling_clip_max is not None:
+                options["sampling_mode"] = config.importance_sampling_mode
+                options["sampling_clip_max"] = config.importance_sampling_clip_max
+            for name, column in (("old_logprobs", self.old), ("ref_logprobs", self.reference)):
+                options[name] = [column[b] for b in index] if column else None
+            return LossBatch.of(batch, **options)
+
         if is_due:
             forward.meanwhile = plain
             with self.times.during("update" if credit.config.control == "off" else "credit"):
