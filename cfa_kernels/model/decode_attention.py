@@ -81,8 +81,8 @@ def _attention(
     by_head = attention_mask is not None and attention_mask.shape[1] > 1
     left = [name for name in _LEFT_TO_SDPA if options.get(name) is not None] + ["a mask by head"] * by_head
     shared = _STEP.shared if query.shape[2] == 1 else None
-    if shared and left:
-        raise CannotShare(f"{type(module).__name__} uses {left[0]}")
+    if shared and (left or not _serves(query, key, value)):
+        raise CannotShare(f"{type(module).__name__} uses {[*left, 'types or sizes that sdpa has no kernel for'][0]}")
     if query.shape[2] > 1 or left:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # the query heads of one key head, side by side
@@ -112,6 +112,12 @@ def _merged(
     apart, apart_sum = _with_logsumexp(rows, *own, bias, scale)
     share = torch.sigmoid(apart_sum - by_row(there_sum)).unsqueeze(-1)
     return by_row(there).lerp(apart, share.to(apart.dtype))
+
+
+def _serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a kernel of `_with_logsumexp` takes such tensors."""
+    alike = query.dtype == key.dtype == value.dtype and key.shape[3] == value.shape[3]
+    return alike and (not query.is_cuda or (query.dtype.itemsize <= 4 and key.shape[3] % 8 == 0))
 
 
 def _with_logsumexp(

@@ -29,7 +29,7 @@ from cfa_kernels.model.decode_attention import (
 )
 from cfa_kernels.ops.upload import upload
 
-from .prompts import APART, KeysValues, SharedPrompts, Sharing, choose_sharing, common_beginning, feed
+from .prompts import APART, KeysValues, SharedPrompts, choose_sharing, common_beginning, feed
 from .sampling import CANDIDATES, KeptRecord, draw
 
 LOOK = 16  # tokens between two looks at a GPU's results, or for a stop string
@@ -148,7 +148,8 @@ class Decoder:
         host = [own, uniforms[fill], prompts[0, :, -1:], cached, sharing.length + cached - padding, of_row, ended]
         own, uniforms, *columns = upload(host, next(self._model.parameters()).device)
         width -= sharing.length
-        state = self._state_of(rows, width + length, fed, sharing)
+        moved = self._shared.take(fed, prefixes[1], sharing, columns[3].view(-1))
+        state = self._state_of(rows, width + length, fed, moved)
         for layer, parts in zip(self._layers, fed, strict=True):
             for store, part in zip((layer.keys, layer.values), parts, strict=True):
                 store[:rows] = 0  # a nan of an earlier call would pass the mask
@@ -157,8 +158,6 @@ class Decoder:
         for part, column in zip(state, columns, strict=False):
             part.copy_(column)
         state.uniforms[:, width : width + length] = uniforms
-        self._shared.fill(fed, prefixes[1], sharing)
-        self._shared.arrange(state.group.view(-1), sharing.groups, sharing.members)
         del fed
         record = KeptRecord()
         made = self._decode(state, width, length, sampling, record)
@@ -168,22 +167,19 @@ class Decoder:
     def _rows_for(self, count: int) -> int:
         return max(_FEWEST_ROWS, 1 << (count - 1).bit_length()) if self._captured else count
 
-    def _state_of(self, rows: int, places: int, fed: list[KeysValues], sharing: Sharing) -> _State:
+    def _state_of(self, rows: int, places: int, fed: list[KeysValues], moved: bool) -> _State:
         """State of so many rows, with room for so many places; graphs stay if all that they read stays in place."""
         old = 0 if self._state is None else len(self._state.token)
-        lacks, shared_lacks = rows > old or places > self._places, self._shared.lacks(rows, sharing)
-        grows = lacks or shared_lacks
+        grows = rows > old or places > self._places
         addresses = [weight.data_ptr() for weight in self._model.parameters()] if self._captured else []
-        if self._graphs and (grows or addresses != self._addresses):
-            cause = f"the cache grows to {rows} rows, {places} tokens" if grows else "the weights have moved"
+        if self._graphs and (grows or moved or addresses != self._addresses):
+            cause = f"the cache grows to {rows} rows, {places} tokens" if grows or moved else "the weights have moved"
             _LOG.warning("%d CUDA graphs of decoding will be captured again: %s", len(self._graphs), cause)
             self._graphs, self._pool = {}, None
         self._addresses = addresses
-        if shared_lacks:
-            self._shared.grow(rows, sharing, fed)
-        if lacks:
+        if self._state is None or grows:
             self._state, self._layers = None, []  # freed before the next are made
-            longest = 0 if sharing.length else self._longest
+            longest = 0 if self._shared.keys() else self._longest
             most, self._places = max(rows, old), -(-max(places, longest, self._places) // _LENGTHS) * _LENGTHS
             sizes = [(most, 1)] * 5 + [(most, self._places)] * 3 + [(most, LOOK, 2, CANDIDATES)] + [(1,)] * 2
             new = functools.partial(torch.zeros, device=fed[0][0].device)

@@ -86,36 +86,32 @@ class SharedPrompts:
         self._bias = self._members = self._slots = torch.zeros(0)
         self.shape = 0, 0, 0, 0  # rows, groups, members of each and places in use
 
-    def lacks(self, rows: int, sharing: Sharing) -> bool:
-        """Whether there is too little room."""
-        sizes = rows, *self._sizes(sharing)
-        return sharing.length > 0 and any(size > room for size, room in zip(sizes, self._room, strict=True))
+    def take(self, fed: list[KeysValues], mask: Tensor, sharing: Sharing, of_row: Tensor) -> bool:
+        """Keep what rows share of prompts that were fed, with `mask` (B, W) on the host; give whether it has moved."""
+        groups, length = sharing.groups, -(-sharing.length // self._multiple) * self._multiple
+        sizes = len(of_row), groups, length
+        moves = groups > 0 and any(size > room for size, room in zip(sizes, self._room, strict=True))
+        if moves:
+            self._room = most, all_groups, places = tuple(map(max, sizes, self._room))  # type: ignore[assignment]
+            self._layers = []  # freed before the next are made
+            self._layers = [[x.new_zeros(all_groups, x.shape[1], places, x.shape[3]) for x in pair] for pair in fed]
+            self._bias = fed[0][0].new_zeros(all_groups, 1, 1, places)
+            self._members = torch.zeros(2 * most, dtype=torch.int64, device=self._bias.device)
+            self._slots = self._members[:most].clone()
+        if groups:
+            seen = slice(sharing.start, sharing.start + sharing.length)
+            hidden = nn.functional.pad(mask[:groups, seen] == 0, (0, length - sharing.length), value=True)
+            (hidden,) = upload([hidden], self._bias.device)
+            self._bias[:groups, 0, 0, :length] = self._bias.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+            for stores, parts in zip(self._layers, fed, strict=True):
+                for store, part in zip(stores, parts, strict=True):
+                    store[:groups, :, : sharing.length] = part[:groups, :, seen]
+                    store[:groups, :, sharing.length : length] = 0  # a nan of an earlier call would pass the mask
+        self.shape = len(of_row), groups, sharing.members, length
+        self._arrange(of_row, groups, sharing.members)
+        return moves
 
-    def grow(self, rows: int, sharing: Sharing, fed: list[KeysValues]) -> None:
-        """Make room for what is shared in prompts that were fed."""
-        self._room = rows, groups, places = tuple(map(max, (rows, *self._sizes(sharing)), self._room))  # type: ignore[assignment]
-        self._layers = []  # freed before the next are made
-        self._layers = [[x.new_zeros(groups, x.shape[1], places, x.shape[3]) for x in pair] for pair in fed]
-        self._bias = fed[0][0].new_zeros(groups, 1, 1, places)
-        self._members = torch.zeros(2 * rows, dtype=torch.int64, device=self._bias.device)
-        self._slots = self._members[:rows].clone()
-
-    def fill(self, fed: list[KeysValues], mask: Tensor, sharing: Sharing) -> None:
-        """Keep what is shared of the keys and values of prompts, whose `mask` (B, W) is on the host."""
-        groups, length = self._sizes(sharing)
-        self.shape = 0, groups, 0, length
-        if not length:
-            return
-        of_group, places = slice(groups), slice(sharing.start, sharing.start + sharing.length)
-        hidden = nn.functional.pad(mask[of_group, places] == 0, (0, length - sharing.length), value=True)
-        (hidden,) = upload([hidden], self._bias.device)
-        self._bias[of_group, 0, 0, :length] = self._bias.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-        for stores, parts in zip(self._layers, fed, strict=True):
-            for store, part in zip(stores, parts, strict=True):
-                store[of_group, :, : sharing.length] = part[of_group, :, places]
-                store[of_group, :, sharing.length : length] = 0  # a nan of an earlier call would pass the mask
-
-    def arrange(self, of_row: Tensor, groups: int, members: int) -> None:
+    def _arrange(self, of_row: Tensor, groups: int, members: int) -> None:
         """Take the group (R,) of each row, of which none has more than so many `members`."""
         self.shape = len(of_row), groups, members, self.shape[-1]
         if not groups:
@@ -136,7 +132,7 @@ class SharedPrompts:
             for store in (self._bias, *(store for stores in self._layers for store in stores)):
                 store[: len(left)] = store[left]
             groups, members = len(left), int(own.bincount().max())
-        self.arrange(of_row, groups, members)
+        self._arrange(of_row, groups, members)
 
     def keys(self) -> SharedKeys | None:
         """Give what rows attend to; None if nothing is shared."""
@@ -146,6 +142,3 @@ class SharedPrompts:
         layers = [(keys[:groups, :, :places], values[:groups, :, :places]) for keys, values in self._layers]
         of_group = self._members[: groups * members].view(groups, members)
         return SharedKeys(layers, self._bias[:groups, ..., :places], of_group, self._slots[:rows], set())
-
-    def _sizes(self, sharing: Sharing) -> tuple[int, int]:
-        return sharing.groups, -(-sharing.length // self._multiple) * self._multiple

@@ -158,7 +158,7 @@ def test_a_beginning_that_all_prompts_share_is_fed_and_kept_once(options, rows, 
 
 
 def test_a_layer_that_does_not_read_shared_keys_is_noticed(monkeypatch, caplog) -> None:
-    model, prompts = tiny(), [LONG, PROMPTS[1]] * 4
+    model, prompts = tiny(), [COMMON, PROMPTS[1]] * 4
     expected = by_generate(model, prompts, **long_run(12))
     monkeypatch.setattr(prompts_module, "SHARED_FROM", 4)
     layer = model.model.layers[1].self_attn
