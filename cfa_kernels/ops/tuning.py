@@ -99,6 +99,8 @@ TUNED: dict[str, tuple[Tuned, ...]] = {
     ),
     # 8 rows are one 32-byte sector of a tile's sums.
     "merge_tiles_kernel": (Tuned("*", "*", {"BLOCK_R": 8, "BLOCK_T": 512, "BLOCK_H": 256, "num_warps": 8}),),
+    # 32 logits a lane, 16 bytes of them at a time.
+    "block_sums_kernel": (Tuned("*", "*", {"BLOCKS": 128, "num_warps": 4}),),
     # The largest tile of a row's logits and its warps, 16 logits a lane; short rows take both in proportion. One
     # program fills a multiprocessor: more rows at once would not fit the L2 cache, from which the gradient is to read
     # them again.

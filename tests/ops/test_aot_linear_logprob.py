@@ -1,11 +1,14 @@
 """Ahead of time: the log-prob kernels as shipped compile for every target, without spills, with tensor cores."""
 
+import itertools
 import re
 
 import pytest
 import torch
 
+from cfa_kernels.ops.block_sums import WIDTH
 from cfa_kernels.ops.linear_logprob import MERGE_OPTIONS, launch_options
+from cfa_kernels.ops.tuning import tuned
 from tests.support.aot import TARGETS, AotCase, compile_cases
 
 pytestmark = pytest.mark.slow
@@ -41,6 +44,14 @@ def merge_case(target: str) -> AotCase:
     return AotCase("merge", "ops.linear_logprob:merge_tiles_kernel", target, arguments, MERGE_OPTIONS | EVERY_FEATURE)
 
 
+def sums_case(target: str, dtype: torch.dtype) -> AotCase:
+    kinds = {"p_logits": f"*{KINDS[dtype]}:16", "p_maxima": "*fp32:16", "p_sums": "*fp64:16", "temperature": "fp32"}
+    kinds |= {"V": "i32:16", "n": "i32", "stride_b": "i32:16"}
+    options = tuned("block_sums_kernel") | {"WIDTH": WIDTH}
+    return AotCase(f"sums {KINDS[dtype]}", "ops.block_sums:block_sums_kernel", target, kinds, options)
+
+
+SUMS = [sums_case(*where) for where in itertools.product(("sm_80", "sm_90", "gfx942"), (torch.bfloat16, torch.float32))]
 ALIGNED_SM_80 = statistics_case("sm_80", torch.bfloat16)
 UNALIGNED_SM_90 = statistics_case("sm_90", torch.bfloat16, aligned=False)
 PLAIN_SM_90 = statistics_case("sm_90", torch.bfloat16, every_feature=False)
@@ -48,7 +59,7 @@ CASES = [
     *(statistics_case(target, torch.bfloat16) for target in TARGETS if target != "sm_80"),
     *(statistics_case(target, torch.bfloat16, aligned=False) for target in TARGETS if target != "sm_90"),
     *(statistics_case(target, torch.float32) for target in ("sm_90", "gfx942")), *map(merge_case, TARGETS),
-    ALIGNED_SM_80, UNALIGNED_SM_90, statistics_case("sm_90", torch.float16, every_feature=False),
+    ALIGNED_SM_80, UNALIGNED_SM_90, statistics_case("sm_90", torch.float16, every_feature=False), *SUMS,
     *(case.with_ones() for case in (PLAIN_SM_90, UNALIGNED_SM_90, merge_case("sm_90"))),
 ]  # fmt: skip
 
@@ -71,7 +82,7 @@ def test_matrix_products_run_on_the_tensor_cores_and_full_precision_never_rounds
         "sm_100": r"tcgen05\.mma", "gfx942": r"v_mfma_f32_\d+x\d+x\d+_bf16",
     }  # fmt: skip
     for report in reports:
-        if "bf16" in report.name:
+        if "bf16" in report.name and "sums" not in report.name:
             assert re.search(instruction[report.target], report.assembly), report
         if "fp32" in report.name:
             assert not re.search("tf32|xf32", report.assembly), report
@@ -87,3 +98,11 @@ def test_pointer_builds_load_aligned_rows_sixteen_bytes_at_a_time(reports):
     assembly = reports[CASES.index(ALIGNED_SM_80)].assembly
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", assembly)
     assert set(copies) == {"0x10"}
+
+
+def test_sums_of_blocks_load_sixteen_bytes_and_leave_room_for_a_full_multiprocessor(reports):
+    for case, report in zip(CASES, reports, strict=True):
+        if case in SUMS:
+            assert report.registers * report.threads <= 65_536 // 8, report
+            assert report.shared_memory <= 4096, report
+            assert re.search(r"ld\.global\.(L\S+\.)?v4\.b32|(global|buffer)_load_dwordx4", report.assembly), report

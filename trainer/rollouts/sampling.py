@@ -4,8 +4,7 @@ A keyed draw depends neither on the other rows of the batch nor on earlier draws
 seed. A token is drawn by inverse CDF, in the order of the vocabulary.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import KeptTokens
+from cfa_kernels.ops.block_sums import WIDTH, block_sums
 
 CANDIDATES = 256  # likeliest tokens that are looked at first; a nucleus is rarely larger
 _WIDER = 16  # times so many tokens are looked at where it is
-_CACHED = 1 << 17  # weights in float64 that a CPU's cache holds
 
 
 def keyed_uniforms(keys: Sequence[Sequence[int]], length: int) -> Tensor:
@@ -41,68 +40,88 @@ def draw(
     A nucleus is looked for among so many `candidates`, and the draw is wrong where it has more tokens. Without their
     number it is found wherever it is, for which the host waits for the device.
     """
-    largest = scores.amax(-1, keepdim=True)
-    narrow, unknown = torch.ones_like(largest, dtype=torch.bool), ~largest.isfinite()
     if uniforms is None:
-        nothing = torch.zeros_like(largest).masked_fill(unknown, torch.nan)
-        return TokenDraw(scores.argmax(-1, keepdim=True), nothing, narrow)
-    weights = functools.partial(_weights, temperature=temperature)
+        largest = scores.amax(-1, keepdim=True)
+        nothing = torch.zeros_like(largest).masked_fill(~largest.isfinite(), torch.nan)
+        return TokenDraw(scores.argmax(-1, keepdim=True), nothing, torch.ones_like(largest, dtype=torch.bool))
+    maxima, sums = block_sums(scores, temperature)
+    rows = _Rows(scores, maxima, maxima.amax(-1, keepdim=True), sums, uniforms)
+    rows = rows._replace(by_block=sums * rows.weights(maxima, temperature))
     if top_p < 1:
-        share = top_p * _by_parts(lambda *part: weights(*part).sum(-1, keepdim=True), scores, largest)
         size = min(candidates or CANDIDATES, scores.shape[1])
-        row = scores, largest, share, uniforms
-        tokens, logprobs, narrow, kept = _nucleus(*row, temperature, size, widens=candidates is None)
-        return TokenDraw(tokens, logprobs.masked_fill(unknown, torch.nan), narrow, kept)
-    tokens = _by_parts(lambda *part: _inverse_cdf(weights(*part[:2]), part[2]), scores, largest, uniforms)
-    tokens = tokens.clamp_(max=scores.shape[1] - 1)  # beyond it are only sums that are nan
-    logprobs = _by_parts(  # rounded as those of a training forward are
-        lambda part, tokens: torch.log_softmax(part.float() / temperature, -1).gather(1, tokens), scores, tokens
-    )
-    return TokenDraw(tokens, logprobs.masked_fill(unknown, torch.nan), narrow)
+        return _from_nucleus(rows, temperature, top_p, size, widens=candidates is None)
+    cumulative = rows.by_block.cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    block = _place(cumulative, uniforms * total)
+    rest = uniforms * total - (cumulative - rows.by_block).gather(1, block)
+    tokens, likely = rows.of_blocks(block)
+    place = _place(rows.weights(likely, temperature).cumsum(-1), rest)
+    logprobs = (rows.below(likely.gather(1, place), temperature).double() - total.log()).float()
+    return TokenDraw(tokens.gather(1, place), logprobs, torch.ones_like(block, dtype=torch.bool))
 
 
-def _by_parts(function: Callable[..., Tensor], scores: Tensor, *columns: Tensor) -> Tensor:
-    """Give what a function of rows of scores (B, V) and of columns (B, 1) gives, in parts that a CPU's cache holds."""
-    rows = max(1, _CACHED // scores.shape[1]) if scores.device.type == "cpu" else len(scores)
-    parts = zip(*(whole.split(rows) for whole in (scores, *columns)), strict=True)
-    return torch.cat([function(*part) for part in parts])
+class _Rows(NamedTuple):
+    """Scores of B rows, summed up by blocks of `WIDTH`."""
+
+    scores: Tensor  # (B, V)
+    maxima: Tensor  # (B, n) of the blocks
+    largest: Tensor  # (B, 1)
+    by_block: Tensor  # (B, n) float64, weights of the blocks
+    uniforms: Tensor  # (B, 1) float64
+
+    def below(self, scores: Tensor, temperature: float) -> Tensor:
+        """Scores (B, N) over the temperature, from the largest one on, fp32."""
+        return scores.float() / temperature - self.largest.float() / temperature
+
+    def weights(self, scores: Tensor, temperature: float) -> Tensor:
+        """Probabilities in float64 of tokens with scores (B, N), over that of the likeliest."""
+        return (scores.float() / temperature).double().sub_(self.largest.float() / temperature).exp_()
+
+    def of_blocks(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and scores (B, N * WIDTH) of the tokens of blocks (B, N), -inf beyond the vocabulary."""
+        last = self.scores.shape[1] - 1
+        ids = (blocks[:, :, None] * WIDTH + torch.arange(WIDTH, device=blocks.device)).flatten(1)
+        inside = ids.clamp(max=last)
+        return inside, self.scores.gather(1, inside).masked_fill(ids > last, -torch.inf)
 
 
-def _weights(scores: Tensor, largest: Tensor, temperature: float) -> Tensor:
-    """Probabilities in float64 of tokens with such scores, over that of a token with the `largest` (B, 1)."""
-    return (scores.float() / temperature - (largest.float() / temperature).double()).exp_()
-
-
-def _nucleus(
-    scores: Tensor, largest: Tensor, share: Tensor, uniforms: Tensor, temperature: float, size: int, *, widens: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw, as `TokenDraw` says, from the likeliest tokens that make up `share` (B, 1) of weights (B, V).
+def _from_nucleus(rows: _Rows, temperature: float, top_p: float, size: int, *, widens: bool) -> TokenDraw:
+    """Draw from the likeliest tokens that make up `top_p` of all weights.
 
     They are looked for among so many likeliest ones; if it `widens`, among more where these do not hold them. Among
     equally likely tokens the last of the vocabulary come first.
     """
-    vocabulary = scores.shape[1]
-    tokens = scores.topk(size).indices.sort(-1, descending=True).values
-    likely = scores.gather(1, tokens)
-    by_token = _weights(likely, largest, temperature)
+    vocabulary, ids, near = rows.scores.shape[1], None, rows.scores
+    if 2 * size * WIDTH <= vocabulary:  # they are in the blocks with the largest maxima
+        blocks = rows.maxima.topk(size, sorted=False).indices
+        ids, near = rows.of_blocks(blocks)
+        exact = rows.weights(near, temperature).unflatten(1, (-1, WIDTH)).sum(-1)
+        total = rows.by_block.scatter(1, blocks, exact).sum(-1, keepdim=True)
+    else:
+        total = rows.weights(near, temperature).sum(-1, keepdim=True)
+    best, share = near.topk(size, sorted=False).indices, top_p * total
+    tokens, order = (best if ids is None else ids.gather(1, best)).sort(-1, descending=True)
+    likely = near.gather(1, best.gather(1, order))
+    by_token = rows.weights(likely, temperature)
     values, order = by_token.sort(dim=-1, descending=True, stable=True)
     inside = torch.zeros_like(by_token, dtype=torch.bool).scatter(1, order, values.cumsum(-1) - values < share)
-    place = _inverse_cdf((by_token * inside).flip(-1), uniforms).clamp(max=size - 1)
-    below = likely.float() / temperature - largest.float() / temperature
-    within = below.masked_fill(~inside, -torch.inf)
-    total = within.logsumexp(-1, keepdim=True)
-    drawn, logprobs = (part.flip(-1).gather(1, place) for part in (tokens, below - total))
-    kept = torch.stack([torch.where(inside, tokens, -1).int(), (within - total).view(torch.int32)], 1)
-    if widens and not (whole := _reaches(share, values, vocabulary)).all():
-        rows = (~whole).nonzero()[:, 0]
-        part = scores[rows], largest[rows], share[rows], uniforms[rows]
-        more = _nucleus(*part, temperature, min(_WIDER * size, vocabulary), widens=True)
-        kept = torch.nn.functional.pad(kept, (0, more[3].shape[2] - size), value=-1)
-        drawn[rows], logprobs[rows], _, kept[rows] = more
-    return drawn, logprobs, _reaches(share, values[:, :CANDIDATES], vocabulary), kept
+    cumulative = (by_token * inside).flip(-1).cumsum(-1)
+    place = _place(cumulative, rows.uniforms * cumulative[:, -1:])
+    logprobs = rows.below(likely, temperature).masked_fill(~inside | total.isnan(), -torch.inf)
+    logprobs = logprobs - logprobs.logsumexp(-1, keepdim=True)  # nan where scores are not finite
+    kept = torch.stack([torch.where(inside, tokens, -1).int(), logprobs.view(torch.int32)], 1)
+    drawn, logprobs = (part.flip(-1).gather(1, place) for part in (tokens, logprobs))
+    if widens and not (whole := _holds(share, values, vocabulary)).all():
+        few = (~whole).nonzero()[:, 0]
+        part = _Rows(*(column[few] for column in rows))
+        more = _from_nucleus(part, temperature, top_p, min(_WIDER * size, vocabulary), widens=True)
+        assert more.kept is not None
+        kept = torch.nn.functional.pad(kept, (0, more.kept.shape[2] - size), value=-1)
+        drawn[few], logprobs[few], kept[few] = more.tokens, more.logprobs, more.kept
+    return TokenDraw(drawn, logprobs, _holds(share, values[:, :CANDIDATES], vocabulary), kept)
 
 
-def _reaches(share: Tensor, values: Tensor, vocabulary: int) -> Tensor:
+def _holds(share: Tensor, values: Tensor, vocabulary: int) -> Tensor:
     """Whether the largest weights (B, C) in falling order hold a nucleus, which they cut in no tie, (B, 1)."""
     above = values * (values > values[:, -1:])
     return (above.sum(-1, keepdim=True) >= share) | (values.shape[1] == vocabulary)
@@ -138,9 +157,8 @@ class KeptRecord:
         return [every.take(line) for line in torch.from_numpy(index)]
 
 
-def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Places (B, 1) in rows of weights (B, N) that uniforms (B, 1) fall on, never one of weight 0."""
-    cumulative = weights.cumsum(-1)
-    total = cumulative[:, -1:].contiguous()
-    place = torch.searchsorted(cumulative, uniforms * total, right=True)
-    return torch.minimum(place, torch.searchsorted(cumulative, total))
+def _place(cumulative: Tensor, aim: Tensor) -> Tensor:
+    """Places (B, 1) in rows of cumulative weights (B, N) that numbers (B, 1) fall on, never one of weight 0."""
+    place = torch.searchsorted(cumulative, aim, right=True)
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    return torch.minimum(place, last).clamp_(max=cumulative.shape[1] - 1)  # beyond it are only sums that are nan

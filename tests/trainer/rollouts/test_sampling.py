@@ -1,12 +1,16 @@
 """Sampling: keyed draws, the nucleus, ends of completions, and logits that are not finite."""
 
+import functools
+
 import pytest
 import torch
 
+from cfa_kernels.ops.block_sums import block_sums
 from tests.support.adapted import tokenizer
 from tests.support.embedded import sample
+from trainer.rollouts import sampling
 from trainer.rollouts.engine import Rollouts
-from trainer.rollouts.sampling import CANDIDATES, draw
+from trainer.rollouts.sampling import CANDIDATES, TokenDraw, draw
 
 
 def test_a_sampled_completion_does_not_depend_on_the_rest_of_the_batch(trainer, rollouts) -> None:
@@ -37,13 +41,17 @@ def rows(kind: str, size: int) -> torch.Tensor:
         "with ties": lambda: (scores * 2).round() / 2,
         "all alike": lambda: torch.full_like(scores, 1.5),
         "half impossible": lambda: scores.index_fill(1, impossible, -torch.inf),
+        "all but few impossible": lambda: scores.masked_fill(torch.arange(size) % 171 != 37, -torch.inf),
     }[kind]()
 
 
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [("peaked", 301), ("flat", 7), ("flat", 5003), ("with ties", 2003), ("all alike", 2003), ("half impossible", 301)],
-)
+    [
+        ("peaked", 301), ("flat", 7), ("flat", 5003), ("with ties", 2003), ("all alike", 2003),
+        ("half impossible", 301), ("peaked", 17_003), ("with ties", 17_003), ("all but few impossible", 17_003),
+    ],
+)  # fmt: skip
 def test_the_same_draws_give_the_tokens_that_a_sort_in_float64_gives(kind, size) -> None:
     scores = rows(kind, size)
     uniforms = torch.rand(len(scores), 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -59,7 +67,7 @@ def test_the_same_draws_give_the_tokens_that_a_sort_in_float64_gives(kind, size)
                 inside = inside.scatter_(1, ids % (size + 1), True)[:, :size]
             else:
                 inside = ~inside[:, :size]
-            logp = torch.log_softmax(scores / temperature, -1)
+            logp = torch.log_softmax((scores / temperature).double(), -1)
             mass = torch.where(inside, logp.double().exp(), 0).sum(1, keepdim=True)
             assert (mass >= top_p - 1e-6).all()  # and it is the smallest: without its least likely id it is too little
             least = logp.masked_fill(~inside, torch.inf).amin(1, keepdim=True).double().exp()
@@ -77,6 +85,23 @@ def test_the_same_draws_give_the_tokens_that_a_sort_in_float64_gives(kind, size)
                 torch.testing.assert_close(sampled[ids >= 0].double(), own, rtol=1e-5, atol=1e-5)
             assert torch.equal(few.tokens[few.narrow], picked[few.narrow])
     assert differ <= total / 900  # a nucleus whose edge is nearer to top_p than float32 tells apart
+
+
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_the_kernel_gives_the_draws_of_pytorch(top_p, device, monkeypatch) -> None:
+    scores = torch.cat([rows(kind, 17_003)[:8] for kind in ("peaked", "with ties", "all but few impossible")])
+    scores[0, 5], scores[1], scores[2, -1] = torch.nan, -torch.inf, torch.inf
+    uniforms = torch.rand(len(scores), 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected = draw(scores, uniforms, 0.8, top_p, CANDIDATES)
+    monkeypatch.setattr(sampling, "block_sums", functools.partial(block_sums, backend="triton"))
+    there = draw(scores.to(device), uniforms.to(device), 0.8, top_p, CANDIDATES)
+    drawn = TokenDraw(*(part if part is None else part.cpu() for part in there))
+    assert torch.equal(drawn.logprobs.isnan(), torch.arange(len(scores))[:, None] < 3)
+    for ours, theirs in ((drawn.tokens, expected.tokens), (drawn.narrow, expected.narrow)):
+        assert torch.equal(ours[3:], theirs[3:])
+    if top_p < 1:
+        assert torch.equal(drawn.kept[3:, 0], expected.kept[3:, 0])
+    torch.testing.assert_close(drawn.logprobs, expected.logprobs, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_a_completion_counts_up_to_its_first_end_even_where_padding_is_the_end_token() -> None:
