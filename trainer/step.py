@@ -50,7 +50,6 @@ from .metrics import (
     StageTimes,
     check_sampling_gap,
     length_metrics,
-    logged_metrics,
     require_finite,
     reward_metrics,
 )
@@ -87,8 +86,11 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
 
     with times.during("update"):
         credit, nothing, losses = update(trainer, step, rollouts, batch, times)
+    logged = Averages()
+    for name, value in samples.logged:  # by reward functions
+        logged.add({name: value})
     metrics = {
-        **logged_metrics(samples.logged),
+        **logged.values(),
         **reward_metrics(samples.rewards, samples.by_function, config.num_generations),
         **length_metrics(rollouts), **losses, **credit.metrics(batch.mask), **shaped.metrics, **times.metrics(),
     }  # fmt: skip
