@@ -30,11 +30,10 @@ class TrainConfig(TrainSettings):
         except RuntimeError as problem:
             raise ValueError(f"device must be auto, cpu or a GPU such as cuda:0, got {self.device!r}") from problem
         self.refuse()
-        names = {name: value for name, value in self.loss_options.items() if name != "score_centering"}
-        if (high := self.importance_sampling_clip_max) is not None:
-            names |= {"sampling_mode": self.importance_sampling_mode, "sampling_clip_max": high}
-        joins_tokens = LossOptions(**names).joins_tokens
-        if self.score_centering:
+        options = self.loss_options
+        is_centered = options.pop("score_centering")
+        joins_tokens = LossOptions(**options).joins_tokens
+        if is_centered:
             check_joins(joins_tokens)
 
     def refuse(self, processes: int = 1) -> None:
@@ -78,7 +77,10 @@ class TrainConfig(TrainSettings):
     def loss_options(self) -> dict[str, Any]:
         """Return the options of the policy loss, by the names it takes."""
         names = (*NUMBERS, "loss_type", "importance_sampling_level", "max_completion_length", "score_centering")
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+        options = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        if (high := self.importance_sampling_clip_max) is not None:
+            options |= {"sampling_mode": self.importance_sampling_mode, "sampling_clip_max": high}
+        return options
 
 
 def _contradictions(c: TrainConfig) -> dict[str, bool]:

@@ -219,9 +219,6 @@ class Objective:
             "num_items_in_batch": counted_tokens(self.batch, range(len(self.batch))),
             "num_sequences_in_batch": len(self.batch),
         }  # fmt: skip
-        if config.importance_sampling_clip_max is not None:
-            options["sampling_mode"] = config.importance_sampling_mode
-            options["sampling_clip_max"] = config.importance_sampling_clip_max
         old, reference = ([column[b] for b in index] if column else None for column in (self.old, self.reference))
         credited = credit.columns(index)
         batch = batch.with_columns(old_logprobs=old, ref_logprobs=reference, **credited)
