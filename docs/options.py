@@ -1,4 +1,4 @@
-"""Write the tables of options and of hosts into the pages, and verl's options, from their declarations.
+"""Write the tables of options, hosts and rewards into the pages, and verl's options, from their declarations.
 
 `python -m docs.options` writes them.
 """
@@ -17,6 +17,7 @@ from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.config import PARTS, part_options
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERS
+from trainer.rewards.built_in import BUILT_IN
 
 FOLDER = Path(__file__).parent
 OWN = [entry.name for entry in fields(CounterfactualConfig) if entry.name not in ("spans", "answers")]
@@ -66,6 +67,14 @@ def hosts() -> str:
     return "\n".join([*lines, *(f"| {'; '.join(equal)} | {cells} |" for cells, equal in labels.items())])
 
 
+def rewards() -> str:
+    """The table of the program's reward functions, and what a user's own may do."""
+    lines = ["| name | gives 1 if the completion | rows |", "|---|---|---|"]
+    for name, one in BUILT_IN.items():
+        lines.append(f"| `{name}` | {one.right} | {' or '.join(f'`{kind}`' for kind in one.kinds)} |")
+    return "\n".join([*lines, "| `module:function` | (any number, by your own rule) | all |"])
+
+
 def verl() -> str:
     """The options that can run in verl, whose workers hold pieces, none of them set."""
     lines, before = ["  preset: none"], ""
@@ -85,6 +94,7 @@ def verl() -> str:
 TABLES = {
     "options": (FOLDER / "credit.md", options, "<!-- {} -->"),
     "hosts": (FOLDER / "other_trainers.md", hosts, "<!-- {} -->"),
+    "rewards": (FOLDER / "rewards.md", rewards, "<!-- {} -->"),
     "verl": (FOLDER / "verl_gsm8k.yaml", verl, "  # {}"),
 }
 

@@ -30,7 +30,7 @@ NOT_PROSE = re.compile(
 )  # code, comments, tables, headings, pictures
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 FIGURE = re.compile(r"(?<![\w.-])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w.-]*\w)")  # no versions, no dates
-SENTENCE_ENDS = re.compile(r"(?<=[.?!])(?<!eq\.)(?<!eqs\.)(?<!al\.)(?<!\.\.)[)\"]? |(?<=:) (?=[A-Z])")
+SENTENCE_ENDS = re.compile(r"(?<=[.?!])(?<!eq\.)(?<!eqs\.)(?<!\bal\.)(?<!\.\.)[)\"]? |(?<=:) (?=[A-Z])")
 
 
 class English(NamedTuple):
@@ -72,6 +72,7 @@ def test_sentences_are_counted_as_a_reader_would():
     assert count("From `w_min=0.5` to `1,2,3` at `x=2` and `T (T + 1)`.").figures == 0
     assert count("word " * 26).long == 100
     assert count("word " * 25).long == 0
+    assert len(sentences("Yang et al. (2026) give an interval. So do others.")) == 2
 
 
 @pytest.mark.parametrize(

@@ -201,8 +201,9 @@ def test_figures_of_fixed_batches_are_the_known_ones():
 
 def test_every_estimator_and_weight_rule_has_known_figures():
     configs = [CounterfactualConfig.of(options) for options in CREDIT.values()]
-    assert {config.estimator.name for config in configs} == {*ESTIMATORS, "total_effects", "resampling"}
-    assert {type(config.weights) for config in configs if config.weights} == set(WEIGHTS.values())
+    fix = "give it a case in CREDIT, and write the file anew: python -m tests.test_known_values"
+    assert {config.estimator.name for config in configs} >= ESTIMATORS.keys(), fix
+    assert {type(config.weights) for config in configs} >= {*WEIGHTS.values()}, fix
 
 
 if __name__ == "__main__":

@@ -78,9 +78,6 @@ def test_every_public_name_is_declared_as_it_is_imported_and_is_there():
         cfa_kernels.policy_los  # noqa: B018
 
 
-# Sizes and shape
-
-
 def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
@@ -93,9 +90,6 @@ def test_no_test_imports_another():
     """What two of them need is in tests/support. Programs in strings, which tests run, are read as well."""
     lines = [line for path in (REPOSITORY / "tests").rglob("*.py") for line in path.read_text().splitlines()]
     assert not [line for line in lines if re.match(r"\s*(from|import) .*\btest_\w+", line)]
-
-
-# What is shipped
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from cfa_kernels.credit.presets import NONE, preset_names
 from cfa_kernels.options import check_fields
 
 from .extras import program
-from .rewards.built_in import require_rewards
+from .rewards.built_in import BUILT_IN, require_rewards
 from .settings import CONFIGS, DEFAULTS_FILE, EMBEDDED, TrainSettings, model_path, require_data, require_model
 
 MODEL_SETTINGS = (
@@ -43,14 +43,14 @@ setting it trains the embedded model on generated word problems in a few minutes
   --config                  YAML file of settings, or a run that ships: {configs}. Flags win.
   --model                   Model folder or hub name [{model}]
   --dataset                 Worked problems: a .json, .jsonl or .parquet file, or a hub name [{dataset}]
-  --reward_funcs            exact_match, math_verify, or your "module:function" of TRL's form
+  --reward_funcs            {rewards}, or your "module:function" of TRL's form
   --output_dir              Run folder; the same command resumes the run in it
   --max_steps               Steps of the run; 0 evaluates only [{max_steps}]
   --learning_rate           Peak learning rate of AdamW [{learning_rate}]
   --generation_batch_size   Completions that a step samples [{generation_batch_size}]
   --num_generations         Completions per problem (G) [{num_generations}]
   --max_completion_length   Maximum tokens sampled per completion [{max_completion_length}]
-  --credit                  Credit of tokens: a preset that docs/credit.md lists, or none [{credit}]
+  --credit                  Credit of tokens: a preset that docs/papers.md lists, or none [{credit}]
   --seed                    Seed of everything drawn at random [{seed}]
 
   --help-all                Every setting: data, run, model, credit, loss, rollouts, devices
@@ -173,5 +173,5 @@ def print_help(argv: Sequence[str]) -> bool:
     if others := {"-h", "--help"} & {*argv}:
         prog = program("trainer")
         values = vars(parse([flag for flag in argv if flag not in others], prog=prog))
-        print(HELP.format(prog=prog, configs=", ".join(SHIPPED), **values))
+        print(HELP.format(prog=prog, configs=", ".join(SHIPPED), rewards=", ".join(BUILT_IN), **values))
     return bool(others)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from cfa_kernels.ops.matmul import cpu_multiplies_bfloat16
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -25,8 +27,11 @@ class Precision:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         where = torch.device(device)
+        on_gpu = where.type == "cuda"
+        if dtype == "auto" and adapters and (on_gpu or (where.type == "cpu" and cpu_multiplies_bfloat16())):
+            dtype = "bfloat16"
         if dtype == "auto":
-            dtype = "float32" if where.type != "cuda" else "bfloat16" if adapters else "mixed"
+            dtype = "mixed" if on_gpu else "float32"
         weights = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         return cls(where, weights, torch.float32 if dtype == "float32" else torch.bfloat16)
 

@@ -64,7 +64,7 @@ class TrainSettings(DataConfig):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     reward_funcs: list[str] = field(default_factory=lambda: ["exact_match"])
-    """Reward functions, added up: exact_match, math_verify, or your "module:function" as in TRL (docs/rewards.md)."""
+    """Reward functions, added up: names that docs/rewards.md lists, or your "module:function" as in TRL."""
     reward_weights: list[float] = field(default_factory=list)
     """Factors of reward_funcs in the sum, one for each; by default 1. Metrics of each function are without them."""
     reward_timeout: Positive = 10.0
@@ -126,7 +126,7 @@ class TrainSettings(DataConfig):
 
     # credit
     credit: str = NONE
-    """Credit of tokens: a preset that docs/credit.md lists, or none, which trains plain GRPO or DAPO. Options by path
+    """Credit of tokens: a preset that docs/papers.md lists, or none, which trains plain GRPO or DAPO. Options by path
     choose or change its parts: --estimator gradient --estimator.samples 4, --spans.max_spans 5."""
     credit_options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
     """Options of credit by path: keys of a file and flags that name no setting. The library checks them."""
@@ -136,7 +136,7 @@ class TrainSettings(DataConfig):
 
     # loss
     loss_type: str = "dapo"
-    """Loss type: how token losses are formed and summed; docs/trl.md lists them."""
+    """Loss type: how token losses are formed and summed; docs/papers.md lists them."""
     importance_sampling_level: str = "token"
     """Level of probability ratios: token, sequence (GSPO) or sequence_token."""
     epsilon: NotNegative = 0.2
@@ -186,7 +186,8 @@ class TrainSettings(DataConfig):
     """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
     dtype: DtypeName = "auto"
     """Arithmetic: float32; mixed, which keeps weights in float32 and multiplies them in bfloat16 (autocast); or
-    bfloat16 weights, which needs use_peft. auto is float32 on a CPU, on a GPU bfloat16 under LoRA and else mixed."""
+    bfloat16 weights, which needs use_peft. auto is bfloat16 under LoRA on a GPU, or a CPU that multiplies it (AMX,
+    AVX512-BF16); else it is mixed on a GPU and float32 on a CPU."""
     parallel: Literal["ddp", "fsdp2"] = "ddp"
     """With several processes, as torchrun starts them: ddp keeps a whole model in each, fsdp2 pieces of all weights."""
     token_budget: Count | None = None

@@ -17,6 +17,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain, count, groupby, islice
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from cfa_kernels import (
 )
 from cfa_kernels.credit.nothing import Nothing, why_nothing
 from cfa_kernels.credit.presets import NONE
+from cfa_kernels.loss.ragged import LossBatch
 from cfa_kernels.model.limits import default_token_budget
 from cfa_kernels.model.memory import run_in_memory
 from cfa_kernels.model.parts import causal_lm
@@ -211,18 +213,19 @@ class Objective:
         batch, is_due = self.batch.take(index), credit.is_due(index)
         causal, keeps = causal_lm(self.trainer.policy), is_due and credit.config.continues
         forward = packed_forward(causal, batch.rows, token_budget=config.token_budget, keep_states=keeps)
-        if is_due:
-            with self.times.during("update" if credit.config.control == "off" else "credit"):
-                credit.by_forward(index, forward)
         options = {
             **config.loss_options, "temperature": config.temperature, "compute_entropy": True, "validate": False,
             "num_items_in_batch": counted_tokens(self.batch, range(len(self.batch))),
             "num_sequences_in_batch": len(self.batch),
         }  # fmt: skip
         old, reference = ([column[b] for b in index] if column else None for column in (self.old, self.reference))
+        plain = cache(lambda: LossBatch.of(batch, old_logprobs=old, ref_logprobs=reference, weights=None, **options))
+        if is_due:
+            forward.meanwhile = plain
+            with self.times.during("update" if credit.config.control == "off" else "credit"):
+                credit.by_forward(index, forward)
         credited = credit.columns(index)
-        batch = batch.with_columns(old_logprobs=old, ref_logprobs=reference, **credited)
-        loss, metrics, logprobs = forward.policy_loss(batch, **options)
+        loss, metrics, logprobs = forward.policy_loss(plain().credited(**credited))
         counted = batch.mask or ()
         columns = zip(*credited.values(), counted, strict=True)
         moving = [int(((row != 0) & (own != 0) & one).sum()) for row, own, one in columns]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.harness.environment import describe_environment
 from benchmarks.harness.results import Pieces, made_by, table
-from benchmarks.research.arms import ARMS, PLAIN, Arm, Groups, Judged, arms_of
+from benchmarks.research.arms import ARMS, NEAR, PLAIN, Arm, Groups, Judged, arms_of
 from benchmarks.research.models import Problem, Subject, clock, posed, read_problems, require_mixed
 from benchmarks.research.regimes import ASSETS, REGIMES, check, density, problems
 from cfa_kernels import Rows, packed_forward
@@ -333,6 +333,10 @@ def summary(
                 for one in (name, PLAIN)
             )
             figures[name][key] = _compared(own, plain, len(gram), len(own) - 1 - len(gram))
+            whole = name.removesuffix(NEAR)
+            if whole != name and whole in blocks[0][key]:
+                every = _cosines(np.array([line for block in blocks for line in block[key][whole]]), gram, pooled)
+                figures[name][key]["to all spans"] = _compared(own, every, len(gram), len(own) - 1 - len(gram))
         lines = list[list[float]]()  # of each block, per group; groups without a gradient count as 0
         for block in blocks:
             small, large = (np.sum(block[str(size)][name], 0) / size for size in (sizes[0], sizes[-1]))
@@ -449,4 +453,10 @@ def markdown(document: Mapping[str, Any]) -> str:
         "processor's seconds (on a GPU those by the wall) for the credit over those of a plain step: sampling, forward "
         "and backward.\n"
     )
-    return "\n".join(["# Alignment with the true gradient\n", note, table(head, rows)])
+    pairs = [
+        [name, f"{pair['ratio']:.3f} ± {pair['ratio_error']:.3f}",
+         f"{pair['difference']:+.4f} ± {pair['difference_error']:.4f}"]
+        for name, figures in arms.items() if (pair := figures[str(MAIN)].get("to all spans"))
+    ]  # fmt: skip
+    paired = [table([f"of {MAIN * size} completions, paired", "to all spans", "difference"], pairs)] if pairs else []
+    return "\n".join(["# Alignment with the true gradient\n", note, table(head, rows), *paired])

@@ -27,6 +27,8 @@ from cfa_kernels import (
 from trainer.rewards.calls import group_advantages
 
 PLAIN = "plain"
+NEAR = ", 3 nearest spans"
+"""Ending of the name of an arm that is compared with the arm of all spans."""
 
 
 def position(model: Any, batch: Batch) -> Importances:
@@ -199,8 +201,8 @@ ARMS = {
     "right times 4": Arm(times=(4, 1)),
     "unscaled": Arm(advantages=unscaled),
     "ceiling": Arm(advantages=ceiling, twin=True),
-    "CF, 3 nearest spans": Arm(NEAREST, NEAREST),
-    "CF where right, 3 nearest spans": Arm(NEAREST),
+    f"CF{NEAR}": Arm(NEAREST, NEAREST),
+    f"CF where right{NEAR}": Arm(NEAREST),
     "CF where right, spans open": Arm(_mean(Masking(), open_spans=True, completions="positive")),
     "prefix gain where right, spans open": Arm(_mean(PrefixGain(), open_spans=True, completions="positive")),
     "prefix gain permuted where right, spans open": Arm(

@@ -159,8 +159,8 @@ TRL, WHOLE = "TRL", "TRL, all rows at a time"
 PLAIN, EXACT = "ours", "ours counterfactual, one pass"
 NEAREST = f"{EXACT}, {NEAREST_SPANS} nearest spans"
 VARLEN = "varlen without sharing"
-CREDITED = "CounterfactualGRPOTrainer, packed loss"
-NO_ENTROPY = "CounterfactualGRPOTrainer, packed loss, log_entropy=False"
+CREDITED = "PackedGRPOTrainer, credit"
+NO_ENTROPY = "PackedGRPOTrainer, credit, log_entropy=False"
 
 
 def _credited(rows: str, **options: bool) -> StepPeer:

@@ -153,11 +153,16 @@ class DeferredCredit:
     def columns(self, rows: Sequence[int]) -> dict[str, Any]:
         """Give the weights of `rows` and the advantages that they multiply, or those of signed credit."""
         credit = self.take(rows)
-        return {"weights": credit.weights, "advantages": credit.advantages or self.batch.take(rows).advantages}
+        return {"weights": credit.weights, "advantages": credit.advantages or self._advantages(rows)}
 
     def credited(self, rows: Sequence[int]) -> Tensor | list[Tensor]:
         """Return the advantages to train `rows` on: (b,) as given if credit changes nothing, else b tensors (T_b,)."""
-        return self.take(rows).applied_to(self.batch.take(rows).advantages)
+        return self.take(rows).applied_to(self._advantages(rows))
+
+    def _advantages(self, rows: Sequence[int]) -> Tensor | list[Tensor]:
+        own: Any = self.batch.advantages
+        rows = row_numbers(rows, len(self.batch))
+        return own[rows] if isinstance(own, Tensor) else [own[b] for b in rows]
 
     def finished(self) -> Credit | None:
         """Join the credit of all rows, in their order, at the first call after all is assigned; else None."""

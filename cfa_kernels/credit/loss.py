@@ -77,7 +77,7 @@ def credited_loss(
         )
         if scorer is None:
             assigned.by_forward(every, forward)
-        loss, metrics, logprobs = forward.policy_loss(batch.exchanged(**assigned.columns(every)), **plain.options)
+        loss, metrics, logprobs = forward.policy_loss(plain.credited(**assigned.columns(every)))
         found = assigned.take(every)
         return CreditedLoss(loss, {**metrics, **found.metrics(batch.mask)}, logprobs, found)
 

@@ -63,9 +63,9 @@ def loss_of_packed_rows(
     )
     if due is not None:
         due.by_forward(places, forward)
-        batch = batch.with_columns(advantages=due.credited(places))
+        plain = plain.credited(advantages=due.credited(places))
     with _heads_mode(forward.device, head_in_float32):
-        loss, metrics, _ = forward.policy_loss(batch, **options)
+        loss, metrics, _ = forward.policy_loss(plain)
     if router_coef is not None:
         routers = forward.router_loss()
         loss, metrics["aux_loss"] = loss + router_coef * scale * routers, routers

@@ -1,6 +1,6 @@
 """Check and pad the inputs of a packed loss, and find how far each row must be fed for it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from .token_loss import Tokens
 class LossBatch:
     """Arguments of the loss's operator, checked and padded on the host, and the tokens that it needs of a forward."""
 
+    index: Sequence[int]  # by which errors name rows
     columns: dict[str, Tensor]  # (B, T) each, advantages perhaps (B,); those that the batch has, and targets
     needed_tokens: Tensor  # (M,) int64: the flattened tokens whose log-prob the loss needs
     trained: Tensor  # (B,) bool: rows that get a gradient, of others the loss or a metric needs values only
@@ -39,39 +40,45 @@ class LossBatch:
             raise ValueError("advantages: a loss needs them, got None")
         lengths = torch.tensor(batch.rows.lengths)
         width = max(1, int(lengths.max()))
-        given = {name: getattr(batch, name) for name in ("advantages", "weights", "mask", *_LOGPROBS)}
-        columns = {
-            name: column if isinstance(column, Tensor) else pad_rows(column, width)
-            for name, column in given.items()
-            if column is not None
-        }
+        columns = _padded(width, {name: getattr(batch, name) for name in ("advantages", "weights", "mask", *_LOGPROBS)})
         counted = torch.arange(width)[None] < lengths[:, None]  # (B, T)
         columns["mask"] = counted & columns["mask"] if "mask" in columns else counted
         names = ("loss_options", *LossOptions.__annotations__)
         loss = made_options({name: options.pop(name) for name in names if name in options})
         options["loss_options"] = loss
+        columns["targets"] = pad_rows(batch.rows.completions, width)
+        kept = batch.kept_tokens
+        kept = None if kept is None else checked_kept_tokens(kept, batch.rows, columns["mask"])
+        if options.get("score_centering"):
+            check_joins(loss.joins_tokens)
+        return LossBatch._of(batch.index, columns, kept, options)
+
+    def credited(self, **columns: Any) -> "LossBatch":
+        """Exchange `weights` and `advantages` for those of credit, (B,) or B tensors (T_b,) each."""
+        padded = _padded(self.columns["mask"].shape[1], columns)
+        return LossBatch._of(self.index, self.columns | padded, self.kept_tokens, self.options)
+
+    @staticmethod
+    def _of(
+        index: Sequence[int], columns: dict[str, Tensor], kept: list[KeptTokens] | None, options: dict[str, Any]
+    ) -> "LossBatch":
+        loss, width = options["loss_options"], columns["mask"].shape[1]
         check_weights(columns.get("weights"), columns["mask"], loss)
         advantages = columns["advantages"]
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
         tokens = Tokens(None, advantages, columns.get("weights"), None, None, columns["mask"])
         counts, moves = (contributing(tokens, joins_tokens=loss.joins_tokens, every=every) for every in (True, False))
         bonus = isinstance(loss.entropy_coef, Tensor) or loss.entropy_coef != 0
-        trained = counts if batch.ref_logprobs is not None or bonus else moves
+        trained = counts if "ref_logprobs" in columns or bonus else moves
         needed = counts if options.get("compute_entropy") else trained
-        if (old := columns.get("old_logprobs")) is not None:  # tokens that no earlier loss needed were never scored
-            columns["old_logprobs"] = torch.where(needed, old, 0.0)
-        columns["targets"] = pad_rows(batch.rows.completions, width)
-        kept = batch.kept_tokens
-        kept = None if kept is None else checked_kept_tokens(kept, batch.rows, columns["mask"])
         if options.get("score_centering"):
-            check_joins(loss.joins_tokens)
             sampled = {name: columns[name].flatten() for name in _LOGPROBS[::2] if name in columns}
             check_centering(
                 None if kept is None else padded_kept_tokens(kept, width),
-                lambda n: f"kept_tokens row {batch.index[n // width]}, token {n % width}",
+                lambda n: f"kept_tokens row {index[n // width]}, token {n % width}",
                 targets=columns["targets"].flatten(), moved=moves.flatten(), **sampled,
             )  # fmt: skip
-        return LossBatch(columns, needed.flatten().nonzero().flatten(), trained.any(1), kept, options)
+        return LossBatch(index, columns, needed.flatten().nonzero().flatten(), trained.any(1), kept, options)
 
     def needed(self) -> list[int]:
         """Count the tokens of each row that must be fed: up to the last one whose log-prob the loss needs."""
@@ -81,9 +88,18 @@ class LossBatch:
 
     def to(self, device: torch.device, *others: Tensor) -> tuple[dict[str, Tensor | None], tuple[Tensor, ...]]:
         """Copy the tensors that the loss reads to `device`, and other tensors of the host with them, by one copy."""
-        there = upload([*self.columns.values(), *others], device)
+        columns = dict(self.columns)
+        if (old := columns.get("old_logprobs")) is not None:  # tokens that no earlier loss needed were never scored
+            columns["old_logprobs"] = torch.zeros_like(old)
+            columns["old_logprobs"].view(-1)[self.needed_tokens] = old.view(-1)[self.needed_tokens]
+        there = upload([*columns.values(), *others], device)
         absent: dict[str, Tensor | None] = dict.fromkeys(("old_logprobs", "weights", *_LOGPROBS))
-        return absent | dict(zip(self.columns, there, strict=False)), there[len(self.columns) :]
+        return absent | dict(zip(columns, there, strict=False)), there[len(columns) :]
+
+
+def _padded(width: int, columns: Mapping[str, Any]) -> dict[str, Tensor]:
+    given = {name: column for name, column in columns.items() if column is not None}
+    return {name: one if isinstance(one, Tensor) else pad_rows(one, width) for name, one in given.items()}
 
 
 _LOGPROBS = ("old_logprobs", "ref_logprobs", "sampling_logprobs")

@@ -1,20 +1,63 @@
-"""Attention of a decoding step that reads each key and value once, in transformers' attention interface."""
+"""Attention of a decoding step that reads each key and value once, in transformers' attention interface.
+
+Rows that share a prompt attend to its keys together and to their own keys apart, and the two are merged by the sums of
+their exponentials (Hydragen, arXiv 2402.05099).
+"""
 
 import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .modes import attention_of
+from .modes import attention_of, attributes_set
 from .walk import ModelWalk
 
+_NAME = "cfa_decode"
 _LEFT_TO_SDPA = "softcap", "s_aux", "position_bias", "cache"  # arguments
+
+
+class SharedKeys(NamedTuple):
+    """Keys and values that R rows share by G groups of at most M rows, before those of their own."""
+
+    layers: Sequence[tuple[Tensor, Tensor]]  # (G, Hkv, P, D), (G, Hkv, P, Dv)
+    bias: Tensor  # (G, 1, 1, P) summands of scores, -inf for padding
+    members: Tensor  # (G, M) int64, rows of each group, any where it has fewer
+    slots: Tensor  # (R,) int64, where each row is among the members
+    read: set[int]  # takes the layers that have attended to it
+
+
+class _Step:
+    shared: SharedKeys | None = None
+
+
+_STEP = _Step()  # no context variable: a compiler reads through it
+
+
+def attending_to(shared: SharedKeys | None) -> AbstractContextManager[None]:
+    """Attend, in steps of one token, to `shared` in addition to the keys of the cache."""
+    return attributes_set([(_STEP, "shared", shared)])
+
+
+class CannotShare(NotImplementedError):
+    """Rows of a model cannot share keys; the message says why."""
+
+
+def sharing_obstacle(model: PreTrainedModel) -> str | None:
+    """Say why steps of `model` cannot attend to `SharedKeys`; None if nothing is known."""
+    name, config = type(model).__name__, model.get_decoder().config
+    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config).layers):
+        return f"{name} has layers that attend in a window"
+    if config._attn_implementation not in ("sdpa", _NAME) or not model._can_set_attn_implementation():
+        return f"{name} attends by {config._attn_implementation}, not by sdpa"
+    return None
 
 
 def decoding_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -23,7 +66,7 @@ def decoding_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     Any other attention, as of models with sinks or caps, stays; so do models without the interface.
     """
     configs = ModelWalk.of(model).configs if model._can_set_attn_implementation() else []
-    return attention_of([config for config in configs if config._attn_implementation == "sdpa"], "cfa_decode")
+    return attention_of([config for config in configs if config._attn_implementation == "sdpa"], _NAME)
 
 
 def cache_argument(model: Any) -> str:
@@ -36,14 +79,52 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Attend from q (B, H, 1, D) to k, v (B, Hkv, L, D or Dv) -> (B, 1, H, Dv); sdpa does what this cannot."""
     by_head = attention_mask is not None and attention_mask.shape[1] > 1
-    if query.shape[2] > 1 or by_head or any(options.get(name) is not None for name in _LEFT_TO_SDPA):
+    left = [name for name in _LEFT_TO_SDPA if options.get(name) is not None] + ["a mask by head"] * by_head
+    shared = _STEP.shared if query.shape[2] == 1 else None
+    if shared and left:
+        raise CannotShare(f"{type(module).__name__} uses {left[0]}")
+    if query.shape[2] > 1 or left:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # the query heads of one key head, side by side
     scale, dropout = options.get("scaling"), options.get("dropout", 0.0)
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         attention_mask = attention_mask.to(query.dtype)  # autocast leaves the embeddings' dtype behind
+    if shared:
+        shared.read.add(module.layer_idx)  # type: ignore[arg-type]
+        pair = shared.layers[module.layer_idx]  # type: ignore[index]
+        out = _merged(rows, (key, value), pair, attention_mask, shared, scale)
+        return out.flatten(1, 2).unsqueeze(1), None
     out = scaled_dot_product_attention(rows, key, value, attention_mask, dropout, scale=scale)
     return out.flatten(1, 2).unsqueeze(1), None
+
+
+def _merged(
+    rows: Tensor, own: tuple[Tensor, Tensor], common: tuple[Tensor, Tensor], bias: Tensor | None, shared: SharedKeys,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    """Attend from rows (R, Hkv, H / Hkv, D) to their own keys and to those that groups of them share."""
+
+    def by_row(x: Tensor) -> Tensor:
+        return x.unflatten(2, (shared.members.shape[1], -1)).transpose(1, 2).flatten(0, 1)[shared.slots]
+
+    together = rows[shared.members].transpose(1, 2).flatten(2, 3)  # (G, Hkv, M * H / Hkv, D)
+    there, there_sum = _with_logsumexp(together, *common, shared.bias, scale)
+    apart, apart_sum = _with_logsumexp(rows, *own, bias, scale)
+    share = torch.sigmoid(apart_sum - by_row(there_sum)).unsqueeze(-1)
+    return by_row(there).lerp(apart, share.to(apart.dtype))
+
+
+def _with_logsumexp(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Run sdpa's kernel for masks, which sums scores in float32, and give the logarithms of its sums (B, H, L) too."""
+    if not query.is_cuda:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, key, value, attn_mask=bias, scale=scale)  # type: ignore[no-any-return]
+    if bias is not None:
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    out, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, scale=scale)
+    return out, sums[..., : query.shape[2]]  # of a multiple of 32
 
 
 def _mask(*args: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor | None:
@@ -54,5 +135,5 @@ def _mask(*args: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Ten
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
-AttentionInterface.register("cfa_decode", _attention)
-AttentionMaskInterface.register("cfa_decode", _mask)
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, _mask)

@@ -118,7 +118,7 @@ def queries_of(row: ScoredRow, outcome: Outcome = "logprob", mask: Mask | None =
         tokens, answer = branch(row, k, mask)
         first = answer.start - 1
         end = first + len(targets)
-        begins = None if k is None else (row.tokens, start + row.spans[k].start)
+        begins = row.tokens, end if k is None else start + row.spans[k].start
         queries.append(Query(tokens[:end], first, targets, tokens[end:], outcome in DIVERGENCES, begins=begins))
     return queries
 

@@ -142,6 +142,7 @@ def test_figures_are_those_of_the_vectors():
     random, truth = np.random.default_rng(0), np.array([1.0, 0, 0, 0])
     parts = np.stack([truth] * PARTS)
     means = {PLAIN: np.array([0.5, 0.2, 0, 0]), "CF": np.array([0.5, 0, 0, 0])}
+    means[f"CF{arms.NEAR}"] = np.array([0.5, 0.1, 0, 0])
     blocks, cosines = [], {name: [] for name in means}
     for _ in range(60):
         noise = random.normal(size=(SIZES[-1], 4))
@@ -169,6 +170,11 @@ def test_figures_are_those_of_the_vectors():
     ratio = np.mean(cosines["CF"]) / np.mean(cosines[PLAIN])
     assert figures["CF"][str(MAIN)]["ratio"] == pytest.approx(ratio)
     assert figures["CF"]["adam"]["difference"] == pytest.approx(np.mean(cosines["CF"]) - np.mean(cosines[PLAIN]))
+    near, every = cosines[f"CF{arms.NEAR}"], cosines["CF"]
+    pair = figures[f"CF{arms.NEAR}"][str(MAIN)]["to all spans"]
+    assert pair["ratio"] == pytest.approx(np.mean(near) / np.mean(every))
+    paired = np.std(np.subtract(near, every), ddof=1) / len(every) ** 0.5  # the truth is known
+    assert pair["difference_error"] == pytest.approx(paired)
     for name, truths in {"CF": (1, 4 / 0.25), PLAIN: (0.5 / 0.29**0.5, 4 / 0.29)}.items():
         for key, value in zip(("aim", "noise to signal"), truths, strict=True):
             assert abs(figures[name][key]["value"] - value) < 3 * figures[name][key]["error"] < 0.3 * value
@@ -273,7 +279,7 @@ def test_the_command_writes_its_tables_and_resumes(policy, groups, tmp_path, mon
     monkeypatch.setattr(alignment, "SIZES", (1, 2, 4))
     monkeypatch.setattr(alignment, "MAIN", 2)
     arguments = ["alignment", "--folder", str(tmp_path), "--results", str(tmp_path), "--commit", "none"]
-    arguments += ["--blocks", "2", "--arms", "CF where right", "right times 4", "ceiling"]
+    arguments += ["--blocks", "2", "--arms", "CF where right", f"CF where right{arms.NEAR}", "ceiling"]
     arguments += ["--continuations", "1", "--group", "4", "--moments", "1", "--parameters", r"layers\.1\."]
     trained = policy.model.get_submodule("model.layers.1")
     truth = torch.randn(PARTS + 1, sum(p.numel() for p in trained.parameters()))
@@ -288,9 +294,11 @@ def test_the_command_writes_its_tables_and_resumes(policy, groups, tmp_path, mon
         monkeypatch.setattr(alignment, name, None)
     assert main(arguments) == 0  # with fewer blocks
     first = json.loads((tmp_path / "evidence-alignment.json").read_text())
-    assert list(first["arms"]) == [PLAIN, "CF where right", "right times 4", "ceiling"]
+    assert list(first["arms"]) == [PLAIN, "CF where right", f"CF where right{arms.NEAR}", "ceiling"]
     assert first["arms"][PLAIN]["2"]["ratio"] == 1
-    assert "| CF where right |" in (tmp_path / "evidence-alignment.md").read_text()
+    written = (tmp_path / "evidence-alignment.md").read_text()
+    assert "| CF where right |" in written
+    assert re.search(rf"\| to all spans \| .*\n.*\n\| CF where right{arms.NEAR} \|", written)
     monkeypatch.setattr(arms, "packed_forward", None)  # all is known by now
     assert main(arguments) == 0
     assert json.loads((tmp_path / "evidence-alignment.json").read_text())["arms"] == first["arms"]

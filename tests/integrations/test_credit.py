@@ -137,7 +137,7 @@ def test_an_obstacle_says_what_to_do():
 
     service = OFFERED_BY_A_SERVICE
     assert said(service, **{"estimator.outcome": "mean"}) == "omit it"
-    assert said(service, estimator="entropy") == "take one of masking, prefix_gain, prefix_tree, sibling_edits"
+    assert {"masking", "prefix_gain"} < {*said(service, estimator="entropy").removeprefix("take one of ").split(", ")}
     assert said(service - {SIBLINGS}, estimator="prefix_tree") == "sample more than one completion of each prompt"
     assert said(frozenset(NEEDS) - {"external"}, estimator="external").startswith("give a function")
     (sentence,) = unmet_needs(CounterfactualConfig(weights="sign_gate"), service - {SIBLINGS})

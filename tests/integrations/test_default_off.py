@@ -1,5 +1,6 @@
 """Every door to credit is shut unless a preset or an estimator is named. A new host, or the program, adds its door."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,14 +9,16 @@ from typing import Any
 import pytest
 import yaml
 
-from cfa_kernels import CounterfactualConfig
+from cfa_kernels import CounterfactualConfig, counterfactual_credit, credited_loss
 from cfa_kernels.credit.config import as_config
 from cfa_kernels.integrations import openrlhf
+from cfa_kernels.integrations.credit import OFFERS
 from cfa_kernels.integrations.prime_rl import CounterfactualMixin
 from cfa_kernels.integrations.trl_async import CounterfactualAsyncMixin
 from tests.support.openrlhf_host import Host
 from trainer.cli import parse
 from trainer.config import TrainConfig
+from trainer.one_page import Settings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NAMED = {"estimator": "prefix_gain"}
@@ -74,8 +77,9 @@ def by_the_program(credit: dict[str, Any], folder: Path) -> CounterfactualConfig
 
 
 DOORS: dict[str, Callable[[dict[str, Any], Path], CounterfactualConfig]] = {
-    "PackedGRPOTrainer": by_trl, "AsyncGRPO": by_async_grpo, "prime-rl": by_prime_rl, "OpenRLHF": by_openrlhf,
+    "TRL": by_trl, "TRL, AsyncGRPO": by_async_grpo, "prime-rl": by_prime_rl, "OpenRLHF": by_openrlhf,
     "verl": by_verls_section, "cfa-train": by_the_program, "as_config": lambda credit, _: as_config(credit),
+    "one_page.py": lambda credit, _: as_config(Settings(**({"credit": NAMED["estimator"]} if credit else {})).credit),
 }  # fmt: skip
 """From options of credit by path, none for a user who names nothing, to the configuration that a host trains with."""
 
@@ -87,10 +91,16 @@ def test_there_is_no_credit_unless_an_estimator_or_a_preset_is_named(tmp_path, d
     assert (named.control, named.estimator.name) == (None, "prefix_gain")
 
 
+def test_every_host_has_its_door_and_a_loop_of_ones_own_must_name_credit():
+    hosts = {host.partition(", ")[0] for host in OFFERS if not host.startswith("your loop")}
+    assert DOORS.keys() >= hosts, "add the host's door to DOORS"
+    for function, name in ((counterfactual_credit, "config"), (credited_loss, "credit")):
+        assert inspect.signature(function).parameters[name].default is inspect.Parameter.empty
+
+
 def test_options_of_credit_without_an_estimator_are_an_error():
     with pytest.raises(ValueError, match=r"^weights is not read: credit is off; name a preset or an estimator$"):
         as_config({"weights.w_max": 3.0, "estimator": None})
     with pytest.raises(ValueError, match=r"unknown option 'w_max' of credit; did you mean 'weights.w_max'"):
         as_config({"w_max": 3.0})
     assert as_config({"control": "off", "estimator": "gradient"}).control == "off"
-    assert as_config("cf") == CounterfactualConfig.preset("cf")

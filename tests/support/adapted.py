@@ -20,9 +20,9 @@ def tokenizer():
 
 def tiny(dtype: torch.dtype = torch.float64, **options) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    options = {"num_hidden_layers": 2} | options
+    options = {"num_hidden_layers": 2, "num_key_value_heads": 2} | options
     config = Qwen3Config(
-        vocab_size=512, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        vocab_size=512, hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=8,
         initializer_range=0.3, eos_token_id=tokenizer().eos_token_id, **options,
     )  # fmt: skip
     return Qwen3ForCausalLM(config).to(dtype).eval()

@@ -7,6 +7,7 @@ from torch import nn
 from cfa_kernels import policy_loss
 from tests.support.budget import assert_within_budget
 from tests.support.embedded import EVERY_OTHER, padded_logprobs, settings, updated
+from trainer import precision
 from trainer.precision import Precision, frozen_copy
 from trainer.rollouts.in_process import TransformersEngine
 from trainer.run import set_up
@@ -35,10 +36,19 @@ def mixed(tiny_folder):
         ("bfloat16", "cuda", True, BF16, BF16), ("mixed", "cpu", False, F32, BF16),
     ],
 )  # fmt: skip
-def test_dtype_chooses_the_type_of_weights_and_of_products(dtype, device, adapters, weights, products) -> None:
+def test_dtype_chooses_the_type_of_weights_and_of_products(
+    dtype, device, adapters, weights, products, monkeypatch
+) -> None:
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: False)
     actual = Precision.of(dtype, device, adapters=adapters)
     assert actual == Precision(torch.device(device), weights, products)
     assert actual.is_mixed == (weights != products)
+
+
+@pytest.mark.parametrize(("adapters", "weights"), [(True, BF16), (False, F32)])
+def test_auto_is_bfloat16_for_adapters_on_a_cpu_that_multiplies_it(adapters, weights, monkeypatch) -> None:
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: True)
+    assert Precision.of("auto", "cpu", adapters=adapters) == Precision(torch.device("cpu"), weights, weights)
 
 
 def test_the_gradient_in_mixed_precision_is_float32_and_off_by_the_rounding_of_bfloat16(mixed) -> None:

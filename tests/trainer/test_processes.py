@@ -134,7 +134,7 @@ LEARNING_RATE = 1e-3
 COMMON = [f"--learning_rate={LEARNING_RATE}", "--num_iterations=2", "--beta=0.05"]
 CASES = {
     "all": ["--no_use_peft", "--scale_rewards=batch", "--importance_sampling_clip_max=3", *COMMON],
-    "adapters": ["--use_peft", "--lora_r=4", "--loss_type=grpo", *COMMON],
+    "adapters": ["--use_peft", "--dtype=float32", "--lora_r=4", "--loss_type=grpo", *COMMON],
     "top": COMPARING["top of entropies"],
 }
 UNDER = {"ddp": ("all", "top"), "fsdp2": ("all", "adapters")}

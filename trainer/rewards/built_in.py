@@ -13,20 +13,21 @@ _ANSWERS = ("answer_format", "answer_fallback", "lead_in", "thought_tags")  # of
 
 
 class BuiltIn(NamedTuple):
-    """Reward function of the program: where it is, the kinds of rows that it reads, its own first, and its options.
+    """Reward function of the program: its place here, the kinds of rows that it reads, its own first, and its options.
 
-    `grades` says whether 1 means a right answer, so that evaluation may count by it; a shaping reward does not grade.
+    `right` says which completions get 1; `grades` says whether their answers are right. A shaping reward grades none.
     """
 
     function: str
     kinds: tuple[str, ...]
     options: tuple[str, ...]
+    right: str
     grades: bool = True
 
 
 BUILT_IN = {
-    "exact_match": BuiltIn(f"{__package__}.numbers:exact_match", ("numbers",), _ANSWERS),
-    "math_verify": BuiltIn(f"{__package__}.math:MathReward", ("text", "numbers"), ("timeout",)),
+    "exact_match": BuiltIn("numbers:exact_match", ("numbers",), _ANSWERS, "has the answer's number"),
+    "math_verify": BuiltIn("math:MathReward", ("text", "numbers"), ("timeout",), "equals the answer for math-verify"),
 }
 INSTRUCTIONS = {
     "numbers": "Solve the problem step by step. End with a line of the form: #### <number>",

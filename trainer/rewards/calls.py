@@ -37,7 +37,7 @@ def load_reward(name: str, **options: Any) -> Reward:
     if ":" in name:
         return imported("reward_funcs", name)
     require_rewards([name])
-    function = imported("reward_funcs", BUILT_IN[name].function)
+    function = imported("reward_funcs", f"{__package__}.{BUILT_IN[name].function}")
     taken = BUILT_IN[name].options
     own = {option: options[option] for option in taken if options.get(option) is not None}
     if isinstance(function, type):

@@ -1,5 +1,7 @@
 """Decode completions with a cache that stays: prompts are fed once each, then one step makes a token of each row.
 
+Rows that begin alike keep the keys of their beginning once, if it is long, and a cache of what follows each.
+
 A step is the forward of the last tokens, the draw of the next ones and the flags of rows that have ended. It reads and
 writes only tensors that keep their place, so that on a GPU a CUDA graph of it is replayed, in later calls too. Once a
 quarter of the rows have ended, or half of those of a graph, they leave.
@@ -18,10 +20,16 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
 from cfa_kernels import KeptTokens
-from cfa_kernels.model.decode_attention import cache_argument, decoding_attention
+from cfa_kernels.model.decode_attention import (
+    CannotShare,
+    attending_to,
+    cache_argument,
+    decoding_attention,
+    sharing_obstacle,
+)
 from cfa_kernels.ops.upload import upload
 
-from .prompts import SHARED_FROM, common_beginning, feed
+from .prompts import APART, KeysValues, SharedPrompts, Sharing, choose_sharing, common_beginning, feed
 from .sampling import CANDIDATES, KeptRecord, draw
 
 LOOK = 16  # tokens between two looks at a GPU's results, or for a stop string
@@ -50,7 +58,9 @@ class _State(NamedTuple):
     """Tensors that a step reads and writes, for R rows and L places; a column holds what follows that place."""
 
     token: Tensor  # (R, 1) int64, the last one
-    padding: Tensor  # (R, 1) int64, places before the prompt
+    padding: Tensor  # (R, 1) int64, places before the prompt, or before what is not shared of it
+    before: Tensor  # (R, 1) int64, tokens before those of the cache, which rows share
+    group: Tensor  # (R, 1) int64, of rows that share them
     ended: Tensor  # (R, 1) bool
     tokens: Tensor  # (R, L) int64
     logprobs: Tensor  # (R, L) fp32, nan where logits were not finite
@@ -60,10 +70,9 @@ class _State(NamedTuple):
     missed: Tensor  # (1,) bool, whether a nucleus was larger than the candidates
 
 
-_BY_ROW = 7  # fields
+_BY_ROW = 9  # fields
 _DTYPES = (
-    torch.int64, torch.int64, torch.bool, torch.int64, torch.float32, torch.float64, torch.int32,
-    torch.int64, torch.bool,
+    *[torch.int64] * 4, torch.bool, torch.int64, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
 
 
@@ -93,12 +102,15 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, *, captured: bool = False, longest: int = 0) -> None:
         """Record steps as CUDA graphs if `captured`; the cache begins with room for `longest` tokens."""
-        self._model, self._captured, self._places = model, captured, longest and longest + _LENGTHS
-        self._cache = cache_argument(model)
+        self._model, self._captured, self._places = model, captured, 0
+        self._longest, self._cache = longest and longest + _LENGTHS, cache_argument(model)
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        self._multiple = 1 if on_cpu and not captured else _LENGTHS
         self._state: _State | None = None
         self._layers: list[_Layer] = []
         self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._pool, self._addresses = None, list[int]()
+        self._shares, self._shared = True, SharedPrompts(self._multiple)
         self._wide: Tensor | None = None  # (R, 1, 2, C) `TokenDraw.kept` of the last step, if too many for the state
 
     def __call__(
@@ -109,47 +121,71 @@ class Decoder:
         Returns tokens and log-probs, (B, T) or up to where all rows have ended, these in fp32, 0 if greedy, nan where
         logits were not finite; and the ids of each completion's nuclei, None without a nucleus.
         """
-        (count, length), multiple = uniforms.shape, _LENGTHS if self._captured else 1
+        with decoding_attention(self._model):
+            try:
+                return self._complete(ids, mask, uniforms, sampling)
+            except CannotShare as reason:
+                _LOG.warning("each completion keeps the keys of its whole prompt: %s", reason)
+                self._shares = False
+                return self._complete(ids, mask, uniforms, sampling)
+
+    def _complete(
+        self, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling
+    ) -> tuple[Tensor, Tensor, list[KeptTokens] | None]:
+        (count, length), multiple = uniforms.shape, self._multiple
         rows = self._rows_for(count)
-        width, fill = -(-max(1, ids.shape[1] - 1) // multiple) * multiple, torch.arange(rows).clamp(max=count - 1)
+        width, fill = -(-max(1, ids.shape[1] - 1) // multiple) * multiple, torch.arange(rows) % count
         prompts = nn.functional.pad(torch.stack([ids, mask])[:, fill], (width + 1 - ids.shape[1], 0))
         prefixes, own = prompts[:, :, :-1].unique(dim=1, return_inverse=True)  # a group's prompt is fed once
         padding, ended = width - prompts[1, :, :-1].sum(1, keepdim=True), torch.arange(rows)[:, None] >= count
-        host = [own, prompts[0, :, -1:], padding, ended, uniforms[fill]]
-        own, *columns, uniforms = upload(host, next(self._model.parameters()).device)
-        with decoding_attention(self._model):
-            as_tree = prefixes.shape[1] > 1 and common_beginning(*prefixes) >= SHARED_FROM
-            fed = feed(self._model, *prefixes, as_tree=as_tree)
-            state = self._state_of(rows, width + length, fed)
-            for layer, parts in zip(self._layers, fed, strict=True):
-                for store, part in zip((layer.keys, layer.values), parts, strict=True):
-                    store[:rows] = 0  # a nan of an earlier call would pass the mask
-                    store[:rows, :, width - part.shape[2] : width] = part[own]  # all, or a window's last ones
-            for part, column in zip(state, columns, strict=False):
-                part.copy_(column)
-            state.uniforms[:, width : width + length] = uniforms
-            record = KeptRecord()
-            made = self._decode(state, width, length, sampling, record)
+        beginning = common_beginning(*prefixes)
+        sharing = choose_sharing(own, prefixes[1], beginning) if self._shares else APART
+        if sharing.length and (obstacle := sharing_obstacle(self._model)):
+            raise CannotShare(obstacle)
+        fed = feed(self._model, *prefixes, beginning)
+        cached = padding.clamp(max=width - sharing.length)  # the cache begins behind what is shared
+        of_row = own[:, None].clamp(max=max(sharing.groups - 1, 0))
+        host = [own, uniforms[fill], prompts[0, :, -1:], cached, sharing.length + cached - padding, of_row, ended]
+        own, uniforms, *columns = upload(host, next(self._model.parameters()).device)
+        width -= sharing.length
+        state = self._state_of(rows, width + length, fed, sharing)
+        for layer, parts in zip(self._layers, fed, strict=True):
+            for store, part in zip((layer.keys, layer.values), parts, strict=True):
+                store[:rows] = 0  # a nan of an earlier call would pass the mask
+                rest = part[:, :, sharing.length :][own]  # all, or a window's last ones
+                store[:rows, :, width - rest.shape[2] : width] = rest
+        for part, column in zip(state, columns, strict=False):
+            part.copy_(column)
+        state.uniforms[:, width : width + length] = uniforms
+        self._shared.fill(fed, prefixes[1], sharing)
+        self._shared.arrange(state.group.view(-1), sharing.groups, sharing.members)
+        del fed
+        record = KeptRecord()
+        made = self._decode(state, width, length, sampling, record)
         drawn = slice(width, width + made)
         return state.tokens[:count, drawn], state.logprobs[:count, drawn], record.rows(count, made)
 
     def _rows_for(self, count: int) -> int:
         return max(_FEWEST_ROWS, 1 << (count - 1).bit_length()) if self._captured else count
 
-    def _state_of(self, rows: int, places: int, fed: list[tuple[Tensor, Tensor]]) -> _State:
+    def _state_of(self, rows: int, places: int, fed: list[KeysValues], sharing: Sharing) -> _State:
         """State of so many rows, with room for so many places; graphs stay if all that they read stays in place."""
         old = 0 if self._state is None else len(self._state.token)
-        grows = rows > old or places > self._places
+        lacks, shared_lacks = rows > old or places > self._places, self._shared.lacks(rows, sharing)
+        grows = lacks or shared_lacks
         addresses = [weight.data_ptr() for weight in self._model.parameters()] if self._captured else []
         if self._graphs and (grows or addresses != self._addresses):
             cause = f"the cache grows to {rows} rows, {places} tokens" if grows else "the weights have moved"
             _LOG.warning("%d CUDA graphs of decoding will be captured again: %s", len(self._graphs), cause)
             self._graphs, self._pool = {}, None
         self._addresses = addresses
-        if self._state is None or grows:
+        if shared_lacks:
+            self._shared.grow(rows, sharing, fed)
+        if lacks:
             self._state, self._layers = None, []  # freed before the next are made
-            most, self._places = max(rows, old), -(-max(places, self._places) // _LENGTHS) * _LENGTHS
-            sizes = [(most, 1)] * 3 + [(most, self._places)] * 3 + [(most, LOOK, 2, CANDIDATES)] + [(1,)] * 2
+            longest = 0 if sharing.length else self._longest
+            most, self._places = max(rows, old), -(-max(places, longest, self._places) // _LENGTHS) * _LENGTHS
+            sizes = [(most, 1)] * 5 + [(most, self._places)] * 3 + [(most, LOOK, 2, CANDIDATES)] + [(1,)] * 2
             new = functools.partial(torch.zeros, device=fed[0][0].device)
             self._state = _State(*(new(size, dtype=dtype) for size, dtype in zip(sizes, _DTYPES, strict=True)))
             for pair in fed:
@@ -170,7 +206,7 @@ class Decoder:
             state.missed.fill_(False)
             self._wide = None
             live = width + made + times
-            live = min(-(-live // _LENGTHS) * _LENGTHS, self._places) if self._captured else live
+            live = min(-(-live // self._multiple) * self._multiple, self._places)
             self._run(times, state, live, sampling, candidates)
             flags, kept = self._look(state, order, slice(width + made, width + made + times), sampling)
             *ended, missed = flags
@@ -222,10 +258,11 @@ class Decoder:
         for layer in self._layers:
             for store in (layer.keys, layer.values):
                 store[:rows, :, :live] = store[place[:rows], :, :live]
+        self._shared.shrink(state.group[:rows].view(-1), stays=self._captured)
         return _State(*(part[:rows] for part in by_row), *state[_BY_ROW:])
 
     def _run(self, times: int, state: _State, *options: Any) -> None:
-        step, key = functools.partial(self._step, state, *options), (len(state.token), *options)
+        step, key = functools.partial(self._step, state, *options), (len(state.token), self._shared.shape, *options)
         if self._captured and key not in self._graphs and times > 1:
             step()  # a token like others, and the warm-up: what happens only once cannot be captured
             times -= 1
@@ -241,8 +278,12 @@ class Decoder:
         for layer in self._layers:
             layer.rows, layer.live = len(state.token), live
         seen, cache = torch.arange(live, device=state.place.device) >= state.padding, Cache(layers=[*self._layers])
-        options = {"position_ids": state.place - state.padding, self._cache: cache, "use_cache": True}
-        scores = self._model(input_ids=state.token, attention_mask=seen, **options).logits[:, -1].float()
+        at, shared = state.place - state.padding + state.before, self._shared.keys()
+        options = {"position_ids": at, self._cache: cache, "use_cache": True}
+        with attending_to(shared):
+            scores = self._model(input_ids=state.token, attention_mask=seen, **options).logits[:, -1].float()
+        if shared and len(shared.read) < len(self._layers):
+            raise CannotShare(f"a layer of {type(self._model).__name__} attends by other functions than transformers'")
         uniforms = None if sampling.greedy else state.uniforms.index_select(1, state.place)
         token, logprobs, narrow, kept = draw(scores, uniforms, sampling.temperature, sampling.top_p, candidates)
         if kept is not None and (more := CANDIDATES - kept.shape[2]) >= 0:

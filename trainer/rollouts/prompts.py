@@ -1,16 +1,16 @@
-"""Feed prompts to a model for their keys and values: what all of them begin with once, where it is long."""
+"""Feed prompts to a model for their keys and values, and keep those once that several rows of a batch begin with."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from cfa_kernels.model.attention import KeyValueStore
 from cfa_kernels.model.compiled import EAGER
-from cfa_kernels.model.decode_attention import cache_argument
+from cfa_kernels.model.decode_attention import SharedKeys, cache_argument
 from cfa_kernels.model.modes import value_of
 from cfa_kernels.model.tree_forward import packed_hidden, tree_attention_mode
 from cfa_kernels.model.walk import ModelWalk
@@ -29,13 +29,13 @@ def common_beginning(ids: Tensor, mask: Tensor) -> int:
     return int((first == first[:1]).all(0).cumprod(0).sum())
 
 
-def feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, *, as_tree: bool) -> list[KeysValues]:
+def feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, beginning: int) -> list[KeysValues]:
     """Compute each layer's keys and values of prompts (B, W) on the host, padded on the left: whole, or a window's end.
 
-    The forward is one over their prefix tree, or over the padded batch.
+    The forward is one over the padded batch, or over their prefix tree if the `beginning` that all share is long.
     """
     device = next(model.parameters()).device
-    if as_tree:
+    if beginning >= SHARED_FROM:
         tree, store = PrefixTree(), KeyValueStore()
         paths = [tree.insert(row[own]) for row, own in zip(ids.numpy(), mask.numpy().astype(bool), strict=True)]
         index = np.stack([np.pad(path, (ids.shape[1] - len(path), 0)) for path in paths])
@@ -43,9 +43,109 @@ def feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, *, as_tree: bool) ->
         with value_of(EAGER, True), tree_attention_mode(walk):
             packed_hidden(walk, pack_of(tree), store=store)
         (rows,) = upload([index.astype(np.int64)], device)
-        return [(keys[0][:, rows].transpose(0, 1), values[0][:, rows].transpose(0, 1)) for keys, values in store.pairs()]
+        at = [tuple(part[0][:, rows].transpose(0, 1) for part in pair) for pair in store.pairs()]
+        return at  # type: ignore[return-value]
     cache: Any = DynamicCache(config=model.config)
     ids, mask = upload([ids, mask], device)
     options = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), cache_argument(model): cache}
     model.get_decoder()(input_ids=ids, use_cache=True, **options)
     return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+class Sharing(NamedTuple):
+    """What rows of a batch begin with together: whole prompts by groups, or the beginning of all as one group."""
+
+    groups: int
+    members: int  # rows of the largest group
+    start: int  # place in the groups' first prompts where it begins
+    length: int  # places
+
+
+APART = Sharing(0, 0, 0, 0)
+
+
+def choose_sharing(own: Tensor, mask: Tensor, beginning: int) -> Sharing:
+    """Choose between prompts (B, W), `own` (R,) that of each row, and the beginning of all: what saves more reads."""
+    rows, (prompts, width), members = len(own), mask.shape, int(own.bincount().max())
+    # Queries of a group are padded to those of the largest one.
+    serves = 2 * prompts <= rows and prompts * members <= 2 * rows and bool(mask.any(1).all())
+    if width >= SHARED_FROM and serves and (rows - prompts) * width >= (rows - 1) * beginning:
+        return Sharing(prompts, members, 0, width)
+    if beginning >= SHARED_FROM and rows > 1:
+        return Sharing(1, rows, width - int(mask[0].sum()), beginning)
+    return APART
+
+
+class SharedPrompts:
+    """Keys and values that rows share by groups; they stay in their place, as a CUDA graph reads them."""
+
+    def __init__(self, multiple: int) -> None:
+        """Make no room yet; lengths in use are multiples of `multiple`, so that shapes repeat."""
+        self._multiple, self._room = multiple, (0, 0, 0)  # rows, groups, places
+        self._layers: list[list[Tensor]] = []
+        self._bias = self._members = self._slots = torch.zeros(0)
+        self.shape = 0, 0, 0, 0  # rows, groups, members of each and places in use
+
+    def lacks(self, rows: int, sharing: Sharing) -> bool:
+        """Whether there is too little room."""
+        sizes = rows, *self._sizes(sharing)
+        return sharing.length > 0 and any(size > room for size, room in zip(sizes, self._room, strict=True))
+
+    def grow(self, rows: int, sharing: Sharing, fed: list[KeysValues]) -> None:
+        """Make room for what is shared in prompts that were fed."""
+        self._room = rows, groups, places = tuple(map(max, (rows, *self._sizes(sharing)), self._room))  # type: ignore[assignment]
+        self._layers = []  # freed before the next are made
+        self._layers = [[x.new_zeros(groups, x.shape[1], places, x.shape[3]) for x in pair] for pair in fed]
+        self._bias = fed[0][0].new_zeros(groups, 1, 1, places)
+        self._members = torch.zeros(2 * rows, dtype=torch.int64, device=self._bias.device)
+        self._slots = self._members[:rows].clone()
+
+    def fill(self, fed: list[KeysValues], mask: Tensor, sharing: Sharing) -> None:
+        """Keep what is shared of the keys and values of prompts, whose `mask` (B, W) is on the host."""
+        groups, length = self._sizes(sharing)
+        self.shape = 0, groups, 0, length
+        if not length:
+            return
+        of_group, places = slice(groups), slice(sharing.start, sharing.start + sharing.length)
+        hidden = nn.functional.pad(mask[of_group, places] == 0, (0, length - sharing.length), value=True)
+        (hidden,) = upload([hidden], self._bias.device)
+        self._bias[of_group, 0, 0, :length] = self._bias.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        for stores, parts in zip(self._layers, fed, strict=True):
+            for store, part in zip(stores, parts, strict=True):
+                store[of_group, :, : sharing.length] = part[of_group, :, places]
+                store[of_group, :, sharing.length : length] = 0  # a nan of an earlier call would pass the mask
+
+    def arrange(self, of_row: Tensor, groups: int, members: int) -> None:
+        """Take the group (R,) of each row, of which none has more than so many `members`."""
+        self.shape = len(of_row), groups, members, self.shape[-1]
+        if not groups:
+            return
+        order = of_row.argsort(stable=True)
+        ordered = of_row[order]
+        slots = ordered * members + torch.arange(len(order), device=order.device) - torch.searchsorted(ordered, ordered)
+        self._slots[order] = slots
+        self._members.zero_()
+        self._members[slots] = order
+
+    def shrink(self, of_row: Tensor, *, stays: bool) -> None:
+        """Take the group (R,) of fewer rows, and change it: groups without rows leave unless all `stays` in place."""
+        _, groups, members, _ = self.shape
+        if not stays and groups:
+            left, own = of_row.unique(return_inverse=True)
+            of_row.copy_(own)
+            for store in (self._bias, *(store for stores in self._layers for store in stores)):
+                store[: len(left)] = store[left]
+            groups, members = len(left), int(own.bincount().max())
+        self.arrange(of_row, groups, members)
+
+    def keys(self) -> SharedKeys | None:
+        """Give what rows attend to; None if nothing is shared."""
+        rows, groups, members, places = self.shape
+        if not groups:
+            return None
+        layers = [(keys[:groups, :, :places], values[:groups, :, :places]) for keys, values in self._layers]
+        of_group = self._members[: groups * members].view(groups, members)
+        return SharedKeys(layers, self._bias[:groups, ..., :places], of_group, self._slots[:rows], set())
+
+    def _sizes(self, sharing: Sharing) -> tuple[int, int]:
+        return sharing.groups, -(-sharing.length // self._multiple) * self._multiple

@@ -15,7 +15,7 @@ from trainer.checkpoints import Refused, RunFolder, open_run
 from trainer.run import set_up, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.traced]
-PEFT = ["--use_peft", "--lora_r=2", "--max_steps=4"]
+PEFT = ["--use_peft", "--dtype=float32", "--lora_r=2", "--max_steps=4"]
 
 
 def killed_and_gone_on(argv: list[str], moments: list[int], of: str = "") -> str:

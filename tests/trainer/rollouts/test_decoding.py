@@ -1,5 +1,6 @@
 """Our own decoding: the completions of transformers' `generate`, in steps that a CUDA graph can hold."""
 
+import copy
 import functools
 
 import pytest
@@ -9,6 +10,7 @@ from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
 from tests.support.operator_calls import OperatorCalls
 from tests.support.waits import a_device, put_on_device
 from trainer.rollouts import decoding
+from trainer.rollouts import prompts as prompts_module
 from trainer.rollouts.in_process import TransformersEngine, by_transformers
 from trainer.rollouts.sampling import CANDIDATES
 
@@ -100,23 +102,70 @@ def test_prompts_that_repeat_are_fed_once_and_their_completions_stay_the_same(op
             torch.testing.assert_close(together.logprobs[b], single.logprobs[0], rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, WINDOWED, {"num_key_value_heads": 4}], ids=["gqa", "window", "mha"])
-@pytest.mark.parametrize("shares", [{3: 4}, {0: 2, 1: 2, 5: 1}, {i: 1 for i in range(4)}], ids=["one", "three", "four"])
-def test_a_beginning_that_all_prompts_share_is_fed_once(options, shares, monkeypatch) -> None:
-    model, shapes, common = tiny(**options), [], [*range(30, 50)]
-    prompts = [[*common, 60 + i, *range(70, 70 + i)] for i, rows in shares.items() for _ in range(rows)]
-    sampled = SAMPLED | {"keys": [(3, i) for i in range(len(prompts))]}
+HEADS = pytest.mark.parametrize("heads", [2, 4], ids=["grouped heads", "one key head each"])
+COMMON = [*range(30, 50)]
+
+
+@HEADS
+@pytest.mark.parametrize("captured", [False, True])
+def test_rows_behind_a_shared_prompt_are_those_behind_prompts_of_their_own(
+    heads, captured, replays, monkeypatch
+) -> None:
+    model, shapes = tiny(num_key_value_heads=heads), []
+    model.generation_config.eos_token_id = [*range(0, 512, 16)]
+    model.register_forward_pre_hook(lambda *_: shapes.append(decoder._shared.shape))
+    prompts = [PROMPTS[2] + COMMON, PROMPTS[1], COMMON, PROMPTS[1], LONG] * 4 + [PROMPTS[1]] * 2
+    sampled = SAMPLED | {"keys": [(3, i) for i in range(22)], "max_completion_length": 70}
+    decoder = TransformersEngine(model, tokenizer())._decode
     expected = by_generate(model, prompts, **sampled)
-    model.model.register_forward_pre_hook(
-        lambda _, __, inputs: shapes.append(inputs["input_ids"].numel()), with_kwargs=True
-    )
-    for least in (1000, 20):
-        monkeypatch.setattr(decoding, "SHARED_FROM", least)
+    for least, groups in ((1000, 0), (4, 4)):
+        monkeypatch.setattr(prompts_module, "SHARED_FROM", least)
+        engine = TransformersEngine(model, tokenizer(), captured=captured)
+        decoder = engine._decode
         shapes.clear()
-        ours = TransformersEngine(model, tokenizer())(prompts, **sampled)
+        ours = engine(prompts, **sampled)
         assert ours.ids() == expected.ids()
         torch.testing.assert_close(ours.logprobs, expected.logprobs, rtol=0, atol=1e-5)
-    assert shapes[0] == len(common) + sum(shares)  # what is before the last token
+        assert shapes[0][1] == groups
+    assert shapes[0][2:] == ((14, 64) if captured else (10, 20))
+    left = [shape[:3] for shape in shapes]
+    assert left == sorted(left, reverse=True)
+    assert left[-1] == ((8, 4, 14) if captured else (1, 1, 1))
+    assert engine([[*prompt, 3] for prompt in prompts[:3]], **GREEDY).texts  # nothing to share
+
+
+@pytest.mark.parametrize("rows", [{3: 4}, {0: 2, 1: 2, 5: 1}, {i: 1 for i in range(4)}], ids=["one", "three", "four"])
+@pytest.mark.parametrize("options", [{}, WINDOWED, {"num_key_value_heads": 4}], ids=["grouped heads", "window", "each"])
+def test_a_beginning_that_all_prompts_share_is_fed_and_kept_once(options, rows, monkeypatch, caplog) -> None:
+    model, tokens = tiny(**options), []
+    prompts = [[*COMMON, 60 + i, *range(70, 70 + i)] for i, count in rows.items() for _ in range(count)]
+    sampled = SAMPLED | {"keys": [(3, i) for i in range(len(prompts))]}
+    expected = by_generate(model, prompts, **sampled)
+    monkeypatch.setattr(prompts_module, "SHARED_FROM", len(COMMON))
+    model.model.register_forward_pre_hook(
+        lambda _, __, inputs: tokens.append(inputs["input_ids"].numel()), with_kwargs=True
+    )
+    engine = TransformersEngine(model, tokenizer())
+    for _ in range(2):
+        tokens.clear()
+        ours = engine(prompts, **sampled)
+        assert ours.ids() == expected.ids()
+        torch.testing.assert_close(ours.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+        assert tokens[0] == len(COMMON) + sum(rows)  # what is before the last token
+    assert engine._decode._shared.shape[1::2] == ((0, 0) if options == WINDOWED else (1, 23 if len(rows) == 1 else 20))
+    kept = "each completion keeps the keys of its whole prompt: Qwen3ForCausalLM has layers that attend in a window"
+    assert caplog.messages == [kept] * (options == WINDOWED)
+
+
+def test_a_layer_that_does_not_read_shared_keys_is_noticed(monkeypatch, caplog) -> None:
+    model, prompts = tiny(), [LONG, PROMPTS[1]] * 4
+    expected = by_generate(model, prompts, **long_run(12))
+    monkeypatch.setattr(prompts_module, "SHARED_FROM", 4)
+    layer = model.model.layers[1].self_attn
+    layer.config = copy.deepcopy(layer.config)
+    layer.config._attn_implementation = "eager"
+    assert TransformersEngine(model, tokenizer())(prompts, **long_run(12)).ids() == expected.ids()
+    assert ["a layer of Qwen3ForCausalLM" in message for message in caplog.messages] == [True]
 
 
 def long_run(tokens: int) -> dict:

@@ -135,6 +135,7 @@ def test_a_server_that_is_stuck_is_waited_for_once(served, tokenizer, monkeypatc
 def argv_of(served, folder, *argv: str) -> list[str]:
     own = [
         f"--model={served.folder}",
+        "--dtype=float32",
         f"--output_dir={folder}",
         "--rollout_engine=vllm",
         f"--vllm_server_base_url={served.url}",
