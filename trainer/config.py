@@ -69,11 +69,6 @@ class TrainConfig(TrainSettings):
         return NONE if credit.control == "off" else ", ".join(filter(None, [credit.estimator.name, credit.control]))
 
     @property
-    def reward_options(self) -> dict[str, Any]:
-        """Return the options of reward functions, by the names that `load_reward` takes."""
-        return {**vars(self.counterfactual().answers), "timeout": self.reward_timeout}
-
-    @property
     def loss_options(self) -> dict[str, Any]:
         """Return the options of the policy loss, by the names it takes."""
         names = (*NUMBERS, "loss_type", "importance_sampling_level", "max_completion_length", "score_centering")

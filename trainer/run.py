@@ -96,9 +96,10 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     require_device(config.precision.device)
     if config.rollout_engine == "vllm":
         await_server(config.vllm_server_base_url)
-    rewards = load_rewards(config.reward_funcs, **config.reward_options)
+    options = {**vars(config.counterfactual().answers), "timeout": config.reward_timeout}
+    rewards = load_rewards(config.reward_funcs, **options)
     loaded = dict(zip(config.reward_funcs, rewards.values(), strict=True))
-    grader = loaded.get(config.grader) or load_reward(config.grader, **config.reward_options)
+    grader = loaded.get(config.grader) or load_reward(config.grader, **options)
     play = imported("environment", config.environment) if config.environment else None
     shape = imported("shaping_func", config.shaping_func) if config.shaping_func else None
     rows, held_out = train_and_eval_rows(config)

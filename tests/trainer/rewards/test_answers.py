@@ -134,10 +134,9 @@ ENDS_IN_TOTAL = ["9*2=18, TOTAL 18", "#### 18", "TOTAL 17, so 18"]
     ],
 )
 def test_the_grader_and_credit_read_answers_in_the_runs_own_format(options, expected) -> None:
-    config = TrainConfig(credit_options=options)
-    grade = load_reward("exact_match", **config.reward_options)
+    own = TrainConfig(credit_options=options).counterfactual().answers
+    grade = load_reward("exact_match", **vars(own))
     assert grade(completions=ENDS_IN_TOTAL, answer=["#### 18"] * 3) == expected
-    own = config.counterfactual().answers
     for text, reward in zip(ENDS_IN_TOTAL, expected, strict=True):
         span = answer_text_span(text, own)
         assert (span is not None and text[slice(*span)] == "18") == reward
