@@ -1,4 +1,4 @@
-"""Write the tables of options, hosts and rewards into the pages, and verl's options, from their declarations.
+"""Write the tables of options, hosts, rewards and set-ups into the pages, and verl's options, from their declarations.
 
 `python -m docs.options` writes them.
 """
@@ -17,6 +17,7 @@ from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.config import PARTS, part_options
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERS
+from docs import setups
 from trainer.rewards.built_in import BUILT_IN
 
 FOLDER = Path(__file__).parent
@@ -96,6 +97,8 @@ TABLES = {
     "hosts": (FOLDER / "other_trainers.md", hosts, "<!-- {} -->"),
     "rewards": (FOLDER / "rewards.md", rewards, "<!-- {} -->"),
     "verl": (FOLDER / "verl_gsm8k.yaml", verl, "  # {}"),
+    "models": (FOLDER / "setups.md", setups.models, "<!-- {} -->"),
+    "micro-batches": (FOLDER / "setups.md", setups.micro_batches, "<!-- {} -->"),
 }
 
 

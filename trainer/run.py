@@ -114,7 +114,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
 
     set_seed(config.seed)  # adapters begin at random
     moving = processes.count() > 1 and config.parallel == "fsdp2"  # CUDA graphs do not follow weights that move
-    auto = config.precision.device.type == "cuda" and not moving
+    auto = config.precision.device.type == "cuda"
     compiles = auto if config.torch_compile == "auto" else config.torch_compile == "on"
     policy = load_policy(config, tokenizer, compiles=compiles)
     if processes.rank() == 0 and not sys.stdout.isatty():  # for a log file: there is no report yet
@@ -136,8 +136,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     if play is not None:
         engine = play(engine, tokenizer, end_ids(policy, tokenizer), tags)
     for model in [policy] if reference in (None, policy) else [policy, reference]:
-        processes.distribute(model, config)
-        if compiles:
+        if compiles:  # before weights are in pieces
             try:
                 with config.precision.autocast():
                     compile_layers(model)
@@ -145,6 +144,7 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
                 if config.torch_compile == "on":
                     raise
                 _LOG.warning("torch_compile=auto: nothing is compiled: %s", obstacle)
+        processes.distribute(model, config)
     if moving:  # as it runs from now on
         with config.precision.autocast():
             require_supported(policy, longest)

@@ -25,9 +25,11 @@ _EXACT = 1e-4
 def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
     """Compile the decoder layers of a model, for packed forwards and their backward; call it once, before training.
 
+    A model that `fully_shard` cuts into pieces is compiled before that, while each process still has it whole.
+
     The model is checked as by `check_model`, then a small tree runs through its layers both ways. A kind of layer that
     does not compile, or not to the same results, runs as it is; the log names it and the reason once. So does a layer
-    with hooks. Modules that run Liger's kernels run their class's own forward where compiled. Apply Liger with
+    with hooks inside. Modules that run Liger's kernels run their class's own forward where compiled. Apply Liger with
     `rope=False`: its rotary embeddings replace a function of transformers', which is not restored.
 
     Returns the names of the kinds of layers that run compiled, by the `backend` of `torch.compile`. Raises
@@ -41,7 +43,7 @@ def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
     for obstacle, is_there in {
         "on a CPU its attention is not a single operator; do not compile there":
             device.type == "cpu" and backend in ("inductor", "eager"),
-        "its weights are in pieces on several processes": is_sharded(model),
+        "its weights are in pieces on several processes; call compile_layers before fully_shard": is_sharded(model),
         "it has no list `layers` of modules with a `self_attn`": not has_layers,
     }.items():  # fmt: skip
         if is_there:

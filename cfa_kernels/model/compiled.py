@@ -43,7 +43,7 @@ class CompiledKind:
         # torch limits the graphs of a code object, so each kind gets its own.
         step.__code__ = step.__code__.replace(co_name=f"{self.name}_{id(self)}")
         self._step = torch.compile(step, backend=backend, fullgraph=True)
-        each = {id(layer): [*layer.modules()] for layer in layers}
+        each = {id(layer): [*layer.modules()][1:] for layer in layers}  # its own, of FSDP2 say, run around it
         self._hooks = {i: [h for m in own for h in (m._forward_hooks, m._forward_pre_hooks)] for i, own in each.items()}
         # What is traced is the models' own formula, which a compiler fuses; Liger's kernels cannot be.
         self.without_liger = {layer: [*filter(runs_liger, layer.modules())] for layer in layers}
@@ -58,7 +58,8 @@ class CompiledKind:
         """Run a layer of this kind, checkpointed where transformers would."""
         forward, running = type(layer).forward, RUNNING.get()
         is_tree = isinstance(kwargs.get("attention_mask"), TreeMask) and running is not None
-        if self.obstacle or not is_tree or any(self._hooks[id(layer)]):
+        # Of one row torch would make graphs apart: those run as they are.
+        if self.obstacle or not is_tree or args[0].shape[1] == 1 or any(self._hooks[id(layer)]):
             return forward(layer, *args, **kwargs)
         if _without_checkpointing(forward) is not forward and layer.gradient_checkpointing and layer.training:
             return layer._gradient_checkpointing_func(partial(self._run, layer, **kwargs), *args)
@@ -92,24 +93,31 @@ class CompiledKind:
 _KINDS: WeakKeyDictionary[nn.Module, CompiledKind] = WeakKeyDictionary()
 
 
-def to_compile(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, CompiledKind]]:
-    """List those of `layers` that run compiled, with their kinds."""
-    some = [] if EAGER.get() else [(layer, _KINDS.get(layer)) for layer in layers if "forward" not in vars(layer)]
-    return [(layer, kind) for layer, kind in some if kind is not None and kind.obstacle is None]
+def to_compile(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, CompiledKind, object]]:
+    """List those of `layers` that run compiled, with their kinds and with what has their `forward`."""
+    some = [] if EAGER.get() else [(layer, _KINDS.get(layer), _has_forward(layer)) for layer in layers]
+    return [(layer, kind, owner) for layer, kind, owner in some if owner and kind and not kind.obstacle]
+
+
+def _has_forward(layer: nn.Module) -> object:
+    """Return what has the forward of a layer's class: the layer, or what holds its errors; None for another forward."""
+    own = vars(layer).get("forward", layer)
+    its_class = getattr(own, "forward", None)
+    return own if getattr(its_class, "__func__", None) is type(layer).forward else None
 
 
 @contextmanager
-def compiled_layers(some: Sequence[tuple[nn.Module, CompiledKind]]) -> Iterator[None]:
+def compiled_layers(some: Sequence[tuple[nn.Module, CompiledKind, object]]) -> Iterator[None]:
     """Run what `to_compile` has listed compiled inside."""
     if not some:
         yield
         return
     # Sizes that happen to be equal in one pack, of its segments and of an adapter say, are not equal in the next. A
-    # number with a fraction is a constant: as a symbol each graph would be traced twice.
+    # number with a fraction is a constant: as a symbol each graph would be traced twice. DDP overlaps layer by layer.
     apart = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    constant = torch._dynamo.config.patch(specialize_float=True)
-    own = ((m, {"forward": MethodType(type(m).forward, m)}) for layer, kind in some for m in kind.without_liger[layer])
-    ours = ((layer, {"forward": partial(kind.run, layer)}) for layer, kind in some)
+    constant = torch._dynamo.config.patch(specialize_float=True, optimize_ddp=False)
+    own = ((m, {"forward": MethodType(type(m).forward, m)}) for each, kind, _ in some for m in kind.without_liger[each])
+    ours = ((owner, {"forward": partial(kind.run, layer)}) for layer, kind, owner in some)
     with apart, constant, exchanged((*own, *ours)):
         yield
 

@@ -114,28 +114,30 @@ def rows_per_forward(walk: ModelWalk, token_budget: int | None) -> int:
 def default_token_budget(model: Model, *, training: bool = False) -> int:
     """Estimate tokens per packed forward: on a GPU what half of the free memory holds, at least 1,024.
 
-    For `training` it holds what layers keep for the backward, or with checkpointing their inputs and one layer's.
+    For `training` it holds what layers keep for the backward.
     """
     walk = ModelWalk.of(model)
     model, device = walk.model, input_device(walk.model)
     largest = min(_ON_GPU if device.type == "cuda" else _ON_CPU, largest_forward(walk) or _ON_GPU)
     if device.type != "cuda":
         return largest
-    config = model.config.get_text_config()
-    layers, inputs = config.num_hidden_layers, config.hidden_size * model.dtype.itemsize
     bytes_per_token = kept_per_row(walk) if training else _layer_per_row(model, whole=False)
-    if training and checkpointed_modules(walk):
-        bytes_per_token = bytes_per_token // layers + layers * inputs
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(min(max(free // 2 // bytes_per_token, 1024), largest))
 
 
 def kept_per_row(walk: ModelWalk) -> int:
-    """Estimate the bytes that all layers keep of a row for a backward; adapters are in the margin."""
+    """Estimate the bytes that all layers keep of a row for a backward; adapters are in the margin.
+
+    With checkpointing the layers keep their inputs, and one of them the rest.
+    """
     # A model's own norms and gates keep float32 copies and every intermediate result; Liger's and compiled ones do not.
-    layers: int = walk.model.config.get_text_config().num_hidden_layers
-    lean = any_liger(walk) or to_compile(getattr(backbone(walk.model), "layers", ()))
-    return layers * _layer_per_row(walk.model, whole=not lean)
+    model, config = walk.model, walk.model.config.get_text_config()
+    lean = any_liger(walk) or to_compile(getattr(backbone(model), "layers", ()))
+    layers, of_a_layer = int(config.num_hidden_layers), _layer_per_row(model, whole=not lean)
+    if checkpointed_modules(walk):
+        return of_a_layer + layers * int(config.hidden_size) * model.dtype.itemsize
+    return layers * of_a_layer
 
 
 def _layer_per_row(model: PreTrainedModel, *, whole: bool) -> int:

@@ -19,7 +19,6 @@ from .check.verify import check_supported, check_trainable
 from .modes import exchanged, value_of
 from .parts import backbone, causal_lm, wrappers
 from .sharded.fsdp import (
-    gather_zero3,
     give_back,
     head_whole,
     is_engine,
@@ -30,7 +29,7 @@ from .sharded.fsdp import (
     prepare_zero3,
     sharding_group,
 )
-from .sharded.ranks import INSIDE, PeerFailed, Ranks, Replicas, inside
+from .sharded.ranks import INSIDE, HeldForward, PeerFailed, Ranks, Replicas, inside
 from .tree_forward import packed_hidden, tree_attention_mode
 from .walk import ModelWalk
 
@@ -89,6 +88,7 @@ def _root(model: nn.Module, causal: PreTrainedModel) -> Any:
 def _through(root: nn.Module, causal: PreTrainedModel, ranks: Ranks | Replicas, body: Callable[[], _Result]) -> _Result:
     with ExitStack() as stack:
 
+        @torch.compiler.disable  # else torch would trace the body where it compiles a model as a whole, as TRL does
         def redirected(*_: object, **__: object) -> _Result:
             stack.close()
             with value_of(INSIDE, ranks):
@@ -153,25 +153,8 @@ def _needs_backward(leaf: object) -> bool:
 
 @contextmanager
 def _errors_held(causal: PreTrainedModel, *, gathers: bool) -> Iterator[None]:
-    """Let a forward end in which a layer fails, and raise its error then: every layer's weights have been gathered.
-
-    With `gathers` a layer's are gathered before it runs: ZeRO-3 would for each of its parts, of which one may fail.
-    """
+    """Let a forward end in which a layer fails, and raise its error then: every layer's weights have been gathered."""
     body, errors = backbone(causal), list[Exception]()
-
-    def held(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as gathered:
-                if gathers:
-                    gather_zero3(layer.modules(), gathered)
-                try:
-                    if not errors:
-                        return forward(*args, **kwargs)
-                except Exception as error:
-                    errors.append(error)
-            return args[0] if args else kwargs["hidden_states"]
-
-        return run
 
     def release(*_: object) -> None:
         if errors:
@@ -180,7 +163,10 @@ def _errors_held(causal: PreTrainedModel, *, gathers: bool) -> Iterator[None]:
     layers = [_innermost(layer) for layer in getattr(body, "layers", None) or ()]
     # `_original_forward`, as accelerate has it: a layer so wrapped is no other model (`walk.own_forward`).
     own = [(layer, layer.forward, vars(layer).get("_original_forward", layer.forward)) for layer in layers]
-    wrapped = ((layer, {"forward": held(layer, run), "_original_forward": first}) for layer, run, first in own)
+    wrapped = (
+        (layer, {"forward": HeldForward(run, errors, layer if gathers else None), "_original_forward": first})
+        for layer, run, first in own
+    )
     with exchanged(wrapped), body.register_forward_hook(release):
         yield
 

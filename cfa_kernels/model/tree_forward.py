@@ -91,7 +91,7 @@ def packed_hidden(
         store.rewind()
     running = Running(pack.table, store, pack.first_row)
     states, again = tree_states(walk, pack.table), _recomputed_on_trees(walk, running)
-    layers = to_compile(() if inside(model) else getattr(backbone(model), "layers", ()))
+    layers = to_compile(getattr(backbone(model), "layers", ()))
     adapters = one_pass_adapters(walk)
     with value_of(RUNNING, running), states, again, adapters, compiled_layers(layers):
         output = backbone(model)(

@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import Rows, Span, packed_forward
+from cfa_kernels import Rows, Span, packed_forward, packed_policy_loss
 from cfa_kernels.model.compile_layers import compile_layers
 from cfa_kernels.model.limits import kept_per_row
 from cfa_kernels.model.parts import causal_lm
@@ -19,6 +19,7 @@ from cfa_kernels.ops import adapted_linear, matmul
 from cfa_kernels.tree.attention_options import AttentionRule
 from cfa_kernels.tree.segment_table import SegmentTable
 from tests.support.models import PLACEHOLDER, make_model, score_forward, small_model, tokens
+from tests.support.sharded import run, values, wrapped
 
 attention = import_module("cfa_kernels.tree.attention")
 
@@ -47,12 +48,16 @@ def backward_by_definition(by_out, q, k, v, sinks, out, lse, *options):
     return *(x.contiguous() for x in gradients), q.new_empty(0)
 
 
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch):
-    """Attention is one operator, which computes its definition, and products are torch's."""
+def put_on_a_gpu(monkeypatch):
+    """Make attention one operator, which computes its definition, and products torch's."""
     monkeypatch.setitem(attention.tree_attention_op._backend_fns, None, forward_by_definition)
     monkeypatch.setitem(attention.tree_attention_backward_op._backend_fns, None, backward_by_definition)
     monkeypatch.setattr(matmul, "_has_onednn", lambda _: False)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    put_on_a_gpu(monkeypatch)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -197,3 +202,41 @@ def test_what_cannot_be_compiled_is_refused_by_name():
     model = policy("Qwen3", {"lora_dropout": 0.1}, head_dim=8)
     with pytest.raises(NotImplementedError, match="lora_dropout"):
         compile_layers(model, backend="aot_eager")
+
+
+def sharded_steps(rank: int) -> None:
+    """Train compiled layers and layers as they are, both in pieces: equal gradients, and no graphs of later steps."""
+    put_on_a_gpu(pytest.MonkeyPatch())
+    ran, counts = [], []
+
+    def backend(graph, inputs):
+        compiled = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        return lambda *args: ran.append(rank) or compiled(*args)
+
+    models = [policy("Qwen3", head_dim=8) for _ in range(2)]
+    assert compile_layers(models[1], backend=backend) == ["Qwen3DecoderLayer"]
+    models[1] = torch.compile(models[1], backend="eager")  # as accelerate does; our body is not traced
+    shared = [wrapped(model, "FSDP2") for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in shared]
+    with pytest.raises(NotImplementedError, match="in pieces on several processes; call compile_layers before"):
+        compile_layers(shared[1], backend=backend)
+    for lengths in ([12, 15], [13]), ([11, 17, 10], [14]), ([13], [9, 9, 18]):  # one process feeds more packs
+        results, before, ran[:] = [], graphs(), []
+        for model, optimizer in zip(shared, optimizers, strict=True):
+            optimizer.zero_grad()
+            completions = tokens(*lengths[rank], seed=1 + rank)
+            rows = Rows(tokens(*range(6, 6 + len(completions))), completions)
+            loss = packed_policy_loss(model, rows, advantages=torch.linspace(1, -0.5, len(rows)), token_budget=1)
+            loss.loss.backward()
+            optimizer.step()
+            results.append([*values(model, gradients=True).values()])
+        assert len(results[0]) == len([*models[0].parameters()])
+        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-7)
+        counts.append(graphs() - before)
+        assert len(ran) == SMALL["num_hidden_layers"] * len(completions), "each completion is a pack"
+    assert counts[0] <= 4
+    assert counts[1:] == [0, 0], "later steps need no graph of their own"
+
+
+def test_layers_compiled_before_fully_shard_run_compiled_after_it():
+    run(2, sharded_steps)

@@ -6,12 +6,15 @@ One whose work is done feeds idle packs until all are done, and if one fails all
 
 import builtins
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from .fsdp import gather_zero3
 
 
 class PeerFailed(BaseException):
@@ -113,6 +116,29 @@ class Replicas:
     def forwards(self, count: int) -> int:
         """Return `count`, at least 1."""
         return max(count, 1)
+
+
+class HeldForward:
+    """The `forward` of a layer of a model that processes share: an error is held back, and the input handed on.
+
+    With `gathers` the weights of that module are gathered before: ZeRO-3 would those of each part, of which one may
+    fail.
+    """
+
+    def __init__(self, forward: Callable[..., Any], errors: list[Exception], gathers: nn.Module | None) -> None:
+        self.forward, self._errors, self._gathers = forward, errors, gathers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `forward`, unless a layer before has failed."""
+        with ExitStack() as gathered:
+            if self._gathers is not None:
+                gather_zero3(self._gathers.modules(), gathered)
+            try:
+                if not self._errors:
+                    return self.forward(*args, **kwargs)
+            except Exception as error:
+                self._errors.append(error)
+        return args[0] if args else kwargs["hidden_states"]
 
 
 _CONTROL: dict[Any, Any] = {}
